@@ -18,6 +18,8 @@ REDUCTION_BYTES = 2048
 """What Mosaic takes besides in a kernel that sums along an axis of a tile."""
 REGISTERS = 64 * 1024
 """Registers of a multiprocessor, which its CTAs share."""
+THREAD_REGISTERS = 255
+"""Of them the most that a thread may have."""
 WARPS = 4
 """Warps in a warpgroup."""
 LANES = 32

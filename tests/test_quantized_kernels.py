@@ -19,7 +19,7 @@ from jaxfused.quantization.quantized_array import FORMATS, of_each_column, pack_
 from jaxfused.semantics.activation import activate
 from pallas_kernels.product import quantized
 from pallas_kernels.product.few_rows import QuantizedConfig
-from pallas_kernels.product.mainloop import MatmulConfig, ScaledConfig
+from pallas_kernels.product.mainloop import MatmulConfig
 from pallas_kernels.product.quantized import Packed
 from pallas_kernels.rows import quantize as rows_kernel
 from pallas_kernels.rows import rounding
@@ -161,8 +161,9 @@ def test_configs_of_few_rows_lower_for_cuda(dtype, m):
     case = Case(m, 4096, 1024, None, dtype, options)
     x, q, *others = jax.eval_shape(case.operands)
     packed = Packed(q.values, q.scale, q.zero_point)
-    configs = quantized.few_rows_fitting(
-        x, packed, read_bytes=2, written_bytes=4, multiprocessors=132
+    matrix = jax.ShapeDtypeStruct((m, 1024), jnp.bfloat16)
+    configs = quantized.candidates(
+        x, packed, written=(jnp.float32,), read=(matrix,), multiprocessors=132
     )
     assert len(set(configs)) == len(configs) > 8
     for config in configs[::8]:
@@ -309,16 +310,9 @@ BOTH = (
     (200, 272, 136, "float8_e4m3fn", None, T(64, 128, 2, False, epilogue_columns=32)),
     (140, 256, 136, "float8_e4m3fn", 128, T(64, 128, 2, False, epilogue_columns=32)),
     (70, 384, 72, "int8", 128, T(64, 64, 3, False, epilogue_columns=32)),
-    (300, 256, 200, "int8", 128, ScaledConfig(64, 64, 2, False, epilogue_columns=32, turns=True)),
+    (300, 256, 200, "int8", 128, T(64, 64, 2, False, epilogue_columns=32)),
     (140, 384, 320, "int8", (128, 64), T(64, 192, 2, False, epilogue_columns=32)),
-    (
-        70,
-        256,
-        256,
-        "float8_e4m3fn",
-        (128, 128),
-        ScaledConfig(64, 192, 2, False, epilogue_columns=32, turns=True),
-    ),
+    (70, 256, 256, "float8_e4m3fn", (128, 128), T(64, 192, 2, False, epilogue_columns=32)),
 )
 
 

@@ -34,7 +34,7 @@ from jaxfused.quantization.quantized_array import (
     of_each_column,
 )
 from pallas_kernels.product import quantized as pallas_quantized
-from pallas_kernels.product.few_rows import MAX_ROWS
+from pallas_kernels.product.few_rows import MAX_ROWS, MAX_ROWS_QUANTIZED
 from pallas_kernels.product.quantized import Packed
 
 
@@ -385,8 +385,7 @@ class _Layer:
             w=cuda.quantized_matmul.Weights(values, scale, zero_point),
         )
         reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
-        are_few = x.shape[0] <= MAX_ROWS
-        if not are_few:
+        if x.shape[0] > MAX_ROWS_QUANTIZED:
             # XLA copies the weights in x's dtype, which takes less than the slower product here.
             reasons = dispatch.preferring("xla", reasons)
         elif reason is None and is_modelled(device):
@@ -404,17 +403,11 @@ class _Layer:
             return cuda_configs(device, x, values, scale, zero_point, products=1)
         if implementation != "pallas":
             return ()
-        w = Packed(values, scale, zero_point)
-        if x.shape[0] > MAX_ROWS:
-            written = (self.options.out_dtype, *((x.dtype,) if self.save_preactivation else ()))
-            read = () if residual is None else (residual,)
-            return pallas_quantized.tile_candidates(x, w, 1, written, read, device.multiprocessors)
-        return pallas_quantized.few_rows_fitting(
+        return pallas_quantized.candidates(
             x,
-            w,
-            read_bytes=0 if residual is None else residual.dtype.itemsize,
-            written_bytes=self.options.out_dtype.itemsize
-            + (x.dtype.itemsize if self.save_preactivation else 0),
+            Packed(values, scale, zero_point),
+            written=(self.options.out_dtype, *((x.dtype,) if self.save_preactivation else ())),
+            read=() if residual is None else (residual,),
             multiprocessors=device.multiprocessors,
         )
 

@@ -78,24 +78,31 @@ class Speeds:
     """Of a step of a CTA that converts w to the dtype of x before it multiplies."""
     few_rows_conversion: float = 3.4e-5
     """Likewise for each number that it converts."""
-    quantized_launch: float = 1.7
+    quantized_launch: float = 1.6
     """As `few_rows_launch`, with quantised weights."""
-    quantized_byte: float = 2.5e-7
+    quantized_byte: float = 2.6e-7
     """Of memory traffic there."""
-    quantized_step: float = 0.20
+    quantized_step: float = 0.25
     """Of a step of a CTA, which is done before the next one begins."""
-    quantized_number: float = 1.28e-5
-    """Of a step, for each weight of the CTAs of a multiprocessor, and again for each 146 rows."""
-    quantized_x_byte: float = 3.5e-8
+    quantized_number: float = 7.8e-6
+    """Of a step, for each weight of the CTAs of a multiprocessor, and again for each 37 rows."""
+    quantized_four_bits: float = 0.78
+    """Factor of that for weights of four bits, of which a register holds twice as many."""
+    quantized_x_byte: float = 1.0e-7
     """Of x, which comes from the cache."""
-    quantized_wave: float = 1.5
+    quantized_wave: float = 0.98
     """For CTAs that wait until others have ended."""
-    quantized_chunk: float = 0.39
+    quantized_chunk: float = 0.12
     """For each chunk of rows that a CTA finishes."""
-    quantized_exchange: float = 4.7e-4
+    quantized_exchange: float = 4.0e-4
     """For each sum that a CTA leaves to the others of a cluster and takes from them."""
-    quantized_part: float = 0.39
+    quantized_part: float = 0.13
     """For each CTA of a cluster beyond the first."""
+    quantized_missing_stage: float = 0.26
+    """For each stage that the ring has fewer than four."""
+    quantized_room_of_four: float = 0.66
+    """Part of the room for CTAs that clusters of four find, which have to begin together."""
+    quantized_room_of_eight: float = 0.57
     few_rows_wave: float = 0.5
     """For CTAs that wait until others have ended: their ring is empty again."""
     cluster_room: float = 0.9
@@ -479,6 +486,13 @@ def quantized_few_rows_shared_bytes(work: Work, config: QuantizedConfig) -> floa
     )
 
 
+def quantized_few_rows_registers(work: Work, config: QuantizedConfig) -> int:
+    """About what a thread takes there, as ptxas says of 64 and 128 columns with 8 to 64 rows."""
+    rows, width = math.ceil(work.m / 8) * 8, work.products * config.tile_n
+    per_row = 0.0146 if work.b_bytes < 1 else 0.0086
+    return 8 * math.ceil((4 + width * (0.84 + per_row * rows)) / 8)
+
+
 def quantized_few_rows(
     work: Work, config: QuantizedConfig, multiprocessors: int, speeds: Speeds = H200
 ) -> float:
@@ -487,28 +501,27 @@ def quantized_few_rows(
     width = work.products * config.tile_n
     columns = math.ceil(work.n / config.tile_n)
     steps = math.ceil(math.ceil(work.k / config.step_k) / config.parts)
-    # What ptxas says of tiles of 64 and 128 columns, with 8 to 64 rows.
-    per_row = 0.0146 if work.b_bytes < 1 else 0.0086
-    registers = 8 * math.ceil((4 + width * (0.84 + per_row * rows)) / 8)
+    registers = quantized_few_rows_registers(work, config)
     # Where CTAs share a multiprocessor, what the other function counts too much matters.
     shared = quantized_few_rows_shared_bytes(work, config) - 4 * 1024 + ALLOCATION_BYTES
     of_multiprocessor = min(
         (SHARED_MEMORY_BYTES + ALLOCATION_BYTES) // shared, REGISTERS // (128 * registers)
     )
-    resident = max(1, int(of_multiprocessor)) * multiprocessors
+    room = {4: speeds.quantized_room_of_four, 8: speeds.quantized_room_of_eight}
+    resident = max(1, int(of_multiprocessor)) * multiprocessors * room.get(config.parts, 1.0)
     ctas = columns * config.parts
     waves = math.ceil(ctas / resident)
     # CTAs of a multiprocessor share what it converts and multiplies, and each waits in its steps.
     at_once = math.ceil(min(ctas, resident) / multiprocessors)
-    step = speeds.quantized_step + config.step_k * width * (
-        at_once * speeds.quantized_number * (1 + rows / 146)
-    )
+    number = speeds.quantized_number * (speeds.quantized_four_bits if work.b_bytes < 1 else 1.0)
+    step = speeds.quantized_step + config.step_k * width * at_once * number * (1 + rows / 37)
     of_ctas = waves * steps * step
     cached = columns * work.itemsize * work.m * work.k * speeds.quantized_x_byte
     traffic = work.memory_bytes * speeds.quantized_byte
     total = speeds.quantized_launch + _at_once((traffic, cached, of_ctas), speeds.overlap)
     total += math.ceil(rows / 8 / config.parts) * speeds.quantized_chunk
     total += (waves - 1) * speeds.quantized_wave
+    total += max(0, 4 - config.stages) * speeds.quantized_missing_stage
     if config.parts > 1:
         total += rows * width * speeds.quantized_exchange
         total += (config.parts - 1) * speeds.quantized_part

@@ -32,7 +32,7 @@ from pallas_kernels.product.weights import Weights, weights
 MAX_ROWS = 64
 """Of x. Beyond, products of large tiles read their operands less often."""
 MAX_ROWS_QUANTIZED = 128
-"""Of x, where the weights are quantised: a config that is named takes so many."""
+"""Of x, where the weights are quantised, which tiles would convert once for each 64 or 128 rows."""
 MAX_PARTS = 8
 """CTAs of a cluster that every Hopper GPU can place."""
 _CHUNK = 8

@@ -83,15 +83,6 @@ class MatmulConfig:
         return self.tile_m if self.ping_pong else CONSUMERS * self.tile_m
 
 
-@dataclass(frozen=True)
-class ScaledConfig(MatmulConfig):
-    """Likewise where the sums of each step are scaled."""
-
-    turns: bool = False
-    """The warpgroups take turns at the tensor cores, so that one multiplies a step while the other
-    scales the one before."""
-
-
 class TileEpilogue(Protocol):
     """What becomes of a tile of accumulators."""
 
@@ -180,11 +171,6 @@ class Product:
     @property
     def tile_k(self) -> int:
         return swizzled_columns(self.dtype)
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether the warpgroups do, step by step."""
-        return isinstance(self.config, ScaledConfig) and self.config.turns
 
     @property
     def scales_columns_alike(self) -> bool:
@@ -387,7 +373,7 @@ class Product:
             ring["raw_full"] = plgpu.Barrier(
                 num_arrivals=self.products * self.raw_tile.copies, num_barriers=RAW_STAGES
             )
-        if c.ping_pong or self.takes_turns:
+        if c.ping_pong:
             ring["turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
         return ring
 
@@ -523,7 +509,7 @@ class Ring:
     free: Any
     """All instructions that read a slot have ended."""
     turn: Any = None
-    """In ping-pong or in turns, a warpgroup may multiply."""
+    """In ping-pong, a warpgroup may multiply."""
     a_scale: Any = None
     b_scale: Any = None
     raw: Any = None
@@ -709,7 +695,7 @@ class _Consumer:
         tiles = self.product.tiles_of_cluster()
         stride = CONSUMERS if ping_pong else 1
         first = self.wg_idx if ping_pong else jnp.int32(0)
-        if ping_pong or self.product.takes_turns:
+        if ping_pong:
             pl.when(self.wg_idx == CONSUMERS - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
         def tile(tile_idx, _):
@@ -728,7 +714,7 @@ class _Consumer:
         epilogue = self.epilogue_of(place)
         epilogue.prefetch()
         if self.product.scaled_columns:
-            epilogue.run(self._accumulate_scaled(sequence_idx, tiles, n_idx))
+            epilogue.run(self._accumulate_scaled(sequence_idx, n_idx))
             return
         if self.product.promoted_steps:
             epilogue.run(self._accumulate_promoted(sequence_idx))
@@ -745,12 +731,12 @@ class _Consumer:
         c = self.product.config
         return plgpu.ACC((c.tile_m, c.tile_n), self.product.accumulator_dtype)
 
-    def _accumulate_scaled(self, sequence_idx, tiles, n_idx) -> jax.Array:
+    def _accumulate_scaled(self, sequence_idx, n_idx) -> jax.Array:
         """The sums of a tile, those of each step scaled.
 
         While a warpgroup scales, the other one has the tensor cores.
         """
-        product, c, turn = self.product, self.product.config, self.ring.turn
+        product, c = self.product, self.product.config
         # Columns that share a number also share its product with that of a row.
         width = SCALED_PIECE if product.scales_columns_alike else c.tile_n
         starts = range(0, c.tile_n, width)
@@ -759,21 +745,15 @@ class _Consumer:
             slot, totals = carry
             # They are read ahead of the product, behind which the memory's latency is hidden.
             numbers = self._column_numbers(k_idx, n_idx, starts)
-            is_last = (sequence_idx == tiles - 1) & (k_idx == product.k_steps - 1)
+            self._await_slot(sequence_idx, slot)
 
             def multiply(acc_ref):
-                if product.takes_turns:
-                    plgpu.barrier_wait(turn.at[self.wg_idx])
-                self._multiply(acc_ref, sequence_idx, k_idx, slot)
+                self._issue(acc_ref, k_idx, slot)
                 plgpu.wgmma_wait(0)
-                if product.takes_turns:
-                    # The second warpgroup's last step is nobody's turn any more.
-                    others = ~is_last | (self.wg_idx == 0)
-                    pl.when(others)(
-                        lambda: plgpu.barrier_arrive(turn.at[CONSUMERS - 1 - self.wg_idx])
-                    )
                 return acc_ref[...]
 
+            # Accumulators that begin after the wait cost no instructions: the first product adds to the
+            # register that is zero.
             sums = pl.run_scoped(multiply, self._accumulator).astype(jnp.float32)
             scaled = self._scaled_pieces(sums, slot, starts, numbers)
             totals = tuple(total + piece for total, piece in zip(totals, scaled, strict=True))
@@ -835,7 +815,7 @@ class _Consumer:
 
         def multiply(acc_ref):
             last = slot
-            self._multiply(acc_ref, sequence_idx, first, last)
+            self._issue(acc_ref, first, last)
             for step in range(1, steps):
                 previous, last = last, self.product.next_slot(last)
                 plgpu.wgmma_wait(self._multiply(acc_ref, sequence_idx, first + step, last))
@@ -843,6 +823,8 @@ class _Consumer:
             plgpu.wgmma_wait(0)
             return acc_ref[...], last
 
+        # As in `_accumulate_scaled`, accumulators begin after the wait.
+        self._await_slot(sequence_idx, slot)
         sums, last = pl.run_scoped(multiply, self._accumulator)
         plgpu.barrier_arrive(self.ring.free.at[last])
         return self.product.next_slot(last), total + sums
@@ -874,8 +856,16 @@ class _Consumer:
 
     def _multiply(self, acc_ref, sequence_idx, k_idx, slot) -> int:
         """Issues the products of a slot once it has been filled, and returns their number."""
+        self._await_slot(sequence_idx, slot)
+        return self._issue(acc_ref, k_idx, slot)
+
+    def _await_slot(self, sequence_idx, slot) -> None:
+        """Waits until a slot has been filled."""
+        plgpu.barrier_wait(self.ring.full.at[self.product.full_idx(sequence_idx, slot)])
+
+    def _issue(self, acc_ref, k_idx, slot) -> int:
+        """Issues the products of a slot that has been filled, and returns their number."""
         product = self.product
-        plgpu.barrier_wait(self.ring.full.at[product.full_idx(sequence_idx, slot)])
         ping_pong = product.config.ping_pong
         share, shares = (jnp.int32(0), 1) if ping_pong else (self.wg_idx, CONSUMERS)
         count = 0

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
-from pallas_kernels.hopper import SHARED_MEMORY_BYTES
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES, THREAD_REGISTERS
 from pallas_kernels.product import cost, quantized_weights
 from pallas_kernels.product.cost import Work
 from pallas_kernels.product.few_rows import (
@@ -23,7 +23,7 @@ from pallas_kernels.product.few_rows import (
     FewRows,
     QuantizedConfig,
 )
-from pallas_kernels.product.mainloop import SCALED_PIECE, Block, MatmulConfig, ScaledConfig
+from pallas_kernels.product.mainloop import SCALED_PIECE, Block, MatmulConfig
 from pallas_kernels.product.matmul import GRAIN, fitting, matmul
 from pallas_kernels.product.quantized_weights import Format
 
@@ -278,9 +278,8 @@ def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulC
     if w.scale.shape[0] > 1:
         # Two accumulators have to fit into the registers.
         return [
-            ScaledConfig(64, tile_n, stages, False, epilogue_columns=32, turns=turns)
-            for turns in (False, True)
-            for tile_n, stages in ((192, 4), (128, 4), (128, 3), (64, 3))
+            MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
+            for tile_n, stages in ((192, 4), (192, 3), (128, 4), (128, 3), (64, 3))
         ]
     found = fitting(work, multiprocessors, spare_bytes=_SCALES_BYTES)
     return [config for config in found if isinstance(config, MatmulConfig)]
@@ -436,10 +435,20 @@ def _run(
             arrays.append(w.scale)
         if w.zero_point is not None:
             arrays.append(w.zero_point)
-    if config is None and m > MAX_ROWS:
-        config = tile_candidates(
-            x, ws[0], len(ws), outputs.values(), read.values(), multiprocessors
-        )[0]
+    if config is None:
+        config = next(
+            config
+            for config in candidates(
+                x,
+                ws[0],
+                products=len(ws),
+                written=outputs.values(),
+                read=read.values(),
+                multiprocessors=multiprocessors,
+            )
+            if isinstance(config, MatmulConfig)
+            or launch_of(config).shared_bytes <= SHARED_MEMORY_BYTES
+        )
     if isinstance(config, MatmulConfig):
         return matmul(
             x,
@@ -455,59 +464,52 @@ def _run(
             multiprocessors=multiprocessors,
             name=name,
         )
-    if config is None:
-        read_bytes = sum(matrix.dtype.itemsize for matrix in read.values())
-        written_bytes = sum(jnp.dtype(dtype).itemsize for dtype in outputs.values())
-        work = _work(x, ws[0], len(ws), read_bytes, written_bytes)
-        config = next(
-            config
-            for config in candidates(work, multiprocessors)
-            if launch_of(config).shared_bytes <= SHARED_MEMORY_BYTES
-        )
     others = [*present.values(), *read.values()]
     results = launch_of(config).launch([x], arrays, others, name=f"{name}_few_rows")
     return dict(zip(outputs, results, strict=True))
 
 
-def tile_candidates(
+def candidates(
     x: jax.Array,
     w: Packed,
-    products: int,
+    *,
+    products: int = 1,
     written: Iterable[Any],
     read: Iterable[jax.Array],
     multiprocessors: int,
 ) -> list[MatmulConfig | QuantizedConfig]:
-    """Configs for a product of many rows with quantised weights, predicted fastest first.
+    """Configs for a product with quantised weights, predicted fastest first.
 
-    Behind them are those of few rows, where these can still take them: no model says how long.
+    Those of few rows come first wherever these can take them: tiles convert each weight once for every
+    64 or 128 rows too, and begin later.
+
+    Args:
+      written: the dtypes of the results.
+      read: the matrices that the epilogue reads.
     """
-    m, k = x.shape
-    work = Work(
-        m,
-        w.n,
-        k,
-        products,
-        read_bytes=sum(matrix.dtype.itemsize for matrix in read),
-        written_bytes=sum(jnp.dtype(dtype).itemsize for dtype in written),
-        k_last=True,
-    )
+    read_bytes = sum(matrix.dtype.itemsize for matrix in read)
+    written_bytes = sum(jnp.dtype(dtype).itemsize for dtype in written)
+    configs: list[MatmulConfig | QuantizedConfig] = []
+    if x.shape[0] <= MAX_ROWS_QUANTIZED:
+        work = _work(x, w, products, read_bytes, written_bytes)
+        configs += _of_few_rows(work, multiprocessors)
+    if x.shape[0] > MAX_ROWS:
+        m, k = x.shape
+        work = Work(
+            m, w.n, k, products, read_bytes=read_bytes, written_bytes=written_bytes, k_last=True
+        )
+        configs += _of_tiles(work, multiprocessors)
+    return configs
+
+
+def _of_tiles(work: Work, multiprocessors: int) -> list[MatmulConfig]:
+    """Configs for a product of many rows, predicted fastest first."""
     configs = [
         MatmulConfig(tile_m, tile_n, stages, ping_pong, epilogue_columns=32)
         for tile_m, tile_n, stages, ping_pong in _TILES
-        if tile_n % (64 * products) == 0
+        if tile_n % (64 * work.products) == 0
     ]
-    configs.sort(key=lambda config: cost.kernel(work, config, multiprocessors))
-    if m > MAX_ROWS_QUANTIZED:
-        return [*configs]
-    of_few = few_rows_fitting(
-        x,
-        w,
-        products=products,
-        read_bytes=work.read_bytes,
-        written_bytes=work.written_bytes,
-        multiprocessors=multiprocessors,
-    )
-    return [*configs, *of_few]
+    return sorted(configs, key=lambda config: cost.kernel(work, config, multiprocessors))
 
 
 _TILES = ((128, 128, 3, False), (64, 128, 3, False), (64, 128, 4, True))
@@ -515,28 +517,10 @@ _TILES = ((128, 128, 3, False), (64, 128, 3, False), (64, 128, 4, True))
 half as many weights converted for each product."""
 
 
-def few_rows_fitting(
-    x: jax.Array,
-    w: Packed,
-    *,
-    products: int = 1,
-    read_bytes: int,
-    written_bytes: int,
-    multiprocessors: int,
-) -> list[QuantizedConfig]:
-    """Configs for a product that fit into shared memory, predicted fastest first."""
-    work = _work(x, w, products, read_bytes, written_bytes)
-    return [
-        config
-        for config in candidates(work, multiprocessors)
-        if cost.quantized_few_rows_shared_bytes(work, config) <= SHARED_MEMORY_BYTES
-    ]
-
-
 def times(x: jax.Array, w: Packed, multiprocessors: int) -> dict[str, float]:
     """Predicted microseconds of a product of few rows, and of XLA's, which copies the weights."""
     work = _work(x, w, 1, 0, x.dtype.itemsize)
-    config = candidates(work, multiprocessors)[0]
+    config = _of_few_rows(work, multiprocessors)[0]
     product = cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
     return {
         "pallas": cost.quantized_few_rows(work, config, multiprocessors),
@@ -560,8 +544,8 @@ def _work(x: jax.Array, w: Packed, products: int, read_bytes: int, written_bytes
     )
 
 
-def candidates(work: Work, multiprocessors: int) -> list[QuantizedConfig]:
-    """Configs for a product of few rows, predicted fastest first; not all fit into shared memory."""
+def _of_few_rows(work: Work, multiprocessors: int) -> list[QuantizedConfig]:
+    """Configs for a product of few rows that fit, predicted fastest first."""
     steps = -(-work.k // STEP)
     configs = [
         QuantizedConfig(tile_n, parts, stages, STEP)
@@ -569,9 +553,14 @@ def candidates(work: Work, multiprocessors: int) -> list[QuantizedConfig]:
         if tile_n == 64 or tile_n < 2 * work.n
         for parts in (1, 2, 4, MAX_PARTS)
         if parts <= steps
-        # The model has no term for it: sums in many parts are so short that filling a ring takes long.
-        for stages in ((4, 3) if parts < 4 else (3, 4))
+        for stages in (4, 3)
+    ]
+    fitting = [
+        config
+        for config in configs
+        if cost.quantized_few_rows_shared_bytes(work, config) <= SHARED_MEMORY_BYTES
+        and cost.quantized_few_rows_registers(work, config) <= THREAD_REGISTERS
     ]
     return sorted(
-        configs, key=lambda config: cost.quantized_few_rows(work, config, multiprocessors)
+        fitting, key=lambda config: cost.quantized_few_rows(work, config, multiprocessors)
     )
