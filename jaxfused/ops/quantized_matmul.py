@@ -33,6 +33,7 @@ from jaxfused.quantization.quantized_array import (
     check_parts,
     of_each_column,
 )
+from pallas_kernels.product import cost
 from pallas_kernels.product import quantized as pallas_quantized
 from pallas_kernels.product.few_rows import MAX_ROWS, MAX_ROWS_QUANTIZED
 from pallas_kernels.product.quantized import Packed
@@ -456,6 +457,10 @@ class _Layer:
     batched = batched_rows
 
 
+_FEWEST_WEIGHTS = 2**22
+"""With which the kernel of few rows is the faster for a quantised x too, which is converted for it."""
+
+
 @dataclass(frozen=True)
 class _LayerOfBoth(_Layer):
     """The same of quantised x, whose preactivation is float32."""
@@ -487,8 +492,9 @@ class _LayerOfBoth(_Layer):
         )
         reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
         if x.shape[0] <= MAX_ROWS:
-            # It is not measured, and its tiles have many more rows.
-            reasons = dispatch.preferring("xla", reasons)
+            # Tiles, which are all there is for groups, have many more rows.
+            is_small = values.size < _FEWEST_WEIGHTS or scale.shape[0] > 1
+            reasons = dispatch.preferring("xla", reasons) if is_small else reasons
         elif reason is None and is_modelled(device):
             reasons = dict(fastest_first(reasons, self._times(device, x, w, residual)))
         # XLA's product is faster than that of CUDA C on the GPU that has timed both.
@@ -502,6 +508,9 @@ class _LayerOfBoth(_Layer):
         ours = pallas_quantized.both_time(w, work, device.multiprocessors)
         wide = replace(work, itemsize=2)
         xla = xla_time(device, wide, Passes(bytes_of_element=4 + work.written_bytes))
+        if work.k % pallas_quantized.COPIED_BYTES:
+            # Both operands are padded, and wider than before.
+            xla += cost.copies(3 * (x.size + w.values.size), kernels=2)
         return {"pallas": ours, "xla": xla}
 
     def _bytes(self, residual: Any) -> tuple[int, int]:

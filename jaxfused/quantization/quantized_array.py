@@ -226,14 +226,21 @@ def pack_int4(values: jax.Array, axis: int) -> jax.Array:
     return low | (high << 4)
 
 
+def unpack_halves(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The integers, as int8, of even index and of odd index along the axis that `pack_int4` packed."""
+    # Shifting an int8 to the right repeats its sign.
+    low = jax.lax.bitcast_convert_type(packed << 4, jnp.int8) >> 4
+    return low, jax.lax.bitcast_convert_type(packed, jnp.int8) >> 4
+
+
 def unpack_int4(packed: jax.Array, axis: int) -> jax.Array:
     """The integers, as int8, that `pack_int4` packed."""
     axis = axis % packed.ndim
-    # Shifting an int8 to the right repeats its sign.
-    high = jax.lax.bitcast_convert_type(packed, jnp.int8) >> 4
-    low = jax.lax.bitcast_convert_type(packed << 4, jnp.int8) >> 4
-    pairs = jnp.stack([low, high], axis=axis + 1)
-    return pairs.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
+    # XLA would write the pairs of two halves that are computed apart.
+    pairs = jnp.expand_dims(packed, axis + 1)
+    shifts = jnp.array([4, 0], jnp.uint8).reshape(2, *(1,) * (packed.ndim - axis - 1))
+    numbers = jax.lax.bitcast_convert_type(pairs << shifts, jnp.int8) >> 4
+    return numbers.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
 
 
 _NIBBLES = 8

@@ -61,10 +61,22 @@ def scales(
         return jnp.where(jnp.isfinite(scale), scale, jnp.nan)
 
     if symmetric:
-        return divisible(extreme(jnp.max, jnp.abs(runs)) * limits.unit), None
+        return divisible(largest_magnitude(runs, over, keepdims=per_tensor) * limits.unit), None
     low, high = extreme(jnp.min, runs), extreme(jnp.max, runs)
     scale = divisible((high - low) * limits.asymmetric_unit)
     return scale, to_integers(limits.smallest - low / scale, dtype)
+
+
+def largest_magnitude(x: jax.Array, axis: tuple[int, ...], *, keepdims: bool) -> jax.Array:
+    """The largest |x| over the axes, in float32; NaN where one of them is NaN, and 0 of none.
+
+    The bits of positive floats are ordered as the floats are, with NaN as the largest. So one reduction
+    finds both, where on a CPU XLA's largest float may leave out NaN (jax 0.11.2).
+    """
+    integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x), integer)
+    largest = jnp.max(bits, axis=axis, keepdims=keepdims, initial=0)
+    return jax.lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
 
 
 def to_integers(values: jax.Array, dtype: str) -> jax.Array:

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfused.quantization.quantized_array import WORD_BLOCK, QuantizedArray, of_each_column, spread
+from jaxfused.quantization.quantized_array import (
+    WORD_BLOCK,
+    QuantizedArray,
+    of_each_column,
+    spread,
+    unpack_halves,
+)
 from jaxfused.reference import linear
 from jaxfused.reference.linear import (
     PREACTIVATION,
@@ -122,7 +128,7 @@ def frozen_product(
     rows = linear.letters_of_rows(x)
     axes = f"{rows}D,DF->{rows}F"
     if is_scaled_last(x, w):
-        sums = product(axes, x, w.unpacked().astype(x.dtype))
+        sums = _product_of_stored(axes, x, w)
         y = (sums * _scale_of_columns(w, sums)).astype(out_dtype or sums.dtype)
     else:
         y = product(axes, x, w.dequantize(x.dtype), out_dtype=out_dtype)
@@ -168,6 +174,19 @@ def is_scaled_last(x: jax.Array, w: QuantizedArray) -> bool:
     """
     rows = math.prod(x.shape[:-1])
     return w.groups == 1 and w.zero_point is None and 1 < rows <= _MOST_SCALED_ROWS
+
+
+def _product_of_stored(axes: str, x: jax.Array, w: QuantizedArray) -> jax.Array:
+    """The product of x with the stored numbers of w, in float32.
+
+    XLA converts a number as a product reads it. A pair of int4 in a byte it would write as two numbers
+    first, unless the rows of one half are multiplied apart from those of the other.
+    """
+    if w.dtype != "int4" or w.layout == "columns":
+        return product(axes, x, w.unpacked().astype(x.dtype))
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    low, high = (half.astype(x.dtype) for half in unpack_halves(w.values))
+    return product(axes, pairs[..., 0], low) + product(axes, pairs[..., 1], high)
 
 
 def _scale_of_columns(w: QuantizedArray, like: jax.Array) -> jax.Array:
@@ -307,7 +326,11 @@ def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     """
     rows = a.reshape(-1, a.shape[-1])
     ragged = [matrix for matrix in (rows, b) if any(size % _GRAIN for size in matrix.shape)]
-    if rows.shape[0] > 1 and ragged:
+    if rows.shape[0] > 1 and not any(size % _GRAIN for size in b.shape):
+        # Few rows more are nothing beside the weights.
+        padded = jnp.pad(rows, ((0, -len(rows) % _GRAIN), (0, 0)))
+        total = jnp.matmul(padded, b, preferred_element_type=jnp.int32)[: len(rows)]
+    elif rows.shape[0] > 1 and ragged:
         total = _ragged_int8_matmul(rows, b, sum(matrix.size for matrix in ragged))
     else:
         total = jnp.matmul(rows, b, preferred_element_type=jnp.int32)

@@ -307,6 +307,11 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
     return total + conversion(work, speeds)
 
 
+def copies(moved: float, kernels: int, speeds: Speeds = H200) -> float:
+    """Microseconds of kernels of XLA that read and write so many bytes in all."""
+    return kernels * speeds.xla_pass + moved * speeds.xla_pass_byte
+
+
 CONVERTED_ROWS = 256
 """Up to so many rows the time to convert weights is to count: XLA's product has one or two tiles of
 rows, and reads weights of another dtype as they are."""

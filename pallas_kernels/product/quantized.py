@@ -4,8 +4,9 @@ The weights lie as [N, K]. Their scales along the sums are the kernel's (`quanti
 for each column is one more vector of the epilogue.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -62,14 +63,29 @@ class Packed(NamedTuple):
         return Format(self.dtype, group, self.zero_point is not None)
 
     def spread(self) -> "Packed":
-        """The same with an entry of the scale and of the zero point for each column."""
-        shape = (self.scale.shape[0], self.n)
-        zero_point = self.zero_point
-        return Packed(
-            self.values,
-            jnp.broadcast_to(self.scale, shape),
-            None if zero_point is None else jnp.broadcast_to(zero_point, shape),
-        )
+        """The same with an entry of the scale and of the zero point for each of `copied_columns`."""
+
+        def of_columns(numbers):
+            numbers = jnp.broadcast_to(numbers, (self.scale.shape[0], self.n))
+            return _padded(numbers, self.copied_columns)
+
+        zero_point = None if self.zero_point is None else of_columns(self.zero_point)
+        return Packed(self.values, of_columns(self.scale), zero_point)
+
+    @property
+    def copied_columns(self) -> int:
+        """The columns, and so many more that rows of what there is for each of them can be copied."""
+        grain = GRAIN if self.zero_point is None else 16
+        return -(-self.n // grain) * grain
+
+
+def _padded(array: jax.Array, size: int, axis: int = -1) -> jax.Array:
+    """The array with zeros at the end of an axis, where that is shorter than `size`."""
+    if array.shape[axis] == size:
+        return array
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, size - array.shape[axis])
+    return jnp.pad(array, widths)
 
 
 def why_unsupported(
@@ -93,18 +109,14 @@ def why_unsupported(
     rows, k = x_shape
     if rows > MAX_ROWS and w.format(k).group == 32:
         return f"it takes groups of 32 with at most {MAX_ROWS} rows, and there are {rows}"
-    if w.n % GRAIN:
-        return f"it takes a multiple of {GRAIN} columns, and there are {w.n}"
+    return _why_weights_unfit(w, k)
+
+
+def _why_weights_unfit(w: Packed, k: int) -> str | None:
+    """None where weights can be converted on their way into sums of length k, else why not."""
     if k < STEP:
         return f"it takes sums of at least {STEP} numbers, and they have {k}"
-    return quantized_weights.why_unsupported(
-        dtype=w.dtype,
-        group=w.format(k).group,
-        has_zero_point=w.zero_point is not None,
-        k=k,
-        n=w.n,
-        step=STEP,
-    )
+    return quantized_weights.why_unsupported(dtype=w.dtype, group=w.format(k).group, k=k, step=STEP)
 
 
 def _why_results_unfit(out_dtype: Any, residual_dtype: Any) -> str | None:
@@ -180,10 +192,6 @@ def why_both_unsupported(
             f"it takes one scale a row and a column, or one for each {STEP} numbers of both, and these"
             f" have {x_scale.shape[1]} and {w.scale.shape[0]} along {k}"
         )
-    if k % 16:
-        return f"it copies rows of whole multiples of 16 bytes, and they have {k}"
-    if w.n % GRAIN:
-        return f"it takes a multiple of {GRAIN} columns, and there are {w.n}"
     return _why_results_unfit(out_dtype, residual_dtype)
 
 
@@ -199,18 +207,14 @@ def both_forward(
     out_dtype: Any,
     multiprocessors: int,
     columns_alike: int = 1,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | QuantizedConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """As `forward`, of quantised x [M, K] with scales [M, G]; the preactivation is float32.
 
     Args:
       columns_alike: neighbouring columns of w that have the same scales.
     """
-    w = w.spread()
     in_groups = w.scale.shape[0] > 1
-    of_columns = w.scale
-    if columns_alike % SCALED_PIECE == 0 and w.n % columns_alike == 0:
-        of_columns = w.scale[:, ::columns_alike]
 
     def epilogue(z, *, x_scale=None, w_scale=None, bias=None, residual=None):
         z = z if x_scale is None else z * x_scale * w_scale
@@ -218,26 +222,58 @@ def both_forward(
         y = activate(activation, z, out_dtype)
         return {"y": y if residual is None else y + residual, "preactivation": z}
 
+    outputs = {"y": out_dtype} | ({"preactivation": jnp.float32} if save_preactivation else {})
+    read_bytes = 0 if residual is None else residual.dtype.itemsize
+    written_bytes = sum(jnp.dtype(dtype).itemsize for dtype in outputs.values())
     if config is None:
-        read_bytes = 0 if residual is None else residual.dtype.itemsize
-        written_bytes = jnp.dtype(out_dtype).itemsize + (4 if save_preactivation else 0)
         work = both_work(x, w, read_bytes, written_bytes, int(activation is not None))
         config = both_candidates(w, work, multiprocessors)[0]
+    if isinstance(config, QuantizedConfig):
+        results = _run(
+            # Every number of 8 bits is one of bfloat16.
+            x.astype(jnp.bfloat16),
+            [w],
+            epilogue=epilogue,
+            vectors={"bias": bias},
+            row_vectors={"x_scale": x_scale[:, 0]},
+            scales=("w_scale",),
+            matrices={"residual": residual},
+            outputs=outputs,
+            config=config,
+            multiprocessors=multiprocessors,
+            name="quantized_product",
+        )
+        return results["y"], results.get("preactivation")
+    n, columns = w.n, w.copied_columns
+    w = w.spread()
+    of_columns = w.scale
+    if columns_alike % SCALED_PIECE == 0 and columns % columns_alike == 0:
+        of_columns = w.scale[:, ::columns_alike]
+    k = -(-x.shape[1] // COPIED_BYTES) * COPIED_BYTES
     results = matmul(
-        x,
-        [w.values],
+        _padded(x, k),
+        [_padded(w.values, k)],
         epilogue=epilogue,
-        vectors={"w_scale": None if in_groups else w.scale[0], "bias": bias},
+        vectors={
+            "w_scale": None if in_groups else w.scale[0],
+            "bias": None if bias is None else _padded(bias, columns),
+        },
         row_vectors={} if in_groups else {"x_scale": x_scale[:, 0]},
         step_scales=(_rows_of_16_bytes(x_scale.T), of_columns) if in_groups else (),
-        matrices={"residual": residual},
-        outputs={"y": out_dtype} | ({"preactivation": jnp.float32} if save_preactivation else {}),
+        matrices={"residual": None if residual is None else _padded(residual, columns)},
+        outputs=outputs,
         b_transposed=True,
+        b_columns=columns,
         config=config,
         multiprocessors=multiprocessors,
         name="quantized_product",
     )
+    results = {name: matrix[:, :n] for name, matrix in results.items()}
     return results["y"], results.get("preactivation")
+
+
+COPIED_BYTES = 16
+"""Of which the rows of an operand have to be whole multiples."""
 
 
 def _rows_of_16_bytes(scale: jax.Array) -> jax.Array:
@@ -266,23 +302,34 @@ def both_time(w: Packed, work: Work, multiprocessors: int) -> float:
     """Predicted microseconds of the product with the config that it takes by default."""
     config = both_candidates(w, work, multiprocessors)[0]
     slower = _SCALED_STEPS if w.scale.shape[0] > 1 else 1.0
-    return slower * cost.kernel(work, config, multiprocessors)
+    time = slower * cost.kernel(work, config, multiprocessors)
+    if work.k % COPIED_BYTES == 0:
+        return time
+    return time + cost.copies(2 * (work.m + work.n) * work.k, kernels=2)
 
 
 _SCALED_STEPS = 1.3
 """By how much a product takes longer whose steps along the sums are scaled each."""
 
 
-def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Configs for a product with quantised x, predicted fastest first."""
+def both_candidates(
+    w: Packed, work: Work, multiprocessors: int
+) -> list[MatmulConfig | QuantizedConfig]:
+    """Configs for a product with quantised x, predicted fastest first.
+
+    Of few rows without groups x becomes bfloat16, as if the weights alone were quantised.
+    """
     if w.scale.shape[0] > 1:
         # Two accumulators have to fit into the registers.
         return [
             MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
             for tile_n, stages in ((192, 4), (192, 3), (128, 4), (128, 3), (64, 3))
         ]
+    of_few: list[MatmulConfig | QuantizedConfig] = []
+    if work.m <= MAX_ROWS and _why_weights_unfit(w, work.k) is None:
+        of_few += _of_few_rows(replace(work, itemsize=2, w_itemsize=1), multiprocessors)
     found = fitting(work, multiprocessors, spare_bytes=_SCALES_BYTES)
-    return [config for config in found if isinstance(config, MatmulConfig)]
+    return of_few + [config for config in found if isinstance(config, MatmulConfig)]
 
 
 _SCALES_BYTES = 2048
@@ -400,20 +447,24 @@ def _run(
     config: MatmulConfig | QuantizedConfig | None,
     multiprocessors: int,
     name: str,
+    row_vectors: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:
     """Launches the kernel; `scales` are the epilogue's names for those of columns, a product each."""
+    n, columns = ws[0].n, ws[0].copied_columns
     ws = [w.spread() for w in ws]
     m, k = x.shape
     layout = ws[0].format(k)
-    present: dict[str, jax.Array] = {n: v for n, v in vectors.items() if v is not None}
+    present = {name: _padded(v, columns) for name, v in vectors.items() if v is not None}
     if not layout.group:
         present |= {scale: w.scale[0] for scale, w in zip(scales, ws, strict=True)}
-    read = {n: matrix for n, matrix in matrices.items() if matrix is not None}
+    read = {
+        name: _padded(matrix, columns) for name, matrix in matrices.items() if matrix is not None
+    }
 
     def launch_of(config: QuantizedConfig) -> FewRows:
         return FewRows(
             m=m,
-            n=ws[0].n,
+            n=columns,
             ks=(k,),
             dtype=x.dtype,
             blocks=tuple(Block(index) for index in range(len(ws))),
@@ -422,9 +473,10 @@ def _run(
             w_dtype=ws[0].values.dtype,
             w_transposed=True,
             function=epilogue,
-            vectors={n: jax.typeof(v) for n, v in present.items()},
-            matrices={n: jax.typeof(matrix) for n, matrix in read.items()},
+            vectors={name: jax.typeof(v) for name, v in present.items()},
+            matrices={name: jax.typeof(matrix) for name, matrix in read.items()},
             outputs=outputs,
+            row_vectors=tuple(row_vectors),
             quantized=layout,
         )
 
@@ -450,23 +502,29 @@ def _run(
             or launch_of(config).shared_bytes <= SHARED_MEMORY_BYTES
         )
     if isinstance(config, MatmulConfig):
-        return matmul(
+        results = matmul(
             x,
             arrays,
             epilogue=epilogue,
             outputs=outputs,
             vectors=present,
+            row_vectors=row_vectors,
             matrices=read,
             products=len(ws),
             b_transposed=True,
             b_format=layout,
+            b_columns=columns,
             config=config,
             multiprocessors=multiprocessors,
             name=name,
         )
-    others = [*present.values(), *read.values()]
-    results = launch_of(config).launch([x], arrays, others, name=f"{name}_few_rows")
-    return dict(zip(outputs, results, strict=True))
+    else:
+        launch = launch_of(config)
+        rows = [_padded(numbers, launch.rows) for numbers in row_vectors.values()]
+        others = [*present.values(), *rows, *read.values()]
+        found = launch.launch([x], arrays, others, name=f"{name}_few_rows")
+        results = dict(zip(outputs, found, strict=True))
+    return {name: matrix[:, :n] for name, matrix in results.items()}
 
 
 def candidates(

@@ -51,10 +51,8 @@ class Format:
         return 1 + int(self.group > 0) + int(self.has_zero_point)
 
 
-def why_unsupported(
-    *, dtype: Any, group: int, has_zero_point: bool, k: int, n: int, step: int
-) -> str | None:
-    """None where a product [M, k] @ [n, k]^T with such weights can run in steps of `step`, else why not.
+def why_unsupported(*, dtype: Any, group: int, k: int, step: int) -> str | None:
+    """None where a product [M, k] @ [N, k]^T with such weights can run in steps of `step`, else why not.
 
     Args:
       group: weights along the sums that share a scale; 0 for one scale a column.
@@ -69,10 +67,6 @@ def why_unsupported(
         )
     if group and group not in (32, 64) and group % step:
         return f"it takes groups of 32, 64 and multiples of {step}, and they have {group}"
-    if has_zero_point and n % row_bytes:
-        return (
-            f"it copies zero points of a multiple of {row_bytes} columns, and there are {n} columns"
-        )
     return None
 
 
