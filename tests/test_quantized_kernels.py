@@ -316,12 +316,10 @@ BOTH = (
     (140, 384, 320, "int8", (128, 64), T(64, 192, 2, False, epilogue_columns=32)),
     (70, 256, 256, "float8_e4m3fn", (128, 128), T(64, 192, 2, False, epilogue_columns=32)),
     (70, 200, 67, "int8", None, T(64, 128, 2, False, epilogue_columns=32)),
-    (9, 256, 67, "int8", None, C(64, 2, 2)),
-    (5, 272, 72, "float8_e5m2", None, C(64, 1, 2)),
 )
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("interpreted_hopper")
 @parametrize(("m", "k", "n", "dtype", "group_size", "config"), BOTH, quick=(2,))
 def test_quantized_inputs_in_the_interpreter(m, k, n, dtype, group_size, config):
     x, w = both(m, k, n, dtype, group_size)
@@ -336,9 +334,7 @@ def test_quantized_inputs_lower_for_cuda(m, k, n, dtype, group_size, config):
     operands = jax.eval_shape(functools.partial(both, m, k, n, dtype, group_size))
     for chosen_config in (config, None):
         run = functools.partial(multiply_both, activation="silu", config=chosen_config)
-        [name] = kernels(run, *operands)
-        of_few_rows = isinstance(config, C) if chosen_config else m <= 64
-        assert name == "quantized_product" + of_few_rows * "_few_rows"
+        assert kernels(run, *operands) == ["quantized_product"]
 
 
 @parametrize("dtype", ("int8", "float8_e4m3fn"), quick=())
@@ -420,7 +416,7 @@ def operands(dtype, options, x_dtype, m=9, k=256, n=80):
     return (x if x_dtype is None else jaxfused.quantize_rows(x, x_dtype)), q, bias, residual
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("interpreted_hopper")
 @parametrize(
     ("of_x", "of_w"),
     [
@@ -469,7 +465,8 @@ def test_what_a_call_of_few_rows_takes(dtype, options, x_dtype):
     large = jax.eval_shape(lambda: operands(dtype, options, x_dtype, k=4096, n=4096))
     with dispatch.assume(H200):
         taken = chosen(loss, *large)
-    assert set(taken.values()) == {"pallas"}
+    # Of few rows XLA multiplies quantised x.
+    assert set(taken.values()) == {"pallas" if x_dtype is None else "xla"}
 
 
 @pytest.mark.exhaustive

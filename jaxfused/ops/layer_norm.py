@@ -171,6 +171,9 @@ def _run(
     device = dispatch.current_device(x, residual)
     has_images = any(array is not None for array in images)
     if has_images or not quantized_norm.is_one_pass(implementation, device, x, residual):
+        if not has_images and implementation is None:
+            # XLA quantises what it normalises without writing it in between, which two kernels would.
+            implementation = "xla"
         output = _norm_of(options, *operands, implementation)
         return quantized_norm.of_output(output, row_dtype, implementation)
     return quantized_norm.run(

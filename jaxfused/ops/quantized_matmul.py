@@ -368,7 +368,7 @@ class _Layer:
     def reasons(
         self, device, x, x_scale, values, scale, zero_point, bias, residual
     ) -> Mapping[str, str | None]:
-        del x_scale, bias
+        del x_scale
         reason = pallas_quantized.why_unsupported(
             compute_capability=device.compute_capability,
             x_dtype=x.dtype,
@@ -391,7 +391,7 @@ class _Layer:
             reasons = dispatch.preferring("xla", reasons)
         elif reason is None and is_modelled(device):
             w = Packed(values, scale, zero_point)
-            times = pallas_quantized.times(x, w, device.multiprocessors)
+            times = pallas_quantized.times(x, w, (bias, residual), device.multiprocessors)
             reasons = dict(fastest_first(reasons, times))
         fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])
         return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=fast)
@@ -457,10 +457,6 @@ class _Layer:
     batched = batched_rows
 
 
-_FEWEST_WEIGHTS = 2**22
-"""With which the kernel of few rows is the faster for a quantised x too, which is converted for it."""
-
-
 @dataclass(frozen=True)
 class _LayerOfBoth(_Layer):
     """The same of quantised x, whose preactivation is float32."""
@@ -492,9 +488,8 @@ class _LayerOfBoth(_Layer):
         )
         reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
         if x.shape[0] <= MAX_ROWS:
-            # Tiles, which are all there is for groups, have many more rows.
-            is_small = values.size < _FEWEST_WEIGHTS or scale.shape[0] > 1
-            reasons = dispatch.preferring("xla", reasons) if is_small else reasons
+            # XLA reads the weights as fast as memory gives them, and tiles have many more rows.
+            reasons = dispatch.preferring("xla", reasons)
         elif reason is None and is_modelled(device):
             reasons = dict(fastest_first(reasons, self._times(device, x, w, residual)))
         # XLA's product is faster than that of CUDA C on the GPU that has timed both.
@@ -509,8 +504,8 @@ class _LayerOfBoth(_Layer):
         wide = replace(work, itemsize=2)
         xla = xla_time(device, wide, Passes(bytes_of_element=4 + work.written_bytes))
         if work.k % pallas_quantized.COPIED_BYTES:
-            # Both operands are padded, and wider than before.
-            xla += cost.copies(3 * (x.size + w.values.size), kernels=2)
+            # Both operands are padded, and wider than before; and the product is slow (LAB).
+            xla += xla + cost.copies(3 * (x.size + w.values.size), kernels=2)
         return {"pallas": ours, "xla": xla}
 
     def _bytes(self, residual: Any) -> tuple[int, int]:

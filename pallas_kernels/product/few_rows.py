@@ -106,8 +106,6 @@ class FewRows:
     """[M, N]; or [P, W] for all columns alike, of which row m % P is for row m."""
     outputs: Mapping[str, Any]
     """The dtype of each."""
-    row_vectors: tuple[str, ...] = ()
-    """The names of those that are the same for all columns: float32 [rows] each."""
     segments: tuple[int, ...] = ()
     """Columns of the arrays that an output is made of, if of several: whole blocks of columns each."""
     segments_of: Mapping[str, int] = MappingProxyType({})
@@ -247,10 +245,7 @@ class FewRows:
         *,
         name: str,
     ) -> Sequence[jax.Array]:
-        """Runs the kernel on the x of all terms, the arrays with w, and what the epilogue reads.
-
-        That is the vectors, the vectors of rows and the matrices.
-        """
+        """Runs the kernel on the x of all terms, the arrays with w, the vectors and the matrices."""
         most = MAX_ROWS if self.quantized is None else MAX_ROWS_QUANTIZED
         if self.m > most:
             raise ValueError(
@@ -277,7 +272,6 @@ class FewRows:
                 x_gmem=[take() for _ in xs],
                 w_gmem=self._of_weights([take() for _ in ws]),
                 vectors={name: take() for name in self.vectors},
-                row_vectors={name: take() for name in self.row_vectors},
                 matrices={name: take() for name in self.matrices},
                 outputs={
                     name: [take() for _ in widths] for name, widths in self.result_widths.items()
@@ -319,7 +313,6 @@ class _Cta:
     x_gmem: Sequence[Any]
     w_gmem: Sequence[Any]
     vectors: Mapping[str, Any]
-    row_vectors: Mapping[str, Any]
     matrices: Mapping[str, Any]
     outputs: Mapping[str, Sequence[Any]]
     x_smem: Any
@@ -594,8 +587,7 @@ class _Cta:
             )
             for name, smem in (self.matrix_smem or {}).items()
         }
-        rows = {name: self._of_rows(ref, chunk) for name, ref in self.row_vectors.items()}
-        results = product.function(*products, **vectors, **rows, **matrices)
+        results = product.function(*products, **vectors, **matrices)
         for name, dtype in product.outputs.items():
             pieces = results[name] if product.piece else [results[name]]
             for index, piece in enumerate(pieces):
@@ -639,13 +631,6 @@ class _Cta:
         row = plgpu.load(smem, layout=self._layout.reduce(0))
         shape = (_CHUNK, *smem.shape)
         return lax.broadcast_in_dim(row.astype(jnp.float32), shape, (1,))
-
-    def _of_rows(self, ref: Any, chunk: int) -> jax.Array:
-        """The numbers of a chunk of rows, each for all columns."""
-        numbers = ref.at[pl.ds(self._first_row(chunk), _CHUNK)]
-        numbers = plgpu.load(numbers, layout=self._layout.reduce(1), optimized=False)
-        width = self.product.piece or self.config.tile_n
-        return lax.broadcast_in_dim(numbers, (_CHUNK, width), (0,))
 
     @property
     def _layout(self) -> Any:

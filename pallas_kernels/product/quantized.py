@@ -4,9 +4,8 @@ The weights lie as [N, K]. Their scales along the sums are the kernel's (`quanti
 for each column is one more vector of the epilogue.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -109,11 +108,6 @@ def why_unsupported(
     rows, k = x_shape
     if rows > MAX_ROWS and w.format(k).group == 32:
         return f"it takes groups of 32 with at most {MAX_ROWS} rows, and there are {rows}"
-    return _why_weights_unfit(w, k)
-
-
-def _why_weights_unfit(w: Packed, k: int) -> str | None:
-    """None where weights can be converted on their way into sums of length k, else why not."""
     if k < STEP:
         return f"it takes sums of at least {STEP} numbers, and they have {k}"
     return quantized_weights.why_unsupported(dtype=w.dtype, group=w.format(k).group, k=k, step=STEP)
@@ -207,7 +201,7 @@ def both_forward(
     out_dtype: Any,
     multiprocessors: int,
     columns_alike: int = 1,
-    config: MatmulConfig | QuantizedConfig | None = None,
+    config: MatmulConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """As `forward`, of quantised x [M, K] with scales [M, G]; the preactivation is float32.
 
@@ -228,22 +222,6 @@ def both_forward(
     if config is None:
         work = both_work(x, w, read_bytes, written_bytes, int(activation is not None))
         config = both_candidates(w, work, multiprocessors)[0]
-    if isinstance(config, QuantizedConfig):
-        results = _run(
-            # Every number of 8 bits is one of bfloat16.
-            x.astype(jnp.bfloat16),
-            [w],
-            epilogue=epilogue,
-            vectors={"bias": bias},
-            row_vectors={"x_scale": x_scale[:, 0]},
-            scales=("w_scale",),
-            matrices={"residual": residual},
-            outputs=outputs,
-            config=config,
-            multiprocessors=multiprocessors,
-            name="quantized_product",
-        )
-        return results["y"], results.get("preactivation")
     n, columns = w.n, w.copied_columns
     w = w.spread()
     of_columns = w.scale
@@ -312,24 +290,16 @@ _SCALED_STEPS = 1.3
 """By how much a product takes longer whose steps along the sums are scaled each."""
 
 
-def both_candidates(
-    w: Packed, work: Work, multiprocessors: int
-) -> list[MatmulConfig | QuantizedConfig]:
-    """Configs for a product with quantised x, predicted fastest first.
-
-    Of few rows without groups x becomes bfloat16, as if the weights alone were quantised.
-    """
+def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulConfig]:
+    """Configs for a product with quantised x, predicted fastest first."""
     if w.scale.shape[0] > 1:
         # Two accumulators have to fit into the registers.
         return [
             MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
             for tile_n, stages in ((192, 4), (192, 3), (128, 4), (128, 3), (64, 3))
         ]
-    of_few: list[MatmulConfig | QuantizedConfig] = []
-    if work.m <= MAX_ROWS and _why_weights_unfit(w, work.k) is None:
-        of_few += _of_few_rows(replace(work, itemsize=2, w_itemsize=1), multiprocessors)
     found = fitting(work, multiprocessors, spare_bytes=_SCALES_BYTES)
-    return of_few + [config for config in found if isinstance(config, MatmulConfig)]
+    return [config for config in found if isinstance(config, MatmulConfig)]
 
 
 _SCALES_BYTES = 2048
@@ -447,7 +417,6 @@ def _run(
     config: MatmulConfig | QuantizedConfig | None,
     multiprocessors: int,
     name: str,
-    row_vectors: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:
     """Launches the kernel; `scales` are the epilogue's names for those of columns, a product each."""
     n, columns = ws[0].n, ws[0].copied_columns
@@ -476,7 +445,6 @@ def _run(
             vectors={name: jax.typeof(v) for name, v in present.items()},
             matrices={name: jax.typeof(matrix) for name, matrix in read.items()},
             outputs=outputs,
-            row_vectors=tuple(row_vectors),
             quantized=layout,
         )
 
@@ -508,7 +476,6 @@ def _run(
             epilogue=epilogue,
             outputs=outputs,
             vectors=present,
-            row_vectors=row_vectors,
             matrices=read,
             products=len(ws),
             b_transposed=True,
@@ -519,10 +486,8 @@ def _run(
             name=name,
         )
     else:
-        launch = launch_of(config)
-        rows = [_padded(numbers, launch.rows) for numbers in row_vectors.values()]
-        others = [*present.values(), *rows, *read.values()]
-        found = launch.launch([x], arrays, others, name=f"{name}_few_rows")
+        others = [*present.values(), *read.values()]
+        found = launch_of(config).launch([x], arrays, others, name=f"{name}_few_rows")
         results = dict(zip(outputs, found, strict=True))
     return {name: matrix[:, :n] for name, matrix in results.items()}
 
@@ -575,13 +540,23 @@ _TILES = ((128, 128, 3, False), (64, 128, 3, False), (64, 128, 4, True))
 half as many weights converted for each product."""
 
 
-def times(x: jax.Array, w: Packed, multiprocessors: int) -> dict[str, float]:
-    """Predicted microseconds of a product of few rows, and of XLA's, which copies the weights."""
+def times(
+    x: jax.Array, w: Packed, others: Iterable[jax.Array | None], multiprocessors: int
+) -> dict[str, float]:
+    """Predicted microseconds of a product of few rows, and of XLA's, which copies the weights.
+
+    Args:
+      others: what the epilogue reads of as many columns.
+    """
     work = _work(x, w, 1, 0, x.dtype.itemsize)
     config = _of_few_rows(work, multiprocessors)[0]
     product = cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
+    kernels = 0
+    if w.copied_columns != w.n:
+        # All of them are padded, and the result is cut to size.
+        kernels = 1 + sum(a is not None for a in (w.scale, w.zero_point, *others))
     return {
-        "pallas": cost.quantized_few_rows(work, config, multiprocessors),
+        "pallas": cost.quantized_few_rows(work, config, multiprocessors) + cost.copies(0, kernels),
         "xla": product + cost.conversion(work),
     }
 
