@@ -318,20 +318,15 @@ def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
     Some of the int8 kernels that XLA tries on a GPU return twice the product (jax 0.11.2, an H200).
     XLA's autotuning rejects these kernels only where cuBLAS can compute the product as well, which it
-    can at multiples of 16; [5, 17] x [17, 3] was doubled. Without autotuning
+    can where D and F are multiples of 16; [5, 17] x [17, 3] was doubled. Without autotuning
     (--xla_gpu_autotune_level=0) every int8 product of JAX is doubled, unless
     --xla_gpu_enable_triton_gemm=false excludes those kernels.
 
     One row needs none of these kernels: XLA sums its products itself.
     """
-    rows = a.reshape(-1, a.shape[-1])
-    ragged = [matrix for matrix in (rows, b) if any(size % _GRAIN for size in matrix.shape)]
-    if rows.shape[0] > 1 and not any(size % _GRAIN for size in b.shape):
-        # Few rows more are nothing beside the weights.
-        padded = jnp.pad(rows, ((0, -len(rows) % _GRAIN), (0, 0)))
-        total = jnp.matmul(padded, b, preferred_element_type=jnp.int32)[: len(rows)]
-    elif rows.shape[0] > 1 and ragged:
-        total = _ragged_int8_matmul(rows, b, sum(matrix.size for matrix in ragged))
+    rows, (d, n) = a.reshape(-1, a.shape[-1]), b.shape
+    if rows.shape[0] > 1 and (d % _GRAIN or n % _GRAIN):
+        total = _ragged_int8_matmul(rows, b, b.size + (rows.size if d % _GRAIN else 0))
     else:
         total = jnp.matmul(rows, b, preferred_element_type=jnp.int32)
     return total.reshape(*a.shape[:-1], b.shape[1])
@@ -362,8 +357,9 @@ def _ragged_int8_matmul(a: jax.Array, b: jax.Array, copied: int) -> jax.Array:
             preferred_element_type=jnp.float32,
         )
         return parts.astype(jnp.int32).sum(axis=0, dtype=jnp.int32)
-    padded = [jnp.pad(matrix, [(0, -size % _GRAIN) for size in matrix.shape]) for matrix in (a, b)]
-    return jnp.matmul(*padded, preferred_element_type=jnp.int32)[:m, :n]
+    a = jnp.pad(a, ((0, 0), (0, -d % _GRAIN)))
+    b = jnp.pad(b, ((0, -d % _GRAIN), (0, -n % _GRAIN)))
+    return jnp.matmul(a, b, preferred_element_type=jnp.int32)[:, :n]
 
 
 def _float8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
