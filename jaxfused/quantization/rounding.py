@@ -56,9 +56,10 @@ def scales(
 
     def divisible(scale):
         # Zeros (and what is next to them) get the smallest scale that can be divided by. An infinite
-        # scale would make some of its group NaN, some infinite and some 0.
+        # scale, which would make some of its group NaN, some infinite and some 0, becomes NaN; a choice
+        # between two values would be a kernel of its own to XLA.
         scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
-        return jnp.where(jnp.isfinite(scale), scale, jnp.nan)
+        return scale + 0 * scale
 
     if symmetric:
         return divisible(largest_magnitude(runs, over, keepdims=per_tensor) * limits.unit), None
