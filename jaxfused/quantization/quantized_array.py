@@ -238,7 +238,8 @@ def unpack_int4(packed: jax.Array, axis: int) -> jax.Array:
     axis = axis % packed.ndim
     # XLA would write the pairs of two halves that are computed apart.
     pairs = jnp.expand_dims(packed, axis + 1)
-    shifts = jnp.array([4, 0], jnp.uint8).reshape(2, *(1,) * (packed.ndim - axis - 1))
+    shape = [2 if i == axis + 1 else 1 for i in range(pairs.ndim)]
+    shifts = jnp.array([4, 0], jnp.uint8).reshape(shape)
     numbers = jax.lax.bitcast_convert_type(pairs << shifts, jnp.int8) >> 4
     return numbers.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
 
