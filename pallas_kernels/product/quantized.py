@@ -78,13 +78,11 @@ class Packed(NamedTuple):
         return -(-self.n // grain) * grain
 
 
-def _padded(array: jax.Array, size: int, axis: int = -1) -> jax.Array:
-    """The array with zeros at the end of an axis, where that is shorter than `size`."""
-    if array.shape[axis] == size:
+def _padded(array: jax.Array, size: int) -> jax.Array:
+    """The array with zeros at the end of its last axis, where that is shorter than `size`."""
+    if array.shape[-1] == size:
         return array
-    widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, size - array.shape[axis])
-    return jnp.pad(array, widths)
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, size - array.shape[-1])])
 
 
 def why_unsupported(
@@ -222,11 +220,11 @@ def both_forward(
     if config is None:
         work = both_work(x, w, read_bytes, written_bytes, int(activation is not None))
         config = both_candidates(w, work, multiprocessors)[0]
-    n, columns = w.n, w.copied_columns
-    w = w.spread()
+    n, columns, w = w.n, w.copied_columns, w.spread()
     of_columns = w.scale
     if columns_alike % SCALED_PIECE == 0 and columns % columns_alike == 0:
         of_columns = w.scale[:, ::columns_alike]
+    # Zeros add nothing to the sums.
     k = -(-x.shape[1] // COPIED_BYTES) * COPIED_BYTES
     results = matmul(
         _padded(x, k),
