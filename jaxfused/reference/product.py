@@ -61,7 +61,7 @@ def _einsum(
 
     The result's axes are split as the operands' are, or as those of `like`, if it is given.
     """
-    mesh = _explicit_mesh(a, b)
+    mesh = explicit_mesh(a, b)
     if mesh is None:
         return jnp.einsum(subscripts, a, b, **options)
     if like is None:
@@ -80,7 +80,7 @@ def _einsum(
     return jnp.einsum(subscripts, a, b, out_sharding=NamedSharding(mesh, spec), **options)
 
 
-def _explicit_mesh(*operands: jax.Array) -> Any:
+def explicit_mesh(*operands: jax.Array) -> Any:
     """The mesh of the first operand whose type says how it is sharded, or None."""
     meshes = (jax.typeof(operand).sharding.mesh for operand in operands)
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
@@ -240,7 +240,7 @@ def _rounded(subscripts, dtype, out_dtype, precision, a, b, like=None):
         _einsum, subscripts, precision=precision, preferred_element_type=leaving, like=like
     )
     a, b = a.astype(dtype), b.astype(dtype)
-    if leaving == dtype or not _is_batched(subscripts) or _explicit_mesh(a, b) is not None:
+    if leaving == dtype or not _is_batched(subscripts) or explicit_mesh(a, b) is not None:
         return einsum(a, b).astype(out_dtype)
     # On a CPU, XLA lacks the batched product of 16 bits into float32 where an operand was transposed.
     # The product of float32 copies has the same terms and the same sums.
@@ -268,7 +268,7 @@ def _rounding_product_bwd(subscripts, dtype, out_dtype, precision, of_weights, o
     operand_subscripts, y_axes = subscripts.split("->")
     a_axes, b_axes = operand_subscripts.split(",")
     for_a, for_b = f"{y_axes},{b_axes}->{a_axes}", f"{a_axes},{y_axes}->{b_axes}"
-    if _explicit_mesh(a, b) is not None:
+    if explicit_mesh(a, b) is not None:
         # A gradient is sharded as its operand.
         return (
             _rounded(for_a, dtype, a.dtype, precision, dy, b, like=a),
