@@ -170,15 +170,15 @@ def _run(
     row_dtype = check_row_dtype(options.op, "quantize_rows", row_dtype)
     device = dispatch.current_device(x, residual)
     has_images = any(array is not None for array in images)
-    if has_images or not quantized_norm.is_one_pass(implementation, device, x, residual):
-        if not has_images and implementation is None:
-            # XLA quantises what it normalises without writing it in between, which two kernels would.
-            implementation = "xla"
-        output = _norm_of(options, *operands, implementation)
-        return quantized_norm.of_output(output, row_dtype, implementation)
-    return quantized_norm.run(
-        options, x, scale, bias, residual, pre_bias, row_dtype, implementation
-    )
+    if not has_images:
+        if quantized_norm.is_one_pass(implementation, device, x, residual):
+            return quantized_norm.run(
+                options, x, scale, bias, residual, pre_bias, row_dtype, implementation
+            )
+        # XLA quantises what it normalises without writing it in between, which two kernels would.
+        implementation = implementation or "xla"
+    output = _norm_of(options, *operands, implementation)
+    return quantized_norm.of_output(output, row_dtype, implementation)
 
 
 def _norm_of(options, x, scale, bias, images, residual, pre_bias, implementation) -> Output:

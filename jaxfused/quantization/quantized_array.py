@@ -226,17 +226,11 @@ def pack_int4(values: jax.Array, axis: int) -> jax.Array:
     return low | (high << 4)
 
 
-def unpack_halves(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The integers, as int8, of even index and of odd index along the axis that `pack_int4` packed."""
-    # Shifting an int8 to the right repeats its sign.
-    low = jax.lax.bitcast_convert_type(packed << 4, jnp.int8) >> 4
-    return low, jax.lax.bitcast_convert_type(packed, jnp.int8) >> 4
-
-
 def unpack_int4(packed: jax.Array, axis: int) -> jax.Array:
     """The integers, as int8, that `pack_int4` packed."""
     axis = axis % packed.ndim
-    # XLA would write the pairs of two halves that are computed apart.
+    # XLA would write the pairs of two halves that are computed apart. Shifting an int8 to the right
+    # repeats its sign.
     pairs = jnp.expand_dims(packed, axis + 1)
     shape = [2 if i == axis + 1 else 1 for i in range(pairs.ndim)]
     shifts = jnp.array([4, 0], jnp.uint8).reshape(shape)

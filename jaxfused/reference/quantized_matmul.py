@@ -14,7 +14,6 @@ from jaxfused.quantization.quantized_array import (
     QuantizedArray,
     of_each_column,
     spread,
-    unpack_halves,
 )
 from jaxfused.reference import linear
 from jaxfused.reference.linear import (
@@ -128,7 +127,7 @@ def frozen_product(
     rows = linear.letters_of_rows(x)
     axes = f"{rows}D,DF->{rows}F"
     if is_scaled_last(x, w):
-        sums = _product_of_stored(axes, x, w)
+        sums = product(axes, x, w.unpacked().astype(x.dtype))
         y = (sums * _scale_of_columns(w, sums)).astype(out_dtype or sums.dtype)
     elif _is_by_groups(x, w):
         sums = _product_by_groups(rows, x, w)
@@ -202,19 +201,6 @@ def _product_by_groups(rows: str, x: jax.Array, w: QuantizedArray) -> jax.Array:
     sums = product(f"{rows}GD,GDF->G{rows}F", parts, numbers)
     scale = of_each_column(w.scale, columns).astype(sums.dtype)
     return jnp.sum(sums * scale.reshape(groups, *(1,) * (x.ndim - 1), columns), axis=0)
-
-
-def _product_of_stored(axes: str, x: jax.Array, w: QuantizedArray) -> jax.Array:
-    """The product of x with the stored numbers of w, in float32.
-
-    XLA converts a number as a product reads it. A pair of int4 in a byte it would write as two numbers
-    first, unless the rows of one half are multiplied apart from those of the other.
-    """
-    if w.dtype != "int4" or w.layout == "columns":
-        return product(axes, x, w.unpacked().astype(x.dtype))
-    pairs = x.reshape(*x.shape[:-1], -1, 2)
-    low, high = (half.astype(x.dtype) for half in unpack_halves(w.values))
-    return product(axes, pairs[..., 0], low) + product(axes, pairs[..., 1], high)
 
 
 def _scale_of_columns(w: QuantizedArray, like: jax.Array) -> jax.Array:

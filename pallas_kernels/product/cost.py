@@ -103,6 +103,7 @@ class Speeds:
     quantized_room_of_four: float = 0.66
     """Part of the room for CTAs that clusters of four find, which have to begin together."""
     quantized_room_of_eight: float = 0.57
+    """Likewise of eight."""
     few_rows_wave: float = 0.5
     """For CTAs that wait until others have ended: their ring is empty again."""
     cluster_room: float = 0.9
@@ -305,11 +306,6 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
         copied = 2 * work.itemsize * work.k * work.n * work.products
         total += work.products * speeds.xla_pass + copied * speeds.xla_pass_byte
     return total + conversion(work, speeds)
-
-
-def copies(moved: float, kernels: int, speeds: Speeds = H200) -> float:
-    """Microseconds of kernels of XLA that read and write so many bytes in all."""
-    return kernels * speeds.xla_pass + moved * speeds.xla_pass_byte
 
 
 CONVERTED_ROWS = 256

@@ -62,27 +62,29 @@ class Packed(NamedTuple):
         return Format(self.dtype, group, self.zero_point is not None)
 
     def spread(self) -> "Packed":
-        """The same with an entry of the scale and of the zero point for each of `copied_columns`."""
+        """The same with an entry of the scale and of the zero point for each column, up to the grain."""
 
         def of_columns(numbers):
             numbers = jnp.broadcast_to(numbers, (self.scale.shape[0], self.n))
-            return _padded(numbers, self.copied_columns)
+            return _padded(numbers, self.grain)
 
         zero_point = None if self.zero_point is None else of_columns(self.zero_point)
         return Packed(self.values, of_columns(self.scale), zero_point)
 
     @property
-    def copied_columns(self) -> int:
-        """The columns, and so many more that rows of what there is for each of them can be copied."""
-        grain = GRAIN if self.zero_point is None else 16
-        return -(-self.n // grain) * grain
+    def grain(self) -> int:
+        """Of how many columns rows of what there is for each of them can be copied."""
+        return GRAIN if self.zero_point is None else COPIED_BYTES
 
 
-def _padded(array: jax.Array, size: int) -> jax.Array:
-    """The array with zeros at the end of its last axis, where that is shorter than `size`."""
-    if array.shape[-1] == size:
-        return array
-    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, size - array.shape[-1])])
+COPIED_BYTES = 16
+"""Of which rows that are copied have to be whole multiples."""
+
+
+def _padded(array: jax.Array, grain: int) -> jax.Array:
+    """The array with zeros at the end of its last axis, up to a multiple of `grain`."""
+    missing = -array.shape[-1] % grain
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)]) if missing else array
 
 
 def why_unsupported(
@@ -220,23 +222,23 @@ def both_forward(
     if config is None:
         work = both_work(x, w, read_bytes, written_bytes, int(activation is not None))
         config = both_candidates(w, work, multiprocessors)[0]
-    n, columns, w = w.n, w.copied_columns, w.spread()
+    n, grain, w = w.n, w.grain, w.spread()
     of_columns = w.scale
+    columns = of_columns.shape[1]
     if columns_alike % SCALED_PIECE == 0 and columns % columns_alike == 0:
         of_columns = w.scale[:, ::columns_alike]
-    # Zeros add nothing to the sums.
-    k = -(-x.shape[1] // COPIED_BYTES) * COPIED_BYTES
     results = matmul(
-        _padded(x, k),
-        [_padded(w.values, k)],
+        # Zeros add nothing to the sums.
+        _padded(x, COPIED_BYTES),
+        [_padded(w.values, COPIED_BYTES)],
         epilogue=epilogue,
         vectors={
             "w_scale": None if in_groups else w.scale[0],
-            "bias": None if bias is None else _padded(bias, columns),
+            "bias": None if bias is None else _padded(bias, grain),
         },
         row_vectors={} if in_groups else {"x_scale": x_scale[:, 0]},
-        step_scales=(_rows_of_16_bytes(x_scale.T), of_columns) if in_groups else (),
-        matrices={"residual": None if residual is None else _padded(residual, columns)},
+        step_scales=(_padded(x_scale.T, COPIED_BYTES // 4), of_columns) if in_groups else (),
+        matrices={"residual": None if residual is None else _padded(residual, grain)},
         outputs=outputs,
         b_transposed=True,
         b_columns=columns,
@@ -246,15 +248,6 @@ def both_forward(
     )
     results = {name: matrix[:, :n] for name, matrix in results.items()}
     return results["y"], results.get("preactivation")
-
-
-COPIED_BYTES = 16
-"""Of which the rows of an operand have to be whole multiples."""
-
-
-def _rows_of_16_bytes(scale: jax.Array) -> jax.Array:
-    """Float32 [G, M] with a few more columns, where that makes rows that can be copied."""
-    return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % 4)))
 
 
 def both_work(
@@ -281,7 +274,7 @@ def both_time(w: Packed, work: Work, multiprocessors: int) -> float:
     time = slower * cost.kernel(work, config, multiprocessors)
     if work.k % COPIED_BYTES == 0:
         return time
-    return time + cost.copies(2 * (work.m + work.n) * work.k, kernels=2)
+    return time + sum(cost.xla_pass(rows * work.k, 2) for rows in (work.m, work.n))
 
 
 _SCALED_STEPS = 1.3
@@ -417,16 +410,15 @@ def _run(
     name: str,
 ) -> dict[str, jax.Array]:
     """Launches the kernel; `scales` are the epilogue's names for those of columns, a product each."""
-    n, columns = ws[0].n, ws[0].copied_columns
+    n, grain = ws[0].n, ws[0].grain
     ws = [w.spread() for w in ws]
+    columns = ws[0].scale.shape[1]
     m, k = x.shape
     layout = ws[0].format(k)
-    present = {name: _padded(v, columns) for name, v in vectors.items() if v is not None}
+    present = {name: _padded(v, grain) for name, v in vectors.items() if v is not None}
     if not layout.group:
         present |= {scale: w.scale[0] for scale, w in zip(scales, ws, strict=True)}
-    read = {
-        name: _padded(matrix, columns) for name, matrix in matrices.items() if matrix is not None
-    }
+    read = {name: _padded(matrix, grain) for name, matrix in matrices.items() if matrix is not None}
 
     def launch_of(config: QuantizedConfig) -> FewRows:
         return FewRows(
@@ -550,11 +542,12 @@ def times(
     config = _of_few_rows(work, multiprocessors)[0]
     product = cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
     kernels = 0
-    if w.copied_columns != w.n:
+    if w.n % w.grain:
         # All of them are padded, and the result is cut to size.
         kernels = 1 + sum(a is not None for a in (w.scale, w.zero_point, *others))
     return {
-        "pallas": cost.quantized_few_rows(work, config, multiprocessors) + cost.copies(0, kernels),
+        "pallas": cost.quantized_few_rows(work, config, multiprocessors)
+        + kernels * cost.xla_pass(0, 0),
         "xla": product + cost.conversion(work),
     }
 
