@@ -69,7 +69,7 @@ def plain_attention(case, allowed, kept=None, rate=0.0):
         lse = jax.nn.logsumexp(logits, axis=-1)
         if sinks is None:
             lse = jnp.where(attends, lse, 0.0)
-        return output, lse.swapaxes(1, 2).astype(dtype)
+        return output, lse.swapaxes(1, 2).astype(wide)
 
     return f
 
@@ -455,7 +455,19 @@ def test_cudnn(case):
         ({"query_segment_ids": jnp.ones((2, 4), int)}, "pass both or none"),
         ({"local_window_size": (-1, 2)}, r"local_window_size is \(-1, 2\)"),
         ({"sinks": jnp.ones(3)}, r"sinks has shape \(3,\)"),
+        ({"local_window_size": 2.0}, "local_window_size is 2.0"),
+        ({"local_window_size": (1, 2, 3)}, r"local_window_size is \(1, 2, 3\)"),
+        ({"local_window_size": (float("nan"), 1)}, r"local_window_size is \(nan, 1\)"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"scale": float("inf")}, "scale is inf"),
+        ({"scale": jnp.ones((3, 1, 1))}, r"scale has shape \(3, 1, 1\).*\(2, 2, 4, 5\)"),
+        ({"scale": np.ones((2,))}, r"scale has shape \(2,\).*\(2, 2, 4, 5\)"),
+        ({"scale": jnp.ones((), bool)}, "scale has dtype bool"),
         ({"logits_soft_cap": jnp.ones(())}, "logits_soft_cap is"),
+        ({"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0.*None for no cap"),
+        ({"logits_soft_cap": -30.0}, "logits_soft_cap is -30.0"),
+        ({"logits_soft_cap": float("nan")}, "logits_soft_cap is nan"),
+        ({"logits_soft_cap": float("inf")}, "logits_soft_cap is inf"),
         ({"dropout_rate": 1.0}, "dropout_rate must be in the range .*, but it is 1.0"),
         ({"dropout_rate": -0.5}, "but it is -0.5"),
         ({"dropout_rate": float("nan")}, "but it is nan"),

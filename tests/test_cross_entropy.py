@@ -278,6 +278,8 @@ _LOGITS = {"logits": jnp.ones((2, 3)), "labels": put([0, 1])}
         ({"z_loss": "1"}, "z_loss is '1'"),
         ({"reduction": "batchmean"}, "reduction='batchmean' is not known"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0"),
+        ({"logits_soft_cap": float("nan")}, "logits_soft_cap is nan"),
+        ({"logits_soft_cap": float("inf")}, "logits_soft_cap is inf"),
         ({"logits_soft_cap": "30"}, "logits_soft_cap is '30'"),
         ({"cotangent": "one"}, "cotangent='one' is not known"),
         ({"cotangent": jnp.ones(2)}, r"cotangent has shape \(2,\), but the result has shape \(\)"),

@@ -1,12 +1,15 @@
 """dot_product_attention: validation, choice of implementation, gradient, and the call of cuDNN."""
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.nn import dot_product_attention as jax_dot_product_attention
 
 from jaxfused import dispatch, reference, sharding
@@ -16,7 +19,7 @@ from jaxfused.ops import attention_float32, dropout
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.linear import allows_tf32
-from jaxfused.ops.validation import check_constant, check_floating, check_shape
+from jaxfused.ops.validation import check_floating, check_shape, check_soft_cap
 from jaxfused.semantics.checkpoint_names import named
 from jaxfused.semantics.mask import EMPTY_LSE, Mask
 from pallas_kernels.attention import attention as pallas_attention
@@ -73,17 +76,19 @@ def dot_product_attention(
       bias: is added to the logits; up to 4 axes that broadcast to [B, N, T, S]. Any float dtype.
         Its gradient has its shape.
       mask: bool, True where a query may attend to a key; broadcasts to [B, N, T, S] too.
-      scale: of the logits; by default 1 / sqrt(H). An array of shape () gets a gradient, in "xla".
+      scale: of the logits, finite; by default 1 / sqrt(H). An array that broadcasts to [B, N, T, S],
+        such as one of each head [N, 1, 1], gets a gradient, in "xla".
       is_causal: query t attends to keys s <= t, counted from the first also where T and S differ.
-      query_seq_lengths: [B] integers; queries beyond give 0.
-      key_value_seq_lengths: [B] integers; keys beyond are masked.
+      query_seq_lengths: [B] integers; queries beyond give 0. Above T they mean T, below 0 they mean 0.
+      key_value_seq_lengths: [B] integers, likewise; keys beyond are masked.
       local_window_size: (left, right), or one number for both: t - left <= s <= t + right.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla", "cudnn". None
         does not choose cuDNN, whose gradients may differ from run to run.
-      return_residual: whether to return the log-sum-exp too, as JAX does: no gradient flows into it.
-      return_lse: whether to return the log-sum-exp too, with its gradient. Attention over a part of
-        the keys is merged with that over another part by it.
-      logits_soft_cap: keeps the logits before bias within (-cap, cap).
+      return_residual: whether to return the log-sum-exp too, as JAX does: in the key's dtype, and no
+        gradient flows into it.
+      return_lse: whether to return the log-sum-exp too, in float32 (float64 with "xla" of float64), with
+        its gradient. Attention over a part of the keys is merged with that over another part by it.
+      logits_soft_cap: keeps the logits before bias within (-cap, cap); finite and above 0.
       query_segment_ids: [B, T] or [T] integers, with key_value_segment_ids: a query attends to keys
         of its own segment.
       key_value_segment_ids: [B, S] or [S] integers.
@@ -96,8 +101,8 @@ def dot_product_attention(
 
     Returns:
       The output, [B, T, N, V] or [T, N, V], of the query's dtype. With `return_residual` or
-      `return_lse` also the log-sum-exp of L (and the sink), [B, T, N] or [T, N], of the key's dtype as
-      in JAX; where a query attends to nothing, -0.7 times the largest float32, rounded.
+      `return_lse` also the log-sum-exp of L (and the sink), [B, T, N] or [T, N]; where a query attends
+      to nothing, -0.7 times the largest float32.
 
       Of integers the result is of integers too, and as in JAX so are the probabilities that multiply
       the values: those below 1 are 0.
@@ -143,10 +148,8 @@ def dot_product_attention(
     if bias is not None:
         bias = _broadcastable("bias", bias, (batch, heads, query_length, key_length))
     dropout_words = dropout.dropout_words("dot_product_attention", dropout_rate, dropout_key)
-    if logits_soft_cap is not None:
-        check_constant("dot_product_attention", "logits_soft_cap", logits_soft_cap)
-    if scale is None:
-        scale = head_size**-0.5
+    check_soft_cap("dot_product_attention", logits_soft_cap)
+    scale = _scale(scale, head_size, (batch, heads, query_length, key_length))
 
     device = dispatch.current_device(query, key, value)
     if implementation == "cudnn":
@@ -192,11 +195,10 @@ def dot_product_attention(
         )
         run = Runner(implementation, device)
         output, lse = _run(run, options, query, key, value, bias, sinks, who, dropout_words)
-    lse = lse.astype(key.dtype)
     if not has_batch:
         output, lse = output[0], lse[0]
     if return_residual:
-        return output, jax.lax.stop_gradient(lse)
+        return output, jax.lax.stop_gradient(lse.astype(key.dtype))
     return (output, lse) if return_lse else output
 
 
@@ -271,31 +273,82 @@ def _mask(
             f"{op}: one of query_segment_ids and key_value_segment_ids was passed, but they are"
             " compared with each other; pass both or none."
         )
+    query_segments, key_segments = _segments(
+        query_segments, key_segments, batch, query_length, key_length
+    )
     return Mask(
         is_causal=bool(is_causal),
         window=_window(local_window_size),
-        query_lengths=_integers("query_seq_lengths", query_lengths, (batch,)),
-        key_lengths=_integers("key_value_seq_lengths", key_lengths, (batch,)),
-        query_segments=_integers("query_segment_ids", query_segments, (batch, query_length)),
-        key_segments=_integers("key_value_segment_ids", key_segments, (batch, key_length)),
+        query_lengths=_lengths("query_seq_lengths", query_lengths, batch, query_length),
+        key_lengths=_lengths("key_value_seq_lengths", key_lengths, batch, key_length),
+        query_segments=query_segments,
+        key_segments=key_segments,
         explicit=mask,
     )
 
 
-def _window(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+def _scale(scale: Any, head_size: int, logits_shape: tuple[int, ...]) -> float | jax.Array:
+    """Returns a constant of the kernels, or an array of shape () or of four axes."""
+    if scale is None:
+        return head_size**-0.5 if head_size else 1.0
+    if hasattr(scale, "shape") and (scale.shape or not isinstance(scale, np.ndarray | np.generic)):
+        array = jnp.asarray(scale)
+        if jnp.issubdtype(array.dtype, jnp.integer):
+            array = array.astype(jnp.float32)
+        check_floating("dot_product_attention", {"scale": array})
+        return _broadcastable("scale", array, logits_shape) if array.ndim else array
+    if not math.isfinite(scale):
+        raise ValueError(
+            f"dot_product_attention: scale is {scale}, but the logits are multiplied by it; pass a finite"
+            " number, or None for 1 / sqrt(head size)."
+        )
+    return float(scale)
+
+
+def _window(size: Any) -> tuple[int, int] | None:
     if size is None:
         return None
-    left, right = (size, size) if isinstance(size, int) else size
-    if left < 0 or right < 0:
+    sides = size if isinstance(size, Sequence) else (size, size)
+    if len(sides) != 2 or any(not isinstance(side, Integral) or side < 0 for side in sides):
         raise ValueError(
-            f"dot_product_attention: local_window_size is {size}, but it counts the keys to the"
-            " left and to the right of a query; pass numbers from 0 up."
+            f"dot_product_attention: local_window_size is {size!r}, but it counts the keys to the left"
+            " and to the right of a query; pass a whole number from 0 up, or two."
         )
-    return left, right
+    left, right = sides
+    # Beyond it a window is no limit, and positions are of 32 bits.
+    return min(int(left), _LONGEST), min(int(right), _LONGEST)
+
+
+_LONGEST = 2**30
+
+
+def _lengths(name: str, lengths: Any, batch: int, full: int) -> jax.Array | None:
+    """Returns the lengths within what there is, which is what kernels count on."""
+    array = _integers(name, lengths, (batch,))
+    if array is None:
+        return None
+    if array.dtype.itemsize < 4:
+        array = array.astype(jnp.int32)
+    return jnp.clip(array, 0, full).astype(jnp.int32)
+
+
+def _segments(
+    query_segments: Any, key_segments: Any, batch: int, query_length: int, key_length: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns both in 32 bits, of which those of 64 are replaced by their ranks."""
+    queries = _integers("query_segment_ids", query_segments, (batch, query_length))
+    keys = _integers("key_value_segment_ids", key_segments, (batch, key_length))
+    if queries is None or keys is None:
+        return None, None
+    if max(queries.dtype.itemsize, keys.dtype.itemsize) > 4:
+        both = jnp.concatenate([queries, keys], axis=1)
+        _, ranks = jnp.unique(both, return_inverse=True, size=both.size)
+        queries, keys = jnp.split(ranks.reshape(both.shape), [query_length], axis=1)
+    return queries.astype(jnp.int32), keys.astype(jnp.int32)
 
 
 def _integers(name: str, array: Any, shape: tuple[int, ...]) -> jax.Array | None:
-    """Returns the array as int32 of `shape`; its leading axis of 1 may be missing, as in 3-D queries."""
+    """Returns integers of `shape`, whose leading axis of 1 may be missing, as in 3-D queries."""
     if array is None:
         return None
     array = jnp.asarray(array)
@@ -307,7 +360,7 @@ def _integers(name: str, array: Any, shape: tuple[int, ...]) -> jax.Array | None
     if shape[0] == 1 and array.shape == shape[1:]:
         array = array[None]
     check_shape("dot_product_attention", name, array, shape, f"query and key imply {shape}")
-    return array.astype(jnp.int32)
+    return array
 
 
 def _broadcastable(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
-from jaxfused.ops.validation import check_constant, check_floating, check_shape
+from jaxfused.ops.validation import check_constant, check_floating, check_shape, check_soft_cap
 from jaxfused.reference.cross_entropy import (
     ELSEWHERE,
     IGNORED,
@@ -181,14 +181,7 @@ def check_options(
             f"{op}: label_smoothing is {options.label_smoothing}, but it is a share;"
             " pass a number from 0 to 1."
         )
-    cap = options.logits_soft_cap
-    if cap is not None:
-        check_constant(op, "logits_soft_cap", cap)
-        if cap <= 0.0:
-            raise ValueError(
-                f"{op}: logits_soft_cap is {cap}, but logits are kept below it;"
-                " pass a number greater than 0."
-            )
+    check_soft_cap(op, options.logits_soft_cap)
     check_reduction(op, reduction)
 
 

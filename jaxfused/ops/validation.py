@@ -1,7 +1,9 @@
 """The checks that operators make of their arguments, worded once each: rule, value, remedy."""
 
+import math
 from collections.abc import Mapping
 from numbers import Integral
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,18 @@ def check_constant(op: str, name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(
             f"{op}: {name} is {value!r}, but it is a constant of the kernel; pass a Python float."
+        )
+
+
+def check_soft_cap(op: str, cap: Any) -> None:
+    """Checks that `cap`, if given, is a finite number above 0, below which logits can be kept."""
+    if cap is None:
+        return
+    check_constant(op, "logits_soft_cap", cap)
+    if not 0.0 < cap < math.inf:
+        raise ValueError(
+            f"{op}: logits_soft_cap is {cap}, but logits are kept below it; pass a finite number"
+            " greater than 0, or None for no cap."
         )
 
 

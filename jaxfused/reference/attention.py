@@ -101,8 +101,8 @@ def weights(
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
     grouped = query.reshape(batch, query_count, key_heads, heads // key_heads, head_size)
     logits = product("btkgh,bskh->bkgts", grouped, key)
-    logits = logits * (scale.astype(logits.dtype) if isinstance(scale, jax.Array) else scale)
     logits = logits.reshape(batch, heads, query_count, key_count)
+    logits = logits * (scale.astype(logits.dtype) if isinstance(scale, jax.Array) else scale)
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     if bias is not None:
