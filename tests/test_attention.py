@@ -385,6 +385,12 @@ def cudnn(length=192, keys=None, head_size=64, value_size=None, dtype=jnp.bfloat
         (H200, {"length": 198, "keys": 192}, "multiples of 32, not 198 queries and 192 keys"),
         (H200, {"local_window_size": (5, 5)}, "no window to the right"),
         (H200, {"local_window_size": (5, 0), "length": 224, "keys": 192}, "fewer keys"),
+        (
+            H200,
+            {"local_window_size": (5, 0), "key_value_seq_lengths": jnp.ones(1, int)},
+            "fewer keys",
+        ),
+        (H200, {"length": 0, "keys": 32}, "must be queries and keys"),
         (H200, {"logits_soft_cap": 5.0}, "does not have logits_soft_cap"),
         (H200, {"return_lse": True}, "not its gradient"),
     ],
@@ -410,32 +416,75 @@ def test_what_cudnn_is_asked_to_do(fitting, monkeypatch):
         assert cudnn(**fitting) is None
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("no multiple of a block", 96, 96, head_size=64),
-        Case("grouped, causal", 64, 96, heads=8, head_size=64, is_causal=True),
-        Case("bias", 64, 64, head_size=64, bias=(1, 2, 64, 64)),
-        Case("bias and mask", 64, 64, head_size=64, bias=(1, 2, 64, 64), mask=(2, 2, 64, 64)),
-        Case("mask of queries", 64, 32, head_size=64, mask=(2, 1, 64, 1)),
-        Case("lengths", 64, 64, head_size=64, query_lengths=(64, 9), key_lengths=(0, 17)),
-        Case("window", 64, 64, head_size=64, window=(7, 0)),
-    ],
-    ids=str,
-)
-def test_cudnn(case):
+CUDNN_CASES = [
+    Case("no multiple of a block", 96, 96, head_size=64),
+    Case("grouped, causal", 64, 96, heads=8, head_size=64, is_causal=True),
+    Case("bias", 64, 64, head_size=64, bias=(1, 2, 64, 64)),
+    Case("bias and mask", 64, 64, head_size=64, bias=(1, 2, 64, 64), mask=(2, 2, 64, 64)),
+    Case("mask of queries", 64, 32, head_size=64, mask=(2, 1, 64, 1)),
+    Case("lengths", 64, 64, head_size=64, query_lengths=(64, 9), key_lengths=(0, 17)),
+    Case("bias and lengths", 64, 64, head_size=64, bias=(1, 2, 64, 64), key_lengths=(0, 17)),
+    Case("window", 64, 64, head_size=64, window=(7, 0)),
+]
+
+
+def cudnn_and_plain(case, lowest=None):
+    """Attention by cuDNN and as one writes it, of which a bias masks a query, if `lowest` is given."""
     options = case.options()
+    hidden = np.zeros((case.queries, case.keys), bool)
+    hidden[3] = lowest is not None
+
+    def with_hidden(bias):
+        return bias if bias is None else jnp.where(hidden, lowest or 0.0, bias)
 
     def ours(query, key, value, bias, sinks):
         return jaxfused.dot_product_attention(
-            query, key, value, bias, **options, implementation="cudnn"
+            query, key, value, with_hidden(bias), **options, implementation="cudnn"
         )
 
-    def plain(*args):
-        return plain_attention(case, who_attends(case))(*args)[0]
+    def plain(query, key, value, bias, sinks):
+        allowed = who_attends(case) & ~(hidden & (bias is not None))
+        return plain_attention(case, allowed)(query, key, value, bias, sinks)[0]
 
-    assert_values_and_gradients(ours, plain, *case.arrays(jnp.bfloat16))
+    return ours, plain
+
+
+def softmax_of_infinite_logits(query, key, value, bias, mask, **options):
+    """A stand-in for cuDNN, of which a query without keys has NaN in values and in gradients."""
+    assert options["implementation"] == "cudnn"
+    left, right = options["local_window_size"] or (None, None)
+    allowed = Mask(
+        is_causal=options["is_causal"],
+        window=None if left is None else (left, right),
+        query_lengths=options.get("query_seq_lengths"),
+        key_lengths=options["key_value_seq_lengths"],
+        explicit=mask,
+    ).allowed(query.shape[1], key.shape[1])
+    key, value = (jnp.repeat(a, query.shape[2] // a.shape[2], axis=2) for a in (key, value))
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32)
+    logits = options["scale"] * logits if bias is None else options["scale"] * logits + bias
+    weights = jax.nn.softmax(jnp.where(allowed, logits, -jnp.inf))
+    return jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), value)
+
+
+@pytest.mark.parametrize(
+    ("case", "lowest"),
+    [(case, None) for case in CUDNN_CASES[1:]]
+    + [(CUDNN_CASES[2], -np.inf), (CUDNN_CASES[3], np.finfo(np.float32).min)],
+    ids=str,
+)
+def test_cudnn_meets_no_query_without_keys(monkeypatch, case, lowest):
+    monkeypatch.setattr(attention, "jax_dot_product_attention", softmax_of_infinite_logits)
+    ours, plain = cudnn_and_plain(case, lowest)
+    with dispatch.assume(H200):
+        assert_values_and_gradients(ours, plain, *case.arrays(jnp.bfloat16), cotangents=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lowest", [None, -np.inf, np.finfo(np.float32).min])
+@pytest.mark.parametrize("case", CUDNN_CASES, ids=str)
+def test_cudnn(case, lowest):
+    assert_values_and_gradients(*cudnn_and_plain(case, lowest), *case.arrays(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What dot_product_attention makes of its arguments: shapes that broadcast, dtypes, numbers out of range."""
+"""What dot_product_attention makes of arguments: shapes that broadcast, dtypes, numbers out of range."""
 
 import itertools
 

@@ -299,8 +299,8 @@ def _scale(scale: Any, head_size: int, logits_shape: tuple[int, ...]) -> float |
         return _broadcastable("scale", array, logits_shape) if array.ndim else array
     if not math.isfinite(scale):
         raise ValueError(
-            f"dot_product_attention: scale is {scale}, but the logits are multiplied by it; pass a finite"
-            " number, or None for 1 / sqrt(head size)."
+            f"dot_product_attention: scale is {scale}, but the logits are multiplied by it; pass a"
+            " finite number, or None for 1 / sqrt(head size)."
         )
     return float(scale)
 
@@ -1003,6 +1003,8 @@ def _why_cudnn_unsupported(device, query, key, value, mask: Mask, used) -> str |
         return f"cuDNN needs a head size that is a multiple of 8 up to {largest}, not {head_size}"
     if value.shape[-1] != head_size:
         return f"cuDNN is called with one head size, not {head_size} and {value.shape[-1]}"
+    if 0 in (query.size, key_length):
+        return "there must be queries and keys"
     # cuDNN computed a wrong gradient of the queries at 198 tokens (H200, jax 0.11.2).
     if query_length % 32 or key_length % 32:
         return (
@@ -1013,7 +1015,7 @@ def _why_cudnn_unsupported(device, query, key, value, mask: Mask, used) -> str |
         right = mask.window[1]
         if right != 0 and not mask.is_causal:
             return f"cuDNN has no window to the right without is_causal, and {right} was passed"
-        if query_length > key_length:
+        if query_length > key_length or mask.key_lengths is not None:
             return "cuDNN's window may leave queries without keys where there are fewer keys"
     if used:
         return f"cuDNN's attention does not have {' and '.join(used)}, or not its gradient"
@@ -1021,20 +1023,27 @@ def _why_cudnn_unsupported(device, query, key, value, mask: Mask, used) -> str |
 
 
 def _cudnn(query, key, value, bias, mask: Mask, scale) -> jax.Array:
-    """Calls cuDNN, and writes 0 where a query attends to nothing.
+    """Calls cuDNN with a key for every query, and writes 0 where a query attends to nothing.
 
-    By itself cuDNN returns the mean of the values for such a query, or NaN where its sequence has no
-    keys.
+    Of such a query cuDNN itself returns the mean of the values or NaN, and gradients that are not
+    finite. It never meets one: here the query attends to whatever is left, and its result, whose
+    cotangent is 0, is not used. `_why_cudnn_unsupported` refuses windows that leave queries none.
     """
     is_causal, window = mask.is_causal, mask.window
     if window is not None:
         # A causal mask is a window that ends at the query itself, and cuDNN has no other windows.
         is_causal, window = True, (window[0], 0)
     logits_shape = (query.shape[1], key.shape[1])
+    allowed = mask.allowed(*logits_shape)
     if bias is not None:
         bias = jnp.broadcast_to(bias, bias.shape[:2] + logits_shape).astype(query.dtype)
+        allowed = allowed & (bias > -jnp.inf)
+    attends = jnp.any(allowed, axis=-1, keepdims=True)
+    if bias is not None:
+        bias = jnp.where(attends, bias, jnp.zeros_like(bias))
     explicit = mask.explicit
     if explicit is not None:
+        explicit = explicit | ~attends
         explicit = jnp.broadcast_to(explicit, explicit.shape[:2] + logits_shape)
     key_lengths = mask.key_lengths
     output = jax_dot_product_attention(
@@ -1045,10 +1054,8 @@ def _cudnn(query, key, value, bias, mask: Mask, scale) -> jax.Array:
         explicit,
         scale=scale,
         is_causal=is_causal,
-        query_seq_lengths=mask.query_lengths,
         key_value_seq_lengths=None if key_lengths is None else jnp.maximum(key_lengths, 1),
         local_window_size=window,
         implementation="cudnn",
     )
-    attends = jnp.any(mask.allowed(*logits_shape), axis=-1)
-    return jnp.where(attends.swapaxes(1, 2)[..., None], output, 0)
+    return jnp.where(attends.swapaxes(1, 2), output, 0)
