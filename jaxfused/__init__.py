@@ -43,9 +43,13 @@ from jaxfused.quantization.quantize import fake_quantize as fake_quantize
 from jaxfused.quantization.quantize import quantize as quantize
 from jaxfused.quantization.quantize import quantize_rows as quantize_rows
 from jaxfused.quantization.quantized_array import QuantizedArray as QuantizedArray
+from jaxfused.semantics.rope_config import rope_from_config as rope_from_config
+from jaxfused.semantics.rope_scaling import DynamicNTKRope as DynamicNTKRope
 from jaxfused.semantics.rope_scaling import LinearRope as LinearRope
 from jaxfused.semantics.rope_scaling import Llama3Rope as Llama3Rope
+from jaxfused.semantics.rope_scaling import LongRope as LongRope
 from jaxfused.semantics.rope_scaling import NTKRope as NTKRope
+from jaxfused.semantics.rope_scaling import ProportionalRope as ProportionalRope
 from jaxfused.semantics.rope_scaling import RopeScaling as RopeScaling
 from jaxfused.semantics.rope_scaling import YarnRope as YarnRope
 from jaxfused.tuning.tuner import TuningReport as TuningReport

@@ -347,7 +347,19 @@ def _(dtype):
 def _(dtype):
     def f(q):
         cos, sin = jaxfused.axial_rope_tables(2, 3, 8)
-        return jaxfused.rope(q, cos=cos, sin=sin)
+        q = jaxfused.rope(q, cos=cos, sin=sin)
+        places = jnp.arange(2 * T).reshape(T, 2)
+        cos, sin = jaxfused.axial_rope_tables(positions=places, frequencies=jnp.ones((2, 4, 4)))
+        return jaxfused.rope(q, cos=cos, sin=sin, interleaved=True)
+
+    return f, (normal(0, B, T, 4, 8, dtype=dtype),)
+
+
+@case("rope by the length")
+def _(dtype):
+    def f(q):
+        q = jaxfused.rope(q, scaling=jaxfused.DynamicNTKRope(4.0, 3))
+        return jaxfused.rope(q, scaling=jaxfused.LongRope([1.0] * 4, [2.0] * 4, 3, 4.0))
 
     return f, (normal(0, B, T, 4, 8, dtype=dtype),)
 

@@ -18,7 +18,7 @@ class RotaryEmbedding(nnx.Module):
     Args:
       rotary_dim: R, how many features of a head rotate, by default all.
       theta: the base of the frequencies.
-      scaling: a `LinearRope`, `NTKRope`, `YarnRope` or `Llama3Rope`; None for none of them.
+      scaling: such as `YarnRope`; None for unscaled frequencies.
       interleaved: whether a pair is two neighbours (GPT-J, RoFormer), else two halves (GPT-NeoX).
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 

@@ -16,7 +16,7 @@ from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.linear import check_affine
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
-from jaxfused.ops.rope import batch_tables, check_tables, ungrouped
+from jaxfused.ops.rope import batch_tables, check_tables, rope, ungrouped
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.ops.weight_gradient import weight_and_bias_gradients, weight_gradients
 from jaxfused.reference.product import product, side_by_side, unshared
@@ -67,7 +67,8 @@ def qkv_projection(
       k_scale: [H], of the keys' RMSNorm.
       epsilon: is added to the mean square.
       scale_offset: is added to q_scale and k_scale.
-      cos: [T, R/2] or [..., T, R/2], from `rope_tables` or `axial_rope_tables`, with `sin`.
+      cos: [T, R/2] or [..., T, R/2], from `rope_tables` or `axial_rope_tables`, with `sin`; or
+        with an axis of heads, as in `rope`.
       sin: like `cos`.
       interleaved: which features are a pair, as in `rope`.
       precision: of the product, as in `jax.numpy.matmul`; or "fp8": the product and its gradients are
@@ -123,7 +124,25 @@ def qkv_projection(
     check_constant(op, "epsilon", epsilon)
     check_constant(op, "scale_offset", scale_offset)
     if cos is not None or sin is not None:
-        check_tables(op, (*x.shape[:-1], heads, head_size), cos, sin)
+        cos, sin = check_tables(op, (*x.shape[:-1], heads, head_size), cos, sin)
+        if cos.ndim == x.ndim + 1:
+            # The kernels rotate all heads of a position alike.
+            q, k, v = qkv_projection(
+                x,
+                w,
+                bias,
+                heads=heads,
+                key_heads=key_heads,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                epsilon=epsilon,
+                scale_offset=scale_offset,
+                precision=precision,
+                implementation=implementation,
+            )
+            turn = functools.partial(rope, cos=cos, sin=sin, interleaved=interleaved)
+            q, k = cast(tuple[jax.Array, jax.Array], turn(q, k))
+            return q, k, v
     device = dispatch.current_device(x)
     if fp8.is_fp8(precision):
         ends = (heads * head_size, (heads + key_heads) * head_size)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfused import cuda, dispatch, reference, sharding
@@ -55,8 +56,10 @@ def rope(
       offset: the first position, a scalar or [...]: how far a decoder has come.
       rotary_dim: R, even, by default H.
       theta: the base of the frequencies.
-      scaling: a `LinearRope`, `NTKRope`, `YarnRope` or `Llama3Rope`; None for none of them.
-      cos: [T, R/2] or [..., T, R/2], with `sin` and in place of all that makes angles.
+      scaling: such as `YarnRope`; None for unscaled frequencies.
+      cos: [T, R/2] or [..., T, R/2], with `sin` and in place of all that makes angles. Where heads
+        have angles of their own (by XLA), [T, N, R/2] or [..., T, N, R/2], in which axes before T
+        may be 1; of q [B, T, N, H] with B = T = N, [T, N, R/2] is read as [B, T, R/2].
       sin: like `cos`.
       interleaved: whether a pair is two neighbours (GPT-J, RoFormer), else two halves (GPT-NeoX).
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
@@ -95,15 +98,23 @@ def rope(
             f"{op}: cos or sin was passed with what they are made from; pass cos and sin alone, or"
             " positions, rotary_dim and scaling."
         )
-    check_tables(op, q.shape, cos, sin)
+    cos, sin = check_tables(op, q.shape, cos, sin)
     device = dispatch.current_device(q, k)
-    why_xla = None
-    if not interleaved and 2 * cos.shape[-1] == q.shape[-1]:
+    why_xla, missing = None, {}
+    if cos.ndim == q.ndim:
+        if k is not None and cos.shape[-2] != k.shape[-2]:
+            raise ValueError(
+                f"{op}: cos has shape {cos.shape}, with angles of {cos.shape[-2]} heads, but k has"
+                f" {k.shape[-2]}; rotate q and k in two calls, each with its own tables."
+            )
+        why = "the kernels rotate all heads of a position by the same angles"
+        missing = {"pallas": why, "cuda": why}
+    elif not interleaved and 2 * cos.shape[-1] == q.shape[-1]:
         why_xla = (
             "XLA rotates halves of whole heads as fast as memory goes, and takes what stands around"
             " into the same kernel"
         )
-    if takes_reference(op, implementation, device, q, why_xla=why_xla):
+    if takes_reference(op, implementation, device, q, why_xla=why_xla, missing=missing):
         rotate = functools.partial(
             reference.rope.rotate,
             interleaved=interleaved,
@@ -132,7 +143,7 @@ def rope_tables(
       positions: [..., T], integers or floats.
       rotary_dim: R, the number of features that rotate; even.
       theta: the base of the frequencies theta^(-2 i / R).
-      scaling: a `LinearRope`, `NTKRope`, `YarnRope` or `Llama3Rope`; None for none of them.
+      scaling: such as `YarnRope`; None for unscaled frequencies.
 
     Returns:
       (cos, sin), each [..., T, R/2] of float32, times the scaling's attention factor.
@@ -154,24 +165,52 @@ def rope_tables(
 
 
 def axial_rope_tables(
-    height: int, width: int, rotary_dim: int, *, theta: float = 100.0
+    height: int | None = None,
+    width: int | None = None,
+    rotary_dim: int | None = None,
+    *,
+    positions: Sequence[jax.Array] | jax.Array | None = None,
+    features: Sequence[int] | None = None,
+    theta: float = 100.0,
+    turns: bool = False,
+    order: Sequence[int] | None = None,
+    frequencies: jax.Array | None = None,
+    prefix: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    r"""The cosines and sines that `rope` takes for an image's patches, row by row.
+    r"""The cosines and sines that `rope` takes for tokens with a position on each of several axes.
 
-    Of the R/2 pairs the first R/4 turn by the row and the others by the column, pair i of either by
-    :math:`\theta^{-4 i / R}` a patch.
+    .. math:: \alpha_{t i} = \sum_a p_{t a} \, \omega_{a i}
+
+    for token t and pair i of features. By default a pair turns by one axis alone: the first
+    `features[0]` features by the first axis, and so on, pair j of an axis with F features by
+    :math:`\theta^{-2 j / F}` a unit of position, with `turns` that many whole turns (2 pi).
+
+    An image of height x width patches, row by row, is what three numbers say: its R/2 pairs turn
+    half by the row 0, 1, ... and half by the column.
 
     Args:
-      height: of the image, in patches.
+      height: of an image, in patches; with `width` and `rotary_dim`, in place of `positions`.
       width: of the image, in patches.
       rotary_dim: R, the number of features that rotate; a multiple of 4.
+      positions: a tuple with the [n] positions of each axis, integers or floats, of which the
+        tokens are all combinations, the last axis fastest: a picture or a video. Or one array
+        [..., T, axes] with the positions of each token.
+      features: how many features turn by each axis, even numbers; their sum is R.
       theta: the base of the frequencies.
+      turns: whether a frequency of 1 is a whole turn for each unit of position, not a radian.
+      order: the axes in the order of their features, by default as in `positions`: (1, 0) for
+        columns before rows.
+      frequencies: [axes, R/2] radians a unit of position, in place of `features`, `theta` and
+        `order`, where pairs turn by other frequencies than those, by several axes, or by a learned
+        array; [axes, N, R/2] for heads that differ.
+      prefix: how many tokens stand before those and don't turn: class token, registers, text.
 
     Returns:
-      (cos, sin), each [height * width, R/2] of float32.
+      (cos, sin), each [T, R/2] of float32, or [..., T, R/2], or with heads that differ
+      [..., T, N, R/2]; T counts the prefix.
 
     Raises:
-      ValueError: rotary_dim is not a positive multiple of 4.
+      ValueError: the arguments don't fit one another.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused
@@ -179,29 +218,133 @@ def axial_rope_tables(
       >>> jaxfused.rope(jnp.ones((1, 196, 12, 64)), cos=cos, sin=sin).shape
       (1, 196, 12, 64)
 
+      The tables of DINOv3, for heads of 64 features, a class token and 4 registers:
+
+      >>> place = lambda n: (2 * jnp.arange(n) + 1) / n - 1
+      >>> cos, sin = jaxfused.axial_rope_tables(
+      ...     positions=(place(14), place(14)), features=(32, 32), theta=100.0, turns=True, prefix=5)
+      >>> cos.shape
+      (201, 32)
+
     Source: Heo et al., "Rotary Position Embedding for Vision Transformer", 2024,
-    https://arxiv.org/abs/2403.13298
+    https://arxiv.org/abs/2403.13298; centred positions: Siméoni et al., "DINOv3", 2025,
+    https://arxiv.org/abs/2508.10104
     """
-    _check_divides("axial_rope_tables", rotary_dim, 4)
-    return reference.rope.axial_tables(height, width, rotary_dim, theta)
+    op = "axial_rope_tables"
+    if positions is None:
+        if height is None or width is None or rotary_dim is None or features is not None:
+            raise ValueError(
+                f"{op}: height, width and rotary_dim describe an image, and positions and features"
+                " any tokens; pass the three, or those two."
+            )
+        _check_divides(op, rotary_dim, 4)
+        positions = (jnp.arange(height), jnp.arange(width))
+        features = None if frequencies is not None else (rotary_dim // 2, rotary_dim // 2)
+    elif height is not None or width is not None or rotary_dim is not None:
+        raise ValueError(
+            f"{op}: height, width or rotary_dim was passed with positions; pass positions and"
+            " features alone."
+        )
+    by_axis = _by_axis(positions)
+    if frequencies is None:
+        rows: Any = _axial_frequencies(len(by_axis), features, theta, order)
+    elif features is not None or order is not None:
+        raise ValueError(
+            f"{op}: frequencies was passed with features or order, from which they are made; pass"
+            " one of the two."
+        )
+    else:
+        rows = jnp.asarray(frequencies)
+    if rows.ndim not in (2, 3) or rows.shape[0] != len(by_axis):
+        raise ValueError(
+            f"{op}: frequencies has shape {rows.shape}, but positions have {len(by_axis)} axes;"
+            f" pass frequencies of shape ({len(by_axis)}, pairs) or ({len(by_axis)}, heads, pairs)."
+        )
+    if prefix < 0:
+        raise ValueError(
+            f"{op}: prefix is {prefix}, but it counts tokens; pass a number from 0 up."
+        )
+    if turns:
+        rows = rows * (2 * math.pi)
+    return reference.rope.axial_tables(by_axis, rows, prefix)
+
+
+def _by_axis(positions: Sequence[jax.Array] | jax.Array) -> list[jax.Array]:
+    """The positions of each axis, [..., T]."""
+    if not isinstance(positions, tuple | list):
+        array = jnp.asarray(positions)
+        if array.ndim < 2:
+            raise ValueError(
+                f"axial_rope_tables: positions has shape {array.shape}; pass an array [..., tokens,"
+                " axes], or a tuple with the positions of each axis."
+            )
+        return list(jnp.moveaxis(array, -1, 0))
+    axes = [jnp.asarray(axis) for axis in positions]
+    if any(axis.ndim != 1 for axis in axes) or not axes:
+        raise ValueError(
+            "axial_rope_tables: positions is a tuple of arrays of shapes"
+            f" {[axis.shape for axis in axes]}, but each has the positions along one axis of a grid;"
+            " pass arrays [n], or one array [..., tokens, axes] with the positions of each token."
+        )
+    return [axis.reshape(-1) for axis in jnp.meshgrid(*axes, indexing="ij")]
+
+
+def _axial_frequencies(
+    axes: int, features: Sequence[int] | None, theta: float, order: Sequence[int] | None
+) -> np.ndarray:
+    """[axes, R/2] of pairs that turn by one axis each; zeros for the others."""
+    op = "axial_rope_tables"
+    if features is None or len(features) != axes or any(f < 0 or f % 2 for f in features):
+        raise ValueError(
+            f"{op}: features is {features}, but positions have {axes} axes; pass the even number of"
+            " features that turn by each of them, or frequencies."
+        )
+    order = range(axes) if order is None else order
+    if sorted(order) != list(range(axes)):
+        raise ValueError(
+            f"{op}: order is {tuple(order)}, but positions have {axes} axes; pass each of"
+            f" {tuple(range(axes))} once."
+        )
+    rows = np.zeros((axes, sum(features) // 2))
+    start = 0
+    for axis in order:
+        pairs = features[axis] // 2
+        if pairs:
+            own = RopeScaling().frequencies(features[axis], theta)
+            rows[axis, start : start + pairs] = own
+        start += pairs
+    return rows
 
 
 def check_tables(
     op: str, shape: tuple[int, ...], cos: jax.Array | None, sin: jax.Array | None
-) -> None:
-    """Checks that cos and sin are both there and fit queries of `shape` [..., T, N, H]."""
+) -> tuple[jax.Array, jax.Array]:
+    """Checks that cos and sin are both there and fit queries of `shape` [..., T, N, H].
+
+    Returns:
+      Both, and where heads have their own angles with as many axes as the queries.
+    """
     if cos is None or sin is None:
         raise ValueError(f"{op}: one of cos and sin was passed; pass both.")
     check_floating(op, {"cos": cos, "sin": sin})
     rows, head_size = shape[:-2], shape[-1]
     fits = cos.ndim >= 2 and 0 < 2 * cos.shape[-1] <= head_size
-    if not fits or cos.shape[:-1] not in (rows[-1:], rows):
-        raise ValueError(
-            f"{op}: cos has shape {cos.shape}, but the angles of {rows} positions and heads of"
-            f" {head_size} features are needed; pass cos of shape {(*rows[-1:], head_size // 2)},"
-            f" with fewer features to rotate a part of the head, or with the axes {rows}."
-        )
     check_shape(op, "sin", sin, cos.shape, f"cos has shape {cos.shape}")
+    if fits and cos.shape[:-1] in (rows[-1:], rows):
+        return cos, sin
+    if fits and cos.shape[:-1] == shape[-3:-1]:
+        axes = (1,) * (len(shape) - cos.ndim)
+        return cos.reshape(axes + cos.shape), sin.reshape(axes + cos.shape)
+    leading = zip(cos.shape[: len(rows) - 1], rows[:-1], strict=False)
+    of_heads = fits and cos.ndim == len(shape) and cos.shape[-3:-1] == shape[-3:-1]
+    if of_heads and all(size in (1, needed) for size, needed in leading):
+        return cos, sin
+    raise ValueError(
+        f"{op}: cos has shape {cos.shape}, but the angles of {rows} positions and heads of"
+        f" {head_size} features are needed; pass cos of shape {(*rows[-1:], head_size // 2)},"
+        f" with fewer features to rotate a part of the head, with the axes {rows}, or with"
+        f" {(*rows, shape[-2])} where heads have their own."
+    )
 
 
 def _validate(q, k) -> None:

@@ -2,6 +2,9 @@
 
 import functools
 import math
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +18,15 @@ def rotate(
 ) -> jax.Array:
     """Rotates the first R features of every head of [..., T, N, H] by the angles of [..., T, R/2].
 
+    Angles of each head are [..., T, N, R/2], with as many axes as x.
+
     A pair is (i, i + R/2), or (2 i, 2 i + 1) if interleaved. The rotation is linear in x and its
     transpose is the rotation back, so that its gradient keeps cos and sin alone.
 
     With `in_one_piece` x is certain to be on one device, so that axes of it can be merged.
     """
-    if in_one_piece and x.ndim > 3:
+    of_heads = cos.ndim == x.ndim
+    if in_one_piece and x.ndim > 3 and not of_heads:
         # Where batch, positions and heads are powers of two, XLA reads halves by single values, and
         # in vectors where batch and positions are one axis. The gradient keeps the tables as they
         # are.
@@ -29,9 +35,11 @@ def rotate(
     rotary_dim = 2 * cos.shape[-1]
     wide = accumulator_dtype(x.dtype)
     rotated, rest = x[..., :rotary_dim].astype(wide), x[..., rotary_dim:]
-    # The axes before the positions, where the tables have none of their own, and the heads.
-    axes = (*range(x.ndim - 1 - cos.ndim), -2)
-    cos, sin = (jnp.expand_dims(table.astype(wide), axes) for table in (cos, sin))
+    cos, sin = cos.astype(wide), sin.astype(wide)
+    if not of_heads:
+        # The axes before the positions, where the tables have none of their own, and the heads.
+        axes = (*range(x.ndim - 1 - cos.ndim), -2)
+        cos, sin = (jnp.expand_dims(table, axes) for table in (cos, sin))
     if interleaved:
         first, second = rotated[..., ::2], rotated[..., 1::2]
     else:
@@ -80,41 +88,55 @@ def tables(
     positions: jax.Array, rotary_dim: int, theta: float, scaling: RopeScaling
 ) -> tuple[jax.Array, jax.Array]:
     """(cos, sin) of float32 angles, positions.shape + (rotary_dim / 2,)."""
-    frequencies = _frequencies(scaling, rotary_dim, theta)
-    positions = positions.astype(jnp.float32)[..., None]
-    return _cos_sin(positions * along_last_axis(frequencies, positions), scaling)
+    positions = positions.astype(jnp.float32)
+    if scaling.depends_on_length:
+        length = jnp.max(positions, initial=-1.0) + 1.0
+        frequencies = scaling.at_length(rotary_dim, theta, length)
+    else:
+        frequencies = _hidden(scaling.frequencies(rotary_dim, theta))
+    positions = positions[..., None]
+    cos, sin = _cos_sin(positions * along_last_axis(frequencies, positions))
+    factor = scaling.attention_factor()
+    return cos * factor, sin * factor
 
 
 def axial_tables(
-    height: int, width: int, rotary_dim: int, theta: float
+    positions: Sequence[jax.Array], frequencies: jax.Array, prefix: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), [height * width, rotary_dim / 2]: half of the pairs turn with the row.
+    """(cos, sin) of float32 angles that are a sum over axes of position times frequency.
 
-    The other half turn with the column; both halves have the frequencies of rotary_dim / 2.
+    Args:
+      positions: for each axis an array; together they broadcast to [..., T].
+      frequencies: [axes, R/2], or [axes, N, R/2] where heads differ.
+      prefix: how many tokens without an angle stand before those that have positions.
+
+    Returns:
+      Each [..., prefix + T, R/2] or [..., prefix + T, N, R/2].
     """
-    scaling = RopeScaling()
-    frequencies = _frequencies(scaling, rotary_dim // 2, theta)
-    shape = (height, width, rotary_dim // 4)
-    row, column = (
-        jnp.broadcast_to(
-            jnp.expand_dims(jnp.arange(n, dtype=jnp.float32), axes) * frequencies[None, None], shape
-        )
-        for n, axes in ((height, (1, 2)), (width, (0, 2)))
-    )
-    angles = jnp.concatenate([row, column], axis=-1)
-    return _cos_sin(angles.reshape(height * width, rotary_dim // 2), scaling)
+    frequencies = _hidden(frequencies)
+    own = frequencies.shape[1:]
+    wide = (position[..., None].astype(jnp.float32) for position in positions)
+    terms = [
+        position * along_last_axis(frequency.reshape(-1), position)
+        for position, frequency in zip(wide, frequencies, strict=True)
+    ]
+    angles = functools.reduce(operator.add, terms)
+    angles = angles.reshape(*angles.shape[:-1], *own)
+    if prefix:
+        axis = angles.ndim - len(own) - 1
+        widths = [(prefix if a == axis else 0, 0) for a in range(angles.ndim)]
+        angles = jnp.pad(angles, widths)
+    return _cos_sin(angles)
 
 
-def _frequencies(scaling: RopeScaling, rotary_dim: int, theta: float) -> jax.Array:
-    """[rotary_dim / 2], of float32.
+def _hidden(frequencies: Any) -> jax.Array:
+    """The frequencies as float32.
 
     XLA has one kernel for the cosines and the sines of angles that both read, but not where all that
     they share is a constant: the barrier hides that it is one.
     """
-    frequencies = jnp.asarray(scaling.frequencies(rotary_dim, theta), jnp.float32)
-    return jax.lax.optimization_barrier(frequencies)
+    return jax.lax.optimization_barrier(jnp.asarray(frequencies, jnp.float32))
 
 
-def _cos_sin(angles: jax.Array, scaling: RopeScaling) -> tuple[jax.Array, jax.Array]:
-    factor = scaling.attention_factor()
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+def _cos_sin(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.cos(angles), jnp.sin(angles)

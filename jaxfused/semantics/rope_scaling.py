@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -24,6 +26,16 @@ class RopeScaling:
         """The number that cos and sin are multiplied by."""
         return 1.0
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies are those of `at_length`, by the last position of a call."""
+        return False
+
+    def at_length(self, rotary_dim: int, theta: float, length: jax.Array) -> jax.Array:
+        """The frequencies for sequences of `length` positions, where they depend on it."""
+        del length
+        return jnp.asarray(self.frequencies(rotary_dim, theta), jnp.float32)
+
 
 @dataclass(frozen=True)
 class LinearRope(RopeScaling):
@@ -43,8 +55,8 @@ class LinearRope(RopeScaling):
 class NTKRope(RopeScaling):
     """NTK-aware: theta becomes theta * factor^(rotary_dim / (rotary_dim - 2)).
 
-    So the fastest pair keeps its frequency and the slowest one's is divided by `factor`. The
-    dynamic form for a sequence of length L takes factor * L / L_trained - (factor - 1) as factor.
+    So the fastest pair keeps its frequency and the slowest one's is divided by `factor`. The form
+    whose factor grows with the sequence is `DynamicNTKRope`.
 
     Source: bloc97, 2023, as in Peng et al., "YaRN", section 3.1, https://arxiv.org/abs/2309.00071
     """
@@ -57,12 +69,50 @@ class NTKRope(RopeScaling):
 
 
 @dataclass(frozen=True)
+class DynamicNTKRope(RopeScaling):
+    """`NTKRope` with factor L / trained_length * factor - (factor - 1) for L positions.
+
+    Up to `trained_length` positions nothing is scaled. `length` is L; None takes 1 + the largest
+    position of a call, of all its rows, so that the frequencies of a decoder change as it goes on
+    and keys that it has kept were rotated by others. Name it where that is not wanted.
+
+    Source: emozilla and bloc97, 2023, as in Peng et al., "YaRN", section 3.3,
+    https://arxiv.org/abs/2309.00071
+    """
+
+    factor: float
+    trained_length: int
+    length: int | None = None
+
+    @property
+    def depends_on_length(self) -> bool:
+        return self.length is None
+
+    def frequencies(self, rotary_dim: int, theta: float) -> np.ndarray:
+        length = max(self.trained_length, self.length or 0)
+        growth = self.factor * length / self.trained_length - (self.factor - 1.0)
+        return NTKRope(growth).frequencies(rotary_dim, theta)
+
+    def at_length(self, rotary_dim: int, theta: float, length: jax.Array) -> jax.Array:
+        ratio = jnp.maximum(length / self.trained_length, 1.0)
+        growth = self.factor * ratio - (self.factor - 1.0)
+        exponents = -np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim - 2)
+        unscaled = jnp.asarray(RopeScaling.frequencies(self, rotary_dim, theta), jnp.float32)
+        return unscaled * growth**exponents
+
+
+@dataclass(frozen=True)
 class YarnRope(RopeScaling):
     """YaRN: pairs that turn often within the trained length keep their frequency, rare ones don't.
 
     A pair that turns more than `beta_fast` times within `trained_length` is kept, one that turns
     less than `beta_slow` times is divided by `factor`, with a linear ramp over the pairs between.
-    cos and sin are multiplied by `attention`, by default 0.1 ln(factor) + 1.
+    The ramp's ends are rounded outwards to whole pairs; with `truncate=False`, as in gpt-oss, they
+    stay fractions.
+
+    cos and sin are multiplied by `attention`, by default m(1) = 0.1 ln(factor) + 1, or where
+    `mscale` and `mscale_all_dim` are both set, as DeepSeek's are, by m(mscale) / m(mscale_all_dim)
+    with m(s) = 0.1 s ln(factor) + 1.
 
     Source: Peng et al., "YaRN", 2023, https://arxiv.org/abs/2309.00071
     """
@@ -72,6 +122,9 @@ class YarnRope(RopeScaling):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention: float | None = None
+    truncate: bool = True
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
 
     def frequencies(self, rotary_dim: int, theta: float) -> np.ndarray:
         frequencies = super().frequencies(rotary_dim, theta)
@@ -80,8 +133,10 @@ class YarnRope(RopeScaling):
             wavelength = self.trained_length / turns
             return rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
-        low = max(math.floor(pair_with_turns(self.beta_fast)), 0)
-        high = min(math.ceil(pair_with_turns(self.beta_slow)), rotary_dim - 1)
+        low, high = pair_with_turns(self.beta_fast), pair_with_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary_dim - 1)
         pairs = np.arange(rotary_dim // 2)
         # 0.001 is the published code's guard against a ramp without width.
         interpolated = np.clip((pairs - low) / (high - low or 0.001), 0.0, 1.0)
@@ -90,7 +145,16 @@ class YarnRope(RopeScaling):
     def attention_factor(self) -> float:
         if self.attention is not None:
             return self.attention
-        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    def logit_factor(self) -> float:
+        """m(mscale_all_dim)^2: DeepSeek V2 and V3 multiply the scale of their attention by it."""
+        return self._magnitude(self.mscale_all_dim or 0.0) ** 2
+
+    def _magnitude(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -115,3 +179,81 @@ class Llama3Rope(RopeScaling):
         width = self.high_freq_factor - self.low_freq_factor
         kept = np.clip((turns - self.low_freq_factor) / width, 0.0, 1.0)
         return frequencies * (kept + (1.0 - kept) / self.factor)
+
+
+@dataclass(frozen=True)
+class LongRope(RopeScaling):
+    """LongRoPE, that of Phi-3 and Phi-4: each pair's frequency is divided by a factor of its own.
+
+    Up to `trained_length` positions these are `short_factor`, beyond it `long_factor`. `length` is
+    the number of positions; None takes 1 + the largest position of a call, of all its rows, so that
+    a decoder which grows beyond `trained_length` rotates new keys otherwise than those it has kept.
+    Name it where that is not wanted. cos and sin are multiplied by `attention`, by default
+    sqrt(1 + ln(factor) / ln(trained_length)), at any length.
+
+    Source: Ding et al., "LongRoPE", 2024, https://arxiv.org/abs/2402.13753
+    """
+
+    short_factor: tuple[float, ...]
+    """[rotary_dim / 2]."""
+    long_factor: tuple[float, ...]
+    """[rotary_dim / 2]."""
+    trained_length: int
+    factor: float = 1.0
+    """The longest sequence's length, by the trained one's."""
+    attention: float | None = None
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        # Tuples, because modules need attributes that have a hash.
+        for name in ("short_factor", "long_factor"):
+            object.__setattr__(self, name, tuple(float(factor) for factor in getattr(self, name)))
+
+    @property
+    def depends_on_length(self) -> bool:
+        return self.length is None
+
+    def frequencies(self, rotary_dim: int, theta: float) -> np.ndarray:
+        is_long = self.length is not None and self.length > self.trained_length
+        return self._divided(rotary_dim, theta, "long_factor" if is_long else "short_factor")
+
+    def at_length(self, rotary_dim: int, theta: float, length: jax.Array) -> jax.Array:
+        short, long = (
+            jnp.asarray(self._divided(rotary_dim, theta, name), jnp.float32)
+            for name in ("short_factor", "long_factor")
+        )
+        return jnp.where(length > self.trained_length, long, short)
+
+    def attention_factor(self) -> float:
+        if self.attention is not None:
+            return self.attention
+        if self.factor <= 1.0:
+            return 1.0
+        return math.sqrt(1.0 + math.log(self.factor) / math.log(self.trained_length))
+
+    def _divided(self, rotary_dim: int, theta: float, name: str) -> np.ndarray:
+        factors = getattr(self, name)
+        if len(factors) != rotary_dim // 2:
+            raise ValueError(
+                f"LongRope: {name} has {len(factors)} numbers, but {rotary_dim} features that rotate"
+                f" are {rotary_dim // 2} pairs; pass one number for each pair."
+            )
+        return super().frequencies(rotary_dim, theta) / np.asarray(factors)
+
+
+@dataclass(frozen=True)
+class ProportionalRope(RopeScaling):
+    """That of Gemma 4 and LFM 3: pairs over the whole head, of which only the fastest turn.
+
+    Pair i turns by theta^(-2 i / rotary_dim) / factor where i < fraction * rotary_dim / 2, and the
+    others not at all. `rotary_dim` is the whole head, other than in a rotation of a part of it.
+
+    Source: `_compute_proportional_rope_parameters` of transformers 5.23.0.
+    """
+
+    fraction: float
+    factor: float = 1.0
+
+    def frequencies(self, rotary_dim: int, theta: float) -> np.ndarray:
+        turns = np.arange(rotary_dim // 2) < int(self.fraction * rotary_dim // 2)
+        return np.where(turns, super().frequencies(rotary_dim, theta) / self.factor, 0.0)
