@@ -1,7 +1,7 @@
 """What quantised operators do with arrays put together wrongly, bad scales, zeros and saturation."""
 
 import functools
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import chex
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxfused
+from jaxfused.quantization.quantized_array import assembled
 from tests.arrays import put
 from tests.test_modules import normal
 
@@ -83,21 +84,27 @@ def int8():
     ],
 )
 def test_parts_that_do_not_belong_together(whole, change, message):
-    w = replace(whole(), **change(whole()))
+    w = unchecked(whole(), **change(whole()))
     with pytest.raises(ValueError, match=f"quantized_matmul: .*{message}|{message}"):
         jaxfused.quantized_matmul(normal(1, 3, 256), w)
+
+
+def unchecked(array, **change):
+    """The array with other parts, as a transformation puts it together: without its constructor."""
+    parts = {field.name: getattr(array, field.name) for field in fields(array)}
+    return assembled(**(parts | change))
 
 
 def test_parts_of_a_quantised_x_and_of_a_convolution():
     x = jaxfused.quantize_rows(normal(1, 3, 256))
     with pytest.raises(ValueError, match=r"x.scale has shape \(3,\)"):
-        jaxfused.quantized_matmul(replace(x, scale=x.scale[:, 0]), int8())
+        jaxfused.quantized_matmul(unchecked(x, scale=x.scale[:, 0]), int8())
     images = jaxfused.quantize(normal(1, 2, 5, 5, 16), axis=-1, per_tensor=True)
     w = jaxfused.quantize(normal(0, 144, 8))
     with pytest.raises(ValueError, match=r"w.scale has shape \(5, 8\)"):
-        jaxfused.quantized_conv(images, replace(w, scale=jnp.ones((5, 8))), kernel_size=3)
+        jaxfused.quantized_conv(images, unchecked(w, scale=jnp.ones((5, 8))), kernel_size=3)
     with pytest.raises(ValueError, match=r"x.scale has shape \(1, 1, 3, 1\)"):
-        jaxfused.quantized_conv(replace(images, scale=jnp.ones((1, 1, 3, 1))), w, kernel_size=3)
+        jaxfused.quantized_conv(unchecked(images, scale=jnp.ones((1, 1, 3, 1))), w, kernel_size=3)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.inf, -np.inf])

@@ -15,7 +15,12 @@ from jaxfused.modules.promotion import floating
 from jaxfused.ops.conv import Statistics
 from jaxfused.ops.conv_input import ConvInput, as_array
 from jaxfused.quantization.quantize import quantize
-from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray, of_each_column
+from jaxfused.quantization.quantized_array import (
+    FORMATS,
+    QuantizedArray,
+    assembled,
+    of_each_column,
+)
 from jaxfused.reference.promotion import along_last_axis
 
 Norm = Literal["batch_norm", "group_norm"]
@@ -168,6 +173,9 @@ def fold_norm(kernel: Kernel, **norm: Any) -> tuple[Kernel, jax.Array]:
         return replace(kernel, array=array), bias
     if not isinstance(kernel, QuantizedKernel):
         return ops.batch_norm.fold_batch_norm(jnp.asarray(kernel), **norm)
-    scale = of_each_column(kernel.array.scale, kernel.array.shape[-1])
-    scale, bias = ops.batch_norm.fold_batch_norm(scale, **norm)
-    return replace(kernel, array=replace(kernel.array, scale=scale)), bias
+    read = kernel.array.as_read()
+    columns, zeros = read.shape[-1], read.zero_point
+    scale, bias = ops.batch_norm.fold_batch_norm(of_each_column(read.scale, columns), **norm)
+    zeros = None if zeros is None else of_each_column(zeros, columns)
+    folded = assembled(read.values, scale, zeros, read.axis, read.layout)
+    return replace(kernel, array=folded), bias

@@ -11,7 +11,7 @@ from jaxfused import cuda, dispatch, sharding
 from jaxfused.ops import cuda_choice
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
 from jaxfused.quantization import rounding
-from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
+from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray, assembled
 from pallas_kernels.rows import quantize as pallas_quantize
 from pallas_kernels.rows.rounding import RowRounding
 
@@ -37,7 +37,7 @@ def quantize_rows(x: jax.Array, dtype: str, implementation: str | None) -> Quant
     rows = sharding.leading_axes(x.ndim - 1)
     (aligned,) = sharding.align((x,), operand_axes=(rows + "d",), whole="d")
     values, scale = Runner(implementation, device)(_Rows(dtype), aligned)
-    return QuantizedArray(values, scale[..., None], None, -1)
+    return assembled(values, scale[..., None], None, -1, "rows")
 
 
 def _by_reference(x: jax.Array, dtype: str) -> QuantizedArray:

@@ -16,7 +16,12 @@ from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.product_choice import is_modelled
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
-from jaxfused.quantization.quantized_array import QuantizedArray, check_parts, of_each_column
+from jaxfused.quantization.quantized_array import (
+    QuantizedArray,
+    as_operand,
+    assembled,
+    of_each_column,
+)
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
 
@@ -81,7 +86,7 @@ def quantized_conv(
     bias, residual = jax.tree.map(jnp.asarray, (bias, residual))
     check_floating(op, dict(bias=bias, residual=residual))
     check_activation(op, activation)
-    array, size = _check(op, x, w, kernel_size, feature_group_count)
+    x, w, array, size = _operands(op, x, w, kernel_size, feature_group_count)
     check_shape(op, "bias", bias, w.shape[-1:], f"w has {w.shape[-1]} output channels")
     geometry = conv_operator.geometry(
         array,
@@ -110,7 +115,7 @@ def quantized_conv(
         return y.astype(out_dtype)
 
     if not isinstance(x, QuantizedArray):
-        return convolved(jnp.asarray(x))
+        return convolved(x)
     options: dict[str, Any] = dict(kernel_size=size, activation=activation, **geometry)
     device = dispatch.current_device(x.values)
 
@@ -148,6 +153,7 @@ def quantized_conv(
         return run(residual)
     assert isinstance(window, Window)
     scale = x.scale.reshape(()) * of_each_column(w.scale, w.shape[1])[0]
+    scale = scale.astype(jnp.float32)
     weights = w.unpacked().reshape(*size, *_matrix(w, size))
     return _quantized_conv(
         Runner(implementation, device),
@@ -195,10 +201,10 @@ def _matrix(w: QuantizedArray, size: tuple[int, ...]) -> tuple[int, int]:
     return w.shape[0] // math.prod(size), w.shape[1]
 
 
-def _check(
+def _operands(
     op: str, x: Any, w: Any, kernel_size: int | Sequence[int], groups: int
-) -> tuple[Any, tuple[int, ...]]:
-    """Checks the operands; returns x as an array of floats in shape, and the window's size."""
+) -> tuple[Any, QuantizedArray, Any, tuple[int, ...]]:
+    """Checks the operands; returns them as they are read, x's shape in floats, and the window's size."""
     if not isinstance(w, QuantizedArray) or w.axis != -2 or w.ndim != 2:
         given = (
             f"axis {w.axis} and shape {w.shape}"
@@ -209,9 +215,9 @@ def _check(
             f"{op}: w has to be a QuantizedArray of shape [weights of the window * channels, features]"
             f" and axis -2, but it has {given}; pass jaxfused.quantize(kernel.reshape(-1, features))."
         )
-    check_parts(op, "w", w)
+    w = as_operand(op, "w", w)
     if isinstance(x, QuantizedArray):
-        check_parts(op, "x", x)
+        x = as_operand(op, "x", x)
         batch = (1, *((1,) * (x.ndim - 1)))
         if x.axis != -1 or x.scale.shape not in (batch, (x.shape[0], *batch[1:])):
             raise ValueError(
@@ -225,7 +231,8 @@ def _check(
                 " symmetric one, such as jaxfused.quantize(x, axis=-1, per_tensor=True)."
             )
     else:
-        check_floating(op, dict(x=jnp.asarray(x)))
+        x = jnp.asarray(x)
+        check_floating(op, dict(x=x))
     array = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     size = (
         (kernel_size,) * (len(x.shape) - 2) if isinstance(kernel_size, int) else tuple(kernel_size)
@@ -254,7 +261,7 @@ def _check(
             f"{op}: an output sums {w.shape[0]} products, but more than {limit} of these integers may"
             " not fit into int32; pass x as floats, or split the channels."
         )
-    return array, size
+    return x, w, array, size
 
 
 def _why_unsupported(
@@ -341,8 +348,10 @@ def _by_reference(
 ) -> jax.Array:
     window = options.window
     return reference.quantized_conv.conv(
-        QuantizedArray(dense_conv.images(x), jnp.ones((1,) * (len(window.kernel) + 2)), None, -1),
-        QuantizedArray(w.reshape(-1, w.shape[-1]), scale[None], None, -2),
+        assembled(
+            dense_conv.images(x), jnp.ones((1,) * (len(window.kernel) + 2)), None, -1, "rows"
+        ),
+        assembled(w.reshape(-1, w.shape[-1]), scale[None], None, -2, "rows"),
         bias,
         dense_conv.images(residual),
         kernel_size=window.kernel,

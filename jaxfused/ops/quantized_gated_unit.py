@@ -11,8 +11,8 @@ import jax
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops import cuda_choice
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
-from jaxfused.ops.quantized_matmul import cuda_configs, of_columns
-from jaxfused.quantization.quantized_array import QuantizedArray
+from jaxfused.ops.quantized_matmul import cuda_configs, of_columns, why_no_kernel_reads
+from jaxfused.quantization.quantized_array import QuantizedArray, as_operand, assembled
 from pallas_kernels.product import quantized as pallas_quantized
 from pallas_kernels.product.few_rows import MAX_ROWS
 from pallas_kernels.product.quantized import Packed
@@ -34,6 +34,7 @@ def gated_unit(
     have no zero points or both have: see `why_apart`.
     """
     op = "quantized_matmul"
+    gate, up = as_operand(op, "gate", gate), as_operand(op, "up", up)
     device = dispatch.current_device(x)
     unit = _Unit(activation, gate.dtype)
     missing = cuda_choice.missing(op, implementation)
@@ -53,16 +54,15 @@ def gated_unit(
 
 def why_apart(gate: QuantizedArray, up: QuantizedArray) -> str | None:
     """Why the two weights cannot be multiplied in one pass, or None where they can."""
+    gate, up = gate.as_read(), up.as_read()
     for name, of_gate, of_up in (
         ("dtype", gate.dtype, up.dtype),
         ("groups", gate.groups, up.groups),
         ("zero point", gate.zero_point is None, up.zero_point is None),
-        ("layout", gate.layout, "columns"),
-        ("layout", up.layout, "columns"),
     ):
         if of_gate != of_up:
             return f"the weights differ in their {name}"
-    return None
+    return why_no_kernel_reads(gate) or why_no_kernel_reads(up)
 
 
 _WHOLE = "dkg"
@@ -171,7 +171,7 @@ class _Unit:
         """Both weights, of their arrays."""
 
         def array(values, scale, zero_point):
-            return QuantizedArray(values, scale, zero_point, -2, "columns")
+            return assembled(values, scale, zero_point, -2, "columns")
 
         return array(*weights[:3]), array(*weights[3:])
 

@@ -28,9 +28,11 @@ from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_
 from jaxfused.ops.validation import check_activation, check_floating
 from jaxfused.ops.weight_gradient import sum_rows
 from jaxfused.quantization.quantized_array import (
+    FORMATS,
     Layout,
     QuantizedArray,
-    check_parts,
+    as_operand,
+    assembled,
     of_each_column,
 )
 from pallas_kernels.product import cost
@@ -103,9 +105,11 @@ def quantized_matmul(
     bias, residual = jax.tree.map(jnp.asarray, (bias, residual))
     check_floating(op, dict(bias=bias, residual=residual))
     check_activation(op, activation)
-    _check_quantized(op, "w", w, -2, "quantize(w)")
+    if scale_gradient:
+        _check_scale_has_gradient(op, w)
+    w = _operand(op, "w", w, -2, "quantize(w)")
     if isinstance(x, QuantizedArray):
-        _check_quantized(op, "x", x, -1, "quantize_rows(x)")
+        x = _operand(op, "x", x, -1, "quantize_rows(x)")
         values: Any = x.values
         array: Any = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     else:
@@ -166,13 +170,12 @@ def _takes_reference(
     w: QuantizedArray,
 ) -> bool:
     """Whether a product is plain jax.numpy, whatever its shapes are; `array` is like x in floats."""
-    why_xla = None
-    if w.layout != "columns":
-        why_xla = (
-            "its kernels read weights whose columns are contiguous: pass"
-            " jaxfused.quantize(w, layout='columns')"
-        )
-    elif isinstance(x, QuantizedArray) and (x.dtype == "int4" or x.zero_point is not None):
+    why_xla = why_no_kernel_reads(w)
+    if (
+        why_xla is None
+        and isinstance(x, QuantizedArray)
+        and (x.dtype not in _OF_8_BITS or x.zero_point is not None)
+    ):
         why_xla = "its kernels take symmetric x of 8 bits: pass jaxfused.quantize_rows(x)"
     missing = cuda_choice.missing(op, implementation)
     if why_xla is not None:
@@ -180,6 +183,27 @@ def _takes_reference(
     values = x.values if isinstance(x, QuantizedArray) else x
     device = dispatch.current_device(values)
     return takes_reference(op, implementation, device, array, why_xla=why_xla, missing=missing)
+
+
+_OF_8_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def why_no_kernel_reads(w: QuantizedArray) -> str | None:
+    """Returns why weights, as they are read, are multiplied by XLA alone, or None."""
+    if w.layout != "columns":
+        return (
+            "its kernels read weights whose columns are contiguous: pass"
+            " jaxfused.quantize(w, layout='columns')"
+        )
+    if w.dtype not in FORMATS or w.values.dtype == jnp.int4:
+        return f"its kernels read int4 in words, int8 and float8, and w.values is {w.values.dtype}"
+    if w.zero_point is not None and (
+        w.zero_point.dtype != jnp.int8 or w.dtype not in ("int8", "int4")
+    ):
+        return "its kernels read zero points of int8 beside int8 and int4"
+    if w.scale.dtype != jnp.float32:
+        return f"its kernels read scales of float32, and w.scale is {w.scale.dtype}"
+    return None
 
 
 def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
@@ -196,23 +220,34 @@ def _of_rows(x: QuantizedArray) -> jax.Array:
     return jnp.broadcast_to(x.scale, (*x.shape[:-1], x.groups))
 
 
-def _check_quantized(op: str, name: str, array: Any, axis: int, remedy: str) -> None:
+def _check_scale_has_gradient(op: str, w: Any) -> None:
+    """Checks that the dtype of the scales, which is that of their gradient, has fractions and signs."""
+    if isinstance(w, QuantizedArray) and jnp.dtype(w.scale.dtype).itemsize < 2:
+        raise ValueError(
+            f"{op}: scale_gradient=True was passed with a w.scale of {w.scale.dtype}, which cannot hold"
+            " a gradient; pass w with scale.astype(jnp.float32)."
+        )
+
+
+def _operand(op: str, name: str, array: Any, axis: int, remedy: str) -> QuantizedArray:
+    """The operand as it is read, once it is checked."""
     if not isinstance(array, QuantizedArray):
         raise ValueError(
             f"{op}: {name} is a {type(array).__name__}, but it has to be a QuantizedArray;"
             f" pass jaxfused.{remedy}."
         )
-    check_parts(op, name, array)
+    read = as_operand(op, name, array)
     if array.axis != axis:
         raise ValueError(
             f"{op}: {name} was quantised along axis {array.axis}, but the product sums over axis"
             f" {axis}; pass jaxfused.{remedy}."
         )
+    return read
 
 
 def _check_sums_fit(op: str, x: jax.Array | QuantizedArray, w: QuantizedArray) -> None:
     """Checks that int32 can hold the sums of integer products without wrapping around."""
-    if not (isinstance(x, QuantizedArray) and {x.dtype, w.dtype} <= {"int8", "int4"}):
+    if not (isinstance(x, QuantizedArray) and reference.quantized_matmul.sums_integers(x, w)):
         return
     largest = 1
     for q in (x, w):
@@ -254,7 +289,7 @@ class _Options:
 
     def weights(self, values: jax.Array, scale: jax.Array, zero_point: Any) -> QuantizedArray:
         """The weights of which these are the arrays."""
-        return QuantizedArray(values, scale, zero_point, -2, self.layout)
+        return assembled(values, scale, zero_point, -2, self.layout)
 
 
 class _Residuals(NamedTuple):
@@ -556,7 +591,7 @@ class _LayerOfBoth(_Layer):
                 x, x_scale, weights, bias, residual, **keywords
             )
         w = self.options.weights(values, scale, zero_point)
-        q = QuantizedArray(x, x_scale, None, -1)
+        q = assembled(x, x_scale, None, -1, "rows")
         return reference.quantized_matmul.layer(q, w, bias, residual, **keywords)
 
 

@@ -16,7 +16,7 @@ from jaxfused import dispatch, reference, sharding
 from jaxfused.ops.adaptive_norm import NormOptions, Output
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows
 from jaxfused.ops.quantize_rows import quantize_rows
-from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
+from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray, assembled
 from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.rows import layer_norm as pallas_layer_norm
 from pallas_kernels.rows.rounding import RowRounding
@@ -57,7 +57,7 @@ def run(
     values, row_scale, next_residual = _norm(
         Runner(implementation, device), options, dtype, *operands
     )
-    q = QuantizedArray(values, row_scale[..., None], None, -1)
+    q = assembled(values, row_scale[..., None], None, -1, "rows")
     return q if next_residual is None else (q, next_residual)
 
 

@@ -15,6 +15,8 @@ from jaxfused.quantization.quantized_array import (
     WORD_BLOCK,
     Layout,
     QuantizedArray,
+    blocks_that_fit_too,
+    is_group_size,
     scale_fits,
 )
 
@@ -55,6 +57,7 @@ def quantize(
       group_size: values along `axis` that share a scale (kernels take 32, 64 or 128); it divides the
         size of the axis. By default one scale serves the whole axis: for [D, F], one a channel. A pair,
         for axis -2, is of the sides of a block that shares a scale: (128, 128) as DeepSeek-V3 has them.
+        With a given `scale` the last group may be smaller.
       per_tensor: one scale for all of x.
       symmetric: whether 0 stands for 0. float8 is always symmetric.
       scale: given instead of chosen, positive and finite (in a compiled program others become NaN, and
@@ -95,7 +98,9 @@ def quantize(
         op, x, name, axis, group_size, per_tensor, symmetric, scale, zero_point
     )
     _check_layout(op, layout, x, name, axis)
-    return rounding.encode(x, name, scale, zero_point, _from_the_end(axis, x), layout)
+    axis = _from_the_end(axis, x)
+    sides = _sides_to_keep(scale, x, axis, group_size)
+    return rounding.encode(x, name, scale, zero_point, axis, layout, sides)
 
 
 def quantize_rows(
@@ -185,9 +190,25 @@ def fake_quantize(
             op, constant, name, axis, group_size, per_tensor, symmetric, scale, zero_point
         )
     )
-    rounded = rounding.encode(constant, name, scale, zero_point, _from_the_end(axis, x))
-    inside = rounding.inside_range(constant, name, scale, zero_point)
+    axis = _from_the_end(axis, x)
+    sides = _sides_to_keep(scale, x, axis, group_size)
+    rounded = rounding.encode(constant, name, scale, zero_point, axis, "rows", sides)
+    inside = rounding.inside_range(constant, name, scale, zero_point, axis, sides)
     return rounding.straight_through(x, rounded.dequantize(x.dtype), inside)
+
+
+def _sides_to_keep(
+    scale: jax.Array, x: jax.Array, axis: int, group_size: Any
+) -> int | tuple[int, int] | None:
+    """The group_size that the array has to keep, as its scales alone do not tell it; else None."""
+    if group_size is None:
+        return None
+    is_clear = scale_fits(scale.shape, x.shape, axis) and not blocks_that_fit_too(
+        scale.shape, x.shape, axis
+    )
+    if is_clear:
+        return None
+    return tuple(group_size) if isinstance(group_size, tuple | list) else group_size
 
 
 def _check_layout(op: str, layout: str, x: jax.Array, dtype: str, axis: int) -> None:
@@ -260,18 +281,34 @@ def _scale_and_zero_point(
             per_tensor=per_tensor,
             symmetric=symmetric,
         )
-    if group_size is not None or per_tensor or not symmetric:
+    if per_tensor or not symmetric:
         raise ValueError(
-            f"{op}: scale was passed with group_size, per_tensor or symmetric, which say how to"
-            " choose one; pass the scale in the shape that it is to have, and a zero_point."
+            f"{op}: scale was passed with per_tensor or symmetric, which say how to choose one; pass the"
+            " scale in the shape that it is to have, and a zero_point."
         )
-    scale = jnp.asarray(scale, jnp.float32)
-    scale = scale.reshape((1,) * x.ndim) if scale.ndim == 0 else scale
-    if not scale_fits(scale.shape, x.shape, _from_the_end(axis, x)):
+    if getattr(scale, "dtype", None) == jnp.uint8:
         raise ValueError(
-            f"{op}: scale has shape {scale.shape}, but x has shape {x.shape} and axis {axis}; pass a"
-            " scalar, or an array of x's rank with 1 or x's size everywhere, and along the axis the"
-            " number of groups (of axis -2 also along the last one)."
+            f"{op}: scale has dtype uint8, but x is divided by it; of E8M0 bytes pass"
+            " jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)."
+        )
+    scale = jnp.asarray(scale).astype(jnp.float32)
+    scale = scale.reshape((1,) * x.ndim) if scale.ndim == 0 else scale
+    from_the_end = _from_the_end(axis, x)
+    sides = _given_sides(op, from_the_end, group_size)
+    if not scale_fits(scale.shape, x.shape, from_the_end, sides):
+        given = "" if group_size is None else f", group_size {group_size}"
+        raise ValueError(
+            f"{op}: scale has shape {scale.shape}, but x has shape {x.shape} and axis {axis}{given};"
+            " pass a scalar, or an array of x's rank with 1 or x's size everywhere, and along the axis"
+            " the number of groups (of axis -2 also along the last one)."
+        )
+    other = blocks_that_fit_too(scale.shape, x.shape, from_the_end)
+    if other is not None and sides is None:
+        values, entries = x.shape[other[0]], scale.shape[other[0]]
+        raise ValueError(
+            f"{op}: scale has shape {scale.shape}, so that along axis {other[0]} {values} values of x"
+            f" have {entries} scales: those of groups of {values // entries}, or of blocks of {other[1]}"
+            " of which the last one is smaller; pass group_size too, of the one or of the other."
         )
     scale = _positive(op, scale)
     if zero_point is None:
@@ -284,7 +321,38 @@ def _scale_and_zero_point(
         )
     zero_point = jnp.broadcast_to(zero_point, scale.shape) if zero_point.ndim == 0 else zero_point
     check_shape(op, "zero_point", zero_point, scale.shape, f"scale has shape {scale.shape}")
-    return scale, zero_point.astype(jnp.int8)
+    return _in_range(op, dtype, scale, zero_point)
+
+
+def _in_range(
+    op: str, dtype: str, scale: jax.Array, zero_point: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The scale, and the zero point as int8, which would wrap around where it is out of range.
+
+    What is unknown until it runs makes its scale NaN there.
+    """
+    limits = FORMATS[dtype]
+    wide = zero_point.astype(jnp.float32)
+    fits = (wide >= limits.smallest) & (wide <= limits.largest)
+    if not isinstance(fits, jax.core.Tracer):
+        wrong = zero_point[~fits]
+        if wrong.size:
+            raise ValueError(
+                f"{op}: zero_point has the value {int(wrong[0])}, but {dtype} is of"
+                f" {limits.smallest:.0f} to {limits.largest:.0f}; pass one of these integers."
+            )
+    return jnp.where(fits, scale, jnp.nan), zero_point.astype(jnp.int8)
+
+
+def _given_sides(op: str, axis: int, group_size: Any) -> int | tuple[int, int] | None:
+    """The group_size that was passed with a scale."""
+    sides = tuple(group_size) if isinstance(group_size, tuple | list) else group_size
+    if not is_group_size(sides, axis):
+        raise ValueError(
+            f"{op}: group_size is {group_size}, but it is a positive number of values along axis {axis},"
+            " or of axis -2 also a pair of them; pass one of these."
+        )
+    return sides
 
 
 def _runs(

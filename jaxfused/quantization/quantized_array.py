@@ -9,13 +9,18 @@ How the bits lie, unless the layout is "columns":
 - layout "columns", for weights [..., D, F] of axis -2: what a column of a product sums over is
   contiguous, as the kernels read it. int8 and float8 are stored as [..., F, D]. int4 are stored in words
   of 32 bits, int32 [..., F, D / 8], for which D is a multiple of 128: `pack_words` says in which order.
+- values of dtype int4, which JAX stores as it likes, and float4_e2m1fn: in the shape of the array, in
+  either layout. XLA multiplies them, and no kernel does.
 - scale and zero_point: of the rank of the values, broadcasting to them but for `axis`, where entry g is
   that of the g-th of as many equal runs of neighbouring values (groups). Of weights [..., D, F] of axis
-  -2 the columns may come in such runs too, so that a block of the matrix shares a scale.
+  -2 the columns may come in such runs too, so that a block of the matrix shares a scale. With a
+  `group_size`, runs are of this size and the last one is what is left.
 
 A value stands for `scale * (q - zero_point)`.
 """
 
+import math
+import operator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -71,12 +76,19 @@ class QuantizedArray:
     bits lie. A checkpoint of one layout cannot be read as the other: the values' names differ in it.
 
     Attributes:
-      values: int8, float8_e4m3fn or float8_e5m2; or uint8 for two int4, int32 for eight.
-      scale: float32.
-      zero_point: int8, or None where 0 stands for 0.
+      values: int8, float8_e4m3fn or float8_e5m2; or uint8 for two int4, int32 for eight. int4 itself and
+        float4_e2m1fn are read by XLA alone.
+      scale: float32; other floats, float8_e8m0fnu too, are read as float32, and float64 as it is.
+      zero_point: int8, or None where 0 stands for 0. Other integers and floats are read as float32,
+        with which values are dequantised before they are multiplied.
       axis: along which values share scales and int4 are packed, counted from the last, so that it
         holds also where leading axes come and go; it is the axis that a product sums over.
       layout: "rows", or "columns" for weights as the kernels read them.
+      group_size: how many neighbouring values along `axis` share a scale, the last of them perhaps
+        fewer; of axis -2 also a pair, of the sides of a block. None where all groups are equal.
+
+    Raises:
+      ValueError: parts that are arrays do not belong to each other, or have dtypes that are not read.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused
@@ -86,6 +98,13 @@ class QuantizedArray:
       >>> q.dequantize()
       Array([[ 1., -2.],
              [-7., 14.]], dtype=float32)
+
+      A checkpoint in blocks of 128 x 128, of which the last ones are not whole:
+
+      >>> values, scale = jnp.ones((192, 256), jnp.float8_e4m3fn), jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> q = jaxfused.QuantizedArray(values, scale, None, axis=-2, group_size=(128, 128))
+      >>> q.dequantize()[jnp.array([127, 128]), 0]
+      Array([1., 3.], dtype=float32)
     """
 
     values: jax.Array
@@ -93,24 +112,51 @@ class QuantizedArray:
     zero_point: jax.Array | None
     axis: int
     layout: Layout = "rows"
+    group_size: int | tuple[int, int] | None = None
 
-    def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, Layout]]:
+    def __post_init__(self) -> None:
+        # Trees of specifications or of axes, None among them, are QuantizedArrays too.
+        if not _is_array(self.values):
+            return
+        op = "QuantizedArray"
+        object.__setattr__(self, "axis", _integer(op, "axis", self.axis))
+        sides: Any = self.group_size
+        if isinstance(sides, tuple | list):
+            sides = tuple(_integer(op, "group_size", side) for side in sides)
+        elif sides is not None:
+            sides = _integer(op, "group_size", sides)
+        object.__setattr__(self, "group_size", sides)
+        check_parts(op, "", self)
+        _check_groups_are_clear(op, self)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, "_Static"]:
         """The arrays with their names, and what is static."""
         name = "values" if self.layout == "rows" else "columns"
         keys = (jax.tree_util.GetAttrKey(key) for key in (name, "scale", "zero_point"))
         arrays = (self.values, self.scale, self.zero_point)
-        return tuple(zip(keys, arrays, strict=True)), (self.axis, self.layout)
+        return tuple(zip(keys, arrays, strict=True)), (self.axis, self.layout, self.group_size)
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[int, Layout], arrays: Any) -> "QuantizedArray":
-        """The array again."""
-        (values, scale, zero_point), (axis, layout) = arrays, static
-        return cls(values, scale, zero_point, axis, layout)
+    def tree_unflatten(cls, static: "_Static", arrays: Any) -> "QuantizedArray":
+        """The array again, whose parts are whatever a transformation put there."""
+        array = object.__new__(cls)
+        (values, scale, zero_point), (axis, layout, group_size) = arrays, static
+        parts = dict(
+            values=values,
+            scale=scale,
+            zero_point=zero_point,
+            axis=axis,
+            layout=layout,
+            group_size=group_size,
+        )
+        for name, part in parts.items():
+            object.__setattr__(array, name, part)
+        return array
 
     @property
     def dtype(self) -> str:
-        """Which of FORMATS the values have."""
-        return "int4" if self.values.dtype in (jnp.uint8, jnp.int32) else str(self.values.dtype)
+        """Which of FORMATS the values have, or "float4_e2m1fn"."""
+        return "int4" if self.values.dtype in _INT4 else str(self.values.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,8 +164,7 @@ class QuantizedArray:
         shape = list(self.values.shape)
         if self.layout == "columns":
             shape[-2:] = shape[:-3:-1]
-        if self.dtype == "int4":
-            shape[self.axis] *= 2 if self.layout == "rows" else _NIBBLES
+        shape[self.axis] *= _packed(self.values.dtype)
         return tuple(shape)
 
     @property
@@ -134,14 +179,46 @@ class QuantizedArray:
     @property
     def columns_alike(self) -> int:
         """How many neighbouring entries along the last axis share a scale; 1 where there are none."""
+        if isinstance(self.group_size, tuple):
+            return self.group_size[1]
         return self.shape[-1] // self.scale.shape[-1] if self.scale.size else 1
 
     def unpacked(self) -> jax.Array:
         """The values with one to a byte, in the shape of the array: int8 for int4."""
-        if self.layout == "columns":
-            columns = unpack_words(self.values) if self.dtype == "int4" else self.values
-            return columns.mT
-        return unpack_int4(self.values, self.axis) if self.dtype == "int4" else self.values
+        values = jnp.asarray(self.values)
+        if values.dtype == jnp.int32:
+            values = unpack_words(values)
+        elif values.dtype == jnp.uint8:
+            values = unpack_int4(values, self.axis)
+        elif self.dtype == "int4":
+            values = values.astype(jnp.int8)
+        return values.mT if self.layout == "columns" else values
+
+    def as_read(self) -> "QuantizedArray":
+        """The same numbers as products read them.
+
+        Scales are float32 (or float64), zero points int8 where these hold every number of their dtype
+        and else float32, and groups are equal: blocks of 128 with a last one of 64 are groups of 64.
+        """
+        scale: Any = jnp.asarray(self.scale)
+        zero_point: Any = self.zero_point
+        if scale.dtype.itemsize < 4:
+            scale = scale.astype(jnp.float32)
+        if zero_point is not None:
+            zero_point = jnp.asarray(zero_point)
+            zero_point = zero_point.astype(
+                jnp.int8 if zero_point.dtype in _WITHIN_INT8 else jnp.float32
+            )
+        shape, grid = self.shape, list(scale.shape)
+        for axis, side in _sides(self.axis, self.group_size).items():
+            if grid[axis] > 1:
+                equal = math.gcd(side, shape[axis])
+                grid[axis] = shape[axis] // equal
+                scale, zero_point = (
+                    None if a is None else _repeated(a, axis, side // equal, grid[axis])
+                    for a in (scale, zero_point)
+                )
+        return assembled(jnp.asarray(self.values), scale, zero_point, self.axis, self.layout)
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
         """The array that the values stand for; arithmetic is in float32.
@@ -149,22 +226,122 @@ class QuantizedArray:
         Args:
           dtype: a float dtype for the result.
         """
-        values = self.unpacked().astype(jnp.float32)
-        if self.zero_point is not None:
-            values = values - spread(self.zero_point, self.shape).astype(jnp.float32)
-        return (values * spread(self.scale, self.shape)).astype(dtype)
+        read = self.as_read()
+        values = read.unpacked().astype(jnp.float32)
+        if read.zero_point is not None:
+            values = values - spread(read.zero_point, self.shape).astype(jnp.float32)
+        return (values * spread(read.scale, self.shape)).astype(dtype)
+
+
+_Static = tuple[int, Layout, int | tuple[int, int] | None]
+_INT4 = (jnp.uint8, jnp.int32, jnp.int4)
+_READABLE = (
+    *(format.storage for format in FORMATS.values()),
+    jnp.int32,
+    jnp.int4,
+    jnp.float4_e2m1fn,
+)
+_WITHIN_INT8 = (jnp.int8, jnp.int4, jnp.int2, jnp.uint4, jnp.uint2)
+"""Dtypes of zero points of which int8 holds every number."""
+
+
+def assembled(
+    values: Any,
+    scale: Any,
+    zero_point: Any,
+    axis: int,
+    layout: Layout,
+    group_size: int | tuple[int, int] | None = None,
+) -> QuantizedArray:
+    """An array of parts that belong to each other, which nobody checks again."""
+    return QuantizedArray.tree_unflatten((axis, layout, group_size), (values, scale, zero_point))
+
+
+def as_operand(op: str, name: str, array: QuantizedArray) -> QuantizedArray:
+    """The operand of a product as it is read, once its parts are checked.
+
+    Not every array has come through its constructor: transformations put together what they like.
+    """
+    check_parts(op, name, array)
+    return array.as_read()
+
+
+def _is_array(part: Any) -> bool:
+    return hasattr(part, "dtype") and hasattr(part, "shape")
+
+
+def _integer(op: str, name: str, number: Any) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise ValueError(f"{op}: {name} has {number!r}; pass integers there.") from None
+
+
+def _packed(values: Any) -> int:
+    """How many numbers along the axis an element of this dtype holds."""
+    return {jnp.dtype(jnp.uint8): 2, jnp.dtype(jnp.int32): _NIBBLES}.get(jnp.dtype(values), 1)
+
+
+def _sides(axis: int, group_size: int | tuple[int, int] | None) -> dict[int, int]:
+    """How many values share a scale, by the axes of which a `group_size` says that."""
+    if group_size is None:
+        return {}
+    sizes = group_size if isinstance(group_size, tuple) else (group_size,)
+    return dict(zip((axis, -1), sizes, strict=False))
+
+
+def _why_unreadable(values: Any) -> str | None:
+    """Returns what to pass in place of values of this dtype, or None where it is read."""
+    if values in _READABLE:
+        return None
+    if values in (jnp.uint4, jnp.uint2):
+        return (
+            "pass them as jnp.int4, with 8 (of uint2: 2) taken from them and from their zero points"
+        )
+    if values == jnp.int2:
+        return "pass them as jnp.int4, which holds the same numbers"
+    if jnp.issubdtype(values, jnp.floating):
+        return "pass jaxfused.quantize(values.astype(jnp.float32) * scale, dtype)"
+    return "pass what jaxfused.quantize returns"
 
 
 def check_parts(op: str, name: str, array: QuantizedArray) -> None:
-    """Checks that the parts of an array, which anyone may put together, belong to each other."""
-    storage = {jnp.dtype(format.storage): key for key, format in FORMATS.items()}
-    storage[jnp.dtype(jnp.int32)] = "int4"
+    """Checks that the parts of an array, which anyone may put together, belong to each other.
+
+    Args:
+      name: of the operand; an empty one is the array that is put together.
+    """
     values, scale, zero_point = array.values, array.scale, array.zero_point
+    part, name = (f"{name}.", name) if name else ("", "the array")
     remedy = "pass what jaxfused.quantize returns"
-    if values.dtype not in storage:
-        names = ", ".join(str(dtype) for dtype in storage)
+    for key, found in (("values", values), ("scale", scale), ("zero_point", zero_point)):
+        if not _is_array(found) and not (key == "zero_point" and found is None):
+            raise ValueError(
+                f"{op}: {part}{key} is a {type(found).__name__}, but it has to be an array of JAX or"
+                f" NumPy; {remedy}."
+            )
+    instead = _why_unreadable(values.dtype)
+    if instead is not None:
+        names = ", ".join(str(jnp.dtype(dtype)) for dtype in _READABLE)
         raise ValueError(
-            f"{op}: {name}.values has dtype {values.dtype}, not one of {names}; {remedy}."
+            f"{op}: {part}values has dtype {values.dtype}, not one of {names}; {instead}."
+        )
+    if not jnp.issubdtype(scale.dtype, jnp.floating):
+        instead = (
+            "of E8M0 bytes pass jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)"
+            if scale.dtype == jnp.uint8
+            else "pass floats, such as scale.astype(jnp.float32)"
+        )
+        raise ValueError(
+            f"{op}: {part}scale has dtype {scale.dtype}, but values are multiplied by it; {instead}."
+        )
+    if zero_point is not None and not (
+        jnp.issubdtype(zero_point.dtype, jnp.integer)
+        or jnp.issubdtype(zero_point.dtype, jnp.floating)
+    ):
+        raise ValueError(
+            f"{op}: {part}zero_point has dtype {zero_point.dtype}, but it is subtracted from values;"
+            " pass integers, such as int8, or floats."
         )
     if array.layout not in LAYOUTS or (array.layout == "columns") < (values.dtype == jnp.int32):
         raise ValueError(
@@ -181,39 +358,102 @@ def check_parts(op: str, name: str, array: QuantizedArray) -> None:
         )
     if not -values.ndim <= array.axis < 0:
         raise ValueError(
-            f"{op}: {name}.axis is {array.axis}, but {name}.values has shape {values.shape}; axes are"
+            f"{op}: {part}axis is {array.axis}, but {part}values has shape {values.shape}; axes are"
             f" counted from the last, -1; {remedy}."
         )
     shape = array.shape
     if values.dtype == jnp.int32 and shape[-2] % WORD_BLOCK:
         raise ValueError(
-            f"{op}: {name}.values has {values.shape[-1]} words of int4 in a row, but they come in blocks"
+            f"{op}: {part}values has {values.shape[-1]} words of int4 in a row, but they come in blocks"
             f" of {WORD_BLOCK // _NIBBLES}; {remedy}."
         )
-    if not scale_fits(scale.shape, shape, array.axis):
+    _check_group_size(op, part, array)
+    if not scale_fits(scale.shape, shape, array.axis, array.group_size):
         raise ValueError(
-            f"{op}: {name}.scale has shape {scale.shape}, but {name} has shape {shape}: along axis"
-            f" {array.axis}, and across it in weights of axis -2, a scale is of equal groups, and"
-            f" elsewhere of one value or all; {remedy}."
+            f"{op}: {part}scale has shape {scale.shape}, but {name} has shape {shape} and group_size"
+            f" {array.group_size}: along axis {array.axis}, and across it in weights of axis -2, there"
+            " is a scale for each group, where groups are equal unless group_size says otherwise, and"
+            " elsewhere for one value or all; pass a scale that fits, or the group_size of blocks whose"
+            " last one is smaller, such as (128, 128)."
         )
     if zero_point is not None and zero_point.shape != scale.shape:
         raise ValueError(
-            f"{op}: {name}.zero_point has shape {zero_point.shape}, but {name}.scale has shape"
+            f"{op}: {part}zero_point has shape {zero_point.shape}, but {part}scale has shape"
             f" {scale.shape}; {remedy}."
         )
 
 
-def scale_fits(scale: tuple[int, ...], shape: tuple[int, ...], axis: int) -> bool:
-    """Whether scales of one shape are those of equal runs of an array of another.
+def _check_group_size(op: str, part: str, array: QuantizedArray) -> None:
+    if not is_group_size(array.group_size, array.axis):
+        raise ValueError(
+            f"{op}: {part}group_size is {array.group_size}, but it is a positive number of values along"
+            f" axis {array.axis}, or of axis -2 also a pair of them; pass one of these."
+        )
+
+
+def is_group_size(group_size: int | tuple[int, int] | None, axis: int) -> bool:
+    """Whether this is a group_size for an array of the axis, which is counted from the last."""
+    if isinstance(group_size, tuple):
+        return axis == -2 and len(group_size) == 2 and min(group_size) > 0
+    return group_size is None or group_size > 0
+
+
+def _check_groups_are_clear(op: str, array: QuantizedArray) -> None:
+    """Checks that scales of equal groups cannot be those of blocks whose last one is smaller.
+
+    Two scales along 192 values are of 96 each, or of 128 and 64, as checkpoints in blocks have them.
+    """
+    if array.group_size is not None:
+        return
+    other = blocks_that_fit_too(array.scale.shape, array.shape, array.axis)
+    if other is not None:
+        axis, side = other
+        values, entries = array.shape[axis], array.scale.shape[axis]
+        raise ValueError(
+            f"{op}: scale has shape {array.scale.shape}, so that along axis {axis} {values} values have"
+            f" {entries} scales: those of {entries} groups of {values // entries}, or of blocks of"
+            f" {side} of which the last one is smaller; pass group_size={values // entries} or"
+            f" group_size={side}, or in weights of axis -2 a pair for both axes."
+        )
+
+
+def blocks_that_fit_too(
+    scale: tuple[int, ...], shape: tuple[int, ...], axis: int
+) -> tuple[int, int] | None:
+    """An axis with scales of equal groups, and a usual size of blocks that gives as many; or None."""
+    for split in (axis, -1) if axis == -2 else (axis,):
+        entries, values = scale[split], shape[split]
+        for side in _USUAL_SIDES:
+            if 1 < entries < values and side * entries != values and -(-values // side) == entries:
+                return split, side
+    return None
+
+
+_USUAL_SIDES = (128, 64, 32, 16, 256, 512)
+"""Of blocks in which checkpoints have their scales."""
+
+
+def scale_fits(
+    scale: tuple[int, ...],
+    shape: tuple[int, ...],
+    axis: int,
+    group_size: int | tuple[int, int] | None = None,
+) -> bool:
+    """Whether scales of one shape are those of runs of an array of another.
 
     Args:
       axis: counted from the last.
+      group_size: as of a `QuantizedArray`.
     """
-    split = (axis, -1) if axis == -2 else (axis,)
-    return len(scale) == len(shape) and all(
-        entries in (1, size) or (i - len(shape) in split and entries > 0 and size % entries == 0)
-        for i, (entries, size) in enumerate(zip(scale, shape, strict=True))
-    )
+    sides, split = _sides(axis, group_size), (axis, -1) if axis == -2 else (axis,)
+
+    def fits(i: int) -> bool:
+        entries, size = scale[i], shape[i]
+        if i in sides:
+            return entries == -(-size // sides[i])
+        return entries in (1, size) or (i in split and entries > 0 and size % entries == 0)
+
+    return len(scale) == len(shape) and all(fits(i) for i in range(-len(shape), 0))
 
 
 def pack_int4(values: jax.Array, axis: int) -> jax.Array:
@@ -277,12 +517,32 @@ def _nibble_shifts() -> jax.Array:
     return 4 * jnp.arange(_NIBBLES, dtype=jnp.uint32)
 
 
-def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Scales that broadcast against an array of `shape`: each is repeated over its run."""
-    for axis, (entries, size) in enumerate(zip(scale.shape, shape, strict=True)):
+def spread(
+    scale: jax.Array,
+    shape: tuple[int, ...],
+    axis: int = -1,
+    group_size: int | tuple[int, int] | None = None,
+) -> jax.Array:
+    """Scales that broadcast against an array of `shape`: each is repeated over its run.
+
+    Args:
+      axis: along which there are groups, where a group_size says how large they are.
+      group_size: as of a `QuantizedArray`; None where runs are equal.
+    """
+    sides = _sides(axis, group_size)
+    for i in range(-len(shape), 0):
+        entries, size = scale.shape[i], shape[i]
         if entries not in (1, size):
-            scale = jnp.repeat(scale, size // entries, axis=axis)
+            scale = _repeated(scale, i, sides.get(i) or size // entries, size)
     return scale
+
+
+def _repeated(scale: jax.Array, axis: int, times: int, size: int) -> jax.Array:
+    """Each entry so many times, and of the last one what is left of a size."""
+    longer = jnp.repeat(scale, times, axis=axis)
+    if longer.shape[axis] == size:
+        return longer
+    return jax.lax.slice_in_dim(longer, 0, size, axis=axis % scale.ndim)
 
 
 def of_each_column(scale: jax.Array, columns: int) -> jax.Array:

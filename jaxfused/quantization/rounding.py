@@ -9,6 +9,7 @@ from jaxfused.quantization.quantized_array import (
     FORMATS,
     Layout,
     QuantizedArray,
+    assembled,
     pack_int4,
     pack_words,
     spread,
@@ -87,16 +88,22 @@ def to_integers(values: jax.Array, dtype: str) -> jax.Array:
     return jnp.where(jnp.isnan(clipped), 0.0, clipped).astype(jnp.int8)
 
 
-def in_units(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> jax.Array:
-    """`x / scale + zero_point`: what the rounding is of."""
+def in_units(
+    x: jax.Array,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    axis: int,
+    group_size: int | tuple[int, int] | None,
+) -> jax.Array:
+    """`x / scale + zero_point`: what the rounding is of; the axis is counted from the last."""
     units = x.astype(accumulator_dtype(x.dtype))
-    units = units / spread(scale, x.shape).astype(units.dtype)
+    units = units / spread(scale, x.shape, axis, group_size).astype(units.dtype)
     if zero_point is None:
         return units
-    return units + spread(zero_point, x.shape).astype(units.dtype)
+    return units + spread(zero_point, x.shape, axis, group_size).astype(units.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "axis", "layout"))
+@functools.partial(jax.jit, static_argnames=("dtype", "axis", "layout", "group_size"))
 def encode(
     x: jax.Array,
     dtype: str,
@@ -104,16 +111,18 @@ def encode(
     zero_point: jax.Array | None,
     axis: int,
     layout: Layout = "rows",
+    group_size: int | tuple[int, int] | None = None,
 ) -> QuantizedArray:
     """Rounds x to the nearest value of each scale; what lies outside the range is clipped to it."""
-    values = codes(in_units(x, scale, zero_point), dtype, symmetric=zero_point is None)
+    units = in_units(x, scale, zero_point, axis, group_size)
+    values = codes(units, dtype, symmetric=zero_point is None)
     values = values.mT if layout == "columns" else values
     if dtype == "int4":
         values = pack_words(values) if layout == "columns" else pack_int4(values, axis)
     elif not dtype.startswith("int"):
         # Or on a GPU XLA leaves the rounding out where the values are widened again.
         values = jax.lax.optimization_barrier(values)
-    return QuantizedArray(values, scale, zero_point, axis, layout)
+    return assembled(values, scale, zero_point, axis, layout, group_size)
 
 
 def codes(units: jax.Array, dtype: str, *, symmetric: bool) -> jax.Array:
@@ -129,11 +138,16 @@ def codes(units: jax.Array, dtype: str, *, symmetric: bool) -> jax.Array:
 
 
 def inside_range(
-    x: jax.Array, dtype: str, scale: jax.Array, zero_point: jax.Array | None
+    x: jax.Array,
+    dtype: str,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    axis: int,
+    group_size: int | tuple[int, int] | None,
 ) -> jax.Array:
     """Where x is rounded and not clipped."""
     limits = FORMATS[dtype]
-    units = in_units(x, scale, zero_point)
+    units = in_units(x, scale, zero_point, axis, group_size)
     if zero_point is None:
         return jnp.abs(units) < limits.clipped_from
     return (units >= limits.smallest - 0.5) & (units < limits.clipped_from)

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxfused.quantization.quantized_array import (
     WORD_BLOCK,
     QuantizedArray,
+    assembled,
     of_each_column,
     spread,
 )
@@ -152,7 +153,7 @@ def _frozen_product_bwd(out_dtype, scale_gradient, saved, dy):
     dw = None
     if scale_gradient:
         values: Any = None
-        dw = QuantizedArray(values, gradient_of_scale(x, w, dy), None, w.axis, w.layout)
+        dw = assembled(values, gradient_of_scale(x, w, dy), None, w.axis, w.layout)
     return input_gradient(w, dy), dw, dbias
 
 
@@ -193,10 +194,13 @@ def _is_by_groups(x: jax.Array, w: QuantizedArray) -> bool:
 def _product_by_groups(rows: str, x: jax.Array, w: QuantizedArray) -> jax.Array:
     """The product of x [*rows, D] with w in float32, scaled group by group."""
     (features, columns), groups = w.shape, w.groups
-    numbers = w.unpacked().reshape(groups, features // groups, columns).astype(x.dtype)
+    numbers = w.unpacked().reshape(groups, features // groups, columns)
     if w.zero_point is not None:
-        zeros = of_each_column(w.zero_point, columns).astype(x.dtype)
-        numbers = numbers - zeros.reshape(groups, 1, columns)
+        # A zero point may have a fraction, which 16 bits would round before the difference.
+        wide = accumulator_dtype(x.dtype)
+        zeros = of_each_column(w.zero_point, columns).astype(wide)
+        numbers = numbers.astype(wide) - zeros.reshape(groups, 1, columns)
+    numbers = numbers.astype(x.dtype)
     parts = x.reshape(*x.shape[:-1], groups, features // groups)
     sums = product(f"{rows}GD,GDF->G{rows}F", parts, numbers)
     scale = of_each_column(w.scale, columns).astype(sums.dtype)
@@ -282,7 +286,7 @@ def _rows_of(w: QuantizedArray, start: jax.Array, count: int) -> jax.Array:
     packed = round(count * per_row)
     first = start * packed // count
     values = jax.lax.dynamic_slice_in_dim(w.values, first, packed, axis=axis % w.ndim)
-    return QuantizedArray(values, w.scale, None, w.axis, w.layout).unpacked()
+    return assembled(values, w.scale, None, w.axis, w.layout).unpacked()
 
 
 # --- quantised x ----------------------------------------------------------------------------------
@@ -293,16 +297,18 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> j
 
     With one scale for each row of x and each column of w (or one for all), the stored values themselves
     are multiplied: integers are summed in int32, float8 in float32, and the scales multiply the sum.
-    Groups, and integers with float8, are dequantised first, to `out_dtype` if that has 16 bits and else
-    to float32.
+    Groups, integers with float8, and zero points that are no int8 beside integers, are dequantised
+    first, to `out_dtype` if that has 16 bits and else to float32.
     """
-    a, b = x.unpacked(), w.unpacked()
-    integers = [jnp.issubdtype(q.dtype, jnp.integer) for q in (a, b)]
-    if x.groups > 1 or w.groups > 1 or integers[0] != integers[1]:
+    of_integers = sums_integers(x, w)
+    floats = not (_has_integers(x) or _has_integers(w))
+    has_zeros = x.zero_point is not None or w.zero_point is not None
+    if x.groups > 1 or w.groups > 1 or not (of_integers or (floats and not has_zeros)):
         dtype = out_dtype if jnp.dtype(out_dtype).itemsize == 2 else jnp.float32
         wide = x.dequantize(dtype), w.dequantize(dtype)
         return jnp.matmul(*wide, preferred_element_type=jnp.float32)
-    if not integers[0]:
+    a, b = x.unpacked(), w.unpacked()
+    if not of_integers:
         return scaled(_float8_matmul(a, b), x, w)
     total = _int8_matmul(a, b)
     # This computes the sum of (a - zx) (b - zw) from a product in int8.
@@ -316,6 +322,16 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> j
         zeros = of_each_column(w.zero_point, w.shape[1])[0]
         total = total - rows * along_last_axis(zeros, total)
     return scaled(total.astype(jnp.float32), x, w)
+
+
+def sums_integers(x: QuantizedArray, w: QuantizedArray) -> bool:
+    """Whether the product, where it has no groups, is of the integers themselves, in int32."""
+    zeros = (q.zero_point for q in (x, w) if q.zero_point is not None)
+    return _has_integers(x) and _has_integers(w) and all(z.dtype == jnp.int8 for z in zeros)
+
+
+def _has_integers(q: QuantizedArray) -> bool:
+    return q.dtype in ("int8", "int4")
 
 
 def scaled(total: jax.Array, x: QuantizedArray, w: QuantizedArray) -> jax.Array:
