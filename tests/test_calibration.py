@@ -440,7 +440,50 @@ def test_windows_are_those_that_a_convolution_reads():
     windows = patches(x, (3, 2), feature_group_count=1, **options)
     y = jaxfused.conv(x, kernel, **options)
     product = jnp.matmul(windows, kernel.reshape(-1, 5), precision="highest")
-    np.testing.assert_allclose(product, y.reshape(-1, 5), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(product, y.reshape(2, -1, 5), rtol=1e-5, atol=1e-5)
+
+
+@parametrize(
+    ("shape", "size", "options"),
+    [
+        ((2, 33, 33, 4), (3, 3), dict(kernel_dilation=36)),
+        ((2, 40, 4), (4,), dict(padding="CAUSAL", kernel_dilation=3)),
+        ((2, 17, 18, 4), (3, 3), dict(strides=2)),
+        ((2, 17, 18, 4), (1, 1), dict(strides=3, padding="VALID")),
+        ((2, 9, 10, 4), (3, 2), dict(padding="CIRCULAR")),
+        ((2, 9, 10, 4), (3, 3), dict(input_dilation=2, padding=((1, 1), (1, 1)))),
+        ((2, 6, 7, 5, 4), (3, 3, 3), dict(padding=((2, 1), (0, 3), (1, 1)))),
+    ],
+    quick=(0, 1),
+)
+def test_percentiles_of_a_convolution_are_of_its_inputs_and_not_of_padding(shape, size, options):
+    """Each input counts as often as it is read, which is the gradient of a sum of windows of ones."""
+    layer = flax.nnx.Conv(4, 8, size, rngs=flax.nnx.Rngs(0), **options)
+    x = normal(0, *shape) + 3.0
+    rule = QuantizationRule(
+        "", "int8", input_dtype="int8", input_percentile=90.0, rounding="nearest"
+    )
+    calibrated = jaxfused.calibrate(layer, [rule], Calibration([x], sampled_rows=10_000))
+    ones = flax.nnx.Conv(
+        4, 1, size, kernel_init=flax.nnx.initializers.ones, rngs=flax.nnx.Rngs(0), **options
+    )
+    counts = np.rint(jax.grad(lambda x: ones(x).sum())(x)).astype(int)
+    values = np.repeat(np.abs(np.ravel(x)), np.ravel(counts))
+    scale = calibrated.quantized.kernel.get_value().input_scale
+    np.testing.assert_allclose(127 * scale, np.percentile(values, 90.0), rtol=1e-5)
+    # So do ranges and percentiles of features: no window's number is below the smallest input.
+    inputs = calibrated.inputs[""]
+    read = inputs.inside.any(axis=0)
+    assert (inputs.low[read] >= np.min(x)).all() and (inputs.low[~read] == 0).all()
+    assert (inputs.percentile(50.0)[read] > 2.0).all()
+
+
+def test_windows_are_drawn_from_all_columns_of_images():
+    x = jnp.broadcast_to(jnp.arange(32.0)[:, None], (16, 32, 32, 1))
+    layer = flax.nnx.Conv(1, 1, (1, 1), rngs=flax.nnx.Rngs(0))
+    calibration = Calibration([x], sampled_rows=256)
+    rows = jaxfused.calibrate(layer, "int8", calibration).inputs[""].rows
+    assert len(np.unique(rows)) > 24
 
 
 @pytest.mark.exhaustive

@@ -95,7 +95,8 @@ def convolve(
         )
         return y.reshape(*batch, *y.shape[1:]), as_array(inputs), None
     if isinstance(kernel, ObservedKernel):
-        kernel.observe(kernel.layer, patches(fold(x), size, **geometry))
+        windows = patches(fold(x), size, **geometry)
+        kernel.observe(kernel.layer, windows, inside_windows(fold(x), size, **geometry))
         kernel = kernel.array.reshape(*size, -1, kernel.array.shape[-1])
     array = floating(jnp.asarray(kernel), x.dtype)
     as_it_is = x.dtype == inputs.dtype
@@ -143,7 +144,7 @@ def patches(
     input_dilation: Any,
     **geometry: Any,
 ) -> jax.Array | None:
-    """What the windows of x [B, *spatial, I] take, [pixels, taps * I]; None where there are groups."""
+    """What the windows of x [B, *spatial, I] take: [B, pixels, taps * I], or None where groups are."""
     if feature_group_count > 1:
         return None
     channels = x.shape[-1]
@@ -160,7 +161,15 @@ def patches(
         **geometry,
     )
     assert isinstance(y, jax.Array)
-    return y.reshape(-1, channels, numbers).swapaxes(-1, -2).reshape(-1, numbers * channels)
+    y = y.reshape(len(x), -1, channels, numbers).swapaxes(-1, -2)
+    return y.reshape(*y.shape[:2], numbers * channels)
+
+
+def inside_windows(x: jax.Array, size: tuple[int, ...], **geometry: Any) -> jax.Array | None:
+    """Which of the numbers of `patches` are of x, not padding around or between: [pixels, taps * I]."""
+    ones = jnp.ones((1, *x.shape[1:-1], 1), x.dtype)
+    found = patches(ones, size, **geometry)
+    return None if found is None else jnp.repeat(found[0] > 0, x.shape[-1], axis=-1)
 
 
 def fold_norm(kernel: Kernel, **norm: Any) -> tuple[Kernel, jax.Array]:

@@ -68,13 +68,16 @@ class ObservedKernel:
     Attributes:
       array: the kernel [..., D, F], of floats; of a convolution all weights of a window are D.
       layer: [...], integers that say which of the model's layers this is.
-      observe: is called with (layer, x), where x [..., D] is what the product reads; None where channels
-        are convolved in groups.
+      observe: is called with (layer, x, inside), where x [..., D] is what the product reads; None where
+        channels are convolved in groups. Of a convolution `inside`, which broadcasts to x, says which of
+        its numbers are inputs and not padding; None where all are.
     """
 
     array: jax.Array
     layer: jax.Array
-    observe: Callable[[jax.Array, jax.Array | None], None] = field(metadata=dict(static=True))
+    observe: Callable[[jax.Array, jax.Array | None, jax.Array | None], None] = field(
+        metadata=dict(static=True)
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -139,7 +142,7 @@ def linear(
         y = activate(activation, z.astype(accumulator_dtype(x.dtype)))
         return add_residual(y, residual, x.dtype if residual is None else residual.dtype)
     if isinstance(kernel, ObservedKernel):
-        kernel.observe(kernel.layer, x)
+        kernel.observe(kernel.layer, x, None)
         kernel = kernel.array
     bias = floating(bias, x.dtype)
     if not isinstance(kernel, QuantizedKernel):

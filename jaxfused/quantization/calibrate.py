@@ -60,18 +60,27 @@ class LayerInputs:
 
     Attributes:
       low: [D], the smallest value of each feature, in all rows; a convolution's features are all numbers
-        of its windows.
+        of its windows, and its padding is no value. 0 where there was nothing but padding.
       high: [D], the largest.
       rows: [N, D], some of the rows, drawn evenly.
+      inside: [N, D], whether a number of `rows` is a value, and not padding of a convolution; None where
+        all are.
     """
 
     low: np.ndarray
     high: np.ndarray
     rows: np.ndarray
+    inside: np.ndarray | None = None
 
     def percentile(self, percent: float) -> np.ndarray:
         """[D], of each feature the magnitude below which so many percent of its values lie."""
-        return np.percentile(np.abs(self.rows), percent, axis=0)
+        if self.inside is None:
+            return np.percentile(np.abs(self.rows), percent, axis=0)
+        read = self.inside.any(axis=0)
+        magnitudes = np.where(self.inside, np.abs(self.rows), np.nan)[:, read]
+        result = np.zeros(read.shape)
+        result[read] = np.nanpercentile(magnitudes, percent, axis=0)
+        return result
 
 
 @dataclass(frozen=True)
@@ -166,8 +175,9 @@ def calibrate(
             stack.append(one)
             errors.append(error)
             seen = layer.inputs
-            rows = seen.rows(calibration.sampled_rows)
-            read[layer.name] = LayerInputs(seen.low, seen.high, rows)
+            most = calibration.sampled_rows
+            rows, inside = seen.rows(most), seen.inside_rows(most)
+            read[layer.name] = LayerInputs(seen.low, seen.high, rows, inside)
         if not leading:
             return stack[0]
         return jax.tree.map(lambda *a: jnp.stack(a).reshape(*leading, *a[0].shape), *stack)

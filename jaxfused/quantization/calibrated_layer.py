@@ -105,14 +105,18 @@ class CalibratedLayer:
         )
 
     def _input_scale(self, rows: np.ndarray, s: np.ndarray | None) -> jax.Array | None:
-        """One for all inputs, of the percentile of their magnitudes."""
+        """One for all inputs, of the percentile of their magnitudes; padding is none of them."""
         percentile = self.rule.input_percentile
         if percentile is None:
             return None
         magnitudes = self.inputs.magnitudes()
         magnitudes = magnitudes if s is None else magnitudes / s
         # Of all rows, not only of those that were sampled, the largest magnitude is known.
-        largest = magnitudes.max() if percentile == 100.0 else np.percentile(abs(rows), percentile)
+        largest = magnitudes.max()
+        inside = self.inputs.inside_rows(self.sampled_rows)
+        read = abs(rows) if inside is None else abs(rows)[inside]
+        if percentile < 100.0 and read.size:
+            largest = np.percentile(read, percentile)
         scale = max(float(largest), float(jnp.finfo(jnp.float32).tiny))
         return jnp.asarray(scale / FORMATS[str(self.rule.input_dtype)].largest, jnp.float32)
 

@@ -96,5 +96,5 @@ _SAME = 0.02
 """The relative difference of results that bfloat16 may make."""
 
 
-def _look_away(layer: jax.Array, x: jax.Array | None) -> None:
+def _look_away(layer: jax.Array, x: jax.Array | None, inside: jax.Array | None) -> None:
     """Observes nothing."""

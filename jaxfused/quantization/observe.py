@@ -29,11 +29,13 @@ class Inputs:
 
     Attributes:
       count: of the rows.
-      low: [D], the smallest value of each feature.
+      low: [D], the smallest value of each feature, not counting the padding of a convolution.
       high: [D], the largest.
       gram: [D, D], the sum of the outer products of the rows with themselves, in float64; None where
         nobody asked for it.
       samples: pieces of [N, D], rows that were drawn evenly.
+      inside: pieces of [N, D], whether a number of the samples is an input and not padding; none of a
+        linear layer.
       stride: of so many rows that a call hands over one is kept.
     """
 
@@ -42,19 +44,30 @@ class Inputs:
     high: np.ndarray
     gram: np.ndarray | None
     samples: list[np.ndarray] = field(default_factory=list)
+    inside: list[np.ndarray] = field(default_factory=list)
     stride: int = 1
 
-    def add_sample(self, rows: np.ndarray, most: int) -> None:
+    def add_sample(self, rows: np.ndarray, inside: np.ndarray | None, most: int) -> None:
         """Keeps some of the rows, and of all that were kept at most twice as many as wanted."""
         self.samples.append(rows[:: self.stride])
+        if inside is not None:
+            self.inside.append(inside[:: self.stride])
         if sum(map(len, self.samples)) > 2 * most:
             self.samples = [np.concatenate(self.samples)[::2]]
+            self.inside = [np.concatenate(self.inside)[::2]] if self.inside else []
             self.stride *= 2
 
     def rows(self, most: int) -> np.ndarray:
         """At most so many sampled rows, drawn evenly."""
         rows = np.concatenate(self.samples)
         return rows[:: -(-len(rows) // most)]
+
+    def inside_rows(self, most: int) -> np.ndarray | None:
+        """Which numbers of these rows are inputs and not padding; None where all are."""
+        if not self.inside:
+            return None
+        inside = np.concatenate(self.inside)
+        return inside[:: -(-len(inside) // most)]
 
     def magnitudes(self) -> np.ndarray:
         """[D], the largest magnitude of each feature."""
@@ -78,8 +91,12 @@ class _Recorder:
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    def observe(self, layer: jax.Array, x: jax.Array | None) -> None:
-        """Reports the rows of x [..., D], which layer number `layer` reads, or that there are none."""
+    def observe(self, layer: jax.Array, x: jax.Array | None, inside: jax.Array | None) -> None:
+        """Reports the rows of x [..., D], which layer number `layer` reads, or that there are none.
+
+        Args:
+          inside: broadcasts to x, whether a number is an input and not padding; None where all are.
+        """
         if x is None:
             jax.debug.callback(self._add_group, layer)
             return
@@ -89,16 +106,26 @@ class _Recorder:
         gram = None
         if self.with_gram:
             gram = jnp.matmul(rows.T, rows, precision="highest")
-        sample = rows[:: -(-len(rows) // self.sampled_rows)]
+        drawn = _drawn(len(rows), self.sampled_rows)
+        everywhere = (
+            jnp.ones(x.shape, bool) if inside is None else jnp.broadcast_to(inside, x.shape)
+        )
+        everywhere = everywhere.reshape(rows.shape)
+        low = jnp.min(rows, axis=0, where=everywhere, initial=jnp.inf)
+        high = jnp.max(rows, axis=0, where=everywhere, initial=-jnp.inf)
+        sample = rows[drawn], None if inside is None else everywhere[drawn]
         report = functools.partial(self._add, len(rows))
-        jax.debug.callback(report, layer, rows.min(axis=0), rows.max(axis=0), gram, sample)
+        jax.debug.callback(report, layer, low, high, gram, *sample)
 
     def _add_group(self, layer: Any) -> None:
         with self.lock:
             self.in_groups.add(int(layer))
 
-    def _add(self, count: int, layer: Any, low: Any, high: Any, gram: Any, sample: Any) -> None:
+    def _add(
+        self, count: int, layer: Any, low: Any, high: Any, gram: Any, sample: Any, inside: Any
+    ) -> None:
         low, high, sample = (np.array(a, np.float32) for a in (low, high, sample))
+        inside = None if inside is None else np.array(inside)
         gram = None if gram is None else np.array(gram, np.float64)
         with self.lock:
             seen = self.inputs.get(int(layer))
@@ -111,7 +138,17 @@ class _Recorder:
                 if gram is not None:
                     assert seen.gram is not None
                     seen.gram += gram
-            seen.add_sample(sample, self.sampled_rows)
+            seen.add_sample(sample, inside, self.sampled_rows)
+
+
+def _drawn(count: int, most: int) -> np.ndarray | slice:
+    """Which rows are looked at: all, or so many, drawn at random and the same each time.
+
+    Every 16th window would always be one at the same columns of images whose width 16 divides.
+    """
+    if count <= most:
+        return slice(None)
+    return np.sort(np.random.default_rng(0).choice(count, most, replace=False))
 
 
 def call_by_default(op: str, module_or_params: Any) -> Call:
@@ -179,6 +216,11 @@ def observe(
     if count == 0:
         raise ValueError(f"{op}: calibration has no batches; pass at least one.")
     inputs: dict[int, Inputs | None] = dict(recorders[False].inputs | recorders[True].inputs)
+    for found in inputs.values():
+        assert found is not None
+        # What a convolution has never read but as padding.
+        unread = found.low > found.high
+        found.low, found.high = (np.where(unread, 0.0, a) for a in (found.low, found.high))
     for recorder in recorders.values():
         inputs |= dict.fromkeys(recorder.in_groups)
     silent = [
