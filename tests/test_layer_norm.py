@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
+import jaxfused.linen
+import jaxfused.nnx
 from jaxfused import cuda, dispatch, ops
 from tests.arrays import put
 from tests.cases.layer_norm import CASES, DTYPES, OPTIONS, Case, Inputs, Results
@@ -406,6 +409,94 @@ def test_large_mean_or_small_values(size, implementation):
     np.testing.assert_allclose(y, expected, atol=2e-3 if size > 1 else 1e-5)
 
 
+# --- level 1: scales as transformers' families have them -------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_before_the_scale_has_the_bits_of_llama(dtype):
+    """LlamaRMSNorm multiplies what is rounded, Olmo2RMSNorm rounds what is multiplied."""
+    random = np.random.RandomState(0)
+    x, w = put(random.randn(64, 256) * 3, dtype), put(random.randn(256) * 0.3 + 1, dtype)
+
+    @jax.jit
+    def llama_and_olmo(x, w):
+        wide, scale = x.astype(jnp.float32), w.astype(jnp.float32)
+        v = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)
+        bits = jnp.finfo(x.dtype)
+        rounded = jax.lax.reduce_precision(v, bits.nexp, bits.nmant)
+        return (scale * rounded).astype(x.dtype), (scale * v).astype(x.dtype)
+
+    llama, olmo = llama_and_olmo(x, w)
+    norm = jax.jit(jaxfused.rms_norm, static_argnames="round_before_scale")
+    rounded = norm(x, w, round_before_scale=True)
+    # A statistic that is summed in another order may move one value in a thousand by a step.
+    assert np.mean(rounded != llama) < 1e-3
+    assert np.mean(norm(x, w) != olmo) < 1e-3
+    assert np.mean(rounded != olmo) > 0.1
+    wide = x.astype(jnp.float32)
+    np.testing.assert_allclose(norm(wide, w, round_before_scale=True), norm(wide, w), rtol=1e-6)
+    for module, parameters in (
+        (jaxfused.linen.RMSNorm(round_before_scale=True, dtype=dtype), {"scale": w}),
+        (jaxfused.linen.LayerNorm(round_before_scale=True, dtype=dtype, use_bias=False), None),
+    ):
+        variables = {"params": parameters or {"scale": w}}
+        operator = jaxfused.rms_norm if parameters else jaxfused.layer_norm
+        np.testing.assert_array_equal(
+            jax.jit(module.apply)(variables, x),
+            jax.jit(lambda x, f=operator: f(x, w, round_before_scale=True))(x),
+        )
+
+
+@each_op
+def test_a_scale_for_every_feature_of_groups(op):
+    """[G, D] beside the groups' own statistics: Mamba 2's gated norm, Qwen 4's norm over groups."""
+    random = np.random.default_rng(0)
+    x, cotangent = (random.normal(size=(2, 3, 4, 16)) for _ in range(2))
+    scale, bias = random.normal(size=(4, 16)), random.normal(size=(4, 16))
+
+    def expected(x, scale, bias):
+        u = x - x.mean(-1, keepdims=True) if op == "layer_norm" else x
+        return u / jnp.sqrt((u * u).mean(-1, keepdims=True) + 1e-6) * (scale + 1) + bias
+
+    norm = functools.partial(getattr(jaxfused, op), scale_offset=1.0)
+    with jax.enable_x64(True):
+        y, vjp = jax.vjp(norm, x, scale, bias)
+        truth, truth_vjp = jax.vjp(expected, x, scale, bias)
+        np.testing.assert_allclose(y, truth, rtol=1e-11, atol=1e-11)
+        for gradient, wanted in zip(vjp(cotangent), truth_vjp(cotangent), strict=True):
+            np.testing.assert_allclose(gradient, wanted, rtol=1e-9, atol=1e-9)
+    x, scale = put(x, "float32"), put(scale, "float32")
+    y, h = norm(x, scale, residual=x)
+    np.testing.assert_array_equal(h, x + x)
+    q = norm(x, scale, quantize_rows="int8")
+    assert q.shape == x.shape
+    batched = jax.vmap(norm, in_axes=(0, None))(x, scale)
+    np.testing.assert_allclose(batched, norm(x, scale), rtol=1e-6, atol=1e-6)
+    with dispatch.assume(HOPPER):
+        assert jax.eval_shape(norm, x, scale).shape == x.shape
+        with pytest.raises(ValueError, match="one scale and bias for all groups"):
+            jax.eval_shape(functools.partial(norm, implementation="pallas"), x, scale)
+    with pytest.raises(ValueError, match=r"scale has shape \(3, 16\)"):
+        norm(x, scale[:3])
+    with pytest.raises(ValueError, match="scale or bias differs from group to group"):
+        norm(x, scale, image_scale=x[:, 0, 0])
+
+
+def test_offset_of_the_scale():
+    """LayerNorm1P of Nemotron, which stores scale - 1."""
+    x, scale, bias = (put(np.random.RandomState(i).randn(5, 16), "float32") for i in range(3))
+    y = jaxfused.layer_norm(x, scale[0], bias[0], scale_offset=1.0)
+    np.testing.assert_allclose(y, jaxfused.layer_norm(x, scale[0] + 1, bias[0]), atol=1e-6)
+    module = jaxfused.linen.LayerNorm(scale_offset=1.0)
+    variables = {"params": {"scale": scale[0], "bias": bias[0]}}
+    np.testing.assert_allclose(module.apply(variables, x), y, atol=1e-6)
+    nnx_module = jaxfused.nnx.LayerNorm(16, scale_offset=1.0, rngs=nnx.Rngs(0))
+    nnx_module.scale[...], nnx_module.bias[...] = scale[0], bias[0]
+    np.testing.assert_allclose(nnx_module(x), y, atol=1e-6)
+    with pytest.raises(ValueError, match="scale_offset needs the operator"):
+        module.apply(variables, x, mask=x > 0)
+
+
 # --- level 1: what is refused ---------------------------------------------------------------------
 
 X = np.zeros((2, 3, 768), np.float32)
@@ -458,12 +549,13 @@ INTERPRETED = (
     replace(by_name["everything"], name="everything_row_per_cta", shape=(3, 2048)),
     replace(by_name["everything_without_parameters"], shape=(8, 64)),
     replace(by_name["float32_parameters"], shape=(8, 128)),
+    replace(by_name["rounded_everything"], shape=(13, 256)),
 )
 
 
 # A row a warp and a row a CTA, with all that a norm may have around it.
 @pytest.mark.usefixtures("interpreted_hopper")
-@parametrize("case", INTERPRETED, quick=(5, 6), ids=lambda case: case.name)
+@parametrize("case", INTERPRETED, quick=(5, 6, 11), ids=lambda case: case.name)
 def test_pallas_in_the_interpreter(case):
     check(case, "bfloat16", "pallas")
 

@@ -121,6 +121,7 @@ def why_unsupported(
     dtype: Any,
     residual_dtype: Any = None,
     segments: int = 1,
+    round_before_scale: bool = False,
 ) -> str | None:
     """None where forward and backward can run, else the reason.
 
@@ -134,6 +135,8 @@ def why_unsupported(
         return reason
     if reason := library.why_residual_unfit(dtype, residual_dtype):
         return reason
+    if round_before_scale:
+        return "it rounds the result alone, and round_before_scale asks for the values before it"
     if not 1 <= features <= MAX_FEATURES:
         return f"it takes 1 to {MAX_FEATURES} features, and x has {features}"
     if rows > MAX_ROWS:

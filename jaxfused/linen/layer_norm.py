@@ -20,7 +20,8 @@ class LayerNorm(linen.LayerNorm):
     r"""`flax.linen.LayerNorm` in one kernel, with the residual sum before it and an activation after it.
 
     .. math:: y = \text{activation}\Bigl(\frac{h - \operatorname{mean}(h)}
-              {\sqrt{\operatorname{var}(h) + \epsilon}} \cdot \text{scale} + \text{bias}\Bigr),
+              {\sqrt{\operatorname{var}(h) + \epsilon}} \cdot (\text{scale} + \text{scale\_offset})
+              + \text{bias}\Bigr),
               \quad h = x + \text{pre\_bias} + \text{residual}
 
     Attributes, parameters and their names are Flax's, so a checkpoint of one loads into the other and
@@ -35,6 +36,9 @@ class LayerNorm(linen.LayerNorm):
     Attributes:
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+      scale_offset: is added to the scale; 1.0 for checkpoints that store scale - 1, as Nemotron's do.
+      round_before_scale: whether the normalised values are rounded to x's dtype before the scale, as in
+        Llama's code; see `jaxfused.layer_norm`.
 
     The other attributes are those of `flax.linen.LayerNorm`.
 
@@ -53,6 +57,8 @@ class LayerNorm(linen.LayerNorm):
 
     activation: str | None = None
     implementation: Implementation | None = None
+    scale_offset: float = 0.0
+    round_before_scale: bool = False
 
     @linen.compact
     def __call__(
@@ -96,6 +102,8 @@ class LayerNorm(linen.LayerNorm):
                 image_scale=image_scale,
                 image_shift=image_shift,
                 gate=gate,
+                scale_offset=self.scale_offset,
+                round_before_scale=self.round_before_scale,
                 activation=self.activation,
                 implementation=self.implementation,
             )
@@ -111,6 +119,8 @@ class LayerNorm(linen.LayerNorm):
             floating(scale, result_dtype),
             floating(bias, result_dtype),
             epsilon=self.epsilon,
+            scale_offset=self.scale_offset,
+            round_before_scale=self.round_before_scale,
             residual=residual,
             pre_bias=pre_bias,
             image_scale=image_scale,
@@ -136,6 +146,8 @@ class RMSNorm(linen.RMSNorm):
         `scale_init` is ones, as in Flax, whatever the offset.
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+      round_before_scale: whether the normalised values are rounded to x's dtype before the scale, as in
+        Llama's code; see `jaxfused.layer_norm`.
 
     The other attributes are those of `flax.linen.RMSNorm`.
 
@@ -153,6 +165,7 @@ class RMSNorm(linen.RMSNorm):
     scale_offset: float = 0.0
     activation: str | None = None
     implementation: Implementation | None = None
+    round_before_scale: bool = False
 
     @linen.compact
     def __call__(
@@ -180,6 +193,7 @@ class RMSNorm(linen.RMSNorm):
                 image_shift=image_shift,
                 gate=gate,
                 scale_offset=self.scale_offset,
+                round_before_scale=self.round_before_scale,
                 activation=self.activation,
                 implementation=self.implementation,
             )
@@ -192,6 +206,7 @@ class RMSNorm(linen.RMSNorm):
             floating(scale, result_dtype),
             epsilon=self.epsilon,
             scale_offset=self.scale_offset,
+            round_before_scale=self.round_before_scale,
             residual=residual,
             pre_bias=pre_bias,
             image_scale=image_scale,

@@ -87,6 +87,7 @@ def call_flax(
     pre_bias: jax.Array | None = None,
     gate: jax.Array | None = None,
     scale_offset: float = 0.0,
+    round_before_scale: bool = False,
     activation: str | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -105,6 +106,7 @@ def call_flax(
         "pre_bias": pre_bias is not None,
         "gate": gate is not None,
         "scale_offset": scale_offset != 0.0,
+        "round_before_scale": round_before_scale,
         f"implementation={implementation!r}": implementation not in (None, "xla"),
     }
     for argument, given in refused.items():

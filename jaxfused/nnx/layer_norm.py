@@ -22,7 +22,8 @@ class LayerNorm(nnx.LayerNorm):
     r"""`flax.nnx.LayerNorm` in one kernel, with the residual sum before it and an activation after it.
 
     .. math:: y = \text{activation}\Bigl(\frac{h - \operatorname{mean}(h)}
-              {\sqrt{\operatorname{var}(h) + \epsilon}} \cdot \text{scale} + \text{bias}\Bigr),
+              {\sqrt{\operatorname{var}(h) + \epsilon}} \cdot (\text{scale} + \text{scale\_offset})
+              + \text{bias}\Bigr),
               \quad h = x + \text{pre\_bias} + \text{residual}
 
     Constructor, parameters, their names and the use of `rngs` are Flax's, so a checkpoint of one loads
@@ -54,6 +55,9 @@ class LayerNorm(nnx.LayerNorm):
       rngs: gives the initialisers their keys.
       bias_metadata: of the bias's `nnx.Param`.
       scale_metadata: of the scale's `nnx.Param`.
+      scale_offset: is added to the scale; 1.0 for checkpoints that store scale - 1, as Nemotron's do.
+      round_before_scale: whether the normalised values are rounded to x's dtype before the scale, as in
+        Llama's code; see `jaxfused.layer_norm`.
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
@@ -89,6 +93,8 @@ class LayerNorm(nnx.LayerNorm):
         rngs: nnx.Rngs,
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         scale_metadata: Mapping[str, Any] = MappingProxyType({}),
+        scale_offset: float = 0.0,
+        round_before_scale: bool = False,
         activation: str | None = None,
         implementation: Implementation | None = None,
     ):
@@ -111,6 +117,8 @@ class LayerNorm(nnx.LayerNorm):
             bias_metadata=bias_metadata,
             scale_metadata=scale_metadata,
         )
+        self.scale_offset = scale_offset
+        self.round_before_scale = round_before_scale
         self.activation = activation
         self.implementation = implementation
 
@@ -157,6 +165,8 @@ class LayerNorm(nnx.LayerNorm):
                 image_scale=image_scale,
                 image_shift=image_shift,
                 gate=gate,
+                scale_offset=self.scale_offset,
+                round_before_scale=self.round_before_scale,
                 activation=self.activation,
                 implementation=self.implementation,
             )
@@ -166,6 +176,8 @@ class LayerNorm(nnx.LayerNorm):
             floating(scale, x.dtype),
             floating(bias, x.dtype),
             epsilon=self.epsilon,
+            scale_offset=self.scale_offset,
+            round_before_scale=self.round_before_scale,
             residual=residual,
             pre_bias=pre_bias,
             image_scale=image_scale,
@@ -201,6 +213,8 @@ class RMSNorm(nnx.RMSNorm):
       rngs: gives the initialiser its key.
       scale_metadata: of the scale's `nnx.Param`.
       scale_offset: is added to the scale; 1.0 for checkpoints that store scale - 1, as Gemma's do.
+      round_before_scale: whether the normalised values are rounded to x's dtype before the scale, as in
+        Llama's code; see `jaxfused.layer_norm`.
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
@@ -232,6 +246,7 @@ class RMSNorm(nnx.RMSNorm):
         rngs: nnx.Rngs,
         scale_metadata: Mapping[str, Any] = MappingProxyType({}),
         scale_offset: float = 0.0,
+        round_before_scale: bool = False,
         activation: str | None = None,
         implementation: Implementation | None = None,
     ):
@@ -252,6 +267,7 @@ class RMSNorm(nnx.RMSNorm):
             scale_metadata=scale_metadata,
         )
         self.scale_offset = scale_offset
+        self.round_before_scale = round_before_scale
         self.activation = activation
         self.implementation = implementation
 
@@ -281,6 +297,7 @@ class RMSNorm(nnx.RMSNorm):
                 image_shift=image_shift,
                 gate=gate,
                 scale_offset=self.scale_offset,
+                round_before_scale=self.round_before_scale,
                 activation=self.activation,
                 implementation=self.implementation,
             )
@@ -290,6 +307,7 @@ class RMSNorm(nnx.RMSNorm):
             floating(scale, x.dtype),
             epsilon=self.epsilon,
             scale_offset=self.scale_offset,
+            round_before_scale=self.round_before_scale,
             residual=residual,
             pre_bias=pre_bias,
             image_scale=image_scale,

@@ -37,6 +37,7 @@ class NormOptions:
     scale_offset: float
     pre_activation: str | None
     activation: str | None
+    round_before_scale: bool = False
 
     def keywords(self) -> dict[str, Any]:
         """The options as every implementation takes them."""
@@ -46,6 +47,7 @@ class NormOptions:
             scale_offset=self.scale_offset,
             pre_activation=self.pre_activation,
             activation=self.activation,
+            round_before_scale=self.round_before_scale,
         )
 
 

@@ -43,6 +43,8 @@ def layer_norm(
     bias: jax.Array | None = None,
     *,
     epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    round_before_scale: bool = False,
     image_scale: jax.Array | None = None,
     image_shift: jax.Array | None = None,
     residual: jax.Array | None = None,
@@ -59,7 +61,7 @@ def layer_norm(
         h &= (x + \text{pre\_bias}) \cdot \text{gate} + \text{residual} \\
         u &= \text{pre\_activation}(h) \\
         v &= \frac{u - \operatorname{mean}(u)}{\sqrt{\operatorname{var}(u) + \epsilon}}
-             \cdot \text{scale} + \text{bias} \\
+             \cdot (\text{scale} + \text{scale\_offset}) + \text{bias} \\
         y &= \text{activation}(v \cdot (1 + \text{image\_scale}) + \text{image\_shift})
 
     Every part but the normalisation is optional. Statistics are taken in float32 (float64 for float64
@@ -68,8 +70,14 @@ def layer_norm(
     Args:
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla"); D from 1 up.
       scale: [D], multiplies the normalised values. Any float dtype, as for the other parameters.
-      bias: [D], is added after `scale`.
+        Or of the last axes of x, such as [G, D] for groups that are normed apart (by XLA).
+      bias: like scale, is added after it.
       epsilon: is added to the variance.
+      scale_offset: is added to `scale`; 1.0 for checkpoints that store scale - 1, as those of
+        Gemma's RMSNorm and of Nemotron's LayerNorm do.
+      round_before_scale: whether the normalised values are rounded to x's dtype before scale and
+        bias, as Llama's RMSNorm rounds them and Gemma's and OLMo 2's do not. By Pallas or XLA. Other
+        bits, in 16 bits, for checkpoints whose code does so, and none more accurate.
       image_scale: [*leading, D] for x [*leading, ..., D], such as [B, D] for [B, T, D]: modulates
         each image as an offset from 1, as in the adaptive norm of a diffusion Transformer.
       image_shift: like image_scale, is added after it.
@@ -108,7 +116,9 @@ def layer_norm(
     image_scale, image_shift and gate: Peebles, Xie, "Scalable Diffusion Models with Transformers", 2022,
     https://arxiv.org/abs/2212.09748
     """
-    options = NormOptions("layer_norm", True, epsilon, 0.0, pre_activation, activation)
+    options = NormOptions(
+        "layer_norm", True, epsilon, scale_offset, pre_activation, activation, round_before_scale
+    )
     images = adaptive_norm.Images(image_scale, image_shift, gate)
     return _run(options, x, scale, bias, images, residual, pre_bias, quantize_rows, implementation)
 
@@ -120,6 +130,7 @@ def rms_norm(
     *,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
+    round_before_scale: bool = False,
     image_scale: jax.Array | None = None,
     image_shift: jax.Array | None = None,
     residual: jax.Array | None = None,
@@ -139,10 +150,7 @@ def rms_norm(
              \cdot (\text{scale} + \text{scale\_offset}) + \text{bias} \\
         y &= \text{activation}(v \cdot (1 + \text{image\_scale}) + \text{image\_shift})
 
-    Args:
-      scale_offset: is added to `scale`; 1.0 for checkpoints that store scale - 1, as Gemma's do.
-
-    The other arguments, the result and the errors are those of `layer_norm`.
+    The arguments, the result and the errors are those of `layer_norm`.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused
@@ -152,7 +160,9 @@ def rms_norm(
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019,
     https://arxiv.org/abs/1910.07467
     """
-    options = NormOptions("rms_norm", False, epsilon, scale_offset, pre_activation, activation)
+    options = NormOptions(
+        "rms_norm", False, epsilon, scale_offset, pre_activation, activation, round_before_scale
+    )
     images = adaptive_norm.Images(image_scale, image_shift, gate)
     return _run(options, x, scale, bias, images, residual, pre_bias, quantize_rows, implementation)
 
@@ -163,14 +173,14 @@ def _run(
     x, scale, bias, images, residual, pre_bias = jax.tree.map(
         jnp.asarray, (x, scale, bias, images, residual, pre_bias)
     )
-    _validate(options, x, scale, bias, residual, pre_bias)
+    _validate(options, x, scale, bias, images, residual, pre_bias)
     operands = (x, scale, bias, images, residual, pre_bias)
     if row_dtype is None:
         return _norm_of(options, *operands, implementation)
     row_dtype = check_row_dtype(options.op, "quantize_rows", row_dtype)
     device = dispatch.current_device(x, residual)
-    has_images = any(array is not None for array in images)
-    if not has_images:
+    has_vectors = all(array is None for array in images) and not _of_groups(scale, bias)
+    if has_vectors:
         if quantized_norm.is_one_pass(implementation, device, x, residual):
             return quantized_norm.run(
                 options, x, scale, bias, residual, pre_bias, row_dtype, implementation
@@ -187,7 +197,15 @@ def _norm_of(options, x, scale, bias, images, residual, pre_bias, implementation
             options, x, scale, bias, images, residual, pre_bias, implementation
         )
     device = dispatch.current_device(x, residual)
-    if takes_reference(options.op, implementation, device, x):
+    missing = {}
+    if _of_groups(scale, bias):
+        why = "the kernels have one scale and bias for all groups"
+        missing = {"pallas": why, "cuda": why}
+        scale, bias = (
+            None if a is None else a.reshape((1,) * (x.ndim - a.ndim) + a.shape)
+            for a in (scale, bias)
+        )
+    if takes_reference(options.op, implementation, device, x, missing=missing):
         y, next_residual = reference.layer_norm.norm(
             x, scale, bias, residual, pre_bias, **options.keywords()
         )
@@ -208,7 +226,7 @@ def _norm_of(options, x, scale, bias, images, residual, pre_bias, implementation
     return y if next_residual is None else (y, next_residual)
 
 
-def _validate(options, x, scale, bias, residual, pre_bias) -> None:
+def _validate(options, x, scale, bias, images, residual, pre_bias) -> None:
     op = options.op
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(
@@ -219,12 +237,24 @@ def _validate(options, x, scale, bias, residual, pre_bias) -> None:
     parameters = dict(scale=scale, bias=bias, pre_bias=pre_bias)
     check_floating(op, dict(x=x, residual=residual, **parameters))
     for name, array in parameters.items():
+        if name != "pre_bias" and _of_groups(array) and array.shape == x.shape[-array.ndim :]:
+            continue
         check_shape(op, name, array, (features,), f"x has {features} features in its last axis")
+    if _of_groups(scale, bias) and any(array is not None for array in images):
+        raise ValueError(
+            f"{op}: scale or bias differs from group to group, and image_scale, image_shift or gate"
+            " from image to image; pass one of the two kinds, and apply the other outside."
+        )
     check_shape(op, "residual", residual, x.shape, f"x has shape {x.shape}")
     for name in ("pre_activation", "activation"):
         check_activation(op, getattr(options, name), name)
     for name in ("epsilon", "scale_offset"):
         check_constant(op, name, getattr(options, name))
+
+
+def _of_groups(*parameters: Any) -> bool:
+    """Whether a scale or bias is of several axes: the last ones of x."""
+    return any(array is not None and array.ndim > 1 for array in parameters)
 
 
 # --- gradient -------------------------------------------------------------------------------------
@@ -316,7 +346,8 @@ class _Forward:
         )
 
     def reasons(self, device, x, residual, scale, bias, pre_bias) -> Mapping[str, str | None]:
-        reasons = _reasons(device, x, None if residual is None else residual.dtype)
+        residual_dtype = None if residual is None else residual.dtype
+        reasons = _reasons(self.options, device, x, residual_dtype)
         norm = _costed(self.options, device, x, residual is not None, (scale, bias, pre_bias))
         return _fastest_first(
             reasons,
@@ -352,6 +383,7 @@ class _Forward:
             return self._by_xla(norm, *operands)
         keywords |= dict(save_statistics=self.save_statistics, config=config)
         if implementation == "cuda":
+            del keywords["round_before_scale"]
             return cuda.layer_norm.forward(*operands, **keywords)
         return pallas_layer_norm.forward(
             *operands, **keywords, multiprocessors=device.multiprocessors
@@ -434,7 +466,8 @@ class _Backward:
         del mean, rstd
         batch = math.prod(h.shape[: self.batch_axes])
         has_residual = dnext_residual is not None
-        reasons = _reasons(device, dy, h.dtype if has_residual else None, batch)
+        residual_dtype = h.dtype if has_residual else None
+        reasons = _reasons(self.options, device, dy, residual_dtype, batch)
         norm = _costed(self.options, device, h, has_residual, vectors, batch)
         return _fastest_first(
             reasons,
@@ -462,7 +495,8 @@ class _Backward:
     def on_parts(self, names, call, *operands) -> Results:
         """Of the features that a device has, by XLA."""
         del call
-        return self._gradients(reference.layer_norm.gradient, *operands, names=names)
+        keywords = self.options.keywords()
+        return self._gradients(reference.layer_norm.gradient, *operands, names=names, **keywords)
 
     def run(
         self,
@@ -481,7 +515,11 @@ class _Backward:
             "cuda": cuda.layer_norm.backward,
             "xla": reference.layer_norm.gradient,
         }
-        keywords: dict[str, Any] = {} if implementation == "xla" else {"config": config}
+        keywords: dict[str, Any] = self.options.keywords()
+        if implementation == "cuda":
+            del keywords["round_before_scale"]
+        if implementation != "xla":
+            keywords["config"] = config
         if implementation == "pallas":
             keywords["multiprocessors"] = device.multiprocessors
         operands = (dy, dnext_residual, h, mean, rstd, *vectors)
@@ -497,7 +535,6 @@ class _Backward:
             rstd.reshape(-1),
             *vectors,
             segments=math.prod(batch),
-            **self.options.keywords(),
             **keywords,
         )
         return dx.reshape(h.shape), *(
@@ -511,7 +548,7 @@ class _Backward:
         return call(replace(self, batch_axes=self.batch_axes + 1), *rows, *operands[5:])
 
 
-def _reasons(device, x, residual_dtype, segments=1) -> dict[str, str | None]:
+def _reasons(options, device, x, residual_dtype, segments=1) -> dict[str, str | None]:
     """Why an implementation cannot run rows [..., D], forward or backward."""
     limits = dict(
         compute_capability=device.compute_capability,
@@ -523,7 +560,9 @@ def _reasons(device, x, residual_dtype, segments=1) -> dict[str, str | None]:
     )
     return {
         "pallas": pallas_layer_norm.why_unsupported(**limits),
-        "cuda": cuda.layer_norm.why_unsupported(**limits),
+        "cuda": cuda.layer_norm.why_unsupported(
+            **limits, round_before_scale=options.round_before_scale
+        ),
         "xla": None,
     }
 

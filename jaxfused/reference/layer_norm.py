@@ -28,11 +28,13 @@ def norm(
     scale_offset: float,
     pre_activation: str | None,
     activation: str | None,
+    round_before_scale: bool = False,
     gate: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (y, next_residual) over the last axis; next_residual is None without `residual`.
 
-    The vectors are [D], or [*leading, D]: one for each entry of the first axes of x.
+    The vectors are [D], or [*leading, D]: one for each entry of the first axes of x, where an axis
+    of 1 is shared.
 
     Arithmetic is in float32 (float64 for float64 inputs). The normalisation reads the next residual as
     it was rounded to its dtype, so that a backward that saved it sees the very numbers of the forward.
@@ -48,6 +50,7 @@ def norm(
         scale_offset=scale_offset,
         pre_activation=pre_activation,
         activation=activation,
+        round_before_scale=round_before_scale,
         gate=gate,
     )[:2]
 
@@ -64,6 +67,7 @@ def norm_and_statistics(
     scale_offset: float,
     pre_activation: str | None,
     activation: str | None,
+    round_before_scale: bool = False,
     gate: jax.Array | None = None,
     names: Sequence[str] = (),
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
@@ -92,10 +96,13 @@ def norm_and_statistics(
     if subtract_mean:
         mean = _mean(statistics_of, names)
         u, statistics_of = u - mean, wide() - mean
-    gain = rstd = jax.lax.rsqrt(_mean(statistics_of * statistics_of, names) + epsilon)
-    if scale is not None:
-        gain = rstd * (along_last_axis(scale, u) + scale_offset)
-    y = u * gain
+    rstd = jax.lax.rsqrt(_mean(statistics_of * statistics_of, names) + epsilon)
+    gain = None if scale is None else along_last_axis(scale, u) + scale_offset
+    if round_before_scale:
+        y = _rounded(u * rstd, x.dtype)
+        y = y if gain is None else y * gain
+    else:
+        y = u * (rstd if gain is None else rstd * gain)
     if bias is not None:
         y = y + along_last_axis(bias, y)
     y = activate(activation, y).astype(x.dtype)
@@ -137,14 +144,19 @@ def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array
 
     def rounded(total: jax.Array, residual: jax.Array) -> jax.Array:
         wide = total.astype(compute_dtype) + residual.astype(compute_dtype)
-        bits = jnp.finfo(residual.dtype)
-        if bits.nmant < jnp.finfo(compute_dtype).nmant:
-            wide = jax.lax.reduce_precision(wide, bits.nexp, bits.nmant)
-        return wide.astype(residual.dtype)
+        return _rounded(wide, residual.dtype).astype(residual.dtype)
 
     if total.dtype != residual.dtype:
         return rounded(total, residual)
     return jax.lax.platform_dependent(total, residual, cuda=operator.add, default=rounded)
+
+
+def _rounded(wide: jax.Array, dtype: Any) -> jax.Array:
+    """The values that `dtype` has, still in the wide one: XLA leaves out a conversion and back."""
+    bits = jnp.finfo(dtype)
+    if bits.nmant >= jnp.finfo(wide.dtype).nmant:
+        return wide
+    return jax.lax.reduce_precision(wide, bits.nexp, bits.nmant)
 
 
 def _mean(values: jax.Array, names: Sequence[str]) -> jax.Array:
@@ -181,6 +193,7 @@ def gradient(
     scale_offset: float,
     pre_activation: str | None,
     activation: str | None,
+    round_before_scale: bool = False,
     names: Sequence[str] = (),
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """(dx, dscale, dbias, dpre_bias) of `gradients`, without a gate."""
@@ -201,6 +214,7 @@ def gradient(
         scale_offset=scale_offset,
         pre_activation=pre_activation,
         activation=activation,
+        round_before_scale=round_before_scale,
         names=names,
     )
     return found.x, found.scale, found.bias, found.pre_bias
@@ -224,6 +238,7 @@ def gradients(
     scale_offset: float,
     pre_activation: str | None,
     activation: str | None,
+    round_before_scale: bool = False,
     names: Sequence[str] = (),
 ) -> Gradients:
     """The gradients of rows [M, D], from what a forward has saved.
@@ -246,9 +261,10 @@ def gradients(
     if mean is not None:
         u = u - mean[..., None]
     normalised = u * rstd[..., None]
+    scaled = _rounded(normalised, dy.dtype) if round_before_scale else normalised
     gain = None if scale is None else along_last_axis(scale, total) + scale_offset
     if activation is not None:
-        z = normalised if gain is None else normalised * gain
+        z = scaled if gain is None else scaled * gain
         if bias is not None:
             z = z + along_last_axis(bias, z)
         dz = dz * value_and_slope(activation, z)[1]
@@ -278,7 +294,7 @@ def gradients(
     return Gradients(
         dx.reshape(h.shape).astype(h.dtype),
         None if gate is None else dh.reshape(h.shape).astype(h.dtype),
-        sum_over_rows(dz * normalised, scale),
+        sum_over_rows(dz * scaled, scale),
         sum_over_rows(dz, bias),
         sum_over_rows(dx, pre_bias),
         dgate,

@@ -361,6 +361,13 @@ class _Norm:
     scale_offset: float
     pre_activation: str | None
     activation: str | None
+    round_before_scale: bool
+
+    def scaled(self, normalised: jax.Array, dtype: Any) -> jax.Array:
+        """What the scale multiplies: the normalised values, rounded to x's dtype if so asked."""
+        if not self.round_before_scale:
+            return normalised
+        return normalised.astype(dtype).astype(jnp.float32)
 
 
 class ForwardResults(NamedTuple):
@@ -401,6 +408,7 @@ def forward_results(
     pre_activation: str | None,
     activation: str | None,
     multiprocessors: int,
+    round_before_scale: bool = False,
     gate: jax.Array | None = None,
     segments: int = 1,
     rounding: RowRounding | None = None,
@@ -439,7 +447,9 @@ def forward_results(
         rstd=statistic if save_statistics else None,
         row_scale=None if rounding is None else statistic,
     )
-    norm = _Norm(subtract_mean, epsilon, scale_offset, pre_activation, activation)
+    norm = _Norm(
+        subtract_mean, epsilon, scale_offset, pre_activation, activation, round_before_scale
+    )
     names = tuple(matrices), tuple(vectors), tuple(outputs)
     kernel = _ForwardKernel(norm, tiles, x.dtype, *names, rounding)
     results = plgpu.kernel(
@@ -586,6 +596,7 @@ class _ForwardWarpgroup:
     def _scaled(self, y: jax.Array, chunk: int) -> jax.Array:
         """The result from the normalised values."""
         norm = self.kernel.norm
+        y = norm.scaled(y, self.kernel.dtype)
         if "scale" in self.parameters:
             y *= self.parameters["scale"](chunk) + norm.scale_offset
         if "bias" in self.parameters:
@@ -646,6 +657,7 @@ def gradients(
     pre_activation: str | None,
     activation: str | None,
     multiprocessors: int,
+    round_before_scale: bool = False,
     config: RowConfig | None = None,
 ) -> Gradients:
     """The gradients, those of the vectors float32 [segments, D] for `segments` equal runs of rows.
@@ -695,7 +707,9 @@ def gradients(
         if sums
         else None,
     )
-    norm = _Norm(subtract_mean, epsilon, scale_offset, pre_activation, activation)
+    norm = _Norm(
+        subtract_mean, epsilon, scale_offset, pre_activation, activation, round_before_scale
+    )
     kernel = _BackwardKernel(
         norm,
         tiles,
@@ -843,7 +857,7 @@ class _BackwardWarpgroup:
         products, gradients = [], []
         for chunk in range(tiles.config.chunks):
             _, v, dz, g = block(chunk)
-            add("scale", chunk, dz * v)
+            add("scale", chunk, dz * norm.scaled(v, kernel.dtype))
             add("bias", chunk, dz)
             products.append(g * v)
             gradients.append(g)
@@ -885,7 +899,8 @@ class _BackwardWarpgroup:
         if "scale" in parameters:
             gain = parameters["scale"](chunk) + norm.scale_offset
         if norm.activation is not None:
-            z = v if gain is None else v * gain
+            z = norm.scaled(v, self.kernel.dtype)
+            z = z if gain is None else z * gain
             if "bias" in parameters:
                 z += parameters["bias"](chunk)
             dz *= derivative(norm.activation, z)

@@ -51,6 +51,7 @@ class Case:
     activation: str | None = None
     epsilon: float = 1e-6
     scale_offset: float = 0.0
+    round_before_scale: bool = False
     parameter_dtype: str | None = None
     """None for x's dtype."""
     residual_dtype: str | None = None
@@ -92,18 +93,18 @@ class Case:
 
     def call(self, x, scale, bias, residual, pre_bias, *, implementation: str | None = None):
         """(y, next_residual or None) by the public function."""
-        offset = {"scale_offset": self.scale_offset} if self.op == "rms_norm" else {}
         result = getattr(jaxfused, self.op)(
             x,
             scale,
             bias,
             epsilon=self.epsilon,
+            scale_offset=self.scale_offset,
+            round_before_scale=self.round_before_scale,
             residual=residual,
             pre_bias=pre_bias,
             pre_activation=self.pre_activation,
             activation=self.activation,
             implementation=implementation,
-            **offset,
         )
         return (result, None) if residual is None else result
 
@@ -214,6 +215,8 @@ OPTIONS = (
     Case("everything_without_parameters", (5, 768), scale=False, bias=False, **_EVERYTHING),
     Case("rms_everything", (37, 768), "rms_norm", scale_offset=1.0, **_EVERYTHING),
     Case("rms_everything_odd", (37, 333), "rms_norm", scale_offset=1.0, **_EVERYTHING),
+    Case("rounded_everything", (37, 768), scale_offset=1.0, round_before_scale=True, **_EVERYTHING),
+    Case("rms_rounded", (13, 1024), "rms_norm", bias=False, round_before_scale=True),
     Case("rms_residual", (13, 4096), "rms_norm", bias=False, residual=True),
     Case("rms_no_parameters", (5, 768), "rms_norm", scale=False, bias=False),
 )
