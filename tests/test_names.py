@@ -1,6 +1,7 @@
 """jaxfused.linen and jaxfused.nnx in the place of flax.linen and flax.nnx, and which layers are ours."""
 
 import functools
+import importlib
 import subprocess
 import sys
 
@@ -35,6 +36,41 @@ def test_every_name_of_flax_is_there(ours, flaxs):
     assert not missing
     with pytest.raises(AttributeError, match=r"no attribute 'Dence', and neither has flax"):
         _ = ours.Dence
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from jaxfused.linen import *; compact, Dense, relu, max_pool",
+        "from jaxfused.nnx import *; Module, Linear, Rngs, max_pool",
+        "from jaxfused.linen.initializers import orthogonal",
+        "import jaxfused.linen.initializers",
+        "from jaxfused.linen import partitioning",
+        "from jaxfused.linen.partitioning import ScanIn",
+        "from jaxfused.linen.spmd import with_logical_constraint",
+        "from jaxfused.linen.attention import make_causal_mask",
+        "from jaxfused.nnx.nn.linear import Linear, Embed",
+        "import jaxfused.nnx.bridge",
+        "from jaxfused.nnx.bridge.variables import with_partitioning",
+    ],
+)
+def test_imports_as_of_flax(line):
+    exec(line.replace("jaxfused", "flax"), {})
+    exec(line, {})
+
+
+def test_submodules_hold_our_layers_and_leave_those_of_flax():
+    linear = importlib.import_module("jaxfused.nnx.nn.linear")
+    normalization = importlib.import_module("jaxfused.linen.normalization")
+    assert linear.Linear is jaxfused.nnx.Linear is jaxfused.nnx.nn.linear.Linear
+    assert linear.Embed is flax.nnx.Embed
+    assert normalization.LayerNorm is jaxfused.linen.LayerNorm
+    assert flax.nnx.nn.linear.Linear is flax.nnx.Linear is not jaxfused.nnx.Linear
+    assert flax.linen.normalization.LayerNorm is flax.linen.LayerNorm
+    everything = {}
+    exec("from jaxfused.nnx import *", everything)
+    assert everything["Linear"] is jaxfused.nnx.Linear
+    assert everything["Embed"] is flax.nnx.Embed
 
 
 @pytest.mark.exhaustive

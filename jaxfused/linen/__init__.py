@@ -4,7 +4,7 @@ What an operator cannot serve, such as a mask of a norm, runs Flax's own code: e
 arguments, and `jaxfused.explain` lists such calls of a program.
 
 Every other name of `flax.linen` is here too, and is Flax's own: `import jaxfused.linen as nn` is all
-that changes in a model.
+that changes in a model, and its submodules may be imported as Flax's: `jaxfused.linen.spmd`.
 """
 
 from typing import Any
@@ -37,10 +37,13 @@ from jaxfused.linen.rope import RotaryEmbedding as RotaryEmbedding
 from jaxfused.linen.separable_conv import SeparableConv as SeparableConv
 from jaxfused.linen.transformer_block import TransformerBlock as TransformerBlock
 from jaxfused.linen.upsample import Upsample as Upsample
+from jaxfused.modules.flax_submodules import mirror as _mirror
 from jaxfused.modules.pooling import avg_pool as avg_pool
 from jaxfused.modules.pooling import max_pool as max_pool
 
 dot_product_attention = attention_fn
+
+__all__ = _mirror(__name__, _flax)
 
 
 def __getattr__(name: str) -> Any:

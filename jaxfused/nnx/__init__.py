@@ -4,13 +4,14 @@ What an operator cannot serve, such as a mask of a norm, runs Flax's own code: e
 arguments, and `jaxfused.explain` lists such calls of a program.
 
 Every other name of `flax.nnx` is here too, and is Flax's own: `import jaxfused.nnx as nnx` is all that
-changes in a model.
+changes in a model, and its submodules may be imported as Flax's: `jaxfused.nnx.spmd`.
 """
 
 from typing import Any
 
 from flax import nnx as _flax
 
+from jaxfused.modules.flax_submodules import mirror as _mirror
 from jaxfused.modules.pooling import avg_pool as avg_pool
 from jaxfused.modules.pooling import max_pool as max_pool
 from jaxfused.nnx.attention import MultiHeadAttention as MultiHeadAttention
@@ -39,6 +40,8 @@ from jaxfused.nnx.transformer_block import TransformerBlock as TransformerBlock
 from jaxfused.nnx.upsample import Upsample as Upsample
 
 dot_product_attention = attention_fn
+
+__all__ = _mirror(__name__, _flax)
 
 
 def __getattr__(name: str) -> Any:
