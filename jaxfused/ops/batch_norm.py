@@ -135,23 +135,30 @@ def batch_norm(
     check_activation(op, activation)
     check_mask(op, mask_gradient, activation)
     device = dispatch.current_device(x, residual)
-    why_xla = _why_xla(x, training, axis_name)
+    unable = _why_xla(x, training, axis_name)
     missing = {"pallas": group_norm.why_no_pallas(op)}
-    if why_xla is not None:
-        missing["cuda"] = why_xla
-    if not takes_reference(op, implementation, device, x, missing=missing):
+    if unable is not None:
+        missing["cuda"] = unable
+    why_xla = group_norm.why_few(reference.batch_norm.values_of_a_channel(x))
+    if not takes_reference(op, implementation, device, x, missing=missing, why_xla=why_xla):
         options = group_norm.Options(op, epsilon, activation)
         run = Runner(implementation, device)
         return _over_batch(run, options, not mask_gradient, x, residual, scale, bias, statistics)
 
-    if mean is None:
-        mean, var = reference.batch_norm.batch_statistics(
-            x, axis_name=axis_name, axis_index_groups=axis_index_groups
+    if mean is None or var is None:
+        return reference.batch_norm.of_batch(
+            x,
+            scale,
+            bias,
+            residual,
+            epsilon=epsilon,
+            activation=activation,
+            axis_name=axis_name,
+            axis_index_groups=axis_index_groups,
         )
-    y = reference.batch_norm.norm(
+    return reference.batch_norm.norm(
         x, scale, bias, residual, mean, var, epsilon=epsilon, activation=activation
     )
-    return (y, mean, var) if training else y
 
 
 def _why_xla(x: jax.Array, training: bool, axis_name: Hashable) -> str | None:

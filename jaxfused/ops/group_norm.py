@@ -26,6 +26,8 @@ from jaxfused.ops.validation import (
     check_floating,
     check_shape,
 )
+from jaxfused.reference.group_norm import values_of_a_group
+from jaxfused.reference.moments import is_few
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.checkpoint_names import named
 
@@ -107,7 +109,8 @@ def group_norm(
     check_mask(op, mask_gradient, activation)
     scale, bias = _modulated(x, scale, bias, image_scale, image_shift)
     device = dispatch.current_device(x, residual)
-    if takes_reference(op, implementation, device, x, missing={"pallas": why_no_pallas(op)}):
+    missing, why_xla = {"pallas": why_no_pallas(op)}, why_few(values_of_a_group(x, num_groups))
+    if takes_reference(op, implementation, device, x, missing=missing, why_xla=why_xla):
         return reference.group_norm.norm(
             x, scale, bias, residual, num_groups=num_groups, epsilon=epsilon, activation=activation
         )
@@ -659,6 +662,13 @@ _OUR_MEGABYTE, _XLA_MEGABYTE = 0.25, 0.3
 _GAIN = 0.85
 """The kernels come first where they are expected to take at most this part of XLA's time: the estimate
 of small images is off by as much."""
+
+
+def why_few(values: Any) -> str | None:
+    """Why a norm over so few values is left to XLA unless a kernel is named, or None."""
+    if not is_few(values):
+        return None
+    return f"it is over {values} values, of which XLA's own gradient is the most exact"
 
 
 def why_no_pallas(op: str) -> str:

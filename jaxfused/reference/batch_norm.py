@@ -1,13 +1,15 @@
 """batch_norm in plain jax.numpy, and its folding into the weights of the layer before it."""
 
+import math
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfused.reference.group_norm import STATISTICS, save_statistics
-from jaxfused.reference.moments import parts_of, settled, shifted_moments
+from jaxfused.reference.group_norm import STATISTICS, saving_statistics
+from jaxfused.reference.moments import normalised_pairs, parts_of, settled, shifted_moments
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 from jaxfused.semantics.activation import activate
 
@@ -32,13 +34,40 @@ def batch_statistics(
             mean = jax.lax.pmean(mean, axis_name, axis_index_groups=axis_index_groups)
         return checkpoint_name(mean, STATISTICS)
 
-    @save_statistics
+    @saving_statistics(values_of_a_channel(x))
     def statistics(x):
         x = x.astype(accumulator_dtype(x.dtype))
         mean = mean_of(x)
         return mean, mean_of(jnp.square(x - along_last_axis(mean, x)))
 
     return statistics(x)
+
+
+def values_of_a_channel(x: Any) -> int:
+    """How many values of x [..., C] a channel has."""
+    return math.prod(x.shape[:-1])
+
+
+def of_batch(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    epsilon: float,
+    activation: str | None,
+    axis_name: Hashable | tuple[Hashable, ...] | None,
+    axis_index_groups: Sequence[Sequence[int]] | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(y, mean, variance) of [..., C], normalised by its own statistics."""
+    mean, var = batch_statistics(x, axis_name=axis_name, axis_index_groups=axis_index_groups)
+    if values_of_a_channel(x) == 2 and axis_name is None:
+        pairs = x.astype(accumulator_dtype(x.dtype)).reshape(2, x.shape[-1])
+        y = normalised_pairs(pairs, 0, epsilon).reshape(x.shape)
+        y = y if scale is None else y * along_last_axis(scale, y)
+        return _finish(y, bias, residual, activation).astype(x.dtype), mean, var
+    y = norm(x, scale, bias, residual, mean, var, epsilon=epsilon, activation=activation)
+    return y, mean, var
 
 
 def norm_and_statistics(
@@ -87,18 +116,23 @@ def norm(
     """Normalises [..., C] by the statistics [C]."""
     compute_dtype = accumulator_dtype(x.dtype)
 
-    @save_statistics
+    @saving_statistics(values_of_a_channel(x))
     def apply(x, scale, bias, residual, mean, var):
         factor = channel_factor(scale, var.astype(compute_dtype), epsilon)
         y = x.astype(compute_dtype)
         y = (y - along_last_axis(mean, y)) * along_last_axis(factor, y)
-        if bias is not None:
-            y = y + along_last_axis(bias, y)
-        if residual is not None:
-            y = y + residual.astype(compute_dtype)
-        return activate(activation, y).astype(x.dtype)
+        return _finish(y, bias, residual, activation).astype(x.dtype)
 
     return apply(x, scale, bias, residual, mean, var)
+
+
+def _finish(
+    y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, activation: str | None
+) -> jax.Array:
+    """What follows the scale."""
+    y = y if bias is None else y + along_last_axis(bias, y)
+    y = y if residual is None else y + residual.astype(y.dtype)
+    return activate(activation, y)
 
 
 def channel_factor(scale: jax.Array | None, var: jax.Array, epsilon: float) -> jax.Array:

@@ -3,12 +3,19 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfused.reference.moments import parts_of, settled, shifted_moments
+from jaxfused.reference.moments import (
+    is_few,
+    normalised_pairs,
+    parts_of,
+    settled,
+    shifted_moments,
+)
 from jaxfused.reference.product import parts_of_rows
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate, value_and_slope
@@ -20,6 +27,16 @@ save_statistics = functools.partial(
     jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(STATISTICS)
 )
 """Wraps a norm so that its backward keeps the inputs and statistics, not the normalised x in float32."""
+
+
+def saving_statistics(values: Any) -> Callable[..., Any]:
+    """`save_statistics` for norms over so many values, or nothing for few: see `FEW_VALUES`."""
+    return (lambda norm: norm) if is_few(values) else save_statistics
+
+
+def values_of_a_group(x: Any, num_groups: int) -> int:
+    """Over how many values a norm of x [B, ..., C] is taken."""
+    return math.prod(x.shape[1:]) // num_groups
 
 
 def norm(
@@ -36,9 +53,16 @@ def norm(
 
     Scale and bias are [C], or [B, C] for each image.
     """
+    values = values_of_a_group(x, num_groups)
 
-    @save_statistics
+    @saving_statistics(values)
     def apply(x, scale, bias, residual):
+        if values == 2:
+            groups = _groups(x, num_groups)
+            by_pixel = groups.reshape(len(x), -1, *groups.shape[-2:])
+            y = normalised_pairs(by_pixel, 1 if by_pixel.shape[1] == 2 else 3, epsilon)
+            y = _affine(y.reshape(x.shape), residual, scale, bias)
+            return activate(activation, y).astype(x.dtype)
         return norm_and_statistics(
             x,
             residual,

@@ -6,8 +6,10 @@ costs the logarithm of k^2 of float32's 24 bits; it adds to the variance itself,
 the number of values, whatever these are.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,38 @@ def shifted_moments(
     # Of deviations that both means share XLA would often write an array first: these are two.
     variance = mean_of(jnp.square(near - values)) - jnp.square(mean)
     return near + mean, jnp.maximum(variance, 0.0)
+
+
+FEW_VALUES = 16
+"""The gradient through so few values is what a cancellation leaves, which a rounding of x may change by
+a tenth. Such a gradient reads no rounded x again: XLA may then keep the bits of what made x through the
+norm and back, as it does in the same lines of jax.numpy."""
+
+
+def is_few(values: Any) -> bool:
+    """Whether a norm is over few values; of a number that is not known it is not."""
+    return isinstance(values, int) and values <= FEW_VALUES
+
+
+def normalised_pairs(x: jax.Array, axis: int, epsilon: float) -> jax.Array:
+    """Normalises pairs of values, which are along `axis`.
+
+    They lie half of their difference above and below the mean, and what is left of their gradient once
+    its parts along the mean and along the deviations are taken off is `epsilon` of it.
+    """
+    return _normalised_deviation(epsilon, (x - jnp.flip(x, axis)) / 2)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _normalised_deviation(epsilon: float, deviation: jax.Array) -> jax.Array:
+    return deviation * jax.lax.rsqrt(jnp.square(deviation) + epsilon)
+
+
+@_normalised_deviation.defjvp
+def _normalised_deviation_jvp(epsilon, primals, tangents):
+    (deviation,), (tangent,) = primals, tangents
+    rstd = jax.lax.rsqrt(jnp.square(deviation) + epsilon)
+    return _normalised_deviation(epsilon, deviation), tangent * (epsilon * rstd * rstd * rstd)
 
 
 _FEW = 512, 4096

@@ -17,6 +17,7 @@ from jaxfused.fuse.algebra import between, core, is_reshape, is_transparent, vie
 from jaxfused.fuse.channels import why_no_channels_first
 from jaxfused.fuse.constants import scalar
 from jaxfused.fuse.graph import Node, Value
+from jaxfused.fuse.recognisers.batch_norm import widened
 from jaxfused.fuse.recognisers.image_norm import Match
 from jaxfused.fuse.recognisers.product import residual_of
 from jaxfused.fuse.site import Book, Site, leaking
@@ -159,7 +160,7 @@ def _join_batch_norm(book: Book, site: Site) -> None:
     count = len(site.inputs)
 
     def call(*arrays: jax.Array) -> Sequence[jax.Array]:
-        y, statistics = site.call(*arrays[:count], statistics=True)
+        y, statistics = site.call(*widened(found, arrays[:count]), statistics=True)
         return norm.call(y, *arrays[count:], statistics=statistics)
 
     joined = Site(
