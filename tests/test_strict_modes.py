@@ -141,7 +141,7 @@ def _(dtype):
 @case("batch_norm", "inference")
 def _(dtype):
     def f(x, scale, bias, mean, var):
-        return jaxfused.batch_norm(x, scale, bias, mean=mean, var=jnp.square(var))
+        return jaxfused.batch_norm(x, scale, bias, mean=mean, var=jnp.square(jnp.asarray(var)))
 
     return f, (normal(0, B, T, D, dtype=dtype), *(normal(i, D) for i in range(1, 5)))
 
@@ -150,7 +150,7 @@ def _(dtype):
 def _(dtype):
     def f(w, bias, mean, var, scale):
         return jaxfused.fold_batch_norm(
-            w, bias, mean=mean, var=jnp.square(var), norm_scale=scale, norm_bias=scale
+            w, bias, mean=mean, var=jnp.square(jnp.asarray(var)), norm_scale=scale, norm_bias=scale
         )
 
     return f, (normal(0, 3, 4, D, dtype=dtype), *(normal(i, D) for i in range(1, 5)))
@@ -382,7 +382,8 @@ def _(dtype):
 @case("softmax_cross_entropy", "soft")
 def _(dtype):
     def f(logits, labels):
-        return jaxfused.softmax_cross_entropy(logits, jax.nn.softmax(labels), reduction="none")
+        labels = jax.nn.softmax(jnp.asarray(labels))
+        return jaxfused.softmax_cross_entropy(logits, labels, reduction="none")
 
     return f, (normal(0, T, D, dtype=dtype), normal(1, T, D))
 

@@ -19,7 +19,7 @@ from jaxfused.ops import attention_float32, dropout
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.linear import allows_tf32
-from jaxfused.ops.validation import check_floating, check_shape, check_soft_cap
+from jaxfused.ops.validation import as_arrays, check_floating, check_shape, check_soft_cap
 from jaxfused.semantics.checkpoint_names import named
 from jaxfused.semantics.mask import EMPTY_LSE, Mask
 from pallas_kernels.attention import attention as pallas_attention
@@ -122,7 +122,7 @@ def dot_product_attention(
     cap: Gemma Team, "Gemma 2", 2024, https://arxiv.org/abs/2408.00118; sinks: OpenAI, "gpt-oss-120b
     & gpt-oss-20b Model Card", 2025, https://arxiv.org/abs/2508.10925
     """
-    query, key, value, bias, sinks = jax.tree.map(jnp.asarray, (query, key, value, bias, sinks))
+    query, key, value, bias, sinks = as_arrays(query, key, value, bias, sinks)
     has_batch = query.ndim != 3
     if not has_batch:
         query, key, value = (a[None] if a.ndim == 3 else a for a in (query, key, value))

@@ -17,6 +17,7 @@ from jaxfused.ops import group_norm
 from jaxfused.ops.kernel_call import Runner, takes_reference
 from jaxfused.ops.rectified import check_mask
 from jaxfused.ops.validation import (
+    as_arrays,
     check_activation,
     check_constant,
     check_floating,
@@ -96,9 +97,7 @@ def batch_norm(
     Source: Ioffe, Szegedy, "Batch Normalization", 2015, https://arxiv.org/abs/1502.03167
     """
     op = "batch_norm"
-    x, scale, bias, mean, var, residual = jax.tree.map(
-        jnp.asarray, (x, scale, bias, mean, var, residual)
-    )
+    x, scale, bias, mean, var, residual = as_arrays(x, scale, bias, mean, var, residual)
     check_floating(op, dict(x=x, scale=scale, bias=bias, mean=mean, var=var, residual=residual))
     if x.ndim == 0:
         raise ValueError(f"{op}: x is a scalar; pass x of shape [..., channels].")
@@ -122,6 +121,9 @@ def batch_norm(
             f"{op}: axis_name={axis_name!r} was passed with mean and var, but then no statistics are"
             " taken; leave out axis_name."
         )
+    if statistics is not None:
+        mean_of_x, var_of_x = as_arrays(*statistics)
+        statistics = mean_of_x, var_of_x
     for name, array in zip(("mean", "variance"), statistics or (), strict=False):
         rule = f"x has {channels} channels in its last axis"
         check_shape(op, f"the {name} of statistics", array, (channels,), rule)
@@ -317,9 +319,7 @@ def fold_batch_norm(
     Integer-Arithmetic-Only Inference", 2017, https://arxiv.org/abs/1712.05877
     """
     op = "fold_batch_norm"
-    w, bias, mean, var, norm_scale, norm_bias = jax.tree.map(
-        jnp.asarray, (w, bias, mean, var, norm_scale, norm_bias)
-    )
+    w, bias, mean, var, norm_scale, norm_bias = as_arrays(w, bias, mean, var, norm_scale, norm_bias)
     vectors = dict(bias=bias, mean=mean, var=var, norm_scale=norm_scale, norm_bias=norm_bias)
     check_floating(op, dict(w=w, **vectors))
     if w.ndim == 0:

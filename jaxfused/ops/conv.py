@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops import dense_conv, depthwise_conv, enlarging_conv, fourier_conv
-from jaxfused.ops.conv_input import Concatenated, ConvInput, as_array, check_parts
+from jaxfused.ops.conv_input import Concatenated, ConvInput, as_array, as_input, check_parts
 from jaxfused.ops.kernel_call import Runner, takes_reference
 from jaxfused.ops.rectified import Rectified
-from jaxfused.ops.validation import check_activation, check_floating, check_shape
+from jaxfused.ops.validation import as_arrays, check_activation, check_floating, check_shape
 
 Padding = str | int | Sequence[int | tuple[int, int]]
 _NAMED_PADDINGS = ("SAME", "SAME_LOWER", "VALID", "CIRCULAR", "REFLECT", "CAUSAL")
@@ -119,11 +118,12 @@ def conv(
     arguments are those of `flax.linen.Conv`.
     """
     op = "conv"
+    x = as_input(x)
     rectified = isinstance(x, Rectified)
     if isinstance(x, Concatenated):
         check_parts(x)
     values = x.values if isinstance(x, Rectified) else as_array(x)
-    values, w, bias, residual = jax.tree.map(jnp.asarray, (values, w, bias, residual))
+    w, bias, residual = as_arrays(w, bias, residual)
     check_floating(op, dict(x=values, w=w, bias=bias, residual=residual))
     check_activation(op, activation)
     _check_kernel(values, w, feature_group_count)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.ops.rectified import Rectified
+from jaxfused.ops.validation import as_arrays
 
 
 @jax.tree_util.register_dataclass
@@ -72,8 +73,12 @@ def as_array(x: ConvInput) -> jax.Array:
 
 
 def as_input(x: Any) -> ConvInput:
-    """What a layer was called with, other arrays as JAX's."""
-    return x if isinstance(x, Rectified | Concatenated) else jnp.asarray(x)
+    """What an operator or a layer was called with, other arrays as JAX's."""
+    if isinstance(x, Rectified):
+        return Rectified(jnp.asarray(x.values))
+    if isinstance(x, Concatenated):
+        return Concatenated(*as_arrays(*x.parts))
+    return jnp.asarray(x)
 
 
 def check_parts(x: Concatenated) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.conv import conv, for_each_axis
-from jaxfused.ops.validation import check_floating
+from jaxfused.ops.validation import as_arrays, check_floating
 
 
 def conv_transpose(
@@ -74,7 +74,7 @@ def conv_transpose(
     Source: Zeiler et al., "Deconvolutional Networks", 2010; the arguments are those of
     `jax.lax.conv_transpose`.
     """
-    x, w = jnp.asarray(x), jnp.asarray(w)
+    x, w = as_arrays(x, w)
     check_floating("conv_transpose", dict(x=x, w=w))
     if x.ndim < 3 or w.ndim != x.ndim:
         raise ValueError(

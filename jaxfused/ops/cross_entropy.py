@@ -16,7 +16,13 @@ from jax import lax
 
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
-from jaxfused.ops.validation import check_constant, check_floating, check_shape, check_soft_cap
+from jaxfused.ops.validation import (
+    as_arrays,
+    check_constant,
+    check_floating,
+    check_shape,
+    check_soft_cap,
+)
 from jaxfused.reference.cross_entropy import (
     ELSEWHERE,
     IGNORED,
@@ -109,7 +115,7 @@ def softmax_cross_entropy(
     https://arxiv.org/abs/2408.00118
     """
     op = "softmax_cross_entropy"
-    logits, labels, weights = jax.tree.map(jnp.asarray, (logits, labels, weights))
+    logits, labels, weights = as_arrays(logits, labels, weights)
     check_floating(op, dict(logits=logits, weights=weights))
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(

@@ -20,6 +20,7 @@ from jaxfused.ops.batching import (
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, takes_reference
 from jaxfused.ops.rectified import check_mask, masked_gradient
 from jaxfused.ops.validation import (
+    as_arrays,
     check_activation,
     check_constant,
     check_count,
@@ -98,8 +99,8 @@ def group_norm(
     image_shift: Perez et al., "FiLM", 2017, https://arxiv.org/abs/1709.07871
     """
     op = "group_norm"
-    x, scale, bias, image_scale, image_shift, residual = jax.tree.map(
-        jnp.asarray, (x, scale, bias, image_scale, image_shift, residual)
+    x, scale, bias, image_scale, image_shift, residual = as_arrays(
+        x, scale, bias, image_scale, image_shift, residual
     )
     num_groups = _validate(
         x, scale, bias, image_scale, image_shift, residual, num_groups, group_size

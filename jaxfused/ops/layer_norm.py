@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops import adaptive_norm, layer_norm_costs, quantized_norm
@@ -26,6 +25,7 @@ from jaxfused.ops.kernel_call import (
 )
 from jaxfused.ops.quantize_rows import check_row_dtype
 from jaxfused.ops.validation import (
+    as_arrays,
     check_activation,
     check_constant,
     check_floating,
@@ -170,9 +170,8 @@ def rms_norm(
 def _run(
     options, x, scale, bias, images, residual, pre_bias, row_dtype, implementation
 ) -> Output | quantized_norm.QuantizedOutput:
-    x, scale, bias, images, residual, pre_bias = jax.tree.map(
-        jnp.asarray, (x, scale, bias, images, residual, pre_bias)
-    )
+    x, scale, bias, residual, pre_bias = as_arrays(x, scale, bias, residual, pre_bias)
+    images = adaptive_norm.Images(*as_arrays(*images))
     _validate(options, x, scale, bias, images, residual, pre_bias)
     operands = (x, scale, bias, images, residual, pre_bias)
     if row_dtype is None:

@@ -20,7 +20,7 @@ from jaxfused.ops.kernel_call import (
     takes_reference,
 )
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
-from jaxfused.ops.validation import check_activation, check_floating, check_shape
+from jaxfused.ops.validation import as_arrays, check_activation, check_floating, check_shape
 from jaxfused.ops.weight_gradient import (
     WeightGradients,
     weight_and_bias_gradients,
@@ -84,7 +84,7 @@ def linear(
     Source: the affine layer, as `flax.linen.Dense` has it.
     """
     op = "linear"
-    x, w, bias, residual = jax.tree.map(jnp.asarray, (x, w, bias, residual))
+    x, w, bias, residual = as_arrays(x, w, bias, residual)
     check_floating(op, dict(x=x, w=w, bias=bias, residual=residual))
     check_activation(op, activation)
     check_affine(op, x, "w", w, "bias", bias)

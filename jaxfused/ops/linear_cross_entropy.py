@@ -32,7 +32,7 @@ from jaxfused.ops.cross_entropy import (
 )
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
 from jaxfused.ops.linear import check_affine
-from jaxfused.ops.validation import check_count, check_floating
+from jaxfused.ops.validation import as_arrays, check_count, check_floating
 from jaxfused.reference.cross_entropy import (
     Options,
     Pulls,
@@ -104,7 +104,7 @@ def linear_softmax_cross_entropy(
     https://arxiv.org/abs/2410.10989 (logits turned into their gradient by chunks)
     """
     op = "linear_softmax_cross_entropy"
-    x, w, labels, bias, weights = jax.tree.map(jnp.asarray, (x, w, labels, bias, weights))
+    x, w, labels, bias, weights = as_arrays(x, w, labels, bias, weights)
     check_floating(op, dict(x=x, w=w, bias=bias, weights=weights))
     check_affine(op, x, "w", w, "bias", bias)
     features = w.shape[1]

@@ -35,7 +35,7 @@ from jaxfused.ops.linear import (
     weights_for,
 )
 from jaxfused.ops.product_choice import Passes, is_modelled
-from jaxfused.ops.validation import check_activation, check_floating, check_shape
+from jaxfused.ops.validation import as_arrays, check_activation, check_floating, check_shape
 from jaxfused.ops.weight_gradient import (
     weight_and_bias_gradients,
     weight_gradient,
@@ -117,7 +117,7 @@ def mlp(
     https://arxiv.org/abs/1706.03762
     """
     op = "mlp"
-    x, w1, b1, w2, b2, residual = jax.tree.map(jnp.asarray, (x, w1, b1, w2, b2, residual))
+    x, w1, b1, w2, b2, residual = as_arrays(x, w1, b1, w2, b2, residual)
     check_floating(op, dict(x=x, w1=w1, b1=b1, w2=w2, b2=b2, residual=residual))
     check_affine(op, x, "w1", w1, "b1", b1)
     _check_second_layer(op, x, w1.shape[1], "w2", w2, "b2", b2, residual)
@@ -214,8 +214,8 @@ def gated_mlp(
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202
     """
     op = "gated_mlp"
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, residual = jax.tree.map(
-        jnp.asarray, (x, w_gate, w_up, w_down, b_gate, b_up, b_down, residual)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, residual = as_arrays(
+        x, w_gate, w_up, w_down, b_gate, b_up, b_down, residual
     )
     arrays = dict(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
     check_floating(op, arrays | dict(b_gate=b_gate, b_up=b_up, b_down=b_down, residual=residual))

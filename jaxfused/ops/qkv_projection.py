@@ -17,7 +17,7 @@ from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.linear import check_affine
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.rope import batch_tables, check_tables, rope, ungrouped
-from jaxfused.ops.validation import check_constant, check_floating, check_shape
+from jaxfused.ops.validation import as_arrays, check_constant, check_floating, check_shape
 from jaxfused.ops.weight_gradient import weight_and_bias_gradients, weight_gradients
 from jaxfused.reference.product import product, side_by_side, unshared
 from jaxfused.semantics.checkpoint_names import named
@@ -95,9 +95,7 @@ def qkv_projection(
     Billion Parameters", 2023, https://arxiv.org/abs/2302.05442; for the rotation see `rope`.
     """
     op = "qkv_projection"
-    x, w, bias, q_scale, k_scale, cos, sin = jax.tree.map(
-        jnp.asarray, (x, w, bias, q_scale, k_scale, cos, sin)
-    )
+    x, w, bias, q_scale, k_scale, cos, sin = as_arrays(x, w, bias, q_scale, k_scale, cos, sin)
     key_heads = heads if key_heads is None else key_heads
     check_floating(op, {"x": x, "w": w, "bias": bias, "q_scale": q_scale, "k_scale": k_scale})
     if x.ndim < 2:

@@ -15,7 +15,7 @@ from jaxfused.ops import dense_conv
 from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.product_choice import is_modelled
-from jaxfused.ops.validation import check_activation, check_floating, check_shape
+from jaxfused.ops.validation import as_arrays, check_activation, check_floating, check_shape
 from jaxfused.quantization.quantized_array import (
     QuantizedArray,
     as_operand,
@@ -83,7 +83,7 @@ def quantized_conv(
     Integer-Arithmetic-Only Inference", 2017, https://arxiv.org/abs/1712.05877
     """
     op = "quantized_conv"
-    bias, residual = jax.tree.map(jnp.asarray, (bias, residual))
+    bias, residual = as_arrays(bias, residual)
     check_floating(op, dict(bias=bias, residual=residual))
     check_activation(op, activation)
     x, w, array, size = _operands(op, x, w, kernel_size, feature_group_count)

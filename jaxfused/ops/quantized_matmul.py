@@ -25,7 +25,7 @@ from jaxfused.ops.linear import (
     resolve_out_dtype,
 )
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
-from jaxfused.ops.validation import check_activation, check_floating
+from jaxfused.ops.validation import as_arrays, check_activation, check_floating
 from jaxfused.ops.weight_gradient import sum_rows
 from jaxfused.quantization.quantized_array import (
     FORMATS,
@@ -102,7 +102,7 @@ def quantized_matmul(
     Source: Dettmers et al., "LLM.int8()", 2022, https://arxiv.org/abs/2208.07339
     """
     op = "quantized_matmul"
-    bias, residual = jax.tree.map(jnp.asarray, (bias, residual))
+    bias, residual = as_arrays(bias, residual)
     check_floating(op, dict(bias=bias, residual=residual))
     check_activation(op, activation)
     if scale_gradient:

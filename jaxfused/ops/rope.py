@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
-from jaxfused.ops.validation import check_floating, check_shape
+from jaxfused.ops.validation import as_arrays, check_floating, check_shape
 from jaxfused.reference.promotion import along_last_axis
 from jaxfused.semantics.rope_scaling import RopeScaling
 from pallas_kernels.rows import rope as pallas_rope
@@ -83,7 +83,7 @@ def rope(
     Source: Su et al., "RoFormer", 2021, https://arxiv.org/abs/2104.09864
     """
     op = "rope"
-    q, k, positions, cos, sin = jax.tree.map(jnp.asarray, (q, k, positions, cos, sin))
+    q, k, positions, cos, sin = as_arrays(q, k, positions, cos, sin)
     _validate(q, k)
     if cos is None and sin is None:
         rotary_dim = q.shape[-1] if rotary_dim is None else rotary_dim

@@ -17,7 +17,7 @@ from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import merged_images, unmerged_images
 from jaxfused.ops.cross_entropy import Reduction, check_reduction, refuse_pallas
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
-from jaxfused.ops.validation import check_constant, check_floating, check_shape
+from jaxfused.ops.validation import as_arrays, check_constant, check_floating, check_shape
 from jaxfused.reference.promotion import common_dtype
 from jaxfused.reference.segmentation_loss import LossOptions, PixelOptions, Sums
 
@@ -93,7 +93,7 @@ def segmentation_loss(
     "Focal Loss for Dense Object Detection", 2017, https://arxiv.org/abs/1708.02002
     """
     op = "segmentation_loss"
-    logits, labels, weights = jax.tree.map(jnp.asarray, (logits, labels, weights))
+    logits, labels, weights = as_arrays(logits, labels, weights)
     check_floating(op, dict(logits=logits, weights=weights))
     given, labels = labels, _checked_labels(logits, labels, ignore_index)
     check_shape(op, "weights", weights, labels.shape, f"labels have shape {labels.shape}")

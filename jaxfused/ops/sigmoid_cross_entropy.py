@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch, reference
 from jaxfused.ops.cross_entropy import Reduction, check_reduction, reduce_losses
 from jaxfused.ops.kernel_call import reference_only
-from jaxfused.ops.validation import check_constant, check_floating, check_shape
+from jaxfused.ops.validation import as_arrays, check_constant, check_floating, check_shape
 from jaxfused.reference.promotion import common_dtype
 from jaxfused.reference.sigmoid_cross_entropy import Options
 
@@ -67,7 +67,7 @@ def sigmoid_cross_entropy(
     https://arxiv.org/abs/1708.02002
     """
     op = "sigmoid_cross_entropy"
-    logits, labels, weights = jax.tree.map(jnp.asarray, (logits, labels, weights))
+    logits, labels, weights = as_arrays(logits, labels, weights)
     check_floating(op, dict(logits=logits, weights=weights))
     rule = f"logits have shape {logits.shape}"
     check_shape(op, "labels", labels, logits.shape, rule)

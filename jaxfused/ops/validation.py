@@ -11,6 +11,14 @@ import jax.numpy as jnp
 from jaxfused.semantics.activation import ACTIVATIONS
 
 
+def as_arrays(*operands: Any) -> tuple[Any, ...]:
+    """The operands as arrays of JAX, of NumPy's and of what has `__jax_array__`, as nnx.Param does.
+
+    Each on its own: a parameter of Flax is a pytree, of which `jax.tree.map` gives a parameter back.
+    """
+    return tuple(None if operand is None else jnp.asarray(operand) for operand in operands)
+
+
 def check_floating(op: str, arrays: Mapping[str, jax.Array | None]) -> None:
     """Checks that every array that is given has a floating-point dtype."""
     for name, array in arrays.items():

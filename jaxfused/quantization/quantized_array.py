@@ -118,6 +118,10 @@ class QuantizedArray:
         # Trees of specifications or of axes, None among them, are QuantizedArrays too.
         if not _is_array(self.values):
             return
+        for name in ("values", "scale", "zero_point"):
+            part = getattr(self, name)
+            if hasattr(part, "__jax_array__"):
+                object.__setattr__(self, name, jnp.asarray(part))
         op = "QuantizedArray"
         object.__setattr__(self, "axis", _integer(op, "axis", self.axis))
         sides: Any = self.group_size
