@@ -1,5 +1,7 @@
 """The block of a diffusion Transformer, against the formula as its authors write it."""
 
+import functools
+
 import chex
 import flax.linen
 import flax.nnx
@@ -19,12 +21,12 @@ X, CONDITION = normal(0, B, T, D), normal(1, B, C)
 WILD = flax.linen.initializers.normal(0.2)
 
 
-def layer_norm(x):
+def layer_norm(x, epsilon=1e-6):
     x = x - x.mean(-1, keepdims=True)
-    return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon)
 
 
-def formula(params, x, condition, num_heads=4):
+def formula(params, x, condition, num_heads=4, mlp_epsilon=1e-6):
     """DiT's block with the parameters of ours."""
 
     def dense(name, x):
@@ -36,7 +38,7 @@ def formula(params, x, condition, num_heads=4):
     q, k, v = (h.reshape(B, T, num_heads, -1) for h in jnp.split(dense("qkv", y), 3, axis=-1))
     attended = jax.nn.dot_product_attention(q, k, v).reshape(x.shape)
     x = x + gate1 * dense("project", attended)
-    y = layer_norm(x) * (1 + scale2) + shift2
+    y = layer_norm(x, mlp_epsilon) * (1 + scale2) + shift2
     up, down = params["mlp"]["up"], params["mlp"]["down"]
     hidden = jax.nn.gelu(y @ up["kernel"] + up["bias"])
     return x + gate2 * (hidden @ down["kernel"] + down["bias"])
@@ -48,8 +50,8 @@ def linen_block(**options):
     return params, lambda params, *args, **more: block.apply({"params": params}, *args, **more)
 
 
-def nnx_block():
-    options = dict(modulation_init=WILD, bias_init=WILD, rngs=flax.nnx.Rngs(0))
+def nnx_block(**options):
+    options |= dict(modulation_init=WILD, bias_init=WILD, rngs=flax.nnx.Rngs(0))
     graph, state = flax.nnx.split(jaxfused.nnx.DiTBlock(D, 4, condition_features=C, **options))
     params = flax.nnx.to_pure_dict(state)
 
@@ -76,6 +78,19 @@ def test_block_is_the_formula(make, gradients):
 
     actual = loss(block)(params, X, CONDITION)
     chex.assert_trees_all_close(actual, loss(formula)(params, X, CONDITION), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("make", [linen_block, nnx_block])
+def test_two_epsilons(make):
+    """As in diffusers' DiT; the difference is that of small activations."""
+    params, block = make(mlp_epsilon=1e-2)
+    small = X * 0.01
+    actual, expected, other = (
+        jax.jit(f)(params, small, CONDITION)
+        for f in (block, functools.partial(formula, mlp_epsilon=1e-2), formula)
+    )
+    np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-4)
+    assert np.abs(actual - other).max() > 0.01
 
 
 @parametrize("make", [linen_block, nnx_block], quick=(1,), ids=lambda f: f.__name__)

@@ -246,6 +246,69 @@ def test_modern_transformer_block():
     assert_same(nnx, linen, plain_modern_block, params, x)
 
 
+def plain_vision_block(params, x, residual, cos, sin):
+    """DINOv2's block, with a LayerNorm of queries and keys as timm's, and DINOv3's rotation."""
+
+    def norm(name, x, scale="scale", bias="bias"):
+        parameters = {"scale": params[name][scale], "bias": params[name][bias]}
+        return linen_apply(flax.linen.LayerNorm())(parameters, x)
+
+    def dense(name, x):
+        return x @ params[name]["kernel"] + params[name]["bias"]
+
+    def head(name, x):
+        parameters = {"scale": params[f"{name}_scale"], "bias": params[f"{name}_bias"]}
+        first, second = jnp.split(linen_apply(flax.linen.LayerNorm())(parameters, x), 2, axis=-1)
+        c, s = (table[:, None].astype(x.dtype) for table in (cos, sin))
+        return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+
+    x = x + residual
+    q, k, v = jnp.split(dense("qkv", norm("norm1", x)).reshape(B, T, 12, 4), 3, axis=-2)
+    attended = flax.nnx.dot_product_attention(head("query", q), head("key", k), v)
+    x = x + params["layer_scale1"] * dense("project", attended.reshape(B, T, D))
+    mlp = params["mlp"]
+    hidden = norm("norm2", x) @ mlp["up"]["kernel"] + mlp["up"]["bias"]
+    hidden = jax.nn.gelu(hidden, approximate=False)
+    return x + params["layer_scale2"] * (hidden @ mlp["down"]["kernel"] + mlp["down"]["bias"])
+
+
+def test_vision_transformer_block():
+    options = dict(
+        hidden_features=32, normalize_qk="layer_norm", layer_scale=0.1, activation="gelu_erf"
+    )
+    nnx = jaxfused.nnx.TransformerBlock(D, 4, rngs=flax.nnx.Rngs(0), **options)
+    linen = jaxfused.linen.TransformerBlock(4, **options)
+    x, residual = normal(0, B, T, D), normal(1, B, T, D)
+    cos, sin = jaxfused.axial_rope_tables(1, T - 1, 4, prefix=1)
+    params = shared_params(nnx, linen, x)
+    scales = nnx.layer_scale1[...], nnx.layer_scale2[...]
+    np.testing.assert_array_equal(scales, np.full((2, D), 0.1, np.float32))
+    ours = (nnx_apply(nnx), linen_apply(linen))
+
+    def all_forms(params, x, residual):
+        return [
+            (
+                f(params, x + residual, cos=cos, sin=sin),
+                sum(f(params, x, residual=residual, cos=cos, sin=sin)),
+            )
+            for f in ours
+        ]
+
+    assert_values_and_gradients(
+        all_forms,
+        lambda *args: [(plain_vision_block(*args, cos, sin),) * 2 for _ in ours],
+        params,
+        x,
+        residual,
+    )
+    with pytest.raises(ValueError, match="pass both and no positions"):
+        nnx(x, cos=cos)
+    with pytest.raises(ValueError, match="pass both and no positions"):
+        nnx(x, cos=cos, sin=sin, positions=jnp.arange(T))
+    with pytest.raises(ValueError, match="normalize_qk='group_norm' is not known"):
+        jaxfused.nnx.TransformerBlock(D, 2, normalize_qk="group_norm", rngs=flax.nnx.Rngs(0))
+
+
 @pytest.mark.parametrize(
     ("shape", "sizes", "options"),
     [

@@ -37,6 +37,8 @@ class DiTBlock(linen.Module):
       num_heads: of the attention.
       hidden_features: of the perceptron, by default 4 D.
       epsilon: of the norms.
+      mlp_epsilon: of the norm before the perceptron, by default `epsilon`; diffusers' DiT has 1e-5 there
+        and 1e-6 before the attention.
       activation: of the perceptron.
       use_bias: whether linear layers have biases.
       dtype: of the products; None for what x and the parameters promote to.
@@ -74,6 +76,7 @@ class DiTBlock(linen.Module):
     save: Save = "preactivation"
     implementation: Implementation | None = None
     attention_implementation: AttentionImplementation | None = None
+    mlp_epsilon: float | None = None
 
     @linen.compact
     def __call__(
@@ -137,6 +140,7 @@ class DiTBlock(linen.Module):
             gate=gate,
             num_heads=self.num_heads,
             epsilon=self.epsilon,
+            mlp_epsilon=self.mlp_epsilon,
             mask=mask,
             dtype=self.dtype,
             precision=self.precision,

@@ -17,13 +17,17 @@ from jaxfused.linen.linear import Affine
 from jaxfused.linen.mlp import MLP, GatedMLP
 from jaxfused.linen.rope import RotaryEmbedding
 from jaxfused.modules.transformer_block import (
+    HeadNorms,
     Norm,
     check_norm,
     check_rates,
+    head_norm,
     head_size,
     normalise,
     project,
+    scaled,
     self_attention,
+    tables_of,
 )
 from jaxfused.ops.attention import AttentionImplementation
 from jaxfused.ops.mlp import Save
@@ -42,7 +46,9 @@ class TransformerBlock(linen.Module):
 
     Parameters: `norm1` and `norm2`; `qkv` [D, (N + 2 K) H], the columns of the query heads, then
     those of the key heads, then those of the value heads; `project`; `mlp` with `up` and `down`, and
-    `gate` if gated; `query_scale` and `key_scale` [H] with `normalize_qk`.
+    `gate` if gated; `query_scale` and `key_scale` [H] with `normalize_qk`, `query_bias` and `key_bias`
+    if that is a LayerNorm and there are biases; `layer_scale1` and `layer_scale2` [D], by which the
+    branches are multiplied, with `layer_scale`.
 
     Attributes:
       num_heads: N.
@@ -51,7 +57,10 @@ class TransformerBlock(linen.Module):
       hidden_features: of the perceptron, by default 4 D.
       norm: "layer_norm" or "rms_norm".
       epsilon: of all norms.
-      normalize_qk: whether queries and keys pass an RMSNorm over each head.
+      normalize_qk: the norm of queries and keys over each head: "rms_norm" or True, "layer_norm",
+        or False for none.
+      layer_scale: the first value of the scales of both branches, as DINOv2 and BEiT have them; None
+        for no scale.
       rope: rotates queries and keys.
       is_causal: whether a position attends to none after it.
       gated: whether the perceptron is gated.
@@ -89,7 +98,7 @@ class TransformerBlock(linen.Module):
     hidden_features: int | None = None
     norm: Norm = "layer_norm"
     epsilon: float = 1e-6
-    normalize_qk: bool = False
+    normalize_qk: bool | Norm = False
     rope: RotaryEmbedding | None = None
     is_causal: bool = False
     gated: bool = False
@@ -106,6 +115,7 @@ class TransformerBlock(linen.Module):
     save: Save = "preactivation"
     implementation: Implementation | None = None
     attention_implementation: AttentionImplementation | None = None
+    layer_scale: float | None = None
 
     @linen.compact
     def __call__(
@@ -116,6 +126,8 @@ class TransformerBlock(linen.Module):
         mask: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
+        cos: jax.Array | None = None,
+        sin: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Applies the block to x; dropping takes its keys from the stream "dropout".
@@ -126,6 +138,10 @@ class TransformerBlock(linen.Module):
           mask: bool, True where a query may attend to a key; broadcasts to [..., N, T, T].
           segment_ids: [..., T] integers; a position attends to those of its own segment.
           positions: [T] or [..., T], for the rotation; by default 0, 1, 2, ...
+          cos: with `sin` the rotation's tables, in place of positions, as `jaxfused.rope` takes them:
+            for tokens of an image those of `jaxfused.axial_rope_tables`. Pairs are those of the
+            block's `rope`, without one halves.
+          sin: like `cos`.
           deterministic: whether nothing is dropped; by default what the attribute says.
 
         Returns:
@@ -167,21 +183,19 @@ class TransformerBlock(linen.Module):
             Affine, param_dtype=self.param_dtype, **initialisers
         )
         kernel, bias = affine((self.num_heads + 2 * num_kv_heads) * head_dim, name="qkv")(features)
-        query_scale = key_scale = None
-        if self.normalize_qk:
-            ones = linen.initializers.ones
-            query_scale = self.param("query_scale", ones, (head_dim,), self.param_dtype)
-            key_scale = self.param("key_scale", ones, (head_dim,), self.param_dtype)
-        tables = None
-        if self.rope is not None:
-            positions = jnp.arange(x.shape[-2]) if positions is None else positions
-            tables = self.rope.tables(positions, head_dim)
+        norms, scale1, scale2 = self._head_norms(head_dim), None, None
+        if self.layer_scale is not None:
+            first = linen.initializers.constant(self.layer_scale)
+            scale1, scale2 = (
+                self.param(name, first, (features,), self.param_dtype)
+                for name in ("layer_scale1", "layer_scale2")
+            )
+        tables = tables_of(self.rope, positions, cos, sin, length=x.shape[-2], head_size=head_dim)
         attended = self_attention(
             y,
             kernel,
             bias,
-            query_scale,
-            key_scale,
+            norms,
             tables,
             interleaved=self.rope is not None and self.rope.interleaved,
             num_heads=self.num_heads,
@@ -199,14 +213,14 @@ class TransformerBlock(linen.Module):
             attended,
             kernel,
             bias,
-            drops=drops,
+            drops=drops or scale1 is not None,
             dtype=self.dtype,
             precision=precision_of(self, "linear", "fp8_project"),
             implementation=self.implementation,
         )
         if drops:
             branch = drop(branch)
-        y, stream = normalise(norm(name="norm2"), branch, stream, pre_bias)
+        y, stream = normalise(norm(name="norm2"), branch, stream, pre_bias, scale1)
         make_mlp = GatedMLP if self.gated else MLP
         activation = self.activation
         if activation is None:
@@ -221,11 +235,24 @@ class TransformerBlock(linen.Module):
             **shared,
             name="mlp",
         )
-        if residual is None and not drops:
+        if residual is None and not drops and scale2 is None:
             return mlp(y, residual=stream)
-        branch = mlp(y)
+        branch = scaled(mlp(y), scale2)
         if drops:
             branch = drop(branch)
         if residual is None:
             return stream + branch.astype(stream.dtype)
         return branch, stream
+
+    def _head_norms(self, head_dim: int) -> HeadNorms | None:
+        kind = head_norm(self.normalize_qk)
+        if kind is None:
+            return None
+        ones, zeros = linen.initializers.ones, linen.initializers.zeros
+        query_scale = self.param("query_scale", ones, (head_dim,), self.param_dtype)
+        key_scale = self.param("key_scale", ones, (head_dim,), self.param_dtype)
+        query_bias = key_bias = None
+        if kind == "layer_norm" and self.use_bias:
+            query_bias = self.param("query_bias", zeros, (head_dim,), self.param_dtype)
+            key_bias = self.param("key_bias", zeros, (head_dim,), self.param_dtype)
+        return HeadNorms(kind, query_scale, key_scale, query_bias, key_bias)

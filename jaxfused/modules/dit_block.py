@@ -31,6 +31,7 @@ def dit_block(
     gate: jax.Array | None,
     num_heads: int,
     epsilon: float,
+    mlp_epsilon: float | None,
     mask: jax.Array | None,
     dtype: Any,
     precision: jax.lax.PrecisionLike,
@@ -55,10 +56,10 @@ def dit_block(
             " residual; pass both of them, or neither."
         )
     shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(modulation, CHUNKS, axis=-1)
-    options: dict[str, Any] = dict(epsilon=epsilon, implementation=implementation)
+    options: dict[str, Any] = dict(implementation=implementation)
     stream = x if residual is None else residual
     wide = x.dtype if dtype is None else common_dtype(dtype)
-    first: dict[str, Any] = dict(image_scale=scale1, image_shift=shift1, **options)
+    first: dict[str, Any] = dict(image_scale=scale1, image_shift=shift1, epsilon=epsilon, **options)
     if residual is None:
         y = ops.layer_norm.layer_norm(x, **first)
     else:
@@ -67,7 +68,6 @@ def dit_block(
     attended = self_attention(
         y.astype(wide),
         *qkv,
-        None,
         None,
         None,
         interleaved=False,
@@ -97,6 +97,7 @@ def dit_block(
         image_shift=shift2,
         residual=stream,
         gate=gate1,
+        epsilon=epsilon if mlp_epsilon is None else mlp_epsilon,
         **options,
     )
     branch = mlp(y.astype(wide)).astype(stream.dtype)

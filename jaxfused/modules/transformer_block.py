@@ -1,7 +1,7 @@
 """What a TransformerBlock computes between its first norm and its second."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,28 @@ from jaxfused.modules.attention import attend
 from jaxfused.modules.linear import Kernel, KernelStandIn, linear, promoted
 from jaxfused.modules.promotion import floating
 from jaxfused.ops.attention import AttentionImplementation
-from jaxfused.ops.layer_norm import rms_norm
+from jaxfused.reference.promotion import along_last_axis
 
 Norm = Literal["layer_norm", "rms_norm"]
+
+
+class HeadNorms(NamedTuple):
+    """The norms of queries and keys over each head, [H] parameters in the field's names."""
+
+    kind: Norm
+    query_scale: jax.Array
+    key_scale: jax.Array
+    query_bias: jax.Array | None
+    key_bias: jax.Array | None
+
+
+class Rope(Protocol):
+    """What both kinds of `RotaryEmbedding` do for a block."""
+
+    interleaved: bool
+
+    def tables(self, positions: jax.Array, head_size: int) -> tuple[jax.Array, jax.Array]:
+        """Cosines and sines."""
 
 
 def check_norm(norm: str) -> None:
@@ -23,6 +42,40 @@ def check_norm(norm: str) -> None:
         raise ValueError(
             f"TransformerBlock: norm={norm!r} is not known; pass 'layer_norm' or 'rms_norm'."
         )
+
+
+def head_norm(normalize_qk: bool | Norm) -> Norm | None:
+    """Returns the norm of queries and keys that `normalize_qk` asks for; True is "rms_norm"."""
+    if not isinstance(normalize_qk, str):
+        return "rms_norm" if normalize_qk else None
+    if normalize_qk not in ("layer_norm", "rms_norm"):
+        raise ValueError(
+            f"TransformerBlock: normalize_qk={normalize_qk!r} is not known; pass False, True,"
+            " 'rms_norm' or 'layer_norm'."
+        )
+    return normalize_qk
+
+
+def tables_of(
+    rope: Rope | None,
+    positions: jax.Array | None,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    *,
+    length: int,
+    head_size: int,
+) -> tuple[jax.Array, jax.Array] | None:
+    """Returns the cosines and sines of a call: those it passes, else those of its positions."""
+    if cos is None and sin is None:
+        if rope is None:
+            return None
+        return rope.tables(jnp.arange(length) if positions is None else positions, head_size)
+    if cos is None or sin is None or positions is not None:
+        raise ValueError(
+            "TransformerBlock: cos and sin are the rotation's tables, in place of positions; pass"
+            " both and no positions, or positions alone."
+        )
+    return cos, sin
 
 
 def check_rates(**rates: float) -> None:
@@ -53,23 +106,28 @@ def normalise(
     x: jax.Array,
     residual: jax.Array | None,
     pre_bias: jax.Array | None = None,
+    gate: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the norm of x + pre_bias + residual, and that sum, which is the residual stream.
+    """Returns the norm of (x + pre_bias) gate + residual, and that sum, which is the residual stream.
 
     Without a residual, x is the stream and already contains the bias.
     """
     if residual is None:
-        assert pre_bias is None
+        assert pre_bias is None and gate is None
         return norm(x), x
-    return norm(x, residual=residual, pre_bias=pre_bias)
+    return norm(x, residual=residual, pre_bias=pre_bias, gate=gate)
+
+
+def scaled(branch: jax.Array, layer_scale: jax.Array | None) -> jax.Array:
+    """Returns the branch times the scale of each feature, where there is one."""
+    return branch if layer_scale is None else branch * along_last_axis(layer_scale, branch)
 
 
 def self_attention(
     y: jax.Array,
     kernel: Kernel,
     bias: jax.Array | None,
-    query_scale: jax.Array | None,
-    key_scale: jax.Array | None,
+    norms: HeadNorms | None,
     tables: tuple[jax.Array, jax.Array] | None,
     *,
     interleaved: bool,
@@ -86,6 +144,7 @@ def self_attention(
     """Projects y [..., T, D] to heads and attends.
 
     Args:
+      norms: of queries and keys, where they pass one.
       tables: the cosines and sines of the rotation, where there is one.
 
     The other arguments are those of `jaxfused.qkv_projection` and `jaxfused.dot_product_attention`.
@@ -94,22 +153,48 @@ def self_attention(
       [..., T, num_heads * head size].
     """
 
-    def norm(heads: jax.Array, scale: jax.Array) -> jax.Array:
-        normed = rms_norm(heads, scale, epsilon=epsilon, implementation=implementation)
-        assert isinstance(normed, jax.Array)
-        return normed
+    def norm(heads: jax.Array, scale: jax.Array, norm_bias: jax.Array | None) -> jax.Array:
+        assert norms is not None
+        function = getattr(ops.layer_norm, norms.kind)
+        bias = floating(norm_bias, y.dtype)
+        return function(
+            heads,
+            floating(scale, y.dtype),
+            bias,
+            epsilon=epsilon,
+            implementation=implementation,
+        )
 
-    kernel, bias, query_scale, key_scale = (
-        floating(parameter, y.dtype) for parameter in (kernel, bias, query_scale, key_scale)
-    )
+    kernel, bias = floating(kernel, y.dtype), floating(bias, y.dtype)
     cos, sin = (None, None) if tables is None else tables
+    # The product's epilogue has an RMSNorm alone.
+    in_epilogue = norms is None or norms.kind == "rms_norm"
     if isinstance(kernel, KernelStandIn):
+        in_epilogue = False
         projected = linear(y, kernel, bias, precision=precision, implementation=implementation)
         projected = projected.reshape(*y.shape[:-1], num_heads + 2 * num_kv_heads, -1)
         query, key, value = jnp.split(projected, (num_heads, num_heads + num_kv_heads), axis=-2)
-        if query_scale is not None and key_scale is not None:
-            query = norm(query, query_scale)
-            key = norm(key, key_scale)
+    else:
+        within = norms if in_epilogue else None
+        query, key, value = ops.qkv_projection.qkv_projection(
+            y,
+            kernel,
+            bias,
+            heads=num_heads,
+            key_heads=num_kv_heads,
+            q_scale=None if within is None else floating(within.query_scale, y.dtype),
+            k_scale=None if within is None else floating(within.key_scale, y.dtype),
+            epsilon=epsilon,
+            cos=cos if in_epilogue else None,
+            sin=sin if in_epilogue else None,
+            interleaved=interleaved,
+            precision=precision,
+            implementation=implementation,
+        )
+    if not in_epilogue:
+        if norms is not None:
+            query = norm(query, norms.query_scale, norms.query_bias)
+            key = norm(key, norms.key_scale, norms.key_bias)
         if tables is not None:
             query, key = ops.rope.rope(
                 query,
@@ -119,22 +204,6 @@ def self_attention(
                 interleaved=interleaved,
                 implementation=implementation,
             )
-    else:
-        query, key, value = ops.qkv_projection.qkv_projection(
-            y,
-            kernel,
-            bias,
-            heads=num_heads,
-            key_heads=num_kv_heads,
-            q_scale=query_scale,
-            k_scale=key_scale,
-            epsilon=epsilon,
-            cos=cos,
-            sin=sin,
-            interleaved=interleaved,
-            precision=precision,
-            implementation=implementation,
-        )
     attended = attend(
         query,
         key,

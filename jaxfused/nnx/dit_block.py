@@ -37,6 +37,8 @@ class DiTBlock(nnx.Module):
       condition_features: C, by default D.
       hidden_features: of the perceptron, by default 4 D.
       epsilon: of the norms.
+      mlp_epsilon: of the norm before the perceptron, by default `epsilon`; diffusers' DiT has 1e-5 there
+        and 1e-6 before the attention.
       activation: of the perceptron.
       use_bias: whether linear layers have biases.
       dtype: of the products; None for what x and the parameters promote to.
@@ -70,6 +72,7 @@ class DiTBlock(nnx.Module):
         condition_features: int | None = None,
         hidden_features: int | None = None,
         epsilon: float = 1e-6,
+        mlp_epsilon: float | None = None,
         activation: str | None = "gelu_tanh",
         use_bias: bool = True,
         dtype: Dtype | None = None,
@@ -108,6 +111,7 @@ class DiTBlock(nnx.Module):
         )
         self.num_heads = num_heads
         self.epsilon = epsilon
+        self.mlp_epsilon = mlp_epsilon
         self.implementation = implementation
         self.attention_implementation = attention_implementation
 
@@ -145,6 +149,7 @@ class DiTBlock(nnx.Module):
             gate=gate,
             num_heads=self.num_heads,
             epsilon=self.epsilon,
+            mlp_epsilon=self.mlp_epsilon,
             mask=mask,
             dtype=self.project.dtype,
             precision=self.project.precision,

@@ -12,13 +12,17 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.transformer_block import (
+    HeadNorms,
     Norm,
     check_norm,
     check_rates,
+    head_norm,
     head_size,
     normalise,
     project,
+    scaled,
     self_attention,
+    tables_of,
 )
 from jaxfused.nnx.fp8 import precision_of
 from jaxfused.nnx.layer_norm import LayerNorm, RMSNorm
@@ -42,7 +46,9 @@ class TransformerBlock(nnx.Module):
 
     Parameters: `norm1` and `norm2`; `qkv` [D, (N + 2 K) H], the columns of the query heads, then
     those of the key heads, then those of the value heads; `project`; `mlp` with `up` and `down`, and
-    `gate` if gated; `query_scale` and `key_scale` [H] with `normalize_qk`.
+    `gate` if gated; `query_scale` and `key_scale` [H] with `normalize_qk`, `query_bias` and `key_bias`
+    if that is a LayerNorm and there are biases; `layer_scale1` and `layer_scale2` [D], by which the
+    branches are multiplied, with `layer_scale`.
 
     Args:
       features: D.
@@ -52,7 +58,10 @@ class TransformerBlock(nnx.Module):
       hidden_features: of the perceptron, by default 4 D.
       norm: "layer_norm" or "rms_norm".
       epsilon: of all norms.
-      normalize_qk: whether queries and keys pass an RMSNorm over each head.
+      normalize_qk: the norm of queries and keys over each head: "rms_norm" or True, "layer_norm",
+        or False for none.
+      layer_scale: the first value of the scales of both branches, as DINOv2 and BEiT have them; None
+        for no scale.
       rope: rotates queries and keys.
       is_causal: whether a position attends to none after it.
       gated: whether the perceptron is gated.
@@ -95,7 +104,8 @@ class TransformerBlock(nnx.Module):
         hidden_features: int | None = None,
         norm: Norm = "layer_norm",
         epsilon: float = 1e-6,
-        normalize_qk: bool = False,
+        normalize_qk: bool | Norm = False,
+        layer_scale: float | None = None,
         rope: RotaryEmbedding | None = None,
         is_causal: bool = False,
         gated: bool = False,
@@ -115,6 +125,7 @@ class TransformerBlock(nnx.Module):
     ):
         check_norm(norm)
         check_rates(dropout_rate=dropout_rate, drop_path_rate=drop_path_rate)
+        self.head_norm = head_norm(normalize_qk)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = head_size(features, num_heads, head_dim)
         hidden_features = 4 * features if hidden_features is None else hidden_features
@@ -137,9 +148,17 @@ class TransformerBlock(nnx.Module):
         self.norm1 = make_norm()
         self.qkv = Linear(features, (num_heads + 2 * num_kv_heads) * head_dim, **layer)
         self.query_scale = self.key_scale = nnx.data(None)
-        if normalize_qk:
+        self.query_bias = self.key_bias = nnx.data(None)
+        if self.head_norm is not None:
             self.query_scale = nnx.Param(jnp.ones(head_dim, param_dtype))
             self.key_scale = nnx.Param(jnp.ones(head_dim, param_dtype))
+        if self.head_norm == "layer_norm" and use_bias:
+            self.query_bias = nnx.Param(jnp.zeros(head_dim, param_dtype))
+            self.key_bias = nnx.Param(jnp.zeros(head_dim, param_dtype))
+        self.layer_scale1 = self.layer_scale2 = nnx.data(None)
+        if layer_scale is not None:
+            self.layer_scale1 = nnx.Param(jnp.full(features, layer_scale, param_dtype))
+            self.layer_scale2 = nnx.Param(jnp.full(features, layer_scale, param_dtype))
         self.project = Linear(num_heads * head_dim, features, **layer)
         self.norm2 = make_norm()
         make_mlp = GatedMLP if gated else MLP
@@ -169,6 +188,8 @@ class TransformerBlock(nnx.Module):
         mask: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
+        cos: jax.Array | None = None,
+        sin: jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -180,6 +201,10 @@ class TransformerBlock(nnx.Module):
           mask: bool, True where a query may attend to a key; broadcasts to [..., N, T, T].
           segment_ids: [..., T] integers; a position attends to those of its own segment.
           positions: [T] or [..., T], for the rotation; by default 0, 1, 2, ...
+          cos: with `sin` the rotation's tables, in place of positions, as `jaxfused.rope` takes them:
+            for tokens of an image those of `jaxfused.axial_rope_tables`. Pairs are those of the
+            block's `rope`, without one halves.
+          sin: like `cos`.
           deterministic: whether nothing is dropped; by default what `train` and `eval` set.
           rngs: gives dropout its keys, in place of what the constructor was given.
 
@@ -197,18 +222,20 @@ class TransformerBlock(nnx.Module):
             branch = self.dropout(branch, deterministic=deterministic, rngs=rngs)
             return self.drop_path(branch, deterministic=deterministic, rngs=rngs)
 
+        scale1, scale2 = (
+            None if scale is None else scale[...]
+            for scale in (self.layer_scale1, self.layer_scale2)
+        )
         y, stream = normalise(self.norm1, x, residual)
-        tables = None
-        if self.rope is not None:
-            positions = jnp.arange(x.shape[-2]) if positions is None else positions
-            tables = self.rope.tables(positions, self.head_dim)
+        tables = tables_of(
+            self.rope, positions, cos, sin, length=x.shape[-2], head_size=self.head_dim
+        )
         kernel, bias = affine(self.qkv)
         attended = self_attention(
             y,
             kernel,
             bias,
-            None if self.query_scale is None else self.query_scale[...],
-            None if self.key_scale is None else self.key_scale[...],
+            self._head_norms(),
             tables,
             interleaved=self.rope is not None and self.rope.interleaved,
             num_heads=self.num_heads,
@@ -226,19 +253,25 @@ class TransformerBlock(nnx.Module):
             attended,
             kernel,
             bias,
-            drops=drops,
+            drops=drops or scale1 is not None,
             dtype=self.project.dtype,
             precision=precision_of(self.project),
             implementation=self.implementation,
         )
         if drops:
             branch = drop(branch)
-        y, stream = normalise(self.norm2, branch, stream, pre_bias)
-        if residual is None and not drops:
+        y, stream = normalise(self.norm2, branch, stream, pre_bias, scale1)
+        if residual is None and not drops and scale2 is None:
             return self.mlp(y, residual=stream)
-        branch = self.mlp(y)
+        branch = scaled(self.mlp(y), scale2)
         if drops:
             branch = drop(branch)
         if residual is None:
             return stream + branch.astype(stream.dtype)
         return branch, stream
+
+    def _head_norms(self) -> HeadNorms | None:
+        if self.head_norm is None or self.query_scale is None or self.key_scale is None:
+            return None
+        biases = (None if b is None else b[...] for b in (self.query_bias, self.key_bias))
+        return HeadNorms(self.head_norm, self.query_scale[...], self.key_scale[...], *biases)
