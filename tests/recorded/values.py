@@ -37,6 +37,9 @@ class Row:
         """The parameter of that name, in the library's own layout."""
         return parameter(f"{self.name}/{key}", self._shapes[key])
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._shapes
+
     def kernel(self, key: str) -> np.ndarray:
         """The weight of torch's nn.Linear of that name as [inputs, outputs]."""
         return self[f"{key}.weight"].T
