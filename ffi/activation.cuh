@@ -1,15 +1,32 @@
-// The activation functions of jaxfused/reference/activation.py, and their derivatives, in float32.
+// The activation functions of jaxfused/semantics/activation.py, and their derivatives, in float32.
 #pragma once
 
+#include <iterator>
 #include <string_view>
 #include <type_traits>
 
-enum class Activation : int { kNone, kRelu, kRelu2, kGeluTanh, kGeluErf, kQuickGelu, kSilu };
+enum class Activation : int {
+  kNone,
+  kRelu,
+  kRelu2,
+  kRelu6,
+  kLeakyRelu,
+  kGeluTanh,
+  kGeluErf,
+  kQuickGelu,
+  kSilu,
+  kHardSwish,
+  kMish,
+  kSigmoid,
+  kHardSigmoid,
+  kTanh
+};
 
 inline bool parse_activation(std::string_view name, Activation* activation) {
-  constexpr std::string_view kNames[] = {"none",     "relu",       "relu2", "gelu_tanh",
-                                         "gelu_erf", "quick_gelu", "silu"};
-  for (int i = 0; i < 7; ++i) {
+  constexpr std::string_view kNames[] = {
+      "none",       "relu", "relu2",      "relu6", "leaky_relu", "gelu_tanh",    "gelu_erf",
+      "quick_gelu", "silu", "hard_swish", "mish",  "sigmoid",    "hard_sigmoid", "tanh"};
+  for (size_t i = 0; i < std::size(kNames); ++i) {
     if (name == kNames[i]) {
       *activation = static_cast<Activation>(i);
       return true;
@@ -73,6 +90,40 @@ struct Gate {
   }
 };
 
+constexpr float kSixth = 1.0f / 6.0f;
+constexpr float kLeak = 0.01f;
+
+// Written so that a NaN stays one.
+__device__ __forceinline__ float clip(float x, float low, float high) {
+  return x < low ? low : x > high ? high : x;
+}
+
+// The derivative of clip, 0 at its corners.
+__device__ __forceinline__ float clip_slope(float x, float low, float high) {
+  return x > low && x < high ? 1.0f : 0.0f;
+}
+
+__device__ __forceinline__ float hard_sigmoid(float x) {
+  return clip(x + 3.0f, 0.0f, 6.0f) * kSixth;
+}
+
+// gate = tanh(softplus(x)) and growth, its derivative. With u = exp(-|x|) they are (1 + 2 u) / d
+// and 4 u^2 (1 + u) / d^2 of d = 1 + 2 u + 2 u^2 for positive x, and (2 u + u^2) / d and 4 u (1 +
+// u) / d^2 of d = 2 + 2 u + u^2 for negative x.
+struct MishGate {
+  float gate;
+  float growth;
+
+  __device__ explicit MishGate(float x) {
+    const float u = quick_exp(-fabsf(x)), square = u * u;
+    const bool negative = x < 0.0f;
+    const float over =
+        quick_reciprocal(negative ? 2.0f + 2.0f * u + square : 1.0f + 2.0f * u + 2.0f * square);
+    gate = over * (negative ? 2.0f * u + square : 1.0f + 2.0f * u);
+    growth = 4.0f * (1.0f + u) * over * over * (negative ? u : square);
+  }
+};
+
 }  // namespace activation_detail
 
 // Sets values[i] = activation(values[i]). The activation is the same in the whole grid, so one
@@ -106,6 +157,34 @@ __device__ __forceinline__ void activate(Activation activation, float (&values)[
     case Activation::kSilu:
 #pragma unroll
       for (float& x : values) x *= sigmoid(x);
+      break;
+    case Activation::kRelu6:
+#pragma unroll
+      for (float& x : values) x = clip(x, 0.0f, 6.0f);
+      break;
+    case Activation::kLeakyRelu:
+#pragma unroll
+      for (float& x : values) x = x < 0.0f ? kLeak * x : x;
+      break;
+    case Activation::kHardSwish:
+#pragma unroll
+      for (float& x : values) x *= hard_sigmoid(x);
+      break;
+    case Activation::kMish:
+#pragma unroll
+      for (float& x : values) x *= MishGate(x).gate;
+      break;
+    case Activation::kSigmoid:
+#pragma unroll
+      for (float& x : values) x = sigmoid(x);
+      break;
+    case Activation::kHardSigmoid:
+#pragma unroll
+      for (float& x : values) x = hard_sigmoid(x);
+      break;
+    case Activation::kTanh:
+#pragma unroll
+      for (float& x : values) x = tanhf(x);
       break;
   }
 }
@@ -158,6 +237,46 @@ __device__ __forceinline__ void multiply_derivative(Activation activation,
         gradient[i] *= logistic.gate * (1.0f + inputs[i] * logistic.rest);
       }
       break;
+    case Activation::kRelu6:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) gradient[i] *= clip_slope(inputs[i], 0.0f, 6.0f);
+      break;
+    case Activation::kLeakyRelu:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) gradient[i] *= inputs[i] < 0.0f ? kLeak : 1.0f;
+      break;
+    case Activation::kHardSwish:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const float x = inputs[i];
+        gradient[i] *= hard_sigmoid(x) + clip_slope(x, -3.0f, 3.0f) * clip(x, -3.0f, 3.0f) * kSixth;
+      }
+      break;
+    case Activation::kMish:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const MishGate mish(inputs[i]);
+        gradient[i] *= mish.gate + clip(inputs[i], -128.0f, 128.0f) * mish.growth;
+      }
+      break;
+    case Activation::kSigmoid:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const Gate logistic(inputs[i]);
+        gradient[i] *= logistic.gate * logistic.rest;
+      }
+      break;
+    case Activation::kHardSigmoid:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) gradient[i] *= clip_slope(inputs[i], -3.0f, 3.0f) * kSixth;
+      break;
+    case Activation::kTanh:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const Gate logistic(2.0f * inputs[i]);
+        gradient[i] *= 4.0f * logistic.gate * logistic.rest;
+      }
+      break;
   }
 }
 
@@ -206,8 +325,20 @@ __device__ __forceinline__ void activate_with_derivative(Activation activation,
   }
 }
 
+// An activation that is not known when a loop is compiled.
+struct AnyActivation {
+  Activation value;
+
+  __device__ __forceinline__ operator Activation() const { return value; }
+};
+
+// Whether an activation's type is that of none.
+template <typename A>
+constexpr bool kIsNone = std::is_same_v<A, std::integral_constant<Activation, Activation::kNone>>;
+
 // Calls f(activation, whether there is a residual) with types that have these as constants, so that
-// a loop in f has no branches for them.
+// a loop in f has no branches for them. The activations that norms of images seldom have share one
+// loop with a branch.
 template <typename F>
 __device__ __forceinline__ void with_constants(Activation activation, bool has_residual,
                                                const F& f) {
@@ -227,6 +358,8 @@ __device__ __forceinline__ void with_constants(Activation activation, bool has_r
         return f(std::integral_constant<Activation, Activation::kQuickGelu>{}, residual);
       case Activation::kSilu:
         return f(std::integral_constant<Activation, Activation::kSilu>{}, residual);
+      default:
+        return f(AnyActivation{activation}, residual);
     }
   };
   has_residual ? with_activation(std::true_type{}) : with_activation(std::false_type{});

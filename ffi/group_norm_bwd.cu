@@ -73,17 +73,17 @@ struct Channels {
   // Of x makes x - mean, and of the gradient dz, its product with the activation's derivative. Both
   // passes subtract the mean from x, and not from the constants: of nearly equal values, which rstd
   // makes large, dz would not be the same in both. add(z) adds a residual.
-  template <Activation kActivation, typename Add>
-  __device__ __forceinline__ void take(float (&centred)[kVec], float (&dz)[kVec],
-                                       const Add& add) const {
+  template <typename A, typename Add>
+  __device__ __forceinline__ void take(const A& activation, float (&centred)[kVec],
+                                       float (&dz)[kVec], const Add& add) const {
 #pragma unroll
     for (int c = 0; c < kVec; ++c) centred[c] -= mean[c];
-    if constexpr (kActivation != Activation::kNone) {
+    if constexpr (!kIsNone<A>) {
       float z[kVec];
 #pragma unroll
       for (int c = 0; c < kVec; ++c) z[c] = centred[c] * factor[c] + bias[c];
       add(z);
-      multiply_derivative(kActivation, z, dz);
+      multiply_derivative(activation, z, dz);
     }
   }
 };
@@ -103,14 +103,13 @@ class Steps {
   __device__ __forceinline__ void for_each(const Channels<kVec>& own, Activation activation,
                                            const void* residual, const F& f) {
     with_constants(activation, !kSecond && residual != nullptr, [&](auto act, auto has_residual) {
-      constexpr Activation kActivation = decltype(act)::value;
       constexpr bool kResidual = decltype(has_residual)::value;
       stream_.for_each(load_, [&](const Pair& pair, const auto& reload) {
         float centred[kVec], dz[kVec];
         unpack(pair.x, centred);
         unpack(pair.gradient, dz);
         reload();
-        own.template take<kActivation>(centred, dz, [&](float (&z)[kVec]) {
+        own.take(act, centred, dz, [&](float (&z)[kVec]) {
           if constexpr (kResidual) {
             float added[kVec];
             unpack(load_vector<T, kVec>(static_cast<const T*>(residual) + at_), added);
@@ -348,7 +347,6 @@ __device__ __forceinline__ void take_sums_once(const BackwardArgs& args,
     const Channels<kVec> own(args, image, visits.channel);
     float dot[kVec] = {}, total[kVec] = {};
     with_constants(args.activation, false, [&](auto activation, auto) {
-      constexpr Activation kActivation = decltype(activation)::value;
       block.for_each_chunk(turn, [&](const auto& arrays, int, int pixels) {
         const T* x = arrays[0] + visits.own;
         const T* gradient = arrays[1] + visits.own;
@@ -358,7 +356,7 @@ __device__ __forceinline__ void take_sums_once(const BackwardArgs& args,
           float centred[kVec], dz[kVec];
           unpack(load_vector<T, kVec>(x), centred);
           unpack(load_vector<T, kVec>(gradient), dz);
-          own.template take<kActivation>(centred, dz, [](float (&)[kVec]) {});
+          own.take(activation, centred, dz, [](float (&)[kVec]) {});
 #pragma unroll
           for (int c = 0; c < kVec; ++c) {
             dot[c] += dz[c] * centred[c];
@@ -450,7 +448,6 @@ __device__ __forceinline__ void write_once(const BackwardArgs& args,
     const int64_t start =
         (static_cast<int64_t>(image) * images.pixels + slice.start) * images.channels + visits.own;
     with_constants(args.activation, false, [&](auto activation, auto) {
-      constexpr Activation kActivation = decltype(activation)::value;
       block.for_each_chunk(turn, [&](const auto& arrays, int pixel, int pixels) {
         const T* x = arrays[0] + visits.own;
         const T* gradient = arrays[1] + visits.own;
@@ -461,7 +458,7 @@ __device__ __forceinline__ void write_once(const BackwardArgs& args,
           float values[kVec], dz[kVec];
           unpack(load_vector<T, kVec>(x), values);
           unpack(load_vector<T, kVec>(gradient), dz);
-          own.template take<kActivation>(values, dz, [](float (&)[kVec]) {});
+          own.take(activation, values, dz, [](float (&)[kVec]) {});
 #pragma unroll
           for (int c = 0; c < kVec; ++c) {
             values[c] = dz[c] * own.factor[c] + (values[c] * slope[c] + constant[c]);

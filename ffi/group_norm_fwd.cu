@@ -294,7 +294,6 @@ __device__ void write(const ForwardArgs& args, const Place& place, float2* stats
 
   line.normalise(plan, stats, place.channel);
   with_constants(args.activation, residual != nullptr, [&](auto activation, auto has_residual) {
-    constexpr Activation kActivation = decltype(activation)::value;
     constexpr bool kResidual = decltype(has_residual)::value;
     stream.for_each(load, [&](const Vector<T, kVec>& vector, const auto& reload) {
       float values[kVec];
@@ -307,7 +306,7 @@ __device__ void write(const ForwardArgs& args, const Place& place, float2* stats
 #pragma unroll
         for (int c = 0; c < kVec; ++c) values[c] += added[c];
       }
-      activate(kActivation, values);
+      activate(activation, values);
       store_result(plan, y + at, values);
       advance(at, stride);
     });
@@ -406,7 +405,6 @@ __device__ __forceinline__ void write_once(const ForwardArgs& args,
     const int64_t start =
         (static_cast<int64_t>(image) * images.pixels + slice.start) * images.channels + visits.own;
     with_constants(args.activation, residual != nullptr, [&](auto activation, auto has_residual) {
-      constexpr Activation kActivation = decltype(activation)::value;
       constexpr bool kResidual = decltype(has_residual)::value;
       block.for_each_chunk(turn, [&](const auto& arrays, int pixel, int pixels) {
         const T* x = arrays[0] + visits.own;
@@ -424,7 +422,7 @@ __device__ __forceinline__ void write_once(const ForwardArgs& args,
 #pragma unroll
             for (int c = 0; c < kVec; ++c) values[c] += added[c];
           }
-          activate(kActivation, values);
+          activate(activation, values);
           store_result(plan, y + at, values);
         }
         block.release(turn);

@@ -137,10 +137,11 @@ __device__ __forceinline__ void prefetch(const Parameter& parameter, int64_t at)
   prefetch(static_cast<const char*>(parameter.data) + at * size);
 }
 
-template <typename T, int kVec, Activation kActivation, bool kResidual>
-__device__ __forceinline__ void write_pixels(const SlabArgs& args, const Vector<T, kVec>* kept,
-                                             int steps, int64_t at, int64_t stride,
-                                             const float (&mean)[kVec], const float (&factor)[kVec],
+template <typename T, int kVec, bool kResidual, typename A>
+__device__ __forceinline__ void write_pixels(A activation, const SlabArgs& args,
+                                             const Vector<T, kVec>* kept, int steps, int64_t at,
+                                             int64_t stride, const float (&mean)[kVec],
+                                             const float (&factor)[kVec],
                                              const float (&bias)[kVec]) {
   const T* residual = static_cast<const T*>(args.residual);
   T* y = static_cast<T*>(args.y);
@@ -158,7 +159,7 @@ __device__ __forceinline__ void write_pixels(const SlabArgs& args, const Vector<
 #pragma unroll
       for (int c = 0; c < kVec; ++c) values[c] += added[c];
     }
-    activate(kActivation, values);
+    activate(activation, values);
     Vector<T, kVec> vector;
     pack(values, vector);
     store_vector(y + at, vector);
@@ -279,8 +280,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     factor[c] *= of_channel.y;
   }
   with_constants(args.activation, args.residual != nullptr, [&](auto activation, auto residual) {
-    write_pixels<T, kVec, decltype(activation)::value, decltype(residual)::value>(
-        args, kept, steps, first, stride, mean, factor, bias);
+    write_pixels<T, kVec, decltype(residual)::value>(activation, args, kept, steps, first, stride,
+                                                     mean, factor, bias);
   });
 }
 

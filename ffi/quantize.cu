@@ -212,6 +212,20 @@ __device__ __forceinline__ void activate_for_fp8(Activation activation, float (&
   for (float& x : values) x = Erf(x).gelu(x);
 }
 
+// Whether activate_with_slope knows an activation.
+bool has_slope(Activation activation) {
+  switch (activation) {
+    case Activation::kRelu:
+    case Activation::kGeluTanh:
+    case Activation::kGeluErf:
+    case Activation::kQuickGelu:
+    case Activation::kSilu:
+      return true;
+    default:
+      return false;
+  }
+}
+
 // As activate_for_fp8, and sets `slope` to the derivative. That is kept in steps of about 0.01, so
 // what cancels in 1 - gate does not show.
 __device__ __forceinline__ void activate_with_slope(Activation activation, float (&values)[kVec],
@@ -625,7 +639,7 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer se
   }
   Form form = gated ? Form::kGated : Form::kPlain;
   if (!is_absent(*slope)) {
-    if (args.activation == Activation::kNone || args.activation == Activation::kRelu2) {
+    if (!has_slope(args.activation)) {
       return ffi::Error::InvalidArgument("of this activation no byte holds the derivative");
     }
     RETURN_IF_ERROR(check_shape("slope", *slope, {rows, columns}));

@@ -43,6 +43,7 @@ from jaxfused.quantization.quantize import fake_quantize as fake_quantize
 from jaxfused.quantization.quantize import quantize as quantize
 from jaxfused.quantization.quantize import quantize_rows as quantize_rows
 from jaxfused.quantization.quantized_array import QuantizedArray as QuantizedArray
+from jaxfused.semantics.activation import ACTIVATIONS as ACTIVATIONS
 from jaxfused.semantics.rope_config import rope_from_config as rope_from_config
 from jaxfused.semantics.rope_scaling import DynamicNTKRope as DynamicNTKRope
 from jaxfused.semantics.rope_scaling import LinearRope as LinearRope

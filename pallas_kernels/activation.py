@@ -17,12 +17,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-NAMES = ("relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu", "silu")
+NAMES = (
+    "relu", "relu2", "relu6", "leaky_relu", "gelu_tanh", "gelu_erf", "quick_gelu", "silu",
+    "hard_swish", "mish", "sigmoid", "hard_sigmoid", "tanh",
+)  # fmt: skip
+ARITHMETIC = ("relu", "relu2", "relu6", "leaky_relu", "hard_swish", "hard_sigmoid")
+"""Which take no exponential: a cost model counts no evaluation for them."""
 
 _GELU_TANH_RATE = 2.0 * math.sqrt(2.0 / math.pi)
 """0.5 (1 + tanh(z)) is the logistic function of 2 z."""
 _GELU_CUBIC = 0.044715
 _QUICK_GELU_RATE = 1.702
+_LEAK = 0.01
+"""The slope of leaky_relu below 0."""
 _LOG2_E = math.log2(math.e)
 
 
@@ -39,9 +46,23 @@ def activation(name: str | None, x: jax.Array, dtype: Any = jnp.float32) -> jax.
         case "relu2":
             positive = jnp.maximum(x, 0.0)
             return positive * positive
+        case "relu6":
+            return _clipped(x, 0.0, 6.0)
+        case "leaky_relu":
+            return jnp.maximum(x, _LEAK * x)
+        case "hard_sigmoid":
+            return _clipped(x + 3.0, 0.0, 6.0) * (1.0 / 6.0)
+        case "hard_swish":
+            return x * (_clipped(x + 3.0, 0.0, 6.0) * (1.0 / 6.0))
         case "gelu_tanh" | "gelu_erf" | "quick_gelu" | "silu":
             distance = _distance(x)
             return jnp.maximum(x, 0.0) - distance * _tail(name, distance, dtype)
+        case "mish":
+            return jnp.maximum(x, -_FAR) * _mish_gate(x)[0]
+        case "sigmoid":
+            return _sigmoid(x, _logistic_tail(_distance(x), _LOG2_E))
+        case "tanh":
+            return _tanh(x, _logistic_tail(_distance(x), 2.0 * _LOG2_E))
     raise ValueError(f"activation must be None or one of {NAMES}, but {name!r} was passed")
 
 
@@ -62,6 +83,25 @@ def activation_and_derivative(
         case "relu2":
             positive = jnp.maximum(x, 0.0)
             return positive * positive, 2.0 * positive
+        case "relu6":
+            return _clipped(x, 0.0, 6.0), _clip_slope(x, 0.0, 6.0)
+        case "leaky_relu":
+            return jnp.maximum(x, _LEAK * x), jnp.where(x < 0.0, _LEAK, 1.0)
+        case "hard_sigmoid":
+            gate = _clipped(x + 3.0, 0.0, 6.0) * (1.0 / 6.0)
+            return gate, _clip_slope(x, -3.0, 3.0) * (1.0 / 6.0)
+        case "hard_swish":
+            gate = _clipped(x + 3.0, 0.0, 6.0) * (1.0 / 6.0)
+            return x * gate, gate + _clip_slope(x, -3.0, 3.0) * _clipped(x, -3.0, 3.0) * (1.0 / 6.0)
+        case "mish":
+            gate, growth = _mish_gate(x)
+            return jnp.maximum(x, -_FAR) * gate, gate + _clipped(x, -_FAR, _FAR) * growth
+        case "sigmoid":
+            tail = _logistic_tail(_distance(x), _LOG2_E)
+            return _sigmoid(x, tail), tail - tail * tail
+        case "tanh":
+            tail = _logistic_tail(_distance(x), 2.0 * _LOG2_E)
+            return _tanh(x, tail), 4.0 * (tail - tail * tail)
         case "gelu_tanh" | "gelu_erf" | "quick_gelu" | "silu":
             distance = _distance(x)
             tail = _tail(name, distance, dtype)
@@ -75,7 +115,50 @@ def activation_and_derivative(
 
 def _distance(x: jax.Array) -> jax.Array:
     """|x|, no further than every tail has vanished: infinity times 0 would be no number."""
-    return jnp.minimum(jnp.abs(x), 128.0)
+    return jnp.minimum(jnp.abs(x), _FAR)
+
+
+_FAR = 128.0
+
+
+def _clipped(x: jax.Array, low: float, high: float) -> jax.Array:
+    return jnp.minimum(jnp.maximum(x, low), high)
+
+
+def _clip_slope(x: jax.Array, low: float, high: float) -> jax.Array:
+    """The derivative of `_clipped`: 0 at its corners, as in jax.nn.relu6."""
+    return jnp.where(x > low, jnp.where(x < high, 1.0, 0.0), 0.0)
+
+
+def _sigmoid(x: jax.Array, tail: jax.Array) -> jax.Array:
+    return jnp.where(x < 0.0, tail, 1.0 - tail)
+
+
+_TANH = (0.9999999674, -0.333327915, 0.133188188, -0.05258626, 0.0163104039)
+"""tanh(x) / x in x^2 for |x| <= 0.55, to 4e-8."""
+
+
+def _tanh(x: jax.Array, tail: jax.Array) -> jax.Array:
+    """1 - 2 tail by x's sign, and near 0, where that cancels, a polynomial."""
+    squared = jnp.minimum(x * x, 1.0)
+    near = x * _polynomial(_TANH, squared)
+    far = jnp.where(x < 0.0, 2.0 * tail - 1.0, 1.0 - 2.0 * tail)
+    return jnp.where(jnp.abs(x) < 0.55, near, far)
+
+
+def _mish_gate(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """tanh(softplus(x)) and its derivative.
+
+    With u = exp(-|x|) they are (1 + 2 u) / d and 4 u^2 (1 + u) / d^2 of d = 1 + 2 u + 2 u^2 for
+    positive x, and (2 u + u^2) / d and 4 u (1 + u) / d^2 of d = 2 + 2 u + u^2 for negative x.
+    """
+    u = jnp.exp2(-_LOG2_E * _distance(x))
+    squared = u * u
+    negative = x < 0.0
+    reciprocal = 1.0 / jnp.where(negative, 2.0 + 2.0 * u + squared, 1.0 + 2.0 * u + 2.0 * squared)
+    gate = reciprocal * jnp.where(negative, 2.0 * u + squared, 1.0 + 2.0 * u)
+    growth = 4.0 * (1.0 + u) * (reciprocal * reciprocal) * jnp.where(negative, u, squared)
+    return gate, growth
 
 
 def _tail(name: str, distance: jax.Array, dtype: Any) -> jax.Array:

@@ -5,9 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfused.semantics.activation import ACTIVATIONS
+import jaxfused
+import pallas_kernels.activation
+from jaxfused import dispatch
+from jaxfused.ops.fp8_products import maximised_of
+from jaxfused.reference.fp8 import largest_activation
+from jaxfused.semantics.activation import ACTIVATIONS, ARITHMETIC, FUNCTIONS, SLOPE_OF_RESULT
 from pallas_kernels.activation import NAMES, activation, activation_and_derivative, derivative
 from tests.arrays import put
+from tests.conftest import HOPPER
+from tests.grids import parametrize
+from tests.lowering import kernels
 
 X = np.concatenate([np.linspace(-150.0, 150.0, 6001), np.linspace(-9.0, 9.0, 6000)])
 TAILED = ("gelu_erf", "gelu_tanh", "quick_gelu", "silu")
@@ -16,12 +24,53 @@ TAILED = ("gelu_erf", "gelu_tanh", "quick_gelu", "silu")
 def truth(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The activation and its derivative in float64."""
     with jax.enable_x64(True):
-        f = jax.jit(lambda x: jax.jvp(ACTIVATIONS[name], (x,), (jnp.ones_like(x),)))
+        f = jax.jit(lambda x: jax.jvp(FUNCTIONS[name], (x,), (jnp.ones_like(x),)))
         return jax.tree.map(np.asarray, f(np.float64(x)))
 
 
 def test_kernels_have_every_activation():
-    assert set(NAMES) == set(ACTIVATIONS)
+    assert NAMES == ACTIVATIONS == jaxfused.ACTIVATIONS
+    assert pallas_kernels.activation.ARITHMETIC == ARITHMETIC
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_derivatives_at_corners_are_those_of_jax_nn(name):
+    x = put([-3.0, 0.0, 3.0, 6.0])
+    stock = jax.vmap(jax.grad(FUNCTIONS[name]))(x)
+    np.testing.assert_allclose(derivative(name, x), stock, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", SLOPE_OF_RESULT)
+def test_the_derivative_at_the_result_is_that_at_the_argument(name):
+    x = put(np.linspace(-9.0, 9.0, 181))
+    slope = jax.vmap(jax.grad(FUNCTIONS[name]))
+    np.testing.assert_array_equal(slope(FUNCTIONS[name](x)), slope(x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_largest_magnitude_is_bounded_by_what_float8_finds_it_from(name):
+    for x in (X, -np.abs(X), np.abs(X), X / 1e3, [-0.7], [-1.2], [-1.5]):
+        found = maximised_of(name)
+        maxima = put(np.max(x) if found == "value" else np.max(np.abs(x)))
+        bound = largest_activation(name, maxima)
+        assert np.max(np.abs(truth(name, np.asarray(x))[0])) <= bound * (1 + 1e-6)
+
+
+@parametrize("name", NAMES[2:4] + NAMES[8:], quick=(3,))
+def test_products_and_convolutions_lower_with_it(name):
+    x, w = jax.ShapeDtypeStruct((256, 64), "bfloat16"), jax.ShapeDtypeStruct((64, 64), "bfloat16")
+    images, kernel = (
+        jax.ShapeDtypeStruct(s, "bfloat16") for s in ((2, 16, 16, 64), (3, 3, 64, 64))
+    )
+
+    def f(x, w, images, kernel):
+        options = dict(activation=name, implementation="pallas")
+        y = jaxfused.mlp(x, w, None, w, **options), jaxfused.conv(images, kernel, **options)
+        return sum(a.astype(jnp.float32).sum() for a in y)
+
+    with dispatch.assume(HOPPER):
+        launched = kernels(jax.grad(f, (0, 1, 2, 3)), x, w, images, kernel)
+    assert len(launched) >= 6
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def call_forward(x, scale, y, **attributes):
         ),
         (
             (jnp.float32, (2, 8), (8,), (2, 8), jnp.float32),
-            dict(activation="tanh"),
+            dict(activation="elu"),
             "activation is not known",
         ),
     ],
@@ -408,7 +408,7 @@ POOL = {
                 "bias_activation",
                 [(4, 8), (0,), (0,), (0,), (0,)],
                 [(4, 8), (0,), (0,)],
-                dict(activation="tanh"),
+                dict(activation="elu"),
                 "activation is not known: tanh",
             ),
             (

@@ -17,7 +17,7 @@ from jaxfused.fuse import graph
 from jaxfused.fuse.algebra import between, passed_on
 from jaxfused.fuse.constants import elementwise, scalar
 from jaxfused.fuse.graph import Node, Value
-from jaxfused.semantics.activation import ACTIVATIONS
+from jaxfused.semantics.activation import FUNCTIONS
 
 POINTS = np.concatenate([np.linspace(-6.0, 6.0, 41), [-1e-3, 1e-3, 11.0, -11.0]])
 """Where functions are compared."""
@@ -54,7 +54,7 @@ def why_no_activation(z: Value) -> str:
                 " write jax.nn.relu"
             )
         if names & {"tanh", "erf", "erfc", "logistic", "custom_jvp_call"}:
-            return "the activation is none of " + ", ".join(ACTIVATIONS)
+            return "the activation is none of " + ", ".join(_MADE_OF)
     return ""
 
 
@@ -192,7 +192,7 @@ Values alone would not tell the two gelus apart where constants are rounded to 1
 def _activation_values(name: str, dtype: str) -> np.ndarray:
     """An activation at the points, in float64 but for the constants that JAX rounds to `dtype`."""
     with jax.core.ensure_compile_time_eval():
-        jaxpr = jax.make_jaxpr(ACTIVATIONS[name])(jax.ShapeDtypeStruct((1,), dtype))
+        jaxpr = jax.make_jaxpr(FUNCTIONS[name])(jax.ShapeDtypeStruct((1,), dtype))
     program = graph.build(jaxpr)
     (z,), (result,) = program.inputs, program.outputs
     values = _values(z, result, set(program.nodes))

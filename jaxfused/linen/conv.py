@@ -32,7 +32,7 @@ class Conv(linen.Conv):
     - The kernel may be a `jaxfused.QuantizedKernel`, as `jaxfused.quantize_params` puts it there.
 
     Attributes:
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     The other attributes are those of `flax.linen.Conv`.

@@ -26,7 +26,7 @@ class ConvTranspose(linen.ConvTranspose):
       or a named kernel such a call raises an error.
 
     Attributes:
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "pallas", "xla".
 
     The other attributes are those of `flax.linen.ConvTranspose`.

@@ -36,7 +36,7 @@ class ConvNeXtBlock(linen.Module):
       drop_path_rate: the fraction of examples whose branch to drop in training.
       deterministic: whether no path is dropped; or say so in the call.
       epsilon: of the norm.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       dtype: of the products and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.
       kernel_init: initialises the kernels.

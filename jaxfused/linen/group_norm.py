@@ -29,7 +29,7 @@ class GroupNorm(linen.GroupNorm):
       `residual` or a named kernel such a call raises an error.
 
     Attributes:
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "cuda", "xla".
 
     The other attributes are those of `flax.linen.GroupNorm`.

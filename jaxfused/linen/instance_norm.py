@@ -18,7 +18,7 @@ class InstanceNorm(linen.InstanceNorm):
     other than the last and complex numbers run Flax's code.
 
     Attributes:
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "cuda", "xla".
 
     The other attributes are those of `flax.linen.InstanceNorm`.

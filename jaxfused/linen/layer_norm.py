@@ -34,7 +34,7 @@ class LayerNorm(linen.LayerNorm):
       with `residual`, `pre_bias` or a named kernel such a call raises an error.
 
     Attributes:
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
       scale_offset: is added to the scale; 1.0 for checkpoints that store scale - 1, as Nemotron's do.
       round_before_scale: whether the normalised values are rounded to x's dtype before the scale, as in
@@ -144,7 +144,7 @@ class RMSNorm(linen.RMSNorm):
     Attributes:
       scale_offset: is added to the scale; 1.0 for checkpoints that store scale - 1, as Gemma's do.
         `scale_init` is ones, as in Flax, whatever the offset.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
       round_before_scale: whether the normalised values are rounded to x's dtype before the scale, as in
         Llama's code; see `jaxfused.layer_norm`.

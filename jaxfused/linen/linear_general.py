@@ -31,7 +31,7 @@ class DenseGeneral(linen.DenseGeneral):
       such a call raises an error.
 
     Attributes:
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     The other attributes are those of `flax.linen.DenseGeneral`.

@@ -28,7 +28,7 @@ class MLP(linen.Module):
     Attributes:
       hidden_features: F.
       out_features: E, by default D.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       use_bias: whether the layers have biases.
       dtype: of the products and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.
@@ -134,8 +134,7 @@ class GatedMLP(linen.Module):
     Attributes:
       hidden_features: F.
       out_features: E, by default D.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu",
-        of the gate.
+      activation: None or a name of `jaxfused.ACTIVATIONS`, of the gate.
       use_bias: whether the layers have biases.
       dtype: of the products and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.

@@ -33,7 +33,7 @@ class QuantizedDense(linen.Module):
       param_dtype: of the bias, and of the kernel before it is quantised.
       kernel_init: initialises the kernel [D, F].
       bias_init: initialises the bias.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
       layout: "columns" as the kernels read weights, else "rows": see `jaxfused.quantize`.
 

@@ -52,7 +52,7 @@ class BatchNorm(nnx.BatchNorm):
       rngs: gives the initialisers their keys.
       bias_metadata: of the bias's `nnx.Param`.
       scale_metadata: of the scale's `nnx.Param`.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Example:

@@ -43,7 +43,7 @@ class ConvNormAct(nnx.Module):
       momentum: of the batch norm, as in Flax.
       epsilon: is added to the variance.
       axis_name: of the batch norm, as in Flax.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       dtype: of the convolution and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.
       kernel_init: initialises the kernel.

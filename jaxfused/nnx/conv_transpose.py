@@ -52,7 +52,7 @@ class ConvTranspose(nnx.ConvTranspose):
       rngs: gives the initialisers their keys.
       kernel_metadata: of the kernel's `nnx.Param`.
       bias_metadata: of the bias's `nnx.Param`.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "pallas", "xla".
 
     Example:

@@ -36,7 +36,7 @@ class ConvNeXtBlock(nnx.Module):
       layer_scale: the first value of the scale; None for no scale.
       drop_path_rate: the fraction of examples whose branch to drop in training.
       epsilon: of the norm.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       dtype: of the products and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.
       kernel_init: initialises the kernels.

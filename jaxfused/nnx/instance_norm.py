@@ -24,7 +24,7 @@ class InstanceNorm(nnx.InstanceNorm):
     than Flax's and complex numbers run Flax's code.
 
     Args:
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "cuda", "xla".
 
     The other arguments are those of `flax.nnx.InstanceNorm`.

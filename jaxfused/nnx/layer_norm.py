@@ -58,7 +58,7 @@ class LayerNorm(nnx.LayerNorm):
       scale_offset: is added to the scale; 1.0 for checkpoints that store scale - 1, as Nemotron's do.
       round_before_scale: whether the normalised values are rounded to x's dtype before the scale, as in
         Llama's code; see `jaxfused.layer_norm`.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Example:
@@ -215,7 +215,7 @@ class RMSNorm(nnx.RMSNorm):
       scale_offset: is added to the scale; 1.0 for checkpoints that store scale - 1, as Gemma's do.
       round_before_scale: whether the normalised values are rounded to x's dtype before the scale, as in
         Llama's code; see `jaxfused.layer_norm`.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Example:

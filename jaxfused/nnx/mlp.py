@@ -57,7 +57,7 @@ class MLP(nnx.Module):
       in_features: D.
       hidden_features: F.
       out_features: E, by default D.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       use_bias: whether the layers have biases.
       dtype: of the products and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.
@@ -192,8 +192,7 @@ class GatedMLP(nnx.Module):
       in_features: D.
       hidden_features: F.
       out_features: E, by default D.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu",
-        of the gate.
+      activation: None or a name of `jaxfused.ACTIVATIONS`, of the gate.
       use_bias: whether the layers have biases.
       dtype: of the products and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.

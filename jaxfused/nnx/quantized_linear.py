@@ -40,7 +40,7 @@ class QuantizedLinear(nnx.Module):
       kernel_init: initialises the kernel [D, F].
       bias_init: initialises the bias.
       rngs: gives the initialisers their keys.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
       kernel: a `jaxfused.QuantizedKernel` in place of one that is initialised and then quantised;
         kernel_dtype, group_size, symmetric, layout, input_dtype and kernel_init say nothing then.

@@ -33,7 +33,7 @@ class SeparableConv(nnx.Module):
       channel_multiplier: how many channels the depthwise convolution makes of each.
       use_bias: whether both convolutions have a bias.
       depthwise_activation: of the depthwise convolution; its names are those of `activation`.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       dtype: of the convolutions and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.
       precision: as in Flax.

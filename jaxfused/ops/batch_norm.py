@@ -63,8 +63,7 @@ def batch_norm(
         it out: the statistics are those of the whole array already.
       axis_index_groups: groups of devices along `axis_name` that share statistics, as
         `jax.lax.pmean` takes them.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu", after
-        everything else.
+      activation: None or a name of `jaxfused.ACTIVATIONS`, after everything else.
       residual: [..., C] like x, is added before the activation.
       mask_gradient: False where all that reads y, behind a relu, masks its gradient, which is then
         taken to be masked: see `jaxfused.Rectified`.

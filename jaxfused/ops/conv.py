@@ -67,8 +67,7 @@ def conv(
         convolved apart; I is depthwise convolution, which has kernels of its own for windows of
         3 x 3, 5 x 5 and 7 x 7, and of 3, 4 and 7 along one axis. Longer windows of it are products of
         Fourier transforms on a GPU (stride 1, no dilation) where that is faster: see below.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu", after
-        everything else.
+      activation: None or a name of `jaxfused.ACTIVATIONS`, after everything else.
       residual: of the result's shape, is added before the activation.
       hand_on: whether x is returned too, for whoever else reads it, such as a shortcut around the
         convolution. What comes back as its gradient is then added by the kernel that computes the

@@ -48,8 +48,7 @@ def conv_transpose(
       kernel_dilation: the distance between the values that neighbouring weights meet.
       transpose_kernel: whether w is that of the convolution that this one transposes: its spatial axes
         are flipped and its channels swapped.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu", after
-        everything else.
+      activation: None or a name of `jaxfused.ACTIVATIONS`, after everything else.
       residual: of the result's shape, is added before the activation.
       precision: of the products, as in `jax.lax.conv`.
       implementation: None for the fastest that can run, or "pallas", "xla".

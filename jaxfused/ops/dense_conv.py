@@ -25,6 +25,7 @@ from jaxfused.ops.rectified import masked_gradient
 from jaxfused.ops.weight_gradient import sum_rows, weight_gradient
 from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.semantics.activation import ARITHMETIC, SLOPE_OF_RESULT
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import cudnn_cost
 from pallas_kernels.conv import strided as pallas_strided
@@ -253,7 +254,7 @@ class Options:
     @property
     def keeps_preactivation(self) -> bool:
         """Whether the gradient reads what the activation is applied to; relu's reads the result."""
-        return self.activation not in (None, "relu")
+        return self.activation not in (None, *SLOPE_OF_RESULT)
 
 
 @dataclass(frozen=True)
@@ -308,7 +309,7 @@ def _conv_fwd(run: Runner, options: Options, request: Request, x, w, bias, resid
 def saved_of(options: Options, x, w, bias, residual, y, z) -> Residuals:
     """What the gradient reads, of the operands, the result y and z if that was saved."""
     like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
-    return Residuals(x, w, bias, like, y if options.activation == "relu" else z)
+    return Residuals(x, w, bias, like, y if options.activation in SLOPE_OF_RESULT else z)
 
 
 def _conv_bwd(run: Runner, options: Options, request: Request, saved: Residuals, cotangents):
@@ -485,7 +486,7 @@ class Forward:
         return dict(
             read_bytes=0 if residual is None else residual.dtype.itemsize,
             written_bytes=x.dtype.itemsize * (1 + self.save_preactivation),
-            activations=int(self.options.activation not in (None, "relu", "relu2")),
+            activations=int(self.options.activation not in (None, *ARITHMETIC)),
         )
 
     def configs(

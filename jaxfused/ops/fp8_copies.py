@@ -19,6 +19,7 @@ from jaxfused.ops.batching import OneByOne
 from jaxfused.ops.fp8 import Fp8State
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
 from jaxfused.quantization.quantized_array import FORMATS
+from jaxfused.semantics.activation import BOUNDED_FROM_ABOVE
 
 FORWARD = jnp.dtype(jnp.float8_e4m3fn)
 GRADIENT = jnp.dtype(jnp.float8_e5m2)
@@ -182,7 +183,7 @@ class _Largest(OneByOne):
             return (_largest_by_xla(arrays, self.activation)[None],)
         filled = -(-sum(array.nbytes for array in arrays) // _BLOCK_BYTES)
         blocks = max(1, min(_BLOCKS * device.multiprocessors, filled))
-        least = reference.fp8.LEAST.get(str(self.activation), 0.0)
+        least = BOUNDED_FROM_ABOVE.get(str(self.activation), 0.0)
         return (cuda.quantize.largest(arrays, blocks, self.activation, least),)
 
 

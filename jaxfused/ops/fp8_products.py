@@ -11,6 +11,7 @@ from jaxfused import dispatch, reference, sharding
 from jaxfused.ops.batching import OneByOne
 from jaxfused.ops.fp8_copies import SLOPE_STEPS, Copies, largest_of
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
+from jaxfused.semantics.activation import BOUNDED_FROM_ABOVE
 from pallas_kernels.product import cost
 from pallas_kernels.product import fp8 as pallas_fp8
 from pallas_kernels.product.fp8 import LayerOptions
@@ -62,7 +63,7 @@ def hidden_magnitude(
 
 def maximised_of(activation: str | None) -> pallas_fp8.Maximised:
     """Which maxima `hidden_magnitude` wants."""
-    return "magnitude" if activation is None else "value"
+    return "value" if activation in BOUNDED_FROM_ABOVE else "magnitude"
 
 
 def input_gradient(run: Runner, op: str, dy: Copies, w: Copies, dtype: Any) -> jax.Array:

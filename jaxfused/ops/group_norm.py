@@ -73,8 +73,7 @@ def group_norm(
       image_scale: [B, C], modulates each image: the scale of FiLM or of a time embedding, as an
         offset from 1.
       image_shift: [B, C], is added after `image_scale`.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu", after
-        everything else.
+      activation: None or a name of `jaxfused.ACTIVATIONS`, after everything else.
       residual: [B, ..., C] like x, is added before the activation.
       mask_gradient: False where all that reads y, behind a relu, masks its gradient, which is then
         taken to be masked: see `jaxfused.Rectified`.

@@ -84,8 +84,7 @@ def layer_norm(
       residual: [..., D] like x: the residual stream of a Transformer.
       pre_bias: [D], is added to x: the bias of the projection that made x.
       gate: [D], or [*leading, D] for each image: multiplies what is added to the residual.
-      pre_activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu", between
-        the sum and the norm.
+      pre_activation: None or a name of `jaxfused.ACTIVATIONS`, between the sum and the norm.
       activation: the same choice, after the norm.
       quantize_rows: "int8", "float8_e4m3fn" or "float8_e5m2": y is quantised, row by row, to be the x of
         `quantized_matmul`. With implementation "pallas" the pass that normalises does it.

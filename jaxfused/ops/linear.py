@@ -27,6 +27,7 @@ from jaxfused.ops.weight_gradient import (
     weight_gradient,
 )
 from jaxfused.reference.product import product, sum_written_rows
+from jaxfused.semantics.activation import ARITHMETIC
 from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost, few_rows
 from pallas_kernels.product import linear as pallas_linear
@@ -60,7 +61,7 @@ def linear(
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla").
       w: [D, F], of any float dtype, as are bias and residual.
       bias: [F].
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       residual: [..., F], is added after the activation.
       precision: of the product, as in `jax.numpy.matmul`; or "fp8": the product and its gradients are
         taken of float8, each operand with one scale, as docs/quantisation.md says.
@@ -688,7 +689,7 @@ def product_reasons(
     }
 
 
-CHEAP_ACTIVATIONS = ("relu", "relu2", "quick_gelu", "silu")
+CHEAP_ACTIVATIONS = (*ARITHMETIC, "quick_gelu", "silu", "sigmoid")
 """Those that XLA evaluates faster than it reads their argument."""
 
 

@@ -80,7 +80,7 @@ def mlp(
       b1: [F] or None.
       w2: [F, E].
       b2: [E] or None.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       residual: [..., E], is added last.
       save: what may be kept for the backward besides the inputs, in x's dtype: "preactivation"
         keeps x w1 + b1 [..., F]; "inputs" keeps nothing and takes that product again; "hidden" keeps

@@ -22,6 +22,7 @@ from jaxfused.quantization.quantized_array import (
     assembled,
     of_each_column,
 )
+from jaxfused.semantics.activation import ARITHMETIC
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
 
@@ -415,7 +416,7 @@ class _Forward:
             call,
             read_bytes=0 if residual is None else residual.dtype.itemsize,
             written_bytes=self.options.out_dtype.itemsize,
-            activations=int(self.options.activation not in (None, "relu", "relu2")),
+            activations=int(self.options.activation not in (None, *ARITHMETIC)),
         )
 
     def run(self, implementation, device, x, w, scale, bias, residual, config=None) -> Results:

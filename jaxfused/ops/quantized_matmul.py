@@ -78,7 +78,7 @@ def quantized_matmul(
         `QuantizedArray` of that shape with axis -1, as `quantize_rows` makes it.
       w: a `QuantizedArray` of shape [D, F] with axis -2, as `quantize` makes it.
       bias: [F], of any float dtype, as is residual.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
       residual: [..., F], is added after the activation.
       out_dtype: of y; by default the residual's dtype, else x's, else float32.
       scale_gradient: whether w.scale gets its gradient, for float x. The forward then keeps x.

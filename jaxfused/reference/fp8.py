@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxfused.quantization.quantized_array import FORMATS
 from jaxfused.reference.product import product
-from jaxfused.semantics.activation import activate, value_and_slope
+from jaxfused.semantics.activation import BOUNDED_FROM_ABOVE, activate, value_and_slope
 
 
 def largest_magnitude(*arrays: jax.Array) -> jax.Array:
@@ -120,16 +120,13 @@ def _row_maxima(values: jax.Array) -> jax.Array:
 def largest_activation(activation: str | None, maxima: jax.Array) -> jax.Array:
     """A bound of an activation's magnitude, of the largest values that it reads; NaN of NaN.
 
-    It is the magnitude itself wherever some value is larger than a few tenths. Below 0 the activations
-    have a minimum of their own. Without one, the maxima are magnitudes.
+    It is the magnitude itself wherever some value is larger than a few tenths. Below 0 most activations
+    have a bound of their own. Without one, and without an activation, the maxima are magnitudes.
     """
     largest = jnp.max(maxima, initial=0.0)
     largest = jnp.where(jnp.any(jnp.isnan(maxima)), jnp.nan, largest)
-    return jnp.maximum(activate(activation, largest), LEAST.get(str(activation), 0.0))
-
-
-LEAST = {"gelu_tanh": 0.1701, "gelu_erf": 0.17, "quick_gelu": 0.1637, "silu": 0.2785}
-"""The magnitudes of the activations' minima, rounded up."""
+    bound = activate(activation, largest)
+    return jnp.maximum(bound, BOUNDED_FROM_ABOVE.get(str(activation), 0.0))
 
 
 def hidden_gradient(

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
-from jaxfused.semantics.activation import activate
+from jaxfused.semantics.activation import ARITHMETIC, activate
 
 PREACTIVATION = "jaxfused_preactivation"
 """The name under which `preactivation` marks its result for the policies of `jax.checkpoint`."""
@@ -196,5 +196,5 @@ def saved_alone(activation: str | None, saved: Any) -> Any:
     Without the barrier XLA finds the exponentials of the forward in the backward, and keeps them all the
     while in float32, twice the bytes of what was meant to be saved.
     """
-    without_exponentials = (None, "relu", "relu2")
+    without_exponentials = (None, *ARITHMETIC)
     return saved if activation in without_exponentials else jax.lax.optimization_barrier(saved)

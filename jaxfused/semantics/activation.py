@@ -1,8 +1,13 @@
 """The activation functions that fused operators accept by name.
 
-Names say which formula is meant: `gelu_tanh` is `jax.nn.gelu`'s default, `gelu_erf` the exact one,
-`quick_gelu` the one of a logistic function (Hendrycks, Gimpel, 2016, https://arxiv.org/abs/1606.08415),
-`relu2` the square of relu (So et al., "Primer", 2021, https://arxiv.org/abs/2109.08668).
+Names are those of `jax.nn`, and say which formula is meant where there are several: `gelu_tanh` is
+`jax.nn.gelu`'s default, `gelu_erf` the exact one, `quick_gelu` the one of a logistic function
+(Hendrycks, Gimpel, 2016, https://arxiv.org/abs/1606.08415), `relu2` the square of relu (So et al.,
+"Primer", 2021, https://arxiv.org/abs/2109.08668). `leaky_relu` has the slope 0.01 below 0. Where a
+derivative jumps, it is what `jax.nn` has there: the lesser one, but of leaky_relu 1.
+
+The table of the functions is this one. Kernels state them again in the operations that they have:
+`pallas_kernels/activation.py` and `ffi/activation.cuh`.
 """
 
 from collections.abc import Callable
@@ -13,19 +18,57 @@ import jax.numpy as jnp
 
 QUICK_GELU_RATE = 1.702
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "relu6": jax.nn.relu6,
+    "leaky_relu": jax.nn.leaky_relu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "gelu_erf": partial(jax.nn.gelu, approximate=False),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(QUICK_GELU_RATE * x),
     "silu": jax.nn.silu,
+    "hard_swish": jax.nn.hard_swish,
+    "mish": jax.nn.mish,
+    "sigmoid": jax.nn.sigmoid,
+    "hard_sigmoid": jax.nn.hard_sigmoid,
+    "tanh": jnp.tanh,
 }
+
+ACTIVATIONS = tuple(FUNCTIONS)
+"""The names that every `activation` of an operator or a module takes, beside None.
+
+They are those of `jax.nn`; "gelu_tanh" and "gelu_erf" are its two gelus, "quick_gelu" is
+x sigmoid(1.702 x), "relu2" the square of relu. Values and derivatives are those of `jax.nn`, at corners
+too. A gradient keeps the result of "relu", "relu6" and "leaky_relu", and what the others are of.
+"""
+
+SLOPE_OF_RESULT = ("relu", "relu6", "leaky_relu")
+"""Whose derivative is the same at the result as at what they are of, so that a gradient keeps the result
+alone."""
+
+ARITHMETIC = ("relu", "relu2", "relu6", "leaky_relu", "hard_swish", "hard_sigmoid")
+"""Which take a few multiplications and comparisons, and no exponential."""
+
+BOUNDED_FROM_ABOVE = {
+    "relu": 0.0,
+    "relu2": 0.0,
+    "relu6": 0.0,
+    "gelu_tanh": 0.1701,
+    "gelu_erf": 0.17,
+    "quick_gelu": 0.1637,
+    "silu": 0.2785,
+    "hard_swish": 0.375,
+    "mish": 0.3089,
+    "sigmoid": 0.5,
+    "hard_sigmoid": 0.5,
+}
+"""Whose largest magnitude follows from the largest value: above 0 they grow, and below 0 their
+magnitudes stay under these, rounded up. The others' follows from the largest magnitude."""
 
 
 def activate(name: str | None, x: jax.Array) -> jax.Array:
     """Applies the activation called `name`; None is the identity."""
-    return x if name is None else ACTIVATIONS[name](x)
+    return x if name is None else FUNCTIONS[name](x)
 
 
 def value_and_slope(name: str | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
+from pallas_kernels.activation import ARITHMETIC
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.conv import cost
 from pallas_kernels.conv.window import GROUP, MAX_REACH, Boxes, Window, best_box
@@ -788,7 +789,7 @@ def _layer(
         epilogue=functools.partial(_sum_and_activation, activation, dtype),
         vectors={"bias": bias},
         matrices={"residual": residual},
-        activations=int(activation not in (None, "relu", "relu2")),
+        activations=int(activation not in (None, *ARITHMETIC)),
         **options,
     )
 
@@ -898,7 +899,7 @@ def quantized_forward(
         vectors={"scale": scale, "bias": bias},
         matrices={"residual": residual},
         outputs={"y": out_dtype},
-        activations=int(activation not in (None, "relu", "relu2")),
+        activations=int(activation not in (None, *ARITHMETIC)),
         multiprocessors=multiprocessors,
         config=config,
         name="quantized_conv",

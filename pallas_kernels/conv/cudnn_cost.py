@@ -6,6 +6,7 @@ As in `pallas_kernels.conv.cost`. Fitted to 106 times of 46 convolutions (benchm
 import math
 from dataclasses import dataclass
 
+from pallas_kernels.activation import ARITHMETIC
 from pallas_kernels.conv.cost import at_once
 from pallas_kernels.product.cost import H200, xla_pass
 
@@ -164,5 +165,5 @@ def epilogue(elements: int, itemsize: int, activation: str | None, *, residual: 
         return moved * H200.xla_pass_byte
     streams = 3 if residual else 2
     slow = activation == "gelu_erf"
-    evaluations = int(activation not in ("relu2", "quick_gelu", "silu"))
+    evaluations = int(activation not in (*ARITHMETIC, "quick_gelu", "silu", "sigmoid"))
     return xla_pass(elements, streams * itemsize, evaluations, slow_activation=slow)

@@ -43,4 +43,6 @@ CASES = (
     Case((9, 6), activation="gelu_tanh", parameter_dtype="float32"),
     Case((31, 6), activation="gelu_erf"),
     Case((2, 3, 4, 6), activation="relu", residual=True, parameter_dtype="float32"),
+    Case((5, 4, 4, 6), activation="hard_swish", parameter_dtype="float32"),
+    Case((5, 4, 4, 6), activation="relu6", residual=True),
 )

@@ -58,6 +58,9 @@ DENSE_KERNEL_CASES = (
     Case((2, 24, 24, 320), (1, 1), 320, {"activation": "silu"}, residual_shape=(2, 24, 24, 320)),
     Case((3, 61, 64, 3), (7, 7), 64, {"strides": 2}),
     Case((2, 40, 41, 3), (3, 3), 64, {"activation": "silu"}, bias=True),
+    Case((2, 16, 16, 64), (3, 3), 64, {"activation": "hard_swish"}, bias=True),
+    Case((2, 16, 16, 64), (1, 1), 64, {"activation": "relu6"}, bias=True),
+    Case((2, 16, 16, 64), (3, 3), 64, {"activation": "leaky_relu"}, bias=True),
 )
 """Several tiles of channels and of pixels, and last ones that are not full."""
 
@@ -76,6 +79,7 @@ DEPTHWISE_CASES = (
     depthwise((2, 9, 6, 4), (5, 5), padding="VALID", activation="gelu_tanh"),
     depthwise((3, 11, 6), (4,), activation="silu"),
     depthwise((2, 1, 1, 2), (3, 3)),
+    depthwise((2, 6, 7, 4), (3, 3), activation="hard_swish"),
 )
 DEPTHWISE_KERNEL_CASES = (
     depthwise((4, 56, 56, 128), (3, 3), activation="relu"),
@@ -84,6 +88,8 @@ DEPTHWISE_KERNEL_CASES = (
     depthwise((5, 300, 64), (7,), activation="gelu_erf"),
     depthwise((3, 19, 21, 16), (3, 3), activation="silu"),
     depthwise((2, 21, 18, 28), (3, 3), strides=2, residual_shape=(2, 11, 9, 28)),
+    depthwise((2, 28, 28, 96), (3, 3), activation="relu6"),
+    depthwise((2, 28, 28, 96), (5, 5), strides=2, activation="hard_swish"),
 )
 """Several strips, channels beyond a block's, and a last vector of channels that is not full."""
 

@@ -45,6 +45,7 @@ CASES = (
     Case((3, 4, 5, 8), 2, activation="silu", modulated=True),
     Case((2, 6, 8), 4, scale=False, bias=False, residual=True, modulated=True),
     Case((0, 4, 6), 2, residual=True),
+    Case((2, 5, 4, 8), 4, activation="mish", residual=True),
 )
 
 KERNEL_CASES = (
@@ -55,5 +56,7 @@ KERNEL_CASES = (
     Case((2, 1, 12), 3, activation="gelu_erf"),
     Case((1, 200, 150, 320), 32, activation="silu", parameter_dtype="float32"),
     Case((2, 300, 300, 64), 1, activation="relu2", modulated=True),
+    Case((4, 33, 31, 64), 8, activation="mish"),
+    Case((4, 33, 31, 64), 8, activation="hard_swish", residual=True),
 )
 """What differs for a kernel alone: one slice or several, vectors or pairs, sums merged apart or not."""

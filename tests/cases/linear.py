@@ -43,6 +43,8 @@ CASES = (
     Case((6,), 33, 9, activation="gelu_erf", w_dtype="float32"),
     Case((), 5, 3, activation="relu", bias=True),
     Case((0,), 5, 3, activation="relu", bias=True),
+    Case((5,), 6, 3, activation="tanh", bias=True),
+    Case((5,), 6, 3, activation="hard_sigmoid", bias=True),
 )
 
 KERNEL_CASES = (
@@ -50,5 +52,7 @@ KERNEL_CASES = (
     Case((130,), 64, 208, activation="gelu_erf", bias=True, w_dtype="float32"),
     Case((7, 3), 48, 16, residual=True),
     Case((1,), 96, 64, activation="silu"),
+    Case((130,), 64, 64, activation="mish", bias=True),
+    Case((130,), 64, 64, activation="sigmoid", bias=True),
 )
 """Sizes that a tensor core takes."""
