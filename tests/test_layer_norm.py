@@ -95,6 +95,13 @@ def numpy_norm(case: Case, x, scale, bias, residual, pre_bias):
         "gelu_erf": lambda x: x * (1 + erf(x / 2**0.5)) / 2,
         "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
         "silu": lambda x: x / (1 + np.exp(-x)),
+        "relu6": lambda x: np.clip(x, 0, 6),
+        "leaky_relu": lambda x: np.maximum(x, 0) + np.minimum(x, 0) / 100,
+        "hard_swish": lambda x: x * np.clip(x + 3, 0, 6) / 6,
+        "mish": lambda x: x * np.tanh(np.log1p(np.exp(x))),
+        "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+        "hard_sigmoid": lambda x: np.clip(x + 3, 0, 6) / 6,
+        "tanh": np.tanh,
     }
     h = sum(a for a in (x, residual, pre_bias) if a is not None)
     u = activations[case.pre_activation](h)
