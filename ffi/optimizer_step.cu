@@ -40,8 +40,9 @@ struct alignas(16) Scalars {
   float b1, one_minus_b1;
   float b2, one_minus_b2;
   float eps, eps_root;
-  float inverse_bias1, inverse_bias2;
-  float inverse_next_bias1;  // of the step after this one, for Nesterov's momentum
+  float moment_weight;  // in the numerator of Adam's step
+  float inverse_bias2;
+  float gradient_weight;  // in the same, for Nesterov's momentum
   float max_norm;
   float inverse_loss_scale;
   float average_decay, one_minus_average_decay;
@@ -170,10 +171,10 @@ __device__ __forceinline__ float direction_of(const StepArgs& args, const Scalar
       m = s.one_minus_b1 * g + (kRule == Rule::kAdam8Bit ? m : s.b1 * m);
       v = s.one_minus_b2 * (g * g) + (kRule == Rule::kAdam8Bit ? v : s.b2 * v);
     }
-    float numerator = m * s.inverse_bias1;
+    float numerator = s.moment_weight * m;
     if (kFormat == Format::kAny && (kRule == Rule::kAdam || kRule == Rule::kAdam8Bit) &&
         args.nesterov) {
-      numerator = s.b1 * (m * s.inverse_next_bias1) + s.one_minus_b1 * (g * s.inverse_bias1);
+      numerator += s.gradient_weight * g;
     }
     // What has 8 or 16 bits needs no more than 22, and time is short beside so few bytes. With at
     // least the smallest normal number below it, no root is of a subnormal one, which would take

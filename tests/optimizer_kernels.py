@@ -40,9 +40,9 @@ def direction(rule, s, nesterov, g, m, v):
     if rule != "lamb_write":
         m = s.one_minus_b1 * g + s.b1 * m
         v = s.one_minus_b2 * g * g + s.b2 * v
-    top = m * s.inverse_bias1
+    top = s.moment_weight * m
     if nesterov:
-        top = s.b1 * m * s.inverse_next_bias1 + s.one_minus_b1 * g * s.inverse_bias1
+        top = top + s.gradient_weight * g
     return top / (jnp.sqrt(v * s.inverse_bias2 + s.eps_root) + s.eps), m, v
 
 

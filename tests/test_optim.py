@@ -12,7 +12,13 @@ from flax.training.train_state import TrainState
 from jaxfused import optim
 from tests.arrays import put
 from tests.grids import parametrize
-from tests.optim_training import assert_same_bits, make_grads, make_params, optax_step
+from tests.optim_training import (
+    assert_same_bits,
+    exact_bias_correction,
+    make_grads,
+    make_params,
+    optax_step,
+)
 
 LEARNING_RATE = 0.02
 CASES = {
@@ -33,6 +39,11 @@ CASES = {
     "lamb-weight_decay": ("lamb", {"weight_decay": 0.1}),
 }
 cases = pytest.mark.parametrize("name, options", CASES.values(), ids=CASES.keys())
+
+
+@pytest.fixture(autouse=True)
+def exact_optax(monkeypatch):
+    monkeypatch.setattr(optax.tree, "bias_correction", exact_bias_correction)
 
 
 def train(tx, params, steps):

@@ -18,7 +18,13 @@ from flax import nnx
 from jaxfused import optim
 from tests.arrays import put
 from tests.grids import parametrize
-from tests.optim_training import assert_same_bits, make_grads, make_params, optax_step
+from tests.optim_training import (
+    assert_same_bits,
+    exact_bias_correction,
+    make_grads,
+    make_params,
+    optax_step,
+)
 
 OPTIMIZERS = {
     "adam": {},
@@ -29,6 +35,11 @@ OPTIMIZERS = {
     "adafactor": {"min_dim_size_to_factor": 4},
     "muon": {},
 }
+
+
+@pytest.fixture(autouse=True)
+def exact_optax(monkeypatch):
+    monkeypatch.setattr(optax.tree, "bias_correction", exact_bias_correction)
 
 
 def of_optax(name):

@@ -43,9 +43,9 @@ class Scalars(NamedTuple):
     one_minus_b2: Any = 0.0
     eps: Any = 0.0
     eps_root: Any = 0.0
-    inverse_bias1: Any = 0.0
+    moment_weight: Any = 0.0
     inverse_bias2: Any = 0.0
-    inverse_next_bias1: Any = 0.0
+    gradient_weight: Any = 0.0
     max_norm: Any = 0.0
     inverse_loss_scale: Any = 1.0
     average_decay: Any = 0.0

@@ -1,11 +1,12 @@
 """AdamW: Adam whose weight decay is not scaled by the moments."""
 
+import functools
 from typing import Any
 
 import jax
 import optax
 
-from jaxfused.optim.adam import adam_rule
+from jaxfused.optim.adam import Nesterov, adam_rule, check_nesterov
 from jaxfused.optim.transformation import FusedTransformation, fuse
 
 
@@ -19,7 +20,7 @@ def adamw(
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any = None,
     *,
-    nesterov: bool = False,
+    nesterov: Nesterov = False,
 ) -> FusedTransformation:
     r"""AdamW: Adam with decoupled weight decay.
 
@@ -29,10 +30,8 @@ def adamw(
         u &= -\alpha_t \Bigl(\frac{m / (1 - \beta_1^t)}
              {\sqrt{v / (1 - \beta_2^t) + \text{eps\_root}} + \epsilon} + \lambda p \Bigr)
 
-    With `nesterov` the numerator is
-    :math:`\beta_1 m / (1 - \beta_1^{t+1}) + (1 - \beta_1) g / (1 - \beta_1^t)`.
-
-    Arguments, numbers and state are those of `optax.adamw`.
+    With `nesterov` the numerator is one of those of `adam`. Arguments, state and, up to the rounding of
+    :math:`1 - \beta^t` (see `adam`), numbers are those of `optax.adamw`.
 
     Args:
       learning_rate: alpha, a constant or a schedule (step count -> value).
@@ -44,14 +43,15 @@ def adamw(
       weight_decay: lambda, a constant or a schedule; it is multiplied by the learning rate.
       mask: which leaves decay: a tree of booleans like the parameters or a prefix of them, or a
         function from such a tree to one. None for all.
-      nesterov: use Nesterov momentum.
+      nesterov: use Nesterov momentum: True for Optax's, or "timm", "torch" or "keras" for the one of
+        timm's `NAdamW`, `torch.optim.NAdam` or `keras.optimizers.Nadam`.
 
     Returns:
       An `optax.GradientTransformation` with `step` and `init_step`; see `FusedTransformation`.
 
     Raises:
       TypeError: mu_dtype is not a dtype.
-      ValueError: `update` is called without params.
+      ValueError: nesterov is a name that is not known, or `update` is called without params.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfused
@@ -65,11 +65,11 @@ def adamw(
     Source: Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2017,
     https://arxiv.org/abs/1711.05101
     """
+    check_nesterov("adamw", nesterov)
     return fuse(
-        adam_rule(b1, b2, eps, eps_root, mu_dtype, nesterov),
-        optax.adamw(
-            learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
-        ),
+        functools.partial(adam_rule, mu_dtype=mu_dtype, nesterov=nesterov),
+        (b1, b2, eps, eps_root),
+        optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask),
         learning_rate,
         weight_decay=weight_decay,
         mask=mask,

@@ -1,5 +1,6 @@
 """AdamW whose moments have 8 bits: 2 bytes of state a parameter instead of 8."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxfused.optim import eight_bit
-from jaxfused.optim.adam import adam_rule
+from jaxfused.optim.adam import Nesterov, adam_rule, check_nesterov
 from jaxfused.optim.transformation import FusedTransformation, fuse
 
 _SEED = 0x8B17
@@ -22,7 +23,7 @@ def adamw8bit(
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any = None,
     *,
-    nesterov: bool = False,
+    nesterov: Nesterov = False,
 ) -> FusedTransformation:
     r"""AdamW whose moments are stored in 8 bits, in blocks of 256 values that share a scale.
 
@@ -47,13 +48,14 @@ def adamw8bit(
       weight_decay: lambda, a constant or a schedule; it is multiplied by the learning rate.
       mask: which leaves decay: a tree of booleans like the parameters or a prefix of them, or a
         function from such a tree to one. None for all.
-      nesterov: use Nesterov momentum.
+      nesterov: use Nesterov momentum: True for Optax's, or "timm", "torch" or "keras" for the one of
+        timm's `NAdamW`, `torch.optim.NAdam` or `keras.optimizers.Nadam`.
 
     Returns:
       An `optax.GradientTransformation` with `step` and `init_step`; see `FusedTransformation`.
 
     Raises:
-      ValueError: `update` is called without params.
+      ValueError: nesterov is a name that is not known, or `update` is called without params.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfused
@@ -69,15 +71,9 @@ def adamw8bit(
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021,
     https://arxiv.org/abs/2110.02861, whose codes are others.
     """
+    check_nesterov("adamw8bit", nesterov)
     like = optax.adamw(
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        eps_root,
-        weight_decay=weight_decay,
-        mask=mask,
-        nesterov=nesterov,
+        learning_rate, b1, b2, eps, eps_root, weight_decay=weight_decay, mask=mask
     )
 
     def init(params: optax.Params) -> Any:
@@ -95,7 +91,8 @@ def adamw8bit(
         return jnp.stack([jnp.uint32(_SEED), count.astype(jnp.uint32)])
 
     return fuse(
-        adam_rule(b1, b2, eps, eps_root, None, nesterov),
+        functools.partial(adam_rule, nesterov=nesterov),
+        (b1, b2, eps, eps_root),
         optax.GradientTransformation(init, like.update),
         learning_rate,
         weight_decay=weight_decay,

@@ -1,5 +1,6 @@
 """LAMB: AdamW whose step is scaled to the norm of each parameter."""
 
+import functools
 from typing import Any
 
 import jax
@@ -39,7 +40,8 @@ def lamb(
 
     The ratio of the norms is 1 where one of them is 0. The norms are those of a whole leaf.
 
-    Arguments, numbers and state are those of `optax.lamb`.
+    Arguments, state and, up to the rounding of :math:`1 - \beta^t` (see `adam`), numbers are those of
+    `optax.lamb`.
 
     Args:
       learning_rate: alpha, a constant or a schedule (step count -> value).
@@ -69,7 +71,8 @@ def lamb(
     2019, https://arxiv.org/abs/1904.00962
     """
     return fuse(
-        adam_rule(b1, b2, eps, eps_root, kernel="lamb"),
+        functools.partial(adam_rule, kernel="lamb"),
+        (b1, b2, eps, eps_root),
         optax.lamb(learning_rate, b1, b2, eps, eps_root, weight_decay, mask),
         learning_rate,
         weight_decay=weight_decay,

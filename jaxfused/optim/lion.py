@@ -1,5 +1,6 @@
 """Lion: the sign of an interpolated momentum."""
 
+import functools
 from typing import Any
 
 import jax
@@ -65,7 +66,8 @@ def lion(
     https://arxiv.org/abs/2302.06675
     """
     return fuse(
-        _lion_rule(b1, b2, mu_dtype),
+        functools.partial(_lion_rule, mu_dtype=mu_dtype),
+        (b1, b2),
         optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask),
         learning_rate,
         weight_decay=weight_decay,

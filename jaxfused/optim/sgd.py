@@ -1,5 +1,6 @@
 """Stochastic gradient descent, with or without momentum."""
 
+import functools
 from typing import Any
 
 import jax
@@ -66,7 +67,8 @@ def sgd(
     2013, http://proceedings.mlr.press/v28/sutskever13.pdf
     """
     return fuse(
-        _sgd_rule(momentum, nesterov, accumulator_dtype),
+        functools.partial(_sgd_rule, nesterov=nesterov, accumulator_dtype=accumulator_dtype),
+        (momentum,),
         optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype),
         learning_rate,
     )

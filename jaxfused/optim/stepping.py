@@ -6,13 +6,16 @@ write, the average of the parameters, their low-precision copy, and the loss sca
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import get_opaque_trace_state
 
 from jaxfused import dispatch
 from jaxfused.ops import optimizer_step
@@ -21,7 +24,7 @@ from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics import stochastic_rounding
 
 if TYPE_CHECKING:
-    from jaxfused.optim.transformation import FusedTransformation, Leaves
+    from jaxfused.optim.transformation import FusedTransformation, Hyperparameters, Leaves
 
 LARGEST_LOSS_SCALE = 2.0**127  # Twice this number is infinite in float32.
 
@@ -120,7 +123,8 @@ def step(
         )
     why = _why(tx, grads, state, params)
     chosen = dispatch.choose("step", implementation, why)
-    return _step(tx, grads, params, state, max_norm, skip_nonfinite, chosen, _Reasons(why))
+    step = _donating_step if get_opaque_trace_state() == _NO_TRACE else _keeping_step
+    return step(tx, grads, params, state, max_norm, skip_nonfinite, chosen, _Reasons(why))
 
 
 def _why(
@@ -149,29 +153,63 @@ class _Reasons:
     why: dict[str, str | None] = field(compare=False)
 
 
-# Parameters and state have one order in arguments and results: JAX gives donated buffers to results of
-# the same shape in their order, and where that is another array's, XLA has to copy.
-@functools.partial(
-    jax.jit,
-    static_argnames=("tx", "skip_nonfinite", "implementation", "reasons"),
-    donate_argnames=("state", "params"),
-    keep_unused=True,  # The old compute copy is unread, but its buffer is reused.
-)
+class _Numbers(NamedTuple):
+    """The numbers of one step that are neither gradients nor state.
+
+    Whatever an optimizer closes over is among them, so that JAX differentiates and maps a step by them
+    too: the rules below see nothing but their arguments.
+    """
+
+    max_norm: Any
+    average_decay: Any
+    hyper: "Hyperparameters | None"
+    """None for a transformation that is not made of a recipe."""
+
+
 def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, reasons):
-    opt_state = state.optimizer if isinstance(state, StepState) else state
+    kept = state if isinstance(state, StepState) else None
+    opt_state = state if kept is None else kept.optimizer
     _check_state(tx, opt_state, params)
     _check_gradients(grads, params)
     # The promotions here are intended, whatever the user has forbidden.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        numbers = _Numbers(
+            max_norm,
+            None if kept is None else kept.ema_decay,
+            None if tx.recipe is None else tx.recipe.hyperparameters(opt_state),
+        )
         if implementation == "cuda":
             return _with_rules(
                 functools.partial(_by_kernels, tx, skip_nonfinite, reasons.why),
                 functools.partial(_by_update, tx, skip_nonfinite),
-            )(grads, state, params, max_norm)
+            )(grads, state, params, numbers)
         if tx.recipe is not None:
             leaves = [optimizer_step.Leaf(None, p) for p in jax.tree.leaves(params)]
             optimizer_step.record(tx.recipe.name, leaves, implementation, reasons.why)
-        return _by_update(tx, skip_nonfinite, grads, state, params, max_norm)
+        return _by_update(tx, skip_nonfinite, grads, state, params, numbers)
+
+
+_STATIC = ("tx", "skip_nonfinite", "implementation", "reasons")
+# Parameters and state have one order in arguments and results: JAX gives donated buffers to results of
+# the same shape in their order, and where that is another array's, XLA has to copy.
+_donating_step = jax.jit(
+    _step,
+    static_argnames=_STATIC,
+    donate_argnames=("state", "params"),
+    keep_unused=True,  # The old compute copy is unread, but its buffer is reused.
+)
+# Where JAX differentiates a function outside of jit, the backward reads the arrays of the forward.
+_keeping_step = jax.jit(_step, static_argnames=_STATIC)
+
+
+def _state_without_a_trace() -> Any:
+    """Returns what tells code that runs at once from code that JAX traces, differentiates or maps."""
+    # This module may be imported under a trace; a new thread is under none.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(get_opaque_trace_state).result()
+
+
+_NO_TRACE = _state_without_a_trace()
 
 
 def _with_rules(
@@ -180,33 +218,46 @@ def _with_rules(
     """Returns `by_kernels` with the rules of `by_update` for `jax.vmap` and for differentiation."""
 
     def call(*args):
-        leaves = jax.tree.leaves(args)
-        treedef: Any = jax.tree.structure(args)
+        leaves, treedef = jax.tree.flatten(args)
         results: Any = jax.tree.structure((args[2], args[1]))  # of the same form as the arguments
+        # Python's numbers stay what they are: as arrays they would widen 16 bits.
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
         def flat(f):
-            return lambda *leaves: tuple(jax.tree.leaves(f(*treedef.unflatten(leaves))))
+            def of_arrays(*arrays):
+                replaced = dict(zip(places, arrays, strict=True))
+                here = [replaced.get(i, leaf) for i, leaf in enumerate(leaves)]
+                return tuple(jax.tree.leaves(f(*treedef.unflatten(here))))
+
+            return of_arrays
 
         @custom_vmap
-        def batchable(*leaves):
-            return flat(by_kernels)(*leaves)
+        def batchable(*arrays):
+            return flat(by_kernels)(*arrays)
 
         @batchable.def_vmap
-        def rule(axis_size, in_batched, *leaves):
+        def rule(axis_size, in_batched, *arrays):
             del axis_size
             in_axes = [0 if batched else None for batched in in_batched]
-            new = jax.vmap(flat(by_update), in_axes)(*leaves)
+            new = jax.vmap(flat(by_update), in_axes)(*arrays)
             return new, (True,) * len(new)
 
         @jax.custom_jvp
-        def differentiable(*leaves):
-            return batchable(*leaves)
+        def differentiable(*arrays):
+            return batchable(*arrays)
 
-        @differentiable.defjvp
+        # A tangent of zeros is not the same as none: times the infinite slope of a root at 0 it is NaN.
+        @functools.partial(differentiable.defjvp, symbolic_zeros=True)
         def jvp(primals, tangents):
-            return jax.jvp(flat(by_update), primals, tangents)
+            moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
 
-        return results.unflatten(differentiable(*leaves))
+            def of_moving(*some):
+                replaced = dict(zip(moving, some, strict=True))
+                return flat(by_update)(*(replaced.get(i, x) for i, x in enumerate(primals)))
+
+            return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+        return results.unflatten(differentiable(*(leaves[i] for i in places)))
 
     return call
 
@@ -218,19 +269,20 @@ def _by_kernels(
     grads: optax.Updates,
     state: Any,
     params: optax.Params,
-    max_norm: float | jax.Array | None,
+    numbers: _Numbers,
 ) -> tuple[optax.Params, Any]:
     """Takes a step by kernels that update all leaves in place."""
-    recipe = tx.recipe
-    assert recipe is not None
+    recipe, hyper = tx.recipe, numbers.hyper
+    assert recipe is not None and hyper is not None
     kept = state if isinstance(state, StepState) else None
     opt_state = state if kept is None else kept.optimizer
     leaves = recipe.take_apart(grads, opt_state, params)
     loss_scale = None if kept is None else kept.loss_scale
-    decay = None if kept is None else kept.ema_decay
-    scalars = recipe.rule.kernel.scalars(leaves.count)._replace(
-        learning_rate=leaves.learning_rate,
-        weight_decay=0.0 if leaves.weight_decay is None else leaves.weight_decay,
+    max_norm, decay = numbers.max_norm, numbers.average_decay
+    rule = recipe.make_rule(*hyper.constants).kernel
+    scalars = rule.scalars(leaves.count)._replace(
+        learning_rate=hyper.learning_rate,
+        weight_decay=0.0 if hyper.weight_decay is None else hyper.weight_decay,
         max_norm=0.0 if max_norm is None else max_norm,
         inverse_loss_scale=1.0 if loss_scale is None else 1 / loss_scale,
         average_decay=0.0 if decay is None else decay,
@@ -241,7 +293,7 @@ def _by_kernels(
     skips = skip_nonfinite or loss_scale is not None
     new, finite = optimizer_step.step(
         recipe.name,
-        recipe.rule.kernel,
+        rule,
         scalars,
         [rows[i] for i in moving],
         [leaves.decays[i] for i in moving],
@@ -252,7 +304,7 @@ def _by_kernels(
         rounding=None if kept is None else kept.rounding,
         coding=None if recipe.coding is None else recipe.coding(leaves.count),
     )
-    rows = [_at_rest(row, kept, finite) if row.gradient is None else row for row in rows]
+    rows = [_at_rest(row, decay, finite) if row.gradient is None else row for row in rows]
     for i, row in zip(moving, new, strict=True):
         rows[i] = row
 
@@ -304,13 +356,10 @@ def _moment(row: optimizer_step.Leaf, which: str) -> Any:
     return values if scales is None else eight_bit.EightBitMoment(values, scales)
 
 
-def _at_rest(
-    row: optimizer_step.Leaf, kept: StepState | None, taken: jax.Array
-) -> optimizer_step.Leaf:
+def _at_rest(row: optimizer_step.Leaf, d: Any, taken: jax.Array) -> optimizer_step.Leaf:
     """Returns a leaf without a gradient after a step: its average still comes closer to it."""
-    if kept is None or kept.ema_decay is None:
+    if d is None:
         return row
-    d = kept.ema_decay
     return row._replace(
         average=jax.tree.map(
             lambda e, p: jnp.where(taken, d * e + (1 - d) * p.astype(e.dtype), e),
@@ -326,7 +375,7 @@ def _by_update(
     grads: optax.Updates,
     state: Any,
     params: optax.Params,
-    max_norm: float | jax.Array | None,
+    numbers: _Numbers,
 ) -> tuple[optax.Params, Any]:
     """Takes a step by Optax's protocol: update, then write."""
     kept = state if isinstance(state, StepState) else None
@@ -337,12 +386,15 @@ def _by_update(
             skip_nonfinite = True
             grads = jax.tree.map(lambda g: g / kept.loss_scale, grads)
     finite = _all_finite(grads) if skip_nonfinite else jnp.array(True)
-    if max_norm is not None:
-        grads = _clip(grads, max_norm)
+    if numbers.max_norm is not None:
+        grads = _clip(grads, numbers.max_norm)
 
     rounding = None if kept is None else kept.rounding
     wide = (opt_state, params) if rounding is None else _without_bfloat16((opt_state, params))
-    updates, new_opt_state = tx.update(grads, *wide)
+    if tx.recipe is None or numbers.hyper is None:
+        updates, new_opt_state = tx.update(grads, *wide)
+    else:
+        updates, new_opt_state = tx.recipe.update_with(numbers.hyper, grads, *wide)
 
     def write(old, new, number=0, array=None):
         if rounding is not None and array is not None and old.dtype == jnp.bfloat16:
@@ -385,8 +437,8 @@ def _by_update(
         return new_params, new_opt_state
 
     ema = kept.ema
-    if kept.ema_decay is not None:
-        d = kept.ema_decay
+    d = numbers.average_decay
+    if d is not None:
         ema = jax.tree.map(
             lambda e, p: write(e, d * e + (1 - d) * p.astype(e.dtype)), ema, new_params
         )

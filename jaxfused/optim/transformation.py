@@ -5,7 +5,7 @@ which is the formula for one leaf, and the few operations that all optimizers do
 a trust ratio, the learning rate. `update` and `step` run the same formula; the state is Optax's own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ LeafRule = Callable[[jax.Array, Moments], tuple[jax.Array, Moments]]
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer's formula."""
+    """An optimizer's formula, with the constants it is made of: b1 and b2, for instance."""
 
     at: Callable[[Any], LeafRule]
     """The function from the number of the step, from 1 up, to the rule that all leaves then share.
@@ -67,8 +67,12 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
 
         `state` and `params` are donated: their buffers become the results', so the arrays passed in
         must not be used again. Inside another jitted function that function's `donate_argnums`
-        decides. `grads` are only read: no result would fit their buffers. Every leaf of the
-        parameters and of the state keeps its dtype and its sharding.
+        decides, and in a function that JAX differentiates or maps nothing is donated: the backward
+        reads what the step has read. `grads` are only read: no result would fit their buffers. Every
+        leaf of the parameters and of the state keeps its dtype and its sharding.
+
+        A step has gradients to all that it is computed from: parameters, gradients, state, and the
+        hyperparameters that the optimizer was made with.
 
         Args:
           grads: gradients, a tree like params. A leaf that is None leaves its parameter as it is.
@@ -180,7 +184,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
 
 
 def fuse(
-    rule: Rule,
+    make_rule: Callable[..., Rule],
+    constants: Sequence[Any],
     like: optax.GradientTransformation,
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -189,12 +194,13 @@ def fuse(
     rescale: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     coding: Callable[[jax.Array], jax.Array] | None = None,
 ) -> FusedTransformation:
-    """Returns the transformation that runs `rule` on every leaf.
+    """Returns the transformation that runs a rule on every leaf.
 
     Args:
-      rule: the optimizer's formula for one leaf.
+      make_rule: constants -> the optimizer's formula for one leaf.
+      constants: the numbers of the formula that may be traced.
       like: Optax's optimizer of the same arguments; its `init` makes the state, whose first element
-        holds the moments of `rule`.
+        holds the moments of the rule.
       learning_rate: a constant, or a schedule whose count is in the state's last element.
       weight_decay: a constant, or a schedule whose count is in the state's second element; None for
         an optimizer that has no decay in its state.
@@ -203,7 +209,9 @@ def fuse(
       coding: for an optimizer with moments in 8 bits, the number of the step -> the words that its
         random bits come from.
     """
-    recipe = Recipe(rule, learning_rate, weight_decay, mask, rescale, coding)
+    recipe = Recipe(
+        make_rule, tuple(constants), learning_rate, weight_decay, mask, rescale, coding
+    )
     tx = FusedTransformation(like.init, recipe.update)
     tx.recipe = recipe
     return tx
@@ -212,7 +220,35 @@ def fuse(
 def from_optax(tx: optax.GradientTransformation) -> FusedTransformation:
     """Returns one of Optax's transformations with `step`, which runs in jax.numpy."""
     tx = optax.with_extra_args_support(tx)
-    return FusedTransformation(tx.init, tx.update)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        leaves, treedef = _flatten(updates)
+        if params is None or not any(leaf is None for leaf in leaves):
+            return tx.update(updates, state, params, **extra_args)
+        # Some of Optax's transformations take no tree that lacks a leaf of the state. Without the
+        # parameters of these leaves, both lack it.
+        parts = treedef.flatten_up_to(params)
+        moving = treedef.unflatten(
+            [None if g is None else p for g, p in zip(leaves, parts, strict=True)]
+        )
+        like = jax.eval_shape(tx.init, moving)
+        paths = [path for path, _ in jax.tree.leaves_with_path(like)]
+        values = dict(jax.tree.leaves_with_path(state))
+        moving_state = jax.tree.structure(like).unflatten([values[path] for path in paths])
+        updates, moved = tx.update(updates, moving_state, moving, **extra_args)
+        values |= zip(paths, jax.tree.leaves(moved), strict=True)
+        return updates, jax.tree.structure(state).unflatten(list(values.values()))
+
+    return FusedTransformation(tx.init, update)
+
+
+class Hyperparameters(NamedTuple):
+    """The numbers that an optimizer was made with, at one step: schedules are their values."""
+
+    learning_rate: Any
+    weight_decay: Any
+    constants: tuple[Any, ...]
+    """Those of the rule."""
 
 
 class Leaves(NamedTuple):
@@ -225,15 +261,14 @@ class Leaves(NamedTuple):
     moments: dict[str, list[Any]]
     count: Any
     """The number of this step, from 1 up; None for an optimizer that does not count."""
-    learning_rate: Any
-    weight_decay: Any
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """An optimizer, taken apart into what differs from one to the other."""
 
-    rule: Rule
+    make_rule: Callable[..., Rule]
+    constants: tuple[Any, ...]
     learning_rate: optax.ScalarOrSchedule
     weight_decay: optax.ScalarOrSchedule | None
     mask: Any
@@ -243,7 +278,16 @@ class Recipe:
     @property
     def name(self) -> str:
         """The stage that `jaxfused.explain` lists."""
-        return f"{self.rule.kernel.name} step"
+        return f"{self.make_rule(*self.constants).kernel.name} step"
+
+    def hyperparameters(self, state: Any) -> Hyperparameters:
+        """Returns the numbers of the step that starts from `state`."""
+        decay = self.weight_decay
+        return Hyperparameters(
+            _at(self.learning_rate, state[-1]),
+            None if decay is None else _at(decay, state[1]),
+            self.constants,
+        )
 
     def update(
         self, updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
@@ -252,16 +296,19 @@ class Recipe:
         del extra_args  # Optax passes an argument meant for one member of a chain to all.
         # Optax's numbers result from JAX's standard promotion, even if the user has chosen another one.
         with jax.numpy_dtype_promotion("standard"):
-            return self._update(updates, state, params)
+            return self.update_with(self.hyperparameters(state), updates, state, params)
 
-    def _update(self, updates: optax.Updates, state: Any, params: Any) -> tuple[optax.Updates, Any]:
+    def update_with(
+        self, hyper: Hyperparameters, updates: optax.Updates, state: Any, params: Any
+    ) -> tuple[optax.Updates, Any]:
+        """Returns what `update` returns, with these numbers."""
         if params is None and (self.weight_decay is not None or self.rescale is not None):
             raise ValueError(
                 "update: params is None, but this optimizer's update depends on the parameters;"
                 " pass update(grads, state, params)."
             )
         leaves = self.take_apart(updates, state, params)
-        leaf_rule = self.rule.at(leaves.count)
+        leaf_rule = self.make_rule(*hyper.constants).at(leaves.count)
 
         def update_leaf(number, g, p, decays, *leaf_moments):
             if g is None:
@@ -271,12 +318,12 @@ class Recipe:
             u, new_moments = leaf_rule(g, tuple(map(eight_bit.decode, leaf_moments)))
             leaf_moments = self._coded(number, leaves.count, new_moments, leaf_moments)
             if decays:
-                u = u + leaves.weight_decay * p
+                u = u + hyper.weight_decay * p
             if self.rescale is not None:
                 u = self.rescale(u, p)
             if callable(self.learning_rate):
-                return jnp.asarray(-leaves.learning_rate, u.dtype) * u, leaf_moments
-            return -leaves.learning_rate * u, leaf_moments
+                return jnp.asarray(-hyper.learning_rate, u.dtype) * u, leaf_moments
+            return -hyper.learning_rate * u, leaf_moments
 
         rows = zip(
             leaves.gradients, leaves.params, leaves.decays, *leaves.moments.values(), strict=True
@@ -306,7 +353,7 @@ class Recipe:
         )
 
     def take_apart(self, updates: optax.Updates, state: Any, params: Any) -> Leaves:
-        """Returns the leaves of a step, and the numbers that all of them share."""
+        """Returns the leaves of a step."""
         moments = state[0]._asdict()
         count = moments.pop("count", None)
         leaves, treedef = _flatten(updates)
@@ -317,8 +364,6 @@ class Recipe:
             self._decayed(updates),
             {name: treedef.flatten_up_to(tree) for name, tree in moments.items()},
             None if count is None else optax.safe_increment(count),
-            _at(self.learning_rate, state[-1]),
-            None if self.weight_decay is None else _at(self.weight_decay, state[1]),
         )
 
     def next_state(
