@@ -98,27 +98,47 @@ __device__ __forceinline__ float inverse_scale_of(float scale,
   return scale >= FLT_MIN && scale <= FLT_MAX ? fast_reciprocal(scale) : 0.0f;
 }
 
-// Rounds to the nearest code.
+// Moments are rounded to one of the two neighbouring codes at random, so that the decoded values
+// have the mean `values`: a moment may change by less than the distance of two codes in a step.
+//
+// The lower code is below the largest also where roots are rounded up, since it is found by a
+// factor a little smaller. A value just above a code is then rounded up from the code below it.
+
+// Returns 2^23 + one of two codes: `low_above_two23` or the next, which is `gap` times 2^16 away in
+// units of which the value lies `-below` above the lower one.
+__device__ __forceinline__ uint32_t round_up_at_random(float low_above_two23, float gap,
+                                                       float below, uint32_t half) {
+  // The middle of what the 16 bits stand for, so that the mean has no bias and 0 stays 0.
+  const float random = __uint_as_float(0x4B000000u | half) - (kTwo23 - 0.5f);
+  // Negative, by its uppermost bit, where the code is to be the upper one.
+  return __float_as_uint(low_above_two23) + (__float_as_uint(fmaf(random, gap, below)) >> 31);
+}
+
+constexpr float kRandomUnit = 1.0f / 65536.0f;
+
 __device__ __forceinline__ uint32_t encode_signed(const float (&values)[kLeafVec],
-                                                  float inverse_scale) {
+                                                  float inverse_scale,
+                                                  const uint32_t (&halves)[kLeafVec]) {
   uint32_t codes[kLeafVec];
 #pragma unroll
   for (int i = 0; i < kLeafVec; ++i) {
-    const float root = sqrt_of_normal(fabsf(values[i]) * inverse_scale);
-    codes[i] = __float_as_uint(fmaf(127.0f, copysignf(root, values[i]), 1.5f * kTwo23));
+    const float ratio = fabsf(values[i]) * inverse_scale;
+    const float low_above_two23 = __fmaf_rd(126.9999f, sqrt_of_normal(ratio), kTwo23);
+    const float low = low_above_two23 - kTwo23;
+    // The distance of the neighbours, (low + 1)^2 - low^2.
+    const float gap = fmaf(2 * kRandomUnit, low, kRandomUnit);
+    const float below = fmaf(low, low, ratio * -(127.0f * 127.0f));
+    const uint32_t code = round_up_at_random(low_above_two23, gap, below, halves[i]);
+    const uint32_t sign = static_cast<uint32_t>(__float_as_int(values[i]) >> 31);
+    codes[i] = (code ^ sign) - sign;
   }
   return lowest_bytes(codes);
 }
 
-// Rounds to one of the two neighbouring codes at random, so that the decoded values have the mean
-// `values`: a second moment changes by less than the distance of two codes in a step.
-//
-// The lower one is below 255 also where the roots are rounded up, since it is found by a factor a
-// little smaller than 255. A value just above a code is then rounded up from the code below it.
+// A value above 0 becomes a code above 0: see jaxfused/optim/eight_bit.py.
 __device__ __forceinline__ uint32_t encode_unsigned(const float (&values)[kLeafVec],
                                                     float inverse_scale,
                                                     const uint32_t (&halves)[kLeafVec]) {
-  constexpr float kUnit = 1.0f / 65536.0f;  // of the random numbers
   uint32_t codes[kLeafVec];
 #pragma unroll
   for (int i = 0; i < kLeafVec; ++i) {
@@ -127,12 +147,12 @@ __device__ __forceinline__ uint32_t encode_unsigned(const float (&values)[kLeafV
     const float low_above_two23 = __fmaf_rd(254.9998f, root, kTwo23);
     const float low = low_above_two23 - kTwo23;
     // The distance of the neighbours, (low + 1)^4 - low^4.
-    const float gap = fmaf(fmaf(fmaf(4 * kUnit, low, 6 * kUnit), low, 4 * kUnit), low, kUnit);
-    const float random = __uint_as_float(0x4B000000u | halves[i]) - kTwo23;
-    // Negative, by its uppermost bit, where the code is to be the upper one.
+    const float gap = fmaf(fmaf(fmaf(4 * kRandomUnit, low, 6 * kRandomUnit), low, 4 * kRandomUnit),
+                           low, kRandomUnit);
     const float below =
         fmaf(square(low), square(low), ratio * -(255.0f * 255.0f * 255.0f * 255.0f));
-    codes[i] = __float_as_uint(low_above_two23) + (__float_as_uint(fmaf(random, gap, below)) >> 31);
+    const uint32_t code = round_up_at_random(low_above_two23, gap, below, halves[i]);
+    codes[i] = max(code, 0x4B000000u + (ratio > 0.0f ? 1u : 0u));
   }
   return lowest_bytes(codes);
 }

@@ -426,10 +426,13 @@ __device__ __forceinline__ void update_8bit_tile(const StepArgs& args, const Lea
                            inverse_scale_of(new_scales[1], moments[1])};
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
-    uint32_t halves[kLeafVec];
-    random_halves(args.random[leaf_index], 2, first + v * kHalf, halves);
-    __stcs(codes_at(kFirstMoment, v), encode_signed(moments[0][v], inverse[0]));
-    __stcs(codes_at(kSecondMoment, v), encode_unsigned(moments[1][v], inverse[1], halves));
+    uint32_t halves[2][kLeafVec];
+#pragma unroll
+    for (int moment = 0; moment < 2; ++moment) {
+      random_halves(args.random[leaf_index], 1 + moment, first + v * kHalf, halves[moment]);
+    }
+    __stcs(codes_at(kFirstMoment, v), encode_signed(moments[0][v], inverse[0], halves[0]));
+    __stcs(codes_at(kSecondMoment, v), encode_unsigned(moments[1][v], inverse[1], halves[1]));
   }
   if (threadIdx.x % kWarpSize == 0) {
     *scale_at(kFirstScale) = new_scales[0];

@@ -130,10 +130,12 @@ def step(
             v = round_at_random(random, rounded, i, "second_moment", leaf, v)
         scales = (None, None)
         if coded:
-            m = eight_bit.encode(m, EightBitMoment(leaf.first_moment, leaf.first_scale), None)
-            like = EightBitMoment(leaf.second_moment, leaf.second_scale)
+            of_first = EightBitMoment(leaf.first_moment, leaf.first_scale)
+            of_second = EightBitMoment(leaf.second_moment, leaf.second_scale)
+            with halves_of(random, i, 1):
+                m = eight_bit.encode(m, of_first, None)
             with halves_of(random, i, 2):
-                v = eight_bit.encode(v, like, None)
+                v = eight_bit.encode(v, of_second, None)
             m, v, scales = m.codes, v.codes, (m.scales, v.scales)
         new = Leaf(g, p, m, v, e, None if leaf.copy is None else p, *scales)
         new_leaves.append(

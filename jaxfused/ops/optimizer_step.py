@@ -31,6 +31,11 @@ class KernelRule:
     scalars: Callable[[Any], Scalars]
     """The function from the number of the step to the scalars of the formula."""
 
+    @property
+    def stage(self) -> str:
+        """The name that `jaxfused.explain` lists."""
+        return f"{self.name} step"
+
 
 def reasons(device: dispatch.Device, dtypes: Sequence[Any]) -> dict[str, str | None]:
     """Returns why each implementation cannot update a tree with arrays of these dtypes."""
@@ -57,7 +62,6 @@ def record(
 
 
 def step(
-    name: str,
     rule: KernelRule,
     scalars: Scalars,
     leaves: Sequence[Leaf],
@@ -73,7 +77,6 @@ def step(
     """Returns the leaves after the step, and whether the step was taken.
 
     Args:
-      name: the optimizer's, for `jaxfused.explain`.
       rule: the formula.
       scalars: the numbers of this step.
       leaves: leaves with elements, whose arrays become those of the result.
@@ -84,12 +87,11 @@ def step(
       numbers: each leaf's number in its tree, for random bits.
       rounding: uint32 [2], from which the bits come that round arrays in bfloat16; None to round them
         to the nearest.
-      coding: uint32 [2], from which the bits come that round second moments in 8 bits, if there are any.
+      coding: uint32 [2], from which the bits come that round moments in 8 bits, if there are any.
     """
     if not leaves:
         return [], jnp.array(True)
     call = _Call(
-        name,
         rule,
         tuple(decays),
         tuple(tuple(_present(leaf)) for leaf in leaves),
@@ -154,7 +156,6 @@ def _arrays(leaves: Sequence[Leaf], fields: Sequence[Sequence[str]]) -> list[jax
 class _Call:
     """The static part of a step."""
 
-    name: str
     rule: KernelRule
     decays: tuple[bool, ...]
     fields: tuple[tuple[str, ...], ...]
@@ -185,7 +186,7 @@ class _Call:
     ) -> tuple[jax.Array, ...]:
         """Returns whether the step is taken, and the arrays that have been written."""
         leaves = self.leaves(arrays, self.fields)
-        record(self.name, leaves, "cuda", self.why, where.by_partitioner)
+        record(self.rule.stage, leaves, "cuda", self.why, where.by_partitioner)
         names = [where.names(of_leaf["parameter"]) for of_leaf in axes]
         stats = jnp.zeros_like(scalars, shape=(2,))
         if self.clips or self.skips_nonfinite:

@@ -1,5 +1,6 @@
 """Optimizers: Optax's transformations, state and numbers, with a `step` that writes in place."""
 
+from jaxfused.optim import ema as ema
 from jaxfused.optim.adafactor import adafactor as adafactor
 from jaxfused.optim.adam import adam as adam
 from jaxfused.optim.adamw import adamw as adamw

@@ -7,9 +7,13 @@ relative to itself::
     first moment  = scale * sign(code) * (code / 127)^2
     second moment = scale * (code / 255)^4
 
-The first moment is rounded to the nearest code. The second one changes by less than the distance of two
-codes in a step and would never move: it is rounded at random to one of the two codes around it, such
-that its mean is right.
+A moment changes by less than half the distance of two codes in a step where its gradient is small
+beside the others of the block, and rounded to the nearest code it would never move. It is rounded at
+random to one of the two codes around it, such that the mean of the values is right, which is not the
+mean of the codes. A zero stays one.
+
+No second moment but a zero becomes 0: a first moment that by chance is not 0 would be divided by the root
+of 0. With the lowest code below it the quotient is 4 at most, as sqrt(1 / 127^2) is to (1 / 255)^2.
 """
 
 import math
@@ -85,7 +89,7 @@ def encode(values: jax.Array, like: Any, seeds: jax.Array) -> Any:
     Args:
       values: the moment, of any float dtype.
       like: a moment of this leaf.
-      seeds: from `stochastic_rounding.leaf_seeds`, for a second moment.
+      seeds: from `stochastic_rounding.leaf_seeds`.
     """
     if not isinstance(like, EightBitMoment):
         return values.astype(like.dtype)
@@ -95,13 +99,26 @@ def encode(values: jax.Array, like: Any, seeds: jax.Array) -> Any:
         jnp.any(jnp.isnan(blocks), axis=-1), jnp.nan, jnp.max(jnp.abs(blocks), axis=-1)
     )
     inverse = jnp.where(scales == 0, 0, 1 / scales)[..., None]
+    halves = stochastic_rounding.random_halves(seeds, like.codes.shape).reshape(blocks.shape)
+    ratio = jnp.abs(blocks) * inverse
     if like.codes.dtype == jnp.int8:
-        codes = jnp.round(jnp.copysign(127 * jnp.sqrt(jnp.abs(blocks) * inverse), blocks))
+        magnitudes = _rounded(127 * jnp.sqrt(ratio), 127, ratio, 2, halves)
+        codes = jnp.copysign(magnitudes, blocks)
     else:
-        ratio = blocks * inverse
-        low = jnp.minimum(jnp.floor(255 * jnp.sqrt(jnp.sqrt(ratio))), 254)
-        below, above = low**4, (low + 1) ** 4
-        halves = stochastic_rounding.random_halves(seeds, like.codes.shape).reshape(blocks.shape)
-        part = ratio * jnp.float32(255**4) - below
-        codes = low + (halves.astype(jnp.float32) * (above - below) < part * 65536)
+        codes = _rounded(255 * jnp.sqrt(jnp.sqrt(ratio)), 255, ratio, 4, halves)
+        codes = jnp.maximum(codes, (ratio > 0).astype(codes.dtype))
     return EightBitMoment(codes.astype(like.codes.dtype).reshape(like.codes.shape), scales)
+
+
+def _rounded(
+    exact: jax.Array, largest: int, ratio: jax.Array, power: int, halves: jax.Array
+) -> jax.Array:
+    """Returns one of the two codes around `exact`, such that the mean of (code / largest)^power is `ratio`.
+
+    What would be rounded up less often than once in 131072 times never is: a chance too small for 16 bits
+    is no reason for a step of the size of a code.
+    """
+    low = jnp.minimum(jnp.floor(exact), largest - 1)
+    below, above = low**power, (low + 1) ** power
+    part = ratio * jnp.float32(largest**power) - below
+    return low + ((halves.astype(jnp.float32) + 0.5) * (above - below) < part * 65536)

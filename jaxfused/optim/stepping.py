@@ -20,6 +20,7 @@ from jax.extend.core import get_opaque_trace_state
 from jaxfused import dispatch
 from jaxfused.ops import optimizer_step
 from jaxfused.optim import eight_bit
+from jaxfused.optim import ema as averages
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics import stochastic_rounding
 
@@ -51,26 +52,25 @@ class StepState:
     """The int32 number of steps skipped so far because a gradient was not finite."""
     rounding: jax.Array | None
     """The seed of random rounding and the number of the next step, uint32 [2]."""
-    ema_decay: float | None = field(metadata={"static": True})
+    ema_decay: averages.Decay | None = field(metadata={"static": True})
     growth_interval: int = field(metadata={"static": True})
+    ema_updates: jax.Array | None = None
+    """The int32 number of updates that the average has had, where its decay is a function of it."""
 
 
 def init(
     tx: optax.GradientTransformation,
     params: optax.Params,
     *,
-    ema_decay: float | None,
+    ema_decay: averages.Decay | None,
     compute_dtype: Any,
     loss_scale: float | None,
     growth_interval: int,
     rounding_seed: int | None,
 ) -> StepState:
     """Implements `FusedTransformation.init_step`, where the arguments are described."""
-    if ema_decay is not None and not 0 <= ema_decay < 1:
-        raise ValueError(
-            f"init_step: ema_decay is {ema_decay}, but an average needs a decay in [0, 1);"
-            " pass 0.999, or None for no average."
-        )
+    if ema_decay is not None:
+        averages.check("init_step: ema_decay", ema_decay)
     if loss_scale is not None and not 1 <= loss_scale <= LARGEST_LOSS_SCALE:
         raise ValueError(
             f"init_step: loss_scale is {loss_scale}, but it must be from 1 to 2**127;"
@@ -102,6 +102,7 @@ def init(
         rounding=None if rounding_seed is None else jnp.array([rounding_seed, 0], jnp.uint32),
         ema_decay=ema_decay,
         growth_interval=growth_interval,
+        ema_updates=jnp.zeros([], jnp.int32) if callable(ema_decay) else None,
     )
 
 
@@ -175,7 +176,7 @@ def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, re
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         numbers = _Numbers(
             max_norm,
-            None if kept is None else kept.ema_decay,
+            None if kept is None else _average_decay(kept),
             None if tx.recipe is None else tx.recipe.hyperparameters(opt_state),
         )
         if implementation == "cuda":
@@ -185,7 +186,8 @@ def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, re
             )(grads, state, params, numbers)
         if tx.recipe is not None:
             leaves = [optimizer_step.Leaf(None, p) for p in jax.tree.leaves(params)]
-            optimizer_step.record(tx.recipe.name, leaves, implementation, reasons.why)
+            rule = tx.recipe.make_rule(*tx.recipe.constants).kernel
+            optimizer_step.record(rule.stage, leaves, implementation, reasons.why)
         return _by_update(tx, skip_nonfinite, grads, state, params, numbers)
 
 
@@ -292,7 +294,6 @@ def _by_kernels(
     moving = [i for i, row in enumerate(rows) if row.gradient is not None and row.parameter.size]
     skips = skip_nonfinite or loss_scale is not None
     new, finite = optimizer_step.step(
-        recipe.name,
         rule,
         scalars,
         [rows[i] for i in moving],
@@ -326,6 +327,7 @@ def _by_kernels(
         compute=None if kept.compute is None else tree("copy"),
         skipped=kept.skipped + jnp.where(finite, 0, 1),
         rounding=_next_rounding(kept, finite),
+        ema_updates=_next_ema_updates(kept, finite),
     )
 
 
@@ -452,11 +454,21 @@ def _by_update(
         compute=compute,
         skipped=kept.skipped + jnp.where(finite, 0, 1),
         rounding=_next_rounding(kept, finite),
+        ema_updates=_next_ema_updates(kept, finite),
     )
 
 
 def _without_bfloat16(tree: Any) -> Any:
     return jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, tree)
+
+
+def _average_decay(kept: StepState) -> Any:
+    """Returns the decay of the average in this step."""
+    return kept.ema_decay(kept.ema_updates) if callable(kept.ema_decay) else kept.ema_decay
+
+
+def _next_ema_updates(kept: StepState, finite: jax.Array) -> jax.Array | None:
+    return None if kept.ema_updates is None else kept.ema_updates + jnp.where(finite, 1, 0)
 
 
 def _next_rounding(kept: StepState, finite: jax.Array) -> jax.Array | None:

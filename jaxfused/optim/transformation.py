@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxfused.ops.optimizer_step import KernelRule
-from jaxfused.optim import eight_bit, stepping
+from jaxfused.optim import eight_bit, ema, stepping
 from jaxfused.semantics import stochastic_rounding
 
 Moments = tuple[jax.Array, ...]
@@ -118,7 +118,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         self,
         params: optax.Params,
         *,
-        ema_decay: float | None = None,
+        ema_decay: ema.Decay | None = None,
         compute_dtype: Any = None,
         loss_scale: float | None = None,
         growth_interval: int = 2000,
@@ -136,7 +136,9 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         Args:
           params: the parameters.
           ema_decay: d above, in [0, 1): keep an exponential moving average of the parameters, in
-            float32 at least, that starts at their values. None for no average.
+            float32 at least, that starts at their values. Or a function from the number of updates so
+            far, 0 at the first step, to d: `jaxfused.optim.ema` has those in which averages warm up.
+            None for no average.
           compute_dtype: keep a copy of the parameters in this dtype, written in the same pass; take
             gradients with respect to it. None for no copy.
           loss_scale: the first dynamic loss scale, at least 1; multiply the loss by
@@ -274,11 +276,6 @@ class Recipe:
     mask: Any
     rescale: Callable[[jax.Array, jax.Array], jax.Array] | None
     coding: Callable[[jax.Array], jax.Array] | None
-
-    @property
-    def name(self) -> str:
-        """The stage that `jaxfused.explain` lists."""
-        return f"{self.make_rule(*self.constants).kernel.name} step"
 
     def hyperparameters(self, state: Any) -> Hyperparameters:
         """Returns the numbers of the step that starts from `state`."""
