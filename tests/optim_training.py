@@ -38,7 +38,7 @@ def optax_step(tx):
 def exact_bias_correction(moments, decay, count):
     """Stands in for `optax.tree.bias_correction`, which loses digits of 1 - decay^count.
 
-    With it Optax's optimizers have the bits of ours; how far they are apart without is a test of its own.
+    With it Optax's optimizers have the bits of ours; how far they are apart without is another test's.
     """
     log = math.log(decay) if isinstance(decay, float) else jnp.log(decay)
     bias = -jnp.expm1(count * log)

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,20 +19,33 @@ from tests.transforms import assert_transforms
 
 
 def plain_cross_entropy(
-    logits, labels, weights, *, label_smoothing=0.0, z_loss=0.0, ignore_index=None, reduction="mean"
+    logits,
+    labels,
+    weights,
+    *,
+    class_weights=None,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    ignore_index=None,
+    reduction="mean",
 ):
     """The loss as one writes it in jax.numpy, with all arithmetic in the dtype of the logits."""
-    counts = jnp.ones(logits.shape[:-1], logits.dtype)
+    counts, of_labels = jnp.ones(logits.shape[:-1], logits.dtype), None
     if not jnp.issubdtype(labels.dtype, jnp.floating):
         if ignore_index is not None:
             counts = (labels != ignore_index).astype(logits.dtype)
         labels = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+        if class_weights is not None:
+            of_labels = labels @ class_weights.astype(logits.dtype)
     labels = (1 - label_smoothing) * labels + label_smoothing / logits.shape[-1]
+    if class_weights is not None:
+        labels = labels * class_weights.astype(logits.dtype)
     losses = -jnp.sum(labels * jax.nn.log_softmax(logits), axis=-1)
     losses = losses + z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
     counts = counts if weights is None else counts * weights
     total = jnp.sum(losses * counts)
-    result = {"mean": total / jnp.sum(counts), "sum": total, "none": losses * counts}[reduction]
+    shares = counts * of_labels if of_labels is not None else counts
+    result = {"mean": total / jnp.sum(shares), "sum": total, "none": losses * counts}[reduction]
     return result.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
@@ -260,6 +275,164 @@ def test_derivatives(case):
         )
 
 
+# --- class weights --------------------------------------------------------------------------------
+
+_TORCH_WEIGHTS = put([1.0, 2.0, 0.5, 3.0, 1.5], jnp.float32)
+# Of torch 2.13.0: the arguments, its loss, and its gradient to the first row of logits.
+_TORCHS = [
+    ({}, 1.8630445, [-0.0803865, 0.001282, 0.0040779, 0.050902, 0.0241246]),
+    (
+        dict(label_smoothing=0.1),
+        1.9285083,
+        [-0.0712097, -0.0026411, 0.0033226, 0.0479561, 0.022572],
+    ),
+    (
+        dict(label_smoothing=0.1, reduction="sum"),
+        19.2850838,
+        [-0.7120965, -0.0264108, 0.0332261, 0.4795606, 0.2257205],
+    ),
+    (
+        dict(label_smoothing=0.1, ignore_index=-100),
+        1.8598001,
+        [-0.1186828, -0.0044018, 0.0055377, 0.0799268, 0.0376201],
+    ),
+    (dict(soft=True), 2.7472038, [0.0736223, -0.0038345, 0.0139931, -0.0626209, -0.0211601]),
+    (
+        dict(soft=True, label_smoothing=0.1),
+        2.8920975,
+        [0.068157, -0.0097758, 0.0120146, -0.052785, -0.0176108],
+    ),
+]
+
+
+def class_weighted(options):
+    """(logits, labels, options) of a case of torch."""
+    options = dict(options)
+    logits = put(np.random.RandomState(0).randn(6, 5) * 2, jnp.float32)
+    if options.pop("soft", False):
+        return logits, jax.nn.softmax(logits[::-1]), options
+    ignored = "ignore_index" in options
+    return logits, put([0, -100, 2, 3, 4, -100] if ignored else [0, 1, 2, 3, 4, 1]), options
+
+
+@pytest.mark.parametrize(("options", "loss", "gradient"), _TORCHS, ids=str)
+def test_class_weights_are_torchs(options, loss, gradient):
+    logits, labels, options = class_weighted(options)
+
+    def ours(logits):
+        return jaxfused.softmax_cross_entropy(
+            logits, labels, class_weights=_TORCH_WEIGHTS, **options
+        )
+
+    def chunked(logits):
+        return jaxfused.linear_softmax_cross_entropy(
+            logits, jnp.eye(5), labels, class_weights=_TORCH_WEIGHTS, chunk_size=4, **options
+        )
+
+    for f in (ours, chunked):
+        value, dlogits = jax.value_and_grad(f)(logits)
+        np.testing.assert_allclose(value, loss, rtol=1e-6)
+        np.testing.assert_allclose(dlogits[0], gradient, atol=2e-7 * max(1.0, loss / 2))
+
+
+_WEIGHTED_CASES = [
+    (CASES[0], "float32"),
+    (CASES[1], "float32"),
+    (CASES[1], "bfloat16"),
+    (CASES[2], "float16"),
+    (CASES[3], "float32"),
+]
+
+
+@parametrize(("case", "dtype"), _WEIGHTED_CASES, quick=(1, 2, 4))
+def test_class_weights_are_as_accurate_as_jax_numpy(case, dtype):
+    dtype = jnp.dtype(dtype)
+    weights = put(np.random.default_rng(5).uniform(0.2, 3.0, case.classes), dtype)
+    labels = case.labels(dtype)
+
+    def ours(logits, class_weights, token_weights):
+        return jaxfused.softmax_cross_entropy(
+            logits, labels, weights=token_weights, class_weights=class_weights, **case.options
+        )
+
+    def plain(logits, class_weights, token_weights):
+        return plain_cross_entropy(
+            logits, labels, token_weights, class_weights=class_weights, **case.options
+        )
+
+    assert_values_and_gradients(ours, plain, case.logits(dtype), weights, case.token_weights(dtype))
+
+
+@parametrize(("case", "dtype"), _WEIGHTED_CASES, quick=(1,))
+def test_linear_class_weights_are_as_accurate_as_jax_numpy(case, dtype):
+    dtype = jnp.dtype(dtype)
+    weights = put(np.random.default_rng(5).uniform(0.2, 3.0, case.classes), dtype)
+    labels, options = case.labels(dtype), case.options
+
+    def ours(x, w, bias, class_weights):
+        return jaxfused.linear_softmax_cross_entropy(
+            x, w, labels, bias, class_weights=class_weights, chunk_size=4, **options
+        )
+
+    def plain(x, w, bias, class_weights):
+        logits = x @ w.astype(x.dtype)
+        logits = logits if bias is None else logits + bias.astype(x.dtype)
+        return plain_cross_entropy(logits, labels, None, class_weights=class_weights, **options)
+
+    assert_values_and_gradients(ours, plain, *case.linear_layer(dtype), weights)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_of_labels_out_of_range_and_infinite_logits(smoothing):
+    loss = functools.partial(
+        jaxfused.softmax_cross_entropy,
+        class_weights=jnp.array([1.0, 2.0, 0.0]),
+        label_smoothing=smoothing,
+        ignore_index=-1,
+        reduction="none",
+    )
+    # A class with weight 0 and logit -inf is left out; what does not count may have any logits.
+    logits = put([[0.0, 1.0, -np.inf], [np.nan, 0.0, 0.0], [0.0, 1.0, 2.0]], jnp.float32)
+    losses, vjp = jax.vjp(lambda z: loss(z, put([1, -1, 3])), logits)
+    (dlogits,) = vjp(jnp.array([1.0, 1.0, 0.0]))
+    assert np.isfinite(losses[0]) and losses[1] == 0 and np.isnan(losses[2])
+    assert np.isfinite(dlogits[0]).all()
+    np.testing.assert_array_equal(dlogits[1], 0)
+
+
+def test_class_weights_under_vmap():
+    logits, labels, options = class_weighted(dict(label_smoothing=0.1))
+    several = jnp.stack([_TORCH_WEIGHTS, 2 * _TORCH_WEIGHTS[::-1]])
+
+    def loss(class_weights):
+        return jaxfused.softmax_cross_entropy(
+            logits, labels, class_weights=class_weights, **options
+        )
+
+    mapped = jax.vmap(loss)(several)
+    np.testing.assert_allclose(mapped, [loss(w) for w in several], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("options", "loss", "gradient"), _TORCHS, ids=str)
+def test_class_weights_of_classes_spread_over_devices(options, loss, gradient):
+    logits, labels, options = class_weighted(options)
+    if soft := labels.ndim == 2:
+        labels = labels.T
+
+    # Each device has one class; vmap's axis stands for that of the devices.
+    def one(logits, weight, labels):
+        return jaxfused.softmax_cross_entropy(
+            logits[:, None],
+            labels[:, None] if soft else labels,
+            class_weights=weight[None],
+            axis_name="classes",
+            **options,
+        )
+
+    mapped = jax.vmap(one, (1, 0, 0 if soft else None), axis_name="classes")
+    np.testing.assert_allclose(mapped(logits, _TORCH_WEIGHTS, labels), loss, rtol=1e-6)
+
+
 _LOGITS = {"logits": jnp.ones((2, 3)), "labels": put([0, 1])}
 
 
@@ -274,6 +447,11 @@ _LOGITS = {"logits": jnp.ones((2, 3)), "labels": put([0, 1])}
         ({"labels": jnp.ones((2, 3)), "ignore_index": 0}, "ignore_index=0 was passed with soft"),
         ({"labels": put([True, False])}, "labels have dtype bool"),
         ({"weights": jnp.ones((2, 1))}, r"weights has shape \(2, 1\).*\(2,\)"),
+        (
+            {"class_weights": jnp.ones(2)},
+            r"class_weights has shape \(2,\), but .* 3 classes.*\(3,\)",
+        ),
+        ({"class_weights": jnp.ones(3, int)}, "class_weights has dtype int32"),
         ({"label_smoothing": 1.5}, "label_smoothing is 1.5"),
         ({"z_loss": "1"}, "z_loss is '1'"),
         ({"reduction": "batchmean"}, "reduction='batchmean' is not known"),
@@ -300,6 +478,7 @@ def test_errors(change, message):
         ({"w": jnp.ones((4, 0))}, "w has shape .*holds the classes"),
         ({"bias": jnp.ones(4)}, r"bias has shape \(4,\)"),
         ({"labels": put([0])}, r"labels has shape \(1,\)"),
+        ({"class_weights": jnp.ones(4)}, r"class_weights has shape \(4,\).*\(3,\)"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"chunk_size": 2.5}, "chunk_size is 2.5"),
         ({"implementation": "pallas"}, "no Pallas kernel of linear_softmax_cross_entropy"),

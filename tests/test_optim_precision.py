@@ -89,14 +89,14 @@ def test_moments_are_right_in_the_mean(signed):
     mean = np.mean([decoded(jnp.uint32(i)) for i in range(400)], axis=0)
     largest = np.abs(values).reshape(-1, 256).max(axis=1).repeat(256)
     relative = np.abs(values) / largest
-    # About the distance of two codes; the mean of 400 is off by a fortieth of it, as a standard deviation.
+    # About the distance of two codes, of which the mean of 400 is off by a fortieth.
     distance = largest * (2 / 127 * relative**0.5 if signed else 4 / 255 * relative**0.75)
     assert np.all(np.abs(mean - values) < 0.15 * distance)
     assert abs(np.mean((mean - values) / distance)) < 2e-3
 
 
 def test_zeros_and_what_is_next_to_them():
-    """A chance of one in 65536 is too much for 1e-12 of a block's largest value: the step is 6e7 times it."""
+    """A chance of one in 65536 is too much for 1e-12 of a block's largest value: a code is far more."""
     values = np.zeros(2**18, np.float32)
     values[::256] = 1.0
     values[1::2] = 1e-12
@@ -112,7 +112,12 @@ def test_zeros_and_what_is_next_to_them():
 
 @pytest.mark.parametrize(
     ("b1", "ratio", "least", "most"),
-    [(0.9, 0.01, 0.95, 1.1), (0.99, 0.1, 0.95, 1.1), (0.99, 0.01, 0.95, 1.1), (0.9, 1e-6, 0.0, 1.1)],
+    [
+        (0.9, 0.01, 0.95, 1.1),
+        (0.99, 0.1, 0.95, 1.1),
+        (0.99, 0.01, 0.95, 1.1),
+        (0.9, 1e-6, 0.0, 1.1),
+    ],
 )
 def test_small_gradients_in_a_block_move_as_far(b1, ratio, least, most):
     """They set in after 100 steps, beside one of 1: rounded to the nearest, moments would not follow."""

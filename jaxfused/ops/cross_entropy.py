@@ -7,7 +7,7 @@ writes the gradient too, while the row is at hand.
 
 import functools
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,12 +29,13 @@ from jaxfused.reference.cross_entropy import (
     Options,
     Pulls,
     Statistics,
+    capped,
     classes_of,
     counted,
     is_soft,
     losses_of,
 )
-from jaxfused.reference.promotion import common_dtype
+from jaxfused.reference.promotion import accumulator_dtype, common_dtype
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -47,6 +48,7 @@ def softmax_cross_entropy(
     z_loss: float = 0.0,
     ignore_index: int | None = None,
     weights: jax.Array | None = None,
+    class_weights: jax.Array | None = None,
     logits_soft_cap: float | None = None,
     reduction: Reduction = "mean",
     cotangent: jax.Array | float | Literal["any"] | None = None,
@@ -59,9 +61,11 @@ def softmax_cross_entropy(
         z_{nv} &= \text{cap} \tanh(\text{logits}_{nv} / \text{cap}) \\
         \text{lse}_n &= \log \sum_v e^{z_{nv}} \\
         t_{nv} &= (1 - \text{label\_smoothing})\, q_{nv} + \text{label\_smoothing} / V \\
-        \ell_n &= -\sum_v t_{nv} (z_{nv} - \text{lse}_n) + \text{z\_loss} \cdot \text{lse}_n^2
+        \ell_n &= -\sum_v \omega_v t_{nv} (z_{nv} - \text{lse}_n)
+                  + \text{z\_loss} \cdot \text{lse}_n^2
 
-    where q is the distribution that the labels give, and z the logits themselves without a cap.
+    where q is the distribution that the labels give, omega the class weights or 1, and z the logits
+    themselves without a cap.
     Arithmetic is in float32 (float64 for float64 logits).
 
     Args:
@@ -73,11 +77,14 @@ def softmax_cross_entropy(
       z_loss: the weight of the squared lse, which keeps logits from drifting.
       ignore_index: tokens with this label have loss 0 and gradient 0, and do not count for the mean.
         For integer labels.
-      weights: [...], multiply the losses; 0 and 1 make a mask, `class_weights[labels]` weighs
-        classes. They get a gradient.
+      weights: [...], multiply the losses; 0 and 1 make a mask. They get a gradient.
+      class_weights: [V], of any float dtype: weigh each class's term of the target, so also what
+        `label_smoothing` gives it, as torch does. They get a gradient. With smoothing or soft labels
+        they take one more pass over the logits.
       logits_soft_cap: keeps the logits within (-cap, cap).
       reduction: "mean" (the sum of weighted losses over the sum of the weights of the tokens that
-        count; 0 if that is 0), "sum" or "none".
+        count; 0 if that is 0), "sum" or "none". For a mean, the weight of a token with an integer label
+        includes the label's class weight; that of one with soft labels does not. As in torch.
       cotangent: what the result will be multiplied by on its way to the scalar that is
         differentiated: 1 where it is that scalar or is added to it, the scale of a loss that is
         scaled, 1 / n under a `jax.lax.pmean` over n devices or a mean over n microbatches; a scalar,
@@ -87,9 +94,9 @@ def softmax_cross_entropy(
         for a mean or a sum of float32 or bfloat16 logits, and "any" elsewhere: float16 cannot hold
         the gradients of an unscaled mean.
       axis_name: the mapped axis (or axes) of `jax.shard_map` or `jax.pmap` over which the classes are
-        spread, as `jax.lax.psum` takes it: each device has the logits (and soft labels) of its
-        classes, in the order of `jax.lax.axis_index`, and all have the labels. The result is the
-        same on all of them. Under `jax.jit` with sharded arrays leave it out.
+        spread, as `jax.lax.psum` takes it: each device has the logits (and soft labels, and class
+        weights) of its classes, in the order of `jax.lax.axis_index`, and all have the labels. The
+        result is the same on all of them. Under `jax.jit` with sharded arrays leave it out.
       implementation: None for the fastest that can run, or "cuda", "xla".
 
     Returns:
@@ -115,8 +122,8 @@ def softmax_cross_entropy(
     https://arxiv.org/abs/2408.00118
     """
     op = "softmax_cross_entropy"
-    logits, labels, weights = as_arrays(logits, labels, weights)
-    check_floating(op, dict(logits=logits, weights=weights))
+    logits, labels, weights, class_weights = as_arrays(logits, labels, weights, class_weights)
+    check_floating(op, dict(logits=logits, weights=weights, class_weights=class_weights))
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(
             f"{op}: logits have shape {logits.shape}, but the last axis holds the classes;"
@@ -125,15 +132,22 @@ def softmax_cross_entropy(
     options = Options(label_smoothing, z_loss, ignore_index, logits_soft_cap)
     labels = check_labels(op, labels, logits.shape, options)
     check_options(op, options, weights, logits.shape[:-1], reduction)
+    check_class_weights(op, class_weights, logits.shape[-1])
     expected = check_cotangent(op, cotangent, logits.dtype, reduction, logits.shape[:-1])
     refuse_pallas(op, implementation)
     device = dispatch.current_device(logits)
     is_reference = takes_reference(op, implementation, device, logits)
     run = None if is_reference else Runner(implementation, device)
     counts = counted(labels, options)
+    if class_weights is not None:
+        of_labels = weights_of_labels(class_weights, labels, options, axis_name)
+        if not is_one_term(labels, options):
+            losses = weighed_losses(run, options, axis_name, logits, labels, class_weights)
+            return reduce_losses(losses, counts, weights, reduction, of_labels)
+        weights = of_labels if weights is None else weights * of_labels
     if axis_name is not None:
-        losses = _losses_over_shards(run, options, axis_name, logits, labels)
-        return reduce_losses(losses, counts, weights, reduction)
+        statistics = _statistics_over_shards(run, options, axis_name, logits, labels)
+        return reduce_losses(losses_of(statistics, counts, options), counts, weights, reduction)
     if run is None:
         return reduce_losses(_token_losses(options, logits, labels), counts, weights, reduction)
     classes, soft = split_labels(labels, logits.shape[-1], options)
@@ -191,6 +205,12 @@ def check_options(
     check_reduction(op, reduction)
 
 
+def check_class_weights(op: str, class_weights: jax.Array | None, features: int) -> None:
+    """Checks that there is a weight for each class."""
+    rule = f"there is one weight for each of {features} classes"
+    check_shape(op, "class_weights", class_weights, (features,), rule)
+
+
 def check_reduction(op: str, reduction: str) -> None:
     """Checks that `reduction` is one of the reductions that losses have."""
     if reduction not in ("mean", "sum", "none"):
@@ -235,10 +255,21 @@ def refuse_pallas(op: str, implementation: str | None) -> None:
 
 
 def reduce_losses(
-    losses: jax.Array, counts: jax.Array, weights: jax.Array | None, reduction: str
+    losses: jax.Array,
+    counts: jax.Array,
+    weights: jax.Array | None,
+    reduction: str,
+    of_labels: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the sum or the mean of the losses of the tokens that count, or all losses weighted."""
+    """Returns the sum or the mean of the losses of the tokens that count, or all losses weighted.
+
+    `of_labels` are class weights that are in the losses already, and count for the mean.
+    """
     shares, total = shares_of(counts, weights, reduction, losses.dtype)
+    if of_labels is not None:
+        _, total = shares_of(
+            counts, of_labels if weights is None else weights * of_labels, reduction, losses.dtype
+        )
     if weights is not None:
         losses = losses * shares
     if reduction == "none":
@@ -273,40 +304,127 @@ def _joined(classes: jax.Array | None, soft: jax.Array | None) -> jax.Array:
     return labels
 
 
-def _losses_over_shards(
+def _statistics_over_shards(
     run: Runner | None,
     options: Options,
     axis_name: Hashable | tuple[Hashable, ...],
     logits: jax.Array,
     labels: jax.Array,
-) -> jax.Array:
-    """Returns the losses of tokens whose classes are spread over the devices along `axis_name`."""
+) -> Statistics:
+    """Returns the statistics of tokens whose classes are spread over the devices along `axis_name`."""
     shards = lax.psum(1, axis_name)
-    features = logits.shape[-1]
     if is_soft(labels):
         classes, soft = None, labels
     else:
-        everywhere = classes_of(labels, features * shards, options)
-        classes = everywhere - lax.axis_index(axis_name) * features
-        is_here = (classes >= 0) & (classes < features)
-        is_class = (everywhere >= 0) & (everywhere < features * shards)
-        classes = jnp.where(is_here, classes, jnp.where(is_class, ELSEWHERE, features))
-        classes = jnp.where(everywhere == IGNORED, IGNORED, classes)
-        soft = None
+        classes, soft = _classes_here(labels, logits.shape[-1], options, axis_name), None
     own = _aligned_statistics(run, options, logits, classes, soft)
     own_maximum = lax.stop_gradient(own.maximum)
     maximum = lax.pmax(own_maximum, axis_name)
     distance = own_maximum - maximum
     # A shard without a finite logit is infinitely far away, and what it adds is 0.
     picked = own.picked + jnp.where(own.total == 0.0, 0.0, own.total * distance)
-    statistics = Statistics(
+    return Statistics(
         maximum,
         jnp.log(lax.psum(jnp.exp(own.log_sum + distance), axis_name)),
         lax.psum(picked, axis_name),
         lax.psum(own.mean + distance, axis_name) / shards,
         lax.psum(own.total, axis_name),
     )
-    return losses_of(statistics, counted(labels, options), options)
+
+
+def _classes_here(
+    labels: jax.Array,
+    features: int,
+    options: Options,
+    axis_name: Hashable | tuple[Hashable, ...] | None,
+) -> jax.Array:
+    """Returns `classes_of` among the classes of this device, and `ELSEWHERE` for those of others."""
+    if axis_name is None:
+        return classes_of(labels, features, options)
+    shards = lax.psum(1, axis_name)
+    everywhere = classes_of(labels, features * shards, options)
+    classes = everywhere - lax.axis_index(axis_name) * features
+    is_here = (classes >= 0) & (classes < features)
+    is_class = (everywhere >= 0) & (everywhere < features * shards)
+    classes = jnp.where(is_here, classes, jnp.where(is_class, ELSEWHERE, features))
+    return jnp.where(everywhere == IGNORED, IGNORED, classes)
+
+
+# --- class weights --------------------------------------------------------------------------------
+
+
+def is_one_term(labels: jax.Array, options: Options) -> bool:
+    """Whether a token's loss is the term of one class, whose weight is the token's then."""
+    return not (options.label_smoothing or options.z_loss or is_soft(labels))
+
+
+def weights_of_labels(
+    class_weights: jax.Array,
+    labels: jax.Array,
+    options: Options,
+    axis_name: Hashable | tuple[Hashable, ...] | None = None,
+) -> jax.Array | None:
+    """Returns the weight of each token's class; None for soft labels, 1 where there is no class."""
+    if is_soft(labels):
+        return None
+    features = len(class_weights)
+    classes = _classes_here(labels, features, options, axis_name)
+    is_here = (classes >= 0) & (classes < features)
+    # Unlike a gather, a sum over the classes needs to know nothing about how either is sharded.
+    is_class = classes[..., None] == jnp.arange(features)
+    picked = jnp.sum(jnp.where(is_class, class_weights.astype(jnp.float32), 0.0), axis=-1)
+    if axis_name is not None:
+        picked = lax.psum(jnp.where(is_here, picked, 0.0), axis_name)
+    return jnp.where((classes == IGNORED) | (classes == features), 1.0, picked)
+
+
+def weighed_losses(
+    run: Runner | None,
+    options: Options,
+    axis_name: Hashable | tuple[Hashable, ...] | None,
+    logits: jax.Array,
+    labels: jax.Array,
+    class_weights: jax.Array,
+) -> jax.Array:
+    """Returns the losses [...] of which each class's term has its weight.
+
+    They follow from the statistics that kernels find for unweighed losses, and where a target is spread
+    over all classes from one weighted sum of the logits more.
+    """
+    cap, smoothing = options.logits_soft_cap, options.label_smoothing
+    terms = replace(options, label_smoothing=0.0, z_loss=0.0)
+    counts = counted(labels, options)
+    dtype = accumulator_dtype(logits.dtype)
+    class_weights = class_weights.astype(dtype)
+    features = logits.shape[-1] * (1 if axis_name is None else lax.psum(1, axis_name))
+
+    def summed(x: jax.Array) -> jax.Array:
+        return x if axis_name is None else lax.psum(x, axis_name)
+
+    if soft := is_soft(labels):
+        targets = (1.0 - smoothing) * labels.astype(dtype) + smoothing / features
+        labels = class_weights * targets
+    if axis_name is not None:
+        statistics = _statistics_over_shards(run, terms, axis_name, logits, labels)
+    else:
+        parts = split_labels(labels, logits.shape[-1], terms)
+        statistics = _aligned_statistics(run, terms, logits, *parts)
+    losses = losses_of(statistics, counts, terms)
+    if not soft:
+        of_labels = weights_of_labels(class_weights, labels, options, axis_name)
+        losses = (1.0 - smoothing) * of_labels * losses
+    if smoothing and not soft:
+        # A token that does not count has no gradient, whatever its logits are.
+        values = capped(jnp.where(counts[..., None], logits, 0), cap)
+        distances = values - lax.stop_gradient(statistics.maximum)[..., None]
+        # A weight of 0 cancels even an infinite value.
+        distances = jnp.where((class_weights == 0) & jnp.isinf(distances), 0.0, distances)
+        picked = summed(jnp.sum(class_weights * distances, axis=-1))
+        uniform = summed(jnp.sum(class_weights)) * statistics.log_sum - picked
+        losses = losses + smoothing / features * uniform
+    if options.z_loss:
+        losses = losses + options.z_loss * jnp.square(statistics.lse())
+    return jnp.where(counts, losses, 0.0)
 
 
 # --- gradient -------------------------------------------------------------------------------------

@@ -20,15 +20,19 @@ from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.cross_entropy import (
     Reduction,
     Scale,
+    check_class_weights,
     check_cotangent,
     check_labels,
     check_options,
     corrections,
+    is_one_term,
     losses_of_rows,
     reduce_losses,
     refuse_pallas,
     shares_of,
     unpacked,
+    weighed_losses,
+    weights_of_labels,
 )
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
 from jaxfused.ops.linear import check_affine
@@ -42,6 +46,7 @@ from jaxfused.reference.cross_entropy import (
     is_soft,
     losses_of,
 )
+from jaxfused.reference.promotion import accumulator_dtype
 
 
 def linear_softmax_cross_entropy(
@@ -54,6 +59,7 @@ def linear_softmax_cross_entropy(
     z_loss: float = 0.0,
     ignore_index: int | None = None,
     weights: jax.Array | None = None,
+    class_weights: jax.Array | None = None,
     logits_soft_cap: float | None = None,
     reduction: Reduction = "mean",
     cotangent: jax.Array | float | Literal["any"] | None = None,
@@ -104,8 +110,10 @@ def linear_softmax_cross_entropy(
     https://arxiv.org/abs/2410.10989 (logits turned into their gradient by chunks)
     """
     op = "linear_softmax_cross_entropy"
-    x, w, labels, bias, weights = as_arrays(x, w, labels, bias, weights)
-    check_floating(op, dict(x=x, w=w, bias=bias, weights=weights))
+    x, w, labels, bias, weights, class_weights = as_arrays(
+        x, w, labels, bias, weights, class_weights
+    )
+    check_floating(op, dict(x=x, w=w, bias=bias, weights=weights, class_weights=class_weights))
     check_affine(op, x, "w", w, "bias", bias)
     features = w.shape[1]
     if features == 0:
@@ -117,6 +125,7 @@ def linear_softmax_cross_entropy(
     leading = x.shape[:-1]
     labels = check_labels(op, labels, (*leading, features), options)
     check_options(op, options, weights, leading, reduction)
+    check_class_weights(op, class_weights, features)
     if sum_dtype is not None and jnp.dtype(sum_dtype) not in (jnp.float32, w.dtype):
         raise ValueError(
             f"{op}: sum_dtype is {jnp.dtype(sum_dtype)}, but w's gradient is added up in float32 or"
@@ -127,15 +136,27 @@ def linear_softmax_cross_entropy(
         check_count(op, "chunk_size", chunk_size)
     refuse_pallas(op, implementation)
     soft = is_soft(labels)
-    if soft and implementation == "cuda":
+    several_terms = class_weights is not None and not is_one_term(labels, options)
+    why_xla = None
+    if soft:
+        why_xla = "soft labels are as large as the logits"
+    elif several_terms:
+        why_xla = "class weights with label_smoothing or z_loss are not in the kernels"
+    if why_xla is not None and implementation == "cuda":
         raise ValueError(
-            f"{op}: implementation='cuda' cannot run here: it takes classes, and soft labels were"
-            " passed. Pass implementation=None for the fastest one that can."
+            f"{op}: implementation='cuda' cannot run here: {why_xla}."
+            " Pass implementation=None for the fastest one that can."
         )
     device = dispatch.current_device(x)
-    why_xla = "soft labels are as large as the logits" if soft else None
     counts = counted(labels, options)
-    if takes_reference(op, implementation, device, x, why_xla=why_xla):
+    is_reference = takes_reference(op, implementation, device, x, why_xla=why_xla)
+    if class_weights is not None:
+        of_labels = weights_of_labels(class_weights, labels, options)
+        if several_terms:
+            losses = _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights)
+            return reduce_losses(losses, counts, weights, reduction, of_labels)
+        weights = of_labels if weights is None else weights * of_labels
+    if is_reference:
         losses = _reference_losses(options, chunk_size, x, w, bias, labels)
         return reduce_losses(losses, counts, weights, reduction)
 
@@ -277,6 +298,31 @@ def _default_chunk_size(rows: int, features: int) -> int:
     """Returns the tokens of a chunk: chunks are equal, so that the last one needs little padding."""
     chunks = max(1, math.ceil(rows * features / _CHUNK_LOGITS))
     return max(1, math.ceil(rows / chunks))
+
+
+def _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights):
+    """The losses whose terms have the weights of their classes; logits are recomputed by chunks."""
+    leading, features = x.shape[:-1], w.shape[1]
+    rows = math.prod(leading)
+    chunk_size = chunk_size or _default_chunk_size(rows, features)
+    # JAX adds up the gradients of the chunks in the dtype that w and bias have here.
+    wide = accumulator_dtype(x.dtype)
+    w, bias = (None if a is None else a.astype(wide) for a in (w, bias))
+
+    @jax.checkpoint
+    def losses_of_chunk(x, labels):
+        logits = reference.linear.affine(x, w, bias, precision=None)
+        return weighed_losses(None, options, None, logits, labels, class_weights)
+
+    chunks = reference.cross_entropy.split_rows(
+        (
+            x.reshape(rows, x.shape[-1]),
+            labels.reshape(rows, *labels.shape[len(leading) :]),
+        ),
+        chunk_size,
+    )
+    losses = lax.map(lambda chunk: losses_of_chunk(*chunk), chunks)
+    return losses.reshape(-1)[:rows].reshape(leading)
 
 
 class _LinearResiduals(NamedTuple):

@@ -11,7 +11,6 @@ import optax
 from jaxfused.ops.optimizer_step import KernelRule, Scalars
 from jaxfused.optim.transformation import FusedTransformation, LeafRule, Moments, Rule, fuse, stored
 
-
 Nesterov = bool | Literal["timm", "torch", "keras"]
 """Whose Nesterov momentum; True is Optax's."""
 

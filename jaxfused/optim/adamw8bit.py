@@ -32,9 +32,9 @@ def adamw8bit(
         v &= s_v (c_v / 255)^4
 
     with codes c of 8 bits and the scales s, the largest magnitudes of a block. The step is that of
-    `adamw`. Moments are rounded at random to one of two neighbouring codes, such that their mean is right:
-    those of small gradients follow too. The bits depend on the step and on where the element is, so that
-    a run can be repeated and does not depend on how arrays are split over devices.
+    `adamw`. Moments are rounded at random to one of two neighbouring codes, such that their mean is
+    right: those of small gradients follow too. The bits depend on the step and on where the element is,
+    so that a run can be repeated and does not depend on how arrays are split over devices.
 
     Leaves of less than 4096 elements, or of a size that 256 does not divide, have `adamw`'s moments.
     The state is that of `optax.adamw`, with an `EightBitMoment` in the place of each other moment.
@@ -72,9 +72,7 @@ def adamw8bit(
     https://arxiv.org/abs/2110.02861, whose codes are others.
     """
     check_nesterov("adamw8bit", nesterov)
-    like = optax.adamw(
-        learning_rate, b1, b2, eps, eps_root, weight_decay=weight_decay, mask=mask
-    )
+    like = optax.adamw(learning_rate, b1, b2, eps, eps_root, weight_decay=weight_decay, mask=mask)
 
     def init(params: optax.Params) -> Any:
         def coded(moments: Any, signed: bool) -> Any:

@@ -12,8 +12,8 @@ beside the others of the block, and rounded to the nearest code it would never m
 random to one of the two codes around it, such that the mean of the values is right, which is not the
 mean of the codes. A zero stays one.
 
-No second moment but a zero becomes 0: a first moment that by chance is not 0 would be divided by the root
-of 0. With the lowest code below it the quotient is 4 at most, as sqrt(1 / 127^2) is to (1 / 255)^2.
+No second moment but a zero becomes 0: a first moment that by chance is not 0 would be divided by the
+root of 0. The lowest codes of both have a quotient of (1 / 127)^2 to (1 / 255)^2, a step of 4.
 """
 
 import math
@@ -113,10 +113,10 @@ def encode(values: jax.Array, like: Any, seeds: jax.Array) -> Any:
 def _rounded(
     exact: jax.Array, largest: int, ratio: jax.Array, power: int, halves: jax.Array
 ) -> jax.Array:
-    """Returns one of the two codes around `exact`, such that the mean of (code / largest)^power is `ratio`.
+    """Returns one of the two codes around `exact`: the mean of (code / largest)^power is `ratio`.
 
-    What would be rounded up less often than once in 131072 times never is: a chance too small for 16 bits
-    is no reason for a step of the size of a code.
+    What would be rounded up less often than once in 131072 times never is: a chance too small for 16
+    bits is no reason for a step of the size of a code.
     """
     low = jnp.minimum(jnp.floor(exact), largest - 1)
     below, above = low**power, (low + 1) ** power

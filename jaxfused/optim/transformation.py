@@ -211,9 +211,7 @@ def fuse(
       coding: for an optimizer with moments in 8 bits, the number of the step -> the words that its
         random bits come from.
     """
-    recipe = Recipe(
-        make_rule, tuple(constants), learning_rate, weight_decay, mask, rescale, coding
-    )
+    recipe = Recipe(make_rule, tuple(constants), learning_rate, weight_decay, mask, rescale, coding)
     tx = FusedTransformation(like.init, recipe.update)
     tx.recipe = recipe
     return tx

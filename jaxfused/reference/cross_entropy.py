@@ -219,7 +219,7 @@ def linear_token_losses(
         x, labels = chunk
         return None, token_losses(affine(x, w, bias, precision=None), labels, options)
 
-    _, results = jax.lax.scan(losses_of_chunk, None, _split((x, labels), chunk_size))
+    _, results = jax.lax.scan(losses_of_chunk, None, split_rows((x, labels), chunk_size))
     return _join(results, len(x))
 
 
@@ -253,13 +253,13 @@ def linear_token_gradients(
         return (dw, dbias), (dx, dlabels)
 
     sums = jax.tree.map(lambda a: jnp.zeros(a.shape, compute_dtype), (w, bias))
-    chunks = _split((x, labels, statistics, dlosses), chunk_size)
+    chunks = split_rows((x, labels, statistics, dlosses), chunk_size)
     (dw, dbias), rows = jax.lax.scan(gradients_of_chunk, sums, chunks)
     dx, dlabels = _join(rows, len(x))
     return dx, dw.astype(w.dtype), None if bias is None else dbias.astype(bias.dtype), dlabels
 
 
-def _split(rows, chunk_size: int):
+def split_rows(rows, chunk_size: int):
     """Reshapes [N, ...] to [chunks, chunk_size, ...]; rows of zeros fill the last chunk."""
 
     def split(a):
