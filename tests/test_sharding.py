@@ -1105,6 +1105,31 @@ def test_cross_entropy_of_sharded_tokens(loss_stand_ins, axis_type, cotangent):
 
 
 @on_eight_devices
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+def test_class_weights_of_sharded_tokens(loss_stand_ins, axis_type):
+    def gradients(implementation, logits, labels, weights, class_weights):
+        def loss(logits, class_weights):
+            options = dict(weights=weights, class_weights=class_weights, ignore_index=-1)
+            options["implementation"] = implementation
+            smoothed = jaxfused.softmax_cross_entropy(
+                logits, labels, label_smoothing=0.1, **options
+            )
+            return smoothed + jaxfused.softmax_cross_entropy(logits, labels, **options)
+
+        return jax.value_and_grad(loss, (0, 1))(logits, class_weights)
+
+    class_weights = np.linspace(0.5, 3.0, CLASSES, dtype=np.float32)
+    mesh = make_mesh(axis_type, axis_type)
+    arguments = [place(mesh, ROWS, a) for a in loss_inputs()]
+    actual, text = results_and_text(
+        functools.partial(gradients, "cuda"), *arguments, place(mesh, SHARED, class_weights)
+    )
+    assert count("all-gather", text) == 0
+    expected = jax.jit(functools.partial(gradients, "xla"))
+    assert_near(actual, expected(*loss_inputs(), class_weights))
+
+
+@on_eight_devices
 @parametrize(
     ("check_vma", "implementation"),
     list(itertools.product((True, False), ("cuda", "xla"))),
