@@ -144,7 +144,7 @@ def softmax_cross_entropy(
         if not is_one_term(labels, options):
             losses = weighed_losses(run, options, axis_name, logits, labels, class_weights)
             return reduce_losses(losses, counts, weights, reduction, of_labels)
-        weights = of_labels if weights is None else weights * of_labels
+        weights = times(weights, of_labels)
     if axis_name is not None:
         statistics = _statistics_over_shards(run, options, axis_name, logits, labels)
         return reduce_losses(losses_of(statistics, counts, options), counts, weights, reduction)
@@ -267,9 +267,7 @@ def reduce_losses(
     """
     shares, total = shares_of(counts, weights, reduction, losses.dtype)
     if of_labels is not None:
-        _, total = shares_of(
-            counts, of_labels if weights is None else weights * of_labels, reduction, losses.dtype
-        )
+        _, total = shares_of(counts, times(weights, of_labels), reduction, losses.dtype)
     if weights is not None:
         losses = losses * shares
     if reduction == "none":
@@ -358,6 +356,13 @@ def is_one_term(labels: jax.Array, options: Options) -> bool:
     return not (options.label_smoothing or options.z_loss or is_soft(labels))
 
 
+def times(weights: jax.Array | None, others: jax.Array | None) -> jax.Array | None:
+    """Returns the products of weights, where None stands for ones."""
+    if weights is None or others is None:
+        return others if weights is None else weights
+    return weights * others
+
+
 def weights_of_labels(
     class_weights: jax.Array,
     labels: jax.Array,
@@ -412,6 +417,7 @@ def weighed_losses(
     losses = losses_of(statistics, counts, terms)
     if not soft:
         of_labels = weights_of_labels(class_weights, labels, options, axis_name)
+        assert of_labels is not None
         losses = (1.0 - smoothing) * of_labels * losses
     if smoothing and not soft:
         # A token that does not count has no gradient, whatever its logits are.

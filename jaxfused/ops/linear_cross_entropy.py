@@ -30,6 +30,7 @@ from jaxfused.ops.cross_entropy import (
     reduce_losses,
     refuse_pallas,
     shares_of,
+    times,
     unpacked,
     weighed_losses,
     weights_of_labels,
@@ -155,7 +156,7 @@ def linear_softmax_cross_entropy(
         if several_terms:
             losses = _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights)
             return reduce_losses(losses, counts, weights, reduction, of_labels)
-        weights = of_labels if weights is None else weights * of_labels
+        weights = times(weights, of_labels)
     if is_reference:
         losses = _reference_losses(options, chunk_size, x, w, bias, labels)
         return reduce_losses(losses, counts, weights, reduction)

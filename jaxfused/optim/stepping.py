@@ -54,7 +54,7 @@ class StepState:
     """The seed of random rounding and the number of the next step, uint32 [2]."""
     ema_decay: averages.Decay | None = field(metadata={"static": True})
     growth_interval: int = field(metadata={"static": True})
-    ema_updates: jax.Array | None = None
+    ema_updates: Any = None
     """The int32 number of updates that the average has had, where its decay is a function of it."""
 
 
@@ -220,7 +220,8 @@ def _with_rules(
     """Returns `by_kernels` with the rules of `by_update` for `jax.vmap` and for differentiation."""
 
     def call(*args):
-        leaves, treedef = jax.tree.flatten(args)
+        leaves = jax.tree.leaves(args)
+        treedef: Any = jax.tree.structure(args)
         results: Any = jax.tree.structure((args[2], args[1]))  # of the same form as the arguments
         # Python's numbers stay what they are: as arrays they would widen 16 bits.
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]

@@ -234,10 +234,12 @@ def from_optax(tx: optax.GradientTransformation) -> FusedTransformation:
         like = jax.eval_shape(tx.init, moving)
         paths = [path for path, _ in jax.tree.leaves_with_path(like)]
         values = dict(jax.tree.leaves_with_path(state))
-        moving_state = jax.tree.structure(like).unflatten([values[path] for path in paths])
+        moving_state = jax.tree.unflatten(
+            jax.tree.structure(like), [values[path] for path in paths]
+        )
         updates, moved = tx.update(updates, moving_state, moving, **extra_args)
         values |= zip(paths, jax.tree.leaves(moved), strict=True)
-        return updates, jax.tree.structure(state).unflatten(list(values.values()))
+        return updates, jax.tree.unflatten(jax.tree.structure(state), list(values.values()))
 
     return FusedTransformation(tx.init, update)
 
