@@ -695,9 +695,6 @@ ffi::Error with_size(int64_t height, int64_t width, int64_t stride, const F& f) 
   if (height == 5 && width == 5 && stride == 1) return f(Size<5, 5, 1>{});
   if (height == 5 && width == 5 && stride == 2) return f(Size<5, 5, 2>{});
   if (height == 7 && width == 7 && stride == 1) return f(Size<7, 7, 1>{});
-  if (height == 1 && width == 3 && stride == 1) return f(Size<1, 3, 1>{});
-  if (height == 1 && width == 4 && stride == 1) return f(Size<1, 4, 1>{});
-  if (height == 1 && width == 7 && stride == 1) return f(Size<1, 7, 1>{});
   return ffi::Error::InvalidArgument("depthwise_conv: there is no kernel of " +
                                      std::to_string(height) + " x " + std::to_string(width) +
                                      " with stride " + std::to_string(stride));

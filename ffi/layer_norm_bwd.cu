@@ -10,6 +10,7 @@
 #include "flat_rows.cuh"
 #include "layer_norm.cuh"
 #include "row_ring.cuh"
+#include "staged_rows.cuh"
 
 namespace {
 
@@ -533,6 +534,129 @@ __global__ void __launch_bounds__(kWideThreads)
   }
 }
 
+// --- long rows that start anywhere
+// ----------------------------------------------------------------
+
+constexpr int kStagedColumns = 32;  // of a thread, at most, each with two sums in registers
+
+// Bytes of a row's slot in shared memory.
+template <typename T>
+__host__ __device__ int staged_slot(int features) {
+  return RowPieces<T>::most(features) * 16;
+}
+
+// Shared memory of backward_staged_rows: two stages of dy and h, dnext_residual, and the scale.
+template <typename T>
+int staged_bytes(const BackwardArgs& args) {
+  const int slots = args.dnext_residual == nullptr ? 4 : 5;
+  return TeamSum::kScratch * sizeof(float) + slots * staged_slot<T>(args.features) +
+         args.features * sizeof(float);
+}
+
+template <typename T>
+bool stages_rows(const BackwardArgs& args, const Device& device) {
+  return chain_of(args.options, args.pre_bias.data != nullptr) == Chain::kPlain &&
+         args.features <= kStagedColumns * kWideThreads &&
+         staged_bytes<T>(args) <= device.shared_bytes;
+}
+
+// A block has rows of a segment, and its threads columns, whose sums over rows are in registers. A
+// row's dy and h arrive in shared memory while the row before is worked on.
+template <typename T, bool kResidual>
+__global__ void __launch_bounds__(kWideThreads, 1)
+    backward_staged_rows(const __grid_constant__ BackwardArgs args) {
+  using Pieces = RowPieces<T>;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  float* const scratch = reinterpret_cast<float*>(shared_memory);
+  unsigned char* const slots = shared_memory + TeamSum::kScratch * sizeof(float);
+  const int slot_bytes = staged_slot<T>(args.features);
+  const auto slot = [&](int i) { return reinterpret_cast<T*>(slots + i * slot_bytes); };
+  T* const dnext = slot(4);
+  float* const scale = reinterpret_cast<float*>(slots + (kResidual ? 5 : 4) * slot_bytes);
+  const Team team(kWideThreads);
+  TeamSum team_sum(team, scratch);
+  for (int column = team.rank; column < args.features; column += kWideThreads) {
+    float one[1];
+    load_scale(args.scale, args.options.scale_offset, column, one);
+    scale[column] = one[0];
+  }
+
+  const int64_t rows = int64_t{args.rows} * args.segments;
+  const int segment = blockIdx.x / args.segment_blocks;
+  const int first = segment * args.rows + blockIdx.x % args.segment_blocks;
+  const int end = (segment + 1) * args.rows;
+  float next_mean = 0.0f, next_rstd = 0.0f;
+  const auto request = [&](int row, int stage) {
+    if (row < end) {
+      const Pieces pieces(row, rows, args.features);
+      for (int piece = team.rank; piece < pieces.count(); piece += kWideThreads) {
+        pieces.copy(slot(2 * stage), args.dy, piece);
+        pieces.copy(slot(2 * stage + 1), args.h, piece);
+      }
+      next_mean = args.mean == nullptr ? 0.0f : args.mean[row];
+      next_rstd = args.rstd[row];
+    }
+    async_copies_commit();
+  };
+
+  float dscale[kStagedColumns] = {}, dbias[kStagedColumns] = {};
+  int stage = 0;
+  request(first, stage);
+  team_sum.start();
+  for (int row = first; row < end; row += args.segment_blocks, stage ^= 1) {
+    const Pieces pieces(row, rows, args.features);
+    const float mean = next_mean, rstd = next_rstd;
+    if constexpr (kResidual) {
+      for (int piece = team.rank; piece < pieces.count(); piece += kWideThreads) {
+        pieces.copy(dnext, args.dnext_residual, piece);
+      }
+    }
+    async_copies_commit();
+    request(row + args.segment_blocks, stage ^ 1);
+    async_copies_wait(2);
+    __syncthreads();
+    const T* const dy = slot(2 * stage) + pieces.shift;
+    const T* const h = slot(2 * stage + 1) + pieces.shift;
+    float sums[2] = {};
+#pragma unroll
+    for (int k = 0; k < kStagedColumns; ++k) {
+      const int column = team.rank + k * kWideThreads;
+      if (column >= args.features) break;
+      const float gradient = value_at(dy + column);
+      const float normal = (value_at(h + column) - mean) * rstd;
+      const float scaled = gradient * scale[column];
+      sums[0] += scaled;
+      sums[1] += scaled * normal;
+      dscale[k] += gradient * normal;
+      dbias[k] += gradient;
+    }
+    // The other threads' copies of dnext are seen behind the barrier of the sums.
+    async_copies_wait(1);
+    team_sum(sums);
+    const float shared_part = args.mean == nullptr ? 0.0f : sums[0] * args.options.inverse_features;
+    const float along_h = sums[1] * args.options.inverse_features;
+    T* const dx = static_cast<T*>(args.dx) + pieces.start;
+#pragma unroll 8
+    for (int column = team.rank; column < args.features; column += kWideThreads) {
+      const float normal = (value_at(h + column) - mean) * rstd;
+      const float scaled = value_at(dy + column) * scale[column];
+      float value = rstd * (scaled - shared_part - normal * along_h);
+      if constexpr (kResidual) value += value_at(dnext + pieces.shift + column);
+      store_value(dx + column, value);
+    }
+    __syncthreads();  // the slots are free
+  }
+
+#pragma unroll
+  for (int k = 0; k < kStagedColumns; ++k) {
+    const int column = team.rank + k * kWideThreads;
+    if (column >= args.features) break;
+    const int64_t place = static_cast<int64_t>(blockIdx.x) * args.features + column;
+    if (args.gradients[0] != nullptr) args.gradients[0][place] = dscale[k];
+    if (args.gradients[1] != nullptr) args.gradients[1][place] = dbias[k];
+  }
+}
+
 using BackwardKernel = void (*)(BackwardArgs);
 
 // --- few rows
@@ -985,8 +1109,9 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
     if (args.segment_blocks > most) args.segment_blocks = most / step * step;
     if (args.segment_blocks == 0) teams = 0;
   }
-  const bool wide = teams == 0 && !flat;
-  if (wide) launch.cluster = 1;
+  const bool staged = teams == 0 && !flat && shifted && aligned && stages_rows<T>(args, device);
+  const bool wide = teams == 0 && !flat && !staged;
+  if (wide || staged) launch.cluster = 1;
   const bool wide_vectors = aligned && !shifted;
   const int wide_column_blocks =
       divide_up(args.features, kColumnThreads * (wide_vectors ? kVec : 1));
@@ -995,6 +1120,8 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
                           kMostFlatTileRows);
     args.segment_blocks =
         std::clamp(2 * device.multiprocessors / segments, 1, divide_up(args.rows, args.teams));
+  } else if (staged) {
+    args.segment_blocks = std::min(args.rows, blocks_of_segment(1));
   } else if (wide) {
     // Each block leaves sums of its own, which take longer than the rows where a block has few of
     // them.
@@ -1020,7 +1147,13 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
     add.parts[gradients++] = gradient;
   }
 
-  if (wide) {
+  if (staged) {
+    const auto kernel = args.dnext_residual != nullptr ? backward_staged_rows<T, true>
+                                                       : backward_staged_rows<T, false>;
+    RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+    RETURN_IF_ERROR(
+        launch_kernel(kernel, args, {dim3(blocks), kWideThreads, staged_bytes<T>(args)}, stream));
+  } else if (wide) {
     args.team_size = kWideThreads;
     const int rows = args.rows * segments;
     const auto terms = memory.Allocate(static_cast<size_t>(rows) * sizeof(float2), 16);

@@ -3,6 +3,7 @@
 #include "flat_rows.cuh"
 #include "layer_norm.cuh"
 #include "row_ring.cuh"
+#include "staged_rows.cuh"
 
 namespace {
 
@@ -531,6 +532,106 @@ __global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kWords))
   }
 }
 
+// --- long rows that start anywhere
+// ----------------------------------------------------------------
+
+// What the kernel of staged rows normalises is x, or the next residual.
+bool stages_rows(const ForwardArgs& args) {
+  return args.options.pre_activation == Activation::kNone &&
+         (args.residual != nullptr || args.pre_bias.data == nullptr);
+}
+
+template <typename T>
+int staged_bytes(const ForwardArgs& args) {
+  return TeamSum::kScratch * sizeof(float) + RowPieces<T>::most(args.features) * 16;
+}
+
+// A block has a row. Its threads take the aligned pieces of 16 bytes around the row on the way to
+// shared memory, and the columns one by one on the way back, where neighbours read neighbouring
+// parameters.
+template <typename T, bool kResidual>
+__global__ void __launch_bounds__(kWideThreads, 2)
+    forward_staged_rows(const __grid_constant__ ForwardArgs args) {
+  using Pieces = RowPieces<T>;
+  constexpr int kVec = Pieces::kVec;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  float* const scratch = reinterpret_cast<float*>(shared_memory);
+  T* const staged = reinterpret_cast<T*>(scratch + TeamSum::kScratch);
+  const Team team(kWideThreads);
+  TeamSum team_sum(team, scratch);
+  const int row = blockIdx.x;
+  const Pieces pieces(row, args.rows, args.features);
+  const int count = pieces.count();
+  const auto masked_sum = [&](int piece, float (&values)[kVec]) {
+    if (!pieces.in_row(piece)) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (!pieces.has(pieces.column(piece) + i)) values[i] = 0.0f;
+      }
+    }
+    return sum_of(values);
+  };
+
+  float sum[1] = {0.0f};
+#pragma unroll 4
+  for (int piece = team.rank; piece < count; piece += kWideThreads) {
+    Vector<T, kVec> packed = pieces.load(args.x, piece);
+    float u[kVec];
+    unpack(packed, u);
+    if constexpr (kResidual) {
+      float other[kVec];
+      unpack(pieces.load(args.residual, piece), other);
+      if (args.pre_bias.data != nullptr) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          const int column = pieces.column(piece) + i;
+          float offset[1] = {0.0f};
+          if (pieces.has(column)) load_parameter(args.pre_bias, column, offset);
+          u[i] += offset[0];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) u[i] += other[i];
+      pack(u, packed);
+      pieces.store(args.next_residual, piece, packed);
+      unpack(packed, u);
+    }
+    store_vector(staged + piece * kVec, packed);
+    sum[0] += masked_sum(piece, u);
+  }
+  team_sum.start();
+  float mean = 0.0f;
+  if (args.options.subtract_mean) {
+    team_sum(sum);
+    mean = sum[0] * args.options.inverse_features;
+  }
+  float squares[1] = {0.0f};
+  for (int piece = team.rank; piece < count; piece += kWideThreads) {
+    float u[kVec];
+    unpack(load_vector<T, kVec>(staged + piece * kVec), u);
+#pragma unroll
+    for (float& value : u) value = (value - mean) * (value - mean);
+    squares[0] += masked_sum(piece, u);
+  }
+  team_sum(squares);
+  const float rstd = __frsqrt_rn(squares[0] * args.options.inverse_features + args.options.epsilon);
+  if (team.rank == 0) {
+    if (args.mean != nullptr) args.mean[row] = mean;
+    if (args.rstd != nullptr) args.rstd[row] = rstd;
+  }
+  T* const y = static_cast<T*>(args.y) + pieces.start;
+#pragma unroll 4
+  for (int column = team.rank; column < args.features; column += kWideThreads) {
+    float scale[1], bias[1];
+    load_scale(args.scale, args.options.scale_offset, column, scale);
+    load_or_zero(args.bias, column, bias);
+    float value[1] = {(value_at(staged + pieces.shift + column) - mean) * rstd * scale[0] +
+                      bias[0]};
+    activate(args.options.activation, value);
+    store_value(y + column, value[0]);
+  }
+}
+
 // --- rows longer than that -----------------------------------------------------------------------
 
 // A block reads a row three times, the second and third time from L2: a row of every block in
@@ -878,6 +979,14 @@ ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const D
         kRingBarriers * sizeof(uint64_t);
     stage_bytes = streams * slot_values(args.teams, args.features, kVec, false) * sizeof(T);
     most_stages = std::min(kMaxStages, (device.shared_bytes - launch.shared_bytes) / stage_bytes);
+  }
+  if (most_stages < 1 && shifted && aligned && stages_rows(args) &&
+      staged_bytes<T>(args) <= device.shared_bytes) {
+    const auto kernel =
+        args.residual != nullptr ? forward_staged_rows<T, true> : forward_staged_rows<T, false>;
+    RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+    return launch_kernel(kernel, args, {dim3(args.rows), kWideThreads, staged_bytes<T>(args)},
+                         stream);
   }
   if (most_stages < 1) {
     args.team_size = kWideThreads;

@@ -1,8 +1,7 @@
 """Depthwise convolution by the CUDA kernels of ffi/depthwise_conv.cu and ffi/depthwise_conv_mma.cu.
 
 By strips, a warp has 64 channels of a few columns of the output and walks down their rows with all sums
-in registers. By tiles, tensor cores multiply 16-bit values: 8 columns of 16 blocks of rows at a time. A
-convolution along one axis has the images as its rows.
+in registers. By tiles, tensor cores multiply 16-bit values: 8 columns of 16 blocks of rows at a time.
 """
 
 import itertools
@@ -20,9 +19,6 @@ KERNELS = {
     (3, 3): (1, 2),
     (5, 5): (1, 2),
     (7, 7): (1,),
-    (1, 3): (1,),
-    (1, 4): (1,),
-    (1, 7): (1,),
 }
 """The sizes (height, width) that there are kernels for, and their strides."""
 MAX_PIXELS = 2**28

@@ -29,6 +29,8 @@ TARGETS = (
     "jaxfused_cross_entropy_backward",
     "jaxfused_gradient_norm",
     "jaxfused_depthwise_conv",
+    "jaxfused_depthwise_conv1d",
+    "jaxfused_depthwise_conv1d_backward",
     "jaxfused_depthwise_conv_mma",
     "jaxfused_depthwise_conv_mma_weights",
     "jaxfused_depthwise_conv_weights",

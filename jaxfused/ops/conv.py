@@ -7,7 +7,13 @@ from typing import Any
 import jax
 
 from jaxfused import dispatch, reference, sharding
-from jaxfused.ops import dense_conv, depthwise_conv, enlarging_conv, fourier_conv
+from jaxfused.ops import (
+    dense_conv,
+    depthwise_conv,
+    depthwise_conv1d,
+    enlarging_conv,
+    fourier_conv,
+)
 from jaxfused.ops.conv_input import Concatenated, ConvInput, as_array, as_input, check_parts
 from jaxfused.ops.kernel_call import Runner, takes_reference
 from jaxfused.ops.rectified import Rectified
@@ -181,7 +187,7 @@ def conv(
             assert not isinstance(window, str) and not isinstance(dense, str)
             why_xla = dense_conv.why_xla(device, window, dense, like_x, like_w)
     else:
-        missing["pallas"] = depthwise_conv.NO_PALLAS
+        missing["pallas"] = depthwise_conv1d.NO_PALLAS
         why_xla = None if explicit else depthwise_conv.why_xla(device, values, depthwise)
     takes_xla = takes_reference(
         op, implementation, device, values, missing=missing, why_xla=why_xla
@@ -194,7 +200,10 @@ def conv(
     if takes_xla:
         y = run(values, w, bias, residual)
     elif not isinstance(depthwise, str):
-        y, handed_on = depthwise_conv.depthwise_conv(
+        convolve: Any = depthwise_conv.depthwise_conv
+        if depthwise_conv1d.takes(depthwise):
+            convolve = depthwise_conv1d.depthwise_conv1d
+        y, handed_on = convolve(
             Runner(implementation, device),
             values,
             w,

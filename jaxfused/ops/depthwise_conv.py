@@ -1,7 +1,4 @@
-"""conv where each channel has a kernel of its own: choice of implementation, gradient.
-
-To the kernels a convolution along one axis is one along columns, with a single row.
-"""
+"""conv where each channel has a window of rows and columns of its own: choice, gradient."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -13,18 +10,17 @@ import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.cuda.depthwise_conv import Strips, Tile, Window
+from jaxfused.ops import depthwise_conv1d
 from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import value_and_slope
 
-NO_PALLAS = "there is no Pallas kernel of a depthwise conv"
-
 
 def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
     """Returns why a call that names no implementation is XLA's, or None where kernels are faster."""
     rows, columns = window.kernel
-    if rows == 1 or (min(window.kernel) >= _LARGE and window.stride == 1):
+    if depthwise_conv1d.takes(window) or (min(window.kernel) >= _LARGE and window.stride == 1):
         return None
     if rows >= _LARGE_FOR_TILES and isinstance(_default(device, x, window), Tile):
         return None
@@ -39,7 +35,8 @@ def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
             f" {channels} channels and {width} columns {1 - useful:.0%} would"
         )
     return (
-        f"depthwise kernels are known to be faster along one axis, of 3 x 3, from {_LARGE} x {_LARGE} at"
+        f"depthwise kernels are known to be faster of few taps along one axis, of 3 x 3, from"
+        f" {_LARGE} x {_LARGE} at"
         f" stride 1 and on tensor cores from {_LARGE_FOR_TILES} x {_LARGE_FOR_TILES}, and this one is"
         f" {rows} x {columns} at stride {window.stride}"
     )
@@ -209,17 +206,16 @@ class _Forward:
         options = self.options
         if implementation == "cuda":
             y, z = cuda.depthwise_conv.conv(
-                _rows(options.window, x),
+                x,
                 w,
                 bias,
-                None if residual is None else _rows(options.window, residual),
+                residual,
                 window=options.window,
                 activation=options.activation,
                 save_preactivation=self.save_preactivation,
                 config=config or _default(device, x, options.window, **self._sums(residual)),
             )
-            shape = (x.shape[0], *options.window.result(*x.shape[1:3]), x.shape[3])
-            return y.reshape(shape), None if z is None else z.reshape(shape)
+            return y, z
         convolve = functools.partial(_reference, options.window, x, w, bias, residual)
         y = convolve(activation=options.activation)
         return y, convolve(activation=None) if self.save_preactivation else None
@@ -259,22 +255,21 @@ class _InputGradient:
 
     def run(self, implementation, device, dz, w, other=None, *, config=None) -> Results:
         """With `other`, what else there is of dx is added."""
-        shape = (dz.shape[0], *self.size, dz.shape[3])
         if implementation == "cuda":
             window = self.window.transposed()
             dx, _ = cuda.depthwise_conv.conv(
-                _rows(self.window, dz),
+                dz,
                 w,
                 None,
-                None if other is None else _rows(self.window, other),
+                other,
                 window=window,
                 activation=None,
                 save_preactivation=False,
                 turned=True,
                 config=config or _default(device, dz, window, in_float32=other is not None),
             )
-            return (dx.reshape(shape),)
-        x = jnp.zeros_like(dz, shape=shape)
+            return (dx,)
+        x = jnp.zeros_like(dz, shape=(dz.shape[0], *self.size, dz.shape[3]))
         (dx,) = jax.vjp(lambda x: _reference(self.window, x, w), x)[1](dz)
         return (dx if other is None else dx + other,)
 
@@ -337,8 +332,8 @@ class _WeightGradient:
     def run(self, implementation, device, x, dz, *, config=None) -> Results:
         if implementation == "cuda":
             return cuda.depthwise_conv.weight_gradient(
-                _rows(self.window, x),
-                _rows(self.window, dz),
+                x,
+                dz,
                 window=self.window,
                 multiprocessors=device.multiprocessors,
                 config=config or _default(device, x, self.window, of_weights=True),
@@ -351,13 +346,6 @@ class _WeightGradient:
 
     def batched(self, call, axis_size, in_batched, x, dz) -> None:
         return None
-
-
-def _rows(window: Window, images: jax.Array) -> jax.Array:
-    """Images of a single row as one image of many rows, which a kernel of one row does not mix."""
-    if window.kernel[0] > 1 or images.shape[1] > 1:
-        return images
-    return images.reshape(1, images.shape[0], *images.shape[2:])
 
 
 def _configs(
@@ -424,6 +412,6 @@ def _reasons(device: dispatch.Device, x: Any, window: Window, residual=None) -> 
             dtype=x.dtype,
             residual_dtype=None if residual is None else residual.dtype,
         ),
-        "pallas": NO_PALLAS,
+        "pallas": depthwise_conv1d.NO_PALLAS,
         "xla": None,
     }

@@ -7,6 +7,7 @@ import jax
 
 from jaxfused import dispatch, reference, sharding
 from jaxfused.cuda.depthwise_conv import KERNELS, Window
+from jaxfused.cuda.depthwise_conv1d import TAPS
 
 Padding = reference.fourier_conv.Padding
 
@@ -59,7 +60,8 @@ def fourier_conv(
 
 def _directly(size: int, kernel: tuple[int, int]) -> float:
     """Microseconds of so many values by sums: for small windows there are fast kernels."""
-    if kernel in KERNELS or (min(kernel) > 1 and max(kernel) <= _SMALL):
+    along_one_axis = kernel[0] == 1 and kernel[1] in TAPS
+    if kernel in KERNELS or along_one_axis or (min(kernel) > 1 and max(kernel) <= _SMALL):
         return 0.0
     weights = math.prod(kernel)
     of_rows = _OF_RESULT + weights * _OF_WEIGHT

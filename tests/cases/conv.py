@@ -77,15 +77,29 @@ DEPTHWISE_CASES = (
     depthwise((2, 8, 9, 4), (3, 3), strides=2, activation="relu"),
     depthwise((1, 9, 8, 4), (7, 7), bias=False),
     depthwise((2, 9, 6, 4), (5, 5), padding="VALID", activation="gelu_tanh"),
-    depthwise((3, 11, 6), (4,), activation="silu"),
     depthwise((2, 1, 1, 2), (3, 3)),
     depthwise((2, 6, 7, 4), (3, 3), activation="hard_swish"),
+)
+CONV1D_CASES = (
+    depthwise((3, 11, 8), (4,), padding=[(3, 0)], activation="silu", residual_shape=(3, 11, 8)),
+    depthwise((2, 70, 6), (3,), activation="gelu_tanh"),
+    depthwise((2, 9, 4), (5,), padding="VALID", bias=False),
+    depthwise((1, 3, 130, 5), (1, 2), padding=[(0, 0), (1, 0)], activation="relu", bias=False),
+    depthwise((2, 90, 12), (7,), activation="gelu_erf", residual_shape=(2, 90, 12)),
+    depthwise((2, 1, 4), (4,), padding=[(0, 3)], activation="silu"),
+    depthwise((2, 6, 4), (3,), padding=[(2, 2)], activation="silu"),
+)
+"""Several pieces, channels one by one, results that are shorter and longer than x."""
+CONV1D_KERNEL_CASES = (
+    depthwise((5, 300, 64), (7,), activation="gelu_erf"),
+    depthwise((4, 1000, 512), (4,), padding=[(3, 0)], activation="silu"),
+    depthwise((1, 5000, 72), (4,), padding=[(3, 0)], activation="silu"),
+    depthwise((2, 777, 33), (3,), activation="silu", residual_shape=(2, 777, 33)),
 )
 DEPTHWISE_KERNEL_CASES = (
     depthwise((4, 56, 56, 128), (3, 3), activation="relu"),
     depthwise((3, 33, 47, 72), (7, 7), residual_shape=(3, 33, 47, 72)),
     depthwise((2, 30, 31, 130), (5, 5), strides=2),
-    depthwise((5, 300, 64), (7,), activation="gelu_erf"),
     depthwise((3, 19, 21, 16), (3, 3), activation="silu"),
     depthwise((2, 21, 18, 28), (3, 3), strides=2, residual_shape=(2, 11, 9, 28)),
     depthwise((2, 28, 28, 96), (3, 3), activation="relu6"),

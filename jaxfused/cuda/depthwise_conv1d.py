@@ -1,0 +1,139 @@
+"""Depthwise convolution along one axis by the CUDA kernels of ffi/depthwise_conv1d.cu.
+
+A thread walks along a piece of an image's steps. The gradient's kernel computes again what the
+activation was applied to, from x, which it reads anyway.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.cuda import library
+
+TAPS = (2, 3, 4, 5, 7)
+"""The lengths of windows that there are kernels for, at stride 1."""
+MAX_STEPS = 2**28
+"""Of all images together, and at most so many channels."""
+
+_THREADS_OF_MULTIPROCESSOR = 512
+"""What registers leave room for."""
+_CHANNELS_OF_THREAD = 4
+_LEAST_STEPS = 32
+"""Of a piece, beside which the inputs that two pieces read are few."""
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    images: int,
+    length: int,
+    channels: int,
+    taps: int,
+    padding: tuple[int, int],
+    dtype: Any,
+    residual_dtype: Any = None,
+) -> str | None:
+    """None where the convolution and its gradient can run, else the reason."""
+    reason = library.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if reason := library.why_dtype_unfit(dtype):
+        return reason
+    if reason := library.why_residual_unfit(dtype, residual_dtype):
+        return reason
+    if taps not in TAPS:
+        return f"there is no kernel of {taps} taps"
+    # Zeros beyond the window's reach would make the gradient's padding negative.
+    if any(not 0 <= zeros < taps for zeros in padding):
+        return f"it pads with 0 to {taps - 1} zeros on a side, and padding is {padding}"
+    if length + sum(padding) < taps:
+        return f"the result has {length + sum(padding) - taps + 1} steps"
+    if max(images * (length + sum(padding)), channels) >= MAX_STEPS:
+        return f"it takes less than {MAX_STEPS} steps and channels, and x has more"
+    return library.why_unavailable()
+
+
+def conv(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    padding: tuple[int, int],
+    activation: str | None,
+    multiprocessors: int,
+) -> jax.Array:
+    """The activation of x [B, T, C] convolved with w [taps, C], plus bias and residual."""
+    library.register()
+    images, length, channels = x.shape
+    steps = length + sum(padding) - w.shape[0] + 1
+    call = jax.ffi.ffi_call(
+        "jaxfused_depthwise_conv1d", jax.ShapeDtypeStruct((images, steps, channels), x.dtype)
+    )
+    return call(
+        x,
+        w,
+        _or_absent(bias),
+        _or_absent(residual),
+        left=np.int64(padding[0]),
+        pieces=np.int64(_pieces(images, steps, channels, multiprocessors)),
+        activation=activation or "none",
+    )
+
+
+def gradient(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    dy: jax.Array,
+    other: jax.Array | None,
+    *,
+    padding: tuple[int, int],
+    activation: str | None,
+    multiprocessors: int,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """(dx, dw [taps, C], dbias [C], dresidual or None); dw and dbias are float32.
+
+    dx is added to `other`, what else there is of it, and the residual's gradient is None without one.
+    """
+    library.register()
+    images, length, channels = x.shape
+    taps = w.shape[0]
+    pieces = _pieces(images, length + padding[0], channels, multiprocessors)
+    call = jax.ffi.ffi_call(
+        "jaxfused_depthwise_conv1d_backward",
+        (
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((0,) if residual is None else dy.shape, x.dtype),
+            jax.ShapeDtypeStruct((images * pieces, taps + 1, channels), jnp.float32),
+        ),
+    )
+    dx, dz, parts = call(
+        x,
+        w,
+        _or_absent(bias),
+        _or_absent(residual),
+        dy,
+        _or_absent(other),
+        left=np.int64(padding[0]),
+        pieces=np.int64(pieces),
+        activation=activation or "none",
+    )
+    # What is cut after it has been summed is a kernel of XLA for each piece.
+    dw, dbias = jnp.sum(parts[:, :taps], axis=0), jnp.sum(parts[:, taps], axis=0)
+    return dx, dw, dbias, None if residual is None else dz
+
+
+def _or_absent(operand: jax.Array | None) -> jax.Array:
+    return jnp.zeros((0,), jnp.float32) if operand is None else operand
+
+
+def _pieces(images: int, steps: int, channels: int, multiprocessors: int) -> int:
+    """Of an image's steps: as many as keep the threads of all multiprocessors busy once."""
+    of_image = math.ceil(channels / _CHANNELS_OF_THREAD)
+    resident = multiprocessors * _THREADS_OF_MULTIPROCESSOR
+    return max(1, min(resident // (images * of_image), steps // _LEAST_STEPS))
