@@ -843,7 +843,10 @@ def test_accurate_on_gpu(case, dtype, implementation):
     check(case, dtype, implementation)
 
 
-STARTS_ANYWHERE = (1, 33, 65, 151, 257, 513, 769, 1001, 1309, 2001, 3023, 4095, 4097, 6002)
+STARTS_ANYWHERE = (
+    *(1, 33, 65, 151, 257, 513, 769, 1001, 1309, 2001, 3023, 4095, 4097, 6002),
+    *(8193, 9001, 9650, 14963, 16383, 20001),
+)
 """Features of rows that are no multiple of 16 bytes: each number of words of a thread, and beyond."""
 
 
@@ -863,6 +866,7 @@ LARGE = (
     Case("layer_norm_D768", (50435, 768)),
     Case("layer_norm_D8192", (5003, 8192)),
     Case("layer_norm_D16384", (2503, 16384)),
+    Case("residual_D14963", (2304, 14963), residual=True),
     Case("rms_norm_D776", (60001, 776), op="rms_norm", bias=False),
     Case("rms_norm_D4096", (10007, 4096), op="rms_norm", bias=False),
     Case("bias_relu_norm_D5120", (9001, 5120), pre_bias=True, pre_activation="relu"),
