@@ -12,6 +12,7 @@ from flax.linen import attention
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
+from jaxfused.linen.flax_code import unwrapped, why_watched
 from jaxfused.linen.layer_norm import LayerNorm
 from jaxfused.linen.linear_general import GeneralAffine
 from jaxfused.modules.attention import (
@@ -224,7 +225,8 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         alone = all(a is None or a is inputs_q for a in (inputs_k, inputs_v)) and inputs_kv is None
         reason = self._why_flax(inputs_q) if alone else "another input is attended to"
         if reason is not None:
-            return super().__call__(  # type: ignore[call-overload, misc]
+            return unwrapped(linen.MultiHeadDotProductAttention.__call__)(
+                self,
                 inputs_q,
                 inputs_k,
                 inputs_v,
@@ -272,16 +274,20 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
 
     def _why_flax(self, inputs: jax.Array) -> str | None:
         """Returns why Flax's own projections run, or None."""
-        return why_given(
-            decode=self.decode,
-            qkv_dot_general=not is_stock_product(self.qkv_dot_general),
-            out_dot_general=not is_stock_product(self.out_dot_general),
-            qkv_dot_general_cls=self.qkv_dot_general_cls is not None,
-            out_dot_general_cls=self.out_dot_general_cls is not None,
-            qk_attn_weights_einsum_cls=self.qk_attn_weights_einsum_cls is not None,
-            attn_weights_value_einsum_cls=self.attn_weights_value_einsum_cls is not None,
-            one_axis=jnp.ndim(inputs) < 2,
-        ) or why_complex(jnp.result_type(inputs), self.dtype, self.param_dtype)
+        return (
+            why_watched()
+            or why_given(
+                decode=self.decode,
+                qkv_dot_general=not is_stock_product(self.qkv_dot_general),
+                out_dot_general=not is_stock_product(self.out_dot_general),
+                qkv_dot_general_cls=self.qkv_dot_general_cls is not None,
+                out_dot_general_cls=self.out_dot_general_cls is not None,
+                qk_attn_weights_einsum_cls=self.qk_attn_weights_einsum_cls is not None,
+                attn_weights_value_einsum_cls=self.attn_weights_value_einsum_cls is not None,
+                one_axis=jnp.ndim(inputs) < 2,
+            )
+            or why_complex(jnp.result_type(inputs), self.dtype, self.param_dtype)
+        )
 
     def _projections(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries, keys and values [..., T, N, H], normalised where that is asked for."""

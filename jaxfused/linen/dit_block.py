@@ -11,7 +11,7 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxfused.dispatch import Implementation
-from jaxfused.linen.linear import Affine, Dense
+from jaxfused.linen.linear import Dense, affine
 from jaxfused.linen.mlp import MLP
 from jaxfused.modules.dit_block import CHUNKS, Stream, check_heads, dit_block
 from jaxfused.ops.attention import AttentionImplementation
@@ -108,8 +108,8 @@ class DiTBlock(linen.Module):
         shared: dict[str, Any] = dict(
             use_bias=self.use_bias, param_dtype=self.param_dtype, bias_init=self.bias_init
         )
-        affine: Callable[..., Any] = functools.partial(
-            Affine, kernel_init=self.kernel_init, **shared
+        layer: Callable[..., Any] = functools.partial(
+            affine, precision=self.precision, kernel_init=self.kernel_init, **shared
         )
         modulation = Dense(
             CHUNKS * features,
@@ -133,8 +133,8 @@ class DiTBlock(linen.Module):
         return dit_block(
             x,
             modulation,
-            affine(3 * features, name="qkv")(features),
-            affine(features, name="project")(features),
+            layer(3 * features, name="qkv")(features),
+            layer(features, name="project")(features),
             mlp,
             residual=residual,
             gate=gate,

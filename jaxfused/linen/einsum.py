@@ -6,8 +6,15 @@ from flax import linen
 from flax.linen.dtypes import promote_dtype
 
 from jaxfused.dispatch import Implementation
+from jaxfused.linen.flax_code import unwrapped
 from jaxfused.modules.einsum import Split, as_matrices
-from jaxfused.modules.fallback import call_flax, changes_dtype, why_complex, why_given
+from jaxfused.modules.fallback import (
+    call_flax,
+    changes_dtype,
+    why_complex,
+    why_given,
+    why_intercepted,
+)
 from jaxfused.modules.linear_general import linear_general, why_not_a_matrix
 
 
@@ -53,6 +60,7 @@ class Einsum(linen.Einsum):
         preferred = self.preferred_element_type
         reason = (
             (split if isinstance(split, str) else None)
+            or why_intercepted()
             or why_given(
                 promote_dtype=self.promote_dtype is not promote_dtype,
                 preferred_element_type=changes_dtype(
@@ -68,7 +76,7 @@ class Einsum(linen.Einsum):
             return call_flax(
                 "jaxfused.linen.Einsum",
                 reason or "",
-                lambda: super(Einsum, self).__call__(inputs, einsum_str),
+                lambda: unwrapped(linen.Einsum.__call__)(self, inputs, einsum_str),
                 implementation=self.implementation,
             )
         w = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)

@@ -8,6 +8,7 @@ from flax import linen
 from flax.linen.dtypes import canonicalize_dtype
 
 from jaxfused.dispatch import Implementation
+from jaxfused.linen.flax_code import unwrapped
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
 from jaxfused.modules.group_norm import normalise
 from jaxfused.reference.promotion import common_dtype
@@ -84,7 +85,7 @@ class GroupNorm(linen.GroupNorm):
             return call_flax(
                 "jaxfused.linen.GroupNorm",
                 reason,
-                lambda: super(GroupNorm, self).__call__(x, mask=mask),
+                lambda: unwrapped(linen.GroupNorm.__call__)(self, x, mask=mask),
                 residual=residual,
                 image_scale=image_scale,
                 image_shift=image_shift,

@@ -9,6 +9,7 @@ from flax.linen.dtypes import canonicalize_dtype
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
+from jaxfused.linen.flax_code import unwrapped
 from jaxfused.modules.fallback import call_flax
 from jaxfused.modules.layer_norm import why_flax
 from jaxfused.modules.promotion import floating
@@ -96,7 +97,7 @@ class LayerNorm(linen.LayerNorm):
             return call_flax(
                 "jaxfused.linen.LayerNorm",
                 reason,
-                lambda: super(LayerNorm, self).__call__(x, mask=mask),
+                lambda: unwrapped(linen.LayerNorm.__call__)(self, x, mask=mask),
                 residual=residual,
                 pre_bias=pre_bias,
                 image_scale=image_scale,
@@ -186,7 +187,7 @@ class RMSNorm(linen.RMSNorm):
             return call_flax(
                 "jaxfused.linen.RMSNorm",
                 reason,
-                lambda: super(RMSNorm, self).__call__(x, mask=mask),
+                lambda: unwrapped(linen.RMSNorm.__call__)(self, x, mask=mask),
                 residual=residual,
                 pre_bias=pre_bias,
                 image_scale=image_scale,

@@ -1,5 +1,6 @@
 """Dense for Flax Linen: Flax's own parameters, this package's operator."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,12 +8,20 @@ import jax.numpy as jnp
 from flax import linen
 from flax.linen.dtypes import promote_dtype
 from flax.linen.linear import default_kernel_init
-from flax.typing import Dtype, Initializer
+from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxfused.dispatch import Implementation
+from jaxfused.linen.flax_code import unwrapped, why_watched
 from jaxfused.linen.fp8 import precision_of
-from jaxfused.modules.fallback import call_flax, is_stock_product, why_complex, why_given
-from jaxfused.modules.linear import Kernel, KernelStandIn, linear, promoted, shape_of
+from jaxfused.modules.fallback import (
+    call_flax,
+    is_stock_product,
+    why_complex,
+    why_given,
+    why_intercepted,
+)
+from jaxfused.modules.linear import CalledKernel, Kernel, KernelStandIn, linear, promoted, shape_of
+from jaxfused.ops.fp8 import is_fp8
 
 
 class Dense(linen.Dense):
@@ -64,16 +73,20 @@ class Dense(linen.Dense):
           ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
         """
         inputs = jnp.asarray(inputs)
-        reason = why_given(
-            dot_general=not is_stock_product(self.dot_general),
-            dot_general_cls=self.dot_general_cls is not None,
-            promote_dtype=self.promote_dtype is not promote_dtype,
-        ) or why_complex(inputs.dtype, self.dtype, self.param_dtype)
+        reason = (
+            why_intercepted()
+            or why_given(
+                dot_general=not is_stock_product(self.dot_general),
+                dot_general_cls=self.dot_general_cls is not None,
+                promote_dtype=self.promote_dtype is not promote_dtype,
+            )
+            or why_complex(inputs.dtype, self.dtype, self.param_dtype)
+        )
         if reason is not None:
             return call_flax(
                 "jaxfused.linen.Dense",
                 reason,
-                lambda: super(Dense, self).__call__(inputs),
+                lambda: unwrapped(linen.Dense.__call__)(self, inputs),
                 residual=residual,
                 activation=self.activation,
                 implementation=self.implementation,
@@ -88,6 +101,38 @@ class Dense(linen.Dense):
             precision=precision_of(self, "linear"),
             implementation=self.implementation,
         )
+
+
+def affine(
+    features: int,
+    *,
+    name: str,
+    precision: PrecisionLike = None,
+    use_bias: bool = True,
+    param_dtype: Dtype = jnp.float32,
+    kernel_init: Initializer = default_kernel_init,
+    bias_init: Initializer = linen.initializers.zeros,
+) -> Callable[[int], tuple[Kernel, jax.Array | None]]:
+    """A function of the input features to the (kernel, bias) of the `Dense` of this name.
+
+    Where somebody sees the calls of single layers, a `Dense` is called when its result is needed: see
+    `CalledKernel`.
+    """
+    options: dict[str, Any] = dict(
+        use_bias=use_bias,
+        param_dtype=param_dtype,
+        kernel_init=kernel_init,
+        bias_init=bias_init,
+        name=name,
+    )
+    if why_watched(precision) is None:
+        return Affine(features, **options)
+
+    def call(x: jax.Array, precision: Any) -> jax.Array:
+        precision = None if is_fp8(precision) else precision
+        return Dense(features, dtype=x.dtype, precision=precision, **options)(x)
+
+    return lambda in_features: (CalledKernel(call, param_dtype), None)
 
 
 class Affine(linen.Module):

@@ -13,7 +13,14 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.fallback import call_flax, is_stock_product, why_complex, why_given
+from jaxfused.linen.flax_code import unwrapped
+from jaxfused.modules.fallback import (
+    call_flax,
+    is_stock_product,
+    why_complex,
+    why_given,
+    why_intercepted,
+)
 from jaxfused.modules.linear_general import linear_general, why_not_a_matrix
 
 
@@ -66,7 +73,8 @@ class DenseGeneral(linen.DenseGeneral):
         inputs = jnp.asarray(inputs)
         axis, batch_dims = (_as_tuple(axes) for axes in (self.axis, self.batch_dims))
         reason = (
-            why_given(
+            why_intercepted()
+            or why_given(
                 dot_general=not is_stock_product(self.dot_general),
                 dot_general_cls=self.dot_general_cls is not None,
                 promote_dtype=self.promote_dtype is not promote_dtype,
@@ -78,7 +86,7 @@ class DenseGeneral(linen.DenseGeneral):
             return call_flax(
                 "jaxfused.linen.DenseGeneral",
                 reason,
-                lambda: super(DenseGeneral, self).__call__(inputs),
+                lambda: unwrapped(linen.DenseGeneral.__call__)(self, inputs),
                 residual=residual,
                 activation=self.activation,
                 implementation=self.implementation,

@@ -10,7 +10,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxfused.dispatch import Implementation
 from jaxfused.linen.fp8 import precision_of
-from jaxfused.linen.linear import Affine
+from jaxfused.linen.linear import affine
 from jaxfused.modules.attention import check_rate
 from jaxfused.modules.mlp import check_layer_names, gated_mlp, mlp
 from jaxfused.ops.mlp import Save
@@ -93,15 +93,16 @@ class MLP(linen.Module):
         """
         check_layer_names("jaxfused.linen.MLP", self.layer_names, 2)
         dropout_key = _dropout_key(self, deterministic)
-        affine = functools.partial(
-            Affine,
+        first = functools.partial(
+            affine,
+            precision=self.precision,
             use_bias=self.use_bias,
             param_dtype=self.param_dtype,
             kernel_init=self.kernel_init,
             bias_init=self.bias_init,
         )
-        down = functools.partial(
-            affine,
+        last = functools.partial(
+            first,
             kernel_init=self.down_kernel_init or self.kernel_init,
             bias_init=self.down_bias_init or self.bias_init,
         )
@@ -109,8 +110,8 @@ class MLP(linen.Module):
         out_features = in_features if self.out_features is None else self.out_features
         return mlp(
             x,
-            affine(hidden, name=self.layer_names[0])(in_features),
-            down(out_features, name=self.layer_names[1])(hidden),
+            first(hidden, name=self.layer_names[0])(in_features),
+            last(out_features, name=self.layer_names[1])(hidden),
             dtype=self.dtype,
             activation=self.activation,
             residual=residual,
@@ -199,15 +200,16 @@ class GatedMLP(linen.Module):
         """
         check_layer_names("jaxfused.linen.GatedMLP", self.layer_names, 3)
         dropout_key = _dropout_key(self, deterministic)
-        affine = functools.partial(
-            Affine,
+        first = functools.partial(
+            affine,
+            precision=self.precision,
             use_bias=self.use_bias,
             param_dtype=self.param_dtype,
             kernel_init=self.kernel_init,
             bias_init=self.bias_init,
         )
-        down = functools.partial(
-            affine,
+        last = functools.partial(
+            first,
             kernel_init=self.down_kernel_init or self.kernel_init,
             bias_init=self.down_bias_init or self.bias_init,
         )
@@ -215,9 +217,9 @@ class GatedMLP(linen.Module):
         out_features = in_features if self.out_features is None else self.out_features
         return gated_mlp(
             x,
-            affine(hidden, name=self.layer_names[0])(in_features),
-            affine(hidden, name=self.layer_names[1])(in_features),
-            down(out_features, name=self.layer_names[2])(hidden),
+            first(hidden, name=self.layer_names[0])(in_features),
+            first(hidden, name=self.layer_names[1])(in_features),
+            last(out_features, name=self.layer_names[2])(hidden),
             dtype=self.dtype,
             activation=self.activation,
             residual=residual,

@@ -13,7 +13,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxfused.dispatch import Implementation
 from jaxfused.linen.fp8 import precision_of
 from jaxfused.linen.layer_norm import LayerNorm, RMSNorm
-from jaxfused.linen.linear import Affine
+from jaxfused.linen.linear import affine
 from jaxfused.linen.mlp import MLP, GatedMLP
 from jaxfused.linen.rope import RotaryEmbedding
 from jaxfused.modules.transformer_block import (
@@ -179,10 +179,10 @@ class TransformerBlock(linen.Module):
         )
 
         y, stream = normalise(norm(name="norm1"), x, residual)
-        affine: Callable[..., Any] = functools.partial(
-            Affine, param_dtype=self.param_dtype, **initialisers
+        layer: Callable[..., Any] = functools.partial(
+            affine, precision=self.precision, param_dtype=self.param_dtype, **initialisers
         )
-        kernel, bias = affine((self.num_heads + 2 * num_kv_heads) * head_dim, name="qkv")(features)
+        kernel, bias = layer((self.num_heads + 2 * num_kv_heads) * head_dim, name="qkv")(features)
         norms, scale1, scale2 = self._head_norms(head_dim), None, None
         if self.layer_scale is not None:
             first = linen.initializers.constant(self.layer_scale)
@@ -208,7 +208,7 @@ class TransformerBlock(linen.Module):
             implementation=self.implementation,
             attention_implementation=self.attention_implementation,
         )
-        kernel, bias = affine(features, name="project")(attended.shape[-1])
+        kernel, bias = layer(features, name="project")(attended.shape[-1])
         branch, pre_bias = project(
             attended,
             kernel,

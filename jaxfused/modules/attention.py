@@ -9,7 +9,13 @@ import jax.numpy as jnp
 
 from jaxfused import ops, reference
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.fallback import call_flax, is_default, why_complex, why_given
+from jaxfused.modules.fallback import (
+    call_flax,
+    is_default,
+    why_complex,
+    why_given,
+    why_intercepted,
+)
 from jaxfused.modules.linear import promoted
 from jaxfused.modules.promotion import floating
 from jaxfused.ops.attention import AttentionImplementation
@@ -45,7 +51,7 @@ def why_flax(
     """
     if dropout_is_active and broadcast_dropout:
         return "broadcast_dropout drops the same weights in every head"
-    return why_given(precision=not is_default(precision)) or why_complex(dtype)
+    return why_intercepted() or why_given(precision=not is_default(precision)) or why_complex(dtype)
 
 
 def run_flax(

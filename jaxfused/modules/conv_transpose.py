@@ -8,20 +8,24 @@ import jax
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.fallback import why_complex, why_given
+from jaxfused.modules.fallback import why_complex, why_given, why_intercepted
 from jaxfused.modules.linear import promoted
 from jaxfused.modules.promotion import floating
 
 
 def why_flax(layer: Any, default_promotion: Any, *dtypes: Any) -> str | None:
-    """Names the argument of a layer for which only Flax's code can serve a call, or None."""
+    """Returns why only Flax's code can serve a call of a layer, such as an argument of it, or None."""
     named = isinstance(layer.padding, str) and layer.padding.upper() not in ("SAME", "VALID")
-    return why_given(
-        mask=layer.mask is not None,
-        promote_dtype=layer.promote_dtype is not default_promotion,
-        preferred_element_type=layer.preferred_element_type is not None,
-        **{f"padding={layer.padding!r}": named},
-    ) or why_complex(*dtypes)
+    return (
+        why_intercepted()
+        or why_given(
+            mask=layer.mask is not None,
+            promote_dtype=layer.promote_dtype is not default_promotion,
+            preferred_element_type=layer.preferred_element_type is not None,
+            **{f"padding={layer.padding!r}": named},
+        )
+        or why_complex(*dtypes)
+    )
 
 
 def transposed(

@@ -33,7 +33,16 @@ def scaled_mlp(
             bias = None if bias is None else bias.astype(kernel.dtype) * scale.astype(kernel.dtype)
         total = mlp(y, up, (kernel, bias), residual=residual, **options)
         return total.astype(residual.dtype)
-    branch = mlp(y, up, down, residual=None, **options)
+    return scaled_sum(mlp(y, up, down, residual=None, **options), scale, residual, drop)
+
+
+def scaled_sum(
+    branch: jax.Array,
+    scale: jax.Array | None,
+    residual: jax.Array,
+    drop: Callable[[jax.Array], jax.Array] | None,
+) -> jax.Array:
+    """Residual + drop(scale * branch)."""
     branch = branch if scale is None else branch * along_last_axis(scale, branch)
     branch = branch if drop is None else drop(branch)
     return residual + branch.astype(residual.dtype)

@@ -9,7 +9,34 @@ from flax.linen.dtypes import canonicalize_dtype
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfused import dispatch
+from jaxfused.reference.linear import add_residual
+from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate
+
+_PRODUCTS = {
+    name: (product, getattr(product, "__code__", None))
+    for name, product in (
+        ("jax.lax.dot_general", jax.lax.dot_general),
+        ("jax.lax.conv_general_dilated", jax.lax.conv_general_dilated),
+    )
+}
+
+
+def why_intercepted() -> str | None:
+    """Names a product of JAX in whose place somebody has put another one, or None.
+
+    Libraries that quantise models or adapt them (qwix is one) put their own products in JAX's place
+    while a model runs, where Flax's layers call them. The layers here do so then, whose operators do
+    not.
+    """
+    now = {
+        "jax.lax.dot_general": jax.lax.dot_general,
+        "jax.lax.conv_general_dilated": jax.lax.conv_general_dilated,
+    }
+    for name, (product, code) in _PRODUCTS.items():
+        if now[name] is not product or getattr(product, "__code__", None) is not code:
+            return f"{name} is intercepted"
+    return None
 
 
 def why_given(**given: bool) -> str | None:
@@ -90,17 +117,22 @@ def call_flax(
     round_before_scale: bool = False,
     activation: str | None = None,
     implementation: str | None = None,
+    adds_first: bool = False,
 ) -> jax.Array:
     """Runs Flax's `module` and the activation after it; raises where only the operator can serve.
+
+    Where products are intercepted, a residual is added in a pass of its own.
 
     Args:
       name: of the module, "jaxfused.nnx.Linear".
       reason: which argument the operator cannot serve; `jaxfused.explain` lists it.
       module: the call of Flax's code.
       residual: as for the other arguments, what only the operator can do, if it was given.
+      adds_first: whether the residual is added before the activation.
     """
+    intercepted = reason == why_intercepted()
     refused = {
-        "residual": residual is not None,
+        "residual": residual is not None and not intercepted,
         "image_scale": image_scale is not None,
         "image_shift": image_shift is not None,
         "pre_bias": pre_bias is not None,
@@ -116,4 +148,23 @@ def call_flax(
                 f" call because {reason}; leave one of the two out."
             )
     dispatch.note_fallback(name, reason)
-    return activate(activation, module())
+    if residual is None:
+        return activate(activation, module())
+    return followed(module(), activation, residual, adds_first=adds_first)
+
+
+def followed(
+    y: jax.Array, activation: str | None, residual: jax.Array | None, *, adds_first: bool
+) -> jax.Array:
+    """A layer's result with what the operator does after it, in passes of their own.
+
+    Args:
+      y: the result, which may be of a wider dtype than the layer's.
+      adds_first: whether the residual is added before the activation, and the dtype stays y's.
+    """
+    wide = y.astype(accumulator_dtype(y.dtype))
+    if adds_first:
+        wide = wide if residual is None else wide + residual.astype(wide.dtype)
+        return activate(activation, wide).astype(y.dtype)
+    dtype = y.dtype if residual is None else residual.dtype
+    return add_residual(activate(activation, wide), residual, dtype)

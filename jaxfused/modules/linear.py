@@ -10,6 +10,7 @@ from flax.linen.dtypes import canonicalize_dtype
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
+from jaxfused.modules.fallback import followed
 from jaxfused.modules.promotion import floating
 from jaxfused.quantization.quantize import quantize, quantize_rows
 from jaxfused.quantization.quantized_array import QuantizedArray
@@ -105,7 +106,22 @@ class LoRAKernel:
         return (x.astype(dtype) @ self.a.astype(dtype)) @ self.b.astype(dtype)
 
 
-KernelStandIn = QuantizedKernel | ObservedKernel | LoRAKernel
+@dataclass(frozen=True)
+class CalledKernel:
+    """The replacement for a kernel of whose layer somebody sees the calls, and so it is called.
+
+    It is no pytree, and lives within one call of a model.
+
+    Attributes:
+      call: (x [..., D], precision) -> the layer's result [..., F], with its bias.
+      dtype: of the layer's parameters.
+    """
+
+    call: Callable[[jax.Array, jax.lax.PrecisionLike], jax.Array]
+    dtype: Any
+
+
+KernelStandIn = QuantizedKernel | ObservedKernel | LoRAKernel | CalledKernel
 Kernel = jax.Array | KernelStandIn
 
 
@@ -113,6 +129,7 @@ def shape_of(kernel: Kernel) -> tuple[int, ...]:
     """The shape of a kernel, or of the one that this stands for."""
     if isinstance(kernel, LoRAKernel):
         return shape_of(kernel.base)
+    assert not isinstance(kernel, CalledKernel)
     return kernel.shape if isinstance(kernel, jax.Array) else kernel.array.shape
 
 
@@ -121,7 +138,8 @@ def promoted(x: jax.Array, *parameters: Kernel | None, dtype: Any) -> jax.Array:
     bases = [p.base if isinstance(p, LoRAKernel) else p for p in parameters]
     arrays = [p.array if isinstance(p, ObservedKernel) else p for p in bases]
     floats = [a for a in arrays if isinstance(a, jax.Array)]
-    return x.astype(canonicalize_dtype(x, *floats, dtype=dtype))
+    called = [jnp.zeros((), a.dtype) for a in arrays if isinstance(a, CalledKernel)]
+    return x.astype(canonicalize_dtype(x, *floats, *called, dtype=dtype))
 
 
 def linear(
@@ -135,6 +153,9 @@ def linear(
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Runs `jaxfused.linear`, or `jaxfused.quantized_matmul` with a result of the same dtype."""
+    if isinstance(kernel, CalledKernel):
+        y = kernel.call(x, precision).astype(x.dtype)
+        return followed(y, activation, residual, adds_first=False)
     if isinstance(kernel, LoRAKernel):
         # An activation comes after both products, so that only without one their sum is the epilogue's.
         options: dict[str, Any] = dict(precision=precision, implementation=implementation)

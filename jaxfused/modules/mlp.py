@@ -8,6 +8,7 @@ import jax
 from jaxfused import ops, reference
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import (
+    CalledKernel,
     Kernel,
     KernelStandIn,
     LoRAKernel,
@@ -63,7 +64,7 @@ def mlp(
         h = reference.mlp.dropped(h, words, dropout_rate).astype(x.dtype)
         return linear(h, *down, residual=residual, **options)
 
-    return _saving(save, layers)(x, residual)
+    return _saving(save, layers, w1, w2)(x, residual)
 
 
 def gated_mlp(
@@ -126,7 +127,7 @@ def gated_mlp(
         h = reference.mlp.dropped(h, words, dropout_rate).astype(x.dtype)
         return linear(h, *down, residual=residual, **options)
 
-    return _saving(save, layers)(x, residual)
+    return _saving(save, layers, w_gate, w_up, w_down)(x, residual)
 
 
 def _in_one_pass(gate: Kernel, up: Kernel) -> tuple[QuantizedArray, QuantizedArray] | None:
@@ -150,7 +151,8 @@ def check_layer_names(module: str, names: tuple[str, ...], count: int) -> None:
 
 def _dropout_words(rate: float, key: jax.Array | None, *kernels: Kernel) -> jax.Array | None:
     """What says what is dropped. Layers with a quantised kernel are trained only with a LoRA."""
-    if rate > 0.0 and not any(isinstance(kernel, LoRAKernel) for kernel in kernels):
+    trained = LoRAKernel | CalledKernel
+    if rate > 0.0 and not any(isinstance(kernel, trained) for kernel in kernels):
         raise ValueError(
             f"mlp: dropout_rate is {rate}, but layers with a quantised kernel are for inference and drop"
             " nothing; pass deterministic=True."
@@ -158,6 +160,13 @@ def _dropout_words(rate: float, key: jax.Array | None, *kernels: Kernel) -> jax.
     return ops.dropout.dropout_words("mlp", rate, key)
 
 
-def _saving(save: Save, layers: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns `layers` such that only their inputs are kept for the backward if `save` says so."""
-    return jax.checkpoint(layers) if save == "inputs" else layers
+def _saving(
+    save: Save, layers: Callable[..., jax.Array], *kernels: Kernel
+) -> Callable[..., jax.Array]:
+    """Returns `layers` such that only their inputs are kept for the backward if `save` says so.
+
+    Of layers that are called, whoever sees that may keep what they compute, which must not be a tracer
+    of a program within the one that it is for.
+    """
+    called = any(isinstance(kernel, CalledKernel) for kernel in kernels)
+    return jax.checkpoint(layers) if save == "inputs" and not called else layers

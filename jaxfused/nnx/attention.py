@@ -24,6 +24,7 @@ from jaxfused.modules.fallback import (
     resharded,
     why_complex,
     why_given,
+    why_intercepted,
     why_sharded,
 )
 from jaxfused.modules.linear_general import linear_general
@@ -269,6 +270,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         layers = (self.query, self.key, self.value, self.out)
         if any(type(layer) not in (nnx.LinearGeneral, LinearGeneral) for layer in layers):
             return "a layer was replaced"
+        intercepted = why_intercepted()
+        if intercepted is not None:
+            return intercepted
         stock = dtypes.promote_dtype
         kernels = [layer.kernel[...] for layer in layers]
         return (

@@ -20,7 +20,7 @@ from flax.typing import (
 
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import convolve
-from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.modules.fallback import call_flax, why_complex, why_given, why_intercepted
 from jaxfused.ops.conv import Statistics
 from jaxfused.ops.conv_input import ConvInput, as_array, as_input
 
@@ -197,16 +197,21 @@ class Conv(nnx.Conv):
           ValueError: as for a call.
         """
         inputs = as_input(inputs)
-        kernel = self.kernel.get_value()
+        intercepted = why_intercepted()
+        kernel = self.kernel[...] if intercepted else self.kernel.get_value()
         bias = None if self.bias is None else self.bias[...]
-        reason = why_given(
-            mask=self.mask is not None,
-            conv_general_dilated=self.conv_general_dilated is not jax.lax.conv_general_dilated,
-            promote_dtype=self.promote_dtype is not dtypes.promote_dtype,
-            preferred_element_type=self.preferred_element_type is not None,
-            out_sharding=out_sharding is not None,
-        ) or why_complex(
-            inputs.dtype, self.dtype, kernel.dtype if isinstance(kernel, jax.Array) else None
+        reason = (
+            intercepted
+            or why_given(
+                mask=self.mask is not None,
+                conv_general_dilated=self.conv_general_dilated is not jax.lax.conv_general_dilated,
+                promote_dtype=self.promote_dtype is not dtypes.promote_dtype,
+                preferred_element_type=self.preferred_element_type is not None,
+                out_sharding=out_sharding is not None,
+            )
+            or why_complex(
+                inputs.dtype, self.dtype, kernel.dtype if isinstance(kernel, jax.Array) else None
+            )
         )
         if reason is not None:
             x = as_array(inputs)
@@ -217,6 +222,7 @@ class Conv(nnx.Conv):
                 residual=residual,
                 activation=self.activation,
                 implementation=self.implementation,
+                adds_first=True,
             )
             return y, x, None
         return convolve(

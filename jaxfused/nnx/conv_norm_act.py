@@ -11,6 +11,7 @@ from flax.typing import Dtype, Initializer, PaddingLike
 
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import Norm, check_norm, convolve, fold_norm
+from jaxfused.modules.fallback import followed, why_intercepted
 from jaxfused.modules.linear import promoted
 from jaxfused.nnx.batch_norm import BatchNorm
 from jaxfused.nnx.conv import Conv
@@ -187,6 +188,8 @@ class ConvNormAct(nnx.Module):
         mask_gradient: bool = True,
     ) -> tuple[jax.Array, jax.Array]:
         conv, norm = self.conv, self.norm
+        if why_intercepted() is not None:
+            return self._one_by_one(as_array(x), residual, use_running_average, mask_gradient)
         after: dict[str, Any] = dict(residual=residual, mask_gradient=mask_gradient)
         if isinstance(norm, BatchNorm):
             if use_running_average is None:
@@ -204,6 +207,22 @@ class ConvNormAct(nnx.Module):
         if statistics is not None:
             after["statistics"] = statistics
         return norm(y, **after), x
+
+    def _one_by_one(
+        self,
+        x: jax.Array,
+        residual: jax.Array | None,
+        use_running_average: bool | None,
+        mask_gradient: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The layers each on its own, where somebody sees the convolution's product."""
+        y, norm = self.conv(x), self.norm
+        if norm is None:
+            return followed(y, self.activation, residual, adds_first=True), x
+        options: dict[str, Any] = dict(residual=residual, mask_gradient=mask_gradient)
+        if isinstance(norm, BatchNorm):
+            options["use_running_average"] = use_running_average
+        return norm(y, **options), x
 
     def fold(self) -> None:
         """Makes the batch norm with its running averages a part of the convolution, for good.

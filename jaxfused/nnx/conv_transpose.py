@@ -139,6 +139,7 @@ class ConvTranspose(nnx.ConvTranspose):
                 residual=residual,
                 activation=self.activation,
                 implementation=self.implementation,
+                adds_first=True,
             )
         return transposed(
             inputs,

@@ -19,6 +19,7 @@ from jaxfused.modules.fallback import (
     resharded,
     why_complex,
     why_given,
+    why_intercepted,
     why_sharded,
 )
 from jaxfused.modules.linear_general import linear_general, why_not_a_matrix
@@ -119,7 +120,8 @@ class Einsum(nnx.Einsum):
         reason: str | None
         if isinstance(split, Split):
             reason = (
-                why_given(
+                why_intercepted()
+                or why_given(
                     einsum_op=self.einsum_op is not jnp.einsum,
                     promote_dtype=self.promote_dtype is not dtypes.promote_dtype,
                     preferred_element_type=changes_dtype(

@@ -19,9 +19,10 @@ from jaxfused.modules.fallback import (
     resharded,
     why_complex,
     why_given,
+    why_intercepted,
     why_sharded,
 )
-from jaxfused.modules.linear import Kernel, LoRAKernel, linear, promoted
+from jaxfused.modules.linear import CalledKernel, Kernel, LoRAKernel, linear, promoted
 from jaxfused.nnx.fp8 import history_for, precision_of
 from jaxfused.nnx.quantized_linear import QuantizedLinear
 
@@ -130,7 +131,8 @@ class Linear(nnx.Linear):
         bias = None if self.bias is None else self.bias[...]
         preferred = self.preferred_element_type
         reason = (
-            why_given(
+            why_intercepted()
+            or why_given(
                 dot_general=not is_stock_product(self.dot_general),
                 promote_dtype=self.promote_dtype is not dtypes.promote_dtype,
                 preferred_element_type=changes_dtype(
@@ -164,12 +166,15 @@ class Linear(nnx.Linear):
 def affine(layer: nnx.Module) -> tuple[Kernel, jax.Array | None]:
     """Returns (kernel, bias) of a linear layer, for an operator that takes several layers' parameters.
 
-    A `nnx.LoRA` around a linear layer and a `nnx.LoRALinear` have a `LoRAKernel`.
+    A `nnx.LoRA` around a linear layer and a `nnx.LoRALinear` have a `LoRAKernel`. Where JAX's products
+    are intercepted, the layers are called: see `CalledKernel`.
 
     Raises:
       TypeError: a layer of another class, whose own call would be passed over.
       ValueError: a LoRA with a promote_dtype of its own.
     """
+    if why_intercepted() is not None:
+        return CalledKernel(lambda x, precision: layer(x), layer_dtype(layer)), None
     if isinstance(layer, nnx.LoRA) and layer.base_module is not None:
         kernel, bias = affine(layer.base_module)
         return _with_lora(kernel, layer), bias
@@ -184,6 +189,12 @@ def affine(layer: nnx.Module) -> tuple[Kernel, jax.Array | None]:
         )
     assert isinstance(layer, nnx.Linear | QuantizedLinear)
     return layer.kernel.get_value(), _bias(layer)
+
+
+def layer_dtype(layer: nnx.Module) -> Any:
+    """The dtype of a layer's parameters, of whatever class they are now."""
+    layer = getattr(layer, "base_module", layer)
+    return getattr(layer, "param_dtype", jnp.float32)
 
 
 def _bias(layer: nnx.Linear | QuantizedLinear) -> jax.Array | None:

@@ -19,6 +19,7 @@ from jaxfused.modules.fallback import (
     resharded,
     why_complex,
     why_given,
+    why_intercepted,
     why_sharded,
 )
 from jaxfused.modules.linear_general import linear_general, why_not_a_matrix
@@ -136,7 +137,8 @@ class LinearGeneral(nnx.LinearGeneral):
         bias = None if self.bias is None else self.bias[...]
         preferred = self.preferred_element_type
         reason = (
-            why_given(
+            why_intercepted()
+            or why_given(
                 dot_general=not is_stock_product(self.dot_general),
                 dot_general_cls=self.dot_general_cls is not None,
                 promote_dtype=self.promote_dtype is not dtypes.promote_dtype,
