@@ -267,7 +267,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,
             name="out",
-        )(attended.shape[-2:])
+        ).parameters(attended.shape[-2:])
         return linear_general(
             attended, kernel, bias, contracted=2, dtype=self.dtype, precision=self.precision
         )
@@ -275,7 +275,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     def _why_flax(self, inputs: jax.Array) -> str | None:
         """Returns why Flax's own projections run, or None."""
         return (
-            why_watched()
+            why_watched(self.precision)
             or why_given(
                 decode=self.decode,
                 qkv_dot_general=not is_stock_product(self.qkv_dot_general),
@@ -307,7 +307,10 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         )
         query, key, value = project_heads(
             inputs,
-            *(affine(name=name)(inputs.shape[-1:]) for name in ("query", "key", "value")),
+            *(
+                affine(name=name).parameters(inputs.shape[-1:])
+                for name in ("query", "key", "value")
+            ),
             dtype=self.dtype,
             precision=self.precision,
             implementation=None,

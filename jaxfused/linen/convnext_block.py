@@ -110,9 +110,10 @@ class ConvNeXtBlock(linen.Module):
             path = linen.Dropout(self.drop_path_rate, broadcast_dims=(-3, -2, -1))
             drop = functools.partial(path, deterministic=False)
         if why_watched() is not None:
+            assert isinstance(normalised, jax.Array)
             mlp = MLP(hidden, activation=self.activation, **initialisers, **shared, name="mlp")
             return scaled_sum(mlp(normalised), scale, x, drop)
-        up, down = _Layers(features, hidden, self.param_dtype, **initialisers, name="mlp")()
+        up, down = _Layers(features, hidden, self.param_dtype, **initialisers, name="mlp").layers()
         return scaled_mlp(
             normalised,
             up,
@@ -138,7 +139,7 @@ class _Layers(linen.Module):
     bias_init: Initializer
 
     @linen.compact
-    def __call__(self) -> tuple[Layer, Layer]:
+    def layers(self) -> tuple[Layer, Layer]:
         affine = functools.partial(
             Affine,
             param_dtype=self.param_dtype,
@@ -146,6 +147,6 @@ class _Layers(linen.Module):
             bias_init=self.bias_init,
         )
         return (
-            affine(self.hidden_features, name="up")(self.features),
-            affine(self.features, name="down")(self.hidden_features),
+            affine(self.hidden_features, name="up").parameters(self.features),
+            affine(self.features, name="down").parameters(self.hidden_features),
         )

@@ -11,7 +11,7 @@ from typing import Any
 from flax.linen.module import _context, _global_interceptor_stack
 
 from jaxfused.modules.fallback import why_intercepted
-from jaxfused.ops.fp8 import is_fp8
+from jaxfused.ops.fp8 import DELAYED, is_fp8, is_named
 
 
 def unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,7 +27,7 @@ def why_watched(precision: Any = None) -> str | None:
         where only Flax looks on.
     """
     intercepted = why_intercepted()
-    if intercepted is not None or is_fp8(precision):
+    if intercepted is not None or is_named(precision, DELAYED) or is_fp8(precision):
         return intercepted
     if _global_interceptor_stack:
         return "nn.intercept_methods sees its layers"

@@ -126,7 +126,7 @@ def affine(
         name=name,
     )
     if why_watched(precision) is None:
-        return Affine(features, **options)
+        return Affine(features, **options).parameters
 
     def call(x: jax.Array, precision: Any) -> jax.Array:
         precision = None if is_fp8(precision) else precision
@@ -148,7 +148,8 @@ class Affine(linen.Module):
     Example:
       >>> import jax
       >>> import jaxfused.linen.linear
-      >>> (kernel, bias), _ = jaxfused.linen.linear.Affine(3).init_with_output(jax.random.key(0), 2)
+      >>> layer = jaxfused.linen.linear.Affine(3)
+      >>> (kernel, bias), _ = layer.init_with_output(jax.random.key(0), 2, method="parameters")
       >>> kernel.shape, bias.shape
       ((2, 3), (3,))
     """
@@ -159,8 +160,9 @@ class Affine(linen.Module):
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = linen.initializers.zeros
 
+    # Results of `__call__` are what a capture of intermediates keeps, and these are none.
     @linen.compact
-    def __call__(self, in_features: int) -> tuple[Kernel, jax.Array | None]:
+    def parameters(self, in_features: int) -> tuple[Kernel, jax.Array | None]:
         """Returns (kernel [in_features, F], bias [F] or None)."""
         return _parameters(self, in_features)
 

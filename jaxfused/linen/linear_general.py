@@ -121,7 +121,7 @@ class GeneralAffine(linen.Module):
       >>> import jax
       >>> import jaxfused.linen.linear_general
       >>> affine = jaxfused.linen.linear_general.GeneralAffine((2, 4))
-      >>> (kernel, bias), _ = affine.init_with_output(jax.random.key(0), (3,))
+      >>> (kernel, bias), _ = affine.init_with_output(jax.random.key(0), (3,), method="parameters")
       >>> kernel.shape, bias.shape
       ((3, 2, 4), (2, 4))
     """
@@ -132,8 +132,9 @@ class GeneralAffine(linen.Module):
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = linen.initializers.zeros
 
+    # As of `Affine`.
     @linen.compact
-    def __call__(self, inputs: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
+    def parameters(self, inputs: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
         """Returns (kernel [*inputs, *features], bias [*features] or None)."""
         return general_parameters(self, inputs, self.features)
 
