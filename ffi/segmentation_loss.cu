@@ -298,6 +298,14 @@ constexpr int kMaskPixels = 8;
 constexpr int kCluster = 8;
 constexpr int kMaskSums = kOverall + 3;
 
+// As SHARE_TOLERANCE of jaxfused/reference/segmentation_loss.py.
+constexpr float kShareTolerance = 1e-3f;
+
+// A label of a mask, or NaN where it is no share from 0 to 1, such as 255.
+__device__ __forceinline__ float share_of(float label, float tolerance) {
+  return label >= -tolerance && label <= 1.0f + tolerance ? label : nanf("");
+}
+
 // Neighbouring pixels of a mask. What does not count has weight and logit 0.
 template <int kVec>
 struct MaskPixels {
@@ -359,7 +367,7 @@ __device__ __forceinline__ MaskPixels<kVec> mask_pixels(const ImageArgs& args,
   }
   const auto set_class = [&](int i, int label) {
     if (!kPlain && args.ignores && label == args.ignore_index) pixels.counts &= ~(1u << i);
-    pixels.labels[i] = static_cast<float>(label);
+    pixels.labels[i] = share_of(static_cast<float>(label), 0.0f);
   };
   switch (args.label_type) {
     case LabelType::kInt32:
@@ -374,7 +382,9 @@ __device__ __forceinline__ MaskPixels<kVec> mask_pixels(const ImageArgs& args,
       break;
     default:
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) pixels.labels[i] = __int_as_float(bits.labels[i]);
+      for (int i = 0; i < kVec; ++i) {
+        pixels.labels[i] = share_of(__int_as_float(bits.labels[i]), kShareTolerance);
+      }
   }
 #pragma unroll
   for (float& weight : pixels.weights) weight = 1.0f;

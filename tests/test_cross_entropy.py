@@ -160,17 +160,19 @@ def test_classes_that_do_not_exist_give_nan(dtype):
     logits = jnp.zeros((4, 7))
     labels = jnp.array([0, 6, 7, jnp.iinfo(dtype).min or 255]).astype(dtype)
 
-    def losses(z):
+    def losses(z, labels):
         return jaxfused.softmax_cross_entropy(z, labels, reduction="none")
 
     expected = np.array([False, False, True, True])
 
     @jax.jit
-    def f(z):
-        y, vjp = jax.vjp(losses, z)
+    def f(z, labels):
+        y, vjp = jax.vjp(lambda z: losses(z, labels), z)
         return y, vjp(jnp.ones(4))[0]
 
-    y, gradient = f(logits)
+    with pytest.raises(ValueError, match=r"labels hold 7, but there are 7 classes.*from 0 to 6"):
+        losses(logits, labels)
+    y, gradient = f(logits, labels)
     np.testing.assert_array_equal(np.isnan(y), expected)
     np.testing.assert_array_equal(np.isnan(gradient).all(axis=1), expected)
 

@@ -1,3 +1,5 @@
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -143,8 +145,52 @@ def test_image_that_is_ignored_has_no_loss_and_no_gradient(classes):
 
 def test_class_that_does_not_exist_gives_nan():
     labels = put([[0, 1], [1, 3]])
-    losses = jaxfused.segmentation_loss(jnp.zeros((2, 2, 3)), labels, reduction="none")
-    np.testing.assert_array_equal(np.isnan(losses), [False, True])
+    f = functools.partial(jaxfused.segmentation_loss, jnp.zeros((2, 2, 3)), reduction="none")
+    np.testing.assert_array_equal(np.isnan(jax.jit(f)(labels)), [False, True])
+
+
+BAD_LABELS = [
+    ([[0, 255, 255, 0]], "uint8", None, "labels hold 255, but they are shares.*mask > 127"),
+    ([[0, 255, 2, 0]], "int32", 255, "labels hold 2,"),
+    ([[0, -1, 1, 0]], "int8", None, "labels hold -1,"),
+    ([[0.0, 255.0, 1.0, 0.5]], "float32", None, "labels hold 255,"),
+    ([[0.0, -0.5, 1.0, 0.5]], "bfloat16", None, "labels hold -0.5,"),
+]
+
+
+@pytest.mark.parametrize(("labels", "dtype", "ignored", "message"), BAD_LABELS)
+@pytest.mark.parametrize("loss", ["segmentation_loss", "sigmoid_cross_entropy"])
+def test_masks_that_are_no_shares_raise_or_give_nan(loss, labels, dtype, ignored, message):
+    labels = put(labels, dtype)
+    f = functools.partial(getattr(jaxfused, loss), ignore_index=ignored)
+    logits = jnp.where(labels > 0, 100.0, -100.0)
+    with pytest.raises(ValueError, match=f"{loss}: {message}"):
+        f(logits, labels)
+    value, gradient = jax.jit(jax.value_and_grad(f))(logits, labels)
+    assert np.isnan(value) and np.isnan(gradient).any()
+
+
+def test_what_is_no_share_on_the_way_to_the_kernels(stand_ins):
+    masks = put([[0, 255, 1, 0], [0, 1, 1, 0]], jnp.uint8)
+    f = functools.partial(jaxfused.segmentation_loss, reduction="none", implementation="cuda")
+    np.testing.assert_array_equal(np.isnan(jax.jit(f)(jnp.zeros((2, 4)), masks)), [True, False])
+
+
+def test_one_hot_labels_are_refused_where_they_are_seen():
+    classes = np.arange(32).reshape(2, 4, 4) % 3
+    logits = jnp.zeros((2, 4, 4, 3))
+    for one_hot in (np.eye(3, dtype=np.int32)[classes], np.eye(3, dtype=bool)[classes]):
+        with pytest.raises(ValueError, match=r"are one-hot.*argmax"):
+            jaxfused.segmentation_loss(logits, one_hot)
+    assert np.isfinite(jaxfused.segmentation_loss(logits, classes))
+    # Masks of several structures, or a volume of a few pixels.
+    assert np.isfinite(jaxfused.segmentation_loss(logits, np.ones((2, 4, 4, 3), np.int32)))
+    assert np.isfinite(jaxfused.segmentation_loss(jnp.zeros((1, 1, 2, 2)), np.eye(2)[None, None]))
+
+
+def test_shares_may_be_off_by_a_rounding():
+    labels = put([[1.0 + 1e-6, -1e-7, 0.3, 1.0]])
+    assert np.isfinite(jaxfused.segmentation_loss(jnp.zeros((1, 4)), labels))
 
 
 def test_transforms():

@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.ops.label_values import check_classes
 from jaxfused.ops.validation import (
     as_arrays,
     check_constant,
@@ -72,7 +73,7 @@ def softmax_cross_entropy(
       logits: [..., V], float32, bfloat16 or float16 (float64 with implementation "xla").
       labels: integers [...], one class a token; or soft labels [..., V] of a float dtype. Soft labels
         need not sum to 1, and get a gradient. A class outside 0 to V - 1 other than `ignore_index`
-        makes the loss of its token NaN.
+        makes the loss of its token NaN, and is an error where the host can see it.
       label_smoothing: the share of the target that is spread evenly over all classes, 0 to 1.
       z_loss: the weight of the squared lse, which keeps logits from drifting.
       ignore_index: tokens with this label have loss 0 and gradient 0, and do not count for the mean.
@@ -133,6 +134,8 @@ def softmax_cross_entropy(
     labels = check_labels(op, labels, logits.shape, options)
     check_options(op, options, weights, logits.shape[:-1], reduction)
     check_class_weights(op, class_weights, logits.shape[-1])
+    if axis_name is None:
+        check_classes(op, labels, logits.shape[-1], ignore_index)
     expected = check_cotangent(op, cotangent, logits.dtype, reduction, logits.shape[:-1])
     refuse_pallas(op, implementation)
     device = dispatch.current_device(logits)

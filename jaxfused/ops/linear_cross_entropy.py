@@ -36,6 +36,7 @@ from jaxfused.ops.cross_entropy import (
     weights_of_labels,
 )
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.ops.label_values import check_classes
 from jaxfused.ops.linear import check_affine
 from jaxfused.ops.validation import as_arrays, check_count, check_floating
 from jaxfused.reference.cross_entropy import (
@@ -127,6 +128,7 @@ def linear_softmax_cross_entropy(
     labels = check_labels(op, labels, (*leading, features), options)
     check_options(op, options, weights, leading, reduction)
     check_class_weights(op, class_weights, features)
+    check_classes(op, labels, features, ignore_index)
     if sum_dtype is not None and jnp.dtype(sum_dtype) not in (jnp.float32, w.dtype):
         raise ValueError(
             f"{op}: sum_dtype is {jnp.dtype(sum_dtype)}, but w's gradient is added up in float32 or"

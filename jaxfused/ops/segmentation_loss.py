@@ -17,6 +17,7 @@ from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import merged_images, unmerged_images
 from jaxfused.ops.cross_entropy import Reduction, check_reduction, refuse_pallas
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
+from jaxfused.ops.label_values import check_classes, check_shares, refuse_one_hot
 from jaxfused.ops.validation import as_arrays, check_constant, check_floating, check_shape
 from jaxfused.reference.promotion import common_dtype
 from jaxfused.reference.segmentation_loss import LossOptions, PixelOptions, Sums
@@ -56,7 +57,9 @@ def segmentation_loss(
       logits: [B, ..., C] for C classes, of which the background is one; or [B, ...] for a binary
         mask. float32, bfloat16 or float16 (float64 with implementation "xla").
       labels: [B, ...]. Classes: integers, where one outside 0 to C - 1 other than `ignore_index`
-        makes the loss of its image NaN. Binary: bool, integers 0 and 1, or floats from 0 to 1.
+        makes the loss of its image NaN. Binary: bool, integers 0 and 1, or floats from 0 to 1; others,
+        such as a mask's 255, make the loss NaN too. What the host can see of it (arrays of NumPy, or on
+        a CPU outside of `jax.jit`) is an error. Classes are not one-hot: pass `labels.argmax(-1)`.
       cross_entropy_weight: of the cross-entropy in the sum.
       dice_weight: of the Dice loss in the sum.
       smooth: is added above and below in Dice, so that a class which is neither there nor predicted
@@ -164,13 +167,18 @@ def _checked_labels(logits: jax.Array, labels: jax.Array, ignore_index: int | No
     if not binary and not integers:
         raise ValueError(
             f"{op}: labels have dtype {labels.dtype}, but with logits [B, ..., classes] they are"
-            " classes; pass integers."
+            " classes; pass integers, of one-hot labels labels.argmax(-1)."
         )
     if ignore_index is not None and not integers:
         raise ValueError(
             f"{op}: ignore_index={ignore_index} was passed with labels of dtype {labels.dtype};"
             " pass integer labels, or weights that are 0 where a pixel is ignored."
         )
+    if binary:
+        refuse_one_hot(op, labels)
+        check_shares(op, labels, ignore_index)
+    else:
+        check_classes(op, labels, logits.shape[-1], ignore_index)
     return labels.astype(common_dtype(labels.dtype, jnp.int32)) if integers else labels
 
 

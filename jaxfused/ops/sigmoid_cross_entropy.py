@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch, reference
 from jaxfused.ops.cross_entropy import Reduction, check_reduction, reduce_losses
 from jaxfused.ops.kernel_call import reference_only
+from jaxfused.ops.label_values import check_shares
 from jaxfused.ops.validation import as_arrays, check_constant, check_floating, check_shape
 from jaxfused.reference.promotion import common_dtype
 from jaxfused.reference.sigmoid_cross_entropy import Options
@@ -36,7 +37,8 @@ def sigmoid_cross_entropy(
 
     Args:
       logits: [...], any float dtype.
-      labels: [...], bool, integers 0 and 1, or floats from 0 to 1, which get a gradient.
+      labels: [...], bool, integers 0 and 1, or floats from 0 to 1, which get a gradient. Others, such
+        as 255, are an error where the host can see them, and make the loss NaN elsewhere.
       label_smoothing: the share of the labels that is replaced by 1/2, 0 to 1.
       focal_gamma: makes predictions that are right count less; 0 for the cross-entropy.
       focal_alpha: the weight of positive labels against that of negative ones; None for no weights.
@@ -80,6 +82,7 @@ def sigmoid_cross_entropy(
             f"{op}: ignore_index={ignore_index} was passed with labels of dtype {labels.dtype};"
             " pass integer labels, or weights that are 0 where a prediction is ignored."
         )
+    check_shares(op, labels, ignore_index)
     reference_only(op, implementation, logits)
     counts = jnp.ones(labels.shape, bool)
     if ignore_index is not None:

@@ -1,7 +1,7 @@
 """segmentation_loss in plain jax.numpy: sums over the pixels of each image, and losses of the sums."""
 
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,21 @@ class Sums(NamedTuple):
     """[B, C], of 1 for the pixels' own classes."""
 
 
+SHARE_TOLERANCE = 1e-3
+"""What a share may be below 0 or above 1, by the rounding of whoever made it."""
+
+
+def shares(labels: jax.Array, dtype: Any) -> jax.Array:
+    """Labels as shares from 0 to 1, and NaN where they are none, such as a mask's 255."""
+    if labels.dtype == jnp.bool_:
+        return labels.astype(dtype)
+    # Of an integer that a float of few bits would round, too.
+    is_share = (labels >= -SHARE_TOLERANCE) & (labels <= 1.0 + SHARE_TOLERANCE)
+    if jnp.issubdtype(labels.dtype, jnp.integer):
+        is_share = (labels == 0) | (labels == 1)
+    return jnp.where(is_share, labels.astype(dtype), jnp.nan)
+
+
 def image_sums(
     logits: jax.Array, labels: jax.Array, weights: jax.Array | None, options: PixelOptions
 ) -> Sums:
@@ -70,7 +85,7 @@ def image_sums(
     # What does not count adds 0, even where its logits are NaN.
     logits = jnp.where(counts if binary else counts[..., None], logits, 0.0)
     if binary:
-        targets = jnp.where(counts, labels.astype(logits.dtype), 0.0)
+        targets = jnp.where(counts, shares(labels, logits.dtype), 0.0)
         losses = binary_token_losses(logits, targets)
         probabilities = jax.nn.sigmoid(logits)[..., None]
         hits = probabilities[..., 0]

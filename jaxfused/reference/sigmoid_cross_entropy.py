@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxfused.reference.cross_entropy import binary_token_losses
 from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.reference.segmentation_loss import shares
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ def losses(logits: jax.Array, labels: jax.Array, options: Options) -> jax.Array:
 
     def remade(logits: jax.Array, labels: jax.Array) -> jax.Array:
         logits = logits.astype(accumulator_dtype(logits.dtype))
-        targets = labels.astype(logits.dtype)
+        targets = shares(labels, logits.dtype)
         if options.label_smoothing:
             targets = (1.0 - options.label_smoothing) * targets + 0.5 * options.label_smoothing
         result = binary_token_losses(logits, targets)
