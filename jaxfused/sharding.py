@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -239,7 +241,7 @@ def _places_by_names(
     places: dict[str, tuple[str, ...]] = {}
     for spec, shape, axes in reversed([*zip(specs, shapes, operand_axes, strict=True)]):
         for entry, size, axis in zip(spec, shape, axes, strict=False):
-            names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            names = _names(entry)
             unit = axis.size if isinstance(axis, Blocks) else 1
             even = size % (unit * math.prod(mesh_shape[name] for name in names)) == 0
             name = _name(axis)
@@ -252,9 +254,12 @@ def _spec_by_names(axes: AxisNames, places: Places) -> P:
     return P(*(places.get(_name(axis)) or None for axis in axes))
 
 
-def leading_axes(count: int) -> str:
-    """Returns letters for `count` leading axes, in upper case; lower case is left to the operator."""
-    return string.ascii_uppercase[:count]
+def leading_axes(count: int, taken: str = "") -> str:
+    """Returns `count` letters for leading axes, in upper case; lower case is left to the operator.
+
+    They are none of those that are `taken`.
+    """
+    return "".join(sorted(set(string.ascii_uppercase) - set(taken))[:count])
 
 
 def align(
@@ -304,6 +309,26 @@ def varying(*operands: jax.Array) -> frozenset[str]:
 def vary(arrays: Sequence[jax.Array], names: frozenset[str]) -> list[jax.Array]:
     """Returns the arrays as ones that vary along these Manual axes, which a kernel's operands share."""
     return _vary(arrays, names)
+
+
+_untracked = Primitive("untracked")
+_untracked.def_abstract_eval(
+    lambda operand: jax.core.ShapedArray(operand.shape, operand.dtype, sharding=operand.sharding)
+)
+mlir.register_lowering(_untracked, lambda context, operand: [operand])
+
+
+def untracked(operands: Sequence[jax.Array | None]) -> tuple[jax.Array | None, ...]:
+    """Returns the operands as arrays whose types do not say along which Manual axes they vary.
+
+    Pallas refuses such types of what single warps of a kernel read. Nothing is computed. JAX has no
+    cast in this direction, as it may hide that a result varies; a kernel's results never say so, and
+    `vary` states it of them again.
+    """
+    return tuple(
+        operand if operand is None or not _varying([operand]) else _untracked.bind(operand)
+        for operand in operands
+    )
 
 
 def is_explicit(*operands: jax.Array) -> bool:
@@ -431,7 +456,7 @@ def _places(
     decided: set[str] = set()
     for spec, shape, letters in zip(specs, shapes, axes, strict=True):
         for entry, size, letter in zip(spec, shape, letters, strict=False):
-            names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            names = _names(entry)
             taken = set().union(*places.values())
             # XLA pads shards of uneven sizes, and sums would include the padding.
             even = size % math.prod(mesh_shape[name] for name in names) == 0
@@ -440,6 +465,11 @@ def _places(
                 places[letter] = names
         decided |= {letter for letter in letters if letter in parts}
     return places
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the mesh axes that an entry of a `PartitionSpec` names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _explicit_places(

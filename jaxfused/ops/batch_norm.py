@@ -180,6 +180,9 @@ def _over_batch(
     run: Runner, options: group_norm.Options, rectified: bool, x, residual, scale, bias, statistics
 ):
     """(y, mean, var) by the kernels, to which x is one image with a group for each channel."""
+    letters = sharding.leading_axes(x.ndim - 1) + "c"
+    operands = (x, residual, scale, bias)
+    x, residual, scale, bias = sharding.align(operands, operand_axes=(letters, letters, "c", "c"))
     image, residual = (None if a is None else a[None, ..., None] for a in (x, residual))
     scale, bias = (None if a is None else a[:, None] for a in (scale, bias))
     y, mean, var = _norm(run, options, rectified, image, residual, scale, bias, statistics)

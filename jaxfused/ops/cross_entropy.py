@@ -475,12 +475,22 @@ def _statistics_fwd(run: Runner | None, options: Options, logits, classes, soft)
     return statistics, _StatisticsResiduals(logits, classes, soft, statistics)
 
 
+def pulls_on_rows(cotangents: Statistics, statistics: Statistics, columns: int) -> Pulls:
+    """What the cotangents of the rows' statistics pull at the logits by, sharded as the rows are.
+
+    JAX's zeros, for a statistic that nobody has read, are whole on each device, and `jnp.stack` takes
+    arrays of one sharding. A zero of the rows' own is added to them.
+    """
+    zero = (jnp.isnan(statistics.maximum) & False).astype(jnp.float32)
+    pulls = cotangents.log_sum, -cotangents.picked, -cotangents.mean / columns
+    return Pulls(*(pull + zero for pull in pulls))
+
+
 def _statistics_bwd(
     run: Runner | None, options: Options, saved: _StatisticsResiduals, cotangents: Statistics
 ):
     logits, classes, soft, statistics = saved
-    spread = -cotangents.mean / logits.shape[-1]
-    pulls = Pulls(cotangents.log_sum, -cotangents.picked, spread)
+    pulls = pulls_on_rows(cotangents, statistics, logits.shape[-1])
     cap = options.logits_soft_cap
     if run is None:
         labels = _joined(classes, soft)

@@ -3,8 +3,10 @@
 An operator's custom_vjp hands each of its stages (its forward, its backward, ...) to a `Runner`. The
 Runner treats all of them alike, from the outside in:
 
-1. `jax.vmap`: the batch is folded into axes that the kernel has, or its entries run one by one.
-2. Shards: `sharding.per_shard` runs the kernel on the part of the operands that a device holds.
+1. Shards: `sharding.per_shard` runs the kernel on the part of the operands that a device holds. The
+   batch of a `jax.vmap` is an axis that may be split too.
+2. `jax.vmap`: what a device has of a batch is folded into axes that the kernel has, or its entries run
+   one by one.
 3. Choice: the shapes on that shard, which the kernel will see, decide which implementation runs, and by
    which config: the table of measured choices where it has these shapes or near ones, else the kernel's
    cost model. The operands and results of a stage are the same for all implementations, XLA's included,
@@ -15,6 +17,7 @@ Runner treats all of them alike, from the outside in:
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -271,9 +274,14 @@ class _Call:
 
     kernel: Kernel
     runner: Runner
+    batches: tuple[tuple[bool, ...], ...] = ()
+    """Which operands have the batch of each `jax.vmap` around the call, of the outermost one first.
+
+    They have the batches as their first axes, in this order.
+    """
 
     def batchable(self, *operands: jax.Array | None) -> Results:
-        """Runs the call with a rule for `jax.vmap`."""
+        """Runs the call with a rule for `jax.vmap`, which makes the batch one more axis of the call."""
 
         @custom_vmap
         def call(*operands):
@@ -281,31 +289,42 @@ class _Call:
 
         @call.def_vmap
         def rule(axis_size, in_batched, *operands):
-            results = self.kernel.batched(
-                lambda kernel, *operands: replace(self, kernel=kernel).batchable(*operands),
-                axis_size,
-                in_batched,
-                *operands,
-            )
-            if results is None:
-                results = one_by_one(call, in_batched, operands)
+            del axis_size
+            batches = (tuple(map(is_batched, in_batched)), *self.batches)
+            results = replace(self, batches=batches).batchable(*operands)
             return results, jax.tree.map(lambda _: True, results)
 
         return call(*operands)
 
     def _per_shard(self, operands: Operands) -> Results:
-        axes = self.kernel.axes(*operands)
-        leading = sharding.leading_axes(_row_axes(operands, axes))
+        """Runs the call on shards, which may be parts of its batches too."""
+        entry = [
+            None
+            if operand is None
+            else jax.ShapeDtypeStruct(operand.shape[sum(batched) :], operand.dtype)
+            for operand, *batched in zip(operands, *self.batches, strict=True)
+        ]
+        axes = self.kernel.axes(*entry)
+        leading = sharding.leading_axes(_row_axes(entry, axes))
+        taken = leading + "".join(axes.operands)
+        batches = sharding.leading_axes(len(self.batches), taken)
         whole, parts = axes.split(self.runner.implementation)
 
-        def spelt(letters: str | None) -> str | None:
-            return None if letters is None else letters.replace(ROWS, leading)
+        def spelt(letters: str, batched: Sequence[bool]) -> str:
+            own = "".join(itertools.compress(batches, batched))
+            return own + letters.replace(ROWS, leading)
 
         return sharding.per_shard(
             _OnShard(self, in_own_module=False),
             operands,
-            operand_axes=[letters.replace(ROWS, leading) for letters in axes.operands],
-            result_axes=[spelt(letters) for letters in axes.results],
+            operand_axes=[
+                spelt(letters, batched)
+                for letters, *batched in zip(axes.operands, *self.batches, strict=True)
+            ],
+            result_axes=[
+                None if letters is None else spelt(letters, [True] * len(batches))
+                for letters in axes.results
+            ],
             whole=whole,
             parts=parts,
             in_own_module=_OnShard(self, in_own_module=True),
@@ -321,6 +340,45 @@ class _OnShard:
     """Whether the call is lowered into a module of its own, without reusing cached `jax.jit`s."""
 
     def __call__(self, *operands: jax.Array | None) -> Results:
+        return self._over_batches(_OnShard._entry, operands)
+
+    def on_parts(self, names: Sequence[str], *operands: jax.Array | None) -> Results:
+        """The same on a part of axes that the kernel sums over."""
+
+        def of_entry(on_shard: _OnShard, *operands: jax.Array | None) -> Results:
+            return on_shard._entry_on_parts(names, operands)
+
+        return self._over_batches(of_entry, operands)
+
+    def _over_batches(self, of_entry: Callable[..., Results], operands: Operands) -> Results:
+        """Runs `of_entry(self, *operands)` by the kernel's own rule for each of the batches."""
+        if not self.call.batches:
+            return of_entry(self, *operands)
+        without = replace(self, call=replace(self.call, batches=()))
+        f = functools.partial(without._batchable, of_entry)
+        for batched in reversed(self.call.batches):
+            f = jax.vmap(f, in_axes=[0 if b else None for b in batched])
+        return f(*operands)
+
+    def _batchable(self, of_entry: Callable[..., Results], *operands: jax.Array | None) -> Results:
+        @custom_vmap
+        def call(*operands):
+            return of_entry(self, *operands)
+
+        @call.def_vmap
+        def rule(axis_size, in_batched, *operands):
+            def merged(kernel: Kernel, *operands: jax.Array | None) -> Results:
+                on_shard = replace(self, call=replace(self.call, kernel=kernel))
+                return on_shard._batchable(of_entry, *operands)
+
+            results = self.call.kernel.batched(merged, axis_size, in_batched, *operands)
+            if results is None:
+                results = one_by_one(call, in_batched, operands)
+            return results, jax.tree.map(lambda _: True, results)
+
+        return call(*operands)
+
+    def _entry(self, *operands: jax.Array | None) -> Results:
         kernel = self.call.kernel
         _, matrices = _flatten_rows(operands, kernel.axes(*operands).operands)
         chosen = self._choose(matrices)
@@ -328,8 +386,7 @@ class _OnShard:
             return self._lowered(chosen, *operands)
         return self._over_rows(functools.partial(self._lowered, chosen), operands)
 
-    def on_parts(self, names: Sequence[str], *operands: jax.Array | None) -> Results:
-        """The same on a part of axes that the kernel sums over."""
+    def _entry_on_parts(self, names: Sequence[str], operands: Operands) -> Results:
         kernel: Any = self.call.kernel
 
         def call(kernel: Kernel, *operands: jax.Array | None) -> Results:
@@ -433,7 +490,7 @@ def configs(
     return kernel.configs(implementation, device, *operands) or (None,)
 
 
-def _row_axes(operands: Operands, axes: Axes) -> int:
+def _row_axes(operands: Sequence[Any], axes: Axes) -> int:
     """Returns the number of axes that `ROWS` stands for."""
     return next(
         (
@@ -500,6 +557,8 @@ def _run(
     *operands: jax.Array | None,
 ) -> Results:
     """Runs `kernel.run` under JAX's defaults."""
+    if implementation != "xla":
+        operands = sharding.untracked(operands)
     with jax_defaults(implementation):
         # Only a kernel with configs takes one.
         chosen = {} if config is None else {"config": config}

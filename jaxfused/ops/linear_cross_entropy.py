@@ -27,6 +27,7 @@ from jaxfused.ops.cross_entropy import (
     corrections,
     is_one_term,
     losses_of_rows,
+    pulls_on_rows,
     reduce_losses,
     refuse_pallas,
     shares_of,
@@ -267,8 +268,7 @@ def _statistics_bwd(
     run: Runner, constants: _Constants, saved: _StatisticsResiduals, cotangents: Statistics
 ):
     x, w, bias, classes, statistics = saved
-    spread = -cotangents.mean / w.shape[1]
-    pulls = Pulls(cotangents.log_sum, -cotangents.picked, spread)
+    pulls = pulls_on_rows(cotangents, statistics, w.shape[1])
     packed = (jnp.stack(statistics, axis=-1), jnp.stack(pulls, axis=-1))
     dx, dw, dbias = run(_Backward(constants), x, w, bias, classes, *packed)
     return dx, dw, None if bias is None else dbias.astype(bias.dtype), None
