@@ -15,9 +15,10 @@
 9. `patches`: a convolution whose windows do not overlap.
 10. `conv`: any other, with what follows each channel (a bias, BatchNorm in inference), the residual sum
     and the activation.
-11. `max_pool`: the largest value of each window of an image.
-12. `upsample`: `jax.image.resize`, bilinear by 2.
-13. `rotation`: a rotation of neighbours, or of a part of the features, that no projection has taken in.
+11. `short_conv`: the same of shifts of one array, each times a number a channel.
+12. `max_pool`: the largest value of each window of an image.
+13. `upsample`: `jax.image.resize`, bilinear by 2.
+14. `rotation`: a rotation of neighbours, or of a part of the features, that no projection has taken in.
 
 A recogniser starts at an operation that its operator cannot do without (the root of a norm, the
 softmax of an attention), and asks for the algebra around it (`algebra`), not for a spelling: a product

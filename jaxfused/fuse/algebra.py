@@ -121,6 +121,8 @@ class Term(NamedTuple):
 
     factor: float
     view: View
+    slack: float = 0.0
+    """By how much of itself the factor may be off what was meant: see `rounding`."""
 
 
 @dataclass
@@ -134,11 +136,11 @@ class Sum:
 def total(value: Value, axes: tuple[Any, ...] | None = None, *, look: Look = view) -> Sum:
     """The value as a sum, as far as additions and subtractions are written one after the other."""
     result = Sum()
-    _add(result, 1.0, look(value, axes), look)
+    _add(result, 1.0, 0.0, look(value, axes), look)
     return result
 
 
-def _add(result: Sum, factor: float, seen: View, look: Look) -> None:
+def _add(result: Sum, factor: float, slack: float, seen: View, look: Look) -> None:
     value, axes = seen
     constant = scalar(value)
     if constant is not None:
@@ -147,20 +149,43 @@ def _add(result: Sum, factor: float, seen: View, look: Look) -> None:
     node = value.node
     if node is not None and node.name in ("add", "sub", "add_any") and _same_shape(node):
         second = -factor if node.name == "sub" else factor
-        _add(result, factor, look(node.ins[0], _operand_axes(node, 0, axes)), look)
-        _add(result, second, look(node.ins[1], _operand_axes(node, 1, axes)), look)
+        _add(result, factor, slack, look(node.ins[0], _operand_axes(node, 0, axes)), look)
+        _add(result, second, slack, look(node.ins[1], _operand_axes(node, 1, axes)), look)
         return
     if node is not None and node.name == "neg":
-        _add(result, -factor, look(node.ins[0], axes), look)
+        _add(result, -factor, slack, look(node.ins[0], axes), look)
         return
     if node is not None and node.name in ("mul", "div"):
         for i, j in ((0, 1), (1, 0)) if node.name == "mul" else ((0, 1),):
             constant = scalar(node.ins[j])
             if constant is not None and constant != 0:
                 scaled = factor * constant if node.name == "mul" else factor / constant
-                _add(result, scaled, look(node.ins[i], _operand_axes(node, i, axes)), look)
+                off = slack + rounding(constant, node.ins[j])
+                _add(result, scaled, off, look(node.ins[i], _operand_axes(node, i, axes)), look)
                 return
-    result.terms.append(Term(factor, View(value, axes)))
+    result.terms.append(Term(factor, View(value, axes), slack))
+
+
+def rounding(number: float, value: Value) -> float:
+    """By how much of itself a number that the value is may have been rounded.
+
+    It is half of a unit in its last place, so that of all numbers of the dtype only the nearest one to
+    what was meant is as near as that.
+    """
+    if not value.is_floating or number == 0.0 or not math.isfinite(number):
+        return 0.0
+    exponent = math.floor(math.log2(abs(number)))
+    bits = min(jnp.finfo(stage.dtype).nmant for stage in stages(value))
+    return 2.0 ** (exponent - bits - 1) / abs(number)
+
+
+_ARITHMETIC = 1e-14
+"""Our own factors are products in float64."""
+
+
+def is_one(number: float, slack: float) -> bool:
+    """Whether a number is 1 but for what was rounded in it."""
+    return abs(number - 1.0) <= slack + _ARITHMETIC
 
 
 def _same_shape(node: Node) -> bool:
@@ -183,6 +208,8 @@ class Product:
 
     constant: float = 1.0
     powers: dict[View, float] = field(default_factory=dict)
+    slack: float = 0.0
+    """By how much of itself the constant may be off what was meant: see `rounding`."""
 
     def multiply(self, view: View, power: float) -> None:
         self.powers[view] = self.powers.get(view, 0.0) + power
@@ -219,6 +246,7 @@ def _multiply(result: Product, power: float, seen: View, stop: Stop, look: Look)
     constant = scalar(value)
     if constant is not None and (constant > 0 or power.is_integer()) and constant != 0:
         result.constant *= constant**power
+        result.slack += abs(power) * rounding(constant, value)
         return
     node = value.node
     inner = None if node is None else exponent(node)
@@ -263,13 +291,17 @@ class Mean(NamedTuple):
 
     argument: Value
     axes: tuple[int, ...]
+    placed: tuple[int, ...]
+    """Where the axes that are left stand among those of what was looked at."""
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether each mean stands where it was taken, in an array of the argument's rank."""
+        sizes = enumerate(self.argument.shape)
+        return self.placed == tuple(i for i, size in sizes if i not in self.axes and size != 1)
 
 
-COUNT_TOLERANCE = 4e-3
-"""One over a count may be rounded to bfloat16."""
-
-
-def mean(seen: View, factor: float = 1.0) -> Mean | None:
+def mean(seen: View, factor: float = 1.0, slack: float = 0.0) -> Mean | None:
     """The mean that `factor` times the value is, or None."""
     parts = product(*seen)
     if len(parts.powers) != 1:
@@ -280,9 +312,10 @@ def mean(seen: View, factor: float = 1.0) -> Mean | None:
         return None
     axes = tuple(int(axis) for axis in node.params["axes"])
     count = math.prod(node.ins[0].shape[axis] for axis in axes)
-    if abs(parts.constant * factor * count - 1) > COUNT_TOLERANCE:
+    if not is_one(parts.constant * factor * count, parts.slack + slack):
         return None
-    return Mean(node.ins[0], axes)
+    placed = tuple(axis for axis in summed.axes if axis is not None)
+    return Mean(node.ins[0], axes, placed)
 
 
 def vector(seen: View, rank: int) -> Value | None:

@@ -25,12 +25,19 @@ def _logistic(x):
         return 1 / (1 + np.exp(-x))
 
 
+def _quotient(x, y):
+    """Of integers towards zero, as XLA has it."""
+    if np.result_type(x, y).kind == "f":
+        return x / y
+    return (np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))).astype(np.result_type(x, y))
+
+
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "abs": np.abs,
     "add": np.add,
     "copy": lambda x: x,
     "copy_p": lambda x: x,
-    "div": lambda x, y: x / y if np.result_type(x, y).kind == "f" else x // y,
+    "div": _quotient,
     "eq": np.equal,
     "erf": _ERF,
     "erfc": _ERFC,
@@ -91,7 +98,7 @@ def elementwise(node: Node) -> Callable[..., Any] | None:
 
 
 def scalar(value: Value) -> float | None:
-    """The number that all elements of the value are, in float64 and not rounded on the way."""
+    """The number that all elements of the value are."""
     array = evaluate(value, scalars_only=True)
     if array is None or array.size != 1 or array.dtype.kind == "c":
         return None
@@ -101,7 +108,7 @@ def scalar(value: Value) -> float | None:
 def evaluate(value: Value, *, scalars_only: bool = False) -> np.ndarray | None:
     """The value in NumPy, of its rank and with length 1 where it repeats; None if it is not constant.
 
-    Floating-point numbers are float64.
+    Floating-point numbers are float64, and rounded to each dtype that they have in the program.
     """
     if not value.is_constant:
         return None
@@ -120,7 +127,7 @@ def _evaluate(value: Value, scalars_only: bool) -> np.ndarray | None:
         array = known_array(value)
         if array is None or array.size > LARGEST:
             return None
-        return np.asarray(array, np.float64) if value.is_floating else array
+        return _rounded(value, array)
     node = value.node
     if value.dtype is None or node.bodies or len(node.outs) != 1:
         return None
@@ -141,12 +148,28 @@ def _evaluate(value: Value, scalars_only: bool) -> np.ndarray | None:
     if math.prod(shape) > LARGEST:
         return None
     with np.errstate(all="ignore"):
-        return np.asarray(function(*ins))
+        return _rounded(value, np.asarray(function(*ins)))
+
+
+def rounded(number: float, dtype: Any) -> float:
+    """A number as it is in a floating dtype."""
+    with np.errstate(over="ignore"):
+        return float(np.asarray(number, np.float64).astype(dtype))
+
+
+def _rounded(value: Value, array: np.ndarray) -> np.ndarray:
+    """The array with the numbers that the value's dtype has, but of float64 where they are floating."""
+    if not value.is_floating:
+        return array
+    if value.dtype != array.dtype and value.dtype != np.float64:
+        with np.errstate(over="ignore"):
+            array = array.astype(value.dtype)
+    return np.asarray(array, np.float64)
 
 
 def _iota(node: Node) -> np.ndarray:
     axis, shape = node.params["dimension"], node.out.shape
-    ramp = np.arange(shape[axis])
+    ramp = np.arange(shape[axis], dtype=None if node.out.is_floating else node.out.dtype)
     return ramp.reshape([-1 if i == axis else 1 for i in range(len(shape))])
 
 

@@ -166,7 +166,8 @@ def run(plan: Plan, arguments: Sequence[Any], captured: Sequence[Any] | None = N
         else:
             ins = list(map(read, step.ins))
             if isinstance(step, Node) and step in plan.bodies:
-                outs = _run_bodies(step, plan.bodies[step], ins)
+                with step.eqn.ctx.manager:
+                    outs = _run_bodies(step, plan.bodies[step], ins)
             else:
                 outs = bind(step.eqn, ins)
             targets = step.outs
@@ -196,9 +197,27 @@ def _run_bodies(node: Node, bodies: Sequence[Plan], ins: Sequence[Any]) -> Seque
     if eqn.primitive is primitives.scan_p:
         return _scan(eqn, body(bodies[0]), ins)
     if eqn.primitive is primitives.cond_p:
-        return jax.lax.switch(ins[0], [body(plan) for plan in bodies], *ins[1:])
+        branches = [body(plan) for plan in bodies]
+        platforms = eqn.params.get("branches_platforms")
+        if platforms is None:
+            return jax.lax.switch(ins[0], branches, *ins[1:])
+        return _of_platforms(platforms, branches, ins[1:])
     assert eqn.primitive is primitives.while_p
     return _while(eqn, body(bodies[0]), ins)
+
+
+def _of_platforms(
+    platforms: Sequence[tuple[str, ...] | None],
+    branches: Sequence[Callable[..., list[Any]]],
+    operands: Sequence[Any],
+) -> Sequence[Any]:
+    """The results of `lax.platform_dependent`; None stands for the platforms that are not named."""
+    named = {
+        name: branch
+        for names, branch in zip(platforms, branches, strict=True)
+        for name in names or ("default",)
+    }
+    return jax.lax.platform_dependent(*operands, **named)
 
 
 def _scan(eqn: Any, body: Callable[..., list[Any]], ins: Sequence[Any]) -> Sequence[Any]:

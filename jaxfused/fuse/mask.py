@@ -18,8 +18,8 @@ from jaxfused.fuse.algebra import View, view
 from jaxfused.fuse.constants import evaluate, scalar
 from jaxfused.fuse.graph import Value
 
-BIG = -1e9
-"""A masked logit is no more than this: no other is near it, and its exponential is 0."""
+BIG = -998244352.0
+"""A masked logit is no more than -1e9 in bfloat16: no other is near it, and its exponential is 0."""
 BIG_IN_FLOAT16 = -6e4
 """The same where logits are in float16, which has no larger numbers."""
 

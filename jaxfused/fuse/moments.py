@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxfused.fuse.algebra import (
-    COUNT_TOLERANCE,
     Product,
     View,
     core,
     exponent,
+    is_one,
     passed_on,
     product,
     total,
@@ -32,9 +32,9 @@ class Moments:
     frame: Frame
     reduced: frozenset[int]
 
-    def is_mean(self, seen: View, factor: float = 1.0) -> bool:
-        """Whether `factor` times what a view shows is the mean of the array."""
-        argument = self._averaged(seen, factor)
+    def is_mean(self, seen: View) -> bool:
+        """Whether what a view shows is the mean of the array."""
+        argument = self._averaged(seen)
         return argument is not None and self.frame.is_source(argument)
 
     def epsilon(self, seen: View) -> float | None:
@@ -50,22 +50,24 @@ class Moments:
                 for i, j in ((0, 1), (1, 0)):
                     if scalar(node.ins[j]) == 0.0:
                         parts = total(node.ins[i], lifted.axes, look=look)
+                        if parts.constant < 0.0:
+                            return None
                         constant += parts.constant
                         break
         if len(parts.terms) == 1:
-            ((factor, term),) = parts.terms
-            square = self._averaged(term, factor)
+            ((factor, term, slack),) = parts.terms
+            square = self._averaged(term, factor, slack)
             deviation = None if square is None else self._root_of_square(square)
             return constant if deviation is not None and self.is_deviation(deviation) else None
         if len(parts.terms) != 2:
             return None
-        (factor, of_squares), (less, squared) = sorted(parts.terms, key=lambda t: -t.factor)
-        square = self._averaged(of_squares, factor)
+        first, second = sorted(parts.terms, key=lambda t: -t.factor)
+        square = self._averaged(first.view, first.factor, first.slack)
         array = None if square is None else self._root_of_square(square)
         if array is None or not self.frame.is_source(array):
             return None
-        powers = product(*squared, stop=lambda v: v if self.is_mean(v) else None, look=look)
-        if len(powers.powers) != 1 or abs(powers.constant * less + 1) > 1e-6:
+        powers = product(*second.view, stop=lambda v: v if self.is_mean(v) else None, look=look)
+        if len(powers.powers) != 1 or powers.constant * second.factor != -1.0:
             return None
         ((seen_mean, power),) = powers.powers.items()
         return constant if power == 2.0 and self.is_mean(seen_mean) else None
@@ -78,8 +80,8 @@ class Moments:
         array, mean = (self._operand(seen, i) for i in (0, 1))
         return self.frame.is_source(array) and self.is_mean(mean)
 
-    def _averaged(self, seen: View, factor: float) -> View | None:
-        """What a view shows the mean of, over the reduced parts, or None."""
+    def _averaged(self, seen: View, factor: float = 1.0, slack: float = 0.0) -> View | None:
+        """What `factor` times a view shows the mean of, over the reduced parts, or None."""
         parts = product(*seen, look=self.frame.look)
         if len(parts.powers) != 1:
             return None
@@ -88,7 +90,7 @@ class Moments:
         if node is None or node.name != "reduce_sum" or power != 1.0:
             return None
         count = self.frame.length(self.reduced)
-        if abs(parts.constant * factor * count - 1) > COUNT_TOLERANCE:
+        if not is_one(parts.constant * factor * count, parts.slack + slack):
             return None
         over = {int(axis) for axis in node.params["axes"]}
         argument = node.ins[0]
@@ -237,7 +239,7 @@ def normalised(moments: Moments, value: Value, layout: Layout) -> Affine | None:
         else:
             return None
     times = _deviation_of(products)
-    if times is None or abs(times.constant - 1.0) > 1e-6:
+    if times is None or times.constant != 1.0:
         return None
     epsilon: float | None = None
     factors = []
@@ -269,7 +271,7 @@ def _deviation_of(products: list[Product]) -> Product | None:
     for first, second in (products, products[::-1]):
         array, mean = taken_out(first, _ARRAY), taken_out(second, _MEAN)
         if array is not None and mean is not None and array.powers == mean.powers:
-            return array if abs(array.constant + mean.constant) <= 1e-6 else None
+            return array if array.constant == -mean.constant else None
     return None
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxfused import dispatch
 from jaxfused.fuse import kernels
 from jaxfused.fuse.evaluate import Cyclic, Plan, plan
 from jaxfused.fuse.graph import Graph, Node
@@ -19,6 +20,7 @@ from jaxfused.fuse.recognisers import (
     product,
     projection,
     rotation,
+    short_conv,
     upsample,
 )
 from jaxfused.fuse.report import Found, Report
@@ -36,6 +38,7 @@ RECOGNISERS: Sequence[Callable[[Book], None]] = (
     product.find,
     patches.find,
     conv.find,
+    short_conv.find,
     max_pool.find,
     upsample.find,
     rotation.find,
@@ -94,7 +97,10 @@ def _recognise(
             )
         if node.bodies:
             plans = tuple(
-                _recognise(b, without, refused, counts, found, misses) for b in node.bodies
+                _recognise(body, without, refused, counts, found, misses)
+                if runs_here
+                else plan(body, (), {})
+                for body, runs_here in zip(node.bodies, _run_here(node), strict=True)
             )
             if any(p.changes for p in plans):
                 bodies[node] = plans
@@ -111,6 +117,20 @@ def _recognise(
     ]
     misses += book.misses
     return planned
+
+
+def _run_here(node: Node) -> list[bool]:
+    """For each body of an operation whether it may run on this machine's device.
+
+    The branches of `lax.platform_dependent` for other devices stay: operators have been chosen for this.
+    """
+    of_branches = node.params.get("branches_platforms")
+    if of_branches is None:
+        return [True] * len(node.bodies)
+    platform = dispatch.current_device().platform
+    names = ("cuda", "rocm") if platform == "gpu" else (platform,)
+    here = [platforms is not None and bool({*platforms} & {*names}) for platforms in of_branches]
+    return here if any(here) else [platforms is None for platforms in of_branches]
 
 
 def _why_left_alone(graph: Graph) -> str:

@@ -5,8 +5,10 @@ queries and keys. The axes of the logits are told apart by what the two products
 any order of axes, any grouping of heads and any transposition is one attention.
 """
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from jaxfused.fuse.algebra import (
     stages,
     view,
 )
-from jaxfused.fuse.constants import evaluate, scalar
+from jaxfused.fuse.constants import evaluate, rounded, scalar
 from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.attention import dot_product_attention
@@ -32,6 +34,10 @@ from jaxfused.reference.promotion import accumulator_dtype
 
 Axes = tuple[tuple[str, ...], ...]
 """The atoms of each axis of an array: see `mask.Layout`."""
+
+
+ABSORBING = -1e30
+"""The sum of this, or less, and a logit or a bias is this, in float64 too."""
 
 
 class _NoAttention(Exception):
@@ -70,13 +76,15 @@ def _softmax(node: Node) -> _Softmax | None:
     if node.name != "div" or not node.out.is_floating:
         return None
     exponentials = core(node.ins[0])
-    denominator = view(node.ins[1]).base
-    total = denominator.node
+    denominator = view(node.ins[1])
+    total = denominator.base.node
     if exponentials.made_by != "exp" or total is None or total.name != "reduce_sum":
         return None
     if core(total.ins[0]) is not exponentials or len(total.params["axes"]) != 1:
         return None
     axis = int(total.params["axes"][0])
+    if not stands_at_rows(denominator, exponentials.shape, axis):
+        return None
     assert exponentials.node is not None
     shifted = core(exponentials.node.ins[0])
     if shifted.node is None or shifted.node.name != "sub":
@@ -87,27 +95,43 @@ def _softmax(node: Node) -> _Softmax | None:
     return _Softmax(logits, axis)
 
 
+def stands_at_rows(seen: View, shape: tuple[int, ...], axis: int) -> bool:
+    """Whether a view shows one number for each row along an axis of an array, at its row."""
+    rows = [i for i, size in enumerate(shape) if i != axis and size != 1]
+    return [place for place in seen.axes if place is not None] == rows
+
+
 def is_maximum(value: Value, logits: Value, axis: int) -> bool:
-    """Whether a value is the maximum of the logits along an axis, whatever is transposed between."""
-    while logits.made_by == "transpose" and logits.node is not None:
-        axis = int(logits.node.params["permutation"][axis])
-        logits = core(logits.node.ins[0])
+    """Whether a value is the maximum of the logits along an axis, whatever is transposed between.
+
+    It stands at its rows, in an array of the logits' axes or of all but the one.
+    """
+    source, places = _before_transpositions(logits)
+    along = places[axis]
+    if value.ndim < logits.ndim:
+        places = (*places[:axis], *places[axis + 1 :])
+    axes: tuple[int | None, ...] = tuple(
+        place if size != 1 else None for place, size in zip(places, value.shape, strict=True)
+    )
     while True:
-        value = view(value).base
+        value, axes = view(value, axes)
         node = value.node
         if node is None:
             return False
         if node.name == "transpose":
-            value = node.ins[0]
-            continue
-        if node.name == "reduce_max":
-            reduced = core(node.ins[0])
-            (along, *others) = map(int, node.params["axes"])
-            while reduced.made_by == "transpose" and reduced.node is not None:
-                along = int(reduced.node.params["permutation"][along])
-                reduced = core(reduced.node.ins[0])
-            return reduced is logits and not others and along == axis
-        if node.name == "stop_gradient":
+            turned = dict(zip(map(int, node.params["permutation"]), axes, strict=True))
+            value, axes = node.ins[0], tuple(turned[i] for i in range(len(axes)))
+        elif node.name == "reduce_max":
+            reduced, places = _before_transpositions(core(node.ins[0]))
+            (over, *others) = map(int, node.params["axes"])
+            kept = [
+                place
+                for i, (place, size) in enumerate(zip(places, node.ins[0].shape, strict=True))
+                if i != over and size != 1
+            ]
+            is_of_rows = [place for place in axes if place is not None] == kept
+            return reduced is source and not others and places[over] == along and is_of_rows
+        elif node.name == "stop_gradient":
             value = node.ins[0]
         elif node.name == "select_n" and node.ins[0].made_by == "is_finite":
             # A maximum that is infinite is taken as 0, by `jax.nn.logsumexp`.
@@ -118,6 +142,16 @@ def is_maximum(value: Value, logits: Value, axis: int) -> bool:
             value = node.ins[0]
         else:
             return False
+
+
+def _before_transpositions(value: Value) -> tuple[Value, tuple[int, ...]]:
+    """The array that a value is the transposition of, and which of its axes each of the value's is."""
+    places = tuple(range(value.ndim))
+    while value.made_by == "transpose" and value.node is not None:
+        permutation = value.node.params["permutation"]
+        places = tuple(int(permutation[place]) for place in places)
+        value = core(value.node.ins[0])
+    return value, places
 
 
 def _moves(node: Node) -> bool:
@@ -170,6 +204,17 @@ def _by_ones(node: Node) -> tuple[int, tuple[int, ...]] | None:
 # --- from the logits back to queries and keys -----------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Masking:
+    """A step that masks logits."""
+
+    parts: tuple[mask.Part, ...]
+    number: float
+    """What masked logits are then."""
+    is_added: bool
+    """Whether the number was added to them, so that they still have their gradient."""
+
+
 @dataclass
 class _Logits:
     """What happens to the product of queries and keys before the softmax, from the last step on."""
@@ -179,10 +224,13 @@ class _Logits:
     """Of the softmax's argument."""
     scale: float = 1.0
     soft_cap: float | None = None
-    masks: list[tuple[mask.Part, float]] = field(default_factory=list)
-    """With the number that masked logits get."""
+    shift: float = 0.0
+    """What was added to all logits, which changes no softmax, but what a cap or a mask makes of them."""
+    masks: list[_Masking] = field(default_factory=list)
     biases: list[tuple[View, Axes, bool]] = field(default_factory=list)
     """With whether they are subtracted."""
+    is_biased_last: bool = False
+    """Whether a bias came after a mask."""
     added: list[Value] = field(default_factory=list)
     """Masks and biases as they meet the logits: what makes them, other attentions may share."""
 
@@ -295,8 +343,8 @@ def _read_logits(node: Node, path: Sequence[Node], axes: Axes, sizes: dict[str, 
         elif is_reshape(step):
             found.axes = _regroup(found.axes, sizes, step.out.shape)
         elif step.name == "tanh":
-            if found.masks or found.biases or found.soft_cap is not None:
-                raise _NoAttention("the logits are capped after a mask or a bias")
+            if found.masks or found.biases or found.shift or inside_tanh is not None:
+                raise _NoAttention("the logits are capped after a mask, a bias or another cap")
             inside_tanh, found.scale = found.scale, 1.0
         elif step.name in ("mul", "div") and passed_on(step) is None:
             _scale(found, step, value, inside_tanh is not None)
@@ -315,11 +363,12 @@ def _read_logits(node: Node, path: Sequence[Node], axes: Axes, sizes: dict[str, 
 def _scale(found: _Logits, step: Node, value: Value, capped: bool) -> None:
     other = step.ins[1] if step.ins[0] is value else step.ins[0]
     number = scalar(other)
-    if number is None or number <= 0:
-        raise _NoAttention("the logits are scaled by an array")
+    if number is None or not 0 < number < np.inf:
+        raise _NoAttention("the logits are scaled by an array, or not by a number above 0")
     if found.masks or found.biases or (capped and found.soft_cap is not None):
         raise _NoAttention("the logits are scaled after a mask, a bias or a cap")
-    found.scale *= number if step.name == "mul" else 1 / number
+    factor = number if step.name == "mul" else 1 / number
+    found.scale, found.shift = found.scale * factor, found.shift * factor
 
 
 def _bias(found: _Logits, step: Node, value: Value) -> None:
@@ -328,20 +377,27 @@ def _bias(found: _Logits, step: Node, value: Value) -> None:
     other = step.ins[1] if step.ins[0] is value else step.ins[0]
     number = scalar(other)
     if number is not None:
+        if not np.isfinite(number):
+            raise _NoAttention(f"{number} is added to the logits")
         # The same number for all logits of a row changes no probability.
+        number = -number if step.name == "sub" else number
+        found.shift += number
+        found.masks = [
+            replace(masking, number=rounded(masking.number + number, step.out.dtype))
+            for masking in found.masks
+        ]
         return
     found.added.append(other)
     axes = tuple(i if size != 1 else None for i, size in enumerate(other.shape))
-    masked = None if step.name == "sub" else _as_mask(other, axes, found.axes)
-    if masked is not None:
-        found.masks += masked
+    masking = None if step.name == "sub" else _as_mask(other, axes, found.axes)
+    if masking is not None:
+        found.masks.append(masking)
     else:
+        found.is_biased_last = found.is_biased_last or bool(found.masks)
         found.biases.append((view(other, axes), found.axes, step.name == "sub"))
 
 
-def _as_mask(
-    value: Value, axes: tuple[int | None, ...], logits: Axes
-) -> list[tuple[mask.Part, float]] | None:
+def _as_mask(value: Value, axes: tuple[int | None, ...], logits: Axes) -> _Masking | None:
     """The mask that a bias of zeros and large negative numbers is, or None."""
     seen = view(value, axes)
     node = seen.base.node
@@ -352,7 +408,7 @@ def _as_mask(
             if number > mask.BIG:
                 return None
             parts = mask.parts_of(node.ins[0], seen.axes, logits, negated=of_true != 0.0)
-            return [(part, number) for part in parts]
+            return _Masking(tuple(parts), number, is_added=True)
     array = evaluate(seen.base)
     if array is None:
         return None
@@ -364,7 +420,7 @@ def _as_mask(
     for axis, size in zip(seen.axes, array.shape, strict=True):
         if axis is not None:
             shape[axis] = size
-    return [(mask.Part(seen, logits, allowed.reshape(shape), False), lowest)]
+    return _Masking((mask.Part(seen, logits, allowed.reshape(shape), False),), lowest, True)
 
 
 def _mask(found: _Logits, step: Node, value: Value) -> None:
@@ -374,12 +430,12 @@ def _mask(found: _Logits, step: Node, value: Value) -> None:
     if number is None or which.shape != step.out.shape:
         raise _NoAttention("masked logits get an array")
     limit = mask.BIG_IN_FLOAT16 if step.out.dtype == np.float16 else mask.BIG
-    if number > limit:
+    if number - found.shift > limit:
         raise _NoAttention(f"masked logits get {number:g}, which others may come near")
     found.added.append(which)
     axes = tuple(i if size != 1 else None for i, size in enumerate(which.shape))
     parts = mask.parts_of(which, axes, found.axes, negated)
-    found.masks += [(part, number) for part in parts]
+    found.masks.append(_Masking(tuple(parts), number, is_added=False))
 
 
 # --- the site -------------------------------------------------------------------------------------
@@ -517,7 +573,7 @@ def _which_is_queries(
 
     The sum is the same either way, but a causal mask has to vary with the queries.
     """
-    for part, _ in logits.masks:
+    for part in (part for masking in logits.masks for part in masking.parts):
         axes = [axis for axis in part.seen.axes if axis is not None]
         varying = {a for axis in axes for a in part.logits[axis]}
         if part.constant is not None:
@@ -585,6 +641,8 @@ def _unscaled(value: Value) -> tuple[Value, float]:
         if node is None or node.name not in ("mul", "div") or not _by_number(node):
             return value, factor
         number = scalar(node.ins[1])
+        if number == 0.0:
+            return value, factor
         if number is not None:
             factor *= number if node.name == "mul" else 1 / number
             value = node.ins[0]
@@ -632,18 +690,17 @@ def _make(
         key_value, value_value, of_keys = shared
         key, value = (key_value, key[1]), (value_value, value[1])
     root, arrays = _root(after, (query[0], key[0], value[0]))
-    constant = mask.known(layout, [part for part, _ in logits.masks])
-    dynamic = [(part, number) for part, number in logits.masks if part.constant is None]
-    numbers = [number for _, number in logits.masks]
+    parts = [part for masking in logits.masks for part in masking.parts]
+    constant = mask.known(layout, parts)
+    dynamic = [part for part in parts if part.constant is None]
     always = constant.always_has_key and not dynamic
-    if not always and -np.inf in numbers:
-        raise _NoAttention("masked logits are -inf, and a query may have no key: its result is NaN")
-    if not always and len({np.float32(n) for n in numbers}) > 1:
-        raise _NoAttention("masks give different numbers, and a query may have no key")
-    if logits.biases and numbers and max(numbers) > -1e30:
+    if not always:
+        _check_queries_without_keys(logits)
+    if logits.biases and any(masking.number > ABSORBING for masking in logits.masks):
         raise _NoAttention("a mask's number is not far below what a bias may be")
+    has_gradient = any(masking.is_added for masking in logits.masks)
     inputs: list[Value] = list(arrays)
-    for part, _ in dynamic:
+    for part in dynamic:
         inputs.append(part.seen.base)
     for seen, _, _ in logits.biases:
         inputs.append(seen.base)
@@ -664,7 +721,7 @@ def _make(
         )
         rest = iter(operands[3:])
         explicit = None
-        for part, _ in dynamic:
+        for part in dynamic:
             array = layout.spread(next(rest), part.seen.axes, part.logits)
             array = array if array.dtype == jnp.bool_ else array != 0
             array = ~array if part.negated else array
@@ -691,7 +748,11 @@ def _make(
         )
         assert isinstance(output, jax.Array)
         if not always:
-            output = _of_equal_logits(output, v, explicit, constant, queries, keys)
+            allowed = jnp.ones((1, 1, 1, 1), bool) if explicit is None else explicit
+            has_key = mask.has_key(allowed, constant, queries, keys)
+            of_equal = _of_absorbed_logits(q, k, v, scale) if has_gradient else _mean(v, q.shape[2])
+            has_key = has_key.swapaxes(1, 2)[..., None]
+            output = jnp.where(has_key, output, of_equal.astype(output.dtype))
         return (_ordered(output, layout, result_axes, feature).reshape(shape),)
 
     words = [f"scale {scale:.4g}"]
@@ -711,6 +772,26 @@ def _make(
         f"dot_product_attention({', '.join(words)}) of {arrays[0].aval.str_short()}"
         f" and {arrays[1].aval.str_short()}",
     )
+
+
+def _check_queries_without_keys(logits: _Logits) -> None:
+    """Raises `_NoAttention` unless what a query without keys gets is told by its masks alone."""
+    numbers = {masking.number for masking in logits.masks}
+    if -np.inf in numbers:
+        raise _NoAttention("masked logits are -inf, and a query may have no key: its result is NaN")
+    if len(numbers) > 1:
+        raise _NoAttention("masks give different numbers, and a query may have no key")
+    if logits.is_biased_last:
+        raise _NoAttention("a bias is added to masked logits, and a query may have no key")
+    if not any(masking.is_added for masking in logits.masks):
+        return
+    if len(logits.masks) > 1 or logits.biases or logits.soft_cap is not None:
+        raise _NoAttention("a mask is added to logits with a bias, and a query may have no key")
+    if max(numbers) > ABSORBING:
+        raise _NoAttention(
+            f"{max(numbers):g} is added to masked logits, of which it leaves something, and a query may"
+            " have no key"
+        )
 
 
 def _unrepeated(
@@ -814,20 +895,43 @@ def _ordered(output: jax.Array, layout: mask.Layout, axes: Axes, feature: str) -
     return output.transpose([atoms.index(name) for name in wanted])
 
 
-def _of_equal_logits(
-    output: jax.Array,
-    value: jax.Array,
-    explicit: jax.Array | None,
-    constant: mask.Known,
-    queries: int,
-    keys: int,
+def _mean(value: jax.Array, heads: int) -> jax.Array:
+    """The mean of the values [B, S, K, V] over the keys, as [B, 1, N, V].
+
+    It is what a query gets whose logits are all the same.
+    """
+    dtype = accumulator_dtype(value.dtype)
+    mean = jnp.mean(value, axis=1, keepdims=True, dtype=dtype)
+    return jnp.repeat(mean, heads // value.shape[2], axis=2)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _of_absorbed_logits(
+    query: jax.Array, key: jax.Array, value: jax.Array, scale: float
 ) -> jax.Array:
-    """The output with the mean of the values [B, S, K, V] for queries that may attend to nothing."""
-    if explicit is None:
-        explicit = jnp.ones((1, 1, 1, 1), bool)
-    has_key = mask.has_key(explicit, constant, queries, keys)
-    mean = jnp.mean(value, axis=1, keepdims=True, dtype=accumulator_dtype(value.dtype)).astype(
-        output.dtype
-    )
-    mean = jnp.repeat(mean, output.shape[2] // value.shape[2], axis=2)
-    return jnp.where(has_key.swapaxes(1, 2)[..., None], output, mean)
+    """The mean of the values [B, T, N, V] with the derivative of a softmax of logits that are all 0.
+
+    The sum of a logit and a large number is that number, but its derivative by the logit is 1.
+    """
+    return jnp.broadcast_to(_mean(value, query.shape[2]), (*query.shape[:-1], value.shape[-1]))
+
+
+@_of_absorbed_logits.defjvp
+def _of_absorbed_logits_jvp(scale: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """With p = 1 / S, the softmax changes by p (dl - mean dl), and the result by the sum of that times v."""
+    (query, key, value), (dq, dk, dv) = primals, tangents
+    result = _of_absorbed_logits(query, key, value, scale)
+    dtype = accumulator_dtype(value.dtype)
+    wide = value.astype(dtype)
+    centred = wide - wide.mean(axis=1, keepdims=True)
+    heads = (value.shape[2], query.shape[2] // value.shape[2])
+
+    def by_logits(query: jax.Array, key: jax.Array) -> jax.Array:
+        """The sum over keys of the logits' changes times the values, of queries in groups."""
+        of_keys = jnp.einsum("bskh,bskv->bkhv", key.astype(dtype), centred) * (
+            scale / value.shape[1]
+        )
+        grouped = query.astype(dtype).reshape(*query.shape[:2], *heads, query.shape[-1])
+        return jnp.einsum("btkgh,bkhv->btkgv", grouped, of_keys).reshape(result.shape)
+
+    return result, _mean(dv, query.shape[2]) + by_logits(dq, key) + by_logits(query, dk)

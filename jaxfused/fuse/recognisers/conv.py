@@ -7,7 +7,7 @@ channels for nobody else are read as they are.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -71,14 +71,26 @@ class Followed:
     value: Value
     steps: tuple[Step, ...] = ()
     covered: frozenset[Node] = frozenset()
+    residual: Value | None = None
+    activation: str | None = None
+
+    def words(self) -> str:
+        """What follows, as the operator has it."""
+        is_scaled = any(step.name in ("mul", "div") or step.is_reversed for step in self.steps)
+        is_added = any(step.name in ("add", "sub") for step in self.steps)
+        words = ["scaled weights"] * is_scaled + ["bias"] * is_added
+        words += ["residual"] * (self.residual is not None)
+        return ", ".join([*words, *([self.activation] if self.activation else [])])
 
 
-def _steps(book: Book, node: Node) -> Followed:
-    """The last value of the convolution's dtype that differs from it by steps alone."""
-    first: int = node.params["dimension_numbers"].out_spec[1]
+def _steps(book: Book, result: Value, first: int) -> Followed:
+    """The last value of the result's dtype that differs from it by steps alone.
+
+    The axis `first` of the result has the channels.
+    """
     channel: int | None = first
-    channels = node.out.shape[first]
-    current = best = Followed(node.out)
+    channels = result.shape[first]
+    current = best = Followed(result)
     while current.value.used_once:
         reader = current.value.uses[0]
         if reader in book.owner:
@@ -99,7 +111,7 @@ def _steps(book: Book, node: Node) -> Followed:
         elif not is_transparent(reader):
             break
         current = Followed(reader.out, steps, covered)
-        if current.value.dtype == node.out.dtype and not is_reshape(reader):
+        if current.value.dtype == result.dtype and not is_reshape(reader):
             best = current
     return best
 
@@ -124,26 +136,31 @@ def _of_channels(value: Value, channel: int, channels: int) -> Value | None:
     return seen.base if seen.base.is_floating and (is_vector or is_number) else None
 
 
-def _find_at(book: Book, node: Node) -> None:
-    followed = _steps(book, node)
-    value, covered = followed.value, followed.covered | {node}
-    added = residual_of(book, value)
-    if added is not None and added.value.dtype == node.out.dtype:
-        value, covered = added.value, covered | {added.node}
-    else:
-        added = None
-    activation = None
-    activated = activation_of(value)
+def followed_by(book: Book, node: Node, result: Value, channel: int) -> Followed:
+    """What follows the result of a convolution, which `node` has made, as far as the operator does it."""
+    found = _steps(book, result, channel)
+    added = residual_of(book, found.value)
+    if added is not None and added.value.dtype == result.dtype:
+        covered = found.covered | {added.node}
+        found = replace(found, value=added.value, covered=covered, residual=added.residual)
+    activated = activation_of(found.value)
     if activated is None:
-        why = why_no_activation(value)
+        why = why_no_activation(found.value)
         if why:
             book.miss("conv", node, why)
-    elif book.is_free(activated.covered) and activated.result.dtype == node.out.dtype:
-        activation, value = activated.name, activated.result
-        covered |= activated.covered
-    residual = None if added is None else added.residual
-    site = _site(book, node, followed.steps, residual, activation, value, set(covered))
-    if book.add(site) and residual is None and activation is None:
+    elif book.is_free(activated.covered) and activated.result.dtype == result.dtype:
+        covered = found.covered | activated.covered
+        found = replace(
+            found, value=activated.result, covered=covered, activation=activated.name
+        )
+    return found
+
+
+def _find_at(book: Book, node: Node) -> None:
+    channel = node.params["dimension_numbers"].out_spec[1]
+    followed = followed_by(book, node, node.out, channel)
+    site = _site(book, node, followed)
+    if book.add(site) and followed.residual is None and followed.activation is None:
         _join_batch_norm(book, site)
 
 
@@ -177,15 +194,8 @@ def _join_batch_norm(book: Book, site: Site) -> None:
         book.add(joined)
 
 
-def _site(
-    book: Book,
-    node: Node,
-    steps: Sequence[Step],
-    residual: Value | None,
-    activation: str | None,
-    value: Value,
-    covered: set[Node],
-) -> Site:
+def _site(book: Book, node: Node, followed: Followed) -> Site:
+    steps, residual, value = followed.steps, followed.residual, followed.value
     w = core(node.ins[1])
     numbers = node.params["dimension_numbers"]
     parts, joined = _parts(book, node)
@@ -200,12 +210,12 @@ def _site(
         ]
         x: ConvInput = Concatenated(*images) if len(images) > 1 else images[0]
         w = w.transpose(*numbers.rhs_spec[2:], numbers.rhs_spec[1], numbers.rhs_spec[0])
-        w, bias = _folded(w, steps, others, accumulator_dtype(x.dtype))
+        w, bias = folded(w, steps, others, accumulator_dtype(x.dtype))
         results: Any = conv(
             x,
             w,
             bias,
-            activation=activation,
+            activation=followed.activation,
             residual=None
             if residual is None
             else others[-1].reshape(node.out.shape).transpose(last),
@@ -220,16 +230,14 @@ def _site(
         y, *taken = results if statistics else (results,)
         return y.transpose([last.index(axis) for axis in range(y.ndim)]).reshape(shape), *taken
 
-    words = _words(steps)
-    words += ([] if residual is None else ["residual"]) + ([activation] if activation else [])
     return Site(
         "conv",
         node,
         [*parts, w, *(step.operand for step in steps), *([] if residual is None else [residual])],
         [value],
         call,
-        covered | joined | between(node.ins[1], {w}),
-        f"conv({', '.join(words)}) of"
+        {node} | followed.covered | joined | between(node.ins[1], {w}),
+        f"conv({followed.words()}) of"
         f" {' and '.join(part.aval.str_short() for part in parts)} and {list(w.shape)}",
     )
 
@@ -249,14 +257,7 @@ def _parts(book: Book, node: Node) -> tuple[Sequence[Value], set[Node]]:
     return joined.ins, {joined}
 
 
-def _words(steps: Sequence[Step]) -> list[str]:
-    """What the steps are to the operator."""
-    is_scaled = any(step.name in ("mul", "div") or step.is_reversed for step in steps)
-    is_added = any(step.name in ("add", "sub") for step in steps)
-    return ["scaled weights"] * is_scaled + ["bias"] * is_added
-
-
-def _folded(
+def folded(
     w: jax.Array, steps: Sequence[Step], arrays: Sequence[jax.Array], dtype: Any
 ) -> tuple[jax.Array, jax.Array | None]:
     """Weights [..., C] and bias [C] of a convolution that does what the steps do."""

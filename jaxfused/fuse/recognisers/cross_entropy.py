@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxfused.fuse.algebra import View, between, core, view
 from jaxfused.fuse.constants import evaluate
 from jaxfused.fuse.graph import Node, Value
-from jaxfused.fuse.recognisers.attention import is_maximum
+from jaxfused.fuse.recognisers.attention import is_maximum, stands_at_rows
 from jaxfused.fuse.recognisers.product import Biased, Projection, biased, projections
 from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.linear_cross_entropy import linear_softmax_cross_entropy
@@ -62,13 +62,16 @@ def find(book: Book) -> None:
 
 def _logits_of(node: Node) -> Value | None:
     """What the sum of exponentials is taken of whose logarithm an operation is, or None."""
-    total = view(node.ins[0]).base
-    if total.made_by == "abs" and total.node is not None:
-        total = view(total.node.ins[0]).base
-    if total.node is None or total.node.name != "reduce_sum":
+    total = view(node.ins[0])
+    if total.base.made_by == "abs" and total.base.node is not None:
+        total = view(total.base.node.ins[0], total.axes)
+    summed = total.base.node
+    if summed is None or summed.name != "reduce_sum":
         return None
-    exponentials = core(total.node.ins[0])
-    if tuple(map(int, total.node.params["axes"])) != (exponentials.ndim - 1,):
+    exponentials = core(summed.ins[0])
+    if tuple(map(int, summed.params["axes"])) != (exponentials.ndim - 1,):
+        return None
+    if not stands_at_rows(total, exponentials.shape, exponentials.ndim - 1):
         return None
     if exponentials.node is None or exponentials.node.name != "exp":
         return None
@@ -82,34 +85,45 @@ def _logits_of(node: Node) -> Value | None:
 def _loss(node: Node, logits: Value) -> _Loss | None:
     """The loss that follows from the logarithm, or None."""
     value = node.out
+    # The logarithm is of exponentials less the maximum, which is added to it or taken off the logits.
+    is_whole = is_log_softmax = False
     for _ in range(6):
         readers = set(value.uses)
         if len(readers) != 1:
             return None
         (reader,) = readers
-        if reader.name == "sub" and reader.ins[0] is value:
-            labels = _gathered(reader.ins[1], logits)
+        other = reader.ins[-1] if reader.ins[0] is value else reader.ins[0]
+        if reader.name in ("broadcast_in_dim", "reshape", "squeeze"):
+            value = reader.out
+            continue
+        if is_log_softmax:
+            return _loss_by_one_hot(reader, other)
+        if not stands_at_rows(view(value), logits.shape, logits.ndim - 1):
+            return None
+        if is_whole:
+            if reader.name != "sub" or reader.ins[0] is not value:
+                return None
+            labels = _gathered(other, logits)
             return None if labels is None else _Loss(reader.out, 1.0, labels, "nan")
-        if reader.name == "mul":
-            other = reader.ins[1] if reader.ins[0] is value else reader.ins[0]
-            labels = _one_hot(other)
-            after = reader.out.uses[0] if reader.out.used_once else None
-            if labels is None or after is None or after.name != "reduce_sum":
-                return None
-            if tuple(map(int, after.params["axes"])) != (reader.out.ndim - 1,):
-                return None
-            return _Loss(after.out, -1.0, labels, "zero")
-        is_shift = reader.name == "add" and value.ndim == logits.ndim - 1
-        is_log_softmax = reader.name == "sub" and _is_shifted(reader.ins[0], logits)
-        is_view = reader.name in ("broadcast_in_dim", "reshape", "squeeze")
-        if is_shift:
-            other = reader.ins[1] if reader.ins[0] is value else reader.ins[0]
-            if not is_maximum(other, core(logits), logits.ndim - 1):
-                return None
-        elif not (is_log_softmax or is_view):
+        if reader.name == "add" and value.ndim == logits.ndim - 1:
+            is_whole = is_maximum(other, core(logits), logits.ndim - 1)
+        elif reader.name == "sub" and reader.ins[1] is value:
+            is_log_softmax = _is_shifted(other, logits)
+        if not (is_whole or is_log_softmax):
             return None
         value = reader.out
     return None
+
+
+def _loss_by_one_hot(node: Node, other: Value) -> _Loss | None:
+    """The negative loss that the sum of logarithms of probabilities times a one-hot array is, or None."""
+    labels = _one_hot(other) if node.name == "mul" else None
+    after = node.out.uses[0] if node.out.used_once else None
+    if labels is None or after is None or after.name != "reduce_sum":
+        return None
+    if tuple(map(int, after.params["axes"])) != (node.out.ndim - 1,):
+        return None
+    return _Loss(after.out, -1.0, labels, "zero")
 
 
 def _is_shifted(value: Value, logits: Value) -> bool:

@@ -95,6 +95,8 @@ def statistics(root: Node) -> Statistics | Mean | None:
                 if scalar(node.ins[j]) == 0.0:
                     epsilon = parts.constant
                     parts = total(node.ins[i])
+                    if parts.constant < 0.0:
+                        return None
                     parts.constant += epsilon
                     break
     found = _variance(parts)
@@ -116,7 +118,7 @@ def _variance(parts: Sum) -> tuple[str, Mean] | None:
 
 
 def _of_squares(term: Term) -> tuple[str, Mean] | None:
-    moment = mean(term.view, term.factor)
+    moment = mean(term.view, term.factor, term.slack)
     if moment is None:
         return None
     u = _squared(moment.argument)
@@ -146,7 +148,9 @@ def _deviation(value: Value) -> Mean | None:
     if node is None or node.name != "sub":
         return None
     moment = mean(view(node.ins[1]))
-    return moment if moment is not None and core(moment.argument) is core(node.ins[0]) else None
+    if moment is None or not moment.is_in_place:
+        return None
+    return moment if core(moment.argument) is core(node.ins[0]) else None
 
 
 def _of_two_means(parts: Sum) -> tuple[str, Mean] | None:
@@ -158,11 +162,12 @@ def _of_two_means(parts: Sum) -> tuple[str, Mean] | None:
         return None
     ((seen, power),) = squared.powers.items()
     moment = mean(seen)
-    if power != 2.0 or moment is None or abs(squared.constant * second.factor + 1) > 1e-6:
+    if power != 2.0 or moment is None or squared.constant * second.factor != -1.0:
         return None
     if core(moment.argument) is not core(of_squares[1].argument):
         return None
-    return ("layer_norm", moment) if moment.axes == of_squares[1].axes else None
+    together = (moment.axes, moment.placed) == (of_squares[1].axes, of_squares[1].placed)
+    return ("layer_norm", moment) if together else None
 
 
 def _miss_axes(book: Book, root: Node, moment: Mean) -> None:
@@ -261,7 +266,7 @@ def _match(value: Value, found: Statistics) -> _Match | str:
         return "it is scaled by more than one array"
     if not any(seen.base is found.argument.base for seen in normalised.powers):
         return ""
-    if abs(normalised.constant - 1.0) > 1e-6 or len(scale) > 1:
+    if normalised.constant != 1.0 or len(scale) > 1:
         return "it is scaled by more than one array"
     dtyped = at_dtype(found.converted, value.dtype)
     if dtyped is None or dtyped.dtype.itemsize > x.dtype.itemsize:

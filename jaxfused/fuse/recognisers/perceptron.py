@@ -71,6 +71,8 @@ def _find_at(
     last = by_input.get(core(_last(node.out)))
     if up is None or last is None or core(up[0].x) is not core(first.x):
         return
+    if up[0].x.dtype != first.x.dtype or up[0].precision != first.precision:
+        return
     if up[0].features == first.features and _fits(first, _last(node.out), last):
         covered = activated.covered | {node} | _stages_between(node.out, last)
         branches = [(first, affine), up]

@@ -186,6 +186,8 @@ def _pairs(reader: Reader, sums: Sums, columns: Columns) -> tuple[Table, Table, 
     interleaved = bool((other.source != (features + half) % rotated).any())
     if (own.source != features).any() or (own.factor != 1).any():
         return None
+    if not np.isin(other.factor, (-1, 1)).all():
+        return None
     if interleaved and (other.source != features ^ 1).any():
         return None
     first = features[::2] if interleaved else features[:half]
