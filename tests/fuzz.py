@@ -1,7 +1,8 @@
-"""`python -m tests.fuzz emulated|interpreted`: the fuzz on the CPU, in the kernels' own arithmetic.
+"""`python -m tests.fuzz emulated|interpreted|programs`: what the fuzz can look for on the CPU.
 
 `emulated` computes each case by the CUDA C kernels, as tests/cuda_emulator runs them, and `interpreted`
-by the Pallas kernels, in Mosaic's interpreter. What follows are options of `python -m benchmarks fuzz`;
+by the Pallas kernels, in Mosaic's interpreter. `programs` has programs of its own, for `jaxfused.fuse`
+(tests/program_fuzz). Of the other two, what follows are options of `python -m benchmarks fuzz`;
 sizes are bounded, as both are slow. The environment's EMULATED_ARCHITECTURE, 90 by default, says whose
 paths the CUDA C kernels take.
 """
@@ -22,6 +23,7 @@ from jaxfused.cuda import library
 from tests import mosaic_interpreter
 from tests.conftest import EMULATED, HOPPER
 from tests.cuda_emulator import build
+from tests.program_fuzz import command as program_fuzz
 
 
 def emulated(options: Options) -> judge.Verdict:
@@ -70,12 +72,15 @@ _QUICK_COMPILES = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0] not in _WAYS:
-        print(f"usage: python -m tests.fuzz {'|'.join(_WAYS)} [options of the fuzz]")
+    if not arguments or arguments[0] not in (*_WAYS, "programs"):
+        print(f"usage: python -m tests.fuzz {'|'.join(_WAYS)}|programs [options of the fuzz]")
         return 2
-    judged, implementation, largest = _WAYS[arguments[0]]
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK_COMPILES}"
+    if arguments[0] == "programs":
+        jax.config.update("jax_disable_most_optimizations", True)
+        return program_fuzz.main(arguments[1:])
+    judged, implementation, largest = _WAYS[arguments[0]]
     defaults = ["--implementation", implementation, "--largest", str(largest), "--limit", "600"]
     return command.run(command.parsed([*defaults, *arguments[1:]]), judged)
 

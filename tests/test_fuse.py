@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -138,6 +139,28 @@ def test_it_works_under(transform):
     apply = transformed(transform)
     ours, plain = (apply(f)(params(), X) for f in (jaxfused.fuse(block), block))
     chex.assert_trees_all_close(ours, plain, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("named", [{"tpu": 2.0}, {"tpu": 2.0, "cpu": 3.0}])
+def test_branches_of_other_platforms_stay_what_they_are(named):
+    """They need not even compile here."""
+
+    def on_tpu(x):
+        kernel = lambda x_ref, y_ref: y_ref.__setitem__(..., x_ref[...])  # noqa: E731
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    def f(p, x):
+        branches = {n: lambda x, c=c: norm(x, p["s"], p["b"]) * c for n, c in named.items()}
+        branches["tpu"] = lambda x: on_tpu(norm(x, p["s"], p["b"]))
+        return jax.lax.platform_dependent(x, default=lambda x: norm(x, p["s"], p["b"]), **branches)
+
+    assert counts(f, params(), X) == {"layer_norm": 1}
+    for g in (jax.jit, lambda f: f, jax.vmap):
+        ours, plain = (
+            g(lambda x: h(params(), x))(X)  # noqa: B023
+            for h in (jaxfused.fuse(f), f)
+        )
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-5)
 
 
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=132)

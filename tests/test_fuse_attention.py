@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -325,6 +326,112 @@ def test_a_softmax_over_queries_is_another_operator():
     assert_left_alone(f, *qkv("float32"))
 
 
+def with_logits(change):
+    """An attention whose logits are changed before its softmax."""
+
+    def f(q, k, v):
+        p = jax.nn.softmax(change(jnp.einsum("bthd,bshd->bhts", q, k) / 3))
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    return f
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: 5.0 * jnp.tanh((x + 2.0) / 5.0),
+        lambda x: 5.0 * jnp.tanh(x / 5.0 - 0.3),
+        lambda x: 2.0 * jnp.tanh(jnp.tanh(x / 5.0)),
+        lambda x: jnp.where(causal(), x - 2e9, -1e9),
+    ],
+)
+def test_a_number_that_is_added_matters_to_what_follows(change):
+    for dtype in ("float32", "bfloat16"):
+        assert_left_alone(with_logits(change), *qkv(dtype))
+
+
+def test_a_number_that_is_added_last_changes_no_probability():
+    f = with_logits(lambda x: 5.0 * jnp.tanh(x / 5.0) + 2.0)
+    assert_fuses(f, *qkv("float32"), into={"dot_product_attention": 1})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, m: x + jnp.where(m, 0.0, -1e9),
+        lambda x, m: jnp.where(m, x, -1e30) + jnp.where(causal(), 0.0, -1e30),
+        lambda x, m: jnp.where(m, x, -1e30) + jnp.arange(6.0) / 6,
+        lambda x, m: 2.0 * jnp.tanh(x) + jnp.where(m, 0.0, -1e30),
+        lambda x, m: jnp.where(causal(), jnp.where(m, x, -1e9) + 5.0, -1e9),
+    ],
+)
+def test_what_a_query_without_keys_gets_is_not_told_by_the_mask_alone(change):
+    padding = of_padding((3, 0))[:, None, None]
+    with jax.enable_x64(True):
+        f = with_logits(lambda x: change(x, padding))
+        assert_left_alone(f, *qkv("float64"), because="a query may have no key")
+
+
+@pytest.mark.parametrize("heads", [2, N])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mask_that_is_added_leaves_logits_their_gradient(dtype, heads):
+    """Of a query without keys the logits are one number, but they are sums with the query's products."""
+    padding = of_padding((3, 0))[:, None, None]
+
+    def f(q, k, v):
+        k, v = (jnp.repeat(x, N // heads, axis=2) for x in (k, v))
+        return with_logits(lambda x: x + jnp.where(padding, 0.0, -1e30).astype(x.dtype))(q, k, v)
+
+    assert_fuses(f, *qkv(dtype, heads=heads), into={"dot_product_attention": 1})
+    with jax.enable_x64(True):
+        args = qkv("float64", heads=heads)
+        ours, plain = (
+            jax.grad(lambda *args: (g(*args)[1] ** 2).sum(), (0, 1, 2))(*args)  # noqa: B023
+            for g in (jaxfused.fuse(f), f)
+        )
+        assert float(jnp.abs(plain[0]).max()) > 0.01
+        chex.assert_trees_all_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_a_number_that_float16_has_not_is_minus_infinity():
+    def f(q, k, v, padding):
+        x = jnp.einsum("bthd,bshd->bhts", q, k)
+        number = jax.lax.convert_element_type(jnp.full((), -1e9), x.dtype)
+        p = jax.nn.softmax(jnp.where(padding[:, None, None], x, number))
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    assert_left_alone(f, *qkv("float16"), of_padding((3, 0)), because="is NaN")
+
+
+@pytest.mark.parametrize("part", ["maximum", "sum"])
+def test_the_parts_of_a_softmax_stand_at_their_rows(part):
+    """As many queries as keys, so that one broadcasts in the place of the other."""
+
+    def f(q, k, v):
+        x = jnp.einsum("bthd,bshd->bhts", q, k)
+        most = x.max(-1, keepdims=True)
+        e = jnp.exp(x - (most.swapaxes(-1, -2) if part == "maximum" else most))
+        total = e.sum(-1, keepdims=True)
+        p = e / (total.swapaxes(-1, -2) if part == "sum" else total)
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    assert counts(f, *qkv("float32")) == {}
+
+
+def test_blocks_of_a_constant_mask_are_counted_from_below_zero():
+    """The quotient of a negative integer: XLA's goes towards zero."""
+    rows, columns = jnp.arange(T)[:, None], jnp.arange(S)[None]
+    f = partial(bthd, mask=(rows - 3 - columns) // 2 <= 0)
+    assert_fuses(lambda *args: f(*args), *qkv("float32"), into={"dot_product_attention": 1})
+
+    def g(q, k, v):
+        # Traced, so that `fuse` reads the mask's operations and not its array.
+        rows, columns = jnp.arange(T)[:, None], jnp.arange(S)[None]
+        return bthd(q, k, v, (rows - 3 - columns) // 2 <= -1)
+
+    assert_fuses(g, *qkv("float32"), into={"dot_product_attention": 1})
+
+
 # --- projections ----------------------------------------------------------------------------------
 
 
@@ -624,3 +731,12 @@ def test_a_rotation_of_a_part_of_the_features(rotate):
 def test_what_is_no_rotation_of_neighbours(rotate):
     x = normal(0, B, T, N, H)
     assert counts(lambda x: rotate(x, *tables(x)), x) == {}
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_turn_that_is_scaled_is_none(factor):
+    x = normal(0, B, T, N, H)
+    f = lambda x: gpt_j(x, *(t * s for t, s in zip(tables(x), (1.0, factor), strict=True)))  # noqa: E731
+    g = lambda x: x * tables(x)[0].repeat(2, 3) + factor * every_two(x) * tables(x)[1].repeat(2, 3)  # noqa: E731
+    assert counts(g, x) == {}
+    np.testing.assert_allclose(jaxfused.fuse(f)(x), f(x), atol=1e-6)

@@ -69,3 +69,39 @@ def test_logits_that_are_used_elsewhere_are_kept():
 def test_few_logits_are_kept(monkeypatch):
     monkeypatch.setattr(cross_entropy, "FEWEST_LOGITS", 2**24)
     assert "few enough to be kept" in str(fusion(of_optax, *args("float32"), LABELS))
+
+
+def without_maximum(logits, most, shifted):
+    return jnp.log(jnp.exp(shifted).sum(-1))
+
+
+def at_other_rows(logits, most, shifted):
+    return jnp.log(jnp.exp(logits - most.swapaxes(0, 1)).sum(-1)) + most[:, 0]
+
+
+@pytest.mark.parametrize("lse", [without_maximum, at_other_rows])
+def test_a_logarithm_that_is_not_of_the_whole_sum(lse):
+    def f(x, w):
+        logits = x @ w
+        most = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+        picked = jnp.take_along_axis(logits, jnp.arange(6)[:, None], axis=-1)[:, 0]
+        return lse(logits, most, logits - most) - picked
+
+    assert counts(f, normal(0, 6, 8), normal(1, 8, 6)) == {}
+
+
+def test_a_number_less_an_array_is_no_shifted_array():
+    def f(x):
+        return jnp.log(jnp.exp(1.5 - x).sum(-1))
+
+    assert_left_alone(f, normal(0, 6, 8))
+
+
+def test_logarithms_of_probabilities_at_other_rows():
+    def f(x, w):
+        logits = x @ w
+        shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+        logs = shifted - jnp.log(jnp.exp(shifted).sum(-1))[None]
+        return -(logs * jax.nn.one_hot(jnp.arange(6), 6)).sum(-1)
+
+    assert counts(f, normal(0, 6, 8), normal(1, 8, 6)) == {}

@@ -222,6 +222,19 @@ def test_other_statistics_that_are_returned_leave_a_batch_norm_alone():
     assert_left_alone(f, inputs("float32")[0], because="an intermediate result is used")
 
 
+def test_an_unbiased_variance_of_a_batch_is_another():
+    def by_it(x):
+        return (x - x.mean((0, 1, 2))) / jnp.sqrt(x.var((0, 1, 2), ddof=1) + EPSILON)
+
+    def beside_it(x):
+        y = (x - x.mean((0, 1, 2))) / jnp.sqrt(x.var((0, 1, 2)) + EPSILON)
+        return y, x.var((0, 1, 2), ddof=1)
+
+    x = inputs("float32", 4, 12, 12, 8)[0]
+    assert_left_alone(by_it, x)
+    assert_fuses(beside_it, x, into={"batch_norm": 1})
+
+
 # --- convolutions ---------------------------------------------------------------------------------
 
 
@@ -329,6 +342,98 @@ def test_a_sum_that_others_read_ends_the_convolution():
     args = (x, normal(4, 3, 3, 8, 8, scale=0.2), bias)
     assert_fuses(f, *args, into={"conv": 1})
     assert "conv(bias) of" in str(fusion(f, *args))
+
+
+# --- short convolutions ---------------------------------------------------------------------------
+
+
+def of_padded(x, w, b):
+    z = jnp.pad(x, ((0, 0), (3, 0), (0, 0)))
+    y = w[0] * z[:, : x.shape[1]]
+    for j in range(1, 4):
+        y = y + w[j] * z[:, j : j + x.shape[1]]
+    return jax.nn.silu(y + b)
+
+
+def of_padded_parts(x, w, b):
+    """Griffin's, with the latest first."""
+    y = 0.0
+    for back in range(4):
+        part = jnp.pad(x[:, : x.shape[1] - back], ((0, 0), (back, 0), (0, 0)))
+        y = y + part * w[3 - back][None, None]
+    return jax.nn.silu(y + b[None, None])
+
+
+def after_zeros(x, w, b):
+    z = jnp.concatenate([jnp.zeros_like(x[:, :3]), x], axis=1)
+    return jax.nn.silu(b + sum(z[:, j : j + x.shape[1]] * w[j] for j in range(4)))
+
+
+def with_its_next_state(x, w, b):
+    z = jnp.pad(x, ((0, 0), (3, 0), (0, 0)))
+    return jax.nn.silu(sum(w[j] * z[:, j : j + x.shape[1]] for j in range(4)) + b), z[:, -3:]
+
+
+def of_each_sequence(x, w, b):
+    return jax.vmap(lambda x: of_padded(x[None], w, b)[0])(x)
+
+
+def shifted(dtype):
+    return normal(0, 2, 9, 8, dtype=dtype), normal(1, 4, 8, dtype=dtype), normal(2, 8, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "f", [of_padded, of_padded_parts, after_zeros, with_its_next_state, of_each_sequence]
+)
+def test_a_short_convolution_as_shifted_products(f, dtype):
+    assert_fuses(f, *shifted(dtype), into={"conv": 1})
+    assert "conv(bias, silu)" in str(fusion(f, *shifted(dtype)))
+
+
+def test_shifts_that_go_both_ways_or_leave_entries_out():
+    def centred(x, w, b):
+        z = jnp.pad(x, ((0, 0), (1, 1), (0, 0)))
+        return sum(z[:, j : j + x.shape[1]] * w[j] for j in range(3))
+
+    def dilated(x, w, b):
+        z = jnp.pad(x, ((0, 0), (6, 0), (0, 0)))
+        return x + sum(z[:, 2 * j : 2 * j + x.shape[1]] * w[j] for j in range(4))
+
+    def after_a_state(x, w, b):
+        return sum(x[:, j : j + x.shape[1] - 3] * w[j] for j in range(4))
+
+    for f in (centred, dilated, after_a_state):
+        assert_fuses(f, *shifted("float32"), into={"conv": 1})
+
+
+@pytest.mark.parametrize(
+    "tap",
+    [
+        lambda z, w, j: (2.0 if j == 1 else 1.0) * w[j] * z[:, j : j + 9],
+        lambda z, w, j: w[j] * z[:, j + (j == 3) : j + (j == 3) + 9],
+        lambda z, w, j: w[j] * z[:, min(j, 2) : min(j, 2) + 9],
+        lambda z, w, j: w[j, 0] * z[:, j : j + 9],
+        lambda z, w, j: w[j] * jnp.square(z)[:, j : j + 9] if j else w[j] * z[:, :9],
+        lambda z, w, j: w[j] * (z[:, j : j + 9] + 1),
+    ],
+)
+def test_other_sums_of_shifts_are_left_alone(tap):
+    def f(x, w, b):
+        z = jnp.pad(x, ((0, 0), (3, 1), (0, 0)))
+        return sum(tap(z, w, j) for j in range(4)) + b
+
+    assert_left_alone(f, *shifted("float32"))
+
+
+def test_zeros_inside_of_the_array_are_no_padding():
+    def f(x, w, b):
+        z = jnp.pad(x[:, :5], ((0, 0), (3, 4), (0, 0)))
+        return sum(w[j] * z[:, j : j + 9] for j in range(4)), x
+
+    found = fusion(f, *shifted("float32"))
+    assert "of float32[2,5,8]" in str(found)
+    assert_fuses(f, *shifted("float32"), into={"conv": 1})
 
 
 # --- pools ----------------------------------------------------------------------------------------

@@ -284,6 +284,81 @@ def test_square_shapes_tell_rows_from_features():
     assert_fuses(f, x, normal(1, 8), into={"rms_norm": 1})
 
 
+@pytest.mark.parametrize("count", [299, 301, 300.001])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_sum_over_nearly_as_many_is_no_mean(count, dtype):
+    """As of `ddof=1`, which torch's standard deviation has."""
+
+    def f(x):
+        return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) / count + 1e-6)
+
+    with jax.enable_x64(dtype == "float64"):
+        assert_left_alone(f, normal(0, 2, 300, dtype=dtype))
+
+
+@pytest.mark.parametrize("ddof", [1, 2])
+def test_an_unbiased_variance_is_another(ddof):
+    def f(x):
+        return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(
+            x.var(-1, keepdims=True, ddof=ddof) + 1e-6
+        )
+
+    assert_left_alone(f, normal(0, 2, 512))
+
+
+@pytest.mark.parametrize("dtype, features", [("bfloat16", 300), ("float16", 300), ("float32", 7)])
+def test_one_over_a_count_may_be_rounded_to_its_dtype(dtype, features):
+    def f(x):
+        mean_square = (x * x).sum(-1, keepdims=True) * (1 / features)
+        return x * jax.lax.rsqrt(mean_square + jnp.asarray(1e-3, x.dtype))
+
+    assert counts(f, normal(0, 2, features, dtype=dtype)) == {"rms_norm": 1}
+    # In bfloat16 the next number after 1 / 300 is 1 / 298.6.
+    off = 1 + 1.5 * float(jnp.finfo(dtype).eps)
+
+    def g(x):
+        mean_square = (x * x).sum(-1, keepdims=True) * (off / features)
+        return x * jax.lax.rsqrt(mean_square + jnp.asarray(1e-3, x.dtype))
+
+    assert counts(g, normal(0, 2, features, dtype=dtype)) == {}
+
+
+def mean_of_columns(x):
+    y = x - x.mean(-1)
+    return y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-6)
+
+
+def two_means_apart(x):
+    variance = jnp.square(x).mean(-1)[:, None] - jnp.square(x.mean(-1))[None]
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(jnp.abs(variance) + 1e-6)
+
+
+def lifted_from_below(x):
+    y = x - x.mean(-1, keepdims=True)
+    variance = jnp.maximum(jnp.square(y).mean(-1, keepdims=True) - 1.5, 0.0)
+    return y * jax.lax.rsqrt(variance + 1e-3)
+
+
+def nearly_one(x):
+    y = x - x.mean(-1, keepdims=True)
+    return y * 1.0000005 * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-6)
+
+
+@pytest.mark.parametrize("f", [two_means_apart, lifted_from_below])
+def test_what_is_nearly_a_norm_of_rows(f):
+    assert counts(f, normal(0, 8, 8)) == {}
+
+
+def test_a_mean_that_stands_at_other_rows_is_no_layer_norms():
+    assert_fuses(mean_of_columns, normal(0, 8, 8), into={"rms_norm": 1})
+
+
+def test_a_factor_near_1_stays():
+    x = normal(0, 3, 8)
+    ours, plain = jaxfused.fuse(nearly_one)(x), nearly_one(x)
+    assert float(jnp.abs(ours - plain).max()) < 3e-7
+
+
 # --- parameters of each image ---------------------------------------------------------------------
 
 

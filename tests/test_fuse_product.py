@@ -230,6 +230,36 @@ def test_other_activations_are_left_alone(activation, dtype):
     assert_left_alone(f, *args)
 
 
+@pytest.mark.parametrize(
+    "activation",
+    [
+        lambda x: x * jax.nn.sigmoid(1.70201 * x),
+        lambda x: 0.5 * x * (1 + jnp.tanh(0.797884 * (x + 0.04472 * x**3))),
+        lambda x: x * jax.nn.sigmoid(x + 1e-5),
+    ],
+)
+def test_constants_of_activations_are_told_to_their_last_place(activation):
+    assert_left_alone(lambda x, w: activation(x @ w), x_of("float32"), weights(16, 8))
+
+
+def test_a_number_after_an_activation_stays():
+    def f(x, w):
+        return jax.nn.silu(x @ w) + 1e-3
+
+    for dtype in ("float32", "bfloat16"):
+        assert_fuses(f, x_of(dtype), weights(16, 8, dtype=dtype), into={"linear": 1})
+    x = jnp.zeros((4, 16), jnp.bfloat16)
+    assert float(jaxfused.fuse(f)(x, weights(16, 8, dtype="bfloat16"))[0, 0]) > 9e-4
+
+
+def test_products_of_two_precisions_are_no_gated_mlp():
+    def f(x, w_gate, w_up, w_down):
+        up = jnp.dot(x, w_up, precision="highest")
+        return (jax.nn.silu(x @ w_gate) * up) @ w_down
+
+    assert "gated_mlp" not in counts(f, *of_gated("float32"))
+
+
 def test_a_maximum_is_no_relu_where_it_bends():
     def f(x, w):
         return jnp.maximum(x @ w, 0)

@@ -6,17 +6,19 @@ attend to nothing gets the mean of all values where the program gives its logits
 which is what the softmax of equal logits makes of them; the operator would give 0.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.fuse.algebra import View, view
-from jaxfused.fuse.constants import evaluate, scalar
-from jaxfused.fuse.graph import Value
+from jaxfused.fuse.constants import ELEMENTWISE, elementwise, evaluate, rounded, scalar
+from jaxfused.fuse.graph import Node, Value
 
 BIG = -998244352.0
 """A masked logit is no more than -1e9 in bfloat16: no other is near it, and its exponential is 0."""
@@ -142,6 +144,91 @@ def parts_of(
 
 def _operand_axes(operand: Value, axes: tuple[int | None, ...]) -> tuple[int | None, ...]:
     return tuple(None if s == 1 else a for s, a in zip(operand.shape, axes, strict=True))
+
+
+class OfBooleans(NamedTuple):
+    """An array that has one number where another one is False, and one where that is True."""
+
+    booleans: View
+    of_false: float
+    of_true: float
+
+
+def of_booleans(seen: View) -> OfBooleans | None:
+    """The two numbers that an array is made of, as `(1 - mask) * -1e9` is, or None."""
+    seen = view(*seen)
+    node = seen.base.node
+    if seen.base.dtype == np.bool_:
+        return None if seen.base.is_constant else OfBooleans(seen, 0.0, 1.0)
+    if node is None or len(node.outs) != 1:
+        return None
+    if node.name == "select_n" and node.ins[0].dtype == np.bool_:
+        numbers = [scalar(value) for value in node.ins[1:]]
+        if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
+            return None
+        return OfBooleans(_operand(node, 0, seen), numbers[0], numbers[1])
+    function = elementwise(node)
+    moving = [i for i, value in enumerate(node.ins) if scalar(value) is None]
+    if (
+        function is None
+        or len(moving) != 1
+        or not set(node.out.shape) >= {*node.ins[moving[0]].shape}
+    ):
+        return None
+    inner = of_booleans(_operand(node, moving[0], seen))
+    if inner is None:
+        return None
+
+    def made_of(number: float) -> float:
+        ins = [number if i == moving[0] else scalar(v) for i, v in enumerate(node.ins)]
+        with np.errstate(all="ignore"):
+            made = float(function(*map(np.asarray, ins)))
+        return rounded(made, node.out.dtype) if node.out.is_floating else made
+
+    return OfBooleans(inner.booleans, made_of(inner.of_false), made_of(inner.of_true))
+
+
+def _operand(node: Node, index: int, seen: View) -> View:
+    operand = node.ins[index]
+    return View(operand, _operand_axes(operand, seen.axes) if operand.ndim else ())
+
+
+_ORDINARY = 1e4
+"""The largest magnitude of what is learned, counted or given, where nothing is known of it."""
+_DEEPEST = 24
+
+
+def bounds(value: Value, depth: int = 0) -> tuple[float, float]:
+    """Between which numbers an array is, where what it is made of is of ordinary size."""
+    ordinary = (-_ORDINARY, _ORDINARY)
+    if value.dtype == np.bool_:
+        return 0.0, 1.0
+    array = evaluate(value)
+    if array is not None and array.size:
+        return float(array.min()), float(array.max())
+    node = value.node
+    if node is None or depth > _DEEPEST or node.name not in _BOUNDED:
+        return ordinary
+    ins = [bounds(operand, depth + 1) for operand in node.ins]
+    if node.name == "select_n":
+        ins = ins[1:]
+    if node.name in ("select_n", "concatenate"):
+        return min(low for low, _ in ins), max(high for _, high in ins)
+    function = _BOUNDED[node.name]
+    with np.errstate(all="ignore"):
+        corners = np.asarray([function(*corner) for corner in itertools.product(*ins)], float)
+    if np.isnan(corners).any():
+        return -np.inf, np.inf
+    return float(corners.min()), float(corners.max())
+
+
+_BOUNDED: dict[str, Callable[..., float]] = {
+    **{name: ELEMENTWISE[name] for name in ("add", "sub", "mul", "neg", "max", "min")},
+    **dict.fromkeys(("concatenate", "gather", "select_n", "slice"), lambda x, *_: x),
+    **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "transpose"), lambda x, *_: x),
+    **dict.fromkeys(("convert_element_type", "copy", "name"), lambda x: x),
+}
+"""Of monotone operations, what each makes of numbers; the others only choose or move."""
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,8 @@ def is_maximum(value: Value, logits: Value, axis: int) -> bool:
 
     It stands at its rows, in an array of the logits' axes or of all but the one.
     """
+    if not 0 <= axis < logits.ndim or logits.ndim - value.ndim not in (0, 1):
+        return False
     source, places = _before_transpositions(logits)
     along = places[axis]
     if value.ndim < logits.ndim:
@@ -389,7 +391,7 @@ def _bias(found: _Logits, step: Node, value: Value) -> None:
         return
     found.added.append(other)
     axes = tuple(i if size != 1 else None for i, size in enumerate(other.shape))
-    masking = None if step.name == "sub" else _as_mask(other, axes, found.axes)
+    masking = _as_mask(other, axes, found.axes, -1 if step.name == "sub" else 1)
     if masking is not None:
         found.masks.append(masking)
     else:
@@ -397,21 +399,23 @@ def _bias(found: _Logits, step: Node, value: Value) -> None:
         found.biases.append((view(other, axes), found.axes, step.name == "sub"))
 
 
-def _as_mask(value: Value, axes: tuple[int | None, ...], logits: Axes) -> _Masking | None:
+def _as_mask(
+    value: Value, axes: tuple[int | None, ...], logits: Axes, sign: int
+) -> _Masking | None:
     """The mask that a bias of zeros and large negative numbers is, or None."""
     seen = view(value, axes)
-    node = seen.base.node
-    if node is not None and node.name == "select_n" and len(node.ins) == 3:
-        of_false, of_true = scalar(node.ins[1]), scalar(node.ins[2])
-        if of_false is not None and of_true is not None and 0.0 in (of_false, of_true):
-            number = of_false if of_true == 0.0 else of_true
-            if number > mask.BIG:
-                return None
-            parts = mask.parts_of(node.ins[0], seen.axes, logits, negated=of_true != 0.0)
-            return _Masking(tuple(parts), number, is_added=True)
+    found = mask.of_booleans(seen)
+    if found is not None:
+        of_false, of_true = sign * found.of_false, sign * found.of_true
+        number = min(of_false, of_true)
+        if max(of_false, of_true) != 0.0 or number > mask.BIG:
+            return None
+        parts = mask.parts_of(*found.booleans, logits, negated=of_true != 0.0)
+        return _Masking(tuple(parts), number, is_added=True)
     array = evaluate(seen.base)
     if array is None:
         return None
+    array = sign * array
     allowed = array == 0
     lowest = float(array.max(where=~allowed, initial=-np.inf))
     if not (allowed | (array <= mask.BIG)).all() or allowed.all():
@@ -696,8 +700,11 @@ def _make(
     always = constant.always_has_key and not dynamic
     if not always:
         _check_queries_without_keys(logits)
-    if logits.biases and any(masking.number > ABSORBING for masking in logits.masks):
+    numbers = [masking.number for masking in logits.masks]
+    if logits.biases and any(number > ABSORBING for number in numbers):
         raise _NoAttention("a mask's number is not far below what a bias may be")
+    if any(np.isfinite(numbers)) and any(_may_mask(*bias) for bias in logits.biases):
+        raise _NoAttention("a bias may be as far below the other logits as a mask's number is")
     has_gradient = any(masking.is_added for masking in logits.masks)
     inputs: list[Value] = list(arrays)
     for part in dynamic:
@@ -772,6 +779,12 @@ def _make(
         f"dot_product_attention({', '.join(words)}) of {arrays[0].aval.str_short()}"
         f" and {arrays[1].aval.str_short()}",
     )
+
+
+def _may_mask(seen: View, axes: Axes, is_subtracted: bool) -> bool:
+    """Whether a bias may be a mask that is not told from one, as with a mask of floating numbers."""
+    least, most = mask.bounds(seen.base)
+    return (-most if is_subtracted else least) <= mask.BIG / 10
 
 
 def _check_queries_without_keys(logits: _Logits) -> None:
@@ -918,7 +931,7 @@ def _of_absorbed_logits(
 
 @_of_absorbed_logits.defjvp
 def _of_absorbed_logits_jvp(scale: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """With p = 1 / S, the softmax changes by p (dl - mean dl), and the result by the sum of that times v."""
+    """With p = 1 / S the softmax changes by p (dl - mean dl), and the result by that times v."""
     (query, key, value), (dq, dk, dv) = primals, tangents
     result = _of_absorbed_logits(query, key, value, scale)
     dtype = accumulator_dtype(value.dtype)

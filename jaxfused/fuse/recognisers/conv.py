@@ -137,7 +137,7 @@ def _of_channels(value: Value, channel: int, channels: int) -> Value | None:
 
 
 def followed_by(book: Book, node: Node, result: Value, channel: int) -> Followed:
-    """What follows the result of a convolution, which `node` has made, as far as the operator does it."""
+    """What follows the result of a convolution that `node` has made, as far as the operator does it."""
     found = _steps(book, result, channel)
     added = residual_of(book, found.value)
     if added is not None and added.value.dtype == result.dtype:
@@ -150,9 +150,7 @@ def followed_by(book: Book, node: Node, result: Value, channel: int) -> Followed
             book.miss("conv", node, why)
     elif book.is_free(activated.covered) and activated.result.dtype == result.dtype:
         covered = found.covered | activated.covered
-        found = replace(
-            found, value=activated.result, covered=covered, activation=activated.name
-        )
+        found = replace(found, value=activated.result, covered=covered, activation=activated.name)
     return found
 
 

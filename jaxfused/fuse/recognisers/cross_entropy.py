@@ -116,7 +116,7 @@ def _loss(node: Node, logits: Value) -> _Loss | None:
 
 
 def _loss_by_one_hot(node: Node, other: Value) -> _Loss | None:
-    """The negative loss that the sum of logarithms of probabilities times a one-hot array is, or None."""
+    """The negative loss that a sum of log-probabilities times a one-hot array is, or None."""
     labels = _one_hot(other) if node.name == "mul" else None
     after = node.out.uses[0] if node.out.used_once else None
     if labels is None or after is None or after.name != "reduce_sum":

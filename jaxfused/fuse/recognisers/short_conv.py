@@ -1,9 +1,10 @@
-"""Finds conv in a sum of shifted products: y_t = sum over k of w_k * x_(t - k), with w_k for each channel.
+"""Finds conv in a sum of shifted products: y_t = sum over k of w_k * x_(t - k), for each channel.
 
 State-space models write their short causal convolution so, as XLA's own is slow where each channel has a
 kernel of its own. The shifts are slices of a padded array, or padded slices of an array.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -229,7 +230,7 @@ def _site(book: Book, node: Node, found: _Taps) -> Site | None:
     value = found.value
     x = at_dtype(found.x, value.dtype)
     shifts = sorted(found.weights)
-    steps = {b - a for a, b in zip(shifts, shifts[1:], strict=False)}
+    steps = {b - a for a, b in itertools.pairwise(shifts)}
     weights = [found.weights[shift] for shift in shifts]
     length, size = value.shape[found.axis], found.x.shape[found.axis]
     padding = (-shifts[0], shifts[-1] + length - size)
@@ -265,6 +266,7 @@ def _site(book: Book, node: Node, found: _Taps) -> Site | None:
             feature_group_count=channels,
             precision=jax.lax.Precision.HIGHEST if x.dtype.itemsize > 2 else None,
         )
+        assert isinstance(y, jax.Array)
         return (y.reshape(shape),)
 
     return Site(

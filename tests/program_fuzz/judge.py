@@ -1,0 +1,213 @@
+"""Runs a program as it is and fused, in float64 and in a narrower dtype."""
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxfused
+from jaxfused.fuse import report
+from jaxfused.fuse.recognisers import cross_entropy
+from tests.program_fuzz.writer import Program
+from tests.tolerances import FACTOR, ULPS, ulp
+
+OK, UNFUSED, INVALID, WRONG, RAISED = "ok", "unfused", "invalid", "wrong", "raised"
+
+_EXACT = 1e-12
+"""Of the largest value, how far a fused program may be off in float64: sums are in another order."""
+_DRAWS = (1, 15)
+"""Arguments that a narrow dtype is judged by: with the second lot if it seems wrong with the first."""
+
+Arrays = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a program."""
+
+    status: str
+    why: str = ""
+    found: tuple[str, ...] = ()
+    """The operators that stand in the fused one."""
+
+
+def judge(program: Program, dtype: str, seed: int = 0) -> Verdict:
+    """Whether `fuse` leaves the program's values and gradients as they are."""
+    # Losses of a few logits would be left alone.
+    cross_entropy.FEWEST_LOGITS = 0
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        in_float64 = _Compiled(program, "float64")
+        verdict = _in_float64(in_float64, seed)
+        if verdict.status == OK:
+            verdict = _narrow(in_float64, _Compiled(program, dtype), seed)
+    return verdict
+
+
+class _Compiled:
+    """A program in a dtype, as it is and fused, in one compiled function, which shares what is alike."""
+
+    def __init__(self, program: Program, dtype: str):
+        self.program, self.dtype = program, dtype
+        self.f = program.function(dtype)
+        self.names = [*program.results, *(f"the gradient to {name}" for name in program.floating)]
+        self._run = jax.jit(
+            lambda *args: (self.results(jaxfused.fuse(self.f), *args), self.plain(*args))
+        )
+
+    def plain(self, *args: Any) -> list[Any]:
+        return self.results(self.f, *args)
+
+    def results(self, f: Any, arrays: Any, cotangents: Any) -> list[Any]:
+        """Values of the function, and gradients to all floating arguments."""
+        floating = [i for i, value in enumerate(self.program.inputs.values()) if value.is_floating]
+
+        def of_floating(*some: Any) -> Any:
+            merged = list(arrays)
+            for i, array in zip(floating, some, strict=True):
+                merged[i] = array
+            return f(*merged)
+
+        results, pullback = jax.vjp(of_floating, *(jnp.asarray(arrays[i]) for i in floating))
+        return [*results, *pullback(tuple(cotangents))]
+
+    def draw(self, rng: np.random.Generator) -> tuple[Arrays, Arrays]:
+        """Arguments and cotangents."""
+        arrays = self.program.arrays(self.dtype, rng)
+        shapes = jax.eval_shape(self.f, *arrays)
+        drawn = [rng.standard_normal(s.shape).astype(jnp.bfloat16).astype(s.dtype) for s in shapes]
+        return arrays, [np.asarray(a) for a in drawn]
+
+    def run(self, arrays: Arrays, cotangents: Arrays) -> tuple[list[Any], list[Any]]:
+        """Ours and the plain results, and with them their dtypes."""
+        ours, plain = self._run(arrays, cotangents)
+        return [np.asarray(a) for a in ours], [np.asarray(a) for a in plain]
+
+
+def _in_float64(compiled: _Compiled, seed: int) -> Verdict:
+    with jax.enable_x64(True):
+        try:
+            arrays, cotangents = compiled.draw(np.random.default_rng(seed))
+        except Exception as error:
+            return Verdict(INVALID, _first_line(error))
+        try:
+            found = _found(compiled.f, arrays)
+            if isinstance(found, Verdict) or not found:
+                return found or Verdict(UNFUSED)
+            ours, plain = compiled.run(arrays, cotangents)
+        except Exception as error:
+            return _raised(compiled, arrays, cotangents, error)
+    largest = max((_largest(a) for a in plain), default=0.0)
+    for name, a, b in zip(compiled.names, ours, plain, strict=True):
+        if not np.array_equal(np.isfinite(a), np.isfinite(b)):
+            return Verdict(WRONG, f"float64: {name} is NaN or Inf elsewhere", found)
+        error = _largest(a - b)
+        if error > 10 * _EXACT * _largest(b) + _EXACT * largest:
+            why = f"float64: {name} is off by {error:.3g} of {_largest(b):.3g}"
+            return Verdict(WRONG, why, found)
+    return Verdict(OK, found=found)
+
+
+def _raised(compiled: _Compiled, arrays: Arrays, cotangents: Arrays, error: Exception) -> Verdict:
+    """What raises without `fuse` too is no program."""
+    try:
+        jax.eval_shape(compiled.plain, arrays, cotangents)
+    except Exception as other:
+        return Verdict(INVALID, _first_line(other))
+    return Verdict(RAISED, f"in {compiled.dtype}: {_first_line(error)}")
+
+
+def _narrow(in_float64: _Compiled, compiled: _Compiled, seed: int) -> Verdict:
+    """By the rule of tests/tolerances.py, over several draws."""
+    dtype = compiled.dtype
+    rng = np.random.default_rng(seed)
+    errors: dict[str, np.ndarray] = {}
+    found: tuple[str, ...] | Verdict = ()
+    wrong: list[str] = []
+    for draws in _DRAWS:
+        for _ in range(draws):
+            arrays, cotangents = compiled.draw(rng)
+            try:
+                found = found or _found(compiled.f, arrays)
+                if isinstance(found, Verdict) or not found:
+                    return found or Verdict(OK)
+                ours, plain = compiled.run(arrays, cotangents)
+            except Exception as error:
+                return _raised(compiled, arrays, cotangents, error)
+            with jax.enable_x64(True):
+                _, truth = in_float64.run(*_widened(arrays, cotangents))
+            largest = max((_largest(t) for t in truth), default=0.0)
+            for name, a, b, t in zip(compiled.names, ours, plain, truth, strict=True):
+                usual = np.isfinite(t) & np.isfinite(b)
+                if not np.isfinite(a[usual]).all():
+                    return Verdict(
+                        WRONG, f"{dtype}: {name} is NaN or Inf where it need not be", found
+                    )
+                unit = ulp(max(_largest(t), 1e-3 * largest), a.dtype)
+                off = [_largest(np.where(usual, x.astype(np.float64) - t, 0.0)) for x in (a, b)]
+                seen = errors.setdefault(name, np.zeros(3))
+                np.maximum(seen, [*off, unit], out=seen)
+        wrong = [
+            f"{dtype}: {name} is off by {ours:.3g}, and by {plain:.3g} as written (unit {unit:.3g})"
+            for name, (ours, plain, unit) in errors.items()
+            if ours > FACTOR * plain + ULPS * unit
+        ]
+        if not wrong:
+            return Verdict(OK, found=found)
+    return Verdict(WRONG, wrong[0], found)
+
+
+def _widened(*lots: Arrays) -> list[Arrays]:
+    """Arrays in float64 where they are not booleans or integers."""
+    return [[a if a.dtype.kind in "bi" else a.astype(np.float64) for a in lot] for lot in lots]
+
+
+def _found(f: Any, arrays: Arrays) -> tuple[str, ...] | Verdict:
+    """The operators that `fuse` finds, or what is wrong with how it looks for them."""
+    with report.recorded() as reports:
+        jax.eval_shape(jaxfused.fuse(f), *arrays)
+    for miss in reports[0].misses:
+        # A refusal that is no sentence of an operator's is a mistake of the recogniser's.
+        if miss.reason.startswith("it refused") and "pass" not in miss.reason:
+            return Verdict(RAISED, miss.reason)
+    return tuple(site.operator for site in reports[0].found)
+
+
+def _largest(array: np.ndarray) -> float:
+    array = np.abs(array.astype(np.float64))
+    return float(array.max(where=np.isfinite(array), initial=0.0))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+def shrunk(program: Program, dtype: str, verdict: Verdict, seed: int = 0) -> Program:
+    """The program without what it is wrong without too."""
+
+    def is_as_wrong(smaller: Program) -> bool:
+        return judge(smaller, dtype, seed).status == verdict.status
+
+    again = True
+    while again:
+        again = False
+        for smaller in _smaller(program):
+            if is_as_wrong(smaller):
+                program, again = smaller, True
+                break
+    return program
+
+
+def _smaller(program: Program):
+    if program.wrapper != "program":
+        yield replace(program, wrapper="program")
+    for i in range(len(program.results)):
+        if len(program.results) > 1:
+            yield replace(program, results=program.results[:i] + program.results[i + 1 :])
+    for i, line in enumerate(program.lines):
+        if line.instead is not None and line.expression != line.instead:
+            plain = replace(line, expression=line.instead)
+            yield replace(program, lines=(*program.lines[:i], plain, *program.lines[i + 1 :]))

@@ -1,0 +1,320 @@
+"""Patterns of rows of features [B, T, D]: norms, products, perceptrons, short convolutions."""
+
+from tests.program_fuzz.writer import Writer
+
+ACTIVATIONS = (
+    "jax.nn.relu({z})",
+    "jax.nn.gelu({z})",
+    "jax.nn.gelu({z}, approximate=False)",
+    "jax.nn.silu({z})",
+    "jnp.square(jax.nn.relu({z}))",
+    "{z} * jax.nn.sigmoid(1.702 * {z})",
+    "{z} / (1 + jnp.exp(-{z}))",
+    "0.5 * {z} * (1 + jnp.tanh(np.sqrt(2 / np.pi).item() * ({z} + 0.044715 * {z}**3)))",
+)
+ODD_ACTIVATIONS = (
+    "jnp.tanh({z})",
+    "jax.nn.sigmoid({z})",
+    "{z} * jax.nn.sigmoid(1.7 * {z})",
+    "{z} * jax.nn.sigmoid({z} + {n})",
+    "{z} * jax.nn.sigmoid({n} * {z})",
+    "jax.nn.silu({z}) + {n}",
+    "jax.nn.silu({z}) * {n}",
+    "0.5 * {z} * (1 + jnp.tanh(0.8 * ({z} + 0.0447 * {z}**3)))",
+    "jax.nn.gelu({z} * {n})",
+    "jnp.maximum({z}, 0)",
+    "jax.nn.relu({z} - {n})",
+    "jax.nn.elu({z})",
+    "jax.nn.softplus({z})",
+    "{z}",
+)
+
+
+def activation(w: Writer, z: str) -> str:
+    """One that operators have, or another."""
+    of = ODD_ACTIVATIONS if w.odd(2) else ACTIVATIONS
+    return w.let(w.pick(*of).format(z=z, n=w.number()), w.shapes[z], z)
+
+
+def mean(
+    w: Writer, value: str, axes: int | tuple[int, ...], shape: tuple[int, ...], keep: bool
+) -> str:
+    """The expression of a mean over axes of an array of this shape, or of something near it."""
+    of = (axes,) if isinstance(axes, int) else axes
+    count = 1
+    for axis in of:
+        count *= shape[axis]
+    if w.odd(1.5):
+        count = w.pick(count - 1 or 2, count + 1, count + 2, count * 1.001, count * 2)
+    total = f"jnp.sum({value}, axis={axes}, keepdims={keep})"
+    return w.pick(
+        f"jnp.mean({value}, axis={axes}, keepdims={keep})",
+        f"{total} / {count}",
+        f"{total} * (1 / {count})",
+        f"{total} * {1 / count:.8g}" if w.odd() else f"{total} / {count}",
+    )
+
+
+def moments(
+    w: Writer, x: str, axes: int | tuple[int, ...], *, is_rms: bool
+) -> tuple[str, str, str]:
+    """The array that is normalised, what is divided, and its variance, with axes of length 1."""
+    shape = w.shapes[x]
+    of = {axis % len(shape) for axis in ((axes,) if isinstance(axes, int) else axes)}
+    kept = tuple(1 if axis in of else size for axis, size in enumerate(shape))
+    if is_rms:
+        square = w.perturbed(w.let(w.pick(f"{x} * {x}", f"jnp.square({x})", f"{x}**2"), shape))
+        return x, x, w.perturbed(w.let(mean(w, square, axes, shape, True), kept))
+    middle = w.let(mean(w, x, axes, shape, True), kept)
+    if len(shape) > 1 and shape[-1] == shape[-2] and of == {len(shape) - 1} and w.odd():
+        middle = w.let(f"jnp.swapaxes({middle}, -1, -2)", (*shape[:-2], 1, shape[-1]))
+    else:
+        middle = w.perturbed(middle)
+    centred = w.perturbed(w.let(f"{x} - {middle}", shape))
+    kind = w.pick("deviations", "var", "two means")
+    if kind == "deviations":
+        square = w.let(w.pick(f"{centred} * {centred}", f"jnp.square({centred})"), shape)
+        variance = w.let(mean(w, square, axes, shape, True), kept)
+    elif kind == "var":
+        ddof = w.pick(1, 2) if w.odd(3) else 0
+        variance = w.let(f"jnp.var({x}, axis={axes}, keepdims=True, ddof={ddof})", kept)
+    else:
+        square = w.let(mean(w, f"jnp.square({x})", axes, shape, True), kept)
+        less = f"{w.number()} * " if w.odd() else ""
+        variance = w.let(f"{square} - {less}jnp.square({middle})", kept)
+        if w.draw.chance(0.5):
+            least = w.number() if w.odd() else "0.0"
+            variance = w.let(f"jnp.maximum({variance}, {least})", kept)
+    return x, w.pick(x, middle) if w.odd(0.5) else centred, w.perturbed(variance)
+
+
+def divided(w: Writer, array: str, variance: str, factor: str | None) -> str:
+    """The array over the root of its variance, times a factor."""
+    shape, of_variance = w.shapes[array], w.shapes[variance]
+    epsilon = w.pick("1e-6", "1e-5", "1e-3")
+    if w.odd():
+        root = w.pick(
+            f"jnp.sqrt({variance}) + {epsilon}",
+            f"jnp.sqrt(jnp.maximum({variance}, {epsilon}))",
+            f"jnp.sqrt({variance} * {w.number()} + {epsilon})",
+            f"jnp.sqrt(jnp.maximum({variance} - 0.3, 0.0) + {epsilon})",
+            f"{variance} + {epsilon}",
+        )
+        result = f"{array} / ({root})"
+        return w.let(result if factor is None else f"{result} * {factor}", shape)
+    summed = w.perturbed(w.let(f"{variance} + {epsilon}", of_variance))
+    reciprocal = w.perturbed(
+        w.let(
+            w.pick(f"lax.rsqrt({summed})", f"1 / jnp.sqrt({summed})", f"{summed}**-0.5"),
+            of_variance,
+        )
+    )
+    if factor is None:
+        return w.let(
+            w.pick(
+                f"{array} * {reciprocal}",
+                f"{reciprocal} * {array}",
+                f"{array} / jnp.sqrt({summed})",
+            ),
+            shape,
+        )
+    return w.let(
+        w.pick(
+            f"{array} * {reciprocal} * {factor}",
+            f"{array} * ({factor} * {reciprocal})",
+            f"({factor} * {array}) * {reciprocal}",
+            f"{array} * {factor} / jnp.sqrt({summed})",
+        ),
+        shape,
+    )
+
+
+def norm(w: Writer, x: str) -> str:
+    """LayerNorm or RMSNorm, with the residual sum before it now and then."""
+    shape = w.shapes[x]
+    if w.draw.chance(0.3):
+        x = w.perturbed(w.let(f"{w.input(*shape)} + {x}", shape))
+        if w.draw.chance(0.5):
+            w.beside.append(x)
+    is_wide = w.draw.chance(0.5)
+    y = w.perturbed(w.let(f"wide({x})", shape, x) if is_wide else x)
+    is_rms = w.draw.chance(0.4)
+    axis = -2 if w.odd(0.5) else w.pick(-1, len(shape) - 1)
+    _, array, variance = moments(w, y, axis, is_rms=is_rms)
+    factor: str | None = None
+    if w.draw.chance(0.7):
+        scale = w.input(shape[-1], kind="scale")
+        factor = w.pick(scale, scale, f"(1 + {scale})", f"wide({scale})", f"{scale}[None, None]")
+        if w.odd():
+            factor = w.pick(
+                f"({w.number()} + {scale})", w.number(), f"({scale} * {w.number()})", array
+            )
+    if w.shapes[array] != shape:
+        array = y
+    y = w.perturbed(divided(w, array, variance, factor))
+    if w.draw.chance(0.4):
+        bias = w.input(shape[-1])
+        y = w.perturbed(w.let(w.pick(f"{y} + {bias}", f"{bias} + {y}", f"{y} - {bias}"), shape))
+    if w.draw.chance(0.2):
+        scale, shift = w.input(shape[0], shape[-1]), w.input(shape[0], shape[-1])
+        one = w.number() if w.odd() else "1"
+        y = w.let(f"{y} * ({one} + {scale}[:, None]) + {shift}[:, None]", shape, y)
+    return w.let(f"{y}.astype(dtype)", shape)
+
+
+def product(w: Writer, x: str, features: int, *, has_bias: bool | None = None) -> str:
+    """X [B, T, D] times a matrix, with its bias."""
+    *rows, d = w.shapes[x]
+    shape = (*rows, features)
+    matrix = w.input(d, features, kind="weight")
+    kind = w.pick("plain", "plain", "einsum", "dot", "turned")
+    if kind == "turned":
+        turned = w.let(f"jnp.swapaxes({matrix}, 0, 1)", (features, d))
+        y = w.let(f"jnp.einsum('btd,fd->btf', {x}, {turned})", shape)
+    else:
+        y = w.let(
+            {
+                "plain": f"{x} @ {matrix}",
+                "einsum": f"jnp.einsum('btd,df->btf', {x}, {matrix})",
+                "dot": f"jnp.dot({x}, {matrix})",
+            }[kind],
+            shape,
+        )
+    y = w.perturbed(y)
+    if w.draw.chance(0.6) if has_bias is None else has_bias:
+        bias = w.input(features)
+        y = w.perturbed(w.let(w.pick(f"{y} + {bias}", f"{bias} + {y}"), shape))
+    return y
+
+
+def layer(w: Writer, x: str) -> str:
+    """A product with its activation and residual."""
+    shape = w.shapes[x]
+    y = product(w, x, shape[-1])
+    if w.draw.chance(0.8):
+        y = w.perturbed(activation(w, y))
+    return residual(w, x, y)
+
+
+def residual(w: Writer, x: str, y: str) -> str:
+    """The sum with what went in, or without it."""
+    if w.shapes[x] != w.shapes[y] or not w.draw.chance(0.5):
+        return y
+    scaled = f"{w.number()} * {y}" if w.odd() else y
+    return w.perturbed(w.let(w.pick(f"{x} + {scaled}", f"{scaled} + {x}"), w.shapes[y]))
+
+
+def perceptron(w: Writer, x: str) -> str:
+    """Two products with an activation between them."""
+    features = w.shapes[x][-1]
+    h = w.perturbed(activation(w, product(w, x, w.pick(8, 12, features))))
+    return residual(w, x, product(w, h, features))
+
+
+def gated(w: Writer, x: str) -> str:
+    """Two products with a gated unit between them, of one matrix or of two."""
+    shape, hidden = w.shapes[x], w.pick(8, 12)
+    if w.draw.chance(0.4):
+        both = product(w, x, 2 * hidden)
+        gate = w.let(f"{both}[..., :{hidden}]", (*shape[:-1], hidden))
+        up = w.let(f"{both}[..., {hidden}:]", (*shape[:-1], hidden))
+        if w.draw.chance(0.3):
+            gate, up = up, gate
+    else:
+        of_up = w.perturbed(x) if w.odd() else x
+        gate, up = product(w, x, hidden), product(w, of_up, hidden)
+    kind = w.pick("act", "act", "act", "sigmoid", "highway")
+    gate = w.perturbed(
+        activation(w, gate) if kind == "act" else w.let(f"jax.nn.sigmoid({gate})", w.shapes[gate])
+    )
+    mixed = f"{gate} * {up}"
+    if kind == "highway":
+        mixed = f"{gate} * {up} + (1 - {gate}) * {w.input(*w.shapes[gate])}"
+    h = w.perturbed(w.let(mixed, w.shapes[gate]))
+    return residual(w, x, product(w, h, shape[-1]))
+
+
+def mixer(w: Writer, x: str) -> str:
+    """A perceptron over the tokens, between two transpositions."""
+    batch, tokens, features = w.shapes[x]
+    turned = w.let(f"jnp.swapaxes({x}, 1, 2)", (batch, features, tokens))
+    y = perceptron(w, turned)
+    y = w.let(f"jnp.swapaxes({y}, 1, 2)", (batch, tokens, features))
+    return residual(w, x, y)
+
+
+def squeezed(w: Writer, x: str) -> str:
+    """Gates of each image, of the mean of its rows: squeeze and excitation."""
+    batch, _, features = w.shapes[x]
+    pooled = w.let(f"{x}.mean(1)", (batch, features))
+    matrices = [w.input(features, 4, kind="weight"), w.input(4, features, kind="weight")]
+    h = w.let(f"{pooled} @ {matrices[0]}", (batch, 4))
+    h = activation(w, h)
+    gate = w.let(f"jax.nn.sigmoid({h} @ {matrices[1]})", (batch, features))
+    return residual(w, x, w.let(f"{x} * {w.perturbed(gate)}[:, None]", w.shapes[x]))
+
+
+def short_conv(w: Writer, x: str) -> str:
+    """A causal convolution of each channel, as a sum of shifts."""
+    shape = w.shapes[x]
+    length, features = shape[-2:]
+    taps = w.pick(2, 3, 4)
+    weights = w.input(taps, features)
+    fill = f", constant_values={w.number()}" if w.odd() else ""
+    before = taps - 1 if not w.odd() else taps
+    zeros = f"jnp.zeros_like({x}[:, :{before}])"
+    if w.draw.chance(0.6):
+        padded = w.let(
+            w.pick(
+                f"jnp.pad({x}, ((0, 0), ({before}, 1), (0, 0)){fill})",
+                f"jnp.concatenate([{zeros}, {x}, {zeros}[:, :1]], axis=1)",
+            )
+            if length > before
+            else f"jnp.pad({x}, ((0, 0), ({before}, 1), (0, 0)){fill})",
+            (shape[0], length + before + 1, features),
+        )
+        starts = [tap + w.pick(1, 1, -1) * w.odd(0.3) for tap in range(taps)]
+        windows = [f"{padded}[:, {max(0, s)}:{max(0, s) + length}]" for s in starts]
+    else:
+        windows = [
+            f"jnp.pad({x}[:, :{length - back}], ((0, 0), ({back}, 0), (0, 0)){fill})"
+            for back in range(taps - 1, -1, -1)
+        ]
+    y = ""
+    for tap, window in enumerate(windows):
+        factor = f"{w.number()} * " if w.odd(0.4) else ""
+        term = w.let(
+            w.pick(f"{factor}{weights}[{tap}] * {window}", f"{window} * {weights}[{tap}]"), shape
+        )
+        term = w.perturbed(term) if w.odd(0.4) else term
+        y = w.let(f"{y} + {term}", shape) if y else term
+    if w.draw.chance(0.6):
+        y = w.perturbed(w.let(f"{y} + {w.input(features)}", shape))
+    return activation(w, y) if w.draw.chance(0.6) else y
+
+
+def cross_entropy(w: Writer, x: str) -> str:
+    """The loss of a product."""
+    rows = w.shapes[x][:-1]
+    classes = w.pick(*rows[-1:], 9)
+    logits = product(w, x, classes)
+    shape = rows
+    labels = w.input(*rows, kind=f"labels:{classes}")
+    kind = w.pick("lse", "one hot", "by hand", "gathered")
+    wide = w.let(f"wide({logits})", (*rows, classes), logits)
+    if kind == "lse":
+        lse = w.perturbed(w.let(f"jax.nn.logsumexp({wide}, axis=-1)", shape))
+    else:
+        most = w.let(f"lax.stop_gradient({wide}.max(-1, keepdims=True))", (*rows, 1))
+        shifted = w.perturbed(w.let(f"{wide} - {most}", (*rows, classes)))
+        total = w.let(f"jnp.log(jnp.exp({shifted}).sum(-1))", shape)
+        with_most = f"{total} + {most}[..., 0]"
+        lse = w.let(total if w.odd(2) else with_most, shape)
+    if kind == "one hot":
+        logs = w.perturbed(w.let(f"jax.nn.log_softmax({wide})", (*rows, classes)))
+        hot = w.let(f"jax.nn.one_hot({labels}, {classes}, dtype={logs}.dtype)", (*rows, classes))
+        if w.odd(2):
+            hot = w.let(f"0.9 * {hot} + 0.1 / {classes}", (*rows, classes), hot)
+        return w.let(f"-({logs} * {hot}).sum(-1)", shape)
+    picked = w.let(f"jnp.take_along_axis({wide}, {labels}[..., None], axis=-1)[..., 0]", shape)
+    return w.perturbed(w.let(f"{lse} - {picked}", shape))
