@@ -191,7 +191,10 @@ def gated_mlp(
 
     Args:
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla").
-      w_gate: [D, F]; or [D, 2 F] with `w_up=None`: the gate's columns, then those of w_up.
+      w_gate: [D, F]; or [D, 2 F] with `w_up=None`: the gate's columns, then those of w_up, as
+        Phi-3, GLM and Flux 2 pack them. The "geglu" and "swiglu" of diffusers are packed the other
+        way round: pass `jnp.split(w, 2, axis=1)` as w_up and w_gate, or the result is silently that
+        of another network.
       w_up: [D, F], or None where w_gate holds both.
       w_down: [F, E].
       b_gate: of w_gate's last axis.
