@@ -271,6 +271,25 @@ def test_fold_batch_norm_gives_what_the_norm_gives(layer):
     np.testing.assert_allclose(apply(x, *folded), expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(6, 6), (3, 6)])
+@pytest.mark.parametrize("transpose_kernel", [False, True])
+def test_fold_batch_norm_into_a_transposed_convolution(inputs, outputs, transpose_kernel):
+    rng = np.random.default_rng(0)
+    shape = (2, 2, outputs, inputs) if transpose_kernel else (2, 2, inputs, outputs)
+    w, x = (rng.normal(size=s).astype(np.float32) for s in (shape, (2, 5, 5, inputs)))
+    bias, mean, scale, shift = rng.normal(size=(4, outputs)).astype(np.float32)
+    norm = dict(mean=mean, var=rng.uniform(0.5, 2.0, outputs).astype(np.float32))
+    options = dict(strides=2, transpose_kernel=transpose_kernel)
+    y = jaxfused.conv_transpose(x, w, bias, **options)
+    expected = jaxfused.batch_norm(y, scale, shift, **norm)
+    folded = jaxfused.fold_batch_norm(
+        w, bias, norm_scale=scale, norm_bias=shift, transpose_kernel=transpose_kernel, **norm
+    )
+    assert folded[0].shape == shape
+    actual = jaxfused.conv_transpose(x, *folded, **options)
+    np.testing.assert_allclose(actual, expected, atol=2e-5, rtol=2e-5)
+
+
 def test_fold_batch_norm_keeps_dtypes():
     w, bias = jnp.ones((3, 2), jnp.bfloat16), jnp.ones(2)
     statistics = dict(mean=jnp.zeros(2), var=jnp.ones(2))
@@ -314,6 +333,8 @@ def test_errors(change, message):
         ({"w": jnp.ones((3, 4), jnp.int8)}, "w has dtype int8"),
         ({"bias": jnp.ones(3)}, r"bias has shape \(3,\), but w has 4 output channels"),
         ({"norm_scale": jnp.ones(3)}, r"norm_scale has shape \(3,\)"),
+        ({"w": jnp.ones((2, 2, 4, 3))}, r"last axis, unless transpose_kernel=True says"),
+        ({"w": jnp.ones(4), "transpose_kernel": True}, r"w is of shape \(4,\); pass w .* channels"),
     ],
 )
 def test_fold_errors(change, message):

@@ -283,6 +283,7 @@ def fold_batch_norm(
     norm_scale: jax.Array | None = None,
     norm_bias: jax.Array | None = None,
     epsilon: float = 1e-5,
+    transpose_kernel: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Folds an inference-mode batch_norm into the convolution or linear layer before it.
 
@@ -295,13 +296,16 @@ def fold_batch_norm(
 
     Args:
       w: [..., C], output channels last: Flax's [H, W, I, C] of a convolution or [I, C] of a linear
-        layer.
+        layer; or [..., C, I] with `transpose_kernel`.
       bias: [C], the bias of that layer; None where it has none.
       mean: [C], the running mean.
       var: [C], the running variance.
       norm_scale: [C], batch_norm's scale.
       norm_bias: [C], batch_norm's bias.
       epsilon: batch_norm's.
+      transpose_kernel: as of the `jaxfused.conv_transpose` that reads w, which Flax and Keras have in
+        ConvTranspose too: whether the output channels come before the input channels. Where there are as
+        many of both, nothing in the arrays tells.
 
     Returns:
       `(w', bias')` of w's shape and dtype and of shape [C] in the dtype of `bias` (of w without it).
@@ -324,10 +328,22 @@ def fold_batch_norm(
     w, bias, mean, var, norm_scale, norm_bias = as_arrays(w, bias, mean, var, norm_scale, norm_bias)
     vectors = dict(bias=bias, mean=mean, var=var, norm_scale=norm_scale, norm_bias=norm_bias)
     check_floating(op, dict(w=w, **vectors))
-    if w.ndim == 0:
-        raise ValueError(f"{op}: w is a scalar; pass w of shape [..., output channels].")
+    if w.ndim < 1 + transpose_kernel:
+        axes = "output channels, channels" if transpose_kernel else "output channels"
+        of_w = "a scalar" if w.ndim == 0 else f"of shape {w.shape}"
+        raise ValueError(f"{op}: w is {of_w}; pass w of shape [..., {axes}].")
+    if transpose_kernel:
+        w = w.swapaxes(-1, -2)
     channels = w.shape[-1]
+    rule = f"w has {channels} output channels"
+    if w.ndim > 1 and not transpose_kernel and mean.shape == w.shape[-2:-1]:
+        rule += (
+            " in its last axis, unless transpose_kernel=True says that they are in the one before"
+        )
     for name, array in vectors.items():
-        check_shape(op, name, array, (channels,), f"w has {channels} output channels")
+        check_shape(op, name, array, (channels,), rule)
     check_constant(op, "epsilon", epsilon)
-    return reference.batch_norm.fold(w, bias, mean, var, norm_scale, norm_bias, epsilon=epsilon)
+    folded, shift = reference.batch_norm.fold(
+        w, bias, mean, var, norm_scale, norm_bias, epsilon=epsilon
+    )
+    return folded.swapaxes(-1, -2) if transpose_kernel else folded, shift
