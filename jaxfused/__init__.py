@@ -67,6 +67,9 @@ from jaxfused.quantization.report import LayerError as LayerError
 from jaxfused.quantization.report import QuantizationReport as QuantizationReport
 from jaxfused.quantization.rules import QuantizationRule as QuantizationRule
 from jaxfused.quantization.smoothing import Fold as Fold
+from jaxfused.serialization import register as _register
+
+_register()
 
 
 def __getattr__(name: str) -> _Any:

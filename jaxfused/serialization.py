@@ -1,0 +1,97 @@
+"""What `flax.serialization`, with which `TrainState` is saved, makes of this package's pytrees.
+
+A state has the arrays by the names of their fields. What is static, such as how an array's bits lie, is
+that of the target which the state is read into.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from flax import serialization
+
+from jaxfused.modules.linear import LoRAKernel, QuantizedKernel
+from jaxfused.ops.conv_input import Concatenated
+from jaxfused.ops.fp8 import Fp8State
+from jaxfused.ops.rectified import Rectified
+from jaxfused.optim.eight_bit import EightBitMoment
+from jaxfused.optim.stepping import StepState
+from jaxfused.quantization.quantized_array import QuantizedArray
+
+State = dict[str, Any]
+
+
+def _names(tree: Any) -> list[str]:
+    return [field.name for field in fields(tree) if not field.metadata.get("static")]
+
+
+def _state_of(tree: Any) -> State:
+    return {name: serialization.to_state_dict(getattr(tree, name)) for name in _names(tree)}
+
+
+def _restored(target: Any, state: State) -> Any:
+    parts = _parts(type(target).__name__, {n: getattr(target, n) for n in _names(target)}, state)
+    static = {f.name: getattr(target, f.name) for f in fields(target) if f.name not in parts}
+    return type(target)(**parts, **static)
+
+
+def _parts(of: str, target: State, state: State) -> State:
+    """The parts of a target from a state, which may lack those of which the target has none."""
+    if not state.keys() <= target.keys():
+        names, others = ", ".join(target), ", ".join(sorted(state.keys() - target.keys()))
+        raise ValueError(
+            f"{of}: the state has {others}, but the target has {names}; pass a target that was made like"
+            " what was saved."
+        )
+    for name, part in target.items():
+        if name not in state and part is not None:
+            raise ValueError(
+                f"{of}: the state has no {name}, but the target has one; pass a target that was made"
+                " like what was saved."
+            )
+    return {
+        name: part if name not in state else serialization.from_state_dict(part, state[name], name)
+        for name, part in target.items()
+    }
+
+
+def _state_of_quantized(array: QuantizedArray) -> State:
+    return {key.name: part for key, part in array.tree_flatten_with_keys()[0]}
+
+
+def _restored_quantized(target: QuantizedArray, state: State) -> QuantizedArray:
+    parts, static = target.tree_flatten_with_keys()
+    wanted = {key.name: part for key, part in parts}
+    found = _parts("QuantizedArray", wanted, state)
+    for name, part in wanted.items():
+        other = found[name]
+        if (part is None) != (other is None) or (
+            part is not None and (part.shape, part.dtype) != (other.shape, other.dtype)
+        ):
+            raise ValueError(
+                f"QuantizedArray: the state's {name} is {_described(other)}, but the target's is"
+                f" {_described(part)}, and the same bits stand for other numbers in another dtype; pass"
+                " a target that was quantised like what was saved."
+            )
+    return QuantizedArray.tree_unflatten(static, tuple(found.values()))
+
+
+def _described(array: Any) -> str:
+    return "None" if array is None else f"{array.dtype}{list(array.shape)}"
+
+
+def register() -> None:
+    """Tells Flax of this package's pytrees; the package does so itself when it is imported."""
+    kinds = (
+        QuantizedKernel,
+        LoRAKernel,
+        EightBitMoment,
+        StepState,
+        Fp8State,
+        Rectified,
+        Concatenated,
+    )
+    tell: Callable[..., None] = serialization.register_serialization_state
+    tell(QuantizedArray, _state_of_quantized, _restored_quantized)
+    for kind in kinds:
+        tell(kind, _state_of, _restored)
