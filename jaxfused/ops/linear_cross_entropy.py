@@ -298,7 +298,12 @@ def _reference_losses(options, chunk_size, x, w, bias, labels):
 
 
 def _default_chunk_size(rows: int, features: int) -> int:
-    """Returns the tokens of a chunk: chunks are equal, so that the last one needs little padding."""
+    """Returns the tokens of a chunk: chunks are equal, so that the last one needs little padding.
+
+    Of as many rows as an exported program will be called with, all are one chunk.
+    """
+    if not isinstance(rows, int):
+        return rows
     chunks = max(1, math.ceil(rows * features / _CHUNK_LOGITS))
     return max(1, math.ceil(rows / chunks))
 

@@ -27,6 +27,7 @@ from jaxfused.reference.linear import (
 from jaxfused.reference.product import explicit_mesh, product, sum_written_rows
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 from jaxfused.semantics.activation import activate
+from jaxfused.semantics.shapes import is_symbolic
 
 
 def matmul(
@@ -175,8 +176,8 @@ def is_scaled_last(x: jax.Array, w: QuantizedArray) -> bool:
     them inside a product of few rows, where it would write a dequantised copy; and inside the sum that
     one row is to it, where dequantising takes six times as long as reading them.
     """
-    rows = math.prod(x.shape[:-1])
-    return w.groups == 1 and w.zero_point is None and rows <= _MOST_SCALED_ROWS
+    is_few = not is_symbolic(x) and math.prod(x.shape[:-1]) <= _MOST_SCALED_ROWS
+    return w.groups == 1 and w.zero_point is None and is_few
 
 
 def _is_by_groups(x: jax.Array, w: QuantizedArray) -> bool:
@@ -186,9 +187,8 @@ def _is_by_groups(x: jax.Array, w: QuantizedArray) -> bool:
     numbers. Where types say how features are split, they are not cut into groups.
     """
     group = w.shape[0] // w.groups
-    return (
-        w.groups > 1 and 2 * math.prod(x.shape[:-1]) <= group and explicit_mesh(x, w.values) is None
-    )
+    is_few = not is_symbolic(x) and 2 * math.prod(x.shape[:-1]) <= group
+    return w.groups > 1 and is_few and explicit_mesh(x, w.values) is None
 
 
 def _product_by_groups(rows: str, x: jax.Array, w: QuantizedArray) -> jax.Array:
