@@ -205,8 +205,8 @@ def takes_reference(
     if x.dtype not in cuda.library.DTYPES:
         why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"
         reasons: dict[str, str | None] = {"pallas": why, "cuda": why}
-    elif (why := why_symbolic(x, *others)) is not None:
-        reasons = {"pallas": why, "cuda": why}
+    elif unknown := why_symbolic(x, *others):
+        reasons = {"pallas": unknown, "cuda": unknown}
     else:
         capability = device.compute_capability
         reasons = {

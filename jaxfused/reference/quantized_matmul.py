@@ -355,7 +355,8 @@ def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     One row needs none of these kernels: XLA sums its products itself.
     """
     rows, (d, n) = a.reshape(-1, a.shape[-1]), b.shape
-    if rows.shape[0] > 1 and (d % _GRAIN or n % _GRAIN):
+    has_rows = is_symbolic(rows) or rows.shape[0] > 1
+    if has_rows and (d % _GRAIN or n % _GRAIN):
         total = _ragged_int8_matmul(rows, b, b.size + (rows.size if d % _GRAIN else 0))
     else:
         total = jnp.matmul(rows, b, preferred_element_type=jnp.int32)
@@ -379,7 +380,8 @@ def _ragged_int8_matmul(a: jax.Array, b: jax.Array, copied: int) -> jax.Array:
     (m, d), n = a.shape, b.shape[1]
     lengths = [size for size in range(_FEWEST_PRODUCTS, _EXACT_PRODUCTS + 1) if d % size == 0]
     length = d if d <= _EXACT_PRODUCTS else max(lengths, default=0)
-    if length and 8 * (d // length) * m * n <= _LAUNCH_BYTES + 2 * copied:
+    # Of a size that is not known yet, it is the form that suits many rows.
+    if length and not is_symbolic(a) and 8 * (d // length) * m * n <= _LAUNCH_BYTES + 2 * copied:
         parts = jnp.einsum(
             "mgd,gdf->gmf",
             a.astype(jnp.bfloat16).reshape(m, d // length, length),
@@ -400,6 +402,6 @@ def _float8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     which both operands get. The product of one row is a sum of XLA's own.
     """
     a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-    if math.prod(a.shape[:-1]) > 1:
+    if is_symbolic(a) or math.prod(a.shape[:-1]) > 1:
         a, b = -a, -b
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
