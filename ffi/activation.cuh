@@ -325,7 +325,12 @@ __device__ __forceinline__ void activate_with_derivative(Activation activation,
   }
 }
 
-// An activation that is not known when a loop is compiled.
+// An activation that is known when a loop is compiled, or not.
+template <Activation kValue>
+struct KnownActivation {
+  __device__ __forceinline__ operator Activation() const { return kValue; }
+};
+
 struct AnyActivation {
   Activation value;
 
@@ -334,7 +339,7 @@ struct AnyActivation {
 
 // Whether an activation's type is that of none.
 template <typename A>
-constexpr bool kIsNone = std::is_same_v<A, std::integral_constant<Activation, Activation::kNone>>;
+constexpr bool kIsNone = std::is_same_v<A, KnownActivation<Activation::kNone>>;
 
 // Calls f(activation, whether there is a residual) with types that have these as constants, so that
 // a loop in f has no branches for them. The activations that norms of images seldom have share one
@@ -345,19 +350,19 @@ __device__ __forceinline__ void with_constants(Activation activation, bool has_r
   const auto with_activation = [&](auto residual) {
     switch (activation) {
       case Activation::kNone:
-        return f(std::integral_constant<Activation, Activation::kNone>{}, residual);
+        return f(KnownActivation<Activation::kNone>{}, residual);
       case Activation::kRelu:
-        return f(std::integral_constant<Activation, Activation::kRelu>{}, residual);
+        return f(KnownActivation<Activation::kRelu>{}, residual);
       case Activation::kRelu2:
-        return f(std::integral_constant<Activation, Activation::kRelu2>{}, residual);
+        return f(KnownActivation<Activation::kRelu2>{}, residual);
       case Activation::kGeluTanh:
-        return f(std::integral_constant<Activation, Activation::kGeluTanh>{}, residual);
+        return f(KnownActivation<Activation::kGeluTanh>{}, residual);
       case Activation::kGeluErf:
-        return f(std::integral_constant<Activation, Activation::kGeluErf>{}, residual);
+        return f(KnownActivation<Activation::kGeluErf>{}, residual);
       case Activation::kQuickGelu:
-        return f(std::integral_constant<Activation, Activation::kQuickGelu>{}, residual);
+        return f(KnownActivation<Activation::kQuickGelu>{}, residual);
       case Activation::kSilu:
-        return f(std::integral_constant<Activation, Activation::kSilu>{}, residual);
+        return f(KnownActivation<Activation::kSilu>{}, residual);
       default:
         return f(AnyActivation{activation}, residual);
     }
