@@ -71,31 +71,44 @@ class Line {
  public:
   __device__ __forceinline__ Line(const void* data, const Conv1dShape& shape, int length,
                                   const Piece& piece)
-      : first_(static_cast<const T*>(data) +
-               static_cast<int64_t>(piece.image) * length * shape.channels + piece.channel),
-        channels_(shape.channels),
+      : first_(reinterpret_cast<const char*>(
+            static_cast<const T*>(data) +
+            static_cast<int64_t>(piece.image) * length * shape.channels + piece.channel)),
+        pitch_(shape.channels * static_cast<int>(sizeof(T))),
         length_(length) {}
 
-  // The values of a step in the dtype of memory; zeros outside of the image.
+  // Whether steps [begin, end) are of the image.
+  __device__ __forceinline__ bool has(int begin, int end) const {
+    return begin >= 0 && end <= length_;
+  }
+
+  // The values of a step in the dtype of memory. Where checked, they are zeros outside of the
+  // image.
+  template <bool kChecked = true>
   __device__ __forceinline__ Vector<T, kVec> load(int step) const {
-    if (static_cast<unsigned>(step) >= static_cast<unsigned>(length_)) return Vector<T, kVec>{};
-    return load_streaming<T, kVec>(first_ + static_cast<int64_t>(step) * channels_);
+    if (kChecked && !has(step, step + 1)) return Vector<T, kVec>{};
+    return load_streaming<T, kVec>(at(step));
   }
 
   __device__ __forceinline__ void load(int step, float (&out)[kVec]) const {
     unpack(load(step), out);
   }
 
+  template <bool kChecked = true>
   __device__ __forceinline__ void store(int step, const float (&values)[kVec]) const {
-    if (static_cast<unsigned>(step) >= static_cast<unsigned>(length_)) return;
+    if (kChecked && !has(step, step + 1)) return;
     Vector<T, kVec> packed;
     pack(values, packed);
-    store_vector(const_cast<T*>(first_) + static_cast<int64_t>(step) * channels_, packed);
+    store_vector(const_cast<char*>(at(step)), packed);
   }
 
  private:
-  const T* first_;
-  int channels_, length_;
+  __device__ __forceinline__ const char* at(int step) const {
+    return first_ + static_cast<int64_t>(step) * pitch_;
+  }
+
+  const char* first_;
+  int pitch_, length_;
 };
 
 // The weights of a thread's channels.
@@ -131,12 +144,14 @@ __device__ __forceinline__ void add(const float (&from)[kVec], float (&to)[kVec]
 
 // The steps between two requests for inputs: what registers have room for.
 template <typename T, int kTaps>
-constexpr int kStepsAtOnce = sizeof(T) == 2 && kTaps <= 4 ? 4 : 2;
+constexpr int kForwardSteps = sizeof(T) == 2 && kTaps <= 5 ? 8 : 4;
+template <typename T, int kTaps>
+constexpr int kGradientSteps = sizeof(T) == 2 && kTaps <= 4 ? 4 : 2;
 
 template <typename T, int kTaps, int kVec>
 __global__ void __launch_bounds__(kThreads)
     depthwise_conv1d_kernel(const __grid_constant__ ForwardArgs args) {
-  constexpr int kSteps = kStepsAtOnce<T, kTaps>;
+  constexpr int kSteps = kForwardSteps<T, kTaps>;
   const Conv1dShape& shape = args.shape;
   const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (thread >= int64_t{shape.images} * shape.pieces * (shape.channels / kVec)) return;
@@ -146,21 +161,23 @@ __global__ void __launch_bounds__(kThreads)
   const Line<T, kVec> residual(args.residual, shape, shape.out_length, piece);
   const Line<T, kVec> y(args.y, shape, shape.out_length, piece);
 
-  // window[0] is the oldest input of step `begin`, and the last kSteps are the present ones.
+  // window[0] is the oldest input of the first present step.
   float window[kTaps - 1 + kSteps][kVec];
   Vector<T, kVec> next[kSteps];
-  const int first = piece.begin - shape.left;
-#pragma unroll
-  for (int i = 0; i < kTaps - 1; ++i) x.load(first + i, window[i]);
   const int ahead = kTaps - 1 - shape.left;  // from a step to its newest input
 #pragma unroll
+  for (int i = 0; i < kTaps - 1; ++i) x.load(piece.begin - shape.left + i, window[i]);
+#pragma unroll
   for (int i = 0; i < kSteps; ++i) next[i] = x.load(piece.begin + ahead + i);
-#pragma unroll 1
-  for (int step = piece.begin; step < piece.end; step += kSteps) {
+
+  const auto advance = [&](int step, auto checked) {
+    constexpr bool kChecked = decltype(checked)::value;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) unpack(next[i], window[kTaps - 1 + i]);
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) next[i] = x.load(step + kSteps + ahead + i);
+    for (int i = 0; i < kSteps; ++i) {
+      next[i] = x.template load<kChecked>(step + kSteps + ahead + i);
+    }
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       float z[kVec];
@@ -171,21 +188,29 @@ __global__ void __launch_bounds__(kThreads)
         add(added, z);
       }
       activate(args.activation, z);
-      if (step + i < piece.end) y.store(step + i, z);
+      if (!kChecked || step + i < piece.end) y.template store<kChecked>(step + i, z);
     }
 #pragma unroll
     for (int i = 0; i < kTaps - 1; ++i) {
 #pragma unroll
       for (int v = 0; v < kVec; ++v) window[i][v] = window[i + kSteps][v];
     }
+  };
+  int step = piece.begin;
+#pragma unroll 1
+  while (step + kSteps <= piece.end && x.has(step + ahead + kSteps, step + ahead + 2 * kSteps)) {
+    advance(step, std::false_type{});
+    step += kSteps;
   }
+#pragma unroll 1
+  for (; step < piece.end; step += kSteps) advance(step, std::true_type{});
 }
 
 // A thread's walk along a piece of the gradient. Step `step` makes dz of that step, with which dx
 // of the input `left` steps before is complete.
 template <typename T, int kTaps, int kVec>
 class GradientWalk {
-  static constexpr int kSteps = kStepsAtOnce<T, kTaps>;
+  static constexpr int kSteps = kGradientSteps<T, kTaps>;
 
  public:
   __device__ __forceinline__ GradientWalk(const BackwardArgs& args, const Piece& piece)
@@ -203,27 +228,16 @@ class GradientWalk {
 #pragma unroll
     for (int i = 0; i < kTaps - 1; ++i) x_.load(start - args_.shape.left + i, window_[i]);
     request(start, ahead);
+    int step = start;
+    // The first steps are the piece before's, and the last ones may lie behind the result.
 #pragma unroll 1
-    for (int step = start; step < piece_.end; step += kSteps) {
-      Vector<T, kVec> dy[kSteps];
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        unpack(next_x_[i], window_[kTaps - 1 + i]);
-        dy[i] = next_dy_[i];
-      }
-      request(step + kSteps, ahead);
-      if (step >= piece_.begin && step + kSteps <= min(piece_.end, args_.shape.out_length)) {
-        steps<false>(step, dy);
+    while (step < piece_.end) {
+      if (is_inside(step, ahead)) {
+#pragma unroll 2
+        for (; is_inside(step, ahead); step += kSteps) advance<false>(step, ahead);
       } else {
-        steps<true>(step, dy);
-      }
-#pragma unroll
-      for (int i = 0; i < kTaps - 1; ++i) {
-#pragma unroll
-        for (int v = 0; v < kVec; ++v) {
-          window_[i][v] = window_[i + kSteps][v];
-          gradients_[i][v] = gradients_[i + kSteps][v];
-        }
+        advance<true>(step, ahead);
+        step += kSteps;
       }
     }
     write_sums();
@@ -237,24 +251,39 @@ class GradientWalk {
     return {data, args_.shape, args_.shape.out_length, piece_};
   }
 
+  // Whether the steps from `step` on are the piece's and have results, and so have those behind
+  // them.
+  __device__ __forceinline__ bool is_inside(int step, int ahead) const {
+    return step >= piece_.begin && step + kSteps <= piece_.end && step >= args_.shape.left &&
+           x_.has(step + kSteps + ahead, step + 2 * kSteps + ahead) &&
+           dy_.has(step + kSteps, step + 2 * kSteps);
+  }
+
+  template <bool kChecked = true>
   __device__ __forceinline__ void request(int step, int ahead) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      next_x_[i] = x_.load(step + ahead + i);
-      next_dy_[i] = dy_.load(step + i);
+      next_x_[i] = x_.template load<kChecked>(step + ahead + i);
+      next_dy_[i] = dy_.template load<kChecked>(step + i);
     }
   }
 
-  // Where guarded, some steps have no result, or belong to the piece before or behind.
-  template <bool kGuarded>
-  __device__ __forceinline__ void steps(int step, const Vector<T, kVec> (&dy)[kSteps]) {
+  // Where checked, some steps have no result, or belong to the piece before or behind.
+  template <bool kChecked>
+  __device__ __forceinline__ void advance(int step, int ahead) {
+    Vector<T, kVec> dy[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      unpack(next_x_[i], window_[kTaps - 1 + i]);
+      dy[i] = next_dy_[i];
+    }
+    request<kChecked>(step + kSteps, ahead);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       const int at = step + i;
       float (&dz)[kVec] = gradients_[kTaps - 1 + i];
-      const bool has_result = !kGuarded || (at >= 0 && at < args_.shape.out_length);
-      const bool own = !kGuarded || (at >= piece_.begin && at < piece_.end);
-      if (has_result) {
+      const bool own = !kChecked || (at >= piece_.begin && at < piece_.end);
+      if (!kChecked || dy_.has(at, at + 1)) {
         gradient(at, i, dy[i], dz);
         if (own) {
           add_products(i, dz);
@@ -264,7 +293,15 @@ class GradientWalk {
 #pragma unroll
         for (int v = 0; v < kVec; ++v) dz[v] = 0.0f;
       }
-      if (own) input_gradient(at - args_.shape.left, i);
+      if (own) input_gradient<kChecked>(at - args_.shape.left, i);
+    }
+#pragma unroll
+    for (int i = 0; i < kTaps - 1; ++i) {
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        window_[i][v] = window_[i + kSteps][v];
+        gradients_[i][v] = gradients_[i + kSteps][v];
+      }
     }
   }
 
@@ -291,6 +328,7 @@ class GradientWalk {
     add(dz, sums_[kTaps]);
   }
 
+  template <bool kChecked>
   __device__ __forceinline__ void input_gradient(int at, int i) const {
     float dx[kVec] = {};
     // The newest gradient met the input at the first tap.
@@ -306,7 +344,7 @@ class GradientWalk {
       input(args_.other).load(at, added);
       add(added, dx);
     }
-    dx_.store(at, dx);
+    dx_.template store<kChecked>(at, dx);
   }
 
   __device__ __forceinline__ void write_sums() const {
@@ -333,7 +371,7 @@ class GradientWalk {
 };
 
 template <typename T, int kTaps, int kVec>
-__global__ void __launch_bounds__(kThreads, kTaps <= 4 ? 4 : 3)
+__global__ void __launch_bounds__(kThreads, 3)
     depthwise_conv1d_gradient_kernel(const __grid_constant__ BackwardArgs args) {
   const Conv1dShape& shape = args.shape;
   const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;

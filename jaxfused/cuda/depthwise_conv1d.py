@@ -18,8 +18,8 @@ TAPS = (2, 3, 4, 5, 7)
 MAX_STEPS = 2**28
 """Of all images together, and at most so many channels."""
 
-_THREADS_OF_MULTIPROCESSOR = 512
-"""What registers leave room for."""
+_THREADS = 384
+"""Of a multiprocessor: what registers leave room for."""
 _CHANNELS_OF_THREAD = 4
 _LEAST_STEPS = 32
 """Of a piece, beside which the inputs that two pieces read are few."""
@@ -133,7 +133,7 @@ def _or_absent(operand: jax.Array | None) -> jax.Array:
 
 
 def _pieces(images: int, steps: int, channels: int, multiprocessors: int) -> int:
-    """Of an image's steps: as many as keep the threads of all multiprocessors busy once."""
+    """Of an image's steps: as many as the threads that are resident take at once."""
     of_image = math.ceil(channels / _CHANNELS_OF_THREAD)
-    resident = multiprocessors * _THREADS_OF_MULTIPROCESSOR
+    resident = multiprocessors * _THREADS
     return max(1, min(resident // (images * of_image), steps // _LEAST_STEPS))
