@@ -33,7 +33,7 @@ OPTIMIZERS = {
     "sgd": {"momentum": 0.9},
     "lamb": {"weight_decay": 0.1},
     "adafactor": {"min_dim_size_to_factor": 4},
-    "muon": {},
+    "muon": {"nesterov": False},  # Optax gives its Adam the same.
 }
 
 

@@ -34,6 +34,8 @@ class Case:
     two: bool = False
     """Whether Y is another matrix than X: X times a diagonal one."""
     is_factor: bool = False
+    scales: bool = False
+    """Whether each product is multiplied by a number."""
     config: MatmulConfig | None = None
 
     def operands(self) -> list[Any]:
@@ -47,7 +49,8 @@ class Case:
     def all_of(self, x: Any, s: Any) -> list[Any]:
         """x, y, S and the coefficients, None for what is absent."""
         y = x * (jnp.arange(self.columns) % 3 - 1).astype(self.dtype) if self.two else None
-        return [x, y, *([s, jnp.asarray(COEFFICIENTS)] if self.adds else [None, None])]
+        scales = 2.0 ** -jnp.arange(self.batch) if self.scales else None
+        return [x, y, *([s, jnp.asarray(COEFFICIENTS)] if self.adds else [None, None]), scales]
 
     def check(self, multiprocessors: int = 4) -> None:
         run = functools.partial(
@@ -65,9 +68,11 @@ class Case:
         np.testing.assert_array_equal(jax.jit(run)(*operands), expected.astype(self.dtype))
 
 
-def by_definition(x, y, s, coefficients, dtype, numpy=jnp):
-    x, y, s = (None if a is None else numpy.asarray(a, dtype) for a in (x, y, s))
+def by_definition(x, y, s, coefficients, scales, dtype, numpy=jnp):
+    x, y, s, scales = (None if a is None else numpy.asarray(a, dtype) for a in (x, y, s, scales))
     z = x @ (x if y is None else y).mT
+    if scales is not None:
+        z = z * scales[:, None, None]
     if s is None:
         return z
     a, b, c = numpy.asarray(coefficients, dtype)
@@ -80,8 +85,11 @@ def rounded_to_tf32(x):
     return np.ldexp(np.trunc(mantissa * 2**11 + np.copysign(0.5, mantissa)), exponent - 11)
 
 
+WITHOUT_CLUSTERS = [c for c in symmetric.candidates(jnp.bfloat16) if c.cluster == 1]
 INTERPRETED = (
     Case(2, 320, 72),
+    Case(2, 320, 40, adds=False, scales=True),
+    Case(1, 512, 72, "bfloat16", config=WITHOUT_CLUSTERS[0]),
     Case(1, 512, 40, "bfloat16", adds=False, two=True),
     Case(3, 128, 100, adds=False),
     Case(2, 192, 8, "float16", two=True, config=symmetric.candidates(jnp.float16)[-1]),
@@ -91,7 +99,7 @@ INTERPRETED = (
 )
 
 
-@parametrize("case", INTERPRETED, quick=(6,))
+@parametrize("case", INTERPRETED, quick=(8,))
 def test_in_the_interpreter(case, interpreted_hopper):
     case.check()
 
@@ -102,12 +110,89 @@ def test_threads_do_not_race(case, race_detector):
     case.check()
 
 
+@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("tiles", range(1, 12))
-def test_each_tile_on_one_side_of_the_diagonal_is_taken_once(tiles):
-    product = symmetric._launch((1, 128 * tiles, 64), jnp.bfloat16, MatmulConfig(128, 128), 1, True)
-    down, across = product.product.tile_grid
-    found = sorted(product.product.fold(r, c) for r in range(down) for c in range(across))
-    assert found == [(i, j) for i in range(tiles) for j in range(i + 1)]
+def test_each_tile_on_one_side_of_the_diagonal_is_taken_once(tiles, cluster):
+    """Of squares of tiles, with clusters, of which those on the diagonal have one tile above it."""
+    config = MatmulConfig(128, 128, cluster=cluster)
+    launch = symmetric._launch((1, 128 * tiles, 64), jnp.bfloat16, config, 1)
+    down, across = launch.product.tile_grid
+    sides = -(-tiles // cluster)
+    assert launch.product.sides == sides and across % cluster == 0
+    places = [(r, c) for r in range(down) for c in range(across // cluster)]
+    found = sorted(launch.product.fold(r, c) for r, c in places)
+    assert found == [(i, j) for i in range(sides) for j in range(i + 1)]
+
+
+@dataclass(frozen=True)
+class BothWays:
+    """A product [B, M, K] with [B, N, K]; one of the rows of `product_candidates`."""
+
+    batch: int
+    rows: int
+    columns: int
+    sums: int
+    dtype: str = "float32"
+    first_turned: int | None = None
+    config: int = 0
+
+    def check(self, multiprocessors: int = 4) -> None:
+        """Of small integers, the product or its transpose where they are wanted."""
+        rng = np.random.default_rng(0)
+        x, y = (
+            put(rng.integers(-3, 4, size=(self.batch, rows, self.sums)), self.dtype)
+            for rows in (self.rows, self.columns)
+        )
+        scales = 2.0 ** -jnp.arange(self.batch)
+        run = functools.partial(
+            symmetric.product_both_ways,
+            first_turned=self.first_turned,
+            multiprocessors=multiprocessors,
+            config=symmetric.product_candidates(jnp.dtype(self.dtype))[self.config],
+        )
+        result, turned = jax.jit(run)(x, y, scales)
+        expected = np.float64(x) @ np.float64(y).mT * np.float64(scales)[:, None, None]
+        expected = put(expected, self.dtype)
+        last, first = self.batch, 0
+        if self.first_turned is not None:
+            last = first = self.first_turned
+        np.testing.assert_array_equal(result[:last], expected[:last])
+        np.testing.assert_array_equal(turned[first:], expected[first:].mT)
+
+
+BOTH_WAYS = (
+    BothWays(2, 192, 328, 40),
+    BothWays(2, 128, 200, 72, config=1),
+    BothWays(3, 256, 200, 64, "bfloat16", first_turned=1),
+    BothWays(1, 64, 136, 24, "bfloat16", config=-1),
+)
+
+
+@parametrize("case", BOTH_WAYS, quick=(1,))
+def test_both_ways_in_the_interpreter(case, interpreted_hopper):
+    case.check()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_config_of_both_ways_lowers(dtype):
+    x, y = (jax.ShapeDtypeStruct((3, rows, 2048), dtype) for rows in (2048, 5632))
+    for config in symmetric.product_candidates(dtype):
+
+        def run(x, y, config=config):
+            return symmetric.product_both_ways(
+                x, y, is_factor=True, multiprocessors=132, config=config
+            )
+
+        assert kernels(run, x, y) == ["product_both_ways"]
+
+
+def test_nan_stays_when_it_is_rounded():
+    """A GPU's own NaN has all bits set, to which half a unit may not be added."""
+    bits = np.array([0x7FFFFFFF, 0x7FC00000, 0x7F800000, 0x3F801FFF], np.uint32)
+    rounded = np.asarray(symmetric._rounded_to_tf32(jnp.asarray(bits.view(np.float32))))
+    assert np.isnan(rounded[:2]).all() and np.isinf(rounded[2])
+    assert rounded[3:].view(np.uint32) == 0x3F802000
 
 
 LARGE = (
@@ -170,6 +255,7 @@ def normal(case):
         Case(2, 128, 72, "bfloat16"),
         Case(2, 65, 7, two=True),
         Case(2, 128, 8, adds=False, two=True),
+        Case(2, 128, 8, adds=False, scales=True),
     ],
     quick=(1, 2),
 )
@@ -199,8 +285,15 @@ def test_accurate_with_its_gradient(case, interpreted_hopper):
         truth = [np.asarray(t, np.float64) for t in truth]
     for name in ["xla"] if case.rows % 64 else ["xla", "pallas"]:
 
-        def ours(x, y, s, coefficients, name=name):
-            return symmetric_product(x, y, matrix=s, coefficients=coefficients, implementation=name)
+        def ours(x, y, s, coefficients, scales, name=name):
+            return symmetric_product(
+                x,
+                y,
+                matrix=s,
+                coefficients=coefficients,
+                scales=scales,
+                implementation=name,
+            )
 
         for index, (a, p, t) in enumerate(zip(both(ours), plain, truth, strict=True)):
             assert_accurate(f"{name} {index}", a, p.astype(a.dtype), t)
@@ -224,7 +317,14 @@ def test_muon_multiplies_half(hopper):
     params = {"a": jnp.zeros((512, 1024)), "b": jnp.zeros((1024, 512)), "c": jnp.zeros((64, 64))}
     tx = optim.muon(0.1, ns_steps=5)
     found = kernels(tx.update, params, tx.init(params), params)
-    assert found.count("symmetric_product") == 3
+    assert found.count("symmetric_product") >= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BOTH_WAYS, ids=str)
+def test_both_ways_on_a_gpu(case):
+    case.check(jax.devices()[0].core_count)
+    case.check(2)
 
 
 @pytest.mark.gpu

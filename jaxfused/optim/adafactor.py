@@ -1,12 +1,15 @@
 """Adafactor: second moments as rows and columns of a matrix instead of all its elements."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxfused.ops import adafactor_step
 from jaxfused.optim.transformation import FusedTransformation, from_optax
+from jaxfused.reference.promotion import accumulator_dtype
 
 
 def adafactor(
@@ -31,12 +34,21 @@ def adafactor(
         u &= g / \sqrt{r c / \operatorname{mean}(r)}, \quad \beta_t = 1 - t^{-\text{decay\_rate}}
 
     and then clipping of the root mean square of u, the learning rate, the parameter's scale, momentum
-    and decay. Arguments, numbers and state are those of `optax.adafactor`. There are no kernels of it
-    yet: `step` runs in jax.numpy.
+    and decay. Arguments, numbers and state are those of `optax.adafactor`.
+
+    Of leaves whose last two axes are factored, kernels on a GPU take the norm of all gradients and both
+    means in one read of the gradients and the root mean square of u in a second one, in float32; the
+    parameters are written in a third. All other leaves, such as vectors, are left to XLA.
+
+    torch, transformers and Keras always factor the last two axes: their numbers are those of
+    `min_dim_size_to_factor=1` where no axis before these is larger. Their relative step is a schedule,
+    `lambda count: jnp.minimum(rate, (count + 1.0) ** -0.5)`, and torch's and Keras' weight decay is
+    multiplied by the learning rate: pass `weight_decay_rate=decay * rate`. torch's default `eps` is a
+    floor of the root of the moments instead of eps above.
 
     Args:
       learning_rate: a constant or a schedule (step count -> value); None for 1.
-      min_dim_size_to_factor: two axes of at least this size are factored.
+      min_dim_size_to_factor: the two largest axes are factored where both have at least this size.
       decay_rate: the exponent in beta.
       decay_offset: the step at which fine-tuning begins.
       multiply_by_parameter_scale: multiply by the root mean square of the parameter.
@@ -62,19 +74,155 @@ def adafactor(
     Source: Shazeer, Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018,
     https://arxiv.org/abs/1804.04235
     """
-    return from_optax(
-        optax.adafactor(
-            learning_rate,
-            min_dim_size_to_factor,
-            decay_rate,
-            decay_offset,
-            multiply_by_parameter_scale,
-            clipping_threshold,
-            momentum,
-            dtype_momentum,
-            weight_decay_rate,
-            eps,
-            factored,
-            weight_decay_mask,
-        )
+    stages = _Stages(
+        optax.scale_by_factored_rms(
+            factored, decay_rate, decay_offset, min_dim_size_to_factor, eps
+        ),
+        None if clipping_threshold is None else optax.clip_by_block_rms(clipping_threshold),
+        None
+        if learning_rate is None
+        else optax.scale_by_learning_rate(learning_rate, flip_sign=False),
+        optax.scale_by_param_block_rms() if multiply_by_parameter_scale else None,
+        None
+        if momentum is None
+        else optax.ema(momentum, debias=False, accumulator_dtype=dtype_momentum),
+        None
+        if weight_decay_rate is None
+        else optax.add_decayed_weights(weight_decay_rate, mask=weight_decay_mask),
+        optax.scale(-1),
     )
+
+    def kernel_update(
+        grads: Any, state: Any, params: Any, *, max_norm: Any, why: Mapping[str, str | None]
+    ) -> tuple[Any, Any]:
+        count = state[0].count
+        decay = 1 - jnp.asarray(count - decay_offset + 1, jnp.float32) ** -jnp.asarray(decay_rate)
+        scalars = adafactor_step.Scalars(
+            decay,
+            1 - decay,
+            eps,
+            1.0 if clipping_threshold is None else clipping_threshold,
+            0.0 if max_norm is None else max_norm,
+            0.0,
+        )
+        return _by_kernels(stages, scalars, max_norm is not None, why, grads, state, params)
+
+    return from_optax(optax.chain(*stages.present()), kernel_update)
+
+
+class _Stages(NamedTuple):
+    """The transformations that Optax's Adafactor chains; those that its arguments leave out are None."""
+
+    factored: optax.GradientTransformation
+    clip: optax.GradientTransformation | None
+    learning_rate: optax.GradientTransformation | None
+    parameter_scale: optax.GradientTransformation | None
+    momentum: optax.GradientTransformation | None
+    decay: optax.GradientTransformation | None
+    sign: optax.GradientTransformation
+
+    def present(self) -> list[optax.GradientTransformation]:
+        return [stage for stage in self if stage is not None]
+
+
+def _by_kernels(
+    stages: _Stages,
+    scalars: adafactor_step.Scalars,
+    clips: bool,
+    why: Mapping[str, str | None],
+    grads: Any,
+    state: Any,
+    params: Any,
+) -> tuple[Any, Any]:
+    """`update`, in which kernels reduce the leaves whose last two axes are factored."""
+    factored = state[0]
+    gradients = jax.tree.leaves(grads)
+    treedef: Any = jax.tree.structure(grads)
+    columns = [
+        treedef.flatten_up_to(t) for t in (params, factored.v_row, factored.v_col, factored.v)
+    ]
+    rows = [_Leaf(g, *row) for g, *row in zip(gradients, *columns, strict=True)]
+    ours = [i for i, row in enumerate(rows) if row.is_factored]
+    rest = [i for i, row in enumerate(rows) if not row.is_factored]
+    others = [gradients[i].astype(accumulator_dtype(gradients[i].dtype)) for i in rest]
+    squares = sum(jnp.sum(g * g) for g in others)
+    scaled, factor = adafactor_step.step(
+        scalars._replace(other_squares=squares),
+        [rows[i].arrays for i in ours],
+        [rows[i].normalizes_columns for i in ours],
+        clips=clips,
+        clips_updates=stages.clip is not None,
+        multiplies_by_parameter=stages.parameter_scale is not None,
+        why=why,
+    )
+    updates: dict[int, jax.Array] = {}
+    moments: dict[int, tuple[jax.Array, jax.Array, jax.Array]] = {}
+    for i, new in zip(ours, scaled, strict=True):
+        row, column = new.row_moment, new.column_moment
+        updates[i] = gradients[i] * (jax.lax.rsqrt(row) * new.scale[..., None])[..., None]
+        updates[i] *= jax.lax.rsqrt(column)[..., None, :]
+        moments[i] = (
+            (column, row, rows[i].v) if rows[i].normalizes_columns else (row, column, rows[i].v)
+        )
+    # What is left is Optax's: a tree of its own, a list.
+    tree = [factor.astype(g.dtype) * g for g in others]
+    own = [[row[i] for i in rest] for row in zip(*(row[1:] for row in rows), strict=True)]
+    of_rest, new = stages.factored.update(
+        tree, factored._replace(v_row=own[1], v_col=own[2], v=own[3]), own[0]
+    )
+    for stage in (stages.clip, stages.parameter_scale):
+        if stage is not None:
+            of_rest, _ = stage.update(of_rest, optax.EmptyState(), own[0])
+    for place, i in enumerate(rest):
+        updates[i] = of_rest[place]
+        moments[i] = new.v_row[place], new.v_col[place], new.v[place]
+    fields = zip(*(moments[i] for i in range(len(rows))), strict=True)
+    trees = [treedef.unflatten(field) for field in fields]
+    new_state = [factored._replace(count=new.count, v_row=trees[0], v_col=trees[1], v=trees[2])]
+    result = treedef.unflatten([updates[i] for i in range(len(rows))])
+    for name, stage in stages._asdict().items():
+        if stage is None or name == "factored":
+            continue
+        place = len(new_state)
+        if name in ("clip", "parameter_scale"):  # They are in the updates already.
+            new_state.append(state[place])
+            continue
+        result, of_stage = stage.update(result, state[place], params)
+        new_state.append(of_stage)
+    return result, tuple(new_state)
+
+
+class _Leaf(NamedTuple):
+    """The arrays of one leaf, as Optax has them."""
+
+    gradient: jax.Array
+    parameter: jax.Array
+    v_row: jax.Array
+    v_col: jax.Array
+    v: jax.Array
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether its last two axes are factored, so that it is a batch of matrices for the kernels."""
+        shape = self.parameter.shape
+        moments = {self.v_row.shape, self.v_col.shape}
+        return (
+            self.parameter.ndim >= 2
+            and self.parameter.size > 0
+            and self.v.shape != shape
+            and moments == {shape[:-1], (*shape[:-2], shape[-1])}
+        )
+
+    @property
+    def normalizes_columns(self) -> bool:
+        """Whether `v_row`, which Optax divides by its mean, are the means of columns.
+
+        It lacks the largest axis, the last one of those that are equal.
+        """
+        rows, columns = self.parameter.shape[-2:]
+        return rows > columns
+
+    @property
+    def arrays(self) -> adafactor_step.Leaf:
+        of_rows, of_columns = (self.v_col, self.v_row) if self.normalizes_columns else self[2:4]
+        return adafactor_step.Leaf(of_rows, of_columns, self.gradient, self.parameter)

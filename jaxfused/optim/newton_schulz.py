@@ -16,14 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused.ops.symmetric_product import symmetric_product
+from jaxfused.ops.symmetric_product import product_both_ways, symmetric_product
 from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype
 
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
 _LEAST_SCALE = 1e-8
 """Below it Optax does not scale by Gram matrices, whatever `eps` is."""
-_MOST_ELEMENTS = 2**27
+_MOST_ELEMENTS = 2**28
 """Of a batch. Larger ones make no GPU any fuller, but take memory for their copies."""
 _MOST_AT_ONCE = 3
 """Iterations between two products with matrices that are at least twice as wide as they are high. Small
@@ -32,12 +32,21 @@ singular values grow up to 40-fold in three; in five, rounding turns them around
 _product = functools.partial(symmetric_product, is_factor=True)
 
 
+def rows(coefficients: Any, steps: int) -> list[Any]:
+    """Returns (a, b, c) of each iteration: of an array of as many triples or more, or of one."""
+    if coefficients.ndim == 1:
+        return [coefficients] * int(steps)
+    return list(coefficients[: int(steps)])
+
+
 def orthogonalize(
     matrices: Sequence[jax.Array],
-    coefficients: Sequence[Sequence[Any]],
+    coefficients: jax.Array,
+    steps: Any,
     *,
     preconditioning: str,
     eps: Any,
+    clamps_norm: bool = False,
     dtype: Any = None,
 ) -> list[jax.Array]:
     r"""Returns arrays [B, M, N] after the iterations, all matrices of each for themselves.
@@ -48,18 +57,20 @@ def orthogonalize(
 
     Args:
       matrices: arrays of any numbers and sizes of matrices.
-      coefficients: (a, b, c) of each iteration.
+      coefficients: (a, b, c), [3], or those of each iteration, [steps, 3].
+      steps: the number of iterations, which may be traced.
       preconditioning: what is divided first, and by what: with "frobenius" or "spectral" a matrix by
         this norm, with "aol" a row by the root of the sum of magnitudes in its row of G, with
         "schatten" a matrix by the root of G's norm.
       eps: is added to the norm.
+      clamps_norm: take the norm as at least `eps` instead.
       dtype: of what is multiplied; sums are in float32. None for the dtype of the matrices.
     """
     results: list[jax.Array | None] = [None] * len(matrices)
-    for batch in _batches(matrices):
+    for batch in batches(matrices):
         upright = [_wide(matrices[i]) for i in batch]
         joined = upright[0] if len(upright) == 1 else jnp.concatenate(upright)
-        joined = _iterate(joined, coefficients, preconditioning, eps, dtype)
+        joined = _iterate(joined, coefficients, steps, preconditioning, eps, clamps_norm, dtype)
         first = 0
         for i in batch:
             count, rows, columns = matrices[i].shape
@@ -69,17 +80,28 @@ def orthogonalize(
     return [result for result in results if result is not None]
 
 
-def _batches(matrices: Sequence[jax.Array]) -> list[list[int]]:
+def batches(matrices: Sequence[jax.Array]) -> list[list[int]]:
     """Returns which arrays are computed together."""
-    batches: dict[Hashable, list[list[int]]] = {}
+    kinds: dict[Hashable, list[int]] = {}
     for i, x in enumerate(matrices):
         # Arrays that are split over devices in different ways are not brought together.
         kind = (_wide(x).shape[1:], x.dtype, str(jax.typeof(x).sharding))
-        of_kind = batches.setdefault(kind, [[]])
-        if of_kind[-1] and sum(matrices[j].size for j in of_kind[-1]) + x.size > _MOST_ELEMENTS:
-            of_kind.append([])
-        of_kind[-1].append(i)
-    return [batch for of_kind in batches.values() for batch in of_kind]
+        kinds.setdefault(kind, []).append(i)
+    return [batch for of_kind in kinds.values() for batch in _parts(matrices, of_kind)]
+
+
+def _parts(matrices: Sequence[jax.Array], indices: Sequence[int]) -> list[list[int]]:
+    """Arrays in as few parts as may be, of about the same size."""
+    total = sum(matrices[i].size for i in indices)
+    count = max(1, -(-total // _MOST_ELEMENTS))
+    parts: list[list[int]] = [[]]
+    taken = 0
+    for i in indices:
+        taken += matrices[i].size
+        if parts[-1] and taken * count > len(parts) * total:
+            parts.append([])
+        parts[-1].append(i)
+    return parts
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -89,9 +111,11 @@ def _wide(x: jax.Array) -> jax.Array:
 
 def _iterate(
     x: jax.Array,
-    coefficients: Sequence[Sequence[Any]],
+    coefficients: jax.Array,
+    steps: Any,
     preconditioning: str,
     eps: Any,
+    clamps_norm: bool,
     dtype: Any,
 ) -> jax.Array:
     out_dtype = x.dtype
@@ -99,36 +123,110 @@ def _iterate(
     x = x.astype(accumulator_dtype(out_dtype))
     if preconditioning in ("frobenius", "spectral"):
         order: Any = "fro" if preconditioning == "frobenius" else 2
-        x = x / (jnp.linalg.norm(x, ord=order, axis=(-2, -1), keepdims=True) + eps)
+        norm = jnp.linalg.norm(x, ord=order, axis=(-2, -1), keepdims=True)
+        x = x / _divisor(norm, eps, clamps_norm)
         preconditioning = ""
     x = x.astype(dtype)
-    size = _MOST_AT_ONCE if x.shape[2] >= 2 * x.shape[1] else 1
-    for first in range(0, len(coefficients), size):
-        x = _iterations(x, coefficients[first : first + size], preconditioning)
+    if isinstance(steps, jax.core.Tracer):
+        return _counted(x, coefficients, steps, preconditioning).astype(out_dtype)
+    every, size = rows(coefficients, steps), _at_once(x)
+    for first in range(0, len(every), size):
+        x = _iterations(x, every[first : first + size], preconditioning)
         preconditioning = ""
     return x.astype(out_dtype)
 
 
-def _iterations(
-    x: jax.Array, coefficients: Sequence[Sequence[Any]], preconditioning: str
-) -> jax.Array:
-    """Some iterations at once.
+def _counted(x: jax.Array, coefficients: jax.Array, steps: Any, preconditioning: str) -> jax.Array:
+    """As many iterations as an array says, one after the other."""
+    if coefficients.ndim == 1:
+        coefficients = coefficients[None]
+    first = jnp.where(steps > 0, _iterations(x, [coefficients[0]], preconditioning), x)
 
-    With P the polynomial of an iteration, the next Gram matrix is P G P, and all of these commute and
-    are symmetric: only the product of the polynomials is multiplied by x.
+    def iteration(index: jax.Array, x: jax.Array) -> jax.Array:
+        abc = coefficients[jnp.minimum(index, len(coefficients) - 1)]
+        return _iterations(x, [abc], "")
+
+    return jax.lax.fori_loop(1, jnp.asarray(steps, jnp.int32), iteration, first)
+
+
+def _divisor(norm: jax.Array, eps: Any, clamps_norm: bool) -> jax.Array:
+    return jnp.maximum(norm, eps) if clamps_norm else norm + eps
+
+
+def orthogonalize_both_ways(
+    wide: jax.Array,
+    tall: jax.Array,
+    squares: jax.Array,
+    coefficients: Sequence[Any],
+    *,
+    first_tall: int,
+    eps: Any,
+    clamps_norm: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns matrices [B, M, N] and their transposes after the iterations, by kernels.
+
+    tf32 is multiplied along last axes, which both a Gram matrix's rows are and the columns that the
+    polynomial is multiplied with, if they come transposed. So a kernel makes the matrices both ways,
+    and none has to be transposed by a pass of its own, the tall ones among the leaves included.
+
+    Args:
+      wide: [B, M, N] with M <= N, of which `why_not_both_ways` finds that kernels take them.
+      tall: [B, N, M], the same transposed.
+      squares: [B], float32, the sums of their squares.
+      coefficients: (a, b, c) of each iteration.
+      first_tall: of the matrices before this one the first result holds what is asked for, of the others
+        the second one.
+      eps: is added to the norm that a matrix is divided by.
+      clamps_norm: take the norm as at least `eps` instead.
     """
+    size = _at_once(wide)
+    scale = 1 / _divisor(jnp.sqrt(squares), eps, clamps_norm)
+    # What a matrix is divided by divides its Gram matrix, and then the product of the polynomials with
+    # it, which takes no pass.
+    gram = _product(wide, scales=scale**2)
+    last = len(coefficients) - size
+    for first in range(0, len(coefficients), size):
+        if first:
+            gram = _product(wide)
+        total = _total(gram, coefficients[first : first + size])
+        wide, tall = product_both_ways(
+            total,
+            tall,
+            scales=None if first else scale,
+            first_turned=first_tall if first >= last else None,
+            is_factor=first < last,
+        )
+    return wide, tall
+
+
+def _at_once(x: jax.Array) -> int:
+    """How many iterations multiply x once."""
+    return _MOST_AT_ONCE if x.shape[2] >= 2 * x.shape[1] else 1
+
+
+def _iterations(x: jax.Array, coefficients: Sequence[Any], preconditioning: str) -> jax.Array:
+    """Some iterations at once."""
     gram = _product(x)
     if preconditioning:
         wide = gram.astype(accumulator_dtype(gram.dtype))
         scale = _scale(wide, preconditioning)
         x, gram = (x * scale).astype(x.dtype), (wide * scale * scale.mT).astype(x.dtype)
+    return product("bij,bjk->bik", _total(gram, coefficients), x, out_dtype=x.dtype)
+
+
+def _total(gram: jax.Array, coefficients: Sequence[Any]) -> jax.Array:
+    """What some iterations multiply a matrix by, from its Gram matrix.
+
+    With P the polynomial of an iteration, the next Gram matrix is P G P, and all of these commute and
+    are symmetric: only the product of the polynomials is multiplied by the matrix.
+    """
     polynomial = _polynomial(gram, coefficients[0])
     total = polynomial
     for abc in coefficients[1:]:
         gram = _product(_product(polynomial, gram), polynomial)
         polynomial = _polynomial(gram, abc)
         total = _product(polynomial, total)
-    return product("bij,bjk->bik", total, x, out_dtype=x.dtype)
+    return total
 
 
 def _polynomial(gram: jax.Array, abc: Sequence[Any]) -> jax.Array:

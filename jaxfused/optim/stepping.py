@@ -142,7 +142,7 @@ def _why(
         if jnp.ndim(array) > 0 or not jnp.issubdtype(jnp.result_type(array), jnp.integer)
     ]
     why = optimizer_step.reasons(dispatch.current_device(*arrays), dtypes)
-    if tx.recipe is None:
+    if tx.recipe is None and tx.kernel_update is None:
         why["cuda"] = "the formula of this transformation is not in the kernels"
     return why
 
@@ -179,6 +179,10 @@ def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, re
             None if kept is None else _average_decay(kept),
             None if tx.recipe is None else tx.recipe.hyperparameters(opt_state),
         )
+        if implementation == "cuda" and tx.recipe is None:
+            # Its kernels have rules of their own.
+            update = functools.partial(tx.kernel_update, max_norm=max_norm, why=reasons.why)
+            return _by_update(tx, skip_nonfinite, grads, state, params, numbers, update)
         if implementation == "cuda":
             return _with_rules(
                 functools.partial(_by_kernels, tx, skip_nonfinite, reasons.why),
@@ -379,8 +383,9 @@ def _by_update(
     state: Any,
     params: optax.Params,
     numbers: _Numbers,
+    clipping_update: Callable[..., tuple[Any, Any]] | None = None,
 ) -> tuple[optax.Params, Any]:
-    """Takes a step by Optax's protocol: update, then write."""
+    """Takes a step by Optax's protocol: update, then write; `clipping_update` also clips."""
     kept = state if isinstance(state, StepState) else None
     opt_state = state if kept is None else kept.optimizer
     if kept is not None:
@@ -389,12 +394,14 @@ def _by_update(
             skip_nonfinite = True
             grads = jax.tree.map(lambda g: g / kept.loss_scale, grads)
     finite = _all_finite(grads) if skip_nonfinite else jnp.array(True)
-    if numbers.max_norm is not None:
+    if numbers.max_norm is not None and clipping_update is None:
         grads = _clip(grads, numbers.max_norm)
 
     rounding = None if kept is None else kept.rounding
     wide = (opt_state, params) if rounding is None else _without_bfloat16((opt_state, params))
-    if tx.recipe is None or numbers.hyper is None:
+    if clipping_update is not None:
+        updates, new_opt_state = clipping_update(grads, *wide)
+    elif tx.recipe is None or numbers.hyper is None:
         updates, new_opt_state = tx.update(grads, *wide)
     else:
         updates, new_opt_state = tx.recipe.update_with(numbers.hyper, grads, *wide)

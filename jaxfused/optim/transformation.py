@@ -47,6 +47,9 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
 
     recipe: "Recipe | None" = None
     """What `step` hands to the kernels; None for a transformation that is not one of this package."""
+    kernel_update: Callable[..., tuple[Any, Any]] | None = None
+    """(grads, state, params, max_norm=, why=) -> (updates, state): `update` of gradients that are scaled
+    down to a norm on the way, by kernels; None where there are none but those of a recipe."""
 
     def step(
         self,
@@ -217,31 +220,43 @@ def fuse(
     return tx
 
 
-def from_optax(tx: optax.GradientTransformation) -> FusedTransformation:
-    """Returns one of Optax's transformations with `step`, which runs in jax.numpy."""
+def from_optax(
+    tx: optax.GradientTransformation, kernel_update: Callable[..., tuple[Any, Any]] | None = None
+) -> FusedTransformation:
+    """Returns one of Optax's transformations with `step`, in jax.numpy or by `kernel_update`."""
     tx = optax.with_extra_args_support(tx)
+    ours = FusedTransformation(tx.init, _of_moving_leaves(tx.init, tx.update))
+    if kernel_update is not None:
+        ours.kernel_update = _of_moving_leaves(tx.init, kernel_update)
+    return ours
+
+
+def _of_moving_leaves(
+    init: Callable[[Any], Any], update_all: Callable[..., tuple[Any, Any]]
+) -> Callable[..., tuple[Any, Any]]:
+    """Returns an update of trees in which leaves may have no gradient."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         leaves, treedef = _flatten(updates)
         if params is None or not any(leaf is None for leaf in leaves):
-            return tx.update(updates, state, params, **extra_args)
+            return update_all(updates, state, params, **extra_args)
         # Some of Optax's transformations take no tree that lacks a leaf of the state. Without the
         # parameters of these leaves, both lack it.
         parts = treedef.flatten_up_to(params)
         moving = treedef.unflatten(
             [None if g is None else p for g, p in zip(leaves, parts, strict=True)]
         )
-        like = jax.eval_shape(tx.init, moving)
+        like = jax.eval_shape(init, moving)
         paths = [path for path, _ in jax.tree.leaves_with_path(like)]
         values = dict(jax.tree.leaves_with_path(state))
         moving_state = jax.tree.unflatten(
             jax.tree.structure(like), [values[path] for path in paths]
         )
-        updates, moved = tx.update(updates, moving_state, moving, **extra_args)
+        updates, moved = update_all(updates, moving_state, moving, **extra_args)
         values |= zip(paths, jax.tree.leaves(moved), strict=True)
         return updates, jax.tree.unflatten(jax.tree.structure(state), list(values.values()))
 
-    return FusedTransformation(tx.init, update)
+    return update
 
 
 class Hyperparameters(NamedTuple):
