@@ -231,6 +231,23 @@ def test_averages_warm_up(stood_in, implementation, decay, values):
         np.testing.assert_allclose(state.ema["a"], value, atol=1e-3)
 
 
+def test_a_state_saved_without_a_count_has_none():
+    """Checkpoints name the parts of a state, so those of a decay that is a number stay what they were."""
+    tx, params = optim.sgd(1.0), jnp.zeros(1)
+    names = ("optimizer", "ema", "compute", "loss_scale", "good_steps", "skipped", "rounding")
+
+    def parts(decay):
+        state = tx.init_step(params, ema_decay=decay)
+
+        def is_part(part):
+            return part is None or part is state.optimizer
+
+        return [path[0].name for path, _ in jax.tree.leaves_with_path(state, is_leaf=is_part)]
+
+    assert parts(0.9) == [*names]
+    assert parts(ema.CopyFirst(0.9)) == [*names, "ema_updates"]
+
+
 def test_a_growing_decay_compiles_once():
     tx, params = optim.sgd(1.0), jnp.zeros(1)
     traced = []

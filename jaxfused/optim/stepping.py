@@ -54,8 +54,15 @@ class StepState:
     """The seed of random rounding and the number of the next step, uint32 [2]."""
     ema_decay: averages.Decay | None = field(metadata={"static": True})
     growth_interval: int = field(metadata={"static": True})
-    ema_updates: Any = None
-    """The int32 number of updates that the average has had, where its decay is a function of it."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CountingStepState(StepState):
+    """A `StepState` whose average has a decay that depends on how often it has been updated."""
+
+    ema_updates: jax.Array
+    """The int32 number of these updates."""
 
 
 def init(
@@ -92,7 +99,10 @@ def init(
     def copy(dtype_of):
         return jax.tree.map(lambda p: jnp.array(p, dtype_of(p), copy=True), params)
 
-    return StepState(
+    make: Callable[..., StepState] = StepState
+    if callable(ema_decay):
+        make = functools.partial(CountingStepState, ema_updates=jnp.zeros([], jnp.int32))
+    return make(
         optimizer=tx.init(params),
         ema=None if ema_decay is None else copy(lambda p: accumulator_dtype(p.dtype)),
         compute=None if compute_dtype is None else copy(lambda p: compute_dtype),
@@ -102,7 +112,6 @@ def init(
         rounding=None if rounding_seed is None else jnp.array([rounding_seed, 0], jnp.uint32),
         ema_decay=ema_decay,
         growth_interval=growth_interval,
-        ema_updates=jnp.zeros([], jnp.int32) if callable(ema_decay) else None,
     )
 
 
@@ -326,13 +335,10 @@ def _by_kernels(
     if kept is None:
         return new_params, new_opt_state
     return new_params, replace(
-        _rescale_loss(kept, finite),
+        _counted(kept, finite),
         optimizer=new_opt_state,
         ema=None if kept.ema is None else tree("average"),
         compute=None if kept.compute is None else tree("copy"),
-        skipped=kept.skipped + jnp.where(finite, 0, 1),
-        rounding=_next_rounding(kept, finite),
-        ema_updates=_next_ema_updates(kept, finite),
     )
 
 
@@ -456,13 +462,10 @@ def _by_update(
     if compute is not None:
         compute = jax.tree.map(lambda c, p: p.astype(c.dtype), compute, new_params)
     return new_params, replace(
-        _rescale_loss(kept, finite),
+        _counted(kept, finite),
         optimizer=new_opt_state,
         ema=ema,
         compute=compute,
-        skipped=kept.skipped + jnp.where(finite, 0, 1),
-        rounding=_next_rounding(kept, finite),
-        ema_updates=_next_ema_updates(kept, finite),
     )
 
 
@@ -472,18 +475,20 @@ def _without_bfloat16(tree: Any) -> Any:
 
 def _average_decay(kept: StepState) -> Any:
     """Returns the decay of the average in this step."""
-    return kept.ema_decay(kept.ema_updates) if callable(kept.ema_decay) else kept.ema_decay
+    if isinstance(kept, CountingStepState) and callable(kept.ema_decay):
+        return kept.ema_decay(kept.ema_updates)
+    return kept.ema_decay
 
 
-def _next_ema_updates(kept: StepState, finite: jax.Array) -> jax.Array | None:
-    return None if kept.ema_updates is None else kept.ema_updates + jnp.where(finite, 1, 0)
-
-
-def _next_rounding(kept: StepState, finite: jax.Array) -> jax.Array | None:
-    """Counts the steps that have been taken, in the second word."""
-    if kept.rounding is None:
-        return None
-    return kept.rounding + jnp.stack([jnp.uint32(0), finite.astype(jnp.uint32)])
+def _counted(kept: StepState, finite: jax.Array) -> StepState:
+    """Returns the state with all that counts steps, those taken and those skipped."""
+    kept = replace(_rescale_loss(kept, finite), skipped=kept.skipped + jnp.where(finite, 0, 1))
+    if kept.rounding is not None:
+        step = jnp.stack([jnp.uint32(0), finite.astype(jnp.uint32)])
+        kept = replace(kept, rounding=kept.rounding + step)
+    if isinstance(kept, CountingStepState):
+        kept = replace(kept, ema_updates=kept.ema_updates + jnp.where(finite, 1, 0))
+    return kept
 
 
 def _rescale_loss(kept: StepState, finite: jax.Array) -> StepState:

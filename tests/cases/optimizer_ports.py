@@ -1,8 +1,8 @@
 """What optimizers of other libraries make of the same parameters and gradients, recorded.
 
-Of torch 2.13.0 (CPU), timm 1.0.31, keras 3.15.0 (on torch), transformers 5.23.0, pytorch-optimizer 4.1.0 and
-lion-pytorch 0.2.5, with a learning rate of 0.01 (0.001 of Lion), eps 1e-8 (1e-6 of LAMB) and a decay of 0.1
-where there is one. "mat" and "conv" lie as in Flax; Muon's are transposed there and back.
+Of torch 2.13.0 (CPU), timm 1.0.31, keras 3.15.0 (on torch), transformers 5.23.0, pytorch-optimizer 4.1.0
+and lion-pytorch 0.2.5, with a learning rate of 0.01 (0.001 of Lion), eps 1e-8 (1e-6 of LAMB) and a decay
+of 0.1 where there is one. "mat" and "conv" lie as in Flax; Muon's are transposed there and back.
 """
 
 import numpy as np
