@@ -232,7 +232,7 @@ def test_averages_warm_up(stood_in, implementation, decay, values):
 
 
 def test_a_state_saved_without_a_count_has_none():
-    """Checkpoints name the parts of a state, so those of a decay that is a number stay what they were."""
+    """Checkpoints name the parts of a state: those of a decay that is a number stay what they were."""
     tx, params = optim.sgd(1.0), jnp.zeros(1)
     names = ("optimizer", "ema", "compute", "loss_scale", "good_steps", "skipped", "rounding")
 
