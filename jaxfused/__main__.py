@@ -4,9 +4,11 @@
 `python -m jaxfused tune` measures what is the fastest; see `jaxfused/tuning/command.py`.
 """
 
+import errno
 import functools
 import importlib.metadata
 import inspect
+import os
 import subprocess
 import sys
 import textwrap
@@ -147,9 +149,13 @@ def measured_choices(device: dispatch.Device) -> list[str]:
     measured = table.load(device)
     lines = [f"measured      {measured}"] if measured.entries else []
     lines += [f"              {file}" for file in measured.files]
-    path = table.user_path(device)
-    if not path.exists():
-        lines.append(f"              nothing is in {path}; `python -m jaxfused tune` makes it")
+    try:
+        path = table.user_path(device)
+    except table.Refused as refusal:
+        lines.append(f"              {refusal}")
+    else:
+        if path not in [file.path for file in measured.files]:
+            lines.append(f"              nothing is in {path}; `python -m jaxfused tune` makes it")
     return ["measured" + lines[0][8:], *lines[1:]]
 
 
@@ -240,5 +246,23 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def run() -> int:
+    """`main`, for whoever reads its output, and stops to."""
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more when it ends, and what is not written has no reader.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"jaxfused: the output could not be written ({error.strerror})", file=sys.stderr)
+        return 1
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run())

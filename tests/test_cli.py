@@ -34,6 +34,17 @@ def test_the_command_reports_on_this_machine():
     assert "layer_norm" in result.stdout and "runs on 'xla'" in result.stdout
 
 
+def test_output_without_a_reader_is_no_error():
+    command = f"{sys.executable} -m jaxfused | head -1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert (result.returncode, result.stderr) == (0, "") and "jaxfused" in result.stdout
+
+
 @parametrize("device", DEVICES, quick=(0, 3), ids=lambda device: device.name)
 def test_every_operator_and_implementation_is_accounted_for(device):
     listed = dict(operators(device))

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -286,6 +287,9 @@ REFUSALS = {
     r"entry 0 .*'fast' is no list": corrupted("entries", entry(ranking="fast")),
     r"entry 0 .*7 is no dict": corrupted("entries", entry(ranking=[["cuda", 7, 1.0]])),
     r"entry 0 .*KeyError": corrupted("entries", [{"kernel": "k"}]),
+    r"entry 0 .*IndexError": corrupted("entries", entry(operands=[[]])),
+    r"entry 0 .*OverflowError": corrupted("entries", entry(ranking=[["cuda", None, 10**400]])),
+    r"it cannot be read as JSON \(maximum recursion": lambda text: "[" * 100_000,
 }
 
 
@@ -322,6 +326,66 @@ def test_writing_adds_to_what_was_saved_and_leaves_it_whole_if_it_fails(device, 
         table.write(path, device, ranking_of(*norm(256), ("cuda", None)))
     assert path.read_text() == before
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_processes_that_write_at_once_lose_nothing(device, tmp_path):
+    path = tmp_path / "table.json"
+    program = f"""
+import sys
+from pathlib import Path
+from jaxfused import dispatch
+from jaxfused.tuning import table
+device = {device!r}
+for i in range(10):
+    key = table.Key("k", "{{}}", (("float32", (int(sys.argv[1]), i)),))
+    table.write(Path({str(path)!r}), device, {{key: (table.Ranked("xla", None, 1.0),)}})
+"""
+    program = program.replace("Device(", "dispatch.Device(")
+    writers = [subprocess.Popen([sys.executable, "-c", program, str(i)]) for i in range(3)]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    assert len(table.read(path, device)) == 30
+
+
+@pytest.mark.parametrize("home", [None, "of another user"])
+def test_without_a_home_that_can_be_read_there_is_no_table(device, monkeypatch, home):
+    """As in a container that runs under a number that no user has."""
+    monkeypatch.setattr(table, "user_path", USER_PATH)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(table, "SHIPPED", Path("nowhere"))
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    if home is None:
+        monkeypatch.setattr(Path, "home", no_home)
+    else:
+        monkeypatch.setattr(Path, "exists", refuse)
+        monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+    table.load.cache_clear()
+    assert not table.load(device).entries
+    jax.eval_shape(jaxfused.layer_norm, array(64, 768))
+    assert __main__.measured_choices(device)
+    with pytest.raises(table.Refused, match="XDG_CACHE_HOME"):
+        tune(jaxfused.layer_norm, array(64, 768))
+
+
+def test_what_cannot_be_written_is_said_before_and_reported_after_all(
+    device, tmp_path, monkeypatch
+):
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(table.Refused, match=r"cannot be written .*name another file"):
+        tune(jaxfused.layer_norm, array(64, 768), path=tmp_path / "a file" / "table.json")
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(UserWarning, match=r"could not be written .*No space"):
+        report = tune(jaxfused.layer_norm, array(64, 768), path=tmp_path / "table.json")
+    assert report.path is None and report.stages
 
 
 # --- digest ---------------------------------------------------------------------------------------
@@ -596,10 +660,10 @@ class FakeBench:
         pass
 
 
-def tune(f, *args, fake=None, seconds=1e9):
+def tune(f, *args, fake=None, seconds=1e9, path=None):
     fake = fake or FakeBench(lambda work, candidate: 10.0)
     return tuner.run(
-        f, args, fake, seconds=seconds, path=None, progress=False, clock=lambda: fake.now
+        f, args, fake, seconds=seconds, path=path, progress=False, clock=lambda: fake.now
     )
 
 
@@ -720,9 +784,7 @@ def test_tune_writes_elsewhere_without_changing_what_runs(device, tmp_path):
     fake = FakeBench(lambda work, c: 10.0 if c.implementation == "xla" else 20.0)
     x = array(4096, 768)
     out = tmp_path / "elsewhere" / "table.json"
-    report = tuner.run(
-        jaxfused.layer_norm, (x,), fake, seconds=1e9, path=out, progress=False, clock=lambda: 0.0
-    )
+    report = tune(jaxfused.layer_norm, x, fake=fake, path=out)
     assert report.path == out and table.read(out, device)
     assert choice_of(jaxfused.layer_norm, x).source == "model"
 
@@ -854,6 +916,12 @@ import jax, jax.numpy as jnp, jaxfused
 
 def program():
     return jaxfused.layer_norm, (jax.ShapeDtypeStruct((64, 768), jnp.bfloat16),)
+
+def takes_one(x, y=2):
+    return program()
+
+def returns_none():
+    pass
 """
 
 
@@ -871,7 +939,16 @@ def test_the_command_finds_the_program(tmp_path, monkeypatch, capsys):
         [(tuned_f, tuned_args, keywords)] = tuned
         assert tuned_f is f and tuned_args == args
         assert keywords == {"seconds": 5.0, "path": Path("there.json")}
-    for name, sentence in {"program": "a place and a function", "no.py:f": "no script"}.items():
+    refused = {
+        "program": "a place and a function",
+        "no.py:f": "no script",
+        "nosuch.module:f": "there is no module 'nosuch'",
+        "json:nothere": "has none of that name",
+        "json:__name__": "has str there",
+        "a_step_to_tune:takes_one": "takes x, but it is called without arguments",
+        "a_step_to_tune:returns_none": "must return (f, args)",
+    }
+    for name, sentence in refused.items():
         assert command.main([name]) == 1
         assert sentence in capsys.readouterr().err
     assert __main__.main(["tun"]) == 2

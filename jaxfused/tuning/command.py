@@ -3,9 +3,11 @@
 import argparse
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from jaxfused.tuning.tuner import tune
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        f, args = load_program(options.program)()
+        f, args = _run_program(options.program)
         print(tune(f, *args, seconds=options.seconds, path=options.out))
     except (RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -48,11 +50,59 @@ def load_program(name: str) -> Callable[[], tuple[Callable[..., Any], Sequence[A
             " module:function or path/to/script.py:function."
         )
     if not place.endswith(".py"):
-        return getattr(importlib.import_module(place), function)
+        return _function(_module(place), place, function)
     spec = importlib.util.spec_from_file_location(Path(place).stem, place)
     if spec is None or spec.loader is None or not Path(place).exists():
         raise ValueError(f"tune: there is no script {place!r}; pass the path of a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    return getattr(module, function)
+    return _function(module, place, function)
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # What the module itself misses is the user's to see.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"tune: there is no module {error.name!r} to import; pass the name of one that Python finds"
+            " from here, or the path of a file that ends in .py."
+        ) from error
+
+
+def _function(module: ModuleType, place: str, name: str) -> Callable[..., Any]:
+    function = getattr(module, name, None)
+    if callable(function):
+        return function
+    what = "has none of that name" if function is None else f"has {type(function).__name__} there"
+    raise ValueError(
+        f"tune: PROGRAM names a function {name!r}, but {place} {what}; pass that of a function without"
+        " arguments."
+    )
+
+
+def _run_program(name: str) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """What the named function returns: a function and its arguments."""
+    program = load_program(name)
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(program).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        raise ValueError(
+            f"tune: {name} takes {', '.join(needed)}, but it is called without arguments; pass a"
+            " function without any, which returns (f, args)."
+        )
+    returned = program()
+    match returned:
+        case (f, tuple() | list() as args) if callable(f):
+            return f, args
+    raise ValueError(
+        f"tune: {name} must return (f, args), a function and the tuple of its arguments, but it returned"
+        f" {type(returned).__name__}."
+    )

@@ -6,9 +6,11 @@ config is compared by its text with the configs that are legal today.
 
 A device has up to two files of one form: the one that the package ships, and the user's, whose entries
 come first. They are read on first use. A file that is broken, of another device or of another version is
-refused with a sentence, and never used.
+refused with a sentence, and never used. Without a home folder that can be read, as in a container that
+runs under another user's number, there is no user's file.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -18,7 +20,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -233,9 +235,33 @@ def file_name(device: dispatch.Device) -> str:
 
 
 def user_path(device: dispatch.Device) -> Path:
-    """The user's file of a device, in $XDG_CACHE_HOME/jaxfused/tuning, or ~/.cache/jaxfused/tuning."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """The user's file of a device, in $XDG_CACHE_HOME/jaxfused/tuning, or ~/.cache/jaxfused/tuning.
+
+    Raises:
+      Refused: nothing says where the user's home folder is.
+    """
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise Refused(
+            "jaxfused: there is no place for measured choices, because the user has no home folder"
+            f" ({error}); set XDG_CACHE_HOME to a folder, or name a file: path=, or --out."
+        ) from error
     return Path(cache) / "jaxfused" / "tuning" / file_name(device)
+
+
+def _places(device: dispatch.Device) -> list[Path]:
+    """The files of a device that are there, the shipped one first."""
+    paths = [SHIPPED / file_name(device)]
+    with contextlib.suppress(Refused):
+        paths.append(user_path(device))
+    found = []
+    for path in paths:
+        # A folder that this user may not look into has no file for this user.
+        with contextlib.suppress(OSError):
+            if path.exists():
+                found.append(path)
+    return found
 
 
 @functools.cache
@@ -251,16 +277,15 @@ def load(device: dispatch.Device) -> Table:
         return Table({})
     entries: dict[Key, tuple[Ranked, ...]] = {}
     files = []
-    for path in (SHIPPED / file_name(device), user_path(device)):
-        if path.exists():
-            try:
-                found = read(path, device)
-            except Refused as refusal:
-                warnings.warn(str(refusal), stacklevel=2)
-                files.append(File(path, 0, str(refusal)))
-            else:
-                entries |= found
-                files.append(File(path, len(found), None))
+    for path in _places(device):
+        try:
+            found = read(path, device)
+        except Refused as refusal:
+            warnings.warn(str(refusal), stacklevel=2)
+            files.append(File(path, 0, str(refusal)))
+        else:
+            entries |= found
+            files.append(File(path, len(found), None))
     table = Table(entries, files)
     _compare_processes(table, device)
     return table
@@ -278,8 +303,9 @@ def _compare_processes(table: Table, device: dispatch.Device) -> None:
         raise RuntimeError(
             "jaxfused: all processes of a program need the same table of measured choices, but that of"
             f" process {jax.process_index()} is {table.digest[:12]} and that of process"
-            f" {different[0]} is {digests[different[0]].tobytes().hex()[:12]}; copy one"
-            f" {user_path(device)} to all hosts, or delete it on all of them."
+            f" {different[0]} is {digests[different[0]].tobytes().hex()[:12]}; copy one file"
+            f" jaxfused/tuning/{file_name(device)} of the users' caches to all hosts, or delete it on"
+            " all of them."
         )
 
 
@@ -302,7 +328,7 @@ def read(path: Path, device: dispatch.Device) -> dict[Key, tuple[Ranked, ...]]:
 
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise refused(f"it cannot be read as JSON ({error})") from error
     if not isinstance(content, dict) or "format" not in content:
         raise refused("it is no table of measured choices")
@@ -327,7 +353,7 @@ def read(path: Path, device: dispatch.Device) -> dict[Key, tuple[Ranked, ...]]:
     for number, entry in enumerate(entries):
         try:
             key, ranking = _entry(entry)
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise refused(
                 f"entry {number} is not a kernel, its statics, operands and ranking ({error!r})"
             ) from error
@@ -359,21 +385,53 @@ def _typed(value: Any, wanted: type) -> Any:
 
 
 def check_can_write(path: Path, device: dispatch.Device) -> None:
-    """Checks that `write` would find no file, or one that it can add to.
+    """Checks that `write` would find no file or one that it can add to, and can write to the folder.
 
     Raises:
-      Refused: there is a file that `read` refuses; whoever saved it may want it back.
+      Refused: there is a file that `read` refuses, for whoever saved it may want it back; or the folder
+        cannot be made or written to.
     """
-    if path.exists():
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp"):
+            there = path.exists()
+    except OSError as error:
+        raise Refused(
+            f"jaxfused: {path} cannot be written ({error}); set XDG_CACHE_HOME to a folder that can, or"
+            " name another file: path=, or --out."
+        ) from error
+    if there:
         read(path, device)
 
 
 def write(path: Path, device: dispatch.Device, entries: Entries) -> None:
     """Adds entries to a file, or makes it. Whoever reads it meanwhile sees it before or after.
 
+    Of several processes that add to one file, each waits for the one before.
+
     Raises:
       Refused: there is a file that `read` refuses; it is left as it is.
+      OSError: the file cannot be written; it is left as it is.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(path):
+        _replace(path, device, entries)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Within this context no other process adds to a file. Its folder is locked, for it is replaced."""
+    import fcntl  # Not on Windows, where there is no GPU to measure on.
+
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _replace(path: Path, device: dispatch.Device, entries: Entries) -> None:
     kept = read(path, device) if path.exists() else {}
     lines = [
         json.dumps(
@@ -391,7 +449,6 @@ def write(path: Path, device: dispatch.Device, entries: Entries) -> None:
     ]
     # An entry a line, for the eye and for version control.
     text = json.dumps(_header(device) | {"entries": []})[:-2] + "\n" + ",\n".join(lines) + "\n]}\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         try:
             file.write(text)

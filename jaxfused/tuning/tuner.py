@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,13 +231,19 @@ def run(
         for stage in stages
         if len(stage.ranking) > 1
     }
+    written = None
     if entries:
-        table.write(file, device, entries)
-    if entries and path is None:
+        try:
+            table.write(file, device, entries)
+            written = file
+        except OSError as error:
+            # What was measured is reported all the same.
+            warnings.warn(f"tune: {file} could not be written ({error})", stacklevel=2)
+    if written is not None and path is None:
         table.load.cache_clear()
         jax.clear_caches()
     show.close()
-    return TuningReport(device, file if entries else None, clock() - begin, tuple(stages))
+    return TuningReport(device, written, clock() - begin, tuple(stages))
 
 
 def _stages(
