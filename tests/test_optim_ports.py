@@ -17,24 +17,10 @@ BFLOAT16 = 2e-4
 """The iterations of torch's, timm's and pytorch-optimizer's Muon are in bfloat16."""
 
 
-def of_conv(output_axis=3):
-    inputs = tuple(axis for axis in range(4) if axis != output_axis)
-    return optax.contrib.MuonDimensionNumbers(inputs, output_axis)
-
-
 adamw = functools.partial(optim.adamw, 0.01, weight_decay=0.1)
 adafactor = functools.partial(optim.adafactor, 0.01, min_dim_size_to_factor=1)
-quintic = functools.partial(
-    optim.muon,
-    0.01,
-    ns_coeffs="dion",
-    nesterov=False,
-    consistent_rms=0.2,
-    muon_weight_dimension_numbers={
-        "mat": optax.contrib.MuonDimensionNumbers(),
-        "conv": of_conv(),
-    },
-)
+muon = functools.partial(optim.muon, 0.01)
+torchs = functools.partial(muon, bias_correction=False, clamp_norm=True, eps=1e-7, adam_eps=1e-8)
 # The other library's optimizer, ours, and how far apart they are at most.
 ROWS = {
     # "torch AdamW" is timm's AdamWLegacy and pytorch-optimizer's AdamW, bit for bit.
@@ -72,10 +58,19 @@ ROWS = {
     "transformers Adafactor momentum": (lambda: adafactor(momentum=0.9), ROUNDING),
     "keras Adafactor": (adafactor, ROUNDING),
     "timm Adafactor": (lambda: adafactor(multiply_by_parameter_scale=False), ROUNDING),
-    "torch Muon nesterov=False": (lambda: optim.muon(0.01, nesterov=False), BFLOAT16),
-    "timm Muon": (quintic, BFLOAT16),
+    "torch Muon": (torchs, BFLOAT16),
+    "torch Muon nesterov=False": (lambda: muon(nesterov=False), BFLOAT16),
+    "timm Muon": (
+        lambda: muon(
+            nesterov=False,
+            ns_coeffs="quintic",
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers="flatten",
+        ),
+        BFLOAT16,
+    ),
     "pytorch-optimizer Muon": (
-        lambda: optim.muon(0.01, nesterov=False, muon_weight_dimension_numbers={"conv": of_conv()}),
+        lambda: muon(nesterov=False, muon_weight_dimension_numbers="flatten"),
         BFLOAT16,
     ),
 }
