@@ -26,6 +26,7 @@ from jaxfused.fuse.recognisers import (
 from jaxfused.fuse.report import Found, Report
 from jaxfused.fuse.site import Book, Miss
 from jaxfused.fuse.source import line_of
+from jaxfused.semantics import shapes
 
 RECOGNISERS: Sequence[Callable[[Book], None]] = (
     attention.find,
@@ -135,6 +136,10 @@ def _run_here(node: Node) -> list[bool]:
 
 def _why_left_alone(graph: Graph) -> str:
     """Why no operation of the program may be replaced, or ""."""
+    if any(
+        shapes.is_symbolic(value.aval) for value in graph.inputs if hasattr(value.aval, "shape")
+    ):
+        return "sizes of its arguments are symbolic, and XLA runs what is exported for them"
     for inner in graph.everywhere():
         for node in inner.nodes:
             transforms = str(node.eqn.source_info.name_stack)

@@ -169,7 +169,7 @@ def dot_product_attention(
         output = _cudnn(query, key, value, bias, who, scale)
         output = named(output, "dot_product_attention", "output")
         return output if has_batch else output[0]
-    if _takes_reference(implementation, device, query, scale):
+    if _takes_reference(implementation, device, query, key, scale):
         output, lse = reference.attention.attention(
             query,
             key,
@@ -202,14 +202,14 @@ def dot_product_attention(
     return (output, lse) if return_lse else output
 
 
-def _takes_reference(implementation, device, query, scale) -> bool:
+def _takes_reference(implementation, device, query, key, scale) -> bool:
     """Whether the call is plain jax.numpy, as for a scale that is an array: kernels need a constant."""
     op = "dot_product_attention"
     if isinstance(scale, jax.Array) and implementation != "xla":
         why = "scale must be a Python float, as it is a constant of the kernels"
         dispatch.choose(op, implementation, {"pallas": why, "cuda": why, "xla": None})
         return True
-    return takes_reference(op, implementation, device, query)
+    return takes_reference(op, implementation, device, query, key)
 
 
 def _validate(query, key, value, bias, sinks) -> None:

@@ -26,6 +26,7 @@ from jaxfused.ops.weight_gradient import sum_rows, weight_gradient
 from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import ARITHMETIC, SLOPE_OF_RESULT
+from jaxfused.semantics.shapes import why_symbolic
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import cudnn_cost
 from pallas_kernels.conv import strided as pallas_strided
@@ -123,7 +124,7 @@ def why_unsupported(
     """None where the kernels can run a convolution of this window, else why not."""
     if isinstance(window, str):
         return f"the Pallas kernels of conv are dense, and {window}"
-    return pallas_conv.why_unsupported(
+    return why_symbolic(x, w) or pallas_conv.why_unsupported(
         compute_capability=device.compute_capability,
         dtypes={"x": x.dtype, "residual": None if residual is None else residual.dtype},
         channels={"x": w.shape[-2], "the result": w.shape[-1]},

@@ -31,6 +31,7 @@ from jaxfused.ops.dense_conv import (
 from jaxfused.ops.kernel_call import Axes, Results, Runner
 from jaxfused.ops.product_choice import Passes, pallas_or_xla, xla_time
 from jaxfused.reference.product import product
+from jaxfused.semantics.shapes import why_symbolic
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
 
@@ -58,7 +59,7 @@ def why_unsupported(device: dispatch.Device, x: Any, w: Any, residual: Any = Non
     """None where the kernel can run it, x [B, H, W, C] and w [rows, columns, C, F], else why not."""
     if w.ndim != 4:
         return f"it enlarges along one axis or two, and x has {w.ndim - 2} spatial axes"
-    return pallas_conv.why_enlarging_unsupported(
+    return why_symbolic(x, w) or pallas_conv.why_enlarging_unsupported(
         compute_capability=device.compute_capability,
         dtypes={"x": x.dtype, "residual": None if residual is None else residual.dtype},
         channels={"x": w.shape[-2], "the result": w.shape[-1]},

@@ -8,6 +8,7 @@ import jax
 from jaxfused import dispatch, reference, sharding
 from jaxfused.cuda.depthwise_conv import KERNELS, Window
 from jaxfused.cuda.depthwise_conv1d import TAPS
+from jaxfused.semantics.shapes import why_symbolic
 
 Padding = reference.fourier_conv.Padding
 
@@ -27,6 +28,8 @@ def why_not(device: dispatch.Device, x: jax.Array, w: jax.Array, window: Window)
     kernel = w.shape[:-2]
     if any(not 0 <= p < k for pair, k in zip(padding, kernel, strict=True) for p in pair):
         return f"zeros go beyond the window, and padding is {padding}"
+    if (unknown := why_symbolic(x)) is not None:
+        return unknown
     if x.size == 0 or min(window.result(*(1, *x.shape[1:-1])[-2:])) < 1:
         return "the result has no values"
     if not sharding.is_in_one_piece(x, w):

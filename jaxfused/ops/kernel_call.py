@@ -30,6 +30,7 @@ from jax.custom_batching import custom_vmap
 
 from jaxfused import cuda, dispatch, sharding
 from jaxfused.ops.batching import batch_all, is_batched, one_by_one
+from jaxfused.semantics.shapes import why_symbolic
 from jaxfused.tuning import table as tables
 from pallas_kernels import hopper
 
@@ -189,20 +190,23 @@ def takes_reference(
     implementation: str | None,
     device: dispatch.Device,
     x: jax.Array,
-    *,
+    *others: jax.Array | None,
     why_xla: str | None = None,
     missing: Mapping[str, str] | None = None,
 ) -> bool:
     """Whether a call of an operator is plain jax.numpy, whatever the shapes are.
 
     This is decided before the operator's custom_vjp, so that forward-mode differentiation works wherever
-    no kernel can run: on this platform, for the dtype of `x`, or where the operator leaves the call to
-    XLA, for which `why_xla` gives the reason. `missing` names the implementations that the operator
+    no kernel can run: on this platform, for the dtype of `x`, for sizes of `x` or of `others` that are
+    symbolic, or where the operator leaves the call to XLA, for which `why_xla` gives the reason.
+    `missing` names the implementations that the operator
     does not have, and says so.
     """
     if x.dtype not in cuda.library.DTYPES:
         why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"
         reasons: dict[str, str | None] = {"pallas": why, "cuda": why}
+    elif unknown := why_symbolic(x, *others):
+        reasons = {"pallas": unknown, "cuda": unknown}
     else:
         capability = device.compute_capability
         reasons = {
@@ -435,10 +439,15 @@ class _OnShard:
     def _choose(self, operands: Operands) -> tuple[str, Hashable]:
         """Returns the implementation to run, and its config or None for its default one."""
         call = self.call
+        unknown = why_symbolic(*operands)
         # Without elements a kernel has nothing to do, and CUDA rejects an empty launch.
-        if any(operand is not None and operand.size == 0 for operand in operands):
+        if unknown is None and any(o is not None and o.size == 0 for o in operands):
             return "xla", None
-        reasons = call.kernel.reasons(call.runner.device, *operands)
+        reasons: Mapping[str, str | None]
+        if unknown is None:
+            reasons = call.kernel.reasons(call.runner.device, *operands)
+        else:
+            reasons = {"pallas": unknown, "cuda": unknown, "xla": None}
         named = call.runner.implementation
         if named is not None and named not in reasons:
             named = "xla"
@@ -452,7 +461,8 @@ class _OnShard:
             source="model" if named is None else "named",
             kernel=call.kernel,
         )
-        choice = self._measured(choice, operands, named) or choice
+        if unknown is None:
+            choice = self._measured(choice, operands, named) or choice
         dispatch.record(choice)
         return choice.implementation, choice.config
 

@@ -29,6 +29,7 @@ from jaxfused.ops.weight_gradient import (
 from jaxfused.reference.product import product, sum_written_rows
 from jaxfused.semantics.activation import ARITHMETIC
 from jaxfused.semantics.checkpoint_names import named
+from jaxfused.semantics.shapes import why_symbolic
 from pallas_kernels.product import cost, few_rows
 from pallas_kernels.product import linear as pallas_linear
 from pallas_kernels.product import matmul as pallas_matmul
@@ -101,7 +102,7 @@ def linear(
         aligned = sharding.align((x, w, bias, residual), operand_axes=axes, whole="d")
         return _linear_in_fp8(run, options, *aligned, fp8.state_of(op, precision))
     is_bare = bias is None and activation is None
-    forward_in_xla = is_bare and implementation is None
+    forward_in_xla = is_bare and implementation is None and why_symbolic(x, w) is None
     forward_in_xla = forward_in_xla and _gains_from_stages(device, x, w, residual, precision)
     why_xla = _WHY_BARE if is_bare else None
     if not forward_in_xla and takes_reference(op, implementation, device, x, why_xla=why_xla):

@@ -50,6 +50,7 @@ from jaxfused.reference.cross_entropy import (
     losses_of,
 )
 from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.semantics.shapes import is_symbolic
 
 
 def linear_softmax_cross_entropy(
@@ -286,6 +287,8 @@ _CHUNK_LOGITS = 2**24
 def _reference_losses(options, chunk_size, x, w, bias, labels):
     leading, features = x.shape[:-1], w.shape[1]
     rows = math.prod(leading)
+    if is_symbolic(x):  # A loop has chunks of one size, and an exact number of them.
+        chunk_size = rows
     losses = _linear_token_losses(
         options,
         chunk_size or _default_chunk_size(rows, features),

@@ -23,6 +23,7 @@ from jaxfused.quantization.quantized_array import (
     of_each_column,
 )
 from jaxfused.semantics.activation import ARITHMETIC
+from jaxfused.semantics.shapes import why_symbolic
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
 
@@ -281,7 +282,7 @@ def _why_unsupported(
             "it takes one scale for all of x, and one for each output channel without zero points"
         )
     channels, features = _matrix(w, size)
-    return pallas_conv.why_quantized_unsupported(
+    return why_symbolic(x.values) or pallas_conv.why_quantized_unsupported(
         compute_capability=device.compute_capability,
         dtypes={"x": x.values.dtype, "w": jnp.int8 if w.dtype == "int4" else w.values.dtype},
         out_dtypes={

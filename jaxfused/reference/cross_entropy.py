@@ -220,7 +220,7 @@ def linear_token_losses(
         return None, token_losses(affine(x, w, bias, precision=None), labels, options)
 
     _, results = jax.lax.scan(losses_of_chunk, None, split_rows((x, labels), chunk_size))
-    return _join(results, len(x))
+    return _join(results, x.shape[0])
 
 
 def linear_token_gradients(
@@ -255,7 +255,7 @@ def linear_token_gradients(
     sums = jax.tree.map(lambda a: jnp.zeros(a.shape, compute_dtype), (w, bias))
     chunks = split_rows((x, labels, statistics, dlosses), chunk_size)
     (dw, dbias), rows = jax.lax.scan(gradients_of_chunk, sums, chunks)
-    dx, dlabels = _join(rows, len(x))
+    dx, dlabels = _join(rows, x.shape[0])
     return dx, dw.astype(w.dtype), None if bias is None else dbias.astype(bias.dtype), dlabels
 
 
@@ -263,9 +263,9 @@ def split_rows(rows, chunk_size: int):
     """Reshapes [N, ...] to [chunks, chunk_size, ...]; rows of zeros fill the last chunk."""
 
     def split(a):
-        filling = -len(a) % chunk_size
+        filling = -a.shape[0] % chunk_size
         a = jnp.pad(a, [(0, filling)] + [(0, 0)] * (a.ndim - 1))
-        return a.reshape(len(a) // chunk_size, chunk_size, *a.shape[1:])
+        return a.reshape(a.shape[0] // chunk_size, chunk_size, *a.shape[1:])
 
     return jax.tree.map(split, rows)
 

@@ -27,6 +27,7 @@ from jaxfused.reference.linear import (
 from jaxfused.reference.product import explicit_mesh, product, sum_written_rows
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 from jaxfused.semantics.activation import activate
+from jaxfused.semantics.shapes import is_symbolic
 
 
 def matmul(
@@ -175,8 +176,8 @@ def is_scaled_last(x: jax.Array, w: QuantizedArray) -> bool:
     them inside a product of few rows, where it would write a dequantised copy; and inside the sum that
     one row is to it, where dequantising takes six times as long as reading them.
     """
-    rows = math.prod(x.shape[:-1])
-    return w.groups == 1 and w.zero_point is None and rows <= _MOST_SCALED_ROWS
+    is_few = not is_symbolic(x) and math.prod(x.shape[:-1]) <= _MOST_SCALED_ROWS
+    return w.groups == 1 and w.zero_point is None and is_few
 
 
 def _is_by_groups(x: jax.Array, w: QuantizedArray) -> bool:
@@ -186,9 +187,8 @@ def _is_by_groups(x: jax.Array, w: QuantizedArray) -> bool:
     numbers. Where types say how features are split, they are not cut into groups.
     """
     group = w.shape[0] // w.groups
-    return (
-        w.groups > 1 and 2 * math.prod(x.shape[:-1]) <= group and explicit_mesh(x, w.values) is None
-    )
+    is_few = not is_symbolic(x) and 2 * math.prod(x.shape[:-1]) <= group
+    return w.groups > 1 and is_few and explicit_mesh(x, w.values) is None
 
 
 def _product_by_groups(rows: str, x: jax.Array, w: QuantizedArray) -> jax.Array:
@@ -355,7 +355,8 @@ def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     One row needs none of these kernels: XLA sums its products itself.
     """
     rows, (d, n) = a.reshape(-1, a.shape[-1]), b.shape
-    if rows.shape[0] > 1 and (d % _GRAIN or n % _GRAIN):
+    has_rows = is_symbolic(rows) or rows.shape[0] > 1
+    if has_rows and (d % _GRAIN or n % _GRAIN):
         total = _ragged_int8_matmul(rows, b, b.size + (rows.size if d % _GRAIN else 0))
     else:
         total = jnp.matmul(rows, b, preferred_element_type=jnp.int32)
@@ -379,7 +380,8 @@ def _ragged_int8_matmul(a: jax.Array, b: jax.Array, copied: int) -> jax.Array:
     (m, d), n = a.shape, b.shape[1]
     lengths = [size for size in range(_FEWEST_PRODUCTS, _EXACT_PRODUCTS + 1) if d % size == 0]
     length = d if d <= _EXACT_PRODUCTS else max(lengths, default=0)
-    if length and 8 * (d // length) * m * n <= _LAUNCH_BYTES + 2 * copied:
+    # Of a size that is not known yet, it is the form that suits many rows.
+    if length and not is_symbolic(a) and 8 * (d // length) * m * n <= _LAUNCH_BYTES + 2 * copied:
         parts = jnp.einsum(
             "mgd,gdf->gmf",
             a.astype(jnp.bfloat16).reshape(m, d // length, length),
@@ -400,6 +402,6 @@ def _float8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     which both operands get. The product of one row is a sum of XLA's own.
     """
     a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-    if math.prod(a.shape[:-1]) > 1:
+    if is_symbolic(a) or math.prod(a.shape[:-1]) > 1:
         a, b = -a, -b
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 from jaxfused.semantics.rope_scaling import RopeScaling
+from jaxfused.semantics.shapes import is_symbolic
 
 
 def rotate(
@@ -44,7 +45,8 @@ def rotate(
         first, second = rotated[..., ::2], rotated[..., 1::2]
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
-        size = x.size * x.dtype.itemsize
+        # Of a size that is not known yet: neither small nor large.
+        size = _SMALL + 1 if is_symbolic(x) else x.size * x.dtype.itemsize
         of_power, single = rotary_dim.bit_count() == 1, x.shape[-2] == 1
         is_small = (of_power or single) and size <= _SMALL * (2 if of_power and single else 1)
         is_large = of_power and size >= _LARGE and x.ndim > 3
