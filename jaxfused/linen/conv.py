@@ -9,9 +9,10 @@ from flax.linen.dtypes import promote_dtype
 
 from jaxfused.dispatch import Implementation
 from jaxfused.linen.flax_code import unwrapped
+from jaxfused.linen.linear import stand_in
 from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given, why_intercepted
-from jaxfused.modules.linear import Kernel, KernelStandIn, shape_of
+from jaxfused.modules.linear import Kernel, shape_of
 from jaxfused.ops.conv import Statistics
 from jaxfused.ops.conv_input import ConvInput, as_array, as_input
 
@@ -161,8 +162,8 @@ class Conv(linen.Conv):
 
 def conv_kernel(layer: Any, shape: tuple[int, ...]) -> Kernel:
     """The kernel of a `Conv`, which may be quantised: [weights of the window * I, O] then."""
-    kernel = layer.get_variable("params", "kernel")
-    if not isinstance(kernel, KernelStandIn):
+    kernel = stand_in(layer)
+    if kernel is None:
         return layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
     wanted = (math.prod(shape[:-1]), shape[-1])
     if shape_of(kernel) not in (shape, wanted):

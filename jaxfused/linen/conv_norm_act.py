@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen
+from flax.core import meta
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PaddingLike
 
@@ -193,7 +194,8 @@ class ConvNormAct(linen.Module):
                 x, hand_on=hand_on, statistics=self.axis_name is None and not use_running_average
             )
             return norm(y, statistics=statistics, **behind), x
-        params, statistics = self.variables["params"], self.variables["batch_stats"]["norm"]
+        variables = meta.unbox(self.variables)
+        params, statistics = variables["params"], variables["batch_stats"]["norm"]
         kernel = params["conv"]["kernel"]
         return convolve(
             x,

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen
+from flax.core import meta
 from flax.linen.dtypes import promote_dtype
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
@@ -167,11 +168,17 @@ class Affine(linen.Module):
         return _parameters(self, in_features)
 
 
+def stand_in(layer: Any) -> KernelStandIn | None:
+    """What is in a layer's parameters in place of a kernel of floats, or None."""
+    kernel = layer.get_variable("params", "kernel")
+    return meta.unbox(kernel) if isinstance(kernel, KernelStandIn) else None
+
+
 def _parameters(layer: Any, in_features: int) -> tuple[Kernel, jax.Array | None]:
     """Returns the kernel and bias of a `Dense` or `Affine`; the kernel may be quantised."""
     shape = (in_features, layer.features)
-    kernel = layer.get_variable("params", "kernel")
-    if not isinstance(kernel, KernelStandIn):
+    kernel = stand_in(layer)
+    if kernel is None:
         kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
     elif shape_of(kernel) != shape:
         raise ValueError(

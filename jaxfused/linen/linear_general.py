@@ -14,6 +14,7 @@ from flax.typing import Dtype, Initializer
 
 from jaxfused.dispatch import Implementation
 from jaxfused.linen.flax_code import unwrapped
+from jaxfused.linen.linear import stand_in
 from jaxfused.modules.fallback import (
     call_flax,
     is_stock_product,
@@ -144,6 +145,11 @@ def general_parameters(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the kernel and the bias of a layer, initialised as a matrix and a vector as in Flax."""
     flat = (math.prod(inputs), math.prod(features))
+    if stand_in(layer) is not None:
+        raise ValueError(
+            f"{layer.name}: a DenseGeneral, or a projection of attention, reads its kernel as floats,"
+            " but the parameters have a quantised one; keep it by a rule of dtype None."
+        )
     kernel = layer.param(
         "kernel", _flattened(layer.kernel_init, flat), (*inputs, *features), layer.param_dtype
     )

@@ -232,6 +232,6 @@ def _choose(
             chosen[name_of(path)], paths[name_of(path)] = rule, path
             jax.eval_shape(lambda w: plain_array(w, rule), kernel)
 
-    replace_kernels(op, module_or_params, note)
+    replace_kernels(op, module_or_params, note, choose.leave_out)
     choose.check_all_used()
     return chosen, paths

@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import linen, nnx
+from flax.core import meta
 from flax.nnx.nn.dtypes import promote_dtype
 
 from jaxfused.modules.fallback import why_given
-from jaxfused.modules.linear import KernelStandIn
+from jaxfused.modules.linear import KernelStandIn, QuantizedKernel
 from jaxfused.nnx.conv import Conv
 from jaxfused.nnx.quantized_linear import Frozen, QuantizedLinear
+from jaxfused.quantization.quantized_array import assembled
 
 Path = tuple[Any, ...]
 Replace = Callable[[Path, jax.Array, int], KernelStandIn | None]
@@ -33,33 +35,186 @@ def name_of(path: Path) -> str:
     return "/".join(str(key) for key in path)
 
 
-def replace_kernels(op: str, module_or_params: Any, replace: Replace) -> Any:
+LeaveOut = Callable[[Path, str], None]
+"""Is told the path of a layer whose kernel stays as it is, and why."""
+
+
+def replace_kernels(
+    op: str, module_or_params: Any, replace: Replace, leave_out: LeaveOut | None = None
+) -> Any:
     """Returns a new module or tree with other kernels in its layers; the old one stays."""
+    told: LeaveOut = leave_out or (lambda path, reason: None)
     if isinstance(module_or_params, nnx.Module):
-        return _replace_in_module(module_or_params, replace)
+        return _replace_in_module(module_or_params, replace, told)
     if isinstance(module_or_params, Mapping):
-        return _replace_in_tree(module_or_params, (), replace)
+        return _replace_in_tree(module_or_params, (), frozenset(), frozenset(), replace, told)
     raise TypeError(
         f"{op}: module_or_params is a {type(module_or_params).__name__}, but it has to be an nnx module"
         " or a tree of mappings; pass one of them."
     )
 
 
-def _replace_in_tree(tree: Any, path: Path, replace: Replace) -> Any:
+def _replace_in_tree(
+    tree: Any,
+    path: Path,
+    siblings: frozenset[str],
+    depths: frozenset[int],
+    replace: Replace,
+    leave_out: LeaveOut,
+) -> Any:
+    """A tree of Linen's parameters with other kernels.
+
+    Args:
+      siblings: the names beside this tree's own.
+      depths: of the stacks that layers of the tree around this one tell of.
+    """
+    if isinstance(tree, list | tuple) and type(tree) in (list, tuple):
+        items = [
+            _replace_in_tree(value, (*path, i), siblings, depths, replace, leave_out)
+            for i, value in enumerate(tree)
+        ]
+        return type(tree)(items)
     if not isinstance(tree, Mapping):
         return tree
-    result = {key: _replace_in_tree(value, (*path, key), replace) for key, value in tree.items()}
-    kernel = tree.get("kernel")
-    if not isinstance(kernel, jax.Array | np.ndarray) or not tree.keys() <= {"kernel", "bias"}:
+    depths = _depths_of_stacks(tree) or depths
+    names = frozenset(map(str, tree))
+    result = {
+        key: _replace_in_tree(value, (*path, key), names, depths, replace, leave_out)
+        for key, value in tree.items()
+    }
+    box = tree.get("kernel")
+    kernel = _unboxed(box)
+    if kernel is None or isinstance(box, KernelStandIn) or isinstance(kernel, Mapping):
         return result
-    # Kernels of three axes are those of attention, too.
-    bias_fits = "bias" not in tree or np.shape(tree["bias"]) == kernel.shape[-1:]
-    if kernel.ndim == 2 or (kernel.ndim > 3 and bias_fits):
-        matrix, taps = _as_matrix(jnp.asarray(kernel), kernel.ndim - 2)
-        instead = replace(path, matrix, taps)
-        if instead is not None:
-            result["kernel"] = instead
+    reading = _why_no_layer(tree, kernel, box) or _axes_of(tree, path, siblings, depths)
+    if isinstance(reading, str):
+        leave_out(path, reading)
+        return result
+    matrix, taps = _as_matrix(jnp.asarray(kernel), reading)
+    instead = replace(path, matrix, taps)
+    if instead is not None:
+        if isinstance(box, linen.Partitioned) and isinstance(instead, QuantizedKernel):
+            instead = _boxed(instead, box, kernel.ndim)
+        result["kernel"] = instead
     return result
+
+
+def _unboxed(leaf: Any) -> Any:
+    """What is in the box of a partitioned parameter, without its sharding being asked for."""
+    if isinstance(leaf, linen.Partitioned):
+        return leaf.value
+    return leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
+
+
+def _why_no_layer(tree: Mapping[Any, Any], kernel: Any, box: Any) -> str | None:
+    """Returns why the kernel of these parameters cannot be replaced, whatever its axes are, or None."""
+    if not isinstance(kernel, jax.Array | np.ndarray):
+        return (
+            f"its kernel is a {type(kernel).__name__} and no array; of shapes call quantize_params under"
+            " jax.eval_shape"
+        )
+    if isinstance(box, meta.AxisMetadata) and not isinstance(box, linen.Partitioned):
+        return f"its kernel is in a {type(box).__name__}; pass flax.linen.meta.unbox(params)"
+    others = [str(key) for key in tree if key not in ("kernel", "bias")]
+    return f"it has {', '.join(others)} beside a kernel and a bias" if others else None
+
+
+def _axes_of(
+    tree: Mapping[Any, Any], path: Path, siblings: frozenset[str], depths: frozenset[int]
+) -> int | str:
+    """The axes of a kernel's window, 0 of a linear layer; or why it is none of these layers'.
+
+    Axes before the window and the last two are those of stacked layers, as `nn.scan` makes them. A bias
+    has these and the last axis, by which most kernels are told.
+    """
+    kernel = np.shape(_unboxed(tree["kernel"]))
+    if len(kernel) < 2:
+        return f"its kernel has {len(kernel)} axes"
+    if len(kernel) == 2:
+        return 0
+    name = str(path[-1]) if path else ""
+    if siblings >= set(_PROJECTIONS[:3]) and name in _PROJECTIONS:
+        return "attention reads its projections over several axes, as floats"
+    (depth,) = depths if len(depths) == 1 else (None,)
+    if "bias" in tree:
+        bias = np.shape(_unboxed(tree["bias"]))
+        stacks = bias == (*kernel[: len(bias) - 1], kernel[-1])
+        projects = len(bias) > 1 and bias == kernel[-len(bias) :]
+        if stacks and projects:
+            stacks = depth == len(bias) - 1
+            if depth is None:
+                return (
+                    f"its kernel {kernel} may be of stacked layers or of several axes of a result"
+                )
+        if stacks and len(kernel) - len(bias) > 0:
+            return len(kernel) - len(bias) - 1
+        return f"its kernel {kernel} and bias {bias} are of a product over several axes"
+    window = len(kernel) - 2 - (depth or 0)
+    if window == 0 or window > 1:
+        return window
+    return (
+        f"without a bias nothing tells whether its kernel {kernel} is of stacked layers, of a"
+        " convolution along one axis, or of a product over several axes; in place of it put"
+        " jaxfused.QuantizedKernel(jaxfused.quantize(kernel)) for the first, with kernel.reshape(-1,"
+        " kernel.shape[-1]) for the second"
+    )
+
+
+_PROJECTIONS = ("query", "key", "value", "out")
+"""Of attention, by Flax's names."""
+
+
+def _depths_of_stacks(tree: Mapping[Any, Any]) -> frozenset[int]:
+    """How many axes of stacked layers the norms and biases of a tree of parameters tell of."""
+    found: set[int] = set()
+    for value in tree.values():
+        if not isinstance(value, Mapping):
+            continue
+        if "scale" in value and value.keys() <= {"scale", "bias"}:
+            found.add(max(len(_shape(value["scale"])), 1) - 1)
+        elif value.keys() == {"kernel", "bias"}:
+            kernel, bias = (_shape(value[key]) for key in ("kernel", "bias"))
+            stacks = bias == (*kernel[: len(bias) - 1], *kernel[-1:])
+            if stacks and (len(bias) == 1 or bias != kernel[-len(bias) :]):
+                found.add(len(bias) - 1)
+        else:
+            found |= _depths_of_stacks(value)
+    return frozenset(found)
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(getattr(_unboxed(leaf), "shape", ()))
+
+
+def _boxed(kernel: QuantizedKernel, box: Any, ndim: int) -> QuantizedKernel:
+    """The parts of a quantised kernel in boxes that name the axes which its floats had.
+
+    The numbers of a window are one axis, which has no name; nor has that of groups, whose scales are
+    few. A stack that was made without a name for it has none.
+    """
+    array = kernel.array
+    names = (None,) * (ndim - len(box.names)) + tuple(box.names)
+    stack, (rows, columns) = names[: array.ndim - 2], names[-2:]
+    rows = rows if ndim == array.ndim else None
+
+    def boxed(part: jax.Array | None, *names: Any) -> Any:
+        return None if part is None else box.replace(value=part, names=(*stack, *names))
+
+    def of_columns(part: jax.Array | None) -> Any:
+        each = part is not None and part.shape[-1] == array.shape[-1]
+        return boxed(part, None, columns if each else None)
+
+    pair = (columns, rows) if array.layout == "columns" else (rows, columns)
+    parts = assembled(
+        boxed(array.values, *pair),
+        of_columns(array.scale),
+        of_columns(array.zero_point),
+        array.axis,
+        array.layout,
+        array.group_size,
+    )
+    divisor, scale = boxed(kernel.input_divisor, rows), boxed(kernel.input_scale)
+    return QuantizedKernel(parts, kernel.input_dtype, divisor, scale)
 
 
 def _as_matrix(kernel: jax.Array, axes: int) -> tuple[jax.Array, int]:
@@ -68,12 +223,16 @@ def _as_matrix(kernel: jax.Array, axes: int) -> tuple[jax.Array, int]:
     return kernel.reshape(*leading, -1, kernel.shape[-1]), math.prod(window)
 
 
-def _replace_in_module(module: nnx.Module, replace: Replace) -> nnx.Module:
+def _replace_in_module(module: nnx.Module, replace: Replace, leave_out: LeaveOut) -> nnx.Module:
     if isinstance(module, nnx.Linear | nnx.Conv):
         return _replace_in_layer((), module, replace) or module
     module = nnx.clone(module)
     replaced: dict[int, nnx.Module] = {}
     for path, parent in list(nnx.iter_modules(module)):
+        if isinstance(getattr(parent, "kernel", None), nnx.Param) and not isinstance(
+            parent, nnx.Linear | nnx.Conv
+        ):
+            leave_out(path, f"a {type(parent).__name__} reads its kernel as floats")
         for key, child in list(_children(parent)):
             if not isinstance(child, nnx.Linear | nnx.Conv):
                 continue

@@ -210,7 +210,16 @@ def observe(
     run = compiled(call, replace_kernels(op, module_or_params, observed))
     count = 0
     for batch in batches:
-        jax.block_until_ready(run(batch))
+        try:
+            jax.block_until_ready(run(batch))
+        except ValueError as error:
+            # So Flax says of every effect within the body, such as the callbacks of a calibration.
+            if "data dependency on the scan body" not in str(error):
+                raise
+            raise ValueError(
+                f"{op}: nn.scan lets nobody look at the layers that it repeats; for the model of `call`"
+                " pass check_constancy_invariants=False to it, which has the same parameters."
+            ) from error
         count += 1
     jax.effects_barrier()
     if count == 0:

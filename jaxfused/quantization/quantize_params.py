@@ -23,10 +23,12 @@ def quantize_params(
     Of an nnx module every `nnx.Linear`, this package's or Flax's, becomes a
     `jaxfused.nnx.QuantizedLinear`, and `MLP`, `GatedMLP` and `TransformerBlock` run on those; every
     `nnx.Conv` becomes a `jaxfused.nnx.Conv` with a quantised kernel. A `nnx.LoRALinear` becomes a
-    `nnx.LoRA` around the quantised layer. Of a tree of Linen's parameters every kernel with two axes,
-    and with four or more, of a convolution, becomes a `jaxfused.QuantizedKernel`, which the layers of
-    `jaxfused.linen` read in its place; Flax's own modules do not. Everything else stays as it is,
-    embeddings and the projections of multi-head attention too.
+    `nnx.LoRA` around the quantised layer. Of a tree of Linen's parameters every kernel of a linear layer
+    or a convolution, also of layers that `nn.scan` or `nn.vmap` stack, becomes a
+    `jaxfused.QuantizedKernel`, which the layers of `jaxfused.linen` read in its place; Flax's own
+    modules do not. Parts of a partitioned kernel are partitioned. Everything else stays as it is,
+    embeddings and the projections of multi-head attention too; a warning names kernels that stay though
+    a rule is found in their path, and says why.
 
     A convolution's kernel is quantised as that of a product with all numbers of a window: groups are
     runs of these, and an image's inputs have one scale. `ConvNormAct` folds its batch norm into the
@@ -77,6 +79,6 @@ def quantize_params(
             )
         return QuantizedKernel(plain_array(kernel, rule), rule.input_dtype)
 
-    result = replace_kernels("quantize_params", module_or_params, quantized)
+    result = replace_kernels("quantize_params", module_or_params, quantized, choose.leave_out)
     choose.check_all_used()
     return result

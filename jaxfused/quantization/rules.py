@@ -1,6 +1,7 @@
 """Which layers of a model are quantised, and how: rules over their paths."""
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -98,23 +99,45 @@ class Chooser:
         self.rules = rules
         self.used: set[QuantizationRule] = set()
         self.paths: list[str] = []
+        self.left_out: dict[str, str] = {}
+        """Why layers stay in floats for which there is a rule, by their names."""
+
+    def _find(self, name: str) -> QuantizationRule | None:
+        return next((rule for rule in self.rules if re.search(rule.pattern, name)), None)
+
+    def leave_out(self, path: Sequence[Any], reason: str) -> None:
+        """Notes that the layer at `path` stays in floats, whatever the rules say."""
+        name = "/".join(str(key) for key in path)
+        rule = self._find(name)
+        if rule is not None and rule.dtype is None:
+            self.used.add(rule)
+        elif rule is not None:
+            self.left_out[name] = reason
 
     def __call__(self, path: Sequence[Any]) -> QuantizationRule | None:
         """The rule for the layer at `path`, or None where the layer stays as it is."""
         name = "/".join(str(key) for key in path)
         self.paths.append(name)
-        rule = next((rule for rule in self.rules if re.search(rule.pattern, name)), None)
+        rule = self._find(name)
         if rule is None:
             return None
         self.used.add(rule)
         return None if rule.dtype is None else rule
 
     def check_all_used(self) -> None:
-        """Checks that each rule decides over a layer."""
+        """Checks that each rule decides over a layer, and warns of layers that stay in floats."""
+        left_out = "; ".join(f"{name!r}, because {why}" for name, why in self.left_out.items())
         for rule in self.rules:
             if rule not in self.used:
                 paths = ", ".join(repr(path) for path in self.paths) or "none"
                 raise ValueError(
                     f"quantize_params: the rule for {rule.pattern!r} decides over no layer; pass one"
                     f" whose pattern is found, before other rules', in one of these: {paths}."
+                    + (f" No rule can decide over {left_out}." if left_out else "")
                 )
+        if left_out:
+            warnings.warn(
+                f"quantize_params: these layers stay in floats: {left_out}. A rule of dtype None for"
+                " them says so too, and silences this.",
+                stacklevel=3,
+            )

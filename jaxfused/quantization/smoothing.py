@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.core import meta
 
 from jaxfused.quantization.layers import Path
 
@@ -134,7 +134,9 @@ def _divided_in_tree(tree: Any, path: Path, norms: Mapping[Path, np.ndarray]) ->
     }
 
 
-def _divided(parameter: jax.Array, s: np.ndarray, offset: float = 0.0) -> jax.Array:
+def _divided(parameter: Any, s: np.ndarray, offset: float = 0.0) -> Any:
     """A norm's parameter; the norm multiplies by its scale plus an offset."""
+    if isinstance(parameter, meta.AxisMetadata):
+        return parameter.replace_boxed(_divided(meta.unbox(parameter), s, offset))
     wide = (jnp.asarray(parameter, jnp.float32) + offset) / s - offset
     return wide.astype(parameter.dtype)
