@@ -45,6 +45,7 @@ def draw_norm(draw: Draw) -> Options:
         dtype=draw.pick(DTYPES),
         scale=maybe_dtype(draw, 0.85),
         scale_offset=draw.pick((0.0, 0.0, 1.0)),
+        round_before_scale=after is None and draw.chance(0.15),
         bias="float32" if after == RELU else maybe_dtype(draw, 0.6),
         pre_bias="float32" if before == RELU else maybe_dtype(draw, 0.25),
         pre_activation=before,
@@ -68,14 +69,14 @@ def _draw_images(draw: Draw, rank: int, has_residual: bool) -> Options:
 
 
 def layer_norm(options: Options) -> Problem:
-    return _norm(options, jaxfused.layer_norm, {})
+    return _norm(options, jaxfused.layer_norm)
 
 
 def rms_norm(options: Options) -> Problem:
-    return _norm(options, jaxfused.rms_norm, dict(scale_offset=options["scale_offset"]))
+    return _norm(options, jaxfused.rms_norm)
 
 
-def _norm(o: Options, norm: Any, more: dict[str, Any]) -> Problem:
+def _norm(o: Options, norm: Any) -> Problem:
     shape, width = tuple(o["shape"]), o["shape"][-1]
     operands = present(
         x=Operand(shape, o["dtype"], 0.5, 2.0),
@@ -104,7 +105,8 @@ def _norm(o: Options, norm: Any, more: dict[str, Any]) -> Problem:
             gate=operands.get("gate"),
             quantize_rows=None if how.exact else quantized,
             implementation=how.implementation,
-            **more,
+            scale_offset=o["scale_offset"],
+            round_before_scale=o["round_before_scale"],
         )
         if quantized is None or how.exact:
             return results
