@@ -104,6 +104,22 @@ def test_configs_that_are_refused(config, message):
         jaxfused.rope_from_config(LLAMA | config)
 
 
+def test_larger_heads_of_some_layers():
+    """Gemma 4 in both spellings: as it was published, and as transformers saves it."""
+    kinds = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    config = {"head_dim": 16, "rope_parameters": kinds}
+    saved = {"layer_types": ["sliding_attention", "full_attention"]}
+    saved["per_layer_config"] = {"1": {"head_dim": 32}}
+    for own in ({"global_head_dim": 32}, saved):
+        for layer_type, size in (("full_attention", 32), ("sliding_attention", 16)):
+            options = jaxfused.rope_from_config(config | own, layer_type=layer_type)
+            assert options["rotary_dim"] == size
+    saved["layer_types"].append("full_attention")
+    saved["per_layer_config"]["2"] = {"head_dim": 64}
+    with pytest.raises(ValueError, match=r"heads of \[32, 64\] features; pass head_size"):
+        jaxfused.rope_from_config(config | saved, layer_type="full_attention")
+
+
 def test_older_spellings():
     phi = LLAMA | {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

@@ -71,7 +71,7 @@ def rope_from_config(
         parts that of the language model.
       layer_type: "full_attention" or "sliding_attention", where layers differ.
       head_size: H, by default `qk_rope_head_dim`, `head_dim`, or `hidden_size` divided by
-        `num_attention_heads`.
+        `num_attention_heads`; of Gemma 4's full layers `global_head_dim`.
 
     Returns:
       `rotary_dim`, `theta` and `scaling`, the latter None for unscaled frequencies.
@@ -115,7 +115,7 @@ def rope_from_config(
             given.get("partial_rotary_factor", given.get("rotary_pct", 1.0)),
         )
     )
-    whole = _head_size(given) if head_size is None else head_size
+    whole = _head_size(given, layer_type) if head_size is None else head_size
     theta = parameters.get("rope_theta", given.get("rope_theta", given.get("rotary_emb_base")))
     if theta is None:
         raise ValueError(
@@ -153,7 +153,23 @@ def _of_layer(config: Mapping[str, Any], layer_type: str | None) -> dict[str, An
     return {key: value for key, value in own.items() if value is not None}
 
 
-def _head_size(config: Mapping[str, Any]) -> int:
+def _head_size(config: Mapping[str, Any], layer_type: str | None) -> int:
+    """H of the layers of `layer_type`: those of Gemma 4 that see all tokens have larger heads."""
+    own = {int(index): layer for index, layer in config.get("per_layer_config", {}).items()}
+    sizes = {
+        own[index]["head_dim"]
+        for index, kind in enumerate(config.get("layer_types", ()))
+        if kind == layer_type and "head_dim" in own.get(index, {})
+    }
+    if layer_type == "full_attention" and "global_head_dim" in config:
+        sizes.add(config["global_head_dim"])
+    if len(sizes) > 1:
+        raise ValueError(
+            f"rope_from_config: layers of {layer_type!r} have heads of {sorted(sizes)} features; pass"
+            " head_size, for one of them at a time."
+        )
+    if sizes:
+        return int(sizes.pop())
     for key in ("qk_rope_head_dim", "head_dim"):
         if key in config:
             return int(config[key])

@@ -147,7 +147,7 @@ CONFIGS: dict[str, Any] = {
         [0, 1, 7, 127],
     ),
     "proportional": (
-        {**GEMMA, "model_type": "gemma4_text", "global_head_dim": 16}
+        {**GEMMA, "model_type": "gemma4_text", "global_head_dim": 32, "num_hidden_layers": 6}
         | {
             "rope_parameters": {
                 "full_attention": {
