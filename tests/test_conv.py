@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
@@ -19,6 +20,7 @@ from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import cudnn_cost
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
 from tests.against_float64 import assert_values_and_gradients
+from tests.arrays import put
 from tests.cases.conv import (
     CASES,
     DENSE_CASES,
@@ -152,6 +154,68 @@ def test_arguments_are_those_of_flax(shape, kernel, options):
     np.testing.assert_allclose(jaxfused.conv(x, w, bias, **options), stock, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("padding", "pairs", "mode"),
+    [
+        ([(2, 0), (1, 1), (0, 2)], [(2, 0), (1, 1), (0, 2)], "edge"),
+        ("CAUSAL", [(2, 0), (1, 1), (1, 1)], "zeros"),
+        ("CAUSAL", [(2, 0), (1, 1), (1, 1)], "edge"),
+        ("SAME", [(1, 1), (1, 1), (1, 1)], "reflect"),
+        (1, [(1, 1), (1, 1), (1, 1)], "circular"),
+    ],
+)
+def test_padding_with_values_of_the_input(padding, pairs, mode):
+    rng = np.random.default_rng(0)
+    x, w = (put(rng.normal(size=s), jnp.float32) for s in ((2, 5, 6, 7, 4), (3, 3, 3, 4, 6)))
+    numpy_mode = {"zeros": "constant", "circular": "wrap"}.get(mode, mode)
+    widths = [(0, 0), *pairs, (0, 0)]
+    residual = put(rng.normal(size=(2, 5, 6, 7, 6)), jnp.float32)
+
+    def ours(x, w):
+        y, shortcut = jaxfused.conv(
+            x, w, padding=padding, padding_mode=mode, residual=residual, hand_on=True
+        )
+        return y, 2.0 * shortcut
+
+    def plain(x, w):
+        padded = jnp.pad(x, widths, mode=numpy_mode)
+        y = jax.lax.conv(jnp.moveaxis(padded, -1, 1), w.transpose(4, 3, 0, 1, 2), (1,) * 3, "VALID")
+        return jnp.moveaxis(y, 1, -1) + residual, 2.0 * x
+
+    assert_values_and_gradients(ours, plain, x, w, cotangents=2)
+
+
+def test_edges_by_name_and_in_modules():
+    rng = np.random.default_rng(0)
+    x, w = (put(rng.normal(size=s), jnp.float32) for s in ((2, 6, 7, 4), (3, 4, 4, 5)))
+    options = dict(padding=[(1, 1), (1, 2)], padding_mode="edge")
+    y = jaxfused.conv(x, w, **options)
+    np.testing.assert_array_equal(jaxfused.conv(x, w, padding="edge"), y)
+    module = jaxfused.linen.Conv(5, (3, 4), use_bias=False, **options)
+    np.testing.assert_array_equal(module.apply({"params": {"kernel": w}}, x), y)
+    layer = jaxfused.nnx.Conv(4, 5, (3, 4), use_bias=False, **options, rngs=nnx.Rngs(0))
+    layer.kernel.set_value(w)
+    np.testing.assert_array_equal(layer(x), y)
+    masked = jaxfused.linen.Conv(5, (3, 4), mask=jnp.ones_like(w), **options)
+    with pytest.raises(ValueError, match="padding_mode='edge' needs the operator"):
+        masked.init(jax.random.key(0), x)
+    quantized = jaxfused.quantize(w.reshape(-1, 5))
+    of_floats = jaxfused.quantized_conv(x, quantized, kernel_size=(3, 4), **options)
+    weights = quantized.dequantize(jnp.float32).reshape(w.shape)
+    np.testing.assert_allclose(of_floats, jaxfused.conv(x, weights, **options), atol=1e-5)
+    integers = jaxfused.quantize(x, axis=-1, per_tensor=True)
+    found = jaxfused.quantized_conv(integers, quantized, kernel_size=(3, 4), **options)
+    expected = jaxfused.conv(integers.dequantize(jnp.float32), weights, **options)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_kernels_read_what_has_been_padded(hopper, dense_stand_ins):
+    x, w = jnp.ones((2, 16, 16, 64), jnp.bfloat16), jnp.ones((3, 3, 64, 64), jnp.bfloat16)
+    with dispatch.recorded() as choices:
+        jax.eval_shape(lambda x: jaxfused.conv(x, w, padding="EDGE", implementation="pallas"), x)
+    assert [choice.implementation for choice in choices] == ["pallas"]
+
+
 def test_bias_residual_and_activation_are_applied_before_the_rounding():
     x = jnp.ones((1, 1, 1), jnp.bfloat16)
     # 256 + 1 - 256 is 0 where each sum is rounded to bfloat16, which has 8 bits.
@@ -199,7 +263,16 @@ def test_derivatives_of_both_orders_and_modes():
         ({"kernel_dilation": 0}, "kernel_dilation is 0"),
         ({"padding": "FULL"}, "padding='FULL' is not known"),
         ({"padding": (1, 2)}, r"padding is \(1, 2\), but x has 1 spatial axes"),
-        ({"x": jnp.ones((2, 5, 5, 4)), "w": jnp.ones((3, 3, 4, 6)), "padding": "CAUSAL"}, "CAUSAL"),
+        (
+            {"padding_mode": "white"},
+            "padding_mode='white' is not known; pass one of 'zeros', 'edge'",
+        ),
+        ({"padding": "REFLECT", "padding_mode": "edge"}, "leave out one of the two"),
+        ({"padding": [(1, -1)], "padding_mode": "edge"}, "pass numbers of 0 or more"),
+        (
+            {"padding": 1, "padding_mode": "edge", "input_dilation": 2},
+            "values are repeated outside of x alone",
+        ),
         (
             {"input_dilation": 2},
             r"padding is 'SAME' and input_dilation is \(2,\), .* pass \(low, high\)",

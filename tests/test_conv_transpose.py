@@ -60,12 +60,34 @@ def test_shapes_and_numbers_are_those_of_jax(padding):
         (dict(bias=jnp.ones(4)), "bias"),
         (dict(residual=jnp.ones((1, 3, 3, 5))), "residual"),
         (dict(implementation="cuda"), "depthwise"),
+        (dict(feature_group_count=2), "must divide the 4 input and the 5"),
     ],
 )
 def test_refuses(change, message):
     options = dict(x=jnp.ones((1, 3, 3, 4)), w=jnp.ones((2, 2, 4, 5)), strides=2) | change
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"conv_transpose: .*{message}"):
         jaxfused.conv_transpose(**options)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_groups_with_the_kernel_of_what_is_transposed(groups):
+    rng = np.random.default_rng(0)
+    x = put(rng.normal(size=(2, 5, 6, 4)), jnp.float32)
+    w = put(rng.normal(size=(3, 2, 8 // groups, 4)), jnp.float32)
+
+    def convolution(z):
+        return jaxfused.conv(z, w, strides=2, feature_group_count=groups)
+
+    _, transpose = jax.vjp(convolution, jnp.zeros((2, 10, 12, 8)))
+    options = dict(strides=2, transpose_kernel=True, feature_group_count=groups)
+    y = jaxfused.conv_transpose(x, w, **options)
+    chex.assert_trees_all_close(y, transpose(x)[0], atol=1e-5)
+    # And with the kernel of each group on its own.
+    plain = put(rng.normal(size=(3, 2, 4 // groups, 8)), jnp.float32)
+    parts = zip(jnp.split(x, groups, -1), jnp.split(plain, groups, -1), strict=True)
+    apart = [jaxfused.conv_transpose(a, b, strides=2) for a, b in parts]
+    y = jaxfused.conv_transpose(x, plain, strides=2, feature_group_count=groups)
+    chex.assert_trees_all_close(y, jnp.concatenate(apart, -1), atol=1e-5)
 
 
 # --- windows that do not overlap ------------------------------------------------------------------

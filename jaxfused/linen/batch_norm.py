@@ -11,9 +11,11 @@ from jaxfused.dispatch import Implementation
 from jaxfused.linen.flax_code import unwrapped
 from jaxfused.modules.batch_norm import infer, train
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.ops.validation import python_number_fields
 from jaxfused.reference.promotion import common_dtype
 
 
+@python_number_fields
 class BatchNorm(linen.BatchNorm):
     r"""`flax.linen.BatchNorm` with the sum with a residual and an activation in the same kernel.
 

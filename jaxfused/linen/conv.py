@@ -15,8 +15,10 @@ from jaxfused.modules.fallback import call_flax, why_complex, why_given, why_int
 from jaxfused.modules.linear import Kernel, shape_of
 from jaxfused.ops.conv import Statistics
 from jaxfused.ops.conv_input import ConvInput, as_array, as_input
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class Conv(linen.Conv):
     r"""`flax.linen.Conv` with the sum with a residual and an activation in the same kernel.
 
@@ -35,6 +37,7 @@ class Conv(linen.Conv):
 
     Attributes:
       activation: None or a name of `jaxfused.ACTIVATIONS`.
+      padding_mode: with what to pad where `padding` says how much, as in `jaxfused.conv`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     The other attributes are those of `flax.linen.Conv`.
@@ -51,6 +54,7 @@ class Conv(linen.Conv):
 
     activation: str | None = None
     implementation: Implementation | None = None
+    padding_mode: str = "zeros"
 
     def __call__(self, inputs: ConvInput, *, residual: jax.Array | None = None) -> jax.Array:
         """Convolves inputs [..., *spatial, I].
@@ -129,6 +133,7 @@ class Conv(linen.Conv):
                 lambda: unwrapped(linen.Conv.__call__)(self, x),
                 residual=residual,
                 activation=self.activation,
+                padding_mode=self.padding_mode,
                 implementation=self.implementation,
                 adds_first=True,
             )
@@ -147,6 +152,7 @@ class Conv(linen.Conv):
             kernel_size=size,
             strides=self.strides,
             padding=self.padding,
+            padding_mode=self.padding_mode,
             input_dilation=self.input_dilation,
             kernel_dilation=self.kernel_dilation,
             feature_group_count=self.feature_group_count,

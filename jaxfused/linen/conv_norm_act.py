@@ -19,8 +19,10 @@ from jaxfused.modules.conv import Norm, check_norm, convolve, fold_norm
 from jaxfused.modules.linear import promoted
 from jaxfused.ops.conv_input import ConvInput, as_array
 from jaxfused.ops.rectified import Rectified, check_mask
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class ConvNormAct(linen.Module):
     r"""A convolution without bias, a norm, the sum with a residual, and an activation.
 

@@ -9,8 +9,10 @@ from jaxfused.dispatch import Implementation
 from jaxfused.linen.flax_code import unwrapped
 from jaxfused.modules.conv_transpose import transposed, why_flax
 from jaxfused.modules.fallback import call_flax
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class ConvTranspose(linen.ConvTranspose):
     r"""`flax.linen.ConvTranspose` with the sum with a residual and an activation in the same kernel.
 

@@ -20,8 +20,10 @@ from jaxfused.modules.convnext_block import scaled_mlp, scaled_sum
 from jaxfused.modules.mlp import Layer
 from jaxfused.modules.transformer_block import check_rates
 from jaxfused.ops.mlp import Save
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class ConvNeXtBlock(linen.Module):
     r"""A depthwise convolution, a LayerNorm and a perceptron, added to the block's input.
 
@@ -129,6 +131,7 @@ class ConvNeXtBlock(linen.Module):
         )
 
 
+@python_number_fields
 class _Layers(linen.Module):
     """The parameters of the perceptron."""
 

@@ -16,8 +16,10 @@ from jaxfused.linen.mlp import MLP
 from jaxfused.modules.dit_block import CHUNKS, Stream, check_heads, dit_block
 from jaxfused.ops.attention import AttentionImplementation
 from jaxfused.ops.mlp import Save
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class DiTBlock(linen.Module):
     r"""A Transformer block whose norms a condition modulates, and whose branches come through gates.
 

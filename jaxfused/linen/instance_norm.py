@@ -9,8 +9,10 @@ from jaxfused.linen.flax_code import unwrapped
 from jaxfused.linen.group_norm import normalised
 from jaxfused.modules.fallback import call_flax, why_complex
 from jaxfused.modules.group_norm import why_flax_normalises_instances
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class InstanceNorm(linen.InstanceNorm):
     """`flax.linen.InstanceNorm` with a modulation of each image, a residual and an activation.
 

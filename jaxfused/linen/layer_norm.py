@@ -14,9 +14,11 @@ from jaxfused.modules.fallback import call_flax
 from jaxfused.modules.layer_norm import why_flax
 from jaxfused.modules.promotion import floating
 from jaxfused.ops.layer_norm import Output
+from jaxfused.ops.validation import python_number_fields
 from jaxfused.reference.promotion import common_dtype
 
 
+@python_number_fields
 class LayerNorm(linen.LayerNorm):
     r"""`flax.linen.LayerNorm` in one kernel, with the residual sum before it and an activation after it.
 
@@ -133,6 +135,7 @@ class LayerNorm(linen.LayerNorm):
         return _as_result(output, result_dtype)
 
 
+@python_number_fields
 class RMSNorm(linen.RMSNorm):
     r"""`flax.linen.RMSNorm` in one kernel, with the residual sum before it and an activation after it.
 

@@ -23,8 +23,10 @@ from jaxfused.modules.fallback import (
 )
 from jaxfused.modules.linear import CalledKernel, Kernel, KernelStandIn, linear, promoted, shape_of
 from jaxfused.ops.fp8 import is_fp8
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class Dense(linen.Dense):
     r"""`flax.linen.Dense` with an activation and the sum with a residual stream in the same kernel.
 
@@ -136,6 +138,7 @@ def affine(
     return lambda in_features: (CalledKernel(call, param_dtype), None)
 
 
+@python_number_fields
 class Affine(linen.Module):
     """The parameters of a `flax.linen.Dense`, for an operator that takes several layers' parameters.
 

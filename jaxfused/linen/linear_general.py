@@ -23,8 +23,10 @@ from jaxfused.modules.fallback import (
     why_intercepted,
 )
 from jaxfused.modules.linear_general import linear_general, why_not_a_matrix
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class DenseGeneral(linen.DenseGeneral):
     r"""`flax.linen.DenseGeneral` as one product of matrices, with what follows in the same kernel.
 
@@ -108,6 +110,7 @@ class DenseGeneral(linen.DenseGeneral):
         )
 
 
+@python_number_fields
 class GeneralAffine(linen.Module):
     """The parameters of a `flax.linen.DenseGeneral`, for an operator that takes several layers'.
 

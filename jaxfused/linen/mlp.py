@@ -14,8 +14,10 @@ from jaxfused.linen.linear import affine
 from jaxfused.modules.attention import check_rate
 from jaxfused.modules.mlp import check_layer_names, gated_mlp, mlp
 from jaxfused.ops.mlp import Save
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class MLP(linen.Module):
     r"""Two linear layers with an activation between them and a residual sum after them.
 
@@ -123,6 +125,7 @@ class MLP(linen.Module):
         )
 
 
+@python_number_fields
 class GatedMLP(linen.Module):
     r"""The gated perceptron, SwiGLU by default, with a residual sum after it.
 

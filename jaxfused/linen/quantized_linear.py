@@ -8,10 +8,12 @@ from flax.typing import Dtype, Initializer
 
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import QuantizedKernel, linear, promoted
+from jaxfused.ops.validation import python_number_fields
 from jaxfused.quantization.quantize import quantize
 from jaxfused.quantization.quantized_array import Layout
 
 
+@python_number_fields
 class QuantizedDense(linen.Module):
     r"""A linear layer whose kernel is quantised and frozen.
 

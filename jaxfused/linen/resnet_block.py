@@ -14,8 +14,10 @@ from jaxfused.modules.conv import Norm
 from jaxfused.modules.resnet_block import needs_shortcut, widths
 from jaxfused.ops.conv_input import as_array
 from jaxfused.ops.rectified import Rectified
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class ResNetBlock(linen.Module):
     r"""Convolutions with norms, added to the block's input before the last activation.
 

@@ -5,9 +5,11 @@ from flax import linen
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
+from jaxfused.ops.validation import python_number_fields
 from jaxfused.semantics.rope_scaling import RopeScaling
 
 
+@python_number_fields
 class RotaryEmbedding(linen.Module):
     r"""Rotates queries and keys by their positions.
 

@@ -12,8 +12,10 @@ from flax.typing import Dtype, Initializer, PaddingLike, PrecisionLike
 from jaxfused.dispatch import Implementation
 from jaxfused.linen.conv import Conv
 from jaxfused.ops.conv_input import ConvInput
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class SeparableConv(linen.Module):
     r"""A convolution of each channel on its own, then one of all channels of each pixel.
 

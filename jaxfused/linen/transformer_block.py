@@ -31,8 +31,10 @@ from jaxfused.modules.transformer_block import (
 )
 from jaxfused.ops.attention import AttentionImplementation
 from jaxfused.ops.mlp import Save
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class TransformerBlock(linen.Module):
     r"""Attention, then perceptron, each behind a norm and added to the residual stream.
 

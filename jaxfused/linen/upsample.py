@@ -17,8 +17,10 @@ from jaxfused.modules.upsample import (
     enlarge,
     of_learned,
 )
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class Upsample(linen.Module):
     r"""Images enlarged by whole factors: repeated, bilinearly, or by weights that are learned.
 

@@ -42,6 +42,7 @@ def convolve(
     kernel_size: int | Sequence[int],
     strides: int | Sequence[int] | None,
     padding: Any,
+    padding_mode: str = "zeros",
     input_dilation: int | Sequence[int] | None,
     kernel_dilation: int | Sequence[int] | None,
     feature_group_count: int,
@@ -68,6 +69,7 @@ def convolve(
     geometry: dict[str, Any] = dict(
         strides=1 if strides is None else strides,
         padding=padding,
+        padding_mode=padding_mode,
         input_dilation=1 if input_dilation is None else input_dilation,
         kernel_dilation=1 if kernel_dilation is None else kernel_dilation,
         feature_group_count=feature_group_count,

@@ -116,6 +116,7 @@ def call_flax(
     scale_offset: float = 0.0,
     round_before_scale: bool = False,
     activation: str | None = None,
+    padding_mode: str = "zeros",
     implementation: str | None = None,
     adds_first: bool = False,
 ) -> jax.Array:
@@ -139,6 +140,7 @@ def call_flax(
         "gate": gate is not None,
         "scale_offset": scale_offset != 0.0,
         "round_before_scale": round_before_scale,
+        f"padding_mode={padding_mode!r}": padding_mode != "zeros",
         f"implementation={implementation!r}": implementation not in (None, "xla"),
     }
     for argument, given in refused.items():

@@ -14,6 +14,7 @@ from flax.typing import Dtype, Initializer, PromoteDtypeFn
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.batch_norm import infer, train
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.ops.validation import python_numbers
 
 
 class BatchNorm(nnx.BatchNorm):
@@ -67,6 +68,7 @@ class BatchNorm(nnx.BatchNorm):
     Source: `jaxfused.batch_norm`.
     """
 
+    @python_numbers
     def __init__(
         self,
         num_features: int,

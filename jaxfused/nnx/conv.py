@@ -23,6 +23,7 @@ from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given, why_intercepted
 from jaxfused.ops.conv import Statistics
 from jaxfused.ops.conv_input import ConvInput, as_array, as_input
+from jaxfused.ops.validation import python_numbers
 
 
 class Conv(nnx.Conv):
@@ -64,6 +65,7 @@ class Conv(nnx.Conv):
       kernel_metadata: of the kernel's `nnx.Param`.
       bias_metadata: of the bias's `nnx.Param`.
       activation: None or a name of `jaxfused.ACTIVATIONS`.
+      padding_mode: with what to pad where `padding` says how much, as in `jaxfused.conv`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Example:
@@ -77,6 +79,7 @@ class Conv(nnx.Conv):
     Source: `jaxfused.conv`.
     """
 
+    @python_numbers
     def __init__(
         self,
         in_features: int,
@@ -102,6 +105,7 @@ class Conv(nnx.Conv):
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         activation: str | None = None,
+        padding_mode: str = "zeros",
         implementation: Implementation | None = None,
     ):
         super().__init__(
@@ -128,6 +132,7 @@ class Conv(nnx.Conv):
             bias_metadata=bias_metadata,
         )
         self.activation = activation
+        self.padding_mode = padding_mode
         self.implementation = implementation
 
     def __call__(
@@ -221,6 +226,7 @@ class Conv(nnx.Conv):
                 lambda: super(Conv, self).__call__(x, out_sharding),
                 residual=residual,
                 activation=self.activation,
+                padding_mode=self.padding_mode,
                 implementation=self.implementation,
                 adds_first=True,
             )
@@ -232,6 +238,7 @@ class Conv(nnx.Conv):
             kernel_size=self.kernel_size,
             strides=self.strides,
             padding=self.padding,
+            padding_mode=self.padding_mode,
             input_dilation=self.input_dilation,
             kernel_dilation=self.kernel_dilation,
             feature_group_count=self.feature_group_count,

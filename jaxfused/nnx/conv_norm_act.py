@@ -18,6 +18,7 @@ from jaxfused.nnx.conv import Conv
 from jaxfused.nnx.group_norm import GroupNorm
 from jaxfused.ops.conv_input import ConvInput, as_array
 from jaxfused.ops.rectified import Rectified, check_mask
+from jaxfused.ops.validation import python_numbers
 
 
 class ConvNormAct(nnx.Module):
@@ -64,6 +65,7 @@ class ConvNormAct(nnx.Module):
     https://arxiv.org/abs/1512.03385
     """
 
+    @python_numbers
     def __init__(
         self,
         in_features: int,

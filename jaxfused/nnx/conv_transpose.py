@@ -14,6 +14,7 @@ from flax.typing import Dtype, Initializer, PaddingLike, PrecisionLike, PromoteD
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv_transpose import transposed, why_flax
 from jaxfused.modules.fallback import call_flax
+from jaxfused.ops.validation import python_numbers
 
 
 class ConvTranspose(nnx.ConvTranspose):
@@ -66,6 +67,7 @@ class ConvTranspose(nnx.ConvTranspose):
     Source: `jaxfused.conv_transpose`.
     """
 
+    @python_numbers
     def __init__(
         self,
         in_features: int,

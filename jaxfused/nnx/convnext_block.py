@@ -18,6 +18,7 @@ from jaxfused.nnx.layer_norm import LayerNorm
 from jaxfused.nnx.linear import affine
 from jaxfused.nnx.mlp import MLP
 from jaxfused.ops.mlp import Save
+from jaxfused.ops.validation import python_numbers
 
 
 class ConvNeXtBlock(nnx.Module):
@@ -56,6 +57,7 @@ class ConvNeXtBlock(nnx.Module):
     Source: Liu et al., "A ConvNet for the 2020s", 2022, https://arxiv.org/abs/2201.03545
     """
 
+    @python_numbers
     def __init__(
         self,
         features: int,

@@ -14,6 +14,7 @@ from jaxfused.nnx.linear import Linear, affine
 from jaxfused.nnx.mlp import MLP
 from jaxfused.ops.attention import AttentionImplementation
 from jaxfused.ops.mlp import Save
+from jaxfused.ops.validation import python_numbers
 
 
 class DiTBlock(nnx.Module):
@@ -64,6 +65,7 @@ class DiTBlock(nnx.Module):
     https://arxiv.org/abs/2212.09748
     """
 
+    @python_numbers
     def __init__(
         self,
         features: int,

@@ -23,6 +23,7 @@ from jaxfused.modules.fallback import (
     why_sharded,
 )
 from jaxfused.modules.linear_general import linear_general, why_not_a_matrix
+from jaxfused.ops.validation import python_numbers
 
 
 class Einsum(nnx.Einsum):
@@ -62,6 +63,7 @@ class Einsum(nnx.Einsum):
     Source: `jaxfused.linear`.
     """
 
+    @python_numbers
     def __init__(
         self,
         einsum_str: str,

@@ -13,6 +13,7 @@ from flax.typing import Axes, Dtype, Initializer, PromoteDtypeFn
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
 from jaxfused.modules.group_norm import normalise
+from jaxfused.ops.validation import python_numbers
 
 
 class GroupNorm(nnx.GroupNorm):
@@ -63,6 +64,7 @@ class GroupNorm(nnx.GroupNorm):
     Source: `jaxfused.group_norm`.
     """
 
+    @python_numbers
     def __init__(
         self,
         num_features: int,

@@ -13,6 +13,7 @@ from flax.typing import Axes, Dtype, Initializer, PromoteDtypeFn
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
 from jaxfused.modules.group_norm import normalise, why_flax_normalises_instances
+from jaxfused.ops.validation import python_numbers
 
 
 class InstanceNorm(nnx.InstanceNorm):
@@ -40,6 +41,7 @@ class InstanceNorm(nnx.InstanceNorm):
     Source: `jaxfused.group_norm`.
     """
 
+    @python_numbers
     def __init__(
         self,
         num_features: int,

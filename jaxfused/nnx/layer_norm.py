@@ -16,6 +16,7 @@ from jaxfused.modules.fallback import call_flax
 from jaxfused.modules.layer_norm import why_flax
 from jaxfused.modules.promotion import floating
 from jaxfused.ops.layer_norm import Output
+from jaxfused.ops.validation import python_numbers
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -73,6 +74,7 @@ class LayerNorm(nnx.LayerNorm):
     Source: `jaxfused.layer_norm`.
     """
 
+    @python_numbers
     def __init__(
         self,
         num_features: int,
@@ -228,6 +230,7 @@ class RMSNorm(nnx.RMSNorm):
     Source: `jaxfused.rms_norm`.
     """
 
+    @python_numbers
     def __init__(
         self,
         num_features: int,

@@ -23,6 +23,7 @@ from jaxfused.modules.fallback import (
     why_sharded,
 )
 from jaxfused.modules.linear_general import linear_general, why_not_a_matrix
+from jaxfused.ops.validation import python_numbers
 
 
 class LinearGeneral(nnx.LinearGeneral):
@@ -71,6 +72,7 @@ class LinearGeneral(nnx.LinearGeneral):
     Source: `jaxfused.linear`.
     """
 
+    @python_numbers
     def __init__(
         self,
         in_features: int | Sequence[int],

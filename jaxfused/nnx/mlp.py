@@ -17,6 +17,7 @@ from jaxfused.modules.mlp import check_layer_names, gated_mlp, mlp
 from jaxfused.nnx.fp8 import history_for, precision_of
 from jaxfused.nnx.linear import Linear, affine
 from jaxfused.ops.mlp import Save
+from jaxfused.ops.validation import python_numbers
 
 
 def _add_layers(
@@ -95,6 +96,7 @@ class MLP(nnx.Module):
     up: Linear
     down: Linear
 
+    @python_numbers
     def __init__(
         self,
         in_features: int,
@@ -231,6 +233,7 @@ class GatedMLP(nnx.Module):
     up: Linear
     down: Linear
 
+    @python_numbers
     def __init__(
         self,
         in_features: int,

@@ -8,6 +8,7 @@ from flax.typing import Dtype, Initializer
 
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import KernelStandIn, QuantizedKernel, linear, promoted
+from jaxfused.ops.validation import python_numbers
 from jaxfused.quantization.quantize import quantize
 from jaxfused.quantization.quantized_array import Layout
 
@@ -56,6 +57,7 @@ class QuantizedLinear(nnx.Module):
     Source: `jaxfused.quantized_matmul`.
     """
 
+    @python_numbers
     def __init__(
         self,
         in_features: int,

@@ -13,6 +13,7 @@ from jaxfused.modules.conv import Norm
 from jaxfused.modules.resnet_block import needs_shortcut, widths
 from jaxfused.nnx.conv_norm_act import ConvNormAct
 from jaxfused.ops.rectified import Rectified
+from jaxfused.ops.validation import python_numbers
 
 
 class ResNetBlock(nnx.Module):
@@ -57,6 +58,7 @@ class ResNetBlock(nnx.Module):
     https://arxiv.org/abs/1512.03385; with the strides in the 3 x 3, as most libraries have it
     """
 
+    @python_numbers
     def __init__(
         self,
         in_features: int,

@@ -5,6 +5,7 @@ from flax import nnx
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
+from jaxfused.ops.validation import python_numbers
 from jaxfused.semantics.rope_scaling import RopeScaling
 
 
@@ -33,6 +34,7 @@ class RotaryEmbedding(nnx.Module):
     Source: `jaxfused.rope`.
     """
 
+    @python_numbers
     def __init__(
         self,
         rotary_dim: int | None = None,

@@ -12,6 +12,7 @@ from flax.typing import Dtype, Initializer, PaddingLike, PrecisionLike
 from jaxfused.dispatch import Implementation
 from jaxfused.nnx.conv import Conv
 from jaxfused.ops.conv_input import ConvInput
+from jaxfused.ops.validation import python_numbers
 
 
 class SeparableConv(nnx.Module):
@@ -55,6 +56,7 @@ class SeparableConv(nnx.Module):
     https://arxiv.org/abs/1610.02357
     """
 
+    @python_numbers
     def __init__(
         self,
         in_features: int,

@@ -31,6 +31,7 @@ from jaxfused.nnx.mlp import MLP, GatedMLP
 from jaxfused.nnx.rope import RotaryEmbedding
 from jaxfused.ops.attention import AttentionImplementation
 from jaxfused.ops.mlp import Save
+from jaxfused.ops.validation import python_numbers
 
 
 class TransformerBlock(nnx.Module):
@@ -94,6 +95,7 @@ class TransformerBlock(nnx.Module):
     Depth", 2016, https://arxiv.org/abs/1603.09382
     """
 
+    @python_numbers
     def __init__(
         self,
         features: int,

@@ -17,6 +17,7 @@ from jaxfused.modules.upsample import (
     enlarge,
     of_learned,
 )
+from jaxfused.ops.validation import python_numbers
 
 
 class Upsample(nnx.Module):
@@ -58,6 +59,7 @@ class Upsample(nnx.Module):
     Source: `jax.image.resize`, `flax.nnx.ConvTranspose`.
     """
 
+    @python_numbers
     def __init__(
         self,
         method: Method = "bilinear",

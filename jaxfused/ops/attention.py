@@ -19,7 +19,13 @@ from jaxfused.ops import attention_float32, dropout
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.linear import allows_tf32
-from jaxfused.ops.validation import as_arrays, check_floating, check_shape, check_soft_cap
+from jaxfused.ops.validation import (
+    as_arrays,
+    check_floating,
+    check_shape,
+    check_soft_cap,
+    python_numbers,
+)
 from jaxfused.semantics.checkpoint_names import named
 from jaxfused.semantics.mask import EMPTY_LSE, Mask
 from pallas_kernels.attention import attention as pallas_attention
@@ -32,6 +38,7 @@ from pallas_kernels.attention.shape import Shape
 AttentionImplementation = dispatch.Implementation | Literal["cudnn"]
 
 
+@python_numbers
 def dot_product_attention(
     query: jax.Array,
     key: jax.Array,

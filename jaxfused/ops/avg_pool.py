@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jaxfused import dispatch, reference
 from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.pool_window import windows
-from jaxfused.ops.validation import check_floating, check_images
+from jaxfused.ops.validation import check_floating, check_images, python_numbers
 
 
+@python_numbers
 def avg_pool(
     x: jax.Array,
     window: int | Sequence[int],

@@ -22,9 +22,11 @@ from jaxfused.ops.validation import (
     check_constant,
     check_floating,
     check_shape,
+    python_numbers,
 )
 
 
+@python_numbers
 def batch_norm(
     x: jax.Array,
     scale: jax.Array | None = None,
@@ -274,6 +276,7 @@ _norm.defvjp(_norm_fwd, _norm_bwd, symbolic_zeros=True)
 # --- folding --------------------------------------------------------------------------------------
 
 
+@python_numbers
 def fold_batch_norm(
     w: jax.Array,
     bias: jax.Array | None = None,

@@ -15,18 +15,23 @@ from jaxfused.ops import (
     fourier_conv,
 )
 from jaxfused.ops.conv_input import Concatenated, ConvInput, as_array, as_input, check_parts
+from jaxfused.ops.conv_padding import Padding, geometry
 from jaxfused.ops.kernel_call import Runner, takes_reference
 from jaxfused.ops.rectified import Rectified
-from jaxfused.ops.validation import as_arrays, check_activation, check_floating, check_shape
-
-Padding = str | int | Sequence[int | tuple[int, int]]
-_NAMED_PADDINGS = ("SAME", "SAME_LOWER", "VALID", "CIRCULAR", "REFLECT", "CAUSAL")
-
+from jaxfused.ops.validation import (
+    as_arrays,
+    check_activation,
+    check_floating,
+    check_shape,
+    python_numbers,
+)
+from jaxfused.reference.conv import Around
 
 Statistics = tuple[jax.Array, jax.Array]
 Output = jax.Array | tuple[jax.Array | Statistics | None, ...]
 
 
+@python_numbers
 def conv(
     x: ConvInput,
     w: jax.Array,
@@ -34,6 +39,7 @@ def conv(
     *,
     strides: int | Sequence[int] = 1,
     padding: Padding = "SAME",
+    padding_mode: str = "zeros",
     input_dilation: int | Sequence[int] = 1,
     kernel_dilation: int | Sequence[int] = 1,
     feature_group_count: int = 1,
@@ -63,9 +69,12 @@ def conv(
       strides: steps between windows, one for all spatial axes or one for each; so are the
         dilations.
       padding: "SAME", "SAME_LOWER" (an odd zero goes to the low side), "VALID", "CIRCULAR" (wraps
-        around), "REFLECT", "CAUSAL" (one spatial axis; pads the left only), in upper or lower case;
-        or how much to pad with zeros: an int for all sides, or for each spatial axis an int or a
-        pair (low, high).
+        around), "REFLECT", "EDGE" (the outermost values again), "CAUSAL" (all of it before the first
+        spatial axis, which is time, and half of it on either side of the others), in upper or lower
+        case; or how much to pad: an int for all sides, or for each spatial axis an int or a pair
+        (low, high).
+      padding_mode: with what, where `padding` says how much: "zeros", "edge", "reflect" or "circular".
+        What is no zeros is written around a copy of x by XLA, which the convolution then reads.
       input_dilation: the distance between neighbouring values of x once zeros are put between them;
         more than 1 is a transposed convolution, for which `jaxfused.conv_transpose` knows the padding.
       kernel_dilation: the distance between the values of x that neighbouring weights meet.
@@ -124,23 +133,75 @@ def conv(
     """
     op = "conv"
     x = as_input(x)
-    rectified = isinstance(x, Rectified)
     if isinstance(x, Concatenated):
         check_parts(x)
-    values = x.values if isinstance(x, Rectified) else as_array(x)
     w, bias, residual = as_arrays(w, bias, residual)
-    check_floating(op, dict(x=values, w=w, bias=bias, residual=residual))
+    check_floating(op, dict(x=as_array(x), w=w, bias=bias, residual=residual))
     check_activation(op, activation)
-    _check_kernel(values, w, feature_group_count)
+    _check_kernel(x, w, feature_group_count)
     check_shape(op, "bias", bias, w.shape[-1:], f"w has {w.shape[-1]} output channels")
     options = geometry(
-        values,
+        op,
+        x,
+        w.shape[:-2],
         strides=strides,
         padding=padding,
+        padding_mode=padding_mode,
         input_dilation=input_dilation,
         kernel_dilation=kernel_dilation,
         feature_group_count=feature_group_count,
     )
+    return convolved(
+        op,
+        x,
+        w,
+        bias,
+        options=options,
+        activation=activation,
+        residual=residual,
+        hand_on=hand_on,
+        statistics=statistics,
+        precision=precision,
+        implementation=implementation,
+    )
+
+
+def convolved(
+    op: str,
+    x: ConvInput,
+    w: jax.Array,
+    bias: jax.Array | None,
+    *,
+    options: dict[str, Any],
+    activation: str | None,
+    residual: jax.Array | None,
+    hand_on: bool = False,
+    statistics: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: dispatch.Implementation | None,
+) -> Output:
+    """`conv` of operands and options that fit, for the operator `op`; `options` are `geometry`'s."""
+    around = options["padding"]
+    if isinstance(around, Around):
+        shortcut = as_array(x)
+        none = ((0, 0),) * len(around.pairs)
+        result = convolved(
+            op,
+            around.pad(shortcut),
+            w,
+            bias,
+            options=options | dict(padding=none),
+            activation=activation,
+            residual=residual,
+            statistics=statistics,
+            precision=precision,
+            implementation=implementation,
+        )
+        if not hand_on:
+            return result
+        return (*(result if isinstance(result, tuple) else (result,)), shortcut)
+    rectified = isinstance(x, Rectified)
+    values = x.values if isinstance(x, Rectified) else as_array(x)
     run: Callable[..., jax.Array] = functools.partial(
         reference.conv.conv, activation=activation, precision=precision, **options
     )
@@ -150,7 +211,7 @@ def conv(
     device = dispatch.current_device(values, residual)
     output = functools.partial(_output, statistics=statistics, hand_on=hand_on)
     if enlarging_conv.block_of(values, w, **options) is not None:
-        takes_kernel = _enlarges(implementation, device, values, w, residual)
+        takes_kernel = _enlarges(op, implementation, device, values, w, residual)
         enlarge: Callable[..., jax.Array] = functools.partial(
             enlarging_conv.enlarging_conv,
             Runner(implementation, device),
@@ -241,6 +302,7 @@ def _output(
 
 
 def _enlarges(
+    op: str,
     implementation: dispatch.Implementation | None,
     device: dispatch.Device,
     x: jax.Array,
@@ -254,37 +316,10 @@ def _enlarges(
     reason = enlarging_conv.why_unsupported(device, images(x), weights, images(residual))
     if reason is not None:
         missing["pallas"] = reason
-    return not takes_reference("conv", implementation, device, x, missing=missing)
+    return not takes_reference(op, implementation, device, x, missing=missing)
 
 
-def geometry(
-    x: Any,
-    *,
-    strides: int | Sequence[int],
-    padding: Padding,
-    input_dilation: int | Sequence[int],
-    kernel_dilation: int | Sequence[int],
-    feature_group_count: int,
-) -> dict[str, Any]:
-    """The options that say which values a convolution of x takes, with one number for each axis."""
-    spatial = x.ndim - 2
-    padding = _normalise_padding(padding, spatial)
-    dilation = for_each_axis("input_dilation", input_dilation, spatial)
-    if set(dilation) != {1} and isinstance(padding, str) and padding != "CAUSAL":
-        raise ValueError(
-            f"conv: padding is {padding!r} and input_dilation is {dilation}, but of a transposed"
-            " convolution no name but 'CAUSAL' says how much; pass (low, high) pairs."
-        )
-    return dict(
-        strides=for_each_axis("strides", strides, spatial),
-        padding=padding,
-        input_dilation=dilation,
-        kernel_dilation=for_each_axis("kernel_dilation", kernel_dilation, spatial),
-        feature_group_count=feature_group_count,
-    )
-
-
-def _check_kernel(x: jax.Array, w: jax.Array, groups: int) -> None:
+def _check_kernel(x: Any, w: jax.Array, groups: int) -> None:
     if x.ndim < 3 or x.shape[-1] == 0:
         raise ValueError(
             f"conv: x has shape {x.shape}, but it needs a batch axis, a spatial axis and at least one"
@@ -306,40 +341,3 @@ def _check_kernel(x: jax.Array, w: jax.Array, groups: int) -> None:
             f"conv: w has shape {w.shape}, but x has {channels} channels in {groups} groups;"
             f" pass w with {channels // groups} input channels in its last axis but one."
         )
-
-
-def for_each_axis(
-    name: str, value: int | Sequence[int], spatial: int, op: str = "conv"
-) -> tuple[int, ...]:
-    """One positive int for each spatial axis, of one for all or of as many."""
-    values = (value,) * spatial if isinstance(value, int) else tuple(value)
-    if len(values) != spatial or any(v < 1 for v in values):
-        raise ValueError(
-            f"{op}: {name} is {value!r}, but x has {spatial} spatial axes;"
-            f" pass one positive int, or {spatial} of them."
-        )
-    return values
-
-
-def _normalise_padding(padding: Padding, spatial: int) -> str | tuple[tuple[int, int], ...]:
-    if isinstance(padding, str):
-        name = padding.upper()
-        if name not in _NAMED_PADDINGS:
-            names = ", ".join(repr(n) for n in _NAMED_PADDINGS)
-            raise ValueError(
-                f"conv: padding={padding!r} is not known; pass one of {names}, or numbers."
-            )
-        if name == "CAUSAL" and spatial != 1:
-            raise ValueError(
-                f"conv: padding='CAUSAL' is for one spatial axis, but x has {spatial};"
-                " pass (low, high) pairs."
-            )
-        return name
-    sides = (padding,) * spatial if isinstance(padding, int) else tuple(padding)
-    pairs = [(side, side) if isinstance(side, int) else side for side in sides]
-    if len(pairs) != spatial or any(len(pair) != 2 for pair in pairs):
-        raise ValueError(
-            f"conv: padding is {padding!r}, but x has {spatial} spatial axes;"
-            f" pass a name, one int, or {spatial} ints or (low, high) pairs."
-        )
-    return tuple((low, high) for low, high in pairs)

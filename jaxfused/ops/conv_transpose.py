@@ -7,10 +7,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.conv import conv, for_each_axis
-from jaxfused.ops.validation import as_arrays, check_floating
+from jaxfused.ops.conv import convolved
+from jaxfused.ops.conv_padding import geometry
+from jaxfused.ops.validation import (
+    as_arrays,
+    check_activation,
+    check_floating,
+    check_shape,
+    for_each_axis,
+    python_numbers,
+)
 
 
+@python_numbers
 def conv_transpose(
     x: jax.Array,
     w: jax.Array,
@@ -19,6 +28,7 @@ def conv_transpose(
     strides: int | Sequence[int] = 1,
     padding: str | int | Sequence[int | tuple[int, int]] = "SAME",
     kernel_dilation: int | Sequence[int] = 1,
+    feature_group_count: int = 1,
     transpose_kernel: bool = False,
     activation: str | None = None,
     residual: jax.Array | None = None,
@@ -38,14 +48,16 @@ def conv_transpose(
     Args:
       x: [B, *spatial, I] with one spatial axis or more, float32, bfloat16 or float16 (float64 with
         implementation "xla").
-      w: [*kernel, I, O], or with `transpose_kernel` [*kernel, O, I]. Any float dtype; it is rounded to
-        x's.
+      w: [*kernel, I / feature_group_count, O], or with `transpose_kernel` [*kernel,
+        O / feature_group_count, I]. Any float dtype; it is rounded to x's.
       bias: [O]. Any float dtype.
       strides: by how much each spatial axis is enlarged, one for all or one for each.
       padding: "SAME" (the result is strides times as large as x), "VALID" (all that some value of x
         reaches), or how many zeros to put around the dilated x: an int for all sides, or for each
         spatial axis an int or a pair (low, high).
       kernel_dilation: the distance between the values that neighbouring weights meet.
+      feature_group_count: into how many groups the input and the output channels are split, each
+        convolved apart.
       transpose_kernel: whether w is that of the convolution that this one transposes: its spatial axes
         are flipped and its channels swapped.
       activation: None or a name of `jaxfused.ACTIVATIONS`, after everything else.
@@ -73,29 +85,38 @@ def conv_transpose(
     Source: Zeiler et al., "Deconvolutional Networks", 2010; the arguments are those of
     `jax.lax.conv_transpose`.
     """
-    x, w = as_arrays(x, w)
-    check_floating("conv_transpose", dict(x=x, w=w))
-    if x.ndim < 3 or w.ndim != x.ndim:
-        raise ValueError(
-            f"conv_transpose: x has shape {x.shape} and w {w.shape}, but both need as many axes, at"
-            " least one of them spatial; pass x [batch, ..., channels] and w [kernel sizes, channels,"
-            " output channels]."
-        )
+    op = "conv_transpose"
+    x, w, bias, residual = as_arrays(x, w, bias, residual)
+    check_floating(op, dict(x=x, w=w, bias=bias, residual=residual))
+    check_activation(op, activation)
+    groups = feature_group_count
+    _check_kernel(op, x, w, groups, transpose_kernel)
     axes = x.ndim - 2
+    features = w.shape[-2] * groups if transpose_kernel else w.shape[-1]
+    check_shape(op, "bias", bias, (features,), f"w has {features} output channels")
     if transpose_kernel:
-        w = jnp.flip(w, range(axes)).swapaxes(-1, -2)
-    steps = for_each_axis("strides", strides, axes, "conv_transpose")
-    dilation = for_each_axis("kernel_dilation", kernel_dilation, axes, "conv_transpose")
+        w = _transposed(w, groups)
+    steps = for_each_axis(op, "strides", strides, axes)
+    dilation = for_each_axis(op, "kernel_dilation", kernel_dilation, axes)
     if isinstance(padding, str):
         reaches = [(k - 1) * d for k, d in zip(w.shape[:axes], dilation, strict=True)]
         padding = [_pair(padding, r, s) for r, s in zip(reaches, steps, strict=True)]
-    y = conv(
+    options = geometry(
+        op,
         x,
-        w,
-        bias,
+        w.shape[:axes],
+        strides=1,
         padding=padding,
         input_dilation=steps,
         kernel_dilation=dilation,
+        feature_group_count=groups,
+    )
+    y = convolved(
+        op,
+        x,
+        w,
+        bias,
+        options=options,
         activation=activation,
         residual=residual,
         precision=precision,
@@ -103,6 +124,41 @@ def conv_transpose(
     )
     assert isinstance(y, jax.Array)
     return y
+
+
+def _check_kernel(op: str, x: jax.Array, w: jax.Array, groups: int, transposed: bool) -> None:
+    if x.ndim < 3 or w.ndim != x.ndim or x.shape[-1] == 0 or 0 in w.shape:
+        raise ValueError(
+            f"{op}: x has shape {x.shape} and w {w.shape}, but both need as many axes, at"
+            " least one of them spatial, and channels; pass x [batch, ..., channels] and w [kernel"
+            " sizes, input channels, output channels]."
+        )
+    channels = x.shape[-1]
+    outputs = w.shape[-2] * groups if transposed else w.shape[-1]
+    if groups < 1 or channels % groups or outputs % groups:
+        raise ValueError(
+            f"{op}: feature_group_count is {groups}, but it must divide the {channels} input and the"
+            f" {outputs} output channels; pass a common divisor."
+        )
+    fits = w.shape[-1] == channels if transposed else w.shape[-2] == channels // groups
+    if not fits:
+        share = channels if transposed else channels // groups
+        axis = "in its last axis" if transposed else "in its last axis but one"
+        raise ValueError(
+            f"{op}: w has shape {w.shape}, but x has {channels} channels in {groups} groups"
+            f" and transpose_kernel is {transposed}; pass w with {share} input channels {axis}."
+        )
+
+
+def _transposed(w: jax.Array, groups: int) -> jax.Array:
+    """[*kernel, I / groups, O] of w [*kernel, O / groups, I], that of what is transposed."""
+    *kernel, outputs, channels = w.shape
+    w = jnp.flip(w, range(len(kernel))).reshape(*kernel, outputs, groups, channels // groups)
+    return (
+        jnp.moveaxis(w, -1, -3)
+        .swapaxes(-1, -2)
+        .reshape(*kernel, channels // groups, groups * outputs)
+    )
 
 
 def _pair(padding: str, reach: int, stride: int) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from jaxfused.ops.validation import (
     check_floating,
     check_shape,
     check_soft_cap,
+    python_numbers,
 )
 from jaxfused.reference.cross_entropy import (
     ELSEWHERE,
@@ -41,6 +42,7 @@ from jaxfused.reference.promotion import accumulator_dtype, common_dtype
 Reduction = Literal["mean", "sum", "none"]
 
 
+@python_numbers
 def softmax_cross_entropy(
     logits: jax.Array,
     labels: jax.Array,

@@ -40,7 +40,7 @@ def window_of(
     w: Any,
     *,
     strides: tuple[int, ...],
-    padding: str | Sequence[tuple[int, int]],
+    padding: str | Sequence[tuple[int, int]] | reference.conv.Around,
     input_dilation: tuple[int, ...],
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
@@ -53,13 +53,13 @@ def window_of(
         return f"x has {len(kernel)} spatial axes"
     if set(input_dilation) != {1}:
         return "the input is dilated"
-    if padding == "CAUSAL":
-        padding = [((k - 1) * d, 0) for k, d in zip(kernel, kernel_dilation, strict=True)]
     if padding in ("SAME", "SAME_LOWER", "VALID"):
         reaches = [(k - 1) * d + 1 for k, d in zip(kernel, kernel_dilation, strict=True)]
         padding = jax.lax.padtype_to_pads(x.shape[1:-1], reaches, strides, str(padding))
     if isinstance(padding, str):
         return f"padding is {padding!r}"
+    if isinstance(padding, reference.conv.Around):
+        return f"padding is of values of x ({padding.mode})"
     window = Window(kernel, tuple((low, high) for low, high in padding), strides, kernel_dilation)
     if len(kernel) == 1:
         window = Window(

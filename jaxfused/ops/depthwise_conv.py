@@ -83,8 +83,6 @@ def window_of(
 
 def _zeros(padding, kernel, strides, sizes) -> tuple[tuple[int, int], ...] | None:
     """The zeros around each spatial axis; None for padding with something else."""
-    if padding == "CAUSAL":
-        return tuple((k - 1, 0) for k in kernel)
     if padding in ("SAME", "SAME_LOWER", "VALID"):
         return tuple(jax.lax.padtype_to_pads(sizes, kernel, strides, padding))
     return None if isinstance(padding, str) else tuple((low, high) for low, high in padding)

@@ -26,6 +26,7 @@ from jaxfused.ops.validation import (
     check_count,
     check_floating,
     check_shape,
+    python_numbers,
 )
 from jaxfused.reference.group_norm import values_of_a_group
 from jaxfused.reference.moments import is_few
@@ -33,6 +34,7 @@ from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.checkpoint_names import named
 
 
+@python_numbers
 def group_norm(
     x: jax.Array,
     scale: jax.Array | None = None,

@@ -30,6 +30,7 @@ from jaxfused.ops.validation import (
     check_constant,
     check_floating,
     check_shape,
+    python_numbers,
 )
 from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.rows import layer_norm as pallas_layer_norm
@@ -37,6 +38,7 @@ from pallas_kernels.rows import layer_norm as pallas_layer_norm
 Output = jax.Array | tuple[jax.Array, jax.Array]
 
 
+@python_numbers
 def layer_norm(
     x: jax.Array,
     scale: jax.Array | None = None,
@@ -122,6 +124,7 @@ def layer_norm(
     return _run(options, x, scale, bias, images, residual, pre_bias, quantize_rows, implementation)
 
 
+@python_numbers
 def rms_norm(
     x: jax.Array,
     scale: jax.Array | None = None,

@@ -20,7 +20,12 @@ from jaxfused.ops.kernel_call import (
     takes_reference,
 )
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
-from jaxfused.ops.validation import as_arrays, check_activation, check_floating, check_shape
+from jaxfused.ops.validation import (
+    as_arrays,
+    check_activation,
+    check_floating,
+    check_shape,
+)
 from jaxfused.ops.weight_gradient import (
     WeightGradients,
     weight_and_bias_gradients,

@@ -39,7 +39,7 @@ from jaxfused.ops.cross_entropy import (
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
 from jaxfused.ops.label_values import check_classes
 from jaxfused.ops.linear import check_affine
-from jaxfused.ops.validation import as_arrays, check_count, check_floating
+from jaxfused.ops.validation import as_arrays, check_count, check_floating, python_numbers
 from jaxfused.reference.cross_entropy import (
     Options,
     Pulls,
@@ -53,6 +53,7 @@ from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.shapes import is_symbolic
 
 
+@python_numbers
 def linear_softmax_cross_entropy(
     x: jax.Array,
     w: jax.Array,

@@ -12,11 +12,12 @@ from jaxfused.cuda.max_pool import Window
 from jaxfused.ops.batching import merged_batch, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.pool_window import windows
-from jaxfused.ops.validation import check_floating, check_images
+from jaxfused.ops.validation import check_floating, check_images, python_numbers
 
 NO_PALLAS = "there is no Pallas kernel of max_pool"
 
 
+@python_numbers
 def max_pool(
     x: jax.Array,
     window: int | Sequence[int],

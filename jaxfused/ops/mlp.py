@@ -35,7 +35,13 @@ from jaxfused.ops.linear import (
     weights_for,
 )
 from jaxfused.ops.product_choice import Passes, is_modelled
-from jaxfused.ops.validation import as_arrays, check_activation, check_floating, check_shape
+from jaxfused.ops.validation import (
+    as_arrays,
+    check_activation,
+    check_floating,
+    check_shape,
+    python_numbers,
+)
 from jaxfused.ops.weight_gradient import (
     weight_and_bias_gradients,
     weight_gradient,
@@ -50,6 +56,7 @@ from pallas_kernels.product.operands import SWIZZLE_BYTES
 Save = Literal["hidden", "preactivation", "inputs"]
 
 
+@python_numbers
 def mlp(
     x: jax.Array,
     w1: jax.Array,
@@ -164,6 +171,7 @@ def mlp(
     return _mlp(Runner(implementation, device), options, x, w1, b1, w2, b2, residual)
 
 
+@python_numbers
 def gated_mlp(
     x: jax.Array,
     w_gate: jax.Array,

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxfused.ops.validation import for_each_axis
+
 Pairs = tuple[tuple[int, int], ...]
 
 
@@ -29,8 +31,8 @@ def windows(
 ) -> Windows:
     """Checks the windows that a caller passes for x [B, *spatial, C]."""
     shape = x.shape[1:-1]
-    sizes = _for_each_axis(op, "window", window, len(shape))
-    steps = _for_each_axis(op, "strides", 1 if strides is None else strides, len(shape))
+    sizes = for_each_axis(op, "window", window, len(shape))
+    steps = for_each_axis(op, "strides", 1 if strides is None else strides, len(shape))
     asked = _pairs(op, padding, shape, sizes, steps)
     pairs = asked
     if ceil_mode:
@@ -51,16 +53,6 @@ def _with_last_window(n: int, size: int, step: int, pair: tuple[int, int]) -> tu
     if last * step >= n + low:
         last -= 1
     return low, max(0, last * step + size - n - low)
-
-
-def _for_each_axis(op: str, name: str, value: Any, spatial: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * spatial
-    if len(values) != spatial or any(not isinstance(v, int) or v < 1 for v in values):
-        raise ValueError(
-            f"{op}: {name} is {value!r}, but x has {spatial} spatial axes;"
-            f" pass one positive int, or {spatial} of them."
-        )
-    return values
 
 
 def _pairs(op: str, padding: Any, shape, window, strides) -> Pairs:

@@ -17,7 +17,13 @@ from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.linear import check_affine
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.rope import batch_tables, check_tables, rope, ungrouped
-from jaxfused.ops.validation import as_arrays, check_constant, check_floating, check_shape
+from jaxfused.ops.validation import (
+    as_arrays,
+    check_constant,
+    check_floating,
+    check_shape,
+    python_numbers,
+)
 from jaxfused.ops.weight_gradient import weight_and_bias_gradients, weight_gradients
 from jaxfused.reference.product import product, side_by_side, unshared
 from jaxfused.semantics.checkpoint_names import named
@@ -28,6 +34,7 @@ from pallas_kernels.product.mainloop import ACCUMULATOR_ELEMENTS
 from pallas_kernels.product.matmul import predicted_time
 
 
+@python_numbers
 def qkv_projection(
     x: jax.Array,
     w: jax.Array,

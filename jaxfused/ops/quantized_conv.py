@@ -11,11 +11,17 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops import conv as conv_operator
-from jaxfused.ops import dense_conv
+from jaxfused.ops import conv_padding, dense_conv
 from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.product_choice import is_modelled
-from jaxfused.ops.validation import as_arrays, check_activation, check_floating, check_shape
+from jaxfused.ops.validation import (
+    as_arrays,
+    check_activation,
+    check_floating,
+    check_shape,
+    python_numbers,
+)
 from jaxfused.quantization.quantized_array import (
     QuantizedArray,
     as_operand,
@@ -28,6 +34,7 @@ from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
 
 
+@python_numbers
 def quantized_conv(
     x: jax.Array | QuantizedArray,
     w: QuantizedArray,
@@ -35,7 +42,8 @@ def quantized_conv(
     *,
     kernel_size: int | Sequence[int],
     strides: int | Sequence[int] = 1,
-    padding: conv_operator.Padding = "SAME",
+    padding: conv_padding.Padding = "SAME",
+    padding_mode: str = "zeros",
     input_dilation: int | Sequence[int] = 1,
     kernel_dilation: int | Sequence[int] = 1,
     feature_group_count: int = 1,
@@ -90,10 +98,13 @@ def quantized_conv(
     check_activation(op, activation)
     x, w, array, size = _operands(op, x, w, kernel_size, feature_group_count)
     check_shape(op, "bias", bias, w.shape[-1:], f"w has {w.shape[-1]} output channels")
-    geometry = conv_operator.geometry(
+    geometry = conv_padding.geometry(
+        op,
         array,
+        size,
         strides=strides,
         padding=padding,
+        padding_mode=padding_mode,
         input_dilation=input_dilation,
         kernel_dilation=kernel_dilation,
         feature_group_count=feature_group_count,
@@ -104,14 +115,15 @@ def quantized_conv(
 
     def convolved(x: jax.Array) -> jax.Array:
         kernel = w.dequantize(x.dtype).reshape(*size, -1, w.shape[-1])
-        y = conv_operator.conv(
+        y = conv_operator.convolved(
+            op,
             x,
             jax.lax.stop_gradient(kernel),
             bias,
             activation=activation,
             residual=residual,
             implementation=implementation,
-            **geometry,
+            options=geometry,
         )
         assert isinstance(y, jax.Array)
         return y.astype(out_dtype)

@@ -14,12 +14,13 @@ from jax.custom_derivatives import SymbolicZero
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
-from jaxfused.ops.validation import as_arrays, check_floating, check_shape
+from jaxfused.ops.validation import as_arrays, check_floating, check_shape, python_numbers
 from jaxfused.reference.promotion import along_last_axis
 from jaxfused.semantics.rope_scaling import RopeScaling
 from pallas_kernels.rows import rope as pallas_rope
 
 
+@python_numbers
 def rope(
     q: jax.Array,
     k: jax.Array | None = None,
@@ -130,6 +131,7 @@ def rope(
     return q if k is None else (q, k)
 
 
+@python_numbers
 def rope_tables(
     positions: jax.Array,
     rotary_dim: int,
@@ -164,6 +166,7 @@ def rope_tables(
     return reference.rope.tables(jnp.asarray(positions), rotary_dim, theta, scaling)
 
 
+@python_numbers
 def axial_rope_tables(
     height: int | None = None,
     width: int | None = None,

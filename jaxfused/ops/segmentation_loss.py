@@ -18,11 +18,18 @@ from jaxfused.ops.batching import merged_images, unmerged_images
 from jaxfused.ops.cross_entropy import Reduction, check_reduction, refuse_pallas
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.label_values import check_classes, check_shares, refuse_one_hot
-from jaxfused.ops.validation import as_arrays, check_constant, check_floating, check_shape
+from jaxfused.ops.validation import (
+    as_arrays,
+    check_constant,
+    check_floating,
+    check_shape,
+    python_numbers,
+)
 from jaxfused.reference.promotion import common_dtype
 from jaxfused.reference.segmentation_loss import LossOptions, PixelOptions, Sums
 
 
+@python_numbers
 def segmentation_loss(
     logits: jax.Array,
     labels: jax.Array,

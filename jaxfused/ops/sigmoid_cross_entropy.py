@@ -7,11 +7,18 @@ from jaxfused import dispatch, reference
 from jaxfused.ops.cross_entropy import Reduction, check_reduction, reduce_losses
 from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.label_values import check_shares
-from jaxfused.ops.validation import as_arrays, check_constant, check_floating, check_shape
+from jaxfused.ops.validation import (
+    as_arrays,
+    check_constant,
+    check_floating,
+    check_shape,
+    python_numbers,
+)
 from jaxfused.reference.promotion import common_dtype
 from jaxfused.reference.sigmoid_cross_entropy import Options
 
 
+@python_numbers
 def sigmoid_cross_entropy(
     logits: jax.Array,
     labels: jax.Array,

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch, reference
 from jaxfused.ops.kernel_call import reference_only
-from jaxfused.ops.validation import check_count, check_floating, check_images
+from jaxfused.ops.validation import check_count, check_floating, check_images, python_numbers
 
 
+@python_numbers
 def spatial_pyramid_pool(
     x: jax.Array,
     levels: Sequence[int] = (1, 2, 4),

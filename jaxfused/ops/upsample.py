@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import merged_batch, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
-from jaxfused.ops.validation import check_floating, check_images
+from jaxfused.ops.validation import check_floating, check_images, python_numbers
 from jaxfused.reference.promotion import accumulator_dtype
 
 NO_PALLAS = "there is no Pallas kernel of upsample"
 
 
+@python_numbers
 def upsample(
     x: jax.Array,
     factor: int | Sequence[int] = 2,

@@ -1,12 +1,16 @@
 """The checks that operators make of their arguments, worded once each: rule, value, remedy."""
 
+import functools
+import inspect
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfused.semantics.activation import ACTIVATIONS
 
@@ -17,6 +21,98 @@ def as_arrays(*operands: Any) -> tuple[Any, ...]:
     Each on its own: a parameter of Flax is a pytree, of which `jax.tree.map` gives a parameter back.
     """
     return tuple(None if operand is None else jnp.asarray(operand) for operand in operands)
+
+
+def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Has a function take its numbers, those that are no operands, as Python's ints and floats.
+
+    A config holds scalars of NumPy, and a shape's entries may be arrays: any of them whose value is
+    known is taken. Which parameters are numbers, their annotations say.
+    """
+    kinds = _kinds({p.name: p.annotation for p in inspect.signature(function).parameters.values()})
+    names = tuple(inspect.signature(function).parameters)
+    op = function.__qualname__.partition(".")[0]
+
+    @functools.wraps(function)
+    def with_numbers(*args: P.args, **kwargs: P.kwargs) -> R:
+        taken = [
+            _as_number(op, name, value, kinds[name]) if name in kinds else value
+            for name, value in zip(names, args, strict=False)
+        ]
+        for name in kinds.keys() & kwargs.keys():
+            kwargs[name] = _as_number(op, name, kwargs[name], kinds[name])
+        return function(*taken, *args[len(names) :], **kwargs)  # type: ignore[arg-type]
+
+    return with_numbers
+
+
+def python_number_fields(module: Any) -> Any:
+    """The same of the fields of a module of Flax's linen."""
+    kinds = _kinds({name: field.type for name, field in module.__dataclass_fields__.items()})
+    finish = module.__post_init__
+
+    @functools.wraps(finish)
+    def with_numbers(self: Any) -> None:
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            object.__setattr__(self, name, _as_number(type(self).__name__, name, value, kind))
+        finish(self)
+
+    module.__post_init__ = with_numbers
+    return module
+
+
+def _kinds(annotations: Mapping[str, Any]) -> dict[str, type[int] | type[float]]:
+    """The parameters that are numbers, or sequences of them, and no arrays: int or float of each."""
+    kinds: dict[str, type[int] | type[float]] = {}
+    for name, annotation in annotations.items():
+        leaves = _leaves(annotation)
+        if not leaves & {int, float} or leaves & {bool, jax.Array, Any}:
+            continue
+        kinds[name] = float if float in leaves else int
+    return kinds
+
+
+def _leaves(annotation: Any) -> set[Any]:
+    """The types of which an annotation is made."""
+    arguments = get_args(annotation)
+    return set().union(*map(_leaves, arguments)) if arguments else {annotation}
+
+
+def _as_number(op: str, name: str, value: Any, kind: type) -> Any:
+    """Value, or the values in it, as `kind`; what is no number is left as it is."""
+    if isinstance(value, (list, tuple)):
+        entries = [_as_number(op, name, entry, kind) for entry in value]
+        return entries if isinstance(value, list) else tuple(entries)
+    if type(value) is int or type(value) is kind:
+        return value
+    is_array = hasattr(value, "dtype") and hasattr(value, "ndim")
+    if is_array and value.ndim and not isinstance(value, jax.core.Tracer):
+        return _as_number(op, name, tuple(np.asarray(value).tolist()), kind)
+    dtype = value.dtype if is_array else np.bool_ if isinstance(value, bool) else None
+    if dtype is None and not isinstance(value, (int, float)):
+        return value
+    is_whole = jnp.issubdtype(dtype, jnp.integer) if is_array else isinstance(value, int)
+    is_number = is_whole or (
+        kind is float and (not is_array or jnp.issubdtype(dtype, jnp.floating))
+    )
+    if isinstance(value, jax.core.Tracer) or dtype == jnp.bool_ or not is_number:
+        a_number = "a Python float" if kind is float else "an int"
+        raise ValueError(
+            f"{op}: {name} is {value!r}, but it is a constant of the kernel; pass {a_number}."
+        )
+    return operator.index(value) if is_whole else float(value)
+
+
+def for_each_axis(op: str, name: str, value: int | Sequence[int], spatial: int) -> tuple[int, ...]:
+    """One positive int for each spatial axis, of one for all or of as many."""
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * spatial
+    if len(values) != spatial or any(not isinstance(v, int) or v < 1 for v in values):
+        raise ValueError(
+            f"{op}: {name} is {value!r}, but x has {spatial} spatial axes;"
+            f" pass one positive int, or {spatial} of them."
+        )
+    return values
 
 
 def check_floating(op: str, arrays: Mapping[str, jax.Array | None]) -> None:

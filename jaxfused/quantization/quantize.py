@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops import quantize_rows as rows_operator
-from jaxfused.ops.validation import check_floating, check_shape
+from jaxfused.ops.validation import check_floating, check_shape, python_numbers
 from jaxfused.quantization import rounding
 from jaxfused.quantization.quantized_array import (
     FORMATS,
@@ -21,6 +21,7 @@ from jaxfused.quantization.quantized_array import (
 )
 
 
+@python_numbers
 def quantize(
     x: jax.Array,
     dtype: Any = "int8",
@@ -140,6 +141,7 @@ def quantize_rows(
     return rows_operator.quantize_rows(x, name, implementation)
 
 
+@python_numbers
 def fake_quantize(
     x: jax.Array,
     dtype: Any = "int8",

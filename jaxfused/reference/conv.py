@@ -1,7 +1,7 @@
 """conv in plain JAX: one call of XLA's convolution, and the sum and activation after it."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,17 +106,30 @@ def _in_float32(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None
     return y if residual is None else y + residual.astype(y.dtype)
 
 
+NUMPY_MODES = {"edge": "edge", "reflect": "reflect", "circular": "wrap"}
+"""What jnp.pad calls the values that a convolution takes around x, by the name of its mode."""
+
+
+class Around(NamedTuple):
+    """Padding with values of x."""
+
+    mode: str
+    pairs: tuple[tuple[int, int], ...]
+    """(low, high) of each spatial axis."""
+
+    def pad(self, x: jax.Array) -> jax.Array:
+        """X [B, *spatial, I] with what is around it, which is written beside it."""
+        return jnp.pad(x, [(0, 0), *self.pairs, (0, 0)], mode=NUMPY_MODES[self.mode])
+
+
 def padded(
     x: jax.Array,
-    padding: str | Sequence[tuple[int, int]],
+    padding: str | Sequence[tuple[int, int]] | Around,
     kernel: tuple[int, ...],
     kernel_dilation: tuple[int, ...],
 ) -> tuple[jax.Array, str | Sequence[tuple[int, int]]]:
-    """Returns the array to convolve and XLA's padding, which cannot be CIRCULAR, REFLECT or CAUSAL."""
-    if padding not in ("CIRCULAR", "REFLECT", "CAUSAL"):
-        return x, padding
-    reach = [(k - 1) * d for k, d in zip(kernel, kernel_dilation, strict=True)]
-    if padding == "CAUSAL":
-        return x, [(r, 0) for r in reach]
-    widths = [(0, 0), *((r // 2, r - r // 2) for r in reach), (0, 0)]
-    return jnp.pad(x, widths, mode="wrap" if padding == "CIRCULAR" else "reflect"), "VALID"
+    """Returns the array to convolve and XLA's padding, which is of zeros."""
+    if padding in ("CIRCULAR", "REFLECT"):
+        reach = [(k - 1) * d for k, d in zip(kernel, kernel_dilation, strict=True)]
+        padding = Around(str(padding).lower(), tuple((r // 2, r - r // 2) for r in reach))
+    return (padding.pad(x), "VALID") if isinstance(padding, Around) else (x, padding)

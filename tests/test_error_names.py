@@ -1,0 +1,121 @@
+"""An operator's errors are its own: they name it and what was passed to it, not what it calls inside."""
+
+import inspect
+
+import jax.numpy as jnp
+import pytest
+
+import jaxfused
+
+X, IMAGES = jnp.ones((4, 8)), jnp.ones((2, 6, 6, 8))
+W, KERNEL = jnp.ones((8, 8)), jnp.ones((3, 3, 8, 8))
+HEADS = jnp.ones((2, 4, 2, 8))
+CLASSES = jnp.zeros(4, jnp.int32)
+QUANTIZED = jaxfused.quantize(W)
+WINDOWS = jaxfused.quantize(jnp.ones((72, 8)))
+CALLS = {
+    "avg_pool": ((IMAGES, 2), {}),
+    "batch_norm": ((IMAGES,), {}),
+    "conv": ((IMAGES, KERNEL), {}),
+    "conv_transpose": ((IMAGES, KERNEL), {}),
+    "dot_product_attention": ((HEADS, HEADS, HEADS), {}),
+    "fake_quantize": ((W,), {}),
+    "fold_batch_norm": ((W,), dict(mean=X[0], var=X[0])),
+    "gated_mlp": ((X, W, W, W), {}),
+    "global_avg_pool": ((IMAGES,), {}),
+    "group_norm": ((IMAGES,), dict(num_groups=2)),
+    "layer_norm": ((X,), {}),
+    "linear": ((X, W), {}),
+    "linear_softmax_cross_entropy": ((X, W, CLASSES), {}),
+    "max_pool": ((IMAGES, 2), {}),
+    "mlp": ((X, W, None, W), {}),
+    "qkv_projection": ((X[None], jnp.ones((8, 24))), dict(heads=2)),
+    "quantize": ((W,), {}),
+    "quantize_rows": ((X,), {}),
+    "quantized_conv": ((IMAGES, WINDOWS), dict(kernel_size=3)),
+    "quantized_matmul": ((X, QUANTIZED), {}),
+    "rms_norm": ((X,), {}),
+    "rope": ((HEADS, HEADS), {}),
+    "segmentation_loss": ((X, CLASSES), {}),
+    "sigmoid_cross_entropy": ((X, jnp.zeros((4, 8))), {}),
+    "softmax_cross_entropy": ((X, CLASSES), {}),
+    "spatial_pyramid_pool": ((IMAGES, (1, 2)), {}),
+    "upsample": ((IMAGES, 2), {}),
+}
+WRONG = [
+    jnp.ones(()),
+    jnp.ones(3),
+    jnp.ones((5, 7)),
+    jnp.ones((2, 6, 6, 5)),
+    jnp.ones((2, 6, 6, 8), int),
+]
+WRONG_OPTIONS = dict(
+    activation="elu",
+    axis=9,
+    bias=jnp.ones(3),
+    cotangent="some",
+    dropout_rate=2.0,
+    dtype="int3",
+    epsilon="small",
+    factor=0,
+    feature_group_count=3,
+    group_size=3,
+    implementation="triton",
+    input_dilation=0,
+    kernel_dilation=0,
+    kernel_size=0,
+    label_smoothing=2.0,
+    levels=(0,),
+    logits_soft_cap=-1.0,
+    num_groups=3,
+    padding="FULL",
+    padding_mode="white",
+    reduction="median",
+    residual=jnp.ones((1, 3)),
+    scale=jnp.ones((5, 7)),
+    strides=0,
+    weights=jnp.ones(9),
+    window=0,
+)
+
+
+def bad_calls(name):
+    """Calls of which each has one operand or option that does not fit."""
+    args, options = CALLS[name]
+    for i, given in enumerate(args):
+        for wrong in WRONG:
+            if hasattr(given, "shape") and given.shape != wrong.shape:
+                yield (*args[:i], wrong, *args[i + 1 :]), options
+    names = list(inspect.signature(getattr(jaxfused, name)).parameters)
+    for option in WRONG_OPTIONS.keys() & set(names):
+        wrong, i = WRONG_OPTIONS[option], names.index(option)
+        if i < len(args):
+            yield (*args[:i], wrong, *args[i + 1 :]), options
+        else:
+            yield args, options | {option: wrong}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_errors_name_the_operator_that_was_called(name):
+    refused = 0
+    for args, options in bad_calls(name):
+        try:
+            getattr(jaxfused, name)(*args, **options)
+        except ValueError as error:
+            refused += 1
+            assert str(error).startswith(f"{name}: "), str(error)
+    assert refused
+
+
+def test_a_transposed_convolution_names_the_axes_of_its_own_kernel():
+    x = jnp.ones((1, 5, 5, 4))
+    with pytest.raises(
+        ValueError, match=r"w has shape \(3, 3, 6, 2\).*4 input channels in its last axis\."
+    ):
+        jaxfused.conv_transpose(x, jnp.ones((3, 3, 6, 2)), strides=2, transpose_kernel=True)
+    with pytest.raises(ValueError, match=r"w has shape \(3, 3, 2, 6\).*in its last axis but one\."):
+        jaxfused.conv_transpose(x, jnp.ones((3, 3, 2, 6)), strides=2)
+    with pytest.raises(
+        ValueError, match="feature_group_count is 3, but it must divide the 4 input"
+    ):
+        jaxfused.conv_transpose(x, jnp.ones((3, 3, 4, 6)), feature_group_count=3)

@@ -1,0 +1,193 @@
+"""Options that are numbers: scalars of NumPy and known arrays are taken as Python's, others refused."""
+
+import inspect
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxfused
+from jaxfused.ops.validation import _kinds
+
+X, IMAGES = jnp.ones((4, 8)), jnp.ones((2, 6, 6, 8))
+W, KERNEL = jnp.ones((8, 8)), jnp.ones((3, 3, 8, 8))
+HEADS, CLASSES = jnp.ones((2, 4, 2, 8)), jnp.zeros(4, jnp.int32)
+WEIGHTS = jaxfused.quantize(jnp.ones((72, 8)))
+CONV = dict(strides=2, padding=((1, 1), (0, 2)), kernel_dilation=(1, 2))
+LOSS = dict(label_smoothing=0.25, z_loss=0.5, ignore_index=-1, logits_soft_cap=2.0)
+
+CALLS = {
+    "avg_pool": ((IMAGES,), dict(window=2, strides=(2, 1), padding=1)),
+    "max_pool": ((IMAGES,), dict(window=(2, 2), strides=2, padding=((1, 0), (0, 1)))),
+    "axial_rope_tables": ((), dict(height=2, width=4, rotary_dim=8, theta=100.0)),
+    "batch_norm": ((X,), dict(epsilon=0.5)),
+    "fold_batch_norm": ((W,), dict(mean=X[0], var=X[0], epsilon=0.5)),
+    "conv": ((IMAGES, KERNEL[:, :, :4]), CONV | dict(feature_group_count=2, input_dilation=1)),
+    "conv_transpose": ((IMAGES, KERNEL[:, :, :4]), CONV | dict(feature_group_count=2)),
+    "dot_product_attention": (
+        (HEADS, HEADS, HEADS),
+        dict(local_window_size=(2, 1), logits_soft_cap=2.0, dropout_rate=0.0),
+    ),
+    "fake_quantize": ((W,), dict(axis=-2, group_size=4)),
+    "quantize": ((W,), dict(axis=-2, group_size=(4, 4))),
+    "gated_mlp": ((X, W, W, W), dict(dropout_rate=0.0)),
+    "mlp": ((X, W, None, W), dict(dropout_rate=0.0)),
+    "group_norm": ((IMAGES,), dict(num_groups=2, epsilon=0.5)),
+    "layer_norm": ((X, X[0]), dict(epsilon=0.5, scale_offset=1.0)),
+    "rms_norm": ((X, X[0]), dict(epsilon=0.5, scale_offset=1.0)),
+    "linear_softmax_cross_entropy": ((X, W, CLASSES), LOSS | dict(chunk_size=2)),
+    "softmax_cross_entropy": ((X, CLASSES), LOSS),
+    "segmentation_loss": (
+        (X, CLASSES),
+        dict(
+            cross_entropy_weight=0.5,
+            dice_weight=0.25,
+            smooth=2.0,
+            tversky_alpha=0.5,
+            tversky_beta=0.25,
+            focal_gamma=2.0,
+            ignore_index=7,
+        ),
+    ),
+    "sigmoid_cross_entropy": (
+        (X[0], jnp.zeros(8, jnp.int32)),
+        dict(label_smoothing=0.25, focal_gamma=2.0, focal_alpha=0.25, ignore_index=7),
+    ),
+    "qkv_projection": (
+        (X[None], jnp.ones((8, 24))),
+        dict(heads=2, key_heads=2, epsilon=0.5, scale_offset=1.0),
+    ),
+    "quantized_conv": (
+        (IMAGES, WEIGHTS),
+        CONV | dict(kernel_size=3, feature_group_count=1, input_dilation=1),
+    ),
+    "rope": ((HEADS, HEADS), dict(rotary_dim=4, theta=100.0)),
+    "rope_tables": ((), dict(positions=jnp.arange(4), rotary_dim=4, theta=100.0)),
+    "spatial_pyramid_pool": ((IMAGES,), dict(levels=(1, 2))),
+    "upsample": ((IMAGES,), dict(factor=(2, 1))),
+}
+OTHERS = {
+    "axial_rope_tables": {"features", "order", "prefix"},
+    "batch_norm": {"axis_index_groups"},
+    "group_norm": {"group_size"},
+}
+"""Numbers that cannot be said beside those above."""
+
+
+def numbers_of(function):
+    return _kinds({p.name: p.annotation for p in inspect.signature(function).parameters.values()})
+
+
+def with_numbers(options, kinds, made):
+    """The options with their numbers as `made` makes them."""
+
+    def number(value, kind):
+        if isinstance(value, tuple):
+            return tuple(number(v, kind) for v in value)
+        return made(np.int64(value) if kind is int else np.float32(value))
+
+    return {n: number(v, kinds[n]) if n in kinds else v for n, v in options.items()}
+
+
+def test_every_number_of_every_operator_is_tried():
+    for name, function in vars(jaxfused).items():
+        if not getattr(function, "__module__", "").startswith(("jaxfused.ops.", "jaxfused.quant")):
+            continue
+        if not inspect.isfunction(function):
+            continue
+        kinds = numbers_of(function)
+        tried = set(CALLS.get(name, ((), {}))[1]) | OTHERS.get(name, set())
+        assert kinds.keys() <= tried, f"{name}: {kinds.keys() - tried}"
+        assert not kinds or hasattr(function, "__wrapped__"), name
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_scalars_of_numpy_and_arrays_are_numbers(name):
+    function, (args, options) = getattr(jaxfused, name), CALLS[name]
+    kinds = numbers_of(function)
+
+    def program(made):
+        numbers = with_numbers(options, kinds, made)
+        arrays = [i for i, a in enumerate(args) if isinstance(a, jax.Array)]
+
+        def call(*given):
+            merged = list(args)
+            for i, a in zip(arrays, given, strict=True):
+                merged[i] = a
+            return function(*merged, **numbers)
+
+        return str(jax.make_jaxpr(call)(*(args[i] for i in arrays)))
+
+    plain = program(lambda number: number.item())
+    assert program(lambda number: number) == plain
+    assert program(jnp.asarray) == plain
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_truth_values_and_traced_numbers_are_refused(name):
+    function, (args, options) = getattr(jaxfused, name), CALLS[name]
+    for option in numbers_of(function).keys() & options.keys():
+        for wrong in (True, np.bool_(True), jnp.array(True)):
+            with pytest.raises(ValueError, match=f"{name}: {option} is .*; pass a"):
+                function(*args, **(options | {option: wrong}))
+        with pytest.raises(ValueError, match=f"{name}: {option} is .*; pass a"):
+            jax.jit(lambda n, o=option: function(*args, **(options | {o: n})))(1)
+
+
+def test_fractions_are_no_counts():
+    for wrong in (2.0, np.float32(2.0), jnp.array(2.0)):
+        with pytest.raises(ValueError, match=r"conv: strides is .*2\..*pass an int"):
+            jaxfused.conv(IMAGES, KERNEL, strides=wrong)
+
+
+TWO, HALF, RNGS = np.int64(2), np.float32(0.5), nnx.Rngs(0)
+LINEN = {
+    "LayerNorm": dict(epsilon=HALF),
+    "RMSNorm": dict(epsilon=jnp.float32(0.5)),
+    "GroupNorm": dict(num_groups=TWO, epsilon=HALF),
+    "BatchNorm": dict(use_running_average=False, epsilon=HALF, momentum=HALF),
+    "InstanceNorm": dict(epsilon=HALF),
+    "Dense": dict(features=TWO),
+    "DenseGeneral": dict(features=(TWO, TWO), axis=np.int64(-1)),
+    "Conv": dict(features=TWO, kernel_size=TWO, strides=TWO, padding=TWO),
+    "ConvTranspose": dict(features=TWO, kernel_size=(TWO, TWO), strides=(TWO, TWO)),
+    "SeparableConv": dict(features=TWO, kernel_size=(TWO, TWO), strides=TWO),
+    "ConvNormAct": dict(features=TWO, kernel_size=(TWO, TWO), use_running_average=False),
+    "MLP": dict(hidden_features=TWO, dropout_rate=np.float32(0.0)),
+    "Upsample": dict(factor=TWO),
+}
+NNX = {
+    "LayerNorm": (8, dict(epsilon=HALF)),
+    "GroupNorm": (8, dict(num_groups=TWO, epsilon=HALF)),
+    "BatchNorm": (8, dict(epsilon=HALF, momentum=HALF)),
+    "Linear": (8, dict(out_features=TWO)),
+    "LinearGeneral": (8, dict(out_features=(TWO, TWO))),
+    "Conv": (8, dict(out_features=TWO, kernel_size=TWO, strides=TWO, padding=TWO)),
+    "ConvTranspose": (8, dict(out_features=TWO, kernel_size=(TWO, TWO), strides=(TWO, TWO))),
+    "MLP": (8, dict(hidden_features=TWO)),
+}
+
+
+@pytest.mark.parametrize("name", LINEN)
+def test_modules_of_linen_take_them(name):
+    x = IMAGES[:, 0] if name == "Conv" else IMAGES
+    jax.eval_shape(getattr(jaxfused.linen, name)(**LINEN[name]).init, jax.random.key(0), x)
+
+
+@pytest.mark.parametrize("name", NNX)
+def test_modules_of_nnx_take_them(name):
+    features, options = NNX[name]
+    x = IMAGES[:, 0] if name == "Conv" else IMAGES
+    module = getattr(jaxfused.nnx, name)(np.int64(features), **options, rngs=RNGS)
+    nnx.eval_shape(lambda module: module(x), module)
+
+
+def test_a_module_of_linen_names_itself():
+    with pytest.raises(ValueError, match=r"Conv: strides is True.*pass an int"):
+        jaxfused.linen.Conv(8, (3, 3), strides=True)
+    with pytest.raises(ValueError, match=r"Conv: strides is True.*pass an int"):
+        jaxfused.nnx.Conv(8, 8, (3, 3), strides=True, rngs=RNGS)
+    assert isinstance(jaxfused.linen.Conv(8, (3, 3)), flax.linen.Conv)
