@@ -229,6 +229,73 @@ def flux_of_one_stream(row, x, text, time):
     return {"y": x[:, TEXT:], "text": x[:, :TEXT]}
 
 
+def gate_first(row, name, x):
+    """Flux 2 packs the gate's columns first, as `gated_mlp` takes them."""
+    w, down = row.kernel(f"{name}.linear_in"), row.kernel(f"{name}.linear_out")
+    return jaxfused.gated_mlp(x, w, None, down, activation="silu")
+
+
+def flux2(row, x, text, time):
+    """No biases; the modulation is that of all blocks, made outside."""
+    image, context = (
+        jnp.split(row.input(f"{name} modulation", (B, 6 * D)), 6, axis=-1)
+        for name in ("image", "text")
+    )
+    y, y_text = joint(
+        row,
+        "attn",
+        modulated(x, *image[:2]),
+        modulated(text, *context[:2]),
+        norm=rms(1e-6),
+        turn=all_turn(row),
+    )
+    y, y_text = dense(row, "attn.to_out.0", y), dense(row, "attn.to_add_out", y_text)
+    return {
+        "y": second_half(x, y, *image[2:], functools.partial(gate_first, row, "ff")),
+        "text": second_half(
+            text, y_text, *context[2:], functools.partial(gate_first, row, "ff_context")
+        ),
+    }
+
+
+def flux2_of_one_stream(row, x, text, time):
+    """One product gives queries, keys, values and both halves of the perceptron."""
+    x = jnp.concatenate([text, x], axis=1)
+    shift, scale, gate = jnp.split(row.input("modulation", (B, 3 * D)), 3, axis=-1)
+    y = dense(row, "attn.to_qkv_mlp_proj", modulated(x, shift, scale))
+    q, k, v, to_gate, up = jnp.split(y, (D, 2 * D, 3 * D, 6 * D), axis=-1)
+    norm = functools.partial(rms(1e-6), row)
+    q, k = norm("attn.norm_q", heads(q)), norm("attn.norm_k", heads(k))
+    q, k = all_turn(row)(q, k, TEXT)
+    both = jnp.concatenate([attend(q, k, heads(v)), jax.nn.silu(to_gate) * up], axis=-1)
+    x = x + gate[:, None] * dense(row, "attn.to_out", both)
+    return {"y": x[:, TEXT:], "text": x[:, :TEXT]}
+
+
+def z_image(row, x, text, time):
+    """As Lumina 2, without a SiLU before the modulation."""
+    scale1, gate1, scale2, gate2 = jnp.split(dense(row, "adaLN_modulation.0", time), 4, axis=-1)
+    norm = functools.partial(jaxfused.rms_norm, epsilon=1e-5)
+    y = norm(x, row["attention_norm1.weight"], image_scale=scale1)
+    q, k, v = qkv(row, "attention", y, norm=rms(1e-5))
+    angles = row.input("angles", (B, T, H // 2))
+    q, k = jaxfused.rope(q, k, cos=jnp.cos(angles), sin=jnp.sin(angles), interleaved=True)
+    y = norm(dense(row, "attention.to_out.0", attend(q, k, v)), row["attention_norm2.weight"])
+    y, h = norm(y, row["ffn_norm1.weight"], residual=x, gate=jnp.tanh(gate1), image_scale=scale2)
+    kernels = (row.kernel(f"feed_forward.w{n}") for n in (1, 3, 2))
+    y = jaxfused.gated_mlp(y, *kernels, activation="silu")
+    return {"y": h + jnp.tanh(gate2)[:, None] * norm(y, row["ffn_norm2.weight"])}
+
+
+def last_of_sd3(row, x, text, time):
+    """The text is not carried on; the scale of its norm stands before the shift."""
+    image = chunks(row, LINEARS[0], time, 6)
+    scale, shift = chunks(row, LINEARS[1], time, 2)
+    y, _ = joint(row, "attn", modulated(x, *image[:2]), modulated(text, shift, scale))
+    y = dense(row, "attn.to_out.0", y)
+    return {"y": second_half(x, y, *image[2:], functools.partial(perceptron, row, "ff"))}
+
+
 def sd3(row, x, text, time):
     return two_streams(row, x, text, time, norm=None, turn=still, names=LINEARS)
 
@@ -467,7 +534,11 @@ BLOCKS = {
     "block of a U-Net": of_unet,
     "Flux": flux,
     "Flux, one stream": flux_of_one_stream,
+    "Flux 2": flux2,
+    "Flux 2, one stream": flux2_of_one_stream,
+    "Z-Image": z_image,
     "SD3": sd3,
+    "SD3, last": last_of_sd3,
     "SD3.5": sd35,
     "AuraFlow": auraflow,
     "Qwen-Image": qwen_image,

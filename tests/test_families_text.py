@@ -134,6 +134,22 @@ def deepseek(row, x):
     return dense(row, "o_proj", y.reshape(B, T, -1))
 
 
+def gemma4(row, x):
+    """Values pass a norm without a scale, logits have none, few pairs of the whole head turn."""
+    q, k, v = qkv(row, x)
+    q = jaxfused.rms_norm(q, row["q_norm.weight"])
+    k = jaxfused.rms_norm(k, row["k_norm.weight"])
+    q, k = jaxfused.rope(q, k, **rope_of(row))
+    return attend(row, q, k, jaxfused.rms_norm(v), scale=1.0)
+
+
+def gptj(row, x):
+    """Neighbours turn, of the first half of a head."""
+    q, k, v = (in_heads(dense(row, f"{name}_proj", x), HEADS) for name in "qkv")
+    q, k = jaxfused.rope(q, k, rotary_dim=4, interleaved=True)
+    return attend(row, q, k, v, out="out_proj")
+
+
 def modernbert(row, x):
     """local_attention=4 is two tokens to either side."""
     q, k, v = (in_heads(y, HEADS) for y in jnp.split(dense(row, "Wqkv", x), 3, axis=-1))
@@ -171,6 +187,8 @@ ATTENTIONS = {
     "EXAONE 4": lambda row, x: norm_of_each_head(row, x, epsilon=1e-5),
     "Qwen3-Next": qwen3_next,
     "DeepSeek-V3": deepseek,
+    "Gemma 4": gemma4,
+    "GPT-J": gptj,
     "ModernBERT": modernbert,
     "T5": t5,
 }

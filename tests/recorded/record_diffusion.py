@@ -16,12 +16,14 @@ from diffusers.models.transformers import hunyuan_transformer_2d as hunyuan_dit
 from diffusers.models.transformers import transformer_cogview4 as cogview4
 from diffusers.models.transformers import transformer_cosmos as cosmos
 from diffusers.models.transformers import transformer_flux as flux
+from diffusers.models.transformers import transformer_flux2 as flux2
 from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
 from diffusers.models.transformers import transformer_ltx as ltx
 from diffusers.models.transformers import transformer_lumina2 as lumina2
 from diffusers.models.transformers import transformer_mochi as mochi
 from diffusers.models.transformers import transformer_qwenimage as qwen
 from diffusers.models.transformers import transformer_wan as wan
+from diffusers.models.transformers import transformer_z_image as z_image
 
 from tests.recorded.recorder import given, record, save
 
@@ -57,7 +59,8 @@ def block(
         results = module(**arguments)
         if isinstance(results, torch.Tensor):
             return {"y": results}
-        return dict(zip(names, results, strict=True))
+        found = dict(zip(names, results, strict=True))
+        return {key: value for key, value in found.items() if value is not None}
 
     record(name, module, run)
 
@@ -112,6 +115,38 @@ def transformers() -> None:
         image_rotary_emb=tables("Flux, one stream", TEXT + T, "neighbours"),
         **both,
     )
+    of_two = flux2.Flux2TransformerBlock(D, HEADS, H)
+    block(
+        "Flux 2",
+        of_two,
+        temb_mod_img=given("Flux 2", "image modulation", B, 6 * D),
+        temb_mod_txt=given("Flux 2", "text modulation", B, 6 * D),
+        image_rotary_emb=tables("Flux 2", TEXT + T, "neighbours"),
+        **both,
+    )
+    name = "Flux 2, one stream"
+    block(
+        name,
+        flux2.Flux2SingleTransformerBlock(D, HEADS, H),
+        temb_mod=given(name, "modulation", B, 3 * D),
+        image_rotary_emb=tables(name, TEXT + T, "neighbours"),
+        split_hidden_states=True,
+        **both,
+    )
+    name = "Z-Image"
+    angles = given(name, "angles", B, T, H // 2)
+    z = z_image.ZImageTransformerBlock(0, D, HEADS, HEADS, 1e-5, qk_norm=True)
+    record(
+        name,
+        z,
+        lambda module: module(
+            given(name, "x", B, T, D),
+            None,
+            torch.polar(torch.ones_like(angles), angles),
+            given(name, "time", B, D),
+        ),
+    )
+    block("SD3, last", attention.JointTransformerBlock(**of_flux, context_pre_only=True), **both)
     block("SD3", attention.JointTransformerBlock(**of_flux), **both)
     block(
         "SD3.5",

@@ -192,6 +192,35 @@ def others() -> None:
 
     record("T5", module, of_t5)
 
+    from transformers.models.gemma4 import modeling_gemma4 as gemma4
+
+    kinds = ["sliding_attention", "full_attention"]
+    config = config_of(
+        "gemma4_text", layer_types=kinds, num_hidden_layers=2, global_head_dim=32, head_dim=16
+    )
+    rotary = gemma4.Gemma4TextRotaryEmbedding(config)
+    tables = rotary(torch.zeros(1), torch.arange(T)[None], layer_type="full_attention")
+    record(
+        "Gemma 4",
+        gemma4.Gemma4TextAttention(config, 1),
+        lambda module: module(
+            given("Gemma 4", "x", B, T, D), tables, causal(), shared_kv_states={}
+        )[0],
+        dict(config=dict(head_dim=32, rope_parameters=config.rope_parameters["full_attention"])),
+    )
+
+    from transformers.models.gptj import modeling_gptj as gptj
+
+    config = AutoConfig.for_model("gptj", n_embd=D, n_head=4, rotary_dim=4, n_positions=16)
+    record(
+        "GPT-J",
+        gptj.GPTJAttention(config, 0),
+        lambda module: module(
+            given("GPT-J", "x", B, T, D),
+            attention_mask=causal(),
+            position_ids=torch.arange(T)[None].expand(B, T),
+        )[0],
+    )
     norms()
     perceptrons()
 
