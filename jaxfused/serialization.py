@@ -15,7 +15,7 @@ from jaxfused.ops.conv_input import Concatenated
 from jaxfused.ops.fp8 import Fp8State
 from jaxfused.ops.rectified import Rectified
 from jaxfused.optim.eight_bit import EightBitMoment
-from jaxfused.optim.stepping import StepState
+from jaxfused.optim.stepping import CountingStepState, StepState
 from jaxfused.quantization.quantized_array import QuantizedArray
 
 State = dict[str, Any]
@@ -87,6 +87,7 @@ def register() -> None:
         LoRAKernel,
         EightBitMoment,
         StepState,
+        CountingStepState,
         Fp8State,
         Rectified,
         Concatenated,
