@@ -245,6 +245,7 @@ SERVED_BY_FLAX = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated")
 @pytest.mark.parametrize("name", SERVED_BY_FLAX)
 def test_calls_of_linen_are_intercepted_as_often_as_flaxs(name):
     options, shape, more = SERVED_BY_FLAX[name]
