@@ -15,6 +15,7 @@ import pytest
 
 import jaxfused
 import jaxfused.linen
+from tests.grids import parametrize
 from tests.recorded.values import load
 
 ROWS = load("diffusion.npz")
@@ -673,7 +674,7 @@ def near(actual, wanted):
     np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@parametrize("name", list(BLOCKS), quick=slice(None, None, 2))
 def test_blocks_of_diffusers(name):
     row = ROWS[name]
     inputs = (

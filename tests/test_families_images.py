@@ -15,6 +15,7 @@ import pytest
 
 import jaxfused
 import jaxfused.linen
+from tests.grids import parametrize
 from tests.recorded.values import load
 
 ROWS = load("images.npz")
@@ -366,7 +367,7 @@ def test_every_row_has_a_test():
     assert set(ROWS) == {*BLOCKS, *TABLES}
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@parametrize("name", list(BLOCKS), quick=slice(None, None, 2))
 def test_blocks_of_timm(name):
     row = ROWS[name]
     block, shape = BLOCKS[name]
