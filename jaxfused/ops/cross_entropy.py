@@ -38,6 +38,7 @@ from jaxfused.reference.cross_entropy import (
     losses_of,
 )
 from jaxfused.reference.promotion import accumulator_dtype, common_dtype
+from jaxfused.reference.stated_gradient import stated_gradient
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -571,7 +572,7 @@ class _Residuals(NamedTuple):
     statistics: Statistics
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(stated_gradient, nondiff_argnums=(0,))
 def _token_losses(options: Options, logits, labels):
     return reference.cross_entropy.token_losses(logits, labels, options)[0]
 

@@ -50,6 +50,7 @@ from jaxfused.reference.cross_entropy import (
     losses_of,
 )
 from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.reference.stated_gradient import stated_gradient
 from jaxfused.semantics.shapes import is_symbolic
 
 
@@ -340,7 +341,7 @@ class _LinearResiduals(NamedTuple):
     statistics: Statistics
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(stated_gradient, nondiff_argnums=(0, 1))
 def _linear_token_losses(options: Options, chunk_size: int, x, w, bias, labels):
     return reference.cross_entropy.linear_token_losses(x, w, bias, labels, options, chunk_size)[0]
 

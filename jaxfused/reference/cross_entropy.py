@@ -5,6 +5,7 @@ stated here once; softmax_cross_entropy, linear_softmax_cross_entropy and segmen
 from them, where kernels take part as well as here.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -205,6 +206,11 @@ def _as_classes(labels: jax.Array, features: int, options: Options) -> jax.Array
     return labels if is_soft(labels) else classes_of(labels, features, options)
 
 
+# The steps of a loop differ from call to call. Behind a `jax.jit` of their options they compile once
+# outside of `jax.jit` too.
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5), inline=True)
 def linear_token_losses(
     x: jax.Array,
     w: jax.Array,
@@ -223,6 +229,7 @@ def linear_token_losses(
     return _join(results, x.shape[0])
 
 
+@functools.partial(jax.jit, static_argnums=(6, 7), inline=True)
 def linear_token_gradients(
     x: jax.Array,
     w: jax.Array,
@@ -272,7 +279,7 @@ def split_rows(rows, chunk_size: int):
 
 def _join(chunks, rows: int):
     """Reshapes [chunks, chunk_size, ...] to [N, ...], without the rows that filled the last chunk."""
-    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:rows], chunks)
+    return jax.tree.map(lambda a: jax.lax.collapse(a, 0, 2)[:rows], chunks)
 
 
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.reference.stated_gradient import stated_gradient
 
 Padding = tuple[tuple[int, int], ...]
 """The zeros (before, after) each spatial axis, fewer than the window has weights there."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(stated_gradient, nondiff_argnums=(2,))
 def conv(x: jax.Array, w: jax.Array, padding: Padding) -> jax.Array:
     """Convolves x [B, *spatial, C] with w [*kernel, C], each channel by itself, in x's dtype.
 

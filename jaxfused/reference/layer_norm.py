@@ -4,6 +4,7 @@ It is also `implementation="xla"`: differentiable to any order and in either mod
 jax.numpy is in it.
 """
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -134,6 +135,7 @@ def statistics(
     return mean[..., 0], jax.lax.rsqrt(variance[..., 0] + epsilon)
 
 
+@functools.partial(jax.jit, static_argnums=2, inline=True)
 def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array:
     """Their sum, rounded once to the residual's dtype.
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.reference.stated_gradient import stated_gradient
 
 
 def product(
@@ -44,8 +45,7 @@ def product(
     Returns:
       The sums, rounded once to `out_dtype`; gradients likewise, to the dtype of their operand.
 
-    Reverse-mode differentiation works to any order; forward mode where nothing has to be rounded,
-    which is where both operands are float32 or both are float64.
+    Differentiation works in both modes and to any order.
     """
     dtype = jnp.dtype(a.dtype if dtype is None else dtype)
     out_dtype = jnp.dtype(accumulator_dtype(dtype) if out_dtype is None else out_dtype)
@@ -55,16 +55,21 @@ def product(
 
 
 def _einsum(
-    subscripts: str, a: jax.Array, b: jax.Array, *, like: jax.Array | None = None, **options: Any
+    subscripts: str,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    spec: PartitionSpec | None = None,
+    **options: Any,
 ) -> jax.Array:
     """`jnp.einsum`, which has to be told how a sum over an axis that types say is split is sharded.
 
-    The result's axes are split as the operands' are, or as those of `like`, if it is given.
+    The result's axes are split as the operands' are, or by `spec`, if it is given.
     """
     mesh = explicit_mesh(a, b)
     if mesh is None:
         return jnp.einsum(subscripts, a, b, **options)
-    if like is None:
+    if spec is None:
         operands, result = subscripts.split("->")
         places: dict[str, Any] = {}
         taken: set[str] = set()
@@ -75,8 +80,6 @@ def _einsum(
                     places[axis] = entry
                     taken |= names
         spec = PartitionSpec(*(places.get(axis) for axis in result))
-    else:
-        spec = jax.typeof(like).sharding.spec
     return jnp.einsum(subscripts, a, b, out_sharding=NamedSharding(mesh, spec), **options)
 
 
@@ -95,15 +98,21 @@ def weight_product(x: jax.Array, dy: jax.Array, *, out_dtype: Any, precision: An
     """
     rows = string.ascii_uppercase[: x.ndim - 1]
     axes = (f"{rows}d", f"{rows}f", "df")
-    return _weight_product(axes, x, dy, dtype=x.dtype, out_dtype=out_dtype, precision=precision)
+    return _weight_product(axes, x.dtype, jnp.dtype(out_dtype), precision, x, dy)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
 def _weight_product(
-    axes: tuple[str, str, str], x: jax.Array, dy: jax.Array, **options: Any
+    axes: tuple[str, str, str],
+    dtype: Any,
+    out_dtype: Any,
+    precision: Any,
+    x: jax.Array,
+    dy: jax.Array,
 ) -> jax.Array:
     """`weight_product` where the axes of x, dy and the weights [D, F] have these letters."""
     x_axes, dy_axes, w_axes = axes
-    dtype = jnp.dtype(options["dtype"])
+    options = dict(dtype=dtype, out_dtype=out_dtype, precision=precision)
     wide = accumulator_dtype(dtype)
 
     def in_order(x: jax.Array, dy: jax.Array) -> jax.Array:
@@ -227,17 +236,22 @@ def unshared(
     return jax.lax.optimization_barrier((x, other))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+# The functions that `platform_dependent` gets differ from call to call, so that without `jax.jit` each
+# call would be compiled again. Behind a `jax.jit` of their options they are compiled once.
+
+
+@functools.partial(stated_gradient, nondiff_argnums=(0, 1, 2, 3, 4))
 def _rounding_product(subscripts, dtype, out_dtype, precision, of_weights, a, b):
     del of_weights
     return _rounded(subscripts, dtype, out_dtype, precision, a, b)
 
 
-def _rounded(subscripts, dtype, out_dtype, precision, a, b, like=None):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 6), inline=True)
+def _rounded(subscripts, dtype, out_dtype, precision, a, b, spec=None):
     # The product leaves the accumulators either in the operands' dtype or in that of the accumulators.
     leaving = dtype if out_dtype == dtype else accumulator_dtype(dtype)
     einsum = functools.partial(
-        _einsum, subscripts, precision=precision, preferred_element_type=leaving, like=like
+        _einsum, subscripts, precision=precision, preferred_element_type=leaving, spec=spec
     )
     a, b = a.astype(dtype), b.astype(dtype)
     if leaving == dtype or not _is_batched(subscripts) or explicit_mesh(a, b) is not None:
@@ -271,17 +285,17 @@ def _rounding_product_bwd(subscripts, dtype, out_dtype, precision, of_weights, o
     if explicit_mesh(a, b) is not None:
         # A gradient is sharded as its operand.
         return (
-            _rounded(for_a, dtype, a.dtype, precision, dy, b, like=a),
-            _rounded(for_b, dtype, b.dtype, precision, a, dy, like=b),
+            _rounded(for_a, dtype, a.dtype, precision, dy, b, jax.typeof(a).sharding.spec),
+            _rounded(for_b, dtype, b.dtype, precision, a, dy, jax.typeof(b).sharding.spec),
         )
     da = _gradient(for_a, dtype, a.dtype, precision, dy, b)
     if of_weights:
         axes = (a_axes, y_axes, b_axes)
-        options = dict(dtype=dtype, out_dtype=b.dtype, precision=precision)
-        return da, _weight_product(axes, a, dy, **options)
+        return da, _weight_product(axes, dtype, b.dtype, precision, a, dy)
     return da, _gradient(for_b, dtype, b.dtype, precision, a, dy)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
 def _gradient(subscripts, dtype, out_dtype, precision, a, b):
     """The product that a gradient is: on a CPU of float32 copies where it leaves in float32.
 

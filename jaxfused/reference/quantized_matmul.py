@@ -26,6 +26,7 @@ from jaxfused.reference.linear import (
 )
 from jaxfused.reference.product import explicit_mesh, product, sum_written_rows
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
+from jaxfused.reference.stated_gradient import stated_gradient
 from jaxfused.semantics.activation import activate
 from jaxfused.semantics.shapes import is_symbolic
 
@@ -112,7 +113,7 @@ def gated_unit(
 # --- float x --------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(stated_gradient, nondiff_argnums=(0, 1))
 def frozen_product(
     out_dtype: Any,
     scale_gradient: bool,

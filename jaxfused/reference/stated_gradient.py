@@ -1,0 +1,225 @@
+"""Functions whose gradient is stated, and which have forward-mode derivatives as well.
+
+A `jax.custom_vjp` has no forward mode. A `jax.custom_jvp` has both modes where JAX can transpose what
+its tangents are made of. Here that is a primitive: it is evaluated as JAX's own derivative of the
+function, and transposed as it is stated. `jax.custom_derivatives.linear_call` would do, if it had a rule
+for `jax.vmap`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+Arrays = Sequence[Any]
+
+
+class stated_gradient:
+    """A decorator like `jax.custom_vjp`, for a function that JAX can differentiate forward."""
+
+    def __init__(self, f: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) -> None:
+        functools.update_wrapper(self, f)
+        self.f, self.nondiff_argnums = f, nondiff_argnums
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Takes what `jax.custom_vjp.defvjp` takes."""
+        self.fwd, self.bwd = fwd, bwd
+
+    def __call__(self, *args: Any) -> Any:
+        static = tuple(args[i] for i in self.nondiff_argnums)
+        operands = [a for i, a in enumerate(args) if i not in self.nondiff_argnums]
+        leaves, tree = jax.tree.flatten(operands)
+        return _evaluate(_Call(self, static, tree), *_varying_alike(leaves))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The static part of a call."""
+
+    function: stated_gradient
+    static: tuple[Any, ...]
+    operands: Any
+    """The tree of the operands."""
+
+    def __call__(self, f: Callable[..., Any], leaves: Arrays) -> Any:
+        args = jax.tree.unflatten(self.operands, leaves)
+        for i, value in zip(self.function.nondiff_argnums, self.static, strict=True):
+            args.insert(i, value)
+        return f(*args)
+
+    def gradients(self, saved: Any, cotangents: Any, leaves: Arrays) -> list[Any]:
+        """One for each leaf: the stated one, or zeros where None stands for them."""
+        stated = self.function.bwd(*self.static, saved, cotangents)
+        gradients = []
+        for operand, gradient in zip(
+            jax.tree.unflatten(self.operands, leaves), stated, strict=True
+        ):
+            if gradient is None:
+                gradient = jax.tree.map(lambda leaf: None, operand)
+            own = jax.tree.map(
+                lambda leaf, part: jnp.zeros_like(leaf) if part is None else part, operand, gradient
+            )
+            gradients += jax.tree.leaves(own)
+        return gradients
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _evaluate(call: _Call, *leaves: jax.Array) -> Any:
+    return call(call.function.f, leaves)
+
+
+def _evaluate_jvp(call: _Call, primals: Arrays, tangents: Arrays) -> tuple[Any, Any]:
+    y, saved = call(call.function.fwd, primals)
+    own, results = jax.tree.flatten(y)
+    kept, saved_tree = jax.tree.flatten(saved)
+    moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
+    derivative = _Derivative(call, moving, saved_tree, results)
+    dy = _linear.bind(
+        *primals,
+        *kept,
+        *(tangents[i] for i in moving),
+        map=derivative,
+        fixed=len(primals) + len(kept),
+    )
+    assert len(dy) == len(own)
+    return y, jax.tree.unflatten(results, dy)
+
+
+_evaluate.defjvp(_evaluate_jvp, symbolic_zeros=True)
+
+
+def _varying_alike(leaves: Arrays) -> Arrays:
+    """The arrays as ones that vary along the same Manual axes, so that sums over devices are JAX's."""
+    along = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
+    missing = [sorted(frozenset().union(*along) - names) for names in along]
+    return [
+        jax.lax.pcast(leaf, tuple(names), to="varying") if names else leaf
+        for leaf, names in zip(leaves, missing, strict=True)
+    ]
+
+
+# --- the derivative as a primitive ----------------------------------------------------------------
+
+
+class _Map(Protocol):
+    """A function that is linear in its second list of arrays. It is hashable."""
+
+    def value(self, fixed: Arrays, tangents: Arrays) -> list[Any]: ...
+
+    def transposed(self, fixed: Arrays, cotangents: Arrays) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class _Derivative:
+    """The tangents of the results from those of the leaves `moving`.
+
+    What is fixed are the leaves and what the stated gradient reads.
+    """
+
+    call: _Call
+    moving: tuple[int, ...]
+    saved: Any
+    results: Any
+
+    def value(self, fixed: Arrays, tangents: Arrays) -> list[Any]:
+        leaves = list(fixed[: self.call.operands.num_leaves])
+
+        def f(*moving: Any) -> list[Any]:
+            for i, leaf in zip(self.moving, moving, strict=True):
+                leaves[i] = leaf
+            return jax.tree.leaves(self.call(self.call.function.f, leaves))
+
+        return jax.jvp(f, tuple(leaves[i] for i in self.moving), tuple(tangents))[1]
+
+    def transposed(self, fixed: Arrays, cotangents: Arrays) -> list[Any]:
+        leaves = fixed[: self.call.operands.num_leaves]
+        saved = jax.tree.unflatten(self.saved, fixed[len(leaves) :])
+        gradients = self.call.gradients(saved, jax.tree.unflatten(self.results, cotangents), leaves)
+        return [gradients[i] for i in self.moving]
+
+
+@dataclass(frozen=True)
+class _Batched:
+    """The map over a batch, the first axis of what `axes` has a 0 for, and of the results."""
+
+    map: _Map
+    axes: tuple[int | None, ...]
+    """Of what is fixed, then of the tangents."""
+
+    def value(self, fixed: Arrays, tangents: Arrays) -> list[Any]:
+        axes = list(self.axes)
+        over = (axes[: len(fixed)], axes[len(fixed) :])
+        return jax.vmap(self.map.value, in_axes=over)(fixed, tangents)
+
+    def transposed(self, fixed: Arrays, cotangents: Arrays) -> list[Any]:
+        over = (list(self.axes[: len(fixed)]), 0)
+        gradients = jax.vmap(self.map.transposed, in_axes=over)(fixed, cotangents)
+        return [
+            jnp.sum(gradient, axis=0) if axis is None else gradient
+            for gradient, axis in zip(gradients, self.axes[len(fixed) :], strict=True)
+        ]
+
+
+def _value(*arrays: Any, map: _Map, fixed: int) -> list[Any]:
+    return map.value(list(arrays[:fixed]), list(arrays[fixed:]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _result_types(map: _Map, fixed: int, context: Any, *types: Any) -> tuple[Any, ...]:
+    del context
+    return tuple(jax.make_jaxpr(functools.partial(_value, map=map, fixed=fixed))(*types).out_avals)
+
+
+_linear = Primitive("jaxfused_derivative")
+_linear.multiple_results = True
+_linear.def_impl(jax.jit(_value, static_argnames=("map", "fixed")))
+_linear.def_abstract_eval(
+    lambda *types, map, fixed: _result_types(map, fixed, jax.enable_x64.value, *types)
+)
+mlir.register_lowering(_linear, mlir.lower_fun(_value, multiple_results=True))
+
+
+def _jvp(primals: Arrays, tangents: Arrays, *, map: _Map, fixed: int) -> tuple[Any, Any]:
+    evaluate = functools.partial(_linear.bind, map=map, fixed=fixed)
+    y = evaluate(*primals)
+    changes = [ad.instantiate_zeros(t) for t in tangents[fixed:]]
+    dy = evaluate(*primals[:fixed], *changes)
+    moving = [i for i, t in enumerate(tangents[:fixed]) if not isinstance(t, ad.Zero)]
+    if moving:
+
+        def f(*own: Any) -> list[Any]:
+            arrays = list(primals)
+            for i, array in zip(moving, own, strict=True):
+                arrays[i] = array
+            return _value(*arrays, map=map, fixed=fixed)
+
+        own = tuple(primals[i] for i in moving)
+        more = jax.jvp(f, own, tuple(tangents[i] for i in moving))[1]
+        dy = [a + b for a, b in zip(dy, more, strict=True)]
+    return y, dy
+
+
+def _transpose(cotangents: Arrays, *arrays: Any, map: _Map, fixed: int) -> list[Any]:
+    cotangents = [ad.instantiate_zeros(c) for c in cotangents]
+    return [None] * fixed + map.transposed(list(arrays[:fixed]), list(cotangents))
+
+
+def _batched(arrays: Arrays, axes: Any, *, map: _Map, fixed: int) -> tuple[Any, Any]:
+    moved = [
+        a if axis is None else jnp.moveaxis(a, axis, 0)
+        for a, axis in zip(arrays, axes, strict=True)
+    ]
+    batched = _Batched(map, tuple(None if axis is None else 0 for axis in axes))
+    y = _linear.bind(*moved, map=batched, fixed=fixed)
+    return y, [0] * len(y)
+
+
+ad.primitive_jvps[_linear] = _jvp
+ad.primitive_transposes[_linear] = _transpose
+batching.primitive_batchers[_linear] = _batched
