@@ -172,7 +172,8 @@ def self_attention(
     if isinstance(kernel, KernelStandIn):
         in_epilogue = False
         projected = linear(y, kernel, bias, precision=precision, implementation=implementation)
-        projected = projected.reshape(*y.shape[:-1], num_heads + 2 * num_kv_heads, -1)
+        groups = num_heads + 2 * num_kv_heads
+        projected = projected.reshape(*y.shape[:-1], groups, projected.shape[-1] // groups)
         query, key, value = jnp.split(projected, (num_heads, num_heads + num_kv_heads), axis=-2)
     else:
         within = norms if in_epilogue else None
@@ -213,7 +214,7 @@ def self_attention(
         is_causal=is_causal,
         implementation=attention_implementation,
     )
-    return attended.reshape(*y.shape[:-1], -1)
+    return jax.lax.collapse(attended, attended.ndim - 2)
 
 
 def project(

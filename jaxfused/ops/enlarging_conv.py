@@ -96,12 +96,13 @@ def enlarging_conv(
 
 def moved(features: jax.Array, block: tuple[int, ...]) -> jax.Array:
     """[B, *spatial, block * F] as [B, *(spatial * block), F]."""
-    batch, *sizes, _ = features.shape
-    parts = features.reshape(batch, *sizes, *block, -1)
+    batch, *sizes, columns = features.shape
+    count = columns // math.prod(block)
+    parts = features.reshape(batch, *sizes, *block, count)
     axes = range(1, 1 + len(block))
     pairs = [axis for i in axes for axis in (i, i + len(block))]
     parts = parts.transpose(0, *pairs, parts.ndim - 1)
-    return parts.reshape(batch, *(n * k for n, k in zip(sizes, block, strict=True)), -1)
+    return parts.reshape(batch, *(n * k for n, k in zip(sizes, block, strict=True)), count)
 
 
 def moved_back(y: jax.Array, block: tuple[int, ...]) -> jax.Array:

@@ -118,7 +118,7 @@ def group_norm(
         )
     # Groups are an axis of their own, so that they can be split over devices.
     x_groups, residual, scale, bias = (
-        None if a is None else a.reshape(*a.shape[:-1], num_groups, -1)
+        None if a is None else a.reshape(*a.shape[:-1], num_groups, a.shape[-1] // num_groups)
         for a in (x, residual, scale, bias)
     )
     axes = _spelt_axes(x_groups, residual, scale, bias)

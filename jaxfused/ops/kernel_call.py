@@ -201,6 +201,9 @@ def takes_reference(
     symbolic, or where the operator leaves the call to XLA, for which `why_xla` gives the reason.
     `missing` names the implementations that the operator
     does not have, and says so.
+    no kernel can run: on this platform, for the dtype of `x`, where `x` has no elements, or where the
+    operator leaves the call to XLA, for which `why_xla` gives the reason. `missing` names the
+    implementations that the operator does not have, and says so.
     """
     if x.dtype not in cuda.library.DTYPES:
         why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"
@@ -219,6 +222,8 @@ def takes_reference(
     reasons |= missing or {}
     reasons["xla"] = None
     chosen = dispatch.choose(op, implementation, reasons)
+    if 0 in x.shape:
+        chosen = "xla"  # A kernel has nothing to do, and CUDA rejects an empty launch.
     if chosen == "xla":
         dispatch.record(dispatch.Choice(op, _shapes([x]), chosen, reasons))
     return chosen == "xla"
