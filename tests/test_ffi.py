@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -244,6 +245,7 @@ FIVE = dict(height=np.int64(5), width=np.int64(5), top=np.int64(2), left=np.int6
 DEPTHWISE_TILES = FIVE | TILE
 ALONE = dict(cluster=np.int64(1))
 QUANTIZED = dict(activation="none", row_tiles=np.int64(1), sum_warps=np.int64(4))
+PRODUCT = dict(transpose_w=np.bool_(False), transpose_x=np.bool_(False))
 POOL = {
     name: np.int64(value)
     for name, value in dict(height=2, width=2, row_stride=2, column_stride=2, top=0, left=0).items()
@@ -331,28 +333,28 @@ POOL = {
                 "linear",
                 [(4, 8), (8, 16), (0,), (0,)],
                 [(4, 16), (0,), (1024,)],
-                dict(activation="none", transpose_w=np.bool_(False)),
+                dict(PRODUCT, activation="none"),
                 "x must be a matrix of bfloat16 or float16",
             ),
             (
                 "linear",
                 [((4, 12), BF16), ((12, 16), BF16), ((0,), BF16), ((0,), BF16)],
                 [((4, 16), BF16), ((0,), BF16), (1024,)],
-                dict(activation="none", transpose_w=np.bool_(False)),
+                dict(PRODUCT, activation="none"),
                 r"multiples of 8, but it has shape \[12, 16\]",
             ),
             (
                 "linear",
                 [((4, 8), BF16), ((8, 16), BF16), ((0,), BF16), ((4, 16), BF16)],
                 [((4, 16), BF16), ((0,), BF16), (1024,)],
-                dict(activation="gelu_tanh", transpose_w=np.bool_(False)),
+                dict(PRODUCT, activation="gelu_tanh"),
                 "a residual goes with activation none alone",
             ),
             (
                 "linear",
                 [((4, 8), BF16), ((8, 16), BF16), ((16,), "float32"), ((0,), BF16)],
                 [((4, 16), BF16), ((0,), BF16), (1024,)],
-                dict(activation="gelu_tanh", transpose_w=np.bool_(False)),
+                dict(PRODUCT, activation="gelu_tanh"),
                 "bias has another dtype",
             ),
             (
@@ -755,6 +757,29 @@ def test_the_handlers_of_losses_refuse_what_does_not_fit(
     arrays = [jnp.ones(a.shape, a.dtype) for a in map(_described, operands)]
     with pytest.raises(Exception, match=message):
         jax.block_until_ready(call(*arrays, **attributes))
+
+
+def test_calls_of_handlers_have_the_form_that_is_declared():
+    """Else a handler refuses them for their form, on a GPU alone, and not for what does not fit."""
+    declared = {}
+    for path in (ROOT / "ffi").glob("*.cu"):
+        for block in path.read_text().split("DEFINE_HANDLER(jaxfused_")[1:]:
+            name, binding = block.split(",", 1)
+            declared[name] = binding.split(");\n", 1)[0]
+    tests = (
+        test_handlers_refuse_what_does_not_fit,
+        test_the_handlers_of_losses_refuse_what_does_not_fit,
+    )
+    marks = [mark for test in tests for mark in test.pytestmark if mark.name == "parametrize"]
+    calls = [parameter.values for mark in marks for parameter in mark.args[1]]
+    assert len(calls) > 50
+    for target, operands, results, attributes, _ in calls:
+        binding = declared[target]
+        names = re.findall(r'\.Attr<[^"]*>\(\s*"(\w+)"', binding)
+        assert sorted(attributes) == sorted(names), target
+        for kind, given in (("Arg", operands), ("Ret", results)):
+            if f".Remaining{kind}s()" not in binding:
+                assert len(given) == binding.count(f".{kind}<"), (target, kind)
 
 
 @pytest.mark.gpu
