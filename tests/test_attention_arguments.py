@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 
 import jaxfused
+from tests import mosaic_interpreter
+from tests.against_float64 import assert_values_and_gradients
+from tests.arrays import put
+from tests.cases.attention import Case
 from tests.grids import parametrize
 
 B, T, S, N, H = 2, 3, 4, 2, 8
@@ -135,3 +139,64 @@ def test_segment_ids_of_64_bits_that_differ_above_the_32nd():
 
         small = np.array([[1, 2, 0, 1]] * B, np.int32)
         np.testing.assert_array_equal(*(jax.jit(f)(each) for each in (ids, small)))
+
+
+# --- kernels, in Mosaic's interpreter -------------------------------------------------------------
+
+
+def test_lengths_beyond_what_there_is_do_not_reach_kernels(interpreted_hopper, monkeypatch):
+    """Keys beyond the last are zeros to a kernel, and would count."""
+    mosaic_interpreter.complete(monkeypatch)
+    q, k, v = (put(a, jnp.float16) for a in qkv(queries=9, keys=70))
+
+    @jax.jit
+    def f(lengths):
+        return jaxfused.dot_product_attention(
+            q, k, v, key_value_seq_lengths=lengths, implementation="pallas"
+        )
+
+    np.testing.assert_array_equal(f(np.array([500, -3])), f(np.array([70, 0])))
+
+
+CORNERS = [
+    Case("one query, many heads of one key head", 1, 70, heads=8, key_heads=1, scale=-0.5),
+    Case("more queries than keys", 70, 9, is_causal=True, window=(2, 3), value_head_size=16),
+    Case(
+        "all masks and a sink",
+        33,
+        70,
+        heads=4,
+        sinks=True,
+        is_causal=True,
+        window=(9, 0),
+        query_lengths=(33, 7),
+        key_lengths=(70, 3),
+        segments=2,
+        soft_cap=2.0,
+    ),
+    Case("equal logits", 17, 70, scale=0.0, bias=(1, 2, 1, 70), mask=(2, 1, 17, 70)),
+]
+
+
+@parametrize("case", CORNERS, quick=(1,))
+def test_corners_in_the_interpreter(interpreted_hopper, monkeypatch, case):
+    mosaic_interpreter.complete(monkeypatch)
+
+    def by(implementation):
+        def f(query, key, value, bias, sinks):
+            output, lse = jaxfused.dot_product_attention(
+                query,
+                key,
+                value,
+                bias,
+                sinks=sinks,
+                return_lse=True,
+                implementation=implementation,
+                **case.options(),
+            )
+            return output, jnp.where(lse < -1e30, 0.0, lse)
+
+        return f
+
+    args = case.arrays(jnp.float16)
+    assert_values_and_gradients(by("pallas"), by("xla"), *args, cotangents=1)

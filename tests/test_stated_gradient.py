@@ -1,5 +1,7 @@
 """Gradients that are stated, in both modes, to the second order, and under JAX's transformations."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -97,3 +99,27 @@ def test_forward_mode_is_the_transpose_of_reverse_mode(dtype):
         return jnp.sum(t * dy), sum(wide)
 
     np.testing.assert_allclose(*pairings(dx, dw), rtol=0.02)
+
+
+@functools.partial(stated_gradient, nondiff_argnums=(0,), linear=(1, 3))
+def _affine(factor, x, scale, bias):
+    return factor * x * scale + bias
+
+
+_affine.defvjp(
+    lambda factor, x, scale, bias: (_affine(factor, x, scale, bias), scale),
+    lambda factor, scale, dy: (factor * dy * scale, None, dy),
+)
+
+
+def test_values_are_not_kept_for_what_is_linear():
+    y, vjp = jax.vjp(lambda x: _affine(3.0, x, SCALE[0], X), X)
+    chex.assert_trees_all_close(vjp(y), (3 * y * SCALE[0],), rtol=1e-6)
+    assert all(a.shape != X.shape for a in jax.tree.leaves(vjp))
+    for transform in (lambda f: f, jax.jit, lambda f: jax.vmap(f, (0, None))):
+        _, tangent = transform(
+            lambda x, scale: jax.jvp(lambda x: _affine(3.0, x, scale, x), (x,), (x * x,))
+        )(X, SCALE[0])
+        np.testing.assert_allclose(tangent, 3 * X * X * SCALE[0] + X * X, rtol=1e-5)
+    _, tangent = jax.jvp(lambda s: _affine(3.0, X, s, X), (SCALE,), (X,))
+    np.testing.assert_allclose(tangent, 3 * X * X, rtol=1e-6)

@@ -113,7 +113,7 @@ def gated_unit(
 # --- float x --------------------------------------------------------------------------------------
 
 
-@functools.partial(stated_gradient, nondiff_argnums=(0, 1))
+@functools.partial(stated_gradient, nondiff_argnums=(0, 1), linear=(2, 4))
 def frozen_product(
     out_dtype: Any,
     scale_gradient: bool,

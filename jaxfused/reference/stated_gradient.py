@@ -21,11 +21,23 @@ Arrays = Sequence[Any]
 
 
 class stated_gradient:
-    """A decorator like `jax.custom_vjp`, for a function that JAX can differentiate forward."""
+    """A decorator like `jax.custom_vjp`, for a function that JAX can differentiate forward.
 
-    def __init__(self, f: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) -> None:
+    Args:
+      f: the function.
+      nondiff_argnums: the static arguments.
+      linear: the arguments in which the function is linear, in all of them at once. Their values are not
+        kept for a derivative by them alone.
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        nondiff_argnums: tuple[int, ...] = (),
+        linear: tuple[int, ...] = (),
+    ) -> None:
         functools.update_wrapper(self, f)
-        self.f, self.nondiff_argnums = f, nondiff_argnums
+        self.f, self.nondiff_argnums, self.linear = f, nondiff_argnums, linear
 
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
         """Takes what `jax.custom_vjp.defvjp` takes."""
@@ -33,9 +45,11 @@ class stated_gradient:
 
     def __call__(self, *args: Any) -> Any:
         static = tuple(args[i] for i in self.nondiff_argnums)
-        operands = [a for i, a in enumerate(args) if i not in self.nondiff_argnums]
-        leaves, tree = jax.tree.flatten(operands)
-        return _evaluate(_Call(self, static, tree), *_varying_alike(leaves))
+        places = [i for i in range(len(args)) if i not in self.nondiff_argnums]
+        leaves, tree = jax.tree.flatten([args[i] for i in places])
+        is_linear = [i in self.linear for i in places for _ in jax.tree.leaves(args[i])]
+        call = _Call(self, static, tree, tuple(is_linear))
+        return _evaluate(call, *_varying_alike(leaves))
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,8 @@ class _Call:
     static: tuple[Any, ...]
     operands: Any
     """The tree of the operands."""
+    is_linear: tuple[bool, ...]
+    """Of each leaf."""
 
     def __call__(self, f: Callable[..., Any], leaves: Arrays) -> Any:
         args = jax.tree.unflatten(self.operands, leaves)
@@ -79,13 +95,18 @@ def _evaluate_jvp(call: _Call, primals: Arrays, tangents: Arrays) -> tuple[Any, 
     own, results = jax.tree.flatten(y)
     kept, saved_tree = jax.tree.flatten(saved)
     moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
-    derivative = _Derivative(call, moving, saved_tree, results)
+    linear = all(call.is_linear[i] for i in moving)
+    leaves = tuple(
+        jax.ShapeDtypeStruct(a.shape, a.dtype) if linear and is_linear else None
+        for a, is_linear in zip(primals, call.is_linear, strict=True)
+    )
+    fixed = [a for a, given in zip(primals, leaves, strict=True) if given is None]
     dy = _linear.bind(
-        *primals,
+        *fixed,
         *kept,
         *(tangents[i] for i in moving),
-        map=derivative,
-        fixed=len(primals) + len(kept),
+        map=_Derivative(call, moving, leaves, saved_tree, results),
+        fixed=len(fixed) + len(kept),
     )
     assert len(dy) == len(own)
     return y, jax.tree.unflatten(results, dy)
@@ -119,29 +140,44 @@ class _Map(Protocol):
 class _Derivative:
     """The tangents of the results from those of the leaves `moving`.
 
-    What is fixed are the leaves and what the stated gradient reads.
+    What is fixed are leaves and what the stated gradient reads.
     """
 
     call: _Call
     moving: tuple[int, ...]
+    leaves: tuple[jax.ShapeDtypeStruct | None, ...]
+    """None for a leaf that is fixed, and the type of one whose value makes no difference."""
     saved: Any
     results: Any
 
     def value(self, fixed: Arrays, tangents: Arrays) -> list[Any]:
-        leaves = list(fixed[: self.call.operands.num_leaves])
+        leaves, _ = self._split(fixed)
+        moving = dict(zip(self.moving, tangents, strict=True))
+        if any(leaf is not None for leaf in self.leaves):
+            return self._results([moving.get(i, leaf) for i, leaf in enumerate(leaves)])
 
-        def f(*moving: Any) -> list[Any]:
-            for i, leaf in zip(self.moving, moving, strict=True):
-                leaves[i] = leaf
-            return jax.tree.leaves(self.call(self.call.function.f, leaves))
+        def f(*own: Any) -> list[Any]:
+            changed = dict(zip(self.moving, own, strict=True))
+            return self._results([changed.get(i, leaf) for i, leaf in enumerate(leaves)])
 
         return jax.jvp(f, tuple(leaves[i] for i in self.moving), tuple(tangents))[1]
 
     def transposed(self, fixed: Arrays, cotangents: Arrays) -> list[Any]:
-        leaves = fixed[: self.call.operands.num_leaves]
-        saved = jax.tree.unflatten(self.saved, fixed[len(leaves) :])
+        leaves, saved = self._split(fixed)
         gradients = self.call.gradients(saved, jax.tree.unflatten(self.results, cotangents), leaves)
         return [gradients[i] for i in self.moving]
+
+    def _results(self, leaves: Arrays) -> list[Any]:
+        return jax.tree.leaves(self.call(self.call.function.f, leaves))
+
+    def _split(self, fixed: Arrays) -> tuple[list[Any], Any]:
+        """The leaves, zeros for those without a value, and what was saved."""
+        remaining = iter(fixed)
+        leaves = [
+            next(remaining) if leaf is None else jnp.zeros(leaf.shape, leaf.dtype)
+            for leaf in self.leaves
+        ]
+        return leaves, jax.tree.unflatten(self.saved, list(remaining))
 
 
 @dataclass(frozen=True)
