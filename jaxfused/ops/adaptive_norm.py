@@ -19,6 +19,7 @@ from jaxfused import dispatch, reference, sharding
 from jaxfused.ops import layer_norm_costs
 from jaxfused.ops.batching import batch_all
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, takes_reference
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.validation import check_floating, check_shape
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.checkpoint_names import named
@@ -191,7 +192,7 @@ class _Residuals(NamedTuple):
     vectors: _Vectors
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2))
 def _norm(run: Runner, options: NormOptions, image_axes: int, x, residual, *vectors):
     forward = _Forward(options, image_axes, save_statistics=False)
     y, next_residual, _, _ = run(forward, x, residual, *vectors)

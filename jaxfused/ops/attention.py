@@ -18,6 +18,7 @@ from jaxfused.cuda import library as cuda_library
 from jaxfused.ops import attention_float32, dropout
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.linear import allows_tf32
 from jaxfused.ops.validation import (
     as_arrays,
@@ -696,7 +697,7 @@ class _Residuals(NamedTuple):
     """[B, K, G, R] with R = `saved_length(T)`; entries from T on belong to no query."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="dot_product_attention")
 def _attention(run: Runner, options: _Options, arrays: _Arrays):
     return run(_Forward(options), *arrays)
 

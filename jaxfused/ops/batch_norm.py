@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops import group_norm
 from jaxfused.ops.kernel_call import Runner, takes_reference
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.rectified import check_mask
 from jaxfused.ops.validation import (
     as_arrays,
@@ -203,7 +204,7 @@ class _Residuals(NamedTuple):
     bias: jax.Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="batch_norm")
 def _norm(run: Runner, options: group_norm.Options, rectified: bool, *operands):
     return _results_and_residuals(run, options, rectified, *operands)[0]
 

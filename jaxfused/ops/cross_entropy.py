@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.label_values import check_classes
 from jaxfused.ops.validation import (
     as_arrays,
@@ -464,7 +465,7 @@ class _StatisticsResiduals(NamedTuple):
     statistics: Statistics
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="softmax_cross_entropy")
 def _statistics(run: Runner | None, options: Options, logits, classes, soft) -> Statistics:
     """The statistics of rows, for losses that JAX differentiates; `run` is None for the reference."""
     if run is None:
@@ -519,7 +520,7 @@ class _AheadResiduals(NamedTuple):
     """The logits, soft labels and statistics, where soft labels have a gradient too."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="softmax_cross_entropy")
 def _losses_ahead(run: Runner, options: Options, logits, classes, soft, coefficients):
     """The losses [...], whose cotangents are expected to be `coefficients`."""
     del coefficients

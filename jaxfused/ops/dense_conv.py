@@ -19,6 +19,7 @@ from jaxfused.ops import few_channels
 from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.conv_input import Concatenated
 from jaxfused.ops.kernel_call import Axes, Results, Runner
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.linear import CHEAP_ACTIVATIONS, ActivationGradient
 from jaxfused.ops.product_choice import Passes, pallas_or_xla, xla_time
 from jaxfused.ops.rectified import masked_gradient
@@ -284,7 +285,7 @@ class Residuals(NamedTuple):
     """What the activation is applied to, or a result of the same sign; None without one."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")
 def _conv(run: Runner, options: Options, request: Request, x, w, bias, residual):
     y, _, statistics = _forward(run, options, request, x, w, bias, residual, saves=False)
     return y, x if request.hands_on else None, statistics
@@ -366,7 +367,7 @@ def pointwise_gradients(run: Runner, x, w, dz, precision: Any):
     return dx, weight_gradient(run, "conv", x, dz, w.dtype, precision)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="conv")
 def _conv_of_two(run: Runner, options: Options, first, second, w, bias, residual):
     """As `_conv`, of x that is two arrays."""
     stage = _ForwardOfTwo(Forward(options, save_preactivation=False))

@@ -13,6 +13,7 @@ from jaxfused.cuda.depthwise_conv import Strips, Tile, Window
 from jaxfused.ops import depthwise_conv1d
 from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import value_and_slope
 
@@ -129,7 +130,7 @@ class _Residuals(NamedTuple):
     """What the activation is applied to; None without one."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")
 def _conv(run: Runner, options: _Options, hands_on: bool, x, w, bias, residual):
     y, _ = run(_Forward(options, save_preactivation=False), x, w, bias, residual)
     return y, x if hands_on else None

@@ -29,6 +29,7 @@ from jaxfused.ops.dense_conv import (
     weights_of_images,
 )
 from jaxfused.ops.kernel_call import Axes, Results, Runner
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.product_choice import Passes, pallas_or_xla, xla_time
 from jaxfused.reference.product import product
 from jaxfused.semantics.shapes import why_symbolic
@@ -135,7 +136,7 @@ def _as_matrix(w: jax.Array) -> jax.Array:
 # --- gradient -------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="conv")
 def _enlarging(run: Runner, options: Options, x, w, bias, residual):
     stage = _Enlarging(Forward(options, save_preactivation=False))
     return run(stage, x, w, bias, residual)[0]

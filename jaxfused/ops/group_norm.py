@@ -18,6 +18,7 @@ from jaxfused.ops.batching import (
     unmerged_images,
 )
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, takes_reference
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.rectified import check_mask, masked_gradient
 from jaxfused.ops.validation import (
     as_arrays,
@@ -219,7 +220,7 @@ class _Residuals(NamedTuple):
     bias: jax.Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2))
 def _norm(run: Runner, options: Options, rectified: bool, x, residual, scale, bias):
     y, *_ = run(Forward(options, save_statistics=False), x, residual, scale, bias)
     return y

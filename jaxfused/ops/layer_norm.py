@@ -23,6 +23,7 @@ from jaxfused.ops.kernel_call import (
     batched_rows,
     takes_reference,
 )
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.quantize_rows import check_row_dtype
 from jaxfused.ops.validation import (
     as_arrays,
@@ -273,7 +274,7 @@ class _Residuals(NamedTuple):
     pre_bias: jax.Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1))
 def _norm(run: Runner, options: NormOptions, x, scale, bias, residual, pre_bias):
     forward = _Forward(options, save_statistics=False)
     y, next_residual, _, _ = run(forward, x, residual, scale, bias, pre_bias)

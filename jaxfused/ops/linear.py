@@ -19,6 +19,7 @@ from jaxfused.ops.kernel_call import (
     batched_rows,
     takes_reference,
 )
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import (
     as_arrays,
@@ -242,7 +243,7 @@ class _Residuals(NamedTuple):
     """x @ w + bias in x's dtype, where there is an activation."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="linear")
 def _linear(run: Runner, options: _Options, x, w, bias, residual):
     y, _ = _forward(run, options, False, x, w, bias, residual)
     return y
@@ -304,7 +305,7 @@ class _Fp8Residuals(NamedTuple):
     no_w: jax.Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="linear", in_float8=True)
 def _linear_in_fp8(run: Runner, options: _Options, x, w, bias, residual, state):
     xs = fp8_copies.copies_of(run, state, "linear", "x", x, transposes=False)
     ws = fp8_copies.copies_of(run, state, "linear", "w", w, straight=False)

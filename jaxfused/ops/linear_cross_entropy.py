@@ -37,6 +37,7 @@ from jaxfused.ops.cross_entropy import (
     weights_of_labels,
 )
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.label_values import check_classes
 from jaxfused.ops.linear import check_affine
 from jaxfused.ops.validation import as_arrays, check_count, check_floating, python_numbers
@@ -214,7 +215,7 @@ class _AheadResiduals(NamedTuple):
     expected: jax.Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="linear_softmax_cross_entropy")
 def _loss_ahead(
     run: Runner, constants: _Constants, x, w, bias, classes, shares, total, expected
 ) -> jax.Array:
@@ -255,7 +256,7 @@ class _StatisticsResiduals(NamedTuple):
     statistics: Statistics
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="linear_softmax_cross_entropy")
 def _statistics(run: Runner, constants: _Constants, x, w, bias, classes) -> Statistics:
     """The statistics of the rows of x @ w + bias, for losses that JAX differentiates."""
     statistics, *_ = run(_Forward(constants), x, w, bias, classes, None)

@@ -11,6 +11,7 @@ from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.cuda.max_pool import Window
 from jaxfused.ops.batching import merged_batch, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.pool_window import windows
 from jaxfused.ops.validation import check_floating, check_images, python_numbers
 
@@ -89,7 +90,7 @@ def max_pool(
 # --- gradient -------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="max_pool")
 def _pool(run: Runner, window: Window, x):
     return run(_Forward(window, save_places=False), x)[0]
 

@@ -20,6 +20,7 @@ from jaxfused.ops.kernel_call import (
     batched_rows,
     takes_reference,
 )
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.linear import (
     CHEAP_ACTIVATIONS,
     Layer,
@@ -433,7 +434,7 @@ class _MlpResiduals(NamedTuple):
     """The hidden layer and the activation's derivative."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="mlp")
 def _mlp(run: Runner, options: _Options, x, w1, b1, w2, b2, residual):
     layer = options.first_layer(x, activation=options.activation, saves=False)
     h, _ = run(layer, x, w1, b1, None)
@@ -499,7 +500,7 @@ class _GatedResiduals(NamedTuple):
     hidden: jax.Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="gated_mlp")
 def _gated_mlp(
     run: Runner, options: _Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
 ):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxfused.ops import fp8, fp8_copies, fp8_products
 from jaxfused.ops.kernel_call import Runner
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.semantics.checkpoint_names import named
 
 SLOPES = ("relu", "gelu_tanh", "gelu_erf", "quick_gelu", "silu")
@@ -55,7 +56,7 @@ class _MlpResiduals(NamedTuple):
     state: fp8.Fp8State | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="mlp", in_float8=True)
 def mlp(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
     """`jaxfused.mlp` in float8."""
     copies = functools.partial(fp8_copies.copies_of, run, state, "mlp")
@@ -177,7 +178,7 @@ class _GatedResiduals(NamedTuple):
     state: fp8.Fp8State | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="gated_mlp", in_float8=True)
 def gated_mlp(
     run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, state
 ):

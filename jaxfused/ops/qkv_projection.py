@@ -14,6 +14,7 @@ from jaxfused import dispatch, reference, sharding
 from jaxfused.ops import fp8, qkv_projection_fp8
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.linear import check_affine
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.rope import batch_tables, check_tables, rope, ungrouped
@@ -382,7 +383,7 @@ class _Residuals(NamedTuple):
     """Queries and keys before norm and rotation, where gradients need them."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="qkv_projection")
 def _qkv_projection(run: Runner, options: _Options, *operands):
     q, k, v, _, _ = run(_Forward(options, save_projections=False), *operands)
     return q, k, v

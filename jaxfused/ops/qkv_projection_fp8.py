@@ -3,11 +3,11 @@
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from jaxfused.ops import fp8_copies, fp8_products
 from jaxfused.ops.kernel_call import Runner
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.semantics.checkpoint_names import named
 
 _OP = "qkv_projection"
@@ -29,7 +29,12 @@ class Options(NamedTuple):
         return self.widths[0], self.widths[0] + self.widths[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(
+    kernel_gradient,
+    nondiff_argnums=(0, 1),
+    op="qkv_projection",
+    in_float8=True,
+)
 def projections(run: Runner, options: Options, x, weights, biases, state):
     """X @ w + b, in x's dtype, of the columns of queries, of keys and of values.
 

@@ -14,6 +14,7 @@ from jaxfused.ops import conv as conv_operator
 from jaxfused.ops import conv_padding, dense_conv
 from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.product_choice import is_modelled
 from jaxfused.ops.validation import (
     as_arrays,
@@ -319,7 +320,7 @@ class _Options:
     """x has one spatial axis, and is a picture of one row to the kernels."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="quantized_conv")
 def _quantized_conv(run: Runner, options: _Options, x, w, scale, bias, residual):
     letters = dense_conv.Letters(len(options.window.kernel))
     operands = sharding.align(

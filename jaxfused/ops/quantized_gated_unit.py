@@ -11,6 +11,7 @@ import jax
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops import cuda_choice
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.quantized_matmul import cuda_configs, of_columns, why_no_kernel_reads
 from jaxfused.quantization.quantized_array import QuantizedArray, as_operand, assembled
 from pallas_kernels.product import quantized as pallas_quantized
@@ -68,7 +69,7 @@ def why_apart(gate: QuantizedArray, up: QuantizedArray) -> str | None:
 _WHOLE = "dkg"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="gated_mlp")
 def _gated_unit(run: Runner, unit: "_Unit", x, *weights_and_biases):
     (h,) = run(unit, x, *weights_and_biases)
     return h

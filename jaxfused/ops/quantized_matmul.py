@@ -18,6 +18,7 @@ from jaxfused.ops.kernel_call import (
     batched_rows,
     takes_reference,
 )
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.linear import (
     ActivationGradient,
     check_affine,
@@ -301,7 +302,7 @@ class _Residuals(NamedTuple):
     """Where the scales want a gradient."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="quantized_matmul")
 def _quantized_matmul(run: Runner, options: _Options, x, x_scale, *weights_bias_residual):
     layer = options.forward(save_preactivation=False)
     y, _ = run(layer, x, x_scale, *weights_bias_residual)

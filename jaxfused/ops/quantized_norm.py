@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops.adaptive_norm import NormOptions, Output
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.quantize_rows import quantize_rows
 from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray, assembled
 from jaxfused.semantics.checkpoint_names import named
@@ -64,7 +65,7 @@ def run(
 # --- gradient -------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2))
 def _norm(run: Runner, options: NormOptions, dtype: str, x, residual, scale, bias, pre_bias):
     return run(_Forward(options, dtype), x, residual, scale, bias, pre_bias)
 

@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.validation import as_arrays, check_floating, check_shape, python_numbers
 from jaxfused.reference.promotion import along_last_axis
 from jaxfused.semantics.rope_scaling import RopeScaling
@@ -496,7 +497,7 @@ class _Residuals(NamedTuple):
     """Kept where the angles have gradients themselves: those of q and k need the angles alone."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="rope")
 def _rope(run: Runner, rotation: _Rotation, q, k, cos, sin):
     return run(rotation, q, k, cos, sin)
 

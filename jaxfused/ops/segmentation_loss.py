@@ -17,6 +17,7 @@ from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import merged_images, unmerged_images
 from jaxfused.ops.cross_entropy import Reduction, check_reduction, refuse_pallas
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.label_values import check_classes, check_shares, refuse_one_hot
 from jaxfused.ops.validation import (
     as_arrays,
@@ -215,7 +216,7 @@ class _Residuals(NamedTuple):
     weights: jax.Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="segmentation_loss")
 def _sums(run: Runner, options: PixelOptions, logits, labels, weights) -> Sums:
     """The sums over the pixels of logits [B, N, C]."""
     (packed,) = run(_Forward(options), logits, labels, weights)
@@ -254,7 +255,7 @@ def _other_gradients(options: PixelOptions, saved: _Residuals, cotangents: Sums)
 _sums.defvjp(_sums_fwd, _sums_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="segmentation_loss")
 def _mask_loss(run: Runner, masks: "_Masks", logits, labels) -> jax.Array:
     """The sum of `masks.scale` times the losses of logits [B, N, 1].
 

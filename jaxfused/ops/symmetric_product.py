@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch, sharding
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.linear import allows_tf32
 from jaxfused.reference.product import product
 from pallas_kernels.product import symmetric
@@ -76,7 +77,7 @@ def _by_reference(
     return result.astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="symmetric_product")
 def _run(run: Runner, is_factor: bool, *operands):
     [result] = run(_Symmetric(is_factor), *operands)
     return result

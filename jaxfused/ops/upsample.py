@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import merged_batch, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.validation import check_floating, check_images, python_numbers
 from jaxfused.reference.promotion import accumulator_dtype
 
@@ -80,7 +81,7 @@ def upsample(
     return _upsample(Runner(implementation, device), *aligned)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(kernel_gradient, nondiff_argnums=(0,), op="upsample")
 def _upsample(run: Runner, x):
     return run(_Stage(backward=False), x)[0]
 
