@@ -16,6 +16,7 @@ from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.cuda.depthwise_conv import Window
 from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner
+from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import value_and_slope
 
@@ -70,7 +71,7 @@ class _Residuals(NamedTuple):
     residual: jax.Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")
 def _conv(run: Runner, options: _Options, hands_on: bool, x, w, bias, residual):
     (y,) = run(_Forward(options), x, w, bias, residual)
     return y, x if hands_on else None
