@@ -26,7 +26,8 @@ class kernel_gradient:
       f: the function; one of its static arguments is the `Runner`, if it has any.
       nondiff_argnums: the static arguments.
       op: the operator's name, or None where a static argument has it as `op`.
-      in_float8: whether it is the operator in float8, which XLA does not differentiate otherwise either.
+      in_float8: whether it is the operator in float8, for which XLA has no other derivatives either.
+      once: whether there is no second derivative, as the gradient runs kernels itself.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class kernel_gradient:
         *,
         op: str | None = None,
         in_float8: bool = False,
+        once: bool = True,
     ) -> None:
         functools.update_wrapper(self, f)
         self.count, self.op, self.in_float8 = len(nondiff_argnums), op, in_float8
+        self.once = once
         self.function = jax.custom_vjp(f, nondiff_argnums=nondiff_argnums)
 
     def defvjp(
@@ -63,7 +66,9 @@ class kernel_gradient:
 
     def _once(self, static: Arrays, operands: Any) -> Any:
         """The operands, which kernels differentiate no second time."""
-        if not any(isinstance(a, Runner) and a.device.platform == "gpu" for a in static):
+        if not self.once or not any(
+            isinstance(a, Runner) and a.device.platform == "gpu" for a in static
+        ):
             return operands
         return _through(_not_at_all, self._refusal(static, "second derivative"), operands)
 

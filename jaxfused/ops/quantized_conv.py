@@ -320,7 +320,7 @@ class _Options:
     """x has one spatial axis, and is a picture of one row to the kernels."""
 
 
-@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="quantized_conv")
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="quantized_conv", once=False)
 def _quantized_conv(run: Runner, options: _Options, x, w, scale, bias, residual):
     letters = dense_conv.Letters(len(options.window.kernel))
     operands = sharding.align(

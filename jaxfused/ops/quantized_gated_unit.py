@@ -69,7 +69,7 @@ def why_apart(gate: QuantizedArray, up: QuantizedArray) -> str | None:
 _WHOLE = "dkg"
 
 
-@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="gated_mlp")
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="gated_mlp", once=False)
 def _gated_unit(run: Runner, unit: "_Unit", x, *weights_and_biases):
     (h,) = run(unit, x, *weights_and_biases)
     return h

@@ -65,7 +65,7 @@ def run(
 # --- gradient -------------------------------------------------------------------------------------
 
 
-@functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), once=False)
 def _norm(run: Runner, options: NormOptions, dtype: str, x, residual, scale, bias, pre_bias):
     return run(_Forward(options, dtype), x, residual, scale, bias, pre_bias)
 

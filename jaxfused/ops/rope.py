@@ -497,7 +497,7 @@ class _Residuals(NamedTuple):
     """Kept where the angles have gradients themselves: those of q and k need the angles alone."""
 
 
-@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="rope")
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="rope", once=False)
 def _rope(run: Runner, rotation: _Rotation, q, k, cos, sin):
     return run(rotation, q, k, cos, sin)
 

@@ -77,7 +77,7 @@ def _by_reference(
     return result.astype(x.dtype)
 
 
-@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="symmetric_product")
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="symmetric_product", once=False)
 def _run(run: Runner, is_factor: bool, *operands):
     [result] = run(_Symmetric(is_factor), *operands)
     return result
