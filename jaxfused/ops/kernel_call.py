@@ -223,7 +223,7 @@ def takes_reference(
     reasons["xla"] = None
     chosen = dispatch.choose(op, implementation, reasons)
     if 0 in x.shape:
-        chosen = "xla"  # A kernel has nothing to do, and CUDA rejects an empty launch.
+        return True  # There is nothing to do, and CUDA rejects an empty launch.
     if chosen == "xla":
         dispatch.record(dispatch.Choice(op, _shapes([x]), chosen, reasons))
     return chosen == "xla"
