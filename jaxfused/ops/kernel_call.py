@@ -198,12 +198,9 @@ def takes_reference(
 
     This is decided before the operator's custom_vjp, so that forward-mode differentiation works wherever
     no kernel can run: on this platform, for the dtype of `x`, for sizes of `x` or of `others` that are
-    symbolic, or where the operator leaves the call to XLA, for which `why_xla` gives the reason.
-    `missing` names the implementations that the operator
-    does not have, and says so.
-    no kernel can run: on this platform, for the dtype of `x`, where `x` has no elements, or where the
-    operator leaves the call to XLA, for which `why_xla` gives the reason. `missing` names the
-    implementations that the operator does not have, and says so.
+    symbolic, where `x` has no elements, or where the operator leaves the call to XLA, for which
+    `why_xla` gives the reason. `missing` names the implementations that the operator does not have, and
+    says so.
     """
     if x.dtype not in cuda.library.DTYPES:
         why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"
