@@ -506,7 +506,7 @@ def test_cudnn(case, lowest):
         ({"sinks": jnp.ones(3)}, r"sinks has shape \(3,\)"),
         ({"local_window_size": 2.0}, "local_window_size is 2.0"),
         ({"local_window_size": (1, 2, 3)}, r"local_window_size is \(1, 2, 3\)"),
-        ({"local_window_size": (float("nan"), 1)}, r"local_window_size is \(nan, 1\)"),
+        ({"local_window_size": (float("nan"), 1)}, "local_window_size is nan"),
         ({"scale": float("nan")}, "scale is nan"),
         ({"scale": float("inf")}, "scale is inf"),
         ({"scale": jnp.ones((3, 1, 1))}, r"scale has shape \(3, 1, 1\).*\(2, 2, 4, 5\)"),
