@@ -188,7 +188,7 @@ def product_both_ways(
     return _run_both_ways(run, first_turned, is_factor, x, y, scales)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="symmetric_product", once=False)
 def _run_both_ways(run: Runner, first_turned: int | None, is_factor: bool, *operands):
     result, turned = run(_BothWays(first_turned, is_factor), *operands)
     return result, turned
