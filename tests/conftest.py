@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfused import dispatch
 from jaxfused.cuda import library
+from jaxfused.ops import platforms
 from jaxfused.tuning import table
 from tests import mosaic_interpreter, uncut_stores
 
@@ -162,6 +163,7 @@ def digits_run(made_once):
 def hopper(monkeypatch):
     """Operators assume a Hopper GPU, so that they can be lowered for one without having it."""
     monkeypatch.setattr(dispatch, "current_device", lambda *arrays: HOPPER)
+    monkeypatch.setattr(platforms, "KERNELS_RUN_EVERYWHERE", True)
     return HOPPER
 
 
@@ -182,6 +184,7 @@ def emulated_gpu(request, monkeypatch):
     architecture = request.config.getoption("--emulated-cuda")
     device = EMULATED[architecture]
     monkeypatch.setattr(dispatch, "current_device", lambda *arrays: device)
+    monkeypatch.setattr(platforms, "KERNELS_RUN_EVERYWHERE", True)
     monkeypatch.setattr(library, "PATH", build.library(architecture))
     monkeypatch.setattr(library, "PLATFORM", "cpu")
     return device

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxfused import cuda, dispatch, sharding
+from jaxfused.ops import platforms
 from jaxfused.ops.batching import batch_all, is_batched, one_by_one
 from jaxfused.semantics.shapes import why_symbolic
 from jaxfused.tuning import table as tables
@@ -568,9 +569,42 @@ def _run(
     device: dispatch.Device,
     *operands: jax.Array | None,
 ) -> Results:
+    """Runs `kernel.run`, or XLA's implementation where a program is lowered for another platform."""
+    if implementation == "xla":
+        return _run_here(kernel, implementation, config, device, *operands)
+    stage = _ByPlatform(kernel, implementation, config, device)
+    return platforms.by_platform(stage, sharding.untracked(operands))
+
+
+@dataclass(frozen=True)
+class _ByPlatform:
+    """A stage by a kernel, and in XLA where that is not lowered for a GPU."""
+
+    kernel: Kernel
+    implementation: str
+    config: Hashable
+    device: dispatch.Device
+
+    def on_gpu(self, *operands: jax.Array | None) -> Results:
+        chosen = self.kernel, self.implementation, self.config, self.device
+        return _run_here(*chosen, *operands)
+
+    def on_gpu_exported(self, *operands: jax.Array | None) -> Results:
+        chosen = self.kernel, self.implementation, self.config, self.device
+        return _call_exported(*chosen, *operands)
+
+    def elsewhere(self, *operands: jax.Array | None) -> Results:
+        return _run_here(self.kernel, "xla", None, self.device, *operands)
+
+
+def _run_here(
+    kernel: Kernel,
+    implementation: str,
+    config: Hashable,
+    device: dispatch.Device,
+    *operands: jax.Array | None,
+) -> Results:
     """Runs `kernel.run` under JAX's defaults."""
-    if implementation != "xla":
-        operands = sharding.untracked(operands)
     with jax_defaults(implementation):
         # Only a kernel with configs takes one.
         chosen = {} if config is None else {"config": config}
@@ -606,6 +640,17 @@ def _lowered_by_export(
     # The reference is lowered quickly, and the interpreter's callbacks cannot be exported.
     if implementation == "xla" or jax.default_backend() != "gpu":
         return _lowered(kernel, implementation, config, device, *operands)
+    return _call_exported(kernel, implementation, config, device, *operands)
+
+
+def _call_exported(
+    kernel: Kernel,
+    implementation: str,
+    config: Hashable,
+    device: dispatch.Device,
+    *operands: jax.Array | None,
+) -> Results:
+    """Runs the kernel from a module of its own for GPUs, whose text is kept."""
     present = [operand for operand in operands if operand is not None]
     exported = _exported(
         cast(Hashable, kernel),
@@ -627,7 +672,7 @@ def _exported(
 ) -> jax.export.Exported:
     def run(*present):
         remaining = iter(present)
-        return _run(
+        return _run_here(
             kernel,
             implementation,
             config,
@@ -639,5 +684,9 @@ def _exported(
     return jax.export.export(
         jax.jit(run),
         platforms=["cuda"],
-        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in targets],
+        disabled_checks=[
+            *(jax.export.DisabledSafetyCheck.custom_call(name) for name in targets),
+            # A program for several platforms calls it on GPUs alone.
+            jax.export.DisabledSafetyCheck.platform(),
+        ],
     )(*(jax.ShapeDtypeStruct(*operand) for operand in operands if operand is not None))

@@ -1,0 +1,98 @@
+"""Kernels for NVIDIA GPUs in programs that are lowered for other platforms.
+
+The device that an operator chooses for is the one that a program is expected to run on. JAX may lower it
+for another one: `jax.jit` of arrays that are committed to the CPU, on a machine with a GPU, and
+`jax.export` for several platforms at once. There the stage runs in XLA. Of this, nothing is left in a
+program that is lowered for one platform.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+
+Arrays = Sequence[jax.Array | None]
+
+KERNELS_RUN_EVERYWHERE = False
+"""Whether kernels stay on all platforms, as tests want that interpret, emulate or replace them."""
+
+
+class Stage(Protocol):
+    """The two forms of a computation; its equality settles what it computes."""
+
+    def on_gpu(self, *operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
+        """The results by a kernel for NVIDIA GPUs."""
+
+    def on_gpu_exported(self, *operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
+        """The same from a module that is lowered for GPUs alone."""
+
+    def elsewhere(self, *operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
+        """The same by XLA on any platform."""
+
+
+def by_platform(stage: Stage, operands: Arrays) -> tuple[jax.Array | None, ...]:
+    """The results of `stage`, by its kernel or by XLA as the platform has it that is lowered for."""
+    if KERNELS_RUN_EVERYWHERE:
+        return stage.on_gpu(*operands)
+    present, given = _present(operands)
+    results: list[bool] = []
+
+    def kernel(*present: jax.Array) -> list[jax.Array]:
+        found = stage.on_gpu(*_all(present, given))
+        results[:] = [result is not None for result in found]
+        return [result for result in found if result is not None]
+
+    call = jax.make_jaxpr(kernel)(*present)
+    remaining = iter(_kernel.bind(*present, call=call, stage=stage, given=given))
+    return tuple(next(remaining) if there else None for there in results)
+
+
+def _present(operands: Arrays) -> tuple[list[jax.Array], tuple[bool, ...]]:
+    """The operands that are not None, and which ones they are."""
+    return [o for o in operands if o is not None], tuple(o is not None for o in operands)
+
+
+def _all(present: Sequence[jax.Array], given: Sequence[bool]) -> list[jax.Array | None]:
+    remaining = iter(present)
+    return [next(remaining) if there else None for there in given]
+
+
+_kernel = Primitive("jaxfused_kernel")
+_kernel.multiple_results = True
+
+
+@_kernel.def_impl
+def _kernel_impl(*operands: jax.Array, call: ClosedJaxpr, stage: Stage, given: Any) -> Any:
+    del stage, given
+    return jaxpr_as_fun(call)(*operands)
+
+
+@_kernel.def_abstract_eval
+def _kernel_results(*operands: Any, call: ClosedJaxpr, stage: Stage, given: Any) -> Any:
+    del operands, stage, given
+    return call.out_avals
+
+
+def _lower(f: Callable[..., Any], context: Any, operands: Sequence[Any], given: Any) -> Any:
+    def present_results(*present: jax.Array) -> list[jax.Array]:
+        return [result for result in f(*_all(present, given)) if result is not None]
+
+    return mlir.lower_fun(present_results, multiple_results=True)(context, *operands)
+
+
+def _lower_for_gpus(context, *operands, call: ClosedJaxpr, stage: Stage, given: Any) -> Any:
+    # Pallas lowers no kernel into a module for several platforms.
+    if len(context.module_context.platforms) > 1:
+        return _lower(stage.on_gpu_exported, context, operands, given)
+    return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(context, *operands)
+
+
+def _lower_elsewhere(context, *operands, call: ClosedJaxpr, stage: Stage, given: Any) -> Any:
+    del call
+    return _lower(stage.elsewhere, context, operands, given)
+
+
+mlir.register_lowering(_kernel, _lower_for_gpus, platform="cuda")
+mlir.register_lowering(_kernel, _lower_elsewhere)
