@@ -151,7 +151,7 @@ def test_derivatives_of_both_orders_and_modes():
         ({"q_scale": jnp.ones(5)}, r"q_scale has shape \(5,\).*\(4,\)"),
         ({"cos": jnp.ones((3, 2))}, "one of cos and sin"),
         ({"cos": jnp.ones((4, 2)), "sin": jnp.ones((4, 2))}, r"cos has shape \(4, 2\)"),
-        ({"epsilon": jnp.ones(())}, "epsilon is"),
+        ({"epsilon": jnp.ones(2)}, "epsilon is"),
         ({"implementation": "cuda"}, "implementation='cuda' cannot run here: "),
     ],
 )
