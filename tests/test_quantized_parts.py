@@ -252,6 +252,62 @@ def test_dtypes_that_no_kernel_reads_go_to_xla():
                     jaxfused.quantized_matmul(jnp.ones((8, 256)), array, implementation="pallas")
 
 
+def integers(seed, *shape):
+    return np.random.default_rng(seed).integers(-7, 8, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 70, 200])
+@pytest.mark.parametrize(("features", "columns"), SHAPES)
+def test_products_of_partial_blocks_on_gpu(features, columns, rows):
+    """Of small integers and powers of two, which every implementation sums without rounding."""
+    w, right = blocks(features, columns)
+    x = integers(1, rows, features)
+    scale = 2.0 ** integers(2, rows, -(-features // 128))
+
+    @jax.jit
+    def products(x, scale, w):
+        grouped = QuantizedArray(x.astype(w.values.dtype), scale, None, -1, group_size=128)
+        wide = jaxfused.quantized_matmul(x.astype(jnp.bfloat16), w, out_dtype=jnp.float32)
+        return wide, jaxfused.quantized_matmul(grouped, w), w.dequantize()
+
+    wide, both, of_w = products(put(x, jnp.float32), put(scale, jnp.float32), w)
+    np.testing.assert_array_equal(of_w, right)
+    np.testing.assert_array_equal(wide, (x @ right).astype(np.float32))
+    truth = (x * np.repeat(scale, 128, axis=1)[:, :features]) @ right
+    np.testing.assert_allclose(both, truth, rtol=1e-6, atol=1e-6 * abs(truth).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("values", "scale", "zero"), COMBINATIONS)
+def test_every_dtype_gives_the_right_number_on_gpu(values, scale, zero):
+    stored = VALUES[values](integers(0, 128, 32))
+    scales = put(2.0 ** (np.arange(32)[None] % 5), jnp.dtype(scale))
+    zeros = None if zero is None else put(np.arange(32)[None] % 7, jnp.dtype(zero))
+    x = integers(1, 6, 128)
+
+    @jax.jit
+    def products(x, w):
+        rows = (
+            QuantizedArray(x.astype(t), jnp.ones((6, 1)), None, -1)
+            for t in ("int8", "float8_e4m3fn")
+        )
+        narrow = x.astype(jnp.bfloat16)
+        return w.dequantize(), *(
+            jaxfused.quantized_matmul(a, w, out_dtype=jnp.float32) for a in (narrow, *rows)
+        )
+
+    right, *results = products(put(x, jnp.float32), QuantizedArray(stored, scales, zeros, -2))
+    numbers = np.asarray(VALUES[values](integers(0, 128, 32)), np.float64)
+    if values != "int4 in bytes":
+        wide = numbers - (0 if zeros is None else np.asarray(zeros, np.float64))
+        np.testing.assert_array_equal(right, wide * np.asarray(scales, np.float64))
+    for result in results:
+        np.testing.assert_array_equal(
+            result, (x @ np.asarray(right, np.float64)).astype(np.float32)
+        )
+
+
 ONES = np.ones((4, 2), np.int8)
 
 
