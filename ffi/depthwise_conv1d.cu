@@ -149,7 +149,7 @@ template <typename T, int kTaps>
 constexpr int kGradientSteps = sizeof(T) == 2 && kTaps <= 4 ? 4 : 2;
 
 template <typename T, int kTaps, int kVec>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     depthwise_conv1d_kernel(const __grid_constant__ ForwardArgs args) {
   constexpr int kSteps = kForwardSteps<T, kTaps>;
   const Conv1dShape& shape = args.shape;

@@ -18,7 +18,7 @@ TAPS = (2, 3, 4, 5, 7)
 MAX_STEPS = 2**28
 """Of all images together, and at most so many channels."""
 
-_THREADS = 384
+_FORWARD_THREADS, _GRADIENT_THREADS = 512, 384
 """Of a multiprocessor: what registers leave room for."""
 _CHANNELS_OF_THREAD = 4
 _LEAST_STEPS = 32
@@ -79,7 +79,7 @@ def conv(
         _or_absent(bias),
         _or_absent(residual),
         left=np.int64(padding[0]),
-        pieces=np.int64(_pieces(images, steps, channels, multiprocessors)),
+        pieces=np.int64(_pieces(images, steps, channels, _FORWARD_THREADS * multiprocessors)),
         activation=activation or "none",
     )
 
@@ -103,7 +103,8 @@ def gradient(
     library.register()
     images, length, channels = x.shape
     taps = w.shape[0]
-    pieces = _pieces(images, length + padding[0], channels, multiprocessors)
+    resident = _GRADIENT_THREADS * multiprocessors
+    pieces = _pieces(images, length + padding[0], channels, resident)
     call = jax.ffi.ffi_call(
         "jaxfused_depthwise_conv1d_backward",
         (
@@ -132,8 +133,7 @@ def _or_absent(operand: jax.Array | None) -> jax.Array:
     return jnp.zeros((0,), jnp.float32) if operand is None else operand
 
 
-def _pieces(images: int, steps: int, channels: int, multiprocessors: int) -> int:
+def _pieces(images: int, steps: int, channels: int, resident: int) -> int:
     """Of an image's steps: as many as the threads that are resident take at once."""
     of_image = math.ceil(channels / _CHANNELS_OF_THREAD)
-    resident = multiprocessors * _THREADS
     return max(1, min(resident // (images * of_image), steps // _LEAST_STEPS))

@@ -105,6 +105,7 @@ _BACKWARD = {
     "cuda, odd": _Kernel(10.0, 0.213, 0.698),
     "cuda, odd and narrow": _Kernel(7.0, 0.33, 0.12),
     "cuda, beyond shared memory": _Kernel(14.0, 0.5),
+    "cuda, odd, staged": _Kernel(25.0, 0.29),
     "cuda, odd beyond shared memory": _Kernel(14.0, 1.37),
     "xla": _Kernel(8.0, 0.75),
     "xla, few wide rows": _Kernel(3.0, 0.7),
@@ -121,6 +122,8 @@ _THIRD_VECTOR = 1.17
 of rows [50432, 768] and [25216, 1024] after a residual, and more where the clock is low."""
 _WIDEST_FEATURES = 8192
 """A longer row fits CUDA's ring in shared memory only if both halves begin at multiples of 16 bytes."""
+_WIDEST_STAGED = {2: 16384, 4: 9600}
+"""By the bytes of a value, the features that start anywhere and that a backward in CUDA stages."""
 _WIDEST_ODD = 4096
 """Features that start anywhere and that a forward in CUDA holds in registers."""
 _FEW_ODD = 128
@@ -229,6 +232,8 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
         name = "cuda, few wide rows"
     if norm.features > _WIDEST_FEATURES and norm.features * norm.itemsize % 32:
         name = f"cuda, {'' if norm.aligned else 'odd '}beyond shared memory"
+        if not norm.aligned and norm.features <= _WIDEST_STAGED[norm.itemsize]:
+            name = "cuda, odd, staged"
     microseconds = _BACKWARD[name].microseconds(norm, megabytes)
     return microseconds * (_GENERAL if norm.general else 1.0)
 
