@@ -14,7 +14,17 @@ Options = dict[str, Any]
 """What was drawn: sizes and options by name, of JSON's types."""
 
 DTYPES = ("bfloat16", "bfloat16", "float16", "float32")
-ACTIVATIONS = ("relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu", "silu")
+ACTIVATIONS = (
+    "relu",
+    "relu2",
+    "gelu_tanh",
+    "gelu_erf",
+    "quick_gelu",
+    "silu",
+    "mish",
+    "sigmoid",
+    "tanh",
+)
 RELU = "relu"
 ROW_FORMATS = ("int8", "int8", "float8_e4m3fn", "float8_e5m2")
 """What rows are quantised to."""
