@@ -146,6 +146,18 @@ def test_channels_that_come_first_in_float32_are_left_alone():
     assert_left_alone(channels_first, x, scale, bias, because="the channels come first")
 
 
+@pytest.mark.parametrize("after", [jnp.square, lambda y: y**3, lambda y: 1.0 / (y + 3.0)])
+def test_a_power_of_a_norm_stays_outside(after):
+    """It is no factor of each image."""
+    f = lambda *args: after(of_linen(*args))  # noqa: E731
+    assert_fuses(f, *inputs("float32"), into={"group_norm": 1})
+
+
+def test_gelu_follows_a_group_norm():
+    f = lambda *args: jax.nn.gelu(of_linen(*args))  # noqa: E731
+    assert "group_norm(scale, bias, gelu_tanh)" in str(fusion(f, *inputs("float32")))
+
+
 def test_a_scale_that_differs_from_pixel_to_pixel_stays_outside():
     def f(x, scale, bias, weights):
         return of_linen(x, scale, bias) * weights

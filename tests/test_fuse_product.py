@@ -37,6 +37,9 @@ ACTIVATIONS = {
     "by_erf": gelu_by_erf,
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "by_exp": lambda x: 1 / (1 + jnp.exp(-x)),
     "x_over_1_plus_exp": lambda x: x / (1 + jnp.exp(-x)),
     "relu": jax.nn.relu,
     "relu2": lambda x: jax.nn.relu(x) ** 2,
@@ -131,7 +134,7 @@ def of_gated(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu, jax.nn.relu])
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu, jax.nn.relu, jax.nn.sigmoid])
 def test_gated_mlp(activation, dtype):
     assert_fuses(partial(gated, activation=activation), *of_gated(dtype), into={"gated_mlp": 1})
 
@@ -216,7 +219,8 @@ def test_a_product_alone_is_left_alone():
     [
         lambda x: x * jax.nn.sigmoid(1.6 * x),
         lambda x: 0.5 * x * (1 + jnp.tanh(0.8 * (x + 0.05 * x**3))),
-        jnp.tanh,
+        lambda x: jnp.tanh(1.1 * x),
+        jax.nn.softplus,
         jax.nn.relu6,
         jax.nn.elu,
     ],

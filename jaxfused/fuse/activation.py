@@ -204,6 +204,8 @@ _MADE_OF: dict[str, set[str]] = {
     "gelu_erf": {"erf", "erfc"},
     "quick_gelu": {"logistic", "exp"},
     "silu": {"logistic", "exp"},
+    "sigmoid": {"logistic", "exp"},
+    "tanh": {"tanh"},
     "relu": {"custom_jvp_call"},
     "relu2": {"custom_jvp_call"},
 }

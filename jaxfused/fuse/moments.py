@@ -292,11 +292,12 @@ def scaled(
         return None
     for term in parts.terms:
         powers = product(*term.view, look=look)
-        if powers.powers.pop(View(_EARLIER, ()), 0.0) == 0.0:
+        power_of_earlier = powers.powers.pop(View(_EARLIER, ()), 0.0)
+        if power_of_earlier == 0.0:
             if term.factor != 1.0:
                 return None
             summands.append(term.view)
-        elif factors is None and powers.constant * term.factor == 1.0:
+        elif factors is None and power_of_earlier == powers.constant * term.factor == 1.0:
             if any(power != 1.0 for power in powers.powers.values()):
                 return None
             factors = list(powers.powers)

@@ -15,6 +15,11 @@ ACTIVATIONS = (
 ODD_ACTIVATIONS = (
     "jnp.tanh({z})",
     "jax.nn.sigmoid({z})",
+    "1 / (1 + jnp.exp(-{z}))",
+    "jnp.tanh({z} / {n})",
+    "jnp.square({z})",
+    "{z}**3",
+    "{z} * jnp.tanh({z})",
     "{z} * jax.nn.sigmoid(1.7 * {z})",
     "{z} * jax.nn.sigmoid({z} + {n})",
     "{z} * jax.nn.sigmoid({n} * {z})",

@@ -146,7 +146,7 @@ class Writer:
     def number(self) -> str:
         """One that may be dropped or taken for another by mistake."""
         return self.pick(
-            "2.0", "0.5", "1.5", "-1.0", "1e-3", "0.25", "1.0", "3.0", "1.004", "1.00002"
+            "2.0", "0.5", "1.5", "-1.0", "0.01", "0.25", "1.0", "3.0", "1.004", "1.00002"
         )
 
     def perturbed(self, name: str, *, axis: int = -1) -> str:
@@ -173,6 +173,9 @@ class Writer:
             f"{name} / {number}",
             f"{number} - {name}",
             f"-{name}",
+            f"{name} * {name}",
+            f"{name}**{self.pick(2, 3)}",
+            f"{number} / (3.0 + {name} * {name})",
             f"{name} + 0.0",
             f"by_16_bits({name})",
             f"wide({name}).astype({name}.dtype)",

@@ -1,0 +1,62 @@
+"""The fuzz over programs: some of its programs, and faults of `fuse` that it has to find."""
+
+import pytest
+
+from jaxfused.fuse import algebra, moments
+from jaxfused.fuse.recognisers import attention
+from tests.program_fuzz import command, drawn, judge
+
+
+@pytest.mark.parametrize("first", range(0, 50, 5))
+def test_programs_are_what_they_are_without_fuse(first):
+    for number in range(first, first + 5):
+        verdict = command.judged(0, number)
+        assert verdict.status in (judge.OK, judge.UNFUSED), verdict
+
+
+def test_a_program_is_the_same_in_every_run():
+    assert drawn.program(0, 7).source() == drawn.program(0, 7).source()
+    assert drawn.program(0, 7).source() != drawn.program(0, 8).source()
+
+
+def forgets_a_number_before_a_cap(monkeypatch):
+    bias = attention._bias
+
+    def forgetful(found, step, value):
+        bias(found, step, value)
+        found.shift = 0.0
+
+    monkeypatch.setattr(attention, "_bias", forgetful)
+
+
+def takes_a_count_for_another(monkeypatch):
+    for module in (algebra, moments):
+        monkeypatch.setattr(module, "is_one", lambda number, slack: abs(number - 1) <= 4e-3)
+
+
+def takes_a_sum_for_a_choice(monkeypatch):
+    """Of a logit and a mask's number."""
+    monkeypatch.setattr(attention, "_check_queries_without_keys", lambda logits: None)
+    monkeypatch.setattr(
+        attention, "_of_absorbed_logits", lambda q, k, v, scale: attention._mean(v, q.shape[2])
+    )
+
+
+FOUND = {
+    forgets_a_number_before_a_cap: 250,
+    takes_a_count_for_another: 509,
+    takes_a_sum_for_a_choice: 31,
+}
+"""By fault, a program of seed 1 that shows it. Where the fuzz draws others, look for the first again."""
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_a_fault_is_found(fault, monkeypatch, capsys):
+    fault(monkeypatch)
+    assert command.judged(1, FOUND[fault]).status == judge.WRONG
+    assert "def program(" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_what_shows_a_fault_is_right_without_it(fault):
+    assert command.judged(1, FOUND[fault]).status in (judge.OK, judge.UNFUSED)
