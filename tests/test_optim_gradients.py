@@ -202,6 +202,15 @@ def test_leaves_without_a_gradient_stay(name):
     assert not [path for path in moved if "'v'" in path or path.endswith(("mu['b']", "nu['b']"))]
 
 
+def test_leaves_without_a_gradient_stay_in_a_transformation_of_the_users_own():
+    theirs = optax.adafactor(0.1)
+    tx = optim.FusedTransformation(theirs.init, theirs.update)
+    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    new, _ = tx.step({"a": jnp.ones(2), "b": None}, tx.init(params), params)
+    np.testing.assert_array_equal(new["b"], np.ones(3))
+    assert (np.asarray(new["a"]) != 1).all()
+
+
 # --- averages -------------------------------------------------------------------------------------
 
 

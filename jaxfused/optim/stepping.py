@@ -21,6 +21,7 @@ from jaxfused import dispatch
 from jaxfused.ops import optimizer_step
 from jaxfused.optim import eight_bit
 from jaxfused.optim import ema as averages
+from jaxfused.optim.moving_leaves import of_moving_leaves
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics import stochastic_rounding
 
@@ -408,7 +409,7 @@ def _by_update(
     if clipping_update is not None:
         updates, new_opt_state = clipping_update(grads, *wide)
     elif tx.recipe is None or numbers.hyper is None:
-        updates, new_opt_state = tx.update(grads, *wide)
+        updates, new_opt_state = of_moving_leaves(tx.init, tx.update)(grads, *wide)
     else:
         updates, new_opt_state = tx.recipe.update_with(numbers.hyper, grads, *wide)
 

@@ -15,6 +15,7 @@ import optax
 
 from jaxfused.ops.optimizer_step import KernelRule
 from jaxfused.optim import eight_bit, ema, stepping
+from jaxfused.optim.moving_leaves import flatten, of_moving_leaves
 from jaxfused.semantics import stochastic_rounding
 
 Moments = tuple[jax.Array, ...]
@@ -225,38 +226,10 @@ def from_optax(
 ) -> FusedTransformation:
     """Returns one of Optax's transformations with `step`, in jax.numpy or by `kernel_update`."""
     tx = optax.with_extra_args_support(tx)
-    ours = FusedTransformation(tx.init, _of_moving_leaves(tx.init, tx.update))
+    ours = FusedTransformation(tx.init, of_moving_leaves(tx.init, tx.update))
     if kernel_update is not None:
-        ours.kernel_update = _of_moving_leaves(tx.init, kernel_update)
+        ours.kernel_update = of_moving_leaves(tx.init, kernel_update)
     return ours
-
-
-def _of_moving_leaves(
-    init: Callable[[Any], Any], update_all: Callable[..., tuple[Any, Any]]
-) -> Callable[..., tuple[Any, Any]]:
-    """Returns an update of trees in which leaves may have no gradient."""
-
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        leaves, treedef = _flatten(updates)
-        if params is None or not any(leaf is None for leaf in leaves):
-            return update_all(updates, state, params, **extra_args)
-        # Some of Optax's transformations take no tree that lacks a leaf of the state. Without the
-        # parameters of these leaves, both lack it.
-        parts = treedef.flatten_up_to(params)
-        moving = treedef.unflatten(
-            [None if g is None else p for g, p in zip(leaves, parts, strict=True)]
-        )
-        like = jax.eval_shape(init, moving)
-        paths = [path for path, _ in jax.tree.leaves_with_path(like)]
-        values = dict(jax.tree.leaves_with_path(state))
-        moving_state = jax.tree.unflatten(
-            jax.tree.structure(like), [values[path] for path in paths]
-        )
-        updates, moved = update_all(updates, moving_state, moving, **extra_args)
-        values |= zip(paths, jax.tree.leaves(moved), strict=True)
-        return updates, jax.tree.unflatten(jax.tree.structure(state), list(values.values()))
-
-    return update
 
 
 class Hyperparameters(NamedTuple):
@@ -368,7 +341,7 @@ class Recipe:
         """Returns the leaves of a step."""
         moments = state[0]._asdict()
         count = moments.pop("count", None)
-        leaves, treedef = _flatten(updates)
+        leaves, treedef = flatten(updates)
         return Leaves(
             treedef,
             leaves,
@@ -399,7 +372,7 @@ class Recipe:
 
     def _decayed(self, updates: optax.Updates) -> list[bool]:
         """For each leaf, whether its weight decays."""
-        leaves, treedef = _flatten(updates)
+        leaves, treedef = flatten(updates)
         constant_zero = isinstance(self.weight_decay, (int, float)) and self.weight_decay == 0
         if self.weight_decay is None or constant_zero:
             return [False] * len(leaves)
@@ -415,11 +388,6 @@ class Recipe:
 def stored(new: jax.Array, old: jax.Array, dtype: Any) -> jax.Array:
     """Returns a moment in the dtype in which Optax stores it: the one requested, or else as computed."""
     return new if dtype is None else new.astype(old.dtype)
-
-
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Returns leaves and structure; None counts as a leaf, that of a parameter without a gradient."""
-    return jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
 
 
 def _at(value: optax.ScalarOrSchedule, state: Any) -> Any:

@@ -1,0 +1,39 @@
+"""Trees in which leaves have no gradient: None, that of a parameter that a step leaves as it is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Returns leaves and structure; None counts as a leaf, that of a parameter without a gradient."""
+    return jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
+
+
+def of_moving_leaves(
+    init: Callable[[Any], Any], update_all: Callable[..., tuple[Any, Any]]
+) -> Callable[..., tuple[Any, Any]]:
+    """Returns an update of trees in which leaves may have no gradient."""
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        leaves, treedef = flatten(updates)
+        if params is None or not any(leaf is None for leaf in leaves):
+            return update_all(updates, state, params, **extra_args)
+        # Some of Optax's transformations take no tree that lacks a leaf of the state. Without the
+        # parameters of these leaves, both lack it.
+        parts = treedef.flatten_up_to(params)
+        moving = treedef.unflatten(
+            [None if g is None else p for g, p in zip(leaves, parts, strict=True)]
+        )
+        like = jax.eval_shape(init, moving)
+        paths = [path for path, _ in jax.tree.leaves_with_path(like)]
+        values = dict(jax.tree.leaves_with_path(state))
+        moving_state = jax.tree.unflatten(
+            jax.tree.structure(like), [values[path] for path in paths]
+        )
+        updates, moved = update_all(updates, moving_state, moving, **extra_args)
+        values |= zip(paths, jax.tree.leaves(moved), strict=True)
+        return updates, jax.tree.unflatten(jax.tree.structure(state), list(values.values()))
+
+    return update
