@@ -119,7 +119,7 @@ def softmax_cross_entropy(
       >>> jaxfused.softmax_cross_entropy(logits, jnp.array([0, 0, 1]), reduction="none").shape
       (3,)
 
-    Gradients are of reverse mode; gradients of gradients need `implementation="xla"`.
+    Forward-mode differentiation and gradients of gradients need `implementation="xla"`.
 
     Source: Szegedy et al., "Rethinking the Inception Architecture", 2015 (label smoothing),
     https://arxiv.org/abs/1512.00567; Chowdhery et al., "PaLM", 2022 (z-loss),
