@@ -65,8 +65,8 @@ def quantized_matmul(
     kernels of groups, which multiply the values. Bias and residual are added in float32.
 
     The weights are frozen: gradients go to x (where it is float), bias and residual, and with
-    `scale_gradient` to the scales of w, whose gradients are zero otherwise. They are of both modes and any
-    order where no kernel runs. With implementation "pallas" nothing of the weights' size is made,
+    `scale_gradient` to the scales of w, whose gradients are zero otherwise. They are of both modes and
+    any order where no kernel runs. With implementation "pallas" nothing of the weights' size is made,
     forward or backward.
 
     The kernels read weights of layout "columns": with float x of at most 64 rows, and with quantised x
