@@ -23,10 +23,9 @@ constexpr int kColumnWarps = kColumnThreads / kWarpSize;
 static_assert(kRows % (kPhases * kTogether) == 0);
 
 struct FactoredLeaf {
-  const void* gradient;
-  const void* parameter;
-  const void* moments[2];  // of the rows, and of the columns
-  void* new_moments[2];
+  void* gradient;
+  void* parameter;
+  void* moments[2];  // of the rows, and of the columns
   int batch;
   int rows;
   int columns;
@@ -145,8 +144,9 @@ __device__ __forceinline__ void for_rows(const FactoredLeaf& leaf, const Factore
 }
 
 // Returns the sum of all threads of the block to its first thread.
+template <int kThreads = kLeafThreads>
 __device__ float2 block_total(float first, float second) {
-  __shared__ float2 of_warps[kLeafWarps];
+  __shared__ float2 of_warps[kThreads / kWarpSize];
   float values[] = {first, second};
   add_over_lanes(kWarpSize, values);
   __syncthreads();  // Whoever reads the last sum has done so.
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kLeafThreads)
   const float* partial =
       args.partial + leaf.first_partial[is_column] + matrix * parts * length + of_kind % length;
   float sum = 0.0f;
-#pragma unroll 4
+#pragma unroll 16
   for (int i = 0; i < parts; ++i) sum += partial[static_cast<int64_t>(i) * length];
   args.of_lines[index] = sum;
 }
@@ -277,9 +277,11 @@ __global__ void __launch_bounds__(kLeafThreads)
   if (threadIdx.x == 0) args.totals[blockIdx.x] = total;
 }
 
+constexpr int kMomentThreads = 1024;
+
 // Updates the second moments of a matrix's rows and columns from their sums of squares, and sums
 // those by whose mean the others are divided; a block for each matrix.
-__global__ void __launch_bounds__(kLeafThreads)
+__global__ void __launch_bounds__(kMomentThreads)
     update_moments(const __grid_constant__ FactoredArgs args) {
   const FactoredScalars s = *reinterpret_cast<const FactoredScalars*>(args.scalars);
   const FactoredLeaf& leaf = args.leaves[leaf_at<&FactoredLeaf::first_matrix>(args, blockIdx.x)];
@@ -291,17 +293,16 @@ __global__ void __launch_bounds__(kLeafThreads)
     const float* squares = args.of_lines + leaf.first_sum + matrix * length +
                            (kind == 0 ? 0 : static_cast<int64_t>(leaf.batch) * leaf.rows);
     const float scale = s.squared_factor * leaf.inverse_counts[kind];
-#pragma unroll 4
-    for (int i = threadIdx.x; i < length; i += kLeafThreads) {
+    for (int i = threadIdx.x; i < length; i += kMomentThreads) {
       const int64_t place = matrix * length + i;
       const float old = load_value(leaf.moments[kind], args.moment_dtype, place);
       const float value = s.decay * old + s.one_minus_decay * (squares[i] * scale + s.eps);
-      store_value(leaf.new_moments[kind], args.moment_dtype, place, value);
+      store_value(leaf.moments[kind], args.moment_dtype, place, value);
       // What the next pass reads has been rounded.
-      sums[kind] += load_value(leaf.new_moments[kind], args.moment_dtype, place);
+      sums[kind] += load_value(leaf.moments[kind], args.moment_dtype, place);
     }
   }
-  const float2 total = block_total(sums[leaf.normalizes_columns], 0.0f);
+  const float2 total = block_total<kMomentThreads>(sums[leaf.normalizes_columns], 0.0f);
   if (threadIdx.x == 0) args.moment_sums[blockIdx.x] = total.x;
 }
 
@@ -387,7 +388,7 @@ ffi::Error parse_sizes(ffi::Span<const int64_t> batches, ffi::Span<const int64_t
 
 // Reads the next array, which has as many elements as are expected, and the dtype of those before.
 ffi::Error next_array(const ffi::RemainingArgs& arrays, size_t index, int64_t size, bool is_first,
-                      Dtype* dtype, const void** data) {
+                      Dtype* dtype, void** data) {
   const auto array = arrays.get<ffi::AnyBuffer>(index);
   if (!array.has_value()) return array.error();
   const std::string name = "array " + std::to_string(index);
@@ -470,8 +471,8 @@ ffi::Error factored_sums(cudaStream_t stream, ffi::RemainingArgs arrays,
   return add_totals(args, false, stream);
 }
 
-// The moments after a step, and the sums of those whose mean is needed. The arrays of a leaf are
-// the moments of its rows and of its columns, and so are its results.
+// Updates the moments in place, and sums those whose mean is needed. The arrays of a leaf are the
+// moments of its rows and of its columns, and so are its results.
 ffi::Error factored_moments(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer sums,
                             ffi::RemainingArgs arrays, ffi::Result<ffi::AnyBuffer> moment_sums,
                             ffi::RemainingRets results, ffi::Span<const int64_t> batches,
@@ -495,11 +496,9 @@ ffi::Error factored_moments(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::An
                                  &args.moment_dtype, &leaf.moments[kind]));
       const auto result = results.get<ffi::AnyBuffer>(index);
       if (!result.has_value()) return result.error();
-      if (dtype_of(**result) != args.moment_dtype ||
-          static_cast<int64_t>((*result)->element_count()) != lines_of(leaf, kind)) {
-        return ffi::Error::InvalidArgument("a result is not like its array");
+      if ((*result)->untyped_data() != leaf.moments[kind]) {
+        return ffi::Error::InvalidArgument("a moment is not updated in place");
       }
-      leaf.new_moments[kind] = (*result)->untyped_data();
     }
     leaf.inverse_counts[0] = 1.0f / static_cast<float>(row_counts[i]);
     leaf.inverse_counts[1] = 1.0f / static_cast<float>(column_counts[i]);
@@ -511,7 +510,7 @@ ffi::Error factored_moments(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::An
   args.scalars = static_cast<const float*>(scalars.untyped_data());
   args.of_lines = static_cast<float*>(sums.untyped_data());
   args.moment_sums = static_cast<float*>(moment_sums->untyped_data());
-  Launch launch = {dim3(args.matrices), kLeafThreads, 0};
+  Launch launch = {dim3(args.matrices), kMomentThreads, 0};
   return launch_kernel(update_moments, args, launch, stream);
 }
 

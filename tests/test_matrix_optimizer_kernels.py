@@ -219,11 +219,15 @@ with tests.stood_in_for(pytest.MonkeyPatch()):
 """
 
 
-@pytest.mark.exhaustive
-def test_adafactor_on_shards():
+def run_on_shards(program):
     flags = "--xla_force_host_platform_device_count=8"
     env = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}"}
-    subprocess.run([sys.executable, "-c", SHARDED], check=True, env=env)
+    subprocess.run([sys.executable, "-c", program], check=True, env=env)
+
+
+@pytest.mark.exhaustive
+def test_adafactor_on_shards():
+    run_on_shards(SHARDED)
 
 
 # --- muon -----------------------------------------------------------------------------------------
@@ -272,6 +276,56 @@ def test_muon_as_the_reference(stood_in, monkeypatch, options, how):
     actual = train(tx, "cuda", matrices, **how)
     assert (4, 8, 12) in calls and (1, 8, 8) in calls and (1, 4, 16) in calls
     assert_close(actual, expected, 2e-2 if "mu_dtype" in options else 1e-4)
+
+
+SHARDED_MUON = """
+import contextlib
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+from jaxfused import optim
+from tests.test_matrix_optimizer_kernels import assert_close
+
+specs = {
+    "tall": P("data"), "wide": P("data"), "other": P(None, "data"), "square": P(("data", "model")),
+    "conv": P(None, None, "model", "data"), "layers": P(None, "data", "model"), "vector": P("data"),
+}
+shapes = {
+    "tall": (24, 16), "wide": (16, 24), "other": (16, 24), "square": (16, 16),
+    "conv": (3, 3, 4, 16), "layers": (4, 8, 16), "vector": (8,),
+}
+random = np.random.default_rng(0)
+host = {k: random.normal(size=s).astype(np.float32) for k, s in shapes.items()}
+grads = {k: np.cos(3 * v) for k, v in host.items()}
+numbers = {k: MuonDimensionNumbers() for k in shapes} | {
+    "conv": MuonDimensionNumbers((0, 1, 2), 3), "layers": MuonDimensionNumbers(1, 2), "vector": None
+}
+tx = optim.muon(0.1, weight_decay=0.1, muon_weight_dimension_numbers=numbers)
+
+def train(put):
+    params = put(host)
+    state = tx.init(params)
+    for _ in range(2):
+        params, state = tx.step(put(grads), state, params, max_norm=1.0)
+    return params, state
+
+whole = train(lambda tree: jax.tree.map(jnp.array, tree))
+for axis_type in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+    put = lambda tree: {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in tree.items()}
+    explicit = axis_type == AxisType.Explicit
+    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
+        params, state = train(put)
+    for k, v in put(host).items():
+        assert params[k].sharding.is_equivalent_to(v.sharding, v.ndim), (k, params[k])
+    assert_close(*jax.device_get(((params, state), whole)))
+"""
+
+
+@pytest.mark.exhaustive
+def test_muon_on_shards():
+    """Explicit axes too: of matrices that are split in different ways, and of split axes."""
+    run_on_shards(SHARDED_MUON)
 
 
 def test_muons_program_is_of_kernels(lowerable):

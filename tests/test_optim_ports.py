@@ -69,6 +69,10 @@ ROWS = {
         ),
         BFLOAT16,
     ),
+    "timm Muon polar_express": (
+        functools.partial(torchs, ns_coeffs="polar_express", consistent_rms=0.2),
+        1e-6,
+    ),
     "pytorch-optimizer Muon": (
         lambda: muon(nesterov=False, muon_weight_dimension_numbers="flatten"),
         BFLOAT16,

@@ -11,6 +11,8 @@ from jaxfused.cuda import library
 
 _MAX_LEAVES = 256
 """Of one launch."""
+_MAX_IN_PLACE = 48
+"""Leaves of a launch that writes in place: see `optimizer_step.LEAVES_A_CALL`."""
 _TILE_ROWS, _TILE_COLUMNS = 64, 512
 
 
@@ -39,9 +41,9 @@ class Sizes(NamedTuple):
         return self.batch * (self.rows + self.columns)
 
 
-def _spans(count: int) -> Iterator[slice]:
-    for first in range(0, count, _MAX_LEAVES):
-        yield slice(first, first + _MAX_LEAVES)
+def _spans(count: int, most: int = _MAX_LEAVES) -> Iterator[slice]:
+    for first in range(0, count, most):
+        yield slice(first, first + most)
 
 
 def _attributes(sizes: Sequence[Sizes]) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def new_moments(
     counts: Sequence[tuple[int, int]],
     normalizes_columns: Sequence[bool],
 ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-    """Returns the second moments of rows and columns after a step.
+    """Returns the second moments of rows and columns after a step, in the buffers of those before it.
 
     Args:
       scalars: decay, one minus it, what squares are multiplied by, and what is added to them; float32.
@@ -114,7 +116,7 @@ def new_moments(
     new_rows: list[jax.Array] = []
     new_columns: list[jax.Array] = []
     sums, first = [], 0
-    for span in _spans(len(rows)):
+    for span in _spans(len(rows), _MAX_IN_PLACE):
         sizes = [
             Sizes(int(np.prod(r.shape[:-1], dtype=np.int64)), r.shape[-1], c.shape[-1])
             for r, c in zip(rows[span], columns[span], strict=True)
@@ -126,6 +128,7 @@ def new_moments(
                 _float32(sum(s.batch for s in sizes)),
                 *(jax.ShapeDtypeStruct(m.shape, m.dtype) for m in moments),
             ),
+            input_output_aliases={2 + i: 1 + i for i in range(len(moments))},
         )
         last = first + sum(s.lines for s in sizes)
         of_rows, of_columns = zip(*counts[span], strict=True)

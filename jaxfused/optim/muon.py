@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from optax import contrib
 
 from jaxfused import dispatch, sharding
@@ -98,12 +99,23 @@ class _View(NamedTuple):
         return self.order == tuple(range(len(self.order)))
 
     def matrices(self, leaf: jax.Array) -> jax.Array:
-        return leaf.transpose(self.order).reshape(self.sizes(leaf))
+        ordered = leaf.transpose(self.order)
+        if sharding.is_explicit(leaf):
+            # Of axes that become one, types cannot say how they are split.
+            of_leaf = jax.typeof(ordered).sharding
+            groups = self.batch_axes, self.input_axes, leaf.ndim - self.batch_axes - self.input_axes
+            alone = [size == 1 for size in groups for _ in range(size)]
+            spec = [name if own else None for name, own in zip(of_leaf.spec, alone, strict=True)]
+            ordered = jax.sharding.reshard(ordered, of_leaf.update(spec=PartitionSpec(*spec)))
+        return ordered.reshape(self.sizes(leaf))
 
     def leaf(self, matrices: jax.Array, like: jax.Array) -> jax.Array:
         shape = [like.shape[axis] for axis in self.order]
         inverse = sorted(range(like.ndim), key=lambda axis: self.order[axis])
-        return matrices.reshape(shape).transpose(inverse)
+        leaf = matrices.reshape(shape).transpose(inverse)
+        if sharding.is_explicit(like):
+            return jax.sharding.reshard(leaf, jax.typeof(like).sharding)
+        return leaf
 
 
 def _axes(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:

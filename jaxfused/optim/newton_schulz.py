@@ -85,7 +85,8 @@ def batches(matrices: Sequence[jax.Array]) -> list[list[int]]:
     kinds: dict[Hashable, list[int]] = {}
     for i, x in enumerate(matrices):
         # Arrays that are split over devices in different ways are not brought together.
-        kind = (_wide(x).shape[1:], x.dtype, str(jax.typeof(x).sharding))
+        upright = _wide(x)
+        kind = (upright.shape[1:], x.dtype, str(jax.typeof(upright).sharding))
         kinds.setdefault(kind, []).append(i)
     return [batch for of_kind in kinds.values() for batch in _parts(matrices, of_kind)]
 

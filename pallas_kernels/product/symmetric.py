@@ -110,7 +110,7 @@ def product_candidates(dtype: Any) -> list[MatmulConfig]:
             TILE, tile_n, stages=stages, epilogue_columns=32, write_slots=write, cluster=cluster
         )
         for cluster in (2, 1)
-        for tile_n, stages, write in ((TILE, 4, 2), (192, 4, 1), (192, 3, 2), (TILE, 4, 1))
+        for tile_n, stages, write in ((192, 4, 1), (TILE, 4, 2), (192, 3, 2), (TILE, 4, 1))
     ]
     return [c for c in configs if _launch((1, TILE, TILE), dtype, c, 1, columns=TILE).fits]
 
