@@ -1,5 +1,7 @@
 """The errors that end an example. Worker processes import this file, so it imports little."""
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable
 
@@ -14,8 +16,24 @@ class Stopped(Exception):
 
 def run_command(main: Callable[[], None]) -> None:
     """Runs `main` as a command: expected errors become one line and an exit code, no traceback."""
+    # A shell may have closed either, and then Python has none.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output stopped; Python would flush once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(
+            f"error: a file must be readable or writable, but {error}; make room or pass another path."
+            " A run goes on from its newest checkpoint with --resume.",
+            file=sys.stderr,
+        )
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(2)
     except ExampleError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

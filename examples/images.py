@@ -60,6 +60,9 @@ def read_labels(path: Path) -> np.ndarray:
     """
 
     def convert(image: Image.Image) -> np.ndarray:
+        if image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
+            # Their brightest channel is not what is bright.
+            image = image.convert("RGB")
         pixels = np.asarray(image)
         if pixels.ndim == 2:
             return pixels
@@ -74,7 +77,14 @@ def _decode[T](path: Path, convert: Callable[[Image.Image], T]) -> T:
         with Image.open(path) as image:
             return convert(ImageOps.exif_transpose(image))
     # Pillow raises SyntaxError, ValueError and others for broken files, depending on the format.
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        NotImplementedError,
+        MemoryError,
+        Image.DecompressionBombError,
+    ) as error:
         reason = " ".join(str(error).split())
         raise ExampleError(
             f"every image must be readable, but {path} is not ({reason}); replace or delete it."

@@ -49,7 +49,7 @@ class Quantized:
 
 def flags_of(run: Run, args: argparse.Namespace) -> argparse.Namespace:
     """The flags of a run, whose images may lie elsewhere by now."""
-    flags = argparse.Namespace(**run.config["flags"])
+    flags = argparse.Namespace(**run.flags)
     folder = args.data or flags.data
     flags.data = None if folder is None else Path(folder)
     return flags

@@ -15,8 +15,10 @@ the step, and everything else is in the checkpoint.
 
 import argparse
 import contextlib
+import functools
 import json
 import math
+import os
 import shlex
 import signal
 import sys
@@ -63,7 +65,9 @@ def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:
         "--out", type=Path, default=Path(out), help="directory of the run (%(default)s)"
     )
     run.add_argument("--resume", action="store_true", help="continue the run in --out")
-    run.add_argument("--seed", type=whole(0), default=0, help="of weights, data order, dropout")
+    run.add_argument(
+        "--seed", type=whole(0, most=2**63 - 1), default=0, help="of weights, data order, dropout"
+    )
     run.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
@@ -113,8 +117,19 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     )
     args = parser.parse_args(argv)
     if args.resume:
+        run = Run.load(args.out)
+        if run.directory != args.out:
+            raise ExampleError(
+                f"a run is resumed from its newest checkpoint, but --out {args.out} is one of them;"
+                f" pass --out {run.directory}, and remove the later checkpoints to go on from this one."
+            )
         # Runs that were started before there was a choice had the default.
-        saved = {"optimizer": optimizers.DEFAULT} | Run.load(args.out).config["flags"]
+        saved = {"optimizer": optimizers.DEFAULT} | run.flags
+        if others := sorted(saved.keys() - vars(args).keys()):
+            raise ExampleError(
+                f"a run is resumed by the program that started it, but {args.out} was started by"
+                f" another example, with --{others[0].replace('_', '-')}; pass another --out."
+            )
         parser.set_defaults(**saved)
         args = parser.parse_args(argv)
         for name, value in saved.items():
@@ -139,16 +154,17 @@ def saved_flags(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Returns an argparse type: an integer of at least `least`."""
+def whole(least: int, *, most: int | None = None) -> Callable[[str], int]:
+    """Returns an argparse type: an integer of at least `least`, and at most `most`."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = None
-        if value is None or value < least:
-            raise argparse.ArgumentTypeError(f"must be an integer from {least} up, but is {text!r}")
+        if value is None or value < least or (most is not None and value > most):
+            limits = f"from {least} up" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"must be an integer {limits}, but is {text!r}")
         return value
 
     return parse
@@ -172,7 +188,7 @@ def number(
                 *([f"below {below:g}"] if below < math.inf else []),
             ]
             raise argparse.ArgumentTypeError(
-                f"must be a number {' and '.join(limits)}, but is {text!r}"
+                f"must be a finite number {' and '.join(limits)}, but is {text!r}"
             )
         return value
 
@@ -338,23 +354,26 @@ class Run:
         """Creates the directory; a directory that is not empty is left as it is.
 
         Raises:
-          ExampleError: the directory is not empty or cannot be written, or processes see another.
+          ExampleError: the directory is not empty or cannot be written, another run trains there, or
+            processes see another.
         """
+        run = cls(directory, config)
         with processes.together():
             if processes.is_first():
-                cls._make(directory, config)
+                run._make()
         with processes.together():
             if not (directory / "config.json").exists():
                 raise ExampleError(
                     f"all processes must see one run directory, but process {jax.process_index()}"
                     f" has no {directory}; pass an --out on a disk that they share."
                 )
-        return cls(directory, config)
+        return run
 
-    @staticmethod
-    def _make(directory: Path, config: dict[str, Any]) -> None:
+    def _make(self) -> None:
+        directory, config = self.directory, self.config
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            self.own()
             if any(directory.iterdir()):
                 remedy = (
                     "pass --resume to continue it, or another --out"
@@ -370,6 +389,22 @@ class Run:
             raise ExampleError(
                 f"the run directory must be writable, but {directory} is not"
                 f" ({error.strerror}); pass another --out."
+            ) from error
+
+    def own(self) -> None:
+        """Makes this process the one that writes to the run, until it ends.
+
+        Raises:
+          ExampleError: another process does.
+        """
+        if not processes.is_first():
+            return
+        try:
+            _lock(self.directory.resolve())
+        except BlockingIOError as error:
+            raise ExampleError(
+                f"one process trains a run, but another one trains in {self.directory} now; wait until"
+                " it has ended, or pass another --out."
             ) from error
 
     @classmethod
@@ -393,6 +428,33 @@ class Run:
         return cls(directory, config, step=step)
 
     @property
+    def flags(self) -> dict[str, Any]:
+        """The flags that the run was started with.
+
+        Raises:
+          ExampleError: its config.json has none.
+        """
+        flags = self.config.get("flags") if isinstance(self.config, dict) else None
+        if not isinstance(flags, dict):
+            raise ExampleError(
+                f"a run's config.json holds its flags, but {self.directory / 'config.json'} has none;"
+                " pass the --out of a run, or put the file back."
+            )
+        return flags
+
+    def check_program(self, program: str, flag: str) -> None:
+        """Checks that `program`, whose runs have a flag, started this one.
+
+        Raises:
+          ExampleError: another example did.
+        """
+        if flag not in self.flags:
+            raise ExampleError(
+                f"the checkpoint must be one of {program}, but {self.directory} belongs to another"
+                f" example; pass the --out of a run of {program}."
+            )
+
+    @property
     def latest_step(self) -> int | None:
         """Returns the step of the checkpoint that `restore` reads, or None while there is none."""
         if self._step is not None:
@@ -411,7 +473,8 @@ class Run:
         }
         try:
             self._checkpoints().save(step, args=ocp.args.Composite(**items))
-        except OSError as error:
+        # What a full disk raises is a ValueError of tensorstore's, an OSError or an Exception of orbax.
+        except Exception as error:
             raise self._cannot_write(error) from error
 
     def restore(self, like: State) -> State:
@@ -437,11 +500,19 @@ class Run:
                 sources[name], saved = _find_arrays(where / name, arrays)
                 items[name] = ocp.args.StandardRestore(saved)
             restored = self._checkpoints().restore(step, args=ocp.args.Composite(**items))
-        except (OSError, ValueError, KeyError) as error:
+        except ExampleError:
+            raise
+        # Orbax raises a plain Exception for a file that is cut, and others for what is missing.
+        except Exception as error:
             raise ExampleError(
                 f"a checkpoint must be readable, but {where} is not"
                 f" ({' '.join(str(error).split())[:200]}); remove it to use the one before it."
             ) from error
+        if not all(jax.tree.leaves(jax.tree.map(_is_finite, restored.get("params", {})))):
+            raise ExampleError(
+                f"a model's parameters must be finite, but {where} holds others; remove it to use the"
+                " one before it."
+            )
         return {
             name: jax.tree.unflatten(
                 jax.tree.structure(tree),
@@ -457,15 +528,36 @@ class Run:
         """Appends a line to metrics.jsonl."""
         if not processes.is_first():
             return
-        with self._metrics.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        try:
+            with self._metrics.open("a") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        except OSError as error:
+            raise self._cannot_write(error) from error
 
     def records(self) -> list[dict[str, float]]:
-        """Returns the lines of metrics.jsonl, without a line that a crash cut short."""
+        """Returns the lines of metrics.jsonl, without a line that a crash cut short.
+
+        Raises:
+          ExampleError: another line is no record.
+        """
         if not self._metrics.exists():
             return []
-        lines = self._metrics.read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        records = []
+        lines = self._metrics.read_text(errors="replace").splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                continue
+            try:
+                record = json.loads(line)
+                if not isinstance(record["step"], int):
+                    raise TypeError(record["step"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ExampleError(
+                    f"each line of {self._metrics} is a record with its step, but line {number} is"
+                    f" {line.strip()[:60]!r}; remove the line."
+                ) from error
+            records.append(record)
+        return records
 
     def forget_after(self, step: int) -> None:
         """Drops the records of steps that a resumed run is about to repeat."""
@@ -484,7 +576,7 @@ class Run:
         finally:
             try:
                 self._checkpoints().wait_until_finished()
-            except OSError as error:
+            except Exception as error:
                 raise self._cannot_write(error) from error
 
     @property
@@ -498,9 +590,10 @@ class Run:
             self._manager = ocp.CheckpointManager(directory, options=options)
         return self._manager
 
-    def _cannot_write(self, error: OSError) -> ExampleError:
+    def _cannot_write(self, error: Exception) -> ExampleError:
+        reason = " ".join(str(error).split())[:200]
         return ExampleError(
-            f"checkpoints must be writable, but {self.directory} is not ({error}); make room there,"
+            f"checkpoints must be writable, but {self.directory} is not ({reason}); make room there,"
             " then continue from the checkpoint before with --resume."
         )
 
@@ -519,6 +612,30 @@ def _flat(tree: Any) -> dict[str, Any]:
     """Returns a pytree as {"blocks.qkv.kernel": array}, so that a checkpoint names no Python classes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+@functools.cache
+def _lock(directory: Path) -> int | None:
+    """Locks a directory until this process ends; the lock of one that is killed is gone.
+
+    Raises:
+      BlockingIOError: another process has locked it.
+    """
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _is_finite(array: jax.Array) -> bool:
+    return not jnp.issubdtype(array.dtype, jnp.inexact) or bool(jnp.isfinite(array).all())
 
 
 def _for_orbax(array: jax.Array) -> jax.Array | np.ndarray:
@@ -573,8 +690,13 @@ def _write_whole(path: Path, text: str) -> None:
     if not processes.is_first():
         return
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -609,6 +731,8 @@ def fit(
       Stopped: the user pressed Ctrl-C; the state is saved.
     """
     steps = args.epochs * epoch_steps
+    with processes.together():
+        run.own()
     start = run.latest_step or 0
     if start:
         state = run.restore(state)
@@ -647,6 +771,8 @@ def fit(
     def stop(reason: str) -> str:
         """Saves the state, and returns a message that says how to continue."""
         settle()
+        if step == 0:
+            return f"{reason} No step was taken, and nothing is saved."
         if step != (run.latest_step or 0):
             run.save(step, state)
         resume = shlex.join(["--out", str(run.directory), "--resume"])
@@ -669,8 +795,12 @@ def fit(
             last = step == steps
             if last or step % (args.evaluate_every * epoch_steps) == 0:
                 settle()
-                with clock.paused():
-                    values = evaluate(state)
+                try:
+                    with clock.paused():
+                        values = evaluate(state)
+                except ExampleError as reason:
+                    # An image that is held out cannot be read: what was learned meanwhile is kept.
+                    raise ExampleError(stop(str(reason))) from reason
                 run.record(step, **values)
                 shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
                 if processes.is_first():
@@ -749,15 +879,18 @@ def save_curve(
     losses = np.array([r["loss"] for r in train])
     window = max(1, len(losses) // 50)
     left.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="each step")
-    smooth = np.convolve(losses, np.full(window, 1 / window), mode="valid")
-    left.plot(steps[window - 1 :], smooth, color="tab:blue", label=f"mean of {window} steps")
+    if len(losses):  # Whoever removed metrics.jsonl and resumed a run that had ended has none.
+        smooth = np.convolve(losses, np.full(window, 1 / window), mode="valid")
+        left.plot(steps[window - 1 :], smooth, color="tab:blue", label=f"mean of {window} steps")
+        left.legend(frameon=False)
     left.set(xlabel="step", ylabel="training loss")
-    left.legend(frameon=False)
 
     test = [r for r in records if metric in r]
     values = [r[metric] for r in test]
     right.plot([r["step"] for r in test], values, color="tab:orange", marker=".")
-    right.set(xlabel="step", ylabel=label, title=f"last: {values[-1]:.4f}")
+    right.set(xlabel="step", ylabel=label)
+    if values:
+        right.set_title(f"last: {values[-1]:.4f}")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

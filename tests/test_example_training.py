@@ -259,9 +259,9 @@ def test_resume_takes_the_flags_of_the_run_and_refuses_others(tmp_path):
     [
         ("--epochs", "0", "an integer from 1 up"),
         ("--batch-size", "two", "an integer from 1 up"),
-        ("--learning-rate", "0", "a number above 0"),
-        ("--learning-rate", "nan", "a number above 0"),
-        ("--weight-decay", "-1", "a number from 0 up"),
+        ("--learning-rate", "0", "a finite number above 0"),
+        ("--learning-rate", "nan", "a finite number above 0"),
+        ("--weight-decay", "-1", "a finite number from 0 up"),
     ],
 )
 def test_impossible_flags_are_refused(capsys, flag, value, rule):

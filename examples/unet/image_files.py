@@ -4,6 +4,7 @@
 the other formats are read by Pillow, which decodes an image as a whole.
 """
 
+import contextlib
 import io
 import struct
 import zlib
@@ -31,7 +32,7 @@ def open_image(path: Path, channels: int) -> np.ndarray:
         return image.reshape(*image.shape[:2], channels)
     try:
         image = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         reason = " ".join(str(error).split())
         raise ExampleError(
             f"every image must be readable, but {path} is not ({reason}); pass an array that"
@@ -76,7 +77,8 @@ def write_rows(path: Path, shape: tuple[int, int], blocks: Iterable[np.ndarray])
             f"the output must be writable, but {path} is not ({error.strerror}); pass another OUT."
         ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def check_output(path: Path) -> None:

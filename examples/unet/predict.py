@@ -55,12 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # The files are checked first, so that a wrong path is reported before the model is loaded.
     check_output(args.output)
     run = Run.load(args.checkpoint)
-    if "levels" not in run.config["flags"]:
-        raise ExampleError(
-            f"the checkpoint must be one of examples.unet.train, but {args.checkpoint} belongs to"
-            " another example; pass the --out of a U-Net's run."
-        )
-    flags, channels = argparse.Namespace(**run.config["flags"]), run.config["channels"]
+    run.check_program("examples.unet.train", "levels")
+    flags, channels = argparse.Namespace(**run.flags), run.config["channels"]
     tile = args.tile or flags.crop
     overlap = tile // 2 if args.overlap is None else args.overlap
     if overlap > tile // 2:

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 import jaxfused
-from examples.errors import ExampleError, run_command
+from examples.errors import run_command
 from examples.images import Loader
 from examples.quantization import (
     Quantized,
@@ -38,11 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_flags(args)
 
     run = Run.load(args.checkpoint)
-    if "levels" not in run.config["flags"]:
-        raise ExampleError(
-            f"the checkpoint must be one of examples.unet.train, but {args.checkpoint} belongs to"
-            " another example; pass the --out of a U-Net's run."
-        )
+    run.check_program("examples.unet.train", "levels")
     flags = flags_of(run, args)
     data = load_data(flags)
     graphdef, params = create(flags, channels=data.channels, size=flags.crop)

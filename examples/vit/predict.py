@@ -37,8 +37,9 @@ def main(
     args = parser.parse_args(argv)
 
     run = Run.load(args.checkpoint)
+    run.check_program(module.replace(".predict", ".train"), "image_size")
     config = run.config
-    flags = argparse.Namespace(**config["flags"])
+    flags = argparse.Namespace(**run.flags)
     # Images are read first, so that a wrong path is reported before the model is loaded.
     images = [read_image(path, "L" if config["channels"] == 1 else "RGB") for path in args.images]
     if args.invert:

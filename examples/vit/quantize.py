@@ -55,6 +55,7 @@ def main(
     check_flags(args)
 
     run = Run.load(args.checkpoint)
+    run.check_program(module.replace(".quantize", ".train"), "image_size")
     flags = flags_of(run, args)
     data = load_data(flags)
     check_classes(run, data)

@@ -154,7 +154,16 @@ def create_vit(
     classes: int,
     placement: OneDevice = ONE_DEVICE,
 ) -> tuple[nnx.GraphDef, dict]:
-    """The model of the flags, as its structure and its initial parameters."""
+    """The model of the flags, as its structure and its initial parameters.
+
+    Raises:
+      ExampleError: it is no Vision Transformer, or refuses its sizes.
+    """
+    if args.model not in MODELS:
+        raise ExampleError(
+            f"the model must be one of {', '.join(MODELS)}, but it is {args.model}; use the programs of"
+            " examples.classify, or another run."
+        )
 
     def build() -> VisionTransformer:
         return VisionTransformer(
