@@ -75,11 +75,12 @@ def test_no_second_call_compiles_outside_of_jit(name, dtype):
 @parametrize(
     "name",
     ["adafactor", "adam", "adamw", "adamw8bit", "lamb", "lion", "muon", "sgd"],
-    quick=(3,),
+    quick=(3, 6),
 )
 def test_no_second_step_compiles_outside_of_jit(name):
     def arrays(factor):
-        return {"w": jnp.full((8, 16), factor), "b": jnp.full(16, factor, jnp.bfloat16)}
+        stacked = jnp.full((2, 3, 4), factor, jnp.bfloat16)
+        return {"w": jnp.full((8, 16), factor), "b": jnp.full(16, factor), "stacked": stacked}
 
     optimizer = getattr(jaxfused.optim, name)(0.1)
     state, stepped = optimizer.init(arrays(1.0)), optimizer.init(arrays(1.0))

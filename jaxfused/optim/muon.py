@@ -1,6 +1,7 @@
 """Muon: the momentum of a matrix, made orthogonal by Newton-Schulz iterations."""
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -324,6 +325,10 @@ def _coefficients(given: Any, steps: Any) -> Any:
     return given[: int(steps)]
 
 
+_power = jax.jit(operator.pow, inline=True)
+"""Outside of `jax.jit` the power of a known count would be compiled for each count."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Momentum:
     """The momentum of the matrices, made orthogonal and scaled by their shapes; Optax's MuonState."""
@@ -395,7 +400,7 @@ class _Momentum:
         """What the new momentum and the gradient are multiplied by in what is made orthogonal."""
         now, ahead = 1.0, 1.0
         if self.bias_correction:
-            now = 1 - self.beta**count
+            now = 1 - _power(self.beta, count)
             ahead = 1 - self.beta ** optax.safe_increment(count)
         if self.nesterov:
             return self.beta / ahead, (1 - self.beta) / now
@@ -420,7 +425,7 @@ class _Momentum:
     def _corrected(self, moment: jax.Array, count: jax.Array) -> jax.Array:
         if not self.bias_correction:
             return moment
-        return moment / (1 - self.beta**count).astype(moment.dtype)
+        return moment / (1 - _power(self.beta, count)).astype(moment.dtype)
 
     def _scale(self, view: _View, leaf: jax.Array) -> Any:
         _, fan_in, fan_out = view.sizes(leaf)
