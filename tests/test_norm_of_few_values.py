@@ -113,3 +113,31 @@ def test_convolution_then_norm_by_hand(case):
         return jaxfused.batch_norm(jaxfused.conv(x, w), scale, bias)[0]
 
     assert_values_and_gradients(ours, layer, *arguments(values, 1, dtype))
+
+
+def group_norm_layer(x, w, scale, bias):
+    """A convolution and a group norm as Flax computes them."""
+    y = jax.lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    wide = y.astype(jnp.promote_types(y.dtype, jnp.float32)).reshape(len(y), -1, 4, 8)
+    mean = wide.mean((1, 3), keepdims=True)
+    var = jnp.square(wide - mean).mean((1, 3), keepdims=True)
+    normalised = ((wide - mean) * jax.lax.rsqrt(var + EPSILON)).reshape(y.shape)
+    return (normalised * scale + bias).astype(y.dtype)
+
+
+@pytest.mark.parametrize("f", [layer, group_norm_layer])
+def test_nothing_keeps_xla_from_leaving_out_the_rounding_before_a_norm(f):
+    args = arguments(64, 1, "bfloat16")
+    # With a reshape between them, two conversions round: bfloat16 is converted as it is.
+    program = jax.make_jaxpr(jaxfused.fuse(f))(*args)
+    results = [
+        eqn
+        for eqn in program.eqns
+        if eqn.primitive.name == "reshape"
+        and eqn.invars[0].aval.dtype == jnp.bfloat16
+        and eqn.invars[0].aval.size == 64 * 32
+    ]
+    assert len(results) <= 1, program
+    assert_values_and_gradients(jaxfused.fuse(f), f, *args, cotangents=2)

@@ -5,20 +5,14 @@ by running averages is arithmetic of single values, which XLA fuses by itself; a
 that site's (`conv`).
 """
 
-import math
-from collections.abc import Sequence
-
 import jax
 
-from jaxfused import dispatch
 from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.recognisers import image_norm
-from jaxfused.fuse.recognisers.image_norm import Match
+from jaxfused.fuse.recognisers.image_norm import Match, widened
 from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.batch_norm import batch_norm
 from jaxfused.ops.conv import Statistics
-from jaxfused.reference.moments import is_few
-from jaxfused.reference.promotion import accumulator_dtype
 
 
 def find(book: Book) -> None:
@@ -41,7 +35,7 @@ def _site(root: Node, found: Match) -> Site:
         )
         beside = [(value, mean) for value in means] + [(value, variance) for value in variances]
         return [
-            found.result(y.astype(found.value.dtype)),
+            found.result(y),
             *(array.reshape(value.shape).astype(value.dtype) for value, array in beside),
         ]
 
@@ -55,20 +49,6 @@ def _site(root: Node, found: Match) -> Site:
         f"batch_norm{found.words()}",
         facts=found,
     )
-
-
-def widened(found: Match, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """What a norm is of in its sums' dtype, where a rounding of it would count; else as it is.
-
-    Through few values a channel a rounding may change the gradient by a tenth. Elsewhere than on a GPU,
-    where kernels write what they have rounded, XLA leaves it out of the program as it was written.
-    """
-    values = math.prod(found.x.value.shape) // found.moments.frame.length(
-        found.arrangement.channels
-    )
-    if not is_few(values) and dispatch.current_device().platform == "gpu":
-        return arrays
-    return [array.astype(accumulator_dtype(array.dtype)) for array in arrays]
 
 
 def _statistics(found: Match, covered: set[Node]) -> tuple[list[Value], list[Value]]:

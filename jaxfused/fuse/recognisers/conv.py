@@ -17,8 +17,7 @@ from jaxfused.fuse.algebra import between, core, is_reshape, is_transparent, vie
 from jaxfused.fuse.channels import why_no_channels_first
 from jaxfused.fuse.constants import scalar
 from jaxfused.fuse.graph import Node, Value
-from jaxfused.fuse.recognisers.batch_norm import widened
-from jaxfused.fuse.recognisers.image_norm import Match
+from jaxfused.fuse.recognisers.image_norm import Match, widened
 from jaxfused.fuse.recognisers.product import residual_of
 from jaxfused.fuse.site import Book, Site, leaking
 from jaxfused.ops.conv import conv

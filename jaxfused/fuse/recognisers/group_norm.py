@@ -8,7 +8,7 @@ import jax
 
 from jaxfused.fuse.graph import Node
 from jaxfused.fuse.recognisers import image_norm
-from jaxfused.fuse.recognisers.image_norm import Match
+from jaxfused.fuse.recognisers.image_norm import Match, widened
 from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.group_norm import group_norm
 from jaxfused.reference.promotion import accumulator_dtype
@@ -24,7 +24,7 @@ def _site(root: Node, found: Match) -> Site:
     groups = found.moments.frame.length(arrangement.groups)
 
     def call(*arrays: jax.Array) -> list[jax.Array]:
-        operands = found.operands_of(arrays)
+        operands = found.operands_of([*widened(found, arrays[:1]), *arrays[1:]])
         x = operands.pop("x")
         if "image_scale" in operands:
             # The program has added 1 already, in its own dtype.

@@ -1,11 +1,13 @@
 """A norm of images with what follows it, as group_norm and batch_norm both have it."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
+from jaxfused import dispatch
 from jaxfused.fuse.activation import activation_of, why_no_activation
 from jaxfused.fuse.algebra import between, is_root, view
 from jaxfused.fuse.channels import Arrangement, arrangements, is_of_rows, why_no_channels_first
@@ -14,6 +16,8 @@ from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.moments import Affine, Moments, made_of, normalised, scaled, statistics
 from jaxfused.fuse.recognisers.product import residual_of
 from jaxfused.fuse.site import Book, Site, leaking
+from jaxfused.reference.moments import is_few
+from jaxfused.reference.promotion import accumulator_dtype
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,26 @@ class Match:
         """The operator's result as the program has it."""
         arrangement = self.arrangement
         y = self.moments.frame.arranged(y, arrangement.operand, arrangement.layout)
-        return y.reshape(self.value.shape)
+        return y.reshape(self.value.shape).astype(self.value.dtype)
 
     def words(self) -> str:
         """The call without the operator's name."""
         names = [*self.operands, *([self.activation] if self.activation else [])]
         return f"({', '.join(names)}) of {self.x.value.aval.str_short()}"
+
+
+def widened(found: Match, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """What a norm is of in its sums' dtype, where a rounding of it would count; else as it is.
+
+    Through few values a rounding may change the gradient by a tenth. Elsewhere than on a GPU, where
+    kernels write what they have rounded, XLA leaves it out of the program as it was written.
+    """
+    frame, arrangement = found.moments.frame, found.arrangement
+    norms = frame.length(arrangement.images) * frame.length(arrangement.groups)
+    is_kept = is_few(math.prod(found.x.value.shape) // max(norms, 1))
+    if not is_kept and dispatch.current_device().platform == "gpu":
+        return arrays
+    return [array.astype(accumulator_dtype(array.dtype)) for array in arrays]
 
 
 def find(book: Book, make: Callable[[Node, Match], Site], *, of_batch: bool) -> None:
