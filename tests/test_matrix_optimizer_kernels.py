@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from jaxfused import dispatch, optim
-from jaxfused.cuda import adafactor, library, muon
+from jaxfused.cuda import adafactor, gradient_norm, library, muon
 from jaxfused.ops import momentum
 from jaxfused.optim import newton_schulz
 from tests import optimizer_kernels
@@ -90,6 +90,7 @@ def stood_in_for(monkeypatch):
     for function in (sums_of_squares, new_moments, updates_squared):
         monkeypatch.setattr(adafactor, function.__name__, function)
     monkeypatch.setattr(muon, "momentum_both_ways", momentum_both_ways)
+    monkeypatch.setattr(gradient_norm, "sum_of_squares", optimizer_kernels.sum_of_squares)
     monkeypatch.setattr(library, "why_unavailable", lambda: None)
     with dispatch.assume(optimizer_kernels.HOPPER):
         yield
@@ -280,10 +281,11 @@ def test_muon_as_the_reference(stood_in, monkeypatch, options, how):
 
 SHARDED_MUON = """
 import contextlib
-import jax, jax.numpy as jnp, numpy as np
+import jax, jax.numpy as jnp, numpy as np, pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 from jaxfused import optim
+from tests import test_matrix_optimizer_kernels as tests
 from tests.test_matrix_optimizer_kernels import assert_close
 
 specs = {
@@ -302,23 +304,25 @@ numbers = {k: MuonDimensionNumbers() for k in shapes} | {
 }
 tx = optim.muon(0.1, weight_decay=0.1, muon_weight_dimension_numbers=numbers)
 
-def train(put):
+def train(put, implementation):
     params = put(host)
     state = tx.init(params)
     for _ in range(2):
-        params, state = tx.step(put(grads), state, params, max_norm=1.0)
+        how = dict(max_norm=1.0, implementation=implementation)
+        params, state = tx.step(put(grads), state, params, **how)
     return params, state
 
-whole = train(lambda tree: jax.tree.map(jnp.array, tree))
-for axis_type in (AxisType.Auto, AxisType.Explicit):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
-    put = lambda tree: {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in tree.items()}
-    explicit = axis_type == AxisType.Explicit
-    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
-        params, state = train(put)
-    for k, v in put(host).items():
-        assert params[k].sharding.is_equivalent_to(v.sharding, v.ndim), (k, params[k])
-    assert_close(*jax.device_get(((params, state), whole)))
+whole = train(lambda tree: jax.tree.map(jnp.array, tree), "xla")
+with tests.stood_in_for(pytest.MonkeyPatch()):
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+        put = lambda tree: {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in tree.items()}
+        explicit = axis_type == AxisType.Explicit
+        with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
+            params, state = train(put, "cuda")
+        for k, v in put(host).items():
+            assert params[k].sharding.is_equivalent_to(v.sharding, v.ndim), (k, params[k])
+        assert_close(*jax.device_get(((params, state), whole)))
 """
 
 
@@ -334,7 +338,28 @@ def test_muons_program_is_of_kernels(lowerable):
     tx = optim.muon(0.1, ns_steps=5)
     found = kernels(lambda g, s, p: tx.step(g, s, p, max_norm=1.0), params, tx.init(params), params)
     assert found.count("jaxfused_muon_momentum") == 1
-    assert set(found) == {"jaxfused_muon_momentum", "symmetric_product", "product_both_ways"}
+    products = {"symmetric_product", "product_both_ways"}
+    assert set(found) == {"jaxfused_gradient_norm", "jaxfused_muon_momentum", *products}
+
+
+@pytest.mark.exhaustive
+def test_muons_norm_has_rules(stood_in):
+    """Batches and derivatives are those of the sum in jax.numpy."""
+    grads = {"w": make()["wide"], "v": make()["vector"]}
+    batch = jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads)
+
+    def loss(grads, implementation):
+        tx = optim.muon(0.1)
+        params = jax.tree.map(jnp.ones_like, grads)
+        how = dict(max_norm=1.0, implementation=implementation)
+        new, _ = tx.step(grads, tx.init(params), params, **how)
+        return sum(jnp.sum(jnp.sin(3 * p)) for p in new.values())
+
+    for f in (
+        lambda name: jax.grad(loss)(grads, name),
+        lambda name: jax.vmap(lambda g: loss(g, name))(batch),
+    ):
+        assert_close(f("cuda"), f("xla"))
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class _Call:
         stats = jnp.zeros_like(scalars, shape=(2,))
         if self.clips or self.skips_nonfinite:
             factor = scalars[Scalars._fields.index("inverse_loss_scale")]
-            stats = _sum_of_squares(factor, [leaf.gradient for leaf in leaves], names)
+            stats = sum_of_squares(factor, [leaf.gradient for leaf in leaves], names)
         new: list[Leaf | None] = [None] * len(leaves)
         for group in self._launches(leaves, names):
             members = [leaves[i] for i in group]
@@ -334,7 +334,7 @@ def _random(
     return jnp.pad(table, ((0, 0), (0, kernels.RANDOM_WORDS - table.shape[1])))
 
 
-def _sum_of_squares(
+def sum_of_squares(
     factor: jax.Array, gradients: Sequence[Any], names: Sequence[tuple[str, ...]]
 ) -> jax.Array:
     """Returns the sum of the squares of all gradients, and whether one is not finite, as 0 or more."""

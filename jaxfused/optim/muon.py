@@ -14,10 +14,10 @@ from optax import contrib
 
 from jaxfused import dispatch, sharding
 from jaxfused.ops import momentum as momentum_op
+from jaxfused.ops.gradient_norm import squared_norm
 from jaxfused.ops.symmetric_product import why_not_both_ways
 from jaxfused.optim import newton_schulz
 from jaxfused.optim.transformation import FusedTransformation, from_optax
-from jaxfused.reference.promotion import accumulator_dtype
 
 _QUINTIC = (
     (4.0848, -6.8946, 2.9270),
@@ -296,8 +296,7 @@ def muon(
         del why
         if max_norm is None:
             return tx.update(grads, state, params)
-        wide = jax.tree.map(lambda g: g.astype(accumulator_dtype(g.dtype)), grads)
-        norm = optax.tree.norm(wide)
+        norm = jnp.sqrt(squared_norm(jax.tree.leaves(grads)))
         factor = jnp.where(norm < max_norm, 1.0, max_norm / norm)
         return tx.update(grads, state, params, factor=factor)
 
