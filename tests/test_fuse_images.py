@@ -302,6 +302,15 @@ def test_what_follows_a_convolution_in_any_order():
     assert_fuses(f, x, normal(4, 3, 3, 8, 8, scale=0.2), a, b, into={"conv": 1})
 
 
+def test_a_number_is_folded_into_16_bits_where_it_rounds_nothing():
+    def f(x, w, number):
+        return jax.nn.silu(convolved(x, w) * number)
+
+    x, w = inputs("float16")[0], normal(4, 3, 3, 8, 8, dtype="float16", scale=0.2)
+    assert "conv(scaled weights, silu)" in str(fusion(lambda x, w: f(x, w, 4.0), x, w))
+    assert "conv() of" in str(fusion(lambda x, w: f(x, w, 100.0), x, w))
+
+
 def test_a_convolution_of_a_concatenation_reads_its_parts():
     def f(a, b, w, bias):
         return jax.nn.silu(convolved(jnp.concatenate((a, b), axis=-1), w) + bias)

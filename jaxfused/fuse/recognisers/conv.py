@@ -6,6 +6,7 @@ statistics from the convolution, where a kernel takes them. Two arrays that are 
 channels for nobody else are read as they are.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,6 +104,8 @@ def _steps(book: Book, result: Value, first: int) -> Followed:
                 break
             if is_reversed and reader.name == "div":
                 break
+            if reader.name in ("mul", "div") and _rounds_weights(result, other):
+                break
             steps += (Step(reader.name, operand, reader.out.dtype, is_reversed),)
             covered |= between(other, {operand})
         elif is_reshape(reader):
@@ -113,6 +116,14 @@ def _steps(book: Book, result: Value, first: int) -> Followed:
         if current.value.dtype == result.dtype and not is_reshape(reader):
             best = current
     return best
+
+
+def _rounds_weights(result: Value, factor: Value) -> bool:
+    """Whether weights of 16 bits are rounded again by a number: results near 0 lose what it enlarges."""
+    number = scalar(factor)
+    if number is None or result.dtype.itemsize > 2:
+        return False
+    return math.frexp(number)[0] not in (0.5, -0.5)
 
 
 def _moved(axis: int | None, node: Node) -> int | None:
