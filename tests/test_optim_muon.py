@@ -295,15 +295,17 @@ def test_kerass_and_torchs_match_of_adams_root_mean_square():
 
 
 @pytest.mark.parametrize("name", ["standard", "dion", "quintic", "polar_express"])
-@pytest.mark.parametrize("steps", [3, 5])
+@pytest.mark.parametrize("steps", [3, 5, 9])
 def test_as_many_coefficients_as_iterations(name, steps):
-    """Of a preset of more, the first ones are taken."""
+    """Of a preset of more, the first ones are taken; of one of fewer, the last is taken again."""
     g = put(np.random.default_rng(0).normal(size=(6, 10)), jnp.float32)
     tx = optim.muon(1.0, ns_coeffs=name, ns_steps=steps, nesterov=False)
     state = tx.init(g)
     updates, _ = tx.update(g, state, g)
     coefficients = np.array(muon_module.PRESETS[name])
-    triples = [coefficients] * steps if coefficients.ndim == 1 else coefficients[:steps]
+    triples = [coefficients] * steps
+    if coefficients.ndim == 2:
+        triples = [*coefficients, *[coefficients[-1]] * steps][:steps]
     expected = numpy_orthogonal(np.float64(g), np.linalg.norm(np.float64(g)), triples)
     np.testing.assert_allclose(updates, -np.sqrt(10 / 6) * expected, atol=2e-5)
 
@@ -354,8 +356,8 @@ def test_under_inject_hyperparams(jitted, options):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="has 5 triples, but ns_steps is 7; pass ns_steps=5"):
-        optim.muon(0.1, ns_coeffs="dion", ns_steps=7)
+    with pytest.raises(ValueError, match="has 2 triples, but ns_steps is 5; pass ns_steps=2"):
+        optim.muon(0.1, ns_coeffs=[(1.0, 2.0, 3.0)] * 2)
     with pytest.raises(ValueError, match="ns_coeffs is 'cubic'; pass one of standard, dion"):
         optim.muon(0.1, ns_coeffs="cubic")
     with pytest.raises(ValueError, match=r"ns_coeffs has shape \(2,\); pass a triple"):

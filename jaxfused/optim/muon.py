@@ -177,7 +177,8 @@ def muon(
     Args:
       learning_rate: alpha, a constant or a schedule (step count -> value).
       ns_coeffs: (a, b, c) above, a triple for each iteration of which the first `ns_steps` are taken, or
-        the name of a preset: "standard", the default, or "quintic" (Optax's "dion"), "polar_express".
+        the name of a preset: "standard", the default, or "quintic" (Optax's "dion"), "polar_express",
+        whose last triple is repeated in more iterations than they have.
       ns_steps: the number of iterations.
       beta: decay of the momentum.
       eps: is added to the norm.
@@ -305,16 +306,19 @@ def muon(
 
 def _coefficients(given: Any, steps: Any) -> Any:
     """Returns a triple, or one for each iteration."""
+    is_known = not isinstance(steps, jax.core.Tracer)
     if isinstance(given, str):
         if given not in PRESETS:
             raise ValueError(f"muon: ns_coeffs is {given!r}; pass one of {', '.join(PRESETS)}.")
         given = PRESETS[given]
+        if is_known and len(jnp.asarray(given).shape) == 2:
+            given = (*given, *[given[-1]] * max(0, int(steps) - len(given)))
     shape = jnp.asarray(given).shape
     if len(shape) not in (1, 2) or shape[-1] != 3:
         raise ValueError(
             f"muon: ns_coeffs has shape {shape}; pass a triple (a, b, c), or one for each iteration."
         )
-    if len(shape) == 1 or isinstance(steps, jax.core.Tracer):
+    if len(shape) == 1 or not is_known:
         return given
     if shape[0] < steps:
         raise ValueError(
