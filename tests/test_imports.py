@@ -29,6 +29,7 @@ LAYERS = {
         "jaxfused.dispatch",
         "jaxfused.reference",
         "jaxfused.semantics",
+        "jaxfused.sharding",
     ),
     # Rules over a model name its layers; the arrays themselves know nothing of them.
     "jaxfused/quantization": ("jaxfused.modules", "jaxfused.nnx", *_OPERATORS),
