@@ -15,9 +15,13 @@ from jaxfused.cuda import muon as kernel
 from jaxfused.reference.promotion import accumulator_dtype
 
 
-def why_unsupported(device: dispatch.Device, matrices: Sequence[jax.Array]) -> str | None:
-    """None where the kernel takes arrays [B, M, N] and [B, N, M], else the reason."""
+def why_unsupported(
+    device: dispatch.Device, matrices: Sequence[jax.Array], momenta: Sequence[jax.Array]
+) -> str | None:
+    """None where the kernel takes gradients [B, M, N] and [B, N, M] and momenta, else the reason."""
     reason = library.why_unfit(device.compute_capability)
+    if not sharding.is_in_one_piece(*matrices, *momenta):
+        reason = reason or "its matrices may be spread over several devices"
     for matrix in matrices:
         reason = reason or library.why_dtype_unfit(matrix.dtype, "a matrix has")
         if matrix.shape[1] % 4 or matrix.shape[2] % 4:

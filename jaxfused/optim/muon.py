@@ -12,12 +12,13 @@ import optax
 from jax.sharding import PartitionSpec
 from optax import contrib
 
-from jaxfused import dispatch, sharding
+from jaxfused import dispatch
 from jaxfused.ops import momentum as momentum_op
 from jaxfused.ops.gradient_norm import squared_norm
 from jaxfused.ops.symmetric_product import why_not_both_ways
 from jaxfused.optim import newton_schulz
 from jaxfused.optim.transformation import FusedTransformation, from_optax
+from jaxfused.reference.product import explicit_mesh
 
 _QUINTIC = (
     (4.0848, -6.8946, 2.9270),
@@ -101,7 +102,7 @@ class _View(NamedTuple):
 
     def matrices(self, leaf: jax.Array) -> jax.Array:
         ordered = leaf.transpose(self.order)
-        if sharding.is_explicit(leaf):
+        if explicit_mesh(leaf) is not None:
             # Of axes that become one, types cannot say how they are split.
             of_leaf = jax.typeof(ordered).sharding
             groups = self.batch_axes, self.input_axes, leaf.ndim - self.batch_axes - self.input_axes
@@ -114,7 +115,7 @@ class _View(NamedTuple):
         shape = [like.shape[axis] for axis in self.order]
         inverse = sorted(range(like.ndim), key=lambda axis: self.order[axis])
         leaf = matrices.reshape(shape).transpose(inverse)
-        if sharding.is_explicit(like):
+        if explicit_mesh(like) is not None:
             return jax.sharding.reshard(leaf, jax.typeof(like).sharding)
         return leaf
 
@@ -158,8 +159,8 @@ def muon(
         X_{k+1} = a X_k + b (X_k X_k^T) X_k + c (X_k X_k^T)^2 X_k \\
         u &= -\alpha_t \sqrt{\max(1, \text{fan\_out} / \text{fan\_in})} \, X_5
 
-    m is corrected for its start at 0, :math:`m / (1 - \\beta^t)`, and with `nesterov`
-    :math:`\\beta m / (1 - \\beta^{t+1}) + (1 - \\beta) g / (1 - \\beta^t)` takes its place.
+    m is corrected for its start at 0, :math:`m / (1 - \beta^t)`, and with `nesterov`
+    :math:`\beta m / (1 - \beta^{t+1}) + (1 - \beta) g / (1 - \beta^t)` takes its place.
 
     State and, up to rounding, numbers are those of `optax.contrib.muon(nesterov=...)` for matrices, and
     of `optax.adamw(nesterov=adam_nesterov)` for all other leaves; Optax gives both the same `nesterov`.
@@ -220,7 +221,7 @@ def muon(
       >>> params = {"w": jnp.eye(4), "b": jnp.ones(4)}
       >>> new, state = opt.step({"w": jnp.eye(4), "b": jnp.ones(4)}, opt.init(params), params)
       >>> round(float(new["b"][0]), 3), new["w"].shape
-      (0.853, (4, 4))
+      (0.9, (4, 4))
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
     https://kellerjordan.github.io/posts/muon/
@@ -460,10 +461,8 @@ class _Momentum:
 
     def _why_no_kernels(self, gradients: Sequence[Any], momenta: Sequence[Any]) -> str | None:
         device = dispatch.current_device(*gradients)
-        reason = momentum_op.why_unsupported(device, gradients)
+        reason = momentum_op.why_unsupported(device, gradients, momenta)
         dtype = self._dtype(gradients[0], momenta[0])
-        if reason is None and not sharding.is_in_one_piece(*gradients, *momenta):
-            reason = "its matrices may be spread over several devices"
         if reason is None and dtype not in (jnp.float32, jnp.bfloat16):
             reason = f"the sums of squares of {dtype} may be too large for it"
         if reason is None and any(m.dtype != momenta[0].dtype for m in momenta):
