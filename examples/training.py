@@ -628,9 +628,12 @@ def _lock(directory: Path) -> int | None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(descriptor)
         raise
+    except OSError:  # File systems of other machines may have no locks, and a run can do without.
+        os.close(descriptor)
+        return None
     return descriptor
 
 

@@ -1,6 +1,8 @@
 """Faults of the surroundings, in the examples: each ends in a sentence, and nothing saved is lost."""
 
 import contextlib
+import errno
+import fcntl
 import os
 import resource
 import subprocess
@@ -69,6 +71,15 @@ time.sleep(600)
         owner.kill()
         owner.wait()
     # A lock does not outlive its process.
+    assert fit(training.Run.load(tmp_path))[1]["steps"] == 12
+
+
+def test_a_file_system_without_locks_forbids_no_training(tmp_path, monkeypatch):
+    def flock(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    training.Run.start(tmp_path, {})
     assert fit(training.Run.load(tmp_path))[1]["steps"] == 12
 
 

@@ -1,6 +1,7 @@
 """Options that are numbers: scalars of NumPy and known arrays are taken as Python's, others refused."""
 
 import inspect
+import math
 
 import flax.linen
 import jax
@@ -135,6 +136,36 @@ def test_truth_values_and_traced_numbers_are_refused(name):
                 function(*args, **(options | {option: wrong}))
         with pytest.raises(ValueError, match=f"{name}: {option} is .*; pass a"):
             jax.jit(lambda n, o=option: function(*args, **(options | {o: n})))(1)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_no_finite_number_is_refused(name, wrong):
+    function, (args, options) = getattr(jaxfused, name), CALLS[name]
+    for option, kind in numbers_of(function).items():
+        if kind is float and option in options:
+            with pytest.raises(ValueError, match=rf"{name}: {option} .*is {wrong}.*; pass a"):
+                function(*args, **(options | {option: wrong}))
+
+
+@pytest.mark.parametrize("wrong", ["a", [1, 2], 1j, {}])
+def test_a_scale_of_attention_that_is_no_number_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"dot_product_attention: scale is .*; pass a finite"):
+        jaxfused.dot_product_attention(HEADS, HEADS, HEADS, scale=wrong)
+
+
+@pytest.mark.parametrize("op", ["rope", "rope_tables"])
+def test_what_tables_are_made_of_is_refused_by_name(op):
+    call = {"rope": lambda **options: jaxfused.rope(HEADS, **options)}.get(
+        op,
+        lambda rotary_dim=4, **options: jaxfused.rope_tables(jnp.arange(4), rotary_dim, **options),
+    )
+    with pytest.raises(ValueError, match=f"{op}: scaling is .*; pass a .*rope_from_config"):
+        call(scaling={"rope_type": "linear", "factor": 4.0})
+    with pytest.raises(ValueError, match=f"{op}: theta is 0.*greater"):
+        call(theta=0)
+    with pytest.raises(ValueError, match=f"{op}: rotary_dim is 3"):
+        call(rotary_dim=3)
 
 
 def test_fractions_are_no_counts():

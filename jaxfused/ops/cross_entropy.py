@@ -21,6 +21,7 @@ from jaxfused.ops.label_values import check_classes
 from jaxfused.ops.validation import (
     as_arrays,
     check_constant,
+    check_finite,
     check_floating,
     check_shape,
     check_soft_cap,
@@ -202,7 +203,7 @@ def check_options(
     """Checks the options of a cross-entropy whose tokens have the axes `leading`."""
     check_shape(op, "weights", weights, leading, "there is one weight for each token")
     check_constant(op, "label_smoothing", options.label_smoothing)
-    check_constant(op, "z_loss", options.z_loss)
+    check_finite(op, "z_loss", options.z_loss)
     if not 0.0 <= options.label_smoothing <= 1.0:
         raise ValueError(
             f"{op}: label_smoothing is {options.label_smoothing}, but it is a share;"

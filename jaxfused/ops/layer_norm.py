@@ -28,7 +28,7 @@ from jaxfused.ops.quantize_rows import check_row_dtype
 from jaxfused.ops.validation import (
     as_arrays,
     check_activation,
-    check_constant,
+    check_finite,
     check_floating,
     check_shape,
     python_numbers,
@@ -251,7 +251,7 @@ def _validate(options, x, scale, bias, images, residual, pre_bias) -> None:
     for name in ("pre_activation", "activation"):
         check_activation(op, getattr(options, name), name)
     for name in ("epsilon", "scale_offset"):
-        check_constant(op, name, getattr(options, name))
+        check_finite(op, name, getattr(options, name))
 
 
 def _of_groups(*parameters: Any) -> bool:

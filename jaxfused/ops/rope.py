@@ -15,7 +15,13 @@ from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.kernel_gradient import kernel_gradient
-from jaxfused.ops.validation import as_arrays, check_floating, check_shape, python_numbers
+from jaxfused.ops.validation import (
+    as_arrays,
+    check_constant,
+    check_floating,
+    check_shape,
+    python_numbers,
+)
 from jaxfused.reference.promotion import along_last_axis
 from jaxfused.semantics.rope_scaling import RopeScaling
 from pallas_kernels.rows import rope as pallas_rope
@@ -94,7 +100,7 @@ def rope(
             positions = start + along_last_axis(jnp.arange(q.shape[-3]), start)
         elif not isinstance(offset, int) or offset != 0:
             raise ValueError(f"{op}: positions and offset were passed; pass one of them.")
-        cos, sin = rope_tables(positions, rotary_dim, theta=theta, scaling=scaling)
+        cos, sin = _tables(op, positions, rotary_dim, theta, scaling)
     elif positions is not None or rotary_dim is not None or scaling is not None:
         raise ValueError(
             f"{op}: cos or sin was passed with what they are made from; pass cos and sin alone, or"
@@ -162,9 +168,7 @@ def rope_tables(
 
     Source: Su et al., "RoFormer", 2021, https://arxiv.org/abs/2104.09864
     """
-    _check_divides("rope_tables", rotary_dim, 2)
-    scaling = RopeScaling() if scaling is None else scaling
-    return reference.rope.tables(jnp.asarray(positions), rotary_dim, theta, scaling)
+    return _tables("rope_tables", positions, rotary_dim, theta, scaling)
 
 
 @python_numbers
@@ -273,6 +277,22 @@ def axial_rope_tables(
     return reference.rope.axial_tables(by_axis, rows, prefix)
 
 
+def _tables(
+    op: str, positions: jax.Array, rotary_dim: int, theta: float, scaling: RopeScaling | None
+) -> tuple[jax.Array, jax.Array]:
+    """`rope_tables` for the operator `op`."""
+    _check_divides(op, rotary_dim, 2)
+    _check_theta(op, theta)
+    scaling = RopeScaling() if scaling is None else scaling
+    if not isinstance(scaling, RopeScaling):
+        raise ValueError(
+            f"{op}: scaling is {scaling!r}, but it says how fast each pair rotates; pass a"
+            " `jaxfused.RopeScaling` such as LinearRope(4.0), of a model's config"
+            " jaxfused.rope_from_config(config)['scaling']."
+        )
+    return reference.rope.tables(jnp.asarray(positions), rotary_dim, theta, scaling)
+
+
 def _by_axis(positions: Sequence[jax.Array] | jax.Array) -> list[jax.Array]:
     """The positions of each axis, [..., T]."""
     if not isinstance(positions, tuple | list):
@@ -298,6 +318,7 @@ def _axial_frequencies(
 ) -> np.ndarray:
     """[axes, R/2] of pairs that turn by one axis each; zeros for the others."""
     op = "axial_rope_tables"
+    _check_theta(op, theta)
     if features is None or len(features) != axes or any(f < 0 or f % 2 for f in features):
         raise ValueError(
             f"{op}: features is {features}, but positions have {axes} axes; pass the even number of"
@@ -318,6 +339,15 @@ def _axial_frequencies(
             rows[axis, start : start + pairs] = own
         start += pairs
     return rows
+
+
+def _check_theta(op: str, theta: float) -> None:
+    check_constant(op, "theta", theta)
+    if not 0.0 < theta < math.inf:
+        raise ValueError(
+            f"{op}: theta is {theta}, but frequencies are its powers; pass a finite number greater"
+            " than 0."
+        )
 
 
 def check_tables(

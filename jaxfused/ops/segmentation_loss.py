@@ -21,7 +21,7 @@ from jaxfused.ops.kernel_gradient import kernel_gradient
 from jaxfused.ops.label_values import check_classes, check_shares, refuse_one_hot
 from jaxfused.ops.validation import (
     as_arrays,
-    check_constant,
+    check_finite,
     check_floating,
     check_shape,
     python_numbers,
@@ -116,7 +116,7 @@ def segmentation_loss(
         tversky_beta=tversky_beta,
         focal_gamma=focal_gamma,
     ).items():
-        check_constant(op, name, value)
+        check_finite(op, name, value)
     for name, value in dict(
         tversky_alpha=tversky_alpha, tversky_beta=tversky_beta, focal_gamma=focal_gamma
     ).items():

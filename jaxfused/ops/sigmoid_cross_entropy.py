@@ -10,6 +10,7 @@ from jaxfused.ops.label_values import check_shares
 from jaxfused.ops.validation import (
     as_arrays,
     check_constant,
+    check_finite,
     check_floating,
     check_shape,
     python_numbers,
@@ -115,6 +116,6 @@ def _check_options(
             raise ValueError(
                 f"{op}: {name} is {value}, but it is a share; pass a number from 0 to 1."
             )
-    check_constant(op, "focal_gamma", focal_gamma)
+    check_finite(op, "focal_gamma", focal_gamma)
     if focal_gamma < 0.0:
         raise ValueError(f"{op}: focal_gamma is {focal_gamma}; pass a number that is not negative.")

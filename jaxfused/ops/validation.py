@@ -159,6 +159,15 @@ def check_constant(op: str, name: str, value: object) -> None:
         )
 
 
+def check_finite(op: str, name: str, value: Any) -> None:
+    """Checks that `value` is a constant of the kernel, and neither NaN nor infinite."""
+    check_constant(op, name, value)
+    if not -math.inf < value < math.inf:
+        raise ValueError(
+            f"{op}: {name} is {value}, with which no result is a number; pass a finite number."
+        )
+
+
 def check_soft_cap(op: str, cap: Any) -> None:
     """Checks that `cap`, if given, is a finite number above 0, below which logits can be kept."""
     if cap is None:
