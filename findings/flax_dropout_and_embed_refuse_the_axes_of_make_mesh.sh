@@ -2,7 +2,7 @@
 # jax.make_mesh makes Explicit axes unless told otherwise, and under them Linen's Dropout and both
 # Embeds raise for a split batch.
 #
-# Packages: flax==0.12.12; a CPU, Python 3.12 or newer.
+# Packages: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: Stock layers work with the mesh of the stock function; nnx.Dropout and Linear do.
 # Seen: ShardingTypeError from linen.Dropout, linen.Embed and nnx.Embed.
 # In jaxfused: docs/sharding.md; its operators take Auto and Explicit axes
@@ -13,7 +13,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python=${PYTHON:-python3}
 "$python" -m venv --without-pip "$folder/venv"
-"$python" -m pip --python "$folder/venv/bin/python" install --quiet --no-compile flax==0.12.12
+"$python" -m pip --python "$folder/venv/bin/python" install --quiet --no-compile flax==0.12.12 jax==0.11.2
 
 XLA_FLAGS=--xla_force_host_platform_device_count=2 JAX_PLATFORMS=cpu "$folder/venv/bin/python" - <<'PYTHON'
 import flax.linen as nn

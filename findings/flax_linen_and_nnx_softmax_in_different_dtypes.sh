@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Linen's dot_product_attention takes the softmax of bfloat16 inputs in bfloat16, nnx's in float32.
 #
-# Packages: flax==0.12.12; a CPU, Python 3.12 or newer.
+# Packages: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: One library, one function name, one result.
 # Seen: Root mean square error against float64, 64 keys: Linen 9.3e-4, nnx 4.5e-4;
 #   force_fp32_for_softmax=True brings Linen to 6.7e-4 only.
@@ -13,7 +13,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python=${PYTHON:-python3}
 "$python" -m venv --without-pip "$folder/venv"
-"$python" -m pip --python "$folder/venv/bin/python" install --quiet --no-compile flax==0.12.12
+"$python" -m pip --python "$folder/venv/bin/python" install --quiet --no-compile flax==0.12.12 jax==0.11.2
 
 JAX_PLATFORMS=cpu "$folder/venv/bin/python" - <<'PYTHON'
 import flax.linen as nn
