@@ -411,7 +411,7 @@ POOL = {
                 [(4, 8), (0,), (0,), (0,), (0,)],
                 [(4, 8), (0,), (0,)],
                 dict(activation="elu"),
-                "activation is not known: tanh",
+                "activation is not known: elu",
             ),
             (
                 "bias_activation_backward",

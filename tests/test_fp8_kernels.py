@@ -8,6 +8,7 @@ import pytest
 import jaxfused
 from jaxfused import cuda, reference
 from jaxfused.ops import mlp_fp8
+from jaxfused.semantics.activation import BOUNDED_FROM_ABOVE
 from pallas_kernels.product import fp8 as pallas_fp8
 from pallas_kernels.product.mainloop import MatmulConfig
 from tests import fp8_judge, lowering
@@ -295,7 +296,7 @@ def test_quantised_slope_on_a_gpu(rows, width, dtype, activation):
     assert np.mean(values != expected_values) < 2e-3
     off = np.abs(np.asarray(ours[4], np.int32) - np.asarray(expected[4], np.int32))
     assert off.max() <= 1 and off.mean() < 2e-3
-    bounds = cuda.quantize.largest([z], 264, activation, reference.fp8.LEAST.get(activation, 0.0))
+    bounds = cuda.quantize.largest([z], 264, activation, BOUNDED_FROM_ABOVE.get(activation, 0.0))
     np.testing.assert_allclose(bounds.max(), largest[0], rtol=1e-5)
 
 

@@ -51,11 +51,13 @@ class kernel_gradient:
 
         @functools.wraps(fwd)
         def once_forward(*args: Any) -> Any:
-            return fwd(*args[: self.count], *self._once(args[: self.count], args[self.count :]))
+            self._once(args[: self.count], args[self.count :])
+            return fwd(*args)
 
         @functools.wraps(bwd)
         def once_backward(*args: Any) -> Any:
-            return bwd(*args[: self.count], *self._once(args[: self.count], args[self.count :]))
+            self._once(args[: self.count], args[self.count :])
+            return bwd(*args)
 
         self.function.defvjp(once_forward, once_backward, symbolic_zeros=symbolic_zeros)
 
@@ -64,13 +66,15 @@ class kernel_gradient:
         refusal = self._refusal(static, "forward mode of differentiation")
         return self.function(*static, *_through(_in_reverse, refusal, operands))
 
-    def _once(self, static: Arrays, operands: Any) -> Any:
-        """The operands, which kernels differentiate no second time."""
-        if not self.once or not any(
-            isinstance(a, Runner) and a.device.platform == "gpu" for a in static
-        ):
-            return operands
-        return _through(_not_at_all, self._refusal(static, "second derivative"), operands)
+    def _once(self, static: Arrays, operands: Any) -> None:
+        """Refuses to differentiate what kernels read a second time.
+
+        The operands do not go through it: what is saved for the backward stays the caller's arrays, of
+        which a loop keeps one copy.
+        """
+        if self.once and any(isinstance(a, Runner) and a.device.platform == "gpu" for a in static):
+            leaves, places = _inexact(operands)
+            _not_at_all(self._refusal(static, "second derivative"), *(leaves[i] for i in places))
 
     def _refusal(self, static: Arrays, what: str) -> str:
         op = self.op or next(a.op for a in static if hasattr(a, "op"))
@@ -81,14 +85,8 @@ class kernel_gradient:
 
 def _through(identity: Callable[..., Any], refusal: str, operands: Any) -> Any:
     """The operands, of which those of a float dtype go through the identity."""
-    leaves, tree = jax.tree.flatten(operands)
-    given = list(leaves)
-    leaves = [a.value if isinstance(a, CustomVJPPrimal) else a for a in leaves]
-    places = [
-        i
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
+    given, tree = jax.tree.flatten(operands)
+    leaves, places = _inexact(operands)
     for i, leaf in zip(places, identity(refusal, *(leaves[i] for i in places)), strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(
@@ -100,16 +98,27 @@ def _through(identity: Callable[..., Any], refusal: str, operands: Any) -> Any:
     )
 
 
+def _inexact(operands: Any) -> tuple[list[Any], list[int]]:
+    """The leaves of operands, and the places of those of a float dtype."""
+    leaves = [a.value if isinstance(a, CustomVJPPrimal) else a for a in jax.tree.leaves(operands)]
+    places = [
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    return leaves, places
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _not_at_all(refusal: str, *arrays: jax.Array) -> Arrays:
-    """The arrays, which have no derivative."""
-    return arrays
+def _not_at_all(refusal: str, *arrays: jax.Array) -> tuple[()]:
+    """Nothing, made of arrays that have no derivative."""
+    return ()
 
 
-def _not_at_all_jvp(refusal: str, arrays: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
+def _not_at_all_jvp(refusal: str, arrays: Arrays, tangents: Arrays) -> tuple[tuple[()], tuple[()]]:
     if not all(isinstance(t, SymbolicZero) for t in tangents):
         raise TypeError(refusal)
-    return arrays, tangents
+    return (), ()
 
 
 _not_at_all.defjvp(_not_at_all_jvp, symbolic_zeros=True)
@@ -128,7 +137,8 @@ def _in_reverse_jvp(refusal: str, arrays: Arrays, tangents: Arrays) -> tuple[Arr
         moving, _tangents.bind(*(tangents[i] for i in moving), refusal=refusal), strict=True
     ):
         passed[i] = tangent
-    return _in_reverse(refusal, *arrays), tuple(passed)
+    # The arrays themselves, so that what is saved of them is what the caller may save too.
+    return tuple(arrays), tuple(passed)
 
 
 _in_reverse.defjvp(_in_reverse_jvp, symbolic_zeros=True)
