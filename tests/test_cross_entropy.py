@@ -495,3 +495,18 @@ def test_linear_errors(change, message):
     arguments = {"x": jnp.ones((2, 4)), "w": jnp.ones((4, 3)), "labels": put([0, 1])}
     with pytest.raises(ValueError, match=f"linear_softmax_cross_entropy: .*{message}"):
         jaxfused.linear_softmax_cross_entropy(**(arguments | change))
+
+
+def test_class_weights_have_the_digits_of_float64():
+    with jax.enable_x64(True):
+        logits, weights = jnp.zeros((2, 3), jnp.float64), jnp.array([0.1, 0.2, 0.3])
+        for smoothing in (0.0, 0.1):
+            losses = jaxfused.softmax_cross_entropy(
+                logits,
+                jnp.array([0, 2]),
+                class_weights=weights,
+                label_smoothing=smoothing,
+                reduction="none",
+            )
+            shares = (1 - smoothing) * np.array([0.1, 0.3]) + smoothing * 0.2
+            np.testing.assert_allclose(losses, shares * np.log(3), rtol=1e-14)

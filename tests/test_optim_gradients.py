@@ -285,3 +285,19 @@ def test_a_growing_decay_compiles_once():
 def test_decays_that_cannot_be(make):
     with pytest.raises(ValueError, match=r"(decay|power) is .* pass"):
         make()
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
+def test_updates_in_strict_modes(name):
+    """Promotions are Optax's, and leaves of zeros or without elements divide nothing by zero."""
+    params = {"w": jnp.ones((4, 8)), "zero": jnp.zeros((3,)), "none": jnp.zeros((0, 5))}
+    grads = {"w": jnp.ones((4, 8), jnp.bfloat16), "zero": jnp.zeros((3,)), "none": params["none"]}
+    tx = getattr(optim, name)(0.1)
+    expected, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+        jax.debug_nans(True),
+    ):
+        updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, updates, expected)

@@ -413,7 +413,7 @@ def test_gradients_of_other_places_or_shapes(grads):
         tx.step(grads, tx.init(params), params)
 
 
-@pytest.mark.parametrize("max_norm", [0, -1.0, np.nan])
+@pytest.mark.parametrize("max_norm", [0, -1.0, np.nan, np.float32(-1), np.ones(2), "1"])
 def test_max_norm_must_be_positive(max_norm):
     tx = optim.sgd(0.1)
     params = jnp.ones(2)

@@ -478,6 +478,9 @@ def test_llama3():
         ({"cos": jnp.ones((3, 4)), "sin": jnp.ones((3, 3))}, "sin has shape"),
         ({"cos": jnp.ones((3, 8)), "sin": jnp.ones((3, 8))}, r"cos has shape \(3, 8\)"),
         ({"cos": jnp.ones((3, 4)), "sin": jnp.ones((3, 4)), "rotary_dim": 8}, "made from"),
+        ({"cos": jnp.ones((3, 4)), "sin": jnp.ones((3, 4)), "offset": 2}, "made from"),
+        ({"cos": jnp.ones((3, 4)), "sin": jnp.ones((3, 4)), "offset": jnp.int32(0)}, "made from"),
+        ({"cos": jnp.ones((3, 4)), "sin": jnp.ones((3, 4)), "theta": 5e5}, "made from"),
         ({"implementation": "cuda"}, "it needs an NVIDIA GPU"),
     ],
 )
@@ -486,3 +489,35 @@ def test_errors(change, message):
         jaxfused.rope(**({"q": jnp.ones((3, 2, 8))} | change))
     with pytest.raises(ValueError, match="axial_rope_tables: rotary_dim is 6"):
         jaxfused.axial_rope_tables(2, 2, 6)
+    with pytest.raises(ValueError, match="axial_rope_tables: height is -1"):
+        jaxfused.axial_rope_tables(-1, 2, 8)
+    with pytest.raises(ValueError, match=r"axial_rope_tables: frequencies has shape \(2, 3\)"):
+        jaxfused.axial_rope_tables(2, 2, 8, frequencies=jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jaxfused.LinearRope(0.0), "LinearRope: factor is 0.0"),
+        (lambda: jaxfused.LinearRope("4"), "LinearRope: factor is '4'"),
+        (lambda: jaxfused.DynamicNTKRope(2.0, 0), "DynamicNTKRope: trained_length is 0"),
+        (lambda: jaxfused.YarnRope(math.nan, 32), "YarnRope: factor is nan"),
+        (lambda: jaxfused.YarnRope(2.0, 32, 1.0, 32.0), "YarnRope: beta_slow is 32.0"),
+        (lambda: jaxfused.Llama3Rope(high_freq_factor=0.5), "Llama3Rope: low_freq_factor is 1.0"),
+        (lambda: jaxfused.LongRope((0.0,), (1.0,), 32), "LongRope: short_factor"),
+        (lambda: jaxfused.ProportionalRope(-0.5), "ProportionalRope: fraction is -0.5"),
+        (lambda: jaxfused.NTKRope(2.0).frequencies(2, 1e4), "NTKRope: rotary_dim is 2"),
+    ],
+)
+def test_scalings_without_frequencies(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_step_in_place_of_llama3s_ramp():
+    """Llama 4 Scout's config has 1.0 twice."""
+    scaling = jaxfused.Llama3Rope(16.0, 8192, 1.0, 1.0)
+    plain = 5e5 ** (-np.arange(0, 128, 2) / 128)
+    expected = np.where(8192 * plain / (2 * np.pi) > 1.0, plain, plain / 16.0)
+    with np.errstate(all="raise"):
+        np.testing.assert_allclose(scaling.frequencies(128, 5e5), expected, rtol=1e-12)

@@ -97,11 +97,18 @@ LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "rope_theta": 1e4}
         ({"hidden_size": None}, "pass head_size"),
         ({"rope_local_base_freq": 1e4}, "layer_type is None.*full_attention, sliding_attention"),
         ({"rope_parameters": {"full_attention": {}, "other": None}}, "layer_type is None"),
+        ({"hidden_size": None, "text_config": LLAMA}, r"pass config\['text_config'\]"),
     ],
 )
 def test_configs_that_are_refused(config, message):
     with pytest.raises(ValueError, match=f"rope_from_config: .*{message}"):
         jaxfused.rope_from_config(LLAMA | config)
+
+
+def test_a_number_of_features_by_name():
+    """MiniMax M2 rotates 64 of the 128 features of a head."""
+    config = {"head_dim": 128, "rotary_dim": 64, "rope_theta": 5e6}
+    assert jaxfused.rope_from_config(config)["rotary_dim"] == 64
 
 
 def test_larger_heads_of_some_layers():

@@ -143,6 +143,13 @@ def test_image_that_is_ignored_has_no_loss_and_no_gradient(classes):
     np.testing.assert_array_equal(dlogits[1], np.zeros(logits.shape[1:]))
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4)])
+def test_no_images_have_a_loss_of_0(shape):
+    labels = jnp.zeros((0, 3), int)
+    for reduction in ("mean", "sum"):
+        assert jaxfused.segmentation_loss(jnp.zeros(shape), labels, reduction=reduction) == 0
+
+
 def test_class_that_does_not_exist_gives_nan():
     labels = put([[0, 1], [1, 3]])
     f = functools.partial(jaxfused.segmentation_loss, jnp.zeros((2, 2, 3)), reduction="none")

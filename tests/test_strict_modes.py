@@ -388,6 +388,28 @@ def _(dtype):
     return f, (normal(0, T, D, dtype=dtype), normal(1, T, D))
 
 
+for smoothing in (0.0, 0.1):
+
+    @case("softmax_cross_entropy", f"class-weights-{smoothing}")
+    def _(dtype, smoothing=smoothing):
+        def f(logits, class_weights):
+            return jaxfused.softmax_cross_entropy(
+                logits, jnp.arange(T), class_weights=class_weights, label_smoothing=smoothing
+            )
+
+        return f, (normal(0, T, D, dtype=dtype), normal(1, D))
+
+
+@case("linear_softmax_cross_entropy", "class-weights")
+def _(dtype):
+    def f(x, w, class_weights):
+        return jaxfused.linear_softmax_cross_entropy(
+            x, w, jnp.arange(T), class_weights=class_weights, label_smoothing=0.1
+        )
+
+    return f, (normal(0, T, D, dtype=dtype), normal(1, D, 10), normal(2, 10))
+
+
 @case("linear_softmax_cross_entropy")
 def _(dtype):
     def f(x, w, bias):
@@ -401,7 +423,7 @@ def _(dtype):
 @case("sigmoid_cross_entropy")
 def _(dtype):
     def f(logits, weights):
-        labels = jnp.arange(B * T).reshape(B, T) % 3
+        labels = jnp.arange(B * T, dtype=jnp.uint8).reshape(B, T) % 3
         return jaxfused.sigmoid_cross_entropy(
             logits, labels, weights=weights, ignore_index=2, focal_gamma=2.0, focal_alpha=0.3
         )
@@ -422,6 +444,14 @@ def _(dtype):
 def _(dtype):
     def f(logits):
         return jaxfused.segmentation_loss(logits, jnp.ones((B, 3, 4), bool))
+
+    return f, (normal(0, B, 3, 4, dtype=dtype),)
+
+
+@case("segmentation_loss", "bytes")
+def _(dtype):
+    def f(logits):
+        return jaxfused.segmentation_loss(logits, jnp.ones((B, 3, 4), jnp.uint8), focal_gamma=2.0)
 
     return f, (normal(0, B, 3, 4, dtype=dtype),)
 

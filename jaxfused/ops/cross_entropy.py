@@ -39,7 +39,7 @@ from jaxfused.reference.cross_entropy import (
     is_soft,
     losses_of,
 )
-from jaxfused.reference.promotion import accumulator_dtype, common_dtype
+from jaxfused.reference.promotion import accumulator_dtype, along_last_axis, common_dtype
 from jaxfused.reference.stated_gradient import stated_gradient
 
 Reduction = Literal["mean", "sum", "none"]
@@ -148,6 +148,7 @@ def softmax_cross_entropy(
     run = None if is_reference else Runner(implementation, device)
     counts = counted(labels, options)
     if class_weights is not None:
+        class_weights = class_weights.astype(accumulator_dtype(logits.dtype))
         of_labels = weights_of_labels(class_weights, labels, options, axis_name)
         if not is_one_term(labels, options):
             losses = weighed_losses(run, options, axis_name, logits, labels, class_weights)
@@ -384,8 +385,13 @@ def weights_of_labels(
     classes = _classes_here(labels, features, options, axis_name)
     is_here = (classes >= 0) & (classes < features)
     # Unlike a gather, a sum over the classes needs to know nothing about how either is sharded.
-    is_class = classes[..., None] == jnp.arange(features)
-    picked = jnp.sum(jnp.where(is_class, class_weights.astype(jnp.float32), 0.0), axis=-1)
+    axes = tuple(range(classes.ndim))
+    every_class, class_weights = (
+        jnp.expand_dims(vector, axes)
+        for vector in (jnp.arange(features, dtype=classes.dtype), class_weights)
+    )
+    is_class = classes[..., None] == every_class
+    picked = jnp.sum(jnp.where(is_class, class_weights, 0.0), axis=-1)
     if axis_name is not None:
         picked = lax.psum(jnp.where(is_here, picked, 0.0), axis_name)
     return jnp.where((classes == IGNORED) | (classes == features), 1.0, picked)
@@ -416,7 +422,7 @@ def weighed_losses(
 
     if soft := is_soft(labels):
         targets = (1.0 - smoothing) * labels.astype(dtype) + smoothing / features
-        labels = class_weights * targets
+        labels = along_last_axis(class_weights, targets) * targets
     if axis_name is not None:
         statistics = _statistics_over_shards(run, terms, axis_name, logits, labels)
     else:
@@ -432,8 +438,9 @@ def weighed_losses(
         values = capped(jnp.where(counts[..., None], logits, 0), cap)
         distances = values - lax.stop_gradient(statistics.maximum)[..., None]
         # A weight of 0 cancels even an infinite value.
-        distances = jnp.where((class_weights == 0) & jnp.isinf(distances), 0.0, distances)
-        picked = summed(jnp.sum(class_weights * distances, axis=-1))
+        each = along_last_axis(class_weights, distances)
+        distances = jnp.where((each == 0) & jnp.isinf(distances), 0.0, distances)
+        picked = summed(jnp.sum(each * distances, axis=-1))
         uniform = summed(jnp.sum(class_weights)) * statistics.log_sum - picked
         losses = losses + smoothing / features * uniform
     if options.z_loss:
@@ -486,7 +493,7 @@ def pulls_on_rows(cotangents: Statistics, statistics: Statistics, columns: int) 
     JAX's zeros, for a statistic that nobody has read, are whole on each device, and `jnp.stack` takes
     arrays of one sharding. A zero of the rows' own is added to them.
     """
-    zero = (jnp.isnan(statistics.maximum) & False).astype(jnp.float32)
+    zero = (jnp.isnan(statistics.maximum) & False).astype(statistics.maximum.dtype)
     pulls = cotangents.log_sum, -cotangents.picked, -cotangents.mean / columns
     return Pulls(*(pull + zero for pull in pulls))
 

@@ -159,6 +159,7 @@ def linear_softmax_cross_entropy(
     counts = counted(labels, options)
     is_reference = takes_reference(op, implementation, device, x, why_xla=why_xla)
     if class_weights is not None:
+        class_weights = class_weights.astype(accumulator_dtype(x.dtype))
         of_labels = weights_of_labels(class_weights, labels, options)
         if several_terms:
             losses = _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights)

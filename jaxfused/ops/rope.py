@@ -26,6 +26,8 @@ from jaxfused.reference.promotion import along_last_axis
 from jaxfused.semantics.rope_scaling import RopeScaling
 from pallas_kernels.rows import rope as pallas_rope
 
+_THETA = 10_000.0
+
 
 @python_numbers
 def rope(
@@ -35,7 +37,7 @@ def rope(
     positions: jax.Array | None = None,
     offset: int | jax.Array = 0,
     rotary_dim: int | None = None,
-    theta: float = 10_000.0,
+    theta: float = _THETA,
     scaling: RopeScaling | None = None,
     cos: jax.Array | None = None,
     sin: jax.Array | None = None,
@@ -98,13 +100,19 @@ def rope(
         if positions is None:
             start = jnp.asarray(offset)[..., None]
             positions = start + along_last_axis(jnp.arange(q.shape[-3]), start)
-        elif not isinstance(offset, int) or offset != 0:
+        elif _is_given(offset):
             raise ValueError(f"{op}: positions and offset were passed; pass one of them.")
         cos, sin = _tables(op, positions, rotary_dim, theta, scaling)
-    elif positions is not None or rotary_dim is not None or scaling is not None:
+    elif (
+        positions is not None
+        or rotary_dim is not None
+        or scaling is not None
+        or theta != _THETA
+        or _is_given(offset)
+    ):
         raise ValueError(
-            f"{op}: cos or sin was passed with what they are made from; pass cos and sin alone, or"
-            " positions, rotary_dim and scaling."
+            f"{op}: cos or sin was passed with what they are made from; pass cos and sin of the"
+            " positions to rotate by alone, or positions or offset, rotary_dim, theta and scaling."
         )
     cos, sin = check_tables(op, q.shape, cos, sin)
     device = dispatch.current_device(q, k)
@@ -143,7 +151,7 @@ def rope_tables(
     positions: jax.Array,
     rotary_dim: int,
     *,
-    theta: float = 10_000.0,
+    theta: float = _THETA,
     scaling: RopeScaling | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The cosines and sines that `rope` takes: make them once where many layers share them.
@@ -158,7 +166,7 @@ def rope_tables(
       (cos, sin), each [..., T, R/2] of float32, times the scaling's attention factor.
 
     Raises:
-      ValueError: rotary_dim is odd or not positive.
+      ValueError: rotary_dim is odd or not positive, or theta or scaling is none.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused
@@ -246,6 +254,16 @@ def axial_rope_tables(
                 " any tokens; pass the three, or those two."
             )
         _check_divides(op, rotary_dim, 4)
+        if height < 0 or width < 0:
+            raise ValueError(
+                f"{op}: height is {height} and width {width}, but they count patches; pass numbers"
+                " from 0 up."
+            )
+        if frequencies is not None and 2 * jnp.shape(frequencies)[-1] != rotary_dim:
+            raise ValueError(
+                f"{op}: frequencies has shape {jnp.shape(frequencies)}, but rotary_dim {rotary_dim}"
+                f" is {rotary_dim // 2} pairs; pass a frequency for each pair."
+            )
         positions = (jnp.arange(height), jnp.arange(width))
         features = None if frequencies is not None else (rotary_dim // 2, rotary_dim // 2)
     elif height is not None or width is not None or rotary_dim is not None:
@@ -393,6 +411,10 @@ def _validate(q, k) -> None:
         heads = k.shape[-2] if k.ndim >= 2 else 1
         shape = (*q.shape[:-2], heads, q.shape[-1])
         check_shape(op, "k", k, shape, f"q has shape {q.shape}, and they differ in heads only")
+
+
+def _is_given(offset: int | jax.Array) -> bool:
+    return not (isinstance(offset, int | np.integer) and offset == 0)
 
 
 def _check_divides(op: str, rotary_dim: int, divisor: int) -> None:

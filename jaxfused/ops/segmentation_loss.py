@@ -149,7 +149,8 @@ def segmentation_loss(
     losses = reference.segmentation_loss.losses_of(sums, loss)
     if reduction == "none":
         return losses
-    return jnp.mean(losses) if reduction == "mean" else jnp.sum(losses)
+    # No images have a loss of 0, as no tokens have.
+    return jnp.mean(losses) if reduction == "mean" and losses.shape[0] != 0 else jnp.sum(losses)
 
 
 def _checked_labels(logits: jax.Array, labels: jax.Array, ignore_index: int | None) -> jax.Array:

@@ -17,7 +17,9 @@ def _scale_by_trust_ratio(direction, param):
     direction_norm = optax.safe_norm(direction, 0.0)
     is_zero = (param_norm == 0) | (direction_norm == 0)
     one = jnp.ones([], param.dtype)
-    return direction * jnp.where(is_zero, one, param_norm / direction_norm)
+    # Not even what is not taken divides by zero, which `jax_debug_nans` would report.
+    ratio = param_norm / jnp.where(direction_norm == 0, one, direction_norm)
+    return direction * jnp.where(is_zero, one, ratio)
 
 
 def lamb(

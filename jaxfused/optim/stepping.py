@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
@@ -27,6 +28,8 @@ from jaxfused.semantics import stochastic_rounding
 
 if TYPE_CHECKING:
     from jaxfused.optim.transformation import FusedTransformation, Hyperparameters, Leaves
+
+_NUMBERS = (int, float, np.number, np.ndarray)
 
 LARGEST_LOSS_SCALE = 2.0**127  # Twice this number is infinite in float32.
 
@@ -127,9 +130,12 @@ def step(
     implementation: str | None,
 ) -> tuple[optax.Params, Any]:
     """Implements `FusedTransformation.step`, where the arguments are described."""
-    if isinstance(max_norm, (int, float)) and not max_norm > 0:
+    is_known = max_norm is not None and not isinstance(max_norm, jax.Array)
+    if is_known and not (
+        isinstance(max_norm, _NUMBERS) and np.ndim(max_norm) == 0 and max_norm > 0
+    ):
         raise ValueError(
-            f"step: max_norm is {max_norm}, but gradients can only be clipped to a positive norm;"
+            f"step: max_norm is {max_norm!r}, but gradients can only be clipped to a positive norm;"
             " pass 1.0, or None for no clipping."
         )
     why = _why(tx, grads, state, params)

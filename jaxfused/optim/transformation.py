@@ -5,7 +5,8 @@ which is the formula for one leaf, and the few operations that all optimizers do
 a trust ratio, the learning rate. `update` and `step` run the same formula; the state is Optax's own.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -226,7 +227,13 @@ def from_optax(
 ) -> FusedTransformation:
     """Returns one of Optax's transformations with `step`, in jax.numpy or by `kernel_update`."""
     tx = optax.with_extra_args_support(tx)
-    ours = FusedTransformation(tx.init, of_moving_leaves(tx.init, tx.update))
+    update_all = of_moving_leaves(tx.init, tx.update)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        with _optax_promotions():
+            return update_all(updates, state, params, **extra_args)
+
+    ours = FusedTransformation(tx.init, update)
     if kernel_update is not None:
         ours.kernel_update = of_moving_leaves(tx.init, kernel_update)
     return ours
@@ -279,8 +286,7 @@ class Recipe:
     ) -> tuple[optax.Updates, Any]:
         """Implements `update` of Optax's transformations."""
         del extra_args  # Optax passes an argument meant for one member of a chain to all.
-        # Optax's numbers result from JAX's standard promotion, even if the user has chosen another one.
-        with jax.numpy_dtype_promotion("standard"):
+        with _optax_promotions():
             return self.update_with(self.hyperparameters(state), updates, state, params)
 
     def update_with(
@@ -393,3 +399,10 @@ def stored(new: jax.Array, old: jax.Array, dtype: Any) -> jax.Array:
 def _at(value: optax.ScalarOrSchedule, state: Any) -> Any:
     """Returns a hyperparameter at this step: a constant, or a schedule at the count in `state`."""
     return value(*jax.tree.leaves(state)) if callable(value) else value
+
+
+@contextlib.contextmanager
+def _optax_promotions() -> Iterator[None]:
+    """Within this context Optax's numbers result, whatever promotions the user has forbidden."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

@@ -68,9 +68,10 @@ def shares(labels: jax.Array, dtype: Any) -> jax.Array:
     if labels.dtype == jnp.bool_:
         return labels.astype(dtype)
     # Of an integer that a float of few bits would round, too.
-    is_share = (labels >= -SHARE_TOLERANCE) & (labels <= 1.0 + SHARE_TOLERANCE)
     if jnp.issubdtype(labels.dtype, jnp.integer):
         is_share = (labels == 0) | (labels == 1)
+    else:
+        is_share = (labels >= -SHARE_TOLERANCE) & (labels <= 1.0 + SHARE_TOLERANCE)
     return jnp.where(is_share, labels.astype(dtype), jnp.nan)
 
 

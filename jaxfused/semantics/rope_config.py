@@ -60,8 +60,8 @@ def rope_from_config(
 
     Both spellings are read: `rope_parameters`, and the older `rope_scaling` with `rope_theta` beside
     it and `type` for `rope_type`; also `partial_rotary_factor` and
-    `original_max_position_embeddings` in or beside them. The types are "default", "linear",
-    "dynamic", "yarn", "llama3", "longrope" ("su") and "proportional".
+    `original_max_position_embeddings` in or beside them, and `rotary_dim`. The types are "default",
+    "linear", "dynamic", "yarn", "llama3", "longrope" ("su") and "proportional".
 
     Whether neighbours or halves are pairs, and whether the attention's scale takes
     `YarnRope.logit_factor`, is part of a model's code and not of its config.
@@ -94,6 +94,12 @@ def rope_from_config(
     Source: modeling_rope_utils.py of transformers 5.23.0.
     """
     given = {key: value for key, value in config.items() if value is not None}
+    for part in ("text_config", "llm_config", "thinker_config", "language_config"):
+        if part in given and not given.keys() & {"hidden_size", "head_dim"}:
+            raise ValueError(
+                f"rope_from_config: the config is that of several models, of which {part} is the"
+                f" language model; pass config[{part!r}]."
+            )
     parameters = _of_layer(given, layer_type)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = {"su": "longrope"}.get(kind, kind)
@@ -116,6 +122,8 @@ def rope_from_config(
         )
     )
     whole = _head_size(given, layer_type) if head_size is None else head_size
+    # GPT-J, CodeGen and MiniMax M2 say the number itself.
+    turning = int(given.get("rotary_dim", int(whole * fraction)))
     theta = parameters.get("rope_theta", given.get("rope_theta", given.get("rotary_emb_base")))
     if theta is None:
         raise ValueError(
@@ -123,7 +131,7 @@ def rope_from_config(
             " one to the other; add the model's own, which is often 10000."
         )
     return dict(
-        rotary_dim=whole if kind == "proportional" else int(whole * fraction),
+        rotary_dim=whole if kind == "proportional" else turning,
         theta=float(theta),
         scaling=_scaling(kind, parameters, given, fraction),
     )

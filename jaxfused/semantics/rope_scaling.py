@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,18 @@ class RopeScaling:
 
     Source: Su et al., "RoFormer", 2021, https://arxiv.org/abs/2104.09864
     """
+
+    positive: ClassVar[tuple[str, ...]] = ()
+    """The fields that are positive numbers, where they are not None."""
+
+    def __post_init__(self) -> None:
+        for name in self.positive:
+            value = getattr(self, name)
+            if value is not None and not _is_positive(value):
+                raise ValueError(
+                    f"{type(self).__name__}: {name} is {value!r}, of which there are no frequencies;"
+                    " pass a positive, finite number."
+                )
 
     def frequencies(self, rotary_dim: int, theta: float) -> np.ndarray:
         """Radians a position for each pair, [rotary_dim / 2], fastest first."""
@@ -45,6 +58,8 @@ class LinearRope(RopeScaling):
     Interpolation", 2023, https://arxiv.org/abs/2306.15595
     """
 
+    positive = ("factor",)
+
     factor: float
 
     def frequencies(self, rotary_dim: int, theta: float) -> np.ndarray:
@@ -61,9 +76,12 @@ class NTKRope(RopeScaling):
     Source: bloc97, 2023, as in Peng et al., "YaRN", section 3.1, https://arxiv.org/abs/2309.00071
     """
 
+    positive = ("factor",)
+
     factor: float
 
     def frequencies(self, rotary_dim: int, theta: float) -> np.ndarray:
+        _check_several_pairs(self, rotary_dim)
         theta = theta * self.factor ** (rotary_dim / (rotary_dim - 2))
         return super().frequencies(rotary_dim, theta)
 
@@ -80,6 +98,8 @@ class DynamicNTKRope(RopeScaling):
     https://arxiv.org/abs/2309.00071
     """
 
+    positive = ("factor", "trained_length", "length")
+
     factor: float
     trained_length: int
     length: int | None = None
@@ -94,6 +114,7 @@ class DynamicNTKRope(RopeScaling):
         return NTKRope(growth).frequencies(rotary_dim, theta)
 
     def at_length(self, rotary_dim: int, theta: float, length: jax.Array) -> jax.Array:
+        _check_several_pairs(self, rotary_dim)
         ratio = jnp.maximum(length / self.trained_length, 1.0)
         growth = self.factor * ratio - (self.factor - 1.0)
         exponents = -np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim - 2)
@@ -117,6 +138,8 @@ class YarnRope(RopeScaling):
     Source: Peng et al., "YaRN", 2023, https://arxiv.org/abs/2309.00071
     """
 
+    positive = ("factor", "trained_length", "beta_fast", "beta_slow", "attention")
+
     factor: float
     trained_length: int
     beta_fast: float = 32.0
@@ -125,6 +148,10 @@ class YarnRope(RopeScaling):
     truncate: bool = True
     mscale: float | None = None
     mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_order(self, "beta_slow", "beta_fast")
 
     def frequencies(self, rotary_dim: int, theta: float) -> np.ndarray:
         frequencies = super().frequencies(rotary_dim, theta)
@@ -168,15 +195,22 @@ class Llama3Rope(RopeScaling):
     the function apply_scaling of its published code.
     """
 
+    positive = ("factor", "trained_length", "low_freq_factor", "high_freq_factor")
+
     factor: float = 8.0
     trained_length: int = 8192
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_order(self, "low_freq_factor", "high_freq_factor")
+
     def frequencies(self, rotary_dim: int, theta: float) -> np.ndarray:
         frequencies = super().frequencies(rotary_dim, theta)
         turns = self.trained_length * frequencies / (2 * math.pi)
-        width = self.high_freq_factor - self.low_freq_factor
+        # Both are 1 in Llama 4 Scout: a step, which is a ramp without width.
+        width = self.high_freq_factor - self.low_freq_factor or 1e-9
         kept = np.clip((turns - self.low_freq_factor) / width, 0.0, 1.0)
         return frequencies * (kept + (1.0 - kept) / self.factor)
 
@@ -194,6 +228,8 @@ class LongRope(RopeScaling):
     Source: Ding et al., "LongRoPE", 2024, https://arxiv.org/abs/2402.13753
     """
 
+    positive = ("trained_length", "factor", "attention", "length")
+
     short_factor: tuple[float, ...]
     """[rotary_dim / 2]."""
     long_factor: tuple[float, ...]
@@ -205,9 +241,16 @@ class LongRope(RopeScaling):
     length: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # Tuples, because modules need attributes that have a hash.
         for name in ("short_factor", "long_factor"):
-            object.__setattr__(self, name, tuple(float(factor) for factor in getattr(self, name)))
+            factors = tuple(float(factor) for factor in getattr(self, name))
+            if not all(map(_is_positive, factors)):
+                raise ValueError(
+                    f"LongRope: {name} is {factors}, but frequencies are divided by its numbers; pass"
+                    " positive, finite ones."
+                )
+            object.__setattr__(self, name, factors)
 
     @property
     def depends_on_length(self) -> bool:
@@ -251,9 +294,39 @@ class ProportionalRope(RopeScaling):
     Source: `_compute_proportional_rope_parameters` of transformers 5.23.0.
     """
 
+    positive = ("fraction", "factor")
+
     fraction: float
     factor: float = 1.0
 
     def frequencies(self, rotary_dim: int, theta: float) -> np.ndarray:
         turns = np.arange(rotary_dim // 2) < int(self.fraction * rotary_dim // 2)
         return np.where(turns, super().frequencies(rotary_dim, theta) / self.factor, 0.0)
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether value is a positive, finite number, of Python, of NumPy or in an array that is known."""
+    if isinstance(value, str):
+        return False
+    try:
+        return 0.0 < float(value) < math.inf
+    except TypeError:
+        return False
+
+
+def _check_order(scaling: RopeScaling, slow: str, fast: str) -> None:
+    """Checks that pairs are kept from no fewer turns on than those up to which they are not."""
+    slowest, fastest = getattr(scaling, slow), getattr(scaling, fast)
+    if slowest > fastest:
+        raise ValueError(
+            f"{type(scaling).__name__}: {slow} is {slowest} and {fast} {fastest}, but pairs that turn"
+            f" often are those that are kept; pass {slow} <= {fast}."
+        )
+
+
+def _check_several_pairs(scaling: RopeScaling, rotary_dim: int) -> None:
+    if rotary_dim <= 2:
+        raise ValueError(
+            f"{type(scaling).__name__}: rotary_dim is {rotary_dim}, but between the fastest and the"
+            " slowest pair frequencies are scaled; pass 4 or more, or no scaling for one pair."
+        )
