@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
@@ -90,8 +91,23 @@ def _lower_for_gpus(context, *operands, call: ClosedJaxpr, stage: Stage, given: 
 
 
 def _lower_elsewhere(context, *operands, call: ClosedJaxpr, stage: Stage, given: Any) -> Any:
-    del call
-    return _lower(stage.elsewhere, context, operands, given)
+    def elsewhere(*operands: jax.Array | None) -> list[jax.Array]:
+        results = [result for result in stage.elsewhere(*operands) if result is not None]
+        return [_in_parts(r, aval) for r, aval in zip(results, call.out_avals, strict=True)]
+
+    return _lower(elsewhere, context, operands, given)
+
+
+def _in_parts(result: jax.Array, like: Any) -> jax.Array:
+    """XLA's result in the shape of the kernel's.
+
+    They differ where a kernel finds largest magnitudes in parts: XLA's is one part, and several that are
+    alike have the same largest.
+    """
+    if result.shape == like.shape:
+        return result
+    assert result.shape == (1, *like.shape[1:]), (result.shape, like.shape)
+    return jnp.broadcast_to(result, like.shape)
 
 
 mlir.register_lowering(_kernel, _lower_for_gpus, platform="cuda")
