@@ -241,8 +241,8 @@ def main(arguments: Sequence[str]) -> int:
             except Exception as error:  # A peer's refusal must not end the others' measurements.
                 print(f"{problem.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
             jax.clear_caches()
-    if options.out:
-        options.out.write_text(json.dumps(written))
+            if options.out:
+                options.out.write_text(json.dumps(written))
     return 0
 
 
