@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import custom_vmap
 
 from jaxfused import sharding
 from jaxfused.cuda import adafactor as kernels
 from jaxfused.ops import optimizer_step
+from jaxfused.ops.gradient_norm import clipping_factor
+from jaxfused.ops.reference_rules import with_reference_rules
 
 LEAST_PARAMETER_SCALE = 1e-3
 """What Optax's `scale_by_param_block_rms` has the root mean square of a parameter be at least."""
@@ -85,31 +86,9 @@ def step(
     """
     call = _Call(tuple(normalizes_columns), clips, clips_updates, multiplies_by_parameter, why)
     vector = jnp.stack([jnp.asarray(s, jnp.float32).reshape(()) for s in scalars])
-    factor, *arrays = _with_rules(call, vector, *(array for leaf in leaves for array in leaf))
+    run = with_reference_rules(call.by_kernels, call.by_reference)
+    factor, *arrays = run(vector, *(array for leaf in leaves for array in leaf))
     return [Scaled(*arrays[i : i + 3]) for i in range(0, len(arrays), 3)], factor
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _with_rules(call: "_Call", vector: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The kernels, with the reference's rules for `jax.vmap` and for differentiation."""
-
-    @custom_vmap
-    def batchable(*operands):
-        return call.by_kernels(*operands)
-
-    @batchable.def_vmap
-    def rule(axis_size, in_batched, *operands):
-        del axis_size
-        in_axes = [0 if batched else None for batched in in_batched]
-        new = jax.vmap(call.by_reference, in_axes)(*operands)
-        return new, (True,) * len(new)
-
-    return batchable(vector, *arrays)
-
-
-@_with_rules.defjvp
-def _jvp(call, primals, tangents):
-    return jax.jvp(call.by_reference, primals, tangents)
 
 
 def _axes(names: Sequence[str]) -> tuple[sharding.AxisNames, ...]:
@@ -135,7 +114,7 @@ class _Call:
         factor = jnp.ones_like(scalars.max_norm)
         if self.clips:
             norm = jnp.sqrt(scalars.other_squares + sum(map(jnp.sum, squares)))
-            factor = jnp.where(norm < scalars.max_norm, 1.0, scalars.max_norm / norm)
+            factor = clipping_factor(norm, scalars.max_norm)
         scaled = [
             self._scaled(scalars, factor, leaf, square, normalizes_columns)
             for leaf, square, normalizes_columns in zip(
@@ -214,7 +193,7 @@ class _Call:
             norm = jnp.sqrt(
                 scalars.other_squares + sum(jnp.sum(totals[:, 0]) for _, totals in sums)
             )
-            factor = jnp.where(norm < scalars.max_norm, 1.0, scalars.max_norm / norm)
+            factor = clipping_factor(norm, scalars.max_norm)
         results: list[Scaled | None] = [None] * len(leaves)
         for indices, group, (lines, totals) in zip(groups, of_groups, sums, strict=True):
             for i, scaled in zip(

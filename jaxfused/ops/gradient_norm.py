@@ -5,13 +5,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
 from jaxfused import sharding
 from jaxfused.ops import optimizer_step
+from jaxfused.ops.reference_rules import with_reference_rules
 
 
-@jax.custom_jvp
 def squared_norm(gradients: Sequence[jax.Array]) -> jax.Array:
     """Returns the float32 sum of the squares of arrays of any shapes, in dtypes that kernels take.
 
@@ -21,30 +20,21 @@ def squared_norm(gradients: Sequence[jax.Array]) -> jax.Array:
     if not gradients:
         return jnp.zeros(())
 
-    @custom_vmap
-    def batchable(*arrays):
-        return _by_kernel(arrays)
-
-    @batchable.def_vmap
-    def rule(axis_size, in_batched, *arrays):
-        del axis_size
-        in_axes = [0 if batched else None for batched in in_batched]
-        return jax.vmap(lambda *a: _by_reference(a), in_axes)(*arrays), True
-
-    return batchable(*gradients)
+    [total] = with_reference_rules(_by_kernel, _by_reference)(*gradients)
+    return total
 
 
-@squared_norm.defjvp
-def _jvp(primals, tangents):
-    return jax.jvp(_by_reference, primals, tangents)
+def clipping_factor(norm: jax.Array, max_norm: jax.Array) -> jax.Array:
+    """Returns what gradients of a norm are multiplied by so that it is `max_norm` at most."""
+    return jnp.where(norm < max_norm, 1.0, max_norm / norm)
 
 
-def _by_reference(gradients: Sequence[jax.Array]) -> jax.Array:
+def _by_reference(*gradients: jax.Array) -> tuple[jax.Array]:
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients]
-    return sum(squares, jnp.zeros(()))
+    return (sum(squares, jnp.zeros(())),)
 
 
-def _by_kernel(gradients: Sequence[jax.Array]) -> jax.Array:
+def _by_kernel(*gradients: jax.Array) -> tuple[jax.Array]:
     axes = [tuple(f"leaf{i}_{axis}" for axis in range(g.ndim)) for i, g in enumerate(gradients)]
 
     def on_shards(axes, where, *arrays):
@@ -55,4 +45,4 @@ def _by_kernel(gradients: Sequence[jax.Array]) -> jax.Array:
     [total] = sharding.per_array_shard(
         functools.partial(on_shards, axes), gradients, operand_axes=axes, result_axes=[()]
     )
-    return total
+    return (total,)

@@ -1,17 +1,16 @@
 """Muon's momentum of matrices of one shape, each as it is and transposed: gradients and kernel."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
 from jaxfused import dispatch, sharding
 from jaxfused.cuda import library
 from jaxfused.cuda import muon as kernel
+from jaxfused.ops.reference_rules import with_reference_rules
 from jaxfused.reference.promotion import accumulator_dtype
 
 
@@ -67,32 +66,10 @@ def momentum_both_ways(
     )
     names = sharding.varying(*gradients, *momenta)
     scalars, *arrays = sharding.vary([scalars, *gradients, *momenta], names)
-    results = _with_rules(_Call(len(gradients), jnp.dtype(dtype)), scalars, *arrays)
+    call = _Call(len(gradients), jnp.dtype(dtype))
+    results = with_reference_rules(call.by_kernel, call.by_reference)(scalars, *arrays)
     wide, tall, squares, *new = sharding.vary(results, names)
     return wide, tall, squares, new
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _with_rules(call: "_Call", scalars: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The kernel, with the reference's rules for `jax.vmap` and for differentiation."""
-
-    @custom_vmap
-    def batchable(*operands):
-        return call.by_kernel(*operands)
-
-    @batchable.def_vmap
-    def rule(axis_size, in_batched, *operands):
-        del axis_size
-        in_axes = [0 if batched else None for batched in in_batched]
-        new = jax.vmap(call.by_reference, in_axes)(*operands)
-        return new, (True,) * len(new)
-
-    return batchable(scalars, *arrays)
-
-
-@_with_rules.defjvp
-def _jvp(call, primals, tangents):
-    return jax.jvp(call.by_reference, primals, tangents)
 
 
 @dataclass(frozen=True)

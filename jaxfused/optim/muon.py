@@ -14,7 +14,7 @@ from optax import contrib
 
 from jaxfused import dispatch
 from jaxfused.ops import momentum as momentum_op
-from jaxfused.ops.gradient_norm import squared_norm
+from jaxfused.ops.gradient_norm import clipping_factor, squared_norm
 from jaxfused.ops.symmetric_product import why_not_both_ways
 from jaxfused.optim import newton_schulz
 from jaxfused.optim.transformation import FusedTransformation, from_optax
@@ -299,8 +299,7 @@ def muon(
         if max_norm is None:
             return tx.update(grads, state, params)
         norm = jnp.sqrt(squared_norm(jax.tree.leaves(grads)))
-        factor = jnp.where(norm < max_norm, 1.0, max_norm / norm)
-        return tx.update(grads, state, params, factor=factor)
+        return tx.update(grads, state, params, factor=clipping_factor(norm, max_norm))
 
     return from_optax(tx, kernel_update)
 

@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import get_opaque_trace_state
 
 from jaxfused import dispatch
 from jaxfused.ops import optimizer_step
+from jaxfused.ops.reference_rules import with_reference_rules
 from jaxfused.optim import eight_bit
 from jaxfused.optim import ema as averages
 from jaxfused.optim.moving_leaves import of_moving_leaves
@@ -254,33 +253,8 @@ def _with_rules(
 
             return of_arrays
 
-        @custom_vmap
-        def batchable(*arrays):
-            return flat(by_kernels)(*arrays)
-
-        @batchable.def_vmap
-        def rule(axis_size, in_batched, *arrays):
-            del axis_size
-            in_axes = [0 if batched else None for batched in in_batched]
-            new = jax.vmap(flat(by_update), in_axes)(*arrays)
-            return new, (True,) * len(new)
-
-        @jax.custom_jvp
-        def differentiable(*arrays):
-            return batchable(*arrays)
-
-        # A tangent of zeros is not the same as none: times the infinite slope of a root at 0 it is NaN.
-        @functools.partial(differentiable.defjvp, symbolic_zeros=True)
-        def jvp(primals, tangents):
-            moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-
-            def of_moving(*some):
-                replaced = dict(zip(moving, some, strict=True))
-                return flat(by_update)(*(replaced.get(i, x) for i, x in enumerate(primals)))
-
-            return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
-
-        return results.unflatten(differentiable(*(leaves[i] for i in places)))
+        run = with_reference_rules(flat(by_kernels), flat(by_update))
+        return results.unflatten(run(*(leaves[i] for i in places)))
 
     return call
 
