@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# nn.MultiHeadDotProductAttention(decode=True) goes on past the length of its cache: each further
+# What: nn.MultiHeadDotProductAttention(decode=True) goes on past the length of its cache: each further
 # token overwrites the last slot.
 #
-# Packages: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: An error, or NaN, at the first token that does not fit.
 # Seen: A cache for 3 tokens takes 5; the index is 5 then, and the last slot holds the fifth key
 #   while the first two slots are as they were.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# jax.make_mesh makes Explicit axes unless told otherwise, and under them Linen's Dropout and both
+# What: jax.make_mesh makes Explicit axes unless told otherwise, and under them Linen's Dropout and both
 # Embeds raise for a split batch.
 #
-# Packages: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: Stock layers work with the mesh of the stock function; nnx.Dropout and Linear do.
 # Seen: ShardingTypeError from linen.Dropout, linen.Embed and nnx.Embed.
 # In jaxfused: docs/sharding.md; its operators take Auto and Explicit axes

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# flax.training.dynamic_scale.DynamicScale(growth_interval=2000) doubles its scale at the 2,001st
+# What: flax.training.dynamic_scale.DynamicScale(growth_interval=2000) doubles its scale at the 2,001st
 # good step.
 #
-# Packages: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: At the 2,000th, as torch's GradScaler with the same two numbers, so that runs can be
 #   compared step by step.
 # Seen: 2,001 calls until 65,536 becomes 131,072.

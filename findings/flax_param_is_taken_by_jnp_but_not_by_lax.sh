@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A flax.nnx.Param can be passed to jax.numpy and jax.nn but neither to jax.lax nor to jnp.where's
+# What: A flax.nnx.Param can be passed to jax.numpy and jax.nn but neither to jax.lax nor to jnp.where's
 # comparison.
 #
-# Packages: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: What has __jax_array__ is taken everywhere, or nowhere.
 # Seen: jnp.sin and jax.nn.softmax take it; lax.sin, lax.add, lax.dot raise 'Triggering
 #   __jax_array__() during abstractification'; param > 0 is a TypeError.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A jax.debug.callback of a value inside flax.linen.scan raises an error about broadcast variables.
+# What: A jax.debug.callback of a value inside flax.linen.scan raises an error about broadcast variables.
 #
-# Packages: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: It prints for each layer, as inside jax.lax.scan.
 # Seen: ValueError 'broadcasted variable has a data dependency on the scan body.';
 #   check_constancy_invariants=False lets it through.

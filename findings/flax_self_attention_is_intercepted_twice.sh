@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# nn.intercept_methods sees each call of linen.SelfAttention twice, as its __call__ calls the
+# What: nn.intercept_methods sees each call of linen.SelfAttention twice, as its __call__ calls the
 # wrapped __call__ of its base class.
 #
-# Packages: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: Once for each module and call: a counter of operations, or a quantiser, counts right.
 # Seen: Two calls named __call__ of one SelfAttention, one of one MultiHeadDotProductAttention.
 # In jaxfused: jaxfused/modules/fallback.py knows when modules are watched and hands them to Flax's

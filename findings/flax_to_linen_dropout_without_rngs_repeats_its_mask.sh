@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# An nnx.Dropout wrapped by nnx.bridge.to_linen drops without any rngs, the same values at each
+# What: An nnx.Dropout wrapped by nnx.bridge.to_linen drops without any rngs, the same values at each
 # call.
 #
-# Packages: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: flax==0.12.12, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: Linen's InvalidRngError: its own Dropout raises where no 'dropout' key is given.
 # Seen: apply without rngs returns one and the same mask each time; with rngs masks differ. Training
 #   goes on with it in silence.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A byte of GGUF's MXFP4 holds elements i and i + 16 of its block of 32; in the MXFP4 of gpt-oss's
+# What: A byte of GGUF's MXFP4 holds elements i and i + 16 of its block of 32; in the MXFP4 of gpt-oss's
 # own files it holds 2i and 2i + 1.
 #
-# Packages: gguf==0.19.0, numpy==2.5.5; a CPU, Python 3.12 or newer.
+# Version: gguf==0.19.0, numpy==2.5.5; a CPU, Python 3.12 or newer.
 # Expected: One named format with one order: the bytes of a checkpoint can be copied.
 # Seen: The byte 0x21 at place 0 decodes to 0.5 at element 0 and 1 at element 16.
 # In jaxfused: It reads no GGUF; jaxfused/quantization/quantized_array.py gives the order of its own

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# GGUF's Q4_0 stores a negative scale wherever a block's largest magnitude is positive; of a block
+# What: GGUF's Q4_0 stores a negative scale wherever a block's largest magnitude is positive; of a block
 # of zeros it is -0.
 #
-# Packages: gguf==0.19.0, numpy==2.5.5; a CPU, Python 3.12 or newer.
+# Version: gguf==0.19.0, numpy==2.5.5; a CPU, Python 3.12 or newer.
 # Expected: A scale is a positive number, the largest magnitude over the largest code.
 # Seen: About half of the scales of normal weights are negative. Code that takes their logarithm, or
 #   stores them in an unsigned format, is wrong in every second block.

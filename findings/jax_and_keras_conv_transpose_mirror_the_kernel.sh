@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# jax.lax.conv_transpose, and with it flax.linen.ConvTranspose, does not flip its kernel; Keras on
+# What: jax.lax.conv_transpose, and with it flax.linen.ConvTranspose, does not flip its kernel; Keras on
 # the same JAX does.
 #
-# Packages: jax==0.11.2, keras==3.15.1; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2, keras==3.15.1; a CPU, Python 3.12 or newer.
 # Expected: One name, one kernel, padding 'same', equal shapes: equal numbers, so that weights can
 #   be moved.
 # Seen: An impulse becomes 3 2 1 in JAX and 1 2 3 in Keras for the kernel 1 2 3;

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A query whose keys are all masked gets the mean of every value from jax.nn.dot_product_attention,
+# What: A query whose keys are all masked gets the mean of every value from jax.nn.dot_product_attention,
 # padding and future included.
 #
-# Packages: jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: 0 or NaN; certainly nothing of the values that the mask hides, and no gradient to them.
 # Seen: The mean 1 of the values 0, 1, 2, with a gradient of 1/3 to each, by a mask or by a length
 #   of 0; NaN by a bias of -inf.

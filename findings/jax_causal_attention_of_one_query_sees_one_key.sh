@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# jax.nn.dot_product_attention(is_causal=True) aligns queries and keys at their first positions, so
+# What: jax.nn.dot_product_attention(is_causal=True) aligns queries and keys at their first positions, so
 # a decoding step sees one key.
 #
-# Packages: jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: The one query of a decoding step is the newest position and sees every key of the cache,
 #   as in FlashAttention since 2.1.
 # Seen: One query over three keys returns the first value, 0, and not the mean of all three, 1.

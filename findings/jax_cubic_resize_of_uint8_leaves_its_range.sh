@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# jax.image.resize of a uint8 picture with method 'cubic' returns float32 numbers below 0 and above
+# What: jax.image.resize of a uint8 picture with method 'cubic' returns float32 numbers below 0 and above
 # 255.
 #
-# Packages: jax==0.11.2, pillow==13.0.0; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2, pillow==13.0.0; a CPU, Python 3.12 or newer.
 # Expected: A uint8 picture, rounded and clipped, as Pillow returns for the same kernel.
 # Seen: An edge between 0 and 255 becomes -17.9 to 272.9 in float32; Pillow's result lies in 0 to
 #   255.

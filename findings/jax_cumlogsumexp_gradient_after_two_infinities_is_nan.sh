@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The gradient of jax.lax.cumlogsumexp is NaN where the first two terms are -inf, although every
+# What: The gradient of jax.lax.cumlogsumexp is NaN where the first two terms are -inf, although every
 # later sum is finite.
 #
-# Packages: jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: Masked terms have the gradient 0 and others their share, as through jax.nn.logsumexp.
 # Seen: [nan, nan, 1] for the last sum of [-inf, -inf, 1]; jax.nn.logsumexp of the same gives [0, 0,
 #   1].

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# jax.custom_vjp checks the shape of what a backward rule returns, not its dtype; for an integer
+# What: jax.custom_vjp checks the shape of what a backward rule returns, not its dtype; for an integer
 # argument not even the shape.
 #
-# Packages: jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: A gradient of the argument's dtype, or an error, as for a wrong shape.
 # Seen: jax.grad with respect to a bfloat16 array returns float32, and int32 zeros of shape (7,)
 #   pass for an integer argument of shape (3,).

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Donated buffers go to results of the same shape in the order in which both are listed, not to the
+# What: Donated buffers go to results of the same shape in the order in which both are listed, not to the
 # result computed from them.
 #
-# Packages: jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: A step (state, parameters) -> (parameters, state), both donated, updates both in place.
 # Seen: Each is written over the other's buffer, and XLA adds copies to make that possible; with the
 #   results in the order of the arguments there are none.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# jax.export makes an Exported, but saving it needs flatbuffers, which installing jax does not
+# What: jax.export makes an Exported, but saving it needs flatbuffers, which installing jax does not
 # bring.
 #
-# Packages: jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: pip install jax is enough for every public function of jax.export.
 # Seen: ImportError 'Please install flatbuffers in order to use Exported serialization' from
 #   serialize().

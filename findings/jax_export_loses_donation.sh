@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A function that jit donates arguments of does not donate them any more once it is exported and
+# What: A function that jit donates arguments of does not donate them any more once it is exported and
 # called.
 #
-# Packages: jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: Exported.call frees or reuses the donated buffer, as the jitted function does.
 # Seen: The argument of the exported call is still there, that of the jitted one is deleted: a
 #   served update needs twice the memory.

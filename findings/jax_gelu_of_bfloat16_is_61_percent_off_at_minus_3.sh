@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# jax.nn.gelu, approximate by default, rounds each of its steps in bfloat16, so that its negative
+# What: jax.nn.gelu, approximate by default, rounds each of its steps in bfloat16, so that its negative
 # tail is noise.
 #
-# Packages: jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: The float32 result rounded once, as most 16-bit activations are on a GPU.
 # Seen: -0.00586 for gelu(-3) whose float32 value is -0.00364, and exactly -0 at -4 for -7.0e-5; the
 #   exact form in bfloat16 is within 2 %.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# jnp.sort of int2 values returns other values than it was given, and their mean is an integer, on a
+# What: jnp.sort of int2 values returns other values than it was given, and their mean is an integer, on a
 # CPU.
 #
-# Packages: jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: A sort is a permutation, and the mean of integers a float, as for int8.
 # Seen: [1, -2, 0, -1, 1, 1, 1, 1] sorts to other numbers in each run, [-2, -1, 1, -1, -1, -1, 1, 0]
 #   in one, and has the mean -1 instead of 0.25; no error.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# jnp.sum of int4 raises, and so does an int4 product into int32, the form that quantised inference
+# What: jnp.sum of int4 raises, and so does an int4 product into int32, the form that quantised inference
 # needs.
 #
-# Packages: jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: As for int8, which sums and multiplies into int32.
 # Seen: ValueError 'Invalid integer data type V' for the sum; the product is refused by XLA's
 #   verifier: 'does not support custom element sizes on non-sub-byte types'.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# jax.scipy.ndimage.map_coordinates(mode='constant') blends a sample half a pixel outside with the
+# What: jax.scipy.ndimage.map_coordinates(mode='constant') blends a sample half a pixel outside with the
 # fill; SciPy's returns the fill.
 #
-# Packages: jax==0.11.2, scipy==1.18.1; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2, scipy==1.18.1; a CPU, Python 3.12 or newer.
 # Expected: The function of the same name and mode gives SciPy's numbers.
 # Seen: At -0.5 of a row of 100s JAX gives 50 and SciPy 0; JAX's 'constant' is SciPy's
 #   'grid-constant'.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# jax.nn.scaled_dot_general in nvfp4 cannot represent a row of ones unless a global scale is given,
+# What: jax.nn.scaled_dot_general in nvfp4 cannot represent a row of ones unless a global scale is given,
 # and none is given by default.
 #
-# Packages: jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: 1 is a value of e2m1 and every block's scale is exact for ones: 32 ones times 32 ones
 #   are 32.
 # Seen: 34.03: the block's scale 1/6 is rounded to float8 (each one becomes 1.031); with the global

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# save_only_these_names takes names that occur nowhere: a misspelt one saves nothing, and all is
+# What: save_only_these_names takes names that occur nowhere: a misspelt one saves nothing, and all is
 # computed again.
 #
-# Packages: jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: An error or a warning that no value of that name exists.
 # Seen: With checkpoint_name 'hidden' the policy of 'hidden' leaves 2 sines in the program of the
 #   gradient, that of 'hiden' 3, without a word.

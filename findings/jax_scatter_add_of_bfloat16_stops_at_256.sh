@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Adding up bfloat16 numbers by .at[].add, by jax.ops.segment_sum or by a BCOO product rounds every
+# What: Adding up bfloat16 numbers by .at[].add, by jax.ops.segment_sum or by a BCOO product rounds every
 # partial sum.
 #
-# Packages: jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: As jnp.sum, which adds in float32: 4,096 ones are 4,096.
 # Seen: 256 in all three, from where on 1 is less than half a step; jnp.sum of the same array gives
 #   4,096.

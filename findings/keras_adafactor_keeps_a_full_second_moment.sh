@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# keras.optimizers.Adafactor keeps a second moment of a parameter's full size beside the two factors
+# What: keras.optimizers.Adafactor keeps a second moment of a parameter's full size beside the two factors
 # that replace it.
 #
-# Packages: keras==3.15.1, jax==0.11.2, optax==0.2.8; a CPU, Python 3.12 or newer.
+# Version: keras==3.15.1, jax==0.11.2, optax==0.2.8; a CPU, Python 3.12 or newer.
 # Expected: Rows plus columns: saving that memory is what Adafactor is for.
 # Seen: For a kernel of 256 x 128 Keras holds 33,152 numbers, Optax 386 and a counter.
 # In jaxfused: jaxfused/optim/adafactor.py holds factors alone.

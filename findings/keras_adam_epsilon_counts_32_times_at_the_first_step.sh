@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Keras adds epsilon to the second moment's root before the bias correction, which multiplies it by
+# What: Keras adds epsilon to the second moment's root before the bias correction, which multiplies it by
 # 1 / sqrt(1 - b2**t).
 #
-# Packages: keras==3.15.1, jax==0.11.2, optax==0.2.8; a CPU, Python 3.12 or newer.
+# Version: keras==3.15.1, jax==0.11.2, optax==0.2.8; a CPU, Python 3.12 or newer.
 # Expected: Adam with the same epsilon takes the same step in Keras and Optax.
 # Seen: Gradient 1e-8, epsilon 1e-8, learning rate 1: Optax steps 0.5, Keras 0.031. Only gradients
 #   near epsilon show it, and Keras' default of 1e-7 is ten times larger besides.

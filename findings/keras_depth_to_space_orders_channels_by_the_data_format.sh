@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# keras.ops.depth_to_space reads channels in another order for channels_first than for
+# What: keras.ops.depth_to_space reads channels in another order for channels_first than for
 # channels_last.
 #
-# Packages: keras==3.15.1, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: keras==3.15.1, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: One operation in two layouts: moving the axes of one result gives the other.
 # Seen: 8 channels, blocks of 2: a pixel of channels_last reads channels 0 1, 2 3, 4 5, 6 7, of
 #   channels_first 0 4, 1 5, 2 6, 3 7, as torch's pixel shuffle. Weights moved from one layout to

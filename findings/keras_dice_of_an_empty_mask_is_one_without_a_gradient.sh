@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# keras.losses.Dice of a picture without foreground is 1 whatever is predicted, and has no gradient.
+# What: keras.losses.Dice of a picture without foreground is 1 whatever is predicted, and has no gradient.
 #
-# Packages: keras==3.15.1, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: keras==3.15.1, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: 0 where nothing is predicted, and a gradient that lowers false alarms, as with a
 #   smoothing term.
 # Seen: 1.0 for predictions of 0, 0.5 and 1, gradient 0 everywhere; Tversky alike.

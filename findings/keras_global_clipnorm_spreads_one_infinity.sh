@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# One infinite gradient under global_clipnorm makes every parameter of a Keras model NaN; so does a
+# What: One infinite gradient under global_clipnorm makes every parameter of a Keras model NaN; so does a
 # norm that overflows float32.
 #
-# Packages: keras==3.15.1, jax==0.11.2, optax==0.2.8; a CPU, Python 3.12 or newer.
+# Version: keras==3.15.1, jax==0.11.2, optax==0.2.8; a CPU, Python 3.12 or newer.
 # Expected: As Optax's and torch's: the infinite entry is NaN and all others stop, since they are
 #   divided by an infinite norm.
 # Seen: Gradients [inf, 1]: Keras [NaN, NaN], Optax [NaN, 0]. Gradients [3e19, 4e19], whose squares

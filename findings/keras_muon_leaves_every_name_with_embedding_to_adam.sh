@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# keras.optimizers.Muon decides by name: any variable whose path has 'embedding' in it is stepped by
+# What: keras.optimizers.Muon decides by name: any variable whose path has 'embedding' in it is stepped by
 # AdamW.
 #
-# Packages: keras==3.15.1, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: keras==3.15.1, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: Matrices get Muon; a projection called token_embedding_projection is one.
 # Seen: Two equal gradients for 'kernel' and 'token_embedding_projection': the second moves by plus
 #   or minus the learning rate, as in Adam.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Casting to float4_e2m1fn makes -0 of NaN and 6 of infinity, in ml_dtypes and in JAX.
+# What: Casting to float4_e2m1fn makes -0 of NaN and 6 of infinity, in ml_dtypes and in JAX.
 #
-# Packages: ml_dtypes==0.6.0, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: ml_dtypes==0.6.0, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: A broken weight stays visible, as in float8_e4m3fn, where both are NaN.
 # Seen: NaN becomes -0.0, inf and 1e9 become 6.
 # In jaxfused: jaxfused/quantization/quantize.py makes int8, int4 and float8 only; float4_e2m1fn is

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# float8_e4m3 is another format than float8_e4m3fn, which checkpoints and hardware call E4M3.
+# What: float8_e4m3 is another format than float8_e4m3fn, which checkpoints and hardware call E4M3.
 #
-# Packages: ml_dtypes==0.6.0; a CPU, Python 3.12 or newer.
+# Version: ml_dtypes==0.6.0; a CPU, Python 3.12 or newer.
 # Expected: Two names of one format, as files say 'F8_E4M3' and papers E4M3.
 # Seen: 14 of 256 codes differ: float8_e4m3 ends at 240 and has infinities, float8_e4m3fn ends at
 #   448 and has none. 300 becomes inf or 288.

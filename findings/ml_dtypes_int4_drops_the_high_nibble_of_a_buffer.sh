@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# np.frombuffer(packed, ml_dtypes.int4) reads one value from each byte and ignores its upper half.
+# What: np.frombuffer(packed, ml_dtypes.int4) reads one value from each byte and ignores its upper half.
 #
-# Packages: ml_dtypes==0.6.0, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: ml_dtypes==0.6.0, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: int4 takes half a byte, so that two bytes of a packed checkpoint are four values.
 # Seen: Bytes 0x21 0x43 give [1, 3]: 2 and 4 are lost, nothing is raised. An int4 array of 8 has 8
 #   bytes, in JAX too.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# np.save takes arrays of ml_dtypes, and np.load returns raw bytes of type void in their place.
+# What: np.save takes arrays of ml_dtypes, and np.load returns raw bytes of type void in their place.
 #
-# Packages: numpy==2.5.5, ml_dtypes==0.6.0; a CPU, Python 3.12 or newer.
+# Version: numpy==2.5.5, ml_dtypes==0.6.0; a CPU, Python 3.12 or newer.
 # Expected: The dtype that was saved, or an error when it is saved.
 # Seen: bfloat16 comes back as V2, float8_e4m3fn and int4 as V1, without a warning; view() restores
 #   the numbers.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# cv2.GaussianBlur with a kernel size of (0, 0) chooses 3 sigma for uint8 and 4 sigma for other
+# What: cv2.GaussianBlur with a kernel size of (0, 0) chooses 3 sigma for uint8 and 4 sigma for other
 # types.
 #
-# Packages: opencv-python-headless==5.0.0.93, numpy==2.5.5; a CPU, Python 3.12 or newer.
+# Version: opencv-python-headless==5.0.0.93, numpy==2.5.5; a CPU, Python 3.12 or newer.
 # Expected: The size follows from sigma: uint8 gives the rounded result of float32.
 # Seen: At sigma 2 a line spreads over 13 pixels in uint8 and over 17 in float32 and uint16; the
 #   results differ by 1.13 of 255.

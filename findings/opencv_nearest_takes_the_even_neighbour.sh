@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# cv2.remap and cv2.warpAffine with INTER_NEAREST round half a pixel to the even neighbour.
+# What: cv2.remap and cv2.warpAffine with INTER_NEAREST round half a pixel to the even neighbour.
 #
-# Packages: opencv-python-headless==5.0.0.93, scipy==1.18.1, numpy==2.5.5; a CPU, Python 3.12 or
+# Version: opencv-python-headless==5.0.0.93, scipy==1.18.1, numpy==2.5.5; a CPU, Python 3.12 or
 #   newer.
 # Expected: Half up everywhere, as SciPy: a mask moved by half a pixel is moved by one.
 # Seen: 10 12 12 14 14 16 16 for a row of 10, 11, 12 ... read at 0.5, 1.5, 2.5 ...: every second

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# optax.adam keeps both moments of bfloat16 parameters in bfloat16, where the second one stops
+# What: optax.adam keeps both moments of bfloat16 parameters in bfloat16, where the second one stops
 # growing half way.
 #
-# Packages: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: Moments in float32, or at least right for constant gradients: v of unit gradients tends
 #   to 1, the step to the learning rate.
 # Seen: v is 0.5 after 2,000 gradients of 1, and the step 1.289 learning rates; mu_dtype is an

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# optax.adaptive_grad_clip takes the norms of a 3-D kernel over its first axis alone, so of each
+# What: optax.adaptive_grad_clip takes the norms of a 3-D kernel over its first axis alone, so of each
 # pair of input and output channel.
 #
-# Packages: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: Over all axes but the output channels, as for kernels with two and four axes and in the
 #   paper.
 # Seen: A gradient [3, 4, 5] is scaled by 20 different factors, one [3, 3, 4, 5] by 5.

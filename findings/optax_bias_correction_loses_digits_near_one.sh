@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# optax.adam takes 1 - b2**t in float32, so that the closer b2 is to 1, the longer the first steps.
+# What: optax.adam takes 1 - b2**t in float32, so that the closer b2 is to 1, the longer the first steps.
 #
-# Packages: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: The first step of Adam is the learning rate, for every b2.
 # Seen: 0.99999 at b2 0.999, 1.00008 at 0.9999, 1.00068 at 0.99999, for a learning rate and a
 #   gradient of 1.

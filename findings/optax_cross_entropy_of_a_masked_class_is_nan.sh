@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# optax.softmax_cross_entropy is NaN where a class is masked by a logit of -inf, while its gradient
+# What: optax.softmax_cross_entropy is NaN where a class is masked by a logit of -inf, while its gradient
 # is finite.
 #
-# Packages: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: The loss of the other classes: the masked class has the target 0.
 #   softmax_cross_entropy_with_integer_labels gives it.
 # Seen: NaN and the right gradient, so that training goes on while the logged loss and every check

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# optax.lars divides the norm of a parameter by that of gradient plus decay; the paper adds the two
+# What: optax.lars divides the norm of a parameter by that of gradient plus decay; the paper adds the two
 # norms.
 #
-# Packages: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: |p| / (|g| + decay |p|), as written by You et al. and computed by timm.
 # Seen: With |p| = |g| = 5, at right angles, and a decay of 0.1 the step is 9 % longer; nothing
 #   tells of it at the usual decay of 1e-4.

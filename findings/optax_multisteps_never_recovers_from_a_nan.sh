@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One NaN gradient poisons optax.MultiSteps for good: its sums are cleared by a product with 0.
+# What: One NaN gradient poisons optax.MultiSteps for good: its sums are cleared by a product with 0.
 #
-# Packages: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: The group of micro-steps with the NaN is lost, the next group starts from zero.
 # Seen: With k = 2 and gradients NaN, 1, 1, 1, 1, 1 every update is NaN, also the ones between,
 #   which should be 0.

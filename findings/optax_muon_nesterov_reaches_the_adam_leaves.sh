@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# optax.contrib.muon hands its nesterov, on by default, to the Adam that takes biases and norms:
+# What: optax.contrib.muon hands its nesterov, on by default, to the Adam that takes biases and norms:
 # their first step is 1.47 learning rates.
 #
-# Packages: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: AdamW for all that is no matrix, as described: a first step of one learning rate.
 # Seen: -1.4737 for a gradient of 1 and a learning rate of 1.
 # In jaxfused: jaxfused/optim/muon.py: adam_nesterov, off by default, is an argument of its own.

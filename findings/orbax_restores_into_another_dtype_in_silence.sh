@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Orbax casts what it restores to the dtype of the target without a word, also where numbers do not
+# What: Orbax casts what it restores to the dtype of the target without a word, also where numbers do not
 # fit.
 #
-# Packages: orbax-checkpoint==0.12.8, jax==0.11.2; a CPU, Python 3.12 or newer.
+# Version: orbax-checkpoint==0.12.8, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: An error, as for another shape, or at least a saturated value.
 # Seen: 300.0 restored as int8 is 44 and 2.7 is 2.
 # In jaxfused: examples/training.py restores into the states that it has just made, which have the

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Restored without a target, a tree comes back as another: optimizer states are dicts and None,
+# What: Restored without a target, a tree comes back as another: optimizer states are dicts and None,
 # integer keys strings.
 #
-# Packages: orbax-checkpoint==0.12.8, jax==0.11.2, optax==0.2.8; a CPU, Python 3.12 or newer.
+# Version: orbax-checkpoint==0.12.8, jax==0.11.2, optax==0.2.8; a CPU, Python 3.12 or newer.
 # Expected: The structure that was saved, since Orbax stores it, or an error that asks for a target.
 # Seen: optax.adam's (ScaleByAdamState, EmptyState) becomes [dict, None], {3: ...} becomes {'3':
 #   ...}.

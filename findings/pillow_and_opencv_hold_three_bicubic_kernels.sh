@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Bicubic is one name for three kernels: Pillow's resize has the coefficient -0.5, Pillow's
+# What: Bicubic is one name for three kernels: Pillow's resize has the coefficient -0.5, Pillow's
 # transform -1, OpenCV's resize -0.75.
 #
-# Packages: pillow==13.0.0, opencv-python-headless==5.0.0.93, numpy==2.5.5; a CPU, Python 3.12 or
+# Version: pillow==13.0.0, opencv-python-headless==5.0.0.93, numpy==2.5.5; a CPU, Python 3.12 or
 #   newer.
 # Expected: The same enlargement by two gives the same numbers, at least within one library.
 # Seen: Largest weight 0.867, 0.891 and 0.879, lowest -0.070, -0.141 and -0.105.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A picture that Pillow converts to HSV and back without a change in between is another one.
+# What: A picture that Pillow converts to HSV and back without a change in between is another one.
 #
-# Packages: pillow==13.0.0, numpy==2.5.5; a CPU, Python 3.12 or newer.
+# Version: pillow==13.0.0, numpy==2.5.5; a CPU, Python 3.12 or newer.
 # Expected: A hue shift of 0 is the identity, or within one level.
 # Seen: 83 % of random pixels change, by up to 6 of 255: the hue is stored in 8 bits.
 # In jaxfused: examples/vit/data.py changes no hue.

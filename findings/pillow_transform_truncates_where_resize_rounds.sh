@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Pillow's bilinear transform cuts fractions of uint8 results off; its resize rounds them.
+# What: Pillow's bilinear transform cuts fractions of uint8 results off; its resize rounds them.
 #
-# Packages: pillow==13.0.0, numpy==2.5.5; a CPU, Python 3.12 or newer.
+# Version: pillow==13.0.0, numpy==2.5.5; a CPU, Python 3.12 or newer.
 # Expected: The same rounding in both: 10.5 becomes 11 (or 10) in rotate, transform and resize.
 # Seen: Half way between 10 and 11 transform gives 10 and resize 11, so that rotations darken a
 #   picture by half a level on average.

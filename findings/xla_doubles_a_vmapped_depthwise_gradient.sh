@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# XLA's partitioner doubles the weights' gradient of a depthwise convolution under jax.vmap.
+# What: XLA's partitioner doubles the weights' gradient of a depthwise convolution under jax.vmap.
 #
-# jax 0.11.2, jaxlib 0.11.2, 8 virtual CPU devices in a mesh [4, 2] of Auto axes.
+# Version: jax 0.11.2, jaxlib 0.11.2, 8 virtual CPU devices in a mesh [4, 2] of Auto axes.
 # Expected: an array's sharding changes no numbers beyond rounding.
 # Seen: with images [entries, images, height, width, channels] whose second axis is split over the first
 #   mesh axis and replicated over the other, jax.vmap over the entries of the gradient to shared weights is
 #   exactly twice what one device computes, without a word. Split over both mesh axes, or along the entries
 #   or channels, it is right; so are the value and the gradient to the images.
-# jaxfused takes care of it: its kernels run on each device's images and sum over devices themselves; what
+# In jaxfused: its kernels run on each device's images and sum over devices themselves; what
 #   XLA runs of it is JAX's own convolution (tests/test_every_operator_on_shards.py leaves the case out).
 set -euo pipefail
 folder=$(mktemp -d)
