@@ -59,21 +59,6 @@ struct FactoredScalars {
   float eps;
 };
 
-// The last leaf whose `kFirst` is not after `index`.
-template <uint32_t FactoredLeaf::* kFirst>
-__device__ __forceinline__ int leaf_at(const FactoredArgs& args, uint32_t index) {
-  int leaf = 0, last = args.count - 1;
-  while (leaf < last) {
-    const int middle = (leaf + last + 1) / 2;
-    if (args.leaves[middle].*kFirst <= index) {
-      leaf = middle;
-    } else {
-      last = middle - 1;
-    }
-  }
-  return leaf;
-}
-
 __host__ __device__ __forceinline__ int strips_of(const FactoredLeaf& leaf) {
   return divide_up(leaf.columns, kColumns);
 }

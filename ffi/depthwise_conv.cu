@@ -710,18 +710,6 @@ ffi::Error with_lanes(int64_t channels, const F& f) {
   return f(std::integral_constant<int, 32>{});
 }
 
-template <typename F>
-ffi::Error with_dtype(Dtype dtype, const F& f) {
-  switch (dtype) {
-    case Dtype::kFloat32:
-      return f(float{});
-    case Dtype::kBfloat16:
-      return f(__nv_bfloat16{});
-    default:
-      return f(__half{});
-  }
-}
-
 ffi::Error conv(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weights, ffi::AnyBuffer bias,
                 ffi::AnyBuffer residual, ffi::Result<ffi::AnyBuffer> y,
                 ffi::Result<ffi::AnyBuffer> z, int64_t height, int64_t width, int64_t stride,

@@ -405,14 +405,6 @@ ffi::Error parse_shape(const ffi::AnyBuffer& x, const ffi::AnyBuffer& y, int64_t
   return ffi::Error::Success();
 }
 
-ffi::Error check_like_or_absent(std::string_view name, const ffi::AnyBuffer& buffer,
-                                const ffi::AnyBuffer& like) {
-  if (is_absent(buffer)) return ffi::Error::Success();
-  const auto shape = like.dimensions();
-  RETURN_IF_ERROR(check_shape(name, buffer, {shape[0], shape[1], shape[2]}));
-  return check_dtype(name, buffer, like.element_type());
-}
-
 ffi::Error parse_weights(const ffi::AnyBuffer& weights, const ffi::AnyBuffer& bias,
                          std::string_view name, int channels, Parameter* taps, Parameter* added,
                          Activation* activation) {
@@ -427,18 +419,6 @@ ffi::Error parse_weights(const ffi::AnyBuffer& weights, const ffi::AnyBuffer& bi
   if (parse_activation(name, activation)) return ffi::Error::Success();
   return ffi::Error::InvalidArgument("depthwise_conv1d: an activation is not known: " +
                                      std::string(name));
-}
-
-template <typename F>
-ffi::Error with_dtype(Dtype dtype, const F& f) {
-  switch (dtype) {
-    case Dtype::kFloat32:
-      return f(float{});
-    case Dtype::kBfloat16:
-      return f(__nv_bfloat16{});
-    default:
-      return f(__half{});
-  }
 }
 
 template <typename F>

@@ -142,6 +142,19 @@ inline std::optional<Dtype> dtype_of(const ffi::AnyBuffer& buffer) {
 }
 
 // An absent operand travels as a buffer without elements.
+// Returns `f` of a value of the type that `dtype` names.
+template <typename F>
+ffi::Error with_dtype(Dtype dtype, const F& f) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return f(float{});
+    case Dtype::kBfloat16:
+      return f(__nv_bfloat16{});
+    default:
+      return f(__half{});
+  }
+}
+
 inline bool is_absent(const ffi::AnyBuffer& buffer) { return buffer.element_count() == 0; }
 
 // Returns the data of a buffer, or nullptr for an absent one.
@@ -159,14 +172,18 @@ inline std::string to_string(ffi::AnyBuffer::Dimensions dimensions) {
 }
 
 inline ffi::Error check_shape(std::string_view name, const ffi::AnyBuffer& buffer,
-                              std::initializer_list<int64_t> expected) {
+                              ffi::AnyBuffer::Dimensions expected) {
   const auto dimensions = buffer.dimensions();
   if (std::equal(dimensions.begin(), dimensions.end(), expected.begin(), expected.end())) {
     return ffi::Error::Success();
   }
   return ffi::Error::InvalidArgument(std::string(name) + " has shape " + to_string(dimensions) +
-                                     ", but " + to_string({expected.begin(), expected.size()}) +
-                                     " is needed");
+                                     ", but " + to_string(expected) + " is needed");
+}
+
+inline ffi::Error check_shape(std::string_view name, const ffi::AnyBuffer& buffer,
+                              std::initializer_list<int64_t> expected) {
+  return check_shape(name, buffer, ffi::AnyBuffer::Dimensions{expected.begin(), expected.size()});
 }
 
 inline ffi::Error check_dtype(std::string_view name, const ffi::AnyBuffer& buffer,

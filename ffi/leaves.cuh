@@ -86,6 +86,21 @@ __device__ __forceinline__ void unpack_raw(const RawVector& raw, Dtype dtype,
   });
 }
 
+// Returns the last leaf whose member `kFirst`, which grows from leaf to leaf, is not after `index`.
+template <auto kFirst, typename Args>
+__device__ __forceinline__ int leaf_at(const Args& args, uint32_t index) {
+  int leaf = 0, last = args.count - 1;
+  while (leaf < last) {
+    const int middle = (leaf + last + 1) / 2;
+    if (args.leaves[middle].*kFirst <= index) {
+      leaf = middle;
+    } else {
+      last = middle - 1;
+    }
+  }
+  return leaf;
+}
+
 // Writes values that the kernel does not read again.
 template <int kCount>
 __device__ __forceinline__ void store_values(void* data, Dtype dtype, int64_t index,

@@ -44,20 +44,6 @@ struct MomentumArgs {
 };
 static_assert(sizeof(MomentumArgs) <= 32764);
 
-template <uint32_t MomentumLeaf::* kFirst>
-__device__ __forceinline__ const MomentumLeaf& leaf_at(const MomentumArgs& args, uint32_t index) {
-  int leaf = 0, last = args.count - 1;
-  while (leaf < last) {
-    const int middle = (leaf + last + 1) / 2;
-    if (args.leaves[middle].*kFirst <= index) {
-      leaf = middle;
-    } else {
-      last = middle - 1;
-    }
-  }
-  return args.leaves[leaf];
-}
-
 __host__ __device__ __forceinline__ int tiles_of(const MomentumLeaf& leaf) {
   return divide_up(leaf.rows, kSide) * divide_up(leaf.columns, kSide);
 }
@@ -95,7 +81,7 @@ __global__ void __launch_bounds__(kLeafThreads, 4)
     update_momentum(const __grid_constant__ MomentumArgs args) {
   __shared__ float values_of_tile[kSide][kSide + 1];
   const MomentumScalars s = *args.scalars;
-  const MomentumLeaf& leaf = leaf_at<&MomentumLeaf::first_tile>(args, blockIdx.x);
+  const MomentumLeaf& leaf = args.leaves[leaf_at<&MomentumLeaf::first_tile>(args, blockIdx.x)];
   const int of_matrix = tiles_of(leaf), across = divide_up(leaf.columns, kSide);
   const int index = static_cast<int>(blockIdx.x - leaf.first_tile);
   const int matrix = index / of_matrix;
@@ -159,7 +145,7 @@ __global__ void __launch_bounds__(kLeafThreads, 4)
 // Adds up what the tiles of a matrix have left; a block for each matrix.
 __global__ void __launch_bounds__(kLeafThreads)
     add_squares(const __grid_constant__ MomentumArgs args) {
-  const MomentumLeaf& leaf = leaf_at<&MomentumLeaf::first_matrix>(args, blockIdx.x);
+  const MomentumLeaf& leaf = args.leaves[leaf_at<&MomentumLeaf::first_matrix>(args, blockIdx.x)];
   const int tiles = tiles_of(leaf);
   const float* partial =
       args.partial + leaf.first_tile + static_cast<int64_t>(blockIdx.x - leaf.first_matrix) * tiles;

@@ -23,7 +23,7 @@ inline ffi::Error parse_parameter(std::string_view name, const ffi::AnyBuffer& b
 
 inline ffi::Error check_like(std::string_view name, const ffi::AnyBuffer& buffer,
                              const ffi::AnyBuffer& x) {
-  RETURN_IF_ERROR(check_shape(name, buffer, {x.dimensions()[0], x.dimensions()[1]}));
+  RETURN_IF_ERROR(check_shape(name, buffer, x.dimensions()));
   return check_dtype(name, buffer, x.element_type());
 }
 

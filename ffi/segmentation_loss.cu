@@ -1125,18 +1125,6 @@ ffi::Error launch_few(void (*kernel)(ImageArgs), ImageArgs args, int pixels_of_l
   return launch_kernel(kernel, args, {grid, kFewThreads, shared}, stream);
 }
 
-template <typename F>
-ffi::Error with_logits_type(Dtype dtype, const F& f) {
-  switch (dtype) {
-    case Dtype::kFloat32:
-      return f(float{});
-    case Dtype::kBfloat16:
-      return f(__nv_bfloat16{});
-    default:
-      return f(__half{});
-  }
-}
-
 ffi::Error parse_images(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& labels,
                         const ffi::AnyBuffer* weights, bool ignores, int64_t ignore_index,
                         float focal_gamma, ImageArgs* args) {
@@ -1210,7 +1198,7 @@ ffi::Error segmentation_forward(cudaStream_t stream, ffi::AnyBuffer logits, ffi:
   }
   args.cluster = static_cast<int>(cluster);
   const dim3 grid(static_cast<unsigned>(blocks * cluster), static_cast<unsigned>(shape[0]));
-  return with_logits_type(*dtype_of(logits), [&](auto type) {
+  return with_dtype(*dtype_of(logits), [&](auto type) {
     using T = decltype(type);
     if (args.classes == 1) {
       return with_mask(args, [&](auto vec, auto focal, auto plain) {
@@ -1244,7 +1232,7 @@ ffi::Error segmentation_backward(cudaStream_t stream, ffi::AnyBuffer logits, ffi
   args.dlogits = dlogits->untyped_data();
   if (is_absent(logits)) return ffi::Error::Success();
   const auto images = static_cast<unsigned>(shape[0]);
-  return with_logits_type(*dtype_of(logits), [&](auto type) {
+  return with_dtype(*dtype_of(logits), [&](auto type) {
     using T = decltype(type);
     if (args.classes == 1) {
       return with_mask(args, [&](auto vec, auto focal, auto plain) {
