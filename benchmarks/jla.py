@@ -21,7 +21,7 @@ from benchmarks import timing
 
 NAME = "jla"
 _LARGEST_ERROR = 3e-2
-"""Of a result or a gradient beside the peer's, in the norm of all its values: both are of bfloat16."""
+"""The largest relative difference of a result or gradient from the peer's, by the norm of all values."""
 
 Program = Callable[..., Any]
 
@@ -33,7 +33,7 @@ class Problem:
     name: str
     inputs: Callable[[jax.Array], tuple[Any, ...]]
     programs: dict[str, Program]
-    """Of the inputs. The first is ours."""
+    """The functions of the inputs by name, ours first."""
 
 
 def with_gradients(f: Program, differentiable: Sequence[int]) -> Program:
@@ -292,7 +292,7 @@ def _norms(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _difference(ours: jax.Array, other: jax.Array) -> float:
-    """Of the norm of ours; what has another layout is not compared."""
+    """The relative difference by the norm of all values; 0 for arrays of different layouts."""
     if ours.shape != other.shape:
         return 0.0
     difference, norm = _norms(ours, other)

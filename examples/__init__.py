@@ -3,7 +3,7 @@
 import importlib.util
 
 _PACKAGES = ("jax", "flax", "optax", "orbax", "matplotlib", "sklearn", "PIL", "tqdm")
-"""What the examples import; most of them are in the extra "examples"."""
+"""The packages that the examples import, most of which the extra "examples" brings."""
 
 if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
     raise SystemExit(

@@ -473,7 +473,7 @@ class Run:
         }
         try:
             self._checkpoints().save(step, args=ocp.args.Composite(**items))
-        # What a full disk raises is a ValueError of tensorstore's, an OSError or an Exception of orbax.
+        # A full disk ends in a ValueError of tensorstore, an OSError, or an Exception of orbax.
         except Exception as error:
             raise self._cannot_write(error) from error
 

@@ -52,7 +52,7 @@ struct FactoredArgs {
 };
 static_assert(sizeof(FactoredArgs) <= 32764);
 
-// What the kernels read from device memory.
+// The scalars of a step, which the kernels read from device memory.
 struct FactoredScalars {
   float decay, one_minus_decay;
   float squared_factor;  // of the gradients' factor
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kMomentThreads)
       const float old = load_value(leaf.moments[kind], args.moment_dtype, place);
       const float value = s.decay * old + s.one_minus_decay * (squares[i] * scale + s.eps);
       store_value(leaf.moments[kind], args.moment_dtype, place, value);
-      // What the next pass reads has been rounded.
+      // The sum is of the rounded moments, which the next pass reads.
       sums[kind] += load_value(leaf.moments[kind], args.moment_dtype, place);
     }
   }

@@ -268,7 +268,7 @@ class GradientWalk {
     }
   }
 
-  // Where checked, some steps have no result, or belong to the piece before or behind.
+  // Checked steps may have no result, or belong to the piece before or after.
   template <bool kChecked>
   __device__ __forceinline__ void advance(int step, int ahead) {
     Vector<T, kVec> dy[kSteps];

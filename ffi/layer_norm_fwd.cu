@@ -535,7 +535,7 @@ __global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kWords))
 // --- long rows that start anywhere
 // ----------------------------------------------------------------
 
-// What the kernel of staged rows normalises is x, or the next residual.
+// Whether the kernel of staged rows can run: it normalises x or the next residual as stored.
 bool stages_rows(const ForwardArgs& args) {
   return args.options.pre_activation == Activation::kNone &&
          (args.residual != nullptr || args.pre_bias.data == nullptr);

@@ -48,7 +48,7 @@ __host__ __device__ __forceinline__ int tiles_of(const MomentumLeaf& leaf) {
   return divide_up(leaf.rows, kSide) * divide_up(leaf.columns, kSide);
 }
 
-// To the nearest number of 10 bits behind the point, from the middle away from zero.
+// Rounds to TF32, whose mantissa has 10 bits; ties go away from zero.
 __device__ __forceinline__ float rounded_to_tf32(float value) {
   if (value != value) return value;  // The bits of a NaN could become those of a number.
   return __uint_as_float((__float_as_uint(value) + 0x1000u) & ~0x1fffu);

@@ -298,7 +298,7 @@ constexpr int kMaskPixels = 8;
 constexpr int kCluster = 8;
 constexpr int kMaskSums = kOverall + 3;
 
-// As SHARE_TOLERANCE of jaxfused/reference/segmentation_loss.py.
+// The same number as SHARE_TOLERANCE of jaxfused/reference/segmentation_loss.py.
 constexpr float kShareTolerance = 1e-3f;
 
 // A label of a mask, or NaN where it is no share from 0 to 1, such as 255.

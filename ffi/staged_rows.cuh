@@ -5,7 +5,7 @@
 #include "ptx.cuh"
 #include "vector.cuh"
 
-// Where a row of a matrix lies among the aligned pieces.
+// The place of a row of a matrix among the aligned pieces of 16 bytes.
 template <typename T>
 struct RowPieces {
   static constexpr int kVec = 16 / sizeof(T);

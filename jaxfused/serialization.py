@@ -1,4 +1,4 @@
-"""What `flax.serialization`, with which `TrainState` is saved, makes of this package's pytrees.
+"""The states that `flax.serialization`, which saves `TrainState`, has of this package's pytrees.
 
 A state has the arrays by the names of their fields. What is static, such as how an array's bits lie, is
 that of the target which the state is read into.

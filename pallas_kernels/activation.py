@@ -22,7 +22,7 @@ NAMES = (
     "hard_swish", "mish", "sigmoid", "hard_sigmoid", "tanh",
 )  # fmt: skip
 ARITHMETIC = ("relu", "relu2", "relu6", "leaky_relu", "hard_swish", "hard_sigmoid")
-"""Which take no exponential: a cost model counts no evaluation for them."""
+"""The activations without an exponential, for which a cost model counts no evaluation."""
 
 _GELU_TANH_RATE = 2.0 * math.sqrt(2.0 / math.pi)
 """0.5 (1 + tanh(z)) is the logistic function of 2 z."""

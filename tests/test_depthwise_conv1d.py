@@ -7,6 +7,7 @@ import pytest
 import jaxfused
 from jaxfused import cuda, dispatch
 from tests.against_float64 import assert_values_and_gradients
+from tests.calls import have_library
 from tests.cases.conv import CONV1D_CASES, CONV1D_KERNEL_CASES
 from tests.lowering import kernels
 from tests.test_conv import plain_conv
@@ -18,8 +19,7 @@ FORWARD, BACKWARD = "jaxfused_depthwise_conv1d", "jaxfused_depthwise_conv1d_back
 @pytest.fixture
 def with_library(hopper, monkeypatch):
     """The operator is lowered as if the CUDA library were there, which tests/test_ffi.py looks at."""
-    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda.library, "register", lambda: None)
+    have_library(monkeypatch)
     return hopper
 
 

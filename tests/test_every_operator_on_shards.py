@@ -4,9 +4,6 @@ As tests/test_sharding.py, this file runs itself in a process with several devic
 """
 
 import itertools
-import os
-import subprocess
-import sys
 
 import chex
 import jax
@@ -19,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfused import dispatch
 from jaxfused.ops import kernel_call
+from tests import eight_devices
 from tests.calls import calls, have_library
+from tests.eight_devices import DEVICES
 from tests.grids import parametrize
 
-DEVICES = 8
 on_eight_devices = pytest.mark.skipif(
     jax.device_count() != DEVICES or jax.default_backend() != "cpu",
     reason="runs in the process that test_on_eight_devices starts",
@@ -36,21 +34,7 @@ NAMES = list(calls())
 @pytest.mark.skipif(jax.device_count() == DEVICES, reason="this is that process")
 @parametrize("selection", ["not exhaustive", "exhaustive"], quick=(0,))
 def test_on_eight_devices(selection):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(DEVICES),
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-m", f"skipif and {selection}", __file__],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    eight_devices.assert_passes(__file__, selection)
 
 
 def typed(mesh, specs, operands):

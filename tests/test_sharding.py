@@ -7,10 +7,7 @@ this file runs itself in a process of its own.
 
 import functools
 import itertools
-import os
 import re
-import subprocess
-import sys
 from typing import NamedTuple
 
 import chex
@@ -26,11 +23,12 @@ import jaxfused
 from jaxfused import cuda, ops, reference, sharding
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
+from tests import eight_devices
 from tests import test_cross_entropy_kernels as cross_entropy_stand_ins
 from tests.arrays import put
+from tests.eight_devices import DEVICES
 from tests.grids import parametrize
 
-DEVICES = 8
 on_eight_devices = pytest.mark.skipif(
     jax.device_count() != DEVICES or jax.default_backend() != "cpu",
     reason="runs in the process that test_on_eight_devices starts",
@@ -44,23 +42,7 @@ AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
 @pytest.mark.skipif(jax.device_count() == DEVICES, reason="this is that process")
 @parametrize("selection", ["not exhaustive", "exhaustive"], quick=(0,))
 def test_on_eight_devices(selection):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(DEVICES),
-        # The name of a cached program does not say what its partitioning callbacks do.
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        # Those that are not skipped here have no need of several devices, and run in the other process.
-        [*command, "-m", f"skipif and {selection}", __file__],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    eight_devices.assert_passes(__file__, selection)
 
 
 # --- stand-ins ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 from jaxfused.cuda import library
 
 _MAX_LEAVES = 256
-"""Of one launch."""
+"""The most leaves of one launch."""
 _MAX_IN_PLACE = 48
 """Leaves of a launch that writes in place: see `optimizer_step.LEAVES_A_CALL`."""
 _TILE_ROWS, _TILE_COLUMNS = 64, 512

@@ -16,13 +16,13 @@ from jaxfused.cuda import library
 TAPS = (2, 3, 4, 5, 7)
 """The lengths of windows that there are kernels for, at stride 1."""
 MAX_STEPS = 2**28
-"""Of all images together, and at most so many channels."""
+"""The steps of all images together, and the channels, are fewer than this."""
 
 _FORWARD_THREADS, _GRADIENT_THREADS = 512, 384
-"""Of a multiprocessor: what registers leave room for."""
+"""Threads of an SM that the registers of the forward and of the gradient leave room for."""
 _CHANNELS_OF_THREAD = 4
 _LEAST_STEPS = 32
-"""Of a piece, beside which the inputs that two pieces read are few."""
+"""The fewest steps of a piece: the inputs that two pieces both read are few beside them."""
 
 
 def why_unsupported(
@@ -124,7 +124,7 @@ def gradient(
         pieces=np.int64(pieces),
         activation=activation or "none",
     )
-    # What is cut after it has been summed is a kernel of XLA for each piece.
+    # Sums are cut before they are summed: XLA would cut the sum by a kernel for each part.
     dw, dbias = jnp.sum(parts[:, :taps], axis=0), jnp.sum(parts[:, taps], axis=0)
     return dx, dw, dbias, None if residual is None else dz
 
@@ -134,6 +134,6 @@ def _or_absent(operand: jax.Array | None) -> jax.Array:
 
 
 def _pieces(images: int, steps: int, channels: int, resident: int) -> int:
-    """Of an image's steps: as many as the threads that are resident take at once."""
+    """The pieces of an image's steps: as many as the resident threads take at once."""
     of_image = math.ceil(channels / _CHANNELS_OF_THREAD)
     return max(1, min(resident // (images * of_image), steps // _LEAST_STEPS))

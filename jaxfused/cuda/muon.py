@@ -10,9 +10,9 @@ import numpy as np
 from jaxfused.cuda import library
 
 _SIDE = 64
-"""Of a tile."""
+"""The rows and columns of a tile."""
 MAX_LEAVES = 256
-"""Of one launch."""
+"""The most arrays of one launch."""
 
 
 def momentum_both_ways(

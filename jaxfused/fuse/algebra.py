@@ -122,7 +122,7 @@ class Term(NamedTuple):
     factor: float
     view: View
     slack: float = 0.0
-    """By how much of itself the factor may be off what was meant: see `rounding`."""
+    """The relative rounding error that the factor may have: see `rounding`."""
 
 
 @dataclass
@@ -167,7 +167,7 @@ def _add(result: Sum, factor: float, slack: float, seen: View, look: Look) -> No
 
 
 def rounding(number: float, value: Value) -> float:
-    """By how much of itself a number that the value is may have been rounded.
+    """The relative rounding error that a constant value may have.
 
     It is half of a unit in its last place, so that of all numbers of the dtype only the nearest one to
     what was meant is as near as that.
@@ -209,7 +209,7 @@ class Product:
     constant: float = 1.0
     powers: dict[View, float] = field(default_factory=dict)
     slack: float = 0.0
-    """By how much of itself the constant may be off what was meant: see `rounding`."""
+    """The relative rounding error that the constant may have: see `rounding`."""
 
     def multiply(self, view: View, power: float) -> None:
         self.powers[view] = self.powers.get(view, 0.0) + power
@@ -292,7 +292,7 @@ class Mean(NamedTuple):
     argument: Value
     axes: tuple[int, ...]
     placed: tuple[int, ...]
-    """Where the axes that are left stand among those of what was looked at."""
+    """The places of the remaining axes among those of the array that was reduced."""
 
     @property
     def is_in_place(self) -> bool:

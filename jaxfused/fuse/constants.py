@@ -26,7 +26,7 @@ def _logistic(x):
 
 
 def _quotient(x, y):
-    """Of integers towards zero, as XLA has it."""
+    """Division of integers that rounds towards zero, as XLA does."""
     if np.result_type(x, y).kind == "f":
         return x / y
     return (np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))).astype(np.result_type(x, y))

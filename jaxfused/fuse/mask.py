@@ -228,7 +228,7 @@ _BOUNDED: dict[str, Callable[..., float]] = {
     **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "transpose"), lambda x, *_: x),
     **dict.fromkeys(("convert_element_type", "copy", "name"), lambda x: x),
 }
-"""Of monotone operations, what each makes of numbers; the others only choose or move."""
+"""The function of numbers of each monotone operation; the other operations choose or move values."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Moments:
         return self.frame.is_source(array) and self.is_mean(mean)
 
     def _averaged(self, seen: View, factor: float = 1.0, slack: float = 0.0) -> View | None:
-        """What `factor` times a view shows the mean of, over the reduced parts, or None."""
+        """The array whose mean over the reduced parts is `factor` times a view, or None."""
         parts = product(*seen, look=self.frame.look)
         if len(parts.powers) != 1:
             return None

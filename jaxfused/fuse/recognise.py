@@ -121,7 +121,7 @@ def _recognise(
 
 
 def _run_here(node: Node) -> list[bool]:
-    """For each body of an operation whether it may run on this machine's device.
+    """Whether each body of an operation may run on this machine's device.
 
     The branches of `lax.platform_dependent` for other devices stay: operators have been chosen for this.
     """

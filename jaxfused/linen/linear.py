@@ -172,7 +172,7 @@ class Affine(linen.Module):
 
 
 def stand_in(layer: Any) -> KernelStandIn | None:
-    """What is in a layer's parameters in place of a kernel of floats, or None."""
+    """The object that stands for a kernel of floats in a layer's parameters, or None."""
     kernel = layer.get_variable("params", "kernel")
     return meta.unbox(kernel) if isinstance(kernel, KernelStandIn) else None
 

@@ -136,7 +136,7 @@ class GeneralAffine(linen.Module):
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = linen.initializers.zeros
 
-    # As of `Affine`.
+    # The same field as that of `Affine`.
     @linen.compact
     def parameters(self, inputs: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
         """Returns (kernel [*inputs, *features], bias [*features] or None)."""

@@ -146,7 +146,7 @@ def patches(
     input_dilation: Any,
     **geometry: Any,
 ) -> jax.Array | None:
-    """What the windows of x [B, *spatial, I] take: [B, pixels, taps * I], or None where groups are."""
+    """The values of each window of x [B, *spatial, I], [B, pixels, taps * I]; None for groups."""
     if feature_group_count > 1:
         return None
     channels = x.shape[-1]

@@ -28,7 +28,7 @@ class HeadNorms(NamedTuple):
 
 
 class Rope(Protocol):
-    """What both kinds of `RotaryEmbedding` do for a block."""
+    """The method that a block calls of either kind of `RotaryEmbedding`."""
 
     interleaved: bool
 

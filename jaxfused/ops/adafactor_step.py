@@ -1,4 +1,4 @@
-"""What Adafactor takes of its matrices by kernels, on one device or on shards.
+"""Adafactor's moments and scales of matrices by kernels, on one device or on shards.
 
 The reference is Optax's `scale_by_factored_rms`. An update is here a gradient times a number for its
 row, one for its column and one for its matrix. So the updates themselves need no pass of their own:
@@ -23,7 +23,7 @@ from jaxfused.ops.gradient_norm import clipping_factor
 from jaxfused.ops.reference_rules import with_reference_rules
 
 LEAST_PARAMETER_SCALE = 1e-3
-"""What Optax's `scale_by_param_block_rms` has the root mean square of a parameter be at least."""
+"""The least root mean square of a parameter, as in Optax's `scale_by_param_block_rms`."""
 
 
 class Leaf(NamedTuple):
@@ -298,7 +298,7 @@ class _Group:
         if self.call.multiplies_by_parameter:
             root = jnp.sqrt(totals[:, 1] / sizes)
             scale = scale * _repeated(jnp.maximum(root, LEAST_PARAMETER_SCALE), matrices)
-        # Or whoever writes a parameter would compute it for each element.
+        # Without the barrier XLA computes the scale again for each element that it writes.
         scales = _parts(lax.optimization_barrier(scale), matrices)
         return [
             Scaled(row, column, part.reshape(leaf.parameter.shape[:-2]))

@@ -73,7 +73,7 @@ def as_array(x: ConvInput) -> jax.Array:
 
 
 def as_input(x: Any) -> ConvInput:
-    """What an operator or a layer was called with, other arrays as JAX's."""
+    """The input of an operator or a layer, with arrays of other kinds converted to JAX's."""
     if isinstance(x, Rectified):
         return Rectified(jnp.asarray(x.values))
     if isinstance(x, Concatenated):

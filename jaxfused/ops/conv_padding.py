@@ -1,4 +1,4 @@
-"""What a convolution takes around its input: how much, and zeros or the input's own values."""
+"""The padding of a convolution: widths, and zeros or the input's own values."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -488,7 +488,7 @@ def _statistics_fwd(run: Runner | None, options: Options, logits, classes, soft)
 
 
 def pulls_on_rows(cotangents: Statistics, statistics: Statistics, columns: int) -> Pulls:
-    """What the cotangents of the rows' statistics pull at the logits by, sharded as the rows are.
+    """The factors of the logits' gradient from the cotangents of the rows' statistics, sharded as rows.
 
     JAX's zeros, for a statistic that nobody has read, are whole on each device, and `jnp.stack` takes
     arrays of one sharding. A zero of the rows' own is added to them.

@@ -13,7 +13,7 @@ import numpy as np
 from jaxfused.reference.segmentation_loss import SHARE_TOLERANCE
 
 _FEWEST_PIXELS = 16
-"""Of fewer, labels of which each row adds up to 1 may be a mask by chance."""
+"""The fewest pixels for which rows that add up to 1 are taken for one-hot labels, not for a mask."""
 
 
 def _seen(labels: jax.Array) -> np.ndarray | None:

@@ -123,7 +123,7 @@ of rows [50432, 768] and [25216, 1024] after a residual, and more where the cloc
 _WIDEST_FEATURES = 8192
 """A longer row fits CUDA's ring in shared memory only if both halves begin at multiples of 16 bytes."""
 _WIDEST_STAGED = {2: 16384, 4: 9600}
-"""By the bytes of a value, the features that start anywhere and that a backward in CUDA stages."""
+"""The most features of misaligned rows that CUDA's backward stages, by the bytes of a value."""
 _WIDEST_ODD = 4096
 """Features that start anywhere and that a forward in CUDA holds in registers."""
 _FEW_ODD = 128

@@ -77,7 +77,7 @@ class _Call:
     """The static part of a call."""
 
     count: int
-    """Of the gradients, before as many momenta."""
+    """The number of gradients, and of momenta behind them."""
     dtype: Any
 
     def by_kernel(self, scalars: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:

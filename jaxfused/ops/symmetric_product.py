@@ -140,7 +140,7 @@ class _Symmetric:
         return (_by_reference(*operands),)
 
     def batched(self, call, axis_size, in_batched, *operands) -> None:
-        """Of a batch of batches the entries run one by one."""
+        """The entries of a batch of batches run one by one."""
         del call, axis_size, in_batched, operands
 
 
@@ -260,5 +260,5 @@ class _BothWays:
         return _both_ways_by_reference(*operands)
 
     def batched(self, call, axis_size, in_batched, *operands) -> None:
-        """Of a batch of batches the entries run one by one."""
+        """The entries of a batch of batches run one by one."""
         del call, axis_size, in_batched, operands

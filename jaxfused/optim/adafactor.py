@@ -164,7 +164,7 @@ def _by_kernels(
         moments[i] = (
             (column, row, rows[i].v) if rows[i].normalizes_columns else (row, column, rows[i].v)
         )
-    # What is left is Optax's: a tree of its own, a list.
+    # The remaining leaves are Optax's: a tree of its own, a list.
     tree = [factor.astype(g.dtype) * g for g in others]
     own = [[row[i] for i in rest] for row in zip(*(row[1:] for row in rows), strict=True)]
     of_rest, new = stages.factored.update(

@@ -16,7 +16,7 @@ Nesterov = bool | Literal["timm", "torch", "keras"]
 
 _MOMENTUM_DECAYS = {"torch": 0.004, "keras": 1.0}
 _WARMUP_STEPS = 512
-"""Where the momentum's own factor no longer makes a difference to the product of all of them: by then
+"""The step from which the momentum's own factor no longer changes the product of all of them: by then
 torch's product is 0 in float32, and each further factor of Keras' is 1."""
 
 

@@ -37,7 +37,7 @@ class CopyFirst:
     """
 
     decay: float
-    """In [0, 1)."""
+    """The decay in [0, 1)."""
 
     def __post_init__(self) -> None:
         check("CopyFirst: decay", self.decay)
@@ -65,7 +65,7 @@ class PowerWarmup:
     """
 
     decay: float
-    """In [0, 1)."""
+    """The decay in [0, 1)."""
     power: float = 2 / 3
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class RationalWarmup:
     """
 
     decay: float
-    """In [0, 1)."""
+    """The decay in [0, 1)."""
 
     def __post_init__(self) -> None:
         check("RationalWarmup: decay", self.decay)

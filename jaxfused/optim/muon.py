@@ -400,7 +400,7 @@ class _Momentum:
         return treedef.unflatten(scaled), state
 
     def _weights(self, count: jax.Array) -> tuple[Any, Any]:
-        """What the new momentum and the gradient are multiplied by in what is made orthogonal."""
+        """The weights of the new momentum and of the gradient in the matrix that is made orthogonal."""
         now, ahead = 1.0, 1.0
         if self.bias_correction:
             now = 1 - _power(self.beta, count)
@@ -474,7 +474,7 @@ class _Momentum:
         return reason
 
     def _dtype(self, gradient: jax.Array, momentum: jax.Array) -> Any:
-        """Of what the iterations multiply."""
+        """The dtype of what the iterations multiply."""
         if self.iteration_dtype is not None:
             return jnp.dtype(self.iteration_dtype)
         return jnp.result_type(gradient, momentum)

@@ -138,7 +138,7 @@ def _iterate(
 
 
 def _counted(x: jax.Array, coefficients: jax.Array, steps: Any, preconditioning: str) -> jax.Array:
-    """As many iterations as an array says, one after the other."""
+    """Runs as many iterations as an array says, one after the other."""
     if coefficients.ndim == 1:
         coefficients = coefficients[None]
     first = jnp.where(steps > 0, _iterations(x, [coefficients[0]], preconditioning), x)
@@ -216,7 +216,7 @@ def _iterations(x: jax.Array, coefficients: Sequence[Any], preconditioning: str)
 
 
 def _total(gram: jax.Array, coefficients: Sequence[Any]) -> jax.Array:
-    """What some iterations multiply a matrix by, from its Gram matrix.
+    """The polynomial that some iterations multiply a matrix by, from its Gram matrix.
 
     With P the polynomial of an iteration, the next Gram matrix is P G P, and all of these commute and
     are symmetric: only the product of the polynomials is multiplied by the matrix.

@@ -245,7 +245,7 @@ class Hyperparameters(NamedTuple):
     learning_rate: Any
     weight_decay: Any
     constants: tuple[Any, ...]
-    """Those of the rule."""
+    """The constants of the rule."""
 
 
 class Leaves(NamedTuple):

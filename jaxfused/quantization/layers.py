@@ -100,7 +100,7 @@ def _replace_in_tree(
 
 
 def _unboxed(leaf: Any) -> Any:
-    """What is in the box of a partitioned parameter, without its sharding being asked for."""
+    """The value in the box of a partitioned parameter, without its sharding being asked for."""
     if isinstance(leaf, linen.Partitioned):
         return leaf.value
     return leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
@@ -161,7 +161,7 @@ def _axes_of(
 
 
 _PROJECTIONS = ("query", "key", "value", "out")
-"""Of attention, by Flax's names."""
+"""The projections of attention, by Flax's names."""
 
 
 def _depths_of_stacks(tree: Mapping[Any, Any]) -> frozenset[int]:

@@ -227,7 +227,7 @@ def observe(
     inputs: dict[int, Inputs | None] = dict(recorders[False].inputs | recorders[True].inputs)
     for found in inputs.values():
         assert found is not None
-        # What a convolution has never read but as padding.
+        # Values that a convolution reads as padding only.
         unread = found.low > found.high
         found.low, found.high = (np.where(unread, 0.0, a) for a in (found.low, found.high))
     for recorder in recorders.values():

@@ -159,7 +159,7 @@ class QuantizedArray:
 
     @property
     def dtype(self) -> str:
-        """Which of FORMATS the values have, or "float4_e2m1fn"."""
+        """The format of the values: one of FORMATS, or "float4_e2m1fn"."""
         return "int4" if self.values.dtype in _INT4 else str(self.values.dtype)
 
     @property
@@ -434,7 +434,7 @@ def blocks_that_fit_too(
 
 
 _USUAL_SIDES = (128, 64, 32, 16, 256, 512)
-"""Of blocks in which checkpoints have their scales."""
+"""The sides of blocks in which checkpoints have their scales."""
 
 
 def scale_fits(

@@ -129,7 +129,7 @@ def norm(
 def _finish(
     y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, activation: str | None
 ) -> jax.Array:
-    """What follows the scale."""
+    """The bias, residual and activation after the scale."""
     y = y if bias is None else y + along_last_axis(bias, y)
     y = y if residual is None else y + residual.astype(y.dtype)
     return activate(activation, y)

@@ -60,14 +60,14 @@ class Sums(NamedTuple):
 
 
 SHARE_TOLERANCE = 1e-3
-"""What a share may be below 0 or above 1, by the rounding of whoever made it."""
+"""The distance that a share may lie below 0 or above 1, by the rounding of whoever made it."""
 
 
 def shares(labels: jax.Array, dtype: Any) -> jax.Array:
     """Labels as shares from 0 to 1, and NaN where they are none, such as a mask's 255."""
     if labels.dtype == jnp.bool_:
         return labels.astype(dtype)
-    # Of an integer that a float of few bits would round, too.
+    # Integers that a float of few bits would round are compared as integers.
     if jnp.issubdtype(labels.dtype, jnp.integer):
         is_share = (labels == 0) | (labels == 1)
     else:

@@ -61,7 +61,7 @@ class _Call:
     operands: Any
     """The tree of the operands."""
     is_linear: tuple[bool, ...]
-    """Of each leaf."""
+    """Whether the function is linear in each leaf, by its argument."""
 
     def __call__(self, f: Callable[..., Any], leaves: Arrays) -> Any:
         args = jax.tree.unflatten(self.operands, leaves)
@@ -186,7 +186,7 @@ class _Batched:
 
     map: _Map
     axes: tuple[int | None, ...]
-    """Of what is fixed, then of the tangents."""
+    """The batch axis of each fixed operand, then of each tangent; None without one."""
 
     def value(self, fixed: Arrays, tangents: Arrays) -> list[Any]:
         axes = list(self.axes)

@@ -47,7 +47,7 @@ SLOPE_OF_RESULT = ("relu", "relu6", "leaky_relu")
 alone."""
 
 ARITHMETIC = ("relu", "relu2", "relu6", "leaky_relu", "hard_swish", "hard_sigmoid")
-"""Which take a few multiplications and comparisons, and no exponential."""
+"""The activations of a few multiplications and comparisons, without an exponential."""
 
 BOUNDED_FROM_ABOVE = {
     "relu": 0.0,

@@ -147,7 +147,7 @@ def _of_layer(config: Mapping[str, Any], layer_type: str | None) -> dict[str, An
         sliding = {"rope_theta": config["rope_local_base_freq"]}
         layers = {"full_attention": full, "sliding_attention": sliding}
     elif not layers and "global_rope_theta" in config:
-        # That of ModernBERT.
+        # ModernBERT's key.
         full, sliding = (
             {"rope_theta": config.get(key)} for key in ("global_rope_theta", "local_rope_theta")
         )

@@ -286,7 +286,7 @@ class LongRope(RopeScaling):
 
 @dataclass(frozen=True)
 class ProportionalRope(RopeScaling):
-    """That of Gemma 4 and LFM 3: pairs over the whole head, of which only the fastest turn.
+    """The scaling of Gemma 4 and LFM 3: pairs over the whole head, of which only the fastest turn.
 
     Pair i turns by theta^(-2 i / rotary_dim) / factor where i < fraction * rotary_dim / 2, and the
     others not at all. `rotary_dim` is the whole head, other than in a rotation of a part of it.

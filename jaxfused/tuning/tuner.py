@@ -237,7 +237,7 @@ def run(
             table.write(file, device, entries)
             written = file
         except OSError as error:
-            # What was measured is reported all the same.
+            # The measurements are reported all the same.
             warnings.warn(f"tune: {file} could not be written ({error})", stacklevel=2)
     if written is not None and path is None:
         table.load.cache_clear()

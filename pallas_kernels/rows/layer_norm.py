@@ -364,7 +364,7 @@ class _Norm:
     round_before_scale: bool
 
     def scaled(self, normalised: jax.Array, dtype: Any) -> jax.Array:
-        """What the scale multiplies: the normalised values, rounded to x's dtype if so asked."""
+        """The values that the scale multiplies: normalised, and rounded to x's dtype if so asked."""
         if not self.round_before_scale:
             return normalised
         return normalised.astype(dtype).astype(jnp.float32)

@@ -212,7 +212,7 @@ class _Masking:
 
     parts: tuple[mask.Part, ...]
     number: float
-    """What masked logits are then."""
+    """The value that masked logits are set to."""
     is_added: bool
     """Whether the number was added to them, so that they still have their gradient."""
 
@@ -227,7 +227,7 @@ class _Logits:
     scale: float = 1.0
     soft_cap: float | None = None
     shift: float = 0.0
-    """What was added to all logits, which changes no softmax, but what a cap or a mask makes of them."""
+    """The number added to all logits: a softmax ignores it, and a cap or a mask does not."""
     masks: list[_Masking] = field(default_factory=list)
     biases: list[tuple[View, Axes, bool]] = field(default_factory=list)
     """With whether they are subtracted."""
@@ -931,7 +931,7 @@ def _of_absorbed_logits(
 
 @_of_absorbed_logits.defjvp
 def _of_absorbed_logits_jvp(scale: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """With p = 1 / S the softmax changes by p (dl - mean dl), and the result by that times v."""
+    """The derivative of rows without keys: p = 1 / S changes by p (dl - mean dl)."""
     (query, key, value), (dq, dk, dv) = primals, tangents
     result = _of_absorbed_logits(query, key, value, scale)
     dtype = accumulator_dtype(value.dtype)

@@ -75,7 +75,7 @@ class Followed:
     activation: str | None = None
 
     def words(self) -> str:
-        """What follows, as the operator has it."""
+        """The bias, residual and activation that follow, as the operator takes them."""
         is_scaled = any(step.name in ("mul", "div") or step.is_reversed for step in self.steps)
         is_added = any(step.name in ("add", "sub") for step in self.steps)
         words = ["scaled weights"] * is_scaled + ["bias"] * is_added
@@ -147,7 +147,7 @@ def _of_channels(value: Value, channel: int, channels: int) -> Value | None:
 
 
 def followed_by(book: Book, node: Node, result: Value, channel: int) -> Followed:
-    """What follows the result of a convolution that `node` has made, as far as the operator does it."""
+    """The operations after the convolution of `node` that the operator can do itself."""
     found = _steps(book, result, channel)
     added = residual_of(book, found.value)
     if added is not None and added.value.dtype == result.dtype:

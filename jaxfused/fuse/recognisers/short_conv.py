@@ -60,7 +60,7 @@ class _Taps:
     x: Value
     axis: int
     weights: dict[int, Value]
-    """By the shift of the window."""
+    """The weights by the shift of their window."""
     bias: Value | None
 
 
@@ -150,7 +150,7 @@ def _of_one_array(
 
 
 def _windows(value: Value) -> Iterator[Window]:
-    """What a value is a window of: itself, and arrays before they were cut and padded along one axis."""
+    """The arrays that a value is a window of: itself, and those before cuts and pads along one axis."""
     axis: int | None = None
     value = core(value)
     window = Window(value, None, 0, 0, 0)
@@ -195,7 +195,7 @@ def _moved(node: Node, window: Window, axis: int | None) -> Window | None:
 
 
 def _padded(node: Node) -> tuple[Value, list[int]] | None:
-    """What an operation puts zeros around, and how many before it along each axis, or None."""
+    """The array that an operation pads with zeros, and the zeros before it along each axis, or None."""
     if node.name == "pad":
         config = node.params["padding_config"]
         if scalar(node.ins[1]) != 0.0 or any(inner for _, _, inner in config):
