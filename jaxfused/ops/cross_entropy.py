@@ -461,8 +461,11 @@ def _aligned(logits, classes, soft, coefficients=None):
     )
 
 
-def _aligned_statistics(run, options, logits, classes, soft) -> Statistics:
+def _aligned_statistics(run: Runner | None, options, logits, classes, soft) -> Statistics:
+    """The statistics of rows, for losses that JAX differentiates; `run` is None for the reference."""
     logits, classes, soft, _ = _aligned(logits, classes, soft)
+    if run is None:
+        return _reference_statistics(options, logits, classes, soft)
     return _statistics(run, options, logits, classes, soft)
 
 
@@ -474,15 +477,12 @@ class _StatisticsResiduals(NamedTuple):
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="softmax_cross_entropy")
-def _statistics(run: Runner | None, options: Options, logits, classes, soft) -> Statistics:
-    """The statistics of rows, for losses that JAX differentiates; `run` is None for the reference."""
-    if run is None:
-        return reference.cross_entropy.row_statistics(logits, _joined(classes, soft), options)
+def _statistics(run: Runner, options: Options, logits, classes, soft) -> Statistics:
     _, statistics = run(_Forward(options), logits, classes, soft, None)
     return unpacked(statistics)
 
 
-def _statistics_fwd(run: Runner | None, options: Options, logits, classes, soft):
+def _statistics_fwd(run: Runner, options: Options, logits, classes, soft):
     statistics = _statistics(run, options, logits, classes, soft)
     return statistics, _StatisticsResiduals(logits, classes, soft, statistics)
 
@@ -499,23 +499,24 @@ def pulls_on_rows(cotangents: Statistics, statistics: Statistics, columns: int) 
 
 
 def _statistics_bwd(
-    run: Runner | None, options: Options, saved: _StatisticsResiduals, cotangents: Statistics
+    run: Runner, options: Options, saved: _StatisticsResiduals, cotangents: Statistics
 ):
     logits, classes, soft, statistics = saved
     pulls = pulls_on_rows(cotangents, statistics, logits.shape[-1])
-    cap = options.logits_soft_cap
-    if run is None:
-        labels = _joined(classes, soft)
-        dlogits = reference.cross_entropy.row_gradients(logits, labels, statistics, pulls, cap)
-    else:
-        packed = (jnp.stack(statistics, axis=-1), jnp.stack(pulls, axis=-1))
-        (dlogits,) = run(_Backward(cap), logits, classes, soft, *packed)
-    dsoft = None
-    if soft is not None:
-        distances = reference.cross_entropy.capped(logits, cap) - statistics.maximum[..., None]
-        dsoft = cotangents.picked[..., None] * distances + cotangents.total[..., None]
-        dsoft = dsoft.astype(soft.dtype)
-    return dlogits.astype(logits.dtype), None, dsoft
+    packed = (jnp.stack(statistics, axis=-1), jnp.stack(pulls, axis=-1))
+    (dlogits,) = run(_Backward(options.logits_soft_cap), logits, classes, soft, *packed)
+    return dlogits.astype(logits.dtype), None, _gradient_of_labels(options, saved, cotangents)
+
+
+def _gradient_of_labels(
+    options: Options, saved: _StatisticsResiduals, cotangents: Statistics
+) -> jax.Array | None:
+    if saved.soft is None:
+        return None
+    values = reference.cross_entropy.capped(saved.logits, options.logits_soft_cap)
+    distances = values - saved.statistics.maximum[..., None]
+    dsoft = cotangents.picked[..., None] * distances + cotangents.total[..., None]
+    return dsoft.astype(saved.soft.dtype)
 
 
 _statistics.defvjp(_statistics_fwd, _statistics_bwd)
@@ -573,6 +574,33 @@ def losses_of_rows(statistics: jax.Array, classes: jax.Array | None, options: Op
 
 
 # --- gradient of the reference --------------------------------------------------------------------
+
+
+@functools.partial(stated_gradient, nondiff_argnums=(0,))
+def _reference_statistics(options: Options, logits, classes, soft) -> Statistics:
+    return reference.cross_entropy.row_statistics(logits, _joined(classes, soft), options)
+
+
+def _reference_statistics_fwd(options: Options, logits, classes, soft):
+    statistics = reference.cross_entropy.row_statistics(logits, _joined(classes, soft), options)
+    return statistics, _StatisticsResiduals(logits, classes, soft, statistics)
+
+
+def _reference_statistics_bwd(
+    options: Options, saved: _StatisticsResiduals, cotangents: Statistics
+):
+    logits, statistics = saved.logits, saved.statistics
+    dlogits = reference.cross_entropy.row_gradients(
+        logits,
+        _joined(saved.classes, saved.soft),
+        statistics,
+        pulls_on_rows(cotangents, statistics, logits.shape[-1]),
+        options.logits_soft_cap,
+    )
+    return dlogits.astype(logits.dtype), None, _gradient_of_labels(options, saved, cotangents)
+
+
+_reference_statistics.defvjp(_reference_statistics_fwd, _reference_statistics_bwd)
 
 
 class _Residuals(NamedTuple):

@@ -162,6 +162,7 @@ def linear_softmax_cross_entropy(
         class_weights = class_weights.astype(accumulator_dtype(x.dtype))
         of_labels = weights_of_labels(class_weights, labels, options)
         if several_terms:
+            chunk_size = _chunk_rows(x, w, chunk_size)
             losses = _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights)
             return reduce_losses(losses, counts, weights, reduction, of_labels)
         weights = times(weights, of_labels)
@@ -289,13 +290,11 @@ _CHUNK_LOGITS = 2**24
 
 
 def _reference_losses(options, chunk_size, x, w, bias, labels):
-    leading, features = x.shape[:-1], w.shape[1]
+    leading = x.shape[:-1]
     rows = math.prod(leading)
-    if is_symbolic(x):  # A loop has chunks of one size, and an exact number of them.
-        chunk_size = rows
     losses = _linear_token_losses(
         options,
-        chunk_size or _default_chunk_size(rows, features),
+        _chunk_rows(x, w, chunk_size),
         x.reshape(rows, x.shape[-1]),
         w,
         bias,
@@ -304,17 +303,26 @@ def _reference_losses(options, chunk_size, x, w, bias, labels):
     return losses.reshape(leading)
 
 
+def _chunk_rows(x: jax.Array, w: jax.Array, chunk_size: int | None) -> int:
+    """Returns the tokens of a chunk of x [..., D], for weights w [D, V]."""
+    rows = math.prod(x.shape[:-1])
+    if is_symbolic(x):  # A loop has chunks of one size, and an exact number of them.
+        return rows
+    return chunk_size or _default_chunk_size(rows, w.shape[1])
+
+
 def _default_chunk_size(rows: int, features: int) -> int:
     """Returns the tokens of a chunk: chunks are equal, so that the last one needs little padding."""
     chunks = max(1, math.ceil(rows * features / _CHUNK_LOGITS))
     return max(1, math.ceil(rows / chunks))
 
 
+# As the steps of the reference's loops, these compile once outside of `jax.jit` too.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights):
     """The losses whose terms have the weights of their classes; logits are recomputed by chunks."""
-    leading, features = x.shape[:-1], w.shape[1]
+    leading = x.shape[:-1]
     rows = math.prod(leading)
-    chunk_size = chunk_size or _default_chunk_size(rows, features)
     # JAX adds up the gradients of the chunks in the dtype that w and bias have here.
     wide = accumulator_dtype(x.dtype)
     w, bias = (None if a is None else a.astype(wide) for a in (w, bias))
