@@ -100,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         begin = time.monotonic()
         section: dict[str, Any] = {
             "date": results.now(),
+            "commit": results.commit(),
             "machine": machine,
             "ceilings": measured,
             "missing": missing,

@@ -81,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [workload for name, workload in known.items() if name in options.models]
     section: dict[str, Any] = {
         "date": results.now(),
+        "commit": results.commit(),
         "machine": {"versions": results.versions(), "gpu_before": results.gpu_state()},
         "ceilings": ceilings.measure(),
         "models": [

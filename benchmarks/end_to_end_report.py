@@ -160,8 +160,33 @@ def _kinds_line(row: Row) -> str:
     return ", ".join(f"{name} {time:.1f}" for name, time in by_kind(row).items() if time) + " ms"
 
 
-def readme_table(section: Section) -> list[str]:
-    """The README's lines."""
+def readme_table(steps: Sequence[tuple[str, Section]]) -> list[str]:
+    """What the steps of a (GPU, section) gain by `fuse` and `jaxfused.optim`, for the README."""
+    lines = [
+        "| training step | GPU | with Optax | with `fuse`, `jaxfused.optim` | faster | memory, GiB |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    sources = []
+    for gpu, section in steps:
+        for model in section["models"]:
+            pair = [model["rows"].get(variant) for variant in ("stock", "fused")]
+            rows = [row for row in pair if row is not None and fault(row) is None]
+            if len(rows) < len(pair):
+                continue
+            before, after = (row["milliseconds"] for row in rows)
+            lines.append(
+                f"| {model['model']}, batch {model['batch']} | {gpu.removeprefix('NVIDIA ')}"
+                f" | {before:.1f} ms | {after:.1f} ms | {before / after:.2f}x"
+                f" | {memory(rows[0])} to {memory(rows[1])} |"
+            )
+        versions = section["machine"]["versions"]
+        packages = ", ".join(f"{p} {versions[p]}" for p in ("jax", "flax") if p in versions)
+        sources.append(f"{gpu}, {packages}, {report.when(section)}")
+    return [*lines, "", f"Measured on {'; '.join(sources)}."]
+
+
+def page_table(section: Section) -> list[str]:
+    """The lines of the page of results."""
     lines = [
         "| | ms a step | images/s | model TFLOP/s | of the matrix-product peak | memory, GiB |",
         "|---|---|---|---|---|---|",
@@ -178,7 +203,7 @@ def readme_table(section: Section) -> list[str]:
                 f" | {row['milliseconds']:.1f} | {1e3 * model['batch'] / row['milliseconds']:.0f}"
                 f" | {rate:.0f} | {'' if peak is None else f'{rate / peak:.0%}'} | {memory(row)} |"
             )
-    return [*lines, "", f"{report.ceilings_line(section)}; {section['date'][:10]}."]
+    return [*lines, "", f"{report.ceilings_line(section)}; {report.when(section)}."]
 
 
 # --- chart ----------------------------------------------------------------------------------------

@@ -1,15 +1,19 @@
-"""Draws charts and the README's part from the result files: `python -m benchmarks.plot`."""
+"""`python -m benchmarks.plot`: the charts, and the tables of README.md and results/README.md."""
 
 import argparse
-import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import end_to_end_report, report, results
 from benchmarks.case import BARE, LABELS, MIXED, UNROTATED
+from benchmarks.sweep import report as sweep_report
 
-_README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parent.parent / "README.md"
+PAGE = results.DIRECTORY / "README.md"
+SWEEP = "sweep"
+"""What the names of the sweep's files end with."""
 
 # Ours in one hue, the peers in muted ones, so that the eye finds ours first.
 _COLORS = {
@@ -120,45 +124,67 @@ def chart_path(directory: Path, gpu: str, name: str) -> Path:
     return directory / f"{results.slug(gpu)}-{name}.png"
 
 
-def update_readme(readme: Path, part: str) -> None:
-    """Replaces what stands between the markers.
+def replace_part(path: Path, part: str, lines: Sequence[str]) -> None:
+    """Replaces what stands between the markers of a part.
 
     Raises:
-      ValueError: the README does not have both markers, in order.
+      ValueError: the file does not have both markers, in order.
     """
-    text = readme.read_text()
-    before, begin, rest = text.partition(report.README_BEGIN)
-    _, end, after = rest.partition(report.README_END)
-    if not begin or not end:
+    begin, end = f"<!-- {part}:begin -->\n", f"<!-- {part}:end -->"
+    before, found, rest = path.read_text().partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
         raise ValueError(
-            f"{readme} must hold the lines {report.README_BEGIN} and {report.README_END}, but does"
-            " not; add both where the measurements belong."
+            f"{path} must hold the lines {begin.strip()} and {end}, but does not; add both where the"
+            " tables belong."
         )
-    readme.write_text(before + part + after)
+    path.write_text("\n".join([before + begin, *lines, "", end + after]))
+
+
+def write_tables(directory: Path, readme: Path, page: Path) -> None:
+    """Writes the tables of both files from the results alone; the charts are those that exist."""
+    sections, sweeps = [], []
+    for path in sorted(directory.glob("*.json")):
+        (sweeps if path.stem.endswith(f"-{SWEEP}") else sections).append(path)
+    measured = [results.load(path) for path in sections]
+    images = {
+        (result["gpu"], name): os.path.relpath(chart, page.parent)
+        for result in measured
+        for name in result["benchmarks"]
+        if (chart := chart_path(directory, result["gpu"], name)).exists()
+    }
+    tables = {end_to_end_report.NAME: end_to_end_report.page_table}
+    replace_part(page, "benchmarks", report.page(measured, images, tables))
+    steps = [
+        (result["gpu"], result["benchmarks"][end_to_end_report.NAME])
+        for result in measured
+        if end_to_end_report.NAME in result["benchmarks"]
+    ]
+    if steps:
+        replace_part(readme, "models", end_to_end_report.readme_table(steps))
+    if sweeps:
+        replace_part(readme, "operators", sweep_report.readme_table(*sweep_report.load(sweeps)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     parser.add_argument("--results", type=Path, default=results.DIRECTORY)
-    parser.add_argument("--readme", type=Path, default=_README)
+    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
+    parser.add_argument("--tables", action="store_true", help="write the tables, draw no chart")
     options = parser.parse_args(arguments)
 
-    loaded = [json.loads(path.read_text()) for path in sorted(options.results.glob("*.json"))]
-    images = {}
-    for result in loaded:
-        for name, section in result["benchmarks"].items():
-            path = chart_path(options.results, result["gpu"], name)
+    for path in [] if options.tables else sorted(options.results.glob("*.json")):
+        for name, section in results.load(path).get("benchmarks", {}).items():
+            gpu = results.load(path)["gpu"]
+            chart = chart_path(options.results, gpu, name)
             if name == end_to_end_report.NAME:
-                end_to_end_report.draw(result["gpu"], section, path)
+                end_to_end_report.draw(gpu, section, chart)
             else:
-                draw(result["gpu"], name, section, path)
-            images[result["gpu"], name] = (
-                path.resolve().relative_to(options.readme.resolve().parent).as_posix()
-            )
-            print(path)
-    tables = {end_to_end_report.NAME: end_to_end_report.readme_table}
-    update_readme(options.readme, report.readme_part(loaded, images, tables))
-    print(options.readme)
+                draw(gpu, name, section, chart)
+            print(chart)
+    write_tables(options.results, options.readme, options.page)
+    print(options.readme, options.page, sep="\n")
 
 
 if __name__ == "__main__":

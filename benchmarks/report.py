@@ -1,4 +1,4 @@
-"""Turns a result section into text: the table, the summary of the bars, the README's part.
+"""Turns a result section into text: the table, the summary of the bars, the page of results.
 
 Everything is computed from the JSON, so that a number printed anywhere is a number in the file.
 """
@@ -12,9 +12,6 @@ from benchmarks.case import BEST_PEER, BULK_COPY, DEFAULT, LABELS, LESS, OURS, T
 
 Section = dict[str, Any]
 CaseResult = dict[str, Any]
-
-README_BEGIN = "<!-- benchmarks:begin -->"
-README_END = "<!-- benchmarks:end -->"
 
 
 def microseconds(case: CaseResult, name: str | None) -> float | None:
@@ -222,6 +219,12 @@ def ceilings_line(section: Section) -> str:
     return "ceilings: " + ", ".join(parts)
 
 
+def when(section: Section) -> str:
+    """The day of a measurement, and its commit; older files lack that."""
+    commit = section.get("commit")
+    return section["date"][:10] + (f", commit {commit}" if commit else "")
+
+
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     try:
         from rich.console import Console
@@ -250,29 +253,29 @@ def shape_text(shape: Sequence[int]) -> str:
     return " x ".join(str(size) for size in shape)
 
 
-# --- README ---------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 
 
-def readme_part(
+def page(
     results: Sequence[dict[str, Any]],
-    images: dict[tuple[str, str], str],
+    images: Mapping[tuple[str, str], str],
     tables: Mapping[str, Callable[[Section], list[str]]],
-) -> str:
-    """The text between the README's markers.
+) -> list[str]:
+    """The lines of the page of results: a chart and a table for each GPU and benchmark.
 
     `images` maps (gpu, benchmark) to a path, and `tables` a benchmark without cases to its lines.
     """
-    lines = [README_BEGIN]
+    lines = []
     for result in results:
         for name, section in result["benchmarks"].items():
-            lines += ["", f"### {name} on {result['gpu']}", ""]
+            lines += ["", f"## {name} on {result['gpu']}", ""]
             if (result["gpu"], name) in images:
                 lines += [f"![{name} on {result['gpu']}]({images[result['gpu'], name]})", ""]
-            lines += tables.get(name, _readme_table)(section)
-    return "\n".join([*lines, "", README_END])
+            lines += tables.get(name, _page_table)(section)
+    return lines
 
 
-def _readme_table(section: Section) -> list[str]:
+def _page_table(section: Section) -> list[str]:
     by_name: dict[str, list[CaseResult]] = {}
     for case in section["cases"]:
         by_name.setdefault(case["case"], []).append(case)
@@ -300,7 +303,7 @@ def _readme_table(section: Section) -> list[str]:
         if package in versions and LABELS.get(package) not in section["missing"]
     )
     lines += ["", f"{section['cases'][0]['dtype']}, {ceilings_line(section)}; {packages};"]
-    lines[-1] += f" {section['date'][:10]}."
+    lines[-1] += f" {when(section)}."
     if absent := _absent_peers(section):
         lines[-1] += f" Not timed: {absent}."
     return lines

@@ -89,6 +89,12 @@ def run_tags(arguments: Sequence[str]) -> Result:
     }
 
 
+def commit() -> str:
+    """The commit that a section measures, with a word about changes that are not committed."""
+    dirty = _git("status", "--porcelain", "--untracked-files=no")
+    return _git("rev-parse", "--short", "HEAD") + (" with changes" if dirty else "")
+
+
 def _git(*arguments: str) -> str:
     """What git says about this checkout; empty outside of one."""
     here = Path(__file__).parent

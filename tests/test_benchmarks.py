@@ -428,33 +428,84 @@ def test_table_names_what_went_wrong():
     assert all(len(row) == len(header) for row in rows)
 
 
-def test_chart_and_readme_come_from_the_file_alone(tmp_path):
+def pages_of(directory):
+    """The arguments of `plot` for empty pages beside a folder of results."""
+    readme, page = directory.parent / "README.md", directory / "README.md"
+    directory.mkdir(exist_ok=True)
+    for path, parts in ((readme, ("models", "operators")), (page, ("benchmarks",))):
+        marked = (f"<!-- {part}:begin -->\nold\n<!-- {part}:end -->\n" for part in parts)
+        path.write_text(f"before\n{''.join(marked)}after\n")
+    arguments = ["--results", str(directory), "--readme", str(readme), "--page", str(page)]
+    return arguments, readme, page
+
+
+def test_chart_and_page_come_from_the_file_alone(tmp_path):
     directory = tmp_path / "results"
     results.save_section(directory, "Some GPU", "layer_norm", SECTION)
-    readme = tmp_path / "README.md"
-    old = f"before\n{report.README_BEGIN}\nold\n{report.README_END}\nafter\n"
-    readme.write_text(old)
-    arguments = ["--results", str(directory), "--readme", str(readme)]
+    arguments, _, page = pages_of(directory)
     plot.main(arguments)
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n")
     assert "old" not in text
-    assert "(results/some-gpu-layer_norm.png)" in text
+    assert "(some-gpu-layer_norm.png)" in text
     rate = f"{FORWARD['bytes'] / 2e3:.0f} GB/s"
     assert f"| layer_norm forward | 1 | {rate} | 1.50x | 1.25x |" in text
     assert "| rms_norm forward+backward | 1 | not measured | not measured |" in text
     assert "Not timed: torch.compile in 1 of 2 cases." in text
     assert (directory / "some-gpu-layer_norm.png").read_bytes().startswith(b"\x89PNG")
-    plot.main(arguments)
-    assert readme.read_text() == text
+    plot.main([*arguments, "--tables"])
+    assert page.read_text() == text
 
 
-def test_readme_without_markers_is_left_alone(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("no markers\n")
+def test_readme_has_medians_of_the_sweep(tmp_path):
+    directory = tmp_path / "results"
+    arguments, readme, _ = pages_of(directory)
+
+    def entry(case, ours, stock, **fields):
+        times = {"ours": ours, "stock a": stock, "stock b": 2 * stock}
+        fields = {"operator": "layer_norm", "direction": "forward", "status": "ok"} | fields
+        kernels = {"ours": [["norm", 1.0]], "stock a": [["x", 1.0]] * 3, "stock b": []}
+        return fields | dict(case=case, microseconds=times, same_program=None, kernels=kernels)
+
+    run = {"date": "2026-11-27T01:00:00", "commit": "a", "versions": {"jax": "0.11.2"}}
+    first = [entry(str(n), 1.0, ratio) for n, ratio in enumerate((1.0, 2.0, 3.0))]
+    both = entry("0", 1.0, 5.0, direction="forward+backward")
+    wrong = {"operator": "layer_norm", "direction": "forward", "status": "wrong", "case": "9"}
+    files = {"one": [*first, both, wrong], "two": [entry("0", 1.0, 4.0)]}
+    for gpu, entries in files.items():
+        text = json.dumps({"runs": [run | {"device": gpu, "entries": entries}]})
+        (directory / f"{gpu}-sweep.json").write_text(text)
+    plot.main([*arguments, "--tables"])
+    text = readme.read_text()
+    # The same case on two GPUs is two cases.
+    line = "| `layer_norm` | 1 instead of 3 | 2.50x (1.15x) | 5.00x (5.00x) | 4 |"
+    assert line in text
+    assert "5 timings on one and two with jax 0.11.2, from 2026-11-27 to 2026-11-27" in text
+    assert "over 1 commits; 1 more raised or were wrong" in text
+
+
+def test_tables_of_this_repository_are_those_of_its_results(tmp_path):
+    pages = []
+    for path in (plot.README, plot.PAGE):
+        pages.append(tmp_path / path.parent.name / path.name)
+        pages[-1].parent.mkdir()
+        pages[-1].write_text(path.read_text())
+    readme, page = pages
+    for chart in results.DIRECTORY.glob("*.*"):
+        if chart.suffix in (".json", ".png"):
+            (page.parent / chart.name).symlink_to(chart)
+    plot.write_tables(page.parent, readme, page)
+    remedy = "run `python -m benchmarks.plot --tables`"
+    assert readme.read_text() == plot.README.read_text(), remedy
+    assert page.read_text() == plot.PAGE.read_text(), remedy
+
+
+def test_page_without_markers_is_left_alone(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text("no markers\n")
     with pytest.raises(ValueError, match="benchmarks:begin"):
-        plot.update_readme(readme, "part")
-    assert readme.read_text() == "no markers\n"
+        plot.replace_part(page, "benchmarks", ["part"])
+    assert page.read_text() == "no markers\n"
 
 
 # --- whole training steps -------------------------------------------------------------------------
@@ -652,11 +703,10 @@ def test_the_time_of_a_step_is_shared_out():
 def test_steps_are_reported_from_the_file_alone(steps_section, tmp_path, capsys):
     directory = tmp_path / "results"
     results.save_section(directory, "Some GPU", "end_to_end", steps_section)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{report.README_BEGIN}\n{report.README_END}\n")
-    plot.main(["--results", str(directory), "--readme", str(readme)])
+    arguments, _, page = pages_of(directory)
+    plot.main(arguments)
     assert (directory / "some-gpu-end_to_end.png").read_bytes().startswith(b"\x89PNG")
-    rows = [line for line in readme.read_text().splitlines() if line.startswith("| tiny, batch 4")]
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| tiny, batch 4")]
     assert [line.split(":")[1].split("|")[0].strip() for line in rows] == [
         "jaxfused",
         "stock (Flax or Equinox) + Optax",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sweep.lowering import OURS, STOCK
+from benchmarks.sweep.lowering import FORWARD, OURS, STOCK, WHOLE
 
 Entry = dict[str, Any]
 
@@ -32,13 +32,13 @@ def save(path: Path, run: dict[str, Any], entries: Sequence[Entry]) -> None:
 
 
 def load(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[Entry]]:
-    """(runs, entries) of all files; of a case that ran more than once the last run counts."""
+    """(runs, entries) of all files; of a case that a GPU ran more than once the last run counts."""
     runs: list[dict[str, Any]] = []
-    by_case: dict[tuple[str, str], Entry] = {}
+    by_case: dict[tuple[str, str, str], Entry] = {}
     for path in paths:
         for run in json.loads(path.read_text())["runs"]:
             for entry in run.pop("entries"):
-                by_case[entry["case"], entry["direction"]] = entry
+                by_case[run["device"], entry["case"], entry["direction"]] = entry
             runs.append(run)
     return runs, list(by_case.values())
 
@@ -126,6 +126,80 @@ def percentile(ascending: Sequence[float], percent: float) -> float:
     below = int(position)
     above = min(below + 1, len(ascending) - 1)
     return ascending[below] + (position - below) * (ascending[above] - ascending[below])
+
+
+README_ROWS = {
+    "attention": ("softmax(q k^T + mask) v", "dot_product_attention"),
+    "layer_norm": ("LayerNorm", "layer_norm"),
+    "layer_norm_residual": ("x + branch, then LayerNorm", "layer_norm(branch, residual=x)"),
+    "rms_norm": ("RMSNorm", "rms_norm"),
+    "rms_norm_residual": ("x + branch, then RMSNorm", "rms_norm(branch, residual=x)"),
+    "qkv_projection": ("Dense for q, k, v, norm of heads, rope", "qkv_projection"),
+    "rope": ("rotary embedding of q and k", "rope"),
+    "linear": ("Dense, activation, residual", "linear"),
+    "mlp": ("Dense, gelu, Dense, residual", "mlp"),
+    "gated_mlp": ("SwiGLU or GEGLU", "gated_mlp"),
+    "softmax_cross_entropy": ("log_softmax, negative log-likelihood", "softmax_cross_entropy"),
+    "group_norm": ("GroupNorm, residual, activation", "group_norm"),
+    "batch_norm": ("BatchNorm in training, residual, activation", "batch_norm"),
+    "conv": ("Conv, bias, residual, activation", "conv"),
+    "depthwise_conv": ("depthwise Conv, bias, activation", "conv(groups=channels)"),
+    "max_pool": ("max_pool", "max_pool"),
+    "upsample": ("bilinear upsampling by 2", "upsample"),
+    "quantized_matmul": ("Dense of int8, int4 or float8 weights", "quantized_matmul"),
+    "quantized_norm": ("norm, then quantised rows", "layer_norm(quantize_rows=int8)"),
+}
+"""By operator of the sweep, in the order of the README: what a model has, and the call for it."""
+
+
+def readme_table(runs: Sequence[dict[str, Any]], entries: Sequence[Entry]) -> list[str]:
+    """The README's lines: an operator's kernels and its ratios to stock XLA, all GPUs together."""
+    lines = [
+        "| in your model | call | kernels, forward | forward | with gradients | shapes |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    timed = [e for e in entries if e["status"] == "ok" and over_stock(e) is not None]
+    used: list[Entry] = []
+    for operator, (written, call) in README_ROWS.items():
+        here = [e for e in timed if e["operator"] == operator]
+        if not here:
+            continue
+        used += here
+        forward, both = ([e for e in here if e["direction"] == d] for d in (FORWARD, WHOLE))
+        cells = [_kernel_counts(forward), _gain(forward), _gain(both), str(len(forward))]
+        lines.append(f"| {written} | `{call}` | {' | '.join(cells)} |")
+    failed = sum(e["status"] != "ok" for e in entries if e["operator"] in README_ROWS)
+    devices = " and ".join(sorted({run["device"] for run in runs}))
+    dates = sorted(run["date"][:10] for run in runs)
+    versions = " and ".join(sorted({run["versions"]["jax"] for run in runs}))
+    commits = len({run["commit"] for run in runs})
+    return [
+        *lines,
+        "",
+        f"Medians, and in brackets the 5th percentile, of {len(used):,} timings on {devices} with jax"
+        f" {versions}, from {dates[0]} to {dates[-1]}, over {commits} commits; {failed} more raised or"
+        " were wrong when they were measured.",
+    ]
+
+
+def _kernel_counts(entries: Sequence[Entry]) -> str:
+    """Medians of the kernels of ours and of the fastest stock form, where they were listed."""
+    pairs = [
+        (len(entry["kernels"][OURS]), len(entry["kernels"][stock[0]]))
+        for entry in entries
+        if entry.get("kernels") and (stock := stock_time(entry)) is not None
+    ]
+    if not pairs:
+        return "not counted"
+    ours, stocks = (statistics.median_low(counts) for counts in zip(*pairs, strict=True))
+    return f"{ours} instead of {stocks}" if ours != stocks else str(ours)
+
+
+def _gain(entries: Sequence[Entry]) -> str:
+    ratios = sorted(ratio for e in entries if (ratio := over_stock(e)) is not None)
+    if not ratios:
+        return "not measured"
+    return f"{statistics.median(ratios):.2f}x ({percentile(ratios, 5):.2f}x)"
 
 
 def _worst(timed: Sequence[Entry], against: str) -> list[str]:
