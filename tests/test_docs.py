@@ -57,6 +57,25 @@ def test_every_module_has_a_page():
         assert missing <= {"SelfAttention"}, f"{name}: {sorted(missing)}"
 
 
+def test_replaced_words_do_not_come_back():
+    """The glossary's first table has the words; it alone may use them."""
+    root, glossary = DOCS.parent, DOCS / "glossary.md"
+    table = glossary.read_text().partition("| older word | term |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines()[2:]]
+    words = [word.strip() for row in rows for word in row.split(",")]
+    assert len(words) > 20
+    pattern = re.compile(rf"\b({'|'.join(words)})\b".replace(" ", r"\s+"), re.IGNORECASE)
+    pages = {root / "README.md", root / "CONTRIBUTING.md", *PAGES} - {glossary}
+    for page in sorted(pages):
+        found = sorted({match[0] for match in pattern.finditer(page.read_text())})
+        assert not found, f"{page.relative_to(root)} has {found}; docs/glossary.md has the terms"
+
+
+def test_glossary_has_forty_entries():
+    entries = re.findall(r"^- \*\*(.+)\*\*: ", (DOCS / "glossary.md").read_text(), re.M)
+    assert len(entries) >= 40 and len(set(entries)) == len(entries)
+
+
 def test_docstrings_become_markdown():
     spec = importlib.util.spec_from_file_location("docstrings", DOCS / "docstrings.py")
     docstrings = importlib.util.module_from_spec(spec)
