@@ -57,6 +57,17 @@ def test_every_module_has_a_page():
         assert missing <= {"SelfAttention"}, f"{name}: {sorted(missing)}"
 
 
+def test_links_of_other_pages_lead_somewhere():
+    """`make docs` checks those of docs/."""
+    root = DOCS.parent
+    pages = [*root.glob("*.md"), *(root / "benchmarks").rglob("*.md"), *root.glob("findings/*.md")]
+    assert len(pages) > 5
+    for page in pages:
+        for target in re.findall(r"\]\(([^)\s#]+)(?:#\S*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.relative_to(root)}: {target}"
+
+
 def test_replaced_words_do_not_come_back():
     """The glossary's first table has the words; it alone may use them."""
     root, glossary = DOCS.parent, DOCS / "glossary.md"
