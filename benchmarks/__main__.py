@@ -31,6 +31,7 @@ from benchmarks.case import LABELS, LESS, OURS
 from benchmarks.fuzz import command as fuzz
 from benchmarks.sweep import command as sweep
 from benchmarks.without_gpu import command as without_gpu
+from benchmarks.without_gpu import lowered
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     end_to_end_report.NAME: end_to_end.main,
@@ -40,6 +41,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     jla.NAME: jla.main,
     optimizer.NAME: optimizer.main,
     parallel.NAME: parallel.main,
+    lowered.NAME: lowered.main,
     without_gpu.NAME: without_gpu.main,
 }
 
