@@ -1,14 +1,15 @@
 """`python -m benchmarks lowered`: whether a change of the code changes any program, without a GPU.
 
-Cases of the fuzz, an example of each operator and the optimizers are lowered, forward and with gradients
-for an H200 and an A100 that are not there. Of each lowering a file has the hash of its text, the choices
-with their reasons, and the keys of the tuning table; `--compare` says what differs between two files.
-METHOD.md says what is hashed.
+Cases of the fuzz and of the sweep, an example of each operator and the optimizers are lowered, forward
+and with gradients, for an H200 and an A100 that are not there. Of each lowering a file has the hash of
+its text, the choices with their reasons, and the keys of the tuning table; `--compare` says what differs
+between two files. METHOD.md says what is hashed.
 """
 
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from benchmarks import optimizer
 from benchmarks.fuzz import operators
 from benchmarks.fuzz.problem import How, Options
 from benchmarks.fuzz.programs import Programs
+from benchmarks.sweep import configs, programs
 from jaxfused import dispatch
 from jaxfused.__main__ import EXAMPLES, Example
 from jaxfused.cuda import cublaslt, library
@@ -77,10 +79,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--cases",
         type=int,
-        default=60,
+        default=48,
         metavar="N",
-        help="how many cases of the fuzz are drawn, beside all examples and optimizers"
-        " (default: %(default)s, together some 1000 lowerings)",
+        help="how many cases of the fuzz and of the sweep are drawn, beside examples and optimizers"
+        " (default: %(default)s)",
     )
     parser.add_argument("--only", metavar="WORD", help="cases that have this word in their names")
     parser.add_argument("--out", type=Path, help="the file to write")
@@ -96,21 +98,23 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def lowered(seed: int, cases: int, only: str | None = None) -> dict[str, Any]:
     """What was drawn for each case, and the record of each lowering by its name."""
-    names = [*operators.OPERATORS]
     made: dict[str, tuple[Any, Callable[[], Iterator[Program]]]] = {}
-    for index in range(cases):
-        drawn = operators.drawn(seed, index, [names[index % len(names)]])
-        made[f"{drawn['operator']} {index}"] = drawn, partial(_of_fuzz, drawn)
+    for index, name in zip(range(cases), itertools.cycle(operators.OPERATORS)):
+        drawn = operators.drawn(seed, index, [name])
+        made[f"{name} fuzz {index}"] = drawn, partial(_of_fuzz, drawn)
+    for index, name in zip(range(cases), itertools.cycle(configs.OPERATORS)):
+        config = configs.drawn(name, seed, index)
+        made[f"{name} sweep {index}"] = configs.to_line(config), partial(_of_sweep, config)
     for name, example in EXAMPLES.items():
         made[f"{name} example"] = None, partial(_of_example, example)
     for row in (row for tree in ("vit-b", "llama") for row in optimizer.rows(tree)):
         made[f"optimizer {row.name}"] = None, partial(_of_optimizer, row)
     found: dict[str, Any] = {"drawn": {}, "lowerings": {}}
-    for name, (drawn, programs) in made.items():
+    for name, (drawn, each) in made.items():
         if only is not None and only not in name.split():
             continue
         found["drawn"][name] = drawn
-        for program in programs():
+        for program in each():
             for device in DEVICES:
                 label = f"{name}, {program.direction}, {program.implementation}, {device.name}"
                 found["lowerings"][label] = record(program, device)
@@ -129,9 +133,17 @@ class Program(NamedTuple):
 def _of_fuzz(drawn: Options) -> Iterator[Program]:
     problem = operators.problem_of(drawn)
     for direction in (FORWARD, GRADIENT)[: 1 + problem.with_gradient]:
-        programs = Programs(problem, drawn | {"gradient": direction == GRADIENT})
+        case = Programs(problem, drawn | {"gradient": direction == GRADIENT})
         for implementation in IMPLEMENTATIONS:
-            yield Program(direction, implementation, *programs.traced(How(implementation, False)))
+            yield Program(direction, implementation, *case.traced(How(implementation, False)))
+
+
+def _of_sweep(config: configs.Config) -> Iterator[Program]:
+    written = programs.of(config)
+    arrays = jax.eval_shape(written.make_inputs, jax.eval_shape(lambda: jax.random.key(0)))
+    for direction in (FORWARD, GRADIENT)[: 1 + bool(written.differentiable)]:
+        whole = written.whole(written.ours, direction == GRADIENT)
+        yield Program(direction, None, whole, arrays)
 
 
 def _of_example(example: Example) -> Iterator[Program]:
@@ -219,7 +231,7 @@ def differences(before: Any, now: Any) -> list[str]:
     counts: Counter[str] = Counter()
     for label in dict.fromkeys((*before["lowerings"], *now["lowerings"])):
         old, new = (found["lowerings"].get(label) for found in (before, now))
-        name = label.split(",")[0]
+        name = label.rsplit(", ", 3)[0]
         if old is None or new is None:
             parts = ["only before" if new is None else "only now"]
         elif before["drawn"][name] != now["drawn"][name]:
