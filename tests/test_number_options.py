@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxfused
-from jaxfused.ops.validation import _kinds
+from jaxfused.ops.validation import _kinds, _leaves
 
 X, IMAGES = jnp.ones((4, 8)), jnp.ones((2, 6, 6, 8))
 W, KERNEL = jnp.ones((8, 8)), jnp.ones((3, 3, 8, 8))
@@ -222,3 +222,91 @@ def test_a_module_of_linen_names_itself():
     with pytest.raises(ValueError, match=r"Conv: strides is True.*pass an int"):
         jaxfused.nnx.Conv(8, 8, (3, 3), strides=True, rngs=RNGS)
     assert isinstance(jaxfused.linen.Conv(8, (3, 3)), flax.linen.Conv)
+
+
+NO_NUMBER = ["bad", b"x", 1j, {}, object(), X, lambda: 1]
+OTHER_CALLS = {
+    "linear": ((X, W), dict(precision="highest")),
+    "quantized_matmul": ((X, jaxfused.quantize(W)), {}),
+    "quantize_rows": ((X,), {}),
+    "global_avg_pool": ((IMAGES,), {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS | OTHER_CALLS)
+def test_an_option_of_another_kind_is_refused_by_name(name):
+    """Numbers, switches, words, dtypes, precisions and axes: whatever is no operand."""
+    function, (args, options) = getattr(jaxfused, name), (CALLS | OTHER_CALLS)[name]
+    for option, parameter in list(inspect.signature(function).parameters.items())[len(args) :]:
+        if jax.Array in _leaves(parameter.annotation) or option in {
+            "scaling",
+            "quantize_rows",
+            "weights",
+        }:
+            continue
+        for wrong in NO_NUMBER:
+            if wrong == "bad" and str in _leaves(parameter.annotation):
+                continue
+            with pytest.raises(
+                ValueError, match=rf"{name}: {option}.*; (pass|call)|make the tables"
+            ):
+                function(*args, **(options | {option: wrong}))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_numbers_beyond_their_range_are_refused_by_name(name):
+    function, (args, options) = getattr(jaxfused, name), CALLS[name]
+    for option, kind in numbers_of(function).items():
+        if option in options:
+            huge = 10**400 if kind is float else 2**70
+            with pytest.raises(ValueError, match=rf"{name}: {option} is 1\d*, beyond.*; pass a"):
+                function(*args, **(options | {option: huge}))
+
+
+@pytest.mark.parametrize("name", [n for n in CALLS if "epsilon" in CALLS[n][1]])
+def test_a_whole_epsilon_is_a_number_and_a_negative_one_is_refused(name):
+    function, (args, options) = getattr(jaxfused, name), CALLS[name]
+    whole, same = (function(*args, **(options | dict(epsilon=e))) for e in (2**40, 2.0**40))
+    jax.tree.map(np.testing.assert_array_equal, whole, same)
+    with pytest.raises(ValueError, match=rf"{name}: epsilon is -1.0.*; pass 0 or more"):
+        function(*args, **(options | dict(epsilon=-1)))
+
+
+def test_switches_are_true_false_one_or_zero():
+    for value in (True, 1, np.bool_(True), jnp.array(True)):
+        y = jaxfused.dot_product_attention(HEADS, HEADS, HEADS, is_causal=value)
+        np.testing.assert_array_equal(
+            y, jaxfused.dot_product_attention(HEADS, HEADS, HEADS, is_causal=True)
+        )
+    with pytest.raises(ValueError, match=r"dot_product_attention: is_causal is .*; pass True or"):
+        jax.jit(lambda c: jaxfused.dot_product_attention(HEADS, HEADS, HEADS, is_causal=c))(True)
+
+
+@pytest.mark.parametrize("dtype", [0, 1.5, [], {}, "bad", X, np.ones(3), True])
+def test_what_is_no_dtype_is_refused(dtype):
+    with pytest.raises(ValueError, match=r"linear: out_dtype is .* no dtype; pass"):
+        jaxfused.linear(X, W, out_dtype=dtype)
+    with pytest.raises(ValueError, match=r"Linear: param_dtype is .* no dtype; pass"):
+        jaxfused.nnx.Linear(8, 8, param_dtype=dtype, rngs=RNGS)
+    with pytest.raises(ValueError, match=r"Dense: dtype is .* no dtype; pass"):
+        jaxfused.linen.Dense(8, dtype=dtype)
+
+
+@pytest.mark.parametrize("axis", ["batch", 0, 1.5, {}, (1.5,), True, np.int64(1), ("a", 2)])
+def test_what_names_no_mapped_axis_is_refused(axis):
+    for name in ("batch_norm", "softmax_cross_entropy"):
+        args = CALLS[name][0]
+        with pytest.raises(ValueError, match=rf"{name}: axis_name is .*; (pass|call)"):
+            getattr(jaxfused, name)(*args, axis_name=axis)
+    if axis != "batch":
+        with pytest.raises(ValueError, match=r"BatchNorm: axis_name is .*; pass"):
+            jaxfused.nnx.BatchNorm(8, axis_name=axis, rngs=RNGS)
+
+
+def test_labels_hold_what_is_ignored():
+    with pytest.raises(
+        ValueError, match=r"softmax_cross_entropy: ignore_index is 1\d*, but labels"
+    ):
+        jaxfused.softmax_cross_entropy(X, CLASSES, ignore_index=2**40)
+    with pytest.raises(ValueError, match=r"softmax_cross_entropy: cotangent is .*; pass"):
+        jaxfused.softmax_cross_entropy(X, CLASSES, cotangent=1j)

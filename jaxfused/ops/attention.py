@@ -305,7 +305,8 @@ def _scale(scale: Any, head_size: int, logits_shape: tuple[int, ...]) -> float |
             array = array.astype(jnp.float32)
         check_floating("dot_product_attention", {"scale": array})
         return _broadcastable("scale", array, logits_shape) if array.ndim else array
-    if not isinstance(scale, int | float | np.ndarray | np.generic) or not math.isfinite(scale):
+    is_number = isinstance(scale, int | float | np.ndarray | np.generic)
+    if not is_number or isinstance(scale, bool) or not math.isfinite(scale):
         raise ValueError(
             f"dot_product_attention: scale is {scale!r}, but the logits are multiplied by it; pass a"
             " finite number, or None for 1 / sqrt(head size)."

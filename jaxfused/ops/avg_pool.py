@@ -92,6 +92,7 @@ def _is_real(array: jax.Array) -> bool:
     return any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer))
 
 
+@python_numbers
 def global_avg_pool(
     x: jax.Array, *, implementation: dispatch.Implementation | None = None
 ) -> jax.Array:

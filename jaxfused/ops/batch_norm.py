@@ -20,7 +20,7 @@ from jaxfused.ops.rectified import check_mask
 from jaxfused.ops.validation import (
     as_arrays,
     check_activation,
-    check_finite,
+    check_epsilon,
     check_floating,
     check_shape,
     python_numbers,
@@ -135,7 +135,7 @@ def batch_norm(
             f"{op}: statistics were passed with {other}, but they are those of x on one device in"
             " training; leave out one of the two."
         )
-    check_finite(op, "epsilon", epsilon)
+    check_epsilon(op, epsilon)
     check_activation(op, activation)
     check_mask(op, mask_gradient, activation)
     device = dispatch.current_device(x, residual)
@@ -346,7 +346,7 @@ def fold_batch_norm(
         )
     for name, array in vectors.items():
         check_shape(op, name, array, (channels,), rule)
-    check_finite(op, "epsilon", epsilon)
+    check_epsilon(op, epsilon)
     folded, shift = reference.batch_norm.fold(
         w, bias, mean, var, norm_scale, norm_bias, epsilon=epsilon
     )

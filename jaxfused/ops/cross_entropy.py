@@ -17,7 +17,7 @@ from jax import lax
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
 from jaxfused.ops.kernel_gradient import kernel_gradient
-from jaxfused.ops.label_values import check_classes
+from jaxfused.ops.label_values import as_classes, check_classes
 from jaxfused.ops.validation import (
     as_arrays,
     check_constant,
@@ -39,7 +39,7 @@ from jaxfused.reference.cross_entropy import (
     is_soft,
     losses_of,
 )
-from jaxfused.reference.promotion import accumulator_dtype, along_last_axis, common_dtype
+from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 from jaxfused.reference.stated_gradient import stated_gradient
 
 Reduction = Literal["mean", "sum", "none"]
@@ -191,7 +191,7 @@ def check_labels(op: str, labels: jax.Array, shape: tuple[int, ...], options: Op
         )
     rule = f"there is one class for each token of logits of shape {shape}"
     check_shape(op, "labels", labels, shape[:-1], rule)
-    return labels.astype(common_dtype(labels.dtype, jnp.int32))
+    return as_classes(op, labels, options.ignore_index)
 
 
 def check_options(
@@ -244,6 +244,8 @@ def check_cotangent(
         return None
     if cotangent is None:
         return None if reduction == "none" or dtype == jnp.float16 else 1.0
+    if not hasattr(cotangent, "shape"):
+        check_finite(op, "cotangent", cotangent)
     cotangent = jnp.asarray(cotangent, jnp.float32)
     shape = leading if reduction == "none" else ()
     if cotangent.shape not in ((), shape):

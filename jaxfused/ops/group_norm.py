@@ -24,7 +24,7 @@ from jaxfused.ops.validation import (
     as_arrays,
     check_activation,
     check_count,
-    check_finite,
+    check_epsilon,
     check_floating,
     check_shape,
     python_numbers,
@@ -107,7 +107,7 @@ def group_norm(
     num_groups = _validate(
         x, scale, bias, image_scale, image_shift, residual, num_groups, group_size
     )
-    check_finite(op, "epsilon", epsilon)
+    check_epsilon(op, epsilon)
     check_activation(op, activation)
     check_mask(op, mask_gradient, activation)
     scale, bias = _modulated(x, scale, bias, image_scale, image_shift)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfused.reference.promotion import common_dtype
 from jaxfused.reference.segmentation_loss import SHARE_TOLERANCE
 
 _FEWEST_PIXELS = 16
@@ -24,6 +25,18 @@ def _seen(labels: jax.Array) -> np.ndarray | None:
         return None
     values = np.asarray(labels)
     return values if values.size else None
+
+
+def as_classes(op: str, labels: jax.Array, ignore_index: int | None) -> jax.Array:
+    """Integer labels in a dtype that holds any class and `ignore_index`."""
+    labels = labels.astype(common_dtype(labels.dtype, jnp.int32))
+    limits = jnp.iinfo(labels.dtype)
+    if ignore_index is not None and not limits.min <= ignore_index <= limits.max:
+        raise ValueError(
+            f"{op}: ignore_index is {ignore_index}, but labels of {labels.dtype} go from {limits.min}"
+            f" to {limits.max}; pass one of them, or None."
+        )
+    return labels
 
 
 def check_classes(op: str, labels: jax.Array, classes: Any, ignore_index: int | None) -> None:

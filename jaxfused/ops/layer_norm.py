@@ -28,6 +28,7 @@ from jaxfused.ops.quantize_rows import check_row_dtype
 from jaxfused.ops.validation import (
     as_arrays,
     check_activation,
+    check_epsilon,
     check_finite,
     check_floating,
     check_shape,
@@ -250,8 +251,8 @@ def _validate(options, x, scale, bias, images, residual, pre_bias) -> None:
     check_shape(op, "residual", residual, x.shape, f"x has shape {x.shape}")
     for name in ("pre_activation", "activation"):
         check_activation(op, getattr(options, name), name)
-    for name in ("epsilon", "scale_offset"):
-        check_finite(op, name, getattr(options, name))
+    check_epsilon(op, options.epsilon)
+    check_finite(op, "scale_offset", options.scale_offset)
 
 
 def _of_groups(*parameters: Any) -> bool:

@@ -26,6 +26,7 @@ from jaxfused.ops.validation import (
     check_activation,
     check_floating,
     check_shape,
+    python_numbers,
 )
 from jaxfused.ops.weight_gradient import (
     WeightGradients,
@@ -43,6 +44,7 @@ from pallas_kernels.product.mainloop import ACCUMULATOR_ELEMENTS
 from pallas_kernels.product.matmul import predicted_time
 
 
+@python_numbers
 def linear(
     x: jax.Array,
     w: jax.Array,

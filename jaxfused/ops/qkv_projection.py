@@ -20,6 +20,7 @@ from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_
 from jaxfused.ops.rope import batch_tables, check_tables, rope, ungrouped
 from jaxfused.ops.validation import (
     as_arrays,
+    check_epsilon,
     check_finite,
     check_floating,
     check_shape,
@@ -127,7 +128,7 @@ def qkv_projection(
     rule = f"w has {head_size} columns for each head"
     check_shape(op, "q_scale", q_scale, (head_size,), rule)
     check_shape(op, "k_scale", k_scale, (head_size,), rule)
-    check_finite(op, "epsilon", epsilon)
+    check_epsilon(op, epsilon)
     check_finite(op, "scale_offset", scale_offset)
     if cos is not None or sin is not None:
         cos, sin = check_tables(op, (*x.shape[:-1], heads, head_size), cos, sin)

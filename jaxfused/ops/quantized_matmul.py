@@ -26,7 +26,12 @@ from jaxfused.ops.linear import (
     resolve_out_dtype,
 )
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
-from jaxfused.ops.validation import as_arrays, check_activation, check_floating
+from jaxfused.ops.validation import (
+    as_arrays,
+    check_activation,
+    check_floating,
+    python_numbers,
+)
 from jaxfused.ops.weight_gradient import sum_rows
 from jaxfused.quantization.quantized_array import (
     FORMATS,
@@ -42,6 +47,7 @@ from pallas_kernels.product.few_rows import MAX_ROWS, MAX_ROWS_QUANTIZED
 from pallas_kernels.product.quantized import Packed
 
 
+@python_numbers
 def quantized_matmul(
     x: jax.Array | QuantizedArray,
     w: QuantizedArray,

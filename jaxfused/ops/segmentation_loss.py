@@ -18,7 +18,7 @@ from jaxfused.ops.batching import merged_images, unmerged_images
 from jaxfused.ops.cross_entropy import Reduction, check_reduction, refuse_pallas
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.kernel_gradient import kernel_gradient
-from jaxfused.ops.label_values import check_classes, check_shares, refuse_one_hot
+from jaxfused.ops.label_values import as_classes, check_classes, check_shares, refuse_one_hot
 from jaxfused.ops.validation import (
     as_arrays,
     check_finite,
@@ -26,7 +26,6 @@ from jaxfused.ops.validation import (
     check_shape,
     python_numbers,
 )
-from jaxfused.reference.promotion import common_dtype
 from jaxfused.reference.segmentation_loss import LossOptions, PixelOptions, Sums
 
 
@@ -188,7 +187,7 @@ def _checked_labels(logits: jax.Array, labels: jax.Array, ignore_index: int | No
         check_shares(op, labels, ignore_index)
     else:
         check_classes(op, labels, logits.shape[-1], ignore_index)
-    return labels.astype(common_dtype(labels.dtype, jnp.int32)) if integers else labels
+    return as_classes(op, labels, ignore_index) if integers else labels
 
 
 def _flat_images(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch, reference
 from jaxfused.ops.cross_entropy import Reduction, check_reduction, reduce_losses
 from jaxfused.ops.kernel_call import reference_only
-from jaxfused.ops.label_values import check_shares
+from jaxfused.ops.label_values import as_classes, check_shares
 from jaxfused.ops.validation import (
     as_arrays,
     check_constant,
@@ -15,7 +15,6 @@ from jaxfused.ops.validation import (
     check_shape,
     python_numbers,
 )
-from jaxfused.reference.promotion import common_dtype
 from jaxfused.reference.sigmoid_cross_entropy import Options
 
 
@@ -94,7 +93,7 @@ def sigmoid_cross_entropy(
     reference_only(op, implementation, logits)
     counts = jnp.ones(labels.shape, bool)
     if ignore_index is not None:
-        counts = labels.astype(common_dtype(labels.dtype, jnp.int32)) != ignore_index
+        counts = as_classes(op, labels, ignore_index) != ignore_index
         # What does not count has no gradient, even where its logit is NaN.
         logits, labels = jnp.where(counts, logits, 0), jnp.where(counts, labels, 0)
     options = Options(label_smoothing, focal_gamma, focal_alpha)

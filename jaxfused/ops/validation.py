@@ -4,13 +4,14 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
-from typing import Any, get_args
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from numbers import Integral, Number, Real
+from typing import Any, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxfused.semantics.activation import ACTIVATIONS
 
@@ -24,23 +25,25 @@ def as_arrays(*operands: Any) -> tuple[Any, ...]:
 
 
 def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Has a function take its numbers, those that are no operands, as Python's ints and floats.
+    """Has a function check its options, all that are no operands, by what their annotations say.
 
-    A config holds scalars of NumPy, and a shape's entries may be arrays: any of them whose value is
-    known is taken. Which parameters are numbers, their annotations say.
+    Numbers and flags arrive as Python's: a config holds scalars of NumPy, and a shape's entries may be
+    arrays, of which any are taken whose value is known.
     """
-    kinds = _kinds({p.name: p.annotation for p in inspect.signature(function).parameters.values()})
+    checks = _checks(
+        {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
+    )
     names = tuple(inspect.signature(function).parameters)
     op = function.__qualname__.partition(".")[0]
 
     @functools.wraps(function)
     def with_numbers(*args: P.args, **kwargs: P.kwargs) -> R:
         taken = [
-            _as_number(op, name, value, kinds[name]) if name in kinds else value
+            checks[name](op, name, value) if name in checks else value
             for name, value in zip(names, args, strict=False)
         ]
-        for name in kinds.keys() & kwargs.keys():
-            kwargs[name] = _as_number(op, name, kwargs[name], kinds[name])
+        for name in checks.keys() & kwargs.keys():
+            kwargs[name] = checks[name](op, name, kwargs[name])
         return function(*taken, *args[len(names) :], **kwargs)  # type: ignore[arg-type]
 
     return with_numbers
@@ -48,18 +51,72 @@ def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 def python_number_fields(module: Any) -> Any:
     """The same of the fields of a module of Flax's linen."""
-    kinds = _kinds({name: field.type for name, field in module.__dataclass_fields__.items()})
+    checks = _checks({name: field.type for name, field in module.__dataclass_fields__.items()})
     finish = module.__post_init__
 
     @functools.wraps(finish)
     def with_numbers(self: Any) -> None:
-        for name, kind in kinds.items():
-            value = getattr(self, name)
-            object.__setattr__(self, name, _as_number(type(self).__name__, name, value, kind))
+        for name, check in checks.items():
+            value = check(type(self).__name__, name, getattr(self, name))
+            object.__setattr__(self, name, value)
         finish(self)
 
     module.__post_init__ = with_numbers
     return module
+
+
+_COUNTS = frozenset(
+    {
+        "num_heads",
+        "num_kv_heads",
+        "heads",
+        "key_heads",
+        "head_dim",
+        "in_features",
+        "out_features",
+        "hidden_features",
+        "num_groups",
+        "group_size",
+        "feature_group_count",
+        "channel_multiplier",
+        "kernel_size",
+        "chunk_size",
+    }
+)
+"""The options that count something, of which there is one at least."""
+
+_BOUNDS = frozenset({"chunk_size", "ignore_index", "local_window_size"})
+"""The options that only bound or mark other numbers, so that no index has to hold them."""
+
+_PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
+
+type _Check = Callable[[str, str, Any], Any]
+
+
+def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
+    """What checks each option that is a number, a flag, a word, a dtype or the name of an axis."""
+    kinds = _kinds(annotations)
+    checks: dict[str, _Check] = {}
+    for name, annotation in annotations.items():
+        leaves = _leaves(annotation)
+        words = tuple(sorted(leaf for leaf in leaves if isinstance(leaf, str)))
+        optional = type(None) in leaves
+        if name == "axis_name":
+            checks[name] = functools.partial(_as_axis_name, bound=Hashable in leaves)
+        elif name in kinds:
+            checks[name] = functools.partial(
+                _as_numbers, kind=kinds[name], leaves=leaves, several=_is_of_several(annotation)
+            )
+        elif name.endswith("dtype") and Any in leaves and (name, annotation) != ("dtype", Any):
+            # What `quantize` rounds to, which it says itself, has names of its own.
+            checks[name] = _as_dtype
+        elif bool in leaves and leaves <= {bool, type(None), *words}:
+            checks[name] = functools.partial(_as_flag, words=words, optional=optional)
+        elif lax.Precision in leaves:
+            checks[name] = functools.partial(_as_precision, leaves=leaves)
+        elif leaves <= {str, type(None), *words}:
+            checks[name] = functools.partial(_as_word, words=words, optional=optional)
+    return checks
 
 
 def _kinds(annotations: Mapping[str, Any]) -> dict[str, type[int] | type[float]]:
@@ -74,34 +131,143 @@ def _kinds(annotations: Mapping[str, Any]) -> dict[str, type[int] | type[float]]
 
 
 def _leaves(annotation: Any) -> set[Any]:
-    """The types of which an annotation is made."""
+    """The types, and the words, of which an annotation is made."""
     arguments = get_args(annotation)
     return set().union(*map(_leaves, arguments)) if arguments else {annotation}
 
 
-def _as_number(op: str, name: str, value: Any, kind: type) -> Any:
-    """Value, or the values in it, as `kind`; what is no number is left as it is."""
-    if isinstance(value, (list, tuple)):
-        entries = [_as_number(op, name, entry, kind) for entry in value]
+def _is_of_several(annotation: Any) -> bool:
+    """Whether sequences are among what an annotation names."""
+    origin = get_origin(annotation)
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return True
+    return any(map(_is_of_several, get_args(annotation)))
+
+
+def _as_numbers(
+    op: str, name: str, value: Any, *, kind: type, leaves: set[Any], several: bool
+) -> Any:
+    """Value, or the values in it, as `kind`; None and words are left where they may be passed."""
+    if (value is None and type(None) in leaves) or (isinstance(value, str) and str in leaves):
+        return value
+    if not several:
+        return _as_number(op, name, value, kind)
+    if hasattr(value, "ndim") and value.ndim and not isinstance(value, jax.core.Tracer):
+        value = np.asarray(value).tolist()
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        entries = [
+            _as_numbers(op, name, entry, kind=kind, leaves=leaves, several=True) for entry in value
+        ]
         return entries if isinstance(value, list) else tuple(entries)
-    if type(value) is int or type(value) is kind:
-        return value
+    return _as_number(op, name, value, kind)
+
+
+def _as_number(op: str, name: str, value: Any, kind: type) -> int | float:
+    """Value as `kind`, where it is a number whose value is known and that is in range."""
     is_array = hasattr(value, "dtype") and hasattr(value, "ndim")
-    if is_array and value.ndim and not isinstance(value, jax.core.Tracer):
-        return _as_number(op, name, tuple(np.asarray(value).tolist()), kind)
-    dtype = value.dtype if is_array else np.bool_ if isinstance(value, bool) else None
-    if dtype is None and not isinstance(value, (int, float)):
-        return value
-    is_whole = jnp.issubdtype(dtype, jnp.integer) if is_array else isinstance(value, int)
-    is_number = is_whole or (
-        kind is float and (not is_array or jnp.issubdtype(dtype, jnp.floating))
-    )
-    if isinstance(value, jax.core.Tracer) or dtype == jnp.bool_ or not is_number:
+    dtype = value.dtype if is_array else np.dtype(type(value) if isinstance(value, Real) else "O")
+    is_whole = jnp.issubdtype(dtype, jnp.integer) or type(value) is int
+    is_number = is_whole or (kind is float and jnp.issubdtype(dtype, jnp.floating))
+    if isinstance(value, jax.core.Tracer) or (is_array and value.ndim) or not is_number:
         a_number = "a Python float" if kind is float else "an int"
         raise ValueError(
-            f"{op}: {name} is {value!r}, but it is a constant of the kernel; pass {a_number}."
+            f"{op}: {name} is {_said(value)}, but it is a constant of the kernel; pass {a_number}."
         )
-    return operator.index(value) if is_whole else float(value)
+    bits = 64 if name in _BOUNDS else 1024 if kind is float else 32
+    if is_whole and not -(2 ** (bits - 1)) <= operator.index(value) < 2 ** (bits - 1):
+        raise ValueError(
+            f"{op}: {name} is {_said(value)}, beyond the numbers that it can be; pass a smaller one."
+        )
+    if name in _COUNTS:
+        check_count(op, name, operator.index(value))
+    return kind(value)
+
+
+def _as_flag(op: str, name: str, value: Any, *, words: Sequence[str], optional: bool) -> Any:
+    """Value as True or False; also 1 and 0, which a config may hold for them."""
+    if (value is None and optional) or (isinstance(value, str) and words):
+        return value
+    is_array = hasattr(value, "dtype") and hasattr(value, "ndim")
+    is_known = is_array and not value.ndim and not isinstance(value, jax.core.Tracer)
+    if isinstance(value, bool) or (is_known and value.dtype == jnp.bool_):
+        return bool(value)
+    if type(value) is int and value in (0, 1):
+        return bool(value)
+    raise ValueError(
+        f"{op}: {name} is {_said(value)}, but it is a switch of which the program is made; pass True or"
+        f" False{' or None' * optional}."
+    )
+
+
+def _as_word(op: str, name: str, value: Any, *, words: Sequence[str], optional: bool) -> Any:
+    """Value where it is a str; whether it is one that is known, an operator says itself."""
+    if isinstance(value, str) or (value is None and optional):
+        return value
+    choices = [*map(repr, words)] or ["a str"]
+    raise ValueError(
+        f"{op}: {name} is {_said(value)}, but it is a word; pass"
+        f" {' or '.join(choices + ['None'] * optional)}."
+    )
+
+
+def _as_precision(op: str, name: str, value: Any, *, leaves: set[Any]) -> Any:
+    """Value where it is one of JAX's precisions of a product, by name too, or a pair of them."""
+
+    def is_known(one: Any) -> bool:
+        if not isinstance(one, str):
+            return isinstance(one, tuple(leaf for leaf in leaves if isinstance(leaf, type)))
+        names = {*lax.DotAlgorithmPreset.__members__} | leaves
+        return one in names or one.lower() in _PRECISIONS
+
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if all(map(is_known, value)) if is_pair else is_known(value):
+        return value
+    raise ValueError(
+        f"{op}: {name} is {_said(value)}, but it is the precision of a product; pass a jax.lax.Precision,"
+        f" one of {', '.join(map(repr, _PRECISIONS))}, a jax.lax.DotAlgorithmPreset or None."
+    )
+
+
+def _as_dtype(op: str, name: str, value: Any) -> Any:
+    """Value where it is None or names a dtype: a str, a type of numbers or a dtype itself."""
+    is_name = isinstance(value, (str, type, np.dtype)) or hasattr(value, "dtype")
+    is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+    try:
+        if value is None or (is_name and not is_array and jnp.dtype(value) is not None):
+            return value
+    except TypeError:
+        pass
+    raise ValueError(
+        f"{op}: {name} is {_said(value)}, which is no dtype; pass one of JAX's, as jnp.float32 or its name."
+    )
+
+
+def _as_axis_name(op: str, name: str, value: Any, *, bound: bool) -> Any:
+    """Value where it names a mapped axis, or several; of an operator, axes that are mapped here."""
+    for axis in value if isinstance(value, (tuple, list)) else (value,):
+        if axis is None and axis is value:
+            return None
+        if not isinstance(axis, Hashable) or isinstance(axis, (Number, jax.Array, np.generic)):
+            raise ValueError(
+                f"{op}: {name} is {_said(value)}, but mapped axes have names; pass that of jax.shard_map's"
+                " mesh or jax.vmap's axis_name, or a tuple of them."
+            )
+        try:
+            if bound:
+                lax.axis_size(axis)
+        except NameError:
+            raise ValueError(
+                f"{op}: {name} is {_said(value)}, but no axis {axis!r} is mapped here; call {op} within"
+                " jax.shard_map, jax.pmap or jax.vmap over that axis, or leave it out."
+            ) from None
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _said(value: Any) -> str:
+    """Value in a sentence, an array by its shape."""
+    if isinstance(value, (jax.Array, np.ndarray)) and value.ndim:
+        return f"an array of shape {value.shape}"
+    return repr(value)
 
 
 def for_each_axis(op: str, name: str, value: int | Sequence[int], spatial: int) -> tuple[int, ...]:
@@ -159,12 +325,24 @@ def check_constant(op: str, name: str, value: object) -> None:
         )
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 def check_finite(op: str, name: str, value: Any) -> None:
-    """Checks that `value` is a constant of the kernel, and neither NaN nor infinite."""
+    """Checks that `value` is a constant of the kernel, and neither NaN nor infinite in float32."""
     check_constant(op, name, value)
-    if not -math.inf < value < math.inf:
+    if not abs(value) <= _LARGEST:
         raise ValueError(
             f"{op}: {name} is {value}, with which no result is a number; pass a finite number."
+        )
+
+
+def check_epsilon(op: str, epsilon: Any) -> None:
+    """Checks that `epsilon`, added to a variance below a root, is finite and not negative."""
+    check_finite(op, "epsilon", epsilon)
+    if epsilon < 0:
+        raise ValueError(
+            f"{op}: epsilon is {epsilon}, but it keeps a variance above 0; pass 0 or more."
         )
 
 

@@ -104,6 +104,7 @@ def quantize(
     return rounding.encode(x, name, scale, zero_point, axis, layout, sides)
 
 
+@python_numbers
 def quantize_rows(
     x: jax.Array,
     dtype: Any = "int8",
@@ -238,8 +239,11 @@ def _from_the_end(axis: int, x: jax.Array) -> int:
 
 def _check_array(op: str, x: jax.Array, dtype: Any, axis: int) -> str:
     """The name of the dtype, once x can be quantised to it along the axis."""
-    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    if name not in FORMATS:
+    try:
+        name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    except TypeError:
+        name = dtype
+    if not isinstance(name, str) or name not in FORMATS:
         names = ", ".join(repr(n) for n in FORMATS)
         raise ValueError(f"{op}: dtype {name!r} is not known; pass one of {names}.")
     check_floating(op, dict(x=x))
