@@ -88,8 +88,6 @@ _COUNTS = frozenset(
 _BOUNDS = frozenset({"chunk_size", "ignore_index", "local_window_size"})
 """The options that only bound or mark other numbers, so that no index has to hold them."""
 
-_PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
-
 type _Check = Callable[[str, str, Any], Any]
 
 
@@ -216,15 +214,19 @@ def _as_precision(op: str, name: str, value: Any, *, leaves: set[Any]) -> Any:
     def is_known(one: Any) -> bool:
         if not isinstance(one, str):
             return isinstance(one, tuple(leaf for leaf in leaves if isinstance(leaf, type)))
-        names = {*lax.DotAlgorithmPreset.__members__} | leaves
-        return one in names or one.lower() in _PRECISIONS
+        if one in leaves or one in lax.DotAlgorithmPreset.__members__:
+            return True
+        try:
+            return lax.Precision(one) in lax.Precision
+        except ValueError:
+            return False
 
     is_pair = isinstance(value, (tuple, list)) and len(value) == 2
     if all(map(is_known, value)) if is_pair else is_known(value):
         return value
     raise ValueError(
-        f"{op}: {name} is {_said(value)}, but it is the precision of a product; pass a jax.lax.Precision,"
-        f" one of {', '.join(map(repr, _PRECISIONS))}, a jax.lax.DotAlgorithmPreset or None."
+        f"{op}: {name} is {_said(value)}, but it is the precision of a product; pass a"
+        " jax.lax.Precision, 'default', 'high' or 'highest', a jax.lax.DotAlgorithmPreset or None."
     )
 
 
@@ -238,7 +240,8 @@ def _as_dtype(op: str, name: str, value: Any) -> Any:
     except TypeError:
         pass
     raise ValueError(
-        f"{op}: {name} is {_said(value)}, which is no dtype; pass one of JAX's, as jnp.float32 or its name."
+        f"{op}: {name} is {_said(value)}, which is no dtype; pass one of JAX's, as jnp.float32 or"
+        " its name."
     )
 
 
@@ -249,8 +252,8 @@ def _as_axis_name(op: str, name: str, value: Any, *, bound: bool) -> Any:
             return None
         if not isinstance(axis, Hashable) or isinstance(axis, (Number, jax.Array, np.generic)):
             raise ValueError(
-                f"{op}: {name} is {_said(value)}, but mapped axes have names; pass that of jax.shard_map's"
-                " mesh or jax.vmap's axis_name, or a tuple of them."
+                f"{op}: {name} is {_said(value)}, but mapped axes have names; pass that of"
+                " jax.shard_map's mesh or jax.vmap's axis_name, or a tuple of them."
             )
         try:
             if bound:
