@@ -310,3 +310,60 @@ def test_labels_hold_what_is_ignored():
         jaxfused.softmax_cross_entropy(X, CLASSES, ignore_index=2**40)
     with pytest.raises(ValueError, match=r"softmax_cross_entropy: cotangent is .*; pass"):
         jaxfused.softmax_cross_entropy(X, CLASSES, cotangent=1j)
+
+
+COUNTED = {
+    "Linear": dict(in_features=8, out_features=8),
+    "LinearGeneral": dict(in_features=8, out_features=8),
+    "Conv": dict(in_features=8, out_features=8, kernel_size=3, feature_group_count=1),
+    "ConvTranspose": dict(in_features=8, out_features=8, kernel_size=2),
+    "SeparableConv": dict(in_features=8, out_features=8, kernel_size=3, channel_multiplier=1),
+    "ConvNormAct": dict(in_features=8, out_features=8, kernel_size=3, num_groups=2),
+    "ConvNeXtBlock": dict(features=8, kernel_size=3, hidden_features=8),
+    "ResNetBlock": dict(in_features=8, features=8, num_groups=2),
+    "LayerNorm": dict(num_features=8),
+    "RMSNorm": dict(num_features=8),
+    "BatchNorm": dict(num_features=8),
+    "InstanceNorm": dict(num_features=8),
+    "GroupNorm": dict(num_features=8, num_groups=2),
+    "MLP": dict(in_features=8, hidden_features=8, out_features=8),
+    "GatedMLP": dict(in_features=8, hidden_features=8, out_features=8),
+    "QuantizedLinear": dict(in_features=8, out_features=8, group_size=4),
+    "MultiHeadAttention": dict(num_heads=2, in_features=8, qkv_features=8, num_kv_heads=1),
+    "TransformerBlock": dict(
+        features=8, num_heads=2, num_kv_heads=1, head_dim=8, hidden_features=8
+    ),
+    "DiTBlock": dict(features=8, num_heads=2, condition_features=8, hidden_features=8),
+}
+LINEN_COUNTED = {
+    "Dense": dict(features=8),
+    "DenseGeneral": dict(features=8),
+    "Conv": dict(features=8, kernel_size=3, feature_group_count=1),
+    "ConvLocal": dict(features=8, kernel_size=3),
+    "ConvTranspose": dict(features=8, kernel_size=2),
+    "SeparableConv": dict(features=8, kernel_size=3, channel_multiplier=1),
+    "ConvNormAct": dict(features=8, kernel_size=3, num_groups=2),
+    "ConvNeXtBlock": dict(kernel_size=3, hidden_features=8),
+    "ResNetBlock": dict(features=8, num_groups=2),
+    "GroupNorm": dict(num_groups=2),
+    "MLP": dict(hidden_features=8, out_features=8),
+    "GatedMLP": dict(hidden_features=8, out_features=8),
+    "QuantizedDense": dict(features=8, group_size=4),
+    "MultiHeadAttention": dict(num_heads=2, qkv_features=8, out_features=8),
+    "SelfAttention": dict(num_heads=2, qkv_features=8, out_features=8),
+    "TransformerBlock": dict(num_heads=2, num_kv_heads=1, head_dim=8, hidden_features=8),
+    "DiTBlock": dict(num_heads=2, hidden_features=8),
+    "Upsample": dict(features=8),
+}
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "3", 2**40])
+def test_sizes_of_modules_count_one_or_more(wrong):
+    for name, options in COUNTED.items():
+        for option in options:
+            with pytest.raises(ValueError, match=f"{name}: {option} is .*; pass a"):
+                getattr(jaxfused.nnx, name)(**(options | {option: wrong}), rngs=RNGS)
+    for name, options in LINEN_COUNTED.items():
+        for option in options:
+            with pytest.raises(ValueError, match=f"{name}: {option} is .*; pass a"):
+                getattr(jaxfused.linen, name)(**(options | {option: wrong}))

@@ -27,6 +27,7 @@ from jaxfused.modules.attention import (
 from jaxfused.modules.fallback import is_stock_product, why_complex, why_given
 from jaxfused.modules.linear_general import linear_general
 from jaxfused.ops.attention import AttentionImplementation
+from jaxfused.ops.validation import python_number_fields
 from jaxfused.reference.promotion import common_dtype
 
 
@@ -170,6 +171,7 @@ def attention_fn(
     return output.astype(wide)
 
 
+@python_number_fields
 class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     """`flax.linen.MultiHeadDotProductAttention` with one product for queries, keys and values.
 

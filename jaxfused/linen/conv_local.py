@@ -5,8 +5,10 @@ from flax import linen
 
 from jaxfused.linen.flax_code import unwrapped
 from jaxfused.modules.fallback import call_flax
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class ConvLocal(linen.ConvLocal):
     """`flax.linen.ConvLocal`, a convolution that has a kernel of its own for each place.
 

@@ -16,8 +16,10 @@ from jaxfused.modules.fallback import (
     why_intercepted,
 )
 from jaxfused.modules.linear_general import linear_general, why_not_a_matrix
+from jaxfused.ops.validation import python_number_fields
 
 
+@python_number_fields
 class Einsum(linen.Einsum):
     """`flax.linen.Einsum` whose product of matrices takes its bias in the same kernel.
 

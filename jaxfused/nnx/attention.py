@@ -30,6 +30,7 @@ from jaxfused.modules.fallback import (
 from jaxfused.modules.linear_general import linear_general
 from jaxfused.nnx.linear_general import LinearGeneral
 from jaxfused.ops.attention import AttentionImplementation
+from jaxfused.ops.validation import python_numbers
 
 
 def attention_fn(
@@ -174,7 +175,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     Source: `jaxfused.qkv_projection`, `jaxfused.dot_product_attention`, `jaxfused.linear`.
     """
 
-    __init__ = functools.partialmethod(nnx.MultiHeadAttention.__init__, attention_fn=attention_fn)
+    __init__ = functools.partialmethod(
+        python_numbers(nnx.MultiHeadAttention.__init__), attention_fn=attention_fn
+    )
 
     def __call__(
         self,

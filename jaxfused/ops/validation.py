@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from numbers import Integral, Number, Real
-from typing import Any, get_args, get_origin
+from typing import Any, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,9 @@ def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     Numbers and flags arrive as Python's: a config holds scalars of NumPy, and a shape's entries may be
     arrays, of which any are taken whose value is known.
     """
-    checks = _checks(
-        {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
-    )
-    names = tuple(inspect.signature(function).parameters)
+    parameters = inspect.signature(function, eval_str=True).parameters
+    checks = _checks({name: parameter.annotation for name, parameter in parameters.items()})
+    names = tuple(parameters)
     op = function.__qualname__.partition(".")[0]
 
     @functools.wraps(function)
@@ -51,7 +50,8 @@ def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 def python_number_fields(module: Any) -> Any:
     """The same of the fields of a module of Flax's linen."""
-    checks = _checks({name: field.type for name, field in module.__dataclass_fields__.items()})
+    types = get_type_hints(module)
+    checks = _checks({name: types[name] for name in module.__dataclass_fields__})
     finish = module.__post_init__
 
     @functools.wraps(finish)
@@ -72,6 +72,11 @@ _COUNTS = frozenset(
         "heads",
         "key_heads",
         "head_dim",
+        "features",
+        "num_features",
+        "condition_features",
+        "qkv_features",
+        "in_kv_features",
         "in_features",
         "out_features",
         "hidden_features",
@@ -214,7 +219,8 @@ def _as_precision(op: str, name: str, value: Any, *, leaves: set[Any]) -> Any:
     def is_known(one: Any) -> bool:
         if not isinstance(one, str):
             return isinstance(one, tuple(leaf for leaf in leaves if isinstance(leaf, type)))
-        if one in leaves or one in lax.DotAlgorithmPreset.__members__:
+        # A float8 precision that an operator does not have is for modules, which it says itself.
+        if one in leaves or one.startswith("fp8") or one in lax.DotAlgorithmPreset.__members__:
             return True
         try:
             return lax.Precision(one) in lax.Precision
