@@ -34,7 +34,7 @@ def qkv(row, x):
 
 
 def rope_of(row):
-    return jaxfused.rope_from_config(row.options["config"])
+    return jaxfused.rope_from_config(row.options["config"], layer=0)
 
 
 def attend(row, q, k, v, out="o_proj", **options):

@@ -139,6 +139,64 @@ def test_older_spellings():
         assert options == dict(rotary_dim=16, theta=theta, scaling=None)
 
 
+MODEL = LLAMA | {"num_hidden_layers": 8}
+LISTED = ["sliding_attention", "full_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "still"),
+    [
+        ({"model_type": "smollm3"}, [3, 7]),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 3}, [2, 5]),
+        ({"model_type": "llama4_text", "no_rope_layers": []}, [3, 7]),
+        ({"model_type": "llama4_text", "no_rope_layers": [0, 1] * 4}, [0, 2, 4, 6]),
+        ({"model_type": "cohere2", "sliding_window": 16}, [3, 7]),
+        ({"model_type": "cohere2", "layer_types": LISTED}, [1, 3]),
+        ({"model_type": "exaone4", "sliding_window": 16, "sliding_window_pattern": "LLG"}, [2, 5]),
+        ({"model_type": "exaone4", "sliding_window": None}, []),
+        ({"model_type": "granitemoehybrid", "position_embedding_type": "nope"}, [*range(8)]),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, [0]),
+        ({"model_type": "gemma3_text", "rope_local_base_freq": 1e4}, []),
+    ],
+)
+def test_layers_that_do_not_rotate(config, still):
+    """Which they are, the configurations and attentions of transformers 5.23.0 say."""
+    config = MODEL | config
+    layers = range(len(config.get("layer_types", range(8))))
+    found = [i for i in layers if jaxfused.rope_from_config(config, layer=i) is None]
+    assert found == still
+
+
+def test_layers_that_differ_are_to_be_named():
+    with pytest.raises(ValueError, match="layer is 8, but the model has 8 layers; pass one"):
+        jaxfused.rope_from_config(MODEL | {"model_type": "smollm3"}, layer=8)
+    smollm, cohere = (MODEL | {"model_type": name} for name in ("smollm3", "cohere2"))
+    for config in (smollm, cohere):
+        with pytest.raises(
+            ValueError, match=r"layers 3, 7 of this model do not rotate.*pass layer"
+        ):
+            jaxfused.rope_from_config(config)
+    assert jaxfused.rope_from_config(cohere, layer_type="full_attention") is None
+    assert jaxfused.rope_from_config(cohere, layer_type="sliding_attention")["theta"] == 1e4
+    with pytest.raises(ValueError, match="layer 3 is of 'full_attention'; pass one"):
+        jaxfused.rope_from_config(cohere, layer=3, layer_type="sliding_attention")
+    beam = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": None}
+    beam = MODEL | {"model_type": "beam", "rope_parameters": beam}
+    assert jaxfused.rope_from_config(beam, layer_type="full_attention") is None
+    hybrid = MODEL | {"layer_types": ["linear_attention", "full_attention"]}
+    assert jaxfused.rope_from_config(hybrid)["rotary_dim"] == 16
+
+
+def test_scaling_of_olmo_3_is_that_of_the_full_layers():
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    config = MODEL | {"model_type": "olmo3", "rope_scaling": scaling}
+    found = [jaxfused.rope_from_config(config, layer=i)["scaling"] for i in range(8)]
+    assert [i for i, one in enumerate(found) if one == jaxfused.LinearRope(4.0)] == [3, 7]
+    assert found.count(None) == 6
+    with pytest.raises(ValueError, match="full_attention, sliding_attention; pass one"):
+        jaxfused.rope_from_config(config)
+
+
 # --- several axes ---------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxfused.semantics.rope_layers import Layer, layers_of, type_rotates
 from jaxfused.semantics.rope_scaling import (
     DynamicNTKRope,
     LinearRope,
@@ -54,8 +55,12 @@ _KEYS = {
 
 
 def rope_from_config(
-    config: Mapping[str, Any], *, layer_type: str | None = None, head_size: int | None = None
-) -> dict[str, Any]:
+    config: Mapping[str, Any],
+    *,
+    layer: int | None = None,
+    layer_type: str | None = None,
+    head_size: int | None = None,
+) -> dict[str, Any] | None:
     """The arguments of `rope` and of `RotaryEmbedding` that a model's config.json asks for.
 
     Both spellings are read: `rope_parameters`, and the older `rope_scaling` with `rope_theta` beside
@@ -69,16 +74,19 @@ def rope_from_config(
     Args:
       config: all of it, as `json.load` or transformers' `to_dict` give it; of a model with several
         parts that of the language model.
-      layer_type: "full_attention" or "sliding_attention", where layers differ.
+      layer: the number of a layer, from 0, where layers differ.
+      layer_type: "full_attention" or "sliding_attention", in its place where layers of one type agree.
       head_size: H, by default `qk_rope_head_dim`, `head_dim`, or `hidden_size` divided by
         `num_attention_heads`; of Gemma 4's full layers `global_head_dim`.
 
     Returns:
-      `rotary_dim`, `theta` and `scaling`, the latter None for unscaled frequencies.
+      `rotary_dim`, `theta` and `scaling`, the latter None for unscaled frequencies. None in place of
+      all of them where the layer, or layers of that type, do not rotate: every fourth of SmolLM3 and
+      Llama 4, those of Cohere 2 and EXAONE 4 that see all tokens.
 
     Raises:
       ValueError: the type or a key of the rotation is not known, one is missing, or layers differ
-        and `layer_type` does not say which.
+        and neither `layer` nor `layer_type` says which.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused
@@ -100,6 +108,11 @@ def rope_from_config(
                 f"rope_from_config: the config is that of several models, of which {part} is the"
                 f" language model; pass config[{part!r}]."
             )
+    layers = layers_of(config)
+    if layer is not None:
+        layer_type = _type_of(layers, layer, layer_type)
+    if not _rotates(config, layers, layer, layer_type):
+        return None
     parameters = _of_layer(given, layer_type)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = {"su": "longrope"}.get(kind, kind)
@@ -137,11 +150,58 @@ def rope_from_config(
     )
 
 
+def _type_of(layers: list[Layer], layer: int, layer_type: str | None) -> str | None:
+    """The type of a layer, of which `layer_type` says nothing else."""
+    if layers and not 0 <= layer < len(layers):
+        raise ValueError(
+            f"rope_from_config: layer is {layer}, but the model has {len(layers)} layers; pass one from"
+            f" 0 to {len(layers) - 1}."
+        )
+    own = layers[layer].type if layers else None
+    if layer_type is not None and own not in (None, layer_type):
+        raise ValueError(
+            f"rope_from_config: layer_type is {layer_type!r}, but layer {layer} is of {own!r}; pass"
+            " one of the two."
+        )
+    return layer_type if own is None else own
+
+
+def _rotates(
+    config: Mapping[str, Any], layers: list[Layer], layer: int | None, layer_type: str | None
+) -> bool:
+    """Whether the layer that is meant rotates; that of several that differ is to be said."""
+    parameters = config.get("rope_parameters") or {}
+    if layer_type in parameters and parameters[layer_type] is None:
+        return False
+    if config.get("position_embedding_type") == "nope":
+        return False
+    if layers and layer is not None:
+        return layers[layer].rotates
+    if not type_rotates(config, layer_type):
+        return False
+    meant = [
+        (index, one.rotates)
+        for index, one in enumerate(layers)
+        if type_rotates({}, one.type) and layer_type in (None, one.type)
+    ]
+    still = [index for index, rotates in meant if not rotates]
+    if still and len(still) < len(meant):
+        raise ValueError(
+            f"rope_from_config: layers {', '.join(map(str, still))} of this model do not rotate and"
+            " others do; pass layer, the number of one."
+        )
+    return not still
+
+
 def _of_layer(config: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
     """The parameters of the rotation in layers of `layer_type`, without those that are None."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     layers = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
-    if not layers and "rope_local_base_freq" in config:
+    if not layers and parameters and config.get("model_type") == "olmo3":
+        # The older spelling of OLMo 3, whose scaling is that of the full layers alone.
+        theta = parameters.get("rope_theta", config.get("rope_theta"))
+        layers = {"full_attention": parameters, "sliding_attention": {"rope_theta": theta}}
+    elif not layers and "rope_local_base_freq" in config:
         # The older spelling of Gemma 3, whose scaling is that of the full layers alone.
         full = {"rope_theta": config.get("rope_theta"), **parameters}
         sliding = {"rope_theta": config["rope_local_base_freq"]}

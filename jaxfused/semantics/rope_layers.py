@@ -1,0 +1,97 @@
+"""Which layers of a model rotate, and of which type each is, as its config.json says it.
+
+Source: the configuration and modelling files of transformers 5.23.0.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_WINDOWS_ALONE = frozenset(
+    {
+        "afmoe",
+        "beam",
+        "cohere2",
+        "cohere2_moe",
+        "exaone4",
+        "exaone4_5_text",
+        "exaone_moe",
+        "flint",
+        "kolibri1",
+    }
+)
+"""The models of which only the layers with a window rotate."""
+
+_EVERY_FOURTH_DOES_NOT = frozenset({"llama4_text", "smollm3"})
+"""The models of which, without a list, every fourth layer does not rotate."""
+
+_INTERVALS = {
+    "afmoe": 4,
+    "cohere2": 4,
+    "exaone4": 4,
+    "exaone_moe": 4,
+    "gemma3_text": 6,
+    "olmo3": 4,
+}
+"""Of every so many layers one sees all tokens, where a config says nothing else."""
+
+
+class Layer(NamedTuple):
+    """What is known of a layer."""
+
+    type: str | None
+    rotates: bool
+
+
+def layers_of(config: Mapping[str, Any]) -> list[Layer]:
+    """The layers of a model, or none where the config does not tell them apart."""
+    count = config.get("num_hidden_layers")
+    turning = config.get("no_rope_layers")
+    if not turning and count is not None:
+        interval = config.get("no_rope_layer_interval")
+        if interval is None and config.get("model_type") in _EVERY_FOURTH_DOES_NOT:
+            interval = 4
+        # The list has 1 where a layer rotates, in spite of its name.
+        turning = interval and [int((index + 1) % interval != 0) for index in range(count)]
+    types = config.get("layer_types") or _types(config)
+    if not types:
+        types = [None] * len(turning or ())
+    turning = turning or [1] * len(types)
+    return [
+        Layer(kind, bool(turns) and _type_rotates(config, kind, index))
+        for index, (kind, turns) in enumerate(zip(types, turning, strict=True))
+    ]
+
+
+def type_rotates(config: Mapping[str, Any], layer_type: str | None) -> bool:
+    """Whether layers of a type rotate, as far as their type decides that."""
+    return layer_type is None or _type_rotates(config, layer_type, None)
+
+
+def _types(config: Mapping[str, Any]) -> list[str]:
+    """The layers' types by the pattern of a config that does not list them."""
+    interval = config.get("sliding_window_pattern", config.get("global_attn_every_n_layers"))
+    if interval is None:
+        interval = _INTERVALS.get(config.get("model_type", ""))
+    count = config.get("num_hidden_layers")
+    if not interval or count is None:
+        return []
+    if isinstance(interval, str):
+        windows = [interval[index % len(interval)] == "L" for index in range(count)]
+    else:
+        windows = [bool((index + 1) % interval) for index in range(count)]
+    return ["sliding_attention" if window else "full_attention" for window in windows]
+
+
+def _type_rotates(config: Mapping[str, Any], kind: str | None, index: int | None) -> bool:
+    if kind is None:
+        return True
+    if not kind.endswith("attention") or kind == "linear_attention":
+        return False
+    model = config.get("model_type")
+    if model not in _WINDOWS_ALONE or kind == "sliding_attention":
+        return True
+    if model in ("exaone4", "exaone4_5_text", "exaone_moe", "kolibri1"):
+        return config.get("sliding_window", 4096) is None
+    dense = config.get("mlp_layer_types")
+    is_first = model == "cohere2_moe" and config.get("prefix_dense_sliding_window_pattern", 1) == 1
+    return bool(is_first and dense and index is not None and dense[index] == "dense")
