@@ -147,7 +147,7 @@ README_ROWS = {
     "max_pool": ("max_pool", "max_pool"),
     "upsample": ("bilinear upsampling by 2", "upsample"),
     "quantized_matmul": ("Dense of int8, int4 or float8 weights", "quantized_matmul"),
-    "quantized_norm": ("norm, then quantised rows", "layer_norm(quantize_rows=int8)"),
+    "quantized_norm": ("norm, then quantised rows", 'layer_norm(quantize_rows="int8")'),
 }
 """By operator of the sweep, in the order of the README: what a model has, and the call for it."""
 
