@@ -102,3 +102,33 @@ def test_fuse_leaves_it_to_xla():
     x = jnp.ones((3, 128), jnp.bfloat16)
     chex.assert_trees_all_close(exported(f, operands, "cpu").call(x), x)
     assert "symbolic" in jaxfused.explain(f, *any_batch(operands)).fusions[0].left_alone
+
+
+@pytest.mark.parametrize("chunk_size", (None, 4))
+def test_weights_of_classes_with_label_smoothing(chunk_size):
+    """The loss and its gradients of an exported program are those of a known batch, under x64 too."""
+    random = np.random.default_rng(0)
+    weights = random.uniform(0.5, 1.5, 10)
+
+    def loss(x, w, labels):
+        return jaxfused.linear_softmax_cross_entropy(
+            x, w, labels, class_weights=weights, label_smoothing=0.1, chunk_size=chunk_size
+        )
+
+    for dtype in (jnp.float32, jnp.float64):
+        with jax.enable_x64(dtype == jnp.float64):
+            x, w = (jnp.asarray(random.normal(size=s), dtype) for s in ((6, 8), (8, 10)))
+            labels = jnp.asarray(random.integers(0, 10, 6), jnp.int32)
+            f = jax.jit(jax.value_and_grad(loss, (0, 1)))
+            (rows,) = jax.export.symbolic_shape("rows")
+            exported = jax.export.export(f)(
+                jax.ShapeDtypeStruct((rows, 8), dtype), w, jax.ShapeDtypeStruct((rows,), jnp.int32)
+            )
+            for found, known in zip(
+                jax.tree.leaves(exported.call(x, w, labels)),
+                jax.tree.leaves(f(x, w, labels)),
+                strict=True,
+            ):
+                np.testing.assert_allclose(
+                    found, known, rtol=1e-5 if dtype == jnp.float32 else 1e-13
+                )
