@@ -98,6 +98,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def lowered(seed: int, cases: int, only: str | None = None) -> dict[str, Any]:
     """What was drawn for each case, and the record of each lowering by its name."""
+    begin = time.monotonic()
     made: dict[str, tuple[Any, Callable[[], Iterator[Program]]]] = {}
     for index, name in zip(range(cases), itertools.cycle(operators.OPERATORS)):
         drawn = operators.drawn(seed, index, [name])
@@ -113,6 +114,7 @@ def lowered(seed: int, cases: int, only: str | None = None) -> dict[str, Any]:
     for name, (drawn, each) in made.items():
         if only is not None and only not in name.split():
             continue
+        print(f"[{time.monotonic() - begin:4.0f} s] {name}", flush=True)
         found["drawn"][name] = drawn
         for program in each():
             for device in DEVICES:
@@ -156,9 +158,9 @@ def _of_example(example: Example) -> Iterator[Program]:
 
 
 def _of_optimizer(row: optimizer.Row) -> Iterator[Program]:
-    """A step of an optimizer for one block of a decoder."""
+    """A step of an optimizer for a vector and a matrix of a decoder."""
     shapes = optimizer.TREES["llama"]["layer0"]
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    params = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in ("norm1", "k")}
     state = jax.eval_shape(row.ours.init, params)
     for implementation in IMPLEMENTATIONS:
         step = partial(row.ours.step, implementation=implementation, **row.how)
