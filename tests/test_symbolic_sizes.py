@@ -129,6 +129,5 @@ def test_weights_of_classes_with_label_smoothing(chunk_size):
                 jax.tree.leaves(f(x, w, labels)),
                 strict=True,
             ):
-                np.testing.assert_allclose(
-                    found, known, rtol=1e-5 if dtype == jnp.float32 else 1e-13
-                )
+                tolerance = 1e-5 if dtype == jnp.float32 else 1e-13
+                np.testing.assert_allclose(found, known, rtol=tolerance, atol=tolerance)
