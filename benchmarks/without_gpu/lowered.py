@@ -79,7 +79,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--cases",
         type=int,
-        default=48,
+        default=144,
         metavar="N",
         help="how many cases of the fuzz and of the sweep are drawn, beside examples and optimizers"
         " (default: %(default)s)",
