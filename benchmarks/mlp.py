@@ -19,7 +19,7 @@ from benchmarks.case import (
 )
 from benchmarks.linear import random_operands
 from jaxfused import dispatch
-from pallas_kernels.product import mlp as pallas_mlp
+from pallas_kernels.gemm import mlp as pallas_mlp
 
 Shape = tuple[int, int, int]
 """(rows, features, hidden features)."""

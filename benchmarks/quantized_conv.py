@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jaxfused
 from benchmarks.case import BARE, Arrays, Bar, Case, functions
 from benchmarks.conv import WINDOW, Shape
-from jaxfused.quantization.quantized_array import QuantizedArray
+from jaxfused.runtime.quantized_array import QuantizedArray
 
 _MANY: Shape = (16, 64, 64, 320, 320)
 SHAPES: tuple[Shape, ...] = ((64, 56, 56, 64, 64), _MANY, (16, 32, 32, 640, 640))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jaxfused
 from benchmarks.case import BARE, TERAFLOPS, Arrays, Bar, Case, Function, functions
 from benchmarks.linear import random_operands
-from jaxfused.quantization.quantized_array import QuantizedArray
+from jaxfused.runtime.quantized_array import QuantizedArray
 
 Shape = tuple[int, int, int]
 """(rows, features, out features)."""

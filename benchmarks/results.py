@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jaxfused.cuda import cublaslt
+from jaxfused.ops.linear import cublaslt
 
 DIRECTORY = Path(__file__).parent / "results"
 

@@ -1,4 +1,4 @@
-// The activation functions of jaxfused/semantics/activation.py, and their derivatives, in float32.
+// The activation functions of jaxfused/runtime/activation.py, and their derivatives, in float32.
 #pragma once
 
 #include <iterator>

@@ -283,7 +283,7 @@ __device__ __forceinline__ void mask_tile(const AttentionArgs& args, const Lengt
   }
 }
 
-// --- dropout: the bits of jaxfused.reference.attention.keep -----------------------------------
+// --- dropout: the bits of jaxfused.ops.attention.attention_xla.keep -----------------------------------
 
 __device__ __forceinline__ uint32_t murmur(uint32_t x, uint32_t tweak = 0) {
   x ^= x >> 16;

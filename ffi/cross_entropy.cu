@@ -1,4 +1,4 @@
-// softmax_cross_entropy: what jaxfused/reference/cross_entropy.py states over a row of logits.
+// softmax_cross_entropy: what jaxfused/ops/loss/cross_entropy_xla.py states over a row of logits.
 //
 // A row is summed up in five numbers (see Statistics), of which XLA makes the loss of a token. The
 // gradient of a row follows from these numbers and from the logits:

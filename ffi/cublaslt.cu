@@ -16,7 +16,7 @@ struct Opened {
   std::string error;
 
   Opened() {
-    // The name alone suffices: jaxfused/cuda/cublaslt.py has already opened the library in this
+    // The name alone suffices: jaxfused/ops/linear/cublaslt.py has already opened the library in this
     // process.
     void* library = dlopen(kName, RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
@@ -41,7 +41,7 @@ const CublasLt* cublaslt(std::string* error) {
 
 #endif
 
-// Returns the name of the library that the handlers need, which jaxfused/cuda/cublaslt.py opens.
+// Returns the name of the library that the handlers need, which jaxfused/ops/linear/cublaslt.py opens.
 // The name is empty if jaxfused was built without cuBLASLt's header.
 extern "C" __attribute__((visibility("default"))) const char* jaxfused_cublaslt_name() {
 #if JAXFUSED_HAS_CUBLASLT

@@ -1,4 +1,4 @@
-// layer_norm and rms_norm, forward: jaxfused/reference/layer_norm.py in one pass over memory.
+// layer_norm and rms_norm, forward: jaxfused/ops/norm/layer_norm_xla.py in one pass over memory.
 
 #include "flat_rows.cuh"
 #include "layer_norm.cuh"

@@ -33,7 +33,7 @@ static_assert(kSecondScale + 1 == kMaxStreams);
 constexpr int kMostRead = kCopy;         // the streams before it have values that are read
 constexpr int kMostWritten = kCopy + 1;  // and those up to here values that are written
 
-// The order of the scalars in memory; jaxfused/cuda/optimizer_step.py has the same one.
+// The order of the scalars in memory; jaxfused/ops/optimizer/optimizer_step_cuda.py has the same one.
 struct alignas(16) Scalars {
   float learning_rate;
   float weight_decay;

@@ -1,5 +1,5 @@
 // segmentation_loss: the sums over the pixels of an image that
-// jaxfused/reference/segmentation_loss.py states, and their gradient.
+// jaxfused/ops/loss/segmentation_loss_xla.py states, and their gradient.
 //
 // Of a binary mask a lane has vectors of neighbouring pixels. Of a few classes it has a pixel,
 // whose logits come through shared memory, so that they are read and written in whole cache lines;
@@ -298,7 +298,7 @@ constexpr int kMaskPixels = 8;
 constexpr int kCluster = 8;
 constexpr int kMaskSums = kOverall + 3;
 
-// The same number as SHARE_TOLERANCE of jaxfused/reference/segmentation_loss.py.
+// The same number as SHARE_TOLERANCE of jaxfused/ops/loss/segmentation_loss_xla.py.
 constexpr float kShareTolerance = 1e-3f;
 
 // A label of a mask, or NaN where it is no share from 0 to 1, such as 255.

@@ -1,11 +1,11 @@
 // Rounding up or down at random, with bits that depend on a seed, the step, the leaf and the
-// element's index in the whole array: jaxfused/semantics/stochastic_rounding.py states them.
+// element's index in the whole array: jaxfused/runtime/stochastic_rounding.py states them.
 #pragma once
 
 #include <cstdint>
 
 // What the random bits of one leaf on this device depend on; made in
-// jaxfused/ops/optimizer_step.py.
+// jaxfused/ops/optimizer/optimizer_step.py.
 struct alignas(16) LeafRandom {
   uint2 seeds[3];  // of the parameter and the moments
   // An element's index in the whole array is base + l + sum over i of l / chunks[i] * skips[i],

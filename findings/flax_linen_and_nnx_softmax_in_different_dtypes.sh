@@ -5,7 +5,7 @@
 # Expected: One library, one function name, one result.
 # Seen: Root mean square error against float64, 64 keys: Linen 9.3e-4, nnx 4.5e-4;
 #   force_fp32_for_softmax=True brings Linen to 6.7e-4 only.
-# In jaxfused: jaxfused/ops/attention.py keeps float32 in the softmax for both
+# In jaxfused: jaxfused/ops/attention/attention.py keeps float32 in the softmax for both
 #   (docs/operators/attention.md).
 set -euo pipefail
 

@@ -6,7 +6,7 @@
 # Expected: What has __jax_array__ is taken everywhere, or nowhere.
 # Seen: jnp.sin and jax.nn.softmax take it; lax.sin, lax.add, lax.dot raise 'Triggering
 #   __jax_array__() during abstractification'; param > 0 is a TypeError.
-# In jaxfused: jaxfused/ops/validation.py turns every operand into an array first.
+# In jaxfused: jaxfused/runtime/checks.py turns every operand into an array first.
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -5,7 +5,7 @@
 # Version: gguf==0.19.0, numpy==2.5.5; a CPU, Python 3.12 or newer.
 # Expected: One named format with one order: the bytes of a checkpoint can be copied.
 # Seen: The byte 0x21 at place 0 decodes to 0.5 at element 0 and 1 at element 16.
-# In jaxfused: It reads no GGUF; jaxfused/quantization/quantized_array.py gives the order of its own
+# In jaxfused: It reads no GGUF; jaxfused/runtime/quantized_array.py gives the order of its own
 #   nibbles.
 set -euo pipefail
 

@@ -6,7 +6,7 @@
 # Expected: A scale is a positive number, the largest magnitude over the largest code.
 # Seen: About half of the scales of normal weights are negative. Code that takes their logarithm, or
 #   stores them in an unsigned format, is wrong in every second block.
-# In jaxfused: jaxfused/quantization/quantized_array.py multiplies by the scale as it is, of either
+# In jaxfused: jaxfused/runtime/quantized_array.py multiplies by the scale as it is, of either
 #   sign.
 set -euo pipefail
 

@@ -7,7 +7,7 @@
 #   be moved.
 # Seen: An impulse becomes 3 2 1 in JAX and 1 2 3 in Keras for the kernel 1 2 3;
 #   transpose_kernel=True is Keras' and torch's way round.
-# In jaxfused: jaxfused/ops/conv_transpose.py has JAX's argument transpose_kernel, and says what it
+# In jaxfused: jaxfused/ops/conv/conv_transpose.py has JAX's argument transpose_kernel, and says what it
 #   flips.
 set -euo pipefail
 

@@ -6,7 +6,7 @@
 # Expected: The one query of a decoding step is the newest position and sees every key of the cache,
 #   as in FlashAttention since 2.1.
 # Seen: One query over three keys returns the first value, 0, and not the mean of all three, 1.
-# In jaxfused: jaxfused/ops/attention.py counts as JAX does, so that the import swap keeps numbers,
+# In jaxfused: jaxfused/ops/attention/attention.py counts as JAX does, so that the import swap keeps numbers,
 #   and its docstring says so.
 set -euo pipefail
 

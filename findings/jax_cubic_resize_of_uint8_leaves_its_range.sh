@@ -6,7 +6,7 @@
 # Expected: A uint8 picture, rounded and clipped, as Pillow returns for the same kernel.
 # Seen: An edge between 0 and 255 becomes -17.9 to 272.9 in float32; Pillow's result lies in 0 to
 #   255.
-# In jaxfused: jaxfused/ops/upsample.py is bilinear or nearest, neither of which overshoots.
+# In jaxfused: jaxfused/ops/pool/upsample.py is bilinear or nearest, neither of which overshoots.
 set -euo pipefail
 
 folder=$(mktemp -d)

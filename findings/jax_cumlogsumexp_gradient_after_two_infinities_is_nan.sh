@@ -7,7 +7,7 @@
 # Seen: [nan, nan, 1] for the last sum of [-inf, -inf, 1]; jax.nn.logsumexp of the same gives [0, 0,
 #   1].
 # In jaxfused: Its log-sum-exps subtract a maximum that is finite
-#   (jaxfused/reference/cross_entropy.py), and none is cumulative.
+#   (jaxfused/ops/loss/cross_entropy_xla.py), and none is cumulative.
 set -euo pipefail
 
 folder=$(mktemp -d)

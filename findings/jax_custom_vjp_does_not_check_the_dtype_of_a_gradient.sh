@@ -7,7 +7,7 @@
 # Seen: jax.grad with respect to a bfloat16 array returns float32, and int32 zeros of shape (7,)
 #   pass for an integer argument of shape (3,).
 # In jaxfused: Its backward rules cast each gradient to its operand's dtype, as
-#   jaxfused/ops/adaptive_norm.py does.
+#   jaxfused/ops/norm/adaptive_norm.py does.
 set -euo pipefail
 
 folder=$(mktemp -d)

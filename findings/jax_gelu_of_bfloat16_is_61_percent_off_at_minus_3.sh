@@ -6,7 +6,7 @@
 # Expected: The float32 result rounded once, as most 16-bit activations are on a GPU.
 # Seen: -0.00586 for gelu(-3) whose float32 value is -0.00364, and exactly -0 at -4 for -7.0e-5; the
 #   exact form in bfloat16 is within 2 %.
-# In jaxfused: jaxfused/semantics/activation.py: an activation behind an operator is computed in
+# In jaxfused: jaxfused/runtime/activation.py: an activation behind an operator is computed in
 #   float32 and rounded once.
 set -euo pipefail
 

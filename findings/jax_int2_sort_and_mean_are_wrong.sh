@@ -6,7 +6,7 @@
 # Expected: A sort is a permutation, and the mean of integers a float, as for int8.
 # Seen: [1, -2, 0, -1, 1, 1, 1, 1] sorts to other numbers in each run, [-2, -1, 1, -1, -1, -1, 1, 0]
 #   in one, and has the mean -1 instead of 0.25; no error.
-# In jaxfused: jaxfused/quantization/quantized_array.py refuses int2 and names jnp.int4, which holds
+# In jaxfused: jaxfused/runtime/quantized_array.py refuses int2 and names jnp.int4, which holds
 #   the same numbers.
 set -euo pipefail
 

@@ -6,7 +6,7 @@
 # Expected: As for int8, which sums and multiplies into int32.
 # Seen: ValueError 'Invalid integer data type V' for the sum; the product is refused by XLA's
 #   verifier: 'does not support custom element sizes on non-sub-byte types'.
-# In jaxfused: jaxfused/quantization/quantized_array.py holds two nibbles in a uint8 and widens them
+# In jaxfused: jaxfused/runtime/quantized_array.py holds two nibbles in a uint8 and widens them
 #   to int8 before a product.
 set -euo pipefail
 

@@ -6,7 +6,7 @@
 # Expected: The function of the same name and mode gives SciPy's numbers.
 # Seen: At -0.5 of a row of 100s JAX gives 50 and SciPy 0; JAX's 'constant' is SciPy's
 #   'grid-constant'.
-# In jaxfused: No operator of it warps pictures; jaxfused/ops/upsample.py continues a picture by its
+# In jaxfused: No operator of it warps pictures; jaxfused/ops/pool/upsample.py continues a picture by its
 #   edge.
 set -euo pipefail
 

@@ -5,7 +5,7 @@
 # Version: jax==0.11.2, ml_dtypes==0.6.0; a CPU, Python 3.12 or newer.
 # Expected: 8 and 2 for the scales 1, 2, 8, 4, as NumPy with ml_dtypes gives.
 # Seen: max NaN, min NaN, argmax 0; right after astype(float32).
-# In jaxfused: jaxfused/quantization/quantized_array.py reads such scales as float32.
+# In jaxfused: jaxfused/runtime/quantized_array.py reads such scales as float32.
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -6,7 +6,7 @@
 # Expected: As jnp.sum, which adds in float32: 4,096 ones are 4,096.
 # Seen: 256 in all three, from where on 1 is less than half a step; jnp.sum of the same array gives
 #   4,096.
-# In jaxfused: No operator scatters its sums: jaxfused/ops/ and jaxfused/reference/ add by
+# In jaxfused: No operator scatters its sums: jaxfused/ops/ adds by
 #   reductions and products, which sum in float32.
 set -euo pipefail
 

@@ -7,7 +7,7 @@
 # Seen: 8 channels, blocks of 2: a pixel of channels_last reads channels 0 1, 2 3, 4 5, 6 7, of
 #   channels_first 0 4, 1 5, 2 6, 3 7, as torch's pixel shuffle. Weights moved from one layout to
 #   the other are silently wrong.
-# In jaxfused: It has no such operator; jaxfused/ops/upsample.py and conv_transpose enlarge.
+# In jaxfused: It has no such operator; jaxfused/ops/pool/upsample.py and conv_transpose enlarge.
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -5,7 +5,7 @@
 # Expected: 0 where nothing is predicted, and a gradient that lowers false alarms, as with a
 #   smoothing term.
 # Seen: 1.0 for predictions of 0, 0.5 and 1, gradient 0 everywhere; Tversky alike.
-# In jaxfused: jaxfused/ops/segmentation_loss.py: smooth=1 by default, 0 for an empty prediction.
+# In jaxfused: jaxfused/ops/loss/segmentation_loss.py: smooth=1 by default, 0 for an empty prediction.
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -4,7 +4,7 @@
 # Version: ml_dtypes==0.6.0, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: A broken weight stays visible, as in float8_e4m3fn, where both are NaN.
 # Seen: NaN becomes -0.0, inf and 1e9 become 6.
-# In jaxfused: jaxfused/quantization/quantize.py makes int8, int4 and float8 only; float4_e2m1fn is
+# In jaxfused: jaxfused/ops/quantize/quantize.py makes int8, int4 and float8 only; float4_e2m1fn is
 #   read, not made (docs/quantisation.md).
 set -euo pipefail
 

@@ -5,7 +5,7 @@
 # Expected: Two names of one format, as files say 'F8_E4M3' and papers E4M3.
 # Seen: 14 of 256 codes differ: float8_e4m3 ends at 240 and has infinities, float8_e4m3fn ends at
 #   448 and has none. 300 becomes inf or 288.
-# In jaxfused: jaxfused/quantization/quantized_array.py names float8_e4m3fn alone.
+# In jaxfused: jaxfused/runtime/quantized_array.py names float8_e4m3fn alone.
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -5,7 +5,7 @@
 # Expected: int4 takes half a byte, so that two bytes of a packed checkpoint are four values.
 # Seen: Bytes 0x21 0x43 give [1, 3]: 2 and 4 are lost, nothing is raised. An int4 array of 8 has 8
 #   bytes, in JAX too.
-# In jaxfused: jaxfused/quantization/quantized_array.py: int4 is packed as uint8 of two nibbles, and
+# In jaxfused: jaxfused/runtime/quantized_array.py: int4 is packed as uint8 of two nibbles, and
 #   its docstring gives their order.
 set -euo pipefail
 

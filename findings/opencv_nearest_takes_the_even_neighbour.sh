@@ -7,7 +7,7 @@
 # Seen: 10 12 12 14 14 16 16 for a row of 10, 11, 12 ... read at 0.5, 1.5, 2.5 ...: every second
 #   label is lost. SciPy gives 11 12 13 14 15 16 17.
 # In jaxfused: jaxfused.upsample by nearest repeats pixels by whole factors
-#   (jaxfused/ops/upsample.py).
+#   (jaxfused/ops/pool/upsample.py).
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -5,7 +5,7 @@
 # Version: optax==0.2.8, jax==0.11.2; a CPU, Python 3.12 or newer.
 # Expected: 0, NaN or an error: other libraries ignore -1 or -100 or raise.
 # Seen: -1 has the loss and the gradient of class 2 of 3 and trains towards it; -100 and 3 are NaN.
-# In jaxfused: jaxfused/ops/label_values.py: NaN unless it is the ignore_index.
+# In jaxfused: jaxfused/ops/loss/label_values.py: NaN unless it is the ignore_index.
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -7,7 +7,7 @@
 #   softmax_cross_entropy_with_integer_labels gives it.
 # Seen: NaN and the right gradient, so that training goes on while the logged loss and every check
 #   of it fail; integer labels give 1.3133.
-# In jaxfused: jaxfused/ops/cross_entropy.py takes classes, gives the value and a finite gradient.
+# In jaxfused: jaxfused/ops/loss/cross_entropy.py takes classes, gives the value and a finite gradient.
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -6,7 +6,7 @@
 #   newer.
 # Expected: The same enlargement by two gives the same numbers, at least within one library.
 # Seen: Largest weight 0.867, 0.891 and 0.879, lowest -0.070, -0.141 and -0.105.
-# In jaxfused: jaxfused/ops/upsample.py is bilinear or nearest, of which there is one each;
+# In jaxfused: jaxfused/ops/pool/upsample.py is bilinear or nearest, of which there is one each;
 #   jax.image.resize has -0.5.
 set -euo pipefail
 

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 import jaxfused
-from jaxfused import cuda, dispatch
-from jaxfused.tuning import command, table
+from jaxfused import dispatch
+from jaxfused.runtime import cuda_library, table
+from jaxfused.tuning import command
 
 
 class Example(NamedTuple):
@@ -202,8 +203,8 @@ def check(device: dispatch.Device) -> int:
     print(f"versions      {versions()}")
     print(f"driver        {driver or 'there is no NVIDIA driver'}")
     print(f"device        {describe(device)}")
-    library = cuda.library.why_unavailable()
-    built = f"for {', '.join(cuda.library.architectures())}" if library is None else library
+    library = cuda_library.why_unavailable()
+    built = f"for {', '.join(cuda_library.architectures())}" if library is None else library
     print(f"CUDA library  {built}")
     found = faults(device, driver, library)
     for fault in found:
@@ -216,7 +217,7 @@ def report(device: dispatch.Device) -> str:
     lines = [
         f"versions      {versions()}",
         f"device        {describe(device)}",
-        f"CUDA library  {cuda.library.why_unavailable() or cuda.library.PATH}",
+        f"CUDA library  {cuda_library.why_unavailable() or cuda_library.PATH}",
         *measured_choices(device),
     ]
     for name, explanation in operators(device):

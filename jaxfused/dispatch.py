@@ -134,7 +134,7 @@ class Choice(NamedTuple):
     config: Any = None
     """The config that the table has, or None for the implementation's own default."""
     kernel: Any = None
-    """The `jaxfused.ops.kernel_call.Kernel` of the stage, or None where the call is plain jax.numpy."""
+    """The `jaxfused.runtime.runner.Kernel` of the stage, or None where the call is plain jax.numpy."""
 
 
 class Fallback(NamedTuple):

@@ -14,8 +14,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxfused import dispatch
 from jaxfused.fuse import report as fusion
-from jaxfused.ops import kernel_call
-from jaxfused.tuning.table import Table, load
+from jaxfused.runtime import runner
+from jaxfused.runtime.table import Table, load
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _call(choice: dispatch.Choice) -> tuple[Any, ...]:
     """What `_calls` knows a call of the chosen kernel by."""
     results = choice.kernel.axes(*choice.operands).results
     return (
-        kernel_call.jitted(choice.stage).__name__,
+        runner.jitted(choice.stage).__name__,
         tuple((_as_rows(o.shape), o.dtype) for o in choice.operands if o is not None),
         sum(letters is not None for letters in results),
     )

@@ -3,7 +3,7 @@
 A policy of JAX decides by the primitive that makes a value, and a kernel is one that none of them knows:
 `dots_with_no_batch_dims_saveable` saves the products of a stock layer and nothing of a fused one, whose
 forward kernels then all run twice. The operators name what they make instead, as
-"jaxfused.<operator>.<what>" (see `jaxfused.semantics.checkpoint_names`); these policies go by that name.
+"jaxfused.<operator>.<what>" (see `jaxfused.runtime.checkpoint_names`); these policies go by that name.
 
 Example:
   >>> import jax, jax.numpy as jnp, jaxfused
@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import jax
 
-from jaxfused.semantics.checkpoint_names import PREFIX, What
+from jaxfused.runtime.checkpoint_names import PREFIX, What
 
 Policy = Callable[..., Any]
 
@@ -40,7 +40,7 @@ def save_only_these_names(*names: str) -> Policy:
     Args:
       names: of values that `jax.ad_checkpoint.checkpoint_name` marks; and of this package's operators,
         an operator for all that it makes ("dot_product_attention"), a kind for that of all operators
-        ("preactivation"; `jaxfused.semantics.checkpoint_names.What` lists them), or the whole name of
+        ("preactivation"; `jaxfused.runtime.checkpoint_names.What` lists them), or the whole name of
         a value ("jaxfused.mlp.output"). The small ones, statistics of norms and logarithms of sums,
         are saved in any case: with them a saved result is all that a backward needs.
 

@@ -11,12 +11,12 @@ from typing import Any
 from flax import serialization
 
 from jaxfused.modules.linear import LoRAKernel, QuantizedKernel
-from jaxfused.ops.conv_input import Concatenated
-from jaxfused.ops.fp8 import Fp8State
-from jaxfused.ops.rectified import Rectified
+from jaxfused.ops.conv.conv_input import Concatenated
+from jaxfused.ops.fp8.fp8 import Fp8State
 from jaxfused.optim.eight_bit import EightBitMoment
 from jaxfused.optim.stepping import CountingStepState, StepState
-from jaxfused.quantization.quantized_array import QuantizedArray
+from jaxfused.runtime.quantized_array import QuantizedArray
+from jaxfused.runtime.rectified import Rectified
 
 State = dict[str, Any]
 

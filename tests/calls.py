@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfused
-from jaxfused import cuda
+from jaxfused.runtime import cuda_library
 
 
 class Operand(NamedTuple):
@@ -144,7 +144,7 @@ def calls(rows: int = 32, images: int = 8) -> dict[str, Call]:
 
 def have_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has programs lowered with the calls of the CUDA library, which need not be there."""
-    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda.library, "architectures", lambda: ("90",))
-    monkeypatch.setattr(cuda.library, "cublaslt_name", lambda: "")
-    monkeypatch.setattr(cuda.library, "register", lambda: None)
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda_library, "architectures", lambda: ("90",))
+    monkeypatch.setattr(cuda_library, "cublaslt_name", lambda: "")
+    monkeypatch.setattr(cuda_library, "register", lambda: None)

@@ -12,9 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfused import dispatch
-from jaxfused.cuda import library
-from jaxfused.ops import platforms
-from jaxfused.tuning import table
+from jaxfused.runtime import cuda_library, platforms, table
 from tests import mosaic_interpreter, uncut_stores
 
 # The threads of an interpreted kernel wait for one another inside callbacks of XLA's CPU client. Where
@@ -26,9 +24,10 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 # Where there is no GPU, `make test-all` compiles the library quickly, and it is not the checkout's.
 QUICK_LIBRARY = Path(__file__).parents[1] / "build/ffi-quick/libjaxfused.so"
 if QUICK_LIBRARY.exists() and (
-    not library.PATH.exists() or library.PATH.stat().st_mtime < QUICK_LIBRARY.stat().st_mtime
+    not cuda_library.PATH.exists()
+    or cuda_library.PATH.stat().st_mtime < QUICK_LIBRARY.stat().st_mtime
 ):
-    library.PATH = QUICK_LIBRARY
+    cuda_library.PATH = QUICK_LIBRARY
 
 HOPPER = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=4)
 """An H200 with few multiprocessors, so that small inputs too give each of them several tiles."""
@@ -47,7 +46,7 @@ OF_LIBRARY = {"library_path", "loadable", "built_library"}
 @pytest.fixture
 def built_library():
     """The test needs the CUDA library, if only to be told that its kernels can be taken."""
-    if reason := library.why_unavailable():
+    if reason := cuda_library.why_unavailable():
         pytest.skip(reason)
 
 
@@ -185,8 +184,8 @@ def emulated_gpu(request, monkeypatch):
     device = EMULATED[architecture]
     monkeypatch.setattr(dispatch, "current_device", lambda *arrays: device)
     monkeypatch.setattr(platforms, "KERNELS_RUN_EVERYWHERE", True)
-    monkeypatch.setattr(library, "PATH", build.library(architecture))
-    monkeypatch.setattr(library, "PLATFORM", "cpu")
+    monkeypatch.setattr(cuda_library, "PATH", build.library(architecture))
+    monkeypatch.setattr(cuda_library, "PLATFORM", "cpu")
     return device
 
 

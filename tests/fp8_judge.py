@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from jaxfused import dispatch, reference
-from jaxfused.semantics.activation import activate
-from pallas_kernels.product import fp8 as pallas_fp8
+from jaxfused import dispatch
+from jaxfused.ops.fp8 import fp8_xla
+from jaxfused.runtime.activation import activate
+from pallas_kernels.gemm import fp8 as pallas_fp8
 from tests.arrays import put
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -113,20 +114,20 @@ def kernel_differences(rows):
     pairs = {
         "z": (
             pallas_fp8.layer(x, w, scales, bias, None, options, **launch)[1:],
-            reference.fp8.layer(x, w, scales, bias, None, options)[1:],
+            fp8_xla.layer(x, w, scales, bias, None, options)[1:],
         ),
         "dz": (
             pallas_fp8.hidden_gradient_by_slope(
                 dy, w2, unit, slope, **by_slope, **launch, config=config
             ),
-            reference.fp8.hidden_gradient_by_slope(dy, w2, unit, slope, **by_slope),
+            fp8_xla.hidden_gradient_by_slope(dy, w2, unit, slope, **by_slope),
         ),
         "dw": (
             (
                 pallas_fp8.weight_gradient(xt, dyt, scales, out_dtype=jnp.bfloat16, **launch),
                 None,
             ),
-            (reference.fp8.weight_gradient(xt, dyt, scales, out_dtype=jnp.bfloat16), None),
+            (fp8_xla.weight_gradient(xt, dyt, scales, out_dtype=jnp.bfloat16), None),
         ),
     }
     found = {}

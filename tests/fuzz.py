@@ -19,8 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks.fuzz import command, judge
 from benchmarks.fuzz.problem import Options
 from jaxfused import dispatch
-from jaxfused.cuda import library
-from jaxfused.ops import platforms
+from jaxfused.runtime import cuda_library, platforms
 from tests import mosaic_interpreter
 from tests.conftest import EMULATED, HOPPER
 from tests.cuda_emulator import build
@@ -44,7 +43,7 @@ def interpreted(options: Options) -> judge.Verdict:
 def _emulate() -> None:
     architecture = os.environ.get("EMULATED_ARCHITECTURE", "90")
     _assume(EMULATED[architecture])
-    library.PATH, library.PLATFORM = build.library(architecture), "cpu"
+    cuda_library.PATH, cuda_library.PLATFORM = build.library(architecture), "cpu"
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxfused.cuda import library
+from jaxfused.runtime import cuda_library
 
 _CALL = re.compile(r"stablehlo\.custom_call @(\w+)\(")
 # A kernel of Mosaic GPU is a module of its own, in bytecode, and named in it: <kernel_name>_mosaic_gpu.
@@ -15,7 +15,7 @@ _MOSAIC = re.compile(r"\\00(?!stable_mosaic_gpu)(\w+)_mosaic_gpu\\00")
 
 def lowered(f: Callable, *args: Any) -> str:
     """Returns the program of `f` for CUDA, lowered without a GPU; the arguments may be shapes."""
-    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in library.TARGETS]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in cuda_library.TARGETS]
     export = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=checks)
     return export(*args).mlir_module()
 

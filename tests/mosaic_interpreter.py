@@ -20,8 +20,8 @@ from jax._src.state.types import AbstractRef
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import store, warps
+from pallas_kernels.gemm import column_sums, dequantize, interleaved_rope
 from pallas_kernels.hopper import COPY_BYTES
-from pallas_kernels.product import neighbours, sums_over_rows, upcast
 
 
 def prepare(monkeypatch) -> None:
@@ -233,10 +233,10 @@ def upcast_integers(monkeypatch) -> None:
         dtype = shifts[0].dtype
         shifts = jnp.stack(shifts, axis=1).astype(jnp.float32)
         shifts = jnp.repeat(shifts, unsigned.shape[1] // shifts.shape[1], axis=1)
-        return (unsigned / upcast.unit(dtype) + shifts).astype(dtype)
+        return (unsigned / dequantize.unit(dtype) + shifts).astype(dtype)
 
     def from_bytes(stored, shifts):
-        return floats(stored.astype(jnp.int32) + upcast.ADDED_TO_BYTES, shifts)
+        return floats(stored.astype(jnp.int32) + dequantize.ADDED_TO_BYTES, shifts)
 
     def from_words(words, shifts):
         n, count = words.shape
@@ -245,8 +245,8 @@ def upcast_integers(monkeypatch) -> None:
         both = jax.lax.bitcast_convert_type(pairs, jnp.int16).reshape(2, 2, n, count // 4, 4, 2)
         return floats(both.transpose(2, 4, 0, 1, 3, 5).reshape(n, 8 * count), shifts)
 
-    monkeypatch.setattr(upcast, "from_bytes", from_bytes)
-    monkeypatch.setattr(upcast, "from_words", from_words)
+    monkeypatch.setattr(dequantize, "from_bytes", from_bytes)
+    monkeypatch.setattr(dequantize, "from_words", from_words)
 
 
 def turn_neighbours(monkeypatch) -> None:
@@ -260,7 +260,7 @@ def turn_neighbours(monkeypatch) -> None:
         both = (first * cos - second * sin, second * cos + first * sin)
         return jnp.stack(both, axis=-1).reshape(x.shape)
 
-    monkeypatch.setattr(neighbours, "turned", turned)
+    monkeypatch.setattr(interleaved_rope, "turned", turned)
 
 
 def store_pieces(monkeypatch) -> None:
@@ -282,7 +282,7 @@ def store_pieces(monkeypatch) -> None:
         ref[...] = value
 
     monkeypatch.setattr(warps, "await_all", lambda: None)
-    monkeypatch.setattr(sums_over_rows, "of_warps", of_warps)
+    monkeypatch.setattr(column_sums, "of_warps", of_warps)
     monkeypatch.setattr(store, "store_registers", store_registers)
     monkeypatch.setattr(store, "store_piece", store_piece)
     monkeypatch.setattr(store, "commit_stores", commit_stores)

@@ -1,4 +1,4 @@
-"""What the kernels of jaxfused.cuda.optimizer_step compute, in jax.numpy, to test what calls them."""
+"""What the CUDA kernels of optimizer steps compute, in jax.numpy, to test what calls them."""
 
 import contextlib
 import math
@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.cuda import gradient_norm, library, optimizer_step
-from jaxfused.cuda.optimizer_step import Leaf, Scalars
+from jaxfused.ops.optimizer import gradient_norm_cuda, optimizer_step_cuda
+from jaxfused.ops.optimizer.optimizer_step_cuda import Leaf, Scalars
 from jaxfused.optim import EightBitMoment, eight_bit
-from jaxfused.semantics import stochastic_rounding
-from jaxfused.semantics.dropout import murmur
+from jaxfused.runtime import cuda_library, stochastic_rounding
+from jaxfused.runtime.dropout import murmur
 
 HOPPER = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
 
@@ -152,9 +152,9 @@ def step(
 @contextlib.contextmanager
 def stood_in_for(monkeypatch):
     """Within this context steps run what the kernels compute, without a GPU."""
-    monkeypatch.setattr(optimizer_step, "step", step)
-    monkeypatch.setattr(gradient_norm, "sum_of_squares", sum_of_squares)
-    monkeypatch.setattr(library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(optimizer_step_cuda, "step", step)
+    monkeypatch.setattr(gradient_norm_cuda, "sum_of_squares", sum_of_squares)
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
     with dispatch.assume(HOPPER):
         yield
     jax.clear_caches()

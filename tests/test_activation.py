@@ -8,9 +8,9 @@ import pytest
 import jaxfused
 import pallas_kernels.activation
 from jaxfused import dispatch
-from jaxfused.ops.fp8_products import maximised_of
-from jaxfused.reference.fp8 import largest_activation
-from jaxfused.semantics.activation import ACTIVATIONS, ARITHMETIC, FUNCTIONS, SLOPE_OF_RESULT
+from jaxfused.ops.fp8.fp8_products import maximised_of
+from jaxfused.ops.fp8.fp8_xla import largest_activation
+from jaxfused.runtime.activation import ACTIVATIONS, ARITHMETIC, FUNCTIONS, SLOPE_OF_RESULT
 from pallas_kernels.activation import NAMES, activation, activation_and_derivative, derivative
 from tests.arrays import put
 from tests.conftest import HOPPER

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused.semantics.activation import activate
+from jaxfused.runtime.activation import activate
 from pallas_kernels.rows import layer_norm as pallas_layer_norm
 from pallas_kernels.rows.tiles import RowTiles
 from tests.arrays import put

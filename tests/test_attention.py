@@ -10,9 +10,9 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import dispatch
-from jaxfused.ops import attention
-from jaxfused.semantics.dropout import keep, keep_probability
-from jaxfused.semantics.mask import EMPTY_LSE, Mask
+from jaxfused.ops.attention import attention
+from jaxfused.ops.attention.mask import EMPTY_LSE, Mask
+from jaxfused.runtime.dropout import keep, keep_probability
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
 from tests.cases.attention import CASES, JAX_CASES, Case

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfused import reference
-from jaxfused.semantics.mask import Mask
+from jaxfused.ops.attention import attention_xla
+from jaxfused.ops.attention.mask import Mask
 from pallas_kernels.attention import attention, backward_dkv, backward_dq
 from pallas_kernels.attention import backward as attention_bwd
 from pallas_kernels.attention import forward as attention_fwd
@@ -243,7 +243,7 @@ def truth(query, key, value, dout, bias, sinks, mask, words, logits):
     @jax.jit
     def results(arrays, dout, mask):
         def f(*arrays):
-            out, lse = reference.attention.attention(
+            out, lse = attention_xla.attention(
                 *arrays,
                 mask,
                 words,

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused import dispatch, reference
-from jaxfused.cuda import library
-from jaxfused.cuda.attention import why_unsupported
+from jaxfused import dispatch
+from jaxfused.ops.attention import attention_xla
+from jaxfused.ops.attention.attention_cuda import why_unsupported
+from jaxfused.runtime import cuda_library
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.attention import Case
 from tests.grids import parametrize
@@ -49,8 +50,8 @@ def fits_float32(case):
 @pytest.fixture
 def built(monkeypatch):
     """The kernels are treated as built, because lowering needs only their names."""
-    monkeypatch.setattr(library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(library, "register", lambda: None)
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda_library, "register", lambda: None)
 
 
 FITS = dict(
@@ -170,14 +171,14 @@ def test_modules_in_float32_take_the_kernel_at_the_default_precision(built):
 @pytest.fixture
 def products_as_tf32(monkeypatch):
     """The reference rounds float32 as the kernels do: XLA takes some products with all their bits."""
-    plain = reference.attention.product
+    plain = attention_xla.product
 
     def product(subscripts, a, b, **options):
         if a.dtype == b.dtype == jnp.float32:
             return rounded_einsum(subscripts, a, b)
         return plain(subscripts, a, b, **options)
 
-    monkeypatch.setattr(reference.attention, "product", product)
+    monkeypatch.setattr(attention_xla, "product", product)
 
 
 @pytest.mark.gpu
@@ -326,7 +327,7 @@ RESULTS = {
     ],
 )
 def test_handlers_refuse_what_does_not_fit(direction, change, message):
-    library.register()
+    cuda_library.register()
     described = (FORWARD if direction == "forward" else BACKWARD) | RESULTS[direction] | change
     results = [jax.ShapeDtypeStruct(*described.pop(name)) for name in RESULTS[direction]]
     call = jax.ffi.ffi_call(f"jaxfused_attention_{direction}", results)

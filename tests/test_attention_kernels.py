@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused import reference
-from jaxfused.semantics.mask import EMPTY_LSE, Mask
+from jaxfused.ops.attention import attention_xla
+from jaxfused.ops.attention.mask import EMPTY_LSE, Mask
 from pallas_kernels.attention import forward as attention_fwd
 from pallas_kernels.attention.forward import ForwardConfig
 from pallas_kernels.attention.logits import (
@@ -260,7 +260,7 @@ def plain(case, dropout_rate=0.0):
     explicit = matrix(options.get("mask"))
 
     def f(query, key, value, bias, sinks):
-        output, lse = reference.attention.attention(
+        output, lse = attention_xla.attention(
             query,
             key,
             value,

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfused import reference
-from jaxfused.semantics.mask import Mask
+from jaxfused.ops.attention import attention_xla
+from jaxfused.ops.attention.mask import Mask
 from pallas_kernels.attention import short as attention_short
 from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands, dropout_seeds
 from pallas_kernels.attention.mask import BlockMask
@@ -103,7 +103,7 @@ def plain(case: Case, dropout_rate: float = 0.0):
     def f(query, key, value, bias, sinks):
         if bias is not None:
             bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
-        output, lse = reference.attention.attention(
+        output, lse = attention_xla.attention(
             query,
             key,
             value,

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import reference
-from jaxfused.reference.promotion import accumulator_dtype
-from jaxfused.semantics.activation import activate
+from jaxfused.ops.norm import batch_norm_xla
+from jaxfused.runtime.activation import activate
+from jaxfused.runtime.promotion import accumulator_dtype
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
 from tests.cases.batch_norm import CASES, Case
@@ -42,7 +42,7 @@ def test_moments_in_one_pass_are_accurate_whatever_some_rows_are(rows, first, me
         x[: -(-rows // 64)] = 0.0 if first == "zeros" else -1e4
     elif first != "like the others":
         x[rows // 2] = -1e4
-    found = reference.batch_norm.row_moments(put(x))
+    found = batch_norm_xla.row_moments(put(x))
     truth = x.mean(0, dtype=np.float64), x.var(0, dtype=np.float64)
     spread = np.sqrt(truth[1])
     of_far_off = 1e-7 * np.abs(x).max(0) if first == "middle far off" else 0.0

@@ -9,8 +9,9 @@ import pytest
 
 import jaxfused
 import jaxfused.__main__ as command_line
-from jaxfused import cuda, dispatch
+from jaxfused import dispatch
 from jaxfused.__main__ import faults, operators, report
+from jaxfused.runtime import cuda_library
 from tests.grids import parametrize
 
 CPU = dispatch.Device("cpu", "cpu", None, 0)
@@ -113,4 +114,4 @@ def test_check_exits_with_1_where_something_is_wrong(monkeypatch, capsys):
 def test_machine_code_serves_its_major_version_and_ptx_all_later_gpus(
     architecture, compute_capability, runs
 ):
-    assert cuda.library.runs_on(architecture, compute_capability) == runs
+    assert cuda_library.runs_on(architecture, compute_capability) == runs

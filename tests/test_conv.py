@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import cuda, dispatch
-from jaxfused.cuda.depthwise_conv import Strips, Tile, Window
-from jaxfused.ops import dense_conv, depthwise_conv, enlarging_conv, product_choice
-from jaxfused.semantics.activation import activate
+from jaxfused import dispatch
+from jaxfused.ops.conv import dense_conv, depthwise_conv, depthwise_conv_cuda, patch_expand
+from jaxfused.ops.conv.depthwise_conv_cuda import Strips, Tile, Window
+from jaxfused.runtime import cuda_library, product_choice
+from jaxfused.runtime.activation import activate
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import cudnn_cost
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
@@ -473,7 +474,7 @@ def dense_stand_ins(hopper, monkeypatch):
 
     def forward(x, w, bias, residual, *, window, activation, save_preactivation, block=(1, 1), **_):
         z = convolve(x, w, window)
-        z = enlarging_conv.moved(z if bias is None else z + bias, block)
+        z = patch_expand.moved(z if bias is None else z + bias, block)
         z = z if residual is None else z + residual
         return activate(activation, z), z if save_preactivation else None
 
@@ -583,9 +584,9 @@ TILES, TILES_WEIGHTS = "jaxfused_depthwise_conv_mma", "jaxfused_depthwise_conv_m
 @pytest.fixture
 def with_library(hopper, monkeypatch):
     """The operator is lowered as if the CUDA library were there, which tests/test_ffi.py looks at."""
-    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda.library, "register", lambda: None)
-    monkeypatch.setattr(cuda.library, "architectures", lambda: ("75-real", "80-real", "90"))
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda_library, "register", lambda: None)
+    monkeypatch.setattr(cuda_library, "architectures", lambda: ("75-real", "80-real", "90"))
     return hopper
 
 
@@ -618,8 +619,8 @@ def stand_ins(with_library, monkeypatch):
         (dw,) = jax.linear_transpose(lambda w: stand_in(window)(x, w), w)(dy)
         return dw, dy.sum((0, 1, 2))
 
-    monkeypatch.setattr(cuda.depthwise_conv, "conv", conv)
-    monkeypatch.setattr(cuda.depthwise_conv, "weight_gradient", weight_gradient)
+    monkeypatch.setattr(depthwise_conv_cuda, "conv", conv)
+    monkeypatch.setattr(depthwise_conv_cuda, "weight_gradient", weight_gradient)
 
 
 def depthwise(case, implementation):
@@ -771,8 +772,8 @@ def test_what_a_tile_must_be(change, message):
 def test_limits_of_the_depthwise_kernels_on_tensor_cores(with_library, change, reason):
     window = Window((7, 7), 1, ((3, 3), (3, 3)))
     good = dict(compute_capability=(8, 0), channels=8, window=window, dtype=jnp.bfloat16)
-    assert cuda.depthwise_conv.why_no_tiles(**good) is None
-    assert reason in cuda.depthwise_conv.why_no_tiles(**good | change)
+    assert depthwise_conv_cuda.why_no_tiles(**good) is None
+    assert reason in depthwise_conv_cuda.why_no_tiles(**good | change)
 
 
 @pytest.mark.parametrize(
@@ -822,7 +823,7 @@ GOOD = dict(
     ],
 )
 def test_limits_of_the_depthwise_kernels(with_library, change, reason):
-    assert reason in cuda.depthwise_conv.why_unsupported(**GOOD | change)
+    assert reason in depthwise_conv_cuda.why_unsupported(**GOOD | change)
 
 
 @pytest.mark.gpu
@@ -838,9 +839,9 @@ def test_depthwise_kernels_are_as_accurate_as_jax_numpy(case, dtype):
 @pytest.mark.parametrize("place", (0, 1, 3))
 @pytest.mark.parametrize("case", TILED_CASES, ids=str)
 def test_tiles_of_the_depthwise_kernels(case, place, monkeypatch):
-    candidates = cuda.depthwise_conv.candidates
+    candidates = depthwise_conv_cuda.candidates
     monkeypatch.setattr(
-        cuda.depthwise_conv, "candidates", lambda *a, **sized: candidates(*a, **sized)[place:]
+        depthwise_conv_cuda, "candidates", lambda *a, **sized: candidates(*a, **sized)[place:]
     )
     monkeypatch.setattr(depthwise_conv, "_USEFUL", 0.0)
     jax.clear_caches()

@@ -12,7 +12,7 @@ import jaxfused
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.conv import ConvConfig, forward_and_statistics
 from pallas_kernels.conv.window import Window
-from pallas_kernels.product.matmul import MatmulConfig
+from pallas_kernels.gemm.matmul import MatmulConfig
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
 from tests.grids import parametrize

@@ -14,9 +14,9 @@ import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
 from jaxfused import dispatch
-from jaxfused.ops import enlarging_conv
-from jaxfused.ops.kernel_call import Runner
-from jaxfused.semantics.activation import activate
+from jaxfused.ops.conv import patch_expand
+from jaxfused.runtime.activation import activate
+from jaxfused.runtime.runner import Runner
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
 from tests.grids import parametrize
@@ -174,7 +174,7 @@ def test_xla_moves_products_where_they_belong(block):
     runner = Runner("xla", dispatch.current_device(args[0]))
 
     def ours(*args):
-        return enlarging_conv.enlarging_conv(runner, *args, activation="silu", precision=None)
+        return patch_expand.enlarging_conv(runner, *args, activation="silu", precision=None)
 
     assert_values_and_gradients(ours, enlarging(block, "silu", None)[1], *args)
 

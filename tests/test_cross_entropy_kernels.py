@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused import cuda
-from jaxfused.reference import cross_entropy as reference
+from jaxfused.ops.linear import cublaslt
+from jaxfused.ops.loss import cross_entropy_cuda
+from jaxfused.ops.loss import cross_entropy_xla as reference
+from jaxfused.runtime import cuda_library
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
 from tests.cases.cross_entropy import CASES, Case
@@ -51,18 +53,18 @@ def stand_in_scale_rows(x, factors):
 
 def take_kernels_for_all_sizes(monkeypatch):
     for name in ("_SHORT_ROW_BYTES", "_FEW_BYTES"):
-        monkeypatch.setattr(jaxfused.ops.cross_entropy, name, 0)
+        monkeypatch.setattr(jaxfused.ops.loss.cross_entropy, name, 0)
 
 
 @pytest.fixture
 def stand_ins(hopper, monkeypatch):
     """Kernels are called for rows of any length, and jax.numpy computes what they would."""
-    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: "jax.numpy adds")
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cublaslt, "why_unavailable", lambda: "jax.numpy adds")
     take_kernels_for_all_sizes(monkeypatch)
-    monkeypatch.setattr(cuda.cross_entropy, "forward", stand_in_forward)
-    monkeypatch.setattr(cuda.cross_entropy, "backward", stand_in_backward)
-    monkeypatch.setattr(cuda.cross_entropy, "scale_rows", stand_in_scale_rows)
+    monkeypatch.setattr(cross_entropy_cuda, "forward", stand_in_forward)
+    monkeypatch.setattr(cross_entropy_cuda, "backward", stand_in_backward)
+    monkeypatch.setattr(cross_entropy_cuda, "scale_rows", stand_in_scale_rows)
 
 
 @pytest.mark.parametrize("cotangent", [None, 0.5, "any"])
@@ -188,7 +190,7 @@ def test_the_expected_cotangent_needs_no_correction(stand_ins, monkeypatch):
         jax.debug.callback(lambda factor: factors.append(np.asarray(factor)), factor)
         return stand_in_scale_rows(x, factor)
 
-    monkeypatch.setattr(cuda.cross_entropy, "scale_rows", scale)
+    monkeypatch.setattr(cross_entropy_cuda, "scale_rows", scale)
     logits = put(np.random.default_rng(0).normal(size=(13, 31)), jnp.float32)
     weights = jnp.linspace(0.0, 3.0, 13)
 
@@ -365,14 +367,14 @@ def test_errors_of_named_implementations(hopper):
 )
 def test_limits(change, reason):
     good = dict(compute_capability=(8, 0), rows=4, features=768, dtype=jnp.bfloat16)
-    assert reason in cuda.cross_entropy.why_unsupported(**good | change)
+    assert reason in cross_entropy_cuda.why_unsupported(**good | change)
 
 
 @pytest.mark.parametrize("change", [dict(cluster=3), dict(threads=48), dict(threads=1024)])
 def test_configs_validate_themselves(change):
     [name] = change
     with pytest.raises(ValueError, match=f"ForwardConfig: {name} must be"):
-        cuda.cross_entropy.ForwardConfig(**change)
+        cross_entropy_cuda.ForwardConfig(**change)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
@@ -433,11 +435,11 @@ def test_every_config_gives_the_same_gradient(cluster, threads, in_place):
     classes = reference.classes_of(labels, 8191, reference.Options(ignore_index=3))
     coefficients = jnp.linspace(-1.0, 1.0, 700)
     constants = dict(label_smoothing=0.1, z_loss=1e-3, soft_cap=None)
-    config = cuda.cross_entropy.ForwardConfig(cluster, threads)
+    config = cross_entropy_cuda.ForwardConfig(cluster, threads)
 
     @jax.jit
     def ours(logits):
-        return cuda.cross_entropy.forward(
+        return cross_entropy_cuda.forward(
             logits + 0, classes, None, coefficients, in_place=in_place, config=config, **constants
         )
 

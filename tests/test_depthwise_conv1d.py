@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfused
-from jaxfused import cuda, dispatch
+from jaxfused import dispatch
+from jaxfused.ops.conv import depthwise_conv1d_cuda
 from tests.against_float64 import assert_values_and_gradients
 from tests.calls import have_library
 from tests.cases.conv import CONV1D_CASES, CONV1D_KERNEL_CASES
@@ -49,8 +50,8 @@ def stand_ins(with_library, monkeypatch):
             None if residual is None else rest[-1],
         )
 
-    monkeypatch.setattr(cuda.depthwise_conv1d, "conv", conv)
-    monkeypatch.setattr(cuda.depthwise_conv1d, "gradient", gradient)
+    monkeypatch.setattr(depthwise_conv1d_cuda, "conv", conv)
+    monkeypatch.setattr(depthwise_conv1d_cuda, "gradient", gradient)
 
 
 def functions(case, implementation):
@@ -73,7 +74,7 @@ def test_the_way_to_the_kernels(case, stand_ins):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CONV1D_CASES[:2], ids=str)
 def test_xlas_form_of_the_stages(case, dtype, with_library, monkeypatch):
-    monkeypatch.setattr(cuda.depthwise_conv1d, "why_unsupported", lambda **_: "it is not there")
+    monkeypatch.setattr(depthwise_conv1d_cuda, "why_unsupported", lambda **_: "it is not there")
     assert_values_and_gradients(*functions(case, None), *case.arguments(jnp.dtype(dtype)))
 
 
@@ -138,8 +139,8 @@ GOOD = dict(
     ],
 )
 def test_limits(with_library, change, reason):
-    assert cuda.depthwise_conv1d.why_unsupported(**GOOD) is None
-    assert reason in cuda.depthwise_conv1d.why_unsupported(**GOOD | change)
+    assert depthwise_conv1d_cuda.why_unsupported(**GOOD) is None
+    assert reason in depthwise_conv1d_cuda.why_unsupported(**GOOD | change)
 
 
 def test_windows_without_a_kernel_are_xlas(with_library):

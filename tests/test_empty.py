@@ -11,7 +11,8 @@ import pytest
 import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
-from jaxfused import cuda, dispatch
+from jaxfused import dispatch
+from jaxfused.runtime import cuda_library
 from tests.grids import parametrize
 
 D = 16
@@ -115,8 +116,8 @@ OF_ROWS = {
 @pytest.fixture(params=["cpu", "H200", pytest.param("T4", marks=pytest.mark.exhaustive)])
 def device(request, monkeypatch):
     """A CPU, or a GPU for which all kernels are there."""
-    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda.library, "register", lambda: None)
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda_library, "register", lambda: None)
     jax.clear_caches()  # Traces do not know of the assumed device.
     assumed = {
         "cpu": dispatch.Device("cpu", "cpu", None, 0),

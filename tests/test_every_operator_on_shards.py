@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfused import dispatch
-from jaxfused.ops import kernel_call
+from jaxfused.runtime import runner
 from tests import eight_devices
 from tests.calls import calls, have_library
 from tests.eight_devices import DEVICES
@@ -189,7 +189,7 @@ def test_vmap_over_a_split_axis_has_the_numbers_of_one_device(monkeypatch, name,
             pytest.skip("no mesh axis splits the batch")
         options, axis_type = dict(spmd_axis_name="d"), AxisType.Auto
     mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=(axis_type,) * 2)
-    monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: ("xla", None))
+    monkeypatch.setattr(runner._OnShard, "_choose", lambda self, operands: ("xla", None))
     jax.clear_caches()
     with jax.set_mesh(mesh), dispatch.assume(H200):
         placed = [

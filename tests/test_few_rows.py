@@ -11,10 +11,10 @@ import pytest
 
 import jaxfused
 from jaxfused import dispatch
-from pallas_kernels.product import linear, mlp
-from pallas_kernels.product.cost import Work
-from pallas_kernels.product.few_rows import FewRowsConfig
-from pallas_kernels.product.matmul import few_rows_candidates, matmul
+from pallas_kernels.gemm import linear, mlp
+from pallas_kernels.gemm.cost import Work
+from pallas_kernels.gemm.matmul import few_rows_candidates, matmul
+from pallas_kernels.gemm.small_m import FewRowsConfig
 from tests import mosaic_interpreter
 from tests.arrays import put
 from tests.grids import parametrize

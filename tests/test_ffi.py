@@ -16,10 +16,13 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused import cuda, dispatch
-from jaxfused.cuda import library
-from jaxfused.cuda.layer_norm import MAX_FEATURES, MAX_ROWS, why_unsupported
-from jaxfused.semantics.activation import activate
+from jaxfused import dispatch
+from jaxfused.ops.linear import bias_activation_cuda, cublaslt, linear_cuda, mlp_cuda
+from jaxfused.ops.norm import layer_norm_cuda
+from jaxfused.ops.norm.layer_norm_cuda import MAX_FEATURES, MAX_ROWS, why_unsupported
+from jaxfused.ops.rope import rope_cuda
+from jaxfused.runtime import cuda_library
+from jaxfused.runtime.activation import activate
 from tests.lowering import kernels, kernels_in, lowered
 from tests.tolerances import assert_accurate
 
@@ -33,8 +36,8 @@ NO_MEAN = dict(
 @pytest.fixture(scope="session")
 def library_path(tmp_path_factory) -> Path:
     """Returns the library that `make test-all` has built, else builds one for one architecture."""
-    if library.PATH.exists():
-        return library.PATH
+    if cuda_library.PATH.exists():
+        return cuda_library.PATH
     if shutil.which("nvcc") is None:
         pytest.skip("there is no nvcc on PATH to build the CUDA library")
     build = tmp_path_factory.mktemp("ffi")
@@ -55,15 +58,15 @@ def library_path(tmp_path_factory) -> Path:
 @pytest.fixture
 def loadable(library_path, monkeypatch):
     """All calls of the kernels use the library of `library_path`."""
-    monkeypatch.setattr(library, "PATH", library_path)
+    monkeypatch.setattr(cuda_library, "PATH", library_path)
     forget()
     yield library_path
     forget()
 
 
 def forget() -> None:
-    library.why_unavailable.cache_clear()
-    library.register.cache_clear()
+    cuda_library.why_unavailable.cache_clear()
+    cuda_library.register.cache_clear()
 
 
 # --- the library ----------------------------------------------------------------------------------
@@ -71,7 +74,7 @@ def forget() -> None:
 
 def test_every_target_is_in_the_library(library_path):
     loaded = ctypes.CDLL(str(library_path))
-    for target in library.TARGETS:
+    for target in cuda_library.TARGETS:
         assert hasattr(loaded, target), target
 
 
@@ -80,11 +83,11 @@ def test_it_was_built_against_the_installed_headers(library_path):
     ctypes.CDLL(str(library_path)).jaxfused_xla_ffi_version(
         ctypes.byref(major), ctypes.byref(minor)
     )
-    assert (major.value, minor.value) == library.running_ffi_version()
+    assert (major.value, minor.value) == cuda_library.running_ffi_version()
 
 
 def test_it_is_available(loadable):
-    assert library.why_unavailable() is None
+    assert cuda_library.why_unavailable() is None
     assert why_unsupported(**GOOD) is None
 
 
@@ -93,51 +96,52 @@ def test_a_library_for_other_gpus_is_refused_in_one_sentence(loadable, monkeypat
         compute_capability = "6.1"
 
     assert all(
-        library.runs_on(a, divmod(int(a.split("-")[0]), 10)) for a in library.architectures()
+        cuda_library.runs_on(a, divmod(int(a.split("-")[0]), 10))
+        for a in cuda_library.architectures()
     )
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [Gpu])
-    reason = library.why_unavailable()
+    reason = cuda_library.why_unavailable()
     assert "this GPU has compute capability 6.1; install jaxfused again" in reason
     assert "\n" not in reason
 
 
 @pytest.mark.parametrize("running", [(0, 0), (1, 99)])
 def test_a_library_for_another_xla_ffi_is_refused_in_one_sentence(loadable, monkeypatch, running):
-    monkeypatch.setattr(library, "running_ffi_version", lambda: running)
-    reason = library.why_unavailable()
+    monkeypatch.setattr(cuda_library, "running_ffi_version", lambda: running)
+    reason = cuda_library.why_unavailable()
     assert f"has version {running[0]}.{running[1]}; install jaxfused again" in reason
     assert "\n" not in reason
     with pytest.raises(RuntimeError, match="was built against version"):
-        library.register()
+        cuda_library.register()
 
 
 def test_a_later_minor_version_of_the_xla_ffi_is_accepted(loadable, monkeypatch):
-    major, minor = library.running_ffi_version()
-    monkeypatch.setattr(library, "running_ffi_version", lambda: (major, minor + 1))
-    assert library.why_unavailable() is None
+    major, minor = cuda_library.running_ffi_version()
+    monkeypatch.setattr(cuda_library, "running_ffi_version", lambda: (major, minor + 1))
+    assert cuda_library.why_unavailable() is None
 
 
 def test_a_library_without_a_target_is_a_reason(loadable, monkeypatch):
-    monkeypatch.setattr(library, "TARGETS", (*library.TARGETS, "jaxfused_of_tomorrow"))
-    assert "lacks jaxfused_of_tomorrow; build it again" in library.why_unavailable()
+    monkeypatch.setattr(cuda_library, "TARGETS", (*cuda_library.TARGETS, "jaxfused_of_tomorrow"))
+    assert "lacks jaxfused_of_tomorrow; build it again" in cuda_library.why_unavailable()
 
 
 def test_a_file_that_is_no_library_is_a_reason(tmp_path, monkeypatch):
     broken = tmp_path / "libjaxfused.so"
     broken.write_text("not a library")
-    monkeypatch.setattr(library, "PATH", broken)
+    monkeypatch.setattr(cuda_library, "PATH", broken)
     forget()
-    assert "does not load on this system" in library.why_unavailable()
+    assert "does not load on this system" in cuda_library.why_unavailable()
     forget()
 
 
 def test_an_installation_without_nvcc_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(library, "PATH", tmp_path / "libjaxfused.so")
+    monkeypatch.setattr(cuda_library, "PATH", tmp_path / "libjaxfused.so")
     forget()
     with pytest.raises(ValueError, match=r"installed without its CUDA library.*with nvcc on PATH"):
         dispatch.choose(
-            "layer_norm", "cuda", {"cuda": cuda.layer_norm.why_unsupported(**GOOD), "xla": None}
+            "layer_norm", "cuda", {"cuda": layer_norm_cuda.why_unsupported(**GOOD), "xla": None}
         )
     forget()
 
@@ -145,7 +149,7 @@ def test_an_installation_without_nvcc_says_so(tmp_path, monkeypatch):
 # --- handlers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", library.TARGETS)
+@pytest.mark.parametrize("target", cuda_library.TARGETS)
 def test_a_handler_refuses_a_call_of_another_form(library_path, target):
     # Registered for the CPU, where a call gets as far as the check of its form.
     handler = jax.ffi.pycapsule(getattr(ctypes.CDLL(str(library_path)), target))
@@ -200,7 +204,7 @@ def call_forward(x, scale, y, **attributes):
 )
 def test_a_handler_refuses_operands_that_do_not_fit(arguments, attributes, message):
     dtype, x_shape, scale_shape, y_shape, y_dtype = arguments
-    library.register()
+    cuda_library.register()
     with pytest.raises(Exception, match=message):
         call_forward(
             jnp.ones(x_shape, dtype), jnp.ones(scale_shape), (y_shape, y_dtype), **attributes
@@ -551,9 +555,9 @@ POOL = {
 )
 def test_handlers_refuse_what_does_not_fit(target, operands, results, attributes, message):
     """Shapes without a dtype beside them are float32."""
-    if target == "linear" and (reason := cuda.cublaslt.why_unavailable()):
+    if target == "linear" and (reason := cublaslt.why_unavailable()):
         pytest.skip(reason)
-    library.register()
+    cuda_library.register()
     call = jax.ffi.ffi_call(f"jaxfused_{target}", [_described(shape) for shape in results])
     arrays = [jnp.ones(a.shape, a.dtype) for a in map(_described, operands)]
     with pytest.raises(Exception, match=message):
@@ -752,7 +756,7 @@ def test_the_handlers_of_losses_refuse_what_does_not_fit(
     target, operands, results, attributes, message
 ):
     """Shapes without a dtype beside them are float32."""
-    library.register()
+    cuda_library.register()
     call = jax.ffi.ffi_call(f"jaxfused_{target}", [_described(shape) for shape in results])
     arrays = [jnp.ones(a.shape, a.dtype) for a in map(_described, operands)]
     with pytest.raises(Exception, match=message):
@@ -786,7 +790,7 @@ def test_calls_of_handlers_have_the_form_that_is_declared():
 @pytest.mark.parametrize("alias", ({0: 0}, {}))
 def test_rows_are_scaled_in_place_and_elsewhere(alias):
     """XLA hands over a place of its own for the result where x is a slice of another array."""
-    library.register()
+    cuda_library.register()
     x, factors = jnp.arange(32.0).reshape(4, 8), jnp.array([1.0, 0.5, 0.0, -2.0])
     call = jax.ffi.ffi_call("jaxfused_scale_rows", jax.typeof(x), input_output_aliases=alias)
     expected = np.asarray(x) * np.asarray(factors)[:, None]
@@ -806,11 +810,11 @@ def test_forward_and_backward_lower_for_cuda(loadable, dtype, parameter_dtype, r
 
     def both(x, scale, bias, pre_bias):
         other = x if residual else None
-        y, h, mean, rstd = cuda.layer_norm.forward(
+        y, h, mean, rstd = layer_norm_cuda.forward(
             x, scale, bias, other, pre_bias, save_statistics=True, **NO_MEAN
         )
         assert (h is None) == (not residual) and mean is None
-        gradients = cuda.layer_norm.backward(
+        gradients = layer_norm_cuda.backward(
             y,
             other,
             h if residual else x,
@@ -835,7 +839,7 @@ def test_what_is_not_wanted_is_not_written(loadable):
     x = jax.ShapeDtypeStruct((4, 768), jnp.bfloat16)
 
     def forward(x):
-        outputs = cuda.layer_norm.forward(
+        outputs = layer_norm_cuda.forward(
             x, None, None, None, None, save_statistics=False, **NO_MEAN
         )
         assert outputs[1:] == (None, None, None)
@@ -854,7 +858,7 @@ def test_rope_lowers_for_cuda(loadable, with_k):
     table = jax.ShapeDtypeStruct((1, 5, 16), jnp.float32)
 
     def rotated(q, k, cos, sin):
-        outputs = cuda.rope.rotate(q, k, cos, sin, interleaved=True, inverse=False)
+        outputs = rope_cuda.rotate(q, k, cos, sin, interleaved=True, inverse=False)
         assert jax.tree.map(jnp.shape, outputs) == jax.tree.map(jnp.shape, (q, k))
         return outputs
 
@@ -894,7 +898,7 @@ def test_mlp_takes_the_epilogues_that_cublaslt_has(loadable, monkeypatch, change
         )
         | change
     )
-    monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: options["cublaslt"])
+    monkeypatch.setattr(cublaslt, "why_unavailable", lambda: options["cublaslt"])
     hidden = 2 * options["features"]
     x = jax.ShapeDtypeStruct((5, 32), options["dtype"])
     w1 = jax.ShapeDtypeStruct((32, hidden), options["dtype"])
@@ -905,10 +909,10 @@ def test_mlp_takes_the_epilogues_that_cublaslt_has(loadable, monkeypatch, change
 
     def both(x, w1, b1, w2, b2, residual):
         keywords = dict(activation=options["activation"], precision=None)
-        h, z = cuda.linear.forward(
+        h, z = linear_cuda.forward(
             x, w1, b1, None, save_preactivation=True, out_dtype=x.dtype, **keywords
         )
-        y, _ = cuda.linear.forward(
+        y, _ = linear_cuda.forward(
             h,
             w2,
             b2,
@@ -918,7 +922,7 @@ def test_mlp_takes_the_epilogues_that_cublaslt_has(loadable, monkeypatch, change
             out_dtype=residual.dtype,
             precision=None,
         )
-        dz, again, db1 = cuda.mlp.hidden_gradient(
+        dz, again, db1 = mlp_cuda.hidden_gradient(
             y.astype(x.dtype), w2, z, sum_rows=True, **keywords
         )
         assert z.dtype == dz.dtype == again.dtype == h.dtype == x.dtype
@@ -935,7 +939,7 @@ def test_mlp_takes_the_epilogues_that_cublaslt_has(loadable, monkeypatch, change
 def test_both_layers_of_an_mlp_are_those_of_the_named_implementation(
     loadable, hopper, monkeypatch, implementation, launched
 ):
-    monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cublaslt, "why_unavailable", lambda: None)
     shapes = [(2048, 64), (64, 192), (192,), (192, 64), (64,)]
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     mlp = functools.partial(jaxfused.mlp, implementation=implementation)
@@ -956,22 +960,22 @@ def test_gated_mlp_lowers_for_cuda(loadable, monkeypatch, packed, bias, save):
 
     def both(x, w_gate, w_up, b_gate, b_up, w_down):
         keywords = dict(activation="silu", precision=None)
-        h, *saved = cuda.mlp.gated_forward(
+        h, *saved = mlp_cuda.gated_forward(
             x, w_gate, w_up, b_gate, b_up, save_preactivations=save, **keywords
         )
         if not save:
             assert saved == [None, None]
             return h
-        dgate, dup, again, *sums = cuda.mlp.gated_hidden_gradient(
+        dgate, dup, again, *sums = mlp_cuda.gated_hidden_gradient(
             x, w_down, *saved, sum_rows=(bias, bias), returns_hidden=True, **keywords
         )
         assert dgate.shape == dup.shape == again.shape == h.shape == (5, 48)
         assert [s is not None and s.shape for s in sums] == [bias and (48,)] * 2
-        (dx,) = cuda.mlp.gated_input_gradient(dgate, dup, w_gate, w_up, precision=None)
+        (dx,) = mlp_cuda.gated_input_gradient(dgate, dup, w_gate, w_up, precision=None)
         assert (dx.shape, dx.dtype) == (x.shape, x.dtype)
         return h, again, dx, sums
 
-    monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cublaslt, "why_unavailable", lambda: None)
     text = lowered(both, x, w_gate, w_up, b_gate, b_up, w_down)
     assert kernels_in(text) == [AROUND[0], *([AROUND[2], "jaxfused_linear"] if save else [])]
 
@@ -1035,7 +1039,7 @@ def test_bias_activation(activation, gated, wide, shape, dtype):
 
     @jax.jit
     def results(product, up, bias, up_bias, residual, dy):
-        y, z, up_z = cuda.bias_activation.forward(
+        y, z, up_z = bias_activation_cuda.forward(
             product,
             up,
             bias,
@@ -1045,7 +1049,7 @@ def test_bias_activation(activation, gated, wide, shape, dtype):
             out_dtype=dy.dtype,
             save_preactivation=True,
         )
-        dz, dup, h, sums = cuda.bias_activation.backward(
+        dz, dup, h, sums = bias_activation_cuda.backward(
             dy, z, up_z, activation=activation, want_y=True, want_sums=True
         )
         dup_bias = None if up_bias is None else sums[1].astype(up_bias.dtype)

@@ -7,7 +7,7 @@ import pytest
 
 import jaxfused
 from jaxfused import dispatch
-from jaxfused.ops import fourier_conv
+from jaxfused.ops.conv import fft_conv
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
 from tests.grids import parametrize
@@ -32,8 +32,8 @@ CASES = (
 @pytest.fixture
 def transforms(with_library, monkeypatch):
     """Transforms are taken wherever they can be."""
-    monkeypatch.setattr(fourier_conv, "_START", 0.0)
-    monkeypatch.setattr(fourier_conv, "_OF_VALUE", 0.0)
+    monkeypatch.setattr(fft_conv, "_START", 0.0)
+    monkeypatch.setattr(fft_conv, "_OF_VALUE", 0.0)
 
 
 def arguments(case, dtype):
@@ -137,8 +137,8 @@ def test_a_cpu_adds_products():
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_is_the_convolution_on_a_gpu(monkeypatch, case, dtype):
-    monkeypatch.setattr(fourier_conv, "_START", 0.0)
-    monkeypatch.setattr(fourier_conv, "_OF_VALUE", 0.0)
+    monkeypatch.setattr(fft_conv, "_START", 0.0)
+    monkeypatch.setattr(fft_conv, "_OF_VALUE", 0.0)
     assert_values_and_gradients(
         convolution(case), convolution(case, "xla"), *arguments(case, dtype)
     )

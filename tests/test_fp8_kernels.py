@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused import cuda, reference
-from jaxfused.ops import mlp_fp8
-from jaxfused.semantics.activation import BOUNDED_FROM_ABOVE
-from pallas_kernels.product import fp8 as pallas_fp8
-from pallas_kernels.product.mainloop import MatmulConfig
+from jaxfused.ops.fp8 import fp8_xla, mlp_fp8, quantize_cuda
+from jaxfused.runtime.activation import BOUNDED_FROM_ABOVE
+from pallas_kernels.gemm import fp8 as pallas_fp8
+from pallas_kernels.gemm.mainloop import MatmulConfig
 from tests import fp8_judge, lowering
 from tests.arrays import put
 from tests.grids import parametrize
@@ -145,7 +144,7 @@ def test_maxima_of_rows_in_the_interpreter(interpreted_hopper):
         for maximised in ("value", "magnitude")
         for f, keywords in (
             (pallas_fp8.layer, dict(multiprocessors=interpreted_hopper.multiprocessors)),
-            (reference.fp8.layer, {}),
+            (fp8_xla.layer, {}),
         )
     ]
     for (_, z, maxima), (_, expected_z, expected) in (results[:2], results[2:]):
@@ -262,16 +261,16 @@ def test_quantised_bits_on_a_gpu(rows, widths, dtype, out):
     )
     for largest in (jnp.ones(1), jnp.linspace(1.0, 9.0, 264), put([jnp.inf])):
         for from_end in (False, True):
-            ours = cuda.quantize.quantize(
+            ours = quantize_cuda.quantize(
                 matrices, largest, observes=True, from_end=from_end, **keywords
             )
-            expected = reference.fp8.quantize(matrices, largest, **keywords)
+            expected = fp8_xla.quantize(matrices, largest, **keywords)
             for a, b in zip(ours[:3], expected[:3], strict=True):
                 np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
             np.testing.assert_allclose(ours[3], expected[3], rtol=1e-4, atol=1e-2)
-            assert ours[5].max() == reference.fp8.largest_magnitude(*matrices)
-    found = cuda.quantize.largest(matrices, 264)
-    assert found.max() == reference.fp8.largest_magnitude(*matrices)
+            assert ours[5].max() == fp8_xla.largest_magnitude(*matrices)
+    found = quantize_cuda.largest(matrices, 264)
+    assert found.max() == fp8_xla.largest_magnitude(*matrices)
 
 
 @pytest.mark.gpu
@@ -282,11 +281,11 @@ def test_quantised_slope_on_a_gpu(rows, width, dtype, activation):
     """A byte is its neighbour at most where the formula is at the middle between the two."""
     (z,) = arrays(7, (rows, width), dtype=dtype)
     z = 3 * z
-    largest = reference.fp8.largest_activation(activation, z.astype(jnp.float32))[None]
+    largest = fp8_xla.largest_activation(activation, z.astype(jnp.float32))[None]
     keywords = dict(dtype=E4M3, activation=activation, gated=False, straight=True)
     keywords |= dict(transposes=True, sums=False, slope_steps=112.0)
-    ours = cuda.quantize.quantize([z], largest, **keywords)
-    expected = reference.fp8.quantize([z], largest, **keywords)
+    ours = quantize_cuda.quantize([z], largest, **keywords)
+    expected = fp8_xla.quantize([z], largest, **keywords)
     values, transposed, expected_values = (
         np.asarray(a, np.float32) for a in (ours[0], ours[1], expected[0])
     )
@@ -296,7 +295,7 @@ def test_quantised_slope_on_a_gpu(rows, width, dtype, activation):
     assert np.mean(values != expected_values) < 2e-3
     off = np.abs(np.asarray(ours[4], np.int32) - np.asarray(expected[4], np.int32))
     assert off.max() <= 1 and off.mean() < 2e-3
-    bounds = cuda.quantize.largest([z], 264, activation, BOUNDED_FROM_ABOVE.get(activation, 0.0))
+    bounds = quantize_cuda.largest([z], 264, activation, BOUNDED_FROM_ABOVE.get(activation, 0.0))
     np.testing.assert_allclose(bounds.max(), largest[0], rtol=1e-5)
 
 

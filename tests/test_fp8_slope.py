@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused import reference
-from jaxfused.ops import fp8_copies, mlp_fp8
-from pallas_kernels.product import fp8 as pallas_fp8
-from pallas_kernels.product.mainloop import MatmulConfig
+from jaxfused.ops.fp8 import fp8_operands, fp8_xla, mlp_fp8
+from pallas_kernels.gemm import fp8 as pallas_fp8
+from pallas_kernels.gemm.mainloop import MatmulConfig
 from tests import fp8_judge, lowering
 from tests.arrays import put
 from tests.grids import parametrize
@@ -68,8 +67,8 @@ def test_the_slope_makes_no_difference_that_float8_does_not(activation, monkeypa
 @pytest.mark.parametrize("activation", mlp_fp8.SLOPES)
 def test_steps_reach_as_far_as_a_derivative(activation):
     z = jnp.linspace(-12.0, 12.0, 4801)
-    _, slope = reference.fp8.value_and_slope(activation, z)
-    assert np.abs(np.round(slope * fp8_copies.SLOPE_STEPS)).max() <= 127
+    _, slope = fp8_xla.value_and_slope(activation, z)
+    assert np.abs(np.round(slope * fp8_operands.SLOPE_STEPS)).max() <= 127
 
 
 @parametrize("place", range(5), quick=(0, 3))
@@ -106,12 +105,12 @@ def test_gradient_by_slope_in_the_interpreter(rows, columns, interpreted_hopper)
     dy, w2 = dy.astype(E5M2), w2.astype(E4M3)
     slope = put(np.random.default_rng(2).integers(-14, 127, (rows, columns)), jnp.int8)
     config = MatmulConfig(64, 64, 3, True, epilogue_columns=32)
-    units = (jnp.full(1, 0.25), jnp.full(1, 0.5), jnp.full(1, 1 / fp8_copies.SLOPE_STEPS))
+    units = (jnp.full(1, 0.25), jnp.full(1, 0.5), jnp.full(1, 1 / fp8_operands.SLOPE_STEPS))
     keywords = dict(dtype=jnp.bfloat16, maximise=True)
     dz, largest = pallas_fp8.hidden_gradient_by_slope(
         dy, w2, units, slope, **keywords, multiprocessors=1, config=config
     )
-    expected, _ = reference.fp8.hidden_gradient_by_slope(dy, w2, units, slope, **keywords)
+    expected, _ = fp8_xla.hidden_gradient_by_slope(dy, w2, units, slope, **keywords)
     wide = lambda a: np.asarray(a, np.float32)  # noqa: E731
     np.testing.assert_allclose(wide(dz), wide(expected), rtol=1e-2, atol=1e-4)
     np.testing.assert_array_equal(largest.max(axis=0), np.abs(wide(dz)).max(axis=1))
@@ -120,15 +119,15 @@ def test_gradient_by_slope_in_the_interpreter(rows, columns, interpreted_hopper)
 def test_the_reference_quantises_with_a_slope():
     """The bytes are the derivative's, and the values those of the activation."""
     (z,) = normal(4, (16, 48))
-    largest = reference.fp8.largest_activation("silu", z)[None]
+    largest = fp8_xla.largest_activation("silu", z)[None]
     keywords = dict(dtype=E4M3, gated=False, straight=True, transposes=False, sums=False)
-    values, _, _, _, slope = reference.fp8.quantize(
-        [z], largest, activation="silu", slope_steps=fp8_copies.SLOPE_STEPS, **keywords
+    values, _, _, _, slope = fp8_xla.quantize(
+        [z], largest, activation="silu", slope_steps=fp8_operands.SLOPE_STEPS, **keywords
     )
-    h, derivative = reference.fp8.value_and_slope("silu", z)
-    plain, *_ = reference.fp8.quantize([h], largest, activation=None, **keywords)
+    h, derivative = fp8_xla.value_and_slope("silu", z)
+    plain, *_ = fp8_xla.quantize([h], largest, activation=None, **keywords)
     chex.assert_trees_all_equal(values, plain)
-    np.testing.assert_allclose(slope / fp8_copies.SLOPE_STEPS, derivative, atol=0.5 / 112 + 1e-6)
+    np.testing.assert_allclose(slope / fp8_operands.SLOPE_STEPS, derivative, atol=0.5 / 112 + 1e-6)
 
 
 def test_scales_of_a_layer_in_the_interpreter(interpreted_hopper):
@@ -141,7 +140,7 @@ def test_scales_of_a_layer_in_the_interpreter(interpreted_hopper):
         for scales in (apart, together)
     )
     np.testing.assert_array_equal(ours, expected)
-    xla, *_ = reference.fp8.layer(x, w, apart, None, None, options)
+    xla, *_ = fp8_xla.layer(x, w, apart, None, None, options)
     np.testing.assert_allclose(np.float32(ours), np.float32(xla), rtol=1e-2, atol=1e-4)
 
 

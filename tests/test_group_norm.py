@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import cuda, dispatch, reference
-from jaxfused.semantics.activation import activate
+from jaxfused import dispatch
+from jaxfused.ops.norm import group_norm_cuda, group_norm_slab_cuda, group_norm_xla
+from jaxfused.runtime import cuda_library
+from jaxfused.runtime.activation import activate
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
 from tests.cases.group_norm import CASES, KERNEL_CASES, Case
@@ -191,7 +193,7 @@ class Once:
     dtype: str = "bfloat16"
 
     def config(self, sizes):
-        return cuda.group_norm.Config(*sizes, once=True)
+        return group_norm_cuda.Config(*sizes, once=True)
 
 
 _SILU = dict(activation="silu", parameter_dtype="float32")
@@ -211,9 +213,9 @@ ONCE = (
 @pytest.fixture
 def with_library(hopper, monkeypatch):
     """The operator is lowered as if the CUDA library were there, which tests/test_ffi.py looks at."""
-    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda.library, "architectures", lambda: ("90",))
-    monkeypatch.setattr(cuda.library, "register", lambda: None)
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda_library, "architectures", lambda: ("90",))
+    monkeypatch.setattr(cuda_library, "register", lambda: None)
     return hopper
 
 
@@ -221,7 +223,7 @@ def stand_in_forward(x, residual, scale, bias, *, groups, save_statistics, **opt
     del save_statistics
     keywords = {name: options[name] for name in ("epsilon", "activation")}
     scale, bias = (a[0] if a is not None and a.shape[0] == 1 else a for a in (scale, bias))
-    return reference.group_norm.norm_and_statistics(
+    return group_norm_xla.norm_and_statistics(
         x, residual, scale, bias, num_groups=groups, **keywords
     )
 
@@ -232,15 +234,15 @@ def stand_in_backward(
     del options
     scale, bias = (a[0] if a is not None and a.shape[0] == 1 else a for a in (scale, bias))
     operands = (dy, x, residual, mean, rstd, scale, bias, *statistics)
-    return reference.group_norm.gradient(*operands, num_groups=groups, activation=activation)
+    return group_norm_xla.gradient(*operands, num_groups=groups, activation=activation)
 
 
 @pytest.fixture
 def stand_ins(with_library, monkeypatch):
     """The operator's way to its kernels, with the reference in their place."""
-    for module in (cuda.group_norm, cuda.group_norm_slab):
+    for module in (group_norm_cuda, group_norm_slab_cuda):
         monkeypatch.setattr(module, "forward", stand_in_forward)
-    monkeypatch.setattr(cuda.group_norm, "backward", stand_in_backward)
+    monkeypatch.setattr(group_norm_cuda, "backward", stand_in_backward)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if 0 not in c.shape], ids=str)
@@ -339,7 +341,7 @@ GOOD = dict(
     ],
 )
 def test_limits(with_library, change, reason):
-    assert reason in cuda.group_norm.why_unsupported(**GOOD | change)
+    assert reason in group_norm_cuda.why_unsupported(**GOOD | change)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +355,7 @@ def test_limits(with_library, change, reason):
     ],
 )
 def test_within_the_limits(with_library, change):
-    assert cuda.group_norm.why_unsupported(**GOOD | change) is None
+    assert group_norm_cuda.why_unsupported(**GOOD | change) is None
 
 
 @settings(max_examples=40, deadline=None)
@@ -366,7 +368,7 @@ def test_within_the_limits(with_library, change):
     multiprocessors=st.integers(1, 160),
 )
 def test_candidates_are_legal(images, pixels, vectors, groups_of_all, arrays, multiprocessors):
-    configs = cuda.group_norm.candidates(
+    configs = group_norm_cuda.candidates(
         images,
         pixels,
         8 * vectors,
@@ -396,14 +398,14 @@ def test_candidates_are_legal(images, pixels, vectors, groups_of_all, arrays, mu
 def test_slabs_are_legal(images, pixels, vectors, groups, itemsize, multiprocessors):
     channels = 64 * vectors
     shape, groups = (images, pixels, channels, itemsize), groups or channels
-    for config in cuda.group_norm_slab.candidates(
+    for config in group_norm_slab_cuda.candidates(
         *shape, groups=groups, multiprocessors=multiprocessors
     ):
         columns = config.vectors * 16 // itemsize
         assert channels % columns == 0 and columns % (channels // groups) == 0
         blocks = images * (channels // columns) * config.parts
         assert config.parts == 1 or (blocks <= multiprocessors and pixels >= 32 * config.parts)
-        time = cuda.group_norm_slab.microseconds(config, *shape, multiprocessors, groups=groups)
+        time = group_norm_slab_cuda.microseconds(config, *shape, multiprocessors, groups=groups)
         assert 0 < time < 1e7
 
 
@@ -422,11 +424,11 @@ def test_slabs_are_legal(images, pixels, vectors, groups, itemsize, multiprocess
 )
 def test_what_stays_on_chip(with_library, shape, groups, slabs):
     def found(capability):
-        return cuda.group_norm_slab.config_for(
+        return group_norm_slab_cuda.config_for(
             *shape, groups=groups, compute_capability=capability, multiprocessors=132
         )
 
-    assert found((9, 0)) == (slabs and cuda.group_norm_slab.Config(*slabs))
+    assert found((9, 0)) == (slabs and group_norm_slab_cuda.Config(*slabs))
     assert found((8, 0)) is None
 
 
@@ -436,7 +438,7 @@ def test_only_pixels_that_a_crew_can_take_are_read_once(channels, itemsize):
 
     def reads_once(channels):
         size = (4, 1024, channels, itemsize, 1)
-        configs = cuda.group_norm.candidates(*size, groups=8, multiprocessors=132, kept=1)
+        configs = group_norm_cuda.candidates(*size, groups=8, multiprocessors=132, kept=1)
         return any(config.once for config in configs)
 
     assert reads_once(channels) and not reads_once(channels + 8)
@@ -445,7 +447,7 @@ def test_only_pixels_that_a_crew_can_take_are_read_once(channels, itemsize):
 @pytest.mark.parametrize("wrong", [dict(slices=0), dict(slices=65537), dict(chunk=0)])
 def test_a_config_says_what_is_wrong(wrong):
     with pytest.raises(ValueError, match=f"group_norm.Config: {next(iter(wrong))} must be"):
-        cuda.group_norm.Config(**(dict(slices=1, chunk=1) | wrong))
+        group_norm_cuda.Config(**(dict(slices=1, chunk=1) | wrong))
 
 
 @pytest.mark.gpu
@@ -469,11 +471,11 @@ def test_every_config_computes_the_same(slices, chunk):
     x, scale, bias, *_ = case.arguments(jnp.float32)
     x, scale, bias = x.reshape(5, -1, 96), scale[None], bias[None]
     options = dict(groups=32, activation="silu")
-    config = cuda.group_norm.Config(slices, chunk)
+    config = group_norm_cuda.Config(slices, chunk)
 
     @jax.jit
     def results(x, scale, bias):
-        y, mean, rstd, _ = cuda.group_norm.forward(
+        y, mean, rstd, _ = group_norm_cuda.forward(
             x,
             None,
             scale,
@@ -484,7 +486,7 @@ def test_every_config_computes_the_same(slices, chunk):
             config=config,
             **options,
         )
-        gradients = cuda.group_norm.backward(
+        gradients = group_norm_cuda.backward(
             y,
             x,
             None,
@@ -514,17 +516,17 @@ def test_every_config_computes_the_same(slices, chunk):
 @pytest.fixture
 def read_once(request, monkeypatch):
     """The operator takes the configs of a case of ONCE."""
-    if not cuda.group_norm.reads_once(dispatch.current_device().compute_capability):
+    if not group_norm_cuda.reads_once(dispatch.current_device().compute_capability):
         pytest.skip("this GPU does not read images once")
     once = request.param
-    monkeypatch.setattr(cuda.group_norm_slab, "config_for", lambda *shape, **options: None)
-    forward, backward = cuda.group_norm.forward, cuda.group_norm.backward
+    monkeypatch.setattr(group_norm_slab_cuda, "config_for", lambda *shape, **options: None)
+    forward, backward = group_norm_cuda.forward, group_norm_cuda.backward
     monkeypatch.setattr(
-        cuda.group_norm, "forward", functools.partial(forward, config=once.config(once.forward))
+        group_norm_cuda, "forward", functools.partial(forward, config=once.config(once.forward))
     )
     if not once.case.residual:
         monkeypatch.setattr(
-            cuda.group_norm,
+            group_norm_cuda,
             "backward",
             functools.partial(backward, config=once.config(once.backward)),
         )
@@ -544,7 +546,7 @@ SLAB_CASES = (
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "dtype", "parts"), SLAB_CASES, ids=str)
 def test_every_slab_computes_the_same(case, dtype, parts):
-    if not cuda.group_norm.reads_once(dispatch.current_device().compute_capability):
+    if not group_norm_cuda.reads_once(dispatch.current_device().compute_capability):
         pytest.skip("this GPU does not read images once")
     x, scale, bias, residual, *modulation = case.arguments(jnp.dtype(dtype))
     if case.modulated:
@@ -558,16 +560,16 @@ def test_every_slab_computes_the_same(case, dtype, parts):
     shape = (images, x.shape[1], channels, x.dtype.itemsize)
     vectors = {
         config.vectors
-        for config in cuda.group_norm_slab.candidates(*shape, groups=groups, multiprocessors=132)
+        for config in group_norm_slab_cuda.candidates(*shape, groups=groups, multiprocessors=132)
     }
     assert vectors
     at_once = dispatch.current_device().multiprocessors
-    for config in (cuda.group_norm_slab.Config(v, p) for v in sorted(vectors) for p in (1, parts)):
+    for config in (group_norm_slab_cuda.Config(v, p) for v in sorted(vectors) for p in (1, parts)):
         slabs = channels * x.dtype.itemsize // (16 * config.vectors)
         if config.parts > 1 and images * slabs * config.parts > at_once:
             continue
         forward = functools.partial(
-            cuda.group_norm_slab.forward, **options, save_variance=True, config=config
+            group_norm_slab_cuda.forward, **options, save_variance=True, config=config
         )
         results = jax.jit(forward)(*operands)
         tolerance = 1e-5 if dtype == "float32" else 2e-2

@@ -13,7 +13,8 @@ import pytest
 import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
-from jaxfused import cuda, dispatch
+from jaxfused import dispatch
+from jaxfused.runtime import cuda_library
 from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.test_modules import (
@@ -168,9 +169,9 @@ def test_separable_conv_adds_a_residual():
 
 @parametrize("library", ["linen", "nnx"], quick=(1,))
 def test_a_depthwise_kernel_serves_separable_conv(hopper, monkeypatch, library):
-    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda.library, "architectures", lambda: ("90",))
-    monkeypatch.setattr(cuda.library, "register", lambda: None)
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda_library, "architectures", lambda: ("90",))
+    monkeypatch.setattr(cuda_library, "register", lambda: None)
     x = jax.ShapeDtypeStruct((2, 32, 32, 64), jnp.bfloat16)
 
     def layer(x):

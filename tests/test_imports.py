@@ -10,13 +10,8 @@ ROOT = Path(__file__).parents[1]
 
 # What a folder's files may import of this repository, by prefix. A file may always import from its own
 # layer. The order is that of the design: examples -> modules and optimisers -> operators -> kernels.
-_OPERATORS = (
-    "jaxfused.ops",
-    "jaxfused.dispatch",
-    "jaxfused.quantization",
-    "jaxfused.reference",
-    "jaxfused.semantics",
-)
+_OPERATORS = ("jaxfused.ops", "jaxfused.dispatch", "jaxfused.runtime")
+_KERNELS = ("jaxfused.dispatch", "jaxfused.runtime", "pallas_kernels")
 LAYERS = {
     "examples": ("jaxfused",),
     "benchmarks": ("examples", "jaxfused", "pallas_kernels", "tests.cases"),
@@ -24,36 +19,39 @@ LAYERS = {
     "jaxfused/linen": ("jaxfused.modules", *_OPERATORS),
     "jaxfused/modules": _OPERATORS,
     "jaxfused/fuse": _OPERATORS,
-    "jaxfused/optim": (
-        "jaxfused.ops",
-        "jaxfused.dispatch",
-        "jaxfused.reference",
-        "jaxfused.semantics",
-        "jaxfused.sharding",
-    ),
-    # Rules over a model name its layers; the arrays themselves know nothing of them.
+    "jaxfused/optim": _OPERATORS,
+    # Rules over a model name its layers.
     "jaxfused/quantization": ("jaxfused.modules", "jaxfused.nnx", *_OPERATORS),
-    "jaxfused/ops": (
-        "jaxfused.cuda",
-        "jaxfused.dispatch",
-        "jaxfused.quantization.quantized_array",
-        "jaxfused.quantization.rounding",
-        "jaxfused.reference",
-        "jaxfused.semantics",
-        "jaxfused.sharding",
-        "jaxfused.tuning.table",
-        "pallas_kernels",
-    ),
     # Operators ask the table; the tuner asks the operators.
     "jaxfused/tuning": (
         "jaxfused.__version__",
         "jaxfused.dispatch",
         "jaxfused.explain",
-        "jaxfused.ops.kernel_call",
+        "jaxfused.runtime",
     ),
-    "jaxfused/cuda": (),
-    "jaxfused/reference": ("jaxfused.quantization.quantized_array", "jaxfused.semantics"),
-    "jaxfused/semantics": (),
+    "jaxfused/ops": _KERNELS,
+    "jaxfused/ops/attention": ("jaxfused.ops.linear", *_KERNELS),
+    "jaxfused/ops/conv": (
+        "jaxfused.ops.linear",
+        "jaxfused.ops.norm",
+        "jaxfused.ops.quantized",
+        *_KERNELS,
+    ),
+    "jaxfused/ops/fp8": _KERNELS,
+    "jaxfused/ops/linear": (
+        "jaxfused.ops.fp8",
+        "jaxfused.ops.norm",
+        "jaxfused.ops.rope",
+        *_KERNELS,
+    ),
+    "jaxfused/ops/loss": ("jaxfused.ops.linear", *_KERNELS),
+    "jaxfused/ops/norm": ("jaxfused.ops.quantize", *_KERNELS),
+    "jaxfused/ops/optimizer": _KERNELS,
+    "jaxfused/ops/pool": _KERNELS,
+    "jaxfused/ops/quantize": _KERNELS,
+    "jaxfused/ops/quantized": ("jaxfused.ops.linear", *_KERNELS),
+    "jaxfused/ops/rope": _KERNELS,
+    "jaxfused/runtime": ("jaxfused.__version__", *_KERNELS),
     "pallas_kernels": (),
 }
 OURS = ("jaxfused", "pallas_kernels", "examples", "benchmarks", "tests")
@@ -112,5 +110,9 @@ def test_no_import_is_tried():
 
 
 def test_every_layer_is_listed():
-    folders = {p.parent.name for p in (ROOT / "jaxfused").glob("*/__init__.py")}
-    assert folders == {f.split("/")[1] for f in LAYERS if f.startswith("jaxfused/")}
+    packages = (
+        *(ROOT / "jaxfused").glob("*/__init__.py"),
+        *(ROOT / "jaxfused/ops").glob("*/__init__.py"),
+    )
+    folders = {str(path.parent.relative_to(ROOT)) for path in packages}
+    assert folders == {folder for folder in LAYERS if folder.startswith("jaxfused/")}

@@ -15,17 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfused
 from jaxfused import dispatch
-from jaxfused.ops import (
-    attention,
-    batching,
-    kernel_call,
-    layer_norm,
-    linear,
-    mlp,
-    qkv_projection,
-    rope,
-    weight_gradient,
-)
+from jaxfused.ops.attention import attention
+from jaxfused.ops.linear import linear, mlp, qkv_projection, weight_gradient
+from jaxfused.ops.norm import layer_norm
+from jaxfused.ops.rope import rope
+from jaxfused.runtime import runner, vmap
 from tests.arrays import put
 from tests.choices import chosen, why_not
 from tests.grids import parametrize
@@ -127,7 +121,7 @@ def test_a_layer_is_traced_once(h200):
             return super().run(*args)
 
     x, w = jnp.ones((16, 32)), jnp.ones((32, 16))
-    run = kernel_call.Runner(None, H200)
+    run = runner.Runner(None, H200)
     for _ in range(3):
         layer = Counted("a layer", None, jnp.dtype("float32"), False, None)
         jax.jit(lambda x, w, layer=layer: run(layer, x, w, None, None)).trace(x, w)
@@ -141,15 +135,15 @@ def test_what_xla_partitions_is_lowered_once(h200, monkeypatch):
     forward = layer_norm._Forward(
         layer_norm.NormOptions("layer_norm", True, 1e-6, 0.0, None, None), save_statistics=False
     )
-    kernel_call._exported.cache_clear()
+    runner._exported.cache_clear()
     for _ in range(12):
         program = jax.make_jaxpr(
-            lambda x: kernel_call._lowered_by_export(
+            lambda x: runner._lowered_by_export(
                 forward, "pallas", None, H200, x, None, None, None, None
             )[0]
         )(x)
         assert "call_exported" in str(program)
-    assert kernel_call._exported.cache_info().misses == 1
+    assert runner._exported.cache_info().misses == 1
 
 
 @chex.assert_max_traces(n=1)
@@ -333,7 +327,7 @@ def test_implementations_return_the_same_shapes_and_dtypes(h200, kernel, operand
 @pytest.mark.parametrize("op", (jaxfused.layer_norm, jaxfused.rms_norm))
 def test_the_norms_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypatch, op, residual):
     """Single stages run in XLA beside kernels, where no kernel supports the shapes."""
-    monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: ("xla", None))
+    monkeypatch.setattr(runner._OnShard, "_choose", lambda self, operands: ("xla", None))
     keys = jax.random.split(jax.random.key(0), 6)
     x, stream, dy, dstream = (jax.random.normal(key, (3, 5, 24)) for key in keys[:4])
     scale, bias = (jax.random.normal(key, (24,)) for key in keys[4:])
@@ -376,7 +370,7 @@ def test_the_norms_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeyp
 @pytest.mark.parametrize("save", ("hidden", "preactivation", "inputs"))
 @pytest.mark.parametrize("gated", (False, True, "stacked"))
 def test_the_mlps_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypatch, save, gated):
-    monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: ("xla", None))
+    monkeypatch.setattr(runner._OnShard, "_choose", lambda self, operands: ("xla", None))
     random = np.random.default_rng(0)
 
     def array(*shape):
@@ -402,7 +396,7 @@ def test_the_mlps_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypa
 
 @pytest.mark.parametrize("options", ({}, {"is_causal": True}, {"logits_soft_cap": 3.0}), ids=str)
 def test_attentions_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypatch, options):
-    monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: ("xla", None))
+    monkeypatch.setattr(runner._OnShard, "_choose", lambda self, operands: ("xla", None))
     random = np.random.default_rng(0)
     q, k, v, bias = (
         put(random.standard_normal(shape), jnp.float32)
@@ -466,7 +460,7 @@ def test_empty_operands_give_empty_results_and_zero_gradients(h200, call):
 
 
 def test_images_without_pixels_in_a_batch():
-    (images,) = batching.merged_images(2, [False], [jnp.ones((3, 0, 5))])
+    (images,) = vmap.merged_images(2, [False], [jnp.ones((3, 0, 5))])
     assert images.shape == (6, 0, 5)
-    (results,) = batching.unmerged_images(2, [images])
+    (results,) = vmap.unmerged_images(2, [images])
     assert results.shape == (2, 3, 0, 5)

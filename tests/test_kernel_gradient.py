@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused.ops.kernel_gradient import kernel_gradient
+from jaxfused.runtime.kernel_gradient import kernel_gradient
 from tests.arrays import put
 from tests.grids import parametrize
 from tests.test_strict_modes import FUNCTIONS

@@ -17,7 +17,8 @@ from jax.test_util import check_grads
 import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
-from jaxfused import cuda, dispatch, ops
+from jaxfused import dispatch
+from jaxfused.ops.norm import adaptive_norm, layer_norm, layer_norm_costs, layer_norm_cuda
 from tests.arrays import put
 from tests.cases.layer_norm import CASES, DTYPES, OPTIONS, Case, Inputs, Results
 from tests.choices import skip_where_it_cannot_run, why_not
@@ -198,8 +199,8 @@ def test_statistics_that_xla_takes_apart(op, with_residual, mean):
     random = np.random.default_rng(0)
     x = random.normal(mean, 3.0, (4, 75, 2051)).astype(np.float32)
     residual, pre_bias = random.normal(size=x.shape), random.normal(size=x.shape[-1])
-    options = ops.adaptive_norm.NormOptions(op, op == "layer_norm", 1e-6, 0.0, "relu", None)
-    forward = ops.layer_norm._Forward(options, save_statistics=True)
+    options = adaptive_norm.NormOptions(op, op == "layer_norm", 1e-6, 0.0, "relu", None)
+    forward = layer_norm._Forward(options, save_statistics=True)
     operands = x, residual if with_residual else None, None, None, pre_bias
     arrays = [None if a is None else put(a, jnp.float32) for a in operands]
     y, total, *found = jax.jit(functools.partial(forward.run, "xla", HOPPER))(*arrays)
@@ -576,7 +577,7 @@ def test_pallas_float32_in_the_interpreter():
 @pytest.fixture
 def large(monkeypatch):
     """Counts every array as one that the forward reads without a ring."""
-    monkeypatch.setattr(ops.layer_norm.pallas_layer_norm, "_DIRECT_BYTES", 0)
+    monkeypatch.setattr(layer_norm.pallas_layer_norm, "_DIRECT_BYTES", 0)
 
 
 WITHOUT_RING = (
@@ -591,7 +592,7 @@ each_without_ring = parametrize("case", WITHOUT_RING, quick=(1, 4), ids=lambda c
 
 def check_that_it_has_no_ring(case: Case) -> None:
     vectors = case.scale + case.bias + case.pre_bias
-    config = ops.layer_norm.pallas_layer_norm.forward_candidates(*case.shape, 2, 1, vectors)[0]
+    config = layer_norm.pallas_layer_norm.forward_candidates(*case.shape, 2, 1, vectors)[0]
     assert config.slots == 0
 
 
@@ -658,7 +659,7 @@ def kernel_calls(draw):
     features = step * draw(st.integers(1, 2048 // step if step < 256 else 16384 // step))
     dtype = jnp.dtype(draw(st.sampled_from(DTYPES)))
     residual, options = draw(st.booleans()), draw(st.booleans())
-    why_not = ops.layer_norm.pallas_layer_norm.why_unsupported(
+    why_not = layer_norm.pallas_layer_norm.why_unsupported(
         compute_capability=(9, 0),
         rows=rows,
         features=features,
@@ -681,7 +682,7 @@ def kernel_calls(draw):
         activation=None,
         multiprocessors=132,
     )
-    kernels = ops.layer_norm.pallas_layer_norm
+    kernels = layer_norm.pallas_layer_norm
     forward = functools.partial(kernels.forward, save_statistics=True, **keywords)
     backward = functools.partial(kernels.backward, segments=segments, **keywords)
     other = x if residual else None
@@ -710,7 +711,7 @@ def test_pallas_lowers_whatever_it_supports(data):
 @parametrize("shape", [(50, 64), (300, 1024), (17, 2304), (3, 8192), (5, 16384)], quick=(2,))
 def test_pallas_traces_every_candidate(shape, residual):
     rows, features = shape
-    kernels = ops.layer_norm.pallas_layer_norm
+    kernels = layer_norm.pallas_layer_norm
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((features,), jnp.bfloat16)
     statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
@@ -749,14 +750,14 @@ def test_expected_times_of_all_that_can_run(rows, features, dtype, residual):
     dtype = jnp.dtype(dtype)
 
     def expected(rows):
-        norm = ops.layer_norm_costs.Norm(
+        norm = layer_norm_costs.Norm(
             rows, features, dtype.itemsize, residual, True, 2, False, multiprocessors=132
         )
         limits = dict(compute_capability=(9, 0), rows=rows, features=features, dtype=dtype)
         names = ["cuda", "xla"]
-        if ops.layer_norm.pallas_layer_norm.why_unsupported(**limits) is None:
+        if layer_norm.pallas_layer_norm.why_unsupported(**limits) is None:
             names.append("pallas")
-        costs = ops.layer_norm_costs
+        costs = layer_norm_costs
         return {
             name: (
                 costs.forward_microseconds(name, norm, saves_statistics=False),
@@ -783,8 +784,8 @@ def test_pallas_takes_no_rows(segments):
         activation=None,
     )
     for module, more in (
-        (ops.layer_norm.pallas_layer_norm, dict(multiprocessors=4)),
-        (cuda.layer_norm, {}),
+        (layer_norm.pallas_layer_norm, dict(multiprocessors=4)),
+        (layer_norm_cuda, {}),
     ):
         outputs = module.forward(x, d, d, x, None, save_statistics=True, **keywords, **more)
         assert [o.shape for o in outputs] == [(0, 64), (0, 64), (0,), (0,)]

@@ -8,9 +8,11 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import cuda, dispatch
-from jaxfused.ops.weight_gradient import sum_rows
-from jaxfused.semantics.activation import ACTIVATIONS, activate
+from jaxfused import dispatch
+from jaxfused.ops.linear import bias_activation_cuda, cublaslt
+from jaxfused.ops.linear.weight_gradient import sum_rows
+from jaxfused.runtime import cuda_library
+from jaxfused.runtime.activation import ACTIVATIONS, activate
 from tests.against_float64 import COTANGENTS, assert_values_and_gradients
 from tests.cases.linear import CASES, KERNEL_CASES
 from tests.cases.normal import normal
@@ -268,10 +270,10 @@ def gradient_calls(hopper, monkeypatch):
         (dz,) = vjp(dy.astype(jnp.float32))
         return dz.astype(z.dtype), None, None, jnp.sum(dz, axis=0)[None] if want_sums else None
 
-    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: "there is none here")
-    monkeypatch.setattr(cuda.bias_activation, "forward", stand_in_forward)
-    monkeypatch.setattr(cuda.bias_activation, "backward", backward)
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cublaslt, "why_unavailable", lambda: "there is none here")
+    monkeypatch.setattr(bias_activation_cuda, "forward", stand_in_forward)
+    monkeypatch.setattr(bias_activation_cuda, "backward", backward)
     return noted
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.product import linear, mainloop, mlp
-from pallas_kernels.product.cost import Work
-from pallas_kernels.product.matmul import MatmulConfig, candidates, matmul, why_unsupported
+from pallas_kernels.gemm import linear, mainloop, mlp
+from pallas_kernels.gemm.cost import Work
+from pallas_kernels.gemm.matmul import MatmulConfig, candidates, matmul, why_unsupported
 from tests.arrays import put
 from tests.grids import parametrize
 from tests.lowering import kernels

@@ -13,9 +13,9 @@ import optax
 import pytest
 
 from jaxfused import dispatch, optim
-from jaxfused.cuda import adafactor, gradient_norm, library, muon
-from jaxfused.ops import momentum
+from jaxfused.ops.optimizer import adafactor_cuda, gradient_norm_cuda, momentum, muon_cuda
 from jaxfused.optim import newton_schulz
+from jaxfused.runtime import cuda_library
 from tests import optimizer_kernels
 from tests.arrays import put
 from tests.grids import parametrize
@@ -88,10 +88,10 @@ def momentum_both_ways(scalars, gradients, momenta, *, dtype, is_factor):
 def stood_in_for(monkeypatch):
     """Within this context steps take the kernels' way, with jax.numpy in the kernels' place."""
     for function in (sums_of_squares, new_moments, updates_squared):
-        monkeypatch.setattr(adafactor, function.__name__, function)
-    monkeypatch.setattr(muon, "momentum_both_ways", momentum_both_ways)
-    monkeypatch.setattr(gradient_norm, "sum_of_squares", optimizer_kernels.sum_of_squares)
-    monkeypatch.setattr(library, "why_unavailable", lambda: None)
+        monkeypatch.setattr(adafactor_cuda, function.__name__, function)
+    monkeypatch.setattr(muon_cuda, "momentum_both_ways", momentum_both_ways)
+    monkeypatch.setattr(gradient_norm_cuda, "sum_of_squares", optimizer_kernels.sum_of_squares)
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
     with dispatch.assume(optimizer_kernels.HOPPER):
         yield
     jax.clear_caches()
@@ -106,8 +106,8 @@ def stood_in(monkeypatch):
 @pytest.fixture
 def lowerable(monkeypatch):
     """Steps can be lowered for a GPU, without the library."""
-    monkeypatch.setattr(library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(library, "register", lambda: None)
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda_library, "register", lambda: None)
     with dispatch.assume(optimizer_kernels.HOPPER):
         yield
     jax.clear_caches()
@@ -380,7 +380,7 @@ def test_adafactors_kernels(monkeypatch, dtype, options, how):
     chex.assert_trees_all_equal(actual, again)
     jax.clear_caches()
     for function in (sums_of_squares, new_moments, updates_squared):
-        monkeypatch.setattr(adafactor, function.__name__, function)
+        monkeypatch.setattr(adafactor_cuda, function.__name__, function)
     expected = jax.device_get(train(tx, "cuda", of_dtype, **how))
     jax.clear_caches()
     chex.assert_trees_all_close(

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import cuda, reference
-from jaxfused.cuda.max_pool import Window
+from jaxfused.ops.pool import max_pool_cuda, max_pool_xla
+from jaxfused.ops.pool.max_pool_cuda import Window
+from jaxfused.runtime import cuda_library
 from tests.arrays import put
 from tests.lowering import kernels
 from tests.transforms import assert_transforms
@@ -108,7 +109,7 @@ def test_the_gradient_goes_where_that_of_xla_goes(spatial, size, window, strides
 
         return f
 
-    ours, stocks = of(reference.max_pool.pool), of(stock)
+    ours, stocks = of(max_pool_xla.pool), of(stock)
     x = np.where(minus_infinity, -np.inf, x).astype(np.float32)
     dy = np.asarray(of_integers(jax.eval_shape(lambda x: stock(x, **options), x), seed))
     y = np.asarray(stocks(x, dy)[0])
@@ -119,8 +120,8 @@ def test_the_gradient_goes_where_that_of_xla_goes(spatial, size, window, strides
 
     @jax.jit
     def by_places(x, dy):
-        y, places = reference.max_pool.pool_and_places(x, **options)
-        return y, reference.max_pool.gradient(dy, places, size=size, **options)
+        y, places = max_pool_xla.pool_and_places(x, **options)
+        return y, max_pool_xla.gradient(dy, places, size=size, **options)
 
     # XLA takes what comes after a NaN. Here and in the kernels the first NaN is the largest.
     x = np.where(nan, np.nan, x).astype(np.float32)
@@ -238,8 +239,8 @@ def test_errors(change, message):
 @pytest.fixture
 def with_library(hopper, monkeypatch):
     """The operator is lowered as if the CUDA library were there, which tests/test_ffi.py looks at."""
-    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda.library, "register", lambda: None)
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda_library, "register", lambda: None)
     return hopper
 
 
@@ -251,14 +252,14 @@ def stand_ins(with_library, monkeypatch):
         return dict(window=window.size, strides=window.strides, padding=window.padding)
 
     def forward(x, *, window, save_places):
-        y, places = reference.max_pool.pool_and_places(x, **options(window))
+        y, places = max_pool_xla.pool_and_places(x, **options(window))
         return y, places if save_places else None
 
     def backward(dy, places, *, size, window):
-        return reference.max_pool.gradient(dy, places, size=size, **options(window))
+        return max_pool_xla.gradient(dy, places, size=size, **options(window))
 
-    monkeypatch.setattr(cuda.max_pool, "forward", forward)
-    monkeypatch.setattr(cuda.max_pool, "backward", backward)
+    monkeypatch.setattr(max_pool_cuda, "forward", forward)
+    monkeypatch.setattr(max_pool_cuda, "backward", backward)
 
 
 @pytest.mark.parametrize(("shape", "options"), CASES, ids=str)
@@ -315,8 +316,8 @@ GOOD = dict(
     ],
 )
 def test_limits(with_library, change, reason):
-    assert cuda.max_pool.why_unsupported(**GOOD) is None
-    assert reason in cuda.max_pool.why_unsupported(**GOOD | change)
+    assert max_pool_cuda.why_unsupported(**GOOD) is None
+    assert reason in max_pool_cuda.why_unsupported(**GOOD | change)
 
 
 @pytest.mark.gpu

@@ -10,8 +10,8 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import dispatch
-from jaxfused.semantics import dropout
-from jaxfused.semantics.activation import activate
+from jaxfused.runtime import dropout
+from jaxfused.runtime.activation import activate
 from tests.against_float64 import COTANGENTS, assert_values_and_gradients
 from tests.arrays import put
 from tests.cases.mlp import CASES, KERNEL_CASES

@@ -10,8 +10,8 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
-from pallas_kernels.product import neighbours
-from pallas_kernels.product.few_rows import chunk_layout
+from pallas_kernels.gemm import interleaved_rope
+from pallas_kernels.gemm.small_m import chunk_layout
 from tests import mosaic_interpreter
 from tests.register_machine import computed
 
@@ -44,7 +44,7 @@ def test_registers_turn_as_the_interpreter_has_them_turn(
             return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
         with ir.InsertionPoint(block):
-            turned = neighbours._turned_registers(
+            turned = interleaved_rope._turned_registers(
                 *map(fragments, (registers[:count], registers[count : 2 * count])),
                 SimpleNamespace(registers=registers[2 * count :]),
             )
@@ -52,7 +52,7 @@ def test_registers_turn_as_the_interpreter_has_them_turn(
         values = (*x, *angles, dtype(is_fixed))
         actual = computed(block, values, list(turned.registers.flat))
     mosaic_interpreter.turn_neighbours(monkeypatch)
-    stated = neighbours.turned(*map(jnp.asarray, (x, angles, dtype(is_fixed))))
+    stated = interleaved_rope.turned(*map(jnp.asarray, (x, angles, dtype(is_fixed))))
     np.testing.assert_allclose(actual, stated, rtol=1e-6, atol=1e-6)
     if is_fixed:
         np.testing.assert_array_equal(actual, x)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxfused
-from jaxfused.ops.validation import _kinds, _leaves
+from jaxfused.runtime.checks import _kinds, _leaves
 
 X, IMAGES = jnp.ones((4, 8)), jnp.ones((2, 6, 6, 8))
 W, KERNEL = jnp.ones((8, 8)), jnp.ones((3, 3, 8, 8))

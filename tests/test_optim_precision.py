@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 
 from jaxfused import optim
 from jaxfused.optim import eight_bit
-from jaxfused.semantics import stochastic_rounding
+from jaxfused.runtime import stochastic_rounding
 from tests.arrays import put
 from tests.optim_training import assert_same_bits
 

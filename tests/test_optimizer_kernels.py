@@ -15,9 +15,10 @@ import pytest
 
 import jaxfused
 from jaxfused import dispatch, optim
-from jaxfused.cuda import library, optimizer_step
+from jaxfused.ops.optimizer import optimizer_step_cuda
 from jaxfused.optim import eight_bit
 from jaxfused.optim.eight_bit import is_coded
+from jaxfused.runtime import cuda_library
 from tests import optimizer_kernels
 from tests.lowering import kernels_in, lowered
 from tests.optim_training import assert_same_bits, make_grads, make_params
@@ -57,8 +58,8 @@ def stood_in(monkeypatch):
 @pytest.fixture
 def lowerable(monkeypatch):
     """Steps can be lowered for a GPU, without the library."""
-    monkeypatch.setattr(library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(library, "register", lambda: None)
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda_library, "register", lambda: None)
     with dispatch.assume(optimizer_kernels.HOPPER):
         yield
     jax.clear_caches()
@@ -331,7 +332,7 @@ def tree_of(count, shape=(8, 4)):
     ],
 )
 def test_few_kernels(lowerable, name, how, kernels):
-    tx, params = getattr(optim, name)(1e-3), tree_of(optimizer_step.LEAVES_A_CALL)
+    tx, params = getattr(optim, name)(1e-3), tree_of(optimizer_step_cuda.LEAVES_A_CALL)
     text = lowered(
         functools.partial(tx.step, **how), params, jax.eval_shape(tx.init, params), params
     )
@@ -343,7 +344,7 @@ def test_few_kernels(lowerable, name, how, kernels):
 def test_trees_of_any_size(lowerable, count):
     tx, params = optim.adamw(1e-3), tree_of(count)
     text = lowered(tx.step, params, jax.eval_shape(tx.init, params), params)
-    assert len(kernels_in(text)) == -(-count // optimizer_step.LEAVES_A_CALL)
+    assert len(kernels_in(text)) == -(-count // optimizer_step_cuda.LEAVES_A_CALL)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused import cuda, dispatch
+from jaxfused import dispatch
+from jaxfused.runtime import cuda_library
 from tests.arrays import put
 from tests.calls import calls, have_library
 from tests.grids import parametrize
@@ -57,7 +58,7 @@ def test_an_export_for_two_platforms_runs_on_the_cpu(request, name):
     arrays = arrays_of(call)
     expected = jax.jit(call.gradients)(*arrays)
     request.getfixturevalue("on_a_machine_with_a_gpu")
-    targets = ("mosaic_gpu_v2", *cuda.library.TARGETS)
+    targets = ("mosaic_gpu_v2", *cuda_library.TARGETS)
     exported = jax.export.export(
         jax.jit(call.gradients),
         platforms=["cuda", "cpu"],

@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks.without_gpu.target import H200
-from jaxfused.ops.product_choice import Passes, xla_time
-from pallas_kernels.product import cost, weight_gradient
-from pallas_kernels.product.cost import WeightWork, Work
-from pallas_kernels.product.matmul import fitting
+from jaxfused.runtime.product_choice import Passes, xla_time
+from pallas_kernels.gemm import cost, weight_gradient
+from pallas_kernels.gemm.cost import WeightWork, Work
+from pallas_kernels.gemm.matmul import fitting
 
 _WEIGHTS = [
     # Rows, features, widths, whether rows are summed, columns of a tile, parts, microseconds.

@@ -10,8 +10,8 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import dispatch
-from pallas_kernels.product import qkv_projection
-from pallas_kernels.product.few_rows import FewRowsConfig
+from pallas_kernels.gemm import qkv_projection
+from pallas_kernels.gemm.small_m import FewRowsConfig
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.qkv_projection import CASES, KERNEL_CASES, Case
 from tests.choices import why_not

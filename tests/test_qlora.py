@@ -13,7 +13,7 @@ import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
 from jaxfused.modules.linear import LoRAKernel
-from jaxfused.quantization.quantized_array import QuantizedArray
+from jaxfused.runtime.quantized_array import QuantizedArray
 from tests.grids import parametrize
 from tests.test_modules import normal
 

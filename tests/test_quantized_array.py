@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxfused
-from jaxfused.quantization.quantized_array import FORMATS, LAYOUTS, pack_int4, unpack_int4
+from jaxfused.runtime.quantized_array import FORMATS, LAYOUTS, pack_int4, unpack_int4
 from tests.arrays import put
 from tests.cases.quantized_array import CASES
 from tests.transforms import assert_transforms

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused.quantization.quantized_array import assembled
+from jaxfused.runtime.quantized_array import assembled
 from tests.arrays import put
 from tests.test_modules import normal
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused.quantization.quantized_array import QuantizedArray
-from jaxfused.semantics.activation import activate
+from jaxfused.runtime.activation import activate
+from jaxfused.runtime.quantized_array import QuantizedArray
 from pallas_kernels.conv.conv import (
     ConvCall,
     ConvConfig,

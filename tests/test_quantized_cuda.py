@@ -14,9 +14,9 @@ import jaxfused
 import jaxfused.nnx
 from benchmarks.without_gpu.target import H200
 from jaxfused import dispatch
-from jaxfused.cuda import library
-from jaxfused.cuda import quantized_matmul as kernel
-from jaxfused.semantics.activation import activate
+from jaxfused.ops.quantized import quantized_matmul_cuda as kernel
+from jaxfused.runtime import cuda_library
+from jaxfused.runtime.activation import activate
 from tests.arrays import put
 from tests.choices import chosen
 from tests.conftest import HOPPER
@@ -32,9 +32,11 @@ ADA = dispatch.Device("gpu", "NVIDIA L4", (8, 9), 58)
 @pytest.fixture
 def built(monkeypatch):
     """The operators assume that the CUDA library is there; nothing of it is called."""
-    monkeypatch.setattr(library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(library, "register", lambda: None)
-    monkeypatch.setattr(library, "architectures", lambda: ("75-real", "80-real", "89-real", "90"))
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda_library, "register", lambda: None)
+    monkeypatch.setattr(
+        cuda_library, "architectures", lambda: ("75-real", "80-real", "89-real", "90")
+    )
 
 
 @dataclass(frozen=True)
@@ -301,7 +303,7 @@ def test_what_it_refuses(device, case, reason, built):
 def test_code_for_earlier_gpus_lacks_what_they_cannot_do(
     case, built_for, reason, built, monkeypatch
 ):
-    monkeypatch.setattr(library, "architectures", lambda: built_for)
+    monkeypatch.setattr(cuda_library, "architectures", lambda: built_for)
     operands = jax.eval_shape(case.operands)
     with dispatch.assume(ADA):
         if reason is None:

@@ -15,12 +15,12 @@ import jaxfused
 import jaxfused.nnx
 from benchmarks.without_gpu.target import H200
 from jaxfused import dispatch
-from jaxfused.quantization.quantized_array import FORMATS, of_each_column, pack_words
-from jaxfused.semantics.activation import activate
-from pallas_kernels.product import quantized
-from pallas_kernels.product.few_rows import QuantizedConfig
-from pallas_kernels.product.mainloop import MatmulConfig
-from pallas_kernels.product.quantized import Packed
+from jaxfused.runtime.activation import activate
+from jaxfused.runtime.quantized_array import FORMATS, of_each_column, pack_words
+from pallas_kernels.gemm import quantized
+from pallas_kernels.gemm.mainloop import MatmulConfig
+from pallas_kernels.gemm.quantized import Packed
+from pallas_kernels.gemm.small_m import QuantizedConfig
 from pallas_kernels.rows import quantize as rows_kernel
 from pallas_kernels.rows import rounding
 from tests import mosaic_interpreter

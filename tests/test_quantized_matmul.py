@@ -9,8 +9,8 @@ from jax.test_util import check_grads
 import jaxfused
 from benchmarks.without_gpu.target import H200
 from jaxfused import dispatch
-from jaxfused.quantization.quantized_array import QuantizedArray
-from jaxfused.semantics.activation import activate
+from jaxfused.runtime.activation import activate
+from jaxfused.runtime.quantized_array import QuantizedArray
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
 from tests.cases.quantized_matmul import CASES

@@ -12,8 +12,8 @@ import jaxfused
 import jaxfused.nnx
 from benchmarks.without_gpu.target import H200
 from jaxfused import QuantizedArray, dispatch
-from jaxfused.ops.quantized_gated_unit import gated_unit
-from jaxfused.quantization.quantized_array import assembled, pack_int4, pack_words
+from jaxfused.ops.quantized.quantized_gated_unit import gated_unit
+from jaxfused.runtime.quantized_array import assembled, pack_int4, pack_words
 from tests.arrays import put
 from tests.grids import parametrize
 from tests.lowering import kernels

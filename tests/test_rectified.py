@@ -12,7 +12,7 @@ import pytest
 import jaxfused.linen
 import jaxfused.nnx
 from jaxfused import dispatch
-from jaxfused.ops import dense_conv
+from jaxfused.ops.conv import dense_conv
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
 from tests.cases.conv import DENSE_CASES, DEPTHWISE_CASES, TILED_CASES, Case
@@ -164,9 +164,9 @@ def test_one_kernel_adds_and_masks(hopper):
 @pytest.mark.parametrize("name", ["batch_norm", "group_norm"])
 def test_a_norm_takes_the_gradient_as_masked(name, hopper, monkeypatch):
     """By XLA's stages on the way to the kernels."""
-    monkeypatch.setattr(jaxfused.cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(jaxfused.cuda.library, "architectures", lambda: ("90",))
-    monkeypatch.setattr(jaxfused.ops.group_norm, "_GAIN", 0.0)
+    monkeypatch.setattr(jaxfused.runtime.cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(jaxfused.runtime.cuda_library, "architectures", lambda: ("90",))
+    monkeypatch.setattr(jaxfused.ops.norm.group_norm, "_GAIN", 0.0)
     x, residual, dy = (normal(i, 4, 3, 3, 8) for i in range(3))
     groups = {} if name == "batch_norm" else {"num_groups": 2}
 

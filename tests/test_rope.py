@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import cuda, reference
+from jaxfused.ops.rope import rope_cuda, rope_xla
 from pallas_kernels.rows import rope as pallas_rope
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
@@ -241,9 +241,7 @@ def test_merged_axes_have_the_same_bits(shape, own, interleaved):
 
     def rotated(in_one_piece):
         def f(x):
-            return reference.rope.rotate(
-                x, cos, sin, interleaved=interleaved, in_one_piece=in_one_piece
-            )
+            return rope_xla.rotate(x, cos, sin, interleaved=interleaved, in_one_piece=in_one_piece)
 
         y, vjp = jax.vjp(f, x)
         return y, *vjp(y)
@@ -326,7 +324,7 @@ def test_same_bits_every_time(implementation):
     ],
 )
 def test_what_the_cuda_kernel_moves_at_a_time(head_size, rotary_dim, interleaved, expected):
-    found = cuda.rope.access_bytes(head_size, rotary_dim, 2, interleaved=interleaved)
+    found = rope_cuda.access_bytes(head_size, rotary_dim, 2, interleaved=interleaved)
     assert found == expected
 
 
@@ -340,7 +338,7 @@ def test_what_the_cuda_kernel_moves_at_a_time(head_size, rotary_dim, interleaved
     ],
 )
 def test_limits_of_cuda(change, reason):
-    assert reason in cuda.rope.why_unsupported(**LIMITS | change)
+    assert reason in rope_cuda.why_unsupported(**LIMITS | change)
 
 
 @pytest.mark.parametrize(
@@ -388,10 +386,10 @@ def test_pallas_traces_whatever_it_supports(batch, length, heads, head_size, par
     jax.eval_shape(rotate, q, k if heads[1] else None, angles, angles)
 
 
-@pytest.mark.parametrize("rotate", [pallas_rope.rotate, cuda.rope.rotate])
+@pytest.mark.parametrize("rotate", [pallas_rope.rotate, rope_cuda.rotate])
 def test_kernels_take_no_elements(rotate):
     angles = jnp.zeros((1, 4, 8))
-    interleaved = dict(interleaved=False) if rotate is cuda.rope.rotate else {}
+    interleaved = dict(interleaved=False) if rotate is rope_cuda.rotate else {}
     for shape in ((0, 4, 2, 16), (2, 4, 0, 16)):
         x = jnp.zeros(shape)
         for k in (None, x):

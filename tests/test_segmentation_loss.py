@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import cuda, dispatch
-from jaxfused.reference.segmentation_loss import LossOptions, PixelOptions
+from jaxfused import dispatch
+from jaxfused.ops.loss import segmentation_loss_cuda
+from jaxfused.ops.loss.segmentation_loss_xla import LossOptions, PixelOptions
+from jaxfused.runtime import cuda_library
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
 from tests.cases.segmentation_loss import CASES, Case
@@ -252,7 +254,7 @@ def test_errors(change, message):
 @pytest.fixture
 def stand_ins(hopper, monkeypatch):
     """Kernels are called, and jax.numpy computes what they would."""
-    packed = jaxfused.ops.segmentation_loss._packed_sums
+    packed = jaxfused.ops.loss.segmentation_loss._packed_sums
 
     def forward(logits, labels, weights, *, compute_capability, multiprocessors, **options):
         assert compute_capability == hopper.compute_capability
@@ -270,15 +272,15 @@ def stand_ins(hopper, monkeypatch):
 
         def losses(z):
             sums = packed(PixelOptions(ignore_index, focal_gamma), z, labels, None)
-            return jaxfused.ops.segmentation_loss._losses_of_packed(sums, loss)
+            return jaxfused.ops.loss.segmentation_loss._losses_of_packed(sums, loss)
 
         values, vjp = jax.vjp(losses, logits)
         return values, *vjp(jnp.full_like(values, scale))
 
-    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda.segmentation_loss, "losses_and_gradient", losses_and_gradient)
-    monkeypatch.setattr(cuda.segmentation_loss, "forward", forward)
-    monkeypatch.setattr(cuda.segmentation_loss, "backward", backward)
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(segmentation_loss_cuda, "losses_and_gradient", losses_and_gradient)
+    monkeypatch.setattr(segmentation_loss_cuda, "forward", forward)
+    monkeypatch.setattr(segmentation_loss_cuda, "backward", backward)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -390,7 +392,7 @@ def test_a_shard_s_masks_by_one_kernel_or_two(stand_ins, hopper, dtype):
     """Which of them it is does not change what comes out; float16 stands for a shard of few images."""
     case = MANY_MASKS[1]
     logits, _ = case.arguments(jnp.dtype(dtype))
-    op = jaxfused.ops.segmentation_loss
+    op = jaxfused.ops.loss.segmentation_loss
     masks = op._Masks(PixelOptions(255), LossOptions(dice_weight=0.5), scale=0.25)
     operands = op._flat_images(logits, case.labels(), None)[:2]
     ours, plain = (masks.run(name, hopper, *operands) for name in ("cuda", "xla"))

@@ -20,7 +20,20 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfused
-from jaxfused import cuda, ops, reference, sharding
+from jaxfused.ops.conv import depthwise_conv_cuda, patch_expand
+from jaxfused.ops.linear import linear, linear_xla, mlp, mlp_xla, qkv_projection, qkv_projection_xla
+from jaxfused.ops.linear import weight_gradient as weight_gradient_operator
+from jaxfused.ops.norm import (
+    adaptive_norm,
+    group_norm_cuda,
+    group_norm_slab_cuda,
+    group_norm_xla,
+    layer_norm,
+    layer_norm_xla,
+)
+from jaxfused.ops.pool import max_pool_cuda, max_pool_xla, upsample_cuda
+from jaxfused.ops.rope import rope, rope_xla
+from jaxfused.runtime import cuda_library, product_choice, runner, sharding
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
 from tests import eight_devices
@@ -55,7 +68,7 @@ def stand_in_forward(
 
     def norm(row):
         x, residual = row
-        return reference.layer_norm.norm(x, scale, bias, residual, pre_bias, **options)
+        return layer_norm_xla.norm(x, scale, bias, residual, pre_bias, **options)
 
     y, next_residual = lax.map(norm, (x, residual))
     h = x if residual is None else next_residual
@@ -87,7 +100,7 @@ def stand_in_backward(
 
     def norm(h, scale, bias, pre_bias):
         # With a residual, h has pre_bias in it; its gradient is then that of h.
-        return reference.layer_norm.norm(h, scale, bias, None, pre_bias, **options)[0]
+        return layer_norm_xla.norm(h, scale, bias, None, pre_bias, **options)[0]
 
     def gradients(row):
         dy, h, dnext = row
@@ -105,8 +118,8 @@ def stand_in_backward(
 
 @pytest.fixture
 def stand_ins(hopper, monkeypatch):
-    monkeypatch.setattr(ops.layer_norm.pallas_layer_norm, "forward", stand_in_forward)
-    monkeypatch.setattr(ops.layer_norm.pallas_layer_norm, "backward", stand_in_backward)
+    monkeypatch.setattr(layer_norm.pallas_layer_norm, "forward", stand_in_forward)
+    monkeypatch.setattr(layer_norm.pallas_layer_norm, "backward", stand_in_backward)
 
 
 # --- layer_norm -----------------------------------------------------------------------------------
@@ -210,8 +223,8 @@ def manual(mesh, names, check_vma):
 def test_the_stand_ins_are_opaque_to_xla(stand_ins):
     arguments = place(make_mesh(AxisType.Auto, AxisType.Auto), ROWS, inputs().x)
     norm = functools.partial(
-        reference.layer_norm.norm,
-        **ops.layer_norm.NormOptions("", True, 0, 0, None, None).keywords(),
+        layer_norm_xla.norm,
+        **layer_norm.NormOptions("", True, 0, 0, None, None).keywords(),
     )
     whole = lambda x: lax.map(lambda row: norm(row, None, None, None, None)[0], x)  # noqa: E731
     _, text = results_and_text(lambda x: whole(x.reshape(-1, 64)), arguments)
@@ -377,7 +390,7 @@ def test_vmap_scan_and_checkpoint(stand_ins, axis_type):
 @pytest.fixture
 def adaptive_stand_ins(hopper, monkeypatch):
     """The kernels of a norm with parameters of each image, as loops over images."""
-    gradients = reference.layer_norm.gradients
+    gradients = layer_norm_xla.gradients
 
     def forward(x, scale, bias, residual, pre_bias, *, gate, segments, save_statistics, **options):
         assert save_statistics
@@ -385,7 +398,7 @@ def adaptive_stand_ins(hopper, monkeypatch):
 
         def norm(image):
             x, scale, bias, residual, pre_bias, gate = image
-            return reference.layer_norm.norm_and_statistics(
+            return layer_norm_xla.norm_and_statistics(
                 x, scale, bias, residual, pre_bias, gate=gate, **options
             )
 
@@ -406,8 +419,8 @@ def adaptive_stand_ins(hopper, monkeypatch):
         dx, dresidual, *sums = lax.map(gradient, (*rows, vectors))
         return dx.reshape(h.shape), dresidual.reshape(h.shape), *sums
 
-    monkeypatch.setattr(ops.adaptive_norm.pallas_layer_norm, "forward", forward)
-    monkeypatch.setattr(ops.adaptive_norm.pallas_layer_norm, "gradients", backward)
+    monkeypatch.setattr(adaptive_norm.pallas_layer_norm, "forward", forward)
+    monkeypatch.setattr(adaptive_norm.pallas_layer_norm, "gradients", backward)
 
 
 @on_eight_devices
@@ -450,7 +463,7 @@ def test_norm_with_parameters_of_each_image(adaptive_stand_ins, axis_type, rows)
 def stand_in_rotate(q, k, cos, sin, *, inverse):
     def rotate(x):
         angles = (jnp.broadcast_to(t, (*x.shape[:2], t.shape[-1])) for t in (cos, sin))
-        return lax.map(lambda row: reference.rope.rotate(*row, interleaved=False), (x, *angles))
+        return lax.map(lambda row: rope_xla.rotate(*row, interleaved=False), (x, *angles))
 
     sin = -sin if inverse else sin
     return rotate(q), rotate(k)
@@ -465,7 +478,7 @@ def stand_in_rotate(q, k, cos, sin, *, inverse):
 def test_rope(monkeypatch, hopper, axis_type, split, angles):
     spec = P("data", "sequence") if split == "length" else P("data", None, "sequence")
     offset = 0 if angles == "shared" else np.arange(4)
-    monkeypatch.setattr(ops.rope.pallas_rope, "rotate", stand_in_rotate)
+    monkeypatch.setattr(rope.pallas_rope, "rotate", stand_in_rotate)
 
     def rotated_and_gradients(implementation, q, k):
         def loss(q, k):
@@ -499,7 +512,7 @@ def stand_in_linear(x, w, bias, residual, **options):
     ("axis_type", "split"), list(itertools.product(AXIS_TYPES, ("rows", "columns"))), quick=(1, 2)
 )
 def test_linear(monkeypatch, hopper, axis_type, split):
-    monkeypatch.setattr(ops.linear.pallas_linear, "forward", stand_in_linear)
+    monkeypatch.setattr(linear.pallas_linear, "forward", stand_in_linear)
 
     def gradients(implementation, *arguments):
         def loss(x, w, bias):
@@ -538,21 +551,21 @@ def flat(results):
 
 def stand_in_layer(x, w, bias, residual, *, multiprocessors, config, **options):
     del multiprocessors, config
-    layer = functools.partial(reference.linear.layer, precision=None, **options)
+    layer = functools.partial(linear_xla.layer, precision=None, **options)
     return flat(by_rows(lambda x, residual: layer(x, w, bias, residual), x, residual))
 
 
 def stand_in_hidden_gradient(dy, w2, z, *, activation, sum_rows, multiprocessors, config):
     del multiprocessors, config
     options = dict(activation=activation, sum_rows=False, precision=None)
-    dz, h, _ = by_rows(lambda dy, z: reference.mlp.hidden_gradient(dy, w2, z, **options), dy, z)
+    dz, h, _ = by_rows(lambda dy, z: mlp_xla.hidden_gradient(dy, w2, z, **options), dy, z)
     dz, h = flat((dz, h))
     return dz, h, dz.sum(0) if sum_rows else None
 
 
 def stand_in_gated_unit(x, w_gate, w_up, b_gate, b_up, *, multiprocessors, config, **options):
     del multiprocessors, config
-    unit = functools.partial(reference.mlp.gated_unit, precision=None, **options)
+    unit = functools.partial(mlp_xla.gated_unit, precision=None, **options)
     return flat(by_rows(lambda x: unit(x, w_gate, w_up, b_gate, b_up), x))
 
 
@@ -561,7 +574,7 @@ def stand_in_gated_hidden_gradient(
 ):
     del multiprocessors, config
     gradient = functools.partial(
-        reference.mlp.gated_hidden_gradient, sum_rows=(False, False), precision=None, **options
+        mlp_xla.gated_hidden_gradient, sum_rows=(False, False), precision=None, **options
     )
     *found, _, _ = by_rows(lambda *rows: gradient(rows[0], w_down, *rows[1:]), dy, gate, up)
     found = flat(found)
@@ -571,20 +584,20 @@ def stand_in_gated_hidden_gradient(
 
 def stand_in_gated_input_gradient(dgate, dup, w_gate, w_up, *, multiprocessors, config):
     del multiprocessors, config
-    gradient = functools.partial(reference.mlp.gated_input_gradient, precision=None)
+    gradient = functools.partial(mlp_xla.gated_input_gradient, precision=None)
     return flat(by_rows(lambda *rows: gradient(*rows, w_gate, w_up), dgate, dup))
 
 
 @pytest.fixture
 def perceptron_stand_ins(hopper, monkeypatch):
-    monkeypatch.setattr(ops.linear.pallas_linear, "forward", stand_in_layer)
+    monkeypatch.setattr(linear.pallas_linear, "forward", stand_in_layer)
     for name, stand_in in dict(
         hidden_gradient=stand_in_hidden_gradient,
         gated_forward=stand_in_gated_unit,
         gated_hidden_gradient=stand_in_gated_hidden_gradient,
         gated_input_gradient=stand_in_gated_input_gradient,
     ).items():
-        monkeypatch.setattr(ops.mlp.pallas_mlp, name, stand_in)
+        monkeypatch.setattr(mlp.pallas_mlp, name, stand_in)
 
 
 WIDTH, HIDDEN = 64, 256
@@ -742,7 +755,7 @@ def stand_in_projection(
 
     def finish(y, scale, cos, sin):
         heads = y.reshape(1, -1, head_size)
-        return reference.qkv_projection.finish(
+        return qkv_projection_xla.finish(
             heads,
             scale,
             cos[None],
@@ -781,10 +794,10 @@ def stand_in_weight_gradient(x, dys, *, out_dtype, sums_rows, multiprocessors, c
     quick=(0,),
 )
 def test_qkv_projection(monkeypatch, hopper, split, axis_type):
-    kernels = ops.qkv_projection.pallas_qkv_projection
+    kernels = qkv_projection.pallas_qkv_projection
     monkeypatch.setattr(kernels, "forward", stand_in_projection)
     monkeypatch.setattr(kernels, "input_gradient", stand_in_input_gradient)
-    gradients_of_weights = ops.weight_gradient.pallas_weight_gradient
+    gradients_of_weights = weight_gradient_operator.pallas_weight_gradient
     monkeypatch.setattr(gradients_of_weights, "weight_gradient", stand_in_weight_gradient)
     cos, sin = jaxfused.rope_tables(jnp.arange(8), 32)
 
@@ -859,19 +872,19 @@ def test_gradients_of_weights_run_on_shards(monkeypatch, hopper, x_spec, dy_spec
         seen.append((*x.shape, *(dy.shape[1] for dy in dys)))
         return stand_in_weight_gradient(x, dys, **options)
 
-    monkeypatch.setattr(ops.weight_gradient.pallas_weight_gradient, "weight_gradient", kernel)
+    monkeypatch.setattr(weight_gradient_operator.pallas_weight_gradient, "weight_gradient", kernel)
     rng = np.random.default_rng(0)
     x, dy = (
         put(rng.integers(-3, 4, size=(8, 3 if "sequence" not in x_spec else 12, n)))
         for n in (32, 64)
     )
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
-    run = ops.kernel_call.Runner(None, hopper)
+    run = runner.Runner(None, hopper)
     # The least product takes longer in a kernel than in XLA.
-    monkeypatch.setattr(ops.product_choice, "fastest_first", lambda reasons, times: reasons)
+    monkeypatch.setattr(product_choice, "fastest_first", lambda reasons, times: reasons)
 
     def ours(x, dy):
-        (dw,), sums = ops.weight_gradient.weight_gradients(
+        (dw,), sums = weight_gradient_operator.weight_gradients(
             run, "linear", x, (dy,), jnp.float32, None, sums_rows=True
         )
         return dw, sums[0]
@@ -895,12 +908,14 @@ def test_gradients_of_weights_run_on_shards(monkeypatch, hopper, x_spec, dy_spec
 
 @on_eight_devices
 def test_gradients_of_weights_beside_manual_axes_are_left_to_the_partitioner(monkeypatch, hopper):
-    monkeypatch.setattr(ops.product_choice, "fastest_first", lambda reasons, times: reasons)
+    monkeypatch.setattr(product_choice, "fastest_first", lambda reasons, times: reasons)
     x, dy = (jnp.ones((16, 8, n), jnp.bfloat16) for n in (32, 64))
-    run = ops.kernel_call.Runner(None, hopper)
+    run = runner.Runner(None, hopper)
 
     def gradient(x, dy):
-        (dw,), _ = ops.weight_gradient.weight_gradients(run, "linear", x, (dy,), jnp.float32, None)
+        (dw,), _ = weight_gradient_operator.weight_gradients(
+            run, "linear", x, (dy,), jnp.float32, None
+        )
         return lax.psum(dw, "data")
 
     mesh = make_mesh(AxisType.Auto, AxisType.Auto)
@@ -927,10 +942,10 @@ def test_projections_of_split_heads(monkeypatch, hopper, axis_type):
         project = lambda x: tuple(x @ w + b for w, b in zip(weights, biases, strict=True))  # noqa: E731
         return *lax.map(project, x), None, None
 
-    kernels = ops.qkv_projection.pallas_qkv_projection
+    kernels = qkv_projection.pallas_qkv_projection
     monkeypatch.setattr(kernels, "forward", forward)
     monkeypatch.setattr(kernels, "input_gradient", stand_in_input_gradient)
-    gradients_of_weights = ops.weight_gradient.pallas_weight_gradient
+    gradients_of_weights = weight_gradient_operator.pallas_weight_gradient
     monkeypatch.setattr(gradients_of_weights, "weight_gradient", stand_in_weight_gradient)
     keys = jax.random.split(jax.random.key(0), 7)
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
@@ -941,7 +956,7 @@ def test_projections_of_split_heads(monkeypatch, hopper, axis_type):
 
     def gradients(implementation, x, weights, biases):
         def loss(x, weights, biases):
-            projected = ops.qkv_projection.separate_projections(
+            projected = qkv_projection.separate_projections(
                 x, weights, biases, precision=None, implementation=implementation
             )
             return sum(jnp.sum(jnp.sin(heads.astype(jnp.float32))) for heads in projected)
@@ -1030,11 +1045,11 @@ def row_by_row(stand_in):
 
 @pytest.fixture
 def loss_stand_ins(hopper, monkeypatch):
-    monkeypatch.setattr(jaxfused.cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(jaxfused.runtime.cuda_library, "why_unavailable", lambda: None)
     cross_entropy_stand_ins.take_kernels_for_all_sizes(monkeypatch)
     for name in ("forward", "backward", "scale_rows"):
         stand_in = getattr(cross_entropy_stand_ins, f"stand_in_{name}")
-        monkeypatch.setattr(jaxfused.cuda.cross_entropy, name, row_by_row(stand_in))
+        monkeypatch.setattr(jaxfused.ops.loss.cross_entropy_cuda, name, row_by_row(stand_in))
 
 
 CLASSES = 40
@@ -1249,7 +1264,7 @@ def lowered_losses(cotangent):
 @pytest.mark.parametrize("cotangent", (None, "any"))
 @pytest.mark.parametrize("manual", (False, True), ids=("explicit", "shard_map"))
 def test_kernels_of_losses_lower_for_many_gpus_without_one(hopper, cotangent, manual):
-    if missing := jaxfused.cuda.library.why_unavailable():
+    if missing := jaxfused.runtime.cuda_library.why_unavailable():
         pytest.skip(missing)
     mesh = AbstractMesh((2, 4), AXES, axis_types=(AxisType.Explicit,) * 2)
 
@@ -1283,7 +1298,7 @@ def test_kernels_of_losses_lower_for_many_gpus_without_one(hopper, cotangent, ma
         platforms=["cuda"],
         disabled_checks=[
             jax.export.DisabledSafetyCheck.custom_call(name)
-            for name in jaxfused.cuda.library.TARGETS
+            for name in jaxfused.runtime.cuda_library.TARGETS
         ],
     )(*arguments).mlir_module()
     names = ["cross_entropy_forward", "segmentation_loss"]
@@ -1302,7 +1317,7 @@ def test_kernels_of_losses_lower_for_many_gpus_without_one(hopper, cotangent, ma
 )
 def test_kernels_lower_for_many_gpus_without_one(hopper, implementation, manual):
     """The real kernels are lowered for the shards of eight GPUs that need not be present."""
-    missing = jaxfused.cuda.library.why_unavailable() if implementation == "cuda" else None
+    missing = jaxfused.runtime.cuda_library.why_unavailable() if implementation == "cuda" else None
     if missing is not None:
         pytest.skip(missing)
     mesh = AbstractMesh((2, 4), AXES, axis_types=(AxisType.Explicit,) * 2)
@@ -1326,7 +1341,7 @@ def test_kernels_lower_for_many_gpus_without_one(hopper, implementation, manual)
         platforms=["cuda"],
         disabled_checks=[
             jax.export.DisabledSafetyCheck.custom_call(name)
-            for name in ("mosaic_gpu_v2", *jaxfused.cuda.library.TARGETS)
+            for name in ("mosaic_gpu_v2", *jaxfused.runtime.cuda_library.TARGETS)
         ],
     )(arguments)
     assert exported.nr_devices == DEVICES
@@ -1347,7 +1362,7 @@ def group_norm_stand_ins(hopper, monkeypatch):
     ):
         del residual, save_statistics, options
         y, mean, rstd, variance = lax.map(
-            lambda image: reference.group_norm.norm_and_statistics(
+            lambda image: group_norm_xla.norm_and_statistics(
                 image[None],
                 None,
                 scale[0],
@@ -1365,7 +1380,7 @@ def group_norm_stand_ins(hopper, monkeypatch):
 
         def gradient(image):
             dy, x, mean, rstd = (a[None] for a in image)
-            dx, _, dscale, dbias = reference.group_norm.gradient(
+            dx, _, dscale, dbias = group_norm_xla.gradient(
                 dy, x, None, mean, rstd, scale[0], bias[0], num_groups=groups, activation=activation
             )
             return dx[0], dscale[0], dbias[0]
@@ -1373,11 +1388,11 @@ def group_norm_stand_ins(hopper, monkeypatch):
         dx, dscale, dbias = lax.map(gradient, (dy, x, mean, rstd))
         return dx, None, dscale, dbias
 
-    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda.library, "architectures", lambda: ("90",))
-    for module in (cuda.group_norm, cuda.group_norm_slab):
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda_library, "architectures", lambda: ("90",))
+    for module in (group_norm_cuda, group_norm_slab_cuda):
         monkeypatch.setattr(module, "forward", forward)
-    monkeypatch.setattr(cuda.group_norm, "backward", backward)
+    monkeypatch.setattr(group_norm_cuda, "backward", backward)
 
 
 @pytest.mark.exhaustive
@@ -1457,24 +1472,22 @@ def image_stand_ins(hopper, monkeypatch):
 
     def max_pool(x, *, window, save_places):
         y, places = lax.map(
-            lambda image: reference.max_pool.pool_and_places(image[None], **pool(window)), x
+            lambda image: max_pool_xla.pool_and_places(image[None], **pool(window)), x
         )
         return y[:, 0], places[:, 0] if save_places else None
 
     def max_pool_gradient(dy, places, *, size, window):
         return lax.map(
-            lambda a: reference.max_pool.gradient(
-                a[0][None], a[1][None], size=size, **pool(window)
-            )[0],
+            lambda a: max_pool_xla.gradient(a[0][None], a[1][None], size=size, **pool(window))[0],
             (dy, places),
         )
 
-    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda.library, "architectures", lambda: ("90",))
-    monkeypatch.setattr(cuda.depthwise_conv, "conv", conv)
-    monkeypatch.setattr(cuda.depthwise_conv, "weight_gradient", weight_gradient)
-    monkeypatch.setattr(cuda.max_pool, "forward", max_pool)
-    monkeypatch.setattr(cuda.max_pool, "backward", max_pool_gradient)
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda_library, "architectures", lambda: ("90",))
+    monkeypatch.setattr(depthwise_conv_cuda, "conv", conv)
+    monkeypatch.setattr(depthwise_conv_cuda, "weight_gradient", weight_gradient)
+    monkeypatch.setattr(max_pool_cuda, "forward", max_pool)
+    monkeypatch.setattr(max_pool_cuda, "backward", max_pool_gradient)
 
 
 @pytest.mark.exhaustive
@@ -1489,7 +1502,7 @@ def image_stand_ins(hopper, monkeypatch):
 def test_depthwise_and_pooling(image_stand_ins, monkeypatch, axis_type, images, weights, kernels):
     """Without kernels, the reference computes the same stages."""
     if not kernels:
-        for module in (cuda.depthwise_conv, cuda.max_pool, cuda.upsample):
+        for module in (depthwise_conv_cuda, max_pool_cuda, upsample_cuda):
             monkeypatch.setattr(module, "why_unsupported", lambda **_: "it is not there")
     rng = np.random.default_rng(0)
     x = rng.normal(size=(8, 6, 6, 16)).astype(np.float32)
@@ -1571,7 +1584,7 @@ def dense_stand_ins(hopper, monkeypatch):
         del residual
         x = jnp.concatenate(x, axis=-1) if isinstance(x, tuple) else x
         z = lax.map(lambda image: convolve(image[None], w, window)[0], x) + bias
-        z = ops.enlarging_conv.moved(z, block)
+        z = patch_expand.moved(z, block)
         return jnp.maximum(z, 0), z if save_preactivation else None
 
     def input_gradient(dy, w, *, window, other=None, rectified=None, **_):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from jaxfused.reference.product import product
-from jaxfused.reference.stated_gradient import stated_gradient
+from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.stated_gradient import stated_gradient
 from tests.arrays import put
 
 

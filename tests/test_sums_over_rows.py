@@ -7,7 +7,7 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
-from pallas_kernels.product import sums_over_rows
+from pallas_kernels.gemm import column_sums
 from tests.register_machine import computed
 
 LANES = np.arange(32)
@@ -32,8 +32,8 @@ def test_a_warp_sums_its_rows(rows, columns):
         values = np.array(values, dtype=object).reshape(shape)
         with ir.InsertionPoint(block):
             fragments = mgpu.FragmentedArray(_registers=values, _layout=layout, _is_signed=None)
-            sums = sums_over_rows._summed_registers(fragments, lane)
-        assert sums.shape == (sums_over_rows.WARPS, columns)
+            sums = column_sums._summed_registers(fragments, lane)
+        assert sums.shape == (column_sums.WARPS, columns)
         known = (*registers.reshape(count, 32, 2), LANES)
         actual = np.stack(computed(block, known, list(sums.registers.flat)))
     # Threads of a warp in the order of what they hold: 8 columns, one of two, thread of four.

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused import cuda, dispatch
+from jaxfused import dispatch
+from jaxfused.runtime import cuda_library
 from tests.calls import calls, have_library
 from tests.grids import parametrize
 
@@ -31,7 +32,7 @@ def exported(f, operands, place):
     jax.clear_caches()  # Traces do not know of the assumed device.
     with dispatch.assume(H200) if place == "cuda" else contextlib.nullcontext():
         # Weights have known sizes, whose passes may run in CUDA C.
-        unchecked = [jax.export.DisabledSafetyCheck.custom_call(n) for n in cuda.library.TARGETS]
+        unchecked = [jax.export.DisabledSafetyCheck.custom_call(n) for n in cuda_library.TARGETS]
         return jax.export.export(jax.jit(f), platforms=[place], disabled_checks=unchecked)(
             *any_batch(operands)
         )

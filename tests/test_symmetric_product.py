@@ -12,9 +12,9 @@ import optax
 import pytest
 
 from jaxfused import optim
-from jaxfused.ops.symmetric_product import symmetric_product
-from pallas_kernels.product import symmetric
-from pallas_kernels.product.mainloop import MatmulConfig
+from jaxfused.ops.linear.symmetric_product import symmetric_product
+from pallas_kernels.gemm import symmetric
+from pallas_kernels.gemm.mainloop import MatmulConfig
 from tests.arrays import put
 from tests.grids import parametrize
 from tests.lowering import kernels

@@ -20,10 +20,11 @@ from jax.experimental import multihost_utils
 import jaxfused
 from jaxfused import __main__, dispatch
 from jaxfused.explain import traced
-from jaxfused.ops import kernel_call, layer_norm, platforms
-from jaxfused.tuning import bench, command, table, tuner
+from jaxfused.ops.norm import layer_norm
+from jaxfused.runtime import platforms, runner, table
+from jaxfused.tuning import bench, command, tuner
 from jaxfused.tuning.bench import Candidate
-from pallas_kernels.product.matmul import MatmulConfig
+from pallas_kernels.gemm.matmul import MatmulConfig
 from tests.choices import chosen
 from tests.grids import parametrize
 from tests.test_kernel_call import H200, KERNELS
@@ -59,7 +60,7 @@ def norm(rows, features=768, epsilon=1e-6):
     return layer_norm._Forward(options, save_statistics=False), operands
 
 
-ROW = kernel_call.configs(norm(64)[0], "pallas", DEVICE, norm(64)[1])[0]
+ROW = runner.configs(norm(64)[0], "pallas", DEVICE, norm(64)[1])[0]
 
 
 def ranking_of(kernel, operands, *candidates):
@@ -86,7 +87,7 @@ def test_entries_of_every_kernel_survive_a_file(device):
         configs = [
             (name, config)
             for name in ("pallas", "cuda", "xla")
-            for config in kernel_call.configs(kernel, name, device, operands)
+            for config in runner.configs(kernel, name, device, operands)
         ]
         assert len({table.config_text(config) for _, config in configs[:-1]}) >= len(configs) - 2
         entries |= ranking_of(kernel, operands, *configs)
@@ -180,7 +181,7 @@ def test_each_shipped_entry_is_of_a_stage_of_today_and_its_configs_are_legal(pat
         for ranked in ranking:
             # Whether the CUDA library is built is another matter.
             assert ranked.implementation == "cuda" or reasons[ranked.implementation] is None
-            configs = kernel_call.configs(stage, ranked.implementation, device, operands)
+            configs = runner.configs(stage, ranked.implementation, device, operands)
             assert ranked.config in (None, *map(table.config_text, configs)), (key, ranked)
 
 
@@ -409,11 +410,11 @@ def test_another_table_is_another_key_of_jaxs_caches(device):
     """What is traced below an operator is traced anew, without `jax.clear_caches`."""
     kernel, operands = norm(64)
     args = tuple(o for o in operands if o is not None)
-    old = kernel_call.Runner(None, device)
-    assert old == kernel_call.Runner(None, device)
+    old = runner.Runner(None, device)
+    assert old == runner.Runner(None, device)
     for name in ("xla", "pallas"):
         save(device, ranking_of(kernel, operands, (name, None if name == "xla" else ROW)))
-        assert old != kernel_call.Runner(None, device)
+        assert old != runner.Runner(None, device)
         assert jax.make_jaxpr(jaxfused.layer_norm)(*args) and chosen(
             jaxfused.layer_norm, *args
         ) == {"layer_norm forward": name}
@@ -452,7 +453,7 @@ def choice_of(f, *args):
 @pytest.mark.usefixtures("built_library")
 def test_a_choice_follows_the_table(device):
     kernel, operands = norm(4096)
-    *_, config = kernel_call.configs(kernel, "cuda", device, operands)
+    *_, config = runner.configs(kernel, "cuda", device, operands)
     args = tuple(o for o in operands if o is not None)
     before = choice_of(jaxfused.layer_norm, *args)
     assert (before.source, before.config) == ("model", None)
@@ -478,7 +479,7 @@ def test_a_choice_follows_the_table(device):
 def test_what_is_not_legal_or_cannot_run_is_passed_over(device):
     kernel, operands = norm(4096)
     args = tuple(o for o in operands if o is not None)
-    *_, legal = kernel_call.configs(kernel, "pallas", device, operands)
+    *_, legal = runner.configs(kernel, "pallas", device, operands)
     ranked = [
         ("cudnn", None),
         ("pallas", MatmulConfig()),
@@ -497,7 +498,7 @@ def test_a_config_of_the_table_reaches_the_kernel(device):
     """The kernel is traced as it is where its config is passed."""
     kernel, operands = norm(4096)
     args = tuple(o for o in operands if o is not None)
-    config = kernel_call.configs(kernel, "pallas", device, operands)[1]
+    config = runner.configs(kernel, "pallas", device, operands)[1]
 
     def launched(f, *args):
         """The text of the kernel, which is the only one with references to memory."""
@@ -610,7 +611,7 @@ def without_addresses(program):
     return re.sub(r"0x[0-9a-f]+", "", str(program))
 
 
-WITH_CONFIGS = [k for k in KERNELS if isinstance(k[0], kernel_call.HasConfigs)]
+WITH_CONFIGS = [k for k in KERNELS if isinstance(k[0], runner.HasConfigs)]
 
 
 @parametrize(
@@ -622,7 +623,7 @@ WITH_CONFIGS = [k for k in KERNELS if isinstance(k[0], kernel_call.HasConfigs)]
 )
 def test_configs_are_legal_and_the_first_is_the_default(device, kernel_and_operands):
     kernel, operands = kernel_and_operands
-    configs = kernel_call.configs(kernel, "pallas", device, operands)
+    configs = runner.configs(kernel, "pallas", device, operands)
     assert len(set(configs)) == len(configs) > 1
 
     def traced(config):
@@ -847,7 +848,7 @@ def test_tune_needs_a_gpu():
 
 def lengths_and_segments():
     """Attention's operands that random numbers would be no good for."""
-    from jaxfused.ops import attention
+    from jaxfused.ops.attention import attention
 
     options = attention._Options(False, None, 0.125, None, 0.1)
     q, ids = array(2, 64, 2, 1, 64), array(2, 64, dtype=jnp.int32)
@@ -861,7 +862,7 @@ def lengths_and_segments():
 
 
 def test_examples_fit_together(device):
-    from jaxfused.ops import attention
+    from jaxfused.ops.attention import attention
 
     options, arrays = lengths_and_segments()
     cpu = dispatch.Device("cpu", "cpu", None, 0)

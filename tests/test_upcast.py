@@ -8,8 +8,8 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
-from jaxfused.quantization.quantized_array import pack_words
-from pallas_kernels.product import upcast
+from jaxfused.runtime.quantized_array import pack_words
+from pallas_kernels.gemm import dequantize
 from tests import mosaic_interpreter
 from tests.register_machine import computed
 
@@ -40,13 +40,13 @@ def fragments(registers, layout, shape, is_signed=None):
 def test_registers_become_what_the_interpreter_has(bits, dtype, parts, monkeypatch):
     rng = np.random.default_rng(0)
     numbers = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), SHAPE).astype(np.int8)
-    shifts = (rng.integers(-(2**bits), 1, (parts, SHAPE[0])) / upcast.unit(dtype)).astype(dtype)
+    shifts = (rng.integers(-(2**bits), 1, (parts, SHAPE[0])) / dequantize.unit(dtype)).astype(dtype)
     if bits == 8:
         stored, layout, length = numbers, mgpu.WGMMA_LAYOUT, 2
-        convert, stated = upcast._floats_of_bytes, "from_bytes"
+        convert, stated = dequantize._floats_of_bytes, "from_bytes"
     else:
         stored, layout, length = np.asarray(pack_words(numbers)), mgpu.WGMMA_LAYOUT_8BIT, 4
-        convert, stated = upcast._floats_of_words, "from_words"
+        convert, stated = dequantize._floats_of_words, "from_words"
     of_words = of_first_warp(stored, layout, length)
     wide = (np.tile(shift[:, None], (1, 8)) for shift in shifts)
     of_shifts = [of_first_warp(shift, mgpu.WGMMA_LAYOUT, 2) for shift in wide]
@@ -67,11 +67,13 @@ def test_registers_become_what_the_interpreter_has(bits, dtype, parts, monkeypat
         known = (*of_words, *(register for of_part in of_shifts for register in of_part))
         actual = computed(block, known, list(floats.registers.flat))
     mosaic_interpreter.upcast_integers(monkeypatch)
-    expected = getattr(upcast, stated)(jnp.asarray(stored), list(map(jnp.asarray, shifts)))
+    expected = getattr(dequantize, stated)(jnp.asarray(stored), list(map(jnp.asarray, shifts)))
     expected = of_first_warp(np.asarray(expected), mgpu.WGMMA_LAYOUT, 2)
     np.testing.assert_array_equal(np.array(actual), np.array(expected))
     # What the kernel multiplies is the integer itself, over a power of two.
     columns = np.arange(SHAPE[1]) * parts // SHAPE[1]
-    integers = numbers + 2.0 ** (bits - 1) + shifts[columns].T.astype(float) * upcast.unit(dtype)
-    truth = of_first_warp(integers / upcast.unit(dtype), mgpu.WGMMA_LAYOUT, 2)
+    integers = (
+        numbers + 2.0 ** (bits - 1) + shifts[columns].T.astype(float) * dequantize.unit(dtype)
+    )
+    truth = of_first_warp(integers / dequantize.unit(dtype), mgpu.WGMMA_LAYOUT, 2)
     np.testing.assert_array_equal(np.array(actual).astype(float), np.array(truth))

@@ -5,7 +5,8 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import cuda
+from jaxfused.ops.pool import upsample_cuda
+from jaxfused.runtime import cuda_library
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.normal import normal
 from tests.lowering import kernels
@@ -84,8 +85,8 @@ def test_errors(change, message):
 @pytest.fixture
 def with_library(hopper, monkeypatch):
     """The operator is lowered as if the CUDA library were there, which tests/test_ffi.py looks at."""
-    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda.library, "register", lambda: None)
+    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda_library, "register", lambda: None)
     return hopper
 
 
@@ -96,8 +97,8 @@ def stand_ins(with_library, monkeypatch):
         x = jax.ShapeDtypeStruct((images, height // 2, width // 2, channels), dy.dtype)
         return jax.linear_transpose(plain_upsample, x)(dy)[0]
 
-    monkeypatch.setattr(cuda.upsample, "upsample", plain_upsample)
-    monkeypatch.setattr(cuda.upsample, "gradient", gradient)
+    monkeypatch.setattr(upsample_cuda, "upsample", plain_upsample)
+    monkeypatch.setattr(upsample_cuda, "gradient", gradient)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -137,8 +138,8 @@ def test_one_kernel_each_way(with_library):
 )
 def test_limits(with_library, change, reason):
     good = dict(compute_capability=(8, 0), shape=(2, 4, 4, 3), dtype=jnp.bfloat16)
-    assert cuda.upsample.why_unsupported(**good) is None
-    assert reason in cuda.upsample.why_unsupported(**good | change)
+    assert upsample_cuda.why_unsupported(**good) is None
+    assert reason in upsample_cuda.why_unsupported(**good | change)
 
 
 @pytest.mark.gpu

@@ -10,13 +10,13 @@ import pytest
 
 import jaxfused
 from jaxfused import dispatch
-from jaxfused.ops.kernel_call import Runner
-from jaxfused.ops.weight_gradient import (
+from jaxfused.ops.linear.weight_gradient import (
     WeightGradients,
     weight_and_bias_gradients,
     weight_gradients,
 )
-from jaxfused.reference.product import sum_over_rows
+from jaxfused.runtime.product_xla import sum_over_rows
+from jaxfused.runtime.runner import Runner
 from tests.arrays import put
 from tests.lowering import kernels
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.product.cost import WeightWork
-from pallas_kernels.product.weight_gradient import (
+from pallas_kernels.gemm.cost import WeightWork
+from pallas_kernels.gemm.weight_gradient import (
     WeightGradientConfig,
     fitting,
     weight_gradient,

@@ -14,7 +14,8 @@ from benchmarks import peers, results
 from benchmarks.sweep import configs, judge, report
 from benchmarks.sweep.lowering import DIRECTIONS, Workers
 from benchmarks.without_gpu import beside_stock
-from jaxfused.cuda import cublaslt, library
+from jaxfused.ops.linear import cublaslt
+from jaxfused.runtime import cuda_library
 
 NAME = "sweep"
 
@@ -112,9 +113,9 @@ class _Sweep:
 
     def run(self, cases: Sequence[configs.Config]) -> None:
         """Lowers all cases ahead in processes, and compiles and times them batch by batch."""
-        if library.why_unavailable() is None:
+        if cuda_library.why_unavailable() is None:
             # Modules that other processes lowered call these kernels by name.
-            library.register()
+            cuda_library.register()
             cublaslt.why_unavailable()
         workers = Workers(
             min(self._options.workers, len(cases)),

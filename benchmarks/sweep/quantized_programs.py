@@ -34,8 +34,8 @@ from benchmarks.sweep.quantized_configs import (
     QuantizedProduct,
     QuantizedRows,
 )
-from jaxfused.ops.quantized_gated_unit import gated_unit
-from jaxfused.quantization.quantized_array import Layout
+from jaxfused.ops.quantized.quantized_gated_unit import gated_unit
+from jaxfused.runtime.quantized_array import Layout
 
 # --- weights --------------------------------------------------------------------------------------
 

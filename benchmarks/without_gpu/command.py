@@ -17,7 +17,7 @@ from benchmarks import peers
 from benchmarks.sweep import configs, judge, programs
 from benchmarks.sweep.lowering import DIRECTIONS, OURS, STOCK, WHOLE
 from benchmarks.without_gpu import hlo, ptx, target
-from jaxfused.cuda import library
+from jaxfused.runtime import cuda_library
 
 NAME = "kernels"
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
         print(reason)
         return 2
     device = target.prepare()
-    if reason := library.why_unavailable():
+    if reason := cuda_library.why_unavailable():
         print(f"No operator takes its CUDA kernels here: {reason}.")
     config = configs.from_line(options.case)
     for direction in DIRECTIONS[options.direction]:

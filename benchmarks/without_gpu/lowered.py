@@ -34,8 +34,8 @@ from benchmarks.fuzz.programs import Programs
 from benchmarks.sweep import configs, programs
 from jaxfused import dispatch
 from jaxfused.__main__ import EXAMPLES, Example
-from jaxfused.cuda import cublaslt, library
-from jaxfused.tuning import table
+from jaxfused.ops.linear import cublaslt
+from jaxfused.runtime import cuda_library, table
 
 NAME = "lowered"
 
@@ -172,9 +172,9 @@ def _library_is_there() -> Iterator[None]:
     """Within this context programs call the CUDA library, which need not be built."""
     built = ("75-real", "80-real", "90-real", "100-real", "120")
     with (
-        mock.patch.object(library, "why_unavailable", lambda: None),
-        mock.patch.object(library, "architectures", lambda: built),
-        mock.patch.object(library, "register", lambda: None),
+        mock.patch.object(cuda_library, "why_unavailable", lambda: None),
+        mock.patch.object(cuda_library, "architectures", lambda: built),
+        mock.patch.object(cuda_library, "register", lambda: None),
         mock.patch.object(cublaslt, "why_unavailable", lambda: None),
     ):
         yield

@@ -14,7 +14,8 @@ import jax
 from jax.experimental import topologies
 
 from jaxfused import dispatch
-from jaxfused.cuda import cublaslt, library
+from jaxfused.ops.linear import cublaslt
+from jaxfused.runtime import cuda_library
 
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=132)
 
@@ -38,11 +39,11 @@ def prepare() -> Any:
     sys.path.insert(0, str(PLUGIN))
     # Mosaic looked for it when it was imported; its kernels are linked to it.
     ctypes.CDLL(str(PLUGIN / "jax_cuda13_plugin/libmosaic_gpu_runtime.so"), ctypes.RTLD_GLOBAL)
-    if library.why_unavailable() is not None and _QUICK_LIBRARY.exists():
-        library.PATH = _QUICK_LIBRARY
-        library.why_unavailable.cache_clear()
-    if library.why_unavailable() is None:
-        library.register()
+    if cuda_library.why_unavailable() is not None and _QUICK_LIBRARY.exists():
+        cuda_library.PATH = _QUICK_LIBRARY
+        cuda_library.why_unavailable.cache_clear()
+    if cuda_library.why_unavailable() is None:
+        cuda_library.register()
         # A GPU's machine has cuBLASLt from the plugin's wheels; nothing is called here.
         cublaslt.why_unavailable = lambda: None  # type: ignore[assignment]
     topology = topologies.get_topology_desc(

@@ -18,7 +18,7 @@ from jaxfused.fuse import graph
 from jaxfused.fuse.algebra import between, passed_on, rounding
 from jaxfused.fuse.constants import elementwise, scalar
 from jaxfused.fuse.graph import Node, Value
-from jaxfused.semantics.activation import FUNCTIONS
+from jaxfused.runtime.activation import FUNCTIONS
 
 POINTS = np.concatenate([np.linspace(-6.0, 6.0, 41), [-1e-3, 1e-3, 11.0, -11.0]])
 """Where functions are compared."""

@@ -26,7 +26,7 @@ from jaxfused.fuse.recognisers import (
 from jaxfused.fuse.report import Found, Report
 from jaxfused.fuse.site import Book, Miss
 from jaxfused.fuse.source import line_of
-from jaxfused.semantics import shapes
+from jaxfused.runtime import shapes
 
 RECOGNISERS: Sequence[Callable[[Book], None]] = (
     attention.find,

@@ -26,9 +26,9 @@ from jaxfused.modules.attention import (
 )
 from jaxfused.modules.fallback import is_stock_product, why_complex, why_given
 from jaxfused.modules.linear_general import linear_general
-from jaxfused.ops.attention import AttentionImplementation
-from jaxfused.ops.validation import python_number_fields
-from jaxfused.reference.promotion import common_dtype
+from jaxfused.ops.attention.attention import AttentionImplementation
+from jaxfused.runtime.checks import python_number_fields
+from jaxfused.runtime.promotion import common_dtype
 
 
 def attention_fn(

@@ -13,9 +13,9 @@ from jaxfused.linen.linear import stand_in
 from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given, why_intercepted
 from jaxfused.modules.linear import Kernel, shape_of
-from jaxfused.ops.conv import Statistics
-from jaxfused.ops.conv_input import ConvInput, as_array, as_input
-from jaxfused.ops.validation import python_number_fields
+from jaxfused.ops.conv.conv import Statistics
+from jaxfused.ops.conv.conv_input import ConvInput, as_array, as_input
+from jaxfused.runtime.checks import python_number_fields
 
 
 @python_number_fields

@@ -5,7 +5,7 @@ from flax import linen
 
 from jaxfused.linen.flax_code import unwrapped
 from jaxfused.modules.fallback import call_flax
-from jaxfused.ops.validation import python_number_fields
+from jaxfused.runtime.checks import python_number_fields
 
 
 @python_number_fields

@@ -17,9 +17,9 @@ from jaxfused.linen.flax_code import why_watched
 from jaxfused.linen.group_norm import GroupNorm
 from jaxfused.modules.conv import Norm, check_norm, convolve, fold_norm
 from jaxfused.modules.linear import promoted
-from jaxfused.ops.conv_input import ConvInput, as_array
-from jaxfused.ops.rectified import Rectified, check_mask
-from jaxfused.ops.validation import python_number_fields
+from jaxfused.ops.conv.conv_input import ConvInput, as_array
+from jaxfused.runtime.checks import python_number_fields
+from jaxfused.runtime.rectified import Rectified, check_mask
 
 
 @python_number_fields

@@ -9,7 +9,7 @@ from jaxfused.dispatch import Implementation
 from jaxfused.linen.flax_code import unwrapped
 from jaxfused.modules.conv_transpose import transposed, why_flax
 from jaxfused.modules.fallback import call_flax
-from jaxfused.ops.validation import python_number_fields
+from jaxfused.runtime.checks import python_number_fields
 
 
 @python_number_fields

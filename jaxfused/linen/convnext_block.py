@@ -19,8 +19,8 @@ from jaxfused.linen.mlp import MLP
 from jaxfused.modules.convnext_block import scaled_mlp, scaled_sum
 from jaxfused.modules.mlp import Layer
 from jaxfused.modules.transformer_block import check_rates
-from jaxfused.ops.mlp import Save
-from jaxfused.ops.validation import python_number_fields
+from jaxfused.ops.linear.mlp import Save
+from jaxfused.runtime.checks import python_number_fields
 
 
 @python_number_fields

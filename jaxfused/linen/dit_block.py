@@ -14,9 +14,9 @@ from jaxfused.dispatch import Implementation
 from jaxfused.linen.linear import Dense, affine
 from jaxfused.linen.mlp import MLP
 from jaxfused.modules.dit_block import CHUNKS, Stream, check_heads, dit_block
-from jaxfused.ops.attention import AttentionImplementation
-from jaxfused.ops.mlp import Save
-from jaxfused.ops.validation import python_number_fields
+from jaxfused.ops.attention.attention import AttentionImplementation
+from jaxfused.ops.linear.mlp import Save
+from jaxfused.runtime.checks import python_number_fields
 
 
 @python_number_fields

@@ -11,7 +11,7 @@ from typing import Any
 from flax.linen.module import _context, _global_interceptor_stack
 
 from jaxfused.modules.fallback import why_intercepted
-from jaxfused.ops.fp8 import DELAYED, is_fp8, is_named
+from jaxfused.ops.fp8.fp8 import DELAYED, is_fp8, is_named
 
 
 def unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from typing import Any
 from flax import linen
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from jaxfused.ops.fp8 import DELAYED, Fp8State, is_named
+from jaxfused.ops.fp8.fp8 import DELAYED, Fp8State, is_named
 
 
 def precision_of(module: linen.Module, operator: str, name: str = "fp8") -> Any:
@@ -16,7 +16,7 @@ def precision_of(module: linen.Module, operator: str, name: str = "fp8") -> Any:
 
     Args:
       module: with an attribute `precision`.
-      operator: that it runs, "mlp" or another one of `jaxfused.ops.fp8.MATRICES`.
+      operator: that it runs, "mlp" or another one of `jaxfused.ops.fp8.fp8.MATRICES`.
       name: of the variable.
     """
     precision = getattr(module, "precision", None)

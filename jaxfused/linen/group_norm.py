@@ -11,8 +11,8 @@ from jaxfused.dispatch import Implementation
 from jaxfused.linen.flax_code import unwrapped
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
 from jaxfused.modules.group_norm import normalise
-from jaxfused.ops.validation import python_number_fields
-from jaxfused.reference.promotion import common_dtype
+from jaxfused.runtime.checks import python_number_fields
+from jaxfused.runtime.promotion import common_dtype
 
 
 @python_number_fields

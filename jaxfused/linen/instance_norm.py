@@ -9,7 +9,7 @@ from jaxfused.linen.flax_code import unwrapped
 from jaxfused.linen.group_norm import normalised
 from jaxfused.modules.fallback import call_flax, why_complex
 from jaxfused.modules.group_norm import why_flax_normalises_instances
-from jaxfused.ops.validation import python_number_fields
+from jaxfused.runtime.checks import python_number_fields
 
 
 @python_number_fields

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 from flax import linen
 from flax.linen.dtypes import canonicalize_dtype
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.linen.flax_code import unwrapped
 from jaxfused.modules.fallback import call_flax
 from jaxfused.modules.layer_norm import why_flax
 from jaxfused.modules.promotion import floating
-from jaxfused.ops.layer_norm import Output
-from jaxfused.ops.validation import python_number_fields
-from jaxfused.reference.promotion import common_dtype
+from jaxfused.ops.norm import layer_norm
+from jaxfused.ops.norm.layer_norm import Output
+from jaxfused.runtime.checks import python_number_fields
+from jaxfused.runtime.promotion import common_dtype
 
 
 @python_number_fields
@@ -117,7 +117,7 @@ class LayerNorm(linen.LayerNorm):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
         result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
-        output = ops.layer_norm.layer_norm(
+        output = layer_norm.layer_norm(
             _widened(x, result_dtype),
             floating(scale, result_dtype),
             floating(bias, result_dtype),
@@ -205,7 +205,7 @@ class RMSNorm(linen.RMSNorm):
         if self.use_scale:
             scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype)
         result_dtype = canonicalize_dtype(x, scale, dtype=self.dtype)
-        output = ops.layer_norm.rms_norm(
+        output = layer_norm.rms_norm(
             _widened(x, result_dtype),
             floating(scale, result_dtype),
             epsilon=self.epsilon,

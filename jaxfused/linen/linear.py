@@ -22,8 +22,8 @@ from jaxfused.modules.fallback import (
     why_intercepted,
 )
 from jaxfused.modules.linear import CalledKernel, Kernel, KernelStandIn, linear, promoted, shape_of
-from jaxfused.ops.fp8 import is_fp8
-from jaxfused.ops.validation import python_number_fields
+from jaxfused.ops.fp8.fp8 import is_fp8
+from jaxfused.runtime.checks import python_number_fields
 
 
 @python_number_fields

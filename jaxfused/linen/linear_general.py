@@ -23,7 +23,7 @@ from jaxfused.modules.fallback import (
     why_intercepted,
 )
 from jaxfused.modules.linear_general import linear_general, why_not_a_matrix
-from jaxfused.ops.validation import python_number_fields
+from jaxfused.runtime.checks import python_number_fields
 
 
 @python_number_fields

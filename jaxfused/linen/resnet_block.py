@@ -12,9 +12,9 @@ from jaxfused.dispatch import Implementation
 from jaxfused.linen.conv_norm_act import ConvNormAct
 from jaxfused.modules.conv import Norm
 from jaxfused.modules.resnet_block import needs_shortcut, widths
-from jaxfused.ops.conv_input import as_array
-from jaxfused.ops.rectified import Rectified
-from jaxfused.ops.validation import python_number_fields
+from jaxfused.ops.conv.conv_input import as_array
+from jaxfused.runtime.checks import python_number_fields
+from jaxfused.runtime.rectified import Rectified
 
 
 @python_number_fields

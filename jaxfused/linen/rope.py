@@ -3,10 +3,10 @@
 import jax
 from flax import linen
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
-from jaxfused.ops.validation import python_number_fields
-from jaxfused.semantics.rope_scaling import RopeScaling
+from jaxfused.ops.rope import rope
+from jaxfused.ops.rope.rope_scaling import RopeScaling
+from jaxfused.runtime.checks import python_number_fields
 
 
 @python_number_fields
@@ -50,7 +50,7 @@ class RotaryEmbedding(linen.Module):
         offset: int | jax.Array = 0,
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Rotates q [..., T, N, H] and, if given, k [..., T, K, H], as `jaxfused.rope` does."""
-        return ops.rope.rope(
+        return rope.rope(
             q,
             k,
             positions=positions,
@@ -65,4 +65,4 @@ class RotaryEmbedding(linen.Module):
     def tables(self, positions: jax.Array, head_size: int) -> tuple[jax.Array, jax.Array]:
         """Returns cosines and sines that rotate heads of `head_size` features; see `rope_tables`."""
         rotary_dim = head_size if self.rotary_dim is None else self.rotary_dim
-        return ops.rope.rope_tables(positions, rotary_dim, theta=self.theta, scaling=self.scaling)
+        return rope.rope_tables(positions, rotary_dim, theta=self.theta, scaling=self.scaling)

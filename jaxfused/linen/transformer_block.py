@@ -29,9 +29,9 @@ from jaxfused.modules.transformer_block import (
     self_attention,
     tables_of,
 )
-from jaxfused.ops.attention import AttentionImplementation
-from jaxfused.ops.mlp import Save
-from jaxfused.ops.validation import python_number_fields
+from jaxfused.ops.attention.attention import AttentionImplementation
+from jaxfused.ops.linear.mlp import Save
+from jaxfused.runtime.checks import python_number_fields
 
 
 @python_number_fields

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused import ops, reference
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import (
     call_flax,
@@ -18,9 +17,11 @@ from jaxfused.modules.fallback import (
 )
 from jaxfused.modules.linear import promoted
 from jaxfused.modules.promotion import floating
-from jaxfused.ops.attention import AttentionImplementation
-from jaxfused.ops.fp8 import is_fp8
-from jaxfused.semantics.mask import Mask
+from jaxfused.ops.attention import attention, attention_xla
+from jaxfused.ops.attention.attention import AttentionImplementation
+from jaxfused.ops.attention.mask import Mask
+from jaxfused.ops.fp8.fp8 import is_fp8
+from jaxfused.ops.linear import qkv_projection
 
 
 def check_rate(name: str, rate: Any) -> None:
@@ -110,7 +111,7 @@ def attend(
     """
     batch = query.shape[:-3]
     segment_ids = None if segment_ids is None else _fold(batch, segment_ids, kept=1)
-    output = ops.attention.dot_product_attention(
+    output = attention.dot_product_attention(
         _fold(batch, query),
         _fold(batch, key),
         _fold(batch, value),
@@ -165,7 +166,7 @@ def project_heads(
     """
     x = promoted(x, *query, *key, *value, dtype=dtype)
     kernels, biases = zip(query, key, value, strict=True)
-    return ops.qkv_projection.separate_projections(
+    return qkv_projection.separate_projections(
         x,
         [floating(kernel, x.dtype) for kernel in kernels],
         [floating(bias, x.dtype) for bias in biases],
@@ -199,7 +200,7 @@ def attention_weights(
         array if batch else array[None] for array in (_fold(batch, query), _fold(batch, key))
     )
     explicit = None if mask is None else with_four_axes(mask.astype(jnp.bool_))
-    probabilities, _ = reference.attention.weights(
+    probabilities, _ = attention_xla.weights(
         folded_query,
         folded_key,
         with_four_axes(bias),

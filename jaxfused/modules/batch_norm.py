@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.promotion import floating
-from jaxfused.reference.promotion import common_dtype
+from jaxfused.ops.norm import batch_norm
+from jaxfused.runtime.promotion import common_dtype
 
 
 def infer(
@@ -23,7 +23,7 @@ def infer(
     implementation: Implementation | None,
 ) -> jax.Array:
     """Runs the operator with the running averages."""
-    y = ops.batch_norm.batch_norm(
+    y = batch_norm.batch_norm(
         x,
         floating(scale, x.dtype),
         floating(bias, x.dtype),
@@ -56,7 +56,7 @@ def train(
     implementation: Implementation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the operator with the batch's statistics, and returns the updated running averages too."""
-    y, batch_mean, batch_var = ops.batch_norm.batch_norm(
+    y, batch_mean, batch_var = batch_norm.batch_norm(
         x,
         floating(scale, x.dtype),
         floating(bias, x.dtype),

@@ -8,20 +8,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import Kernel, ObservedKernel, QuantizedKernel, promoted
 from jaxfused.modules.promotion import floating
-from jaxfused.ops.conv import Statistics
-from jaxfused.ops.conv_input import ConvInput, as_array
-from jaxfused.quantization.quantize import quantize
-from jaxfused.quantization.quantized_array import (
-    FORMATS,
-    QuantizedArray,
-    assembled,
-    of_each_column,
-)
-from jaxfused.reference.promotion import along_last_axis
+from jaxfused.ops.conv import conv, quantized_conv
+from jaxfused.ops.conv.conv import Statistics
+from jaxfused.ops.conv.conv_input import ConvInput, as_array
+from jaxfused.ops.norm import batch_norm
+from jaxfused.ops.quantize.quantize import quantize
+from jaxfused.runtime.promotion import along_last_axis
+from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray, assembled, of_each_column
 
 Norm = Literal["batch_norm", "group_norm"]
 
@@ -86,7 +82,7 @@ def convolve(
                 f"conv: precision={precision!r} was passed with a quantised kernel, whose products have"
                 " one precision; leave it out, or keep this kernel as floats."
             )
-        y = ops.quantized_conv.quantized_conv(
+        y = quantized_conv.quantized_conv(
             image_inputs(kernel, fold(x)),
             kernel.array,
             bias,
@@ -104,7 +100,7 @@ def convolve(
     as_it_is = x.dtype == inputs.dtype
     images: ConvInput = jax.tree.map(fold, inputs) if as_it_is else fold(x)
     hands_on = hand_on and as_it_is
-    results: Any = ops.conv.conv(
+    results: Any = conv.conv(
         images,
         array,
         bias,
@@ -153,7 +149,7 @@ def patches(
     # A kernel of ones for each number of the window: its channel is told apart by the groups.
     numbers = math.prod(size)
     taps = jnp.eye(numbers, dtype=x.dtype).reshape(*size, 1, numbers)
-    y = ops.conv.conv(
+    y = conv.conv(
         x,
         jnp.tile(taps, channels),
         input_dilation=input_dilation,
@@ -180,13 +176,13 @@ def fold_norm(kernel: Kernel, **norm: Any) -> tuple[Kernel, jax.Array]:
     A channel's scale takes the norm's factor, which is the same as to fold before rounding.
     """
     if isinstance(kernel, ObservedKernel):
-        array, bias = ops.batch_norm.fold_batch_norm(kernel.array, **norm)
+        array, bias = batch_norm.fold_batch_norm(kernel.array, **norm)
         return replace(kernel, array=array), bias
     if not isinstance(kernel, QuantizedKernel):
-        return ops.batch_norm.fold_batch_norm(jnp.asarray(kernel), **norm)
+        return batch_norm.fold_batch_norm(jnp.asarray(kernel), **norm)
     read = kernel.array.as_read()
     columns, zeros = read.shape[-1], read.zero_point
-    scale, bias = ops.batch_norm.fold_batch_norm(of_each_column(read.scale, columns), **norm)
+    scale, bias = batch_norm.fold_batch_norm(of_each_column(read.scale, columns), **norm)
     zeros = None if zeros is None else of_each_column(zeros, columns)
     folded = assembled(read.values, scale, zeros, read.axis, read.layout)
     return replace(kernel, array=folded), bias

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import why_complex, why_given, why_intercepted
 from jaxfused.modules.linear import promoted
 from jaxfused.modules.promotion import floating
+from jaxfused.ops.conv import conv_transpose
 
 
 def why_flax(layer: Any, default_promotion: Any, *dtypes: Any) -> str | None:
@@ -51,7 +51,7 @@ def transposed(
     def fold(array: jax.Array) -> jax.Array:
         return array.reshape(math.prod(batch), *array.shape[len(batch) :])
 
-    y = ops.conv_transpose.conv_transpose(
+    y = conv_transpose.conv_transpose(
         fold(x),
         floating(kernel, x.dtype),
         floating(bias, x.dtype),

@@ -7,7 +7,7 @@ import jax
 
 from jaxfused.modules.linear import KernelStandIn
 from jaxfused.modules.mlp import Layer, mlp
-from jaxfused.reference.promotion import along_last_axis, common_dtype
+from jaxfused.runtime.promotion import along_last_axis, common_dtype
 
 
 def scaled_mlp(

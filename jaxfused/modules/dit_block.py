@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.mlp import Layer
 from jaxfused.modules.transformer_block import project, self_attention
-from jaxfused.ops.attention import AttentionImplementation
-from jaxfused.reference.promotion import common_dtype
+from jaxfused.ops.attention.attention import AttentionImplementation
+from jaxfused.ops.norm import layer_norm
+from jaxfused.runtime.promotion import common_dtype
 
 CHUNKS = 6
 """Of the modulation: shift, scale and gate of the attention, then of the perceptron."""
@@ -61,9 +61,9 @@ def dit_block(
     wide = x.dtype if dtype is None else common_dtype(dtype)
     first: dict[str, Any] = dict(image_scale=scale1, image_shift=shift1, epsilon=epsilon, **options)
     if residual is None:
-        y = ops.layer_norm.layer_norm(x, **first)
+        y = layer_norm.layer_norm(x, **first)
     else:
-        y, stream = ops.layer_norm.layer_norm(x, residual=residual, gate=gate, **first)
+        y, stream = layer_norm.layer_norm(x, residual=residual, gate=gate, **first)
     assert isinstance(y, jax.Array)
     attended = self_attention(
         y.astype(wide),
@@ -91,7 +91,7 @@ def dit_block(
         precision=precision,
         implementation=implementation,
     )
-    y, stream = ops.layer_norm.layer_norm(
+    y, stream = layer_norm.layer_norm(
         branch.astype(stream.dtype),
         image_scale=scale2,
         image_shift=shift2,

@@ -9,9 +9,9 @@ from flax.linen.dtypes import canonicalize_dtype
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfused import dispatch
-from jaxfused.reference.linear import add_residual
-from jaxfused.reference.promotion import accumulator_dtype
-from jaxfused.semantics.activation import activate
+from jaxfused.ops.linear.linear_xla import add_residual
+from jaxfused.runtime.activation import activate
+from jaxfused.runtime.promotion import accumulator_dtype
 
 _PRODUCTS = {
     name: (product, getattr(product, "__code__", None))

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import why_given
 from jaxfused.modules.promotion import floating
+from jaxfused.ops.norm import group_norm
 
 
 def normalise(
@@ -34,7 +34,7 @@ def normalise(
             for a in (residual, image_scale, image_shift)
         )
         x = x[None]
-    y = ops.group_norm.group_norm(
+    y = group_norm.group_norm(
         x,
         floating(scale, x.dtype),
         floating(bias, x.dtype),

@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import followed
 from jaxfused.modules.promotion import floating
-from jaxfused.quantization.quantize import quantize, quantize_rows
-from jaxfused.quantization.quantized_array import QuantizedArray
-from jaxfused.reference.linear import add_residual
-from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
-from jaxfused.semantics.activation import activate
+from jaxfused.ops.linear import linear as linear_operator
+from jaxfused.ops.linear.linear_xla import add_residual
+from jaxfused.ops.quantize.quantize import quantize, quantize_rows
+from jaxfused.ops.quantized import quantized_matmul
+from jaxfused.runtime.activation import activate
+from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
+from jaxfused.runtime.quantized_array import QuantizedArray
 
 
 @jax.tree_util.register_dataclass
@@ -167,7 +168,7 @@ def linear(
         kernel = kernel.array
     bias = floating(bias, x.dtype)
     if not isinstance(kernel, QuantizedKernel):
-        return ops.linear.linear(
+        return linear_operator.linear(
             x,
             floating(kernel, x.dtype),
             bias,
@@ -181,7 +182,7 @@ def linear(
             f"linear: precision={precision!r} was passed with a quantised kernel, whose product has"
             " one precision; leave it out, or keep this kernel as floats."
         )
-    return ops.quantized_matmul.quantized_matmul(
+    return quantized_matmul.quantized_matmul(
         kernel.inputs(x, implementation),
         kernel.array,
         bias,

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from jaxfused import ops, reference
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import (
     CalledKernel,
@@ -17,9 +16,12 @@ from jaxfused.modules.linear import (
     promoted,
 )
 from jaxfused.modules.promotion import floating
-from jaxfused.ops.mlp import Save
-from jaxfused.ops.quantized_gated_unit import gated_unit, why_apart
-from jaxfused.quantization.quantized_array import QuantizedArray
+from jaxfused.ops.linear import mlp as mlp_operator
+from jaxfused.ops.linear import mlp_xla
+from jaxfused.ops.linear.mlp import Save
+from jaxfused.ops.quantized.quantized_gated_unit import gated_unit, why_apart
+from jaxfused.runtime import dropout_arguments
+from jaxfused.runtime.quantized_array import QuantizedArray
 
 Layer = tuple[Kernel, jax.Array | None]
 
@@ -42,7 +44,7 @@ def mlp(
     x = promoted(x, *up, *down, dtype=dtype)
     (w1, b1), (w2, b2) = (tuple(floating(p, x.dtype) for p in layer) for layer in (up, down))
     if not (isinstance(w1, KernelStandIn) or isinstance(w2, KernelStandIn)):
-        return ops.mlp.mlp(
+        return mlp_operator.mlp(
             x,
             w1,
             b1,
@@ -61,7 +63,7 @@ def mlp(
     def layers(x: jax.Array, residual: jax.Array | None) -> jax.Array:
         options: dict[str, Any] = dict(precision=precision, implementation=implementation)
         h = linear(x, *up, activation=activation, **options)
-        h = reference.mlp.dropped(h, words, dropout_rate).astype(x.dtype)
+        h = mlp_xla.dropped(h, words, dropout_rate).astype(x.dtype)
         return linear(h, *down, residual=residual, **options)
 
     return _saving(save, layers, w1, w2)(x, residual)
@@ -92,7 +94,7 @@ def gated_mlp(
         or isinstance(w_up, KernelStandIn)
         or isinstance(w_down, KernelStandIn)
     ):
-        return ops.mlp.gated_mlp(
+        return mlp_operator.gated_mlp(
             x,
             w_gate,
             w_up,
@@ -124,7 +126,7 @@ def gated_mlp(
             )
         else:
             h = linear(x, *gate, activation=activation, **options) * linear(x, *up, **options)
-        h = reference.mlp.dropped(h, words, dropout_rate).astype(x.dtype)
+        h = mlp_xla.dropped(h, words, dropout_rate).astype(x.dtype)
         return linear(h, *down, residual=residual, **options)
 
     return _saving(save, layers, w_gate, w_up, w_down)(x, residual)
@@ -157,7 +159,7 @@ def _dropout_words(rate: float, key: jax.Array | None, *kernels: Kernel) -> jax.
             f"mlp: dropout_rate is {rate}, but layers with a quantised kernel are for inference and drop"
             " nothing; pass deterministic=True."
         )
-    return ops.dropout.dropout_words("mlp", rate, key)
+    return dropout_arguments.dropout_words("mlp", rate, key)
 
 
 def _saving(

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax.linen import pooling
 
-from jaxfused import dispatch, ops
-from jaxfused.reference.promotion import common_dtype
+from jaxfused import dispatch
+from jaxfused.ops.pool import avg_pool as avg_pool_operator
+from jaxfused.ops.pool import max_pool as max_pool_operator
+from jaxfused.runtime.promotion import common_dtype
 
 Padding = str | Sequence[tuple[int, int]]
 
@@ -42,7 +44,7 @@ def max_pool(
 
     Source: `jaxfused.max_pool`.
     """
-    return _pooled("max_pool", ops.max_pool.max_pool, inputs, window_shape, strides, padding)
+    return _pooled("max_pool", max_pool_operator.max_pool, inputs, window_shape, strides, padding)
 
 
 def avg_pool(
@@ -81,7 +83,7 @@ def avg_pool(
     if not count_include_pad and jnp.issubdtype(inputs.dtype, jnp.floating):
         inputs = inputs.astype(common_dtype(inputs.dtype, jnp.result_type(float)))
     return _pooled(
-        "avg_pool", ops.avg_pool.avg_pool, inputs, window_shape, strides, padding, **options
+        "avg_pool", avg_pool_operator.avg_pool, inputs, window_shape, strides, padding, **options
     )
 
 

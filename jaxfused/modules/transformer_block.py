@@ -6,13 +6,15 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.attention import attend
 from jaxfused.modules.linear import Kernel, KernelStandIn, linear, promoted
 from jaxfused.modules.promotion import floating
-from jaxfused.ops.attention import AttentionImplementation
-from jaxfused.reference.promotion import along_last_axis
+from jaxfused.ops.attention.attention import AttentionImplementation
+from jaxfused.ops.linear import qkv_projection
+from jaxfused.ops.norm import layer_norm
+from jaxfused.ops.rope import rope as rope_operator
+from jaxfused.runtime.promotion import along_last_axis
 
 Norm = Literal["layer_norm", "rms_norm"]
 
@@ -155,7 +157,7 @@ def self_attention(
 
     def norm(heads: jax.Array, scale: jax.Array, norm_bias: jax.Array | None) -> jax.Array:
         assert norms is not None
-        function = getattr(ops.layer_norm, norms.kind)
+        function = getattr(layer_norm, norms.kind)
         bias = floating(norm_bias, y.dtype)
         return function(
             heads,
@@ -177,7 +179,7 @@ def self_attention(
         query, key, value = jnp.split(projected, (num_heads, num_heads + num_kv_heads), axis=-2)
     else:
         within = norms if in_epilogue else None
-        query, key, value = ops.qkv_projection.qkv_projection(
+        query, key, value = qkv_projection.qkv_projection(
             y,
             kernel,
             bias,
@@ -197,7 +199,7 @@ def self_attention(
             query = norm(query, norms.query_scale, norms.query_bias)
             key = norm(key, norms.key_scale, norms.key_bias)
         if tables is not None:
-            query, key = ops.rope.rope(
+            query, key = rope_operator.rope(
                 query,
                 key,
                 cos=cos,

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
+from jaxfused.ops.pool import upsample
 
 Method = Literal["nearest", "bilinear", "learned"]
 
@@ -56,5 +56,5 @@ def enlarge(
     if not isinstance(factor, int) and x.ndim > len(factor):
         batch = x.shape[: x.ndim - len(factor) - 1]
     images = x.reshape(math.prod(batch), *x.shape[len(batch) :])
-    y = ops.upsample.upsample(images, factor, method=method, implementation=implementation)
+    y = upsample.upsample(images, factor, method=method, implementation=implementation)
     return y.reshape(*batch, *y.shape[1:])

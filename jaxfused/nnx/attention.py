@@ -29,8 +29,8 @@ from jaxfused.modules.fallback import (
 )
 from jaxfused.modules.linear_general import linear_general
 from jaxfused.nnx.linear_general import LinearGeneral
-from jaxfused.ops.attention import AttentionImplementation
-from jaxfused.ops.validation import python_numbers
+from jaxfused.ops.attention.attention import AttentionImplementation
+from jaxfused.runtime.checks import python_numbers
 
 
 def attention_fn(

@@ -14,7 +14,7 @@ from flax.typing import Dtype, Initializer, PromoteDtypeFn
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.batch_norm import infer, train
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
-from jaxfused.ops.validation import python_numbers
+from jaxfused.runtime.checks import python_numbers
 
 
 class BatchNorm(nnx.BatchNorm):

@@ -21,9 +21,9 @@ from flax.typing import (
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given, why_intercepted
-from jaxfused.ops.conv import Statistics
-from jaxfused.ops.conv_input import ConvInput, as_array, as_input
-from jaxfused.ops.validation import python_numbers
+from jaxfused.ops.conv.conv import Statistics
+from jaxfused.ops.conv.conv_input import ConvInput, as_array, as_input
+from jaxfused.runtime.checks import python_numbers
 
 
 class Conv(nnx.Conv):

@@ -16,9 +16,9 @@ from jaxfused.modules.linear import promoted
 from jaxfused.nnx.batch_norm import BatchNorm
 from jaxfused.nnx.conv import Conv
 from jaxfused.nnx.group_norm import GroupNorm
-from jaxfused.ops.conv_input import ConvInput, as_array
-from jaxfused.ops.rectified import Rectified, check_mask
-from jaxfused.ops.validation import python_numbers
+from jaxfused.ops.conv.conv_input import ConvInput, as_array
+from jaxfused.runtime.checks import python_numbers
+from jaxfused.runtime.rectified import Rectified, check_mask
 
 
 class ConvNormAct(nnx.Module):

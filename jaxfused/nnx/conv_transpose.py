@@ -14,7 +14,7 @@ from flax.typing import Dtype, Initializer, PaddingLike, PrecisionLike, PromoteD
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv_transpose import transposed, why_flax
 from jaxfused.modules.fallback import call_flax
-from jaxfused.ops.validation import python_numbers
+from jaxfused.runtime.checks import python_numbers
 
 
 class ConvTranspose(nnx.ConvTranspose):

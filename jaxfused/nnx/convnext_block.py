@@ -17,8 +17,8 @@ from jaxfused.nnx.conv import Conv
 from jaxfused.nnx.layer_norm import LayerNorm
 from jaxfused.nnx.linear import affine
 from jaxfused.nnx.mlp import MLP
-from jaxfused.ops.mlp import Save
-from jaxfused.ops.validation import python_numbers
+from jaxfused.ops.linear.mlp import Save
+from jaxfused.runtime.checks import python_numbers
 
 
 class ConvNeXtBlock(nnx.Module):

@@ -12,9 +12,9 @@ from jaxfused.dispatch import Implementation
 from jaxfused.modules.dit_block import CHUNKS, Stream, check_heads, dit_block
 from jaxfused.nnx.linear import Linear, affine
 from jaxfused.nnx.mlp import MLP
-from jaxfused.ops.attention import AttentionImplementation
-from jaxfused.ops.mlp import Save
-from jaxfused.ops.validation import python_numbers
+from jaxfused.ops.attention.attention import AttentionImplementation
+from jaxfused.ops.linear.mlp import Save
+from jaxfused.runtime.checks import python_numbers
 
 
 class DiTBlock(nnx.Module):

@@ -4,7 +4,7 @@ from typing import Any
 
 from flax import nnx
 
-from jaxfused.ops.fp8 import DELAYED, Fp8State, is_named
+from jaxfused.ops.fp8.fp8 import DELAYED, Fp8State, is_named
 
 
 class Fp8History(nnx.Variable):

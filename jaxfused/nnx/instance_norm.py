@@ -13,7 +13,7 @@ from flax.typing import Axes, Dtype, Initializer, PromoteDtypeFn
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
 from jaxfused.modules.group_norm import normalise, why_flax_normalises_instances
-from jaxfused.ops.validation import python_numbers
+from jaxfused.runtime.checks import python_numbers
 
 
 class InstanceNorm(nnx.InstanceNorm):

@@ -10,13 +10,13 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.typing import Axes, Dtype, Initializer, PromoteDtypeFn
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax
 from jaxfused.modules.layer_norm import why_flax
 from jaxfused.modules.promotion import floating
-from jaxfused.ops.layer_norm import Output
-from jaxfused.ops.validation import python_numbers
+from jaxfused.ops.norm import layer_norm
+from jaxfused.ops.norm.layer_norm import Output
+from jaxfused.runtime.checks import python_numbers
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -173,7 +173,7 @@ class LayerNorm(nnx.LayerNorm):
                 implementation=self.implementation,
             )
         x = x.astype(dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype))
-        return ops.layer_norm.layer_norm(
+        return layer_norm.layer_norm(
             x,
             floating(scale, x.dtype),
             floating(bias, x.dtype),
@@ -305,7 +305,7 @@ class RMSNorm(nnx.RMSNorm):
                 implementation=self.implementation,
             )
         x = x.astype(dtypes.canonicalize_dtype(x, scale, dtype=self.dtype))
-        return ops.layer_norm.rms_norm(
+        return layer_norm.rms_norm(
             x,
             floating(scale, x.dtype),
             epsilon=self.epsilon,

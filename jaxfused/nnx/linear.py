@@ -25,7 +25,7 @@ from jaxfused.modules.fallback import (
 from jaxfused.modules.linear import CalledKernel, Kernel, LoRAKernel, linear, promoted
 from jaxfused.nnx.fp8 import history_for, precision_of
 from jaxfused.nnx.quantized_linear import QuantizedLinear
-from jaxfused.ops.validation import python_numbers
+from jaxfused.runtime.checks import python_numbers
 
 
 class Linear(nnx.Linear):

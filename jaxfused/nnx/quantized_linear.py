@@ -8,9 +8,9 @@ from flax.typing import Dtype, Initializer
 
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import KernelStandIn, QuantizedKernel, linear, promoted
-from jaxfused.ops.validation import python_numbers
-from jaxfused.quantization.quantize import quantize
-from jaxfused.quantization.quantized_array import Layout
+from jaxfused.ops.quantize.quantize import quantize
+from jaxfused.runtime.checks import python_numbers
+from jaxfused.runtime.quantized_array import Layout
 
 
 class Frozen(nnx.Variable):

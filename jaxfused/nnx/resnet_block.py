@@ -12,8 +12,8 @@ from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import Norm
 from jaxfused.modules.resnet_block import needs_shortcut, widths
 from jaxfused.nnx.conv_norm_act import ConvNormAct
-from jaxfused.ops.rectified import Rectified
-from jaxfused.ops.validation import python_numbers
+from jaxfused.runtime.checks import python_numbers
+from jaxfused.runtime.rectified import Rectified
 
 
 class ResNetBlock(nnx.Module):

@@ -3,10 +3,10 @@
 import jax
 from flax import nnx
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
-from jaxfused.ops.validation import python_numbers
-from jaxfused.semantics.rope_scaling import RopeScaling
+from jaxfused.ops.rope import rope
+from jaxfused.ops.rope.rope_scaling import RopeScaling
+from jaxfused.runtime.checks import python_numbers
 
 
 class RotaryEmbedding(nnx.Module):
@@ -59,7 +59,7 @@ class RotaryEmbedding(nnx.Module):
         offset: int | jax.Array = 0,
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Rotates q [..., T, N, H] and, if given, k [..., T, K, H], as `jaxfused.rope` does."""
-        return ops.rope.rope(
+        return rope.rope(
             q,
             k,
             positions=positions,
@@ -74,4 +74,4 @@ class RotaryEmbedding(nnx.Module):
     def tables(self, positions: jax.Array, head_size: int) -> tuple[jax.Array, jax.Array]:
         """Returns cosines and sines that rotate heads of `head_size` features; see `rope_tables`."""
         rotary_dim = head_size if self.rotary_dim is None else self.rotary_dim
-        return ops.rope.rope_tables(positions, rotary_dim, theta=self.theta, scaling=self.scaling)
+        return rope.rope_tables(positions, rotary_dim, theta=self.theta, scaling=self.scaling)

@@ -11,8 +11,8 @@ from flax.typing import Dtype, Initializer, PaddingLike, PrecisionLike
 
 from jaxfused.dispatch import Implementation
 from jaxfused.nnx.conv import Conv
-from jaxfused.ops.conv_input import ConvInput
-from jaxfused.ops.validation import python_numbers
+from jaxfused.ops.conv.conv_input import ConvInput
+from jaxfused.runtime.checks import python_numbers
 
 
 class SeparableConv(nnx.Module):

@@ -29,9 +29,9 @@ from jaxfused.nnx.layer_norm import LayerNorm, RMSNorm
 from jaxfused.nnx.linear import Linear, affine
 from jaxfused.nnx.mlp import MLP, GatedMLP
 from jaxfused.nnx.rope import RotaryEmbedding
-from jaxfused.ops.attention import AttentionImplementation
-from jaxfused.ops.mlp import Save
-from jaxfused.ops.validation import python_numbers
+from jaxfused.ops.attention.attention import AttentionImplementation
+from jaxfused.ops.linear.mlp import Save
+from jaxfused.runtime.checks import python_numbers
 
 
 class TransformerBlock(nnx.Module):

@@ -17,7 +17,7 @@ from jaxfused.modules.upsample import (
     enlarge,
     of_learned,
 )
-from jaxfused.ops.validation import python_numbers
+from jaxfused.runtime.checks import python_numbers
 
 
 class Upsample(nnx.Module):

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxfused.ops import adafactor_step
+from jaxfused.ops.optimizer import adafactor_step
 from jaxfused.optim.transformation import FusedTransformation, from_optax
-from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.runtime.promotion import accumulator_dtype
 
 
 def adafactor(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxfused.ops.optimizer_step import KernelRule, Scalars
+from jaxfused.ops.optimizer.optimizer_step import KernelRule, Scalars
 from jaxfused.optim.transformation import FusedTransformation, LeafRule, Moments, Rule, fuse, stored
 
 Nesterov = bool | Literal["timm", "torch", "keras"]

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused.semantics import stochastic_rounding
+from jaxfused.runtime import stochastic_rounding
 
 BLOCK = 256
 LEAST_SIZE = 4096

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxfused.ops.optimizer_step import KernelRule, Scalars
+from jaxfused.ops.optimizer.optimizer_step import KernelRule, Scalars
 from jaxfused.optim.transformation import FusedTransformation, Moments, Rule, fuse, stored
 
 

@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec
 from optax import contrib
 
 from jaxfused import dispatch
-from jaxfused.ops import momentum as momentum_op
-from jaxfused.ops.gradient_norm import clipping_factor, squared_norm
-from jaxfused.ops.symmetric_product import why_not_both_ways
+from jaxfused.ops.linear.symmetric_product import why_not_both_ways
+from jaxfused.ops.optimizer import momentum as momentum_op
+from jaxfused.ops.optimizer.gradient_norm import clipping_factor, squared_norm
 from jaxfused.optim import newton_schulz
 from jaxfused.optim.transformation import FusedTransformation, from_optax
-from jaxfused.reference.product import explicit_mesh
+from jaxfused.runtime.product_xla import explicit_mesh
 
 _QUINTIC = (
     (4.0848, -6.8946, 2.9270),

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused.ops.symmetric_product import product_both_ways, symmetric_product
-from jaxfused.reference.product import product
-from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.ops.linear.symmetric_product import product_both_ways, symmetric_product
+from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.promotion import accumulator_dtype
 
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
 _LEAST_SCALE = 1e-8

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxfused.ops.optimizer_step import KernelRule, Scalars
+from jaxfused.ops.optimizer.optimizer_step import KernelRule, Scalars
 from jaxfused.optim.transformation import FusedTransformation, Moments, Rule, fuse, stored
 
 

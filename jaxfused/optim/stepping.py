@@ -17,13 +17,13 @@ import optax
 from jax.extend.core import get_opaque_trace_state
 
 from jaxfused import dispatch
-from jaxfused.ops import optimizer_step
-from jaxfused.ops.reference_rules import with_reference_rules
+from jaxfused.ops.optimizer import optimizer_step
 from jaxfused.optim import eight_bit
 from jaxfused.optim import ema as averages
 from jaxfused.optim.moving_leaves import of_moving_leaves
-from jaxfused.reference.promotion import accumulator_dtype
-from jaxfused.semantics import stochastic_rounding
+from jaxfused.runtime import stochastic_rounding
+from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.reference_rules import with_reference_rules
 
 if TYPE_CHECKING:
     from jaxfused.optim.transformation import FusedTransformation, Hyperparameters, Leaves

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxfused.ops.optimizer_step import KernelRule
+from jaxfused.ops.optimizer.optimizer_step import KernelRule
 from jaxfused.optim import eight_bit, ema, stepping
 from jaxfused.optim.moving_leaves import flatten, of_moving_leaves
-from jaxfused.semantics import stochastic_rounding
+from jaxfused.runtime import stochastic_rounding
 
 Moments = tuple[jax.Array, ...]
 LeafRule = Callable[[jax.Array, Moments], tuple[jax.Array, Moments]]

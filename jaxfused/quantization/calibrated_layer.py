@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.modules.linear import QuantizedKernel, linear
-from jaxfused.quantization import rounding
+from jaxfused.ops.quantize.quantize import quantize
 from jaxfused.quantization.error_feedback import rounded_weights
 from jaxfused.quantization.observe import Inputs
-from jaxfused.quantization.quantize import quantize
-from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
 from jaxfused.quantization.report import LayerError, describe, relative_error
 from jaxfused.quantization.rules import QuantizationRule
+from jaxfused.runtime import rounding
+from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray
 
 
 def rounding_of(rule: QuantizationRule) -> str:

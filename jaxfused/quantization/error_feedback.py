@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfused.quantization import rounding
-from jaxfused.quantization.quantized_array import spread
+from jaxfused.runtime import rounding
+from jaxfused.runtime.quantized_array import spread
 
 _BLOCK = 128
 """Features after which the errors of a block are spread over all that follow, in one product."""

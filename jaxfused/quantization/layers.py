@@ -19,7 +19,7 @@ from jaxfused.modules.fallback import why_given
 from jaxfused.modules.linear import KernelStandIn, QuantizedKernel
 from jaxfused.nnx.conv import Conv
 from jaxfused.nnx.quantized_linear import Frozen, QuantizedLinear
-from jaxfused.quantization.quantized_array import assembled
+from jaxfused.runtime.quantized_array import assembled
 
 Path = tuple[Any, ...]
 Replace = Callable[[Path, jax.Array, int], KernelStandIn | None]

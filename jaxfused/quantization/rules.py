@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxfused.quantization.quantized_array import Layout
+from jaxfused.runtime.quantized_array import Layout
 
 Rounding = Literal["nearest", "gptq"]
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops import kernel_call
+from jaxfused.runtime import runner
 from jaxfused.tuning import timing
 
 _SECONDS = 0.1
@@ -40,13 +40,13 @@ class Candidate(NamedTuple):
 class Work:
     """A kernel at the shapes that it sees on a device."""
 
-    kernel: kernel_call.Kernel
+    kernel: runner.Kernel
     operands: tuple[jax.ShapeDtypeStruct | None, ...]
     device: dispatch.Device
 
     def candidates(self, implementation: str) -> list[Candidate]:
         """The ways to run it by an implementation, the default first."""
-        configs = kernel_call.configs(self.kernel, implementation, self.device, self.operands)
+        configs = runner.configs(self.kernel, implementation, self.device, self.operands)
         return [Candidate(implementation, config) for config in configs]
 
 
@@ -84,10 +84,10 @@ class GpuBench:
         if work not in self.inputs:
             seed = jax.ShapeDtypeStruct((), jnp.uint32)
             self.inputs[work] = self._compile(jax.jit(_examples, static_argnums=0), work, seed)
-            with kernel_call.jax_defaults("xla"):
+            with runner.jax_defaults("xla"):
                 results = jax.eval_shape(_in_xla(work), *work.operands)
             self.errors[work] = self._compile(_largest_error, work, results, results)
-        function = kernel_call.jitted(work.kernel.name)
+        function = runner.jitted(work.kernel.name)
         self.compiled[work, candidate] = self._compile(
             function, work.kernel, *candidate, work.device, *work.operands
         )
@@ -149,8 +149,8 @@ def _examples(work: Work, seed: jax.Array) -> Sequence[jax.Array | None]:
             return jax.random.bits(next(keys), operand.shape, operand.dtype)
         return jax.random.bernoulli(next(keys), shape=operand.shape).astype(operand.dtype)
 
-    with kernel_call.jax_defaults(""):
-        if isinstance(work.kernel, kernel_call.HasExamples):
+    with runner.jax_defaults(""):
+        if isinstance(work.kernel, runner.HasExamples):
             return tuple(work.kernel.examples(random, work.device, *work.operands))
         return tuple(None if operand is None else random(operand) for operand in work.operands)
 

@@ -14,7 +14,7 @@ import jax
 
 from jaxfused import dispatch
 from jaxfused.explain import traced
-from jaxfused.tuning import table
+from jaxfused.runtime import table
 from jaxfused.tuning.bench import Bench, Candidate, GpuBench, Work
 
 _TIE = 1.02

@@ -45,7 +45,7 @@ def why_unsupported(
 ) -> str | None:
     """Returns None where forward and backward can run, else the rule that rejects the call.
 
-    `used` names the optional arguments of the call as `jaxfused.ops.attention.implementations` does.
+    `used` names the optional arguments of the call.
     """
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:

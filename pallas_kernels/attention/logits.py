@@ -304,7 +304,7 @@ class Logits:
             x = jnp.where(tile.matrix(operands.explicit) != 0, x, -jnp.inf)
         return x
 
-    # --- dropout: the bits of jaxfused.semantics.dropout.keep -----------------------------------
+    # --- dropout: the bits of jaxfused.runtime.dropout.keep -----------------------------------
 
     @property
     def dropout_threshold(self) -> int:

@@ -1,13 +1,13 @@
 """What a convolution costs here, predicted, with a config; `cudnn_cost` has XLA's program.
 
-As in `pallas_kernels.product.cost`: few terms, each with a reason, and constants for one device.
+As in `pallas_kernels.gemm.cost`: few terms, each with a reason, and constants for one device.
 """
 
 import math
 from dataclasses import dataclass
 
-from pallas_kernels.product.cost import H200
-from pallas_kernels.product.mainloop import CONSUMERS
+from pallas_kernels.gemm.cost import H200
+from pallas_kernels.gemm.mainloop import CONSUMERS
 
 
 @dataclass(frozen=True)

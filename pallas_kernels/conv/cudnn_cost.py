@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pallas_kernels.activation import ARITHMETIC
 from pallas_kernels.conv.cost import at_once
-from pallas_kernels.product.cost import H200, xla_pass
+from pallas_kernels.gemm.cost import H200, xla_pass
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.conv import cost
 from pallas_kernels.conv.window import MAX_REACH, Boxes, Window, best_box
-from pallas_kernels.product.epilogue import Epilogue
-from pallas_kernels.product.mainloop import (
+from pallas_kernels.gemm.epilogue import Epilogue
+from pallas_kernels.gemm.mainloop import (
     ACCUMULATOR_ELEMENTS,
     MatmulConfig,
     Product,
@@ -31,7 +31,7 @@ from pallas_kernels.product.mainloop import (
     Step,
     part,
 )
-from pallas_kernels.product.operands import SWIZZLE_BYTES, swizzled_columns, tiled
+from pallas_kernels.gemm.operands import SWIZZLE_BYTES, swizzled_columns, tiled
 
 CHANNELS = 64
 """Channels of x in a tile: those of an instruction, and of a piece of memory that is swizzled."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from jaxfused.semantics.activation import ACTIVATIONS, activate
+from jaxfused.runtime.activation import ACTIVATIONS, activate
 from tests.arrays import put
 
 

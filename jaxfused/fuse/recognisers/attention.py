@@ -29,8 +29,8 @@ from jaxfused.fuse.algebra import (
 from jaxfused.fuse.constants import evaluate, rounded, scalar
 from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.attention import dot_product_attention
-from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.ops.attention.attention import dot_product_attention
+from jaxfused.runtime.promotion import accumulator_dtype
 
 Axes = tuple[tuple[str, ...], ...]
 """The atoms of each axis of an array: see `mask.Layout`."""

@@ -11,8 +11,8 @@ from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.recognisers import image_norm
 from jaxfused.fuse.recognisers.image_norm import Match, widened
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.batch_norm import batch_norm
-from jaxfused.ops.conv import Statistics
+from jaxfused.ops.conv.conv import Statistics
+from jaxfused.ops.norm.batch_norm import batch_norm
 
 
 def find(book: Book) -> None:

@@ -21,9 +21,9 @@ from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.recognisers.image_norm import Match, widened
 from jaxfused.fuse.recognisers.product import residual_of
 from jaxfused.fuse.site import Book, Site, leaking
-from jaxfused.ops.conv import conv
-from jaxfused.ops.conv_input import Concatenated, ConvInput
-from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.ops.conv.conv import conv
+from jaxfused.ops.conv.conv_input import Concatenated, ConvInput
+from jaxfused.runtime.promotion import accumulator_dtype
 
 
 def find(book: Book) -> None:

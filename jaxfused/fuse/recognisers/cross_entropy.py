@@ -18,7 +18,7 @@ from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.recognisers.attention import is_maximum, stands_at_rows
 from jaxfused.fuse.recognisers.product import Biased, Projection, biased, projections
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.linear_cross_entropy import linear_softmax_cross_entropy
+from jaxfused.ops.loss.linear_cross_entropy import linear_softmax_cross_entropy
 
 FEWEST_LOGITS = 2**24
 """From so many logits on they are made again for the gradient, in chunks of as many as this."""

@@ -10,8 +10,8 @@ from jaxfused.fuse.graph import Node
 from jaxfused.fuse.recognisers import image_norm
 from jaxfused.fuse.recognisers.image_norm import Match, widened
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.group_norm import group_norm
-from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.ops.norm.group_norm import group_norm
+from jaxfused.runtime.promotion import accumulator_dtype
 
 
 def find(book: Book) -> None:

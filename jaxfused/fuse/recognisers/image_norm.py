@@ -16,8 +16,8 @@ from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.moments import Affine, Moments, made_of, normalised, scaled, statistics
 from jaxfused.fuse.recognisers.product import residual_of
 from jaxfused.fuse.site import Book, Site, leaking
-from jaxfused.reference.moments import is_few
-from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.ops.norm.moments import is_few
+from jaxfused.runtime.promotion import accumulator_dtype
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import jax
 
 from jaxfused.fuse.graph import Node
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.max_pool import max_pool
+from jaxfused.ops.pool.max_pool import max_pool
 
 
 def find(book: Book) -> None:

@@ -33,8 +33,8 @@ from jaxfused.fuse.algebra import (
 from jaxfused.fuse.constants import scalar
 from jaxfused.fuse.graph import Node, Value, bind
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.layer_norm import layer_norm, rms_norm
-from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.ops.norm.layer_norm import layer_norm, rms_norm
+from jaxfused.runtime.promotion import accumulator_dtype
 
 
 @dataclass(frozen=True)

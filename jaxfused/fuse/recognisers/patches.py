@@ -12,7 +12,7 @@ import jax
 from jaxfused.fuse.algebra import core, trailing
 from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.linear import linear
+from jaxfused.ops.linear.linear import linear
 
 
 def find(book: Book) -> None:

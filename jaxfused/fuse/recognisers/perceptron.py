@@ -20,7 +20,7 @@ from jaxfused.fuse.recognisers.product import (
 )
 from jaxfused.fuse.recognisers.stacked import parts, whole_of
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.mlp import gated_mlp, mlp
+from jaxfused.ops.linear.mlp import gated_mlp, mlp
 
 
 def find(book: Book) -> None:

@@ -14,7 +14,7 @@ from jaxfused.fuse.activation import activation_of, why_no_activation
 from jaxfused.fuse.algebra import between, core, is_reshape, is_transparent, trailing
 from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.linear import linear
+from jaxfused.ops.linear.linear import linear
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from jaxfused.fuse.recognisers.product import Biased, Projection, biased, projec
 from jaxfused.fuse.recognisers.rotation import Rotation, differs_along, rotation, tables_of_rows
 from jaxfused.fuse.recognisers.stacked import Part, parts, whole_of
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.qkv_projection import qkv_projection
+from jaxfused.ops.linear.qkv_projection import qkv_projection
 
 
 @dataclass

@@ -20,7 +20,7 @@ from jaxfused.fuse.columns import Columns
 from jaxfused.fuse.features import NO_TABLE, PARTS, STEPS, Reader, Sums, Terms
 from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.rope import rope
+from jaxfused.ops.rope.rope import rope
 
 
 @dataclass(frozen=True, eq=False)

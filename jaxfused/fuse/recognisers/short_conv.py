@@ -27,8 +27,8 @@ from jaxfused.fuse.constants import evaluate, scalar
 from jaxfused.fuse.graph import Node, Value, cuts
 from jaxfused.fuse.recognisers.conv import Step, folded, followed_by
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.conv import conv
-from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.ops.conv.conv import conv
+from jaxfused.runtime.promotion import accumulator_dtype
 
 
 class Window(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from jaxfused.fuse.constants import evaluate
 from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.upsample import upsample
+from jaxfused.ops.pool.upsample import upsample
 
 _FACTOR = 2
 """What the operator's kernels enlarge by."""

@@ -1,0 +1,155 @@
+"""dot_product_attention in plain jax.numpy: the truth for the kernels, and `implementation="xla"`.
+
+Two things here hold for every implementation: `Mask`, which says who attends to whom, and `keep`,
+which says what dropout keeps.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.ops.attention.mask import EMPTY_LSE, Mask
+from jaxfused.runtime.dropout import dropout_seeds, keep_by_seeds, keep_probability
+from jaxfused.runtime.product_xla import product
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    sinks: jax.Array | None,
+    mask: Mask,
+    dropout_words: jax.Array | None,
+    *,
+    scale: float | jax.Array,
+    logits_soft_cap: float | None,
+    dropout_rate: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output [B, T, N, V] in the query's dtype, and its log-sum-exp [B, T, N].
+
+    The gradient keeps the arguments alone and takes the probabilities, [B, N, T, S], once more.
+    """
+    seeds = None
+    if dropout_words is not None:
+        seeds = dropout_seeds(dropout_words, query.shape[0], query.shape[2])
+
+    def f(query, key, value, bias, sinks, mask, seeds, scale):
+        return attention_by_seeds(
+            query,
+            key,
+            value,
+            bias,
+            sinks,
+            mask,
+            seeds,
+            scale=scale,
+            logits_soft_cap=logits_soft_cap,
+            dropout_rate=dropout_rate,
+        )
+
+    return jax.checkpoint(f)(query, key, value, bias, sinks, mask, seeds, scale)
+
+
+def attention_by_seeds(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    sinks: jax.Array | None,
+    mask: Mask,
+    seeds: jax.Array | None,
+    *,
+    scale: float | jax.Array,
+    logits_soft_cap: float | None,
+    dropout_rate: float,
+) -> tuple[jax.Array, jax.Array]:
+    """The same from the seeds of dropout [2, B, N], for a shard does not know its place in B and N."""
+    batch, query_count, heads, _ = query.shape
+    key_count, key_heads = key.shape[1:3]
+    groups = heads // key_heads
+    probabilities, lse = weights(
+        query, key, bias, sinks, mask, scale=scale, logits_soft_cap=logits_soft_cap
+    )
+    if seeds is not None:
+        kept = keep_by_seeds(seeds, query_count, key_count, dropout_rate)
+        probabilities = jnp.where(kept, probabilities, 0.0) / keep_probability(dropout_rate)
+
+    grouped = probabilities.reshape(batch, key_heads, groups, query_count, key_count)
+    if jnp.issubdtype(value.dtype, jnp.integer):
+        # As in JAX: of probabilities in the integers' dtype only a 1 is left.
+        output = jnp.einsum("bkgts,bskv->btkgv", grouped.astype(value.dtype), value)
+    else:
+        output = product("bkgts,bskv->btkgv", grouped, value, dtype=value.dtype)
+    output = output.reshape(batch, query_count, heads, value.shape[-1])
+    return output.astype(query.dtype), lse.transpose(0, 2, 1)
+
+
+def weights(
+    query: jax.Array,
+    key: jax.Array,
+    bias: jax.Array | None,
+    sinks: jax.Array | None,
+    mask: Mask,
+    *,
+    scale: float | jax.Array,
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the probabilities before dropout [B, N, T, S], and their log-sum-exp [B, N, T]."""
+    batch, query_count, heads, head_size = query.shape
+    key_count, key_heads = key.shape[1:3]
+    if jnp.issubdtype(query.dtype, jnp.integer):
+        query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    grouped = query.reshape(batch, query_count, key_heads, heads // key_heads, head_size)
+    logits = product("btkgh,bskh->bkgts", grouped, key)
+    logits = logits.reshape(batch, heads, query_count, key_count)
+    logits = logits * (scale.astype(logits.dtype) if isinstance(scale, jax.Array) else scale)
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+    if bias is not None:
+        logits = logits + bias.astype(logits.dtype)
+    sinks = None if sinks is None else sinks.astype(logits.dtype)
+    return _softmax(logits, mask.allowed(query_count, key_count), sinks)
+
+
+@jax.custom_jvp
+def _softmax(
+    logits: jax.Array, allowed: jax.Array, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """(probabilities, log-sum-exp) of [B, N, T, S]; a row without any weight has probabilities 0.
+
+    A sink [N] is one more logit of every row of its head, whose probability goes nowhere. Nothing on
+    the way is infinite where the arguments are not: `jax_debug_infs` looks for it.
+    """
+    lowest = float(jnp.finfo(logits.dtype).min)
+    logits = jnp.where(allowed, logits, lowest)
+    maximum = jnp.max(logits, axis=-1, keepdims=True, initial=lowest)
+    if sinks is not None:
+        sinks = sinks[None, :, None, None]
+        maximum = jnp.maximum(maximum, sinks)
+    # Of a row that is masked altogether the exponentials are 1.
+    exponentials = jnp.where(allowed, jnp.exp(logits - maximum), 0.0)
+    total = jnp.sum(exponentials, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - maximum)
+    empty = total == 0.0
+    total = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, EMPTY_LSE, maximum + jnp.log(total))
+    return exponentials / total, lse[..., 0]
+
+
+@_softmax.defjvp
+def _softmax_jvp(primals, tangents):
+    """The derivative in terms of the results, for JAX's own of the steps above loses digits."""
+    sinks = primals[2]
+    dlogits, _, dsinks = tangents
+    probabilities, lse = _softmax(*primals)
+
+    def derivative_of_lse():
+        dlse = jnp.sum(probabilities * dlogits, axis=-1)
+        if sinks is None:
+            return dlse
+        return dlse + jnp.exp(sinks[None, :, None] - lse) * dsinks[None, :, None]
+
+    # Once for each result: their cotangents, added up first, would not cancel where they should.
+    dprobabilities = probabilities * (dlogits - derivative_of_lse()[..., None])
+    return (probabilities, lse), (dprobabilities, derivative_of_lse())

@@ -1,0 +1,345 @@
+"""conv: validation and choice of implementation."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxfused import dispatch
+from jaxfused.ops.conv import (
+    conv_xla,
+    dense_conv,
+    depthwise_conv,
+    depthwise_conv1d,
+    fft_conv,
+    patch_expand,
+)
+from jaxfused.ops.conv.conv_input import Concatenated, ConvInput, as_array, as_input, check_parts
+from jaxfused.ops.conv.conv_padding import Padding, geometry
+from jaxfused.ops.conv.conv_xla import Around
+from jaxfused.runtime import sharding
+from jaxfused.runtime.checks import (
+    as_arrays,
+    check_activation,
+    check_floating,
+    check_shape,
+    python_numbers,
+)
+from jaxfused.runtime.rectified import Rectified
+from jaxfused.runtime.runner import Runner, takes_reference
+
+Statistics = tuple[jax.Array, jax.Array]
+Output = jax.Array | tuple[jax.Array | Statistics | None, ...]
+
+
+@python_numbers
+def conv(
+    x: ConvInput,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: Padding = "SAME",
+    padding_mode: str = "zeros",
+    input_dilation: int | Sequence[int] = 1,
+    kernel_dilation: int | Sequence[int] = 1,
+    feature_group_count: int = 1,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    hand_on: bool = False,
+    statistics: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: dispatch.Implementation | None = None,
+) -> Output:
+    r"""Convolution of channels-last arrays, with the sum and the activation after it.
+
+    .. math::
+        y = \text{activation}(\operatorname{conv}(x, w) + \text{bias} + \text{residual})
+
+    As in every deep-learning library the kernel is not flipped. Sums are float32 (float64 for
+    float64 inputs); bias, residual and activation are applied in float32. XLA's own convolution adds
+    in x's dtype where there is no activation or relu, as Flax's does: on a GPU cuDNN then adds before it
+    rounds.
+
+    Args:
+      x: [B, *spatial, I] with one spatial axis or more, float32, bfloat16 or float16 (float64 with
+        implementation "xla"). A `jaxfused.Rectified` too: its gradient is masked by the kernel that
+        computes it. And a `jaxfused.Concatenated`, two arrays whose channels follow one another.
+      w: [*kernel, I / feature_group_count, O], Flax's layout. Any float dtype; it is rounded to x's.
+      bias: [O]. Any float dtype.
+      strides: steps between windows, one for all spatial axes or one for each; so are the
+        dilations.
+      padding: "SAME", "SAME_LOWER" (an odd zero goes to the low side), "VALID", "CIRCULAR" (wraps
+        around), "REFLECT", "EDGE" (the outermost values again), "CAUSAL" (all of it before the first
+        spatial axis, which is time, and half of it on either side of the others), in upper or lower
+        case; or how much to pad: an int for all sides, or for each spatial axis an int or a pair
+        (low, high).
+      padding_mode: with what, where `padding` says how much: "zeros", "edge", "reflect" or "circular".
+        What is no zeros is written around a copy of x by XLA, which the convolution then reads.
+      input_dilation: the distance between neighbouring values of x once zeros are put between them;
+        more than 1 is a transposed convolution, for which `jaxfused.conv_transpose` knows the padding.
+      kernel_dilation: the distance between the values of x that neighbouring weights meet.
+      feature_group_count: into how many groups the input and the output channels are split, each
+        convolved apart; I is depthwise convolution, which has kernels of its own for windows of
+        3 x 3, 5 x 5 and 7 x 7, and of 3, 4 and 7 along one axis. Longer windows of it are products of
+        Fourier transforms on a GPU (stride 1, no dilation) where that is faster: see below.
+      activation: None or a name of `jaxfused.ACTIVATIONS`, after everything else.
+      residual: of the result's shape, is added before the activation.
+      hand_on: whether x is returned too, for whoever else reads it, such as a shortcut around the
+        convolution. What comes back as its gradient is then added by the kernel that computes the
+        gradient of x, where two readers of one array have XLA add theirs in a pass over both.
+      statistics: whether the mean and the variance of y over all but its channels are returned, in
+        float32, for the `jaxfused.batch_norm` that follows, where a kernel takes them with the
+        convolution. No gradient flows through them: that of the norm is complete.
+      precision: of the products, as in `jax.lax.conv`.
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Returns:
+      y, [B, *spatial', O] of x's dtype. With `hand_on`: `(y, x)`, and x is an array. With `statistics`:
+      `(y, (mean, variance))`, or `(y, None)` where the norm is to take its own. With both: all three, x
+      last.
+
+    Raises:
+      ValueError: shapes, dtypes or options do not fit, or the named implementation cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> x = jnp.arange(4.0).reshape(1, 4, 1)
+      >>> jaxfused.conv(x, jnp.ones((3, 1, 1)), jnp.array([-3.0]), activation="relu").ravel()
+      Array([0., 0., 3., 2.], dtype=float32)
+      >>> jaxfused.conv(x, jnp.ones((2, 1, 1)), strides=2, padding="VALID").ravel()
+      Array([1., 5.], dtype=float32)
+      >>> y, shortcut = jaxfused.conv(x, jnp.ones((3, 1, 1)), hand_on=True)
+      >>> (y + shortcut).ravel()
+      Array([1., 4., 8., 8.], dtype=float32)
+
+    Where a kernel runs, forward-mode differentiation and gradients of gradients need
+    `implementation="xla"`. The gradient then keeps for itself what the activation reads, in x's
+    dtype, and nothing where that is relu, whose result says enough. The Pallas kernels take padding
+    with zeros as numbers, "SAME", "SAME_LOWER", "VALID" or "CAUSAL", and no groups. A gradient to the
+    input of a convolution with strides is XLA's. A window of a single weight makes a matrix product.
+    Pictures of a few channels, as a network's first layer has them, are copied first: what the weights
+    of a row meet is put side by side.
+    Depthwise convolution of long windows takes Fourier transforms in float32, whose time hardly depends
+    on the window: windows of 31 x 31 weights, or of hundreds along one axis, are faster by one or two
+    orders of magnitude. A NaN or an infinity in x then reaches all of its image's channel.
+    Winograd's form of a 3 x 3 convolution was measured: it takes several times as long as the kernels,
+    and is twice as far from the exact result.
+    Depthwise convolution of 16-bit values by tensor cores, with windows of 5 x 5 and 7 x 7, multiplies
+    by zeros too: a NaN or an infinity in x then reaches up to 16 columns of its channel's result, and
+    makes more of the gradient of that channel's weights NaN than the sum of its products would.
+
+    Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", 1998; the
+    arguments are those of `flax.linen.Conv`.
+    """
+    op = "conv"
+    x = as_input(x)
+    if isinstance(x, Concatenated):
+        check_parts(x)
+    w, bias, residual = as_arrays(w, bias, residual)
+    check_floating(op, dict(x=as_array(x), w=w, bias=bias, residual=residual))
+    check_activation(op, activation)
+    _check_kernel(x, w, feature_group_count)
+    check_shape(op, "bias", bias, w.shape[-1:], f"w has {w.shape[-1]} output channels")
+    options = geometry(
+        op,
+        x,
+        w.shape[:-2],
+        strides=strides,
+        padding=padding,
+        padding_mode=padding_mode,
+        input_dilation=input_dilation,
+        kernel_dilation=kernel_dilation,
+        feature_group_count=feature_group_count,
+    )
+    return convolved(
+        op,
+        x,
+        w,
+        bias,
+        options=options,
+        activation=activation,
+        residual=residual,
+        hand_on=hand_on,
+        statistics=statistics,
+        precision=precision,
+        implementation=implementation,
+    )
+
+
+def convolved(
+    op: str,
+    x: ConvInput,
+    w: jax.Array,
+    bias: jax.Array | None,
+    *,
+    options: dict[str, Any],
+    activation: str | None,
+    residual: jax.Array | None,
+    hand_on: bool = False,
+    statistics: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: dispatch.Implementation | None,
+) -> Output:
+    """`conv` of operands and options that fit, for the operator `op`; `options` are `geometry`'s."""
+    around = options["padding"]
+    if isinstance(around, Around):
+        shortcut = as_array(x)
+        none = ((0, 0),) * len(around.pairs)
+        result = convolved(
+            op,
+            around.pad(shortcut),
+            w,
+            bias,
+            options=options | dict(padding=none),
+            activation=activation,
+            residual=residual,
+            statistics=statistics,
+            precision=precision,
+            implementation=implementation,
+        )
+        if not hand_on:
+            return result
+        return (*(result if isinstance(result, tuple) else (result,)), shortcut)
+    rectified = isinstance(x, Rectified)
+    values = x.values if isinstance(x, Rectified) else as_array(x)
+    run: Callable[..., jax.Array] = functools.partial(
+        conv_xla.conv, activation=activation, precision=precision, **options
+    )
+    if residual is not None:
+        shape = jax.eval_shape(run, values, w, bias, None).shape
+        check_shape(op, "residual", residual, shape, f"the result has shape {shape}")
+    device = dispatch.current_device(values, residual)
+    output = functools.partial(_output, statistics=statistics, hand_on=hand_on)
+    if patch_expand.block_of(values, w, **options) is not None:
+        takes_kernel = _enlarges(op, implementation, device, values, w, residual)
+        enlarge: Callable[..., jax.Array] = functools.partial(
+            patch_expand.enlarging_conv,
+            Runner(implementation, device),
+            activation=activation,
+            precision=precision,
+        )
+        values = Rectified(values).array() if rectified else values
+        y = (enlarge if takes_kernel else run)(values, w, bias, residual)
+        return output(y, None, values)
+    depthwise = depthwise_conv.window_of(values, w, **options)
+    if (
+        implementation is None
+        and not isinstance(depthwise, str)
+        and fft_conv.why_not(device, values, w, depthwise) is None
+    ):
+        values = Rectified(values).array() if rectified else values
+        y = fft_conv.fourier_conv(
+            values, w, bias, residual, window=depthwise, activation=activation
+        )
+        return output(y, None, values)
+    missing = {}
+    # JAX's own convolution refuses channels that are split under Explicit axes.
+    explicit = sharding.is_explicit(values) or sharding.is_explicit(w)
+    why_xla = None
+    if isinstance(depthwise, str):
+        missing["cuda"] = f"the CUDA kernels of conv are depthwise, and {depthwise}"
+        window = dense_conv.window_of(values, w, **options)
+        simplify, dense = dense_conv.simplified(window, values)
+        like_x, like_w = jax.eval_shape(simplify, values, w)
+        why_not_dense = dense_conv.why_unsupported(device, dense, like_x, like_w, residual)
+        if why_not_dense is not None:
+            missing["pallas"] = why_not_dense
+        elif not explicit:
+            assert not isinstance(window, str) and not isinstance(dense, str)
+            why_xla = dense_conv.why_xla(device, window, dense, like_x, like_w)
+    else:
+        missing["pallas"] = depthwise_conv1d.NO_PALLAS
+        why_xla = None if explicit else depthwise_conv.why_xla(device, values, depthwise)
+    takes_xla = takes_reference(
+        op, implementation, device, values, missing=missing, why_xla=why_xla
+    )
+    # What is handed on is sharded as the caller has it; what kernels read of Explicit axes may not be.
+    hands_on = hand_on and not explicit
+    if rectified and (takes_xla or hands_on != hand_on or not isinstance(depthwise, str)):
+        values, rectified = Rectified(values).array(), False
+    handed_on, taken = None, None
+    if takes_xla:
+        y = run(values, w, bias, residual)
+    elif not isinstance(depthwise, str):
+        convolve: Any = depthwise_conv.depthwise_conv
+        if depthwise_conv1d.takes(depthwise):
+            convolve = depthwise_conv1d.depthwise_conv1d
+        y, handed_on = convolve(
+            Runner(implementation, device),
+            values,
+            w,
+            bias,
+            residual,
+            window=depthwise,
+            activation=activation,
+            hands_on=hands_on,
+        )
+    else:
+        assert not isinstance(dense, str) and not isinstance(window, str)
+        if dense.taps < window.taps and not dense.is_pointwise:
+            # What was joined is no use to XLA's convolution.
+            implementation = "pallas"
+        y, handed_on, taken = dense_conv.dense_conv(
+            Runner(implementation, device),
+            x if isinstance(x, Concatenated) else values,
+            w,
+            bias,
+            residual,
+            request=dense_conv.Request(simplify, hands_on, rectified, statistics),
+            window=dense,
+            activation=activation,
+            precision=precision,
+        )
+    return output(y, taken, values if handed_on is None else handed_on)
+
+
+def _output(
+    y: jax.Array, taken: Statistics | None, x: jax.Array, *, statistics: bool, hand_on: bool
+) -> Output:
+    """What `conv` returns, with what was asked for beside the result."""
+    beside = (taken,) * statistics + (x,) * hand_on
+    return (y, *beside) if beside else y
+
+
+def _enlarges(
+    op: str,
+    implementation: dispatch.Implementation | None,
+    device: dispatch.Device,
+    x: jax.Array,
+    w: jax.Array,
+    residual: jax.Array | None,
+) -> bool:
+    """Whether a kernel may make a block of pixels of each pixel of x; else the call is XLA's."""
+    missing = {"cuda": "the CUDA kernels of conv are depthwise, and the input is dilated"}
+    images = dense_conv.images
+    weights = w[None] if x.ndim == 3 else w
+    reason = patch_expand.why_unsupported(device, images(x), weights, images(residual))
+    if reason is not None:
+        missing["pallas"] = reason
+    return not takes_reference(op, implementation, device, x, missing=missing)
+
+
+def _check_kernel(x: Any, w: jax.Array, groups: int) -> None:
+    if x.ndim < 3 or x.shape[-1] == 0:
+        raise ValueError(
+            f"conv: x has shape {x.shape}, but it needs a batch axis, a spatial axis and at least one"
+            " channel; pass x of shape [batch, ..., channels]."
+        )
+    if w.ndim != x.ndim or 0 in w.shape:
+        raise ValueError(
+            f"conv: w has shape {w.shape}, but x of shape {x.shape} has {x.ndim - 2} spatial axes;"
+            " pass w of shape [kernel sizes, input channels / groups, output channels]."
+        )
+    channels, features = x.shape[-1], w.shape[-1]
+    if groups < 1 or channels % groups or features % groups:
+        raise ValueError(
+            f"conv: feature_group_count is {groups}, but it must divide the {channels} input and the"
+            f" {features} output channels; pass a common divisor."
+        )
+    if w.shape[-2] != channels // groups:
+        raise ValueError(
+            f"conv: w has shape {w.shape}, but x has {channels} channels in {groups} groups;"
+            f" pass w with {channels // groups} input channels in its last axis but one."
+        )

@@ -1,0 +1,135 @@
+"""conv in plain JAX: one call of XLA's convolution, and the sum and activation after it."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.runtime.activation import activate
+from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
+
+
+def conv(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    strides: tuple[int, ...],
+    padding: str | Sequence[tuple[int, int]],
+    input_dilation: tuple[int, ...],
+    kernel_dilation: tuple[int, ...],
+    feature_group_count: int,
+    activation: str | None,
+    precision: jax.lax.PrecisionLike,
+) -> jax.Array:
+    """Convolves [B, *spatial, I] with [*kernel, I/groups, O].
+
+    The convolution's result has x's dtype, although its sums are float32 on every platform: a float32
+    result of bfloat16 operands makes XLA's GPU compiler convert the operands to float32 instead of
+    calling cuDNN on them as they are.
+    """
+    spatial = "HWD"[: x.ndim - 2]
+    x, padding = padded(x, padding, w.shape[:-2], kernel_dilation)
+    y = jax.lax.conv_general_dilated(
+        x,
+        w.astype(x.dtype),
+        window_strides=strides,
+        padding=padding,
+        lhs_dilation=input_dilation,
+        rhs_dilation=kernel_dilation,
+        dimension_numbers=(f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
+        feature_group_count=feature_group_count,
+        precision=precision,
+    )
+    return finish(y, bias, residual, activation=activation)
+
+
+def finish(
+    y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, *, activation: str | None
+) -> jax.Array:
+    """Applies what follows a convolution, and rounds to its dtype again."""
+    if adds_in_convolution(y.dtype, residual, activation):
+        return activate(activation, _sum(y, bias, residual))
+    return activate(activation, _wide_sum(y, bias, residual)).astype(y.dtype)
+
+
+def adds_in_convolution(dtype: Any, residual: jax.Array | None, activation: str | None) -> bool:
+    """Whether XLA has cuDNN's kernel do what follows a convolution, before the one rounding.
+
+    It adds numbers of the result's dtype and evaluates relu, and needs no pass over the result. A bias
+    is rounded for it, as Flax rounds it.
+    """
+    return activation in (None, "relu") and (residual is None or residual.dtype == dtype)
+
+
+@jax.custom_jvp
+def _sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+    """The sum in y's dtype, of which the gradient to the bias is summed in float32 all the same."""
+    y = y if bias is None else y + along_last_axis(bias, y)
+    return y if residual is None else y + residual
+
+
+@_sum.defjvp
+def _sum_jvp(primals, tangents):
+    y = _sum(*primals)
+    return y, _in_float32(*tangents).astype(y.dtype)
+
+
+@jax.custom_jvp
+def _wide_sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+    """The sum in float32, of which the gradient to the bias is a sum of what is rounded to y's dtype.
+
+    XLA writes that in any case, and in float32 as well if the sum is of values before they are rounded.
+    """
+    return _in_float32(y, bias, residual)
+
+
+@_wide_sum.defjvp
+def _wide_sum_jvp(primals, tangents):
+    y, bias, residual = tangents
+    narrow = y
+    if bias is not None:
+        # The transpose of this rounds, waits until that is written, and sums in float32.
+        wide = bias.astype(accumulator_dtype(y.dtype))
+        along = jnp.broadcast_to(wide, y.shape).astype(y.dtype)
+        narrow = y + jax.lax.optimization_barrier(along)
+    return _wide_sum(*primals), _in_float32(narrow, None, residual)
+
+
+def _in_float32(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+    """The sum in float32."""
+    y = y.astype(accumulator_dtype(y.dtype))
+    if bias is not None:
+        y = y + along_last_axis(bias, y)
+    return y if residual is None else y + residual.astype(y.dtype)
+
+
+NUMPY_MODES = {"edge": "edge", "reflect": "reflect", "circular": "wrap"}
+"""The mode of jnp.pad for each padding mode of a convolution."""
+
+
+class Around(NamedTuple):
+    """Padding with values of x."""
+
+    mode: str
+    pairs: tuple[tuple[int, int], ...]
+    """(low, high) of each spatial axis."""
+
+    def pad(self, x: jax.Array) -> jax.Array:
+        """X [B, *spatial, I] with what is around it, which is written beside it."""
+        return jnp.pad(x, [(0, 0), *self.pairs, (0, 0)], mode=NUMPY_MODES[self.mode])
+
+
+def padded(
+    x: jax.Array,
+    padding: str | Sequence[tuple[int, int]] | Around,
+    kernel: tuple[int, ...],
+    kernel_dilation: tuple[int, ...],
+) -> tuple[jax.Array, str | Sequence[tuple[int, int]]]:
+    """Returns the array to convolve and XLA's padding, which is of zeros."""
+    if padding in ("CIRCULAR", "REFLECT"):
+        reach = [(k - 1) * d for k, d in zip(kernel, kernel_dilation, strict=True)]
+        padding = Around(str(padding).lower(), tuple((r // 2, r - r // 2) for r in reach))
+    return (padding.pad(x), "VALID") if isinstance(padding, Around) else (x, padding)

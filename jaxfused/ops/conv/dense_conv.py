@@ -1,0 +1,989 @@
+"""conv where each feature is made of all channels: choice of implementation, gradient.
+
+To the kernels a convolution along one axis is one along columns, with a single row. A window of a single
+weight makes a matrix product of the pixels that it meets, in XLA's program too: cuDNN is slower at it
+than the libraries of products, most of all at the gradient of the weights.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.ops.conv import conv_xla, space_to_depth
+from jaxfused.ops.conv.conv_input import Concatenated
+from jaxfused.ops.linear.linear import CHEAP_ACTIVATIONS, ActivationGradient
+from jaxfused.ops.linear.weight_gradient import sum_rows, weight_gradient
+from jaxfused.ops.norm import batch_norm_xla
+from jaxfused.runtime import sharding
+from jaxfused.runtime.activation import ARITHMETIC, SLOPE_OF_RESULT
+from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.product_choice import Passes, pallas_or_xla, xla_time
+from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.rectified import masked_gradient
+from jaxfused.runtime.runner import Axes, Results, Runner
+from jaxfused.runtime.shapes import why_symbolic
+from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
+from pallas_kernels.conv import conv as pallas_conv
+from pallas_kernels.conv import cudnn_cost
+from pallas_kernels.conv import strided as pallas_strided
+from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
+from pallas_kernels.conv.window import Window
+from pallas_kernels.gemm.cost import xla_pass
+
+
+def window_of(
+    x: Any,
+    w: Any,
+    *,
+    strides: tuple[int, ...],
+    padding: str | Sequence[tuple[int, int]] | conv_xla.Around,
+    input_dilation: tuple[int, ...],
+    kernel_dilation: tuple[int, ...],
+    feature_group_count: int,
+) -> Window | str:
+    """The window of a convolution of two axes or three, or why there is no kernel for it."""
+    kernel = w.shape[:-2]
+    if feature_group_count > 1:
+        return f"x has {feature_group_count} groups of channels"
+    if len(kernel) > 3:
+        return f"x has {len(kernel)} spatial axes"
+    if set(input_dilation) != {1}:
+        return "the input is dilated"
+    if padding in ("SAME", "SAME_LOWER", "VALID"):
+        reaches = [(k - 1) * d + 1 for k, d in zip(kernel, kernel_dilation, strict=True)]
+        padding = jax.lax.padtype_to_pads(x.shape[1:-1], reaches, strides, str(padding))
+    if isinstance(padding, str):
+        return f"padding is {padding!r}"
+    if isinstance(padding, conv_xla.Around):
+        return f"padding is of values of x ({padding.mode})"
+    window = Window(kernel, tuple((low, high) for low, high in padding), strides, kernel_dilation)
+    if len(kernel) == 1:
+        window = Window(
+            (1, *kernel), ((0, 0), *window.padding), (1, *strides), (1, *kernel_dilation)
+        )
+    sizes = x.shape[1:-1] if len(x.shape) > 3 else (1, *x.shape[1:-1])
+    if any(size < 1 for size in window.result(sizes)):
+        return "the result has no elements"
+    return window
+
+
+class Simplification(Protocol):
+    """(x, w) to those of another convolution with the same result; equal ones compute the same."""
+
+    def __call__(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]: ...
+
+
+def simplified(window: Window | str, x: Any) -> tuple[Simplification, Window | str]:
+    """How a convolution of x is written for the kernels, and its window then."""
+    if isinstance(window, str) or sharding.is_explicit(x):
+        return AsItIs(), window
+    if x.ndim == 4 and space_to_depth.can_join(window, x.shape[-1]):
+        return _Joined(window), space_to_depth.joined(window)
+    dense = replace(window, strides=(1,) * len(window.strides))
+    if window.is_strided and dense.is_pointwise:
+        return _MetPixels(window.strides), dense
+    return AsItIs(), window
+
+
+@dataclass(frozen=True)
+class AsItIs:
+    """The convolution as the caller wrote it."""
+
+    def __call__(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x, w
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Several pixels of a few channels become one: see `few_channels`."""
+
+    window: Window
+
+    def __call__(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return space_to_depth.join(self.window, x, w)
+
+
+@dataclass(frozen=True)
+class _MetPixels:
+    """Leaves out the pixels of x [B, *spatial, C] that a window of a single weight does not meet."""
+
+    strides: tuple[int, ...]
+
+    def __call__(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        steps = self.strides[-(x.ndim - 2) :]
+        return x[(slice(None), *(slice(None, None, step) for step in steps))], w
+
+
+def why_unsupported(
+    device: dispatch.Device, window: Window | str, x: Any, w: Any, residual: Any = None
+) -> str | None:
+    """None where the kernels can run a convolution of this window, else why not."""
+    if isinstance(window, str):
+        return f"the Pallas kernels of conv are dense, and {window}"
+    return why_symbolic(x, w) or pallas_conv.why_unsupported(
+        compute_capability=device.compute_capability,
+        dtypes={"x": x.dtype, "residual": None if residual is None else residual.dtype},
+        channels={"x": w.shape[-2], "the result": w.shape[-1]},
+        sizes=x.shape[:-1],
+        window=window,
+    )
+
+
+def why_xla(device: dispatch.Device, window: Window, dense: Window, x: Any, w: Any) -> str | None:
+    """Returns why a call that names no implementation is XLA's, or None where a stage may gain.
+
+    `dense` is the window that `simplified` makes of `window`, and x and w are what it makes of them.
+    Each stage goes to what is predicted to be faster there.
+    """
+    if dense.is_pointwise:
+        return None
+    if dense.taps < window.taps:
+        pixels, features = pixels_of(dense, x), w.shape[-1]
+        if features % 64 == 0 and pixels >= _LEAST_JOINED_PIXELS:
+            return None
+        return (
+            "the kernels were timed with few channels at multiples of 64 features and at least"
+            f" {_LEAST_JOINED_PIXELS} pixels, and there are {features} features and {pixels} pixels"
+        )
+    x, w = jax.eval_shape(lambda x, w: (images(x), weights_of_images(x, w)), x, w)
+    sizes = x.shape[1:-1]
+    dz = jax.ShapeDtypeStruct((x.shape[0], *dense.result(sizes), w.shape[-1]), x.dtype)
+    stages: Sequence[tuple[Any, tuple[Any, ...]]] = (
+        (Forward(Options(dense, None, None), False), (x, w, None, None)),
+        (_InputGradient(dense, sizes, None), (dz, w)),
+        (_WeightGradient(dense, None), (x, dz)),
+    )
+    for stage, operands in stages:
+        if dispatch.choose("conv", None, stage.reasons(device, *operands)) != "xla":
+            return None
+    return "cuDNN is predicted to be faster at a convolution of this shape and at its gradients"
+
+
+_LEAST_JOINED_PIXELS = 2**17
+"""Where several pixels become one first."""
+
+
+def pixels_of(window: Window, x: Any) -> int:
+    """Returns the pixels of all results together."""
+    sizes = x.shape[1:-1] if len(x.shape) > 3 else (1, *x.shape[1:-1])
+    return math.prod((x.shape[0], *window.result(sizes)))
+
+
+def images(x: Any) -> Any:
+    """Returns x [B, L, C] as pictures of one row."""
+    return x[:, None] if x is not None and x.ndim == 3 else x
+
+
+def weights_of_images(x: Any, w: Any) -> Any:
+    """Returns the weights that `images` of x meet."""
+    return w[None] if x.ndim == 3 else w
+
+
+def dense_conv(
+    run: Runner,
+    x: jax.Array | Concatenated,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    request: "Request",
+    window: Window,
+    activation: str | None,
+    precision: Any,
+) -> "Convolved":
+    """The convolution of x [B, *spatial, C] with w [*kernel, C, F], and what follows it.
+
+    `window` is that of what `request.simplify` makes of x and w.
+    """
+    weights = weights_of_images(x, w)
+    letters = Letters(len(window.kernel))
+    options = Options(window, activation, precision)
+    if isinstance(x, Concatenated):
+        channels = (x.first.shape[-1], x.shape[-1])
+        if request == Request() and pallas_conv.why_not_of_two(window, x.dtype, *channels) is None:
+            return _dense_conv_of_two(run, options, x, weights, bias, residual)
+        x = x.array()
+    operands = sharding.align(
+        (images(x), weights, bias, images(residual)),
+        operand_axes=(letters.images, letters.weights, "f", letters.result),
+        whole=letters.whole,
+    )
+    if request.statistics and not _takes_statistics(run, options, request, *operands):
+        request = replace(request, statistics=False)
+    y, handed_on, statistics = _conv(run, options, request, *operands)
+    if x.ndim == 3:
+        y, handed_on = y[:, 0], None if handed_on is None else handed_on[:, 0]
+    return Convolved(y, handed_on, jax.lax.stop_gradient(statistics))
+
+
+def _dense_conv_of_two(run: Runner, options: "Options", x: Concatenated, w, bias, residual):
+    letters = Letters(len(options.window.kernel))
+    operands = sharding.align(
+        (*map(images, x.parts), w, bias, images(residual)),
+        operand_axes=(*letters.two_images, letters.weights, "f", letters.result),
+        whole=letters.whole,
+    )
+    y = _conv_of_two(run, options, *operands)
+    return Convolved(y[:, 0] if x.ndim == 3 else y, None, None)
+
+
+class Convolved(NamedTuple):
+    """What `dense_conv` returns."""
+
+    y: jax.Array
+    x: jax.Array | None
+    """If it is handed on."""
+    statistics: tuple[jax.Array, jax.Array] | None
+    """Mean and variance of y [F], where a kernel takes them with the convolution."""
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a convolution is, beside its operands."""
+
+    window: Window
+    activation: str | None
+    precision: Any
+
+    @property
+    def keeps_preactivation(self) -> bool:
+        """Whether the gradient reads what the activation is applied to; relu's reads the result."""
+        return self.activation not in (None, *SLOPE_OF_RESULT)
+
+
+@dataclass(frozen=True)
+class Request:
+    """How x is read, and what becomes of its gradient."""
+
+    simplify: Simplification = AsItIs()
+    hands_on: bool = False
+    """x is returned too, and what comes back for it is a part of its gradient."""
+    rectified: bool = False
+    """x are the values of a `Rectified`."""
+    statistics: bool = False
+    """Of y, for the norm that follows. No gradient flows through them."""
+
+
+class Residuals(NamedTuple):
+    """What the forward keeps for the gradient."""
+
+    x: jax.Array
+    """As the caller has it: what is made of it is made again, and nobody else would keep it."""
+    w: jax.Array
+    bias: jax.Array | None
+    residual_like: jax.Array | None
+    """Of the residual only its dtype matters: an array without elements."""
+    z: jax.Array | None
+    """What the activation is applied to, or a result of the same sign; None without one."""
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")
+def _conv(run: Runner, options: Options, request: Request, x, w, bias, residual):
+    y, _, statistics = _forward(run, options, request, x, w, bias, residual, saves=False)
+    return y, x if request.hands_on else None, statistics
+
+
+def _forward(run: Runner, options: Options, request: Request, x, w, bias, residual, *, saves: bool):
+    """(y, z if it is saved, statistics of y or None)."""
+    operands = (*request.simplify(x, w), bias, residual)
+    if request.statistics:
+        y, mean, variance = run(_ForwardWithStatistics(options), *operands)
+        return y, None, (mean, variance)
+    y, z = run(Forward(options, save_preactivation=saves), *operands)
+    return y, z, None
+
+
+def _conv_fwd(run: Runner, options: Options, request: Request, x, w, bias, residual):
+    saves = options.keeps_preactivation
+    y, z, statistics = _forward(run, options, request, x, w, bias, residual, saves=saves)
+    results = (y, x if request.hands_on else None, statistics)
+    return results, saved_of(options, x, w, bias, residual, y, z)
+
+
+def saved_of(options: Options, x, w, bias, residual, y, z) -> Residuals:
+    """What the gradient reads, of the operands, the result y and z if that was saved."""
+    like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
+    return Residuals(x, w, bias, like, y if options.activation in SLOPE_OF_RESULT else z)
+
+
+def _conv_bwd(run: Runner, options: Options, request: Request, saved: Residuals, cotangents):
+    dy, handed_back, _ = cotangents
+    dz, dbias, dresidual = gradients_after(run, options, saved, dy)
+    dx, dw = _gradients(run, options, request, saved.x, saved.w, dz, handed_back)
+    return dx, dw, dbias, dresidual
+
+
+def gradients_after(run: Runner, options: Options, saved: Residuals, dy):
+    """(dz, dbias, dresidual) of what follows the products."""
+    bias = saved.bias
+    if saved.z is None:
+        dz, dbias = dy, None if bias is None else sum_rows(dy, bias.dtype)
+    else:
+        gradient = ActivationGradient(str(options.activation), bias is not None)
+        dz, sums = run(gradient, dy, saved.z)
+        dbias = None if bias is None else sums.astype(bias.dtype)
+    like = saved.residual_like
+    return dz, dbias, None if like is None else dz.astype(like.dtype)
+
+
+def _gradients(run: Runner, options: Options, request: Request, x, w, dz, handed_back):
+    """(dx, dw); dx with what was handed back for x, masked where x is rectified."""
+    y = x if request.rectified else None
+    if request.simplify != AsItIs():
+        # Without the barrier XLA takes this for the copy of the forward, and keeps that.
+        x, dz = jax.lax.optimization_barrier((x, dz))
+        (x, w), restore = jax.vjp(request.simplify, x, w)
+        dx, dw = restore(_gradients(run, options, Request(), x, w, dz, None))
+        return joined_gradient(dx, handed_back, y), dw
+    window, precision = options.window, options.precision
+    gradient = _InputGradient(window, x.shape[1:-1], precision)
+    if handed_back is None and y is None:
+        (dx,) = run(gradient, dz, w)
+    else:
+        (dx,) = run(_JoinedInputGradient(gradient), dz, w, handed_back, y)
+    if window.is_pointwise:
+        dw = weight_gradient(run, "conv", x, dz, w.dtype, precision).reshape(w.shape)
+    else:
+        (dw,) = run(_WeightGradient(window, precision), x, dz)
+    return dx, dw.astype(w.dtype)
+
+
+_conv.defvjp(_conv_fwd, _conv_bwd)
+
+
+def pointwise_gradients(run: Runner, x, w, dz, precision: Any):
+    """(dx, dw) of the product of pixels x [B, *spatial, C] with w [C, F]."""
+    window = Window.pointwise(x.ndim - 2)
+    kernel = w.reshape(*window.kernel, *w.shape)
+    (dx,) = run(_InputGradient(window, x.shape[1:-1], precision), dz, kernel)
+    return dx, weight_gradient(run, "conv", x, dz, w.dtype, precision)
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="conv")
+def _conv_of_two(run: Runner, options: Options, first, second, w, bias, residual):
+    """As `_conv`, of x that is two arrays."""
+    stage = _ForwardOfTwo(Forward(options, save_preactivation=False))
+    return run(stage, first, second, w, bias, residual)[0]
+
+
+def _conv_of_two_fwd(run: Runner, options: Options, first, second, w, bias, residual):
+    stage = _ForwardOfTwo(Forward(options, save_preactivation=options.keeps_preactivation))
+    y, z = run(stage, first, second, w, bias, residual)
+    return y, (second, saved_of(options, first, w, bias, residual, y, z))
+
+
+def _conv_of_two_bwd(run: Runner, options: Options, saved, dy):
+    second, residuals = saved
+    first, w = residuals.x, residuals.w
+    dz, dbias, dresidual = gradients_after(run, options, residuals, dy)
+    gradient = _InputGradient(options.window, first.shape[1:-1], options.precision)
+    (dx,) = run(gradient, dz, w)
+    dws = [
+        run(_WeightGradient(options.window, options.precision), x, dz)[0] for x in (first, second)
+    ]
+    dw = jnp.concatenate(dws, axis=-2).astype(w.dtype)
+    return *jnp.split(dx, [first.shape[-1]], axis=-1), dw, dbias, dresidual
+
+
+_conv_of_two.defvjp(_conv_of_two_fwd, _conv_of_two_bwd)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Letters:
+    """The letters of a convolution's axes."""
+
+    axes: int
+
+    @property
+    def images(self) -> str:
+        return "b" + "dhw"[-self.axes :] + "c"
+
+    @property
+    def two_images(self) -> tuple[str, str]:
+        """Of arrays that have a part of the channels each."""
+        spatial = "b" + "dhw"[-self.axes :]
+        return spatial + "x", spatial + "y"
+
+    @property
+    def weights(self) -> str:
+        return "ijk"[-self.axes :] + "cf"
+
+    @property
+    def result(self) -> str:
+        return "b" + "tuv"[-self.axes :] + "f"
+
+    @property
+    def whole(self) -> str:
+        return "dhwcxyijktuv"
+
+
+@dataclass(frozen=True)
+class Forward:
+    """(y, z) of x [B, *spatial, C], w [*kernel, C, F], bias and residual."""
+
+    options: Options
+    save_preactivation: bool
+
+    @property
+    def name(self) -> str:
+        return "conv dense forward"
+
+    def axes(self, x, w, bias, residual) -> Axes:
+        letters = Letters(x.ndim - 2)
+        saved = letters.result if self.save_preactivation else None
+        return Axes(
+            (letters.images, letters.weights, "f", letters.result),
+            (letters.result, saved),
+            whole=letters.whole,
+        )
+
+    def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        window = self.options.window
+        call = call_of(device, window, x.shape[:-1], x.dtype, w)
+        reason = why_unsupported(device, window, x, w, residual)
+        if window.is_pointwise:
+            return self._pointwise_reasons(device, call, reason, x, bias, residual)
+        after = self.after_cudnn(call, x, residual)
+        return _in_order(device, call, reason, after=after, **self.streams(x, residual))
+
+    def after_cudnn(self, call: pallas_conv.ConvCall, x, residual) -> float:
+        """Microseconds of what follows cuDNN's convolution."""
+        elements = math.prod(call.result) * call.features
+        after = cudnn_cost.epilogue(
+            elements, x.dtype.itemsize, self.options.activation, residual=residual is not None
+        )
+        in_convolution = conv_xla.adds_in_convolution(x.dtype, residual, self.options.activation)
+        return after * _EPILOGUE_IN_CUDNN if in_convolution else after
+
+    def _pointwise_reasons(self, device, call, reason, x, bias, residual) -> dict[str, str | None]:
+        streams = self.streams(x, residual)
+        passes = Passes()
+        if bias is not None or self.options.activation is not None:
+            passes = Passes(
+                bytes_of_element=streams["read_bytes"]
+                + x.dtype.itemsize
+                + streams["written_bytes"],
+                evaluations=int(self.options.activation not in (None, *CHEAP_ACTIVATIONS)),
+                slow=self.options.activation == "gelu_erf",
+            )
+        elif residual is not None:
+            passes = Passes(bytes_in_product=residual.dtype.itemsize)
+        return _pointwise_in_order(device, call, reason, passes, **streams)
+
+    def streams(self, x, residual) -> dict[str, int]:
+        """What the epilogue reads, writes and evaluates of an element."""
+        return dict(
+            read_bytes=0 if residual is None else residual.dtype.itemsize,
+            written_bytes=x.dtype.itemsize * (1 + self.save_preactivation),
+            activations=int(self.options.activation not in (None, *ARITHMETIC)),
+        )
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, x, w, bias, residual
+    ) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        call = call_of(device, self.options.window, x.shape[:-1], x.dtype, w)
+        return pallas_conv.fitting(call, **self.streams(x, residual))
+
+    def run(self, implementation, device, x, w, bias, residual, config=None) -> Results:
+        options = self.options
+        if implementation == "pallas":
+            return pallas_conv.forward(
+                x,
+                w,
+                bias,
+                residual,
+                window=options.window,
+                activation=options.activation,
+                save_preactivation=self.save_preactivation,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        convolve = functools.partial(_reference, options, x, w, bias, residual)
+        y = convolve(activation=options.activation)
+        return y, convolve(activation=None) if self.save_preactivation else None
+
+    def batched(self, call, axis_size, in_batched, x, w, bias, residual) -> Results | None:
+        if is_batched(in_batched[1:3]):
+            return None
+        merged = merged_images(axis_size, (in_batched[0], in_batched[3]), (x, residual))
+        return unmerged_images(axis_size, call(self, merged[0], w, bias, merged[1]))
+
+
+@dataclass(frozen=True)
+class _ForwardOfTwo:
+    """As `Forward`, where x is two arrays: a kernel reads both, XLA concatenates them."""
+
+    alone: Forward
+
+    @property
+    def name(self) -> str:
+        return "conv dense forward of two arrays"
+
+    def axes(self, first, second, w, bias, residual) -> Axes:
+        axes = self.alone.axes(first, w, bias, residual)
+        two = Letters(first.ndim - 2).two_images
+        return axes._replace(operands=(*two, *axes.operands[1:]))
+
+    def _call(self, device, first, w) -> pallas_conv.ConvCall:
+        call = call_of(device, self.alone.options.window, first.shape[:-1], first.dtype, w)
+        return replace(call, first_channels=first.shape[-1])
+
+    def reasons(self, device, first, second, w, bias, residual) -> Mapping[str, str | None]:
+        options = self.alone.options
+        whole = jax.ShapeDtypeStruct((*first.shape[:-1], w.shape[-2]), first.dtype)
+        reason = why_unsupported(device, options.window, whole, w, residual)
+        call, itemsize = self._call(device, first, w), first.dtype.itemsize
+        after = self.alone.after_cudnn(call, first, residual)
+        after += xla_pass(math.prod(whole.shape), 2 * itemsize, 0)
+        return _in_order(device, call, reason, after=after, **self.alone.streams(first, residual))
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, first, second, w, bias, residual
+    ) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        streams = self.alone.streams(first, residual)
+        return pallas_conv.fitting(self._call(device, first, w), **streams)
+
+    def run(self, implementation, device, first, second, w, bias, residual, config=None) -> Results:
+        x = (first, second) if implementation == "pallas" else jnp.concatenate((first, second), -1)
+        return self.alone.run(implementation, device, x, w, bias, residual, config=config)
+
+    def batched(self, call, axis_size, in_batched, first, second, w, bias, residual):
+        if is_batched(in_batched[2:4]):
+            return None
+        merged = merged_images(
+            axis_size, (*in_batched[:2], in_batched[4]), (first, second, residual)
+        )
+        return unmerged_images(axis_size, call(self, *merged[:2], w, bias, merged[2]))
+
+
+def _takes_statistics(
+    run: Runner, options: Options, request: Request, x, w, bias, residual
+) -> bool:
+    """Whether a kernel takes the statistics of y with the convolution; else the norm takes its own.
+
+    That has to be known where the call is traced, before it is on the devices.
+    """
+    if options.keeps_preactivation or not sharding.is_in_one_piece(x, w):
+        return False
+    like_x, like_w = jax.eval_shape(request.simplify, x, w)
+    stage = _ForwardWithStatistics(options)
+    reasons = stage.reasons(run.device, like_x, like_w, bias, residual)
+    if run.implementation is not None:
+        return run.implementation == "pallas" and reasons["pallas"] is None
+    return next(name for name, reason in reasons.items() if reason is None) == "pallas"
+
+
+@dataclass(frozen=True)
+class _ForwardWithStatistics:
+    """(y, mean, variance) of x [B, *spatial, C], w [*kernel, C, F], bias and residual.
+
+    Mean and variance [F] are those of y over all pixels, in float32.
+    """
+
+    options: Options
+
+    @property
+    def name(self) -> str:
+        return "conv dense forward with statistics"
+
+    @property
+    def _alone(self) -> Forward:
+        return Forward(self.options, save_preactivation=False)
+
+    def axes(self, x, w, bias, residual) -> Axes:
+        axes = self._alone.axes(x, w, bias, residual)
+        return axes._replace(results=(axes.results[0], "f", "f"), whole=axes.whole + "b")
+
+    def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        window = self.options.window
+        call = call_of(device, window, x.shape[:-1], x.dtype, w)
+        reason = why_unsupported(device, window, x, w, residual)
+        elements, itemsize = math.prod(call.result) * call.features, x.dtype.itemsize
+        streams = self._alone.streams(x, residual)
+        # Who takes the statistics else reads the result once more; ours merges those of the tiles.
+        theirs = xla_pass(elements, itemsize, 0)
+        if not window.is_pointwise:
+            after = theirs + cudnn_cost.epilogue(
+                elements, itemsize, self.options.activation, residual=residual is not None
+            )
+            return _in_order(device, call, reason, after=after, **streams)
+        read = streams["read_bytes"] + itemsize
+        after_product = Passes(bytes_of_element=read + itemsize * (residual is not None))
+        return _pointwise_in_order(device, call, reason, after_product, **streams)
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, x, w, bias, residual
+    ) -> Sequence[Hashable]:
+        return self._alone.configs(implementation, device, x, w, bias, residual)
+
+    def run(self, implementation, device, x, w, bias, residual, config=None) -> Results:
+        if implementation == "pallas":
+            return pallas_conv.forward_and_statistics(
+                x,
+                w,
+                bias,
+                residual,
+                window=self.options.window,
+                activation=self.options.activation,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        y, _ = self._alone.run(implementation, device, x, w, bias, residual)
+        assert y is not None
+        statistics = batch_norm_xla.batch_statistics(y, axis_name=None, axis_index_groups=None)
+        return y, *statistics
+
+    def batched(self, call, axis_size, in_batched, x, w, bias, residual) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class _InputGradient:
+    """(dx,) [B, *spatial, C] of dz and w."""
+
+    window: Window
+    sizes: tuple[int, ...]
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "conv dense input gradient"
+
+    def axes(self, dz, w) -> Axes:
+        letters = Letters(dz.ndim - 2)
+        # Parts of the sum over the features would be rounded before they are added.
+        return Axes((letters.result, letters.weights), (letters.images,), whole=letters.whole + "f")
+
+    def _call(self, device, dz, w) -> pallas_conv.ConvCall:
+        if self.window.is_strided:
+            return pallas_strided.call_of(
+                dz,
+                w.shape[-2],
+                window=self.window,
+                sizes=self.sizes,
+                multiprocessors=device.multiprocessors,
+            )
+        return call_of(device, self.window.transposed(), dz.shape[:-1], dz.dtype, w, flipped=True)
+
+    def reasons(self, device, dz, w) -> Mapping[str, str | None]:
+        if self.window.is_strided:
+            return self._strided_reasons(device, dz, w)
+        reason = why_unsupported(device, self.window.transposed(), dz, w)
+        if self.window.is_pointwise:
+            return {"xla": None, "pallas": reason}
+        return _in_order(device, self._call(device, dz, w), reason, written_bytes=2)
+
+    def _strided_reasons(self, device, dz, w) -> Mapping[str, str | None]:
+        def times() -> Mapping[str, float]:
+            call, itemsize = self._call(device, dz, w), dz.dtype.itemsize
+            arranged = xla_pass(math.prod(w.shape), 4 * itemsize)
+            multiplications = math.prod(dz.shape[:-1]) * math.prod(w.shape)
+            return {
+                "pallas": pallas_conv.predicted_time(call, written_bytes=itemsize) + arranged,
+                "xla": cudnn_cost.strided_input_gradient(multiplications, w.shape[-2]),
+            }
+
+        return pallas_or_xla(device, self._why_not_in_blocks(device, dz, w), times)
+
+    def _why_not_in_blocks(self, device, dz, w) -> str | None:
+        return pallas_strided.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtypes={"dy": dz.dtype},
+            channels=w.shape[-2],
+            features=w.shape[-1],
+            images=dz.shape[0],
+            sizes=self.sizes,
+            window=self.window,
+        )
+
+    def configs(self, implementation: str, device: dispatch.Device, dz, w) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        return pallas_conv.fitting(self._call(device, dz, w), written_bytes=dz.dtype.itemsize)
+
+    def run(self, implementation, device, dz, w, config=None) -> Results:
+        if implementation == "pallas" and self.window.is_strided:
+            dx = pallas_strided.input_gradient(
+                dz,
+                w,
+                window=self.window,
+                sizes=self.sizes,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+            return (dx,)
+        if implementation == "pallas":
+            dx = pallas_conv.input_gradient(
+                dz,
+                w,
+                window=self.window,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+            return (dx,)
+        if self.window.is_pointwise:
+            rows, weights = dz.reshape(-1, dz.shape[-1]), w.reshape(w.shape[-2:])
+            dx = product("mf,cf->mc", rows, weights, out_dtype=dz.dtype, precision=self.precision)
+            return (dx.reshape(*dz.shape[:-1], w.shape[-2]),)
+        options = Options(self.window, None, self.precision)
+        x = jnp.zeros_like(dz, shape=(dz.shape[0], *self.sizes, w.shape[-2]))
+        return tuple(jax.vjp(lambda x: _reference(options, x, w.astype(dz.dtype)), x)[1](dz))
+
+    def batched(self, call, axis_size, in_batched, dz, w) -> Results | None:
+        if is_batched(in_batched[1]):
+            return None
+        return unmerged_images(
+            axis_size, call(self, *merged_images(axis_size, in_batched[:1], (dz,)), w)
+        )
+
+
+@dataclass(frozen=True)
+class _WeightGradient:
+    """(dw,) [*kernel, C, F] of x and dz, in float32."""
+
+    window: Window
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "conv dense weight gradient"
+
+    def axes(self, x, dz) -> Axes:
+        letters = Letters(x.ndim - 2)
+        return Axes((letters.images, letters.result), (letters.weights,), whole=letters.whole)
+
+    def reasons(self, device, x, dz) -> Mapping[str, str | None]:
+        w = jax.ShapeDtypeStruct((*self.window.kernel, x.shape[-1], dz.shape[-1]), x.dtype)
+        reason = why_unsupported(device, self.window, x, w)
+        if pallas_weight_gradient.why_unsupported(self.window) is not None:
+            return {"xla": None}
+
+        def times() -> Mapping[str, float]:
+            ours = pallas_weight_gradient.predicted_time(
+                x, dz, window=self.window, multiprocessors=device.multiprocessors
+            )
+            call = call_of(device, self.window, x.shape[:-1], x.dtype, w)
+            return {"pallas": ours, "xla": _cudnn_time(call, of_weights=True)}
+
+        return pallas_or_xla(device, reason, times)
+
+    def configs(self, implementation: str, device: dispatch.Device, x, dz) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        return pallas_weight_gradient.fitting(
+            x, dz, window=self.window, multiprocessors=device.multiprocessors
+        )
+
+    def run(self, implementation, device, x, dz, config=None) -> Results:
+        if implementation == "pallas":
+            dw = pallas_weight_gradient.weight_gradient(
+                x,
+                dz,
+                window=self.window,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+            return (dw,)
+        # Made like x: in a `jax.shard_map`, a gradient of what the devices share would be summed.
+        options = Options(self.window, None, self.precision)
+        w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[-1], dz.shape[-1]))
+        (dw,) = jax.vjp(lambda w: _reference(options, x, w), w)[1](dz)
+        return (dw.astype(accumulator_dtype(x.dtype)),)
+
+    def batched(self, call, axis_size, in_batched, x, dz) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class _JoinedInputGradient:
+    """(dx,) of dz, w, what else there is of the gradient of x, and x where that is rectified.
+
+    The last two may be None. A stage of its own: what was measured of the other one still is.
+    """
+
+    gradient: _InputGradient
+
+    @property
+    def name(self) -> str:
+        return "conv dense joined input gradient"
+
+    def axes(self, dz, w, other, y) -> Axes:
+        axes = self.gradient.axes(dz, w)
+        images = Letters(dz.ndim - 2).images
+        return axes._replace(operands=(*axes.operands, images, images))
+
+    def reasons(self, device, dz, w, other, y) -> Mapping[str, str | None]:
+        window = self.gradient.window
+        if window.is_strided:
+            return {"xla": None}
+        reason = why_unsupported(device, window.transposed(), dz, w, other)
+        call = self.gradient._call(device, dz, w)
+        streams = self.streams(dz, other, y)
+        elements = math.prod(call.result) * call.features
+        # XLA's program writes its gradient, which a kernel of its own reads with the rest.
+        moved = streams["read_bytes"] + 2 * dz.dtype.itemsize
+        if window.is_pointwise:
+            passes = Passes(bytes_of_element=moved)
+            return _pointwise_in_order(device, call, reason, passes, **streams, activations=0)
+        return _in_order(device, call, reason, after=xla_pass(elements, moved, 0), **streams)
+
+    def streams(self, dz, other, y) -> dict[str, int]:
+        read = sum(a.dtype.itemsize for a in (other, y) if a is not None)
+        return dict(read_bytes=read, written_bytes=dz.dtype.itemsize)
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, dz, w, other, y
+    ) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        call = self.gradient._call(device, dz, w)
+        return pallas_conv.fitting(call, **self.streams(dz, other, y))
+
+    def run(self, implementation, device, dz, w, other, y, config=None) -> Results:
+        if implementation == "pallas":
+            dx = pallas_conv.input_gradient(
+                dz,
+                w,
+                other=other,
+                rectified=y,
+                window=self.gradient.window,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+            return (dx,)
+        alone = self.gradient.run(implementation, device, dz, w)[0]
+        assert alone is not None
+        return (joined_gradient(alone, other, y),)
+
+    def batched(self, call, axis_size, in_batched, dz, w, other, y) -> Results | None:
+        if is_batched(in_batched[1]):
+            return None
+        merged = merged_images(axis_size, (in_batched[0], *in_batched[2:]), (dz, other, y))
+        return unmerged_images(axis_size, call(self, merged[0], w, *merged[1:]))
+
+
+def joined_gradient(dx: jax.Array, other: jax.Array | None, y: jax.Array | None) -> jax.Array:
+    """The gradient of x from two readers, masked where x is the result y of a relu."""
+    dx = dx if other is None else dx + other.astype(dx.dtype)
+    return dx if y is None else masked_gradient(dx, y)
+
+
+def call_of(
+    device: dispatch.Device, window: Window, sizes, dtype, w, *, flipped: bool = False
+) -> pallas_conv.ConvCall:
+    """The kernel's call for x of these sizes, [B, *spatial], with w [*kernel, C, F]."""
+    channels, features = w.shape[-2:]
+    return pallas_conv.ConvCall(
+        sizes=tuple(sizes),
+        channels=features if flipped else channels,
+        features=channels if flipped else features,
+        window=window,
+        dtype=dtype,
+        multiprocessors=device.multiprocessors,
+        flipped=flipped,
+    )
+
+
+def _cudnn_time(call: pallas_conv.ConvCall, *, of_weights: bool = False) -> float:
+    pixels, itemsize = math.prod(call.result), jnp.dtype(call.dtype).itemsize
+    x_bytes = math.prod(call.sizes) * call.channels * itemsize
+    uneven = any(before != after for before, after in call.window.padding)
+    work = cudnn_cost.Work(
+        pixels,
+        call.channels,
+        call.features,
+        call.window.taps,
+        itemsize,
+        traffic=x_bytes + pixels * call.features * itemsize,
+        axes=len(call.window.kernel),
+        padded_bytes=x_bytes if uneven and not call.flipped else 0,
+        of_weights=of_weights,
+        of_input=call.flipped,
+        dilated=max(call.window.dilation) > 1,
+    )
+    return cudnn_cost.convolution(work, call.multiprocessors)
+
+
+def _in_order(
+    device: dispatch.Device,
+    call: pallas_conv.ConvCall,
+    reason: str | None,
+    *,
+    after: float = 0.0,
+    **streams: int,
+) -> dict[str, str | None]:
+    """The reasons, the implementation that is predicted to be fastest first."""
+    return _beside(device, call, reason, lambda: _cudnn_time(call) + after, streams)
+
+
+def _pointwise_in_order(
+    device: dispatch.Device,
+    call: pallas_conv.ConvCall,
+    reason: str | None,
+    passes: Passes,
+    **streams: int,
+) -> dict[str, str | None]:
+    """As `_in_order` of a convolution that is a product, which XLA's program has `passes` after."""
+
+    def xla() -> float:
+        return xla_time(device, call.as_product(**streams), passes)
+
+    return _beside(device, call, reason, xla, streams)
+
+
+def _beside(
+    device: dispatch.Device,
+    call: pallas_conv.ConvCall,
+    reason: str | None,
+    xla: Callable[[], float],
+    streams: Mapping[str, int],
+) -> dict[str, str | None]:
+    """The order of the kernel of a call and of a program of XLA's, whose microseconds are given."""
+    return pallas_or_xla(
+        device,
+        reason,
+        lambda: {"pallas": pallas_conv.predicted_time(call, **streams), "xla": xla()},
+    )
+
+
+def _reference(options: Options, x, w, bias=None, residual=None, activation=None) -> jax.Array:
+    window = options.window
+    if window.is_pointwise:
+        rows, weights = x.reshape(-1, x.shape[-1]), w.reshape(w.shape[-2:])
+        y = product("mc,cf->mf", rows, weights, out_dtype=x.dtype, precision=options.precision)
+        y = y.reshape(*x.shape[:-1], w.shape[-1])
+        return conv_xla.finish(y, bias, residual, activation=activation)
+    return conv_xla.conv(
+        x,
+        w,
+        bias,
+        residual,
+        strides=window.strides,
+        padding=window.padding,
+        input_dilation=(1,) * len(window.kernel),
+        kernel_dilation=window.dilation,
+        feature_group_count=1,
+        activation=activation,
+        precision=options.precision,
+    )
+
+
+_EPILOGUE_IN_CUDNN = 0.3
+"""The part of a pass over the result that cuDNN's kernel takes longer where it does what follows."""

@@ -1,0 +1,417 @@
+"""conv where each channel has a window of rows and columns of its own: choice, gradient."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.ops.conv import conv_xla, depthwise_conv1d, depthwise_conv_cuda
+from jaxfused.ops.conv.depthwise_conv_cuda import Strips, Tile, Window
+from jaxfused.runtime import sharding
+from jaxfused.runtime.activation import value_and_slope
+from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.runner import Axes, Results, Runner
+from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
+
+
+def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
+    """Returns why a call that names no implementation is XLA's, or None where kernels are faster."""
+    rows, columns = window.kernel
+    if depthwise_conv1d.takes(window) or (min(window.kernel) >= _LARGE and window.stride == 1):
+        return None
+    if rows >= _LARGE_FOR_TILES and isinstance(_default(device, x, window), Tile):
+        return None
+    if window.kernel == _SMALL:
+        channels, width = x.shape[3], x.shape[2]
+        useful = Strips.useful(channels, width, window)
+        least = _USEFUL_STRIPS[min(x.dtype.itemsize, 4)]
+        if useful >= least:
+            return None
+        return (
+            f"kernels of 3 x 3 are faster where at most {1 - least:.0%} of their lanes idle, and with"
+            f" {channels} channels and {width} columns {1 - useful:.0%} would"
+        )
+    return (
+        f"depthwise kernels are known to be faster of few taps along one axis, of 3 x 3, from"
+        f" {_LARGE} x {_LARGE} at"
+        f" stride 1 and on tensor cores from {_LARGE_FOR_TILES} x {_LARGE_FOR_TILES}, and this one is"
+        f" {rows} x {columns} at stride {window.stride}"
+    )
+
+
+_SMALL = (3, 3)
+_LARGE, _LARGE_FOR_TILES = 7, 5
+"""Rows and columns of a window that were measured to be worth a kernel of either sort."""
+_USEFUL_STRIPS = {2: 0.7, 4: 0.9}
+"""By the bytes of a value, the share of useful results from which kernels of 3 x 3 are faster: where all
+are useful, without an activation, XLA takes 1.45 and 1.05 times as long."""
+
+
+def window_of(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    strides: tuple[int, ...],
+    padding: str | Sequence[tuple[int, int]],
+    input_dilation: tuple[int, ...],
+    kernel_dilation: tuple[int, ...],
+    feature_group_count: int,
+) -> Window | str:
+    """The window of a depthwise convolution of rows and columns, or why a convolution is none."""
+    channels, features = x.shape[-1], w.shape[-1]
+    if not feature_group_count == channels == features:
+        return (
+            f"x has {channels} channels in {feature_group_count} groups and the result {features}"
+        )
+    if x.ndim not in (3, 4):
+        return f"x has {x.ndim - 2} spatial axes"
+    if {*input_dilation, *kernel_dilation} != {1}:
+        return "it is dilated"
+    if len(set(strides)) > 1:
+        return f"the strides are {strides}"
+    kernel, sizes = w.shape[:-2], x.shape[1:-1]
+    pairs = _zeros(padding, kernel, strides, sizes)
+    if pairs is None:
+        return f"padding is {padding!r}"
+    if x.ndim == 3:
+        kernel, pairs = (1, *kernel), ((0, 0), *pairs)
+    return Window((kernel[0], kernel[1]), strides[0], (pairs[0], pairs[1]))
+
+
+def _zeros(padding, kernel, strides, sizes) -> tuple[tuple[int, int], ...] | None:
+    """The zeros around each spatial axis; None for padding with something else."""
+    if padding in ("SAME", "SAME_LOWER", "VALID"):
+        return tuple(jax.lax.padtype_to_pads(sizes, kernel, strides, padding))
+    return None if isinstance(padding, str) else tuple((low, high) for low, high in padding)
+
+
+def depthwise_conv(
+    run: Runner,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    window: Window,
+    activation: str | None,
+    hands_on: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The convolution of x [B, *spatial, C] with w [*kernel, 1, C], and what follows it; x or None."""
+    images, residual = (a[:, None] if a is not None and a.ndim == 3 else a for a in (x, residual))
+    weights = w.astype(x.dtype).reshape(*window.kernel, w.shape[-1])
+    letters = (_IMAGES, _WEIGHTS, "c", _RESULT)
+    operands = sharding.align((images, weights, bias, residual), operand_axes=letters, whole=_WHOLE)
+    y, handed_on = _conv(run, _Options(window, activation), hands_on, *operands)
+    if x.ndim == 3:
+        return y[:, 0], None if handed_on is None else handed_on[:, 0]
+    return y, handed_on
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Options:
+    window: Window
+    activation: str | None
+
+
+class _Residuals(NamedTuple):
+    x: jax.Array
+    w: jax.Array
+    bias: jax.Array | None
+    residual_like: jax.Array | None
+    """Of the residual only its dtype matters: an array without elements."""
+    z: jax.Array | None
+    """What the activation is applied to; None without one."""
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")
+def _conv(run: Runner, options: _Options, hands_on: bool, x, w, bias, residual):
+    y, _ = run(_Forward(options, save_preactivation=False), x, w, bias, residual)
+    return y, x if hands_on else None
+
+
+def _conv_fwd(run: Runner, options: _Options, hands_on: bool, x, w, bias, residual):
+    save = options.activation is not None
+    y, z = run(_Forward(options, save_preactivation=save), x, w, bias, residual)
+    like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
+    return (y, x if hands_on else None), _Residuals(x, w, bias, like, z)
+
+
+def _conv_bwd(run: Runner, options: _Options, hands_on: bool, saved: _Residuals, cotangents):
+    del hands_on
+    dy, handed_back = cotangents
+    dz = dy
+    if saved.z is not None:
+        dtype = accumulator_dtype(dy.dtype)
+        _, slope = value_and_slope(options.activation, saved.z.astype(dtype))
+        dz = (dy.astype(dtype) * slope).astype(dy.dtype)
+    gradient = _InputGradient(options.window, (saved.x.shape[1], saved.x.shape[2]))
+    if handed_back is None:
+        (dx,) = run(gradient, dz, saved.w)
+    else:
+        (dx,) = run(_JoinedInputGradient(gradient), dz, saved.w, handed_back)
+    dw, dbias = run(_WeightGradient(options.window), saved.x, dz)
+    return (
+        dx,
+        dw.astype(saved.w.dtype),
+        None if saved.bias is None else dbias.astype(saved.bias.dtype),
+        None if saved.residual_like is None else dz.astype(saved.residual_like.dtype),
+    )
+
+
+_conv.defvjp(_conv_fwd, _conv_bwd)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+_IMAGES, _WEIGHTS, _RESULT = "bhwc", "kjc", "buvc"
+_WHOLE = "hwkjuv"
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """(y, z) of x [B, H, W, C], w [kh, kw, C], bias and residual."""
+
+    options: _Options
+    save_preactivation: bool
+
+    @property
+    def name(self) -> str:
+        return "conv depthwise forward"
+
+    def axes(self, x, w, bias, residual) -> Axes:
+        return Axes(
+            (_IMAGES, _WEIGHTS, "c", _RESULT),
+            (_RESULT, _RESULT if self.save_preactivation else None),
+            whole=_WHOLE,
+        )
+
+    def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        return _reasons(device, x, self.options.window, residual)
+
+    def configs(self, implementation, device, x, w, bias, residual) -> Sequence[Strips | Tile]:
+        return _configs(implementation, device, x, self.options.window, **self._sums(residual))
+
+    def _sums(self, residual) -> dict[str, bool]:
+        return dict(in_float32=self.save_preactivation or residual is not None)
+
+    def run(self, implementation, device, x, w, bias, residual, *, config=None) -> Results:
+        options = self.options
+        if implementation == "cuda":
+            y, z = depthwise_conv_cuda.conv(
+                x,
+                w,
+                bias,
+                residual,
+                window=options.window,
+                activation=options.activation,
+                save_preactivation=self.save_preactivation,
+                config=config or _default(device, x, options.window, **self._sums(residual)),
+            )
+            return y, z
+        convolve = functools.partial(_reference, options.window, x, w, bias, residual)
+        y = convolve(activation=options.activation)
+        return y, convolve(activation=None) if self.save_preactivation else None
+
+    def batched(self, call, axis_size, in_batched, x, w, bias, residual) -> Results | None:
+        if is_batched(in_batched[1:3]):
+            return None
+        merged = merged_images(axis_size, (in_batched[0], in_batched[3]), (x, residual))
+        return unmerged_images(axis_size, call(self, merged[0], w, bias, merged[1]))
+
+
+@dataclass(frozen=True)
+class _InputGradient:
+    """dx [B, H, W, C] of dz and w."""
+
+    window: Window
+    size: tuple[int, int]
+
+    @property
+    def name(self) -> str:
+        return "conv depthwise input gradient"
+
+    def axes(self, dz, w) -> Axes:
+        return Axes((_RESULT, _WEIGHTS), (_IMAGES,), whole=_WHOLE)
+
+    def reasons(self, device, dz, w) -> Mapping[str, str | None]:
+        x = jax.ShapeDtypeStruct((dz.shape[0], *self.size, dz.shape[3]), dz.dtype)
+        reasons = _reasons(device, x, self.window)
+        if self.window.stride == 1:
+            return reasons
+        # With zeros between the values of dz, most products are for nothing.
+        return {"xla": None}
+
+    def configs(self, implementation, device, dz, w, other=None) -> Sequence[Strips | Tile]:
+        window = self.window.transposed()
+        return _configs(implementation, device, dz, window, in_float32=other is not None)
+
+    def run(self, implementation, device, dz, w, other=None, *, config=None) -> Results:
+        """With `other`, what else there is of dx is added."""
+        if implementation == "cuda":
+            window = self.window.transposed()
+            dx, _ = depthwise_conv_cuda.conv(
+                dz,
+                w,
+                None,
+                other,
+                window=window,
+                activation=None,
+                save_preactivation=False,
+                turned=True,
+                config=config or _default(device, dz, window, in_float32=other is not None),
+            )
+            return (dx,)
+        x = jnp.zeros_like(dz, shape=(dz.shape[0], *self.size, dz.shape[3]))
+        (dx,) = jax.vjp(lambda x: _reference(self.window, x, w), x)[1](dz)
+        return (dx if other is None else dx + other,)
+
+    def batched(self, call, axis_size, in_batched, dz, w) -> Results | None:
+        if is_batched(in_batched[1]):
+            return None
+        return unmerged_images(
+            axis_size, call(self, *merged_images(axis_size, in_batched[:1], (dz,)), w)
+        )
+
+
+@dataclass(frozen=True)
+class _JoinedInputGradient:
+    """dx [B, H, W, C] of dz, w and what else there is of it, from who else reads x."""
+
+    gradient: _InputGradient
+
+    @property
+    def name(self) -> str:
+        return "conv depthwise joined input gradient"
+
+    def axes(self, dz, w, other) -> Axes:
+        return Axes((_RESULT, _WEIGHTS, _IMAGES), (_IMAGES,), whole=_WHOLE)
+
+    def reasons(self, device, dz, w, other) -> Mapping[str, str | None]:
+        return self.gradient.reasons(device, dz, w)
+
+    def configs(self, implementation, device, dz, w, other) -> Sequence[Strips | Tile]:
+        return self.gradient.configs(implementation, device, dz, w, other)
+
+    def run(self, implementation, device, dz, w, other, *, config=None) -> Results:
+        return self.gradient.run(implementation, device, dz, w, other, config=config)
+
+    def batched(self, call, axis_size, in_batched, dz, w, other) -> Results | None:
+        if is_batched(in_batched[1]):
+            return None
+        dz, other = merged_images(axis_size, (in_batched[0], in_batched[2]), (dz, other))
+        return unmerged_images(axis_size, call(self, dz, w, other))
+
+
+@dataclass(frozen=True)
+class _WeightGradient:
+    """(dw [kh, kw, C], dbias [C]) of x and dz, in float32."""
+
+    window: Window
+
+    @property
+    def name(self) -> str:
+        return "conv depthwise weight gradient"
+
+    def axes(self, x, dz) -> Axes:
+        return Axes((_IMAGES, _RESULT), (_WEIGHTS, "c"), whole=_WHOLE)
+
+    def reasons(self, device, x, dz) -> Mapping[str, str | None]:
+        return _reasons(device, x, self.window)
+
+    def configs(self, implementation, device, x, dz) -> Sequence[Strips | Tile]:
+        return _configs(implementation, device, x, self.window, of_weights=True)
+
+    def run(self, implementation, device, x, dz, *, config=None) -> Results:
+        if implementation == "cuda":
+            return depthwise_conv_cuda.weight_gradient(
+                x,
+                dz,
+                window=self.window,
+                multiprocessors=device.multiprocessors,
+                config=config or _default(device, x, self.window, of_weights=True),
+            )
+        # Made like x: in a `jax.shard_map`, a gradient of what the devices share would be summed.
+        w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[3]))
+        (dw,) = jax.vjp(lambda w: _reference(self.window, x, w), w)[1](dz)
+        dtype = accumulator_dtype(x.dtype)
+        return dw.astype(dtype), jnp.sum(dz.astype(dtype), (0, 1, 2))
+
+    def batched(self, call, axis_size, in_batched, x, dz) -> None:
+        return None
+
+
+def _configs(
+    implementation: str, device: dispatch.Device, x: Any, window: Window, **sums: bool
+) -> list[Strips | Tile]:
+    """The kernels that can convolve x [B, H, W, C], the one that is expected to be fastest first."""
+    images, height, width, channels = x.shape
+    capability = device.compute_capability
+    if implementation != "cuda" or capability is None:
+        return []
+    if depthwise_conv_cuda.why_no_tiles(
+        compute_capability=capability, channels=channels, window=window, dtype=x.dtype
+    ):
+        return []
+    tiles = depthwise_conv_cuda.candidates(
+        images,
+        height,
+        width,
+        channels,
+        window=window,
+        compute_capability=capability,
+        multiprocessors=device.multiprocessors,
+        **sums,
+    )
+    fastest = tiles and tiles[0].useful(images, *window.result(height, width)) >= _USEFUL
+    return [*tiles, Strips()] if fastest else [Strips(), *tiles]
+
+
+_USEFUL = 0.6
+"""The share of a tile's results that makes it faster than strips."""
+
+
+def _default(device: dispatch.Device, x: Any, window: Window, **sums: bool) -> Strips | Tile:
+    return next(iter(_configs("cuda", device, x, window, **sums)), Strips())
+
+
+def _reference(window: Window, x, w, bias=None, residual=None, activation=None) -> jax.Array:
+    return conv_xla.conv(
+        x,
+        w[:, :, None],
+        bias,
+        residual,
+        strides=(window.stride,) * 2,
+        padding=window.padding,
+        input_dilation=(1, 1),
+        kernel_dilation=(1, 1),
+        feature_group_count=x.shape[-1],
+        activation=activation,
+        precision=None,
+    )
+
+
+def _reasons(device: dispatch.Device, x: Any, window: Window, residual=None) -> dict[str, Any]:
+    """Why an implementation cannot run the convolution of x [B, H, W, C] or its gradients."""
+    images, height, width, channels = x.shape
+    return {
+        "cuda": depthwise_conv_cuda.why_unsupported(
+            compute_capability=device.compute_capability,
+            images=images,
+            height=height,
+            width=width,
+            channels=channels,
+            window=window,
+            dtype=x.dtype,
+            residual_dtype=None if residual is None else residual.dtype,
+        ),
+        "pallas": depthwise_conv1d.NO_PALLAS,
+        "xla": None,
+    }

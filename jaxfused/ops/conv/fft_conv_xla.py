@@ -1,0 +1,140 @@
+"""conv where each channel has a long window of its own, as a product of Fourier transforms.
+
+A value of the result is a sum over its window, and a product of transforms is all of these sums at once:
+how long it takes hardly depends on the window.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.stated_gradient import stated_gradient
+
+Padding = tuple[tuple[int, int], ...]
+"""The zeros (before, after) each spatial axis, fewer than the window has weights there."""
+
+
+@functools.partial(stated_gradient, nondiff_argnums=(2,))
+def conv(x: jax.Array, w: jax.Array, padding: Padding) -> jax.Array:
+    """Convolves x [B, *spatial, C] with w [*kernel, C], each channel by itself, in x's dtype.
+
+    As in `reference.conv` the window is not flipped, and the sums are float32 (float64 for float64).
+    A NaN or an infinity in x reaches all values of its image and channel.
+
+    Source: Cooley and Tukey, "An Algorithm for the Machine Calculation of Complex Fourier Series", 1965.
+    """
+    transform = _transform(x.shape[1:-1], w.shape[:-1], padding)
+    sizes = [
+        size + sum(zeros) - kernel + 1
+        for size, kernel, zeros in zip(x.shape[1:-1], w.shape[:-1], padding, strict=True)
+    ]
+    product = transform.of(x) * transform.of_window(w, padding)
+    return transform.restored(product, sizes).astype(x.dtype)
+
+
+def _conv_fwd(x, w, padding):
+    return conv(x, w, padding), (x, w)
+
+
+def _conv_bwd(padding, saved, dy):
+    x, w = saved
+    transform = _transform(x.shape[1:-1], w.shape[:-1], padding)
+    of_dy = transform.of(dy)
+    dx = transform.restored(of_dy * transform.of_window(w, padding).conj(), x.shape[1:-1])
+    spread = transform.lengths_of_window(w)
+    # An axis with one weight is not transformed, and the weight meets all of its values.
+    once = [0, *(2 + axis for axis, length in enumerate(spread) if length == 1)]
+    summed = jnp.sum(of_dy * transform.of(x).conj(), axis=once, keepdims=True)
+    (around,) = transform.restored(summed, spread)
+    turned = jnp.roll(around, _reach(w, padding), range(w.ndim - 1))
+    dw = jnp.flip(jax.lax.slice(turned, (0,) * w.ndim, w.shape), range(w.ndim - 1))
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+conv.defvjp(_conv_fwd, _conv_bwd)
+
+
+def transformed_size(x: Any, kernel: Sequence[int], padding: Padding) -> int:
+    """How many values are transformed for x [B, *spatial, C] and such a window, zeros included."""
+    lengths = _transform(x.shape[1:-1], kernel, padding).lengths
+    return x.shape[0] * math.prod(lengths) * x.shape[-1]
+
+
+class _Transform(NamedTuple):
+    """The Fourier transform of images, along the axes of which a window has more than one weight."""
+
+    lengths: tuple[int, ...]
+    """The values of each spatial axis, zeros behind those of an image included."""
+    axes: tuple[int, ...]
+    """Once the channels are the second axis, so that what is transformed is contiguous."""
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """The transform [B, C, *lengths] of x [B, *spatial, C]; of the last axis half and one more."""
+        x = jnp.moveaxis(x, -1, 1).astype(accumulator_dtype(x.dtype))
+        return jnp.fft.rfftn(x, s=self._transformed, axes=self.axes)
+
+    def of_window(self, w: jax.Array, padding: Padding) -> jax.Array:
+        """The transform [1, C, *lengths] of the window w [*kernel, C], turned around."""
+        return self.of(_around(w, padding, self.lengths_of_window(w))[None])
+
+    def restored(self, product: jax.Array, sizes: Sequence[int]) -> jax.Array:
+        """The first values [B, *sizes, C] of what `product` is the transform of."""
+        y = jnp.fft.irfftn(product, s=self._transformed, axes=self.axes)
+        return jnp.moveaxis(jax.lax.slice(y, (0,) * y.ndim, (*y.shape[:2], *sizes)), 1, -1)
+
+    def lengths_of_window(self, w: Any) -> tuple[int, ...]:
+        """To how many values of each axis the weights [*kernel, C] are filled up with zeros."""
+        return tuple(1 if k == 1 else n for n, k in zip(self.lengths, w.shape, strict=False))
+
+    @property
+    def _transformed(self) -> tuple[int, ...]:
+        return tuple(self.lengths[axis - 2] for axis in self.axes)
+
+
+def _transform(sizes: Sequence[int], kernel: Sequence[int], padding: Padding) -> _Transform:
+    """That of images with such spatial axes for such a window.
+
+    What is transformed goes on with its first value after its last. So whatever a window meets before
+    the first value and after the last has to be zero.
+    """
+    lengths = tuple(
+        size if k == 1 else _fast_length(max(size + low, size + high, k))
+        for size, k, (low, high) in zip(sizes, kernel, padding, strict=True)
+    )
+    return _Transform(lengths, tuple(2 + axis for axis, k in enumerate(kernel) if k > 1))
+
+
+def _fast_length(least: int) -> int:
+    """The smallest even number from `least` on without prime factors above 7, which are slow."""
+    length = least + least % 2
+    while not _is_fast(length):
+        length += 2
+    return length
+
+
+def _is_fast(length: int) -> bool:
+    for factor in (2, 3, 5, 7):
+        while length % factor == 0:
+            length //= factor
+    return length == 1
+
+
+def _around(w: jax.Array, padding: Padding, lengths: Sequence[int]) -> jax.Array:
+    """The window [*lengths, C] turned around, where its last weight meets the first value.
+
+    A product of transforms pairs the first values with each other, and a window begins before them.
+    """
+    w, reach = jnp.flip(w, range(w.ndim - 1)), _reach(w, padding)
+    zeros = [length - kernel for length, kernel in zip(lengths, w.shape, strict=False)]
+    w = jnp.pad(w, [*((0, count) for count in zeros), (0, 0)])
+    return jnp.roll(w, [-steps for steps in reach], range(w.ndim - 1))
+
+
+def _reach(w: jax.Array, padding: Padding) -> list[int]:
+    """How many weights of each axis, turned around, come before the one that meets the first value."""
+    return [kernel - 1 - low for kernel, (low, _) in zip(w.shape, padding, strict=False)]

@@ -1,0 +1,1 @@
+"""Products in float8: scaling state, quantised operands, and the operators on them."""

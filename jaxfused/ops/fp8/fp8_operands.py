@@ -1,0 +1,278 @@
+"""Matrices in float8, and the scale of each: what float8 products are made of.
+
+Each matrix that is multiplied is quantised with one scale, its largest magnitude over the largest
+number of its float8: e4m3 for what goes forward and for weights, e5m2 for gradients. The tensor cores
+want the sums of a float8 product along the last axis of both operands. A gradient sums over the other
+axis of what the forward has multiplied, and so the pass that quantises a matrix also writes it
+transposed. The backward keeps these copies in place of the arrays.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.ops.fp8 import fp8_xla, quantize_cuda
+from jaxfused.ops.fp8.fp8 import Fp8State
+from jaxfused.runtime import cuda_library, sharding
+from jaxfused.runtime.activation import BOUNDED_FROM_ABOVE
+from jaxfused.runtime.quantized_array import FORMATS
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner
+from jaxfused.runtime.vmap import OneByOne
+
+FORWARD = jnp.dtype(jnp.float8_e4m3fn)
+GRADIENT = jnp.dtype(jnp.float8_e5m2)
+SLOPE_STEPS = 112.0
+"""What stands for a derivative of 1. A byte reaches as far as the derivative of every activation but
+relu2, in steps finer than those of the float8 to which the gradient is rounded that they multiply."""
+
+
+class Copies(NamedTuple):
+    """A matrix [..., N] in float8: values times a scale."""
+
+    values: Any
+    """[..., N], or None."""
+    transposed: Any
+    """[N, ...], or None."""
+    scale: jax.Array
+    """A scalar."""
+    largest: Any
+    """[P]: magnitudes, the largest of which the scale is made of."""
+    sums: Any = None
+    """[N], float32, over all rows of the matrix before it was quantised; or None."""
+    found: Any = None
+    """[1], the largest magnitude, where the scale is of another; or None."""
+    slope: Any = None
+    """[..., N], int8, the derivative of the activation in steps of 1 / SLOPE_STEPS; or None."""
+
+    def kept(self, *names: str) -> "Copies":
+        """What a backward needs: the scale, and what is named."""
+        wanted = {"scale", "largest", "found", *names}
+        fields: Any = {name: a if name in wanted else None for name, a in self._asdict().items()}
+        return Copies(**fields)
+
+
+def copies(
+    run: Runner,
+    *matrices: jax.Array,
+    dtype: Any = FORWARD,
+    activation: str | None = None,
+    gated: bool = False,
+    straight: bool = True,
+    transposes: bool = True,
+    sums: bool = False,
+    slope: bool = False,
+    largest: jax.Array | None = None,
+    history: jax.Array | None = None,
+) -> Copies:
+    """Matrices [..., N_i] in float8, side by side and with one scale.
+
+    Args:
+      dtype: FORWARD or GRADIENT.
+      activation: is applied to them first.
+      gated: there are two, and the activation of the first is multiplied by the second.
+      straight: whether the values as they lie are wanted.
+      transposes: whether the transposed ones are.
+      sums: whether the matrices' sums over their rows are, as gradients of biases.
+      slope: whether the activation's derivative is.
+      largest: [P], magnitudes, the largest of which is that of what is quantised, where it is known;
+        needed with an activation.
+      history: [calls], of the matrix, by which it is scaled instead where there is one.
+    """
+    in_one_piece = sharding.is_in_one_piece(*matrices)
+    padded = (*matrices, *[None] * (3 - len(matrices)))
+    if history is not None:
+        fitting = _from_history(history, dtype)
+    elif largest is not None:
+        fitting = _of_all_shards(largest)
+    else:
+        fitting = _of_all_shards(largest_of(run, *matrices))
+    stage = _Quantize(
+        dtype,
+        activation,
+        gated,
+        straight,
+        transposes,
+        sums,
+        SLOPE_STEPS if slope else None,
+        observes=history is not None and largest is None and in_one_piece,
+        matrices=len(matrices),
+        returns_scale=in_one_piece,
+        # Who knows the magnitudes has just written the matrices, and the cache holds what came last.
+        from_end=largest is not None,
+    )
+    values, transposed, scale, total, parts, derivative = run(stage, *padded, fitting)
+    if scale is None:
+        scale = fp8_xla.scale_for(fp8_xla.largest_magnitude(fitting), dtype)
+    found = None
+    if history is not None:
+        observed = [seen for seen in (largest, parts) if seen is not None] or matrices
+        found = _of_all_shards(fp8_xla.largest_magnitude(*observed)[None])
+    return Copies(values, transposed, scale.reshape(()), fitting, total, found, derivative)
+
+
+def copies_of(
+    run: Runner, state: Fp8State | None, op: str, matrix: str, *arrays: jax.Array, **wanted: Any
+) -> Copies:
+    """`copies` of what MATRICES calls `matrix`, scaled by its history where there is a state."""
+    history = None if state is None else state.of(op, matrix)
+    return copies(run, *arrays, history=history, **wanted)
+
+
+def largest_of(run: Runner, *arrays: jax.Array, activation: str | None = None) -> jax.Array:
+    """Magnitudes [P], the largest of which is that of arrays [..., N_i].
+
+    With an activation, a bound of its magnitudes where it reads numbers no larger than theirs.
+    """
+    if sharding.is_in_one_piece(*arrays):
+        stage = _Largest(len(arrays), activation)
+        return run(stage, *arrays, *[None] * (3 - len(arrays)))[0]
+    return _largest_by_xla(arrays, activation)[None]
+
+
+def _of_all_shards(largest: jax.Array) -> jax.Array:
+    """In a shard_map that tracks what varies, the shards of a matrix have one scale as under jit."""
+    names = tuple(sorted(sharding.varying(largest)))
+    return jax.lax.pmax(largest, names) if names else largest
+
+
+def _from_history(history: jax.Array, dtype: Any) -> jax.Array:
+    """[1], the largest magnitude that has been seen, or that of scale 1.
+
+    What was not finite says nothing of the next call, such as the gradients of a step whose loss was
+    scaled too high.
+    """
+    largest = jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), keepdims=True)
+    return jnp.where(largest > 0.0, largest, FORMATS[jnp.dtype(dtype).name].largest)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+_BLOCKS, _BLOCK_BYTES = 2, 2**16
+"""Blocks of the kernel that finds the largest magnitude: at most for each multiprocessor, and what each
+reads at least, as what they find is read again for each tile that is quantised by it."""
+
+
+@dataclass(frozen=True)
+class _Largest(OneByOne):
+    """(magnitudes [P],) of matrices [M, N_i], which are in one piece, as `largest_of` returns them."""
+
+    matrices: int
+    activation: str | None
+
+    @property
+    def name(self) -> str:
+        return "fp8 largest magnitude"
+
+    def axes(self, *operands) -> Axes:
+        rows = sharding.leading_axes(operands[0].ndim - 1)
+        return Axes([rows + letter for letter in "deg"], ("p",), whole=rows + "degp")
+
+    def reasons(self, device, *operands) -> Mapping[str, str | None]:
+        reason = cuda_library.why_unfit(device.compute_capability)
+        reason = reason or cuda_library.why_dtype_unfit(operands[0].dtype)
+        if len({operand.dtype for operand in operands if operand is not None}) > 1:
+            reason = reason or "it takes arrays of one dtype"
+        return {"cuda": reason or cuda_library.why_unavailable(), "xla": None}
+
+    def run(self, implementation, device, *operands) -> Results:
+        arrays = [operand for operand in operands if operand is not None]
+        if implementation == "xla":
+            return (_largest_by_xla(arrays, self.activation)[None],)
+        filled = -(-sum(array.nbytes for array in arrays) // _BLOCK_BYTES)
+        blocks = max(1, min(_BLOCKS * device.multiprocessors, filled))
+        least = BOUNDED_FROM_ABOVE.get(str(self.activation), 0.0)
+        return (quantize_cuda.largest(arrays, blocks, self.activation, least),)
+
+
+def _largest_by_xla(arrays: Sequence[jax.Array], activation: str | None) -> jax.Array:
+    """A scalar."""
+    if activation is None:
+        return fp8_xla.largest_magnitude(*arrays)
+    (maxima,) = arrays
+    return fp8_xla.largest_activation(activation, maxima.astype(jnp.float32))
+
+
+@dataclass(frozen=True)
+class _Quantize(OneByOne):
+    """What `cuda.quantize.quantize` returns, found before slope; of matrices [M, N_i], magnitudes."""
+
+    dtype: Any
+    activation: str | None
+    gated: bool
+    straight: bool
+    transposes: bool
+    sums: bool
+    slope_steps: float | None
+    observes: bool
+    matrices: int
+    returns_scale: bool
+    """Devices that share the matrices would add the scale up."""
+    from_end: bool
+
+    @property
+    def name(self) -> str:
+        return "fp8 quantize"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        # Side by side they have an axis of their own, which devices cannot split.
+        apart = self.matrices > 1 and not self.gated
+        sources = "deg" if apart else "ddd"
+        columns = "c" if apart else "d"
+        return Axes(
+            (*(ROWS + source for source in sources), "p"),
+            (
+                ROWS + columns if self.straight else None,
+                columns + ROWS if self.transposes else None,
+                "s" if self.returns_scale else None,
+                columns if self.sums else None,
+                "q" if self.observes else None,
+                ROWS + columns if self.slope_steps is not None else None,
+            ),
+            whole="degcpsq" if apart else "psq",
+        )
+
+    def reasons(self, device, *operands) -> Mapping[str, str | None]:
+        matrices = [operand for operand in operands[:-1] if operand is not None]
+        reason = quantize_cuda.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=matrices[0].dtype,
+            rows=matrices[0].shape[0],
+            widths=[matrix.shape[1] for matrix in matrices],
+            transposes=self.transposes,
+        )
+        return {"cuda": reason, "xla": None}
+
+    def run(self, implementation, device, *operands) -> Results:
+        del device
+        *matrices, largest = (operand for operand in operands if operand is not None)
+        keywords: dict[str, Any] = dict(
+            dtype=self.dtype,
+            activation=self.activation,
+            gated=self.gated,
+            straight=self.straight,
+            transposes=self.transposes,
+            sums=self.sums,
+            slope_steps=self.slope_steps,
+        )
+        if implementation == "cuda":
+            keywords |= dict(observes=self.observes, from_end=self.from_end)
+            values, transposed, scale, total, slope, found = quantize_cuda.quantize(
+                matrices, largest, **keywords
+            )
+        else:
+            values, transposed, scale, total, slope = fp8_xla.quantize(
+                matrices, largest, **keywords
+            )
+            found = self._found(matrices) if self.observes else None
+        return values, transposed, scale if self.returns_scale else None, total, found, slope
+
+    def _found(self, matrices: Sequence[jax.Array]) -> jax.Array:
+        """As many magnitudes as the kernel finds."""
+        columns = sum(matrix.shape[1] for matrix in matrices)
+        tiles = quantize_cuda.tiles(matrices[0].shape[0], columns)
+        return jnp.full((tiles,), fp8_xla.largest_magnitude(*matrices))

@@ -1,0 +1,378 @@
+"""Products of matrices in float8: a layer, the gradients of one, and that of a hidden layer."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.ops.fp8 import fp8_xla
+from jaxfused.ops.fp8.fp8_operands import SLOPE_STEPS, Copies, largest_of
+from jaxfused.runtime import sharding
+from jaxfused.runtime.activation import BOUNDED_FROM_ABOVE
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner
+from jaxfused.runtime.vmap import OneByOne
+from pallas_kernels.gemm import cost
+from pallas_kernels.gemm import fp8 as pallas_fp8
+from pallas_kernels.gemm.fp8 import LayerOptions
+
+
+def layer(
+    run: Runner,
+    op: str,
+    x: Copies,
+    w: Copies,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    activation: str | None = None,
+    out_dtype: Any = None,
+    narrow_dtype: Any,
+    saves: bool = False,
+    maximised: pallas_fp8.Maximised | None = None,
+) -> Any:
+    """(activation(z) + residual, z, maxima of rows) of z = x @ w + bias, of w's transposed copy.
+
+    The options are those of `pallas_kernels.gemm.fp8.LayerOptions`.
+    """
+    # Devices that share the columns would add their maxima up; z is then read once more.
+    observed = maximised if sharding.is_in_one_piece(x.values, w.transposed) else None
+    options = LayerOptions(activation, out_dtype, narrow_dtype, saves, observed)
+    scales = _scales(x, w)
+    y, z, maxima = run(_Layer(op, options), x.values, w.transposed, *scales, bias, residual)
+    if maximised is not None and maxima is None:
+        maxima = z if maximised == "value" else jnp.abs(z)
+    return y, z, maxima
+
+
+def hidden_magnitude(
+    run: Runner, activation: str | None, maxima: jax.Array, up: Any = None
+) -> jax.Array:
+    """[P], the largest of which bounds the magnitudes of a hidden layer, which is nowhere written.
+
+    Args:
+      activation: of the hidden layer.
+      maxima: of the values that the activation reads; without one, of their magnitudes.
+      up: of the magnitudes by which it is multiplied, where it is.
+    """
+    if up is None:
+        return largest_of(run, maxima, activation=activation)
+    largest = fp8_xla.largest_activation(activation, maxima.astype(jnp.float32))
+    return (largest * fp8_xla.largest_magnitude(up))[None]
+
+
+def maximised_of(activation: str | None) -> pallas_fp8.Maximised:
+    """Which maxima `hidden_magnitude` wants."""
+    return "value" if activation in BOUNDED_FROM_ABOVE else "magnitude"
+
+
+def input_gradient(run: Runner, op: str, dy: Copies, w: Copies, dtype: Any) -> jax.Array:
+    """The gradient dy @ w^T of x [..., D], in x's dtype, of dy [..., F] and w [D, F]."""
+    stage = _Layer(f"{op} input gradient", LayerOptions(None, dtype, dtype, False, None))
+    scales = _scales(dy, w)
+    dx, _, _ = run(stage, dy.values, w.values, *scales, None, None)
+    return dx
+
+
+def weight_gradient(run: Runner, op: str, x: Copies, dy: Copies, dtype: Any) -> jax.Array:
+    """The gradient x^T @ dy [D, F] of weights, of both transposed copies."""
+    scales = _scales(x, dy)
+    (dw,) = run(_WeightGradient(op, dtype), x.transposed, dy.transposed, *scales)
+    return dw
+
+
+class HiddenGradient(NamedTuple):
+    """What comes of the gradient of a hidden layer, in z's dtype; None for what there is not."""
+
+    dz: jax.Array
+    dup: Any
+    largest: jax.Array
+    """[P], magnitudes, the largest of which is that of both."""
+
+
+def hidden_gradient(
+    run: Runner,
+    op: str,
+    dy: Copies,
+    w: Copies,
+    z: jax.Array,
+    up: jax.Array | None,
+    *,
+    activation: str | None,
+) -> HiddenGradient:
+    """The gradients to z [..., F] and up, of which the hidden layer activation(z) [* up] was made."""
+    observes = sharding.is_in_one_piece(dy.values, w.values)
+    stage = _HiddenGradient(op, activation, observes)
+    scales = _scales(dy, w)
+    dz, dup, max_dz, max_dup = run(stage, dy.values, w.values, *scales, z, up)
+    largest = [m for m in ((max_dz, max_dup) if observes else (dz, dup)) if m is not None]
+    return HiddenGradient(dz, dup, largest_of(run, *largest))
+
+
+def hidden_gradient_by_slope(
+    run: Runner,
+    op: str,
+    dy: Copies,
+    w: Copies,
+    slope: jax.Array,
+    hidden: Copies,
+    *,
+    dtype: Any,
+) -> HiddenGradient:
+    """The gradient to z [..., F], from the activation's derivative in steps of 1 / SLOPE_STEPS."""
+    observes = sharding.is_in_one_piece(dy.values, w.values)
+    # The integers of a slope have no NaN. Where the hidden layer had one, what was found of it says so.
+    seen = hidden.scale if hidden.found is None else hidden.found
+    unit = jnp.where(jnp.isfinite(seen.reshape(1)), jnp.float32(1.0 / SLOPE_STEPS), jnp.nan)
+    stage = _HiddenGradientBySlope(op, jnp.dtype(dtype), observes)
+    scales = *_scales(dy, w), unit
+    dz, maxima = run(stage, dy.values, w.values, *scales, slope)
+    return HiddenGradient(dz, None, largest_of(run, maxima if observes else dz))
+
+
+def _scales(a: Copies, b: Copies) -> tuple[jax.Array, jax.Array]:
+    """The scales [1] of both matrices of a product."""
+    return a.scale.reshape(1), b.scale.reshape(1)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def _product_reasons(
+    device: dispatch.Device, x: Any, w: Any, others: Mapping[str, Any]
+) -> dict[str, str | None]:
+    """Why each implementation cannot multiply x [M, K] and w [N, K] in float8."""
+    reason = pallas_fp8.why_unsupported(
+        compute_capability=device.compute_capability,
+        x_dtype=x.dtype,
+        w_dtype=w.dtype,
+        others=others,
+        k=x.shape[1],
+        n=w.shape[0],
+    )
+    return {"pallas": reason, "xla": None}
+
+
+def _bytes(*dtypes: Any) -> int:
+    return sum(jnp.dtype(dtype).itemsize for dtype in dtypes if dtype is not None)
+
+
+@dataclass(frozen=True)
+class _Layer(OneByOne):
+    """(activation(z) + residual, z, maxima [P, M]) of x [M, K], w [N, K] and two scales [1]."""
+
+    op: str
+    options: LayerOptions
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} in fp8"
+
+    def axes(self, x, w, scale, w_scale, bias, residual) -> Axes:
+        del x, w, scale, bias, residual
+        rows = ROWS + "n"
+        return Axes(
+            (ROWS + "k", "nk", "s", "t", "n", rows),
+            (
+                None if self.options.out_dtype is None else rows,
+                rows if self.options.saves else None,
+                None if self.options.maximised is None else "p" + ROWS,
+            ),
+            whole="kp",
+        )
+
+    def reasons(self, device, x, w, scale, w_scale, bias, residual) -> Mapping[str, str | None]:
+        del scale, w_scale
+        others = {
+            "bias": None if bias is None else bias.dtype,
+            "residual": None if residual is None else residual.dtype,
+            "the result": self.options.out_dtype,
+            "what is saved": self.options.narrow_dtype,
+        }
+        return _product_reasons(device, x, w, others)
+
+    def work(self, x, w, residual) -> cost.Work:
+        return pallas_fp8.work(
+            x,
+            w,
+            read_bytes=0 if residual is None else residual.dtype.itemsize,
+            written_bytes=_bytes(
+                self.options.out_dtype, self.options.narrow_dtype if self.options.saves else None
+            ),
+            activations=int(self.options.activation is not None),
+        )
+
+    def configs(
+        self, implementation, device, x, w, scale, w_scale, bias, residual
+    ) -> Sequence[Hashable]:
+        del scale, w_scale, bias
+        if implementation != "pallas":
+            return ()
+        return pallas_fp8.candidates(self.work(x, w, residual), device.multiprocessors)
+
+    def run(
+        self, implementation, device, x, w, scale, w_scale, bias, residual, config=None
+    ) -> Results:
+        operands = (x, w, (scale, w_scale), bias, residual)
+        if implementation == "xla":
+            return fp8_xla.layer(*operands, self.options)
+        if config is None:
+            work = self.work(x, w, residual)
+            config = pallas_fp8.candidates(work, device.multiprocessors)[0]
+        return pallas_fp8.layer(
+            *operands,
+            self.options,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+
+
+@dataclass(frozen=True)
+class _HiddenGradient(OneByOne):
+    """(dz, dup, maxima [P, M] of both) of dy [M, K], w [N, K], two scales [1], z and up [M, N]."""
+
+    op: str
+    activation: str | None
+    maximises: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} hidden gradient in fp8"
+
+    def axes(self, dy, w, scale, w_scale, z, up) -> Axes:
+        del dy, w, scale, z
+        rows, gated = ROWS + "n", up is not None
+        return Axes(
+            (ROWS + "k", "nk", "s", "t", rows, rows),
+            (
+                rows,
+                rows if gated else None,
+                "p" + ROWS if self.maximises else None,
+                "p" + ROWS if self.maximises and gated else None,
+            ),
+            whole="kp",
+        )
+
+    def reasons(self, device, dy, w, scale, w_scale, z, up) -> Mapping[str, str | None]:
+        del scale, w_scale, up
+        return _product_reasons(device, dy, w, {"z": z.dtype})
+
+    def work(self, dy, w, z, up) -> cost.Work:
+        moved = z.dtype.itemsize * (1 if up is None else 2)
+        activations = 0 if self.activation is None else 2
+        return pallas_fp8.work(
+            dy, w, read_bytes=moved, written_bytes=moved, activations=activations
+        )
+
+    def configs(self, implementation, device, dy, w, scale, w_scale, z, up) -> Sequence[Hashable]:
+        del scale, w_scale
+        if implementation != "pallas":
+            return ()
+        return pallas_fp8.hidden_candidates(self.work(dy, w, z, up), device.multiprocessors)
+
+    def run(self, implementation, device, dy, w, scale, w_scale, z, up, config=None) -> Results:
+        operands = (dy, w, (scale, w_scale), z, up)
+        keywords: dict[str, Any] = dict(activation=self.activation, maximise=self.maximises)
+        if implementation == "xla":
+            return fp8_xla.hidden_gradient(*operands, **keywords)
+        if config is None:
+            work = self.work(dy, w, z, up)
+            config = pallas_fp8.hidden_candidates(work, device.multiprocessors)[0]
+        return pallas_fp8.hidden_gradient(
+            *operands,
+            **keywords,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+
+
+@dataclass(frozen=True)
+class _HiddenGradientBySlope(OneByOne):
+    """(dz, maxima of |dz| [P, M]) of dy [M, K], w [N, K], three scales [1] and slope [M, N]."""
+
+    op: str
+    dtype: Any
+    maximises: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} hidden gradient by slope in fp8"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        rows = ROWS + "n"
+        return Axes(
+            (ROWS + "k", "nk", "s", "t", "u", rows),
+            (rows, "p" + ROWS if self.maximises else None),
+            whole="kp",
+        )
+
+    def reasons(self, device, dy, w, *others) -> Mapping[str, str | None]:
+        reasons = _product_reasons(device, dy, w, {"dz": self.dtype})
+        slope = pallas_fp8.why_slope_unsupported(columns=others[-1].shape[1])
+        return reasons | {"pallas": reasons["pallas"] or slope}
+
+    def work(self, dy, w, slope) -> cost.Work:
+        read, written = slope.dtype.itemsize, _bytes(self.dtype)
+        return pallas_fp8.work(dy, w, read_bytes=read, written_bytes=written)
+
+    def configs(self, implementation, device, dy, w, *others) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        return pallas_fp8.slope_candidates(self.work(dy, w, others[-1]), device.multiprocessors)
+
+    def run(
+        self, implementation, device, dy, w, scale, w_scale, unit, slope, config=None
+    ) -> Results:
+        operands = (dy, w, (scale, w_scale, unit), slope)
+        keywords: dict[str, Any] = dict(dtype=self.dtype, maximise=self.maximises)
+        if implementation == "xla":
+            return fp8_xla.hidden_gradient_by_slope(*operands, **keywords)
+        if config is None:
+            config = pallas_fp8.slope_candidates(self.work(dy, w, slope), device.multiprocessors)[0]
+        return pallas_fp8.hidden_gradient_by_slope(
+            *operands, **keywords, multiprocessors=device.multiprocessors, config=config
+        )
+
+
+@dataclass(frozen=True)
+class _WeightGradient(OneByOne):
+    """(scales * x @ dy^T,) [K, N] of x [K, M], dy [N, M] and two scales [1]."""
+
+    op: str
+    dtype: Any
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} weight gradient in fp8"
+
+    def axes(self, x, dy, scale, dy_scale) -> Axes:
+        del x, dy, scale
+        return Axes(("k" + ROWS, "n" + ROWS, "s", "t"), ("kn",))
+
+    def reasons(self, device, x, dy, scale, dy_scale) -> Mapping[str, str | None]:
+        del scale, dy_scale
+        return _product_reasons(device, x, dy, {"the gradient": self.dtype})
+
+    def work(self, x, dy) -> cost.Work:
+        return pallas_fp8.work(x, dy, read_bytes=0, written_bytes=_bytes(self.dtype))
+
+    def configs(self, implementation, device, x, dy, scale, dy_scale) -> Sequence[Hashable]:
+        del scale, dy_scale
+        if implementation != "pallas":
+            return ()
+        return pallas_fp8.promoted_candidates(self.work(x, dy), device.multiprocessors)
+
+    def run(self, implementation, device, x, dy, scale, dy_scale, config=None) -> Results:
+        operands = (x, dy, (scale, dy_scale))
+        if implementation == "xla":
+            return (fp8_xla.weight_gradient(*operands, out_dtype=self.dtype),)
+        dw = pallas_fp8.weight_gradient(
+            *operands,
+            out_dtype=self.dtype,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+        return (dw,)

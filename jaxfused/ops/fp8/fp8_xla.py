@@ -1,0 +1,183 @@
+"""Products of float8 matrices with one scale each, in plain JAX: the truth for the kernels."""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfused.runtime.activation import BOUNDED_FROM_ABOVE, activate, value_and_slope
+from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.quantized_array import FORMATS
+
+
+def largest_magnitude(*arrays: jax.Array) -> jax.Array:
+    """The largest magnitude of all, a float32 scalar; NaN where there is a NaN.
+
+    Without its sign a float is ordered as its bits are, and a NaN comes after infinity. On a CPU XLA's
+    largest float may leave NaN out (jax 0.11.2).
+    """
+    maxima = []
+    for array in arrays:
+        bits = jnp.dtype(f"int{8 * array.dtype.itemsize}")
+        magnitude = lax.bitcast_convert_type(array, bits) & jnp.iinfo(bits).max
+        largest = jnp.max(magnitude, initial=0)
+        maxima.append(lax.bitcast_convert_type(largest, array.dtype).astype(jnp.float32))
+    total = maxima[0]
+    for other in maxima[1:]:
+        total = jnp.maximum(total, other)
+    return total
+
+
+def scale_for(largest: jax.Array, dtype: Any) -> jax.Array:
+    """The scale that makes `largest` the largest number of a float8; NaN where it is not finite."""
+    scale = largest * FORMATS[jnp.dtype(dtype).name].unit
+    scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
+    return jnp.where(jnp.isfinite(scale), scale, jnp.nan)
+
+
+def quantize(
+    matrices: Sequence[jax.Array],
+    largest: jax.Array,
+    *,
+    dtype: Any,
+    activation: str | None,
+    gated: bool,
+    straight: bool,
+    transposes: bool,
+    sums: bool,
+    slope_steps: float | None = None,
+) -> tuple[jax.Array | None, ...]:
+    """(values [M, N], values^T [N, M], scale [1], sums [N], slope [M, N]); see `cuda.quantize`."""
+    parts = [matrix.astype(jnp.float32) for matrix in matrices]
+    slope = None
+    if slope_steps is not None:
+        values, derivative = value_and_slope(activation, parts[0])
+        slope = jnp.round(derivative * slope_steps).astype(jnp.int8)
+    elif gated:
+        values = activate(activation, parts[0]) * parts[1]
+    else:
+        values = activate(activation, jnp.concatenate(parts, axis=-1))
+    limit = FORMATS[jnp.dtype(dtype).name].largest
+    # A conversion alone makes NaN or Inf of what is too large. The barrier keeps the rounding, which
+    # XLA may leave out where the values are widened again.
+    scale = scale_for(largest_magnitude(largest), dtype)
+    units = values * (1.0 / scale)
+    values = lax.optimization_barrier(jnp.clip(units, -limit, limit).astype(dtype))
+    total = jnp.sum(jnp.concatenate(parts, axis=-1), axis=0) if sums else None
+    return values if straight else None, values.T if transposes else None, scale[None], total, slope
+
+
+def sums(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product of float8 operands, accumulated in float32."""
+    # Every float8 is a bfloat16. Where XLA sees float8 under a scale it may call cuBLASLt's scaled
+    # product, whose accumulators are short.
+    a, b = lax.optimization_barrier((a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)))
+    return product(subscripts, a, b, out_dtype=jnp.float32)
+
+
+def _scaled(total: jax.Array, scales: Sequence[jax.Array]) -> jax.Array:
+    """Sums times the product of scales of [1]."""
+    return total * functools.reduce(operator.mul, scales)
+
+
+def layer(
+    x: jax.Array,
+    w: jax.Array,
+    scales: Sequence[jax.Array],
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    options: Any,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(activation(z) + residual, z, maxima of rows) of z = scales * x @ w^T + bias.
+
+    The arguments are those of `pallas_kernels.gemm.fp8.layer`.
+    """
+    z = _scaled(sums("mk,nk->mn", x, w), scales)
+    z = z if bias is None else z + bias.astype(jnp.float32)
+    narrow = z.astype(options.narrow_dtype)
+    wide = narrow.astype(jnp.float32)
+    y = maxima = None
+    if options.out_dtype is not None:
+        y = z if options.activation is None else activate(options.activation, wide)
+        y = y if residual is None else y + residual.astype(jnp.float32)
+        y = y.astype(options.out_dtype)
+    if options.maximised is not None:
+        maxima = _row_maxima(wide if options.maximised == "value" else jnp.abs(wide))
+    return y, narrow if options.saves else None, maxima
+
+
+def _row_maxima(values: jax.Array) -> jax.Array:
+    """[1, M]; a kernel has several for each row, of parts of the columns."""
+    largest = jnp.max(values, axis=1, initial=-jnp.inf)
+    # On a CPU XLA's largest number of an array may leave NaN out (jax 0.11.2).
+    return jnp.where(jnp.any(jnp.isnan(values), axis=1), jnp.nan, largest)[None]
+
+
+def largest_activation(activation: str | None, maxima: jax.Array) -> jax.Array:
+    """A bound of an activation's magnitude, of the largest values that it reads; NaN of NaN.
+
+    It is the magnitude itself wherever some value is larger than a few tenths. Below 0 most activations
+    have a bound of their own. Without one, and without an activation, the maxima are magnitudes.
+    """
+    largest = jnp.max(maxima, initial=0.0)
+    largest = jnp.where(jnp.any(jnp.isnan(maxima)), jnp.nan, largest)
+    bound = activate(activation, largest)
+    return jnp.maximum(bound, BOUNDED_FROM_ABOVE.get(str(activation), 0.0))
+
+
+def hidden_gradient(
+    dy: jax.Array,
+    w: jax.Array,
+    scales: Sequence[jax.Array],
+    z: jax.Array,
+    up: jax.Array | None,
+    *,
+    activation: str | None,
+    maximise: bool,
+) -> tuple[jax.Array | None, ...]:
+    """(dz, dup, the largest magnitudes of their rows), each None unless it is wanted.
+
+    The arguments are those of `pallas_kernels.gemm.fp8.hidden_gradient`.
+    """
+    dh = _scaled(sums("mk,nk->mn", dy, w), scales)
+    gate = z.astype(jnp.float32)
+    h, slope = value_and_slope(activation, gate)
+    if up is None:
+        gradients = [dh * slope]
+    else:
+        gradients = [dh * up.astype(jnp.float32) * slope, dh * h]
+    rounded = [gradient.astype(z.dtype) for gradient in gradients]
+    maxima: list[jax.Array | None] = [None] * len(rounded)
+    if maximise:
+        maxima = [_row_maxima(jnp.abs(gradient.astype(jnp.float32))) for gradient in rounded]
+    absent = [None] * (2 - len(rounded))
+    return (*rounded, *absent, *maxima, *absent)
+
+
+def hidden_gradient_by_slope(
+    dy: jax.Array,
+    w: jax.Array,
+    scales: Sequence[jax.Array],
+    slope: jax.Array,
+    *,
+    dtype: Any,
+    maximise: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(dz, maxima of its rows) of dz = scales * dy @ w^T * slope.
+
+    The arguments are those of `pallas_kernels.gemm.fp8.hidden_gradient_by_slope`.
+    """
+    dh = _scaled(sums("mk,nk->mn", dy, w), scales)
+    dz = (dh * slope.astype(jnp.float32)).astype(dtype)
+    return dz, _row_maxima(jnp.abs(dz.astype(jnp.float32))) if maximise else None
+
+
+def weight_gradient(
+    x: jax.Array, dy: jax.Array, scales: Sequence[jax.Array], *, out_dtype: Any
+) -> jax.Array:
+    """Scales * x @ dy^T [K, N] of x [K, M] and dy [N, M]."""
+    return _scaled(sums("km,nm->kn", x, dy), scales).astype(out_dtype)

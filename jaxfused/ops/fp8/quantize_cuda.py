@@ -1,0 +1,128 @@
+"""Matrices in float8 and their transposes, by the kernel of ffi/quantize.cu."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.runtime import cuda_library
+
+GRAIN = 16
+"""What rows and columns must be multiples of: rows of a result then begin at multiples of 16 bytes."""
+_TILE_ROWS = 128
+_TILE_COLUMNS = 64
+_MOST_COLUMNS = 64 * 65535
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtype: Any,
+    rows: int,
+    widths: Sequence[int],
+    transposes: bool,
+) -> str | None:
+    """Returns None where matrices [rows, width] of a dtype can be quantised, else the reason."""
+    reason = cuda_library.why_unfit(compute_capability) or cuda_library.why_dtype_unfit(dtype)
+    if reason is not None:
+        return reason
+    for width in widths:
+        if width % GRAIN:
+            return f"it takes a multiple of {GRAIN} columns, and a matrix has {width}"
+    if transposes and rows % GRAIN:
+        return f"it transposes a multiple of {GRAIN} rows, and there are {rows}"
+    if sum(widths) > _MOST_COLUMNS:
+        return f"it takes at most {_MOST_COLUMNS} columns, and there are {sum(widths)}"
+    return cuda_library.why_unavailable()
+
+
+def quantize(
+    matrices: Sequence[jax.Array],
+    largest: jax.Array,
+    *,
+    dtype: Any,
+    activation: str | None,
+    gated: bool,
+    straight: bool,
+    transposes: bool,
+    sums: bool,
+    slope_steps: float | None = None,
+    observes: bool = False,
+    from_end: bool = False,
+) -> tuple[jax.Array | None, ...]:
+    """(values [M, N], values^T [N, M], scale [1], sums [N], slope [M, N], found [P]).
+
+    What is not wanted is None.
+
+    Args:
+      matrices: up to three [M, N_i], which lie side by side in the results; or with `gated` two [M, N],
+        of which the activation of the first is multiplied by the second.
+      largest: [P], magnitudes, the largest of which becomes the largest number of `dtype`.
+      dtype: of the results, float8_e4m3fn or float8_e5m2.
+      activation: of the matrices.
+      gated: as above.
+      straight: whether the values as they lie are wanted.
+      transposes: whether their transpose is.
+      sums: whether the matrices' sums over their rows are wanted, in float32.
+      slope_steps: what stands for 1 in the activation's derivative, as int8, where that is wanted: of
+        one matrix, and without sums.
+      observes: whether magnitudes [P] are, the largest of which is that of the values.
+      from_end: whether the last rows come first, which the cache may still hold.
+    """
+    cuda_library.register()
+    rows = matrices[0].shape[0]
+    columns = matrices[0].shape[1] if gated else sum(matrix.shape[1] for matrix in matrices)
+
+    def wanted(is_wanted: bool, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct(shape if is_wanted else (0,), dtype)
+
+    types = (
+        wanted(straight, (rows, columns), dtype),
+        wanted(transposes, (columns, rows), dtype),
+        wanted(True, (1,)),
+        wanted(sums, (-(-rows // _TILE_ROWS), columns)),
+        wanted(observes, (tiles(rows, columns),)),
+        wanted(slope_steps is not None, (rows, columns), jnp.int8),
+    )
+    call = jax.ffi.ffi_call("jaxfused_quantize", types)
+    values, transposed, scale, parts, found, slope = call(
+        *_three(matrices),
+        largest,
+        activation=activation or "none",
+        gated=gated,
+        from_end=from_end,
+        slope_steps=np.float32(slope_steps or 0.0),
+    )
+    return (
+        values if straight else None,
+        transposed if transposes else None,
+        scale,
+        jnp.sum(parts, axis=0) if sums else None,
+        slope if slope_steps is not None else None,
+        found if observes else None,
+    )
+
+
+def tiles(rows: int, columns: int) -> int:
+    """How many magnitudes `quantize` finds."""
+    return -(-rows // _TILE_ROWS) * -(-columns // _TILE_COLUMNS)
+
+
+def largest(
+    arrays: Sequence[jax.Array], blocks: int, activation: str | None = None, least: float = 0.0
+) -> jax.Array:
+    """Magnitudes [blocks] of up to three arrays of one dtype, the largest of which is that of all.
+
+    With an activation they are bounds of its magnitudes, where it reads numbers no larger than the
+    arrays': it grows above 0, and is never below -`least`.
+    """
+    cuda_library.register()
+    call = jax.ffi.ffi_call("jaxfused_largest", jax.ShapeDtypeStruct((blocks,), jnp.float32))
+    return call(*_three(arrays), activation=activation or "none", least=np.float32(least))
+
+
+def _three(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays and empty ones, which stand for those that there are not."""
+    return [*arrays, *[jnp.zeros_like(arrays[0], shape=(0,))] * (3 - len(arrays))]

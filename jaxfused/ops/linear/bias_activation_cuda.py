@@ -1,0 +1,129 @@
+"""The operations around a matrix product that XLA computes, by the kernels of ffi/bias_activation.cu.
+
+A plain activation is applied to one product. A gated activation is also multiplied by a second product,
+`up`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.runtime import cuda_library
+
+
+def why_unsupported(*, compute_capability: tuple[int, int] | None, dtype: Any) -> str | None:
+    """Returns None where forward and backward can run, else the reason."""
+    reason = cuda_library.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if reason := cuda_library.why_dtype_unfit(dtype):
+        return reason
+    return cuda_library.why_unavailable()
+
+
+def forward(
+    product: jax.Array,
+    up: jax.Array | None,
+    bias: jax.Array | None,
+    up_bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    out_dtype: Any,
+    save_preactivation: bool,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns (y, z, up_z) for rows [M, F]: y = activation(z) [* up_z] [+ residual].
+
+    z = product + bias and up_z = up + up_bias are returned if `save_preactivation`, in the product's
+    dtype. The activation is applied to these rounded values. `out_dtype` is the product's dtype or
+    float32; the residual has the same dtype.
+    """
+    cuda_library.register()
+    # Without a bias the product itself is the preactivation.
+    writes_z = save_preactivation and (bias is not None or up_bias is not None)
+    call = jax.ffi.ffi_call(
+        "jaxfused_bias_activation",
+        (
+            jax.ShapeDtypeStruct(product.shape, out_dtype),
+            *(_result(z, product.dtype, writes_z) for z in (product, up)),
+        ),
+    )
+    y, z, up_z = call(
+        product,
+        *_operands(product, up, _vector(bias), _vector(up_bias), residual),
+        activation=activation or "none",
+    )
+    if not save_preactivation:
+        return y, None, None
+    return (y, z, None if up is None else up_z) if writes_z else (y, product, up)
+
+
+def backward(
+    dy: jax.Array,
+    z: jax.Array,
+    up_z: jax.Array | None,
+    *,
+    activation: str | None,
+    want_y: bool,
+    want_sums: bool,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """Returns (dz, dup_z, y, sums) for `forward` without a residual; the first three have z's dtype.
+
+    `y` is the result of the forward, if `want_y`. With `want_sums`, `sums` are the sums of dz and dup_z
+    over the rows, which are the gradients of the biases, in float32 [1 or 2, F]. dy has z's dtype or
+    float32.
+    """
+    cuda_library.register()
+    rows, features = z.shape
+    partials = (1 if up_z is None else 2, _blocks(rows, features), features)
+    call = jax.ffi.ffi_call(
+        "jaxfused_bias_activation_backward",
+        (
+            _result(z, z.dtype, True),
+            _result(up_z, z.dtype, True),
+            _result(z, z.dtype, want_y),
+            jax.ShapeDtypeStruct(partials if want_sums else (0,), jnp.float32),
+        ),
+    )
+    dz, dup_z, y, parts = call(dy, z, *_operands(z, up_z), activation=activation or "none")
+    return (
+        dz,
+        None if up_z is None else dup_z,
+        y if want_y else None,
+        jnp.sum(parts, axis=1) if want_sums else None,
+    )
+
+
+def _blocks(rows: int, features: int) -> int:
+    """Returns the number of partial sums of a column, so few that they cost little.
+
+    A partial sum is of 128 rows, or of down to 32 where that leaves too few blocks to fill a GPU.
+    """
+    columns = -(-features // _BLOCK_COLUMNS)
+    rows_each = next(n for n in (128, 64, 32) if n == 32 or -(-rows // n) * columns >= _MANY_BLOCKS)
+    return max(1, min(-(-rows // rows_each), 4096))
+
+
+_BLOCK_COLUMNS = 256
+"""Of a block of the kernel, at 16 bits."""
+_MANY_BLOCKS = 512
+
+
+def _result(like: jax.Array | None, dtype: Any, wanted: bool) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(like.shape if wanted and like is not None else (0,), dtype)
+
+
+def _vector(bias: jax.Array | None) -> jax.Array | None:
+    """Returns a bias in a dtype that the kernels read."""
+    return bias if bias is None or bias.dtype in cuda_library.DTYPES else bias.astype(jnp.float32)
+
+
+def _operands(like: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
+    """Returns the arrays in the form that a handler takes; an absent one becomes an empty array.
+
+    The empty array is derived from `like`, because all operands in a `jax.shard_map` must vary over the
+    same axes.
+    """
+    absent = jnp.zeros_like(like, shape=(0,))
+    return [absent if a is None else a for a in arrays]

@@ -1,0 +1,40 @@
+"""cuBLASLt, which jaxfused does not link but finds in the nvidia-cublas wheel of JAX's CUDA plugin.
+
+The handlers of ffi/ look the library up by its file name alone, which succeeds once this module has
+opened it.
+"""
+
+import ctypes
+import functools
+import importlib.util
+from pathlib import Path
+
+from jaxfused.runtime import cuda_library
+
+
+@functools.cache
+def why_unavailable() -> str | None:
+    """Returns None where the handlers find cuBLASLt, else the reason; the first call opens it."""
+    reason = cuda_library.why_unavailable()
+    if reason is not None:
+        return reason
+    name = cuda_library.cublaslt_name()
+    if not name:
+        return (
+            "jaxfused's CUDA library was built without cublasLt.h; install jaxfused again where the"
+            " CUDA toolkit or the nvidia-cublas wheel has it"
+        )
+    for path in (name, *_in_wheels(name)):
+        try:
+            ctypes.CDLL(path)
+        except OSError:
+            continue
+        return None
+    return f"{name} is not there; pip install nvidia-cublas brings it, as does jax[cuda13]"
+
+
+def _in_wheels(name: str) -> list[str]:
+    """Returns where NVIDIA's wheels have the library: nvidia/cu13/lib, or formerly nvidia/cublas/lib."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [] if spec is None else spec.submodule_search_locations or []
+    return [str(path) for root in roots for path in sorted(Path(root).glob(f"*/lib/{name}"))]

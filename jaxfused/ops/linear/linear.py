@@ -1,0 +1,744 @@
+"""linear: validation, choice of implementation, gradient."""
+
+import functools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.ops.fp8 import fp8, fp8_operands, fp8_products
+from jaxfused.ops.linear import linear_cuda, linear_xla
+from jaxfused.ops.linear.weight_gradient import (
+    WeightGradients,
+    weight_and_bias_gradients,
+    weight_gradient,
+)
+from jaxfused.runtime import sharding
+from jaxfused.runtime.activation import ARITHMETIC
+from jaxfused.runtime.checkpoint_names import named
+from jaxfused.runtime.checks import (
+    as_arrays,
+    check_activation,
+    check_floating,
+    check_shape,
+    python_numbers,
+)
+from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.product_choice import Passes, fastest_first, is_modelled, xla_time
+from jaxfused.runtime.product_xla import product, sum_written_rows
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.runtime.shapes import why_symbolic
+from pallas_kernels.gemm import cost, small_m
+from pallas_kernels.gemm import linear as pallas_linear
+from pallas_kernels.gemm import matmul as pallas_matmul
+from pallas_kernels.gemm.mainloop import ACCUMULATOR_ELEMENTS
+from pallas_kernels.gemm.matmul import predicted_time
+
+
+@python_numbers
+def linear(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike | fp8.Precision = None,
+    out_dtype: Any = None,
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+    r"""A linear layer with its activation and the residual stream that it is added to.
+
+    .. math::
+        y = \text{activation}(x w + \text{bias}) + \text{residual}
+
+    The product is taken in x's dtype and accumulated in float32 (float64 for float64). So are the
+    gradients, and each is rounded once, to the dtype of its operand: a float32 `w` under
+    bfloat16 `x` receives the float32 sums. The activation reads its argument as rounded to x's
+    dtype; bias and residual are added in float32.
+
+    Args:
+      x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla").
+      w: [D, F], of any float dtype, as are bias and residual.
+      bias: [F].
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
+      residual: [..., F], is added after the activation.
+      precision: of the product, as in `jax.numpy.matmul`; or "fp8": the product and its gradients are
+        taken of float8, each operand with one scale, as docs/quantisation.md says.
+      out_dtype: of y; by default the residual's dtype, or x's where there is no residual.
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Returns:
+      y, [..., F].
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, or the named implementation cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> x, w = jnp.array([[1.0, 2.0]]), jnp.array([[1.0, -1.0], [1.0, 0.0]])
+      >>> jaxfused.linear(x, w, jnp.ones(2), activation="relu", residual=jnp.ones((1, 2)))
+      Array([[5., 1.]], dtype=float32)
+
+    Forward-mode differentiation and gradients of gradients need `implementation="xla"`.
+
+    Source: the affine layer, as `flax.linen.Dense` has it.
+    """
+    op = "linear"
+    x, w, bias, residual = as_arrays(x, w, bias, residual)
+    check_floating(op, dict(x=x, w=w, bias=bias, residual=residual))
+    check_activation(op, activation)
+    check_affine(op, x, "w", w, "bias", bias)
+    check_residual(op, residual, x, w.shape[1])
+    out_dtype = resolve_out_dtype(op, out_dtype, x, residual)
+    device = dispatch.current_device(x)
+    if fp8.is_fp8(precision):
+        run = fp8.runner(op, implementation, device, x)
+        residual_dtype = None if residual is None else residual.dtype
+        options = _Options(activation, jnp.dtype(out_dtype), residual_dtype, "fp8")
+        rows = sharding.leading_axes(x.ndim - 1)
+        axes = (rows + "d", "df", "f", rows + "f")
+        aligned = sharding.align((x, w, bias, residual), operand_axes=axes, whole="d")
+        return _linear_in_fp8(run, options, *aligned, fp8.state_of(op, precision))
+    is_bare = bias is None and activation is None
+    forward_in_xla = is_bare and implementation is None and why_symbolic(x, w) is None
+    forward_in_xla = forward_in_xla and _gains_from_stages(device, x, w, residual, precision)
+    why_xla = _WHY_BARE if is_bare else None
+    if not forward_in_xla and takes_reference(op, implementation, device, x, why_xla=why_xla):
+        y = linear_xla.linear(
+            x, w, bias, residual, activation=activation, precision=precision, out_dtype=out_dtype
+        )
+        return named(y, op, "output")
+    options = _Options(
+        activation,
+        jnp.dtype(out_dtype),
+        None if residual is None else residual.dtype,
+        precision,
+        forward_in_xla,
+    )
+    rows = sharding.leading_axes(x.ndim - 1)
+    operands = sharding.align(
+        (x, w, bias, residual), operand_axes=(rows + "d", "df", "f", rows + "f"), parts="d"
+    )
+    return _linear(Runner(implementation, device), options, *operands)
+
+
+_WHY_BARE = "no product is faster than XLA's, and there is nothing to fuse"
+
+
+def _gains_from_stages(
+    device: dispatch.Device,
+    x: jax.Array,
+    w: jax.Array,
+    residual: jax.Array | None,
+    precision: Any,
+) -> bool:
+    """Whether a layer without bias and activation gains from stages of its own, its forward in XLA's.
+
+    It does where the gradient of its weights is faster in a kernel, and where XLA's product can add the
+    residual in the residual's 16 bits, as only a gradient of our own allows. Elsewhere its program is
+    the one that JAX makes of a product, with derivatives of every order.
+    """
+    if x.dtype.itemsize != 2 or not is_modelled(device) or not sharding.is_in_one_piece(x, w):
+        return False
+    if x.size == 0 or w.size == 0:
+        return False
+    if residual is not None:
+        return True
+    rows = math.prod(x.shape[:-1])
+    operands = [jax.ShapeDtypeStruct((rows, n), x.dtype) for n in (x.shape[-1], w.shape[1])]
+    kernel = WeightGradients("linear", jnp.dtype(w.dtype), precision, 1, False, False)
+    return dispatch.choose("linear", None, kernel.reasons(device, *operands)) != "xla"
+
+
+def allows_tf32(precision: Any) -> bool:
+    """Whether `precision` lets a product round float32 to tf32, as XLA's do by default."""
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+    preset = jax.lax.DotAlgorithmPreset
+    if isinstance(precision, str) and precision in preset.__members__:
+        precision = preset[precision]
+    if isinstance(precision, preset | jax.lax.DotAlgorithm):
+        return precision in (preset.DEFAULT, preset.TF32_TF32_F32)
+    pair = precision if isinstance(precision, tuple | list) else (precision, precision)
+    lowest = (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH)
+    return all(p is None or jax.lax.Precision(p) in lowest for p in pair)
+
+
+def check_affine(
+    op: str, x: jax.Array, w_name: str, w: jax.Array, bias_name: str, bias: jax.Array | None
+) -> None:
+    """Checks that x [..., D], w [D, F] and bias [F] fit together."""
+    if x.ndim == 0:
+        raise ValueError(
+            f"{op}: x has shape (), but its last axis is multiplied;"
+            " pass x of shape [..., features]."
+        )
+    if w.ndim != 2 or w.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: {w_name} has shape {w.shape}, but x has {x.shape[-1]} features in its last"
+            f" axis; pass {w_name} of shape ({x.shape[-1]}, features)."
+        )
+    check_shape(
+        op, bias_name, bias, (w.shape[1],), f"{w_name} has {w.shape[1]} features in its last axis"
+    )
+
+
+def check_residual(op: str, residual: jax.Array | None, x: jax.Array, features: int) -> None:
+    """Checks that the residual, where there is one, has the shape of the result."""
+    rule = f"x has shape {x.shape} and the result has {features} features"
+    check_shape(op, "residual", residual, (*x.shape[:-1], features), rule)
+
+
+def resolve_out_dtype(op: str, out_dtype: Any, x: jax.Array, residual: jax.Array | None) -> Any:
+    """What the caller asked for, else the residual stream's dtype, else x's."""
+    if out_dtype is None:
+        return x.dtype if residual is None else residual.dtype
+    if not jnp.issubdtype(out_dtype, jnp.floating):
+        raise ValueError(
+            f"{op}: out_dtype is {jnp.dtype(out_dtype)}, but the result is of floating-point numbers;"
+            " pass jnp.float32, jnp.bfloat16 or jnp.float16."
+        )
+    return out_dtype
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What is static in a call."""
+
+    activation: str | None
+    out_dtype: Any
+    residual_dtype: Any
+    precision: Any
+    forward_in_xla: bool = False
+    """The forward is XLA's whatever the gradient's stages are."""
+
+    def forward(self, *, save_preactivation: bool, weights_read_again: bool = False) -> "Layer":
+        """The kernel of the forward."""
+        return Layer(
+            "linear forward",
+            self.activation,
+            self.out_dtype,
+            save_preactivation,
+            self.precision,
+            weights_read_again,
+        )
+
+
+class _Residuals(NamedTuple):
+    x: jax.Array
+    w: jax.Array
+    bias: jax.Array | None
+    preactivation: jax.Array | None
+    """x @ w + bias in x's dtype, where there is an activation."""
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="linear")
+def _linear(run: Runner, options: _Options, x, w, bias, residual):
+    y, _ = _forward(run, options, False, x, w, bias, residual)
+    return y
+
+
+def _forward(
+    run: Runner, options: _Options, saves: bool, *operands: Any, weights_read_again: bool = False
+) -> Results:
+    layer = options.forward(save_preactivation=saves, weights_read_again=weights_read_again)
+    if not options.forward_in_xla:
+        return run(layer, *operands)
+    x, w, *_ = operands
+    reasons = {"pallas": _WHY_BARE, "cuda": _WHY_BARE, "xla": None}
+    shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in (x, w)]
+    dispatch.record(dispatch.Choice(layer.name, shapes, "xla", reasons))
+    return layer.run("xla", run.device, *operands)
+
+
+def _linear_fwd(run: Runner, options: _Options, x, w, bias, residual):
+    saves = options.activation is not None
+    again = are_weights_converted(x, w)
+    y, preactivation = _forward(run, options, saves, x, w, bias, residual, weights_read_again=again)
+    y = named(y, "linear", "output")
+    preactivation = named(preactivation, "linear", "preactivation")
+    return y, _Residuals(x, w, bias, preactivation)
+
+
+def _linear_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
+    x, w, bias, preactivation = saved
+    if preactivation is None:
+        dz = dy.astype(x.dtype)
+        dw, dbias = weight_and_bias_gradients(
+            run, "linear", x, dy, w.dtype, bias, options.precision
+        )
+    else:
+        gradient = ActivationGradient(str(options.activation), bias is not None)
+        dz, sums = run(gradient, dy, preactivation)
+        dbias = None if bias is None else sums.astype(bias.dtype)
+        dw = weight_gradient(run, "linear", x, dz, w.dtype, options.precision)
+    return (
+        input_gradient(run, dz, w, x.dtype, options.precision),
+        dw,
+        dbias,
+        None if options.residual_dtype is None else dy.astype(options.residual_dtype),
+    )
+
+
+_linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+class _Fp8Residuals(NamedTuple):
+    x: fp8_operands.Copies
+    w: fp8_operands.Copies
+    bias: jax.Array | None
+    preactivation: jax.Array | None
+    state: fp8.Fp8State | None
+    no_x: jax.Array
+    """Without elements, of x's dtype."""
+    no_w: jax.Array
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="linear", in_float8=True)
+def _linear_in_fp8(run: Runner, options: _Options, x, w, bias, residual, state):
+    xs = fp8_operands.copies_of(run, state, "linear", "x", x, transposes=False)
+    ws = fp8_operands.copies_of(run, state, "linear", "w", w, straight=False)
+    return _fp8_layer(run, options, xs, ws, bias, residual, x.dtype, saves=False)[0]
+
+
+def _fp8_layer(run: Runner, options: _Options, xs, ws, bias, residual, dtype, *, saves: bool):
+    return fp8_products.layer(
+        run,
+        "linear",
+        xs,
+        ws,
+        bias,
+        residual,
+        activation=options.activation,
+        out_dtype=options.out_dtype,
+        narrow_dtype=dtype,
+        saves=saves,
+    )
+
+
+def _linear_in_fp8_fwd(run: Runner, options: _Options, x, w, bias, residual, state):
+    xs, ws = (
+        fp8_operands.copies_of(run, state, "linear", "x", x),
+        fp8_operands.copies_of(run, state, "linear", "w", w),
+    )
+    saves = options.activation is not None
+    y, z, _ = _fp8_layer(run, options, xs, ws, bias, residual, x.dtype, saves=saves)
+    y, z = named(y, "linear", "output"), named(z, "linear", "preactivation")
+    no_x, no_w = (jnp.zeros((0,), array.dtype) for array in (x, w))
+    xs, ws = xs.kept("transposed"), ws.kept("values")
+    return y, _Fp8Residuals(xs, ws, bias, z, state, no_x, no_w)
+
+
+def _linear_in_fp8_bwd(run: Runner, options: _Options, saved: _Fp8Residuals, dy):
+    bias, state, dz = saved.bias, saved.state, dy
+    if saved.preactivation is not None:
+        dz, _ = run(ActivationGradient(str(options.activation), False), dy, saved.preactivation)
+    dzs = fp8_operands.copies_of(
+        run, state, "linear", "dy", dz, dtype=fp8_operands.GRADIENT, sums=bias is not None
+    )
+    found = dict(x=saved.x.found, w=saved.w.found, dy=dzs.found)
+    return (
+        fp8_products.input_gradient(run, "linear", dzs, saved.w, saved.no_x.dtype),
+        fp8_products.weight_gradient(run, "linear", saved.x, dzs, saved.no_w.dtype),
+        None if bias is None else dzs.sums.astype(bias.dtype),
+        None if options.residual_dtype is None else dy.astype(options.residual_dtype),
+        None if state is None else state.after("linear", found),
+    )
+
+
+_linear_in_fp8.defvjp(_linear_in_fp8_fwd, _linear_in_fp8_bwd)
+
+
+def are_weights_converted(x: jax.Array, w: jax.Array) -> bool:
+    """Whether XLA makes a copy in x's dtype of the weights of few rows."""
+    are_few = math.prod(x.shape[:-1]) <= small_m.MAX_ROWS
+    return are_few and x.dtype.itemsize == 2 and weight_itemsize(x, w) != x.dtype.itemsize
+
+
+def input_gradient(
+    run: Runner, dy: jax.Array, w: jax.Array, dtype: Any, precision: Any
+) -> jax.Array:
+    """The gradient of x where y = x @ w: dy [..., F] times the transpose of w [D, F]."""
+    # A kernel wants F whole. Where devices may split it, XLA's product adds their parts.
+    are_few = math.prod(dy.shape[:-1]) <= small_m.MAX_ROWS and dy.dtype.itemsize == 2
+    may_run = sharding.is_in_one_piece(dy, w) and run.implementation in (None, "pallas")
+    if are_few and may_run and dy.dtype == dtype:
+        (dx,) = run(_InputGradient(precision), dy, w)
+        return dx
+    rows = sharding.leading_axes(dy.ndim - 1)
+    # As in the forward, an activation's parts are added in its own dtype: float32 is twice the bytes.
+    return _product(f"{rows}f,df->{rows}d", dy, w, dtype, precision, parts_dtype=dtype)
+
+
+def _product(
+    subscripts: str,
+    a: jax.Array,
+    b: jax.Array,
+    dtype: Any,
+    precision: Any,
+    parts_dtype: Any = jnp.float32,
+) -> jax.Array:
+    """`product` in a's dtype; where explicit axes split the sum, its parts are added in their dtype."""
+    if not sharding.is_explicit(a, b):
+        return _ProductOfShards(subscripts, dtype, precision)(a, b)[0]
+    operand_axes, result_axes = subscripts.split("->")
+    (y,) = sharding.per_shard(
+        _ProductOfShards(subscripts, jnp.dtype(parts_dtype), precision),
+        (a, b),
+        operand_axes=operand_axes.split(","),
+        result_axes=(result_axes,),
+    )
+    assert y is not None
+    return y.astype(dtype)
+
+
+@dataclass(frozen=True)
+class _ProductOfShards:
+    subscripts: str
+    dtype: Any
+    precision: Any
+
+    def __call__(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array]:
+        y = product(
+            self.subscripts, a, b, dtype=a.dtype, out_dtype=self.dtype, precision=self.precision
+        )
+        return (y,)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+class _Product(Protocol):
+    """A kernel that is one product with an epilogue in Pallas."""
+
+    def work(self, *operands: Any) -> cost.Work:
+        """The product and its epilogue."""
+
+
+def product_configs(
+    kernel: _Product, implementation: str, device: dispatch.Device, *operands: Any
+) -> Sequence[Hashable]:
+    """The method `HasConfigs.configs` of such a kernel."""
+    if implementation != "pallas":
+        return ()
+    return pallas_matmul.fitting(kernel.work(*operands), device.multiprocessors)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """(activation(x @ w + bias) + residual, x @ w + bias if it is saved) of x [M, D] and w [D, F].
+
+    `mlp` and `gated_mlp` have it for their layers too.
+    """
+
+    name: str
+    activation: str | None
+    out_dtype: Any
+    save_preactivation: bool
+    precision: Any
+    weights_read_again: bool = False
+    """The gradient of few rows reads the weights, which XLA converts to x's dtype once for both."""
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes(
+            (ROWS + "d", "df", "f", ROWS + "f"),
+            (ROWS + "f", ROWS + "f" if self.save_preactivation else None),
+            parts="d",
+        )
+
+    def on_parts(self, names, call, x, w, bias, residual) -> Results:
+        """Of the features that a device has: the product is summed, what is added to it comes after."""
+        product = Layer(self.name, None, x.dtype, False, self.precision)
+        z, _ = call(product, x, w, None, None)
+        return linear_xla.finish(
+            jax.lax.psum(z, tuple(names)),
+            bias,
+            residual,
+            activation=self.activation,
+            out_dtype=self.out_dtype,
+            save_preactivation=self.save_preactivation,
+        )
+
+    def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        reasons = product_reasons(
+            device,
+            self.precision,
+            {"x": x, "residual": residual},
+            {"x": x.shape[1], "the result": w.shape[1]},
+            out_dtype=self.out_dtype,
+        )
+        work = self.work(x, w, bias, residual)
+        # It is not measured where there are few tiles.
+        large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
+        in_one_product = reasons["cuda"] is None and large
+        in_one_product = in_one_product and linear_cuda.in_one_product(
+            dtype=x.dtype,
+            w_shape=w.shape,
+            activation=self.activation,
+            residual_dtype=None if residual is None else residual.dtype,
+            out_dtype=self.out_dtype,
+        )
+        return in_order(
+            device,
+            x.dtype,
+            reasons,
+            work,
+            self._passes(x, bias, residual),
+            cuda_in_one_product=in_one_product,
+            weights_read_again=self.weights_read_again,
+        )
+
+    def work(self, x, w, bias, residual) -> cost.Work:
+        del bias
+        return cost.Work(
+            x.shape[0],
+            w.shape[1],
+            x.shape[1],
+            itemsize=x.dtype.itemsize,
+            w_itemsize=weight_itemsize(x, w),
+            read_bytes=0 if residual is None else residual.dtype.itemsize,
+            written_bytes=jnp.dtype(self.out_dtype).itemsize
+            + (x.dtype.itemsize if self.save_preactivation else 0),
+            activations=int(self.activation is not None),
+        )
+
+    def _passes(self, x, bias, residual) -> Passes:
+        """What XLA cannot have its product do."""
+        in_product = linear_xla.sums_in_product(x, bias, residual, self.out_dtype)
+        is_plain = self.activation is None and not self.save_preactivation
+        if is_plain and (in_product or (bias is None and residual is None)):
+            return Passes(bytes_in_product=0 if residual is None else residual.dtype.itemsize)
+        only_relu = self.activation == "relu" and residual is None and not self.save_preactivation
+        if only_relu and in_product:
+            return Passes()  # XLA has an epilogue for it.
+        streams = (x.dtype, self.out_dtype, *(() if residual is None else (residual.dtype,)))
+        return Passes(
+            bytes_of_element=sum(jnp.dtype(dtype).itemsize for dtype in streams),
+            evaluations=int(self.activation not in (None, *CHEAP_ACTIVATIONS)),
+            slow=self.activation == "gelu_erf",
+        )
+
+    def run(self, implementation, device, x, w, bias, residual, config=None) -> Results:
+        keywords: dict[str, Any] = dict(
+            activation=self.activation,
+            out_dtype=self.out_dtype,
+            save_preactivation=self.save_preactivation,
+        )
+        operands = (x, weights_for(implementation, w, x.dtype), bias, residual)
+        if implementation == "pallas":
+            return pallas_linear.forward(
+                *operands, **keywords, multiprocessors=device.multiprocessors, config=config
+            )
+        if implementation == "cuda":
+            return linear_cuda.forward(*operands, **keywords, precision=self.precision)
+        return linear_xla.layer(*operands, **keywords, precision=self.precision)
+
+    configs = product_configs
+    batched = batched_rows
+    xla_takes_rows = True
+
+
+@dataclass(frozen=True)
+class ActivationGradient:
+    """(dz, dz summed over the rows) of dy and the preactivation z [M, F]; sums are float32 [F]."""
+
+    activation: str
+    has_bias: bool
+
+    @property
+    def name(self) -> str:
+        return "linear activation gradient"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes((ROWS + "f", ROWS + "f"), (ROWS + "f", "f" if self.has_bias else None))
+
+    def reasons(self, device, dy, z) -> Mapping[str, str | None]:
+        reason = linear_cuda.why_unsupported(
+            compute_capability=device.compute_capability, dtype=z.dtype
+        )
+        reasons = {"cuda": reason, "xla": None}
+        if not is_modelled(device):
+            return reasons
+        moved = dy.dtype.itemsize + 2 * z.dtype.itemsize
+        # XLA evaluates the activation and its derivative.
+        evaluations = 0 if self.activation in CHEAP_ACTIVATIONS else 2
+        slow = self.activation == "gelu_erf"
+        xla = Passes(moved, evaluations, slow).time(z.size)
+        if self.has_bias:
+            xla += cost.xla_row_sums(z.size, z.dtype.itemsize, by_product=False)
+        ours = cost.cuda_pass(
+            z.shape[0],
+            z.shape[1],
+            moved,
+            z.dtype.itemsize,
+            sums=self.has_bias,
+            slow_activation=slow,
+        )
+        return fastest_first(reasons, {"xla": xla, "cuda": ours})
+
+    def run(self, implementation, device, dy, z) -> Results:
+        del device
+        if implementation == "cuda":
+            return linear_cuda.activation_gradient(
+                dy, z, activation=self.activation, sum_rows=self.has_bias
+            )
+        dz = linear_xla.activation_gradient(self.activation, dy, z, has_bias=self.has_bias)
+        narrow = dz.astype(z.dtype)
+        return narrow, sum_written_rows(
+            narrow, of_relu=self.activation == "relu"
+        ) if self.has_bias else None
+
+    batched = batched_rows
+    xla_takes_rows = True
+
+
+@dataclass(frozen=True)
+class _InputGradient:
+    """(dy @ w^T,) of few rows dy [M, F] and w [D, F]; products of many are XLA's."""
+
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "linear input gradient"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes((ROWS + "f", "df"), (ROWS + "d",), whole="f")
+
+    def work(self, dy, w) -> cost.Work:
+        return cost.Work(
+            dy.shape[0],
+            w.shape[0],
+            w.shape[1],
+            itemsize=dy.dtype.itemsize,
+            w_itemsize=weight_itemsize(dy, w),
+            written_bytes=dy.dtype.itemsize,
+            k_last=True,
+        )
+
+    def reasons(self, device, dy, w) -> Mapping[str, str | None]:
+        features = {"the gradient": w.shape[1], "x": w.shape[0]}
+        reasons = product_reasons(device, self.precision, {"x": dy}, features)
+        del reasons["cuda"]
+        return in_order(device, dy.dtype, reasons, self.work(dy, w), Passes())
+
+    def run(self, implementation, device, dy, w, config=None) -> Results:
+        if implementation == "pallas":
+            dx = pallas_linear.input_gradient(
+                dy, w, multiprocessors=device.multiprocessors, config=config
+            )
+        else:
+            dx = product(
+                "mf,df->md", dy, w, dtype=dy.dtype, out_dtype=dy.dtype, precision=self.precision
+            )
+        return (dx,)
+
+    configs = product_configs
+    batched = batched_rows
+
+
+def weight_itemsize(x: jax.Array, w: jax.Array) -> int:
+    """Bytes of a number in w [K, N] or [N, K] where that is to count: if x [M, K] has few rows.
+
+    Converting w then takes longer than the product.
+    """
+    return w.dtype.itemsize if x.shape[0] <= cost.CONVERTED_ROWS else 0
+
+
+def weights_for(implementation: str, w: Any, dtype: Any) -> Any:
+    """Weights as an implementation takes them for x of a dtype; the Pallas kernels convert their own."""
+    return w if implementation == "pallas" or w is None else w.astype(dtype)
+
+
+def product_reasons(
+    device: dispatch.Device,
+    precision: Any,
+    operands: Mapping[str, jax.Array | None],
+    features: Mapping[str, int],
+    *,
+    out_dtype: Any = None,
+) -> dict[str, str | None]:
+    """Why an implementation cannot take a product with an epilogue.
+
+    Args:
+      device: that it would run on.
+      precision: of the product.
+      operands: those whose dtypes matter, by name; "x" is multiplied.
+      features: the sizes of the axes of which a product is taken or made, rows aside.
+      out_dtype: of the result.
+    """
+    dtypes = {name: None if a is None else a.dtype for name, a in operands.items()}
+    return {
+        "pallas": pallas_matmul.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtypes={**dtypes, "the result": out_dtype},
+            features=dict(features),
+            allows_tf32=allows_tf32(precision),
+        ),
+        "cuda": linear_cuda.why_unsupported(
+            compute_capability=device.compute_capability, dtype=dtypes["x"]
+        ),
+        "xla": None,
+    }
+
+
+CHEAP_ACTIVATIONS = (*ARITHMETIC, "quick_gelu", "silu", "sigmoid")
+"""Those that XLA evaluates faster than it reads their argument."""
+
+
+def in_order(
+    device: dispatch.Device,
+    dtype: Any,
+    reasons: dict[str, str | None],
+    work: cost.Work,
+    passes: Passes,
+    *,
+    terms: int = 1,
+    pallas_time: float | None = None,
+    cuda_in_one_product: bool = False,
+    weights_read_again: bool = False,
+) -> dict[str, str | None]:
+    """The reasons of a product with an epilogue, the implementation that is likely fastest first.
+
+    Args:
+      dtype: of the product.
+      work: the product and its epilogue.
+      passes: what XLA does after its product.
+      terms: products of this size that are added.
+      pallas_time: the predicted time of the Pallas kernels, where they are not one product.
+      cuda_in_one_product: whether cuBLASLt takes the epilogue too.
+      weights_read_again: whether a gradient needs the weights in `dtype` anyway, which XLA's product
+        then finds converted.
+    """
+    if dtype == jnp.float32:
+        # That is not measured.
+        return dispatch.preferring("xla", reasons)
+    if not is_modelled(device):
+        large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
+        fuses = bool(passes.bytes_of_element)
+        return reasons if large and fuses else dispatch.preferring("xla", reasons)
+    by_xla = replace(work, w_itemsize=0) if weights_read_again else work
+    xla = terms * xla_time(device, by_xla, Passes()) + passes.time(work.m * work.n)
+    # Its own pass does what XLA's does, in one kernel.
+    times = {"xla": xla, "cuda": xla}
+    if cuda_in_one_product:
+        moved = replace(passes, bytes_of_element=work.read_bytes, evaluations=0)
+        saves = work.activations > 0 and work.written_bytes > work.itemsize
+        times["cuda"] = cost.cublaslt_product(
+            xla_time(device, work, moved), work.m * work.n, work.activations, saves=saves
+        )
+    if reasons["pallas"] is None:
+        fused = replace(work, k=terms * work.k, terms=terms)
+        times["pallas"] = pallas_time or predicted_time(fused, device.multiprocessors)
+    return fastest_first(reasons, times)

@@ -1,0 +1,233 @@
+"""mlp and gated_mlp in plain jax.numpy: the truth for the kernels, and `implementation="xla"`.
+
+Each of the two is one `jax.checkpoint`, whose policy says what the backward keeps besides the inputs.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.ops.linear.linear_xla import (
+    add_residual,
+    affine,
+    letters_of_rows,
+    narrow_preactivation,
+    preactivation,
+    save_preactivation,
+    saved_alone,
+    written_first,
+)
+from jaxfused.runtime.activation import activate, value_and_slope
+from jaxfused.runtime.dropout import keep_probability, keep_rows
+from jaxfused.runtime.product_xla import product, side_by_side, sum_written_rows, unshared
+from jaxfused.runtime.promotion import accumulator_dtype
+
+SAVE_POLICIES = {
+    "hidden": save_preactivation,
+    "preactivation": save_preactivation,
+    "inputs": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def mlp(
+    x: jax.Array,
+    w1: jax.Array,
+    b1: jax.Array | None,
+    w2: jax.Array,
+    b2: jax.Array | None,
+    residual: jax.Array | None,
+    dropout_words: jax.Array | None,
+    *,
+    activation: str | None,
+    dropout_rate: float,
+    save: str,
+    precision: Any,
+    out_dtype: Any,
+) -> jax.Array:
+    """Returns dropout(act(x @ w1 + b1)) @ w2 + b2 + residual, in `out_dtype`."""
+
+    def f(x, w1, b1, w2, b2, residual, words):
+        z = preactivation(x, w1, b1, precision=precision)
+        h = activate(activation, z.astype(accumulator_dtype(x.dtype)))
+        h = dropped(h, words, dropout_rate).astype(x.dtype)
+        y = affine(h, w2, b2, precision=precision, rounded_to=out_dtype)
+        return add_residual(y, residual, out_dtype)
+
+    return jax.checkpoint(f, policy=SAVE_POLICIES[save])(x, w1, b1, w2, b2, residual, dropout_words)
+
+
+def gated_mlp(
+    x: jax.Array,
+    w_gate: jax.Array,
+    b_gate: jax.Array | None,
+    w_up: jax.Array | None,
+    b_up: jax.Array | None,
+    w_down: jax.Array,
+    b_down: jax.Array | None,
+    residual: jax.Array | None,
+    dropout_words: jax.Array | None,
+    *,
+    activation: str | None,
+    dropout_rate: float,
+    save: str,
+    precision: Any,
+    out_dtype: Any,
+) -> jax.Array:
+    """Returns dropout(act(x @ w_gate + b_gate) * (x @ w_up + b_up)) @ w_down + b_down + residual.
+
+    The result is in `out_dtype`. Without `w_up`, w_gate and b_gate hold both: the gate's features, then
+    the others.
+    """
+
+    def f(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, words):
+        wide = accumulator_dtype(x.dtype)
+        gate = preactivation(x, w_gate, b_gate, precision=precision).astype(wide)
+        if w_up is None:
+            gate, up = jnp.split(gate, 2, axis=-1)
+        else:
+            up = preactivation(x, w_up, b_up, precision=precision).astype(wide)
+        h = dropped(activate(activation, gate) * up, words, dropout_rate).astype(x.dtype)
+        y = affine(h, w_down, b_down, precision=precision, rounded_to=out_dtype)
+        return add_residual(y, residual, out_dtype)
+
+    return jax.checkpoint(f, policy=SAVE_POLICIES[save])(
+        x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, dropout_words
+    )
+
+
+def dropped(h: jax.Array, words: jax.Array | None, rate: float) -> jax.Array:
+    """The hidden layer with what dropout keeps of it; without words all of it."""
+    if words is None:
+        return h
+    return jnp.where(keep_rows(words, h.shape, rate), h / keep_probability(rate), 0)
+
+
+# --- the stages of the gradient, where XLA takes them beside kernels ------------------------------
+#
+# The shapes are: rows x [..., D], dy [..., E], z, gate and up [..., F]; weights w1 [D, F] and w2 [F, E].
+# Rows stay in the caller's axes: XLA computes no value twice, and writes values that are read alike in
+# one pass, where shapes are the same in forward and backward.
+
+
+def hidden_and_slope(
+    x: jax.Array, w1: jax.Array, b1: jax.Array | None, *, activation: str | None, precision: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the activation of x @ w1 + b1 and its derivative there, both in x's dtype."""
+    z = narrow_preactivation(x, w1, b1, precision=precision)
+    h, slope = value_and_slope(activation, z.astype(jnp.float32))
+    return h.astype(x.dtype), slope.astype(x.dtype)
+
+
+def hidden_gradient_by_slope(
+    dy: jax.Array, w2: jax.Array, slope: jax.Array, *, sum_rows: bool, precision: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns dz from the activation's derivative [..., F], and the sum of dz over the rows."""
+    dz = _gradient_of_hidden(dy, w2, precision) * slope.astype(jnp.float32)
+    narrow = dz.astype(slope.dtype)
+    return narrow, sum_written_rows(narrow) if sum_rows else None
+
+
+def hidden_gradient(
+    dy: jax.Array,
+    w2: jax.Array,
+    z: jax.Array,
+    *,
+    activation: str | None,
+    sum_rows: bool,
+    precision: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns dz, activation(z), and dz summed over the rows."""
+    z = saved_alone(activation, z)
+    h, slope = value_and_slope(activation, z.astype(jnp.float32))
+    dz = _gradient_of_hidden(dy, w2, precision) * slope
+    narrow, h = written_first(activation, (dz.astype(z.dtype), h.astype(z.dtype)))
+    sums = sum_written_rows(narrow, of_relu=activation == "relu") if sum_rows else None
+    return narrow, h, sums
+
+
+def gated_unit(
+    x: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array | None,
+    b_gate: jax.Array | None,
+    b_up: jax.Array | None,
+    *,
+    activation: str | None,
+    save_preactivations: bool,
+    precision: Any,
+    converted: bool = False,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns (activation(gate) * up, gate, up), the latter two only if they are to be saved.
+
+    `converted` says that the weights had another dtype; it changes no number.
+    """
+    gate = narrow_preactivation(x, w_gate, b_gate, precision=precision)
+    if w_up is None:
+        gate, up = jnp.split(gate, 2, axis=-1)
+    else:
+        operands = unshared(x, w_up, converted=converted)
+        up = narrow_preactivation(*operands, b_up, precision=precision)
+    wide = accumulator_dtype(x.dtype)
+    h = (activate(activation, gate.astype(wide)) * up.astype(wide)).astype(x.dtype)
+    return (h, gate, up) if save_preactivations else (h, None, None)
+
+
+def gated_hidden_gradient(
+    dy: jax.Array,
+    w_down: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    activation: str | None,
+    sum_rows: tuple[bool, bool],
+    returns_hidden: bool,
+    precision: Any,
+    joined: bool = False,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """Returns dgate, dup, activation(gate) * up if wanted, and dgate and dup summed over the rows.
+
+    Where they are `joined`, dgate holds both side by side, as does its sum, and dup is None.
+    """
+    activated, slope = value_and_slope(activation, gate.astype(jnp.float32))
+    wide_up = up.astype(jnp.float32)
+    dh = _gradient_of_hidden(dy, w_down, precision)
+    dgate, dup = dh * wide_up * slope, dh * activated
+    h = (activated * wide_up).astype(gate.dtype) if returns_hidden else None
+    dgate, dup = dgate.astype(gate.dtype), dup.astype(gate.dtype)
+    cotangents = (side_by_side([dgate, dup]), None) if joined else (dgate, dup)
+    *cotangents, h = written_first(activation, (*cotangents, h))
+    sums = (
+        sum_written_rows(d) if wanted and d is not None else None
+        for d, wanted in zip(cotangents, sum_rows, strict=True)
+    )
+    return (*cotangents, h, *sums)
+
+
+def gated_input_gradient(
+    dgate: jax.Array,
+    dup: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array | None,
+    *,
+    precision: Any,
+) -> tuple[jax.Array]:
+    """Returns dgate @ w_gate^T + dup @ w_up^T; w_gate holds both weights where there is no w_up."""
+    rows = letters_of_rows(dgate)
+
+    def gradient(d: jax.Array, w: jax.Array) -> jax.Array:
+        return product(f"{rows}F,DF->{rows}D", d, w, out_dtype=d.dtype, precision=precision)
+
+    if w_up is None:
+        return (gradient(side_by_side([dgate, dup]), w_gate),)
+    # Both products are rounded before they are added, which lets XLA add the second one to the result of
+    # the first in the same kernel.
+    return (gradient(dgate, w_gate) + gradient(dup, w_up),)
+
+
+def _gradient_of_hidden(dy: jax.Array, w2: jax.Array, precision: Any) -> jax.Array:
+    """Returns dy @ w2^T, rounded to dy's dtype, as float32 for the arithmetic that follows."""
+    rows = letters_of_rows(dy)
+    subscripts = f"{rows}E,FE->{rows}F"
+    dh = product(subscripts, dy, w2, out_dtype=dy.dtype, precision=precision)
+    return dh.astype(jnp.float32)

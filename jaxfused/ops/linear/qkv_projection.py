@@ -1,0 +1,829 @@
+"""qkv_projection: validation, choice of implementation, gradient."""
+
+import functools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jaxfused import dispatch
+from jaxfused.ops.fp8 import fp8, qkv_projection_fp8
+from jaxfused.ops.linear import linear_xla, qkv_projection_xla
+from jaxfused.ops.linear.linear import check_affine
+from jaxfused.ops.linear.weight_gradient import weight_and_bias_gradients, weight_gradients
+from jaxfused.ops.rope.rope import batch_tables, check_tables, rope, ungrouped
+from jaxfused.runtime import sharding
+from jaxfused.runtime.checkpoint_names import named
+from jaxfused.runtime.checks import (
+    as_arrays,
+    check_epsilon,
+    check_finite,
+    check_floating,
+    check_shape,
+    python_numbers,
+)
+from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.product_choice import Passes, fastest_first, is_modelled, xla_time
+from jaxfused.runtime.product_xla import product, side_by_side, unshared
+from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
+from jaxfused.runtime.vmap import batch_all, is_batched
+from pallas_kernels.gemm import cost
+from pallas_kernels.gemm import matmul as pallas_matmul
+from pallas_kernels.gemm import qkv_projection as pallas_qkv_projection
+from pallas_kernels.gemm.mainloop import ACCUMULATOR_ELEMENTS
+from pallas_kernels.gemm.matmul import predicted_time
+
+
+@python_numbers
+def qkv_projection(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    heads: int,
+    key_heads: int | None = None,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    cos: jax.Array | None = None,
+    sin: jax.Array | None = None,
+    interleaved: bool = False,
+    precision: jax.lax.PrecisionLike | fp8.Precision = None,
+    implementation: dispatch.Implementation | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    r"""The projection before attention, with the norm and the rotation of queries and keys.
+
+    .. math::
+        (q', k', v) &= \text{split}(x w + \text{bias}) \\
+        q &= \text{rope}(\text{rms\_norm}(q', \text{q\_scale})), \quad
+        k = \text{rope}(\text{rms\_norm}(k', \text{k\_scale}))
+
+    The norm is taken over each head's H features, where its scale is given; the rotation is taken
+    where `cos` and `sin` are. The product is accumulated in float32, and rounded to x's dtype
+    before norm and rotation.
+
+    Args:
+      x: [..., T, D], float32, bfloat16 or float16 (float64 with implementation "xla").
+      w: [D, (N + 2 K) H], of any float dtype, as are the other parameters: the columns of N query
+        heads, then those of K key heads, then those of K value heads.
+      bias: [(N + 2 K) H].
+      heads: N.
+      key_heads: K, by default N.
+      q_scale: [H], of the queries' RMSNorm.
+      k_scale: [H], of the keys' RMSNorm.
+      epsilon: is added to the mean square.
+      scale_offset: is added to q_scale and k_scale.
+      cos: [T, R/2] or [..., T, R/2], from `rope_tables` or `axial_rope_tables`, with `sin`; or
+        with an axis of heads, as in `rope`.
+      sin: like `cos`.
+      interleaved: which features are a pair, as in `rope`.
+      precision: of the product, as in `jax.numpy.matmul`; or "fp8": the product and its gradients are
+        taken of float8, each operand with one scale, as docs/quantisation.md says.
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Returns:
+      (q, k, v) as `dot_product_attention` takes them: [..., T, N, H], [..., T, K, H] and
+      [..., T, K, H], of x's dtype.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, or the named implementation cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> cos, sin = jaxfused.rope_tables(jnp.arange(5), 8)
+      >>> q, k, v = jaxfused.qkv_projection(
+      ...     jnp.ones((2, 5, 32)), jnp.ones((32, 64)), heads=4, key_heads=2,
+      ...     q_scale=jnp.ones(8), k_scale=jnp.ones(8), cos=cos, sin=sin)
+      >>> q.shape, k.shape, v.shape
+      ((2, 5, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8))
+
+    Source: for the norm of queries and keys, Dehghani et al., "Scaling Vision Transformers to 22
+    Billion Parameters", 2023, https://arxiv.org/abs/2302.05442; for the rotation see `rope`.
+    """
+    op = "qkv_projection"
+    x, w, bias, q_scale, k_scale, cos, sin = as_arrays(x, w, bias, q_scale, k_scale, cos, sin)
+    key_heads = heads if key_heads is None else key_heads
+    check_floating(op, {"x": x, "w": w, "bias": bias, "q_scale": q_scale, "k_scale": k_scale})
+    if x.ndim < 2:
+        raise ValueError(
+            f"{op}: x has shape {x.shape}, but positions have an axis of their own;"
+            " pass x of shape (..., length, features)."
+        )
+    check_affine(op, x, "w", w, "bias", bias)
+    if heads < 1 or key_heads < 1 or heads % key_heads:
+        raise ValueError(
+            f"{op}: heads is {heads} and key_heads {key_heads}, but query heads share key heads"
+            " evenly; pass heads as a multiple of key_heads."
+        )
+    head_size, rest = divmod(w.shape[1], heads + 2 * key_heads)
+    if rest:
+        raise ValueError(
+            f"{op}: w has {w.shape[1]} columns, but {heads} query, {key_heads} key and"
+            f" {key_heads} value heads share them evenly; pass w with a multiple of"
+            f" {heads + 2 * key_heads} columns."
+        )
+    rule = f"w has {head_size} columns for each head"
+    check_shape(op, "q_scale", q_scale, (head_size,), rule)
+    check_shape(op, "k_scale", k_scale, (head_size,), rule)
+    check_epsilon(op, epsilon)
+    check_finite(op, "scale_offset", scale_offset)
+    if cos is not None or sin is not None:
+        cos, sin = check_tables(op, (*x.shape[:-1], heads, head_size), cos, sin)
+        if cos.ndim == x.ndim + 1:
+            # The kernels rotate all heads of a position alike.
+            q, k, v = qkv_projection(
+                x,
+                w,
+                bias,
+                heads=heads,
+                key_heads=key_heads,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                epsilon=epsilon,
+                scale_offset=scale_offset,
+                precision=precision,
+                implementation=implementation,
+            )
+            turn = functools.partial(rope, cos=cos, sin=sin, interleaved=interleaved)
+            q, k = cast(tuple[jax.Array, jax.Array], turn(q, k))
+            return q, k, v
+    device = dispatch.current_device(x)
+    if fp8.is_fp8(precision):
+        ends = (heads * head_size, (heads + key_heads) * head_size)
+        in_three = [None] * 3 if bias is None else _split(ends, bias)
+        widths = (ends[0], key_heads * head_size, key_heads * head_size)
+        state = fp8.state_of(op, precision)
+        projected = _in_fp8(x, [w], in_three, widths, head_size, implementation, device, state)
+        finish = functools.partial(
+            qkv_projection_xla.finish,
+            cos=cos,
+            sin=sin,
+            epsilon=epsilon,
+            scale_offset=scale_offset,
+            interleaved=interleaved,
+        )
+        q, k, v = projected
+        return finish(q, q_scale), finish(k, k_scale), v
+    if takes_reference(op, implementation, device, x):
+        projected = qkv_projection_xla.qkv_projection(
+            x,
+            w,
+            bias,
+            q_scale,
+            k_scale,
+            cos,
+            sin,
+            heads=heads,
+            key_heads=key_heads,
+            epsilon=epsilon,
+            scale_offset=scale_offset,
+            interleaved=interleaved,
+            precision=precision,
+        )
+        return named(projected, op, "output")
+    options = _Options(head_size, epsilon, scale_offset, interleaved, precision)
+    # A device's part of the columns is not a part of the queries, of the keys and of the values.
+    whole: Any = sharding.align(
+        (x, w, bias),
+        operand_axes=(sharding.leading_axes(x.ndim - 1) + "d", "dc", "c"),
+        whole="dc",
+    )
+    x, w, bias = whole
+    of_one = replace(options, one_array=(key_heads, heads // key_heads))
+    weights: Sequence[Any]
+    biases: Sequence[Any]
+    if sharding.is_in_one_piece(x, w):
+        # XLA's products take the array as it is, and a kernel's stage takes it apart.
+        options, weights, biases = of_one, (w, None, None), (bias, None, None)
+    else:
+        # Queries with the keys that they share: by these groups devices can split all three.
+        ends = (heads * head_size, (heads + key_heads) * head_size)
+        weights, biases = (
+            [None] * 3 if array is None else of_one.grouped(_split(ends, array))
+            for array in (w, bias)
+        )
+    if cos is not None and sin is not None:
+        cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
+    operands = (x, *weights, *biases, q_scale, k_scale, cos, sin)
+    return _aligned(Runner(implementation, device), options, operands)
+
+
+def separate_projections(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    biases: Sequence[jax.Array | None],
+    *,
+    precision: jax.lax.PrecisionLike | fp8.Precision,
+    implementation: dispatch.Implementation | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`qkv_projection` of weights [D, N, H], [D, K, H] and [D, K, H], which nothing puts side by side.
+
+    So modules hold them. Devices may split the heads, where the columns of one matrix would have to be
+    brought together first.
+
+    Args:
+      x: [..., T, D].
+      weights: of queries, keys and values, of one dtype.
+      biases: of the same, [N, H] and twice [K, H], or None three times.
+      precision: as in `qkv_projection`.
+      implementation: as in `qkv_projection`.
+    """
+    op = "qkv_projection"
+    device = dispatch.current_device(x)
+    if fp8.is_fp8(precision):
+        flat = [w.reshape(w.shape[0], -1) for w in weights]
+        flat_biases = [None if bias is None else bias.reshape(-1) for bias in biases]
+        head_size = weights[0].shape[-1]
+        widths = (flat[0].shape[1], flat[1].shape[1], flat[2].shape[1])
+        state = fp8.state_of(op, precision)
+        return _in_fp8(x, flat, flat_biases, widths, head_size, implementation, device, state)
+    if takes_reference(op, implementation, device, x):
+        projections = []
+        for w, bias in zip(weights, biases, strict=True):
+            y = linear_xla.linear(
+                x,
+                w.reshape(w.shape[0], -1),
+                None if bias is None else bias.reshape(-1),
+                None,
+                activation=None,
+                precision=precision,
+                out_dtype=x.dtype,
+            )
+            projections.append(y.reshape(*x.shape[:-1], *w.shape[1:]))
+        q, k, v = named(projections, op, "output")
+        return q, k, v
+    key_heads, head_size = weights[1].shape[1:]
+
+    def grouped(array):
+        if array is None:
+            return None
+        return array.reshape(*array.shape[:-2], key_heads, array.shape[-2] // key_heads, head_size)
+
+    operands = (x, *map(grouped, weights), *map(grouped, biases), None, None, None, None)
+    options = _Options(head_size, 0.0, 0.0, False, precision)
+    return _aligned(Runner(implementation, device), options, operands)
+
+
+def _in_fp8(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    biases: Sequence[jax.Array | None],
+    widths: tuple[int, int, int],
+    head_size: int,
+    implementation: dispatch.Implementation | None,
+    device: dispatch.Device,
+    state: fp8.Fp8State | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Heads [..., T, N, H] of x [..., T, D], multiplied in float8 by one matrix or by three."""
+    run = fp8.runner("qkv_projection", implementation, device, x)
+    weight_axes = ("dc",) if len(weights) == 1 else ("de", "df", "dg")
+    aligned: Any = sharding.align(
+        (x, *weights, *biases),
+        operand_axes=(sharding.leading_axes(x.ndim - 1) + "d", *weight_axes, "e", "f", "g"),
+        whole="dcefg",
+    )
+    x, *parameters = aligned
+    options = qkv_projection_fp8.Options(
+        widths, x.dtype, parameters[0].dtype, in_one=len(weights) == 1
+    )
+    projected = qkv_projection_fp8.projections(
+        run, options, x, tuple(parameters[:-3]), tuple(parameters[-3:]), state
+    )
+    q, k, v = (y.reshape(*y.shape[:-1], y.shape[-1] // head_size, head_size) for y in projected)
+    return q, k, v
+
+
+def _aligned(
+    run: Runner, options: "_Options", operands: Sequence[jax.Array | None]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values of the kernels' operands, whose sharding is settled here."""
+    aligned = sharding.align(operands, operand_axes=_operand_axes(operands), whole=options.whole)
+    q, k, v = _qkv_projection(run, options, *aligned)
+    return ungrouped(q), ungrouped(k), ungrouped(v)
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+_HEADS = ("ngh", "nkh", "nkh")
+"""The letters of queries, keys and values: groups that share keys, heads of a group, features."""
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What is static in a call besides the way to run kernels."""
+
+    head_size: int
+    epsilon: float
+    scale_offset: float
+    interleaved: bool
+    precision: Any
+    one_array: tuple[int, int] | None = None
+    """The numbers of groups that share a key head and of query heads in a group, where one array has the
+    columns of all weights and one those of all biases. It stands in the place of the queries' array, and
+    nothing in the places of the other two."""
+
+    @property
+    def whole(self) -> str:
+        """The axes that a device must have whole."""
+        # The kernel takes columns in sixteens, which the groups of narrower heads may not be.
+        return "dgkhsrc" if self.head_size % 16 == 0 else "dngkhsrc"
+
+    def grouped(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
+        """The columns of queries, keys and values in the axes [groups, heads, H]."""
+        groups, _ = cast(tuple[int, int], self.one_array)
+        width = groups * self.head_size
+        return [
+            part.reshape(*part.shape[:-1], groups, part.shape[-1] // width, self.head_size)
+            for part in parts
+        ]
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Where the columns of the queries end, and those of the keys, in one array of all."""
+        groups, heads = cast(tuple[int, int], self.one_array)
+        return groups * heads * self.head_size, groups * (heads + 1) * self.head_size
+
+    def apart(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """The weights, or the biases, of queries, keys and values, as a kernel takes them."""
+        if self.one_array is None or arrays[0] is None:
+            return arrays
+        return self.grouped(jnp.split(arrays[0], self.ends, axis=-1))
+
+    def shapes(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """The shapes of the same, by which an implementation is chosen."""
+        return jax.eval_shape(self.apart, list(arrays))
+
+    def finish(self, y, scale, cos, sin):
+        """The norm and the rotation of grouped heads, by XLA."""
+        heads = ungrouped(y)
+        if cos is None or cos.ndim == 2:
+            # With more leading axes than one XLA (jax 0.11.2) tiles some norms wrongly.
+            heads = heads.reshape(math.prod(heads.shape[:-3]), *heads.shape[-3:])
+        finished = qkv_projection_xla.finish(
+            heads,
+            scale,
+            cos,
+            sin,
+            epsilon=self.epsilon,
+            scale_offset=self.scale_offset,
+            interleaved=self.interleaved,
+        )
+        return finished.reshape(y.shape)
+
+
+class _Residuals(NamedTuple):
+    x: jax.Array
+    weights: Sequence[jax.Array]
+    biases: Sequence[jax.Array | None]
+    scales: Sequence[jax.Array | None]
+    tables: Sequence[jax.Array | None]
+    projections: Sequence[jax.Array | None]
+    """Queries and keys before norm and rotation, where gradients need them."""
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="qkv_projection")
+def _qkv_projection(run: Runner, options: _Options, *operands):
+    q, k, v, _, _ = run(_Forward(options, save_projections=False), *operands)
+    return q, k, v
+
+
+def _qkv_projection_fwd(run: Runner, options: _Options, *primals):
+    operands: list[Any] = [None if primal is None else primal.value for primal in primals]
+    x, *weights = operands[:4]
+    scales, tables = operands[7:9], operands[9:]
+    # The rotation is linear: its gradient to queries and keys needs the angles alone.
+    save = any(scale is not None for scale in scales) or any(
+        table is not None and table.perturbed for table in primals[9:]
+    )
+    q, k, v, *projections = run(_Forward(options, save), *operands)
+    q, k, v = named((q, k, v), "qkv_projection", "output")
+    projections = named(projections, "qkv_projection", "projections")
+    saved = _Residuals(x, weights, operands[4:7], scales, tables, projections)
+    return (q, k, v), saved
+
+
+def _qkv_projection_bwd(run: Runner, options: _Options, saved: _Residuals, cotangents):
+    x, weights, biases, scales, tables, projections = saved
+    dq, dk, dv = (
+        jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d for d in cotangents
+    )
+    dscales: Any = [None, None]
+    dtables: Any = [None, None]
+    if any(a is not None for a in (*scales, *tables)):
+
+        def finish(q, k, scales, tables):
+            return options.finish(q, scales[0], *tables), options.finish(k, scales[1], *tables)
+
+        # Where they are not saved, nothing reads them.
+        q, k = (
+            jnp.zeros_like(dy) if projection is None else projection
+            for projection, dy in zip(projections, (dq, dk), strict=True)
+        )
+        _, vjp = jax.vjp(finish, q, k, scales, tables)
+        dq, dk, dscales, dtables = vjp((dq, dk))
+    dys = (dq, dk, dv)
+    (dx,) = run(_InputGradient(options), *dys, *weights)
+    dweights, dbiases = _parameter_gradients(run, options, x, weights, biases, dys)
+    return dx, *dweights, *dbiases, *dscales, *dtables
+
+
+_qkv_projection.defvjp(_qkv_projection_fwd, _qkv_projection_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _split(ends: tuple[int, ...], columns: jax.Array) -> Sequence[jax.Array]:
+    """`jnp.split` along the last axis, whose gradient is written once instead of padded and added."""
+    return jnp.split(columns, ends, axis=-1)
+
+
+_split.defvjp(
+    lambda ends, columns: (jnp.split(columns, ends, axis=-1), None),
+    lambda ends, _, parts: (jnp.concatenate(parts, axis=-1),),
+)
+
+
+def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys):
+    """The gradients of the weights and of the biases, which may all be None."""
+    flat = [dy.reshape(*dy.shape[:-3], math.prod(dy.shape[-3:])) for dy in dys]
+    dtype, has_biases = weights[0].dtype, biases[0] is not None
+    dws: Sequence[Any]
+    dbs: Sequence[Any] | None
+    shapes = options.shapes(weights)
+    if sharding.is_in_one_piece(x, *(w for w in weights if w is not None)):
+        joined, for_x = options.one_array is not None, _joins_for_x(run, x, shapes)
+        if joined and for_x:
+            # In the very form that XLA's gradient of x takes, so that it alone is written.
+            flat = [side_by_side(flat, options.head_size)]
+        dws, dbs = weight_gradients(
+            run,
+            "qkv_projection",
+            x,
+            flat,
+            dtype,
+            options.precision,
+            sums_rows=has_biases,
+            side_by_side=len(flat) > 1 and (for_x or _takes_one_product(run, x, shapes)),
+            piece=options.head_size,
+            joined=joined and len(flat) > 1,
+        )
+    else:
+        # Devices may split the heads, and what lies side by side would have to be exchanged.
+        pairs = ((x, flat[0]), *(unshared(x, dy) for dy in flat[1:]))
+        gradients = [
+            weight_and_bias_gradients(run, "qkv_projection", *pair, dtype, bias, options.precision)
+            for pair, bias in zip(pairs, biases, strict=True)
+        ]
+        dws, dbs = zip(*gradients, strict=True)
+    if not has_biases:
+        dbs = None
+    absent = [None] * (3 - len(dws))
+    dweights = [dw.reshape(w.shape) for dw, w in zip(dws, weights, strict=False)]
+    if dbs is None:
+        return [*dweights, *absent], [None] * 3
+    dbiases = [db.astype(b.dtype).reshape(b.shape) for db, b in zip(dbs, biases, strict=False)]
+    return [*dweights, *absent], [*dbiases, *absent]
+
+
+def _joins_for_x(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) -> bool:
+    """Whether XLA's gradient of x is taken, for which the cotangents lie side by side."""
+    reasons = _gradient_first(run.device, x, weights, _reasons(run.device, x, weights))
+    return dispatch.choose("qkv_projection", run.implementation, reasons) == "xla"
+
+
+def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) -> bool:
+    """Whether XLA's gradients of the weights are one product, of cotangents copied side by side."""
+    rows, features = math.prod(x.shape[:-1]), x.shape[-1]
+    widths = [math.prod(w.shape[1:]) for w in weights]
+    itemsize = x.dtype.itemsize
+
+    def product_and_pads(columns: int, *padded: int) -> float:
+        """Of the product with so many columns, whose operands may have to be padded first."""
+        work = cost.Work(features, columns, rows)
+        time = xla_time(run.device, work, Passes())
+        if cost.xla_pads(work, run.device.multiprocessors):
+            time += sum(cost.xla_pass(rows * width, 2 * itemsize) for width in padded)
+        return time
+
+    together = cost.xla_pass(rows * sum(widths), 2 * itemsize)
+    three = sum(product_and_pads(width, features, width) for width in widths)
+    return together + product_and_pads(sum(widths), features) < three
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Queries, keys and values, and the former two before their norms where they are saved.
+
+    Of x [..., T, D], weights [D, n, heads, H], biases [n, heads, H], scales and tables.
+    """
+
+    options: _Options
+    save_projections: bool
+
+    @property
+    def name(self) -> str:
+        return "qkv_projection forward"
+
+    def axes(self, *operands) -> Axes:
+        rows = sharding.leading_axes(operands[0].ndim - 1)
+        results = [rows + group for group in _HEADS]
+        saved = results[:2] if self.save_projections else (None, None)
+        return Axes(_operand_axes(operands), (*results, *saved), self.options.whole)
+
+    def configs(self, implementation, device, x, *parameters) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        norm, rotary_dim = _norm_and_rotation(parameters)
+        return pallas_qkv_projection.fitting(
+            rows=math.prod(x.shape[:-1]),
+            features=x.shape[-1],
+            widths=[math.prod(w.shape[1:]) for w in self.options.shapes(parameters[:3])],
+            head_size=self.options.head_size,
+            norm=norm,
+            rotary_dim=rotary_dim,
+            interleaved=self.options.interleaved,
+            multiprocessors=device.multiprocessors,
+        )
+
+    def reasons(self, device, x, *parameters) -> Mapping[str, str | None]:
+        weights = self.options.shapes(parameters[:3])
+        norm, rotary_dim = _norm_and_rotation(parameters)
+        reasons = _reasons(
+            device,
+            x,
+            weights,
+            norm=norm,
+            rotary_dim=rotary_dim,
+            interleaved=self.options.interleaved,
+        )
+        return _forward_first(
+            device,
+            x,
+            weights,
+            reasons,
+            norm=norm,
+            rotary_dim=rotary_dim,
+            interleaved=self.options.interleaved,
+        )
+
+    def run(self, implementation, device, x, *parameters, config=None) -> Results:
+        *weights_and_biases, q_scale, k_scale, cos, sin = parameters
+        weights: Sequence[Any] = weights_and_biases[:3]
+        biases: Sequence[Any] = weights_and_biases[3:]
+        if implementation == "xla":
+            return self._run_in_xla(x, weights, biases, (q_scale, k_scale), cos, sin)
+        weights, biases = self.options.apart(weights), self.options.apart(biases)
+        results = pallas_qkv_projection.forward(
+            x.reshape(-1, x.shape[-1]),
+            [w.astype(x.dtype).reshape(len(w), -1) for w in weights],
+            None if biases[0] is None else [b.reshape(-1) for b in biases],
+            (q_scale, k_scale),
+            *(
+                None if table is None else table.reshape(-1, table.shape[-1])
+                for table in (cos, sin)
+            ),
+            interleaved=self.options.interleaved,
+            head_size=self.options.head_size,
+            epsilon=self.options.epsilon,
+            scale_offset=self.options.scale_offset,
+            save_projections=self.save_projections,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+        groups, _, head_size = weights[0].shape[1:]
+        return tuple(
+            None if y is None else y.reshape(*x.shape[:-1], groups, -1, head_size) for y in results
+        )
+
+    def _run_in_xla(self, x, weights, biases, scales, cos, sin) -> Results:
+        # One product, for which weights of their own are put side by side.
+        w, bias = weights[0], biases[0]
+        if self.options.one_array is None:
+            flat = [w.reshape(len(w), math.prod(w.shape[1:])) for w in weights]
+            w = jnp.concatenate(flat, axis=-1)
+            bias = None if bias is None else jnp.concatenate([b.reshape(-1) for b in biases])
+        shapes = self.options.shapes(weights)
+        y, _ = linear_xla.layer(
+            x.reshape(-1, x.shape[-1]),
+            w,
+            bias,
+            None,
+            activation=None,
+            out_dtype=x.dtype,
+            save_preactivation=False,
+            precision=self.options.precision,
+        )
+        # Heads get their axis before they are split: XLA copies slices of columns into their layout.
+        counts = [math.prod(w.shape[1:-1]) for w in shapes]
+        y = y.reshape(*x.shape[:-1], sum(counts), self.options.head_size)
+        parts = jnp.split(y, (counts[0], counts[0] + counts[1]), axis=-2)
+        q, k, v = (
+            part.reshape(*x.shape[:-1], *w.shape[1:]) for part, w in zip(parts, shapes, strict=True)
+        )
+        heads = [self.options.finish(y, s, cos, sin) for y, s in zip((q, k), scales, strict=True)]
+        return (*heads, v, *((q, k) if self.save_projections else (None, None)))
+
+    def batched(self, call, axis_size, in_batched, x, *others) -> Results | None:
+        *parameters, cos, sin = others
+        if is_batched(in_batched[1:-2]):
+            return None
+        tables: Sequence[Any] = (cos, sin)
+        if cos is not None:
+            rows = x.shape[1 if is_batched(in_batched[0]) else 0 : -1]
+            tables = batch_tables(axis_size, in_batched[-2:], tables, rows)
+        return call(self, *batch_all(axis_size, in_batched[:1], (x,)), *parameters, *tables)
+
+
+@dataclass(frozen=True)
+class _InputGradient:
+    """The sum of the cotangents of queries, keys and values, each times its weights' transpose."""
+
+    options: _Options
+
+    @property
+    def name(self) -> str:
+        return "qkv_projection input gradient"
+
+    def axes(self, *operands) -> Axes:
+        rows = sharding.leading_axes(operands[0].ndim - 3)
+        return Axes(
+            [*(rows + g for g in _HEADS), *_weight_axes(operands[3:])],
+            (rows + "d",),
+            self.options.whole,
+        )
+
+    def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
+        rows, features = math.prod(operands[0].shape[:-3]), operands[3].shape[0]
+        if implementation != "pallas":
+            return ()
+        work = _gradient_work(rows, features, self.options.shapes(operands[3:]))
+        return pallas_matmul.fitting(work, device.multiprocessors)
+
+    def reasons(self, device, *operands) -> Mapping[str, str | None]:
+        x = jax.ShapeDtypeStruct((*operands[0].shape[:-3], len(operands[3])), operands[0].dtype)
+        weights = self.options.shapes(operands[3:])
+        return _gradient_first(device, x, weights, _reasons(device, x, weights))
+
+    def run(self, implementation, device, *operands, config=None) -> Results:
+        before = operands[0].shape[:-3]
+        dys = [dy.reshape(*before, math.prod(dy.shape[-3:])) for dy in operands[:3]]
+
+        def flat(weights):
+            return [w.astype(dys[0].dtype).reshape(len(w), math.prod(w.shape[1:])) for w in weights]
+
+        if implementation == "xla":
+            if self.options.one_array is None:
+                w = jnp.concatenate(flat(operands[3:]), axis=-1)
+            else:
+                w = operands[3].astype(dys[0].dtype)
+            dy = side_by_side(dys, self.options.head_size)
+            rows = sharding.leading_axes(dy.ndim - 1)
+            dx = product(
+                f"{rows}f,df->{rows}d",
+                dy,
+                w,
+                out_dtype=dy.dtype,
+                precision=self.options.precision,
+            )
+            return (dx.reshape(*before, len(w)),)
+        (dx,) = pallas_qkv_projection.input_gradient(
+            [dy.reshape(-1, dy.shape[-1]) for dy in dys],
+            flat(self.options.apart(operands[3:])),
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+        return (dx.reshape(*before, dx.shape[-1]),)
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        if is_batched(in_batched[3:]):
+            return None
+        return call(self, *batch_all(axis_size, in_batched[:3], operands[:3]), *operands[3:])
+
+
+def _reasons(
+    device, x, weights, *, norm=False, rotary_dim=0, interleaved=False
+) -> dict[str, str | None]:
+    """Why an implementation cannot take x [..., D] and weights [D, n, heads, H], forward and back."""
+    (*_, groups, q_heads, head_size), (*_, k_heads, _) = weights[0].shape, weights[1].shape
+    return {
+        "pallas": pallas_qkv_projection.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=x.dtype,
+            features=x.shape[-1],
+            heads=groups * q_heads,
+            key_heads=groups * k_heads,
+            head_size=head_size,
+            norm=norm,
+            rotary_dim=rotary_dim,
+            interleaved=interleaved,
+        ),
+        "cuda": "there is no CUDA kernel of qkv_projection yet",
+        "xla": None,
+    }
+
+
+def _forward_first(
+    device, x, weights, reasons, *, norm, rotary_dim, interleaved
+) -> Mapping[str, str | None]:
+    """The reasons of the forward, the implementation that is likely fastest first."""
+    widths = [math.prod(w.shape[1:]) for w in weights]
+    work = cost.Work(math.prod(x.shape[:-1]), sum(widths), x.shape[-1])
+    if not _is_modelled(device, x):
+        return _where_large(device, work, reasons)
+    # XLA cuts the product into three, norms two of them, and turns the pairs of heads.
+    moved = 2 * x.dtype.itemsize
+    rotated = moved * (_OF_NEIGHBOURS if rotary_dim and interleaved else 1.0)
+    passes = sum(
+        cost.xla_pass(work.m * width, of_one)
+        for width, of_one in zip(widths, (rotated, rotated, moved), strict=True)
+    )
+    passes *= 1 + int(norm and rotary_dim > 0)
+    w_itemsize = weights[0].dtype.itemsize
+    if w_itemsize != x.dtype.itemsize:
+        converts = cost.xla_pass(work.k * work.n, w_itemsize + x.dtype.itemsize)
+        passes += converts * (_OF_CONVERSION if work.m <= _FEW_FOR_XLA else 1.0)
+    times = {"xla": xla_time(device, work, Passes()) + passes}
+    if reasons["pallas"] is None:
+        times["pallas"] = pallas_qkv_projection.predicted_time(
+            work.m,
+            work.k,
+            widths,
+            head_size=weights[0].shape[-1],
+            norm=norm,
+            rotary_dim=rotary_dim,
+            interleaved=interleaved,
+            w_itemsize=w_itemsize,
+            multiprocessors=device.multiprocessors,
+        )
+    return fastest_first(reasons, times)
+
+
+_OF_NEIGHBOURS = 2.4
+"""The time of XLA's rotation of neighbours, which it reads one by one, of that of halves (an H200)."""
+_OF_CONVERSION, _FEW_FOR_XLA = 2 / 3, 1024
+"""What converting the weights adds to XLA's product of so many rows, which may do it itself, of what it
+takes in a kernel of its own: [512, 4096] to 8,192 columns take 77 us, of bfloat16 weights about 45."""
+
+
+def _gradient_first(device, x, weights, reasons) -> Mapping[str, str | None]:
+    """The reasons of the input gradient, the implementation that is likely fastest first."""
+    work = _gradient_work(math.prod(x.shape[:-1]), x.shape[-1], weights)
+    if not _is_modelled(device, x):
+        return _where_large(device, work, reasons)
+    # XLA first puts the cotangents side by side.
+    moved = 2 * x.dtype.itemsize
+    times = {"xla": xla_time(device, work, Passes()) + cost.xla_pass(work.m * work.k, moved)}
+    if reasons["pallas"] is None:
+        copies = _weight_copies(weights, x.dtype)
+        times["pallas"] = copies + predicted_time(work, device.multiprocessors)
+    return fastest_first(reasons, times)
+
+
+def _weight_copies(weights, dtype) -> float:
+    """Microseconds in which XLA copies the weights apart for a kernel."""
+    moved = 2 * jnp.dtype(dtype).itemsize
+    return sum(cost.xla_pass(len(w) * math.prod(w.shape[1:]), moved) for w in weights)
+
+
+def _gradient_work(rows: int, features: int, weights: Sequence[Any]) -> cost.Work:
+    columns = sum(math.prod(w.shape[1:]) for w in weights)
+    return cost.Work(rows, features, columns, k_last=True)
+
+
+def _norm_and_rotation(parameters: Sequence[Any]) -> tuple[bool, int]:
+    """Whether there is a norm, and how many features rotate, of the operands of `_Forward` but x."""
+    q_scale, k_scale, cos, _ = parameters[-4:]
+    norm = q_scale is not None or k_scale is not None
+    return norm, 0 if cos is None else 2 * cos.shape[-1]
+
+
+def _is_modelled(device: dispatch.Device, x: jax.Array) -> bool:
+    return is_modelled(device) and x.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _where_large(device, work, reasons) -> Mapping[str, str | None]:
+    large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
+    return reasons if large else dispatch.preferring("xla", reasons)
+
+
+def _operand_axes(operands: Sequence[Any]) -> Sequence[str]:
+    """The letters of x, the weights, the biases, the scales and the tables, for `sharding`."""
+    rows = sharding.leading_axes(operands[0].ndim - 1)
+    cos = operands[-1]
+    table = "" if cos is None else rows[len(rows) - (cos.ndim - 1) :] + "r"
+    weights, biases = _weight_axes(operands[1:4]), _HEADS
+    if operands[2] is None:
+        biases = ("c", "", "")
+    return rows + "d", *weights, *biases, "s", "s", table, table
+
+
+def _weight_axes(weights: Sequence[Any]) -> Sequence[str]:
+    """The letters of three weights, or of one that has the columns of all and two that are absent."""
+    return ("dc", "", "") if weights[1] is None else tuple("d" + group for group in _HEADS)

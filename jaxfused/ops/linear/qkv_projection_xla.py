@@ -1,0 +1,75 @@
+"""qkv_projection in plain jax.numpy: the truth for the kernels, and `implementation="xla"`."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.ops.linear.linear_xla import preactivation, save_preactivation
+from jaxfused.ops.norm.layer_norm_xla import norm
+from jaxfused.ops.rope.rope_xla import rotate
+
+
+def qkv_projection(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    q_scale: jax.Array | None,
+    k_scale: jax.Array | None,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    *,
+    heads: int,
+    key_heads: int,
+    epsilon: float,
+    scale_offset: float,
+    interleaved: bool,
+    precision: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(q, k, v) of [..., T, D] and [D, (N + 2 K) H], each [..., T, heads, H] in x's dtype.
+
+    The gradient keeps the inputs, and for the norms the projection in x's dtype.
+    """
+
+    def f(x, w, bias, q_scale, k_scale, cos, sin):
+        y = preactivation(x, w, bias, precision=precision)
+        y = y.reshape(*x.shape[:-1], heads + 2 * key_heads, y.shape[-1] // (heads + 2 * key_heads))
+        q, k, v = jnp.split(y, (heads, heads + key_heads), axis=-2)
+        finished = functools.partial(
+            finish, epsilon=epsilon, scale_offset=scale_offset, interleaved=interleaved
+        )
+        return finished(q, q_scale, cos, sin), finished(k, k_scale, cos, sin), v
+
+    if q_scale is None and k_scale is None and cos is None:
+        return f(x, w, bias, None, None, cos, sin)
+    return jax.checkpoint(f, policy=save_preactivation)(x, w, bias, q_scale, k_scale, cos, sin)
+
+
+def finish(
+    y: jax.Array,
+    scale: jax.Array | None,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    *,
+    epsilon: float,
+    scale_offset: float,
+    interleaved: bool,
+) -> jax.Array:
+    """The norm and the rotation, where they are wanted, of projected heads [..., T, N, H]."""
+    if scale is not None:
+        y, _ = norm(
+            y,
+            scale,
+            None,
+            None,
+            None,
+            subtract_mean=False,
+            epsilon=epsilon,
+            scale_offset=scale_offset,
+            pre_activation=None,
+            activation=None,
+        )
+    if cos is not None and sin is not None:
+        y = rotate(y, cos, sin, interleaved=interleaved)
+    return y

@@ -1,0 +1,307 @@
+"""The gradients of weights and biases: products and sums over all rows, a stage of several operators."""
+
+import functools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.runtime import sharding
+from jaxfused.runtime.product_choice import pallas_or_xla
+from jaxfused.runtime.product_xla import (
+    side_by_side,
+    sum_over_rows,
+    sums_side_by_side,
+    unshared,
+    weight_product,
+)
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner
+from pallas_kernels.gemm import cost
+from pallas_kernels.gemm import weight_gradient as pallas_weight_gradient
+
+
+def weight_gradient(
+    run: Runner, op: str, x: jax.Array, dy: jax.Array, dtype: Any, precision: Any
+) -> jax.Array:
+    """The transpose of x [..., D] times dy [..., F], over all rows."""
+    (dw,), _ = weight_gradients(run, op, x, (dy,), dtype, precision)
+    return dw
+
+
+def weight_and_bias_gradients(
+    run: Runner,
+    op: str,
+    x: jax.Array,
+    dy: jax.Array,
+    dtype: Any,
+    bias: jax.Array | None,
+    precision: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The transpose of x [..., D] times dy [..., F], and the sum of dy, over all rows.
+
+    Args:
+      run: of the operator.
+      op: the operator's name.
+      x: rounded to the dtype of the product.
+      dy: of any dtype; it is rounded for the product, but not for the sum.
+      dtype: of the weights' gradient.
+      bias: whose dtype the sum takes; without a bias there is none.
+      precision: of the product.
+    """
+    narrow = dy.astype(x.dtype)
+    rounds = narrow.dtype != dy.dtype
+    (dw,), sums = weight_gradients(
+        run, op, x, (narrow,), dtype, precision, sums_rows=bias is not None and not rounds
+    )
+    if bias is None:
+        return dw, None
+    return dw, sum_rows(dy, bias.dtype) if sums is None else sums[0].astype(bias.dtype)
+
+
+def weight_gradients(
+    run: Runner,
+    op: str,
+    x: jax.Array,
+    dys: Sequence[jax.Array],
+    dtype: Any,
+    precision: Any,
+    *,
+    sums_rows: bool = False,
+    side_by_side: bool = False,
+    piece: int | None = None,
+    joined: bool = False,
+) -> tuple[list[jax.Array], list[jax.Array] | None]:
+    """The transpose of x [..., D] times each dy [..., F], and if asked the sums of each dy in float32.
+
+    Args:
+      run: of the operator.
+      op: the operator's name.
+      x: of one dtype with the dys.
+      dys: the cotangents of what x was multiplied to. Where devices share them, of one width.
+      dtype: of the products.
+      precision: of the products, as in `jax.numpy.matmul`.
+      sums_rows: whether each dy is summed over all of its rows.
+      side_by_side: whether XLA takes one product of the dys, copied side by side.
+      piece: the columns of the pieces in which they are copied, as in `reference.product.side_by_side`.
+      joined: whether the caller wants one product, and one sum, of all dys side by side.
+    """
+    in_one_piece = sharding.is_in_one_piece(x, *dys)
+    kernel = WeightGradients(
+        op,
+        jnp.dtype(dtype),
+        precision,
+        len(dys),
+        sums_rows,
+        side_by_side,
+        joined and in_one_piece,
+        piece,
+    )
+    if sharding.is_explicit(x, *dys):
+        # Devices add their parts before these are rounded. Where they share x's features, they would
+        # add the same sums of dy as often.
+        alone = replace(kernel, dtype=jnp.dtype(jnp.float32), sums_rows=False)
+        sums = [sum_rows(dy, jnp.float32) for dy in dys] if sums_rows else []
+        results = (*run(alone, x, *dys), *sums)
+    elif in_one_piece:
+        results = run(kernel, x, *dys)
+    elif _would_run_on_rows(run, kernel, x, dys):
+        # Devices may share the columns too, such that a named kernel does not fit a shard.
+        results = replace(run, implementation=None)(kernel, x, *dys)
+    else:
+        # XLA's partitioner knows products: it may leave each device its part of the sums.
+        results = kernel.in_xla(x, *dys)
+    count = 1 if kernel.joined else len(dys)
+    dws = [dw.astype(dtype) for dw in results[:count]]
+    sums_of_rows = list(results[count:])
+    if joined and not kernel.joined:
+        dws = [jnp.concatenate(dws, axis=-1)]
+        sums_of_rows = [sums_side_by_side(sums_of_rows)] if sums_rows else []
+    return dws, sums_of_rows if sums_rows else None
+
+
+def _would_run_on_rows(
+    run: Runner, kernel: "WeightGradients", x: jax.Array, dys: Sequence[jax.Array]
+) -> bool:
+    """Whether a kernel would run if devices shared the rows evenly, as in data parallel training.
+
+    Under Auto axes only XLA's partitioner knows how they share them, and the kernel of each shard is
+    chosen then. Where it would not be the kernel, the partitioner is left the product that it knows, and
+    beside Manual axes too: there a kernel's operands would be gathered.
+    """
+    if not sharding.is_partitioned_by_xla(x, *dys):
+        return False
+    rows = math.prod(x.shape[:-1]) // jax.device_count()
+    if rows == 0 or run.implementation not in (None, "pallas"):
+        return False
+    shards = [jax.ShapeDtypeStruct((rows, a.shape[-1]), a.dtype) for a in (x, *dys)]
+    return dispatch.choose(kernel.op, None, kernel.reasons(run.device, *shards)) != "xla"
+
+
+def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
+    """The gradient of a bias: dy [..., F] summed over all of its rows in float32.
+
+    XLA gives such a sum too few threads where there are few rows, and there takes a product with ones.
+    """
+    rows = math.prod(dy.shape[:-1])
+    if _is_product_with_ones(rows, dy) and not sharding.is_explicit(dy):
+        # The barrier keeps XLA from merging it with a product of the weight's gradient.
+        flat = jax.lax.optimization_barrier(dy.reshape(rows, dy.shape[-1]))
+        ones = jnp.ones((_TILE_ROWS, rows), dy.dtype)
+        return jnp.matmul(ones, flat, preferred_element_type=jnp.float32)[0].astype(dtype)
+    return sum_over_rows(dy).astype(dtype)
+
+
+def _is_product_with_ones(rows: int, dy: Any) -> bool:
+    few = rows <= _ROWS_OF_SLOW_SUMS and dy.size >= _SIZE_OF_SLOW_SUMS
+    return few and dy.dtype.itemsize == 2 and rows % _SPLIT_ROWS == 0
+
+
+_ROWS_OF_SLOW_SUMS = 2**14
+_SPLIT_ROWS = 256
+"""XLA splits such a product along the rows, and writes a padded copy of what it cannot split evenly."""
+_SIZE_OF_SLOW_SUMS = 2**20
+_TILE_ROWS = 8
+"""The rows of the smallest tile of a product."""
+
+
+@dataclass(frozen=True)
+class WeightGradients:
+    """(x^T @ dy of each dy, dy summed over the rows of each) of x [M, D] and several dy [M, F].
+
+    The products are of a dtype, the sums in float32 if they are wanted.
+    """
+
+    op: str
+    dtype: Any
+    precision: Any
+    count: int
+    """Of dys."""
+    sums_rows: bool
+    side_by_side: bool
+    """Whether XLA takes one product of the dys, copied side by side."""
+    joined: bool = False
+    """Whether all products are one result, side by side, as are the sums."""
+    piece: int | None = None
+    """The columns of the pieces in which XLA puts the dys side by side."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} weight gradient"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        columns = ("j",) if self.joined else ("f",) * self.count
+        sums = columns if self.sums_rows else ()
+        return Axes((ROWS + "d", *(ROWS + "f",) * self.count), (*("d" + f for f in columns), *sums))
+
+    def work(self, x, *dys) -> cost.WeightWork:
+        return cost.WeightWork(
+            x.shape[0],
+            x.shape[1],
+            tuple(dy.shape[1] for dy in dys),
+            out_bytes=self.dtype.itemsize,
+            sums=self.sums_rows,
+        )
+
+    def reasons(self, device, x, *dys) -> Mapping[str, str | None]:
+        if x.dtype.itemsize != 2 or any(dy.dtype != x.dtype for dy in dys):
+            return {"xla": None}
+        names = [f"cotangent {index}" for index in range(len(dys))]
+        reason = pallas_weight_gradient.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtypes={"x": x.dtype},
+            features={"x": x.shape[1]}
+            | {name: dy.shape[1] for name, dy in zip(names, dys, strict=True)},
+        )
+
+        def times() -> Mapping[str, float]:
+            return {
+                "pallas": self._pallas_time(device, x, *dys),
+                "xla": self._xla_time(device, x, *dys),
+            }
+
+        return pallas_or_xla(device, reason, times)
+
+    def _pallas_time(self, device: dispatch.Device, x, *dys) -> float:
+        """Predicted microseconds of the kernel, and of the copy of its parts into one array."""
+        work = self.work(x, *dys)
+        config = pallas_weight_gradient.fitting(work, device.multiprocessors)[0]
+        time = pallas_weight_gradient.predicted_time(work, config, device.multiprocessors)
+        if self.joined and self.side_by_side:
+            copied = x.shape[1] * sum(dy.shape[1] for dy in dys)
+            time += cost.xla_pass(copied, 2 * self.dtype.itemsize)
+        return time
+
+    def _xla_time(self, device: dispatch.Device, x, *dys) -> float:
+        """Predicted microseconds of XLA's products, and of its sums."""
+        work = self.work(x, *dys)
+        time = cost.xla_weight_gradient(
+            work, device.multiprocessors, side_by_side=self.side_by_side
+        )
+        if self.sums_rows:
+            for dy in jax.eval_shape(self._summed_in_xla, dys):
+                by_product = _is_product_with_ones(len(dy), dy)
+                time += cost.xla_row_sums(dy.size, dy.dtype.itemsize, by_product=by_product)
+        return time
+
+    def configs(self, implementation, device, x, *dys) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        return pallas_weight_gradient.fitting(self.work(x, *dys), device.multiprocessors)
+
+    def run(self, implementation, device, x, *dys, config=None) -> Results:
+        if implementation != "pallas":
+            return self.in_xla(x, *dys)
+        dws, sums = pallas_weight_gradient.weight_gradient(
+            x,
+            dys,
+            out_dtype=self.dtype,
+            sums_rows=self.sums_rows,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+        return (*self._as_wanted(dws), *self._as_wanted(sums or ()))
+
+    def in_xla(self, x, *dys) -> tuple[jax.Array, ...]:
+        """The same in XLA, of any number of leading axes."""
+        gradient = functools.partial(weight_product, out_dtype=self.dtype, precision=self.precision)
+        dws: Sequence[jax.Array]
+        if self.side_by_side and len(dys) > 1:
+            dw = gradient(x, side_by_side(dys, self.piece))
+            ends = [sum(dy.shape[-1] for dy in dys[: i + 1]) for i in range(len(dys) - 1)]
+            dws = (dw,) if self.joined else jnp.split(dw, ends, axis=-1)
+        else:
+            first, *others = dys
+            dws = self._as_wanted(
+                [gradient(x, first), *(gradient(*unshared(x, dy)) for dy in others)]
+            )
+        if not self.sums_rows:
+            return tuple(dws)
+        sums = [sum_rows(dy, jnp.float32) for dy in self._summed_in_xla(dys)]
+        if self.joined and len(sums) > 1:
+            sums = [sums_side_by_side(sums)]
+        return (*dws, *sums)
+
+    def _as_wanted(self, columns: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Side by side where they are one result, else as they are."""
+        if not self.joined or len(columns) < 2:
+            return columns
+        return (jnp.concatenate(columns, axis=-1),)
+
+    def _summed_in_xla(self, dys: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """What XLA sums: what its product reads, where that is side by side and one result."""
+        if not self.side_by_side or not self.joined or len(dys) < 2:
+            return dys
+        return (side_by_side(dys, self.piece),)
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results:
+        """A batch of products is one product in XLA."""
+        del call, axis_size
+        in_axes = [0 if batched else None for batched in in_batched]
+        return jax.vmap(self.in_xla, in_axes=in_axes)(*operands)
+
+    xla_takes_rows = True

@@ -1,0 +1,293 @@
+"""The cross-entropy of one token and its gradient, and both over the logits of a linear layer.
+
+A row of logits is summed up in a few numbers (`Statistics`), from which its loss follows. Both are
+stated here once; softmax_cross_entropy, linear_softmax_cross_entropy and segmentation_loss are built
+from them, where kernels take part as well as here.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.ops.linear.linear_xla import affine
+from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.promotion import accumulator_dtype
+
+IGNORED = -1
+ELSEWHERE = -2
+"""Instead of a class: the token does not count, or its class is in the logits of another device."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The constants of a cross-entropy."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    ignore_index: int | None = None
+    logits_soft_cap: float | None = None
+
+
+class Statistics(NamedTuple):
+    """What a loss has to know of a row of (capped) logits: [...] each.
+
+    The maximum is kept apart, because subtracting a sum with a large maximum from a large logit would
+    leave few correct digits. All other numbers are relative to it, and it counts as a constant: the loss
+    does not depend on it.
+    """
+
+    maximum: jax.Array
+    log_sum: jax.Array
+    """The logarithm of the sum of exp(logits - maximum)."""
+    picked: jax.Array
+    """The sum of labels * (logits - maximum)."""
+    mean: jax.Array
+    """The mean of logits - maximum, or 0 where nothing asks for it."""
+    total: jax.Array
+    """The sum of the labels: 1, or 0 for a class that is elsewhere."""
+
+    def log_probabilities(self, logits: jax.Array) -> jax.Array:
+        """Returns the logarithms of the softmax of the logits, which are capped already."""
+        return logits - self.maximum[..., None] - self.log_sum[..., None]
+
+    def lse(self) -> jax.Array:
+        """Returns the logarithm of the sum of exp(logits)."""
+        return self.maximum + self.log_sum
+
+
+class Pulls(NamedTuple):
+    """What the gradient of a row is made of, [...] each: the cotangents of the statistics."""
+
+    pull: jax.Array
+    """The cotangent of `log_sum`, which the softmax shares out."""
+    push: jax.Array
+    """The negative cotangent of `picked`, which goes to the labels' classes."""
+    spread: jax.Array
+    """The negative cotangent of `mean`, divided by the number of classes."""
+
+
+def is_soft(labels: jax.Array) -> bool:
+    """Whether labels are distributions over the classes, rather than one class for each token."""
+    return jnp.issubdtype(labels.dtype, jnp.floating)
+
+
+def counted(labels: jax.Array, options: Options) -> jax.Array:
+    """Returns which tokens count, [...]: all but those whose label is `ignore_index`."""
+    if options.ignore_index is None or is_soft(labels):
+        return jnp.ones(labels.shape[: labels.ndim - is_soft(labels)], bool)
+    return labels != options.ignore_index
+
+
+def classes_of(labels: jax.Array, features: int, options: Options) -> jax.Array:
+    """Returns integer labels as classes from 0, `IGNORED`, or `features` for one that does not exist."""
+    missing = (labels < 0) | (labels >= features)
+    classes = jnp.where(missing, features, labels).astype(jnp.int32)
+    return jnp.where(counted(labels, options), classes, IGNORED)
+
+
+def capped(logits: jax.Array, cap: float | None) -> jax.Array:
+    """Returns the logits in the dtype of their sums, kept within (-cap, cap)."""
+    logits = logits.astype(accumulator_dtype(logits.dtype))
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def row_statistics(logits: jax.Array, labels: jax.Array, options: Options) -> Statistics:
+    """Returns the statistics of logits [..., V] for classes as of `classes_of`, or soft labels."""
+    logits = capped(logits, options.logits_soft_cap)
+    lowest = jnp.finfo(logits.dtype).min
+    # Of logits that are all -inf, the distances to this maximum are -inf and not NaN.
+    maximum = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), lowest))
+    distances = logits - maximum[..., None]
+    log_sum = jnp.log(jnp.sum(jnp.exp(distances), axis=-1))
+    if is_soft(labels):
+        shares = labels.astype(logits.dtype)
+        picked, total = _weighted_sum(shares, distances), jnp.sum(shares, axis=-1)
+    else:
+        # A class that does not exist gives NaN. A token that does not count must not, even though its
+        # loss is replaced by 0 later, because `jax_debug_nans` would report it.
+        is_here = labels >= 0
+        place = jnp.where(is_here, labels, 0)[..., None]
+        picked = jnp.take_along_axis(distances, place, -1, mode="fill")[..., 0]
+        picked, total = jnp.where(is_here, picked, 0.0), is_here.astype(logits.dtype)
+    mean = jnp.mean(distances, axis=-1) if options.label_smoothing else jnp.zeros_like(picked)
+    return Statistics(maximum, log_sum, picked, mean, total)
+
+
+def losses_of(statistics: Statistics, counts: jax.Array, options: Options) -> jax.Array:
+    """Returns the losses [...] of rows with these statistics; those of rows that do not count are 0."""
+    losses = statistics.total * statistics.log_sum - statistics.picked
+    if options.label_smoothing:
+        smoothing = options.label_smoothing
+        uniform = statistics.log_sum - statistics.mean
+        losses = (1.0 - smoothing) * losses + smoothing * uniform
+    if options.z_loss:
+        losses = losses + options.z_loss * jnp.square(statistics.lse())
+    return jnp.where(counts, losses, 0.0)
+
+
+def pulls_of(statistics: Statistics, dlosses: jax.Array, features: int, options: Options) -> Pulls:
+    """Returns the derivative of `sum(dlosses * losses_of(statistics))`."""
+    smoothing = options.label_smoothing
+    total = (1.0 - smoothing) * statistics.total + smoothing
+    return Pulls(
+        dlosses * (total + 2.0 * options.z_loss * statistics.lse()),
+        dlosses * (1.0 - smoothing),
+        dlosses * (smoothing / features),
+    )
+
+
+def row_gradients(
+    logits: jax.Array, labels: jax.Array, statistics: Statistics, pulls: Pulls, cap: float | None
+) -> jax.Array:
+    """Returns the gradient to logits [..., V] of the sums that `pulls` stand for, in float32."""
+    values = capped(logits, cap)
+    features = logits.shape[-1]
+    pull = pulls.pull[..., None]
+    # Nothing pulls at a shard of a row that has no finite logit, whose log_sum is -inf.
+    gradients = jnp.where(pull == 0.0, 0.0, pull * jnp.exp(statistics.log_probabilities(values)))
+    if is_soft(labels):
+        targets = labels.astype(values.dtype)
+    else:
+        targets = jax.nn.one_hot(labels, features, dtype=values.dtype)
+    gradients = gradients - pulls.push[..., None] * targets - pulls.spread[..., None]
+    if cap is not None:
+        gradients = gradients * (1.0 - jnp.square(values / cap))
+    if is_soft(labels):
+        return gradients
+    # A literal NaN would be reported by `jax_debug_nans` even where no class is missing.
+    missing = labels >= features
+    gradients = gradients * jnp.sqrt(jnp.where(missing, -1.0, 1.0).astype(values.dtype))[..., None]
+    return jnp.where((labels == IGNORED)[..., None], 0.0, gradients)
+
+
+def token_losses(
+    logits: jax.Array, labels: jax.Array, options: Options
+) -> tuple[jax.Array, Statistics]:
+    """Returns the losses [...] of logits [..., V], and the statistics of the logits.
+
+    The loss of a token that does not count is 0, and the loss for a class that does not exist is NaN.
+    """
+    counts = counted(labels, options)
+    statistics = row_statistics(logits, _as_classes(labels, logits.shape[-1], options), options)
+    return losses_of(statistics, counts, options), statistics
+
+
+def token_gradients(
+    logits: jax.Array,
+    labels: jax.Array,
+    statistics: Statistics,
+    dlosses: jax.Array,
+    options: Options,
+) -> jax.Array:
+    """Returns the gradient of `sum(dlosses * losses)` to logits, in float32."""
+    features = logits.shape[-1]
+    pulls = pulls_of(statistics, dlosses, features, options)
+    classes = _as_classes(labels, features, options)
+    return row_gradients(logits, classes, statistics, pulls, options.logits_soft_cap)
+
+
+def label_gradients(
+    logits: jax.Array,
+    labels: jax.Array,
+    statistics: Statistics,
+    dlosses: jax.Array,
+    options: Options,
+) -> jax.Array:
+    """Returns the gradient of `sum(dlosses * losses)` to soft labels, in their dtype."""
+    log_probabilities = statistics.log_probabilities(capped(logits, options.logits_soft_cap))
+    dlabels = -(1.0 - options.label_smoothing) * dlosses[..., None] * log_probabilities
+    return dlabels.astype(labels.dtype)
+
+
+def _as_classes(labels: jax.Array, features: int, options: Options) -> jax.Array:
+    return labels if is_soft(labels) else classes_of(labels, features, options)
+
+
+# The steps of a loop differ from call to call. Behind a `jax.jit` of their options they compile once
+# outside of `jax.jit` too.
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5), inline=True)
+def linear_token_losses(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    labels: jax.Array,
+    options: Options,
+    chunk_size: int,
+) -> tuple[jax.Array, Statistics]:
+    """Returns `token_losses` [N] of x @ w + bias, of which `chunk_size` rows exist at a time."""
+
+    def losses_of_chunk(_, chunk):
+        x, labels = chunk
+        return None, token_losses(affine(x, w, bias, precision=None), labels, options)
+
+    _, results = jax.lax.scan(losses_of_chunk, None, split_rows((x, labels), chunk_size))
+    return _join(results, x.shape[0])
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7), inline=True)
+def linear_token_gradients(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    labels: jax.Array,
+    statistics: Statistics,
+    dlosses: jax.Array,
+    options: Options,
+    chunk_size: int,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns (dx, dw, dbias, dlabels); the logits are recomputed, `chunk_size` rows at a time.
+
+    dw and dbias are summed over the chunks in float32. The gradient of the logits is rounded to x's
+    dtype for the two products in which it is used, as in the gradient of any linear layer.
+    """
+    compute_dtype = accumulator_dtype(x.dtype)
+
+    def gradients_of_chunk(sums, chunk):
+        x, labels, statistics, dlosses = chunk
+        logits = affine(x, w, bias, precision=None)
+        dlogits = token_gradients(logits, labels, statistics, dlosses, options)
+        dw, dbias = sums
+        dx = product("nv,dv->nd", dlogits, w, dtype=x.dtype).astype(x.dtype)
+        dw = dw + product("nd,nv->dv", x, dlogits, dtype=x.dtype)
+        dbias = None if dbias is None else dbias + jnp.sum(dlogits, axis=0)
+        soft = is_soft(labels)
+        dlabels = label_gradients(logits, labels, statistics, dlosses, options) if soft else None
+        return (dw, dbias), (dx, dlabels)
+
+    sums = jax.tree.map(lambda a: jnp.zeros(a.shape, compute_dtype), (w, bias))
+    chunks = split_rows((x, labels, statistics, dlosses), chunk_size)
+    (dw, dbias), rows = jax.lax.scan(gradients_of_chunk, sums, chunks)
+    dx, dlabels = _join(rows, x.shape[0])
+    return dx, dw.astype(w.dtype), None if bias is None else dbias.astype(bias.dtype), dlabels
+
+
+def split_rows(rows, chunk_size: int):
+    """Reshapes [N, ...] to [chunks, chunk_size, ...]; rows of zeros fill the last chunk."""
+
+    def split(a):
+        filling = -a.shape[0] % chunk_size
+        a = jnp.pad(a, [(0, filling)] + [(0, 0)] * (a.ndim - 1))
+        return a.reshape(a.shape[0] // chunk_size, chunk_size, *a.shape[1:])
+
+    return jax.tree.map(split, rows)
+
+
+def _join(chunks, rows: int):
+    """Reshapes [chunks, chunk_size, ...] to [N, ...], without the rows that filled the last chunk."""
+    return jax.tree.map(lambda a: jax.lax.collapse(a, 0, 2)[:rows], chunks)
+
+
+def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns the weighted sum over the last axis; a weight of 0 cancels even an infinite value."""
+    return jnp.sum(jnp.where(weights == 0, 0.0, weights * values), axis=-1)
+
+
+def binary_token_losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Returns the cross-entropy of classes with logits 0 and `logits`, the latter's share `targets`."""
+    # A certain and right prediction leaves the last term alone, without cancellation.
+    return (jnp.maximum(logits, 0.0) - targets * logits) + jax.nn.softplus(-jnp.abs(logits))

@@ -1,0 +1,83 @@
+"""Whether the values of labels are labels: a mask of 0 and 255 is none, and neither is class 7 of 5.
+
+Of what is traced, or lies on a GPU, nobody knows the values before they are used: there the losses are
+NaN. Of what the host can read at once, a sentence says it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.ops.loss.segmentation_loss_xla import SHARE_TOLERANCE
+from jaxfused.runtime.promotion import common_dtype
+
+_FEWEST_PIXELS = 16
+"""The fewest pixels for which rows that add up to 1 are taken for one-hot labels, not for a mask."""
+
+
+def _seen(labels: jax.Array) -> np.ndarray | None:
+    """The values, where reading them waits for no device."""
+    if isinstance(labels, jax.core.Tracer) or not labels.is_fully_addressable:
+        return None
+    if any(device.platform != "cpu" for device in labels.devices()):
+        return None
+    values = np.asarray(labels)
+    return values if values.size else None
+
+
+def as_classes(op: str, labels: jax.Array, ignore_index: int | None) -> jax.Array:
+    """Integer labels in a dtype that holds any class and `ignore_index`."""
+    labels = labels.astype(common_dtype(labels.dtype, jnp.int32))
+    limits = jnp.iinfo(labels.dtype)
+    if ignore_index is not None and not limits.min <= ignore_index <= limits.max:
+        raise ValueError(
+            f"{op}: ignore_index is {ignore_index}, but labels of {labels.dtype} go from {limits.min}"
+            f" to {limits.max}; pass one of them, or None."
+        )
+    return labels
+
+
+def check_classes(op: str, labels: jax.Array, classes: Any, ignore_index: int | None) -> None:
+    """Checks that labels, where they are integers and can be seen, are classes or ignored."""
+    values = _seen(labels) if jnp.issubdtype(labels.dtype, jnp.integer) else None
+    if values is None or not isinstance(classes, int):
+        return
+    wrong = (values < 0) | (values >= classes)
+    if ignore_index is not None:
+        wrong &= values != ignore_index
+    if wrong.any():
+        ignored = "" if ignore_index is None else f" and ignore_index is {ignore_index}"
+        raise ValueError(
+            f"{op}: labels hold {values[wrong][0]}, but there are {classes} classes{ignored}; pass"
+            f" classes from 0 to {classes - 1}, and what is to be left out as ignore_index."
+        )
+
+
+def check_shares(op: str, labels: jax.Array, ignore_index: int | None) -> None:
+    """Checks that labels, where they can be seen, say yes or no, by how much, or are ignored."""
+    values = None if labels.dtype == jnp.bool_ else _seen(labels)
+    if values is None:
+        return
+    values = values.astype(np.float64)
+    wrong = (values < -SHARE_TOLERANCE) | (values > 1.0 + SHARE_TOLERANCE)
+    if ignore_index is not None:
+        wrong &= values != ignore_index
+    if wrong.any():
+        raise ValueError(
+            f"{op}: labels hold {values[wrong][0]:g}, but they are shares from 0 to 1; pass bools, 0 and"
+            " 1 (of a mask of 0 and 255, mask > 127), or what is to be left out as ignore_index."
+        )
+
+
+def refuse_one_hot(op: str, labels: jax.Array) -> None:
+    """Checks that a mask [B, ..., C], where it can be seen, is not classes written as 0 and 1."""
+    values = _seen(labels) if labels.ndim >= 4 and labels.shape[-1] > 1 else None
+    if values is None or values.size // values.shape[-1] < _FEWEST_PIXELS:
+        return
+    if np.isin(values, (0, 1)).all() and (np.sum(values, -1) == 1).all():
+        raise ValueError(
+            f"{op}: labels of shape {labels.shape} are one-hot, but of logits of the same shape they"
+            " would be masks that know nothing of one another; pass classes, labels.argmax(-1)."
+        )

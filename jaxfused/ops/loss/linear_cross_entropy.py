@@ -1,0 +1,633 @@
+"""linear_softmax_cross_entropy: validation, choice, gradient.
+
+The logits of a language model are its largest array. Here they exist for one chunk of tokens at a time.
+Where the kernels of softmax_cross_entropy run and the cotangent of the loss is known beforehand, a
+chunk's logits are turned into their gradient in place and multiplied at once, so that each product is
+computed once.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfused import dispatch
+from jaxfused.ops.linear import linear_cuda, linear_xla
+from jaxfused.ops.linear.linear import check_affine
+from jaxfused.ops.loss import cross_entropy_cuda, cross_entropy_xla
+from jaxfused.ops.loss.cross_entropy import (
+    Reduction,
+    Scale,
+    check_class_weights,
+    check_cotangent,
+    check_labels,
+    check_options,
+    corrections,
+    is_one_term,
+    losses_of_rows,
+    pulls_on_rows,
+    reduce_losses,
+    refuse_pallas,
+    shares_of,
+    times,
+    unpacked,
+    weighed_losses,
+    weights_of_labels,
+)
+from jaxfused.ops.loss.cross_entropy_xla import (
+    Options,
+    Pulls,
+    Statistics,
+    classes_of,
+    counted,
+    is_soft,
+    losses_of,
+)
+from jaxfused.ops.loss.label_values import check_classes
+from jaxfused.runtime import sharding
+from jaxfused.runtime.checks import as_arrays, check_count, check_floating, python_numbers
+from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.runtime.shapes import is_symbolic
+from jaxfused.runtime.stated_gradient import stated_gradient
+
+
+@python_numbers
+def linear_softmax_cross_entropy(
+    x: jax.Array,
+    w: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+    weights: jax.Array | None = None,
+    class_weights: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    reduction: Reduction = "mean",
+    cotangent: jax.Array | float | Literal["any"] | None = None,
+    chunk_size: int | None = None,
+    sum_dtype: Any = None,
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+    r"""`softmax_cross_entropy(x @ w + bias, labels)` that never holds the logits of all tokens.
+
+    .. math::
+        z = x w + \text{bias}, \qquad \ell_n \text{ as for softmax\_cross\_entropy}
+
+    The logits of a language model are its largest array by far. Here they exist for one chunk of
+    tokens at a time. Where the cotangent of the loss is known beforehand, the forward turns a chunk's
+    logits into their gradient and multiplies it at once: three products in all, and the backward has
+    nothing left to do. Elsewhere the backward makes the logits again, which is a fourth product.
+
+    Args:
+      x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla").
+      w: [D, V], of any float dtype; it is rounded to x's for the product, which accumulates in
+        float32.
+      labels: [...] or [..., V], as for `softmax_cross_entropy`. Soft labels are left to XLA.
+      bias: [V].
+      cotangent: as for `softmax_cross_entropy`, a scalar: with reduction "none" it is not known.
+      chunk_size: tokens whose logits exist at once. It changes memory and time, not the result but
+        for rounding. By default as many as have logits, which the kernels keep in x's dtype, of the
+        size of float32 sums of w's gradient: with one chunk there are no such sums. Where w's dtype
+        serves for the sums, about a third of a device's tokens. XLA's program holds 64 MiB of float32
+        logits by default.
+      sum_dtype: of the sums of w's gradient over chunks: float32, or w's dtype, in which the sums
+        take no memory beside the gradient, for one more rounding a chunk. By default it is w's dtype
+        where three chunks suffice and all tokens have the same cotangent, known beforehand, and no
+        `weights`: with others the sums of chunks may cancel, but not the errors of their rounding.
+
+    The other arguments, the result and the errors are those of `softmax_cross_entropy`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> x, w = jnp.ones((6, 4)), jnp.zeros((4, 10))
+      >>> loss, (dx, dw) = jax.value_and_grad(
+      ...     lambda x, w: jaxfused.linear_softmax_cross_entropy(x, w, jnp.arange(6)), (0, 1)
+      ... )(x, w)
+      >>> print(f"{loss:.3f}")
+      2.303
+
+    Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024,
+    https://arxiv.org/abs/2411.09009; Hsu et al., "Liger Kernel", 2024,
+    https://arxiv.org/abs/2410.10989 (logits turned into their gradient by chunks)
+    """
+    op = "linear_softmax_cross_entropy"
+    x, w, labels, bias, weights, class_weights = as_arrays(
+        x, w, labels, bias, weights, class_weights
+    )
+    check_floating(op, dict(x=x, w=w, bias=bias, weights=weights, class_weights=class_weights))
+    check_affine(op, x, "w", w, "bias", bias)
+    features = w.shape[1]
+    if features == 0:
+        raise ValueError(
+            f"{op}: w has shape {w.shape}, but its last axis holds the classes;"
+            " pass w of shape [features, classes]."
+        )
+    options = Options(label_smoothing, z_loss, ignore_index, logits_soft_cap)
+    leading = x.shape[:-1]
+    labels = check_labels(op, labels, (*leading, features), options)
+    check_options(op, options, weights, leading, reduction)
+    check_class_weights(op, class_weights, features)
+    check_classes(op, labels, features, ignore_index)
+    if sum_dtype is not None and jnp.dtype(sum_dtype) not in (jnp.float32, w.dtype):
+        raise ValueError(
+            f"{op}: sum_dtype is {jnp.dtype(sum_dtype)}, but w's gradient is added up in float32 or"
+            f" in w's dtype; pass jnp.float32 or jnp.{w.dtype}."
+        )
+    expected = check_cotangent(op, cotangent, x.dtype, reduction, ())
+    if chunk_size is not None:
+        check_count(op, "chunk_size", chunk_size)
+    refuse_pallas(op, implementation)
+    soft = is_soft(labels)
+    several_terms = class_weights is not None and not is_one_term(labels, options)
+    why_xla = None
+    if soft:
+        why_xla = "soft labels are as large as the logits"
+    elif several_terms:
+        why_xla = "class weights with label_smoothing or z_loss are not in the kernels"
+    if why_xla is not None and implementation == "cuda":
+        raise ValueError(
+            f"{op}: implementation='cuda' cannot run here: {why_xla}."
+            " Pass implementation=None for the fastest one that can."
+        )
+    device = dispatch.current_device(x)
+    counts = counted(labels, options)
+    is_reference = takes_reference(op, implementation, device, x, why_xla=why_xla)
+    if class_weights is not None:
+        class_weights = class_weights.astype(accumulator_dtype(x.dtype))
+        of_labels = weights_of_labels(class_weights, labels, options)
+        if several_terms:
+            chunk_size = _chunk_rows(x, w, chunk_size)
+            losses = _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights)
+            return reduce_losses(losses, counts, weights, reduction, of_labels)
+        weights = times(weights, of_labels)
+    if is_reference:
+        losses = _reference_losses(options, chunk_size, x, w, bias, labels)
+        return reduce_losses(losses, counts, weights, reduction)
+
+    ahead = expected is not None and reduction != "none"
+    if sum_dtype is None and (weights is not None or not ahead):
+        sum_dtype = jnp.float32
+    run = Runner(implementation, device)
+    constants = _Constants(options, chunk_size, None if sum_dtype is None else jnp.dtype(sum_dtype))
+    classes = classes_of(labels, features, options)
+    if ahead:
+        shares, total = shares_of(counts, weights, reduction)
+        scalars = [jnp.asarray(scalar, jnp.float32) for scalar in (total, expected)]
+        return _loss_ahead(run, constants, *_aligned(x, w, bias, classes, shares, *scalars))
+    statistics = _statistics(run, constants, *_aligned(x, w, bias, classes)[:4])
+    return reduce_losses(losses_of(statistics, counts, options), counts, weights, reduction)
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """What is static in a call."""
+
+    options: Options
+    chunk_size: int | None
+    sum_dtype: Any
+    """None for w's dtype where it serves, see `_NARROW_CHUNKS`."""
+
+
+def _aligned(x, w, bias, classes, shares=None, *scalars):
+    """Returns the operands with the sharding of x's rows, ahead of a custom_vjp."""
+    rows = sharding.leading_axes(x.ndim - 1)
+    return sharding.align(
+        (x, w, bias, classes, shares, *scalars),
+        operand_axes=(rows + "d", "dv", "v", rows, rows, *("" for _ in scalars)),
+        whole="dv",
+    )
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+class _AheadResiduals(NamedTuple):
+    dx: jax.Array
+    dw: jax.Array
+    dbias: jax.Array | None
+    losses: jax.Array
+    loss: jax.Array
+    total: jax.Array
+    expected: jax.Array
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="linear_softmax_cross_entropy")
+def _loss_ahead(
+    run: Runner, constants: _Constants, x, w, bias, classes, shares, total, expected
+) -> jax.Array:
+    """The sum of shares * losses / total, whose cotangent is expected to be `expected`."""
+    del expected
+    statistics, *_ = run(_Forward(constants), x, w, bias, classes, None)
+    return jnp.sum(losses_of_rows(statistics, classes, constants.options) * shares) / total
+
+
+def _loss_ahead_fwd(
+    run: Runner, constants: _Constants, x, w, bias, classes, shares, total, expected
+):
+    coefficients = expected / total * shares
+    statistics, dx, dw, dbias = run(_Forward(constants), x, w, bias, classes, coefficients)
+    losses = losses_of_rows(statistics, classes, constants.options)
+    dbias = None if bias is None else dbias.astype(bias.dtype)
+    loss = jnp.sum(losses * shares) / total
+    return loss, _AheadResiduals(dx, dw, dbias, losses, loss, total, expected)
+
+
+def _loss_ahead_bwd(run: Runner, constants: _Constants, saved: _AheadResiduals, dloss):
+    factor = corrections(dloss, saved.expected)
+    (dx,) = run(Scale(), saved.dx, jnp.broadcast_to(factor, saved.losses.shape))
+    (dw,) = run(Scale(), saved.dw, jnp.broadcast_to(factor, saved.dw.shape[:1]))
+    dbias = None if saved.dbias is None else (saved.dbias * factor).astype(saved.dbias.dtype)
+    dsum = dloss / saved.total
+    return dx, dw, dbias, None, dsum * saved.losses, -dsum * saved.loss, None
+
+
+_loss_ahead.defvjp(_loss_ahead_fwd, _loss_ahead_bwd)
+
+
+class _StatisticsResiduals(NamedTuple):
+    x: jax.Array
+    w: jax.Array
+    bias: jax.Array | None
+    classes: jax.Array
+    statistics: Statistics
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="linear_softmax_cross_entropy")
+def _statistics(run: Runner, constants: _Constants, x, w, bias, classes) -> Statistics:
+    """The statistics of the rows of x @ w + bias, for losses that JAX differentiates."""
+    statistics, *_ = run(_Forward(constants), x, w, bias, classes, None)
+    return unpacked(statistics)
+
+
+def _statistics_fwd(run: Runner, constants: _Constants, x, w, bias, classes):
+    statistics = _statistics(run, constants, x, w, bias, classes)
+    return statistics, _StatisticsResiduals(x, w, bias, classes, statistics)
+
+
+def _statistics_bwd(
+    run: Runner, constants: _Constants, saved: _StatisticsResiduals, cotangents: Statistics
+):
+    x, w, bias, classes, statistics = saved
+    pulls = pulls_on_rows(cotangents, statistics, w.shape[1])
+    packed = (jnp.stack(statistics, axis=-1), jnp.stack(pulls, axis=-1))
+    dx, dw, dbias = run(_Backward(constants), x, w, bias, classes, *packed)
+    return dx, dw, None if bias is None else dbias.astype(bias.dtype), None
+
+
+_statistics.defvjp(_statistics_fwd, _statistics_bwd)
+
+
+# --- gradient of the reference --------------------------------------------------------------------
+
+_CHUNK_LOGITS = 2**24
+"""The logits that XLA's program holds at once by default: 64 MiB of float32."""
+
+
+def _reference_losses(options, chunk_size, x, w, bias, labels):
+    leading = x.shape[:-1]
+    rows = math.prod(leading)
+    losses = _linear_token_losses(
+        options,
+        _chunk_rows(x, w, chunk_size),
+        x.reshape(rows, x.shape[-1]),
+        w,
+        bias,
+        labels.reshape(rows, *labels.shape[len(leading) :]),
+    )
+    return losses.reshape(leading)
+
+
+def _chunk_rows(x: jax.Array, w: jax.Array, chunk_size: int | None) -> int:
+    """Returns the tokens of a chunk of x [..., D], for weights w [D, V]."""
+    rows = math.prod(x.shape[:-1])
+    if is_symbolic(x):  # A loop has chunks of one size, and an exact number of them.
+        return rows
+    return chunk_size or _default_chunk_size(rows, w.shape[1])
+
+
+def _default_chunk_size(rows: int, features: int) -> int:
+    """Returns the tokens of a chunk: chunks are equal, so that the last one needs little padding."""
+    chunks = max(1, math.ceil(rows * features / _CHUNK_LOGITS))
+    return max(1, math.ceil(rows / chunks))
+
+
+# As the steps of the reference's loops, these compile once outside of `jax.jit` too.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights):
+    """The losses whose terms have the weights of their classes; logits are recomputed by chunks."""
+    leading = x.shape[:-1]
+    rows = math.prod(leading)
+    # JAX adds up the gradients of the chunks in the dtype that w and bias have here.
+    wide = accumulator_dtype(x.dtype)
+    w, bias = (None if a is None else a.astype(wide) for a in (w, bias))
+
+    @jax.checkpoint
+    def losses_of_chunk(x, labels):
+        logits = linear_xla.affine(x, w, bias, precision=None)
+        return weighed_losses(None, options, None, logits, labels, class_weights)
+
+    chunks = cross_entropy_xla.split_rows(
+        (
+            x.reshape(rows, x.shape[-1]),
+            labels.reshape(rows, *labels.shape[len(leading) :]),
+        ),
+        chunk_size,
+    )
+    losses = lax.map(lambda chunk: losses_of_chunk(*chunk), chunks)
+    return losses.reshape(-1)[:rows].reshape(leading)
+
+
+class _LinearResiduals(NamedTuple):
+    x: jax.Array
+    w: jax.Array
+    bias: jax.Array | None
+    labels: jax.Array
+    statistics: Statistics
+
+
+@functools.partial(stated_gradient, nondiff_argnums=(0, 1))
+def _linear_token_losses(options: Options, chunk_size: int, x, w, bias, labels):
+    return cross_entropy_xla.linear_token_losses(x, w, bias, labels, options, chunk_size)[0]
+
+
+def _linear_token_losses_fwd(options: Options, chunk_size: int, x, w, bias, labels):
+    losses, statistics = cross_entropy_xla.linear_token_losses(
+        x, w, bias, labels, options, chunk_size
+    )
+    return losses, _LinearResiduals(x, w, bias, labels, statistics)
+
+
+def _linear_token_losses_bwd(options: Options, chunk_size: int, saved: _LinearResiduals, dlosses):
+    return cross_entropy_xla.linear_token_gradients(*saved, dlosses, options, chunk_size)
+
+
+_linear_token_losses.defvjp(_linear_token_losses_fwd, _linear_token_losses_bwd)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+_CHUNK_ROWS = 4096
+"""The fewest rows of a chunk by default where w's gradient is summed in float32: with less, the sums
+would be read and written more often, beside products that are too short to hide it."""
+_NARROW_ROWS = 2048
+"""The same where w's gradient is summed in w's dtype of 16 bits."""
+_NARROW_CHUNKS = 3
+"""With so few roundings of the sums they stay well within the error that tests/tolerances.py grants,
+where the terms of different chunks do not cancel."""
+_TILE_ROWS, _TILE_COLUMNS = 128, 256
+"""Of a product in cuBLAS."""
+_UNROLLED_CHUNKS = 8
+"""Up to so many chunks the program has a copy of the step for each, and needs no loop."""
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """(statistics [N, 5], dx, dw, dbias) of x [N, D], w [D, V], bias [V], classes and coefficients [N].
+
+    The gradients are those of the sum of coefficients * losses; without coefficients there are none.
+    """
+
+    constants: _Constants
+
+    @property
+    def name(self) -> str:
+        return "linear_softmax_cross_entropy forward"
+
+    def axes(self, x, w, bias, classes, coefficients) -> Axes:
+        row = ROWS + "d"
+        results = (row, "dv", None if bias is None else "v")
+        return Axes(
+            (row, "dv", "v", ROWS, ROWS),
+            (ROWS + "s", *((None,) * 3 if coefficients is None else results)),
+            whole="dvs",
+        )
+
+    def reasons(self, device, x, w, *others) -> Mapping[str, str | None]:
+        return _reasons(device, x, w)
+
+    def run(self, implementation, device, x, w, bias, classes, coefficients) -> Results:
+        options = self.constants.options
+
+        def step(layer: _Layer, chunk, sums):
+            x, classes, coefficients = chunk
+            logits = layer.logits(x)
+            dlogits, statistics = cross_entropy_cuda.forward(
+                logits,
+                classes,
+                None,
+                coefficients,
+                label_smoothing=options.label_smoothing,
+                z_loss=options.z_loss,
+                soft_cap=options.logits_soft_cap,
+                in_place=True,
+            )
+            if dlogits is None:
+                return None, (statistics, None)
+            dx, sums = layer.gradients(x, dlogits, sums)
+            return sums, (statistics, dx)
+
+        def reference_step(layer: _Layer, chunk, sums):
+            x, classes, coefficients = chunk
+            logits = layer.logits(x)
+            statistics = cross_entropy_xla.row_statistics(logits, classes, options)
+            packed = jnp.stack(statistics, axis=-1)
+            if coefficients is None:
+                return None, (packed, None)
+            pulls = cross_entropy_xla.pulls_of(statistics, coefficients, w.shape[1], options)
+            dlogits = cross_entropy_xla.row_gradients(
+                logits, classes, statistics, pulls, options.logits_soft_cap
+            )
+            dx, sums = layer.gradients(x, dlogits.astype(logits.dtype), sums)
+            return sums, (packed, dx)
+
+        layer = _Layer(w, bias, self.constants, len(x), x.dtype, device, implementation)
+        steps = step if implementation == "cuda" else reference_step
+        sums, (statistics, dx) = layer.over_chunks(steps, (x, classes, coefficients))
+        dw, dbias = (None, None) if sums is None else layer.finished(sums)
+        return statistics, dx, dw, dbias
+
+    batched = batched_rows
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """(dx, dw, dbias) of x [N, D], w, bias, classes [N], statistics [N, 5] and pulls [N, 3]."""
+
+    constants: _Constants
+
+    @property
+    def name(self) -> str:
+        return "linear_softmax_cross_entropy backward"
+
+    def axes(self, x, w, bias, classes, statistics, pulls) -> Axes:
+        row = ROWS + "d"
+        return Axes(
+            (row, "dv", "v", ROWS, ROWS + "s", ROWS + "p"),
+            (row, "dv", None if bias is None else "v"),
+            whole="dvsp",
+        )
+
+    def reasons(self, device, x, w, *others) -> Mapping[str, str | None]:
+        return _reasons(device, x, w)
+
+    def run(self, implementation, device, x, w, bias, classes, statistics, pulls) -> Results:
+        cap = self.constants.options.logits_soft_cap
+
+        def step(layer: _Layer, chunk, sums):
+            x, classes, statistics, pulls = chunk
+            logits = layer.logits(x)
+            if implementation == "cuda":
+                dlogits = cross_entropy_cuda.backward(
+                    logits, classes, None, statistics, pulls, soft_cap=cap, in_place=True
+                )
+            else:
+                dlogits = cross_entropy_xla.row_gradients(
+                    logits,
+                    classes,
+                    unpacked(statistics),
+                    Pulls(*jnp.unstack(pulls, axis=-1)),
+                    cap,
+                ).astype(logits.dtype)
+            dx, sums = layer.gradients(x, dlogits, sums)
+            return sums, (dx,)
+
+        layer = _Layer(w, bias, self.constants, len(x), x.dtype, device, implementation)
+        sums, (dx,) = layer.over_chunks(step, (x, classes, statistics, pulls))
+        return dx, *layer.finished(sums)
+
+    batched = batched_rows
+
+
+def _reasons(device, x, w) -> dict[str, str | None]:
+    """Why an implementation cannot run x [N, D] and w [D, V], forward or backward."""
+    reason = cross_entropy_cuda.why_unsupported(
+        compute_capability=device.compute_capability,
+        rows=x.shape[0],
+        features=w.shape[1],
+        dtype=x.dtype,
+    )
+    return {"cuda": reason, "xla": None}
+
+
+class _Sums(NamedTuple):
+    """What is added up over chunks."""
+
+    dw: jax.Array
+    dbias: jax.Array | None
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The products of a linear layer whose logits exist for one chunk of rows at a time."""
+
+    w: jax.Array
+    bias: jax.Array | None
+    constants: _Constants
+    rows: int
+    dtype: Any
+    """Of x and of the products."""
+    device: dispatch.Device
+    implementation: str
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Returns x @ w + bias in x's dtype. So written, XLA has its product add the bias."""
+        w = self.w.astype(x.dtype)
+        logits = jnp.einsum("nd,dv->nv", x, w, preferred_element_type=x.dtype)
+        return logits if self.bias is None else logits + self.bias.astype(x.dtype)
+
+    def gradients(
+        self, x: jax.Array, dlogits: jax.Array, sums: _Sums | None
+    ) -> tuple[jax.Array, _Sums]:
+        """Returns dx and the sums with those of this chunk; `sums` are None before the first."""
+        w = self.w.astype(x.dtype)
+        dx = jnp.einsum("nv,dv->nd", dlogits, w, preferred_element_type=x.dtype)
+        dbias = None
+        if self.bias is not None:
+            dbias = jnp.sum(dlogits.astype(jnp.float32), axis=0)
+        if sums is None:
+            # Where there is nothing to add, the product rounds its sums itself.
+            rounds = self._is_narrow() or self._chunk_rows() >= self.rows
+            dtype = x.dtype if rounds and self.w.dtype == x.dtype else jnp.float32
+            dw = jnp.einsum("nd,nv->dv", x, dlogits, preferred_element_type=dtype)
+            return dx, _Sums(dw, dbias)
+        if self.implementation == "cuda":
+            dw = linear_cuda.add_weight_gradient(sums.dw, x, dlogits)
+        else:
+            dw = sums.dw + jnp.einsum("nd,nv->dv", x, dlogits, preferred_element_type=sums.dw.dtype)
+        if dbias is not None and sums.dbias is not None:
+            dbias = sums.dbias + dbias
+        return dx, _Sums(dw, dbias)
+
+    def finished(self, sums: _Sums) -> tuple[jax.Array, jax.Array | None]:
+        """Returns dw in w's dtype and dbias in float32."""
+        return sums.dw.astype(self.w.dtype), sums.dbias
+
+    def over_chunks(self, step: Callable[..., Any], rows: tuple[Any, ...]) -> Any:
+        """Returns the sums and the rows' results of `step(layer, chunk, sums)` over all chunks."""
+        size = self._chunk_rows()
+        whole = self.rows // size
+
+        def chunk_at(start: int) -> Any:
+            return jax.tree.map(lambda a: a[start : start + size], rows)
+
+        sums, part = step(self, chunk_at(0), None)
+        parts, done = [part], size
+        if whole > _UNROLLED_CHUNKS:
+            middle = jax.tree.map(
+                lambda a: a[size : whole * size].reshape(whole - 1, size, *a.shape[1:]), rows
+            )
+            sums, part = lax.scan(lambda sums, chunk: step(self, chunk, sums), sums, middle)
+            parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), part))
+            done = whole * size
+        for start in range(done, self.rows, size):
+            # The next chunk's logits take the place of those of a chunk that is done.
+            chunk, sums, parts[-1] = lax.optimization_barrier((chunk_at(start), sums, parts[-1]))
+            sums, part = step(self, chunk, sums)
+            parts.append(part)
+        return sums, jax.tree.map(lambda *a: a[0] if len(a) == 1 else jnp.concatenate(a), *parts)
+
+    def _chunk_rows(self) -> int:
+        """Returns the rows of a chunk, of which the last one may have fewer."""
+        if self.rows == 0:
+            return 1
+        if self.constants.chunk_size is not None:
+            return min(self.constants.chunk_size, self.rows)
+        most = self._most_rows()
+        if not self._is_narrow():
+            even = math.ceil(self.rows / math.ceil(self.rows / most))
+            return min(self.rows, math.ceil(even / _TILE_ROWS) * _TILE_ROWS)
+        wanted = min(max(math.ceil(self.rows / _NARROW_CHUNKS), _NARROW_ROWS), most)
+        fewest = math.ceil(wanted / _TILE_ROWS) * _TILE_ROWS
+        # A third more rows at most, where that fills the multiprocessors better.
+        sizes = range(fewest, min(self.rows, 4 * wanted // 3 + 1), _TILE_ROWS)
+        return min(sizes, key=self._waves, default=min(fewest, self.rows))
+
+    def _is_narrow(self) -> bool:
+        """Whether w's gradient is summed over chunks in the dtype of 16 bits that it has."""
+        if not self.w.dtype == self.dtype != jnp.float32:
+            return False
+        if self.constants.sum_dtype is not None:
+            return self.constants.sum_dtype == self.dtype
+        return self.rows <= _NARROW_CHUNKS * (self.constants.chunk_size or self._most_rows())
+
+    def _most_rows(self) -> int:
+        """Returns the rows whose logits take the memory of float32 sums of w's gradient."""
+        return max(_CHUNK_ROWS, 4 * self.w.shape[0] // jnp.dtype(self.dtype).itemsize)
+
+    def _waves(self, size: int) -> int:
+        """How often all multiprocessors take a tile for x's gradient, the product with few tiles."""
+
+        def waves(rows: int) -> int:
+            tiles = math.ceil(rows / _TILE_ROWS) * math.ceil(self.w.shape[0] / _TILE_COLUMNS)
+            return math.ceil(tiles / (self.device.multiprocessors or 1))
+
+        return self.rows // size * waves(size) + waves(self.rows % size)

@@ -1,0 +1,1 @@
+"""Norms: of rows, of groups and of batches."""

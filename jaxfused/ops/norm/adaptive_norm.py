@@ -1,0 +1,485 @@
+"""layer_norm and rms_norm whose parameters differ from image to image, and whose residual has a gate.
+
+The adaptive norm of a diffusion Transformer scales and shifts each image by what a conditioning network
+says, and its branches come back to the residual stream through a gate. The public functions are those of
+layer_norm.py, which come here where such an argument is given. The vectors of such a call are
+[*leading, D], and each of their gradients is a sum over the rows of its own image.
+"""
+
+import functools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.ops.norm import layer_norm_costs, layer_norm_xla
+from jaxfused.runtime import sharding
+from jaxfused.runtime.checkpoint_names import named
+from jaxfused.runtime.checks import check_floating, check_shape
+from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, takes_reference
+from jaxfused.runtime.vmap import batch_all
+from pallas_kernels.rows import layer_norm as pallas_layer_norm
+
+Output = jax.Array | tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class NormOptions:
+    """What is static in a call: which norm, and its constants."""
+
+    op: str
+    subtract_mean: bool
+    epsilon: float
+    scale_offset: float
+    pre_activation: str | None
+    activation: str | None
+    round_before_scale: bool = False
+
+    def keywords(self) -> dict[str, Any]:
+        """The options as every implementation takes them."""
+        return dict(
+            subtract_mean=self.subtract_mean,
+            epsilon=self.epsilon,
+            scale_offset=self.scale_offset,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            round_before_scale=self.round_before_scale,
+        )
+
+
+class Images(NamedTuple):
+    """What may differ from image to image: [*leading, D] for x [*leading, ..., D], or None."""
+
+    scale: jax.Array | None
+    """An offset from 1."""
+    shift: jax.Array | None
+    gate: jax.Array | None
+    """Also [D], for all images."""
+
+
+class _Vectors(NamedTuple):
+    """The parameters as the kernels take them: [*leading, D] each, or None."""
+
+    scale: jax.Array | None
+    bias: jax.Array | None
+    pre_bias: jax.Array | None
+    gate: jax.Array | None
+
+
+def run(
+    options: NormOptions,
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    images: Images,
+    residual: jax.Array | None,
+    pre_bias: jax.Array | None,
+    implementation: str | None,
+) -> Output:
+    """The norm with parameters of each image; arguments without `images` have been validated."""
+    _validate(options.op, x, images, residual)
+    options, vectors = _vectors(options, x, scale, bias, images, pre_bias)
+    device = dispatch.current_device(x, residual)
+    takes_xla = takes_reference(
+        options.op,
+        implementation,
+        device,
+        x,
+        missing={"cuda": "the CUDA kernels have no parameters of each image and no gate"},
+    )
+    if takes_xla:
+        y, next_residual = layer_norm_xla.norm(
+            x,
+            vectors.scale,
+            vectors.bias,
+            residual,
+            vectors.pre_bias,
+            **options.keywords(),
+            gate=vectors.gate,
+        )
+        y = named(y, options.op, "output")
+        next_residual = named(next_residual, options.op, "next_residual")
+        return y if next_residual is None else (y, next_residual)
+    image_axes = max(vector.ndim for vector in vectors if vector is not None) - 1
+    axes = _Forward(options, image_axes, False).axes(x, residual, *vectors)
+    whole, parts = axes.split(implementation)
+    inner = sharding.leading_axes(x.ndim - 1 - image_axes)
+    operands = sharding.align(
+        (x, residual, *vectors),
+        operand_axes=[letters.replace(ROWS, inner) for letters in axes.operands],
+        whole=whole,
+        parts=parts,
+    )
+    y, next_residual = _norm(Runner(implementation, device), options, image_axes, *operands)
+    return y if next_residual is None else (y, next_residual)
+
+
+def _validate(op: str, x: jax.Array, images: Images, residual: jax.Array | None) -> None:
+    features = x.shape[-1]
+    named = dict(image_scale=images.scale, image_shift=images.shift, gate=images.gate)
+    check_floating(op, named)
+    if images.gate is not None and residual is None:
+        raise ValueError(
+            f"{op}: a gate was passed without a residual, but it multiplies what is added to one; pass"
+            " residual too, or multiply x."
+        )
+    shapes = {
+        name: array.shape
+        for name, array in named.items()
+        if array is not None and not (name == "gate" and array.shape == (features,))
+    }
+    for name, shape in shapes.items():
+        if shape[-1:] != (features,) or shape[:-1] != x.shape[:-1][: len(shape) - 1]:
+            raise ValueError(
+                f"{op}: {name} has shape {shape}, but x has shape {x.shape}; pass {name} of the first"
+                f" axes of x and its last one, such as {(*x.shape[:1], features)}."
+            )
+        first = next(iter(shapes))
+        check_shape(op, name, named[name], shapes[first], f"{first} has shape {shapes[first]}")
+
+
+def _vectors(
+    options: NormOptions,
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    images: Images,
+    pre_bias: jax.Array | None,
+) -> tuple[NormOptions, _Vectors]:
+    """The parameters of all images, into which the modulation is folded, all of one shape."""
+    shape = max((array.shape for array in images if array is not None), key=len)
+    wide = accumulator_dtype(x.dtype)
+
+    def of_images(array: jax.Array) -> jax.Array:
+        if array.shape == shape:
+            return array
+        axes = (1,) * (len(shape) - array.ndim)
+        return jnp.broadcast_to(array.reshape(axes + array.shape), shape)
+
+    # Where there is nothing to fold, the kernels read what the caller has as it is.
+    if images.scale is not None and scale is None and bias is None:
+        scale, options = images.scale, replace(options, scale_offset=1.0)
+    elif images.scale is not None:
+        factor = 1.0 + images.scale.astype(wide)
+        bias = None if bias is None else of_images(bias.astype(wide)) * factor
+        if scale is not None:
+            factor = (of_images(scale.astype(wide)) + options.scale_offset) * factor
+        scale, options = factor, replace(options, scale_offset=0.0)
+    if images.shift is not None and bias is None:
+        bias = images.shift
+    elif images.shift is not None:
+        assert bias is not None
+        bias = of_images(bias.astype(wide)) + images.shift.astype(wide)
+    vectors = (scale, bias, pre_bias, images.gate)
+    return options, _Vectors(*(None if v is None else of_images(v) for v in vectors))
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+class _Residuals(NamedTuple):
+    h: jax.Array
+    """The next residual where there is one, else x: pre_bias is still to be added to x."""
+    mean: jax.Array | None
+    rstd: jax.Array
+    x: jax.Array | None
+    """With a gate alone, whose gradient it is part of."""
+    vectors: _Vectors
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2))
+def _norm(run: Runner, options: NormOptions, image_axes: int, x, residual, *vectors):
+    forward = _Forward(options, image_axes, save_statistics=False)
+    y, next_residual, _, _ = run(forward, x, residual, *vectors)
+    return y, next_residual
+
+
+def _norm_fwd(run: Runner, options: NormOptions, image_axes: int, x, residual, *vectors):
+    forward = _Forward(options, image_axes, save_statistics=True)
+    y, next_residual, mean, rstd = run(forward, x, residual, *vectors)
+    y = named(y, options.op, "output")
+    next_residual = named(next_residual, options.op, "next_residual")
+    mean, rstd = named((mean, rstd), options.op, "statistics")
+    saved = _Vectors(*vectors)
+    h = x if residual is None else next_residual
+    return (y, next_residual), _Residuals(h, mean, rstd, None if saved.gate is None else x, saved)
+
+
+def _norm_bwd(run: Runner, options: NormOptions, image_axes: int, saved: _Residuals, cotangents):
+    dy, dnext_residual = cotangents
+    dx, dresidual, *dvectors = run(
+        _Backward(options, image_axes),
+        dy,
+        dnext_residual,
+        saved.h,
+        saved.mean,
+        saved.rstd,
+        saved.x,
+        *saved.vectors,
+    )
+    if dnext_residual is not None and dresidual is None:
+        dresidual = dx
+    return (
+        dx.astype(dy.dtype),
+        dresidual,
+        *(
+            None if vector is None else gradient.astype(vector.dtype)
+            for gradient, vector in zip(dvectors, saved.vectors, strict=True)
+        ),
+    )
+
+
+_norm.defvjp(_norm_fwd, _norm_bwd)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def _letters(image_axes: int) -> tuple[str, str]:
+    """The letters of rows, without their features, and of vectors."""
+    images = "pqrstuvw"[:image_axes]
+    return images + ROWS, images + "d"
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """(y, next_residual, mean, rstd) of x, residual [*images, M, D] and vectors [*images, D]."""
+
+    options: NormOptions
+    image_axes: int
+    save_statistics: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.options.op} forward"
+
+    def axes(self, x, residual, *vectors) -> Axes:
+        rows, vector = _letters(self.image_axes)
+        saves_mean = self.save_statistics and self.options.subtract_mean
+        return Axes(
+            (rows + "d", rows + "d", *(vector for _ in vectors)),
+            (
+                rows + "d",
+                None if residual is None else rows + "d",
+                rows if saves_mean else None,
+                rows if self.save_statistics else None,
+            ),
+            parts="d",
+            parts_by="xla",
+        )
+
+    def reasons(self, device, x, residual, *vectors) -> Mapping[str, str | None]:
+        return _fastest_first(
+            self,
+            device,
+            x,
+            residual,
+            _Vectors(*vectors),
+            functools.partial(
+                layer_norm_costs.forward_microseconds, saves_statistics=self.save_statistics
+            ),
+        )
+
+    def configs(self, implementation, device, x, residual, *vectors) -> Sequence[Hashable]:
+        del device
+        if implementation == "xla":
+            return ()
+        return pallas_layer_norm.forward_candidates(
+            *_tiled_shape(x, self.image_axes), 1 if residual is None else 2, _present(*vectors)
+        )
+
+    def on_parts(self, names, call, x, residual, *vectors) -> Results:
+        """Of the features that a device has, by XLA: statistics are added up over the devices."""
+        del call
+        scale, bias, pre_bias, gate = vectors
+        found = layer_norm_xla.norm_and_statistics(
+            x, scale, bias, residual, pre_bias, gate=gate, **self.options.keywords(), names=names
+        )
+        return found if self.save_statistics else (*found[:2], None, None)
+
+    def run(self, implementation, device, x, residual, *vectors, config=None) -> Results:
+        keywords: dict[str, Any] = self.options.keywords()
+        if implementation == "xla":
+            return self.on_parts((), None, x, residual, *vectors)
+        scale, bias, pre_bias, gate = _by_segments(vectors)
+        results = pallas_layer_norm.forward(
+            x.reshape(-1, x.shape[-1]),
+            scale,
+            bias,
+            _rows(residual),
+            pre_bias,
+            gate=gate,
+            segments=math.prod(x.shape[: self.image_axes]),
+            save_statistics=self.save_statistics,
+            multiprocessors=device.multiprocessors,
+            config=config,
+            **keywords,
+        )
+        # Matrices have the features as their last axis, statistics have none.
+        return tuple(
+            None if result is None else result.reshape(x.shape[: x.ndim - (2 - result.ndim)])
+            for result in results
+        )
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return _batched(self, call, axis_size, in_batched, operands)
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """(dx, dresidual, dscale, dbias, dpre_bias, dgate) of what the forward has saved.
+
+    The gradients of the vectors are float32 [*images, D]; dresidual is None where it is dx.
+    """
+
+    options: NormOptions
+    image_axes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.options.op} backward"
+
+    def axes(self, dy, dnext_residual, h, mean, rstd, x, *vectors) -> Axes:
+        rows, vector = _letters(self.image_axes)
+        matrix = rows + "d"
+        return Axes(
+            (matrix, matrix, matrix, rows, rows, matrix, *(vector for _ in vectors)),
+            (
+                matrix,
+                None if x is None else matrix,
+                *(None if v is None else vector for v in vectors),
+            ),
+            parts="d",
+            parts_by="xla",
+        )
+
+    def reasons(
+        self, device, dy, dnext_residual, h, mean, rstd, x, *vectors
+    ) -> Mapping[str, str | None]:
+        residual = None if dnext_residual is None else h
+        costs = layer_norm_costs.backward_microseconds
+        return _fastest_first(self, device, dy, residual, _Vectors(*vectors), costs)
+
+    def configs(
+        self, implementation, device, dy, dnext_residual, h, mean, rstd, x, *vectors
+    ) -> Sequence[Hashable]:
+        del device, dy, mean, rstd
+        if implementation == "xla":
+            return ()
+        scale, bias, pre_bias, gate = vectors
+        read = (
+            scale,
+            None if self.options.activation is None else bias,
+            pre_bias if dnext_residual is None or gate is not None else None,
+            gate,
+        )
+        matrices = _present(h, h, dnext_residual, x)
+        return pallas_layer_norm.backward_candidates(
+            *_tiled_shape(h, self.image_axes), matrices, _present(*read)
+        )
+
+    def on_parts(self, names, call, *operands) -> Results:
+        """Of the features that a device has, by XLA."""
+        del call
+        return self._gradients(layer_norm_xla.gradients, *operands, names=names)
+
+    def run(self, implementation, device, *operands, config=None) -> Results:
+        if implementation == "xla":
+            return self.on_parts((), None, *operands)
+        return self._gradients(
+            pallas_layer_norm.gradients,
+            *operands,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+
+    def _gradients(
+        self, function, dy, dnext_residual, h, mean, rstd, x, *vectors, **keywords: Any
+    ) -> Results:
+        images = h.shape[: self.image_axes]
+        dx, dresidual, *sums = function(
+            *map(_rows, (dy, dnext_residual, h)),
+            None if mean is None else mean.reshape(-1),
+            rstd.reshape(-1),
+            _rows(x),
+            *_by_segments(vectors),
+            segments=math.prod(images),
+            **self.options.keywords(),
+            **keywords,
+        )
+        return (
+            dx.reshape(h.shape),
+            None if dresidual is None else dresidual.reshape(h.shape),
+            *(None if s is None else s.reshape(*images, s.shape[-1]) for s in sums),
+        )
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return _batched(self, call, axis_size, in_batched, operands)
+
+
+def _batched(kernel, call, axis_size, in_batched, operands) -> Results:
+    """The rule for `jax.vmap`: the entries of a batch are as many images."""
+    batched = batch_all(axis_size, in_batched, operands)
+    return call(replace(kernel, image_axes=kernel.image_axes + 1), *batched)
+
+
+def _rows(array: jax.Array | None) -> jax.Array | None:
+    return None if array is None else array.reshape(-1, array.shape[-1])
+
+
+def _by_segments(vectors: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+    """Vectors [*images, D] with all images on one axis; those without images as they are."""
+    return [v if v is None or v.ndim == 1 else v.reshape(-1, v.shape[-1]) for v in vectors]
+
+
+def _tiled_shape(x: Any, image_axes: int) -> tuple[int, int, int]:
+    """Rows of an image, features, and the bytes of an element: what tiles are cut from."""
+    return math.prod(x.shape[image_axes:-1]), x.shape[-1], x.dtype.itemsize
+
+
+def _fastest_first(kernel, device, x, residual, vectors, microseconds) -> dict[str, str | None]:
+    """Why each implementation cannot run rows [*images, M, D], the fastest first."""
+    rows, features, segments = x.size // x.shape[-1], x.shape[-1], x.shape[: kernel.image_axes]
+    reason = pallas_layer_norm.why_unsupported(
+        compute_capability=device.compute_capability,
+        rows=rows,
+        features=features,
+        dtype=x.dtype,
+        residual_dtype=None if residual is None else residual.dtype,
+        segments=math.prod(segments),
+        vectors_of_segments=kernel.image_axes > 0,
+        gated=vectors.gate is not None,
+    )
+    reasons = {"pallas": reason, "xla": None}
+    if reason is not None:
+        return reasons
+    norm = layer_norm_costs.Norm(
+        rows=rows,
+        features=features,
+        itemsize=x.dtype.itemsize,
+        residual=residual is not None,
+        subtract_mean=kernel.options.subtract_mean,
+        parameters=_present(*vectors),
+        general=kernel.options.activation is not None,
+        multiprocessors=device.multiprocessors,
+        segments=math.prod(segments),
+    )
+    expected = {
+        "pallas": microseconds("pallas", norm),
+        "xla": _XLA_OF_IMAGES * microseconds("xla", norm),
+    }
+    return {name: reasons[name] for name in sorted(expected, key=expected.__getitem__)}
+
+
+_XLA_OF_IMAGES = 1.2
+"""How much longer XLA takes, at least, than for a norm whose parameters all images share."""
+
+
+def _present(*arrays: Any) -> int:
+    return sum(array is not None for array in arrays)

@@ -1,0 +1,174 @@
+"""group_norm's forward by the CUDA kernel of ffi/group_norm_slab.cu, which reads images once.
+
+A block has a slab, neighbouring channels of whole groups, of an image or of a part of it, and keeps it
+in shared memory until its statistics are known. Where an image has several parts, their blocks wait for
+each other, and so all have to run at the same time. A batch of batch_norm is an image with a group for
+each channel.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.ops.norm.group_norm_cuda import call_forward, reads_once
+
+THREADS = 512
+"""Of a block."""
+_VECTOR_BYTES = 16
+_MOST_VECTORS = 64
+_SHARED_BYTES = 227 * 1024
+"""Of a block on a Hopper GPU."""
+_FEWEST_PIXELS = 32
+"""Of a part, so that its mean lies near that of the image."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel is launched."""
+
+    vectors: int
+    """Of 16 bytes, of a pixel of a slab."""
+    parts: int
+    """Of an image's pixels, each of which a block has."""
+
+
+def config_for(
+    images: int,
+    pixels: int,
+    channels: int,
+    itemsize: int,
+    *,
+    groups: int,
+    compute_capability: tuple[int, int] | None,
+    multiprocessors: int,
+) -> Config | None:
+    """How x [images, pixels, channels] is kept on chip, or None where it does not fit."""
+    if not reads_once(compute_capability) or min(images, pixels) < 1:
+        return None
+    shape = (images, pixels, channels, itemsize)
+    found = candidates(*shape, groups=groups, multiprocessors=multiprocessors)
+    if not found:
+        return None
+    return min(
+        found, key=lambda config: microseconds(config, *shape, multiprocessors, groups=groups)
+    )
+
+
+def candidates(
+    images: int, pixels: int, channels: int, itemsize: int, *, groups: int, multiprocessors: int
+) -> list[Config]:
+    """All that fit."""
+    vector = _VECTOR_BYTES // itemsize
+    found = []
+    for vectors in range(1, _MOST_VECTORS + 1):
+        columns = vectors * vector
+        if channels % columns or columns % (channels // groups):
+            continue
+        together = multiprocessors // (images * (channels // columns))
+        for parts in {1, min(together, pixels // _FEWEST_PIXELS)}:
+            config = Config(vectors, parts)
+            if parts >= 1 and _shared_bytes(config, pixels, itemsize) <= _SHARED_BYTES:
+                found.append(config)
+    return found
+
+
+def _line_sums(config: Config) -> int:
+    """The sums of a channel that a block's threads leave in shared memory, one a warp if they can."""
+    return THREADS // 32 if 32 % config.vectors == 0 else THREADS // config.vectors
+
+
+def _shared_bytes(config: Config, pixels: int, itemsize: int) -> int:
+    """Of a block: sums of its threads, statistics, and what it has of x."""
+    columns = config.vectors * _VECTOR_BYTES // itemsize
+    lines = THREADS // config.vectors
+    steps = math.ceil(math.ceil(pixels / config.parts) / lines)
+    return columns * ((_line_sums(config) | 1) + 3) * 4 + steps * THREADS * _VECTOR_BYTES
+
+
+_BLOCK, _NEXT_BLOCK = 5.0, 2.6
+"""Microseconds: a launch with a block, however small it is; another block of the same multiprocessor."""
+_WAIT, _WAIT_FOR_PART = 1.0, 0.015
+"""Of a block for others, and for each of them."""
+_MERGED, _SUMMED = 4.5e-4, 0.1
+"""Of a sum of another block, and of one of its own threads in each of two rounds."""
+_TERABYTES_A_SECOND, _TERABYTES_TOGETHER = 2.8, 2.6
+"""Of blocks by themselves, and of those that wait for each other."""
+_BLOCK_TERABYTES_A_SECOND = 0.03
+_RESIDUAL = 2.2
+"""Times what reading x costs, since a residual is waited for between the statistics and the result."""
+_SHORT = {True: ((2, 2.0),), False: ((2, 2.8), (4, 1.2))}
+"""What it costs to read fewer vectors of a pixel than so many, by whether x is small."""
+_SMALL_BYTES = 4e6
+"""Of x, which the L2 gives as fast in pieces of two vectors."""
+
+
+def microseconds(
+    config: Config,
+    images: int,
+    pixels: int,
+    channels: int,
+    itemsize: int,
+    multiprocessors: int,
+    *,
+    groups: int,
+    residual: bool = False,
+) -> float:
+    """The expected time."""
+    slabs = channels * itemsize // (_VECTOR_BYTES * config.vectors)
+    blocks = images * slabs * config.parts
+    size = images * pixels * channels * itemsize
+    together = config.parts > 1
+    rate = _TERABYTES_TOGETHER if together else _TERABYTES_A_SECOND
+    rate = min(rate, blocks * _BLOCK_TERABYTES_A_SECOND)
+    short = (f for vectors, f in _SHORT[size <= _SMALL_BYTES] if config.vectors < vectors)
+    moved = (2 + _RESIDUAL * residual) * size * next(short, 1.0) / rate / 1e6
+    slab_groups = groups // slabs
+    lanes = min(32, THREADS // slab_groups)
+    fixed = _BLOCK + _SUMMED * (channels // groups) * (_line_sums(config) | 1) / lanes
+    if together:
+        waited = _WAIT + config.parts * (_WAIT_FOR_PART + slab_groups * _MERGED)
+        return fixed + waited + moved
+    later = (math.ceil(blocks / multiprocessors) - 1) * _NEXT_BLOCK
+    return fixed + (moved**4 + later**4) ** 0.25
+
+
+def forward(
+    x: jax.Array,
+    residual: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    groups: int,
+    epsilon: float,
+    activation: str | None,
+    save_statistics: bool,
+    save_variance: bool = False,
+    config: Config,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(y, mean, rstd, variance) of x [B, P, C] and scale, bias [1 or B, C], as `group_norm.forward`."""
+    images, _, channels = x.shape
+    columns = config.vectors * _VECTOR_BYTES // x.dtype.itemsize
+    slabs = channels // columns
+    partials: tuple[int, ...] = (0,)
+    counters: tuple[int, ...] = (0,)
+    if config.parts > 1:
+        partials = (images, slabs, columns * groups // channels, config.parts, 2)
+        counters = (images, slabs)
+    return call_forward(
+        "jaxfused_group_norm_slab",
+        (x, residual, scale, bias),
+        (
+            jax.ShapeDtypeStruct(partials, jnp.float32),
+            jax.ShapeDtypeStruct(counters, jnp.int32),
+        ),
+        groups=groups,
+        epsilon=epsilon,
+        activation=activation,
+        save_statistics=save_statistics,
+        save_variance=save_variance,
+        vectors=np.int64(config.vectors),
+        parts=np.int64(config.parts),
+    )

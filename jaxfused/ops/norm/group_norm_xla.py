@@ -1,0 +1,230 @@
+"""group_norm in plain jax.numpy: the truth against which the kernels are tested."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxfused.ops.norm.moments import is_few, normalised_pairs, parts_of, settled, shifted_moments
+from jaxfused.runtime.activation import activate, value_and_slope
+from jaxfused.runtime.product_xla import parts_of_rows
+from jaxfused.runtime.promotion import accumulator_dtype
+
+STATISTICS = "jaxfused_statistics"
+"""The name under which a norm marks its statistics for the policies of `jax.checkpoint`."""
+
+save_statistics = functools.partial(
+    jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(STATISTICS)
+)
+"""Wraps a norm so that its backward keeps the inputs and statistics, not the normalised x in float32."""
+
+
+def saving_statistics(values: Any) -> Callable[..., Any]:
+    """`save_statistics` for norms over so many values, or nothing for few: see `FEW_VALUES`."""
+    return (lambda norm: norm) if is_few(values) else save_statistics
+
+
+def values_of_a_group(x: Any, num_groups: int) -> int:
+    """Over how many values a norm of x [B, ..., C] is taken."""
+    return math.prod(x.shape[1:]) // num_groups
+
+
+def norm(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    num_groups: int,
+    epsilon: float,
+    activation: str | None,
+) -> jax.Array:
+    """Normalises [B, ..., C] over everything but the batch and the groups of channels.
+
+    Scale and bias are [C], or [B, C] for each image.
+    """
+    values = values_of_a_group(x, num_groups)
+
+    @saving_statistics(values)
+    def apply(x, scale, bias, residual):
+        if values == 2:
+            groups = _groups(x, num_groups)
+            by_pixel = groups.reshape(len(x), -1, *groups.shape[-2:])
+            y = normalised_pairs(by_pixel, 1 if by_pixel.shape[1] == 2 else 3, epsilon)
+            y = _affine(y.reshape(x.shape), residual, scale, bias)
+            return activate(activation, y).astype(x.dtype)
+        return norm_and_statistics(
+            x,
+            residual,
+            scale,
+            bias,
+            num_groups=num_groups,
+            epsilon=epsilon,
+            activation=activation,
+        )[0]
+
+    return apply(x, scale, bias, residual)
+
+
+Statistics = tuple[jax.Array, jax.Array, jax.Array]
+"""Mean, variance and 1 / the standard deviation."""
+
+
+def centered_statistics(groups: jax.Array, epsilon: float) -> Statistics:
+    """Of [B, ..., groups, S] over all but images and groups, in two passes."""
+    axes = (*range(1, groups.ndim - 2), groups.ndim - 1)
+    mean = checkpoint_name(jnp.mean(groups, axes, keepdims=True), STATISTICS)
+    centered = groups - mean
+    variance = checkpoint_name(jnp.mean(centered * centered, axes, keepdims=True), STATISTICS)
+    return mean, variance, jax.lax.rsqrt(variance + epsilon)
+
+
+def statistics_in_one_pass(groups: jax.Array, epsilon: float) -> Statistics:
+    """The same of [B, P, groups, S] in one pass over the values; it is not differentiated."""
+    images, pixels, num_groups, size = groups.shape
+    # Few images have too few groups to keep a GPU busy.
+    parts = parts_of(pixels, images * num_groups) if images <= _FEW_IMAGES else 1
+    near = groups[:, pixels // 2, :, size // 2]
+    mean, variance = shifted_moments(
+        groups.reshape(images, parts, -1, num_groups, size),
+        near.reshape(images, 1, 1, num_groups, 1),
+        lambda values: jnp.mean(jnp.mean(values, (2, 4), keepdims=True), 1, keepdims=True),
+    )
+    mean, variance = mean[:, 0], variance[:, 0]
+    mean, variance, rstd = settled((mean, variance, jax.lax.rsqrt(variance + epsilon)), parts)
+    return mean, variance, rstd
+
+
+_FEW_IMAGES = 8
+
+
+def norm_and_statistics(
+    x: jax.Array,
+    residual: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    num_groups: int,
+    epsilon: float,
+    activation: str | None,
+    statistics_of: Callable[[jax.Array, float], Statistics] = centered_statistics,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(y, mean, rstd, variance); the statistics are [B, num_groups], found by `statistics_of`."""
+    groups = _groups(x, num_groups)
+    mean, variance, rstd = statistics_of(groups, epsilon)
+    y = _affine(((groups - mean) * rstd).reshape(x.shape), residual, scale, bias)
+    statistics = (x.shape[0], num_groups)
+    return (
+        activate(activation, y).astype(x.dtype),
+        mean.reshape(statistics),
+        rstd.reshape(statistics),
+        variance.reshape(statistics),
+    )
+
+
+def gradient(
+    dy: jax.Array,
+    x: jax.Array,
+    residual: jax.Array | None,
+    mean: jax.Array,
+    rstd: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    dmean: jax.Array | None = None,
+    dvariance: jax.Array | None = None,
+    *,
+    num_groups: int,
+    activation: str | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(dx, dresidual, dscale, dbias) from what the forward has saved; the last two are [B, C].
+
+    `dmean` and `dvariance` [B, num_groups] are the gradients of the statistics, where they have any.
+    dscale and dbias are for each image, also of a parameter that the images share, and None of one
+    that is absent.
+    """
+    spatial = tuple(range(1, x.ndim - 1))
+    along_groups = (x.shape[0], *(1 for _ in spatial), num_groups, 1)
+    rstd = rstd.reshape(along_groups)
+    centered = _groups(x, num_groups) - mean.reshape(along_groups)
+    normalised = centered * rstd
+    flat = normalised.reshape(x.shape)
+    _, slope = value_and_slope(activation, _affine(flat, residual, scale, bias))
+    dz = dy.astype(slope.dtype) * slope
+    # The sums of a group and of a parameter are made of these.
+    dscale, dbias = _sums_over_pixels(dz * flat, dz)
+    size = centered[0].size // num_groups
+
+    def mean_of_group(sums: jax.Array) -> jax.Array:
+        """The mean over a group of what scale multiplies, from its sums over pixels [B, C]."""
+        scaled = sums if scale is None else sums * scale.astype(sums.dtype)
+        return jnp.sum(_groups(scaled, num_groups), -1).reshape(along_groups) / size
+
+    scaled = dz if scale is None else dz * _along_channels(scale, dz)
+    dx = rstd * (
+        _groups(scaled, num_groups) - mean_of_group(dbias) - normalised * mean_of_group(dscale)
+    )
+    if dmean is not None:
+        dx = dx + dmean.reshape(along_groups) / size
+    if dvariance is not None:
+        dx = dx + centered * (2.0 * dvariance.reshape(along_groups) / size)
+    return (
+        dx.reshape(x.shape).astype(x.dtype),
+        None if residual is None else dz.astype(residual.dtype),
+        None if scale is None else dscale,
+        None if bias is None else dbias,
+    )
+
+
+def _sums_over_pixels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the sums [B, C] over the pixels of each [B, ..., C].
+
+    The barrier keeps XLA from one sum over all images, or over a group, which few blocks of threads
+    would compute. So would they the sums of few channels: these are summed in parts of the pixels.
+    """
+    images, *sides, channels = arrays[0].shape
+    pixels = math.prod(sides)
+    parts = (
+        parts_of_rows(pixels, images * channels) if images * channels <= _FEW_SUMS else None
+    ) or 1
+    shape = (images, parts, pixels // parts, channels)
+    of_parts = jax.lax.optimization_barrier([jnp.sum(a.reshape(shape), 2) for a in arrays])
+    return tuple(jax.lax.optimization_barrier([jnp.sum(sums, 1) for sums in of_parts]))
+
+
+_FEW_SUMS = 2**13
+"""XLA gives a block of threads 64 of them: fewer blocks than a large GPU has multiprocessors."""
+
+
+def _groups(x: jax.Array, num_groups: int) -> jax.Array:
+    """Returns x [B, ..., C] as [B, ..., groups, channels of a group] in the accumulator's dtype."""
+    return x.astype(accumulator_dtype(x.dtype)).reshape(
+        *x.shape[:-1], num_groups, x.shape[-1] // num_groups
+    )
+
+
+def _affine(
+    y: jax.Array,
+    residual: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """What stands between the normalisation and the activation."""
+    if scale is not None:
+        y = y * _along_channels(scale, y)
+    if bias is not None:
+        y = y + _along_channels(bias, y)
+    if residual is not None:
+        y = y + residual.astype(y.dtype)
+    return y
+
+
+def _along_channels(parameter: jax.Array, like: jax.Array) -> jax.Array:
+    """A parameter [C] or [B, C] in the dtype of `like` [B, ..., C], and with as many axes."""
+    leading = parameter.shape[:-1] or (1,)
+    return parameter.astype(like.dtype).reshape(
+        *leading, *(1 for _ in range(like.ndim - 2)), parameter.shape[-1]
+    )

@@ -1,0 +1,309 @@
+"""layer_norm and rms_norm by the CUDA kernels of ffi/layer_norm_fwd.cu and ffi/layer_norm_bwd.cu.
+
+Each direction has a kernel for few rows, where what takes time is the way to memory and back, and one
+whose teams of threads walk over many rows, which arrive through shared memory. No shape is refused for
+its divisibility: rows that are no multiple of 16 bytes go in tiles of neighbouring rows, or in the
+backward, where they are long, in the aligned pieces of 16 bytes around them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.runtime import cuda_library
+
+MAX_FEATURES = 65536
+MAX_ROWS = 2**30
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How the forward is launched."""
+
+    few_rows: bool = False
+    """By a kernel for few rows, where one holds a row: of 4,096 features, or 8,192 of a norm alone."""
+    threads: int = 128
+    """Threads of a block, at most: fewer, smaller blocks exchange sums with fewer others."""
+    run: int = -1
+    """Neighbouring rows of each team; 0 for teams that take turns, -1 where the kernel may choose."""
+
+    def __post_init__(self) -> None:
+        if not 32 <= self.threads <= 128 or self.threads % 32:
+            raise ValueError(
+                f"ForwardConfig: threads must be 32, 64, 96 or 128, got {self.threads}"
+            )
+        if self.run < -1:
+            raise ValueError(f"ForwardConfig: run must be -1 or more, got {self.run}")
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How the backward is launched."""
+
+    few_rows: bool = False
+    """By the one kernel for few rows, where it can: without a gradient of pre_bias, and up to 4,096
+    features. Elsewhere a second kernel adds up the blocks' sums over rows."""
+    threads: int = 512
+    """Threads of a block, at most."""
+    blocks: int = 1
+    """Blocks of a multiprocessor, at most: each has sums of its own over its rows."""
+
+    def __post_init__(self) -> None:
+        if not 32 <= self.threads <= 512 or self.threads % 32:
+            raise ValueError(
+                f"BackwardConfig: threads must be a multiple of 32 up to 512, got {self.threads}"
+            )
+        if not 1 <= self.blocks <= 16:
+            raise ValueError(f"BackwardConfig: blocks must be 1 to 16, got {self.blocks}")
+
+
+_FEW_BYTES_FORWARD = 2**19
+_FEW_BYTES_PLAIN = 2**21
+_FEW_BYTES_BACKWARD = 4 * 2**20
+"""Up to so many bytes of one matrix the kernels for few rows are the first guess: that of a norm alone
+has the fewest instructions, and the backward's takes one launch where the other takes two."""
+FEW_ROWS_FEATURES = 4096
+_COLUMN_ROWS = 8192
+_FEW_ODD_ROWS = 3072
+"""Rows from which the columns' sums over them take the backward for few rows too long: of rows that
+begin at multiples of 16 bytes, and of others."""
+
+
+def forward_candidates(
+    rows: int, features: int, itemsize: int, matrices: int, vectors: int
+) -> list[ForwardConfig]:
+    """Configs for [rows, features], the best guess first.
+
+    `matrices` arrays of that shape are read (2 with a residual) and `vectors` of [features].
+    """
+    if features * itemsize % 16:
+        # Rows that start anywhere have a kernel of their own, which has nothing to choose.
+        return [ForwardConfig()]
+    is_plain = matrices == 1 and vectors <= 2
+    is_held = features <= (2 if is_plain else 1) * FEW_ROWS_FEATURES
+    few_rows = [ForwardConfig(few_rows=True)] if is_held else []
+    ring = [ForwardConfig(), ForwardConfig(threads=64)]
+    if 2 * matrices * rows * features * itemsize > 50 * 10**6:
+        # Beyond the L2 there is a choice between teams that take turns and neighbouring rows.
+        ring += [ForwardConfig(run=run) for run in (0, 1, 2, 4, 8) if run <= rows]
+    most = _FEW_BYTES_PLAIN if is_plain else _FEW_BYTES_FORWARD
+    first = matrices * rows * features * itemsize <= most
+    return [*few_rows, *ring] if first else [*ring, *few_rows]
+
+
+def backward_candidates(
+    rows: int, features: int, itemsize: int, matrices: int, vectors: int
+) -> list[BackwardConfig]:
+    """Configs for [rows, features], the best guess first.
+
+    `matrices` arrays of that shape are read (3 with a residual) and `vectors` of [features].
+    """
+    del matrices, vectors
+    ring = [BackwardConfig()]
+    if features <= 512:
+        ring += [BackwardConfig(blocks=2), BackwardConfig(threads=256, blocks=3)]
+    if features > FEW_ROWS_FEATURES:
+        return ring
+    few_rows = BackwardConfig(few_rows=True)
+    most = _COLUMN_ROWS if features * itemsize % 16 == 0 else _FEW_ODD_ROWS
+    first = rows * features * itemsize <= _FEW_BYTES_BACKWARD and rows <= most
+    return [few_rows, *ring] if first else [*ring, few_rows]
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    rows: int,
+    features: int,
+    dtype: Any,
+    residual_dtype: Any = None,
+    segments: int = 1,
+    round_before_scale: bool = False,
+) -> str | None:
+    """None where forward and backward can run, else the reason.
+
+    The shapes are those that the kernels see: of one shard, and of all entries that a `vmap` folds into
+    the rows, each of which is one of the backward's `segments`.
+    """
+    reason = cuda_library.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if reason := cuda_library.why_dtype_unfit(dtype):
+        return reason
+    if reason := cuda_library.why_residual_unfit(dtype, residual_dtype):
+        return reason
+    if round_before_scale:
+        return "it rounds the result alone, and round_before_scale asks for the values before it"
+    if not 1 <= features <= MAX_FEATURES:
+        return f"it takes 1 to {MAX_FEATURES} features, and x has {features}"
+    if rows > MAX_ROWS:
+        return f"it takes at most {MAX_ROWS} rows, and x has {rows}"
+    if rows > 0 and (segments < 1 or rows % segments):
+        return f"segments must divide the {rows} rows evenly, got {segments}"
+    return cuda_library.why_unavailable()
+
+
+def forward(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    pre_bias: jax.Array | None,
+    *,
+    save_statistics: bool,
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+    config: ForwardConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(y, next_residual, mean, rstd) over the rows of x [M, D]; what does not exist is None."""
+    cuda_library.register()
+    rows = x.shape[0]
+    save_mean = save_statistics and subtract_mean
+    if rows == 0:
+        statistic = jnp.zeros_like(x, shape=(0,), dtype=jnp.float32)
+        return (
+            x,
+            residual,
+            statistic if save_mean else None,
+            statistic if save_statistics else None,
+        )
+    parameters = (scale, bias, pre_bias)
+    config = (
+        config
+        or forward_candidates(
+            rows, x.shape[1], x.dtype.itemsize, 1 + (residual is not None), _present(*parameters)
+        )[0]
+    )
+    call = jax.ffi.ffi_call(
+        "jaxfused_layer_norm_forward",
+        (
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            _result(x.shape, x.dtype, residual is not None),
+            _result((rows,), jnp.float32, save_mean),
+            _result((rows,), jnp.float32, save_statistics),
+        ),
+    )
+    y, next_residual, mean, rstd = call(
+        x,
+        *_operands(x, scale, bias, residual, pre_bias),
+        **_attributes(subtract_mean, epsilon, scale_offset, pre_activation, activation),
+        few_rows=np.bool_(config.few_rows),
+        threads=np.int64(config.threads),
+        run=np.int64(config.run),
+    )
+    return (
+        y,
+        None if residual is None else next_residual,
+        mean if save_mean else None,
+        rstd if save_statistics else None,
+    )
+
+
+def backward(
+    dy: jax.Array,
+    dnext_residual: jax.Array | None,
+    h: jax.Array,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    pre_bias: jax.Array | None,
+    *,
+    segments: int,
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+    config: BackwardConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(dx, dscale, dbias, dpre_bias) over the rows of h [M, D].
+
+    The last three are float32 [segments, D], one entry for each of `segments` equal runs of rows, and
+    None for a parameter that is None. With `dnext_residual`, h is the next residual, and pre_bias is in
+    it already.
+    """
+    cuda_library.register()
+    parameters = (scale, bias, pre_bias)
+    shape = (segments, h.shape[1])
+    if h.shape[0] == 0:
+        zeros = jnp.zeros_like(h, shape=shape, dtype=jnp.float32)
+        return h, *_gradients(parameters, [zeros] * 3)
+    matrices = 2 + (dnext_residual is not None)
+    config = (
+        config
+        or backward_candidates(
+            h.shape[0], h.shape[1], h.dtype.itemsize, matrices, _present(*parameters)
+        )[0]
+    )
+    call = jax.ffi.ffi_call(
+        "jaxfused_layer_norm_backward",
+        (
+            jax.ShapeDtypeStruct(h.shape, h.dtype),
+            *(_result(shape, jnp.float32, parameter is not None) for parameter in parameters),
+        ),
+    )
+    dx, *gradients = call(
+        dy,
+        *_operands(h, dnext_residual),
+        h,
+        *_operands(h, mean),
+        rstd,
+        *_operands(h, *parameters),
+        segments=np.int64(segments),
+        **_attributes(subtract_mean, epsilon, scale_offset, pre_activation, activation),
+        few_rows=np.bool_(config.few_rows),
+        threads=np.int64(config.threads),
+        blocks=np.int64(config.blocks),
+    )
+    return dx, *_gradients(parameters, gradients)
+
+
+def _gradients(
+    parameters: tuple[jax.Array | None, ...], gradients: list[jax.Array]
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(dscale, dbias, dpre_bias) of what exists."""
+    dscale, dbias, dpre_bias = (
+        None if parameter is None else gradient
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    )
+    return dscale, dbias, dpre_bias
+
+
+def _present(*arrays: jax.Array | None) -> int:
+    return sum(array is not None for array in arrays)
+
+
+def _operands(x: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
+    """The arrays as a handler takes them: one that is absent travels without elements.
+
+    It is made like `x`, because in a `jax.shard_map` all operands must vary over the same axes.
+    """
+    absent = jnp.zeros_like(x, shape=(0,), dtype=jnp.float32)
+    return [absent if a is None else a for a in arrays]
+
+
+def _result(shape: tuple[int, ...], dtype: Any, wanted: bool) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape if wanted else (0,), dtype)
+
+
+def _attributes(
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+) -> dict[str, Any]:
+    return dict(
+        subtract_mean=np.bool_(subtract_mean),
+        epsilon=np.float32(epsilon),
+        scale_offset=np.float32(scale_offset),
+        pre_activation=pre_activation or "none",
+        activation=activation or "none",
+    )

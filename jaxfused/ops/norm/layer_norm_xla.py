@@ -1,0 +1,303 @@
+"""layer_norm and rms_norm in plain jax.numpy: the truth that the kernels are judged by.
+
+It is also `implementation="xla"`: differentiable to any order and in either mode, because nothing but
+jax.numpy is in it.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.ops.norm.moments import shifted_moments
+from jaxfused.runtime.activation import activate, value_and_slope
+from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
+
+
+def norm(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    pre_bias: jax.Array | None,
+    *,
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+    round_before_scale: bool = False,
+    gate: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (y, next_residual) over the last axis; next_residual is None without `residual`.
+
+    The vectors are [D], or [*leading, D]: one for each entry of the first axes of x, where an axis
+    of 1 is shared.
+
+    Arithmetic is in float32 (float64 for float64 inputs). The normalisation reads the next residual as
+    it was rounded to its dtype, so that a backward that saved it sees the very numbers of the forward.
+    """
+    return norm_and_statistics(
+        x,
+        scale,
+        bias,
+        residual,
+        pre_bias,
+        subtract_mean=subtract_mean,
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        pre_activation=pre_activation,
+        activation=activation,
+        round_before_scale=round_before_scale,
+        gate=gate,
+    )[:2]
+
+
+def norm_and_statistics(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    pre_bias: jax.Array | None,
+    *,
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+    round_before_scale: bool = False,
+    gate: jax.Array | None = None,
+    names: Sequence[str] = (),
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
+    """The same with the mean and 1 / the standard deviation of each row; no mean for an RMSNorm.
+
+    In a `jax.shard_map`, devices along the mesh axes `names` may each have a part of the features.
+    """
+    compute_dtype = accumulator_dtype(x.dtype)
+    total = x
+    if pre_bias is not None:
+        total = total.astype(compute_dtype)
+        total = total + along_last_axis(pre_bias, total)
+    if gate is not None:
+        total = total.astype(compute_dtype)
+        total = total * along_last_axis(gate, total)
+    next_residual = None
+    if residual is not None:
+        next_residual = _sum(total, residual, compute_dtype)
+        total = next_residual
+
+    def wide() -> jax.Array:
+        # XLA keeps a norm in one kernel where the statistics and the values convert x each for itself.
+        return activate(pre_activation, total.astype(compute_dtype))
+
+    u, statistics_of, mean = wide(), wide(), None
+    if subtract_mean:
+        mean = _mean(statistics_of, names)
+        u, statistics_of = u - mean, wide() - mean
+    rstd = jax.lax.rsqrt(_mean(statistics_of * statistics_of, names) + epsilon)
+    gain = None if scale is None else along_last_axis(scale, u) + scale_offset
+    if round_before_scale:
+        y = _rounded(u * rstd, x.dtype)
+        y = y if gain is None else y * gain
+    else:
+        y = u * (rstd if gain is None else rstd * gain)
+    if bias is not None:
+        y = y + along_last_axis(bias, y)
+    y = activate(activation, y).astype(x.dtype)
+    return y, next_residual, None if mean is None else mean[..., 0], rstd[..., 0]
+
+
+def statistics(
+    total: jax.Array,
+    pre_bias: jax.Array | None,
+    *,
+    subtract_mean: bool,
+    epsilon: float,
+    pre_activation: str | None,
+) -> tuple[jax.Array | None, jax.Array]:
+    """The mean and 1 / the standard deviation of each row alone, in one pass.
+
+    `total` is x, to which pre_bias is added, or the next residual without it. This is not
+    differentiated.
+    """
+    u = total.astype(accumulator_dtype(total.dtype))
+    if pre_bias is not None:
+        u = u + along_last_axis(pre_bias, u)
+    u = activate(pre_activation, u)
+    if not subtract_mean:
+        return None, jax.lax.rsqrt(jnp.mean(u * u, axis=-1) + epsilon)
+    middle = u.shape[-1] // 2
+    near = u[..., middle : middle + 1]
+    mean, variance = shifted_moments(u, near, lambda values: _mean(values, ()))
+    return mean[..., 0], jax.lax.rsqrt(variance[..., 0] + epsilon)
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array:
+    """Their sum, rounded once to the residual's dtype.
+
+    For a GPU it is a sum in that dtype, as models write it: XLA then knows that the norm reads rounded
+    numbers. Elsewhere the rounding is an operation of its own, because XLA leaves out a conversion to
+    fewer bits and back: the statistics would be those of numbers that the backward does not read.
+    """
+
+    def rounded(total: jax.Array, residual: jax.Array) -> jax.Array:
+        wide = total.astype(compute_dtype) + residual.astype(compute_dtype)
+        return _rounded(wide, residual.dtype).astype(residual.dtype)
+
+    if total.dtype != residual.dtype:
+        return rounded(total, residual)
+    return jax.lax.platform_dependent(total, residual, cuda=operator.add, default=rounded)
+
+
+def _rounded(wide: jax.Array, dtype: Any) -> jax.Array:
+    """The values that `dtype` has, still in the wide one: XLA leaves out a conversion and back."""
+    bits = jnp.finfo(dtype)
+    if bits.nmant >= jnp.finfo(wide.dtype).nmant:
+        return wide
+    return jax.lax.reduce_precision(wide, bits.nexp, bits.nmant)
+
+
+def _mean(values: jax.Array, names: Sequence[str]) -> jax.Array:
+    """[..., 1]: over the features, of which devices along the mesh axes `names` have equal parts."""
+    mean = jnp.mean(values, axis=-1, keepdims=True)
+    return jax.lax.pmean(mean, tuple(names)) if names else mean
+
+
+class Gradients(NamedTuple):
+    """What `gradients` computes; None for what the call does not have."""
+
+    x: jax.Array
+    residual: jax.Array | None
+    """None where it is the gradient of x."""
+    scale: jax.Array | None
+    bias: jax.Array | None
+    pre_bias: jax.Array | None
+    gate: jax.Array | None
+
+
+def gradient(
+    dy: jax.Array,
+    dnext_residual: jax.Array | None,
+    h: jax.Array,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    pre_bias: jax.Array | None,
+    *,
+    segments: int,
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+    round_before_scale: bool = False,
+    names: Sequence[str] = (),
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(dx, dscale, dbias, dpre_bias) of `gradients`, without a gate."""
+    found = gradients(
+        dy,
+        dnext_residual,
+        h,
+        mean,
+        rstd,
+        None,
+        scale,
+        bias,
+        pre_bias,
+        None,
+        segments=segments,
+        subtract_mean=subtract_mean,
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        pre_activation=pre_activation,
+        activation=activation,
+        round_before_scale=round_before_scale,
+        names=names,
+    )
+    return found.x, found.scale, found.bias, found.pre_bias
+
+
+def gradients(
+    dy: jax.Array,
+    dnext_residual: jax.Array | None,
+    h: jax.Array,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    x: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    pre_bias: jax.Array | None,
+    gate: jax.Array | None,
+    *,
+    segments: int,
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+    round_before_scale: bool = False,
+    names: Sequence[str] = (),
+) -> Gradients:
+    """The gradients of rows [M, D], from what a forward has saved.
+
+    With `dnext_residual`, h is the next residual; without it x, to which pre_bias is still added. The
+    vectors are [D], or [segments, D] for equal runs of rows; their gradients are float32 [segments, D].
+    `x` is needed with a gate alone. `names` are those of `norm_and_statistics`.
+    """
+    del epsilon
+    wide = accumulator_dtype(h.dtype)
+    runs = (segments, len(h) // max(1, segments))
+
+    def in_runs(array):
+        return None if array is None else array.reshape(*runs, *array.shape[1:]).astype(wide)
+
+    total, rstd, mean, dz = in_runs(h), in_runs(rstd), in_runs(mean), in_runs(dy)
+    if pre_bias is not None and dnext_residual is None:
+        total = total + along_last_axis(pre_bias, total)
+    u, slope_of_pre_activation = value_and_slope(pre_activation, total)
+    if mean is not None:
+        u = u - mean[..., None]
+    normalised = u * rstd[..., None]
+    scaled = _rounded(normalised, dy.dtype) if round_before_scale else normalised
+    gain = None if scale is None else along_last_axis(scale, total) + scale_offset
+    if activation is not None:
+        z = scaled if gain is None else scaled * gain
+        if bias is not None:
+            z = z + along_last_axis(bias, z)
+        dz = dz * value_and_slope(activation, z)[1]
+    dnormalised = dz if gain is None else dz * gain
+    if subtract_mean:
+        projection = _mean(dnormalised * normalised, names)
+        dh = dnormalised - normalised * projection - _mean(dnormalised, names)
+    else:
+        # This sum does not wait for that of rstd, so that XLA can take both in one kernel.
+        projection = _mean(dnormalised * u, names) * rstd[..., None]
+        dh = dnormalised - normalised * projection
+    dh = dh * rstd[..., None] * slope_of_pre_activation
+    if dnext_residual is not None:
+        dh = dh + in_runs(dnext_residual)
+
+    dx, dgate = dh, None
+    if gate is not None:
+        branch = in_runs(x)
+        if pre_bias is not None:
+            branch = branch + along_last_axis(pre_bias, branch)
+        dgate = jnp.sum(dh * branch, axis=1)
+        dx = dh * along_last_axis(gate, dh)
+
+    def sum_over_rows(values, parameter):
+        return None if parameter is None else jnp.sum(values, axis=1)
+
+    return Gradients(
+        dx.reshape(h.shape).astype(h.dtype),
+        None if gate is None else dh.reshape(h.shape).astype(h.dtype),
+        sum_over_rows(dz * scaled, scale),
+        sum_over_rows(dz, bias),
+        sum_over_rows(dx, pre_bias),
+        dgate,
+    )

@@ -1,0 +1,1 @@
+"""Optimizer steps over all leaves of a tree."""

@@ -1,0 +1,191 @@
+"""The step of an optimizer over all leaves of a tree, by the kernels of ffi/optimizer_step.cu."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.runtime import cuda_library
+
+LEAVES_A_CALL = 32
+"""Further leaves are handed to another launch. One launch could take all of a large tree, but XLA's
+search for copies between operands and results that share a buffer takes longer than in proportion to
+their number: with 256 leaves a call, ViT-L/16's step compiles for minutes."""
+_WARPS = 8
+_TILE = 1024
+"""Values of a tile in which each thread has one vector."""
+
+
+class Leaf(NamedTuple):
+    """The arrays of one leaf, all of one shape; what is absent is None."""
+
+    gradient: jax.Array | None
+    parameter: jax.Array
+    first_moment: jax.Array | None = None
+    second_moment: jax.Array | None = None
+    average: jax.Array | None = None
+    copy: jax.Array | None = None
+    first_scale: jax.Array | None = None
+    """The scales of a first moment in int8; the second moment then is in uint8."""
+    second_scale: jax.Array | None = None
+
+
+class Scalars(NamedTuple):
+    """What a step reads from device memory, in the kernel's order; what a rule lacks is 0."""
+
+    learning_rate: Any = 0.0
+    weight_decay: Any = 0.0
+    b1: Any = 0.0
+    one_minus_b1: Any = 0.0
+    b2: Any = 0.0
+    one_minus_b2: Any = 0.0
+    eps: Any = 0.0
+    eps_root: Any = 0.0
+    moment_weight: Any = 0.0
+    inverse_bias2: Any = 0.0
+    gradient_weight: Any = 0.0
+    max_norm: Any = 0.0
+    inverse_loss_scale: Any = 1.0
+    average_decay: Any = 0.0
+    one_minus_average_decay: Any = 0.0
+    unused: Any = 0.0
+
+    def stacked(self) -> jax.Array:
+        """Returns the float32 vector that the kernels read."""
+        return jnp.stack([jnp.asarray(value, jnp.float32).reshape(()) for value in self])
+
+
+_WRITTEN = {
+    "lamb_moments": ("first_moment", "second_moment"),
+    "lamb_write": ("parameter", "average", "copy"),
+    "lamb_norms": (),
+}
+_TAKING_NORMS = ("lamb_moments", "lamb_norms")
+_ALL_WRITTEN = tuple(field for field in Leaf._fields if field != "gradient")
+RANDOM_WORDS = 16
+"""The words for each leaf of `random`: see LeafRandom in ffi/stochastic_rounding.cuh."""
+BLOCK = 256
+"""Values that share a scale."""
+
+
+def why_unsupported(
+    *, compute_capability: tuple[int, int] | None, dtypes: Sequence[Any]
+) -> str | None:
+    """Returns None where a tree with arrays of these dtypes can be updated, else the reason."""
+    reason = cuda_library.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    for dtype in dtypes:
+        if reason := cuda_library.why_dtype_unfit(dtype, "an array of the tree has"):
+            return reason
+    return cuda_library.why_unavailable()
+
+
+def _vectors(leaf: Leaf) -> int:
+    """Returns the vectors of a thread in a tile; more of them where values have few bytes."""
+    read = sum(array.dtype.itemsize for array in leaf[:5] if array is not None)
+    # With two vectors, a warp has a whole block of an 8-bit moment.
+    return 1 if read >= 12 and leaf.first_scale is None else 2
+
+
+def _bits(streams: Sequence[str]) -> np.int32:
+    return np.int32(sum(1 << Leaf._fields.index(name) for name in streams))
+
+
+def _is_bfloat16(array: jax.Array | None) -> bool:
+    return array is not None and array.dtype == jnp.bfloat16
+
+
+def step(
+    rule: str,
+    scalars: jax.Array,
+    stats: jax.Array | None,
+    leaves: Sequence[Leaf],
+    decays: Sequence[bool],
+    *,
+    clips: bool,
+    skips_nonfinite: bool,
+    nesterov: bool,
+    norms: jax.Array | None = None,
+    random: jax.Array | None = None,
+    rounded: Sequence[str] = (),
+) -> tuple[list[Leaf], jax.Array | None]:
+    """Returns the leaves after the step, whose arrays have the buffers of those before it.
+
+    Args:
+      rule: "adam", "adam_8bit", "lion", "sgd", or one of LAMB's two passes, of which the first returns
+        the squares of the norms of each leaf's parameter and direction, and the second reads them.
+        With moments in float32 they are "lamb_moments", which updates these, and "lamb_write", which
+        reads them instead of the gradient. With narrower moments they are "lamb_norms", which writes
+        nothing, and "lamb_whole", since a direction from rounded moments would have another norm.
+      scalars: `Scalars.stacked`.
+      stats: from `gradient_norm.sum_of_squares`, if the step clips or skips.
+      leaves: leaves that have the same arrays, in the same dtypes.
+      decays: for each leaf, whether its weight decays.
+      clips: scale gradients down to the global norm `max_norm`.
+      skips_nonfinite: change nothing if a gradient is not finite.
+      nesterov: use Nesterov momentum.
+      norms: [leaves, 2], which LAMB's second pass reads.
+      random: uint32 [leaves, RANDOM_WORDS], which random rounding and "adam_8bit" read.
+      rounded: the arrays of a leaf that are rounded at random if they are in bfloat16.
+
+    Returns:
+      (leaves, norms), where norms are None but for LAMB's first pass.
+    """
+    cuda_library.register()
+    streams = [
+        name for name, array in zip(Leaf._fields, leaves[0], strict=True) if array is not None
+    ]
+    written = [name for name in _WRITTEN.get(rule, _ALL_WRITTEN) if name in streams]
+    vectors = _vectors(leaves[0])
+    tile = _TILE * vectors
+    new_leaves: list[Leaf] = []
+    new_norms = []
+    for first in range(0, len(leaves), LEAVES_A_CALL):
+        part = slice(first, first + LEAVES_A_CALL)
+        operands = [getattr(leaf, name) for leaf in leaves[part] for name in streams]
+        results = [getattr(leaf, name) for leaf in leaves[part] for name in written]
+        places = [
+            4 + i * len(streams) + streams.index(name)
+            for i in range(len(leaves[part]))
+            for name in written
+        ]
+        tiles = sum(-(-leaf.parameter.size // tile) for leaf in leaves[part])
+        is_first_pass = rule in _TAKING_NORMS
+        call = jax.ffi.ffi_call(
+            "jaxfused_optimizer_step",
+            (
+                jax.ShapeDtypeStruct((tiles, _WARPS, 2) if is_first_pass else (0,), jnp.float32),
+                jax.ShapeDtypeStruct(
+                    (len(leaves[part]), 2) if is_first_pass else (0,), jnp.float32
+                ),
+                *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in results),
+            ),
+            input_output_aliases={place: 2 + i for i, place in enumerate(places)},
+        )
+        absent = jnp.zeros_like(scalars, shape=(0,))
+        _, norms_of_part, *arrays = call(
+            scalars,
+            absent if stats is None else stats,
+            absent if norms is None else norms[part],
+            absent if random is None else random[part],
+            *operands,
+            rule=rule,
+            decays=np.array(decays[part], np.int64),
+            streams=_bits(streams),
+            clips=np.bool_(clips),
+            skips_nonfinite=np.bool_(skips_nonfinite),
+            nesterov=np.bool_(nesterov),
+            vectors=np.int32(vectors),
+            rounded=_bits([name for name in rounded if _is_bfloat16(getattr(leaves[0], name))]),
+        )
+        new_norms.append(norms_of_part)
+        remaining = iter(arrays)
+        new_leaves += [
+            leaf._replace(**{name: next(remaining) for name in written}) for leaf in leaves[part]
+        ]
+    if rule not in _TAKING_NORMS:
+        return new_leaves, None
+    return new_leaves, new_norms[0] if len(new_norms) == 1 else jnp.concatenate(new_norms)

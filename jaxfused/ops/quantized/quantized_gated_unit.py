@@ -1,0 +1,196 @@
+"""The gated unit of a perceptron whose weights are quantised: both products in one pass over x."""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxfused import dispatch
+from jaxfused.ops.quantized import quantized_matmul_cuda, quantized_matmul_xla
+from jaxfused.ops.quantized.quantized_matmul import cuda_configs, of_columns, why_no_kernel_reads
+from jaxfused.runtime import cuda_choice, sharding
+from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.quantized_array import QuantizedArray, as_operand, assembled
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from pallas_kernels.gemm import quantized as pallas_quantized
+from pallas_kernels.gemm.quantized import Packed
+from pallas_kernels.gemm.small_m import MAX_ROWS
+
+
+def gated_unit(
+    x: jax.Array,
+    gate: QuantizedArray,
+    up: QuantizedArray,
+    b_gate: jax.Array | None,
+    b_up: jax.Array | None,
+    *,
+    activation: str | None,
+    implementation: str | None,
+) -> jax.Array:
+    """Returns activation(x @ gate + b_gate) * (x @ up + b_up), [..., F], in x's dtype.
+
+    The weights are frozen. They are of layout "columns", of one dtype and with scales of one shape, and
+    have no zero points or both have: see `why_apart`.
+    """
+    op = "quantized_matmul"
+    gate, up = as_operand(op, "gate", gate), as_operand(op, "up", up)
+    device = dispatch.current_device(x)
+    unit = _Unit(activation, gate.dtype)
+    missing = cuda_choice.missing(op, implementation)
+    if takes_reference(op, implementation, device, x, missing=missing) or (
+        implementation is None and unit.is_left_to_xla(device, x, gate)
+    ):
+        return unit.by_reference(x, gate, up, b_gate, b_up)
+    rows = sharding.leading_axes(x.ndim - 1)
+    weights = (unit.letters, "gf", "gf")
+    operands = sharding.align(
+        (x, gate.values, *of_columns(gate), up.values, *of_columns(up), b_gate, b_up),
+        operand_axes=(rows + "d", *weights, *weights, "f", "f"),
+        whole=_WHOLE,
+    )
+    return _gated_unit(Runner(implementation, device), unit, *operands)
+
+
+def why_apart(gate: QuantizedArray, up: QuantizedArray) -> str | None:
+    """Why the two weights cannot be multiplied in one pass, or None where they can."""
+    gate, up = gate.as_read(), up.as_read()
+    for name, of_gate, of_up in (
+        ("dtype", gate.dtype, up.dtype),
+        ("groups", gate.groups, up.groups),
+        ("zero point", gate.zero_point is None, up.zero_point is None),
+    ):
+        if of_gate != of_up:
+            return f"the weights differ in their {name}"
+    return why_no_kernel_reads(gate) or why_no_kernel_reads(up)
+
+
+_WHOLE = "dkg"
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="gated_mlp", once=False)
+def _gated_unit(run: Runner, unit: "_Unit", x, *weights_and_biases):
+    (h,) = run(unit, x, *weights_and_biases)
+    return h
+
+
+def _gated_unit_fwd(run: Runner, unit: "_Unit", x, *weights_and_biases):
+    return _gated_unit(run, unit, x, *weights_and_biases), (x, weights_and_biases)
+
+
+def _gated_unit_bwd(run: Runner, unit: "_Unit", saved, dh):
+    """The preactivations are computed again, by XLA, which would keep those of its own forward."""
+    (x, (*weights, b_gate, b_up)), dh = jax.lax.optimization_barrier((saved, dh))
+    gate, up = unit.arrays(*weights)
+    _, vjp = jax.vjp(
+        lambda x, b_gate, b_up: unit.by_reference(x, gate, up, b_gate, b_up), x, b_gate, b_up
+    )
+    dx, db_gate, db_up = vjp(dh)
+    return (dx, *(None for _ in weights), db_gate, db_up)
+
+
+_gated_unit.defvjp(_gated_unit_fwd, _gated_unit_bwd)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """activation(x @ gate + b_gate) * (x @ up + b_up) of x [M, D] and weights [D, F]."""
+
+    activation: str | None
+    w_dtype: str
+
+    @property
+    def name(self) -> str:
+        return "quantized_matmul gated unit"
+
+    @property
+    def letters(self) -> str:
+        """The axes of the stored values; "k" are words of several numbers."""
+        return "fk" if self.w_dtype == "int4" else "fd"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        weights = (self.letters, "gf", "gf")
+        return Axes((ROWS + "d", *weights, *weights, "f", "f"), (ROWS + "f",), whole=_WHOLE)
+
+    def reasons(self, device, x, values, scale, zero_point, *others) -> Mapping[str, str | None]:
+        del others
+        reason = pallas_quantized.why_unsupported(
+            compute_capability=device.compute_capability,
+            x_dtype=x.dtype,
+            out_dtype=x.dtype,
+            residual_dtype=None,
+            x_shape=x.shape,
+            w=Packed(values, scale, zero_point),
+        )
+        of_cuda = quantized_matmul_cuda.why_unsupported(
+            compute_capability=device.compute_capability,
+            x_dtype=x.dtype,
+            out_dtype=x.dtype,
+            residual_dtype=None,
+            x_shape=x.shape,
+            w=quantized_matmul_cuda.Weights(values, scale, zero_point),
+        )
+        reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
+        # As of one product.
+        are_few = x.shape[0] <= MAX_ROWS
+        reasons = reasons if are_few else dispatch.preferring("xla", reasons)
+        fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])
+        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=fast)
+
+    def run(self, implementation, device, x, *weights_and_biases) -> Results:
+        *weights, b_gate, b_up = weights_and_biases
+        if implementation == "pallas":
+            h = pallas_quantized.gated_forward(
+                x,
+                Packed(*weights[:3]),
+                Packed(*weights[3:]),
+                b_gate,
+                b_up,
+                activation=self.activation,
+                multiprocessors=device.multiprocessors,
+            )
+        elif implementation == "cuda":
+            gate, up = (
+                quantized_matmul_cuda.Weights(*weights[start : start + 3]) for start in (0, 3)
+            )
+            h = quantized_matmul_cuda.gated_forward(
+                x,
+                gate,
+                up,
+                b_gate,
+                b_up,
+                activation=self.activation,
+                config=cuda_configs(device, x, *gate, products=2)[0],
+            )
+        else:
+            h = self.by_reference(x, *self.arrays(*weights), b_gate, b_up)
+        return (h,)
+
+    def arrays(self, *weights: Any) -> tuple[QuantizedArray, QuantizedArray]:
+        """Both weights, of their arrays."""
+
+        def array(values, scale, zero_point):
+            return assembled(values, scale, zero_point, -2, "columns")
+
+        return array(*weights[:3]), array(*weights[3:])
+
+    def by_reference(self, x, gate, up, b_gate, b_up) -> jax.Array:
+        """The same in jax.numpy."""
+        unit = quantized_matmul_xla.gated_unit
+        return unit(x, gate, up, b_gate, b_up, activation=self.activation)
+
+    def is_left_to_xla(self, device: dispatch.Device, x: jax.Array, gate: QuantizedArray) -> bool:
+        """Whether XLA takes the forward, whose preactivations its gradient then keeps."""
+        if not sharding.is_in_one_piece(x, gate.values):
+            return False
+        rows = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+        reasons = self.reasons(device, rows, gate.values, *of_columns(gate))
+        if dispatch.choose(self.name, None, reasons) != "xla":
+            return False
+        dispatch.record(dispatch.Choice(self.name, [rows], "xla", reasons))
+        return True
+
+    batched = batched_rows

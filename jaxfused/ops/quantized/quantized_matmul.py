@@ -1,0 +1,642 @@
+"""quantized_matmul: validation, choice of implementation, gradient."""
+
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.ops.linear import linear
+from jaxfused.ops.linear.linear import (
+    ActivationGradient,
+    check_affine,
+    check_residual,
+    resolve_out_dtype,
+)
+from jaxfused.ops.linear.weight_gradient import sum_rows
+from jaxfused.ops.quantized import quantized_matmul_cuda, quantized_matmul_xla
+from jaxfused.runtime import cuda_choice, sharding
+from jaxfused.runtime.checks import as_arrays, check_activation, check_floating, python_numbers
+from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.product_choice import Passes, fastest_first, is_modelled, xla_time
+from jaxfused.runtime.quantized_array import (
+    FORMATS,
+    Layout,
+    QuantizedArray,
+    as_operand,
+    assembled,
+    of_each_column,
+)
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from pallas_kernels.gemm import cost
+from pallas_kernels.gemm import quantized as pallas_quantized
+from pallas_kernels.gemm.quantized import Packed
+from pallas_kernels.gemm.small_m import MAX_ROWS, MAX_ROWS_QUANTIZED
+
+
+@python_numbers
+def quantized_matmul(
+    x: jax.Array | QuantizedArray,
+    w: QuantizedArray,
+    bias: jax.Array | None = None,
+    *,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: Any = None,
+    scale_gradient: bool = False,
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+    r"""A linear layer with quantised weights and, optionally, quantised inputs.
+
+    .. math::
+        y = \text{activation}(x w + \text{bias}) + \text{residual}
+
+    Float x: the weights are dequantised to x's dtype, or with one scale a column their scales multiply
+    the sums, which are in float32. Quantised x: with one scale a row of x and a column of w (or one for
+    all) the values themselves are multiplied, integers with exact sums and float8 with sums in float32;
+    otherwise both are dequantised, to out_dtype if that has 16 bits and else to float32, except by
+    kernels of groups, which multiply the values. Bias and residual are added in float32.
+
+    The weights are frozen: gradients go to x (where it is float), bias and residual, and with
+    `scale_gradient` to the scales of w, whose gradients are zero otherwise. They are of both modes and
+    any order where no kernel runs. With implementation "pallas" nothing of the weights' size is made,
+    forward or backward.
+
+    The kernels read weights of layout "columns": with float x of at most 64 rows, and with quantised x
+    of more. `implementation="pallas"` takes them with float x of more rows too, where they need less
+    memory than XLA, which copies the weights in x's dtype, and more time. `implementation="cuda"` takes
+    any number of rows, on GPUs from Turing on.
+
+    Args:
+      x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla"); or a
+        `QuantizedArray` of that shape with axis -1, as `quantize_rows` makes it.
+      w: a `QuantizedArray` of shape [D, F] with axis -2, as `quantize` makes it.
+      bias: [F], of any float dtype, as is residual.
+      activation: None or a name of `jaxfused.ACTIVATIONS`.
+      residual: [..., F], is added after the activation.
+      out_dtype: of y; by default the residual's dtype, else x's, else float32.
+      scale_gradient: whether w.scale gets its gradient, for float x. The forward then keeps x.
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Returns:
+      y, [..., F].
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, D is so large that int32 could overflow, or the named
+        implementation cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> x, w = jnp.array([[1.0, 2.0]]), jnp.array([[127.0, 0.0], [1.0, -127.0]])
+      >>> jaxfused.quantized_matmul(x, jaxfused.quantize(w), activation="relu")
+      Array([[129.,   0.]], dtype=float32)
+      >>> jaxfused.quantized_matmul(jaxfused.quantize_rows(x), jaxfused.quantize(w)).shape
+      (1, 2)
+
+    Source: Dettmers et al., "LLM.int8()", 2022, https://arxiv.org/abs/2208.07339
+    """
+    op = "quantized_matmul"
+    bias, residual = as_arrays(bias, residual)
+    check_floating(op, dict(bias=bias, residual=residual))
+    check_activation(op, activation)
+    if scale_gradient:
+        _check_scale_has_gradient(op, w)
+    w = _operand(op, "w", w, -2, "quantize(w)")
+    if isinstance(x, QuantizedArray):
+        x = _operand(op, "x", x, -1, "quantize_rows(x)")
+        values: Any = x.values
+        array: Any = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    else:
+        x = values = array = jnp.asarray(x)
+        check_floating(op, dict(x=x))
+    w_like: Any = jax.ShapeDtypeStruct(w.shape, jnp.float32)
+    check_affine(op, array, "w", w_like, "bias", bias)
+    check_residual(op, residual, array, w.shape[1])
+    _check_sums_fit(op, x, w)
+    if scale_gradient and isinstance(x, QuantizedArray):
+        raise ValueError(
+            f"{op}: scale_gradient=True was passed with a quantised x, of which the weights' scales get"
+            " no gradient; pass x as floats, or leave scale_gradient out."
+        )
+    out_dtype = jnp.dtype(resolve_out_dtype(op, out_dtype, array, residual))
+    if _takes_reference(op, implementation, array, x, w):
+        return quantized_matmul_xla.matmul(
+            x,
+            w,
+            bias,
+            residual,
+            activation=activation,
+            out_dtype=out_dtype,
+            scale_gradient=scale_gradient,
+        )
+    options = _Options(
+        activation,
+        out_dtype,
+        w.layout,
+        w.dtype,
+        w.columns_alike,
+        x_dtype=None if isinstance(x, QuantizedArray) else x.dtype,
+        residual_dtype=None if residual is None else residual.dtype,
+        scale_gradient=scale_gradient,
+    )
+    rows = sharding.leading_axes(values.ndim - 1)
+    arrays = sharding.align(
+        (
+            values,
+            _of_rows(x) if isinstance(x, QuantizedArray) else None,
+            w.values,
+            *of_columns(w),
+            bias,
+            residual,
+        ),
+        operand_axes=(rows + "d", rows + "h", options.letters, "gf", "gf", "f", rows + "f"),
+        whole=_WHOLE,
+    )
+    device = dispatch.current_device(values)
+    return _quantized_matmul(Runner(implementation, device), options, *arrays)
+
+
+def _takes_reference(
+    op: str,
+    implementation: str | None,
+    array: Any,
+    x: jax.Array | QuantizedArray,
+    w: QuantizedArray,
+) -> bool:
+    """Whether a product is plain jax.numpy, whatever its shapes are; `array` is like x in floats."""
+    why_xla = why_no_kernel_reads(w)
+    if (
+        why_xla is None
+        and isinstance(x, QuantizedArray)
+        and (x.dtype not in _OF_8_BITS or x.zero_point is not None)
+    ):
+        why_xla = "its kernels take symmetric x of 8 bits: pass jaxfused.quantize_rows(x)"
+    missing = cuda_choice.missing(op, implementation)
+    if why_xla is not None:
+        missing = dict.fromkeys(("pallas", "cuda"), why_xla)
+    values = x.values if isinstance(x, QuantizedArray) else x
+    device = dispatch.current_device(values)
+    return takes_reference(op, implementation, device, array, why_xla=why_xla, missing=missing)
+
+
+_OF_8_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def why_no_kernel_reads(w: QuantizedArray) -> str | None:
+    """Returns why weights, as they are read, are multiplied by XLA alone, or None."""
+    if w.layout != "columns":
+        return (
+            "its kernels read weights whose columns are contiguous: pass"
+            " jaxfused.quantize(w, layout='columns')"
+        )
+    if w.dtype not in FORMATS or w.values.dtype == jnp.int4:
+        return f"its kernels read int4 in words, int8 and float8, and w.values is {w.values.dtype}"
+    if w.zero_point is not None and (
+        w.zero_point.dtype != jnp.int8 or w.dtype not in ("int8", "int4")
+    ):
+        return "its kernels read zero points of int8 beside int8 and int4"
+    if w.scale.dtype != jnp.float32:
+        return f"its kernels read scales of float32, and w.scale is {w.scale.dtype}"
+    return None
+
+
+def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
+    """The scale and the zero point [G, F]: what columns share is repeated for each."""
+    zero_point, columns = w.zero_point, w.shape[1]
+    return (
+        of_each_column(w.scale, columns),
+        None if zero_point is None else of_each_column(zero_point, columns),
+    )
+
+
+def _of_rows(x: QuantizedArray) -> jax.Array:
+    """The scales [..., G]: what rows share is repeated for each."""
+    return jnp.broadcast_to(x.scale, (*x.shape[:-1], x.groups))
+
+
+def _check_scale_has_gradient(op: str, w: Any) -> None:
+    """Checks that the dtype of the scales, which is that of their gradient, has fractions and signs."""
+    if isinstance(w, QuantizedArray) and jnp.dtype(w.scale.dtype).itemsize < 2:
+        raise ValueError(
+            f"{op}: scale_gradient=True was passed with a w.scale of {w.scale.dtype}, which cannot hold"
+            " a gradient; pass w with scale.astype(jnp.float32)."
+        )
+
+
+def _operand(op: str, name: str, array: Any, axis: int, remedy: str) -> QuantizedArray:
+    """The operand as it is read, once it is checked."""
+    if not isinstance(array, QuantizedArray):
+        raise ValueError(
+            f"{op}: {name} is a {type(array).__name__}, but it has to be a QuantizedArray;"
+            f" pass jaxfused.{remedy}."
+        )
+    read = as_operand(op, name, array)
+    if array.axis != axis:
+        raise ValueError(
+            f"{op}: {name} was quantised along axis {array.axis}, but the product sums over axis"
+            f" {axis}; pass jaxfused.{remedy}."
+        )
+    return read
+
+
+def _check_sums_fit(op: str, x: jax.Array | QuantizedArray, w: QuantizedArray) -> None:
+    """Checks that int32 can hold the sums of integer products without wrapping around."""
+    if not (isinstance(x, QuantizedArray) and quantized_matmul_xla.sums_integers(x, w)):
+        return
+    largest = 1
+    for q in (x, w):
+        largest *= 128 if q.zero_point is None else 255
+    limit = (2**31 - 1) // largest
+    if w.shape[0] > limit:
+        raise ValueError(
+            f"{op}: w has {w.shape[0]} input features, but sums of more than {limit} products of"
+            " these integers may not fit into int32; pass x as floats, or split the features."
+        )
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What is static in a call."""
+
+    activation: str | None
+    out_dtype: Any
+    layout: Layout
+    w_dtype: str
+    columns_alike: int
+    """How many neighbouring columns of w have the same scales."""
+    x_dtype: Any
+    """None where x is quantised."""
+    residual_dtype: Any
+    scale_gradient: bool
+
+    @property
+    def letters(self) -> str:
+        """The axes of the stored values; "k" are words of several numbers."""
+        return "fk" if self.w_dtype == "int4" else "fd"
+
+    def forward(self, *, save_preactivation: bool) -> "_Layer":
+        """The kernel of the forward."""
+        return (_Layer if self.x_dtype else _LayerOfBoth)(self, save_preactivation)
+
+    def weights(self, values: jax.Array, scale: jax.Array, zero_point: Any) -> QuantizedArray:
+        """The weights of which these are the arrays."""
+        return assembled(values, scale, zero_point, -2, self.layout)
+
+
+class _Residuals(NamedTuple):
+    w: QuantizedArray
+    bias: jax.Array | None
+    preactivation: jax.Array | None
+    """x @ w + bias in x's dtype, or float32 if x is quantised; where there is an activation."""
+    x: jax.Array | None
+    """Where the scales want a gradient."""
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="quantized_matmul")
+def _quantized_matmul(run: Runner, options: _Options, x, x_scale, *weights_bias_residual):
+    layer = options.forward(save_preactivation=False)
+    y, _ = run(layer, x, x_scale, *weights_bias_residual)
+    return y
+
+
+def _quantized_matmul_fwd(run: Runner, options: _Options, x, x_scale, *weights_bias_residual):
+    layer = options.forward(save_preactivation=options.activation is not None)
+    y, preactivation = run(layer, x, x_scale, *weights_bias_residual)
+    *weights, bias, _ = weights_bias_residual
+    kept = x if options.scale_gradient else None
+    return y, _Residuals(options.weights(*weights), bias, preactivation, kept)
+
+
+def _quantized_matmul_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
+    dtype, bias = options.x_dtype or jnp.float32, saved.bias
+    if saved.preactivation is None:
+        dz, dbias = dy.astype(dtype), None if bias is None else sum_rows(dy, bias.dtype)
+    else:
+        gradient = ActivationGradient(str(options.activation), bias is not None)
+        dz, sums = run(gradient, dy, saved.preactivation)
+        dbias = None if bias is None else sums.astype(bias.dtype)
+    dscale = None
+    if saved.x is not None:
+        dscale = quantized_matmul_xla.gradient_of_scale(saved.x, saved.w, dz)
+    return (
+        None if options.x_dtype is None else _input_gradient(run, options, saved.w, dz),
+        None,
+        None,
+        dscale,
+        None,
+        dbias,
+        None if options.residual_dtype is None else dy.astype(options.residual_dtype),
+    )
+
+
+_quantized_matmul.defvjp(_quantized_matmul_fwd, _quantized_matmul_bwd)
+
+
+def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.Array) -> jax.Array:
+    """The gradient of x, from dz in x's dtype."""
+    weights = Packed(w.values, w.scale, w.zero_point)
+    reason = pallas_quantized.why_gradient_unsupported(
+        compute_capability=run.device.compute_capability,
+        dtype=dz.dtype,
+        k=w.shape[0],
+        w=weights,
+    )
+    # A kernel wants F whole. Where devices may split it, XLA's product adds their parts.
+    in_one_piece = sharding.is_in_one_piece(dz, w.values)
+    if reason is None and in_one_piece and run.implementation in (None, "pallas"):
+        (dx,) = run(_InputGradient(options, w.shape[0]), dz, w.values, w.scale, w.zero_point)
+        return dx
+    if in_one_piece and quantized_matmul_xla.is_scaled_last(dz, w):
+        return quantized_matmul_xla.input_gradient(w, dz)
+    wide, dz = quantized_matmul_xla.dequantized_again(w, dz)
+    return linear.input_gradient(run, dz, wide, dz.dtype, None)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def cuda_configs(
+    device: dispatch.Device, x: Any, values: Any, scale: Any, zero_point: Any, *, products: int
+) -> list[quantized_matmul_cuda.Config]:
+    """The configs of the CUDA kernel, predicted fastest first."""
+    return quantized_matmul_cuda.candidates(
+        x.shape,
+        quantized_matmul_cuda.Weights(values, scale, zero_point),
+        products=products,
+        compute_capability=device.compute_capability,
+        multiprocessors=device.multiprocessors,
+    )
+
+
+_WHOLE = "dkgh"
+"""Axes of sums and of their scales, which devices may not split."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """(activation(x @ w + bias) + residual, x @ w + bias if it is saved) of x [M, D] and w [D, F]."""
+
+    options: _Options
+    save_preactivation: bool
+
+    @property
+    def name(self) -> str:
+        return "quantized_matmul forward"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes(
+            (ROWS + "d", ROWS + "h", self.options.letters, "gf", "gf", "f", ROWS + "f"),
+            (ROWS + "f", ROWS + "f" if self.save_preactivation else None),
+            whole=_WHOLE,
+        )
+
+    def reasons(
+        self, device, x, x_scale, values, scale, zero_point, bias, residual
+    ) -> Mapping[str, str | None]:
+        del x_scale
+        reason = pallas_quantized.why_unsupported(
+            compute_capability=device.compute_capability,
+            x_dtype=x.dtype,
+            out_dtype=self.options.out_dtype,
+            residual_dtype=None if residual is None else residual.dtype,
+            x_shape=x.shape,
+            w=Packed(values, scale, zero_point),
+        )
+        of_cuda = quantized_matmul_cuda.why_unsupported(
+            compute_capability=device.compute_capability,
+            x_dtype=x.dtype,
+            out_dtype=self.options.out_dtype,
+            residual_dtype=None if residual is None else residual.dtype,
+            x_shape=x.shape,
+            w=quantized_matmul_cuda.Weights(values, scale, zero_point),
+        )
+        reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
+        if x.shape[0] > MAX_ROWS_QUANTIZED:
+            # XLA copies the weights in x's dtype, which takes less than the slower product here.
+            reasons = dispatch.preferring("xla", reasons)
+        elif reason is None and is_modelled(device):
+            w = Packed(values, scale, zero_point)
+            times = pallas_quantized.times(x, w, (bias, residual), device.multiprocessors)
+            reasons = dict(fastest_first(reasons, times))
+        fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])
+        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=fast)
+
+    def configs(
+        self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
+    ) -> Sequence[Hashable]:
+        del x_scale, bias
+        if implementation == "cuda":
+            return cuda_configs(device, x, values, scale, zero_point, products=1)
+        if implementation != "pallas":
+            return ()
+        return pallas_quantized.candidates(
+            x,
+            Packed(values, scale, zero_point),
+            written=(self.options.out_dtype, *((x.dtype,) if self.save_preactivation else ())),
+            read=() if residual is None else (residual,),
+            multiprocessors=device.multiprocessors,
+        )
+
+    def run(
+        self,
+        implementation,
+        device,
+        x,
+        x_scale,
+        values,
+        scale,
+        zero_point,
+        bias,
+        residual,
+        config=None,
+    ) -> Results:
+        del x_scale
+        keywords = self._keywords
+        if implementation == "pallas":
+            return pallas_quantized.forward(
+                x,
+                Packed(values, scale, zero_point),
+                bias,
+                residual,
+                **keywords,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        if implementation == "cuda":
+            configs = cuda_configs(device, x, values, scale, zero_point, products=1)
+            weights = quantized_matmul_cuda.Weights(values, scale, zero_point)
+            return quantized_matmul_cuda.forward(
+                x, weights, bias, residual, **keywords, config=config or configs[0]
+            )
+        w = self.options.weights(values, scale, zero_point)
+        return quantized_matmul_xla.layer(x, w, bias, residual, **keywords)
+
+    @property
+    def _keywords(self) -> dict[str, Any]:
+        return dict(
+            activation=self.options.activation,
+            save_preactivation=self.save_preactivation,
+            out_dtype=self.options.out_dtype,
+        )
+
+    batched = batched_rows
+
+
+@dataclass(frozen=True)
+class _LayerOfBoth(_Layer):
+    """The same of quantised x, whose preactivation is float32."""
+
+    @property
+    def name(self) -> str:
+        return "quantized_matmul forward of both"
+
+    def reasons(
+        self, device, x, x_scale, values, scale, zero_point, bias, residual
+    ) -> Mapping[str, str | None]:
+        del bias
+        w = Packed(values, scale, zero_point)
+        reason = pallas_quantized.why_both_unsupported(
+            compute_capability=device.compute_capability,
+            out_dtype=self.options.out_dtype,
+            residual_dtype=None if residual is None else residual.dtype,
+            x=x,
+            x_scale=x_scale,
+            w=w,
+        )
+        of_cuda = quantized_matmul_cuda.why_both_unsupported(
+            compute_capability=device.compute_capability,
+            out_dtype=self.options.out_dtype,
+            residual_dtype=None if residual is None else residual.dtype,
+            x=x,
+            x_scale=x_scale,
+            w=quantized_matmul_cuda.Weights(values, scale, zero_point),
+        )
+        reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
+        if x.shape[0] <= MAX_ROWS:
+            # XLA reads the weights as fast as memory gives them, and tiles have many more rows.
+            reasons = dispatch.preferring("xla", reasons)
+        elif reason is None and is_modelled(device):
+            reasons = dict(fastest_first(reasons, self._times(device, x, w, residual)))
+        # XLA's product is faster than that of CUDA C on the GPU that has timed both.
+        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=False)
+
+    def _times(self, device, x, w: Packed, residual) -> dict[str, float]:
+        """Predicted microseconds."""
+        work = pallas_quantized.both_work(
+            x, w, *self._bytes(residual), int(self.options.activation is not None)
+        )
+        ours = pallas_quantized.both_time(w, work, device.multiprocessors)
+        wide = replace(work, itemsize=2)
+        xla = xla_time(device, wide, Passes(bytes_of_element=4 + work.written_bytes))
+        if work.k % pallas_quantized.COPIED_BYTES:
+            # XLA pads both operands in 16 bits, and its product of them takes twice as long (LAB).
+            pads = sum(cost.xla_pass(operand.size, 1 + 2) for operand in (x, w.values))
+            xla = 2 * xla + pads
+        return {"pallas": ours, "xla": xla}
+
+    def _bytes(self, residual: Any) -> tuple[int, int]:
+        """Of an element in the matrices that the epilogue reads, and in those that it writes."""
+        read = 0 if residual is None else residual.dtype.itemsize
+        return read, self.options.out_dtype.itemsize + (4 if self.save_preactivation else 0)
+
+    def configs(
+        self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
+    ) -> Sequence[Hashable]:
+        del x_scale, bias
+        if implementation != "pallas":
+            return ()
+        w, activations = Packed(values, scale, zero_point), int(self.options.activation is not None)
+        work = pallas_quantized.both_work(x, w, *self._bytes(residual), activations)
+        return pallas_quantized.both_candidates(w, work, device.multiprocessors)
+
+    def run(
+        self,
+        implementation,
+        device,
+        x,
+        x_scale,
+        values,
+        scale,
+        zero_point,
+        bias,
+        residual,
+        config=None,
+    ) -> Results:
+        keywords = self._keywords
+        if implementation == "pallas":
+            return pallas_quantized.both_forward(
+                x,
+                x_scale,
+                Packed(values, scale, zero_point),
+                bias,
+                residual,
+                **keywords,
+                multiprocessors=device.multiprocessors,
+                columns_alike=self.options.columns_alike,
+                config=config,
+            )
+        if implementation == "cuda":
+            weights = quantized_matmul_cuda.Weights(values, scale, zero_point)
+            return quantized_matmul_cuda.both_forward(
+                x, x_scale, weights, bias, residual, **keywords
+            )
+        w = self.options.weights(values, scale, zero_point)
+        q = assembled(x, x_scale, None, -1, "rows")
+        return quantized_matmul_xla.layer(q, w, bias, residual, **keywords)
+
+
+@dataclass(frozen=True)
+class _InputGradient:
+    """(dz @ w^T,) of dz [M, F] and w [D, F]."""
+
+    options: _Options
+    features: int
+    """D."""
+
+    @property
+    def name(self) -> str:
+        return "quantized_matmul input gradient"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        whole = "f" + _WHOLE
+        return Axes((ROWS + "f", self.options.letters, "gf", "gf"), (ROWS + "d",), whole=whole)
+
+    def reasons(self, device, dz, values, scale, zero_point) -> Mapping[str, str | None]:
+        reason = pallas_quantized.why_gradient_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=dz.dtype,
+            k=self.features,
+            w=Packed(values, scale, zero_point),
+        )
+        # XLA copies the weights in x's dtype: more memory, and somewhat less time.
+        return dispatch.preferring("xla", {"pallas": reason, "xla": None})
+
+    def configs(self, implementation, device, dz, values, scale, zero_point) -> Sequence[Hashable]:
+        del values, scale, zero_point
+        if implementation != "pallas":
+            return ()
+        return pallas_quantized.gradient_candidates(dz, self.features, device.multiprocessors)
+
+    def run(self, implementation, device, dz, values, scale, zero_point, config=None) -> Results:
+        if implementation == "pallas":
+            dx = pallas_quantized.input_gradient(
+                dz,
+                Packed(values, scale, zero_point),
+                self.features,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        else:
+            w = self.options.weights(values, scale, zero_point)
+            dx = quantized_matmul_xla.input_gradient(w, dz)
+        return (dx,)
+
+    batched = batched_rows

@@ -1,0 +1,338 @@
+"""Products with quantised weights: ffi/quantized_matmul.cu, and quantized_matmul_both.cu if x is too.
+
+They serve the GPUs that have no Pallas kernel, from Turing on, and read the same layout "columns". All
+functions are over rows: x [M, K], weights [N, K], bias [N], residual and y [M, N].
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.runtime import cuda_library
+
+STEP = 128
+"""Features of the weights that a warp copies at a time."""
+_WARPS = 8
+_WARP_COLUMNS = 16
+_TILE_ROWS = 8
+_MOST_TILES = 65535
+_MOST_ROWS = 2**30
+_PARTS = (1, 2, 4, 8, 16)
+_FEW_ROWS = 64
+"""Up to so many rows blocks may share the sums: more rows are more blocks, and more sums to add up."""
+_BOTH_TILE = 128
+"""Rows and columns of a block, and features of a step."""
+_FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+class Weights(NamedTuple):
+    """Weights of one product: scale * (values - zero_point)."""
+
+    values: jax.Array
+    """[N, K] of int8 or float8, or int32 [N, K / 8] for int4 in words."""
+    scale: jax.Array
+    """float32 [G, N], for G groups along K."""
+    zero_point: jax.Array | None
+    """int8 [G, N], or None where 0 stands for 0."""
+
+    @property
+    def columns(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def groups(self) -> int:
+        return self.scale.shape[0]
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a product is spread over warps and blocks."""
+
+    row_tiles: int
+    """Of 8 rows of x, that a block has; 1, 2, 4 or 8."""
+    sum_warps: int
+    """Of a block's 8 warps, how many share the sums of a column; the others have other columns."""
+    parts: int
+    """Blocks that share the sums of a column."""
+
+
+# --- what can run ---------------------------------------------------------------------------------
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    x_dtype: Any,
+    out_dtype: Any,
+    residual_dtype: Any,
+    x_shape: tuple[int, int],
+    w: Weights,
+) -> str | None:
+    """Returns None where float x [M, K] can be multiplied with quantised weights, else the reason."""
+    reason = cuda_library.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if x_dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it multiplies x of bfloat16 and float16, and x is {jnp.dtype(x_dtype)}"
+    if x_dtype == jnp.bfloat16 and compute_capability is not None and compute_capability < (8, 0):
+        return _needs("bfloat16", (8, 0), compute_capability)
+    rows, features = x_shape
+    group = features // w.groups if w.groups > 1 else STEP
+    if group not in (32, 64) and group % STEP:
+        return f"it takes groups of 32, 64 and multiples of {STEP}, and they have {group}"
+    return (
+        _why_results_unfit(out_dtype, residual_dtype)
+        or _why_shapes_unfit(rows, features, w.columns, w.values.dtype, _WARP_COLUMNS)
+        or cuda_library.why_unavailable()
+        or cuda_library.why_not_built_from(
+            (8, 0) if x_dtype == jnp.bfloat16 else (7, 5), compute_capability
+        )
+    )
+
+
+def why_both_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    out_dtype: Any,
+    residual_dtype: Any,
+    x: jax.Array,
+    x_scale: jax.Array,
+    w: Weights,
+) -> str | None:
+    """Returns None where quantised x [M, K] can be multiplied with the weights, else the reason."""
+    reason = cuda_library.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if x.dtype != w.values.dtype or x.dtype not in (jnp.int8, *_FLOAT8):
+        weights = "int4" if w.values.dtype == jnp.int32 else w.values.dtype
+        return (
+            "it multiplies int8 with int8 and float8 with the same float8, and these are"
+            f" {x.dtype} and {weights}"
+        )
+    if x.dtype in _FLOAT8 and compute_capability is not None and compute_capability < (8, 9):
+        return _needs("float8", (8, 9), compute_capability)
+    if w.zero_point is not None:
+        return "it takes symmetric weights, and they have zero points"
+    features = x.shape[1]
+    groups = {x_scale.shape[1], w.groups}
+    if groups != {1} and groups != {features / _BOTH_TILE}:
+        return (
+            f"it takes one scale a row and a column, or one for each {_BOTH_TILE} features of both, and"
+            f" these have {x_scale.shape[1]} and {w.groups} along {features}"
+        )
+    return (
+        _why_results_unfit(out_dtype, residual_dtype)
+        or _why_shapes_unfit(x.shape[0], features, w.columns, x.dtype, _BOTH_TILE)
+        or cuda_library.why_unavailable()
+        or cuda_library.why_not_built_from(
+            (8, 9) if x.dtype in _FLOAT8 else (7, 5), compute_capability
+        )
+    )
+
+
+def _needs(what: str, least: tuple[int, int], has: tuple[int, int]) -> str:
+    return (
+        f"it multiplies {what} from compute capability {least[0]}.{least[1]} on, and this GPU has"
+        f" {has[0]}.{has[1]}"
+    )
+
+
+def _why_results_unfit(out_dtype: Any, residual_dtype: Any) -> str | None:
+    for name, dtype in (("the result", out_dtype), ("residual", residual_dtype)):
+        if dtype is not None and dtype not in cuda_library.DTYPES:
+            return f"it takes float32, bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
+    return None
+
+
+def _why_shapes_unfit(
+    rows: int, features: int, columns: int, dtype: Any, tile_columns: int
+) -> str | None:
+    if dtype != jnp.int32 and features % 16:
+        return f"it copies rows of whole multiples of 16 bytes, and they have {features}"
+    if columns > _MOST_TILES * tile_columns or max(rows, features) > _MOST_ROWS:
+        return (
+            f"it takes at most {_MOST_TILES * tile_columns} columns, and {_MOST_ROWS} rows and"
+            f" features; there are {columns}, {rows} and {features}"
+        )
+    return None
+
+
+# --- how it is spread -----------------------------------------------------------------------------
+
+_LITTLE_MEMORY_ROWS, _MEMORY_ROWS = 32, 64
+"""Rows of x times warps that share the sums, of which two stages fit into a block's shared memory: on
+Turing, and on later GPUs."""
+_BUSY_BLOCKS = 1.5
+"""Blocks of a multiprocessor that convert weights as fast as they come from memory."""
+_LAUNCH_BYTES = 8e6
+"""What a GPU reads, roughly, while the second kernel starts; in half of that time a block starts."""
+
+
+def candidates(
+    x_shape: tuple[int, int],
+    w: Weights,
+    *,
+    products: int,
+    compute_capability: tuple[int, int] | None,
+    multiprocessors: int,
+) -> list[Config]:
+    """Returns the configs for a product, predicted fastest first."""
+    rows, features = x_shape
+    is_turing = compute_capability is not None and compute_capability < (8, 0)
+    most_rows = _LITTLE_MEMORY_ROWS if is_turing else _MEMORY_ROWS
+    row_tiles = next(
+        (tiles for tiles in (1, 2, 4) if rows <= tiles * _TILE_ROWS), most_rows // _TILE_ROWS
+    )
+    steps = -(-features // STEP)
+    fitting = [
+        Config(row_tiles, sum_warps, parts)
+        for sum_warps, parts in itertools.product((1, 2, 4, 8), _PARTS)
+        if sum_warps * row_tiles * _TILE_ROWS <= most_rows
+        and sum_warps <= min(steps, _WARPS // products)
+        and (parts == 1 or (rows <= _FEW_ROWS and 2 * parts * sum_warps <= steps))
+    ]
+    row_bytes = w.values.shape[1] * w.values.dtype.itemsize
+    resident = 1 if row_tiles == 8 else 2
+    slots = multiprocessors * resident
+
+    def cost(config: Config) -> float:
+        """In bytes from memory; x and the sums come from the L2 cache, twice as fast."""
+        columns = _WARPS // config.sum_warps * _WARP_COLUMNS // products
+        row_blocks = -(-rows // (row_tiles * _TILE_ROWS))
+        blocks = -(-w.columns // columns) * row_blocks
+        all_blocks = blocks * config.parts
+        waves = -(-all_blocks // slots)
+        busy = min(_BUSY_BLOCKS, resident) * multiprocessors
+        idle = max(busy / all_blocks, waves * slots / all_blocks if waves > 1 else 1.0)
+        weights = products * w.columns * row_bytes * row_blocks
+        x = 2 * blocks * min(rows, row_tiles * _TILE_ROWS) * features
+        starts = _LAUNCH_BYTES * (waves / 2 + (config.parts > 1))
+        sums = 8 * products * rows * w.columns * config.parts if config.parts > 1 else 0
+        return weights * idle + starts + (x + sums) / 2
+
+    return sorted(fitting, key=cost)
+
+
+# --- launches -------------------------------------------------------------------------------------
+
+
+def forward(
+    x: jax.Array,
+    w: Weights,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    save_preactivation: bool,
+    out_dtype: Any,
+    config: Config,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (activation(x w + bias) + residual, x w + bias in x's dtype if it is to be saved)."""
+    return _call(
+        x,
+        [w],
+        [bias],
+        residual,
+        activation,
+        x.dtype if save_preactivation else None,
+        out_dtype,
+        config,
+    )
+
+
+def gated_forward(
+    x: jax.Array,
+    gate: Weights,
+    up: Weights,
+    b_gate: jax.Array | None,
+    b_up: jax.Array | None,
+    *,
+    activation: str | None,
+    config: Config,
+) -> jax.Array:
+    """Returns activation(x gate + b_gate) * (x up + b_up) in x's dtype."""
+    return _call(x, [gate, up], [b_gate, b_up], None, activation, None, x.dtype, config)[0]
+
+
+def _call(
+    x: jax.Array,
+    ws: list[Weights],
+    biases: list[jax.Array | None],
+    residual: jax.Array | None,
+    activation: str | None,
+    saved_dtype: Any,
+    out_dtype: Any,
+    config: Config,
+) -> tuple[jax.Array, jax.Array | None]:
+    cuda_library.register()
+    shape = (x.shape[0], ws[0].columns)
+    sums = (config.parts, len(ws), *shape) if config.parts > 1 else (0,)
+    missing: list[Any] = [None] * (2 - len(ws))
+    arrays = [array for w in ws for array in w] + 3 * missing
+    call = jax.ffi.ffi_call(
+        "jaxfused_quantized_matmul",
+        (
+            jax.ShapeDtypeStruct(shape, out_dtype),
+            _saved(shape, saved_dtype),
+            jax.ShapeDtypeStruct(sums, jnp.float32),
+        ),
+    )
+    y, preactivation, _ = call(
+        x,
+        *_or_absent(x, *arrays, *map(_vector, biases), *missing, residual),
+        activation=activation or "none",
+        row_tiles=np.int64(config.row_tiles),
+        sum_warps=np.int64(config.sum_warps),
+    )
+    return y, None if saved_dtype is None else preactivation
+
+
+def both_forward(
+    x: jax.Array,
+    x_scale: jax.Array,
+    w: Weights,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    save_preactivation: bool,
+    out_dtype: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """As `forward`, of quantised x with scales [M, G]; the preactivation is float32."""
+    cuda_library.register()
+    shape = (x.shape[0], w.columns)
+    call = jax.ffi.ffi_call(
+        "jaxfused_quantized_matmul_both",
+        (
+            jax.ShapeDtypeStruct(shape, out_dtype),
+            _saved(shape, jnp.float32 if save_preactivation else None),
+        ),
+    )
+    y, preactivation = call(
+        x,
+        x_scale,
+        w.values,
+        w.scale,
+        *_or_absent(x, _vector(bias), residual),
+        activation=activation or "none",
+    )
+    return y, preactivation if save_preactivation else None
+
+
+def _saved(shape: tuple[int, int], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((0,) if dtype is None else shape, dtype or jnp.float32)
+
+
+def _vector(bias: jax.Array | None) -> jax.Array | None:
+    """Returns a bias in a dtype that the kernels read."""
+    return bias if bias is None or bias.dtype in cuda_library.DTYPES else bias.astype(jnp.float32)
+
+
+def _or_absent(like: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
+    """Returns the arrays, with empty ones that vary as `like` over a mesh in place of None."""
+    absent = jnp.zeros_like(like, shape=(0,))
+    return [absent if array is None else array for array in arrays]

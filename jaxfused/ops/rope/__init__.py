@@ -1,0 +1,1 @@
+"""Rotary position embeddings: the rotation, its tables and scalings."""

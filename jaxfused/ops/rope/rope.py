@@ -1,0 +1,608 @@
+"""rope and its tables of angles: validation, choice of implementation, gradient."""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from jaxfused import dispatch
+from jaxfused.ops.rope import rope_cuda, rope_xla
+from jaxfused.ops.rope.rope_scaling import RopeScaling
+from jaxfused.runtime import sharding
+from jaxfused.runtime.checks import (
+    as_arrays,
+    check_constant,
+    check_floating,
+    check_shape,
+    python_numbers,
+)
+from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.promotion import along_last_axis
+from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
+from jaxfused.runtime.vmap import batch_all, is_batched
+from pallas_kernels.rows import rope as pallas_rope
+
+_THETA = 10_000.0
+
+
+@python_numbers
+def rope(
+    q: jax.Array,
+    k: jax.Array | None = None,
+    *,
+    positions: jax.Array | None = None,
+    offset: int | jax.Array = 0,
+    rotary_dim: int | None = None,
+    theta: float = _THETA,
+    scaling: RopeScaling | None = None,
+    cos: jax.Array | None = None,
+    sin: jax.Array | None = None,
+    interleaved: bool = False,
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Rotary position embedding of queries and keys together.
+
+    .. math::
+        \begin{pmatrix} y_a \\ y_b \end{pmatrix} =
+        \begin{pmatrix} \cos p \omega_i & -\sin p \omega_i \\ \sin p \omega_i & \cos p \omega_i
+        \end{pmatrix} \begin{pmatrix} x_a \\ x_b \end{pmatrix}, \quad
+        \omega_i = \theta^{-2 i / R}
+
+    for position p and each pair i of the first R = `rotary_dim` features: (a, b) = (i, i + R/2), or
+    (2 i, 2 i + 1) if `interleaved`. The other features stay as they are. Angles and arithmetic are
+    in float32. The gradient is the rotation back.
+
+    The angles are made from `positions` or `offset`, `rotary_dim`, `theta` and `scaling`; or they
+    are given as `cos` and `sin`, from `rope_tables` or `axial_rope_tables`.
+
+    Args:
+      q: [..., T, N, H], float32, bfloat16 or float16 (float64 with implementation "xla").
+      k: [..., T, K, H] with q's axes before the heads, or None.
+      positions: [T] or [..., T], integers or floats; by default offset + 0, 1, 2, ...
+      offset: the first position, a scalar or [...]: how far a decoder has come.
+      rotary_dim: R, even, by default H.
+      theta: the base of the frequencies.
+      scaling: such as `YarnRope`; None for unscaled frequencies.
+      cos: [T, R/2] or [..., T, R/2], with `sin` and in place of all that makes angles. Where heads
+        have angles of their own (by XLA), [T, N, R/2] or [..., T, N, R/2], in which axes before T
+        may be 1; of q [B, T, N, H] with B = T = N, [T, N, R/2] is read as [B, T, R/2].
+      sin: like `cos`.
+      interleaved: whether a pair is two neighbours (GPT-J, RoFormer), else two halves (GPT-NeoX).
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Returns:
+      q rotated, of its shape and dtype; with `k` both.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, angles are given twice, or the named implementation
+        cannot run.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> q, k = jnp.ones((2, 5, 8, 64)), jnp.ones((2, 5, 2, 64))
+      >>> q, k = jaxfused.rope(q, k, offset=3)
+      >>> q.shape, k.shape
+      ((2, 5, 8, 64), (2, 5, 2, 64))
+
+    Forward-mode differentiation needs `implementation="xla"`.
+
+    Source: Su et al., "RoFormer", 2021, https://arxiv.org/abs/2104.09864
+    """
+    op = "rope"
+    q, k, positions, cos, sin = as_arrays(q, k, positions, cos, sin)
+    _validate(q, k)
+    if cos is None and sin is None:
+        rotary_dim = q.shape[-1] if rotary_dim is None else rotary_dim
+        if positions is None:
+            start = jnp.asarray(offset)[..., None]
+            positions = start + along_last_axis(jnp.arange(q.shape[-3]), start)
+        elif _is_given(offset):
+            raise ValueError(f"{op}: positions and offset were passed; pass one of them.")
+        cos, sin = _tables(op, positions, rotary_dim, theta, scaling)
+    elif (
+        positions is not None
+        or rotary_dim is not None
+        or scaling is not None
+        or theta != _THETA
+        or _is_given(offset)
+    ):
+        raise ValueError(
+            f"{op}: cos or sin was passed with what they are made from; pass cos and sin of the"
+            " positions to rotate by alone, or positions or offset, rotary_dim, theta and scaling."
+        )
+    cos, sin = check_tables(op, q.shape, cos, sin)
+    device = dispatch.current_device(q, k)
+    why_xla, missing = None, {}
+    if cos.ndim == q.ndim:
+        if k is not None and cos.shape[-2] != k.shape[-2]:
+            raise ValueError(
+                f"{op}: cos has shape {cos.shape}, with angles of {cos.shape[-2]} heads, but k has"
+                f" {k.shape[-2]}; rotate q and k in two calls, each with its own tables."
+            )
+        why = "the kernels rotate all heads of a position by the same angles"
+        missing = {"pallas": why, "cuda": why}
+    elif not interleaved and 2 * cos.shape[-1] == q.shape[-1]:
+        why_xla = (
+            "XLA rotates halves of whole heads as fast as memory goes, and takes what stands around"
+            " into the same kernel"
+        )
+    if takes_reference(op, implementation, device, q, why_xla=why_xla, missing=missing):
+        rotate = functools.partial(
+            rope_xla.rotate,
+            interleaved=interleaved,
+            in_one_piece=sharding.is_in_one_piece(q),
+        )
+        q, k = rotate(q, cos, sin), None if k is None else rotate(k, cos, sin)
+    else:
+        cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
+        q, k = _grouped(q, k)
+        operands = sharding.align((q, k, cos, sin), operand_axes=_axes(q, cos), whole=_WHOLE)
+        q, k = _rope(Runner(implementation, device), _Rotation(interleaved, False), *operands)
+        q, k = ungrouped(q), None if k is None else ungrouped(k)
+    return q if k is None else (q, k)
+
+
+@python_numbers
+def rope_tables(
+    positions: jax.Array,
+    rotary_dim: int,
+    *,
+    theta: float = _THETA,
+    scaling: RopeScaling | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The cosines and sines that `rope` takes: make them once where many layers share them.
+
+    Args:
+      positions: [..., T], integers or floats.
+      rotary_dim: R, the number of features that rotate; even.
+      theta: the base of the frequencies theta^(-2 i / R).
+      scaling: such as `YarnRope`; None for unscaled frequencies.
+
+    Returns:
+      (cos, sin), each [..., T, R/2] of float32, times the scaling's attention factor.
+
+    Raises:
+      ValueError: rotary_dim is odd or not positive, or theta or scaling is none.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> cos, sin = jaxfused.rope_tables(jnp.arange(5), 64, scaling=jaxfused.LinearRope(4.0))
+      >>> cos.shape
+      (5, 32)
+
+    Source: Su et al., "RoFormer", 2021, https://arxiv.org/abs/2104.09864
+    """
+    return _tables("rope_tables", positions, rotary_dim, theta, scaling)
+
+
+@python_numbers
+def axial_rope_tables(
+    height: int | None = None,
+    width: int | None = None,
+    rotary_dim: int | None = None,
+    *,
+    positions: Sequence[jax.Array] | jax.Array | None = None,
+    features: Sequence[int] | None = None,
+    theta: float = 100.0,
+    turns: bool = False,
+    order: Sequence[int] | None = None,
+    frequencies: jax.Array | None = None,
+    prefix: int = 0,
+) -> tuple[jax.Array, jax.Array]:
+    r"""The cosines and sines that `rope` takes for tokens with a position on each of several axes.
+
+    .. math:: \alpha_{t i} = \sum_a p_{t a} \, \omega_{a i}
+
+    for token t and pair i of features. By default a pair turns by one axis alone: the first
+    `features[0]` features by the first axis, and so on, pair j of an axis with F features by
+    :math:`\theta^{-2 j / F}` a unit of position, with `turns` that many whole turns (2 pi).
+
+    An image of height x width patches, row by row, is what three numbers say: its R/2 pairs turn
+    half by the row 0, 1, ... and half by the column.
+
+    Args:
+      height: of an image, in patches; with `width` and `rotary_dim`, in place of `positions`.
+      width: of the image, in patches.
+      rotary_dim: R, the number of features that rotate; a multiple of 4.
+      positions: a tuple with the [n] positions of each axis, integers or floats, of which the
+        tokens are all combinations, the last axis fastest: a picture or a video. Or one array
+        [..., T, axes] with the positions of each token.
+      features: how many features turn by each axis, even numbers; their sum is R.
+      theta: the base of the frequencies.
+      turns: whether a frequency of 1 is a whole turn for each unit of position, not a radian.
+      order: the axes in the order of their features, by default as in `positions`: (1, 0) for
+        columns before rows.
+      frequencies: [axes, R/2] radians a unit of position, in place of `features`, `theta` and
+        `order`, where pairs turn by other frequencies than those, by several axes, or by a learned
+        array; [axes, N, R/2] for heads that differ.
+      prefix: how many tokens stand before those and don't turn: class token, registers, text.
+
+    Returns:
+      (cos, sin), each [T, R/2] of float32, or [..., T, R/2], or with heads that differ
+      [..., T, N, R/2]; T counts the prefix.
+
+    Raises:
+      ValueError: the arguments don't fit one another.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> cos, sin = jaxfused.axial_rope_tables(14, 14, 64)
+      >>> jaxfused.rope(jnp.ones((1, 196, 12, 64)), cos=cos, sin=sin).shape
+      (1, 196, 12, 64)
+
+      The tables of DINOv3, for heads of 64 features, a class token and 4 registers:
+
+      >>> place = lambda n: (2 * jnp.arange(n) + 1) / n - 1
+      >>> cos, sin = jaxfused.axial_rope_tables(
+      ...     positions=(place(14), place(14)), features=(32, 32), theta=100.0, turns=True, prefix=5)
+      >>> cos.shape
+      (201, 32)
+
+    Source: Heo et al., "Rotary Position Embedding for Vision Transformer", 2024,
+    https://arxiv.org/abs/2403.13298; centred positions: Siméoni et al., "DINOv3", 2025,
+    https://arxiv.org/abs/2508.10104
+    """
+    op = "axial_rope_tables"
+    if positions is None:
+        if height is None or width is None or rotary_dim is None or features is not None:
+            raise ValueError(
+                f"{op}: height, width and rotary_dim describe an image, and positions and features"
+                " any tokens; pass the three, or those two."
+            )
+        _check_divides(op, rotary_dim, 4)
+        if height < 0 or width < 0:
+            raise ValueError(
+                f"{op}: height is {height} and width {width}, but they count patches; pass numbers"
+                " from 0 up."
+            )
+        if frequencies is not None and 2 * jnp.shape(frequencies)[-1] != rotary_dim:
+            raise ValueError(
+                f"{op}: frequencies has shape {jnp.shape(frequencies)}, but rotary_dim {rotary_dim}"
+                f" is {rotary_dim // 2} pairs; pass a frequency for each pair."
+            )
+        positions = (jnp.arange(height), jnp.arange(width))
+        features = None if frequencies is not None else (rotary_dim // 2, rotary_dim // 2)
+    elif height is not None or width is not None or rotary_dim is not None:
+        raise ValueError(
+            f"{op}: height, width or rotary_dim was passed with positions; pass positions and"
+            " features alone."
+        )
+    by_axis = _by_axis(positions)
+    if frequencies is None:
+        rows: Any = _axial_frequencies(len(by_axis), features, theta, order)
+    elif features is not None or order is not None:
+        raise ValueError(
+            f"{op}: frequencies was passed with features or order, from which they are made; pass"
+            " one of the two."
+        )
+    else:
+        rows = jnp.asarray(frequencies)
+    if rows.ndim not in (2, 3) or rows.shape[0] != len(by_axis):
+        raise ValueError(
+            f"{op}: frequencies has shape {rows.shape}, but positions have {len(by_axis)} axes;"
+            f" pass frequencies of shape ({len(by_axis)}, pairs) or ({len(by_axis)}, heads, pairs)."
+        )
+    if prefix < 0:
+        raise ValueError(
+            f"{op}: prefix is {prefix}, but it counts tokens; pass a number from 0 up."
+        )
+    if turns:
+        rows = rows * (2 * math.pi)
+    return rope_xla.axial_tables(by_axis, rows, prefix)
+
+
+def _tables(
+    op: str, positions: jax.Array, rotary_dim: int, theta: float, scaling: RopeScaling | None
+) -> tuple[jax.Array, jax.Array]:
+    """`rope_tables` for the operator `op`."""
+    _check_divides(op, rotary_dim, 2)
+    _check_theta(op, theta)
+    scaling = RopeScaling() if scaling is None else scaling
+    if not isinstance(scaling, RopeScaling):
+        raise ValueError(
+            f"{op}: scaling is {scaling!r}, but it says how fast each pair rotates; pass a"
+            " `jaxfused.RopeScaling` such as LinearRope(4.0), of a model's config"
+            " jaxfused.rope_from_config(config)['scaling']."
+        )
+    return rope_xla.tables(jnp.asarray(positions), rotary_dim, theta, scaling)
+
+
+def _by_axis(positions: Sequence[jax.Array] | jax.Array) -> list[jax.Array]:
+    """The positions of each axis, [..., T]."""
+    if not isinstance(positions, tuple | list):
+        array = jnp.asarray(positions)
+        if array.ndim < 2:
+            raise ValueError(
+                f"axial_rope_tables: positions has shape {array.shape}; pass an array [..., tokens,"
+                " axes], or a tuple with the positions of each axis."
+            )
+        return list(jnp.moveaxis(array, -1, 0))
+    axes = [jnp.asarray(axis) for axis in positions]
+    if any(axis.ndim != 1 for axis in axes) or not axes:
+        raise ValueError(
+            "axial_rope_tables: positions is a tuple of arrays of shapes"
+            f" {[axis.shape for axis in axes]}, but each has the positions along one axis of a grid;"
+            " pass arrays [n], or one array [..., tokens, axes] with the positions of each token."
+        )
+    return [axis.reshape(-1) for axis in jnp.meshgrid(*axes, indexing="ij")]
+
+
+def _axial_frequencies(
+    axes: int, features: Sequence[int] | None, theta: float, order: Sequence[int] | None
+) -> np.ndarray:
+    """[axes, R/2] of pairs that turn by one axis each; zeros for the others."""
+    op = "axial_rope_tables"
+    _check_theta(op, theta)
+    if features is None or len(features) != axes or any(f < 0 or f % 2 for f in features):
+        raise ValueError(
+            f"{op}: features is {features}, but positions have {axes} axes; pass the even number of"
+            " features that turn by each of them, or frequencies."
+        )
+    order = range(axes) if order is None else order
+    if sorted(order) != list(range(axes)):
+        raise ValueError(
+            f"{op}: order is {tuple(order)}, but positions have {axes} axes; pass each of"
+            f" {tuple(range(axes))} once."
+        )
+    rows = np.zeros((axes, sum(features) // 2))
+    start = 0
+    for axis in order:
+        pairs = features[axis] // 2
+        if pairs:
+            own = RopeScaling().frequencies(features[axis], theta)
+            rows[axis, start : start + pairs] = own
+        start += pairs
+    return rows
+
+
+def _check_theta(op: str, theta: float) -> None:
+    check_constant(op, "theta", theta)
+    if not 0.0 < theta < math.inf:
+        raise ValueError(
+            f"{op}: theta is {theta}, but frequencies are its powers; pass a finite number greater"
+            " than 0."
+        )
+
+
+def check_tables(
+    op: str, shape: tuple[int, ...], cos: jax.Array | None, sin: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Checks that cos and sin are both there and fit queries of `shape` [..., T, N, H].
+
+    Returns:
+      Both, and where heads have their own angles with as many axes as the queries.
+    """
+    if cos is None or sin is None:
+        raise ValueError(f"{op}: one of cos and sin was passed; pass both.")
+    check_floating(op, {"cos": cos, "sin": sin})
+    rows, head_size = shape[:-2], shape[-1]
+    fits = cos.ndim >= 2 and 0 < 2 * cos.shape[-1] <= head_size
+    check_shape(op, "sin", sin, cos.shape, f"cos has shape {cos.shape}")
+    if fits and cos.shape[:-1] in (rows[-1:], rows):
+        return cos, sin
+    if fits and cos.shape[:-1] == shape[-3:-1]:
+        axes = (1,) * (len(shape) - cos.ndim)
+        return cos.reshape(axes + cos.shape), sin.reshape(axes + cos.shape)
+    leading = zip(cos.shape[: len(rows) - 1], rows[:-1], strict=False)
+    of_heads = fits and cos.ndim == len(shape) and cos.shape[-3:-1] == shape[-3:-1]
+    if of_heads and all(size in (1, needed) for size, needed in leading):
+        return cos, sin
+    raise ValueError(
+        f"{op}: cos has shape {cos.shape}, but the angles of {rows} positions and heads of"
+        f" {head_size} features are needed; pass cos of shape {(*rows[-1:], head_size // 2)},"
+        f" with fewer features to rotate a part of the head, with the axes {rows}, or with"
+        f" {(*rows, shape[-2])} where heads have their own."
+    )
+
+
+def _validate(q, k) -> None:
+    op = "rope"
+    check_floating(op, {"q": q, "k": k})
+    if q.ndim < 3:
+        raise ValueError(
+            f"{op}: q has shape {q.shape}, but positions and heads have axes of their own;"
+            " pass q of shape (..., length, heads, head size)."
+        )
+    if k is not None:
+        heads = k.shape[-2] if k.ndim >= 2 else 1
+        shape = (*q.shape[:-2], heads, q.shape[-1])
+        check_shape(op, "k", k, shape, f"q has shape {q.shape}, and they differ in heads only")
+
+
+def _is_given(offset: int | jax.Array) -> bool:
+    return not (isinstance(offset, int | np.integer) and offset == 0)
+
+
+def _check_divides(op: str, rotary_dim: int, divisor: int) -> None:
+    if rotary_dim <= 0 or rotary_dim % divisor:
+        raise ValueError(
+            f"{op}: rotary_dim is {rotary_dim}, but it is split into pairs;"
+            f" pass a positive multiple of {divisor}."
+        )
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+_WHOLE = "gkhr"
+"""The axes that a device must have whole: of a group its heads, of a head its features and pairs."""
+
+
+def _grouped(q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """The heads of q [..., T, N, H] as [..., T, n, N/n, H], and those of k with the same n.
+
+    That is the axis by which devices can split both at once.
+    """
+    groups = math.gcd(q.shape[-2], 0 if k is None else k.shape[-2])
+
+    def grouped(x):
+        return x.reshape(*x.shape[:-2], groups, x.shape[-2] // groups, x.shape[-1])
+
+    return grouped(q), None if k is None else grouped(k)
+
+
+def ungrouped(x: jax.Array) -> jax.Array:
+    """[..., T, n, N/n, H] as [..., T, N, H]."""
+    return x.reshape(*x.shape[:-3], math.prod(x.shape[-3:-1]), x.shape[-1])
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """(q, k) rotated: grouped heads [..., T, n, N/n, H] by angles of [..., T, R/2] or [T, R/2]."""
+
+    interleaved: bool
+    inverse: bool
+
+    @property
+    def name(self) -> str:
+        return "rope"
+
+    def axes(self, q, k, cos, sin) -> Axes:
+        del sin
+        axes = _axes(q, cos)
+        return Axes(axes, (axes[0], None if k is None else axes[1]), _WHOLE)
+
+    def reasons(self, device, q, k, cos, sin) -> Mapping[str, str | None]:
+        del sin
+        limits = dict(
+            compute_capability=device.compute_capability,
+            length=q.shape[-4],
+            heads=math.prod(q.shape[-3:-1]),
+            key_heads=0 if k is None else math.prod(k.shape[-3:-1]),
+            head_size=q.shape[-1],
+            rotary_dim=2 * cos.shape[-1],
+            interleaved=self.interleaved,
+            dtype=q.dtype,
+            k_dtype=q.dtype if k is None else k.dtype,
+        )
+        reasons = {
+            "pallas": pallas_rope.why_unsupported(**limits),
+            "cuda": rope_cuda.why_unsupported(**limits),
+            "xla": None,
+        }
+        head = (limits["head_size"], limits["rotary_dim"], q.dtype.itemsize)
+        in_pallas = pallas_rope.access_bytes(limits["heads"], limits["key_heads"], *head)
+        in_cuda = rope_cuda.access_bytes(*head, interleaved=self.interleaved)
+        size = q.size * q.dtype.itemsize
+        single_values = in_cuda < _XLA_BYTES and not self.interleaved
+        little = size <= (_FEW_BYTES_ALONE if k is None else _FEW_BYTES)
+        if single_values or little:
+            # Single values of 16 bits take CUDA longer than XLA, and little data takes it no less.
+            return {name: reasons[name] for name in ("pallas", "xla", "cuda")}
+        # Both kernels only move data: whichever does so in larger pieces is the faster.
+        return dispatch.preferring("cuda", reasons) if in_pallas < in_cuda else reasons
+
+    def run(self, implementation, device, q, k, cos, sin) -> Results:
+        del device
+        if implementation == "xla":
+            return tuple(
+                None if x is None else self.by_xla(ungrouped(x), cos, sin).reshape(x.shape)
+                for x in (q, k)
+            )
+        rotate: Any = (
+            functools.partial(rope_cuda.rotate, interleaved=self.interleaved)
+            if implementation == "cuda"
+            else pallas_rope.rotate
+        )
+        q_heads, k_heads = (
+            None
+            if x is None
+            else x.reshape(-1, x.shape[-4], math.prod(x.shape[-3:-1]), x.shape[-1])
+            for x in (q, k)
+        )
+        cos, sin = (table.reshape(-1, *table.shape[-2:]) for table in (cos, sin))
+        rotated = rotate(q_heads, k_heads, cos, sin, inverse=self.inverse)
+        return tuple(
+            None if x is None else y.reshape(x.shape) for x, y in zip((q, k), rotated, strict=True)
+        )
+
+    def by_xla(self, x, cos, sin) -> jax.Array:
+        """Heads [..., T, N, H] rotated. XLA adds up neighbours' halves faster than it joins them."""
+        rotate = functools.partial(rope_xla.rotate, cos=cos, sin=sin, interleaved=self.interleaved)
+        if self.inverse and self.interleaved:
+            return jax.linear_transpose(rotate, x)(x)[0]
+        return rotate(x, sin=-sin if self.inverse else sin)
+
+    def batched(self, call, axis_size, in_batched, q, k, cos, sin) -> Results | None:
+        rows = q.shape[1 if is_batched(in_batched[0]) else 0 : -3]
+        q, k = batch_all(axis_size, in_batched[:2], (q, k))
+        return call(self, q, k, *batch_tables(axis_size, in_batched[2:], (cos, sin), rows))
+
+
+_XLA_BYTES = 4
+"""What XLA moves at a time, where it reads a head's halves."""
+_FEW_BYTES = 2**16
+"""Of the queries, which no kernel reads faster than it starts."""
+_FEW_BYTES_ALONE = 3 * 2**19
+"""Likewise where there are no keys, whose rotation is a second kernel in XLA."""
+
+
+class _Residuals(NamedTuple):
+    cos: jax.Array
+    sin: jax.Array
+    q_and_k: tuple[jax.Array, jax.Array | None] | None
+    """Kept where the angles have gradients themselves: those of q and k need the angles alone."""
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="rope", once=False)
+def _rope(run: Runner, rotation: _Rotation, q, k, cos, sin):
+    return run(rotation, q, k, cos, sin)
+
+
+def _rope_fwd(run: Runner, rotation: _Rotation, q, k, cos, sin):
+    perturbed = cos.perturbed or sin.perturbed
+    q, k, cos, sin = (None if a is None else a.value for a in (q, k, cos, sin))
+    saved = _Residuals(cos, sin, (q, k) if perturbed else None)
+    # By the operator itself, so that a gradient has gradients.
+    return _rope(run, rotation, q, k, cos, sin), saved
+
+
+def _rope_bwd(run: Runner, rotation: _Rotation, saved: _Residuals, cotangents):
+    cos, sin, q_and_k = saved
+    dq, dk = (jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d for d in cotangents)
+    dcos = dsin = None
+    if q_and_k is not None:
+
+        def rotated(cos, sin):
+            return [None if x is None else rotation.by_xla(ungrouped(x), cos, sin) for x in q_and_k]
+
+        _, vjp = jax.vjp(rotated, cos, sin)
+        dcos, dsin = vjp([None if d is None else ungrouped(d) for d in (dq, dk)])
+    back = replace(rotation, inverse=not rotation.inverse)
+    return *_rope(run, back, dq, dk, cos, sin), dcos, dsin
+
+
+_rope.defvjp(_rope_fwd, _rope_bwd, symbolic_zeros=True)
+
+
+def _axes(q: jax.Array, table: jax.Array) -> tuple[str, str, str, str]:
+    """The letters of grouped q and k and of both tables, for `sharding`."""
+    rows = sharding.leading_axes(q.ndim - 3)
+    table_axes = rows[len(rows) - (table.ndim - 1) :] + "r"
+    return rows + "ngh", rows + "nkh", table_axes, table_axes
+
+
+def batch_tables(
+    axis_size: int,
+    in_batched: Sequence[Any],
+    tables: Sequence[jax.Array],
+    rows: tuple[int, ...],
+) -> Sequence[jax.Array]:
+    """The tables for rows [axis_size, *rows], from those for a batch of `rows`.
+
+    One axis for the batch, and all others too: angles are shared by all rows or by none.
+    """
+    if is_batched(in_batched):
+        own = [
+            t.reshape(axis_size, *[1] * (len(rows) + 2 - t.ndim), *t.shape[1:])
+            for t in batch_all(axis_size, in_batched, tables)
+        ]
+        return [jnp.broadcast_to(t, (axis_size, *rows, t.shape[-1])) for t in own]
+    if tables[0].ndim - 1 == len(rows) > 1:
+        return batch_all(axis_size, in_batched, tables)
+    return tables

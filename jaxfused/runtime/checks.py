@@ -1,0 +1,375 @@
+"""The checks that operators make of their arguments, worded once each: rule, value, remedy."""
+
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from numbers import Integral, Number, Real
+from typing import Any, get_args, get_origin, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxfused.runtime.activation import ACTIVATIONS
+
+
+def as_arrays(*operands: Any) -> tuple[Any, ...]:
+    """The operands as arrays of JAX, of NumPy's and of what has `__jax_array__`, as nnx.Param does.
+
+    Each on its own: a parameter of Flax is a pytree, of which `jax.tree.map` gives a parameter back.
+    """
+    return tuple(None if operand is None else jnp.asarray(operand) for operand in operands)
+
+
+def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Has a function check its options, all that are no operands, by what their annotations say.
+
+    Numbers and flags arrive as Python's: a config holds scalars of NumPy, and a shape's entries may be
+    arrays, of which any are taken whose value is known.
+    """
+    parameters = inspect.signature(function, eval_str=True).parameters
+    checks = _checks({name: parameter.annotation for name, parameter in parameters.items()})
+    names = tuple(parameters)
+    op = function.__qualname__.partition(".")[0]
+
+    @functools.wraps(function)
+    def with_numbers(*args: P.args, **kwargs: P.kwargs) -> R:
+        taken = [
+            checks[name](op, name, value) if name in checks else value
+            for name, value in zip(names, args, strict=False)
+        ]
+        for name in checks.keys() & kwargs.keys():
+            kwargs[name] = checks[name](op, name, kwargs[name])
+        return function(*taken, *args[len(names) :], **kwargs)  # type: ignore[arg-type]
+
+    return with_numbers
+
+
+def python_number_fields(module: Any) -> Any:
+    """The same of the fields of a module of Flax's linen."""
+    types = get_type_hints(module)
+    checks = _checks({name: types[name] for name in module.__dataclass_fields__})
+    finish = module.__post_init__
+
+    @functools.wraps(finish)
+    def with_numbers(self: Any) -> None:
+        for name, check in checks.items():
+            value = check(type(self).__name__, name, getattr(self, name))
+            object.__setattr__(self, name, value)
+        finish(self)
+
+    module.__post_init__ = with_numbers
+    return module
+
+
+_COUNTS = frozenset(
+    {
+        "num_heads",
+        "num_kv_heads",
+        "heads",
+        "key_heads",
+        "head_dim",
+        "features",
+        "num_features",
+        "condition_features",
+        "qkv_features",
+        "in_kv_features",
+        "in_features",
+        "out_features",
+        "hidden_features",
+        "num_groups",
+        "group_size",
+        "feature_group_count",
+        "channel_multiplier",
+        "kernel_size",
+        "chunk_size",
+    }
+)
+"""The options that count something, of which there is one at least."""
+
+_BOUNDS = frozenset({"chunk_size", "ignore_index", "local_window_size"})
+"""The options that only bound or mark other numbers, so that no index has to hold them."""
+
+type _Check = Callable[[str, str, Any], Any]
+
+
+def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
+    """What checks each option that is a number, a flag, a word, a dtype or the name of an axis."""
+    kinds = _kinds(annotations)
+    checks: dict[str, _Check] = {}
+    for name, annotation in annotations.items():
+        leaves = _leaves(annotation)
+        words = tuple(sorted(leaf for leaf in leaves if isinstance(leaf, str)))
+        optional = type(None) in leaves
+        if name == "axis_name":
+            checks[name] = functools.partial(_as_axis_name, bound=Hashable in leaves)
+        elif name in kinds:
+            checks[name] = functools.partial(
+                _as_numbers, kind=kinds[name], leaves=leaves, several=_is_of_several(annotation)
+            )
+        elif name.endswith("dtype") and Any in leaves and (name, annotation) != ("dtype", Any):
+            # What `quantize` rounds to, which it says itself, has names of its own.
+            checks[name] = _as_dtype
+        elif bool in leaves and leaves <= {bool, type(None), *words}:
+            checks[name] = functools.partial(_as_flag, words=words, optional=optional)
+        elif lax.Precision in leaves:
+            checks[name] = functools.partial(_as_precision, leaves=leaves)
+        elif leaves <= {str, type(None), *words}:
+            checks[name] = functools.partial(_as_word, words=words, optional=optional)
+    return checks
+
+
+def _kinds(annotations: Mapping[str, Any]) -> dict[str, type[int] | type[float]]:
+    """The parameters that are numbers, or sequences of them, and no arrays: int or float of each."""
+    kinds: dict[str, type[int] | type[float]] = {}
+    for name, annotation in annotations.items():
+        leaves = _leaves(annotation)
+        if not leaves & {int, float} or leaves & {bool, jax.Array, Any}:
+            continue
+        kinds[name] = float if float in leaves else int
+    return kinds
+
+
+def _leaves(annotation: Any) -> set[Any]:
+    """The types, and the words, of which an annotation is made."""
+    arguments = get_args(annotation)
+    return set().union(*map(_leaves, arguments)) if arguments else {annotation}
+
+
+def _is_of_several(annotation: Any) -> bool:
+    """Whether sequences are among what an annotation names."""
+    origin = get_origin(annotation)
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return True
+    return any(map(_is_of_several, get_args(annotation)))
+
+
+def _as_numbers(
+    op: str, name: str, value: Any, *, kind: type, leaves: set[Any], several: bool
+) -> Any:
+    """Value, or the values in it, as `kind`; None and words are left where they may be passed."""
+    if (value is None and type(None) in leaves) or (isinstance(value, str) and str in leaves):
+        return value
+    if not several:
+        return _as_number(op, name, value, kind)
+    if hasattr(value, "ndim") and value.ndim and not isinstance(value, jax.core.Tracer):
+        value = np.asarray(value).tolist()
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        entries = [
+            _as_numbers(op, name, entry, kind=kind, leaves=leaves, several=True) for entry in value
+        ]
+        return entries if isinstance(value, list) else tuple(entries)
+    return _as_number(op, name, value, kind)
+
+
+def _as_number(op: str, name: str, value: Any, kind: type) -> int | float:
+    """Value as `kind`, where it is a number whose value is known and that is in range."""
+    is_array = hasattr(value, "dtype") and hasattr(value, "ndim")
+    dtype = value.dtype if is_array else np.dtype(type(value) if isinstance(value, Real) else "O")
+    is_whole = jnp.issubdtype(dtype, jnp.integer) or type(value) is int
+    is_number = is_whole or (kind is float and jnp.issubdtype(dtype, jnp.floating))
+    if isinstance(value, jax.core.Tracer) or (is_array and value.ndim) or not is_number:
+        a_number = "a Python float" if kind is float else "an int"
+        raise ValueError(
+            f"{op}: {name} is {_said(value)}, but it is a constant of the kernel; pass {a_number}."
+        )
+    bits = 64 if name in _BOUNDS else 1024 if kind is float else 32
+    if is_whole and not -(2 ** (bits - 1)) <= operator.index(value) < 2 ** (bits - 1):
+        raise ValueError(
+            f"{op}: {name} is {_said(value)}, beyond the numbers that it can be; pass a smaller one."
+        )
+    if name in _COUNTS:
+        check_count(op, name, operator.index(value))
+    return kind(value)
+
+
+def _as_flag(op: str, name: str, value: Any, *, words: Sequence[str], optional: bool) -> Any:
+    """Value as True or False; also 1 and 0, which a config may hold for them."""
+    if (value is None and optional) or (isinstance(value, str) and words):
+        return value
+    is_array = hasattr(value, "dtype") and hasattr(value, "ndim")
+    is_known = is_array and not value.ndim and not isinstance(value, jax.core.Tracer)
+    if isinstance(value, bool) or (is_known and value.dtype == jnp.bool_):
+        return bool(value)
+    if type(value) is int and value in (0, 1):
+        return bool(value)
+    raise ValueError(
+        f"{op}: {name} is {_said(value)}, but it is a switch of which the program is made; pass True or"
+        f" False{' or None' * optional}."
+    )
+
+
+def _as_word(op: str, name: str, value: Any, *, words: Sequence[str], optional: bool) -> Any:
+    """Value where it is a str; whether it is one that is known, an operator says itself."""
+    if isinstance(value, str) or (value is None and optional):
+        return value
+    choices = [*map(repr, words)] or ["a str"]
+    raise ValueError(
+        f"{op}: {name} is {_said(value)}, but it is a word; pass"
+        f" {' or '.join(choices + ['None'] * optional)}."
+    )
+
+
+def _as_precision(op: str, name: str, value: Any, *, leaves: set[Any]) -> Any:
+    """Value where it is one of JAX's precisions of a product, by name too, or a pair of them."""
+
+    def is_known(one: Any) -> bool:
+        if not isinstance(one, str):
+            return isinstance(one, tuple(leaf for leaf in leaves if isinstance(leaf, type)))
+        # A float8 precision that an operator does not have is for modules, which it says itself.
+        if one in leaves or one.startswith("fp8") or one in lax.DotAlgorithmPreset.__members__:
+            return True
+        try:
+            return lax.Precision(one) in lax.Precision
+        except ValueError:
+            return False
+
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if all(map(is_known, value)) if is_pair else is_known(value):
+        return value
+    raise ValueError(
+        f"{op}: {name} is {_said(value)}, but it is the precision of a product; pass a"
+        " jax.lax.Precision, 'default', 'high' or 'highest', a jax.lax.DotAlgorithmPreset or None."
+    )
+
+
+def _as_dtype(op: str, name: str, value: Any) -> Any:
+    """Value where it is None or names a dtype: a str, a type of numbers or a dtype itself."""
+    is_name = isinstance(value, (str, type, np.dtype)) or hasattr(value, "dtype")
+    is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+    try:
+        if value is None or (is_name and not is_array and jnp.dtype(value) is not None):
+            return value
+    except TypeError:
+        pass
+    raise ValueError(
+        f"{op}: {name} is {_said(value)}, which is no dtype; pass one of JAX's, as jnp.float32 or"
+        " its name."
+    )
+
+
+def _as_axis_name(op: str, name: str, value: Any, *, bound: bool) -> Any:
+    """Value where it names a mapped axis, or several; of an operator, axes that are mapped here."""
+    for axis in value if isinstance(value, (tuple, list)) else (value,):
+        if axis is None and axis is value:
+            return None
+        if not isinstance(axis, Hashable) or isinstance(axis, (Number, jax.Array, np.generic)):
+            raise ValueError(
+                f"{op}: {name} is {_said(value)}, but mapped axes have names; pass that of"
+                " jax.shard_map's mesh or jax.vmap's axis_name, or a tuple of them."
+            )
+        try:
+            if bound:
+                lax.axis_size(axis)
+        except NameError:
+            raise ValueError(
+                f"{op}: {name} is {_said(value)}, but no axis {axis!r} is mapped here; call {op} within"
+                " jax.shard_map, jax.pmap or jax.vmap over that axis, or leave it out."
+            ) from None
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _said(value: Any) -> str:
+    """Value in a sentence, an array by its shape."""
+    if isinstance(value, (jax.Array, np.ndarray)) and value.ndim:
+        return f"an array of shape {value.shape}"
+    return repr(value)
+
+
+def for_each_axis(op: str, name: str, value: int | Sequence[int], spatial: int) -> tuple[int, ...]:
+    """One positive int for each spatial axis, of one for all or of as many."""
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * spatial
+    if len(values) != spatial or any(not isinstance(v, int) or v < 1 for v in values):
+        raise ValueError(
+            f"{op}: {name} is {value!r}, but x has {spatial} spatial axes;"
+            f" pass one positive int, or {spatial} of them."
+        )
+    return values
+
+
+def check_floating(op: str, arrays: Mapping[str, jax.Array | None]) -> None:
+    """Checks that every array that is given has a floating-point dtype."""
+    for name, array in arrays.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(
+                f"{op}: {name} has dtype {array.dtype}, but {op} takes a floating-point {name};"
+                f" pass {name}.astype(jnp.float32)."
+            )
+
+
+def check_images(op: str, x: jax.Array) -> None:
+    """Checks that x is [B, *spatial, C], of which the batch alone may be empty."""
+    if x.ndim < 3 or 0 in x.shape[1:]:
+        raise ValueError(
+            f"{op}: x has shape {x.shape}, but it needs a batch axis, a spatial axis and at least one"
+            " channel; pass x of shape [batch, ..., channels]."
+        )
+
+
+def check_shape(
+    op: str, name: str, array: jax.Array | None, shape: tuple[int, ...], rule: str
+) -> None:
+    """Checks that `array`, if given, has this shape; `rule` says what the shape follows from."""
+    if array is not None and array.shape != shape:
+        raise ValueError(
+            f"{op}: {name} has shape {array.shape}, but {rule}; pass {name} of shape {shape}."
+        )
+
+
+def check_activation(op: str, activation: str | None, name: str = "activation") -> None:
+    """Checks that `activation` is None or the name of an activation."""
+    if activation is not None and activation not in ACTIVATIONS:
+        names = ", ".join(repr(n) for n in ACTIVATIONS)
+        raise ValueError(f"{op}: {name}={activation!r} is not known; pass None or one of {names}.")
+
+
+def check_constant(op: str, name: str, value: object) -> None:
+    """Checks that `value` is a Python number, because a kernel is compiled for it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(
+            f"{op}: {name} is {value!r}, but it is a constant of the kernel; pass a Python float."
+        )
+
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def check_finite(op: str, name: str, value: Any) -> None:
+    """Checks that `value` is a constant of the kernel, and neither NaN nor infinite in float32."""
+    check_constant(op, name, value)
+    if not abs(value) <= _LARGEST:
+        raise ValueError(
+            f"{op}: {name} is {value}, with which no result is a number; pass a finite number."
+        )
+
+
+def check_epsilon(op: str, epsilon: Any) -> None:
+    """Checks that `epsilon`, added to a variance below a root, is finite and not negative."""
+    check_finite(op, "epsilon", epsilon)
+    if epsilon < 0:
+        raise ValueError(
+            f"{op}: epsilon is {epsilon}, but it keeps a variance above 0; pass 0 or more."
+        )
+
+
+def check_soft_cap(op: str, cap: Any) -> None:
+    """Checks that `cap`, if given, is a finite number above 0, below which logits can be kept."""
+    if cap is None:
+        return
+    check_constant(op, "logits_soft_cap", cap)
+    if not 0.0 < cap < math.inf:
+        raise ValueError(
+            f"{op}: logits_soft_cap is {cap}, but logits are kept below it; pass a finite number"
+            " greater than 0, or None for no cap."
+        )
+
+
+def check_count(op: str, name: str, value: object) -> None:
+    """Checks that `value` is a whole number, 1 or more."""
+    if not isinstance(value, Integral) or int(value) < 1:
+        raise ValueError(
+            f"{op}: {name} is {value!r}, but it counts something; pass an int of 1 or more."
+        )

@@ -1,0 +1,35 @@
+"""The arguments of dropout, which attention and the perceptrons take alike."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.runtime.checks import check_constant
+
+
+def dropout_words(op: str, rate: float, key: jax.Array | None) -> jax.Array | None:
+    """Returns the two words that `semantics.dropout.keep` takes, or None if nothing is dropped."""
+    check_constant(op, "dropout_rate", rate)
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(
+            f"{op}: dropout_rate must be in the range [0, 1), as it is the fraction to"
+            f" drop, but it is {rate}; pass a number from 0 up and below 1."
+        )
+    if rate == 0.0:
+        return None
+    if key is None:
+        raise ValueError(
+            f"{op}: dropout_rate is {rate}, but dropout_key is None; pass a key of jax.random."
+        )
+    return jax.random.bits(key, (2,), jnp.uint32)
+
+
+def without_kernels(op: str, words: jax.Array | None) -> Mapping[str, str]:
+    """Returns why the kernels of an operator cannot run where something is dropped."""
+    if words is None:
+        return {}
+    return {
+        "pallas": f"there is no Pallas kernel of {op} with dropout yet",
+        "cuda": f"there is no CUDA kernel of {op} with dropout yet",
+    }

@@ -1,0 +1,318 @@
+"""The matrix product of every reference: narrow operands, wide accumulators, also in the gradient.
+
+The forward of `jnp.einsum` with 16-bit operands and float32 results is right. Its gradient, however,
+multiplies a float32 cotangent by a 16-bit operand, which costs a float32 product, and rounds the
+gradient of a float32 weight to 16 bits if the weight was cast first. Stating the gradient here avoids
+both.
+"""
+
+import functools
+import math
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.stated_gradient import stated_gradient
+
+
+def product(
+    subscripts: str,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    dtype: Any = None,
+    out_dtype: Any = None,
+    precision: Any = None,
+    of_weights: bool = False,
+) -> jax.Array:
+    """Returns `einsum(subscripts, a, b)` of operands rounded to `dtype` and accumulated in float32.
+
+    Args:
+      subscripts: explicit ("md,df->mf"); an operand's every index is in the other or in the result.
+      a: of any float dtype.
+      b: of any float dtype.
+      dtype: of the multiplication, by default a's. The cotangent is rounded to it as well.
+      out_dtype: of the result, by default float32 (float64 where `dtype` is float64). A large
+        result costs as long to write and read as to multiply, and twice as long in float32.
+      precision: as in `jax.lax.dot_general`.
+      of_weights: whether b's gradient is written as `weight_product` is; b is weights [D, F] then.
+
+    Returns:
+      The sums, rounded once to `out_dtype`; gradients likewise, to the dtype of their operand.
+
+    Differentiation works in both modes and to any order.
+    """
+    dtype = jnp.dtype(a.dtype if dtype is None else dtype)
+    out_dtype = jnp.dtype(accumulator_dtype(dtype) if out_dtype is None else out_dtype)
+    if a.dtype == b.dtype == dtype == out_dtype == accumulator_dtype(dtype):
+        return _einsum(subscripts, a, b, precision=precision)
+    return _rounding_product(subscripts, dtype, out_dtype, precision, of_weights, a, b)
+
+
+def _einsum(
+    subscripts: str,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    spec: PartitionSpec | None = None,
+    **options: Any,
+) -> jax.Array:
+    """`jnp.einsum`, which has to be told how a sum over an axis that types say is split is sharded.
+
+    The result's axes are split as the operands' are, or by `spec`, if it is given.
+    """
+    mesh = explicit_mesh(a, b)
+    if mesh is None:
+        return jnp.einsum(subscripts, a, b, **options)
+    if spec is None:
+        operands, result = subscripts.split("->")
+        places: dict[str, Any] = {}
+        taken: set[str] = set()
+        for axes, operand in zip(operands.split(","), (a, b), strict=True):
+            for axis, entry in zip(axes, jax.typeof(operand).sharding.spec, strict=False):
+                names = {entry} if isinstance(entry, str) else set(entry or ())
+                if axis in result and axis not in places and taken.isdisjoint(names):
+                    places[axis] = entry
+                    taken |= names
+        spec = PartitionSpec(*(places.get(axis) for axis in result))
+    return jnp.einsum(subscripts, a, b, out_sharding=NamedSharding(mesh, spec), **options)
+
+
+def explicit_mesh(*operands: jax.Array) -> Any:
+    """The mesh of the first operand whose type says how it is sharded, or None."""
+    meshes = (jax.typeof(operand).sharding.mesh for operand in operands)
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+
+
+def weight_product(x: jax.Array, dy: jax.Array, *, out_dtype: Any, precision: Any) -> jax.Array:
+    """Returns the transpose of x [..., D] times dy [..., F] over all rows, multiplied in x's dtype.
+
+    For a GPU it is written as JAX writes the gradient of x @ w, the transpose of [F, D]: XLA chooses
+    among other kernels for [D, F], some of which are slower. So it does for rows of one axis where JAX
+    has several. On a CPU XLA lacks some of the former.
+    """
+    rows = string.ascii_uppercase[: x.ndim - 1]
+    axes = (f"{rows}d", f"{rows}f", "df")
+    return _weight_product(axes, x.dtype, jnp.dtype(out_dtype), precision, x, dy)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _weight_product(
+    axes: tuple[str, str, str],
+    dtype: Any,
+    out_dtype: Any,
+    precision: Any,
+    x: jax.Array,
+    dy: jax.Array,
+) -> jax.Array:
+    """`weight_product` where the axes of x, dy and the weights [D, F] have these letters."""
+    x_axes, dy_axes, w_axes = axes
+    options = dict(dtype=dtype, out_dtype=out_dtype, precision=precision)
+    wide = accumulator_dtype(dtype)
+
+    def in_order(x: jax.Array, dy: jax.Array) -> jax.Array:
+        return product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options)
+
+    def widened(x: jax.Array, dy: jax.Array) -> jax.Array:
+        """Of float32 copies, where XLA lacks the 16-bit product: see `_rounded`."""
+        x, dy = (a.astype(dtype).astype(wide) for a in (x, dy))
+        return product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options | {"dtype": wide})
+
+    return jax.lax.platform_dependent(
+        x,
+        dy,
+        cuda=lambda x, dy: product(f"{dy_axes},{x_axes}->{w_axes[::-1]}", dy, x, **options).T,
+        cpu=widened,
+        default=in_order,
+    )
+
+
+def side_by_side(arrays: Sequence[jax.Array], piece: int | None = None) -> jax.Array:
+    """Arrays [..., F] of any widths F as one [..., sum of the F], put together in pieces of columns.
+
+    XLA evaluates what the arrays are made of in this copy where the pieces are short rows of an axis of
+    their own, such as the features of a head; along the columns it writes the arrays first.
+    """
+    if piece is None:
+        return jnp.concatenate(arrays, axis=-1)
+    pieces = [a.reshape(*a.shape[:-1], a.shape[-1] // piece, piece) for a in arrays]
+    joined = jnp.concatenate(pieces, axis=-2)
+    return joined.reshape(*joined.shape[:-2], joined.shape[-2] * piece)
+
+
+def sums_side_by_side(sums: Sequence[jax.Array]) -> jax.Array:
+    """Sums over rows, each [F], as one array. XLA must not sum within the copy.
+
+    It would give a column a single thread for all rows.
+    """
+    return jnp.concatenate(jax.lax.optimization_barrier(list(sums)))
+
+
+def sum_written_rows(values: jax.Array, *, of_relu: bool = False) -> jax.Array:
+    """Sums values [..., F], which are written for others too, over the rows, in float32.
+
+    XLA would sum them before they are rounded. It then evaluates them twice, or writes them in float32
+    first. It does both in one kernel where they are a gradient `of_relu`.
+    """
+    return sum_over_rows(values if of_relu else jax.lax.optimization_barrier(values))
+
+
+def sum_over_rows(values: jax.Array) -> jax.Array:
+    """Sums values [..., F] over their rows in float32, parts of the rows first where there are some.
+
+    XLA gives a sum of up to 4,096 rows no more blocks of threads than there are 64 columns. Longer ones
+    it splits itself. The barrier keeps it from making one sum of both.
+    """
+    parts = _parts(values, math.prod(values.shape[:-1]))
+    if parts is not None:
+        inner = tuple(range(1, parts.ndim - 1))
+        values = jax.lax.optimization_barrier(jnp.sum(parts, axis=inner, dtype=jnp.float32))
+    return jnp.sum(values, axis=tuple(range(values.ndim - 1)), dtype=jnp.float32)
+
+
+def _parts(values: jax.Array, rows: int) -> jax.Array | None:
+    """The values with an axis of parts before their rows, or None where the rows split into no parts.
+
+    The first of several axes of rows is one that devices may share. Rows of one axis are only split
+    where no other device can have some of them.
+    """
+    parts, columns = values.shape[0] if values.ndim > 2 else 0, values.shape[-1]
+    if _is_slow(rows, columns) and _FEWEST_PARTS <= parts <= rows // _ROWS_OF_PART:
+        return values
+    count = None if jax.device_count() > 1 else parts_of_rows(rows, columns)
+    return None if count is None else values.reshape(count, rows // count, columns)
+
+
+def parts_of_rows(rows: int, columns: int) -> int | None:
+    """In how many equal parts rows are summed first, or None where one sum is as fast, or one part."""
+    if not _is_slow(rows, columns):
+        return None
+    counts = range(min(rows // _ROWS_OF_PART, _MOST_PARTS), _FEWEST_PARTS - 1, -1)
+    return next((count for count in counts if rows % count == 0), None)
+
+
+def _is_slow(rows: int, columns: int) -> bool:
+    """Whether XLA sums so many rows in one kernel, and would be faster in two."""
+    of_block = rows * min(columns, _COLUMNS_OF_BLOCK)
+    return rows <= 4096 and of_block >= 512 * _COLUMNS_OF_BLOCK
+
+
+_COLUMNS_OF_BLOCK = 64
+_ROWS_OF_PART = 32
+"""The rows that a block of XLA's reads at a time."""
+_FEWEST_PARTS, _MOST_PARTS = 4, 64
+
+
+_FEW_ROWS = 128
+"""Up to it a product takes as long as reading its weights, and two merged ones start only once."""
+_FEW_ROWS_OF_CONVERTED = 512
+"""Likewise where the other operand is converted, and then merged as it is."""
+_LITTLE = 2**19
+"""Bytes of an operand that is copied as fast as a kernel starts."""
+_NARROW = 256
+"""Columns up to which a product takes as long as reading the operand that the products share."""
+
+
+def unshared(
+    x: jax.Array, other: jax.Array, *, converted: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Returns x [..., D] and what it is multiplied by, in a product that XLA does not merge with others.
+
+    XLA merges products that share an operand into one of concatenated operands, and slices its result.
+    Unless there are few rows, or less is copied than is read once instead of twice, the copies take
+    longer than the merging saves. An operand that was `converted` from another dtype is copied in any
+    case.
+    """
+    rows = math.prod(x.shape[:-1])
+    few = _FEW_ROWS_OF_CONVERTED if converted else _FEW_ROWS
+    is_narrow = other.shape[-1] <= _NARROW and 4 * other.size <= x.size
+    if rows <= few or other.size * other.dtype.itemsize <= _LITTLE or is_narrow:
+        return x, other
+    return jax.lax.optimization_barrier((x, other))
+
+
+# The functions that `platform_dependent` gets differ from call to call, so that without `jax.jit` each
+# call would be compiled again. Behind a `jax.jit` of their options they are compiled once.
+
+
+@functools.partial(stated_gradient, nondiff_argnums=(0, 1, 2, 3, 4))
+def _rounding_product(subscripts, dtype, out_dtype, precision, of_weights, a, b):
+    del of_weights
+    return _rounded(subscripts, dtype, out_dtype, precision, a, b)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 6), inline=True)
+def _rounded(subscripts, dtype, out_dtype, precision, a, b, spec=None):
+    # The product leaves the accumulators either in the operands' dtype or in that of the accumulators.
+    leaving = dtype if out_dtype == dtype else accumulator_dtype(dtype)
+    einsum = functools.partial(
+        _einsum, subscripts, precision=precision, preferred_element_type=leaving, spec=spec
+    )
+    a, b = a.astype(dtype), b.astype(dtype)
+    if leaving == dtype or not _is_batched(subscripts) or explicit_mesh(a, b) is not None:
+        return einsum(a, b).astype(out_dtype)
+    # On a CPU, XLA lacks the batched product of 16 bits into float32 where an operand was transposed.
+    # The product of float32 copies has the same terms and the same sums.
+    y = jax.lax.platform_dependent(
+        a, b, cpu=lambda a, b: einsum(a.astype(leaving), b.astype(leaving)), default=einsum
+    )
+    return y.astype(out_dtype)
+
+
+def _is_batched(subscripts: str) -> bool:
+    """Whether both operands and the result have an axis in common."""
+    operands, y_axes = subscripts.split("->")
+    a_axes, b_axes = operands.split(",")
+    return bool(set(a_axes) & set(b_axes) & set(y_axes))
+
+
+def _rounding_product_fwd(subscripts, dtype, out_dtype, precision, of_weights, a, b):
+    y = _rounding_product(subscripts, dtype, out_dtype, precision, of_weights, a, b)
+    return y, (a, b)
+
+
+def _rounding_product_bwd(subscripts, dtype, out_dtype, precision, of_weights, operands, dy):
+    del out_dtype
+    a, b = operands
+    operand_subscripts, y_axes = subscripts.split("->")
+    a_axes, b_axes = operand_subscripts.split(",")
+    for_a, for_b = f"{y_axes},{b_axes}->{a_axes}", f"{a_axes},{y_axes}->{b_axes}"
+    if explicit_mesh(a, b) is not None:
+        # A gradient is sharded as its operand.
+        return (
+            _rounded(for_a, dtype, a.dtype, precision, dy, b, jax.typeof(a).sharding.spec),
+            _rounded(for_b, dtype, b.dtype, precision, a, dy, jax.typeof(b).sharding.spec),
+        )
+    da = _gradient(for_a, dtype, a.dtype, precision, dy, b)
+    if of_weights:
+        axes = (a_axes, y_axes, b_axes)
+        return da, _weight_product(axes, dtype, b.dtype, precision, a, dy)
+    return da, _gradient(for_b, dtype, b.dtype, precision, a, dy)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _gradient(subscripts, dtype, out_dtype, precision, a, b):
+    """The product that a gradient is: on a CPU of float32 copies where it leaves in float32.
+
+    See `_rounded`. In a forward that is not batched, policies of `jax.checkpoint` look for the product.
+    """
+
+    def as_it_is(a, b):
+        return _rounding_product(subscripts, dtype, out_dtype, precision, False, a, b)
+
+    def widened(a, b):
+        a, b = (x.astype(dtype).astype(wide) for x in (a, b))
+        return _rounding_product(subscripts, wide, out_dtype, precision, False, a, b)
+
+    wide = accumulator_dtype(dtype)
+    if dtype in (out_dtype, wide) or _is_batched(subscripts):
+        return as_it_is(a, b)
+    return jax.lax.platform_dependent(a, b, cpu=widened, default=as_it_is)
+
+
+_rounding_product.defvjp(_rounding_product_fwd, _rounding_product_bwd)

@@ -1,0 +1,166 @@
+"""Quantisation in plain jax.numpy: the choice of scales, the rounding, the range that clips."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.quantized_array import (
+    FORMATS,
+    Layout,
+    QuantizedArray,
+    assembled,
+    pack_int4,
+    pack_words,
+    spread,
+)
+
+
+# Where the weights of a model are quantised one after the other, each of these two is one program.
+@functools.partial(
+    jax.jit, static_argnames=("dtype", "axis", "groups", "blocks", "per_tensor", "symmetric")
+)
+def scales(
+    x: jax.Array,
+    dtype: str,
+    *,
+    axis: int,
+    groups: int,
+    blocks: int | None = None,
+    per_tensor: bool,
+    symmetric: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (scale, zero_point), such that the range of each group just fits into `dtype`.
+
+    Args:
+      groups: into how many runs `axis` is cut.
+      blocks: into how many the last one is, where `axis` is -2; None leaves each entry its own scale.
+    """
+    limits = FORMATS[dtype]
+    if per_tensor:
+        runs, over = x, tuple(range(x.ndim))
+    else:
+        axis = axis % x.ndim
+        runs = x.reshape(*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
+        over = (axis + 1,)
+        if blocks is not None:
+            runs = runs.reshape(*runs.shape[:-1], blocks, x.shape[-1] // blocks)
+            over = (axis + 1, axis + 3)
+    runs = runs.astype(accumulator_dtype(x.dtype))
+
+    def extreme(reduction, values):
+        result = reduction(values, axis=over, keepdims=per_tensor, initial=0.0)
+        # On a CPU XLA's largest number of an array may leave out NaN (jax 0.11.2).
+        has_nan = jnp.any(jnp.isnan(values), axis=over, keepdims=per_tensor)
+        return jnp.where(has_nan, jnp.nan, result.astype(jnp.float32))
+
+    def divisible(scale):
+        # Zeros (and what is next to them) get the smallest scale that can be divided by. An infinite
+        # scale, which would make some of its group NaN, some infinite and some 0, becomes NaN; a choice
+        # between two values would be a kernel of its own to XLA.
+        scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
+        return scale + 0 * scale
+
+    if symmetric:
+        return divisible(largest_magnitude(runs, over, keepdims=per_tensor) * limits.unit), None
+    low, high = extreme(jnp.min, runs), extreme(jnp.max, runs)
+    scale = divisible((high - low) * limits.asymmetric_unit)
+    return scale, to_integers(limits.smallest - low / scale, dtype)
+
+
+def largest_magnitude(x: jax.Array, axis: tuple[int, ...], *, keepdims: bool) -> jax.Array:
+    """The largest |x| over the axes, in float32; NaN where one of them is NaN, and 0 of none.
+
+    The bits of positive floats are ordered as the floats are, with NaN as the largest. So one reduction
+    finds both, where on a CPU XLA's largest float may leave out NaN (jax 0.11.2).
+    """
+    integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x), integer)
+    largest = jnp.max(bits, axis=axis, keepdims=keepdims, initial=0)
+    return jax.lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
+
+
+def to_integers(values: jax.Array, dtype: str) -> jax.Array:
+    """Rounds to the nearest integer (half to even) that `dtype` holds, as int8; NaN becomes 0."""
+    limits = FORMATS[dtype]
+    clipped = jnp.clip(jnp.round(values), limits.smallest, limits.largest)
+    return jnp.where(jnp.isnan(clipped), 0.0, clipped).astype(jnp.int8)
+
+
+def in_units(
+    x: jax.Array,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    axis: int,
+    group_size: int | tuple[int, int] | None,
+) -> jax.Array:
+    """`x / scale + zero_point`: what the rounding is of; the axis is counted from the last."""
+    units = x.astype(accumulator_dtype(x.dtype))
+    units = units / spread(scale, x.shape, axis, group_size).astype(units.dtype)
+    if zero_point is None:
+        return units
+    return units + spread(zero_point, x.shape, axis, group_size).astype(units.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "axis", "layout", "group_size"))
+def encode(
+    x: jax.Array,
+    dtype: str,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    axis: int,
+    layout: Layout = "rows",
+    group_size: int | tuple[int, int] | None = None,
+) -> QuantizedArray:
+    """Rounds x to the nearest value of each scale; what lies outside the range is clipped to it."""
+    units = in_units(x, scale, zero_point, axis, group_size)
+    values = codes(units, dtype, symmetric=zero_point is None)
+    values = values.mT if layout == "columns" else values
+    if dtype == "int4":
+        values = pack_words(values) if layout == "columns" else pack_int4(values, axis)
+    elif not dtype.startswith("int"):
+        # Or on a GPU XLA leaves the rounding out where the values are widened again.
+        values = jax.lax.optimization_barrier(values)
+    return assembled(values, scale, zero_point, axis, layout, group_size)
+
+
+def codes(units: jax.Array, dtype: str, *, symmetric: bool) -> jax.Array:
+    """The numbers of `dtype` next to the units, one to a byte: int4 in an int8."""
+    limits = FORMATS[dtype]
+    if dtype.startswith("int"):
+        if symmetric:
+            units = jnp.clip(units, -limits.largest, limits.largest)
+        return to_integers(units, dtype)
+    # A conversion alone makes NaN or Inf of what is too large.
+    clipped = jnp.clip(units, limits.smallest, limits.largest)
+    return clipped.astype(jnp.float32).astype(limits.storage)
+
+
+def inside_range(
+    x: jax.Array,
+    dtype: str,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    axis: int,
+    group_size: int | tuple[int, int] | None,
+) -> jax.Array:
+    """Where x is rounded and not clipped."""
+    limits = FORMATS[dtype]
+    units = in_units(x, scale, zero_point, axis, group_size)
+    if zero_point is None:
+        return jnp.abs(units) < limits.clipped_from
+    return (units >= limits.smallest - 0.5) & (units < limits.clipped_from)
+
+
+@jax.custom_jvp
+def straight_through(x: jax.Array, rounded: jax.Array, inside: jax.Array) -> jax.Array:
+    """Returns `rounded`, with the derivative of x where `inside` and 0 elsewhere."""
+    return rounded
+
+
+@straight_through.defjvp
+def _straight_through_jvp(primals, tangents):
+    _, rounded, inside = primals
+    dx = tangents[0]
+    return rounded, jnp.where(inside, dx, jnp.zeros_like(dx))

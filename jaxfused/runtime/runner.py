@@ -1,0 +1,692 @@
+"""The one way from an operator to its kernels.
+
+An operator's custom_vjp hands each of its stages (its forward, its backward, ...) to a `Runner`. The
+Runner treats all of them alike, from the outside in:
+
+1. Shards: `sharding.per_shard` runs the kernel on the part of the operands that a device holds. The
+   batch of a `jax.vmap` is an axis that may be split too.
+2. `jax.vmap`: what a device has of a batch is folded into axes that the kernel has, or its entries run
+   one by one.
+3. Choice: the shapes on that shard, which the kernel will see, decide which implementation runs, and by
+   which config: the table of measured choices where it has these shapes or near ones, else the kernel's
+   cost model. The operands and results of a stage are the same for all implementations, XLA's included,
+   so that each stage of an operator chooses for itself.
+4. Lowering: the chosen kernel stands behind a `jax.jit` whose identity depends only on the kernel, its
+   options and its shapes. However often a program calls the kernel, it is traced and lowered once.
+"""
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from jaxfused import dispatch
+from jaxfused.runtime import cuda_library, platforms, sharding
+from jaxfused.runtime import table as tables
+from jaxfused.runtime.shapes import why_symbolic
+from jaxfused.runtime.vmap import batch_all, is_batched, one_by_one
+from pallas_kernels import hopper
+
+Operands = Sequence[jax.Array | None]
+Results = tuple[jax.Array | None, ...]
+
+ROWS = "."
+"""Stands, in a kernel's letters, for all leading axes of an array, which the kernel sees as one."""
+
+
+class Axes(NamedTuple):
+    """The axes of a kernel's arrays by letters, as in `sharding.per_shard`, with `ROWS`."""
+
+    operands: Sequence[str]
+    results: Sequence[str | None]
+    """The letters of each result, or None for a result that is None."""
+    whole: str = ""
+    """The letters of axes that must not be split over devices."""
+    padded: Mapping[str, str] = MappingProxyType({})
+    """Letters of results that are padded, each with the letter of an operand whose size is as many
+    entries as mean something."""
+    parts: str = ""
+    """The letters of axes over which the kernel sums on the way to its results: where the first operand
+    with them is split, the kernel's `on_parts` runs."""
+    parts_by: str | None = None
+    """The implementation that `on_parts` is, or None where it runs kernels as they are named. Where
+    another one is named, the axes are gathered for it."""
+
+    def split(self, implementation: str | None) -> tuple[str, str]:
+        """(whole, parts) where the caller named an implementation, or None."""
+        if implementation in (None, self.parts_by) or self.parts_by is None:
+            return self.whole, self.parts
+        return self.whole + self.parts, ""
+
+
+class Kernel(Protocol):
+    """A stage of an operator, whatever implements it.
+
+    A kernel is a frozen dataclass of its static parameters, and equal kernels compute the same function.
+    Operands and results may be None.
+    """
+
+    @property
+    def name(self) -> str:
+        """The operator and its stage, such as "layer_norm forward"."""
+
+    @property
+    def axes(self) -> Callable[..., Axes]:
+        """The function `axes(*operands)`, which returns the letters of operands and results.
+
+        The letters may depend only on the rank of the operands and on which of them are None.
+        """
+
+    @property
+    def reasons(self) -> Callable[..., Mapping[str, str | None]]:
+        """The function `reasons(device, *operands)`: why each implementation cannot run these operands.
+
+        The implementations are ordered from the fastest on, and the reason is None for one that can run.
+        The rows of the operands are one axis here, as in `run`. XLA can always run; an implementation
+        that leaves this stage to XLA is not listed.
+        """
+
+    @property
+    def run(self) -> Callable[..., Results]:
+        """The function `run(implementation, device, *operands)`, which computes the results.
+
+        That of a kernel which `HasConfigs` takes `config=` too; None stands for the default.
+        """
+
+    @property
+    def batched(self) -> Callable[..., Results | None]:
+        """The function `batched(call, axis_size, in_batched, *operands)`, the rule for `jax.vmap`.
+
+        It returns None where the entries of the batch have to run one by one. `call(kernel,
+        *operands)` runs a kernel on operands into which the batch has been merged.
+        """
+
+
+@runtime_checkable
+class HasConfigs(Protocol):
+    """A kernel some of whose implementations can run in several ways."""
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, *operands: Any
+    ) -> Sequence[Hashable]:
+        """The configs of an implementation that are legal for these operands, the default one first.
+
+        They are hashable, and made of dataclasses, tuples, numbers and strings. None stands for a
+        default that is not one of the others, and there is nothing to choose where there are none.
+        """
+
+
+class HasParts(Protocol):
+    """A kernel whose `Axes.parts` may be split over devices."""
+
+    def on_parts(
+        self, names: Sequence[str], call: Callable[..., Results], *operands: Any
+    ) -> Results:
+        """What `run` computes, from a device's part of the axes, with sums over the mesh axes `names`.
+
+        The rows of operands and results are one axis. `call(kernel, *operands)` runs a kernel on parts.
+        """
+
+
+@runtime_checkable
+class TakesRows(Protocol):
+    """A kernel of which XLA's implementation, and no other, gets the rows in the caller's own axes.
+
+    XLA evaluates an array [M, F] of odd F value by value, and one of more axes in vectors of values.
+    """
+
+    xla_takes_rows: ClassVar[bool]
+
+
+@runtime_checkable
+class HasExamples(Protocol):
+    """A kernel whose operands fit together in a way that random numbers do not, such as lengths."""
+
+    def examples(
+        self, random: Callable[..., Any], device: dispatch.Device, *operands: Any
+    ) -> Operands:
+        """Operands to measure the kernel with, of the given shapes and dtypes.
+
+        `random(operand)` returns a random array of an operand's shape and dtype.
+        """
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs an operator's kernels, by the implementation that the caller named or by the fastest one.
+
+    A Runner is a static part of all that JAX traces below an operator, and so the device's table is in
+    the keys of JAX's caches: a gradient chooses by the table that its forward has chosen by.
+    """
+
+    implementation: str | None
+    """The name of the implementation, or None for the fastest."""
+    device: dispatch.Device
+    """The device that the operator will run on."""
+    table: tables.Table = field(init=False, repr=False)
+    """The measured choices for the device."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table", tables.load(self.device))
+
+    def __call__(self, kernel: Kernel, *operands: jax.Array | None) -> Any:
+        """Runs a kernel and returns its results; the operands are arrays of any rank, or None.
+
+        Raises:
+          ValueError: the named implementation cannot run the shapes that the kernel sees.
+        """
+        return _Call(kernel, self).batchable(*operands)
+
+
+def takes_reference(
+    op: str,
+    implementation: str | None,
+    device: dispatch.Device,
+    x: jax.Array,
+    *others: jax.Array | None,
+    why_xla: str | None = None,
+    missing: Mapping[str, str] | None = None,
+) -> bool:
+    """Whether a call of an operator is plain jax.numpy, whatever the shapes are.
+
+    This is decided before the operator's custom_vjp, so that forward-mode differentiation works wherever
+    no kernel can run: on this platform, for the dtype of `x`, for sizes of `x` or of `others` that are
+    symbolic, where `x` has no elements, or where the operator leaves the call to XLA, for which
+    `why_xla` gives the reason. `missing` names the implementations that the operator does not have, and
+    says so.
+    """
+    if x.dtype not in cuda_library.DTYPES:
+        why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"
+        reasons: dict[str, str | None] = {"pallas": why, "cuda": why}
+    elif unknown := why_symbolic(x, *others):
+        reasons = {"pallas": unknown, "cuda": unknown}
+    else:
+        capability = device.compute_capability
+        reasons = {
+            "pallas": hopper.why_unfit(capability),
+            "cuda": cuda_library.why_unfit(capability) or cuda_library.why_unavailable(),
+        }
+    why_xla = why_xla or dispatch.why_unmeasured(op)
+    if implementation is None and why_xla is not None:
+        reasons = {name: reason or why_xla for name, reason in reasons.items()}
+    reasons |= missing or {}
+    reasons["xla"] = None
+    chosen = dispatch.choose(op, implementation, reasons)
+    if 0 in x.shape:
+        return True  # There is nothing to do, and CUDA rejects an empty launch.
+    if chosen == "xla":
+        dispatch.record(dispatch.Choice(op, _shapes([x]), chosen, reasons))
+    return chosen == "xla"
+
+
+def reference_only(op: str, implementation: str | None, x: jax.Array) -> None:
+    """Checks the implementation named for an operator that has no kernels yet."""
+    reasons = {
+        "pallas": f"there is no Pallas kernel of {op} yet",
+        "cuda": f"there is no CUDA kernel of {op} yet",
+        "xla": None,
+    }
+    chosen = dispatch.choose(op, implementation, reasons)
+    dispatch.record(dispatch.Choice(op, _shapes([x]), chosen, reasons))
+
+
+def _shapes(operands: Operands) -> tuple[jax.ShapeDtypeStruct | None, ...]:
+    return tuple(
+        None if operand is None else jax.ShapeDtypeStruct(operand.shape, operand.dtype)
+        for operand in operands
+    )
+
+
+def batched_rows(
+    kernel: Kernel,
+    call: Callable[..., Results],
+    axis_size: int,
+    in_batched: Sequence[Any],
+    *operands: jax.Array | None,
+) -> Results | None:
+    """The method `Kernel.batched` of a kernel over rows: the batch becomes one more leading axis.
+
+    Returns None where the batch reaches an operand that the rows share, or where rows are summed.
+    """
+    axes = kernel.axes(*operands)
+    over_rows = [ROWS in letters for letters in axes.operands]
+    shared_is_batched = any(
+        is_batched(batched) and not rows
+        for batched, rows in zip(in_batched, over_rows, strict=True)
+    )
+    sums_rows = any(letters is not None and ROWS not in letters for letters in axes.results)
+    if shared_is_batched or sums_rows:
+        return None
+    batched = batch_all(axis_size, in_batched, operands)
+    return call(
+        kernel,
+        *(
+            with_batch if rows else operand
+            for with_batch, operand, rows in zip(batched, operands, over_rows, strict=True)
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The static part of a call."""
+
+    kernel: Kernel
+    runner: Runner
+    batches: tuple[tuple[bool, ...], ...] = ()
+    """Which operands have the batch of each `jax.vmap` around the call, of the outermost one first.
+
+    They have the batches as their first axes, in this order.
+    """
+
+    def batchable(self, *operands: jax.Array | None) -> Results:
+        """Runs the call with a rule for `jax.vmap`, which makes the batch one more axis of the call."""
+
+        @custom_vmap
+        def call(*operands):
+            return self._per_shard(operands)
+
+        @call.def_vmap
+        def rule(axis_size, in_batched, *operands):
+            del axis_size
+            batches = (tuple(map(is_batched, in_batched)), *self.batches)
+            results = replace(self, batches=batches).batchable(*operands)
+            return results, jax.tree.map(lambda _: True, results)
+
+        return call(*operands)
+
+    def _per_shard(self, operands: Operands) -> Results:
+        """Runs the call on shards, which may be parts of its batches too."""
+        entry = [
+            None
+            if operand is None
+            else jax.ShapeDtypeStruct(operand.shape[sum(batched) :], operand.dtype)
+            for operand, *batched in zip(operands, *self.batches, strict=True)
+        ]
+        axes = self.kernel.axes(*entry)
+        leading = sharding.leading_axes(_row_axes(entry, axes))
+        taken = leading + "".join(axes.operands)
+        batches = sharding.leading_axes(len(self.batches), taken)
+        whole, parts = axes.split(self.runner.implementation)
+
+        def spelt(letters: str, batched: Sequence[bool]) -> str:
+            own = "".join(itertools.compress(batches, batched))
+            return own + letters.replace(ROWS, leading)
+
+        return sharding.per_shard(
+            _OnShard(self, in_own_module=False),
+            operands,
+            operand_axes=[
+                spelt(letters, batched)
+                for letters, *batched in zip(axes.operands, *self.batches, strict=True)
+            ],
+            result_axes=[
+                None if letters is None else spelt(letters, [True] * len(batches))
+                for letters in axes.results
+            ],
+            whole=whole,
+            parts=parts,
+            in_own_module=_OnShard(self, in_own_module=True),
+        )
+
+
+@dataclass(frozen=True)
+class _OnShard:
+    """The call on the part of the operands that a device holds."""
+
+    call: _Call
+    in_own_module: bool
+    """Whether the call is lowered into a module of its own, without reusing cached `jax.jit`s."""
+
+    def __call__(self, *operands: jax.Array | None) -> Results:
+        return self._over_batches(_OnShard._entry, operands)
+
+    def on_parts(self, names: Sequence[str], *operands: jax.Array | None) -> Results:
+        """The same on a part of axes that the kernel sums over."""
+
+        def of_entry(on_shard: _OnShard, *operands: jax.Array | None) -> Results:
+            return on_shard._entry_on_parts(names, operands)
+
+        return self._over_batches(of_entry, operands)
+
+    def _over_batches(self, of_entry: Callable[..., Results], operands: Operands) -> Results:
+        """Runs `of_entry(self, *operands)` by the kernel's own rule for each of the batches."""
+        if not self.call.batches:
+            return of_entry(self, *operands)
+        without = replace(self, call=replace(self.call, batches=()))
+        f = functools.partial(without._batchable, of_entry)
+        for batched in reversed(self.call.batches):
+            f = jax.vmap(f, in_axes=[0 if b else None for b in batched])
+        return f(*operands)
+
+    def _batchable(self, of_entry: Callable[..., Results], *operands: jax.Array | None) -> Results:
+        @custom_vmap
+        def call(*operands):
+            return of_entry(self, *operands)
+
+        @call.def_vmap
+        def rule(axis_size, in_batched, *operands):
+            def merged(kernel: Kernel, *operands: jax.Array | None) -> Results:
+                on_shard = replace(self, call=replace(self.call, kernel=kernel))
+                return on_shard._batchable(of_entry, *operands)
+
+            results = self.call.kernel.batched(merged, axis_size, in_batched, *operands)
+            if results is None:
+                results = one_by_one(call, in_batched, operands)
+            return results, jax.tree.map(lambda _: True, results)
+
+        return call(*operands)
+
+    def _entry(self, *operands: jax.Array | None) -> Results:
+        kernel = self.call.kernel
+        _, matrices = _flatten_rows(operands, kernel.axes(*operands).operands)
+        chosen = self._choose(matrices)
+        if chosen[0] == "xla" and isinstance(kernel, TakesRows):
+            return self._lowered(chosen, *operands)
+        return self._over_rows(functools.partial(self._lowered, chosen), operands)
+
+    def _entry_on_parts(self, names: Sequence[str], operands: Operands) -> Results:
+        kernel: Any = self.call.kernel
+
+        def call(kernel: Kernel, *operands: jax.Array | None) -> Results:
+            present = [operand for operand in operands if operand is not None]
+            own = sharding.varying(*present)
+            remaining = iter(sharding.vary(present, own))
+            on_shard = replace(self, call=replace(self.call, kernel=kernel))
+            own_operands = [None if operand is None else next(remaining) for operand in operands]
+            results = on_shard._lowered(on_shard._choose(own_operands), *own_operands)
+            # A kernel's results do not state over which mesh axes they vary.
+            stated = iter(sharding.vary([r for r in results if r is not None], own))
+            return tuple(None if result is None else next(stated) for result in results)
+
+        def run(*matrices: jax.Array | None) -> Results:
+            by = kernel.axes(*operands).parts_by
+            if by is not None:
+                why = "devices share the axis that it sums over"
+                reasons = dict.fromkeys(("pallas", "cuda"), why) | {by: None}
+                dispatch.record(dispatch.Choice(kernel.name, _shapes(matrices), by, reasons))
+            return kernel.on_parts(names, call, *matrices)
+
+        return self._over_rows(run, operands)
+
+    def _lowered(self, chosen: tuple[str, Hashable], *operands: jax.Array | None) -> Results:
+        """Runs the kernel by the chosen implementation and config."""
+        call = self.call
+        lower = _lowered_by_export if self.in_own_module else _lowered
+        return lower(call.kernel, *chosen, call.runner.device, *operands)
+
+    def _over_rows(self, f: Callable[..., Results], operands: Operands) -> Results:
+        """Runs `f` on operands whose rows are one axis, and gives the results' rows their axes."""
+        axes = self.call.kernel.axes(*operands)
+        rows, matrices = _flatten_rows(operands, axes.operands)
+        results = f(*matrices)
+        return tuple(
+            result
+            if result is None or letters is None or ROWS not in letters
+            else result.reshape(
+                *result.shape[: letters.index(ROWS)],
+                *rows,
+                *result.shape[letters.index(ROWS) + 1 :],
+            )
+            for result, letters in zip(results, axes.results, strict=True)
+        )
+
+    def _choose(self, operands: Operands) -> tuple[str, Hashable]:
+        """Returns the implementation to run, and its config or None for its default one."""
+        call = self.call
+        unknown = why_symbolic(*operands)
+        # Without elements a kernel has nothing to do, and CUDA rejects an empty launch.
+        if unknown is None and any(o is not None and o.size == 0 for o in operands):
+            return "xla", None
+        reasons: Mapping[str, str | None]
+        if unknown is None:
+            reasons = call.kernel.reasons(call.runner.device, *operands)
+        else:
+            reasons = {"pallas": unknown, "cuda": unknown, "xla": None}
+        named = call.runner.implementation
+        if named is not None and named not in reasons:
+            named = "xla"
+        operator = call.kernel.name.split(" ")[0]
+        choice = dispatch.Choice(
+            call.kernel.name,
+            _shapes(operands),
+            dispatch.choose(operator, named, reasons),
+            dict(reasons),
+            self.in_own_module,
+            source="model" if named is None else "named",
+            kernel=call.kernel,
+        )
+        if unknown is None:
+            choice = self._measured(choice, operands, named) or choice
+        dispatch.record(choice)
+        return choice.implementation, choice.config
+
+    def _measured(
+        self, choice: dispatch.Choice, operands: Operands, named: str | None
+    ) -> dispatch.Choice | None:
+        """The choice by the table: of what can run here, and is legal here, the fastest."""
+        kernel, device = self.call.kernel, self.call.runner.device
+        found = self.call.runner.table.find(kernel, operands)
+        for ranked in () if found is None else found.ranking:
+            implementation = ranked.implementation
+            can_run = choice.reasons.get(implementation, "it is not known") is None
+            if not can_run or named not in (None, implementation):
+                continue
+            legal: dict[str | None, Hashable] = {None: None}
+            legal |= {
+                tables.config_text(config): config
+                for config in configs(kernel, implementation, device, operands)
+            }
+            if ranked.config in legal:
+                return choice._replace(
+                    implementation=implementation,
+                    config=legal[ranked.config],
+                    source="table" if found is not None and found.exact else "neighbour",
+                )
+        return None
+
+
+def configs(
+    kernel: Kernel, implementation: str, device: dispatch.Device, operands: Sequence[Any]
+) -> Sequence[Hashable]:
+    """The configs of an implementation, the default one first; None alone if there is no choice."""
+    if not isinstance(kernel, HasConfigs):
+        return (None,)
+    return kernel.configs(implementation, device, *operands) or (None,)
+
+
+def _row_axes(operands: Sequence[Any], axes: Axes) -> int:
+    """Returns the number of axes that `ROWS` stands for."""
+    return next(
+        (
+            operand.ndim - (len(letters) - 1)
+            for operand, letters in zip(operands, axes.operands, strict=True)
+            if operand is not None and ROWS in letters
+        ),
+        0,
+    )
+
+
+def _flatten_rows(
+    operands: Operands, axes: Sequence[str]
+) -> tuple[tuple[int, ...], list[jax.Array | None]]:
+    """Returns the shape of the rows, and the operands with the rows' axes merged into one."""
+    rows: tuple[int, ...] = ()
+    flat = []
+    for operand, letters in zip(operands, axes, strict=True):
+        if operand is not None and ROWS in letters:
+            start = letters.index(ROWS)
+            stop = operand.ndim - (len(letters) - start - 1)
+            rows = operand.shape[start:stop]
+            operand = operand.reshape(
+                *operand.shape[:start], math.prod(rows), *operand.shape[stop:]
+            )
+        flat.append(operand)
+    return rows, flat
+
+
+# --- lowered once ---------------------------------------------------------------------------------
+
+
+def _lowered(
+    kernel: Kernel,
+    implementation: str,
+    config: Hashable,
+    device: dispatch.Device,
+    *operands: jax.Array | None,
+) -> Results:
+    """Runs `kernel.run`, lowered once for all places of a program that call it."""
+    return jitted(kernel.name)(kernel, implementation, config, device, *operands)
+
+
+@contextlib.contextmanager
+def jax_defaults(implementation: str) -> Iterator[None]:
+    """Within this context an implementation runs under JAX's defaults.
+
+    Whatever promotions the user has forbidden or widened: a kernel's indices are 32 bits wide, and where
+    its arithmetic promotes dtypes, that is intended.
+    """
+    with (
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+        jax.enable_x64(jax.config.jax_enable_x64 and implementation == "xla"),
+    ):
+        yield
+
+
+def _run(
+    kernel: Kernel,
+    implementation: str,
+    config: Hashable,
+    device: dispatch.Device,
+    *operands: jax.Array | None,
+) -> Results:
+    """Runs `kernel.run`, or XLA's implementation where a program is lowered for another platform."""
+    if implementation == "xla":
+        return _run_here(kernel, implementation, config, device, *operands)
+    stage = _ByPlatform(kernel, implementation, config, device)
+    return platforms.by_platform(stage, sharding.untracked(operands))
+
+
+@dataclass(frozen=True)
+class _ByPlatform:
+    """A stage by a kernel, and in XLA where that is not lowered for a GPU."""
+
+    kernel: Kernel
+    implementation: str
+    config: Hashable
+    device: dispatch.Device
+
+    def on_gpu(self, *operands: jax.Array | None) -> Results:
+        chosen = self.kernel, self.implementation, self.config, self.device
+        return _run_here(*chosen, *operands)
+
+    def on_gpu_exported(self, *operands: jax.Array | None) -> Results:
+        chosen = self.kernel, self.implementation, self.config, self.device
+        return _call_exported(*chosen, *operands)
+
+    def elsewhere(self, *operands: jax.Array | None) -> Results:
+        return _run_here(self.kernel, "xla", None, self.device, *operands)
+
+
+def _run_here(
+    kernel: Kernel,
+    implementation: str,
+    config: Hashable,
+    device: dispatch.Device,
+    *operands: jax.Array | None,
+) -> Results:
+    """Runs `kernel.run` under JAX's defaults."""
+    with jax_defaults(implementation):
+        # Only a kernel with configs takes one.
+        chosen = {} if config is None else {"config": config}
+        return kernel.run(implementation, device, *operands, **chosen)
+
+
+@functools.cache
+def jitted(name: str) -> Any:
+    """Returns the jitted `kernel.run` that carries the kernel's name in profiles.
+
+    It is called by (kernel, implementation, config, device, *operands), of which the first four are
+    static.
+    """
+
+    def run(kernel, implementation, config, device, *operands):
+        return _run(kernel, implementation, config, device, *operands)
+
+    run.__name__ = run.__qualname__ = "jaxfused_" + name.replace(" ", "_")
+    return jax.jit(run, static_argnums=(0, 1, 2, 3))
+
+
+def _lowered_by_export(
+    kernel: Kernel,
+    implementation: str,
+    config: Hashable,
+    device: dispatch.Device,
+    *operands: jax.Array | None,
+) -> Results:
+    """Runs the kernel in a module of its own, which XLA requests at each place that it partitions.
+
+    The lowered text is kept and inserted into each of these modules.
+    """
+    # The reference is lowered quickly, and the interpreter's callbacks cannot be exported.
+    if implementation == "xla" or jax.default_backend() != "gpu":
+        return _lowered(kernel, implementation, config, device, *operands)
+    return _call_exported(kernel, implementation, config, device, *operands)
+
+
+def _call_exported(
+    kernel: Kernel,
+    implementation: str,
+    config: Hashable,
+    device: dispatch.Device,
+    *operands: jax.Array | None,
+) -> Results:
+    """Runs the kernel from a module of its own for GPUs, whose text is kept."""
+    present = [operand for operand in operands if operand is not None]
+    exported = _exported(
+        cast(Hashable, kernel),
+        implementation,
+        config,
+        device,
+        tuple(None if o is None else (o.shape, jnp.dtype(o.dtype)) for o in operands),
+    )
+    return exported.call(*present)
+
+
+@functools.cache
+def _exported(
+    kernel: Kernel,
+    implementation: str,
+    config: Hashable,
+    device: dispatch.Device,
+    operands: tuple[tuple[tuple[int, ...], Any] | None, ...],
+) -> jax.export.Exported:
+    def run(*present):
+        remaining = iter(present)
+        return _run_here(
+            kernel,
+            implementation,
+            config,
+            device,
+            *(None if o is None else next(remaining) for o in operands),
+        )
+
+    targets = ("mosaic_gpu_v2", *cuda_library.TARGETS)
+    return jax.export.export(
+        jax.jit(run),
+        platforms=["cuda"],
+        disabled_checks=[
+            *(jax.export.DisabledSafetyCheck.custom_call(name) for name in targets),
+            # A program for several platforms calls it on GPUs alone.
+            jax.export.DisabledSafetyCheck.platform(),
+        ],
+    )(*(jax.ShapeDtypeStruct(*operand) for operand in operands if operand is not None))

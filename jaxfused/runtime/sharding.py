@@ -1,0 +1,505 @@
+"""How an operator runs on sharded inputs, in whichever of JAX's ways the caller shards them.
+
+A kernel is opaque to XLA, which by default gathers the kernel's operands on every device. `per_shard`
+runs the kernel on the shards instead. When the sharding is known depends on the mesh axes:
+
+- Auto (`jax.jit` over sharded arrays): when XLA compiles. The kernel becomes a `custom_partitioning`
+  with a rule for the Shardy partitioner.
+- Explicit (`jax.jit` too): in the types of the operands. The kernel runs in a `jax.shard_map`.
+- Manual (inside `jax.shard_map` and `jax.pmap`): the operands are the shards.
+
+One case is beyond JAX: Auto axes beside Manual or Explicit ones. There XLA passes no mesh to the
+partitioning function. Sums over shards cannot be expressed without a mesh, and with a mesh of our own a
+check in XLA's compiler fails. The operands of a kernel are therefore gathered along those Auto axes, and
+along no others.
+"""
+
+import functools
+import math
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Places = Mapping[str, tuple[str, ...]]
+"""The mesh axes that split each axis of an operation; an axis that is not split is not listed."""
+
+
+def per_shard(
+    f: Callable[..., tuple[jax.Array | None, ...]],
+    operands: Sequence[jax.Array | None],
+    *,
+    operand_axes: Sequence[str],
+    result_axes: Sequence[str | None],
+    whole: str = "",
+    parts: str = "",
+    in_own_module: Callable[..., tuple[jax.Array | None, ...]] | None = None,
+) -> tuple[jax.Array | None, ...]:
+    """`f(*operands)`, computed by each device from the shards that it holds.
+
+    A string names the axes of an array by letters, as in `jax.numpy.einsum`. Where mesh axes split a
+    letter, `f` sees a part of it, in all operands and results alike; a result without the letter is
+    a sum over it, and gets added up over the devices.
+
+    Args:
+      f: a function that holds for any size of the axes that are not `whole`. What it computes must be
+        settled by its equality: outside of `jax.jit` it is compiled once for all functions that are
+        equal. A frozen dataclass with a `__call__` does that.
+      operands: arrays of any rank, or None.
+      operand_axes: the letters of each operand, also of one that is None.
+      result_axes: the letters of each result of `f`, None for a result that is None.
+      whole: letters that must not be split.
+      parts: letters over which `f` sums on the way to its results. They are split as the first operand
+        with such a letter is, and then `f.on_parts(names, *operands)` is called instead, which adds up
+        its sums over the mesh axes `names` itself.
+      in_own_module: what is called in the place of `f` where XLA partitions the call. It is lowered
+        there into a module of its own, anew at each place of the program.
+
+    Returns:
+      The results of `f`. They have no gradient of their own: an operator's custom_vjp goes around this,
+      and `align` before the custom_vjp.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxfused.runtime.sharding import per_shard
+      >>> def scale_and_add(x, scale):
+      ...     return x * scale, x.sum(0)
+      >>> _, total = per_shard(
+      ...     scale_and_add,
+      ...     (jnp.ones((4, 2)), jnp.array([1.0, 3.0])),
+      ...     operand_axes=("md", "d"),
+      ...     result_axes=("md", "d"),
+      ... )
+      >>> total
+      Array([4., 4.], dtype=float32)
+
+    Source: Shardy's sharding rules, https://openxla.org/shardy/sharding_representation
+    """
+    call = _Call(
+        f,
+        tuple(
+            None if operand is None else letters
+            for operand, letters in zip(operands, operand_axes, strict=True)
+        ),
+        tuple(result_axes),
+        whole,
+        parts,
+        f if in_own_module is None else in_own_module,
+    )
+    aligned = align(operands, operand_axes=operand_axes, whole=whole, parts=parts)
+    present = [operand for operand in aligned if operand is not None]
+    mesh = _mesh(present)
+    unsettled = set(mesh.axis_names) - set(mesh.manual_axes)
+    if mesh.explicit_axes or (mesh.manual_axes and unsettled):
+        places = _explicit_places(present, call.present_operands, whole, parts)
+        results = jax.shard_map(
+            functools.partial(call.on_shards, places),
+            mesh=mesh,
+            # Without names: all but those that an enclosing `jax.vmap` has taken for its batch.
+            axis_names=unsettled if mesh.manual_axes else set(),
+            in_specs=tuple(_spec(letters, places) for letters in call.present_operands),
+            out_specs=tuple(_spec(letters, places) for letters in call.present_results),
+        )(*present)
+    elif is_in_one_piece(*present):
+        results = call.on_shards({}, *present)
+    else:
+        results = _partitioned(call, *present)
+    remaining = iter(results)
+    return tuple(None if letters is None else next(remaining) for letters in result_axes)
+
+
+class Blocks(NamedTuple):
+    """An axis that consists of blocks of one size; it may be split between two of them."""
+
+    name: str
+    """The name of the axis that counts the blocks."""
+    size: int
+
+
+AxisNames = tuple[str | Blocks, ...]
+"""The names of an array's axes; axes of one name, in whichever arrays, are split alike."""
+
+
+class OnShards(NamedTuple):
+    """Where `per_array_shard` calls its function."""
+
+    places: Places
+    by_partitioner: bool
+    """Whether XLA is partitioning the program."""
+
+    def names(self, axes: AxisNames) -> tuple[str, ...]:
+        """Returns the mesh axes that split an array with these axes."""
+        return tuple(name for axis in axes for name in self.places.get(_name(axis), ()))
+
+
+def per_array_shard(
+    f: Callable[..., tuple[jax.Array, ...]],
+    operands: Sequence[jax.Array],
+    *,
+    operand_axes: Sequence[AxisNames],
+    result_axes: Sequence[AxisNames],
+) -> tuple[jax.Array, ...]:
+    """`f(on_shards, *operands)`, computed by each device from the shards that it holds of many arrays.
+
+    Unlike `per_shard` it names axes by words, so that arrays may be as many as they like.
+
+    Args:
+      f: a function that computes results elementwise. Sums are its own to add up over the devices, along
+        the mesh axes that `OnShards` tells, which are none in a `jax.shard_map` of the caller's own.
+      operands: the arrays. Of those that share an axis, the last one decides how it is split.
+      operand_axes: the names of the axes of each operand. An axis that must not be split has a name
+        that starts with "whole".
+      result_axes: the names of the axes of each result, none of which is new.
+
+    Returns:
+      The results of `f`. They have no gradient.
+    """
+    mesh = _mesh(operands)
+    unsettled = set(mesh.axis_names) - set(mesh.manual_axes)
+    shapes = [operand.shape for operand in operands]
+    if mesh.explicit_axes or (mesh.manual_axes and unsettled):
+        specs = [jax.typeof(operand).sharding.spec for operand in operands]
+        places = _places_by_names(specs, shapes, operand_axes, mesh.shape)
+        in_specs = tuple(_spec_by_names(axes, places) for axes in operand_axes)
+        if mesh.explicit_axes:
+            operands = [
+                jax.sharding.reshard(operand, NamedSharding(mesh, spec))
+                for operand, spec in zip(operands, in_specs, strict=True)
+            ]
+        return jax.shard_map(
+            functools.partial(f, OnShards(places, False)),
+            mesh=mesh,
+            axis_names=unsettled if mesh.manual_axes else set(),
+            in_specs=in_specs,
+            out_specs=tuple(_spec_by_names(axes, places) for axes in result_axes),
+            # Results that a kernel has written in place do not state along which axes they vary.
+            check_vma=False,
+        )(*operands)
+    not_split = functools.partial(f, OnShards({}, False))
+    if mesh.manual_axes or max(jax.device_count(), mesh.size) == 1:
+        return not_split(*operands)
+
+    def partition(mesh: Mesh, operands: Any, results: Any):
+        specs = [operand.sharding.spec for operand in operands]
+        places = _places_by_names(specs, shapes, operand_axes, mesh.shape)
+
+        def shardings(of_arrays: Sequence[AxisNames]) -> tuple[NamedSharding, ...]:
+            return tuple(NamedSharding(mesh, _spec_by_names(axes, places)) for axes in of_arrays)
+
+        return (
+            mesh,
+            functools.partial(f, OnShards(places, True)),
+            shardings(result_axes),
+            shardings(operand_axes),
+        )
+
+    def rule(of_arrays: Sequence[AxisNames]) -> str:
+        return ", ".join(" ".join(map(_factors, axes)) for axes in of_arrays)
+
+    every = [axis for axes in operand_axes for axis in axes]
+    sizes = {f"{axis.name}_within": axis.size for axis in every if isinstance(axis, Blocks)}
+    partitioned = custom_partitioning(not_split)
+    partitioned.def_partition(
+        partition,
+        sharding_rule=f"{rule(operand_axes)} -> {rule(result_axes)}",
+        # The factors are in the order of the rule, which JAX checks.
+        need_replication_factors=tuple(
+            dict.fromkeys(
+                f"{_name(axis)}_within" if isinstance(axis, Blocks) else axis
+                for axis in every
+                if isinstance(axis, Blocks) or axis.startswith("whole")
+            )
+        ),
+        **sizes,
+    )
+    return partitioned(*operands)
+
+
+def _name(axis: str | Blocks) -> str:
+    return axis.name if isinstance(axis, Blocks) else axis
+
+
+def _factors(axis: str | Blocks) -> str:
+    return f"({axis.name} {axis.name}_within)" if isinstance(axis, Blocks) else axis
+
+
+def _places_by_names(
+    specs: Sequence[P],
+    shapes: Sequence[tuple[int, ...]],
+    operand_axes: Sequence[AxisNames],
+    mesh_shape: Mapping[str, int],
+) -> Places:
+    """Returns the mesh axes of each named axis: those of the last operand with it, if even."""
+    places: dict[str, tuple[str, ...]] = {}
+    for spec, shape, axes in reversed([*zip(specs, shapes, operand_axes, strict=True)]):
+        for entry, size, axis in zip(spec, shape, axes, strict=False):
+            names = _names(entry)
+            unit = axis.size if isinstance(axis, Blocks) else 1
+            even = size % (unit * math.prod(mesh_shape[name] for name in names)) == 0
+            name = _name(axis)
+            if name not in places and not name.startswith("whole"):
+                places[name] = names if even else ()
+    return places
+
+
+def _spec_by_names(axes: AxisNames, places: Places) -> P:
+    return P(*(places.get(_name(axis)) or None for axis in axes))
+
+
+def leading_axes(count: int, taken: str = "") -> str:
+    """Returns `count` letters for leading axes, in upper case; lower case is left to the operator.
+
+    They are none of those that are `taken`.
+    """
+    return "".join(sorted(set(string.ascii_uppercase) - set(taken))[:count])
+
+
+def align(
+    operands: Sequence[jax.Array | None],
+    *,
+    operand_axes: Sequence[str],
+    whole: str = "",
+    parts: str = "",
+) -> tuple[jax.Array | None, ...]:
+    """Returns the operands with one sharding where their types state it, ahead of a custom_vjp.
+
+    A custom_vjp must give gradients of the very types of its operands. This step has a gradient by
+    JAX's own rules: it brings them back to the sharding of the caller's arrays and, in a
+    `jax.shard_map`, adds up those of an array that the devices share.
+
+    Args:
+      operands: arrays, or None.
+      operand_axes: the letters of each operand, as in `per_shard`.
+      whole: letters that must not be split.
+      parts: letters that the first operand with them decides, as in `per_shard`.
+
+    Returns:
+      The operands in their order.
+    """
+    present = [operand for operand in operands if operand is not None]
+    mesh = _mesh(present)
+    if mesh.explicit_axes:
+        axes = [
+            letters
+            for operand, letters in zip(operands, operand_axes, strict=True)
+            if operand is not None
+        ]
+        places = _explicit_places(present, axes, whole, parts)
+        present = [
+            jax.sharding.reshard(operand, NamedSharding(mesh, _spec(letters, places)))
+            for operand, letters in zip(present, axes, strict=True)
+        ]
+    aligned = iter(_vary(present, _varying(present)))
+    return tuple(None if operand is None else next(aligned) for operand in operands)
+
+
+def varying(*operands: jax.Array) -> frozenset[str]:
+    """Returns the Manual axes along which any operand varies, where `jax.shard_map` tracks them."""
+    return _varying(operands)
+
+
+def vary(arrays: Sequence[jax.Array], names: frozenset[str]) -> list[jax.Array]:
+    """Returns the arrays as ones that vary along these Manual axes, which a kernel's operands share."""
+    return _vary(arrays, names)
+
+
+_untracked = Primitive("untracked")
+_untracked.def_abstract_eval(
+    lambda operand: jax.core.ShapedArray(operand.shape, operand.dtype, sharding=operand.sharding)
+)
+mlir.register_lowering(_untracked, lambda context, operand: [operand])
+
+
+def untracked(operands: Sequence[jax.Array | None]) -> tuple[jax.Array | None, ...]:
+    """Returns the operands as arrays whose types do not say along which Manual axes they vary.
+
+    Pallas refuses such types of what single warps of a kernel read. Nothing is computed. JAX has no
+    cast in this direction, as it may hide that a result varies; a kernel's results never say so, and
+    `vary` states it of them again.
+    """
+    return tuple(
+        operand if operand is None or not _varying([operand]) else _untracked.bind(operand)
+        for operand in operands
+    )
+
+
+def is_explicit(*operands: jax.Array) -> bool:
+    """Whether the operands' types say how they are sharded.
+
+    If they do, jax.numpy has to be told the sharding of a sum over a split axis, which `per_shard` does.
+    """
+    return bool(_mesh(operands).explicit_axes)
+
+
+def is_partitioned_by_xla(*operands: jax.Array) -> bool:
+    """Whether XLA's partitioner alone knows how the operands are split: no mesh axis is another's."""
+    mesh = _mesh(operands)
+    return not (mesh.explicit_axes or mesh.manual_axes) and not is_in_one_piece(*operands)
+
+
+def is_in_one_piece(*operands: jax.Array) -> bool:
+    """Whether each operand is certain to be on one device: a whole array, or a shard of one."""
+    mesh = _mesh(operands)
+    unsettled = set(mesh.axis_names) - set(mesh.manual_axes)
+    if mesh.explicit_axes or (mesh.manual_axes and unsettled):
+        return False
+    return bool(mesh.manual_axes) or max(jax.device_count(), mesh.size) == 1
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The static part of a call of `per_shard`; the axes of absent operands are None."""
+
+    f: Callable[..., tuple[jax.Array | None, ...]]
+    operand_axes: tuple[str | None, ...]
+    result_axes: tuple[str | None, ...]
+    whole: str
+    parts: str
+    in_own_module: Callable[..., tuple[jax.Array | None, ...]]
+
+    @property
+    def present_operands(self) -> tuple[str, ...]:
+        return tuple(letters for letters in self.operand_axes if letters is not None)
+
+    @property
+    def present_results(self) -> tuple[str, ...]:
+        return tuple(letters for letters in self.result_axes if letters is not None)
+
+    def on_shards(self, places: Places, *shards: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the results that are not None, from the shards of the operands that are not None."""
+        varying = _varying(shards)
+        names = tuple(n for letter in self.parts for n in places.get(letter, ()))
+        # What is added once, after a sum of parts, must not vary over the devices that have the parts.
+        remaining = iter(shards if names else _vary(shards, varying))
+        operands = [None if letters is None else next(remaining) for letters in self.operand_axes]
+        if names:
+            f: Any = self.f
+            present = [result for result in f.on_parts(names, *operands) if result is not None]
+        else:
+            # A kernel's results do not state that they vary over the mesh axes of its operands, so this
+            # adds it.
+            present = _vary([r for r in self.f(*operands) if r is not None], varying)
+        return tuple(
+            lax.psum(
+                result,
+                tuple(
+                    n
+                    for letter in places
+                    if letter not in letters + self.parts
+                    for n in places[letter]
+                ),
+            )
+            for result, letters in zip(present, self.present_results, strict=True)
+        )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _partitioned(call: _Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Runs the call in the form that XLA partitions."""
+
+    def partition(mesh: Mesh, operands: Any, results: Any):
+        del results
+        places = _places(
+            [operand.sharding.spec for operand in operands],
+            [operand.shape for operand in operands],
+            call.present_operands,
+            mesh.shape,
+            call.whole,
+            call.parts,
+        )
+
+        def shardings(axes: Sequence[str]) -> tuple[NamedSharding, ...]:
+            return tuple(NamedSharding(mesh, _spec(letters, places)) for letters in axes)
+
+        return (
+            mesh,
+            functools.partial(replace(call, f=call.in_own_module).on_shards, places),
+            shardings(call.present_results),
+            shardings(call.present_operands),
+        )
+
+    def rule(axes: Sequence[str]) -> str:
+        return ", ".join(" ".join(letters) for letters in axes)
+
+    partitioned = custom_partitioning(functools.partial(call.on_shards, {}))
+    partitioned.def_partition(
+        partition,
+        sharding_rule=f"{rule(call.present_operands)} -> {rule(call.present_results)}",
+        # The factors are in the order of the rule, which JAX checks.
+        need_replication_factors=tuple(
+            letter
+            for letter in dict.fromkeys("".join(call.present_operands + call.present_results))
+            if letter in call.whole
+        ),
+    )
+    return partitioned(*operands)
+
+
+def _places(
+    specs: Sequence[P],
+    shapes: Sequence[tuple[int, ...]],
+    axes: Sequence[str],
+    mesh_shape: Mapping[str, int],
+    whole: str,
+    parts: str,
+) -> Places:
+    """Returns the mesh axes of each letter: those of the first operand that can be split so."""
+    places: dict[str, tuple[str, ...]] = {}
+    decided: set[str] = set()
+    for spec, shape, letters in zip(specs, shapes, axes, strict=True):
+        for entry, size, letter in zip(spec, shape, letters, strict=False):
+            names = _names(entry)
+            taken = set().union(*places.values())
+            # XLA pads shards of uneven sizes, and sums would include the padding.
+            even = size % math.prod(mesh_shape[name] for name in names) == 0
+            unsettled = letter not in {*whole, *places, *decided}
+            if names and even and unsettled and taken.isdisjoint(names):
+                places[letter] = names
+        decided |= {letter for letter in letters if letter in parts}
+    return places
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the mesh axes that an entry of a `PartitionSpec` names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _explicit_places(
+    operands: Sequence[jax.Array], axes: Sequence[str], whole: str, parts: str
+) -> Places:
+    """Computes `_places` from the types of the operands, which name Explicit axes only."""
+    return _places(
+        [jax.typeof(operand).sharding.spec for operand in operands],
+        [operand.shape for operand in operands],
+        axes,
+        _mesh(operands).shape,
+        whole,
+        parts,
+    )
+
+
+def _spec(letters: str, places: Places) -> P:
+    return P(*(places.get(letter) for letter in letters))
+
+
+def _mesh(operands: Sequence[jax.Array]) -> AbstractMesh:
+    """Returns the mesh of the first operand whose type has one, since constants have none."""
+    meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
+    return next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
+
+
+def _varying(operands: Sequence[jax.Array]) -> frozenset[str]:
+    """Returns the Manual axes along which any operand varies, where `jax.shard_map` tracks them."""
+    return frozenset().union(*(jax.typeof(o).manual_axis_type.varying for o in operands))
+
+
+def _vary(arrays: Sequence[jax.Array], names: frozenset[str]) -> list[jax.Array]:
+    return [lax.pcast(a, tuple(sorted(names - _varying([a]))), to="varying") for a in arrays]

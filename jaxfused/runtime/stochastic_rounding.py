@@ -1,0 +1,52 @@
+"""Rounding up or down at random, by bits that depend on nothing but where an element is.
+
+A parameter in bfloat16 has 8 bits, and a step that is smaller than half of its last one would leave it
+as it is for ever. Rounded up with the probability of the part cut off, it takes the step in the mean.
+The bits depend on a seed, the step, the leaf, the array of the leaf and the element's index in the whole
+array, so that they are the same however the array is split over devices.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.runtime.dropout import murmur
+
+ARRAYS = ("parameter", "first_moment", "second_moment")
+"""The arrays of a leaf that have random bits of their own."""
+
+
+def leaf_seeds(words: jax.Array, leaf: jax.Array | int, array: str) -> jax.Array:
+    """Returns the two words [2, ...] from which an array's bits come.
+
+    Args:
+      words: uint32 [2], a seed and the number of the step.
+      leaf: the leaf's number in its tree, or an array of such numbers.
+      array: one of `ARRAYS`.
+    """
+    row = jnp.asarray(leaf, jnp.uint32) * jnp.uint32(4) + jnp.uint32(ARRAYS.index(array))
+    return jnp.stack([murmur(word ^ row) for word in words]) + jnp.uint32(0x9E3779B9)
+
+
+def random_halves(seeds: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns 16 random bits for each element of a whole array, as uint32.
+
+    A pair of neighbours, in the order of memory, shares a word: with i the index, modulo 2^32,
+    `x = seeds[0] ^ (i // 2)`, then `murmur(x, tweak=seeds[1])` as in `dropout.keep`; the even one has
+    the lower half.
+    """
+    index = jnp.zeros(shape, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        along = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        index = index + along * jnp.uint32(stride % 2**32)
+        stride *= shape[axis]
+    word = murmur(seeds[0] ^ (index >> 1), seeds[1])
+    return jnp.where(index & 1, word >> 16, word & 0xFFFF)
+
+
+def round_to_bfloat16(x: jax.Array, halves: jax.Array) -> jax.Array:
+    """Rounds float32 values away from 0 where their lower 16 bits plus the random ones overflow."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    rounded = ((bits + halves) >> 16).astype(jnp.uint16)
+    rounded = jax.lax.bitcast_convert_type(rounded, jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))

@@ -1,1 +1,0 @@
-"""What references and kernels must agree on: masks, dropout bits, activations, scalings of rope."""

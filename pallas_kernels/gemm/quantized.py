@@ -1,0 +1,590 @@
+"""Products with quantised weights on Hopper: linear's epilogue, and a gated unit in one launch.
+
+The weights lie as [N, K]. Their scales along the sums are the kernel's (`quantized_weights`); one scale
+for each column is one more vector of the epilogue.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import hopper
+from pallas_kernels.activation import activation as activate
+from pallas_kernels.gemm import cost, quantized_weights
+from pallas_kernels.gemm.cost import Work
+from pallas_kernels.gemm.mainloop import SCALED_PIECE, Block, MatmulConfig
+from pallas_kernels.gemm.matmul import GRAIN, fitting, matmul
+from pallas_kernels.gemm.quantized_weights import Format
+from pallas_kernels.gemm.small_m import (
+    MAX_PARTS,
+    MAX_ROWS,
+    MAX_ROWS_QUANTIZED,
+    FewRows,
+    QuantizedConfig,
+)
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES, THREAD_REGISTERS
+
+STEP = 128
+"""Numbers along the sums in the shortest step."""
+_X_DTYPES = (jnp.bfloat16, jnp.float16)
+_BOTH_DTYPES = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+class Packed(NamedTuple):
+    """Weights of one product: scale * (values - zero_point)."""
+
+    values: jax.Array
+    """[N, K], of int8, int4 or float8; or int32 [N, K / 8] for int4 in words."""
+    scale: jax.Array
+    """[G, N] for G groups along K; or [1, N]; or [1, 1]. float32."""
+    zero_point: jax.Array | None = None
+    """Of the scale's shape, int8; or None where 0 stands for 0."""
+
+    @property
+    def n(self) -> int:
+        return self.values.shape[-2]
+
+    @property
+    def in_words(self) -> bool:
+        return self.values.dtype == jnp.int32
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(jnp.int4 if self.in_words else self.values.dtype)
+
+    def format(self, k: int) -> Format:
+        """How they are stored, of sums of length k."""
+        groups = self.scale.shape[0]
+        group = k // groups if groups > 1 else 0
+        return Format(self.dtype, group, self.zero_point is not None)
+
+    def spread(self) -> "Packed":
+        """The same with an entry of the scale and of the zero point for each column, up to the grain."""
+
+        def of_columns(numbers):
+            numbers = jnp.broadcast_to(numbers, (self.scale.shape[0], self.n))
+            return _padded(numbers, self.grain)
+
+        zero_point = None if self.zero_point is None else of_columns(self.zero_point)
+        return Packed(self.values, of_columns(self.scale), zero_point)
+
+    @property
+    def grain(self) -> int:
+        """Of how many columns rows of what there is for each of them can be copied."""
+        return GRAIN if self.zero_point is None else COPIED_BYTES
+
+
+COPIED_BYTES = 16
+"""Of which rows that are copied have to be whole multiples."""
+
+
+def _padded(array: jax.Array, grain: int) -> jax.Array:
+    """The array with zeros at the end of its last axis, up to a multiple of `grain`."""
+    missing = -array.shape[-1] % grain
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)]) if missing else array
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    x_dtype: Any,
+    out_dtype: Any,
+    residual_dtype: Any,
+    x_shape: tuple[int, int],
+    w: Packed,
+) -> str | None:
+    """None where x [M, K] can be multiplied with quantised weights, else why not."""
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if x_dtype not in _X_DTYPES:
+        return f"it multiplies x of bfloat16 and float16, and x is {jnp.dtype(x_dtype)}"
+    reason = _why_results_unfit(out_dtype, residual_dtype)
+    if reason is not None:
+        return reason
+    rows, k = x_shape
+    if rows > MAX_ROWS and w.format(k).group == 32:
+        return f"it takes groups of 32 with at most {MAX_ROWS} rows, and there are {rows}"
+    if k < STEP:
+        return f"it takes sums of at least {STEP} numbers, and they have {k}"
+    return quantized_weights.why_unsupported(dtype=w.dtype, group=w.format(k).group, k=k, step=STEP)
+
+
+def _why_results_unfit(out_dtype: Any, residual_dtype: Any) -> str | None:
+    for name, dtype in (("the result", out_dtype), ("residual", residual_dtype)):
+        if dtype is not None and dtype not in (*_X_DTYPES, jnp.float32):
+            return f"it takes float32, bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
+    return None
+
+
+def forward(
+    x: jax.Array,
+    w: Packed,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    save_preactivation: bool,
+    out_dtype: Any,
+    multiprocessors: int,
+    config: MatmulConfig | QuantizedConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(activation(x @ w + bias) + residual, x @ w + bias if it is to be saved) of x [M, K]."""
+
+    def epilogue(z, *, scale=None, bias=None, residual=None):
+        z = z if scale is None else z * scale
+        z = z if bias is None else z + bias
+        y = activate(activation, z, out_dtype)
+        return {"y": y if residual is None else y + residual, "preactivation": z}
+
+    results = _run(
+        x,
+        [w],
+        epilogue=epilogue,
+        vectors={"bias": bias},
+        scales=("scale",),
+        matrices={"residual": residual},
+        outputs={"y": out_dtype} | ({"preactivation": x.dtype} if save_preactivation else {}),
+        config=config,
+        multiprocessors=multiprocessors,
+        name="quantized_linear",
+    )
+    return results["y"], results.get("preactivation")
+
+
+def why_both_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    out_dtype: Any,
+    residual_dtype: Any,
+    x: jax.Array,
+    x_scale: jax.Array,
+    w: Packed,
+) -> str | None:
+    """None where x [M, K], quantised too, can be multiplied with the weights as they are, else why not.
+
+    Args:
+      x_scale: [M, 1], or [M, G] for G groups along K.
+    """
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if x.dtype != w.values.dtype or x.dtype not in _BOTH_DTYPES:
+        names = f"{x.dtype} and {w.dtype}"
+        return (
+            f"it multiplies int8 with int8 and float8 with the same float8, and these are {names}"
+        )
+    if w.zero_point is not None:
+        return "it takes symmetric weights, and they have zero points"
+    k = x.shape[1]
+    groups = {x_scale.shape[1], w.scale.shape[0]}
+    if groups != {1} and not (groups == {k // STEP} and k % STEP == 0):
+        return (
+            f"it takes one scale a row and a column, or one for each {STEP} numbers of both, and these"
+            f" have {x_scale.shape[1]} and {w.scale.shape[0]} along {k}"
+        )
+    return _why_results_unfit(out_dtype, residual_dtype)
+
+
+def both_forward(
+    x: jax.Array,
+    x_scale: jax.Array,
+    w: Packed,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    save_preactivation: bool,
+    out_dtype: Any,
+    multiprocessors: int,
+    columns_alike: int = 1,
+    config: MatmulConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """As `forward`, of quantised x [M, K] with scales [M, G]; the preactivation is float32.
+
+    Args:
+      columns_alike: neighbouring columns of w that have the same scales.
+    """
+    in_groups = w.scale.shape[0] > 1
+
+    def epilogue(z, *, x_scale=None, w_scale=None, bias=None, residual=None):
+        z = z if x_scale is None else z * x_scale * w_scale
+        z = z if bias is None else z + bias
+        y = activate(activation, z, out_dtype)
+        return {"y": y if residual is None else y + residual, "preactivation": z}
+
+    outputs = {"y": out_dtype} | ({"preactivation": jnp.float32} if save_preactivation else {})
+    read_bytes = 0 if residual is None else residual.dtype.itemsize
+    written_bytes = sum(jnp.dtype(dtype).itemsize for dtype in outputs.values())
+    if config is None:
+        work = both_work(x, w, read_bytes, written_bytes, int(activation is not None))
+        config = both_candidates(w, work, multiprocessors)[0]
+    n, grain, w = w.n, w.grain, w.spread()
+    of_columns = w.scale
+    columns = of_columns.shape[1]
+    if columns_alike % SCALED_PIECE == 0 and columns % columns_alike == 0:
+        of_columns = w.scale[:, ::columns_alike]
+    results = matmul(
+        # Zeros add nothing to the sums.
+        _padded(x, COPIED_BYTES),
+        [_padded(w.values, COPIED_BYTES)],
+        epilogue=epilogue,
+        vectors={
+            "w_scale": None if in_groups else w.scale[0],
+            "bias": None if bias is None else _padded(bias, grain),
+        },
+        row_vectors={} if in_groups else {"x_scale": x_scale[:, 0]},
+        step_scales=(_padded(x_scale.T, COPIED_BYTES // 4), of_columns) if in_groups else (),
+        matrices={"residual": None if residual is None else _padded(residual, grain)},
+        outputs=outputs,
+        b_transposed=True,
+        b_columns=columns,
+        config=config,
+        multiprocessors=multiprocessors,
+        name="quantized_product",
+    )
+    results = {name: matrix[:, :n] for name, matrix in results.items()}
+    return results["y"], results.get("preactivation")
+
+
+def both_work(
+    x: jax.Array, w: Packed, read_bytes: int, written_bytes: int, activations: int
+) -> Work:
+    """The product of quantised x [M, K] with quantised weights, and its epilogue."""
+    m, k = x.shape
+    return Work(
+        m,
+        w.n,
+        k,
+        itemsize=1,
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        activations=activations,
+        k_last=True,
+    )
+
+
+def both_time(w: Packed, work: Work, multiprocessors: int) -> float:
+    """Predicted microseconds of the product with the config that it takes by default."""
+    config = both_candidates(w, work, multiprocessors)[0]
+    slower = _SCALED_STEPS if w.scale.shape[0] > 1 else 1.0
+    time = slower * cost.kernel(work, config, multiprocessors)
+    if work.k % COPIED_BYTES == 0:
+        return time
+    return time + sum(cost.xla_pass(rows * work.k, 2) for rows in (work.m, work.n))
+
+
+_SCALED_STEPS = 1.3
+"""By how much a product takes longer whose steps along the sums are scaled each."""
+
+
+def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulConfig]:
+    """Configs for a product with quantised x, predicted fastest first."""
+    if w.scale.shape[0] > 1:
+        # Two accumulators have to fit into the registers.
+        return [
+            MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
+            for tile_n, stages in ((192, 4), (192, 3), (128, 4), (128, 3), (64, 3))
+        ]
+    found = fitting(work, multiprocessors, spare_bytes=_SCALES_BYTES)
+    return [config for config in found if isinstance(config, MatmulConfig)]
+
+
+_SCALES_BYTES = 2048
+"""Of shared memory for the scales of a tile's rows and columns, beside the vectors of linear."""
+
+
+def why_gradient_unsupported(
+    *, compute_capability: tuple[int, int] | None, dtype: Any, k: int, w: Packed
+) -> str | None:
+    """None where the gradient of x [M, k] can be taken from the quantised weights, else why not."""
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if dtype not in _X_DTYPES:
+        return f"it multiplies bfloat16 and float16, and the gradient is {jnp.dtype(dtype)}"
+    layout = w.format(k)
+    if layout.group and layout.group != 64 and layout.group % STEP:
+        return f"it takes groups of 64 and multiples of {STEP}, and they have {layout.group}"
+    if layout.has_zero_point and w.n % 16:
+        return f"it copies zero points of a multiple of 16 columns, and there are {w.n}"
+    if w.n % GRAIN or k % 16:
+        return f"it takes multiples of 16 x {GRAIN} weights, and there are {k} x {w.n}"
+    return None
+
+
+def input_gradient(
+    dz: jax.Array,
+    w: Packed,
+    k: int,
+    *,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> jax.Array:
+    """The gradient dz @ w^T [M, k] of x, from dz [M, N], without a copy of the weights in floats."""
+    w = w.spread()
+    layout = w.format(k)
+    if not layout.group:
+        # Here a column's scale is one of the sums: as if all of k were a group of it.
+        layout = replace(layout, group=-(-k // STEP) * STEP)
+    arrays = [w.values, w.scale] + ([] if w.zero_point is None else [w.zero_point])
+    config = config or gradient_candidates(dz, k, multiprocessors)[0]
+    return matmul(
+        dz,
+        arrays,
+        epilogue=lambda dx: {"dx": dx},
+        outputs={"dx": dz.dtype},
+        b_format=layout,
+        b_columns=k,
+        config=config,
+        multiprocessors=multiprocessors,
+        name="quantized_input_gradient",
+    )["dx"]
+
+
+def gradient_candidates(dz: jax.Array, k: int, multiprocessors: int) -> list[MatmulConfig]:
+    """Configs for the gradient of x [M, k], predicted fastest first."""
+    work = Work(*dz.shape[:1], k, dz.shape[1], k_last=True)
+    return sorted(
+        (
+            MatmulConfig(128, 128, 3, False, epilogue_columns=32),
+            MatmulConfig(64, 128, 3, False, epilogue_columns=32),
+            MatmulConfig(64, 128, 4, epilogue_columns=32),
+        ),
+        key=lambda config: cost.kernel(work, config, multiprocessors),
+    )
+
+
+def gated_forward(
+    x: jax.Array,
+    w_gate: Packed,
+    w_up: Packed,
+    b_gate: jax.Array | None,
+    b_up: jax.Array | None,
+    *,
+    activation: str | None,
+    multiprocessors: int,
+    config: MatmulConfig | QuantizedConfig | None = None,
+) -> jax.Array:
+    """activation(x @ w_gate + b_gate) * (x @ w_up + b_up) of x [M, K]; both weights of one format."""
+
+    def epilogue(gate, up, *, scale_gate=None, scale_up=None, b_gate=None, b_up=None):
+        gate, up = (
+            part if scale is None else part * scale
+            for part, scale in ((gate, scale_gate), (up, scale_up))
+        )
+        gate, up = (
+            part if bias is None else part + bias for part, bias in ((gate, b_gate), (up, b_up))
+        )
+        return {"h": activate(activation, gate, x.dtype) * up}
+
+    results = _run(
+        x,
+        [w_gate, w_up],
+        epilogue=epilogue,
+        vectors={"b_gate": b_gate, "b_up": b_up},
+        scales=("scale_gate", "scale_up"),
+        matrices={},
+        outputs={"h": x.dtype},
+        config=config,
+        multiprocessors=multiprocessors,
+        name="quantized_gated_unit",
+    )
+    return results["h"]
+
+
+def _run(
+    x: jax.Array,
+    ws: Sequence[Packed],
+    *,
+    epilogue: Any,
+    vectors: dict[str, jax.Array | None],
+    scales: Sequence[str],
+    matrices: dict[str, jax.Array | None],
+    outputs: dict[str, Any],
+    config: MatmulConfig | QuantizedConfig | None,
+    multiprocessors: int,
+    name: str,
+) -> dict[str, jax.Array]:
+    """Launches the kernel; `scales` are the epilogue's names for those of columns, a product each."""
+    n, grain = ws[0].n, ws[0].grain
+    ws = [w.spread() for w in ws]
+    columns = ws[0].scale.shape[1]
+    m, k = x.shape
+    layout = ws[0].format(k)
+    present = {name: _padded(v, grain) for name, v in vectors.items() if v is not None}
+    if not layout.group:
+        present |= {scale: w.scale[0] for scale, w in zip(scales, ws, strict=True)}
+    read = {name: _padded(matrix, grain) for name, matrix in matrices.items() if matrix is not None}
+
+    def launch_of(config: QuantizedConfig) -> FewRows:
+        return FewRows(
+            m=m,
+            n=columns,
+            ks=(k,),
+            dtype=x.dtype,
+            blocks=tuple(Block(index) for index in range(len(ws))),
+            config=config,
+            products=len(ws),
+            w_dtype=ws[0].values.dtype,
+            w_transposed=True,
+            function=epilogue,
+            vectors={name: jax.typeof(v) for name, v in present.items()},
+            matrices={name: jax.typeof(matrix) for name, matrix in read.items()},
+            outputs=outputs,
+            quantized=layout,
+        )
+
+    arrays: list[jax.Array] = []
+    for w in ws:
+        arrays.append(w.values)
+        if layout.group:
+            arrays.append(w.scale)
+        if w.zero_point is not None:
+            arrays.append(w.zero_point)
+    if config is None:
+        config = next(
+            config
+            for config in candidates(
+                x,
+                ws[0],
+                products=len(ws),
+                written=outputs.values(),
+                read=read.values(),
+                multiprocessors=multiprocessors,
+            )
+            if isinstance(config, MatmulConfig)
+            or launch_of(config).shared_bytes <= SHARED_MEMORY_BYTES
+        )
+    if isinstance(config, MatmulConfig):
+        results = matmul(
+            x,
+            arrays,
+            epilogue=epilogue,
+            outputs=outputs,
+            vectors=present,
+            matrices=read,
+            products=len(ws),
+            b_transposed=True,
+            b_format=layout,
+            b_columns=columns,
+            config=config,
+            multiprocessors=multiprocessors,
+            name=name,
+        )
+    else:
+        others = [*present.values(), *read.values()]
+        found = launch_of(config).launch([x], arrays, others, name=f"{name}_few_rows")
+        results = dict(zip(outputs, found, strict=True))
+    return {name: matrix[:, :n] for name, matrix in results.items()}
+
+
+def candidates(
+    x: jax.Array,
+    w: Packed,
+    *,
+    products: int = 1,
+    written: Iterable[Any],
+    read: Iterable[jax.Array],
+    multiprocessors: int,
+) -> list[MatmulConfig | QuantizedConfig]:
+    """Configs for a product with quantised weights, predicted fastest first.
+
+    Those of few rows come first wherever these can take them: tiles convert each weight once for every
+    64 or 128 rows too, and begin later.
+
+    Args:
+      written: the dtypes of the results.
+      read: the matrices that the epilogue reads.
+    """
+    read_bytes = sum(matrix.dtype.itemsize for matrix in read)
+    written_bytes = sum(jnp.dtype(dtype).itemsize for dtype in written)
+    configs: list[MatmulConfig | QuantizedConfig] = []
+    if x.shape[0] <= MAX_ROWS_QUANTIZED:
+        work = _work(x, w, products, read_bytes, written_bytes)
+        configs += _of_few_rows(work, multiprocessors)
+    if x.shape[0] > MAX_ROWS:
+        m, k = x.shape
+        work = Work(
+            m, w.n, k, products, read_bytes=read_bytes, written_bytes=written_bytes, k_last=True
+        )
+        configs += _of_tiles(work, multiprocessors)
+    return configs
+
+
+def _of_tiles(work: Work, multiprocessors: int) -> list[MatmulConfig]:
+    """Configs for a product of many rows, predicted fastest first."""
+    configs = [
+        MatmulConfig(tile_m, tile_n, stages, ping_pong, epilogue_columns=32)
+        for tile_m, tile_n, stages, ping_pong in _TILES
+        if tile_n % (64 * work.products) == 0
+    ]
+    return sorted(configs, key=lambda config: cost.kernel(work, config, multiprocessors))
+
+
+_TILES = ((128, 128, 3, False), (64, 128, 3, False), (64, 128, 4, True))
+"""Rows and columns of accumulators, slots of the ring, and ping-pong. Warpgroups that share a tile need
+half as many weights converted for each product."""
+
+
+def times(
+    x: jax.Array, w: Packed, others: Iterable[jax.Array | None], multiprocessors: int
+) -> dict[str, float]:
+    """Predicted microseconds of a product of few rows, and of XLA's, which copies the weights.
+
+    Args:
+      others: what the epilogue reads of as many columns.
+    """
+    work = _work(x, w, 1, 0, x.dtype.itemsize)
+    config = _of_few_rows(work, multiprocessors)[0]
+    product = cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
+    kernels = 0
+    if w.n % w.grain:
+        # All of them are padded, and the result is cut to size.
+        kernels = 1 + sum(a is not None for a in (w.scale, w.zero_point, *others))
+    return {
+        "pallas": cost.quantized_few_rows(work, config, multiprocessors)
+        + kernels * cost.xla_pass(0, 0),
+        "xla": product + cost.conversion(work),
+    }
+
+
+def _work(x: jax.Array, w: Packed, products: int, read_bytes: int, written_bytes: int) -> Work:
+    m, k = x.shape
+    layout = w.format(k)
+    of_group = 4 + int(layout.has_zero_point)
+    return Work(
+        m,
+        w.n,
+        k,
+        products,
+        w_itemsize=layout.bits / 8 + (of_group / layout.group if layout.group else 0),
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        k_last=True,
+    )
+
+
+def _of_few_rows(work: Work, multiprocessors: int) -> list[QuantizedConfig]:
+    """Configs for a product of few rows that fit, predicted fastest first."""
+    steps = -(-work.k // STEP)
+    configs = [
+        QuantizedConfig(tile_n, parts, stages, STEP)
+        for tile_n in (64, 128)
+        if tile_n == 64 or tile_n < 2 * work.n
+        for parts in (1, 2, 4, MAX_PARTS)
+        if parts <= steps
+        for stages in (4, 3)
+    ]
+    fitting = [
+        config
+        for config in configs
+        if cost.quantized_few_rows_shared_bytes(work, config) <= SHARED_MEMORY_BYTES
+        and cost.quantized_few_rows_registers(work, config) <= THREAD_REGISTERS
+    ]
+    return sorted(
+        fitting, key=lambda config: cost.quantized_few_rows(work, config, multiprocessors)
+    )
