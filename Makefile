@@ -86,7 +86,7 @@ tests-of-a-commit: $(INSTALLED)
 
 # Kernels as they are lowered, transformations, shards, what is read from JAX's programs, and what has to be
 # Flax's. Collecting them imports all the others.
-OF_JAX := lower or kernel_call or test_fuse or sharding or modules or names or drop_in or remat or vmap \
+OF_JAX := lower or test_runner or test_fuse or sharding or modules or names or drop_in or remat or vmap \
   or transforms
 test-jax: lint
 	$(PYTEST_ON_CPU) -k '$(OF_JAX)'
@@ -105,7 +105,7 @@ ifeq ($(EMULATED_ARCHITECTURE),75)
 EMULATED += and not bfloat16 and not float8 and not zero_and_nan
 endif
 test-emulated: ffi-emulated
-	$(PYTEST_ON_CPU) --emulated-cuda=$(EMULATED_ARCHITECTURE) -m gpu -k '$(EMULATED)' $(EMULATED_FILES:%=tests/test_%.py)
+	$(PYTEST_ON_CPU) --emulated-cuda=$(EMULATED_ARCHITECTURE) -m gpu -k '$(EMULATED)' $(wildcard $(EMULATED_FILES:%=tests/*/*/test_%.py))
 
 # Of the operators that have CUDA C kernels, each case computed twice and held against float32. Compiling
 # the emulator takes longer than these cases do. Not attention, whose float32 is rounded to tf32 here and by

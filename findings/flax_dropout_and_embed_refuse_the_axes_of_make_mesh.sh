@@ -6,7 +6,7 @@
 # Expected: Stock layers work with the mesh of the stock function; nnx.Dropout and Linear do.
 # Seen: ShardingTypeError from linen.Dropout, linen.Embed and nnx.Embed.
 # In jaxfused: docs/sharding.md; its operators take Auto and Explicit axes
-#   (tests/test_every_operator_on_shards.py).
+#   (tests/every_operator/test_shards.py).
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -8,7 +8,7 @@
 #   exactly twice what one device computes, without a word. Split over both mesh axes, or along the entries
 #   or channels, it is right; so are the value and the gradient to the images.
 # In jaxfused: its kernels run on each device's images and sum over devices themselves; what
-#   XLA runs of it is JAX's own convolution (tests/test_every_operator_on_shards.py leaves the case out).
+#   XLA runs of it is JAX's own convolution (tests/every_operator/test_shards.py leaves the case out).
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfused import dispatch
 from jaxfused.runtime import cuda_library, platforms, table
-from tests import mosaic_interpreter, uncut_stores
+from tests.support import mosaic_interpreter, uncut_stores
 
 # The threads of an interpreted kernel wait for one another inside callbacks of XLA's CPU client. Where
 # the client has fewer threads than wait, one a core unless NPROC says more, or runs programs on them

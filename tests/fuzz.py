@@ -20,10 +20,10 @@ from benchmarks.fuzz import command, judge
 from benchmarks.fuzz.problem import Options
 from jaxfused import dispatch
 from jaxfused.runtime import cuda_library, platforms
-from tests import mosaic_interpreter
 from tests.conftest import EMULATED, HOPPER
 from tests.cuda_emulator import build
 from tests.program_fuzz import command as program_fuzz
+from tests.support import mosaic_interpreter
 
 
 def emulated(options: Options) -> judge.Verdict:

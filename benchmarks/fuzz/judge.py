@@ -1,7 +1,7 @@
 """Runs one case: ours twice, and XLA in the same precision and in float32.
 
 A result is right if its error is at most twice that of XLA in the same precision plus two units in the
-last place at the largest value, over several draws of the operands. tests/tolerances.py allows one unit
+last place at the largest value, over several draws of the operands. The tests' rule allows one unit
 beside float64; the arrays here may be so small that XLA's own error is luck. So a case that seems wrong
 is drawn many times more: then the largest errors of both are no longer luck.
 """

@@ -6,7 +6,7 @@ import numpy as np
 
 import jaxfused
 from jaxfused.fuse import report
-from tests.tolerances import FACTOR, ulp
+from tests.support.tolerances import FACTOR, ulp
 
 
 def assert_adopts(model, params, *args, into, into_float32=None):

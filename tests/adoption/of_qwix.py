@@ -10,8 +10,8 @@ import qwix
 
 import jaxfused.linen
 import jaxfused.nnx
-from tests.test_modules import normal
-from tests.test_watched_layers import CASES, LAYERS, LINEN, filled
+from tests.flax.test_modules import normal
+from tests.flax.test_watched_layers import CASES, LAYERS, LINEN, filled
 
 CONVOLVES = (
     "Conv",

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.arrays import put
 from tests.cases.normal import normal
+from tests.support.arrays import put
 
 
 @dataclass(frozen=True)

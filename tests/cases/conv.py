@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.arrays import put
 from tests.cases.normal import normal
+from tests.support.arrays import put
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.arrays import put
+from tests.support.arrays import put
 
 
 @dataclass(frozen=True)

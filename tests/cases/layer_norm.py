@@ -9,7 +9,7 @@ import numpy as np
 
 import jaxfused
 from jaxfused.runtime.activation import ACTIVATIONS, activate
-from tests.arrays import put
+from tests.support.arrays import put
 
 
 class Inputs(NamedTuple):

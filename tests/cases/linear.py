@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from tests.arrays import put
+from tests.support.arrays import put
 
 
 @dataclass(frozen=True)

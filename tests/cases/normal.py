@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from tests.arrays import put
+from tests.support.arrays import put
 
 
 def normal(rng: np.random.Generator, dtype, *shape: int) -> jax.Array:

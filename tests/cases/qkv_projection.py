@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.arrays import put
+from tests.support.arrays import put
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from tests.arrays import put
 from tests.cases.normal import normal
+from tests.support.arrays import put
 
 
 @dataclass(frozen=True)

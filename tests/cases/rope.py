@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.arrays import put
+from tests.support.arrays import put
 
 
 @dataclass(frozen=True)

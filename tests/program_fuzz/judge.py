@@ -12,7 +12,7 @@ import jaxfused
 from jaxfused.fuse import report
 from jaxfused.fuse.recognisers import cross_entropy
 from tests.program_fuzz.writer import Program
-from tests.tolerances import FACTOR, ULPS, ulp
+from tests.support.tolerances import FACTOR, ULPS, ulp
 
 OK, UNFUSED, INVALID, WRONG, RAISED = "ok", "unfused", "invalid", "wrong", "raised"
 
@@ -131,7 +131,7 @@ def _raised(compiled: _Compiled, arrays: Arrays, cotangents: Arrays, error: Exce
 
 
 def _narrow(in_float64: _Compiled, compiled: _Compiled, seed: int) -> Verdict:
-    """By the rule of tests/tolerances.py, over several draws."""
+    """By the rule of tests/support/tolerances.py, over several draws."""
     dtype = compiled.dtype
     rng = np.random.default_rng(seed)
     errors: dict[str, np.ndarray] = {}

@@ -381,7 +381,7 @@ would be read and written more often, beside products that are too short to hide
 _NARROW_ROWS = 2048
 """The same where w's gradient is summed in w's dtype of 16 bits."""
 _NARROW_CHUNKS = 3
-"""With so few roundings of the sums they stay well within the error that tests/tolerances.py grants,
+"""With so few roundings of the sums they stay well within the error that tests/support grants,
 where the terms of different chunks do not cancel."""
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
 """Of a product in cuBLAS."""

@@ -1,0 +1,72 @@
+"""Operands of every public operator that are no arrays of JAX: NumPy's, and variables of libraries."""
+
+import contextlib
+
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfused
+from benchmarks.without_gpu.target import H200
+from jaxfused import QuantizedArray, dispatch
+from tests.every_operator.test_strict_modes import FUNCTIONS
+
+
+class Variable:
+    """What has `__jax_array__`, a shape, and a dtype by name, as a variable of Keras."""
+
+    def __init__(self, value):
+        self.value = value
+        self.shape, self.dtype, self.ndim = value.shape, str(value.dtype), value.ndim
+
+    def __jax_array__(self):
+        return self.value
+
+
+KINDS = (flax.nnx.Param, Variable, np.asarray)
+# What is fused is a program, whose operations take what JAX's take.
+OPERATORS = {name: case for name, (of, case) in FUNCTIONS.items() if of != "fuse"}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operands_that_are_no_arrays(name):
+    for place, dtype, first in (
+        (contextlib.nullcontext(), "float32", 0),
+        (dispatch.assume(H200), "bfloat16", 1),
+    ):
+        f, args = OPERATORS[name](dtype)
+        with place:
+            expected = jax.eval_shape(f, *args)
+            for start in (first, first + 1):
+                others = [KINDS[(start + i) % len(KINDS)](a) for i, a in enumerate(args)]
+                actual = jax.eval_shape(lambda f=f, others=others: f(*others))
+                assert jax.tree.leaves(actual) == jax.tree.leaves(expected), others
+
+
+def test_the_cases_are_of_all_operators():
+    of_cases = {of for of, _ in FUNCTIONS.values()}
+    with_operands = {
+        name
+        for name in dir(jaxfused)
+        if name.islower()
+        and not name.startswith("_")
+        and getattr(getattr(jaxfused, name), "__module__", "").startswith("jaxfused.ops")
+    }
+    assert with_operands - of_cases == set()
+
+
+def test_parts_of_wrappers():
+    x = np.ones((1, 4, 4, 8), np.float32)
+    w = flax.nnx.Param(jnp.ones((3, 3, 16, 8)))
+    parts = jaxfused.Concatenated(flax.nnx.Param(jnp.asarray(x)), Variable(jnp.asarray(x)))
+    rectified = jaxfused.Rectified(Variable(jnp.concatenate([x, x], axis=-1)))
+    one, other = (
+        jax.jit(lambda given=given: jaxfused.conv(given, w))() for given in (parts, rectified)
+    )
+    np.testing.assert_array_equal(one, other)
+    q = QuantizedArray(Variable(jnp.ones((8, 4), jnp.int8)), np.ones((1, 4), np.float32), None, -2)
+    assert jax.eval_shape(
+        lambda: jaxfused.quantized_matmul(Variable(jnp.ones((2, 8))), q)
+    ).shape == (2, 4)

@@ -1,0 +1,203 @@
+"""Every operator where devices share its operands, under `jax.vmap` too: kernels lower, numbers hold.
+
+As tests/runtime/test_sharding.py, this file runs itself in a process with several devices.
+"""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxfused import dispatch
+from jaxfused.runtime import runner
+from tests.support import eight_devices
+from tests.support.calls import calls, have_library
+from tests.support.eight_devices import DEVICES
+from tests.support.grids import parametrize
+
+on_eight_devices = pytest.mark.skipif(
+    jax.device_count() != DEVICES or jax.default_backend() != "cpu",
+    reason="runs in the process that test_on_eight_devices starts",
+)
+H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
+FEW, MANY = 64, 8192
+"""Rows of which each device has 8, which products take without tiles of rows, or 1024."""
+NAMES = list(calls())
+
+
+@pytest.mark.skipif(jax.device_count() == DEVICES, reason="this is that process")
+@parametrize("selection", ["not exhaustive", "exhaustive"], quick=(0,))
+def test_on_eight_devices(selection):
+    eight_devices.assert_passes(__file__, selection)
+
+
+def typed(mesh, specs, operands):
+    return [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for spec, (shape, dtype, _) in zip(specs, operands, strict=True)
+    ]
+
+
+def lower(f, mesh, specs, operands):
+    """Lowers a program for GPUs as if they were there."""
+    jax.clear_caches()  # Traces do not know of the assumed device.
+    with jax.set_mesh(mesh), dispatch.assume(H200):
+        jax.jit(f).trace(*typed(mesh, specs, operands)).lower(lowering_platforms=("cuda",))
+
+
+HOW = ("explicit", "auto", "shard_map", "shard_map unchecked")
+GRID = list(itertools.product(NAMES, HOW, (FEW, MANY)))
+
+
+@on_eight_devices
+@parametrize(
+    ("name", "how", "rows"),
+    GRID,
+    quick=[
+        GRID.index(case)
+        for case in (
+            *((name, "shard_map", FEW) for name in ("linear", "batch_norm")),
+            *((name, "explicit", FEW) for name in ("gated_mlp", "quantized_matmul", "conv")),
+            ("layer_norm", "shard_map unchecked", FEW),
+        )
+    ],
+)
+def test_it_lowers_with_its_gradient(monkeypatch, name, how, rows):
+    have_library(monkeypatch)
+    call = calls(rows)[name]
+    operands = (*call.operands, *call.others)
+    specs = [P("d") if operand.has_batch else P() for operand in operands]
+    axis_type = AxisType.Explicit if how == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(axis_type,))
+    f = call.gradients
+    if how.startswith("shard_map"):
+        checked = how == "shard_map"
+
+        def shard(*arrays):
+            y, gradients = call.gradients(*arrays)
+            return lax.pmean(y, "d") if call.is_mean else y, tuple(
+                g if checked or operand.has_batch else lax.psum(g, "d")
+                for g, operand in zip(gradients, call.operands, strict=True)
+            )
+
+        y_spec = P() if call.is_mean else P("d")
+        f = jax.shard_map(
+            shard,
+            mesh=mesh,
+            in_specs=tuple(specs),
+            out_specs=(y_spec, tuple(specs[: len(call.operands)])),
+            check_vma=checked,
+        )
+    lower(f, mesh, specs, operands)
+
+
+def batched(operands, kind):
+    """(operands, specs, in_axes) with a batch of 4, which the devices along "d" share.
+
+    In an "ensemble" each entry has weights of its own, and in "per example" all share them. Where
+    entries are "whole", no device has a part of the batch, but one of each entry's rows.
+    """
+    entries, inner = (None, "d") if kind == "whole" else ("d", "e")
+    new, specs, axes = [], [], []
+    for shape, dtype, has_batch in operands:
+        is_mapped = has_batch or kind == "ensemble"
+        lead = ((4,), (entries,)) if is_mapped else ((), ())
+        new.append((lead[0] + shape, dtype, has_batch))
+        specs.append(P(*lead[1], *((inner,) if has_batch else ())))
+        axes.append(0 if is_mapped else None)
+    return new, specs, tuple(axes)
+
+
+KINDS = ("ensemble", "per example", "whole")
+VMAPS = list(itertools.product(NAMES, KINDS))
+
+
+def vmapped(call, in_axes, **options):
+    def gradients(*arrays):
+        return call.gradients(*arrays)[1]
+
+    return jax.vmap(gradients, in_axes=in_axes, **options)
+
+
+@on_eight_devices
+@parametrize(
+    ("name", "kind"),
+    VMAPS,
+    quick=[
+        VMAPS.index(case)
+        for case in (
+            ("linear", "ensemble"),
+            ("layer_norm", "ensemble"),
+            ("conv", "per example"),
+            ("dot_product_attention", "whole"),
+        )
+    ],
+)
+def test_vmap_over_a_split_axis_lowers(monkeypatch, name, kind):
+    have_library(monkeypatch)
+    call = calls(rows=32)[name]
+    operands, specs, in_axes = batched((*call.operands, *call.others), kind)
+    mesh = jax.make_mesh((4, 2), ("d", "e"))
+    lower(vmapped(call, in_axes), mesh, specs, operands)
+
+
+NUMBERS = list(
+    itertools.product(NAMES, KINDS, (AxisType.Explicit, AxisType.Auto, "spmd_axis_name"))
+)
+
+
+@on_eight_devices
+@parametrize(
+    ("name", "kind", "axis_type"),
+    NUMBERS,
+    quick=[
+        NUMBERS.index(case)
+        for case in (
+            ("linear", "ensemble", AxisType.Explicit),
+            ("layer_norm", "ensemble", AxisType.Auto),
+            ("dot_product_attention", "whole", AxisType.Explicit),
+            ("linear_softmax_cross_entropy, any cotangent", "per example", AxisType.Explicit),
+        )
+    ],
+)
+def test_vmap_over_a_split_axis_has_the_numbers_of_one_device(monkeypatch, name, kind, axis_type):
+    """The stages of an operator run in XLA, which is what tests have in the place of kernels."""
+    call = calls(rows=16)[name]
+    if "conv" in name and axis_type == AxisType.Explicit:
+        pytest.skip("in float32 it is JAX's own convolution, which refuses that vmap")
+    if name == "conv of channels" and kind == "whole":
+        pytest.skip("XLA's partitioner doubles that gradient of JAX's own convolution")
+    operands, specs, in_axes = batched((*call.operands, *call.others), kind)
+    random = np.random.default_rng(0)
+
+    def array(operand):
+        if jnp.issubdtype(operand[1], jnp.integer):
+            return random.integers(0, 2, operand[0]).astype(np.int32)
+        return (0.3 * random.standard_normal(operand[0])).astype(np.float32)
+
+    arrays = [array(operand) for operand in operands]
+    wanted = jax.jit(vmapped(call, in_axes))(*arrays)
+    options = {}
+    if axis_type == "spmd_axis_name":
+        if kind == "whole":
+            pytest.skip("no mesh axis splits the batch")
+        options, axis_type = dict(spmd_axis_name="d"), AxisType.Auto
+    mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=(axis_type,) * 2)
+    monkeypatch.setattr(runner._OnShard, "_choose", lambda self, operands: ("xla", None))
+    jax.clear_caches()
+    with jax.set_mesh(mesh), dispatch.assume(H200):
+        placed = [
+            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)
+        ]
+        actual = jax.jit(vmapped(call, in_axes, **options))(*placed)
+    near = 2e-2 if "fp8" in name or "quantize" in name else 1e-4
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+        a, b = np.float32(a), np.float32(b)
+        assert np.linalg.norm(a - b) <= near * np.linalg.norm(b) + 1e-6
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, wanted)

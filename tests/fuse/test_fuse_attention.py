@@ -1,0 +1,742 @@
+"""fuse finds attention as models write it, and its projections with norm and rotation."""
+
+from functools import partial
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfused
+from tests.support.arrays import put
+from tests.support.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
+
+pytestmark = pytest.mark.exhaustive
+
+DTYPES = ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
+B, T, S, N, H = 2, 6, 6, 4, 8
+
+
+def qkv(dtype, *, heads=N, queries=T, keys=S):
+    return (
+        normal(0, B, queries, N, H, dtype=dtype),
+        normal(1, B, keys, heads, H, dtype=dtype),
+        normal(2, B, keys, heads, H, dtype=dtype),
+    )
+
+
+def causal(queries=T, keys=S):
+    return jnp.tril(jnp.ones((queries, keys), bool))
+
+
+def bthd(q, k, v, mask=None, number=-1e9):
+    logits = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(H)
+    if mask is not None:
+        logits = jnp.where(mask, logits, number)
+    p = jax.nn.softmax(wide(logits), axis=-1).astype(q.dtype)
+    return jnp.einsum("bhts,bshd->bthd", p, v)
+
+
+def bhtd(q, k, v):
+    """Heads before positions, and the scale on the queries."""
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q * H**-0.5, k, v))
+    p = jax.nn.softmax(q @ k.swapaxes(-1, -2), axis=-1)
+    return (p @ v).transpose(0, 2, 1, 3)
+
+
+def by_hand(q, k, v):
+    """A softmax without its maximum subtracted twice, as JAX would."""
+    logits = jnp.einsum("bthd,bshd->bhts", wide(q), wide(k)) * 0.3
+    logits = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    e = jnp.exp(logits)
+    p = (e / e.sum(-1, keepdims=True)).astype(q.dtype)
+    return jnp.einsum("bhts,bshd->bthd", p, v)
+
+
+def merged_heads(q, k, v):
+    """One axis for batch and heads, as in the first Transformers."""
+    q, k, v = (x.swapaxes(1, 2).reshape(B * N, -1, H) for x in (q, k, v))
+    p = jax.nn.softmax(jnp.matmul(q, k.transpose(0, 2, 1)) / H**0.5)
+    return jnp.matmul(p, v).reshape(B, N, -1, H).swapaxes(1, 2)
+
+
+def capped(q, k, v):
+    """Gemma 2's soft cap."""
+    logits = jnp.einsum("bthd,bshd->bhts", q, k) * 0.35
+    logits = 5.0 * jnp.tanh(logits / 5.0)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+
+SPELLINGS = {
+    "bthd": bthd,
+    "bhtd": bhtd,
+    "by_hand": by_hand,
+    "merged_heads": merged_heads,
+    "capped": capped,
+    "flax": nn.dot_product_attention,
+    "jax": jax.nn.dot_product_attention,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("attention", SPELLINGS)
+def test_attention_in_its_spellings(attention, dtype):
+    assert_fuses(SPELLINGS[attention], *qkv(dtype), into={"dot_product_attention": 1})
+
+
+def grouped_by_einsum(q, k, v):
+    q = q.reshape(B, T, 2, 2, H)
+    logits = jnp.einsum("btkgd,bskd->bkgts", q, k) * H**-0.5
+    logits = jnp.where(causal()[None, None, None], logits, jnp.finfo(logits.dtype).min)
+    p = jax.nn.softmax(logits, axis=-1)
+    return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(B, T, N, H)
+
+
+def gemma(q, k, v):
+    """Logits of grouped heads that are one axis for the softmax."""
+    q = q.reshape(B, T, 2, 2, H) * H**-0.5
+    logits = jnp.einsum("BTKGH,BSKH->BTKGS", q, k).reshape(B, T, N, S)
+    logits = jnp.where(causal()[None, :, None, :], logits, -2.3819763e38)
+    p = jax.nn.softmax(logits, axis=-1).astype(k.dtype).reshape(B, T, 2, 2, S)
+    return jnp.einsum("BTKGS,BSKH->BTKGH", p, v).reshape(B, T, N, H)
+
+
+def repeated(q, k, v):
+    return bthd(q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2), causal())
+
+
+def tiled(q, k, v):
+    """einops.repeat's."""
+    k, v = (jnp.tile(x[:, :, :, None], (1, 1, 1, 2, 1)).reshape(B, S, N, H) for x in (k, v))
+    return bthd(q, k, v, causal())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "attention",
+    [
+        grouped_by_einsum,
+        gemma,
+        repeated,
+        tiled,
+        partial(jax.nn.dot_product_attention, is_causal=True),
+    ],
+)
+def test_heads_that_share_keys(attention, dtype):
+    args = qkv(dtype, heads=2)
+    assert_fuses(attention, *args, into={"dot_product_attention": 1})
+    report = str(fusion(attention, *args))
+    assert "is_causal" in report
+    assert f"{B},{S},2,{H}]" in report, report
+
+
+def heads_first(q, k, v):
+    """Heads before positions; keys and values have an axis that the queries of a group share."""
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    q = q.reshape(len(q), k.shape[1], -1, *q.shape[2:])
+    logits = jnp.matmul(q, k[:, :, None].swapaxes(-1, -2)) / H**0.5
+    p = jax.nn.softmax(jnp.where(causal(), logits, -1e9), axis=-1)
+    y = jnp.matmul(p, v[:, :, None])
+    return y.reshape(len(y), N, *y.shape[3:]).transpose(0, 2, 1, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [1, 2, N])
+@pytest.mark.parametrize("batch", [1, B])
+def test_matmul_takes_off_axes_of_length_1(batch, heads, dtype):
+    args = [x[:batch] for x in qkv(dtype, heads=heads)]
+    assert_fuses(heads_first, *args, into={"dot_product_attention": 1})
+    assert "is_causal" in str(fusion(heads_first, *args))
+
+
+def test_values_that_are_narrower_than_the_probabilities_are_widened():
+    def f(q, k, v):
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(H))
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    q, k, v = qkv("float32")
+    assert_fuses(f, q, k, v.astype(jnp.bfloat16), into={"dot_product_attention": 1})
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "number", [-1e9, -2.3819763e38, float(jnp.finfo(jnp.float32).min), -np.inf]
+)
+def test_a_causal_mask_is_known(number):
+    f = partial(bthd, mask=causal(), number=number)
+    args = qkv("float32")
+    assert_fuses(f, *args, into={"dot_product_attention": 1})
+    assert "is_causal" in str(fusion(f, *args))
+
+
+def test_a_window_is_known():
+    distance = jnp.arange(T)[:, None] - jnp.arange(S)[None]
+    f = partial(bthd, mask=(distance >= 0) & (distance < 3))
+    assert_fuses(f, *qkv("float32"), into={"dot_product_attention": 1})
+    assert "is_causal, window (2, 0)" in str(fusion(f, *qkv("float32")))
+
+
+def test_any_other_constant_mask_is_a_mask():
+    mask = np.random.default_rng(0).random((T, S)) > 0.4
+    mask[:, 0] = True
+    f = partial(bthd, mask=put(mask))
+    assert_fuses(f, *qkv("float32"), into={"dot_product_attention": 1})
+
+
+def of_padding(lengths):
+    return jnp.arange(S)[None] < jnp.asarray(lengths)[:, None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(6, 4), (3, 0)])
+def test_queries_without_keys_get_what_they_got(lengths, dtype):
+    """Of equal logits the probabilities are equal, and the result is the mean of the values."""
+    padding = of_padding(lengths)
+    args = qkv(dtype)
+    f = lambda q, k, v, p=padding: bthd(q, k, v, p[:, None, None, :])  # noqa: E731
+    assert_fuses(f, *args, into={"dot_product_attention": 1})
+
+    def of_arguments(q, k, v, padding):
+        return bthd(q, k, v, (padding > 0)[:, None, None, :] & causal())
+
+    assert counts(of_arguments, *args, padding) == {"dot_product_attention": 1}
+    for mask in (padding, jnp.zeros_like(padding)):
+        ours = jax.jit(jaxfused.fuse(of_arguments))(*args, mask)
+        plain = jax.jit(of_arguments)(*args, mask)
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float32), np.asarray(plain, np.float32), atol=0.02, rtol=0.02
+        )
+
+
+def test_flax_masks():
+    padding = of_padding((6, 4))
+
+    def f(q, k, v, padding):
+        mask = nn.combine_masks(
+            nn.make_causal_mask(padding), nn.make_attention_mask(padding, padding)
+        )
+        return nn.dot_product_attention(q, k, v, mask=mask)
+
+    args = qkv("float32")
+    assert counts(f, *args, padding) == {"dot_product_attention": 1}
+    ours, plain = jaxfused.fuse(f)(*args, padding), f(*args, padding)
+    np.testing.assert_allclose(ours, plain, atol=2e-6)
+
+
+def test_minus_infinity_is_a_mask_only_where_each_query_has_a_key():
+    def f(q, k, v, padding):
+        return bthd(q, k, v, padding[:, None, None, :], -jnp.inf)
+
+    assert_left_alone(f, *qkv("float32"), of_padding((6, 0)), because="is NaN")
+
+
+def test_a_bias_of_zeros_and_large_numbers_is_a_mask():
+    def f(q, k, v, padding):
+        logits = jnp.einsum("bthd,bshd->bhts", q, k)
+        bias = jax.lax.select(
+            padding, jnp.zeros(padding.shape), jnp.full(padding.shape, jnp.finfo(jnp.float32).min)
+        )
+        p = jax.nn.softmax(logits + bias[:, None, None, :])
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    args = qkv("float32")
+    found = fusion(f, *args, of_padding((6, 0)))
+    assert "mask" in str(found)
+    for lengths in ((6, 4), (3, 0)):
+        ours, plain = (g(*args, of_padding(lengths)) for g in (jaxfused.fuse(f), f))
+        np.testing.assert_allclose(ours, plain, atol=2e-6)
+
+
+def test_a_bias_is_a_bias():
+    def f(q, k, v, bias):
+        logits = jnp.einsum("bthd,bshd->bhts", q, k) * 0.5 + bias[None]
+        logits = jnp.where(causal(), logits, -1e30)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+    args = (*qkv("float32"), normal(5, N, T, S))
+    assert_fuses(f, *args, into={"dot_product_attention": 1})
+    assert "is_causal, bias" in str(fusion(f, *args))
+
+
+def test_what_is_subtracted_is_a_bias():
+    def f(q, k, v, padding):
+        logits = jnp.einsum("bthd,bshd->bhts", q, k) - 1e9 * (1.0 - padding[:, None, None])
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+    def g(q, k, v):
+        return f(q, k, v, of_padding((6, 4)).astype(q.dtype))
+
+    args = (*qkv("float32"), jnp.ones((B, S)))
+    assert counts(f, *args) == {"dot_product_attention": 1}
+    assert_fuses(g, *qkv("float32"), into={"dot_product_attention": 1})
+
+
+# --- what is left alone ---------------------------------------------------------------------------
+
+
+def test_probabilities_that_are_returned_are_left_alone():
+    def f(q, k, v):
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        return jnp.einsum("bhts,bshd->bthd", p, v), p
+
+    assert_left_alone(f, *qkv("float32"), because="an intermediate result is used by")
+
+
+def test_active_dropout_keeps_its_bits():
+    def f(q, k, v):
+        return nn.dot_product_attention(
+            q, k, v, dropout_rng=jax.random.key(0), dropout_rate=0.5, deterministic=False
+        )
+
+    assert_left_alone(f, *qkv("float32"), because="as by dropout")
+
+
+def test_dropout_that_drops_nothing_is_looked_through():
+    def f(q, k, v):
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        p = jnp.where(jnp.ones(p.shape, bool), p / 1.0, 0.0)
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    assert counts(f, *qkv("float32")) == {"dot_product_attention": 1}
+
+
+@pytest.mark.parametrize("number", [-100.0, 0.0])
+def test_a_number_that_logits_may_come_near_is_no_mask(number):
+    f = partial(bthd, mask=causal(), number=number)
+    assert_left_alone(f, *qkv("float32"), because="others may come near")
+
+
+def test_a_precision_that_the_operator_lacks_is_left_alone():
+    def f(q, k, v):
+        logits = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest")
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+    assert_left_alone(f, *qkv("float32"), because="precision")
+
+
+def test_a_softmax_over_queries_is_another_operator():
+    def f(q, k, v):
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k), axis=-2)
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    assert_left_alone(f, *qkv("float32"))
+
+
+def with_logits(change):
+    """An attention whose logits are changed before its softmax."""
+
+    def f(q, k, v):
+        p = jax.nn.softmax(change(jnp.einsum("bthd,bshd->bhts", q, k) / 3))
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    return f
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: 5.0 * jnp.tanh((x + 2.0) / 5.0),
+        lambda x: 5.0 * jnp.tanh(x / 5.0 - 0.3),
+        lambda x: 2.0 * jnp.tanh(jnp.tanh(x / 5.0)),
+        lambda x: jnp.where(causal(), x - 2e9, -1e9),
+    ],
+)
+def test_a_number_that_is_added_matters_to_what_follows(change):
+    for dtype in ("float32", "bfloat16"):
+        assert_left_alone(with_logits(change), *qkv(dtype))
+
+
+def test_a_number_that_is_added_last_changes_no_probability():
+    f = with_logits(lambda x: 5.0 * jnp.tanh(x / 5.0) + 2.0)
+    assert_fuses(f, *qkv("float32"), into={"dot_product_attention": 1})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, m: x + jnp.where(m, 0.0, -1e9),
+        lambda x, m: jnp.where(m, x, -1e30) + jnp.where(causal(), 0.0, -1e30),
+        lambda x, m: jnp.where(m, x, -1e30) + jnp.arange(6.0) / 6,
+        lambda x, m: 2.0 * jnp.tanh(x) + jnp.where(m, 0.0, -1e30),
+        lambda x, m: jnp.where(causal(), jnp.where(m, x, -1e9) + 5.0, -1e9),
+    ],
+)
+def test_what_a_query_without_keys_gets_is_not_told_by_the_mask_alone(change):
+    padding = of_padding((3, 0))[:, None, None]
+    with jax.enable_x64(True):
+        f = with_logits(lambda x: change(x, padding))
+        assert_left_alone(f, *qkv("float64"), because="a query may have no key")
+
+
+@pytest.mark.parametrize("heads", [2, N])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mask_that_is_added_leaves_logits_their_gradient(dtype, heads):
+    """Of a query without keys the logits are one number, but they are sums with the query's products."""
+    padding = of_padding((3, 0))[:, None, None]
+
+    def f(q, k, v):
+        k, v = (jnp.repeat(x, N // heads, axis=2) for x in (k, v))
+        return with_logits(lambda x: x + jnp.where(padding, 0.0, -1e30).astype(x.dtype))(q, k, v)
+
+    assert_fuses(f, *qkv(dtype, heads=heads), into={"dot_product_attention": 1})
+    with jax.enable_x64(True):
+        args = qkv("float64", heads=heads)
+        ours, plain = (
+            jax.grad(lambda *args: (g(*args)[1] ** 2).sum(), (0, 1, 2))(*args)  # noqa: B023
+            for g in (jaxfused.fuse(f), f)
+        )
+        assert float(jnp.abs(plain[0]).max()) > 0.01
+        chex.assert_trees_all_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_a_number_that_float16_has_not_is_minus_infinity():
+    def f(q, k, v, padding):
+        x = jnp.einsum("bthd,bshd->bhts", q, k)
+        number = jax.lax.convert_element_type(jnp.full((), -1e9), x.dtype)
+        p = jax.nn.softmax(jnp.where(padding[:, None, None], x, number))
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    assert_left_alone(f, *qkv("float16"), of_padding((3, 0)), because="is NaN")
+
+
+@pytest.mark.parametrize("part", ["maximum", "sum"])
+def test_the_parts_of_a_softmax_stand_at_their_rows(part):
+    """As many queries as keys, so that one broadcasts in the place of the other."""
+
+    def f(q, k, v):
+        x = jnp.einsum("bthd,bshd->bhts", q, k)
+        most = x.max(-1, keepdims=True)
+        e = jnp.exp(x - (most.swapaxes(-1, -2) if part == "maximum" else most))
+        total = e.sum(-1, keepdims=True)
+        p = e / (total.swapaxes(-1, -2) if part == "sum" else total)
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    assert counts(f, *qkv("float32")) == {}
+
+
+def test_blocks_of_a_constant_mask_are_counted_from_below_zero():
+    """The quotient of a negative integer: XLA's goes towards zero."""
+    rows, columns = jnp.arange(T)[:, None], jnp.arange(S)[None]
+    f = partial(bthd, mask=(rows - 3 - columns) // 2 <= 0)
+    assert_fuses(lambda *args: f(*args), *qkv("float32"), into={"dot_product_attention": 1})
+
+    def g(q, k, v):
+        # Traced, so that `fuse` reads the mask's operations and not its array.
+        rows, columns = jnp.arange(T)[:, None], jnp.arange(S)[None]
+        return bthd(q, k, v, (rows - 3 - columns) // 2 <= -1)
+
+    assert_fuses(g, *qkv("float32"), into={"dot_product_attention": 1})
+
+
+# --- projections ----------------------------------------------------------------------------------
+
+
+def projections(dtype, *, heads=2):
+    keys = [normal(i, 32, n, H, scale=0.2) for i, n in ((1, N), (2, heads), (3, heads))]
+    return normal(0, B, T, 32, dtype=dtype), *keys
+
+
+def half_rotation(x, cos, sin):
+    x1, x2 = jnp.split(wide(x), 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x.dtype)
+
+
+def rotate_half(x, cos, sin):
+    """Hugging Face's, with tables for both halves."""
+    cos, sin = (jnp.concatenate([t, t], -1) for t in (cos, sin))
+    x1, x2 = jnp.split(x, 2, axis=-1)
+    return (wide(x) * cos + wide(jnp.concatenate([-x2, x1], -1)) * sin).astype(x.dtype)
+
+
+def tables(x, features=H):
+    frequencies = 10000.0 ** (-jnp.arange(0, features, 2) / features).astype(x.dtype)
+    angles = jnp.arange(T, dtype=x.dtype)[:, None] * frequencies
+    return jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+
+
+def rms(x, scale):
+    y = wide(x)
+    return (y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
+
+
+def self_attention(x, wq, wk, wv, rotation=None, scales=None):
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, w.astype(x.dtype)) for w in (wq, wk, wv))
+    if scales is not None:
+        q, k = rms(q, scales[0]), rms(k, scales[1])
+    if rotation is not None:
+        q, k = (rotation(y, *tables(wide(x))) for y in (q, k))
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotation", [None, half_rotation, rotate_half])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_projections_with_norm_and_rotation_are_one_product(has_norm, rotation, dtype):
+    def f(*args, scales=None):
+        return self_attention(*args, rotation=rotation, scales=scales)
+
+    args = projections(dtype)
+    into = {"dot_product_attention": 1, "qkv_projection": 1}
+    if has_norm:
+        scales = normal(7, 2, H) * 0.2 + 1
+        assert_fuses(lambda s, *args: f(*args, scales=s), scales, *args, into=into)
+    else:
+        assert_fuses(f, *args, into=into)
+
+
+def test_projections_to_features_that_are_then_cut_into_heads():
+    def f(x, wq, wk, wv, bq, bv):
+        q, k, v = x @ wq + bq, x @ wk, x @ wv + bv
+        q, k, v = (y.reshape(B, T, N, H).transpose(0, 2, 1, 3) for y in (q, k, v))
+        p = jax.nn.softmax(q @ k.swapaxes(2, 3) / H**0.5, axis=-1)
+        return (p @ v).transpose(0, 2, 1, 3).reshape(B, T, N * H)
+
+    weights = [normal(i, 32, N * H, scale=0.2) for i in (1, 2, 3)]
+    args = (normal(0, B, T, 32), *weights, normal(4, N * H), normal(5, N * H))
+    assert_fuses(f, *args, into={"dot_product_attention": 1, "qkv_projection": 1})
+
+
+def test_biases_of_features_and_a_query_that_is_scaled_before_it_is_cut():
+    def f(x, wq, wk, wv, bq, bk, bv):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in (wq, wk, wv))
+        q, k, v = ((y.reshape(B, T, -1) + b) for y, b in ((q, bq), (k, bk), (v, bv)))
+        q, k, v = (y.reshape(B, T, N, H) for y in (q * H**-0.5, k, v))
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v)
+
+    biases = [normal(i, N * H) for i in (4, 5, 6)]
+    args = (*projections("float32", heads=N), *biases)
+    assert_fuses(f, *args, into={"dot_product_attention": 1, "qkv_projection": 1})
+
+
+def test_projections_of_two_arrays_stay_apart():
+    def f(x, y, wq, wk, wv):
+        q = jnp.einsum("btd,dnh->btnh", x, wq)
+        k, v = (jnp.einsum("btd,dnh->btnh", y, w) for w in (wk, wv))
+        return jax.nn.dot_product_attention(q, k, v)
+
+    x, *weights = projections("float32")
+    assert_fuses(f, x, x[::-1], *weights, into={"dot_product_attention": 1})
+
+
+def with_rotation(q, k, v):
+    q, k = (half_rotation(y, *tables(wide(y))) for y in (q, k))
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def gemma_qkv(x, w, b):
+    return with_rotation(*jnp.einsum("BTD,SNDH->SBTNH", x, w))
+
+
+def gemma_kv(x, w, b):
+    q = jnp.einsum("BTD,NDH->BTNH", x, w[0])
+    return with_rotation(q, *jnp.einsum("BSD,CKDH->CBSKH", x, w[1:, :2]))
+
+
+def columns_of(w):
+    return w.transpose(2, 0, 1, 3).reshape(32, 3 * N * H)
+
+
+def gpt_2(x, w, b):
+    parts = jnp.split(x @ columns_of(w) + b, 3, axis=-1)
+    return with_rotation(*(y.reshape(B, T, N, H) for y in parts))
+
+
+def in_another_order(x, w, b):
+    k, v, q = (y.reshape(B, T, N, H) for y in jnp.split(x @ columns_of(w) + b, 3, axis=-1))
+    return with_rotation(q, k, v)
+
+
+def nano_gpt(x, w, b):
+    y = (x @ columns_of(w)).reshape(B, T, 3, N, H) + b.reshape(3, N, H)
+    return with_rotation(y[:, :, 0], y[:, :, 1], y[:, :, 2])
+
+
+def timm(x, w, b):
+    """Heads before positions."""
+    q, k, v = (x @ columns_of(w) + b).reshape(B, T, 3, N, H).transpose(2, 0, 3, 1, 4)
+    cos, sin = (table.swapaxes(1, 2) for table in tables(wide(x)))
+    q, k = (half_rotation(y, cos, sin) for y in (q, k))
+    p = jax.nn.softmax(q @ k.swapaxes(-1, -2) * 0.3)
+    return (p @ v).swapaxes(1, 2)
+
+
+def neox(x, w, b):
+    """Each head's query, key and value side by side."""
+    return with_rotation(*jnp.split((x @ columns_of(w) + b).reshape(B, T, N, 3 * H), 3, -1))
+
+
+def transposed(x, w, b):
+    """The same of three products."""
+    bias = b.reshape(3, 1, N * H)
+    w = w.transpose(0, 2, 1, 3).reshape(3, 32, N * H)
+    q, k, v = ((x @ w[i] + bias[i]).reshape(B, T, N, H).swapaxes(1, 2) for i in range(3))
+    cos, sin = (table.swapaxes(1, 2) for table in tables(wide(x)))
+    q, k = (half_rotation(y, cos, sin) for y in (q, k))
+    p = jax.nn.softmax(q @ k.swapaxes(-1, -2) * 0.3)
+    return (p @ v).swapaxes(1, 2)
+
+
+STACKED = {
+    gemma_qkv: "heads 4 and 4, one matrix, rope",
+    gemma_kv: "heads 4 and 2, rope",
+    gpt_2: "one matrix, bias, rope",
+    in_another_order: "heads 4 and 4, bias, rope",
+    nano_gpt: "one matrix, bias, rope",
+    timm: "one matrix, bias, rope",
+    transposed: "heads 4 and 4, bias, rope",
+    neox: "heads 4 and 4, bias, rope",
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("f", STACKED)
+def test_queries_keys_and_values_of_one_product(f, dtype):
+    args = (
+        normal(0, B, T, 32, dtype=dtype),
+        normal(1, 3, N, 32, H, dtype=dtype, scale=0.2),
+        normal(2, 3 * N * H, dtype=dtype),
+    )
+    assert_fuses(f, *args, into={"dot_product_attention": 1, "qkv_projection": 1})
+    assert STACKED[f] in str(fusion(f, *args))
+
+
+def test_a_part_of_a_product_that_is_used_elsewhere():
+    def f(x, w):
+        q, k, v, more = jnp.split(x @ w, 4, axis=-1)
+        q, k, v = (y.reshape(B, T, N, H) for y in (q, k, v))
+        return jax.nn.dot_product_attention(q, k, v).reshape(B, T, -1) * more
+
+    args = (normal(0, B, T, 32), normal(1, 32, 4 * N * H, scale=0.2))
+    assert_fuses(f, *args, into={"dot_product_attention": 1})
+
+
+def test_projections_whose_neighbours_are_rotated():
+    f = partial(self_attention, rotation=gpt_j)
+    into = {"dot_product_attention": 1, "qkv_projection": 1}
+    assert_fuses(f, *projections("float32"), into=into)
+
+
+# --- rotations ------------------------------------------------------------------------------------
+
+
+def every_two(x):
+    return jnp.stack((-x[..., 1::2], x[..., ::2]), axis=-1).reshape(x.shape)
+
+
+def by_strides(x, cos, sin):
+    a, b = x[..., ::2], x[..., 1::2]
+    return jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape)
+
+
+def by_pairs(x, cos, sin):
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
+
+
+def gpt_j(x, cos, sin):
+    return x * cos.repeat(2, 3) + every_two(x) * sin.repeat(2, 3)
+
+
+def easy_lm(x, cos, sin):
+    """Complex numbers."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    y = jax.lax.complex(pairs[..., 0], pairs[..., 1]) * (cos + 1j * sin)
+    return jnp.stack((jnp.real(y), jnp.imag(y)), axis=-1).reshape(x.shape)
+
+
+def wan(x, cos, sin):
+    """Real and imaginary parts of complex tables."""
+    turns = jnp.exp(1j * jnp.arctan2(sin, cos))
+    return by_pairs(x, jnp.real(turns), jnp.imag(turns))
+
+
+def maxtext_pairs(x, cos, sin):
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    cos, sin = cos[..., None], sin[..., None]
+    return (pairs * cos + jnp.flip(pairs, -1) * sin * jnp.asarray([-1.0, 1.0])).reshape(x.shape)
+
+
+def maxtext_shifts(x, cos, sin):
+    left, right = jnp.roll(x, -1, -1), jnp.roll(x, 1, -1)
+    odd = jnp.tile(jnp.mod(jnp.arange(x.shape[-1]), 2), (*x.shape[:-1], 1))
+    sin = jnp.stack([-sin, sin], -1).reshape(*sin.shape[:-1], -1)
+    return x * jnp.repeat(cos, 2, -1) + jax.lax.select(odd, right, left) * sin
+
+
+def flux_turns(cos, sin):
+    """A matrix of 2 x 2 for each pair, of several axes of an image."""
+    turns = jnp.stack([cos, -sin, sin, cos], -1)
+    turns = jnp.concatenate([turns[..., :1, :], turns[..., 1:, :]], axis=-2)
+    return turns.reshape(*cos.shape, 2, 2)
+
+
+def flux(x, turns):
+    pairs = x.reshape(*x.shape[:-1], -1, 1, 2)
+    y = turns[..., 0] * pairs[..., 0] + turns[..., 1] * pairs[..., 1]
+    return y.reshape(x.shape)
+
+
+NEIGHBOURS = (by_strides, by_pairs, gpt_j, easy_lm, wan, maxtext_pairs, maxtext_shifts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotate", NEIGHBOURS)
+def test_a_rotation_of_neighbours(rotate, dtype):
+    def f(x):
+        return rotate(wide(x), *tables(wide(x))).astype(x.dtype)
+
+    x = normal(0, B, T, N, H, dtype=dtype)
+    assert_fuses(f, x, into={"rope": 1})
+    assert "rope(interleaved)" in str(fusion(f, x))
+
+
+def test_a_rotation_of_heads_before_positions():
+    def f(q, k):
+        cos, sin = (table.swapaxes(1, 2) for table in tables(q))
+        turns = flux_turns(cos, sin)
+        return flux(q, turns), flux(k, turns)
+
+    assert_fuses(f, normal(0, B, N, T, H), normal(1, B, N, T, H), into={"rope": 2})
+
+
+@pytest.mark.parametrize("rotate", [half_rotation, rotate_half, gpt_j])
+def test_a_rotation_of_a_part_of_the_features(rotate):
+    def f(x):
+        rotated = rotate(x[..., : H // 2], *tables(x, H // 2))
+        return jnp.concatenate([rotated, x[..., H // 2 :]], -1)
+
+    x = normal(0, B, T, N, H)
+    assert_fuses(f, x, into={"rope": 1})
+    assert f"{H // 2} features" in str(fusion(f, x))
+
+
+@pytest.mark.parametrize(
+    "rotate",
+    [
+        # The tables differ between the two of a pair.
+        lambda x, cos, sin: x * jnp.concatenate([cos, cos], -1) + every_two(x) * sin.repeat(2, 3),
+        # Both of a pair are turned the same way.
+        lambda x, cos, sin: x * cos.repeat(2, 3) + jnp.abs(every_two(x)) * sin.repeat(2, 3),
+        # What comes in as neighbours goes out as halves.
+        lambda x, cos, sin: jnp.concatenate(
+            [x[..., ::2] * cos - x[..., 1::2] * sin, x[..., 1::2] * cos + x[..., ::2] * sin], -1
+        ),
+    ],
+)
+def test_what_is_no_rotation_of_neighbours(rotate):
+    x = normal(0, B, T, N, H)
+    assert counts(lambda x: rotate(x, *tables(x)), x) == {}
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_turn_that_is_scaled_is_none(factor):
+    x = normal(0, B, T, N, H)
+    f = lambda x: gpt_j(x, *(t * s for t, s in zip(tables(x), (1.0, factor), strict=True)))  # noqa: E731
+    g = lambda x: x * tables(x)[0].repeat(2, 3) + factor * every_two(x) * tables(x)[1].repeat(2, 3)  # noqa: E731
+    assert counts(g, x) == {}
+    np.testing.assert_allclose(jaxfused.fuse(f)(x), f(x), atol=1e-6)

@@ -1,0 +1,339 @@
+"""fuse finds linear, mlp and gated_mlp as models write them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxfused
+from tests.support.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
+
+pytestmark = pytest.mark.exhaustive
+
+DTYPES = ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
+
+
+def weights(*shape, seed=1, dtype="float32"):
+    return normal(seed, *shape, dtype=dtype, scale=0.3)
+
+
+def x_of(dtype, *shape):
+    return normal(0, *(shape or (3, 5, 16)), dtype=dtype)
+
+
+def gelu_of_gpt2(x):
+    return 0.5 * x * (1.0 + jnp.tanh(jnp.sqrt(2.0 / jnp.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_by_erf(x):
+    return x * 0.5 * (1.0 + jax.lax.erf(x / jnp.sqrt(2.0).astype(x.dtype)))
+
+
+ACTIVATIONS = {
+    "gelu": jax.nn.gelu,
+    "gelu_erf": partial(jax.nn.gelu, approximate=False),
+    "gpt2": gelu_of_gpt2,
+    "by_erf": gelu_by_erf,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "by_exp": lambda x: 1 / (1 + jnp.exp(-x)),
+    "x_over_1_plus_exp": lambda x: x / (1 + jnp.exp(-x)),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jax.nn.relu(x) ** 2,
+    "wide_gelu": lambda x: jax.nn.gelu(wide(x)).astype(x.dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_linear_with_its_activation(activation, dtype):
+    def f(x, w, b):
+        return ACTIVATIONS[activation](x @ w.astype(x.dtype) + b.astype(x.dtype)) * 2
+
+    args = (x_of(dtype), weights(16, 24), weights(24, seed=2))
+    assert_fuses(f, *args, into={"linear": 1})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_with_the_residual(dtype):
+    def f(x, w, b, residual):
+        return residual + (x @ w + b)
+
+    x = x_of(dtype)
+    args = (x, weights(16, 16, dtype=dtype), weights(16, seed=2, dtype=dtype), x[::-1])
+    assert_fuses(f, *args, into={"linear": 1})
+
+
+def test_linear_accumulates_into_a_wider_result():
+    def f(x, w, residual):
+        return jnp.dot(x, w, preferred_element_type=jnp.float32) + residual
+
+    x = x_of("bfloat16", 6, 16)
+    found = fusion(f, x, weights(16, 8, dtype="bfloat16"), normal(3, 6, 8))
+    assert found.counts() == {"linear": 1}
+    y = jaxfused.fuse(f)(x, weights(16, 8, dtype="bfloat16"), normal(3, 6, 8))
+    assert y.dtype == jnp.float32
+
+
+def test_a_bias_may_follow_a_reshape_of_the_features():
+    def f(x, w, b):
+        y = jnp.einsum("...d,dnh->...nh", x, w)
+        return jax.nn.relu(y.reshape(*x.shape[:-1], -1) + b)
+
+    args = (x_of("float32"), weights(16, 4, 8), weights(32, seed=2))
+    assert_fuses(f, *args, into={"linear": 1})
+    assert "linear(bias, relu)" in str(fusion(f, *args))
+
+
+def test_a_product_over_two_axes_and_into_two():
+    def f(x, w, b):
+        y = jnp.einsum("btnh,nhkd->btkd", x, w) + b
+        return jax.nn.gelu(y)
+
+    args = (x_of("float32", 2, 3, 4, 5), weights(4, 5, 6, 7), weights(6, 7, seed=2))
+    assert_fuses(f, *args, into={"linear": 1})
+
+
+def test_a_matrix_times_each_vector_is_a_product_of_rows():
+    def f(x, w, b):
+        return jax.vmap(jax.vmap(lambda x: jax.nn.silu(w @ x + b)))(x)
+
+    args = (x_of("float32"), weights(24, 16), weights(24, seed=2))
+    assert_fuses(f, *args, into={"linear": 1})
+
+
+def perceptron(x, w1, b1, w2, b2, activation=jax.nn.gelu):
+    h = activation(x @ w1.astype(x.dtype) + b1.astype(x.dtype))
+    return h @ w2.astype(x.dtype) + b2.astype(x.dtype)
+
+
+def of_perceptron(dtype):
+    shapes = ((16, 32), (32,), (32, 16), (16,))
+    return x_of(dtype), *(weights(*shape, seed=i + 1) for i, shape in enumerate(shapes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("residual", [False, True])
+def test_mlp(residual, dtype):
+    def f(*args):
+        return args[0] + perceptron(*args) if residual else perceptron(*args)
+
+    assert_fuses(f, *of_perceptron(dtype), into={"mlp": 1})
+
+
+def gated(x, w_gate, w_up, w_down, activation=jax.nn.silu):
+    return (activation(x @ w_gate) * (x @ w_up)) @ w_down
+
+
+def of_gated(dtype):
+    shapes = ((16, 32), (16, 32), (32, 16))
+    return x_of(dtype), *(weights(*s, seed=i + 1, dtype=dtype) for i, s in enumerate(shapes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu, jax.nn.relu, jax.nn.sigmoid])
+def test_gated_mlp(activation, dtype):
+    assert_fuses(partial(gated, activation=activation), *of_gated(dtype), into={"gated_mlp": 1})
+
+
+def test_gated_mlp_with_factors_the_other_way_round_and_residual():
+    def f(x, w_gate, w_up, w_down, b):
+        return x + ((x @ w_up + b) * jax.nn.silu(x @ w_gate + b)) @ w_down
+
+    assert_fuses(f, *of_gated("float32"), weights(32, seed=7), into={"gated_mlp": 1})
+
+
+def test_gated_mlp_of_one_product():
+    def f(x, w, w_down, first):
+        a, b = jnp.split(x @ w, 2, axis=-1)
+        return (jax.nn.silu(a) * b if first else a * jax.nn.silu(b)) @ w_down
+
+    args = (x_of("float32"), weights(16, 64), weights(32, 16, seed=3))
+    assert_fuses(partial(f, first=True), *args, into={"gated_mlp": 1})
+    assert_fuses(partial(f, first=False), *args, into={"gated_mlp": 1})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_mlp_of_one_product_with_its_biases(dtype):
+    def f(x, w, b, w_down, b_down, first):
+        y = x @ w.astype(x.dtype) + b.astype(x.dtype)
+        a, c = jnp.split(y, 2, axis=-1)
+        y = jax.nn.gelu(a) * c if first else a * jax.nn.gelu(c)
+        return y @ w_down.astype(x.dtype) + b_down.astype(x.dtype)
+
+    shapes = ((16, 64), (64,), (32, 16), (16,))
+    args = (x_of(dtype), *(weights(*shape, seed=i + 1) for i, shape in enumerate(shapes)))
+    assert_fuses(partial(f, first=True), *args, into={"gated_mlp": 1})
+    assert_fuses(partial(f, first=False), *args, into={"gated_mlp": 1})
+
+
+@pytest.mark.parametrize("kernel", ["NDF", "NFD", "DNF"])
+def test_gated_mlp_of_one_product_with_an_axis_of_two(kernel):
+    """Gemma's gating_einsum."""
+
+    def f(x, w, w_down):
+        gate = jnp.einsum(f"...D,{kernel}->...NF", x, w)
+        return (jax.nn.gelu(gate[..., 0, :]) * gate[..., 1, :]) @ w_down
+
+    shape = [{"N": 2, "D": 16, "F": 24}[axis] for axis in kernel]
+    args = (x_of("float32"), weights(*shape), weights(24, 16, seed=2))
+    assert_fuses(f, *args, into={"gated_mlp": 1})
+
+
+def test_gated_mlp_of_stacked_kernels():
+    def f(x, w, w_down):
+        return (jax.nn.gelu(jnp.dot(x, w[0])) * jnp.dot(x, w[1])) @ w_down
+
+    args = (x_of("float32"), weights(2, 16, 32), weights(32, 16, seed=3))
+    assert_fuses(f, *args, into={"gated_mlp": 1})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", [("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")])
+def test_a_convolution_that_cuts_patches(layout, dtype):
+    channels_last = layout[0] == "NHWC"
+
+    def f(x, w, b):
+        y = jax.lax.conv_general_dilated(
+            x, w.astype(x.dtype), (2, 4), "VALID", dimension_numbers=layout
+        )
+        return y + (b if channels_last else b[:, None, None]).astype(x.dtype)
+
+    x = x_of(dtype, 2, 8, 8, 3) if channels_last else x_of(dtype, 2, 3, 8, 8)
+    w = weights(2, 4, 3, 16) if channels_last else weights(16, 3, 2, 4)
+    assert_fuses(f, x, w, weights(16, seed=3), into={"linear": 1})
+
+
+# --- what is left alone ---------------------------------------------------------------------------
+
+
+def test_a_product_alone_is_left_alone():
+    assert_left_alone(lambda x, w, b: x @ w + b, x_of("float32"), weights(16, 8), weights(8))
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        lambda x: x * jax.nn.sigmoid(1.6 * x),
+        lambda x: 0.5 * x * (1 + jnp.tanh(0.8 * (x + 0.05 * x**3))),
+        lambda x: jnp.tanh(1.1 * x),
+        jax.nn.softplus,
+        jax.nn.relu6,
+        jax.nn.elu,
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_activations_are_left_alone(activation, dtype):
+    def f(x, w, b):
+        return activation(x @ w + b)
+
+    args = (x_of(dtype), weights(16, 8, dtype=dtype), weights(8, dtype=dtype))
+    assert_left_alone(f, *args)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        lambda x: x * jax.nn.sigmoid(1.70201 * x),
+        lambda x: 0.5 * x * (1 + jnp.tanh(0.797884 * (x + 0.04472 * x**3))),
+        lambda x: x * jax.nn.sigmoid(x + 1e-5),
+    ],
+)
+def test_constants_of_activations_are_told_to_their_last_place(activation):
+    assert_left_alone(lambda x, w: activation(x @ w), x_of("float32"), weights(16, 8))
+
+
+def test_a_number_after_an_activation_stays():
+    def f(x, w):
+        return jax.nn.silu(x @ w) + 1e-3
+
+    for dtype in ("float32", "bfloat16"):
+        assert_fuses(f, x_of(dtype), weights(16, 8, dtype=dtype), into={"linear": 1})
+    x = jnp.zeros((4, 16), jnp.bfloat16)
+    assert float(jaxfused.fuse(f)(x, weights(16, 8, dtype="bfloat16"))[0, 0]) > 9e-4
+
+
+def test_products_of_two_precisions_are_no_gated_mlp():
+    def f(x, w_gate, w_up, w_down):
+        up = jnp.dot(x, w_up, precision="highest")
+        return (jax.nn.silu(x @ w_gate) * up) @ w_down
+
+    assert "gated_mlp" not in counts(f, *of_gated("float32"))
+
+
+def test_a_maximum_is_no_relu_where_it_bends():
+    def f(x, w):
+        return jnp.maximum(x @ w, 0)
+
+    assert_left_alone(f, x_of("float32"), weights(16, 8), because="write jax.nn.relu")
+
+
+def test_a_relu_of_the_users_own_gradient_is_a_wall():
+    @jax.custom_jvp
+    def relu(x):
+        return jnp.maximum(x, 0)
+
+    relu.defjvp(lambda x, dx: (relu(*x), dx[0] * 0.5))
+    assert_left_alone(lambda x, w: relu(x @ w), x_of("float32"), weights(16, 8))
+
+
+def test_a_hidden_layer_that_is_used_elsewhere_is_no_mlp():
+    def f(x, w1, b1, w2, b2):
+        h = jax.nn.gelu(x @ w1 + b1)
+        return h @ w2 + b2, h
+
+    assert counts(f, *of_perceptron("float32")) == {"linear": 1}
+    assert_fuses(f, *of_perceptron("float32"), into={"linear": 1})
+
+
+def test_a_preactivation_that_is_used_elsewhere_is_left_alone():
+    def f(x, w):
+        z = x @ w
+        return jax.nn.gelu(z), z
+
+    assert_left_alone(f, x_of("float32"), weights(16, 8))
+
+
+def test_integers_are_left_alone():
+    def f(x, w, residual):
+        return x @ w + residual
+
+    args = (
+        jnp.ones((2, 4, 4), jnp.int32),
+        jnp.ones((4, 4), jnp.int32),
+        jnp.ones((2, 4, 4), jnp.int32),
+    )
+    assert_left_alone(f, *args)
+
+
+def test_an_active_dropout_stays_between_two_products():
+    def f(x, w1, b1, w2, b2):
+        h = jax.nn.gelu(x @ w1 + b1)
+        keep = jax.random.bernoulli(jax.random.key(0), 0.5, h.shape)
+        return jnp.where(keep, h / 0.5, 0) @ w2 + b2
+
+    assert_fuses(f, *of_perceptron("float32"), into={"linear": 1})
+
+
+def test_a_quantised_weight_is_not_looked_through():
+    """A convert to 8 bits and back is meant: the weight is the rounded one."""
+
+    def f(x, w):
+        return jax.nn.gelu(x @ w.astype(jnp.float8_e4m3fn).astype(x.dtype))
+
+    x, w = x_of("float32"), weights(16, 8)
+    assert counts(f, x, w) == {"linear": 1}
+    ours, plain = jaxfused.fuse(f)(x, w), f(x, w)
+    assert float(jnp.abs(ours - plain).max()) < 1e-5
+
+
+@pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
+def test_windows_that_overlap_or_pad_are_no_patches(strides):
+    def f(x, w):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, strides, "SAME", dimension_numbers=numbers)
+
+    assert counts(f, x_of("float32", 2, 9, 9, 3), weights(2, 2, 3, 8)) == {"conv": 1}

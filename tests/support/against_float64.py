@@ -1,0 +1,42 @@
+"""Compares an operator and its gradients with a plain jax.numpy statement in float64."""
+
+import jax
+import numpy as np
+
+from tests.support.arrays import put
+from tests.support.tolerances import assert_accurate
+
+COTANGENTS = 8
+"""How many random cotangents a gradient is taken of. The gradient to a few parameters is a few sums:
+the error of plain jax.numpy in one draw of them is luck, the largest over eight draws a yardstick."""
+
+
+def assert_values_and_gradients(ours, plain, *args, cotangents=COTANGENTS, seed=0):
+    """`ours` and its gradients are as accurate as the rule of tests/support/tolerances.py asks.
+
+    Both functions take `args`, pytrees of float arrays, and return a pytree of arrays; what else
+    they need they close over. The cotangents are random, and fewer where a call takes seconds, as it
+    does in an interpreter.
+    """
+    rng = np.random.default_rng(seed)
+    y = jax.eval_shape(ours, *args)
+    draws = [
+        jax.tree.map(lambda a: put(rng.normal(size=a.shape), a.dtype), y) for _ in range(cotangents)
+    ]
+
+    def results(f, args, dy):
+        y, vjp = jax.vjp(f, *args)
+        return {"y": y, "gradients": vjp(dy)}
+
+    def over_draws(f, args, draws):
+        compiled = jax.jit(f)
+        return jax.tree.map(lambda *a: np.stack(a), *(compiled(args, dy) for dy in draws))
+
+    actual, low = over_draws(lambda *a: (results(ours, *a), results(plain, *a)), args, draws)
+    with jax.enable_x64(True):
+        args, draws = jax.tree.map(lambda a: np.asarray(a, np.float64), (args, draws))
+        truth = over_draws(lambda *a: results(plain, *a), args, draws)
+    for (path, a), b, t in zip(
+        jax.tree.leaves_with_path(actual), jax.tree.leaves(low), jax.tree.leaves(truth), strict=True
+    ):
+        assert_accurate(jax.tree_util.keystr(path), a, b, t)

@@ -1,0 +1,142 @@
+"""How exact gradients of a perceptron in float8 have to be, and its kernels, on a GPU.
+
+Two results in float8 are not compared with each other: XLA may leave out a rounding to bfloat16 between
+two operations, and a last bit of what is rounded to float8 makes a sixteenth of the value. Either result
+is compared with that of float64.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxfused
+from jaxfused import dispatch
+from jaxfused.ops.fp8 import fp8_xla
+from jaxfused.runtime.activation import activate
+from pallas_kernels.gemm import fp8 as pallas_fp8
+from tests.support.arrays import put
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+def operands(rows, seed=0, dtype=jnp.bfloat16):
+    """(x, w1, b1, w2, b2, dy) of a perceptron 256 - 512 - 128."""
+    rng = np.random.default_rng(seed)
+    shapes = ((rows, 256), (256, 512), (512,), (512, 128), (128,), (rows, 128))
+    scales = (1.0, 1 / 16, 1.0, 1 / 16, 1.0, 1.0)
+    return [
+        put(scale * rng.normal(size=shape), dtype)
+        for shape, scale in zip(shapes, scales, strict=True)
+    ]
+
+
+def mlp_and_gradients(activation, implementation, precision="fp8", save="hidden"):
+    """A function of `operands` that returns the result and the gradients of all before dy."""
+
+    def run(*arrays):
+        *primals, dy = arrays
+        y, vjp = jax.vjp(
+            lambda *a: jaxfused.mlp(
+                *a,
+                activation=activation,
+                save=save,
+                precision=precision,
+                implementation=implementation,
+            ),
+            *primals,
+        )
+        return y, *vjp(dy)
+
+    return run
+
+
+def truth(activation, arrays):
+    """The same in float64, of which nothing is rounded."""
+    with jax.enable_x64(True):
+        *primals, dy = (put(np.asarray(a, np.float64)) for a in arrays)
+
+        def mlp(x, w1, b1, w2, b2):
+            return activate(activation, x @ w1 + b1) @ w2 + b2
+
+        y, vjp = jax.vjp(mlp, *primals)
+        return [np.asarray(a) for a in (y, *vjp(dy))]
+
+
+NAMES = ("y", "dx", "dw1", "db1", "dw2", "db2")
+
+
+def errors(results, exact):
+    """By name, the error of a result over the truth's size."""
+    return {
+        name: float(np.linalg.norm(np.asarray(a, np.float64) - t) / np.linalg.norm(t))
+        for name, a, t in zip(NAMES, results, exact, strict=True)
+    }
+
+
+def excess(ours, xla, exact):
+    """How much larger than allowed the errors are, by name: empty where all are small enough.
+
+    A tenth more than the reference's own, and the rounding of the results.
+    """
+    ours, xla = errors(ours, exact), errors(xla, exact)
+    rounding = 2.0**-8
+    return {n: (ours[n], xla[n]) for n in NAMES if not ours[n] <= 1.1 * xla[n] + rounding}
+
+
+def kernel_differences(rows):
+    """By name, how far each kernel is from the reference of the same float8 operands.
+
+    In units in the last place of bfloat16, of what is compared or of a tenth of the largest where that
+    is more: the sums of the tensor cores have fewer bits than those of float32.
+    """
+    rng = np.random.default_rng(1)
+
+    def float8(dtype, *shape):
+        return put(rng.normal(size=shape), jnp.float32).astype(dtype)
+
+    x, w, dy, w2 = (
+        float8(E4M3, rows, 256),
+        float8(E4M3, 512, 256),
+        float8(E5M2, rows, 128),
+        float8(E4M3, 512, 128),
+    )
+    xt, dyt = float8(E4M3, 256, rows), float8(E5M2, 512, rows)
+    bias = put(rng.normal(size=512), jnp.bfloat16)
+    slope = put(rng.integers(-14, 127, (rows, 512)), jnp.int8)
+    scales = (jnp.full(1, 0.03), jnp.full(1, 0.5))
+    unit = (*scales, jnp.full(1, 1 / 112))
+    options = pallas_fp8.LayerOptions(None, None, jnp.bfloat16, True, "value")
+    by_slope = dict(dtype=jnp.bfloat16, maximise=True)
+    launch = dict(multiprocessors=dispatch.current_device().multiprocessors)
+    config = pallas_fp8.candidates(
+        pallas_fp8.work(dy, w2, read_bytes=1, written_bytes=2), launch["multiprocessors"]
+    )[0]
+    pairs = {
+        "z": (
+            pallas_fp8.layer(x, w, scales, bias, None, options, **launch)[1:],
+            fp8_xla.layer(x, w, scales, bias, None, options)[1:],
+        ),
+        "dz": (
+            pallas_fp8.hidden_gradient_by_slope(
+                dy, w2, unit, slope, **by_slope, **launch, config=config
+            ),
+            fp8_xla.hidden_gradient_by_slope(dy, w2, unit, slope, **by_slope),
+        ),
+        "dw": (
+            (
+                pallas_fp8.weight_gradient(xt, dyt, scales, out_dtype=jnp.bfloat16, **launch),
+                None,
+            ),
+            (fp8_xla.weight_gradient(xt, dyt, scales, out_dtype=jnp.bfloat16), None),
+        ),
+    }
+    found = {}
+    for name, ((ours, maxima), (expected, _)) in pairs.items():
+        a, b = np.asarray(ours, np.float64), np.asarray(expected, np.float64)
+        size = np.maximum(np.abs(b), 0.1 * np.abs(b).max())
+        found[name] = float((np.abs(a - b) / size).max() * 2**7)
+        if maxima is not None:
+            rows_of = a if name == "z" else np.abs(a)
+            same = np.array_equal(np.asarray(maxima).max(axis=0), rows_of.max(axis=1))
+            found[f"maxima of {name}"] = 0.0 if same else np.inf
+    return found

@@ -1,0 +1,772 @@
+"""The benchmarks' bookkeeping on any machine: what is counted, checked, merged, judged, drawn."""
+
+import json
+import sys
+from functools import partial
+
+import chex
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import (
+    __main__,
+    attention,
+    batch_norm,
+    ceilings,
+    conv,
+    depthwise,
+    end_to_end,
+    end_to_end_jax,
+    end_to_end_report,
+    group_norm,
+    layer_norm,
+    linear,
+    losses,
+    mlp,
+    parallel,
+    peers,
+    plot,
+    pool,
+    qkv_projection,
+    quantized_conv,
+    quantized_matmul,
+    report,
+    resample,
+    results,
+    rope,
+    runner,
+    timing,
+)
+from benchmarks.case import BARE, BEST_PEER, BULK_COPY, TERAFLOPS, Bar
+from examples.classify.convnext import ConvNeXtSize
+from examples.classify.resnet import ResNetSize
+from examples.vit.model import MODELS, ViTSize
+from tests.support.grids import parametrize
+
+TINY = (6, 64)
+CASES = {case.name: case for case in layer_norm.cases(shapes=[TINY])}
+PRODUCT_CASES = {
+    case.name: case
+    for case in (
+        *attention.cases(plain=[(2, 24, 4, 16)], causal=[(2, 24, 4, 2, 16)]),
+        *linear.cases(shapes=[(24, 16, 32)]),
+        *mlp.cases(shapes=[(24, 16, 32)]),
+        *rope.cases(shapes=[(2, 12, 4, 2, 16)]),
+        *qkv_projection.cases(shapes=[(2, 12, 4, 2, 16)]),
+        *quantized_matmul.cases(shapes=[(24, 256, 128)]),
+    )
+}
+LOSS_CASES = {
+    case.name: case
+    for case in losses.cases(logits=[(24, 300)], layers=[(24, 16, 300)], images=[(3, 8, 8)])
+}
+CONV_CASES = {case.name: case for case in conv.cases(shapes=[(2, 6, 5, 8, 16)])}
+QUANTIZED_CONV_CASES = {case.name: case for case in quantized_conv.cases(shapes=[(2, 6, 5, 8, 16)])}
+IMAGE_CASES = {
+    case.name: case
+    for operator in (batch_norm, depthwise, group_norm, pool, resample)
+    for case in operator.cases(shapes=[(2, 6, 5, 8)])
+}
+ALL_CASES = QUANTIZED_CONV_CASES | CASES | PRODUCT_CASES | LOSS_CASES | CONV_CASES | IMAGE_CASES
+
+
+def result_of(case, times, **rows):
+    """Returns what the runner would save for `case` if these were the times."""
+    rows |= {
+        name: {"microseconds": time, "least": 0.99 * time, "most": 1.01 * time}
+        for name, time in times.items()
+    }
+    return {
+        "case": case.name,
+        "shape": list(case.shape),
+        "dtype": case.dtype,
+        "bytes": case.bytes,
+        "flops": case.flops,
+        "default": "pallas",
+        "bars": [vars(bar) for bar in case.bars],
+        "rows": rows,
+    }
+
+
+def section_of(*cases):
+    return {
+        "date": "2026-01-02T03:04:05+00:00",
+        "machine": {"versions": {"jax": "1.2.3"}},
+        "ceilings": {"bulk_copy": 1e-3, "device_copy": 2e-3, "copy": 2e-3, "gemm": 1e-6},
+        "missing": {"tokamax": "ModuleNotFoundError: No module named 'tokamax'"},
+        "cases": list(cases),
+    }
+
+
+FORWARD = result_of(
+    CASES["layer_norm forward"],
+    {"pallas": 2.0, "cuda": 1.5, "reference": 3.0, "xla": 3.0, "liger": 2.5},
+    torch_compile={"failed": "RuntimeError: no"},
+)
+SECTION = section_of(FORWARD, result_of(CASES["rms_norm forward+backward"], {"xla": 3.0}))
+
+
+# --- the cases ------------------------------------------------------------------------------------
+
+
+@parametrize("name", list(ALL_CASES), quick=slice(None, None, 8))
+def test_case_agrees_with_its_truth(name):
+    case = ALL_CASES[name]
+    inputs = case.make_inputs(jax.random.key(0))
+    with jax.enable_x64(True):
+        truth = jax.jit(runner._in_float64(case.truth))(*inputs)
+    for implementation in {"reference", "xla"} & set(case.jax):
+        outputs = jax.jit(case.jax[implementation])(*inputs)
+        assert runner.distance(outputs, truth) <= case.error_limit, implementation
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case_counts_each_operand_once(name):
+    """The forward counts inputs and outputs, the backward its inputs (h, dy, scale) and outputs."""
+    case = CASES[name]
+    inputs = jax.eval_shape(case.make_inputs, jax.random.key(0))
+    outputs = jax.eval_shape(case.jax["reference"], *inputs)
+    total = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((inputs, outputs)))
+    if case.differentiable:
+        h, scale = inputs[0], inputs[1]
+        total += h.size * h.dtype.itemsize + scale.size * scale.dtype.itemsize
+    assert case.bytes == total
+
+
+@pytest.mark.parametrize("name", [n for n in PRODUCT_CASES if n.endswith(" forward")])
+def test_case_with_products_counts_operands_and_operations(name):
+    case = PRODUCT_CASES[name]
+    inputs = jax.eval_shape(case.make_inputs, jax.random.key(0))
+    outputs = jax.eval_shape(case.jax["xla"], *inputs)
+    assert case.bytes == sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((inputs, outputs)))
+    flops = end_to_end_jax.product_flops(jax.make_jaxpr(case.jax["xla"])(*inputs).jaxpr)
+    assert case.flops == flops // (2 if "causal" in name else 1)
+
+
+@pytest.mark.parametrize("name", [n for n in CONV_CASES if n.endswith(" forward")])
+def test_case_of_a_convolution_counts_each_operand_once(name):
+    case = CONV_CASES[name]
+    inputs = jax.eval_shape(case.make_inputs, jax.random.key(0))
+    outputs = jax.eval_shape(case.jax["xla"], *inputs)
+    assert case.bytes == sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((inputs, outputs)))
+    assert case.flops == 2 * (2 * 6 * 5) * 9 * 8 * 16
+
+
+def test_attention_takes_its_logits_once_more_for_the_gradient():
+    forward, whole = (
+        PRODUCT_CASES[f"attention {direction}"].flops
+        for direction in ("forward", "forward+backward")
+    )
+    assert 2 * whole == 7 * forward
+
+
+def test_truth_of_attention_is_the_same_a_few_heads_at_a_time(monkeypatch):
+    case = PRODUCT_CASES["causal attention forward+backward"]
+    inputs = [a.astype(jnp.float32) for a in case.make_inputs(jax.random.key(0))]
+    at_once = jax.jit(case.truth)(*inputs)
+    monkeypatch.setattr(attention, "_TRUTH_LOGITS", 3 * 2 * 24 * 24)  # 3 of 4, then the last
+    in_parts = jax.jit(lambda *inputs: case.truth(*inputs))(*inputs)  # traced again
+    assert runner.distance(in_parts, at_once) < 1e-5
+    of_reference = jax.jit(case.jax["reference"])(*inputs)
+    assert runner.distance(in_parts, of_reference) < 1e-5
+
+
+def test_attention_without_room_for_its_logits_is_skipped():
+    (case,) = (
+        c for c in attention.cases() if c.name == "attention forward" and c.shape[1] == 16384
+    )
+    assert set(case.skipped) == {"reference", "xla"}
+    assert "16 GiB" in case.skipped["xla"]
+
+
+def test_attention_at_odd_lengths_has_a_padded_peer():
+    by_length = {case.shape[1]: set(case.jax) for case in attention.cases()}
+    assert {"cudnn_padded", "tokamax_triton"} <= by_length[197]
+    assert not {"cudnn_padded", "tokamax_triton"} & by_length[4096]
+
+
+def test_gradient_case_returns_outputs_then_gradients():
+    case = CASES["residual + layer_norm forward+backward"]
+    outputs = jax.eval_shape(
+        case.jax["reference"], *jax.eval_shape(case.make_inputs, jax.random.key(0))
+    )
+    assert [o.shape for o in outputs] == [TINY, TINY, TINY, TINY[1:], TINY[1:]]
+    assert [o.dtype for o in outputs] == [jnp.bfloat16] * 3 + [jnp.float32] * 2
+
+
+def test_inputs_are_random_and_differ_between_sets():
+    sets = runner.make_sets(CASES["layer_norm forward"])
+    assert len(sets) == timing.input_sets(sum(a.nbytes for a in sets[0]))
+    assert not (sets[0][0] == sets[1][0]).all()
+    assert all(float(jnp.std(a)) > 0 for a in sets[0])
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 16), (2**26, 4), (2**27 + 1, 2), (2**33, 2)])
+def test_input_sets_outgrow_the_cache(size, count):
+    assert timing.input_sets(size) == count
+
+
+def test_full_run_has_the_shapes_of_the_bars():
+    shapes = {case.shape for case in layer_norm.cases()}
+    assert shapes == set(layer_norm.SHAPES)
+    assert {case.shape for case in layer_norm.cases(quick=True)} == set(layer_norm.QUICK_SHAPES)
+
+
+# --- the check before the timing ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spoil", "right"),
+    [
+        (lambda y: y, True),
+        (lambda y: y.at[3].multiply(1.02), False),  # one wrong row among many
+        (lambda y: y.at[0, 0].set(jnp.nan), False),
+        (lambda y: y[:-1], False),
+        (lambda y: (y, y), False),
+    ],
+)
+def test_distance_sees_every_row(spoil, right):
+    y = jax.random.normal(jax.random.key(0), (512, 64))
+    assert (runner.distance(spoil(y), y) <= CASES["layer_norm forward"].error_limit) == right
+
+
+def test_distance_of_a_short_row_is_by_the_length_of_the_others():
+    truth = jax.random.normal(jax.random.key(0), (512, 64)).at[7].set(0.0)
+    assert runner.distance(truth.at[7].set(1e-4), truth) < 1e-3
+    assert runner.distance(truth.at[7].set(0.1), truth) > 0.05
+
+
+def test_wrong_and_failing_implementations_are_reported_not_timed(monkeypatch):
+    def failing(*_):
+        raise ValueError("cannot run here\nsecond line")
+
+    case = CASES["layer_norm forward"]
+    right = case.jax["reference"]
+    functions = {
+        "pallas": right,
+        "cuda": failing,
+        "reference": lambda x, *rest: right(x, *rest) * 1.05,
+        "xla": right,
+    }
+    functions |= {BARE: lambda x, *_: x, "cudnn": right}
+    changed = vars(case) | {
+        "jax": functions,
+        "torch": {"liger": failing},
+        "skipped": {"cudnn": "too large", "torch_compile": "not asked for"},
+    }
+    timed = []
+
+    def fake_cupti(call, sets):
+        timed.append(call)
+        return timing.Samples([2.0, 1.0, 3.0], [("kernel", 2.0)])
+
+    monkeypatch.setattr(timing, "cupti", fake_cupti)
+    saved = []
+    runner.run(
+        [type(case)(**changed)],
+        {"pallas", "cuda", "reference", "liger", BARE, "cudnn"},
+        budget=1e9,
+        save=lambda results: saved.append(json.loads(json.dumps(results))),
+    )
+    rows = saved[-1][0]["rows"]
+    assert set(rows) == {"pallas", "cuda", "reference", "liger", BARE, "cudnn"}
+    assert rows["pallas"]["microseconds"] == 2.0
+    assert rows["pallas"]["rounds"] == [2.0, 2.0]
+    assert (rows["pallas"]["least"], rows["pallas"]["most"]) == (1.0, 3.0)
+    assert rows["cuda"] == {"failed": "ValueError: cannot run here"}
+    assert "relative error" in rows["reference"]["wrong"]
+    assert "failed" in rows["liger"]
+    assert rows["cudnn"] == {"skipped": "too large"}
+    assert rows[BARE]["microseconds"] == 2.0 and "error" not in rows[BARE]
+    assert len(timed) == 4  # two rounds of the one that is right, and of the bare product
+
+
+def test_the_clock_that_says_less_is_taken():
+    def samples(*values):
+        return timing.Samples(list(values), [])
+
+    rounds = [
+        {"events": samples(5.0, 5.0), "cupti": samples(4.0, 4.2)},
+        {"events": samples(5.0, 5.0), "cupti": samples(4.1, 4.3)},
+    ]
+    row = runner._combine(rounds)
+    assert row["clock"] == "cupti"
+    assert row["microseconds"] == pytest.approx(4.15)
+    assert row["by_clock"]["events"] == 5.0
+    del rounds[1]["cupti"]
+    assert runner._combine(rounds)["clock"] == "events"
+
+
+# --- peers ----------------------------------------------------------------------------------------
+
+
+def test_missing_peer_is_named_with_its_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    reasons = peers.missing(["xla", "tokamax"])
+    assert set(reasons) == {"tokamax"}
+    assert "tokamax" in reasons["tokamax"]
+
+
+def test_broken_peer_counts_as_missing(monkeypatch):
+    def broken():
+        raise OSError("libcuda.so: cannot open")
+
+    monkeypatch.setitem(peers.PROBES, "liger", broken)
+    assert peers.missing(["liger"]) == {"liger": "OSError: libcuda.so: cannot open"}
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_operators_are_the_files_with_cases():
+    assert __main__.operators()["layer_norm"] is layer_norm
+    assert "runner" not in __main__.operators()
+
+
+def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert __main__.main(["layer_norm"]) == 2
+    assert "need an NVIDIA GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["no_such"], ["--peers", "no_such"]])
+def test_unknown_names_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        __main__.main(arguments)
+    assert "no_such is not known" in capsys.readouterr().err
+
+
+def test_copy_kernel_copies():
+    x = jax.random.normal(jax.random.key(0), (7, 256), jnp.bfloat16)
+    with plgpu.force_gpu_interpret_mode():
+        y = ceilings.bulk_copy(x, chunk=256, slots=3, ctas=2)
+    assert bool((y == x).all())
+
+
+@pytest.mark.parametrize("ring", ceilings._RINGS)
+def test_copy_kernel_lowers_for_a_gpu(ring):
+    chunk, slots, ctas = ring
+    copy = jax.jit(partial(ceilings.bulk_copy, chunk=chunk, slots=slots, ctas=132 * ctas))
+    shape = jax.ShapeDtypeStruct((1024, chunk), jnp.bfloat16)
+    jax.export.export(copy, platforms=["cuda"])(shape)
+
+
+# --- results, judgement, report -------------------------------------------------------------------
+
+
+def test_saving_one_section_keeps_the_others(tmp_path):
+    path = results.save_section(tmp_path, "NVIDIA H200", "layer_norm", {"cases": [1 / 3]})
+    assert path.name == "nvidia-h200.json"
+    results.save_section(tmp_path, "NVIDIA H200", "attention", {"cases": []})
+    results.save_section(tmp_path, "NVIDIA H200", "attention", {"cases": [2]})
+    loaded = results.load(path)
+    assert loaded["gpu"] == "NVIDIA H200"
+    assert loaded["benchmarks"] == {
+        "layer_norm": {"cases": [0.33333]},
+        "attention": {"cases": [2]},
+    }
+    assert [p.name for p in tmp_path.iterdir()] == ["nvidia-h200.json"]
+
+
+def test_rates_and_ratios():
+    time = report.microseconds(FORWARD, "pallas")
+    assert report.rate(FORWARD, time) == (FORWARD["bytes"] / 2000.0, "GB/s")
+    assert report.rate({**FORWARD, "flops": 8_000_000}, time) == (4.0, "TFLOP/s")
+    assert report.best_peer(FORWARD) == "liger"
+    judged = {(j.ours, j.against): j for j in report.judge(SECTION) if j.case == FORWARD["case"]}
+    assert judged["default", "reference"].ratio == 1.5
+    assert judged["default", "reference"].met is True
+    assert judged["default", BEST_PEER].ratio == 1.25
+    assert judged["cuda", "pallas"].ratio == 2.0 / 1.5
+    bulk = judged["default", BULK_COPY]
+    assert bulk.ratio == pytest.approx(FORWARD["bytes"] / 2.0 / 1e3 / 1e-3)
+    unmeasured = [j for j in report.judge(SECTION) if j.case != FORWARD["case"]]
+    assert all(j.ratio is None and j.met is None for j in unmeasured)
+
+
+def test_summary_says_no_where_a_must_is_missed_or_not_measured():
+    slow = result_of(CASES["layer_norm forward"], {"pallas": 2.0, "reference": 2.2, "liger": 2.5})
+    slow["shape"] = [7, 64]
+    _, rows = report.summary(section_of(FORWARD, slow))
+    against_xla = next(row for row in rows if row[2] == "jaxfused xla")
+    assert against_xla[-2:] == ["1.50 1.10", "NO 1/2"]
+    _, rows = report.summary(SECTION)
+    assert all(row[-1].startswith("NO 0/1") for row in rows if row[0].startswith("rms") and row[3])
+
+
+def test_bars_of_some_shapes_and_rates():
+    case = PRODUCT_CASES["linear + bias + gelu forward"]
+    bars = (Bar("xla", must=1.4), Bar(TERAFLOPS, aim=700.0), Bar(BARE, aim=0.97))
+    times = {"pallas": 2.0, "xla": 3.0, BARE: 1.9}
+    first = result_of(case, times) | {"bars": [vars(bar) for bar in bars], "flops": 1_500_000_000}
+    second = result_of(case, times) | {"bars": [], "shape": [1, 2, 3]}
+    assert report.best_peer(first) == "xla"
+    _, rows = report.summary(section_of(first, second))
+    assert [row[1:] for row in rows] == [
+        ["default", "stock XLA", "1.40", "", "1.50 .", "yes 1/1"],
+        ["default", "TFLOP/s", "", "700", "750 .", "1/1"],
+        ["default", "bare product", "", "0.97", "0.95 .", "0/1"],
+    ]
+
+
+def test_a_default_slower_than_another_of_ours_is_pointed_out():
+    (line,) = report.slow_defaults(SECTION)
+    assert "jaxfused cuda 1.5 us" in line
+
+
+def test_faults_are_counted_once_each():
+    again = section_of(FORWARD, FORWARD)
+    assert list(report.faults(again)) == ["torch.compile, 2 cases, failed: RuntimeError: no"]
+
+
+def test_table_names_what_went_wrong():
+    header, rows = report.table(SECTION)
+    text = report.plain_table("title", header, rows)
+    assert "failed: RuntimeError: no" in text
+    assert all(len(row) == len(header) for row in rows)
+
+
+def pages_of(directory):
+    """The arguments of `plot` for empty pages beside a folder of results."""
+    readme, page = directory.parent / "README.md", directory / "README.md"
+    directory.mkdir(exist_ok=True)
+    for path, parts in ((readme, ("models", "operators")), (page, ("benchmarks",))):
+        marked = (f"<!-- {part}:begin -->\nold\n<!-- {part}:end -->\n" for part in parts)
+        path.write_text(f"before\n{''.join(marked)}after\n")
+    arguments = ["--results", str(directory), "--readme", str(readme), "--page", str(page)]
+    return arguments, readme, page
+
+
+def test_chart_and_page_come_from_the_file_alone(tmp_path):
+    directory = tmp_path / "results"
+    results.save_section(directory, "Some GPU", "layer_norm", SECTION)
+    arguments, _, page = pages_of(directory)
+    plot.main(arguments)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n")
+    assert "old" not in text
+    assert "(some-gpu-layer_norm.png)" in text
+    rate = f"{FORWARD['bytes'] / 2e3:.0f} GB/s"
+    assert f"| layer_norm forward | 1 | {rate} | 1.50x | 1.25x |" in text
+    assert "| rms_norm forward+backward | 1 | not measured | not measured |" in text
+    assert "Not timed: torch.compile in 1 of 2 cases." in text
+    assert (directory / "some-gpu-layer_norm.png").read_bytes().startswith(b"\x89PNG")
+    plot.main([*arguments, "--tables"])
+    assert page.read_text() == text
+
+
+def test_readme_has_medians_of_the_sweep(tmp_path):
+    directory = tmp_path / "results"
+    arguments, readme, _ = pages_of(directory)
+
+    def entry(case, ours, stock, **fields):
+        times = {"ours": ours, "stock a": stock, "stock b": 2 * stock}
+        fields = {"operator": "layer_norm", "direction": "forward", "status": "ok"} | fields
+        kernels = {"ours": [["norm", 1.0]], "stock a": [["x", 1.0]] * 3, "stock b": []}
+        return fields | dict(case=case, microseconds=times, same_program=None, kernels=kernels)
+
+    run = {"date": "2026-11-27T01:00:00", "commit": "a", "versions": {"jax": "0.11.2"}}
+    first = [entry(str(n), 1.0, ratio) for n, ratio in enumerate((1.0, 2.0, 3.0))]
+    both = entry("0", 1.0, 5.0, direction="forward+backward")
+    wrong = {"operator": "layer_norm", "direction": "forward", "status": "wrong", "case": "9"}
+    files = {"one": [*first, both, wrong], "two": [entry("0", 1.0, 4.0)]}
+    for gpu, entries in files.items():
+        text = json.dumps({"runs": [run | {"device": gpu, "entries": entries}]})
+        (directory / f"{gpu}-sweep.json").write_text(text)
+    plot.main([*arguments, "--tables"])
+    text = readme.read_text()
+    # The same case on two GPUs is two cases.
+    line = "| `layer_norm` | 1 instead of 3 | 2.50x (1.15x) | 5.00x (5.00x) | 4 |"
+    assert line in text
+    assert "5 timings on one and two with jax 0.11.2, from 2026-11-27 to 2026-11-27" in text
+    assert "over 1 commits; 1 more raised or were wrong" in text
+
+
+def test_tables_of_this_repository_are_those_of_its_results(tmp_path):
+    pages = []
+    for path in (plot.README, plot.PAGE):
+        pages.append(tmp_path / path.parent.name / path.name)
+        pages[-1].parent.mkdir()
+        pages[-1].write_text(path.read_text())
+    readme, page = pages
+    for chart in results.DIRECTORY.glob("*.*"):
+        if chart.suffix in (".json", ".png"):
+            (page.parent / chart.name).symlink_to(chart)
+    plot.write_tables(page.parent, readme, page)
+    remedy = "run `python -m benchmarks.plot --tables`"
+    assert readme.read_text() == plot.README.read_text(), remedy
+    assert page.read_text() == plot.PAGE.read_text(), remedy
+
+
+def test_page_without_markers_is_left_alone(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text("no markers\n")
+    with pytest.raises(ValueError, match="benchmarks:begin"):
+        plot.replace_part(page, "benchmarks", ["part"])
+    assert page.read_text() == "no markers\n"
+
+
+# --- whole training steps -------------------------------------------------------------------------
+
+TINY_SIZE = ViTSize(patch=4, depth=2, width=16, heads=2, hidden=32)
+TINY_VIT = end_to_end_jax.vit("tiny", TINY_SIZE, batch=4, image_size=16, classes=7)
+TINY_UNET = end_to_end_jax.unet("unet", batch=2, image_size=16, base=8, levels=3, groups=4)
+
+
+TINY_CONVNEXT = end_to_end_jax.convnext(
+    "tiny", ConvNeXtSize((1, 2), (8, 16), kernel=3), batch=2, image_size=16, classes=7
+)
+TINY_RESNETS = [
+    end_to_end_jax.resnet(
+        "tiny", ResNetSize((1, 2), bottleneck, 8, 4, small), norm, batch=2, image_size=16, classes=7
+    )
+    for bottleneck, small, norm in (
+        (True, False, "batch_norm"),
+        (False, True, "batch_norm"),
+        (True, False, "group_norm"),
+    )
+]
+
+
+def count_parameters(workload, variant):
+    params, *_ = jax.eval_shape(workload.programs[variant]().init, jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.exhaustive
+def test_ours_and_stock_are_the_same_networks():
+    assert count_parameters(TINY_VIT, "ours") == count_parameters(TINY_VIT, "stock")
+    for workload in (TINY_CONVNEXT, *TINY_RESNETS):
+        assert count_parameters(workload, "ours") == count_parameters(workload, "stock")
+    assert count_parameters(TINY_UNET, "ours") == count_parameters(TINY_UNET, "stock")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variant", ["ours", "stock"])
+def test_networks_that_only_answer(variant):
+    sizes = dict(batch=2, image_size=16, classes=7, answers=True)
+    resnet = ResNetSize((1, 2), True, 8, 4, False)
+    for workload in (
+        end_to_end_jax.unet("u", batch=2, image_size=16, base=8, levels=3, groups=4, answers=True),
+        end_to_end_jax.convnext("c", ConvNeXtSize((1, 2), (8, 16), kernel=3), **sizes),
+        end_to_end_jax.resnet("r", resnet, "batch_norm", **sizes),
+    ):
+        program = workload.programs[variant]()
+        state = program.init(jax.random.key(0))
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"bfloat16"}
+        batch = workload.make_batch(jax.random.key(1))
+        after, answer = jax.jit(program.step)(state, batch)
+        chex.assert_trees_all_equal(after, state)
+        assert jnp.isfinite(answer)
+        assert workload.flops() == workload.forward_flops()
+
+
+@pytest.mark.exhaustive
+def test_a_step_that_reads_copies_of_the_kernels_is_the_same_step():
+    """Its forward reads the same numbers; its gradients of kernels are rounded to bfloat16."""
+    states, losses = [], []
+    for variant in ("ours", "ours-copies"):
+        program = TINY_VIT.programs[variant]()
+        state, step = program.init(jax.random.key(0)), jax.jit(program.step)
+        for _ in range(2):
+            state, loss = step(state, TINY_VIT.make_batch(jax.random.key(1)))
+            losses.append(float(loss))
+        states.append(state)
+    (params, *_), (others, kept, _) = states
+    assert losses[0] == losses[2]
+    assert losses[1] == pytest.approx(losses[3], rel=1e-3)
+    chex.assert_trees_all_equal(kept.compute, jax.tree.map(lambda p: p.astype("bfloat16"), others))
+    # Adam's first steps have the size of the rate, whatever small gradients were rounded to.
+    chex.assert_trees_all_close(params, others, atol=4e-3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workload", [TINY_VIT, TINY_UNET, TINY_CONVNEXT], ids=lambda w: w.name)
+def test_a_fused_step_is_that_of_stock(workload):
+    """Its forward is the same but for rounding; both have float32 parameters and bfloat16 values."""
+    losses = []
+    for variant in ("stock", "fused"):
+        program = workload.programs[variant]()
+        state, step = program.init(jax.random.key(0)), jax.jit(program.step)
+        for _ in range(3):
+            state, loss = step(state, workload.make_batch(jax.random.key(1)))
+            losses.append(float(loss))
+    assert losses[3:] == pytest.approx(losses[:3], rel=2e-2)
+
+
+def test_flops_are_those_of_the_formula():
+    size, batch, tokens = MODELS["vit-b16"], 3, 197
+    block = tokens * (4 * size.width**2 + 2 * size.width * size.hidden)
+    block += 2 * tokens**2 * size.width  # the logits, and what they weigh
+    total = 196 * 16 * 16 * 3 * size.width + size.depth * block + size.width * 1000
+    workload = end_to_end_jax.vit("b", size, batch=batch)
+    assert workload.forward_flops() == 2 * batch * total
+
+
+def test_flops_of_loops_and_convolutions():
+    def f(x, w, up):
+        x, _ = jax.lax.scan(lambda c, _: (jax.jit(jnp.dot)(c, w), None), x, length=5)
+        x = x.reshape(1, 4, 4, 8)
+        return jax.lax.conv_transpose(x, up, (2, 2), "SAME")
+
+    jaxpr = jax.make_jaxpr(f)(jnp.ones((16, 8)), jnp.ones((8, 8)), jnp.ones((2, 2, 8, 3)))
+    # Each of 16 pixels becomes 4 of 3 channels.
+    expected = 5 * 2 * 16 * 8 * 8 + 2 * 16 * 4 * 8 * 3
+    assert end_to_end_jax.product_flops(jaxpr.jaxpr) == expected
+
+
+@pytest.fixture(scope="module")
+def steps_section():
+    """Returns what the command would save on a CPU, where cuDNN's attention and CUPTI are missing."""
+    rows = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "_ROUND_MILLISECONDS", 30.0)
+        end_to_end.run_jax(
+            [TINY_VIT],
+            ["ours", "stock", "cudnn", "torch"],
+            lambda model, variant, row: rows.setdefault(variant, row),
+        )
+    model = {"model": "tiny", "batch": 4, "flops": 3 * TINY_VIT.forward_flops(), "rows": rows}
+    return {**section_of(), "models": [model]}
+
+
+@pytest.mark.exhaustive
+def test_steps_train_and_are_timed(steps_section):
+    rows = steps_section["models"][0]["rows"]
+    assert set(rows) == {"ours", "stock", "cudnn"}
+    assert "cuDNN" in rows["cudnn"]["failed"]
+    for name in ("ours", "stock"):
+        row = rows[name]
+        assert abs(row["losses"][0] - 1.9) < 0.2  # log(7) after the warm-up's few steps
+        assert row["losses"][-1] < 0.9 * row["losses"][0]
+        assert min(row["rounds"]) <= row["milliseconds"] <= max(row["rounds"])
+        assert row["planned_bytes"] > 3 * 4 * count_parameters(TINY_VIT, name)
+        assert "CUPTI" in row["note"]
+    json.dumps(steps_section)
+
+
+def test_steps_wait_for_the_device_and_take_the_median(monkeypatch):
+    now = iter([0, 3, 3, 6, 6, 16, 16, 46, 46, 66])  # seconds: warm-up, probe, three rounds
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(timing, "_ROUND_MILLISECONDS", 10_000.0)
+    counts = []
+    row = timing.steps(counts.append)
+    assert counts == [3, 3, 10, 10, 10]
+    assert row == {"milliseconds": 2000.0, "rounds": [1000.0, 3000.0, 2000.0], "steps": 10}
+
+
+def test_kernels_are_summed_over_layers_and_traced_to_the_program(monkeypatch):
+    hlo = """
+    %fused { %add.1 = f32[] add(a, b), metadata={op_name="jit(step)/inner"} }
+    %loop_add_fusion.5 = f32[8] fusion(p), calls=%fused, metadata={op_name="jit(step)/Dense_5/add"}
+    ROOT %loop_add_fusion.6 = f32[8] fusion(p), metadata={op_name="jit(step)/Dense_6/add"}
+    """
+    timed = [("loop_add_fusion_5", 2.0), ("nvjet_64x4", 5.0), ("loop_add_fusion_6", 4.0), ("x", 1)]
+    monkeypatch.setattr(end_to_end, "_KERNELS_KEPT", 2)
+    row = end_to_end.summed(timed, end_to_end.sources(hlo))
+    name, source = "loop_add_fusion", "jit(step)/Dense/add"
+    assert row["kernels"] == [
+        {"name": name, "source": source, "count": 2, "microseconds": 6.0},
+        {"name": "nvjet_64x4", "source": "", "count": 1, "microseconds": 5.0},
+    ]
+    assert row["kinds"] == pytest.approx({"matrix products": 0.005, "other": 0.007})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("sm90_xmma_wgrad_implicit_gemm_bf16", "convolutions"),
+        ("nvjet_tst_192x192_64x4_1x2_h_bz_coopB_NNT", "matrix products"),
+        ("gemm_fusion_dot_42", "matrix products"),
+        ("layer_norm_forward", "norms"),
+        ("loop_convert_fusion_3", "other"),
+    ],
+)
+def test_kernels_have_a_kind(kernel, kind):
+    assert end_to_end_report.kind(kernel) == kind
+
+
+def test_the_time_of_a_step_is_shared_out():
+    kernels = [{"name": "nvjet", "source": "", "count": 2, "microseconds": 700.0}]
+    kinds = {"matrix products": 0.7, "other": 0.2}
+    row = {"milliseconds": 1.0, "kernels": kernels, "kinds": kinds}
+    shares = {name: time for name, time in end_to_end_report.by_kind(row).items() if time}
+    assert shares == pytest.approx({"matrix products": 0.7, "other": 0.2, "gaps": 0.1})
+    header, rows = end_to_end_report.kernel_table(row)
+    assert rows[0][:4] == ["0.70", "77.8%", "2", "nvjet"] and len(header) == len(rows[0])
+
+
+@pytest.mark.exhaustive
+def test_steps_are_reported_from_the_file_alone(steps_section, tmp_path, capsys):
+    directory = tmp_path / "results"
+    results.save_section(directory, "Some GPU", "end_to_end", steps_section)
+    arguments, _, page = pages_of(directory)
+    plot.main(arguments)
+    assert (directory / "some-gpu-end_to_end.png").read_bytes().startswith(b"\x89PNG")
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| tiny, batch 4")]
+    assert [line.split(":")[1].split("|")[0].strip() for line in rows] == [
+        "jaxfused",
+        "stock (Flax or Equinox) + Optax",
+    ]
+
+    # Its figures are rounded.
+    written = results.load(directory / "some-gpu.json")["benchmarks"]["end_to_end"]
+    end_to_end_report.print_report(written)
+    text = capsys.readouterr().out
+    header, cells = end_to_end_report.table(steps_section)
+    assert all(len(row) == len(header) for row in cells)
+    assert "cuDNN" in text and "failed" in text
+    ours = written["models"][0]["rows"]["ours"]["milliseconds"]
+    assert f"{4e3 / ours:.0f}" in text  # images a second
+
+
+def test_memory_is_the_allocators_or_in_brackets_the_plan():
+    assert end_to_end_report.memory({"peak_bytes": 3 * 2**30, "planned_bytes": 2**30}) == "3.0"
+    assert end_to_end_report.memory({"planned_bytes": 2**30}) == "(1.0)"
+
+
+@pytest.mark.exhaustive
+def test_torch_that_fails_says_why():
+    """The result is the same whether timm is installed or not."""
+    reason = end_to_end._run_torch("no_such_model", 1)["failed"]
+    assert "torch" in reason or "no_such_model" in reason
+
+
+@pytest.mark.parametrize("arguments", [["--models", "no_such"], ["--variants", "ours,no_such"]])
+def test_unknown_models_and_variants_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        __main__.main(["end_to_end", *arguments])
+    assert "no_such is not known" in capsys.readouterr().err
+
+
+# --- several GPUs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+def test_parallel_measures_steps_and_layers(monkeypatch):
+    """On as many devices as there are, here one: its share of itself is about 1."""
+    monkeypatch.setattr(timing, "_ROUND_MILLISECONDS", 1.0)
+    tiny = ViTSize(patch=112, depth=1, width=16, heads=2, hidden=32)
+    monkeypatch.setitem(parallel.MODELS, "tiny", tiny)
+    monkeypatch.setitem(parallel.SIZES, "tiny", 2)
+    monkeypatch.setattr(parallel, "ROWS", 16)
+    monkeypatch.setattr(parallel, "WIDTH", 8)
+    monkeypatch.setattr(parallel, "HIDDEN", 32)
+    rows = []
+    parallel.measure(["tiny"], ["ours"], ["gated_mlp"], lambda kind, row: rows.append((kind, row)))
+    assert [(kind, row["variant"]) for kind, row in rows] == [
+        ("data", "ours"),
+        ("tensor", "ours"),
+        ("tensor", "stock"),
+    ]
+    one, every = rows[0][1]["one"], rows[0][1]["all"]
+    assert one["losses"][0] == every["losses"][0]
+    assert all(parallel._line(kind, row).split()[:2] == [kind, row["model"]] for kind, row in rows)
+
+
+def test_parallel_needs_two_gpus(capsys):
+    assert parallel.main([]) == 2
+    assert "two NVIDIA GPUs" in capsys.readouterr().out
