@@ -13,23 +13,13 @@ from typing import Any
 import jax
 
 import benchmarks
-from benchmarks import (
-    ceilings,
-    compile_time,
-    end_to_end,
-    end_to_end_report,
-    jla,
-    optimizer,
-    parallel,
-    peers,
-    plot,
-    report,
-    results,
-    runner,
-)
-from benchmarks.case import LABELS, LESS, OURS
+from benchmarks import cases, jla, optimizer
 from benchmarks.fuzz import command as fuzz
+from benchmarks.report import plot, report, results
+from benchmarks.run import ceilings, peers, runner
+from benchmarks.run.case import LABELS, LESS, OURS
 from benchmarks.sweep import command as sweep
+from benchmarks.whole import compile_time, end_to_end, end_to_end_report, parallel
 from benchmarks.without_gpu import command as without_gpu
 from benchmarks.without_gpu import lowered
 
@@ -48,8 +38,8 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 def operators() -> dict[str, ModuleType]:
     """The files here that have cases to run."""
-    names = [m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name != "__main__"]
-    modules = {name: importlib.import_module(f"benchmarks.{name}") for name in names}
+    names = [module.name for module in pkgutil.iter_modules(cases.__path__)]
+    modules = {name: importlib.import_module(f"benchmarks.cases.{name}") for name in names}
     return {name: module for name, module in modules.items() if hasattr(module, "cases")}
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from benchmarks import timing
+from benchmarks.run import timing
 
 NAME = "jla"
 _LARGEST_ERROR = 3e-2

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from optax import contrib
 
-from benchmarks import timing
+from benchmarks.run import timing
 from jaxfused import optim
 
 NAME = "optimizer"

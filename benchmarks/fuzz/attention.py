@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from benchmarks.draw import HEAD_SIZES, Draw
 from benchmarks.fuzz.problem import (
     DTYPES,
     How,
@@ -18,6 +17,7 @@ from benchmarks.fuzz.problem import (
     present,
     rng_of,
 )
+from benchmarks.run.draw import HEAD_SIZES, Draw
 
 _MOST_LOGITS = 2**21
 

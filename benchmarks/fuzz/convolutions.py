@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 import jaxfused
-from benchmarks.draw import Draw
 from benchmarks.fuzz.problem import (
     DTYPES,
     RELU,
@@ -21,6 +20,7 @@ from benchmarks.fuzz.problem import (
     present,
     rng_of,
 )
+from benchmarks.run.draw import Draw
 
 _MOST_PIXELS = 2**12
 """Of all images together."""

@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 import jaxfused
-from benchmarks.draw import Draw
 from benchmarks.fuzz.problem import DTYPES, How, Operand, Options, Problem, features, length
+from benchmarks.run.draw import Draw
 
 _MOST_PIXELS = 2**12
 """Of all images together."""

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import peers
 from benchmarks.fuzz import operators
 from benchmarks.fuzz.problem import How, Options, Problem
 from benchmarks.fuzz.programs import PLAIN, TRUTH, Arrays, Programs, is_refusal
+from benchmarks.run import peers
 
 OK, WRONG, RAISED, DIFFERENT, REFUSED = "ok", "wrong", "raised", "different", "refused"
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from benchmarks.draw import Draw
 from benchmarks.fuzz.problem import (
     DTYPES,
     How,
@@ -23,6 +22,7 @@ from benchmarks.fuzz.problem import (
     rows,
     weight,
 )
+from benchmarks.run.draw import Draw
 
 
 def draw_cross_entropy(draw: Draw) -> Options:

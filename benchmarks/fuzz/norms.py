@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from benchmarks.draw import Draw
 from benchmarks.fuzz.problem import (
     DTYPES,
     RELU,
@@ -26,6 +25,7 @@ from benchmarks.fuzz.problem import (
     rng_of,
     rows,
 )
+from benchmarks.run.draw import Draw
 
 _MOST = 2**19
 """Elements of x."""

@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple
 
-from benchmarks.draw import Draw
 from benchmarks.fuzz import attention, convolutions, images, losses, norms, others, products
 from benchmarks.fuzz.problem import Options, Problem
+from benchmarks.run.draw import Draw
 
 
 class Operator(NamedTuple):

@@ -6,7 +6,6 @@ import numpy as np
 import optax
 
 import jaxfused
-from benchmarks.draw import HEAD_SIZES, Draw
 from benchmarks.fuzz.problem import (
     DTYPES,
     How,
@@ -21,6 +20,7 @@ from benchmarks.fuzz.problem import (
     rows,
     weight,
 )
+from benchmarks.run.draw import HEAD_SIZES, Draw
 
 # --- rotations ------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.draw import Draw
+from benchmarks.run.draw import Draw
 
 Options = dict[str, Any]
 """What was drawn: sizes and options by name, of JSON's types."""

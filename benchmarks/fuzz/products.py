@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from benchmarks.draw import Draw
 from benchmarks.fuzz.problem import (
     DTYPES,
     RELU,
@@ -24,6 +23,7 @@ from benchmarks.fuzz.problem import (
     rows,
     weight,
 )
+from benchmarks.run.draw import Draw
 
 _MOST_ROWS = 2500
 _MOST_FEATURES = 1300

@@ -8,11 +8,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import peers
 from benchmarks.fuzz import judge, operators
 from benchmarks.fuzz.problem import How, Options
 from benchmarks.fuzz.processes import Judge
 from benchmarks.fuzz.programs import Programs, is_refusal
+from benchmarks.run import peers
 from benchmarks.without_gpu import target
 
 _MOSAIC = "mosaic_gpu"

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from benchmarks import peers, results
+from benchmarks.report import results
+from benchmarks.run import peers
 from benchmarks.sweep import configs, judge, report
 from benchmarks.sweep.lowering import DIRECTIONS, Workers
 from benchmarks.without_gpu import beside_stock

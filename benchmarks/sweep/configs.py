@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
-from benchmarks.draw import HEAD_SIZES, MOST_ELEMENTS, MOST_FLOPS, VISION_TOKENS, Draw
+from benchmarks.run.draw import HEAD_SIZES, MOST_ELEMENTS, MOST_FLOPS, VISION_TOKENS, Draw
 from benchmarks.sweep import image_configs, quantized_configs
 from benchmarks.sweep.image_configs import (
     Conv,

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from benchmarks.draw import MOST_ELEMENTS, MOST_FLOPS, Draw
+from benchmarks.run.draw import MOST_ELEMENTS, MOST_FLOPS, Draw
 
 SIDES = (7, 8, 14, 16, 28, 32, 56, 64, 112, 128, 256)
 """Heights and widths in ResNets, ConvNeXts and U-Nets of 224 to 512 pixels."""

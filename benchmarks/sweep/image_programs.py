@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxfused
-from benchmarks.case import Arrays
+from benchmarks.run.case import Arrays
 from benchmarks.sweep.image_configs import (
     Conv,
     DepthwiseConv,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import peers, timing
+from benchmarks.run import peers, timing
 from benchmarks.sweep import configs, programs
 from benchmarks.sweep.lowering import (
     COMPARE,

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import peers
+from benchmarks.run import peers
 from benchmarks.sweep import configs, programs
 
 FORWARD, WHOLE = "forward", "forward+backward"

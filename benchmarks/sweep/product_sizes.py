@@ -1,6 +1,6 @@
 """Sizes and activations that the cases of all matrix products draw."""
 
-from benchmarks.draw import MOST_ELEMENTS, MOST_FLOPS, Draw
+from benchmarks.run.draw import MOST_ELEMENTS, MOST_FLOPS, Draw
 
 ACTIVATIONS = ("relu", "gelu_tanh", "gelu_tanh", "gelu_erf", "silu")
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.case import Arrays, Function, gradient_in_jax
+from benchmarks.run.case import Arrays, Function, gradient_in_jax
 
 EPSILON = 1e-6
 

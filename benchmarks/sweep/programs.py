@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxfused
-from benchmarks.case import Arrays, Function
+from benchmarks.run.case import Arrays, Function
 from benchmarks.sweep import attention, fp8_programs, image_programs, quantized_programs
 from benchmarks.sweep.configs import (
     MLP,

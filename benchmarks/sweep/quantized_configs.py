@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from benchmarks.draw import MOST_ELEMENTS, Draw
+from benchmarks.run.draw import MOST_ELEMENTS, Draw
 from benchmarks.sweep import image_configs
 from benchmarks.sweep.image_configs import Conv
 from benchmarks.sweep.product_sizes import ACTIVATIONS, hidden_features, product_fits

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxfused
-from benchmarks.case import Arrays, Function
+from benchmarks.run.case import Arrays, Function
 from benchmarks.sweep.program_parts import (
     ACTIVATIONS,
     EPSILON,

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import peers
+from benchmarks.run import peers
 from benchmarks.sweep import configs, judge, programs
 from benchmarks.sweep.lowering import DIRECTIONS, WHOLE
 from benchmarks.without_gpu import hlo, target

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import peers
+from benchmarks.run import peers
 from benchmarks.sweep import configs, judge, programs
 from benchmarks.sweep.lowering import DIRECTIONS, OURS, STOCK, WHOLE
 from benchmarks.without_gpu import hlo, ptx, target

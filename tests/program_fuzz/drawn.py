@@ -1,6 +1,6 @@
 """Which program belongs to a seed and a number."""
 
-from benchmarks.draw import Draw
+from benchmarks.run.draw import Draw
 from tests.program_fuzz import heads, images, rows
 from tests.program_fuzz.writer import Program, Writer
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.draw import Draw
+from benchmarks.run.draw import Draw
 
 
 @dataclass(frozen=True)

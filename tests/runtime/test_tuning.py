@@ -187,7 +187,7 @@ def test_each_shipped_entry_is_of_a_stage_of_today_and_its_configs_are_legal(pat
 
 def step_of_vit_b16():
     """The training step that the shipped table was measured for, and its arguments."""
-    from benchmarks import end_to_end_jax
+    from benchmarks.whole import end_to_end_jax
 
     workload = end_to_end_jax.workloads()["vit-b16"]
     program = workload.programs["ours"]()

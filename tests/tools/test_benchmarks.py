@@ -10,36 +10,28 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import (
-    __main__,
+from benchmarks import __main__
+from benchmarks.cases import (
     attention,
     batch_norm,
-    ceilings,
     conv,
     depthwise,
-    end_to_end,
-    end_to_end_jax,
-    end_to_end_report,
     group_norm,
     layer_norm,
     linear,
     losses,
     mlp,
-    parallel,
-    peers,
-    plot,
     pool,
     qkv_projection,
     quantized_conv,
     quantized_matmul,
-    report,
     resample,
-    results,
     rope,
-    runner,
-    timing,
 )
-from benchmarks.case import BARE, BEST_PEER, BULK_COPY, TERAFLOPS, Bar
+from benchmarks.report import plot, report, results
+from benchmarks.run import ceilings, peers, runner, timing
+from benchmarks.run.case import BARE, BEST_PEER, BULK_COPY, TERAFLOPS, Bar
+from benchmarks.whole import end_to_end, end_to_end_jax, end_to_end_report, parallel
 from examples.classify.convnext import ConvNeXtSize
 from examples.classify.resnet import ResNetSize
 from examples.vit.model import MODELS, ViTSize
@@ -495,7 +487,7 @@ def test_tables_of_this_repository_are_those_of_its_results(tmp_path):
         if chart.suffix in (".json", ".png"):
             (page.parent / chart.name).symlink_to(chart)
     plot.write_tables(page.parent, readme, page)
-    remedy = "run `python -m benchmarks.plot --tables`"
+    remedy = "run `python -m benchmarks.report.plot --tables`"
     assert readme.read_text() == plot.README.read_text(), remedy
     assert page.read_text() == plot.PAGE.read_text(), remedy
 

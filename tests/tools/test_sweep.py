@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 
 import jaxfused
-from benchmarks import __main__, compile_time, timing
-from benchmarks.draw import Draw
+from benchmarks import __main__
 from benchmarks.fuzz import judge as fuzz_judge
 from benchmarks.fuzz import operators as fuzz_operators
 from benchmarks.fuzz import programs as fuzz_programs
 from benchmarks.fuzz.problem import Operand, Problem
+from benchmarks.run import timing
+from benchmarks.run.draw import Draw
 from benchmarks.sweep import configs, judge, lowering, programs, quantized_programs, report
+from benchmarks.whole import compile_time
 from examples.vit.model import ViTSize
 from jaxfused.__main__ import EXAMPLES
 from jaxfused.tuning.timing import split_at_markers

@@ -1,0 +1,203 @@
+"""dot_product_attention, plain and causal, forward and with gradients: long sequences and a ViT's."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxfused
+from benchmarks.run.case import (
+    BEST_PEER,
+    TERAFLOPS,
+    Arrays,
+    Bar,
+    Case,
+    Function,
+    functions,
+    gradient_in_jax,
+)
+
+Shape = tuple[int, ...]
+"""(B, T, N, H), or (B, T, N, K, H) where query heads share key heads."""
+
+_LONGEST: Shape = (1, 16384, 16, 128)
+_VIT: tuple[Shape, ...] = ((64, 197, 12, 64), (256, 197, 12, 64))
+PLAIN: tuple[Shape, ...] = ((4, 4096, 16, 128), _LONGEST, (4, 4096, 16, 64), *_VIT)
+CAUSAL: tuple[Shape, ...] = (
+    (4, 4096, 16, 128),
+    (2, 8192, 32, 8, 128),
+    (4, 4096, 16, 64),
+    (2, 4096, 16, 256),
+)
+QUICK_PLAIN = (PLAIN[0], _VIT[0])
+QUICK_CAUSAL = CAUSAL[:2]
+
+_MOST_LOGITS_BYTES = 8 * 2**30
+"""Of [B, N, T, S] in float32, of which XLA holds up to four at a time for a gradient."""
+
+_TRUTH_LOGITS = 2**27
+"""How many logits the truth has at a time in each of its arrays of float64."""
+
+# The gradient of a query that gives nearly all of its weight to one key is the difference of two
+# nearly equal numbers, of which one comes from an output rounded to bfloat16.
+_GRADIENT_ERROR_LIMIT = 5e-2
+
+
+def cases(
+    quick: bool = False,
+    plain: Sequence[Shape] | None = None,
+    causal: Sequence[Shape] | None = None,
+) -> list[Case]:
+    """Every operation at every shape, in the order in which they are measured."""
+    plain = plain or (QUICK_PLAIN if quick else PLAIN)
+    causal = causal or (QUICK_CAUSAL if quick else CAUSAL)
+    return [
+        _case(shape, is_causal=is_causal, with_gradient=with_gradient)
+        for is_causal, shapes in ((False, plain), (True, causal))
+        for with_gradient in (False, True)
+        for shape in shapes
+    ]
+
+
+# --- ours and the peers, as functions of (q, k, v) ------------------------------------------------
+
+
+def padded_cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """CuDNN's attention at the next multiple of 64: it refuses the gradient at odd lengths."""
+    length = query.shape[1]
+    padding = ((0, 0), (0, -length % 64), (0, 0), (0, 0))
+    lengths = jnp.full(len(query), length, jnp.int32)
+    attended = jax.nn.dot_product_attention(
+        *(jnp.pad(array, padding) for array in (query, key, value)),
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+    return attended[:, :length]
+
+
+def _tokamax(q, k, v, *, is_causal, implementation):
+    import tokamax
+
+    return tokamax.dot_product_attention(
+        q, k, v, is_causal=is_causal, implementation=implementation
+    )
+
+
+def _torch(q, k, v, *, backend, is_causal):
+    import torch
+    from torch.nn import attention
+
+    with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
+        output = torch.nn.functional.scaled_dot_product_attention(
+            *(array.transpose(1, 2) for array in (q, k, v)),
+            is_causal=is_causal,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+    return output.transpose(1, 2)
+
+
+def _truth(q, k, v, *, is_causal):
+    """The reference, over a few heads at a time: in float64 the logits of all would not fit."""
+    batch, query_count, heads, head_size = q.shape
+    key_count, key_heads = k.shape[1:3]
+    group = heads // key_heads
+
+    def attend(q, k, v):
+        return jaxfused.dot_product_attention(q, k, v, is_causal=is_causal, implementation="xla")
+
+    def by_key_head(x, heads_each):
+        x = x.reshape(batch, -1, key_heads, heads_each, x.shape[-1])
+        return x.transpose(0, 2, 1, 3, 4).reshape(batch * key_heads, -1, *x.shape[3:])
+
+    at_a_time = max(1, _TRUTH_LOGITS // (group * query_count * key_count))
+    output = jax.lax.map(
+        lambda heads: attend(*heads),
+        (by_key_head(q, group), by_key_head(k, 1), by_key_head(v, 1)),
+        batch_size=min(at_a_time, batch * key_heads),
+    )
+    output = output.reshape(batch, key_heads, query_count, group, head_size)
+    return output.transpose(0, 2, 1, 3, 4).reshape(q.shape)
+
+
+# --- the cases ------------------------------------------------------------------------------------
+
+
+def _case(shape: Shape, *, is_causal: bool, with_gradient: bool) -> Case:
+    batch, length, heads, key_heads, head_size = sizes = _sizes(shape)
+    attend = partial(jaxfused.dot_product_attention, is_causal=is_causal)
+    stock = partial(jax.nn.dot_product_attention, is_causal=is_causal)
+    peers: dict[str, Function] = {
+        "xla": partial(stock, implementation="xla"),
+        "cudnn": partial(stock, implementation="cudnn"),
+        "tokamax": partial(_tokamax, is_causal=is_causal, implementation="mosaic"),
+    }
+    if length % 64:
+        peers["cudnn_padded"] = padded_cudnn_attention
+        peers["tokamax_triton"] = partial(_tokamax, is_causal=is_causal, implementation="triton")
+    of_torch = {"torch_cudnn": "CUDNN_ATTENTION", "torch_flash": "FLASH_ATTENTION"}
+
+    logits_bytes = batch * heads * length * length * 4
+    skipped: dict[str, str] = {}
+    if logits_bytes > _MOST_LOGITS_BYTES:
+        reason = f"its logits alone take {logits_bytes / 2**30:.0f} GiB"
+        skipped = dict.fromkeys(("reference", "xla"), reason)
+
+    queries, keys = batch * length * heads * head_size, batch * length * key_heads * head_size
+    forward_flops = 4 * queries * length // (2 if is_causal else 1)
+    forward_bytes = 2 * (2 * queries + 2 * keys)
+    written = functions(
+        attend,
+        peers,
+        {
+            name: partial(partial, _torch, backend=backend, is_causal=is_causal)
+            for name, backend in of_torch.items()
+        },
+        differentiable=3,
+        cotangents=int(with_gradient),
+    )
+    truth: Function = partial(_truth, is_causal=is_causal)
+    written["truth"] = gradient_in_jax(truth, 3, 1) if with_gradient else truth
+    direction = "forward+backward" if with_gradient else "forward"
+    return Case(
+        name=f"{'causal ' if is_causal else ''}attention {direction}",
+        shape=shape,
+        make_inputs=partial(_make_inputs, sizes, with_gradient),
+        # The backward reads q, k, v, the output and its cotangent, and writes dq, dk, dv.
+        bytes=forward_bytes + (2 * (4 * queries + 4 * keys) if with_gradient else 0),
+        # Two products forward, and five backward, where the logits are taken once more.
+        flops=forward_flops * 7 // 2 if with_gradient else forward_flops,
+        bars=_bars(shape, is_causal=is_causal, with_gradient=with_gradient),
+        skipped=skipped,
+        error_limit=_GRADIENT_ERROR_LIMIT if with_gradient else 1e-2,
+        **written,
+    )
+
+
+def _bars(shape: Shape, *, is_causal: bool, with_gradient: bool) -> tuple[Bar, ...]:
+    bars = [Bar("tokamax", must=1.0), Bar("cudnn", aim=1.0)]
+    if shape in _VIT and with_gradient:
+        # JAX refuses cuDNN's gradient here.
+        bars = [Bar("tokamax", must=1.0), Bar(BEST_PEER, must=1.3)]
+    if shape == _LONGEST:
+        bars.append(Bar(TERAFLOPS, aim=600.0 if with_gradient else 700.0))
+    if shape == PLAIN[0] and not is_causal:
+        bars.append(Bar(TERAFLOPS, must=220.0 if with_gradient else 250.0, ours="cuda"))
+    return tuple(bars)
+
+
+def _sizes(shape: Shape) -> tuple[int, int, int, int, int]:
+    """(B, T, N, K, H)."""
+    batch, length, heads, *key_heads, head_size = shape
+    return batch, length, heads, *(key_heads or (heads,)), head_size  # type: ignore[return-value]
+
+
+def _make_inputs(sizes: tuple[int, ...], with_gradient: bool, key: jax.Array) -> Arrays:
+    batch, length, heads, key_heads, head_size = sizes
+    counts: Any = (heads, key_heads, key_heads, *([heads] if with_gradient else []))
+    return tuple(
+        jax.random.normal(k, (batch, length, count, head_size), jnp.bfloat16)
+        for k, count in zip(jax.random.split(key, len(counts)), counts, strict=True)
+    )

@@ -1,0 +1,294 @@
+"""Runs the cases of one file: compile, check, time; what fails costs one row, not the run."""
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.run import peers, timing
+from benchmarks.run.case import LABELS, LESS, Arrays, Case, Function
+
+_ROUNDS = 2
+_Row = dict[str, Any]
+
+
+def run(
+    cases: Sequence[Case],
+    chosen: Collection[str],
+    *,
+    budget: float,
+    save: Callable[[list[dict[str, Any]]], None],
+) -> None:
+    """Measures `chosen` (ours and peers) on every case; `save` gets all results after each case.
+
+    After `budget` seconds torch.compile is left out, so that a run has an end.
+    """
+    begin = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - begin:5.0f} s] {text}", flush=True)
+
+    say(f"compiling {len(cases)} cases")
+    executables = compile_all(cases, chosen)
+    say("compiled")
+    results: list[dict[str, Any]] = []
+    for number, case in enumerate(cases):
+        skipped = {name: reason for name, reason in case.skipped.items() if name in chosen}
+        if (
+            "torch_compile" in case.torch
+            and "torch_compile" in chosen
+            and time.monotonic() - begin > budget
+        ):
+            skipped["torch_compile"] = f"the budget of {budget:.0f} s was spent"
+        rows = _run_case(case, {*chosen} - {*skipped}, executables[number], skipped)
+        results.append(
+            {
+                "case": case.name,
+                "shape": list(case.shape),
+                "dtype": case.dtype,
+                "bytes": case.bytes,
+                "flops": case.flops,
+                "default": case.default,
+                "bars": [vars(bar) for bar in case.bars],
+                "rows": rows,
+            }
+        )
+        save(results)
+        say(f"{number + 1}/{len(cases)} {case.name} {list(case.shape)}: {_summary(rows)}")
+
+
+def _summary(rows: dict[str, _Row]) -> str:
+    """One line of progress: microseconds, or what happened instead."""
+    parts = []
+    for name, row in rows.items():
+        short = next(k for k in ("microseconds", "wrong", "failed", "skipped") if k in row)
+        value = f"{row[short]:.1f}" if short == "microseconds" else short
+        parts.append(f"{LABELS.get(name, name)} {value}")
+    return ", ".join(parts)
+
+
+# --- compile --------------------------------------------------------------------------------------
+
+
+def compile_all(cases: Sequence[Case], chosen: Collection[str]) -> list[dict[str, Future[Any]]]:
+    """For each case its JAX functions and its "truth", compiled side by side.
+
+    Tracing is done here, compiling in threads: it is most of the time that a run takes.
+    """
+    result = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for case in cases:
+            shapes = jax.eval_shape(case.make_inputs, jax.random.key(0))
+            names = {*chosen} - {*case.skipped}
+            functions = {n: f for n, f in case.jax.items() if n in names}
+            futures = {n: _submit(pool, f, shapes, x64=False) for n, f in functions.items()}
+            futures["truth"] = _submit(pool, _in_float64(case.truth), shapes, x64=True)
+            result.append(futures)
+    return result
+
+
+def _submit(pool: ThreadPoolExecutor, f: Function, shapes: Any, *, x64: bool) -> Future[Any]:
+    def compile_in_thread(lowered: Any) -> Any:
+        with jax.enable_x64(x64):
+            return lowered.compile()
+
+    # Whatever an implementation raises belongs to its row and must not end the run.
+    try:
+        with jax.enable_x64(x64):
+            lowered = jax.jit(f).lower(*shapes)
+    except Exception as error:
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
+    return pool.submit(compile_in_thread, lowered)
+
+
+def _in_float64(f: Function) -> Function:
+    # Numbers of a byte are what an array was quantised to, and stay.
+    def widened(a: jax.Array) -> jax.Array:
+        is_wide = jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize > 1
+        return a.astype(jnp.float64) if is_wide else a
+
+    return lambda *inputs: f(*map(widened, inputs))
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+@jax.jit
+def _distance(output: jax.Array, truth: jax.Array) -> jax.Array:
+    """Largest relative error of a row, or of a whole vector; NaN where there is one.
+
+    A row shorter than most is judged by the root mean square of all rows' lengths: the gradient of
+    a query that sees one key is 0.
+    """
+    axis = -1 if truth.ndim > 1 else None
+    difference = jnp.linalg.norm(output.astype(truth.dtype) - truth, axis=axis)
+    length = jnp.linalg.norm(truth, axis=axis)
+    usual = jnp.sqrt(jnp.mean(length**2))
+    return jnp.max(difference / jnp.maximum(jnp.maximum(length, usual), 1e-30))
+
+
+def distance(outputs: Any, truth: Any) -> float:
+    """The worst of all outputs; infinite where shapes or their number differ."""
+    outputs, truth = jax.tree.leaves(outputs), jax.tree.leaves(truth)
+    if [o.shape for o in outputs] != [t.shape for t in truth]:
+        return float("inf")
+    with jax.enable_x64(True):
+        errors = [float(_distance(o, t)) for o, t in zip(outputs, truth, strict=True)]
+    return float("nan") if any(e != e for e in errors) else max(errors)
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def make_sets(case: Case) -> list[Arrays]:
+    """Different random inputs, so many that none is still in the cache when its turn comes."""
+    first = case.make_inputs(jax.random.key(0))
+    count = timing.input_sets(sum(a.nbytes for a in first))
+    more = [case.make_inputs(jax.random.key(seed)) for seed in range(1, count)]
+    return jax.block_until_ready([first, *more])
+
+
+def _run_case(
+    case: Case,
+    chosen: Collection[str],
+    executables: dict[str, Future[Any]],
+    skipped: dict[str, str],
+) -> dict[str, _Row]:
+    try:
+        sets = make_sets(case)
+        rows, clocks = _admit(case, chosen, executables, sets)
+    except Exception as error:
+        return {
+            name: {"failed": f"no inputs or truth: {peers.describe(error)}"} for name in case.jax
+        }
+    rows |= {name: {"skipped": reason} for name, reason in skipped.items()}
+
+    rounds: dict[str, list[_Row]] = {name: [] for name in clocks}
+    for _ in range(_ROUNDS):
+        for name, clock in clocks.items():
+            if "failed" in rows[name]:
+                continue
+            try:
+                rounds[name].append(clock())
+            except Exception as failure:
+                rows[name] = {"failed": peers.describe(failure)}
+    for name in clocks:
+        if "failed" not in rows[name]:
+            rows[name] |= _combine(rounds[name])
+    return rows
+
+
+def _admit(
+    case: Case,
+    chosen: Collection[str],
+    executables: dict[str, Future[Any]],
+    sets: Sequence[Arrays],
+) -> tuple[dict[str, _Row], dict[str, Callable[[], _Row]]]:
+    """Runs every implementation once; (rows, clocks of those whose result is right)."""
+    prepared: dict[str, Callable[[], tuple[Function, Callable[[], _Row]]]] = {}
+    for name in case.jax:
+        if name in chosen:
+            prepared[name] = partial(_prepare_jax, executables[name], sets)
+    for name, build in case.torch.items():
+        if name in chosen:
+            prepared[name] = partial(_prepare_torch, case, build, sets)
+
+    truth = executables["truth"].result()(*sets[0])
+    rows: dict[str, _Row] = {}
+    clocks: dict[str, Callable[[], _Row]] = {}
+    for name, prepare in prepared.items():
+        try:
+            call, clock = prepare()
+            outputs = call(*sets[0])
+            error = 0.0 if name in LESS else distance(outputs, truth)
+        except Exception as failure:
+            rows[name] = {"failed": peers.describe(failure)}
+            continue
+        if error <= case.error_limit:
+            rows[name] = {} if name in LESS else {"error": error}
+            clocks[name] = clock
+        else:
+            rows[name] = {"wrong": f"relative error {error:.3g}, limit {case.error_limit:.3g}"}
+    return rows, clocks
+
+
+def _prepare_jax(
+    executable: Future[Any], sets: Sequence[Arrays]
+) -> tuple[Function, Callable[[], _Row]]:
+    compiled = executable.result()
+
+    def clock() -> _Row:
+        return {"cupti": timing.cupti(compiled, sets)}
+
+    return compiled, clock
+
+
+def _prepare_torch(
+    case: Case, build: Callable[[], Function], sets: Sequence[Arrays]
+) -> tuple[Function, Callable[[], _Row]]:
+    import torch
+
+    function = build()
+
+    def tensors_of(arrays: Arrays) -> tuple[Any, ...]:
+        tensors = [torch.from_dlpack(a).detach() for a in arrays]
+        for tensor in tensors[: case.differentiable]:
+            tensor.requires_grad_()
+        return tuple(tensors)
+
+    def call(*args: Any) -> Any:
+        with torch.set_grad_enabled(case.differentiable > 0):
+            return function(*args)
+
+    def call_on_jax(*args: jax.Array) -> Any:
+        outputs = call(*tensors_of(args))
+        torch.cuda.synchronize()
+        return jax.tree.map(lambda t: jnp.from_dlpack(t.detach().contiguous()), outputs)
+
+    tensor_sets = [tensors_of(arrays) for arrays in sets]
+
+    def clock() -> _Row:
+        samples: _Row = {"events": timing.torch_graph(call, tensor_sets)}
+        # The events decide whether there is a number at all; CUPTI can only lower it.
+        try:
+            samples["cupti"] = timing.torch_cupti(call, tensor_sets)
+        except Exception as error:
+            samples["note"] = f"no CUPTI time: {peers.describe(error)}"
+        torch.cuda.empty_cache()
+        return samples
+
+    return call_on_jax, clock
+
+
+def _combine(rounds: Sequence[_Row]) -> _Row:
+    """One row of the result: the median of all samples, by the clock that says less."""
+    by_clock: dict[str, list[list[float]]] = {}
+    for clock in ("cupti", "events"):
+        if all(clock in r for r in rounds):
+            by_clock[clock] = [r[clock].microseconds for r in rounds]
+    samples = {clock: list(itertools.chain(*parts)) for clock, parts in by_clock.items()}
+    medians = {clock: statistics.median(values) for clock, values in samples.items()}
+    clock = min(medians, key=lambda name: medians[name])
+    row: _Row = {
+        "microseconds": medians[clock],
+        "clock": clock,
+        "rounds": [statistics.median(part) for part in by_clock[clock]],
+        "least": min(samples[clock]),
+        "most": max(samples[clock]),
+        "samples": len(samples[clock]),
+        "by_clock": medians,
+    }
+    if "cupti" in medians:
+        row["kernels"] = rounds[0]["cupti"].kernels
+    if notes := {r["note"] for r in rounds if "note" in r}:
+        row["note"] = "; ".join(sorted(notes))
+    return row

@@ -1,0 +1,1 @@
+"""Whole training steps: on one GPU, on several, and how long they take to compile."""
