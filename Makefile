@@ -150,7 +150,7 @@ lint: $(INSTALLED)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
-	$(TOOLS) clang-format --dry-run --Werror $(wildcard ffi/*.cc ffi/*.cu ffi/*.cuh ffi/*.h)
+	$(TOOLS) clang-format --dry-run --Werror $(wildcard ffi/*/*.cc ffi/*/*.cu ffi/*/*.cuh ffi/*/*.h)
 
 CONFIGURE_FFI = $(TOOLS) cmake -S ffi -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
   -DJAXFUSED_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) \

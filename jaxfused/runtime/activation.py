@@ -7,7 +7,7 @@ Names are those of `jax.nn`, and say which formula is meant where there are seve
 derivative jumps, it is what `jax.nn` has there: the lesser one, but of leaky_relu 1.
 
 The table of the functions is this one. Kernels state them again in the operations that they have:
-`pallas_kernels/activation.py` and `ffi/activation.cuh`.
+`pallas_kernels/activation.py` and `ffi/common/activation.cuh`.
 """
 
 from collections.abc import Callable

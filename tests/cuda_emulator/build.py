@@ -102,14 +102,11 @@ def main() -> int:
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="90")
     options, for_ninja = parser.parse_known_args()
     out = library(options.architecture).parent
-    generated = out / "src"
-    generated.mkdir(parents=True, exist_ok=True)
-    for path in sorted(
-        [*FFI.glob("*.cu"), *FFI.glob("*.cuh"), *FFI.glob("*.h"), *FFI.glob("*.cc")]
-    ):
+    for path in sorted(FFI.glob("*/*")):
+        target = out / "src" / path.relative_to(FFI)
+        target.parent.mkdir(parents=True, exist_ok=True)
         _write(
-            generated / path.with_suffix(".cc" if path.suffix == ".cu" else path.suffix).name,
-            as_cpp(path.read_text()),
+            target.with_suffix(".cc") if path.suffix == ".cu" else target, as_cpp(path.read_text())
         )
     _write_rules(out, options.architecture)
     return subprocess.run([sys.executable, "-m", "ninja", "-C", str(out), *for_ninja]).returncode
@@ -151,7 +148,7 @@ def _write_rules(out: Path, architecture: str) -> None:
             deps="gcc",
         )
         ninja.rule("link", "g++ -shared $in -o $out -ldl")
-        sources = [*sorted(generated.glob("*.cc")), *sorted(HERE.glob("*.cc"))]
+        sources = [*sorted(generated.glob("*/*.cc")), *sorted(HERE.glob("*.cc"))]
         objects = [
             ninja.build(f"{path.stem}.o", "compile", str(path), variables=_level(path))[0]
             for path in sources

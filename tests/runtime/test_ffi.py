@@ -766,7 +766,7 @@ def test_the_handlers_of_losses_refuse_what_does_not_fit(
 def test_calls_of_handlers_have_the_form_that_is_declared():
     """Else a handler refuses them for their form, on a GPU alone, and not for what does not fit."""
     declared = {}
-    for path in (ROOT / "ffi").glob("*.cu"):
+    for path in (ROOT / "ffi").glob("*/*.cu"):
         for block in path.read_text().split("DEFINE_HANDLER(jaxfused_")[1:]:
             name, binding = block.split(",", 1)
             declared[name] = binding.split(");\n", 1)[0]

@@ -1,4 +1,4 @@
-"""dot_product_attention by the CUDA kernels of ffi/attention_fwd.cu and ffi/attention_bwd.cu.
+"""dot_product_attention by the CUDA kernels of ffi/attention.
 
 These kernels run on every GPU whose tensor cores multiply 16-bit values into float32, from Turing on.
 They use the tensor-core instructions of Turing and Ampere; Hopper and later have faster ones. From

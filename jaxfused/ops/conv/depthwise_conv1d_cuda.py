@@ -1,4 +1,4 @@
-"""Depthwise convolution along one axis by the CUDA kernels of ffi/depthwise_conv1d.cu.
+"""Depthwise convolution along one axis by the CUDA kernels of ffi/conv/depthwise_conv1d.cu.
 
 A thread walks along a piece of an image's steps. The gradient's kernel computes again what the
 activation was applied to, from x, which it reads anyway.

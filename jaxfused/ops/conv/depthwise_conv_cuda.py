@@ -1,4 +1,4 @@
-"""Depthwise convolution by the CUDA kernels of ffi/depthwise_conv.cu and ffi/depthwise_conv_mma.cu.
+"""Depthwise convolution by the CUDA kernels of ffi/conv/depthwise_conv*.cu.
 
 By strips, a warp has 64 channels of a few columns of the output and walks down their rows with all sums
 in registers. By tiles, tensor cores multiply 16-bit values: 8 columns of 16 blocks of rows at a time.

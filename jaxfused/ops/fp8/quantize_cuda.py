@@ -1,4 +1,4 @@
-"""Matrices in float8 and their transposes, by the kernel of ffi/quantize.cu."""
+"""Matrices in float8 and their transposes, by the kernel of ffi/quantized/quantize.cu."""
 
 from collections.abc import Sequence
 from typing import Any

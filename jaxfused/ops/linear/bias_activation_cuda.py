@@ -1,4 +1,4 @@
-"""The operations around a matrix product that XLA computes, by the kernels of ffi/bias_activation.cu.
+"""The operations around a matrix product that XLA computes, by the kernels of bias_activation.cu.
 
 A plain activation is applied to one product. A gated activation is also multiplied by a second product,
 `up`.

@@ -1,8 +1,8 @@
 """linear where the Pallas kernel does not serve: XLA's product, and one pass of our own around it.
 
-If cuBLASLt has the epilogue, it computes the product and the epilogue at once (ffi/linear.cu). Otherwise
-XLA computes the product and ffi/bias_activation.cu does the rest, forward and backward. That needs
-nothing but the driver and supports every shape.
+If cuBLASLt has the epilogue, it computes the product and the epilogue at once (ffi/linear/linear.cu).
+Otherwise XLA computes the product and ffi/linear/bias_activation.cu the rest, forward and backward.
+That needs nothing but the driver and supports every shape.
 
 All functions are over rows: x [M, D], w [D, F], bias [F], residual, y and z [M, F].
 """

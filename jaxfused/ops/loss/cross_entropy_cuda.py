@@ -1,4 +1,4 @@
-"""softmax_cross_entropy by the CUDA kernels of ffi/cross_entropy.cu.
+"""softmax_cross_entropy by the CUDA kernels of ffi/loss/cross_entropy.cu.
 
 All functions are over rows: logits [N, V], and either classes int32 [N] or soft labels [N, V] of any
 float dtype that kernels take. `statistics` float32 [N, 5] are the fields of Statistics in

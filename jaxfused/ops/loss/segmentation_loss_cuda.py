@@ -1,4 +1,4 @@
-"""segmentation_loss by the CUDA kernels of ffi/segmentation_loss.cu.
+"""segmentation_loss by the CUDA kernels of ffi/loss/segmentation_loss.cu.
 
 All functions are over images: logits [B, N, C], labels int32, uint8, bool or float32 [B, N], and weights
 float32 [B, N] or None. The sums float32 [B, 2 + 3 C] are the fields of Sums in

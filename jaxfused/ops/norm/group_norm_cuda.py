@@ -1,4 +1,4 @@
-"""group_norm by the CUDA kernels of ffi/group_norm_fwd.cu and ffi/group_norm_bwd.cu.
+"""group_norm by the CUDA kernels of ffi/norm/group_norm_fwd.cu and ffi/norm/group_norm_bwd.cu.
 
 Two passes take the sums of slices of an image and then write. They may go over chunks of images that
 a second read finds in L2; a launch has the second pass over a chunk and the first over the next one.
@@ -31,7 +31,7 @@ class Config:
     chunk: int
     """Images of a pass, or at a time where they are read once."""
     once: bool = False
-    """Whether a slice stays in shared memory between the passes: see ffi/group_norm_once.cuh."""
+    """Whether a slice stays in shared memory between the passes: group_norm_single_pass.cuh."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.slices <= 65536:

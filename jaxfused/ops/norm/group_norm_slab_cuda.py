@@ -1,4 +1,4 @@
-"""group_norm's forward by the CUDA kernel of ffi/group_norm_slab.cu, which reads images once.
+"""group_norm's forward by the CUDA kernel of ffi/norm/group_norm_slab.cu, which reads images once.
 
 A block has a slab, neighbouring channels of whole groups, of an image or of a part of it, and keeps it
 in shared memory until its statistics are known. Where an image has several parts, their blocks wait for

@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm by the CUDA kernels of ffi/layer_norm_fwd.cu and ffi/layer_norm_bwd.cu.
+"""layer_norm and rms_norm by the CUDA kernels of ffi/norm/layer_norm_*.cu.
 
 Each direction has a kernel for few rows, where what takes time is the way to memory and back, and one
 whose teams of threads walk over many rows, which arrive through shared memory. No shape is refused for

@@ -1,4 +1,4 @@
-"""The reductions of Adafactor over the leaves of a tree, by the kernels of ffi/adafactor.cu."""
+"""The reductions of Adafactor over the leaves of a tree, by the kernels of adafactor.cu."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""The sum of the squares of all gradients of a tree, by the kernels of ffi/gradient_norm.cu."""
+"""The sum of the squares of all gradients of a tree, by the kernels of gradient_norm.cu."""
 
 from collections.abc import Sequence
 

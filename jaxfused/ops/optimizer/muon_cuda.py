@@ -1,4 +1,4 @@
-"""Muon's momentum of the leaves of a tree, by the kernel of ffi/muon.cu."""
+"""Muon's momentum of the leaves of a tree, by the kernel of ffi/optimizer/muon.cu."""
 
 from collections.abc import Sequence
 from typing import Any

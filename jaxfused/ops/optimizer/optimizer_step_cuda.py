@@ -1,4 +1,4 @@
-"""The step of an optimizer over all leaves of a tree, by the kernels of ffi/optimizer_step.cu."""
+"""The step of an optimizer over all leaves of a tree, by the kernels of optimizer_step.cu."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ _WRITTEN = {
 _TAKING_NORMS = ("lamb_moments", "lamb_norms")
 _ALL_WRITTEN = tuple(field for field in Leaf._fields if field != "gradient")
 RANDOM_WORDS = 16
-"""The words for each leaf of `random`: see LeafRandom in ffi/stochastic_rounding.cuh."""
+"""The words for each leaf of `random`: see LeafRandom in ffi/common/stochastic_rounding.cuh."""
 BLOCK = 256
 """Values that share a scale."""
 

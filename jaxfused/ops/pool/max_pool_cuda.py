@@ -1,4 +1,4 @@
-"""max_pool and its gradient by the CUDA kernels of ffi/resample.cu."""
+"""max_pool and its gradient by the CUDA kernels of ffi/pool/resample.cu."""
 
 import math
 from collections.abc import Sequence

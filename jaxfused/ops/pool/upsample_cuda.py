@@ -1,4 +1,4 @@
-"""Bilinear upsampling by 2 and its gradient by the CUDA kernels of ffi/resample.cu."""
+"""Bilinear upsampling by 2 and its gradient by the CUDA kernels of ffi/pool/resample.cu."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rows quantised by their largest magnitude, by the kernel of ffi/quantize_rows.cu."""
+"""Rows quantised by their largest magnitude, by the kernel of ffi/quantized/quantize_rows.cu."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Products with quantised weights: ffi/quantized_matmul.cu, and quantized_matmul_both.cu if x is too.
+"""Products with quantised weights: ffi/quantized/quantized_matmul.cu, and w8a8_matmul.cu if x is too.
 
 They serve the GPUs that have no Pallas kernel, from Turing on, and read the same layout "columns". All
 functions are over rows: x [M, K], weights [N, K], bias [N], residual and y [M, N].

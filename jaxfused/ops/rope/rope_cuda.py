@@ -1,4 +1,4 @@
-"""rope by the CUDA kernel of ffi/rope.cu: q and k in one launch.
+"""rope by the CUDA kernel of ffi/rope/rope.cu: q and k in one launch.
 
 The kernel moves the widest vectors of which heads and rotating halves are whole numbers, and single
 values elsewhere, so it refuses no shape for its divisibility.

@@ -1,0 +1,430 @@
+// What the forward and the backward of group_norm share: how images spread over blocks and threads,
+// and how sums of many parts are merged in a fixed order.
+//
+// Each direction takes two passes over an image. The first leaves sums of every slice in global
+// memory, the second merges them and writes. A slice is a run of neighbouring pixels with all their
+// channels, and a block has one slice of one image. The images are taken in chunks that a second
+// read finds in L2: a launch does the second pass over a chunk and the first pass over the next
+// one, by blocks that take turns, so that the two passes run side by side. The second pass walks
+// through a slice from its end, since what was read last is likely to be in L2. Where an image is
+// one slice, its block does both passes at once.
+//
+// A thread owns the same channels (one vector) in every `rows`-th pixel of its slice:
+//
+//     channel = column * kVec,   pixel = start + step * rows + row,   step = 0 .. steps - 1
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/activation.cuh"
+#include "common/handler.h"
+#include "common/operands.h"
+#include "common/ptx.cuh"
+#include "common/rows.cuh"
+#include "common/vector.cuh"
+
+namespace group_norm {
+
+// The threads of a block, unless a pixel alone has more vectors.
+constexpr int kThreads = 512;
+constexpr int kMaxThreads = 1024;
+// More sums than these in all slices of an image are merged by a launch of their own, so that not
+// every block of the second pass reads them all.
+constexpr int kMostSums = 4096;
+// The columns that a block of such a launch takes, each by a warp.
+constexpr int kMergedColumns = 8;
+// Divides by a number that is known before the launch. The product of both operands is less than
+// 2^32.
+struct Divider {
+  unsigned divisor;
+  unsigned inverse;  // 2^32 / divisor, rounded up
+
+  void set(int by) {
+    divisor = by;
+    inverse = static_cast<unsigned>(((int64_t{1} << 32) + by - 1) / by);
+  }
+  __device__ int quotient(int value) const {
+    return divisor == 1 ? value : static_cast<int>(__umulhi(value, inverse));
+  }
+};
+
+struct Images {
+  int count;
+  int pixels;
+  int channels;
+  int groups;
+  int group_size;
+};
+
+struct Plan {
+  int slices;  // of an image
+  int pixels;  // of a slice; the first `longer` slices have one more
+  int longer;
+  int columns;        // vectors of a pixel
+  int rows;           // pixels that a block takes together
+  int full;           // steps of a thread: pixels / rows; in the first rows there is one more,
+  int extra;          // in so many where the slice is not one of the longer
+  int64_t stride;     // values from a thread's pixel to its next
+  int item_parts;     // the parts of a sum that a block's threads leave in shared memory
+  int item_pitch;     // from a sum's parts to the next's, odd so that no bank has them all
+  int item_lanes;     // neighbouring threads that merge the parts of a sum there,
+  int channel_lanes;  // those that merge a group's channels,
+  int slice_lanes;    // and those that merge a group's slices in the second pass
+  int parts;          // sums of an image that the second pass merges: the slices', or one
+  int second_image;   // from which on blocks do the second pass
+  int second_blocks;
+  int first_image;  // from which on the other blocks do the first pass
+  int first_blocks;
+  bool streams;  // whether what is written should leave L2 first
+  Divider by_columns;
+  Divider by_group;  // divides a channel by group_size
+
+  // Whether blocks do both passes, and there are no other blocks.
+  __host__ __device__ bool is_whole() const { return slices == 1; }
+};
+
+// Where a thread stands.
+struct Place {
+  bool takes;   // whether its block does the first pass
+  bool writes;  // whether it does the second
+  int image;
+  int index;  // of the slice
+  int start;  // the slice's first pixel
+  int count;  // its pixels
+  int extra;  // the rows of threads with a step more than the others
+  int row;
+  int channel;  // the first of the thread's
+  int steps;    // of this thread; 0 for a thread without a column or a pixel
+
+  __device__ Place(const Images& images, const Plan& plan, int vec) {
+    // The blocks of the two passes take turns until those of one pass are all there.
+    const int block = blockIdx.x;
+    const int turns = min(plan.first_blocks, plan.second_blocks);
+    const bool in_turn = block < 2 * turns;
+    const bool second = in_turn ? block % 2 == 0 : plan.second_blocks > turns;
+    const int unit = in_turn ? block / 2 : block - turns;
+    const int image_of_pass = unit / plan.slices;
+    takes = !second;
+    writes = second || plan.is_whole();
+    image = (second ? plan.second_image : plan.first_image) + image_of_pass;
+    index = unit - image_of_pass * plan.slices;
+    const int more = index < plan.longer ? 1 : 0;
+    start = index * plan.pixels + min(index, plan.longer);
+    count = plan.pixels + more;
+    extra = plan.extra + more;
+    row = plan.by_columns.quotient(threadIdx.x);
+    channel = (static_cast<int>(threadIdx.x) - row * plan.columns) * vec;
+    steps = row < plan.rows ? plan.full + (row < extra ? 1 : 0) : 0;
+  }
+
+  // Returns the offset in an array of the thread's vector in its first step.
+  __device__ int64_t offset(const Images& images) const {
+    const int64_t pixel = static_cast<int64_t>(image) * images.pixels + start + row;
+    return pixel * images.channels + channel;
+  }
+};
+
+// Whole warps of a block that do one job together; barrier 0 is that of all its threads.
+template <int kBarrier>
+struct Crew {
+  int thread;  // of the crew's
+  int threads;
+
+  __device__ __forceinline__ void sync() const {
+    if constexpr (kBarrier == 0) {
+      __syncthreads();
+    } else {
+      barrier_sync(kBarrier, threads);
+    }
+  }
+};
+
+__device__ __forceinline__ Crew<0> whole_block() {
+  return {static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)};
+}
+
+struct Sums {
+  float first;
+  float second;
+
+  __device__ void add(const Sums& other) {
+    first += other.first;
+    second += other.second;
+  }
+};
+
+// Adds up, for each of `sums` sums, what of(sum)(part) returns for all parts, and hands the result
+// to store(sum, merged) of one thread. A sum's parts spread over `lanes` neighbouring threads, a
+// power of two up to a warp; the order of adding depends on the sizes alone. All threads of the
+// crew call it.
+template <int kLoads = 4, int kBarrier, typename Of, typename Store>
+__device__ __forceinline__ void merge_parts(const Crew<kBarrier>& crew, int sums, int parts,
+                                            int lanes, const Of& of, const Store& store) {
+  const int thread = crew.thread;
+  const int shift = __ffs(lanes) - 1;
+  const int lane = thread & (lanes - 1);
+  const int last_of_warp = (thread & 31) >> shift;  // sums before this thread's in its warp
+  for (int sum = thread >> shift; sum - last_of_warp < sums; sum += crew.threads >> shift) {
+    Sums own = {};
+    if (sum < sums) {
+      const auto load = of(sum);
+      for (int part = lane; part < parts; part += kLoads * lanes) {
+        Sums loaded[kLoads];
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          loaded[i] = part + i * lanes < parts ? load(part + i * lanes) : Sums{};
+        }
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) own.add(loaded[i]);
+      }
+    }
+    for (int half = lanes >> 1; half > 0; half >>= 1) {
+      own.first += __shfl_xor_sync(~0u, own.first, half);
+      own.second += __shfl_xor_sync(~0u, own.second, half);
+    }
+    if (sum < sums && lane == 0) store(sum, own);
+  }
+}
+
+// Moves an offset, in a way that the compiler does not see through: it would keep an offset of its
+// own in registers for each of a loop's loads.
+__device__ __forceinline__ void advance(int64_t& offset, int64_t by) {
+  offset += by;
+  asm("" : "+l"(offset));
+}
+
+// A thread's vectors of one array or of several, step by step: 64 bytes of them are on the way, and
+// the next are loaded into the place of those that have been taken. load(offset) returns the
+// vectors of a step.
+template <typename Vectors>
+class Stream {
+  static constexpr int kTogether = sizeof(Vectors) < 32 ? 4 : 2;
+
+ public:
+  template <typename Load>
+  __device__ Stream(int steps, int64_t offset, int64_t stride, const Load& load)
+      : left_(steps), next_(offset), stride_(stride) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (i < left_) ring_[i] = load(next_);
+      advance(next_, stride_);
+    }
+  }
+
+  __device__ const Vectors& first() const { return ring_[0]; }
+
+  // Calls take(vectors, reload) for each step; take calls reload() once it has unpacked the
+  // vectors.
+  template <typename Load, typename Take>
+  __device__ __forceinline__ void for_each(const Load& load, const Take& take) {
+    for (; left_ >= kTogether; left_ -= kTogether) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        take(ring_[i], [&] {
+          if (i + kTogether < left_) ring_[i] = load(next_);
+          advance(next_, stride_);
+        });
+      }
+    }
+#pragma unroll 1
+    for (; left_ > 0; --left_) {
+      take(ring_[0], [&] {
+#pragma unroll
+        for (int i = 0; i + 1 < kTogether; ++i) ring_[i] = ring_[i + 1];
+      });
+    }
+  }
+
+ private:
+  Vectors ring_[kTogether] = {};
+  int left_;
+  int64_t next_;
+  int64_t stride_;
+};
+
+// Loads the parameters of a thread's channels, or `otherwise` where there are none. A parameter
+// has one row for all images or one for each.
+template <int kVec>
+__device__ __forceinline__ void load_channels(const Parameter& parameter, int rows, int image,
+                                              int channels, int channel, float otherwise,
+                                              float (&out)[kVec]) {
+  if (parameter.data != nullptr) {
+    load_parameter(parameter, (rows == 1 ? 0 : image) * channels + channel, out);
+  } else {
+#pragma unroll
+    for (float& value : out) value = otherwise;
+  }
+}
+
+template <typename T, int kVec>
+__device__ __forceinline__ void store_result(const Plan& plan, T* address,
+                                             const float (&values)[kVec]) {
+  Vector<T, kVec> vector;
+  pack(values, vector);
+  if (plan.streams) {
+    store_streaming(address, vector);
+  } else {
+    store_vector(address, vector);
+  }
+}
+
+// --- the host's part -----------------------------------------------------------------------------
+
+struct Config {
+  int64_t slices;  // of an image
+  int64_t chunk;   // images of a pass, or at a time where they are read once
+  bool once;       // whether images are read once: see group_norm_single_pass.cuh
+};
+
+inline ffi::Error check_config(const Config& config) {
+  if (config.slices < 1 || config.slices > 65536 || config.chunk < 1) {
+    return ffi::Error::InvalidArgument(
+        "group_norm: the launch needs 1 to 65536 slices and a chunk of 1 or more images");
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error parse_images(const ffi::AnyBuffer& x, int64_t groups, Images* images) {
+  const auto shape = x.dimensions();
+  if (shape.size() != 3 || !dtype_of(x)) {
+    return ffi::Error::InvalidArgument(
+        "x must be float32, bfloat16 or float16 with axes image, pixel, channel");
+  }
+  if (groups < 1 || shape[2] < 1 || shape[2] % groups != 0) {
+    return ffi::Error::InvalidArgument(std::to_string(groups) + " groups do not divide the " +
+                                       std::to_string(shape[2]) + " channels of x");
+  }
+  if (shape[0] > INT32_MAX || shape[1] > INT32_MAX / 2 || shape[0] * shape[2] > INT32_MAX) {
+    return ffi::Error::InvalidArgument("x of shape " + to_string(shape) + " is too large");
+  }
+  if (dtype_of(x) != Dtype::kFloat32 && shape[2] % 2 != 0) {
+    return ffi::Error::InvalidArgument(
+        "group_norm: the number of channels must be even in 16 bits");
+  }
+  *images = {static_cast<int>(shape[0]), static_cast<int>(shape[1]), static_cast<int>(shape[2]),
+             static_cast<int>(groups), static_cast<int>(shape[2] / groups)};
+  return ffi::Error::Success();
+}
+
+// Checks a parameter of [1 or images, channels]; it may be absent.
+inline ffi::Error parse_channels(std::string_view name, const ffi::AnyBuffer& buffer,
+                                 const Images& images, Parameter* parameter, int* rows) {
+  *parameter = {nullptr, Dtype::kFloat32};
+  *rows = 1;
+  if (is_absent(buffer)) return ffi::Error::Success();
+  const auto shape = buffer.dimensions();
+  const int64_t first = shape.size() == 2 && shape[0] == 1 ? 1 : images.count;
+  RETURN_IF_ERROR(check_shape(name, buffer, {first, images.channels}));
+  const auto dtype = dtype_of(buffer);
+  if (!dtype) {
+    return ffi::Error::InvalidArgument(std::string(name) + " must be float32, bfloat16 or float16");
+  }
+  *parameter = {buffer.untyped_data(), *dtype};
+  *rows = static_cast<int>(first);
+  return ffi::Error::Success();
+}
+
+inline ffi::Error check_like_images(std::string_view name, const ffi::AnyBuffer& buffer,
+                                    const ffi::AnyBuffer& x) {
+  const auto shape = x.dimensions();
+  RETURN_IF_ERROR(check_shape(name, buffer, {shape[0], shape[1], shape[2]}));
+  return check_dtype(name, buffer, x.element_type());
+}
+
+// Whether the sums of an image's slices are merged by a launch of their own.
+inline bool merges_apart(const Plan& plan, int sums) {
+  return plan.slices > 1 && static_cast<int64_t>(plan.slices) * sums > kMostSums;
+}
+
+// Returns how many threads of a block should merge a sum's parts: a few parts are left to each.
+inline int lanes_of(int threads, int sums, int parts) {
+  int lanes = 1;
+  while (lanes < 32 && 2 * lanes * sums <= threads && 4 * lanes < parts) lanes *= 2;
+  return lanes;
+}
+
+// Spreads a slice over at most `most` threads, unless a pixel alone has more vectors, which then is
+// an error beyond `limit`. The threads leave `item_sums` sums in shared memory, of which a row has
+// `row_parts` parts.
+template <int kVec>
+ffi::Error spread(const Images& images, int most, int limit, int item_sums, int row_parts,
+                  Plan* plan, int* threads) {
+  plan->columns = images.channels / kVec;
+  if (plan->columns > limit) {
+    return ffi::Error::InvalidArgument("group_norm: " + std::to_string(images.channels) +
+                                       " channels are more than " + std::to_string(limit) +
+                                       " threads hold in vectors of " + std::to_string(kVec));
+  }
+  plan->pixels = images.pixels / plan->slices;
+  plan->longer = images.pixels % plan->slices;
+  const int longest = plan->pixels + (plan->longer > 0 ? 1 : 0);
+  plan->rows = std::max(1, std::min(most / plan->columns, longest));
+  plan->full = plan->pixels / plan->rows;
+  plan->extra = plan->pixels % plan->rows;
+  plan->stride = static_cast<int64_t>(plan->rows) * images.channels;
+  plan->by_columns.set(plan->columns);
+  plan->by_group.set(images.group_size);
+  *threads = (plan->rows * plan->columns + 31) / 32 * 32;
+  plan->item_parts = plan->rows * row_parts;
+  plan->item_pitch = plan->item_parts | 1;
+  plan->item_lanes = lanes_of(*threads, item_sums, plan->item_parts);
+  plan->channel_lanes = lanes_of(*threads, images.groups, images.group_size);
+  return ffi::Error::Success();
+}
+
+// Launches both passes of `kernel` over all images. `args` has the members images and plan; for
+// `item_sums` and `row_parts` see `spread`. merge(first image, images) launches what lies between
+// the passes.
+template <int kVec, typename Args, typename Merge>
+ffi::Error launch_passes(void (*kernel)(Args), Args args, const Config& config, int item_sums,
+                         int row_parts, const Merge& merge, cudaStream_t stream) {
+  const Images& images = args.images;
+  Plan& plan = args.plan;
+  if (2 * std::min<int64_t>(config.chunk, images.count) * config.slices > INT32_MAX) {
+    return ffi::Error::InvalidArgument(
+        "group_norm: the slices of a chunk are more than a grid has");
+  }
+  int threads = 0;
+  RETURN_IF_ERROR(
+      spread<kVec>(images, kThreads, kMaxThreads, item_sums, row_parts, &plan, &threads));
+  plan.slice_lanes = lanes_of(threads, images.groups, plan.parts);
+  const int shared_bytes =
+      static_cast<int>(std::max(item_sums * plan.item_pitch, images.groups) * sizeof(float2));
+  int waiting = 0;  // images of the chunk whose second pass is due
+  for (int first = 0; first < images.count || waiting > 0;) {
+    const int count = static_cast<int>(std::min<int64_t>(config.chunk, images.count - first));
+    plan.second_image = first - waiting;
+    plan.second_blocks = waiting * plan.slices;
+    plan.first_image = first;
+    plan.first_blocks = count * plan.slices;
+    const unsigned blocks = static_cast<unsigned>(waiting + count) * plan.slices;
+    RETURN_IF_ERROR(launch_kernel(kernel, args, {dim3(blocks), threads, shared_bytes}, stream));
+    if (count > 0) RETURN_IF_ERROR(merge(first, count));
+    first += count;
+    waiting = plan.is_whole() ? 0 : count;
+  }
+  return ffi::Error::Success();
+}
+
+// Calls `f` with a value of x's type and the size of its vectors: `k16Bits` values of 16 bits or
+// four of float32 where pixels are whole 16 bytes, else 4 bytes.
+template <int k16Bits, typename F>
+ffi::Error with_vectors(Dtype dtype, bool aligned, int channels, const F& f) {
+  using std::integral_constant;
+  const bool whole = aligned && channels % (dtype == Dtype::kFloat32 ? 4 : 8) == 0;
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return whole ? f(float{}, integral_constant<int, 4>{})
+                   : f(float{}, integral_constant<int, 1>{});
+    case Dtype::kBfloat16:
+      return whole ? f(__nv_bfloat16{}, integral_constant<int, k16Bits>{})
+                   : f(__nv_bfloat16{}, integral_constant<int, 2>{});
+    default:
+      return whole ? f(__half{}, integral_constant<int, k16Bits>{})
+                   : f(__half{}, integral_constant<int, 2>{});
+  }
+}
+
+}  // namespace group_norm

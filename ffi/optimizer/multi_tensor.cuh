@@ -1,0 +1,197 @@
+// The walk of a kernel over the leaves of a tree: arrays of any sizes, all in one launch.
+//
+// A leaf is cut into tiles, the last of which may not be full. The tiles of all leaves are counted
+// through, and the grid takes them from the last to the first: a kernel before that went from the
+// first to the last has left the last ones in L2. The leaves' pointers are parameters of the
+// kernel, so that a launch needs no table in device memory.
+#pragma once
+
+#include <cstdint>
+
+#include "common/ptx.cuh"
+#include "common/rows.cuh"
+
+constexpr int kLeafThreads = 256;
+constexpr int kLeafWarps = kLeafThreads / kWarpSize;
+constexpr int kLeafVec = 4;  // values that a thread handles at a time
+// The leaves of one launch: a kernel's parameters have room for 500, but XLA's compiler takes time
+// that grows with the square of a call's results.
+constexpr int kMaxLeaves = 256;
+constexpr int kMaxStreams = 8;  // arrays of one leaf
+
+constexpr int kBlockValues = 256;  // that share a scale, where values have 8 bits
+
+// What an array of a leaf holds, if not one value of `Dtype` for each element.
+enum class Coded : uint8_t { kNo, kCodes, kScales };
+
+struct Leaf {
+  void* data[kMaxStreams];
+  int64_t size;
+  uint32_t first_tile;
+  uint16_t decays;
+  uint16_t aligned;  // whether all arrays start at multiples of 16 bytes
+};
+
+struct Leaves {
+  Dtype dtypes[kMaxStreams];  // of the streams, which all leaves share
+  uint32_t streams;           // the bit of each stream that the leaves have
+  uint32_t tiles;
+  int count;
+  Leaf leaves[kMaxLeaves];
+};
+
+__host__ __device__ constexpr int item_size(Dtype dtype) {
+  return dtype == Dtype::kFloat32 ? 4 : 2;
+}
+
+__host__ __device__ constexpr bool has_stream(uint32_t streams, int stream) {
+  return streams >> stream & 1;
+}
+
+// Keeps a warp's loads before this point in the program before all that uses them: they should be
+// in flight together, but the compiler would rather save registers. All threads of the warp call
+// it.
+__device__ __forceinline__ void keep_loads_together() { __syncwarp(); }
+
+// Values in the dtype of memory: eight of 16 bits, or four, which in 16 bits take up the first
+// half.
+using RawVector = uint4;
+
+template <int kCount = kLeafVec>
+__device__ __forceinline__ RawVector load_raw(const void* data, Dtype dtype, int64_t index) {
+  static_assert(kCount == kLeafVec || kCount == 2 * kLeafVec);
+  if constexpr (kCount == 2 * kLeafVec) {
+    return *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(data) + index);
+  }
+  if (dtype == Dtype::kFloat32) {
+    return *reinterpret_cast<const uint4*>(static_cast<const float*>(data) + index);
+  }
+  const uint2 half = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(data) + index);
+  return make_uint4(half.x, half.y, 0, 0);
+}
+
+template <int kCount>
+__device__ __forceinline__ void unpack_raw(const RawVector& raw, Dtype dtype,
+                                           float (&out)[kCount]) {
+  const uint32_t words[] = {raw.x, raw.y, raw.z, raw.w};
+  with_type(dtype, [&](auto type) {
+    Vector<decltype(type), kCount> vector;
+    constexpr int kWords = sizeof(vector) / sizeof(uint32_t);
+    if constexpr (kWords <= 4) {
+      auto* to = reinterpret_cast<uint32_t*>(&vector);
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) to[i] = words[i];
+      unpack(vector, out);
+    }
+  });
+}
+
+// Returns the last leaf whose member `kFirst`, which grows from leaf to leaf, is not after `index`.
+template <auto kFirst, typename Args>
+__device__ __forceinline__ int leaf_at(const Args& args, uint32_t index) {
+  int leaf = 0, last = args.count - 1;
+  while (leaf < last) {
+    const int middle = (leaf + last + 1) / 2;
+    if (args.leaves[middle].*kFirst <= index) {
+      leaf = middle;
+    } else {
+      last = middle - 1;
+    }
+  }
+  return leaf;
+}
+
+// Writes values that the kernel does not read again.
+template <int kCount>
+__device__ __forceinline__ void store_values(void* data, Dtype dtype, int64_t index,
+                                             const float (&values)[kCount]) {
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    Vector<T, kCount> vector;
+    pack(values, vector);
+    T* address = static_cast<T*>(data) + index;
+    if constexpr (sizeof(vector) == 16) {
+      store_streaming(address, vector);
+    } else if constexpr (sizeof(vector) == 8) {
+      __stcs(reinterpret_cast<uint2*>(address), reinterpret_cast<const uint2&>(vector));
+    }  // No dtype of more bytes is stored in vectors of eight.
+  });
+}
+
+__device__ __forceinline__ float load_value(const void* data, Dtype dtype, int64_t index) {
+  float value[1];
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    unpack(load_vector<T, 1>(static_cast<const T*>(data) + index), value);
+  });
+  return value[0];
+}
+
+__device__ __forceinline__ void store_value(void* data, Dtype dtype, int64_t index, float value) {
+  const float values[1] = {value};
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    Vector<T, 1> packed;
+    pack(values, packed);
+    store_vector(static_cast<T*>(data) + index, packed);
+  });
+}
+
+// A place in the walk: the leaf of the tile that was asked for last.
+class LeafCursor {
+ public:
+  // Finds the leaf of `tile`.
+  __device__ LeafCursor(const Leaves& leaves, int64_t tile) : leaves_(leaves) {
+    int last = leaves.count - 1;
+    while (leaf_ < last) {
+      const int middle = (leaf_ + last + 1) / 2;
+      if (leaves.leaves[middle].first_tile <= tile) {
+        leaf_ = middle;
+      } else {
+        last = middle - 1;
+      }
+    }
+  }
+
+  // Goes back to the leaf of a tile that is not after the last one.
+  __device__ __forceinline__ const Leaf& earlier(int64_t tile) {
+    while (leaves_.leaves[leaf_].first_tile > tile) --leaf_;
+    return leaves_.leaves[leaf_];
+  }
+
+  // Goes on to the leaf of a tile that is not before the last one.
+  __device__ __forceinline__ const Leaf& later(int64_t tile) {
+    while (leaf_ + 1 < leaves_.count && leaves_.leaves[leaf_ + 1].first_tile <= tile) ++leaf_;
+    return leaves_.leaves[leaf_];
+  }
+
+  __device__ __forceinline__ int index() const { return leaf_; }
+
+ private:
+  const Leaves& leaves_;
+  int leaf_ = 0;
+};
+
+// The values of a tile in which each thread has kVectors vectors of kCount values.
+template <int kVectors, int kCount = kLeafVec>
+constexpr int kLeafTile = kLeafThreads * kCount * kVectors;
+
+// The part of a leaf that is in one tile.
+struct LeafTile {
+  int64_t start;
+  int values;
+  int whole;  // values that are in vectors; the remaining ones are handled one by one
+
+  __device__ LeafTile(const Leaf& leaf, int64_t tile, int tile_values, int vec = kLeafVec) {
+    start = (tile - leaf.first_tile) * tile_values;
+    values = static_cast<int>(min(static_cast<int64_t>(tile_values), leaf.size - start));
+    whole = leaf.aligned ? values & ~(vec - 1) : 0;
+  }
+};
+
+// The first value, within a tile, of vector `v` of this thread; a warp's vectors are neighbours.
+template <int kVectors, int kCount = kLeafVec>
+__device__ __forceinline__ int vector_start(int v) {
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  return ((warp * kVectors + v) * kWarpSize + lane) * kCount;
+}
