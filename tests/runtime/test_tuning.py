@@ -335,7 +335,7 @@ def test_processes_that_write_at_once_lose_nothing(device, tmp_path):
 import sys
 from pathlib import Path
 from jaxfused import dispatch
-from jaxfused.tuning import table
+from jaxfused.runtime import table
 device = {device!r}
 for i in range(10):
     key = table.Key("k", "{{}}", (("float32", (int(sys.argv[1]), i)),))

@@ -13,6 +13,7 @@ from jaxfused.ops.rope.rope_scaling import (
     RopeScaling,
     YarnRope,
 )
+from jaxfused.runtime.checks import python_numbers
 
 _SHARED = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
@@ -54,6 +55,7 @@ _KEYS = {
 """The keys of each type beside those that all have."""
 
 
+@python_numbers
 def rope_from_config(
     config: Mapping[str, Any],
     *,

@@ -189,7 +189,7 @@ import contextlib
 import jax, jax.numpy as jnp, numpy as np, pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxfused import optim
-from tests import test_matrix_optimizer_kernels as tests
+from tests.ops.optimizer import test_matrix_optimizer_kernels as tests
 from tests.ops.optimizer.test_matrix_optimizer_kernels import assert_close
 
 specs = {"wide": P("data", "model"), "tall": P(None, "data"), "layers": P("model"), "vector": P()}
@@ -285,7 +285,7 @@ import jax, jax.numpy as jnp, numpy as np, pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 from jaxfused import optim
-from tests import test_matrix_optimizer_kernels as tests
+from tests.ops.optimizer import test_matrix_optimizer_kernels as tests
 from tests.ops.optimizer.test_matrix_optimizer_kernels import assert_close
 
 specs = {

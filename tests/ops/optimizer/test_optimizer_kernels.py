@@ -206,7 +206,7 @@ import chex, jax, jax.numpy as jnp, numpy as np, pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxfused
 from jaxfused import optim
-from tests import optimizer_kernels
+from tests.support import optimizer_kernels
 from tests.ops.optimizer.test_optimizer_kernels import EXTRAS, assert_close
 
 specs = {"w": P("data", "model"), "b": P("model"), "replicated": P(), "odd": P(), "s": P()}
