@@ -186,5 +186,6 @@ def test_who_has_none_says_so():
 )
 def test_errors(change, message):
     arguments = dict(statistics=(jnp.ones(4), jnp.ones(4))) | change
+    call = jax.vmap(lambda x: jaxfused.batch_norm(x, **arguments), axis_name="i")
     with pytest.raises(ValueError, match=f"batch_norm: {message}"):
-        jaxfused.batch_norm(jnp.ones((2, 4)), **arguments)
+        call(jnp.ones((1, 2, 4)))

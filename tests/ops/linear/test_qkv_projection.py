@@ -147,7 +147,7 @@ def test_derivatives_of_both_orders_and_modes():
         ({"w": jnp.ones((5, 32))}, "w has shape"),
         ({"w": jnp.ones((6, 33))}, "w has 33 columns"),
         ({"heads": 3}, "heads is 3 and key_heads 2"),
-        ({"heads": 4, "key_heads": 0}, "key_heads 0"),
+        ({"heads": 4, "key_heads": 0}, "key_heads is 0"),
         ({"q_scale": jnp.ones(5)}, r"q_scale has shape \(5,\).*\(4,\)"),
         ({"cos": jnp.ones((3, 2))}, "one of cos and sin"),
         ({"cos": jnp.ones((4, 2)), "sin": jnp.ones((4, 2))}, r"cos has shape \(4, 2\)"),
