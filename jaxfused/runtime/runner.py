@@ -234,8 +234,23 @@ def reference_only(op: str, implementation: str | None, x: jax.Array) -> None:
         "cuda": f"there is no CUDA kernel of {op} yet",
         "xla": None,
     }
+    choose_without_stages(op, implementation, reasons, x)
+
+
+def choose_without_stages(
+    op: str,
+    implementation: str | None,
+    reasons: Mapping[str, str | None],
+    *operands: jax.Array | None,
+) -> None:
+    """Chooses and records the implementation of a call that runs no stage of a `Runner`.
+
+    Raises:
+      ValueError: the named implementation does not exist or cannot run.
+    """
     chosen = dispatch.choose(op, implementation, reasons)
-    dispatch.record(dispatch.Choice(op, _shapes([x]), chosen, reasons))
+    source: Any = None if implementation is None else "named"
+    dispatch.record(dispatch.Choice(op, _shapes(operands), chosen, reasons, source=source))
 
 
 def _shapes(operands: Operands) -> tuple[jax.ShapeDtypeStruct | None, ...]:

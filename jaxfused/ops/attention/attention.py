@@ -27,7 +27,13 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
+from jaxfused.runtime.runner import (
+    Axes,
+    Results,
+    Runner,
+    choose_without_stages,
+    takes_reference,
+)
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.attention import attention as pallas_attention
 from pallas_kernels.attention import estimate
@@ -175,7 +181,9 @@ def dot_product_attention(
         reason = _why_cudnn_unsupported(
             device, query, key, value, who, [name for name, is_used in used.items() if is_used]
         )
-        dispatch.choose("dot_product_attention", "cudnn", {"cudnn": reason})
+        choose_without_stages(
+            "dot_product_attention", "cudnn", {"cudnn": reason}, query, key, value
+        )
         output = _cudnn(query, key, value, bias, who, scale)
         output = named(output, "dot_product_attention", "output")
         return output if has_batch else output[0]
@@ -214,12 +222,13 @@ def dot_product_attention(
 
 def _takes_reference(implementation, device, query, key, scale) -> bool:
     """Whether the call is plain jax.numpy, as for a scale that is an array: kernels need a constant."""
-    op = "dot_product_attention"
-    if isinstance(scale, jax.Array) and implementation != "xla":
+    missing = None
+    if isinstance(scale, jax.Array):
         why = "scale must be a Python float, as it is a constant of the kernels"
-        dispatch.choose(op, implementation, {"pallas": why, "cuda": why, "xla": None})
-        return True
-    return takes_reference(op, implementation, device, query, key)
+        missing = {"pallas": why, "cuda": why}
+    return takes_reference(
+        "dot_product_attention", implementation, device, query, key, missing=missing
+    )
 
 
 def _validate(query, key, value, bias, sinks) -> None:

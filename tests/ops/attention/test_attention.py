@@ -416,6 +416,22 @@ def test_what_cudnn_is_asked_to_do(fitting, monkeypatch):
         assert cudnn(**fitting) is None
 
 
+def test_what_runs_without_kernels_of_ours_is_explained(monkeypatch):
+    """cuDNN, and XLA for a scale that is an array, which no stage of a Runner runs."""
+    monkeypatch.setattr(attention, "_cudnn", lambda query, key, value, *others: query)
+    x = jax.ShapeDtypeStruct((1, 192, 2, 64), jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    by_cudnn = functools.partial(jaxfused.dot_product_attention, implementation="cudnn")
+    with dispatch.assume(H200):
+        named = jaxfused.explain(by_cudnn, x, x, x)
+        scaled = jaxfused.explain(
+            lambda q, scale: jaxfused.dot_product_attention(q, q, q, scale=scale), x, scale
+        )
+    assert "dot_product_attention runs on 'cudnn' (as named)" in str(named)
+    assert "dot_product_attention runs on 'xla'" in str(scaled)
+    assert "not 'pallas': scale must be a Python float" in str(scaled)
+
+
 CUDNN_CASES = [
     Case("no multiple of a block", 96, 96, head_size=64),
     Case("grouped, causal", 64, 96, heads=8, head_size=64, is_causal=True),
