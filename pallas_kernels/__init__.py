@@ -1,1 +1,1 @@
-"""Device kernels in Pallas for Mosaic GPU; they know nothing of jaxfused."""
+"""Device kernels in Pallas for Mosaic GPU; they do not import jaxfused."""

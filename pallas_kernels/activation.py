@@ -25,11 +25,11 @@ ARITHMETIC = ("relu", "relu2", "relu6", "leaky_relu", "hard_swish", "hard_sigmoi
 """The activations without an exponential, for which a cost model counts no evaluation."""
 
 _GELU_TANH_RATE = 2.0 * math.sqrt(2.0 / math.pi)
-"""0.5 (1 + tanh(z)) is the logistic function of 2 z."""
+"""Factor of x in the exponent: 0.5 (1 + tanh(z)) is the logistic function of 2 z."""
 _GELU_CUBIC = 0.044715
 _QUICK_GELU_RATE = 1.702
 _LEAK = 0.01
-"""The slope of leaky_relu below 0."""
+"""Derivative of leaky_relu below 0."""
 _LOG2_E = math.log2(math.e)
 
 
@@ -74,7 +74,7 @@ def derivative(name: str | None, x: jax.Array, dtype: Any = jnp.float32) -> jax.
 def activation_and_derivative(
     name: str | None, x: jax.Array, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, jax.Array | float]:
-    """Both at `x`, with what they have in common computed once."""
+    """Returns both at `x`, and computes their common terms once."""
     match name:
         case None:
             return x, 1.0
@@ -114,7 +114,7 @@ def activation_and_derivative(
 
 
 def _distance(x: jax.Array) -> jax.Array:
-    """|x|, no further than every tail has vanished: infinity times 0 would be no number."""
+    """Returns |x|, at most `_FAR`, where every tail is 0: infinity times 0 would be NaN."""
     return jnp.minimum(jnp.abs(x), _FAR)
 
 
@@ -135,11 +135,11 @@ def _sigmoid(x: jax.Array, tail: jax.Array) -> jax.Array:
 
 
 _TANH = (0.9999999674, -0.333327915, 0.133188188, -0.05258626, 0.0163104039)
-"""tanh(x) / x in x^2 for |x| <= 0.55, to 4e-8."""
+"""Coefficients of tanh(x) / x in powers of x^2 for |x| <= 0.55, with an error of 4e-8."""
 
 
 def _tanh(x: jax.Array, tail: jax.Array) -> jax.Array:
-    """1 - 2 tail by x's sign, and near 0, where that cancels, a polynomial."""
+    """Returns 1 - 2 tail with x's sign, or a polynomial near 0, where that difference cancels."""
     squared = jnp.minimum(x * x, 1.0)
     near = x * _polynomial(_TANH, squared)
     far = jnp.where(x < 0.0, 2.0 * tail - 1.0, 1.0 - 2.0 * tail)
@@ -147,10 +147,10 @@ def _tanh(x: jax.Array, tail: jax.Array) -> jax.Array:
 
 
 def _mish_gate(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """tanh(softplus(x)) and its derivative.
+    """Returns tanh(softplus(x)) and its derivative.
 
-    With u = exp(-|x|) they are (1 + 2 u) / d and 4 u^2 (1 + u) / d^2 of d = 1 + 2 u + 2 u^2 for
-    positive x, and (2 u + u^2) / d and 4 u (1 + u) / d^2 of d = 2 + 2 u + u^2 for negative x.
+    With u = exp(-|x|) they are, for positive x, (1 + 2 u) / d and 4 u^2 (1 + u) / d^2, where
+    d = 1 + 2 u + 2 u^2; for negative x, (2 u + u^2) / d and 4 u (1 + u) / d^2, d = 2 + 2 u + u^2.
     """
     u = jnp.exp2(-_LOG2_E * _distance(x))
     squared = u * u
@@ -162,7 +162,7 @@ def _mish_gate(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _tail(name: str, distance: jax.Array, dtype: Any) -> jax.Array:
-    """T of what is not negative."""
+    """Returns T(distance) of the activation called `name`."""
     match name:
         case "gelu_erf":
             return _normal_tail(distance, dtype)
@@ -174,7 +174,7 @@ def _tail(name: str, distance: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _tail_decrease(name: str, distance: jax.Array, tail: jax.Array) -> jax.Array:
-    """Minus the derivative of T where T is `tail`."""
+    """Returns minus the derivative of T at `distance`, given T(distance) as `tail`."""
     if name == "gelu_erf":
         squared = distance * distance
         return jnp.exp2((-0.5 * _LOG2_E) * squared - 0.5 * math.log2(2.0 * math.pi))
@@ -188,14 +188,14 @@ def _tail_decrease(name: str, distance: jax.Array, tail: jax.Array) -> jax.Array
 
 
 _RECIPROCAL = (0.9997026, -0.984835, 0.8658935, -0.5328576, 0.152245)
-"""1 / (1 + e) on 0 <= e <= 1, to 3e-4 relative."""
+"""Coefficients of 1 / (1 + e) for 0 <= e <= 1, with a relative error of 3e-4."""
 
 
 def _logistic_tail(distance: jax.Array, log2_rate: float, cubic: float = 0.0) -> jax.Array:
-    """1 / (1 + 2**z) with z = log2_rate * (distance + cubic * distance**3), without a division.
+    """Returns 1 / (1 + 2**z) with z = log2_rate * (distance + cubic * distance**3), without a division.
 
-    With e = 2**-z it is e times the reciprocal of 1 + e, which is a polynomial in e and a step of
-    Newton's: Mosaic's division is long, and the GPU's reciprocal root tests for denormals first.
+    With e = 2**-z this is e / (1 + e). The reciprocal is a polynomial in e and one Newton step:
+    Mosaic's division is long, and the GPU's reciprocal square root tests for denormals first.
     """
     rate: jax.Array | float = -log2_rate
     if cubic:
@@ -207,7 +207,7 @@ def _logistic_tail(distance: jax.Array, log2_rate: float, cubic: float = 0.0) ->
 
 
 def _polynomial(coefficients: Sequence[float], x: jax.Array) -> jax.Array:
-    """The value at x; the coefficient of the lowest power comes first."""
+    """Returns the polynomial's value at x; the coefficient of the lowest power comes first."""
     *lower, value = coefficients
     for coefficient in reversed(lower):
         value = value * x + coefficient
@@ -222,11 +222,11 @@ _LOG2_NORMAL_TAIL_16_BITS = (
     -1.0, -1.1511599, -0.45873001, -0.053667213,
     0.0083551991, -0.00089031768, 5.645109e-05, -1.5810565e-06,
 )  # fmt: skip
-"""log2 of P(N(0, 1) > x) as polynomials in x >= 0, lowest power first: the weighted minimax on
-0 <= x <= 8, with -1 at 0. What they make of x T(x) is off by 4e-8 and 7e-7."""
+"""Polynomials in x >= 0 for log2 of P(N(0, 1) > x), lowest power first: weighted minimax fits on
+0 <= x <= 8 that are exact at 0. The errors of x T(x) are 4e-8 and 7e-7."""
 
 
 def _normal_tail(distance: jax.Array, dtype: Any) -> jax.Array:
-    """P(N(0, 1) > distance)."""
+    """Returns P(N(0, 1) > distance)."""
     wide = jnp.dtype(dtype).itemsize > 2
     return jnp.exp2(_polynomial(_LOG2_NORMAL_TAIL if wide else _LOG2_NORMAL_TAIL_16_BITS, distance))

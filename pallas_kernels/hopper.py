@@ -1,25 +1,25 @@
-"""What a Hopper GPU offers a kernel, stated once for all kernels of this package."""
+"""Resources of a Hopper GPU, stated once for all kernels of this package."""
 
 from typing import Any
 
 import jax.numpy as jnp
 
 SHARED_MEMORY_BYTES = 227 * 1024
-"""Shared memory that one CTA may use."""
+"""Bytes of shared memory that one CTA may use."""
 BARRIER_BYTES = 1024
-"""What a kernel leaves of it for the barriers that Mosaic adds."""
+"""Bytes of shared memory that a kernel leaves to the barriers that Mosaic adds."""
 MBARRIER_BYTES = 8
-"""Shared memory of a barrier."""
+"""Bytes of shared memory of one mbarrier."""
 ALLOCATION_BYTES = 1024
-"""What Mosaic rounds the size of each array in shared memory up to."""
+"""Multiple of bytes to which Mosaic rounds up the size of each array in shared memory."""
 COPY_BYTES = 128
-"""At multiples of so many bytes a copy into shared memory has to begin."""
+"""Alignment in bytes of a copy's destination in shared memory."""
 REDUCTION_BYTES = 2048
-"""What Mosaic takes besides in a kernel that sums along an axis of a tile."""
+"""Bytes of shared memory that Mosaic adds to a kernel that sums along an axis of a tile."""
 REGISTERS = 64 * 1024
-"""Registers of a multiprocessor, which its CTAs share."""
+"""Registers of an SM, which its CTAs share."""
 THREAD_REGISTERS = 255
-"""Of them the most that a thread may have."""
+"""Registers that a thread may have at most."""
 WARPS = 4
 """Warps in a warpgroup."""
 LANES = 32
@@ -27,13 +27,13 @@ LANES = 32
 
 
 def row_of_copies(count: int, dtype: Any) -> int:
-    """The numbers of a row in shared memory that a copy fills with `count`, where rows follow it."""
+    """Returns the row length in shared memory, so that each row of `count` numbers starts aligned."""
     itemsize = jnp.dtype(dtype).itemsize
     return -(-count * itemsize // COPY_BYTES) * COPY_BYTES // itemsize
 
 
 def why_unfit(compute_capability: tuple[int, int] | None) -> str | None:
-    """None for a Hopper GPU, else the sentence that says what the kernels need."""
+    """Returns None for a Hopper GPU, else a sentence that says what the kernels need."""
     if compute_capability is not None and compute_capability[0] == 9:
         return None
     return "it needs a Hopper GPU (compute capability 9.0)"

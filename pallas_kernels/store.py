@@ -1,4 +1,4 @@
-"""Stores to shared and to global memory that are less careful than Pallas's own."""
+"""Stores to shared and to global memory with fewer checks and barriers than Pallas's own."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,9 +9,9 @@ from jaxlib.mlir.dialects import nvvm
 
 
 def store_unoptimized(ref, value: jax.Array) -> None:
-    """Writes what does not fill whole sectors, or all banks, with 16 bytes a thread at most.
+    """Writes a value without the check that its layout fills whole sectors and avoids bank conflicts.
 
-    Since JAX 0.12 `ref[...] = value` insists on that; JAX 0.11 never did, and has no `plgpu.store`.
+    Since JAX 0.12 `ref[...] = value` makes that check; JAX 0.11 does not, and has no `plgpu.store`.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
@@ -20,9 +20,9 @@ def store_unoptimized(ref, value: jax.Array) -> None:
 
 
 def store_registers(ref, value: jax.Array, layout: Any) -> None:
-    """Writes an array in a layout of registers to memory without swizzle, and waits for nobody.
+    """Writes an array in a register layout to memory without swizzle, and without a barrier.
 
-    As with `store_piece`, the caller sees to who still reads or writes that memory.
+    As with `store_piece`, the caller synchronises with other readers and writers of that memory.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
@@ -34,10 +34,10 @@ def store_registers(ref, value: jax.Array, layout: Any) -> None:
 
 
 def store_piece(ref, value: jax.Array) -> None:
-    """Writes one swizzled piece of rows, [rows, columns] in the layout of wgmma, and waits for nobody.
+    """Writes swizzled [rows, columns] from the register layout of WGMMA, without a barrier.
 
     `ref[...] = value` has the warpgroup wait for its slowest warp before and after. Here the caller
-    sees to it that nobody still reads what is overwritten, and calls `commit_stores` before it is read.
+    ensures that earlier reads of this memory have ended, and calls `commit_stores` before later ones.
     """
     columns = value.shape[1]
     swizzle = columns * value.dtype.itemsize
@@ -56,10 +56,10 @@ def store_piece(ref, value: jax.Array) -> None:
 
 
 def commit_stores() -> None:
-    """Lets copies read what the warpgroup has stored to shared memory, and waits for older copies.
+    """Makes the warpgroup's stores to shared memory visible to copies, and waits for earlier copies.
 
-    That is `plgpu.commit_smem` and `plgpu.wait_smem_to_gmem` in one barrier: afterwards no copy to
-    global memory that began before still reads shared memory.
+    It is `plgpu.commit_smem` and `plgpu.wait_smem_to_gmem` with one barrier: afterwards no earlier
+    copy to global memory still reads shared memory.
     """
 
     @plgpu.inline_mgpu()
@@ -78,17 +78,17 @@ def store_in_turn(
     store: Callable[[int, Any], None],
     send: Callable[[int], None],
 ) -> None:
-    """Has the results of a tile stored to slots of shared memory in turn, and copied out from there.
+    """Stores the results of a tile to the store stages in turn, and copies them to global memory.
 
-    With several slots a result is on its way to shared memory while the next one is computed. One
-    barrier then serves the copy of the former and the slot of the latter.
+    With several stages, a result's stores complete while the next one is computed. One barrier then
+    both starts the copy of the former and frees the stage of the latter.
 
     Args:
-      results: each is computed when its turn has come.
-      count: how many there are.
-      slots: of shared memory; result n has slot n modulo their number.
-      store: writes a result, of which it takes the number too, to its slot.
-      send: starts the copies of the result with a number, and commits them as a group.
+      results: an iterable that computes each result when it is asked for it.
+      count: the number of results.
+      slots: the number of store stages in shared memory; result n takes stage n modulo it.
+      store: writes a result, given its number and value, to its stage.
+      send: starts the copies of a result, given its number, and commits them as a group.
     """
 
     def commit_and_send(number: int) -> None:
@@ -98,10 +98,10 @@ def store_in_turn(
     overlaps = slots > 1
     for number, result in enumerate(results):
         if overlaps and number:
-            # By now its stores have arrived.
+            # The stores of the previous result have completed by now.
             commit_and_send(number - 1)
         if not overlaps or (number == 0 and count % slots):
-            # Else the slot is free since the result before was committed, in this tile or the last.
+            # Otherwise the previous commit, in this tile or the last, has freed the stage.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         store(number, result)
         if not overlaps:

@@ -1,4 +1,4 @@
-"""What the warps of a warpgroup do by themselves, and how they wait for one another."""
+"""Barriers between the warps of a warpgroup, and work that a single warp does."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +13,10 @@ from pallas_kernels.hopper import WARPS
 
 
 def await_all() -> None:
-    """Returns when all warps of the warpgroup have come this far.
+    """Waits until all warps of the warpgroup have come this far.
 
-    `plgpu.commit_smem` does too, but first waits for what was stored to shared memory. That is not
-    needed where the warps have only read what is about to be overwritten.
+    `plgpu.commit_smem` does too, but first waits for the stores to shared memory. That wait is not
+    needed before memory is overwritten that the warps have only read.
     """
 
     @plgpu.inline_mgpu()
@@ -28,10 +28,10 @@ def await_all() -> None:
 
 
 def run_by_one(turn: jax.Array, function: Callable[[], None]) -> None:
-    """Has one warp, number `turn` modulo their number, start copies, and waits for nobody.
+    """Runs `function`, which starts copies, in warp `turn` modulo `WARPS` alone, without a barrier.
 
-    What a whole warpgroup starts, each of its threads prepares, though one of them starts it: twice as
-    many instructions for each of four warps.
+    If the whole warpgroup starts a copy, one thread issues it but all prepare it: twice as many
+    instructions in each of the four warps.
     """
 
     @pl.kernel(mesh=plgpu.WarpMesh(axis_name="warp"))

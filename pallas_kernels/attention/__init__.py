@@ -1,1 +1,1 @@
-"""Attention: flash attention for long sequences, kernels of their own for few keys."""
+"""Attention: flash attention for any length, and separate kernels for few keys or few queries."""

@@ -1,9 +1,9 @@
-"""Attention on Hopper: what the kernels support, which of them runs, and the one call of each.
+"""Attention on Hopper: limits of the kernels, the choice between them, and their entry points.
 
 `forward` and `backward` hold the kernels for any number of keys, `short` those for few keys, and
 `split_keys` those for few queries. They share `mask` (which blocks of keys a block of queries visits),
-`logits` (from products to logits and back) and `memory` (matrices in shared memory). `estimate` says
-which of them is expected to be fastest.
+`logits` (from products to logits and back) and `memory` (matrices in shared memory). `estimate`
+predicts which of them is fastest.
 """
 
 from collections.abc import Callable, Collection
@@ -43,7 +43,7 @@ def why_unsupported(
     value_size: int,
     used: Collection[str] = (),
 ) -> str | None:
-    """Returns None where forward and backward can run, else the rule that rejects the call.
+    """Returns None if forward and backward can run, else the rule that rejects the call.
 
     `used` names the optional arguments of the call.
     """
@@ -63,20 +63,20 @@ def why_unsupported(
 
 
 ForwardConfig = attention_fwd.ForwardConfig | ShortForwardConfig | SplitForwardConfig
-"""The config of a family of kernels; its type decides which kernels run."""
+"""Config of a family of kernels; its type decides which family runs."""
 BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig | SplitBackwardConfig
 
 
 _FEW_QUERIES = 64
-"""With fewer queries a tile of the other kernels has idle rows."""
+"""Queries below which a tile of the kernels that do not split keys has idle rows."""
 _GAIN = 0.9
-"""The splitting kernels come first where they are expected to take at most this part of the time."""
+"""Ratio of predicted times below which another family of kernels replaces the usual one."""
 
 
 def forward_candidates(
     shape: Shape, dtype: Any, *, logits: Logits, multiprocessors: int
 ) -> tuple[ForwardConfig, ...]:
-    """The configs of the forward worth trying, all of them legal, the best guess first."""
+    """Returns the forward's configs worth trying, all of them legal, the best guess first."""
     longs = attention_fwd.candidates(shape, logits, multiprocessors)
     whole: tuple[ForwardConfig, ...] = longs
     if _is_short(shape, dtype):
@@ -88,7 +88,7 @@ def forward_candidates(
 def backward_candidates(
     shape: Shape, dtype: Any, *, logits: Logits, multiprocessors: int
 ) -> tuple[BackwardConfig, ...]:
-    """The configs of the backward worth trying, all of them legal, the best guess first."""
+    """Returns the backward's configs worth trying, all of them legal, the best guess first."""
     longs = attention_bwd.candidates(shape, logits, multiprocessors)
     whole: tuple[BackwardConfig, ...] = longs
     if _is_short(shape, dtype):
@@ -97,7 +97,7 @@ def backward_candidates(
             estimate.backward(shape, logits, configs[0], multiprocessors)
             for configs in (longs, shorts)
         )
-        # One CTA there has all queries of a key head, and few key heads leave most of them idle.
+        # A CTA of the short kernel takes all queries of a key head: few key heads leave most SMs idle.
         longer = long_time < _GAIN * short_time
         whole = (*longs, shorts[0]) if longer else (*shorts, longs[0])
     splits = split_keys_backward.candidates(shape, logits, multiprocessors)
@@ -114,8 +114,7 @@ def _in_order(
 ) -> tuple[Any, ...]:
     """Returns the configs of the family that is expected to be faster, and the best of the other.
 
-    Only where queries are few do kernels that split the keys read less or give work to more
-    multiprocessors.
+    Kernels that split the keys read less, or occupy more SMs, only if queries are few.
     """
     whole_time, split_time = (
         expected(shape, logits, configs[0], multiprocessors) for configs in (whole, splits)
@@ -139,9 +138,9 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, V], lse [B, N, R]) for query [B, T, N, H], and key and value [B, S, K, .].
 
-    lse is the natural logarithm of the sum of exponentials, in float32, including the sink. Where a
-    query attends to nothing, and from the query length on (with a sink or without), lse is EMPTY_LSE and
-    out is 0. R is `logits.saved_length(T)`. Without a config the first of `forward_candidates` is taken.
+    lse, the log-sum-exp, is a natural logarithm in float32 and includes the sink. For queries that
+    attend to nothing, and from the query length on (with a sink or without), lse is EMPTY_LSE and out is
+    0. R is `logits.saved_length(T)`. The default config is the first of `forward_candidates`.
     """
     if config is None:
         shape = Shape.of(query, key, value)
@@ -173,11 +172,11 @@ def backward(
     config: BackwardConfig | None = None,
     dbias_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns (dquery, dkey, dvalue, dbias, dsinks), computed from what `forward` returned.
+    """Returns (dquery, dkey, dvalue, dbias, dsinks), given the results of `forward`.
 
-    lse is [B, N, R]; dlse is [B, N, T] or None. dbias has the shape of the bias and `dbias_dtype`, to
-    which it is rounded once; dsinks is [N] in float32; and each is None where its operand is absent.
-    Without a config the first of `backward_candidates` is taken.
+    lse is [B, N, R]; dlse is [B, N, T] or None. dbias has the shape of the bias, and is rounded once to
+    `dbias_dtype`; dsinks is [N] in float32; either is None if its operand is absent. The default config
+    is the first of `backward_candidates`.
     """
     if config is None:
         shape = Shape.of(query, key, value)

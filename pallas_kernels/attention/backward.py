@@ -1,9 +1,9 @@
-"""Backward of attention on Hopper: what all of its kernels share, and the calls of these kernels.
+"""Backward of attention on Hopper: its entry point, and the preparation that all backwards share.
 
 backward_dq and backward_dkv together compute seven matrix products for each pair of a query block and a
 key block. A single kernel would compute five, but its CTAs would have to wait for each other so that dQ
 is added up in one fixed order, and would depend on the order in which the hardware starts CTAs, which
-CUDA does not guarantee. Where CTAs did wait for each other, a step was much slower.
+CUDA does not guarantee. In a trial where CTAs waited for each other, a step was much slower.
 """
 
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ from pallas_kernels.attention.shape import Shape
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """The configs of the two kernels."""
+    """Configs of the two kernels."""
 
     queries: QueryGradientConfig
     keys: KeyGradientConfig
 
 
 def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[BackwardConfig, ...]:
-    """The configs worth trying, all of them legal, the best guess first.
+    """Returns the configs worth trying, all of them legal, the best guess first.
 
-    The kernels run one after the other, so what is best for one does not depend on the other: each
+    The kernels run one after the other, so the best config of one does not depend on the other: each
     candidate differs from the guess in one of them.
     """
     queries = backward_dq.candidates(shape, logits, multiprocessors)
@@ -59,7 +59,7 @@ def backward(
     config: BackwardConfig | None = None,
     dbias_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns (dquery, dkey, dvalue, dbias, dsinks), computed from what the forward returned.
+    """Returns (dquery, dkey, dvalue, dbias, dsinks), given the results of the forward.
 
     query is [B, T, N, H], key [B, S, K, H], value [B, S, K, V]; lse [B, N, R] in float32 is the natural
     logarithm, with R = saved_length(T). dbias is summed in float32 and rounded once to `dbias_dtype`,
@@ -96,11 +96,10 @@ def prepare(
     blocks: tuple[int, ...] = (),
     dbias_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns (log-sum-exp in base 2, delta, dbias, dsinks), what each backward starts with.
+    """Returns (log-sum-exp in base 2, delta, dbias, dsinks), with which each backward starts.
 
-    dbias is None also where it takes a kernel, which is where the bias differs between keys. Kernels
-    read the numbers of each query, its log-sum-exp and delta, in whole blocks, so both are padded to
-    multiples of `blocks`.
+    dbias is None also for a bias that differs between keys, as its gradient takes a kernel. Kernels read
+    log-sum-exp and delta of the queries in whole blocks, so both are padded to multiples of `blocks`.
     """
     lse2, delta = row_statistics(out, lse, dout, dlse)
     dbias, dsinks = row_gradients(operands, lse2, delta, dlse)

@@ -1,6 +1,6 @@
 """Gradient of attention's bias on Hopper: the logits' gradient, summed over the bias's broadcast axes.
 
-Where nothing is broadcast there is nothing to sum, and `backward_dq` writes the gradient.
+If nothing is broadcast there is nothing to sum, and `backward_dq` writes the gradient.
 
 A CTA owns a tile of the bias and visits every tile of logits that this tile is broadcast to: all batch
 entries and heads that share it and, where the bias has a single row, all tiles of queries. The CTA
@@ -25,7 +25,7 @@ from pallas_kernels.attention.memory import Columns, Heads, Matrix
 from pallas_kernels.attention.shape import Shape
 
 BIAS_GRADIENT_TILE = (64, 128)
-"""The number of queries and the number of keys in a tile."""
+"""Queries and keys of a tile."""
 
 
 def bias_gradient(
@@ -73,7 +73,7 @@ def bias_gradient(
     out_shape = (*own[:2], own[2] * BIAS_GRADIENT_TILE[0], own[3] * BIAS_GRADIENT_TILE[1])
     dbias = plgpu.kernel(
         run,
-        # Where queries share a row of the bias, XLA adds up the sums of the tiles.
+        # If all queries share a row of the bias, XLA adds up the tiles' sums.
         out_type=jax.ShapeDtypeStruct(out_shape, jnp.float32 if bias_shape[2] == 1 else dtype),
         grid=own,
         grid_names=("b", "n", "t", "s"),
@@ -87,7 +87,7 @@ def bias_gradient(
 
 
 class _References(NamedTuple):
-    """The references to all arrays and buffers that a CTA reads and writes."""
+    """References to all arrays and buffers that a CTA reads and writes."""
 
     arrays: tuple[Any, ...]
     """Q, K, V and dO in global memory."""
@@ -107,7 +107,7 @@ class _BiasGradient:
     dtype: Any
     logits: Logits
     shared: tuple[int, ...]
-    """The numbers of batch entries, of heads and of query tiles that share an element of the bias."""
+    """Batch entries, heads and query tiles that share an element of the bias."""
     head: Columns
     value: Columns
 

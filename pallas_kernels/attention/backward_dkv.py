@@ -2,11 +2,11 @@
 
 A tile of keys stays in shared memory, its dK and dV stay in registers, and blocks of queries stream
 past. The tiles of logits are transposed, with keys as rows and queries as columns, so that P^T and dS^T
-are operands of the next products in the very registers in which they were computed: warpgroups neither
-wait for each other nor write for each other.
+are operands of the next products in the registers in which they were computed: warpgroups neither wait
+for each other nor exchange tiles.
 
 With wide heads, dK and dV of 64 keys fill the registers of two warpgroups. In that case one warpgroup
-computes S^T, P^T and dV and hands P^T to the other, which computes dP^T, dS^T and dK. Each of them
+computes S^T, P^T and dV and passes P^T to the other, which computes dP^T, dS^T and dK. Each of them
 computes two of the four products.
 """
 
@@ -32,38 +32,32 @@ from pallas_kernels.attention.tiles import KeyPlace, KeyTiles
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 _PROBABILITY_SLOTS = 2
-"""The number of tiles of P^T on their way from one warpgroup to the other when roles are split."""
+"""Pipeline stages for the tiles of P^T that one warpgroup passes to the other with split roles."""
 
 
 @dataclass(frozen=True)
 class KeyGradientConfig:
-    """How the work is divided: each warpgroup owns 64 keys of a tile and visits blocks of queries."""
+    """Division of the work: each warpgroup owns 64 keys of a tile and visits blocks of queries."""
 
     warpgroups: int = 2
     query_block: int = 64
     query_stages: int = 2
-    """The number of blocks of Q that shared memory holds."""
+    """Pipeline stages of Q: blocks of queries that shared memory holds."""
     dout_stages: int = 2
-    """The number of blocks of dO that shared memory holds."""
+    """Pipeline stages of dO: blocks of queries that shared memory holds."""
     splits_roles: bool = False
-    """Whether the two warpgroups own the same keys, one computing dV and the other dK, for wide heads.
-    """
+    """Whether both warpgroups own the same keys, one computing dV and the other dK (for wide heads)."""
     tile_stages: int = 2
-    """The number of tiles of K and V that shared memory holds; with 2 the next tile's are copied early.
-    """
+    """Pipeline stages of K and V: tiles that shared memory holds; with 2 the next is copied early."""
     heads_together: int = 4
-    """The number of key heads whose tiles run next to each other, so that Q and dO stay in the L2
-    cache.
-    """
+    """Key heads whose tiles are scheduled together, so that Q and dO stay in the L2 cache."""
     multiplies_early: bool = True
     """Whether dP^T is multiplied while the exponentials of P^T are computed. Otherwise it is multiplied
     afterwards, in the registers that S^T has left free, which allows blocks of more queries. Split
-    roles do not use this option.
-    """
+    roles do not use this option."""
     keeps_keys: bool = False
-    """Whether K is held in registers as an operand, which saves reading it from shared memory. Split
-    roles do not use this option.
-    """
+    """Whether K is an operand in registers, which saves reading it from shared memory. Split roles do
+    not use this option."""
 
     def __post_init__(self):
         if self.warpgroups not in (1, 2, 3):
@@ -83,12 +77,12 @@ class KeyGradientConfig:
 
     @property
     def key_parts(self) -> int:
-        """The number of groups of 64 keys in a tile."""
+        """Groups of 64 keys in a tile."""
         return self.key_block // WGMMA_ROWS
 
     @property
     def key_slots(self) -> int:
-        """The number of slots of shared memory that hold 64 keys each."""
+        """Slots of shared memory that hold 64 keys each."""
         return self.tile_stages * self.key_parts
 
     def columns(self, shape: Shape) -> tuple[Columns, Columns]:
@@ -117,9 +111,9 @@ class KeyGradientConfig:
 
 _QUERY_SHARES = (2, 3, 4, 6, 8, 12, 16)
 _MOST_SHARED_TILES = 4
-"""With more tiles than this for each multiprocessor, shares would not even the work out further."""
+"""Tiles per SM above which dividing them into shares would not balance the work further."""
 _WIDEST_WITH_MANY_QUERIES = 80
-"""The largest head size at which registers hold dK and dV of 64 keys beside tiles of 128 queries."""
+"""Largest head size at which dK and dV of 64 keys and tiles of 128 queries fit into the registers."""
 
 
 def candidates(shape: Shape, logits: Logits) -> tuple[KeyGradientConfig, ...]:
@@ -149,7 +143,7 @@ def candidates(shape: Shape, logits: Logits) -> tuple[KeyGradientConfig, ...]:
 
 
 def default_config(shape: Shape, logits: Logits) -> KeyGradientConfig:
-    """The best guess without measurements."""
+    """Returns the best guess without measurements."""
     return candidates(shape, logits)[0]
 
 
@@ -197,12 +191,12 @@ def key_gradients(
 def shared_tiles(
     shape: Shape, logits: Logits, config: KeyGradientConfig, multiprocessors: int
 ) -> KeyTiles:
-    """Returns the tiles of keys, in as many shares as are expected to take the least time.
+    """Returns the tiles of keys, in the number of shares that is predicted fastest.
 
-    A tile of keys visits the queries of all heads that share it. Where there are too few tiles for all
-    multiprocessors, or the first of them visit many queries and the last few, as in causal attention,
-    the heads are divided into shares, and the queries too if there are no more heads. Each share has a
-    tile of its own, whose gradients are added up afterwards.
+    A tile of keys visits the queries of all heads that share it. If there are too few tiles for all SMs,
+    or the first of them visit many queries and the last few, as in causal attention, the heads are
+    divided into shares, and the queries too if there are no more heads. Each share has a tile of its
+    own, whose gradients are added up afterwards.
     """
     whole = KeyTiles(
         logits.mask, shape.key_heads, shape.group, config.key_block, config.query_block
@@ -218,7 +212,7 @@ def shared_tiles(
 def microseconds(
     shape: Shape, tiles: KeyTiles, config: KeyGradientConfig, multiprocessors: int
 ) -> float:
-    """Returns an estimate of the time that all tiles of keys take, and the sum of their shares."""
+    """Estimates the microseconds of all tiles of keys and of the sum of their shares."""
     visited = tiles.longest(shape.batch, config.heads_together, multiprocessors)
     by_tiles = visited * per_row(shape) * config.key_block / 128
     if tiles.shares == 1:
@@ -241,7 +235,7 @@ class _Visit(NamedTuple):
     """A block of queries whose contribution a warpgroup adds to the gradients of its keys."""
 
     step: jax.Array
-    """The number of blocks that the CTA has processed before this one."""
+    """Blocks that the CTA has processed before this one."""
     tile: TransposedTile
     is_partial: Any
     """Whether the mask forbids some elements of the block."""
@@ -250,7 +244,7 @@ class _Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class _KeyGradients:
-    """What both kernels have in common: static parameters, shared memory, and the producer."""
+    """The part that both kernels share: static parameters, shared memory, and the producer."""
 
     shape: Shape
     dtype: Any
@@ -367,7 +361,7 @@ class _KeyGradients:
                 ring.full.at[slot],
             )
 
-    # --- what consumers share ---------------------------------------------------------------------
+    # --- shared by the consumers of both kernels --------------------------------------------------
 
     def begin(self, cta: Cta, part: Any) -> None:
         """Prepares a warpgroup that owns part number `part` of the keys of each tile."""
@@ -379,16 +373,16 @@ class _KeyGradients:
             ring.release_all()
 
     def own(self, cta: Cta) -> jax.Array:
-        """Returns the warpgroup's index as a value that the compiler does not know before the loop.
+        """Returns the warpgroup's index behind a barrier for the compiler.
 
-        Addresses computed from a known index before the loop would occupy registers throughout it.
+        Otherwise it would compute addresses before the loop, which occupy registers throughout it.
         """
         return lax.optimization_barrier(cta.wg_idx)
 
     def all_visits(
         self, cta: Cta, at: KeyPlace, step: jax.Array, visit: Callable[[_Visit], None]
     ) -> jax.Array:
-        """Calls `visit` for each block of queries that the mask leaves; returns the step after them."""
+        """Calls `visit` for each block of queries that the mask allows; returns the step after them."""
         blocks, rows, group = at.blocks, self.config.query_block, self.tiles.group
 
         def of_block(g, first, i, _):
@@ -419,7 +413,7 @@ class _KeyGradients:
         return queries.slot(visit.step), douts.slot(visit.step)
 
     def release(self, cta: Cta, visit: _Visit) -> None:
-        """Gives the slots of a visited block back to the producer."""
+        """Returns the slots of a visited block to the producer."""
         # The fence orders the producer's next copies after this thread's reads of log-sum-exp and
         # delta.
         plgpu.commit_smem()
@@ -449,7 +443,7 @@ class _KeyGradients:
         return plgpu.ACC((WGMMA_ROWS, self.config.query_block), jnp.float32)
 
     def write_key(self, cta: Cta, at: KeyPlace, slot: Any, start: Any, dkey: list[Any]) -> None:
-        """Stores dK of 64 keys, as far as they lie within the array, through the shared memory of K."""
+        """Stores dK of 64 keys, clipped at the array's end, through the shared memory of K."""
         # Without a cap, the scale is multiplied into dK once at the end instead of into every tile of
         # dS.
         scale = self.logits.scale if self.logits.soft_cap is None else 1.0
@@ -521,8 +515,8 @@ class _BothGradients(_KeyGradients):
         else:
             ds = gradient(None, None)
         memory.multiply(dk_accs, ds.astype(self.dtype), queries.matrix(q_slot))
-        # Waits for the products here: in flight, they would keep the registers of P and dS occupied.
-        # The other warpgroup uses the tensor cores meanwhile.
+        # Wait for the products here: in flight, they would occupy the registers of P and dS. The
+        # other warpgroup uses the tensor cores meanwhile.
         memory.load_accumulators(dk_accs)
         self.release(cta, visit)
 
@@ -538,7 +532,7 @@ class _BothGradients(_KeyGradients):
     ) -> jax.Array:
         """Returns dS^T of a visit, and adds the contribution of the visit to dV.
 
-        Without accumulators of their own, S^T and dP^T are multiplied one after the other.
+        If `s_acc` and `dp_acc` are None, S^T and dP^T are multiplied one after the other.
         """
         queries, douts = self.rings(cta)
         q_slot, do_slot = self.slots(cta, visit)
@@ -649,7 +643,7 @@ class _SplitGradients(_KeyGradients):
         return end
 
     def visit_of_values(self, cta: Cta, slot: jax.Array, accs: list[Any], visit: _Visit) -> None:
-        """Adds the contribution of a block of queries to dV, and hands P^T to the other warpgroup."""
+        """Adds the contribution of a block of queries to dV, and passes P^T to the other warpgroup."""
         queries, douts = self.rings(cta)
         q_slot, do_slot = self.slots(cta, visit)
         ring = self.probability_ring(cta)

@@ -1,9 +1,9 @@
-"""Gradient of attention's queries on Hopper, computed by a kernel of its own.
+"""Gradient of attention's queries on Hopper, computed by a separate kernel.
 
 As in the forward, a consumer holds 64 queries while K and V stream past. The consumer computes S = Q
-K^T and dP = dO V^T again, and adds dS K to dQ in its registers. In total that is two products more than
-if the kernel of dK and dV also summed dQ. In return no CTA waits for another, dQ is never in memory in
-float32, and every sum has a fixed order.
+K^T and dP = dO V^T again, and adds dS K to dQ in its registers. These are two products more than if the
+kernel of dK and dV also summed dQ. In return no CTA waits for another, dQ is never in memory in float32,
+and every sum has a fixed order.
 
 The gradient of a bias that is not broadcast is the gradient of the logits, which passes through the
 consumer's registers here and can be written from them.
@@ -38,18 +38,18 @@ from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 @dataclass(frozen=True)
 class QueryGradientConfig:
-    """How the work is divided: each consumer owns 64 queries of a tile and visits blocks of keys."""
+    """Division of the work: each consumer owns 64 queries of a tile and visits blocks of keys."""
 
     consumers: int = 2
     key_block: int = 128
     key_stages: int = 2
-    """The number of blocks of K that shared memory holds."""
+    """Pipeline stages of K: blocks of keys that shared memory holds."""
     value_stages: int = 2
-    """The number of blocks of V that shared memory holds."""
+    """Pipeline stages of V: blocks of keys that shared memory holds."""
     separate_output: bool = True
     """Whether dQ has shared memory of its own; otherwise it overwrites Q."""
     heads_together: int = 4
-    """The number of heads whose tiles run next to each other, so that K and V stay in the L2 cache."""
+    """Heads whose tiles are scheduled together, so that K and V stay in the L2 cache."""
 
     @property
     def query_block(self) -> int:
@@ -64,7 +64,7 @@ class QueryGradientConfig:
         )
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Returns the bytes of shared memory that the matrices take, with a reserve for barriers."""
+        """Returns the bytes of shared memory, with a reserve for barriers."""
         head, value = self.columns(shape)
         outputs = 2 if self.separate_output else 1
         count = outputs * head.bytes(self.query_block) + value.bytes(self.query_block)
@@ -79,11 +79,11 @@ class QueryGradientConfig:
 def candidates(
     shape: Shape, logits: Logits, multiprocessors: int
 ) -> tuple[QueryGradientConfig, ...]:
-    """The configs worth trying, all of them legal, the best guess first.
+    """Returns the configs worth trying, all of them legal, the best guess first.
 
-    The guess has the largest blocks that registers and shared memory hold. Where that leaves half of the
-    multiprocessors idle, it has one consumer instead of two. Where blocks of 64 keys save a padded copy
-    of the bias or mask, it has those.
+    The guess has the largest blocks that registers and shared memory hold. If that leaves half of the
+    SMs idle, it has one consumer instead of two. If blocks of 64 keys save a padded copy of the bias or
+    mask, it has those.
     """
     widest = max(shape.head_size, shape.value_size)
     if widest <= SWIZZLED_COLUMNS:
@@ -115,7 +115,7 @@ def candidates(
 
 
 def default_config(shape: Shape, logits: Logits, multiprocessors: int) -> QueryGradientConfig:
-    """The best guess without measurements."""
+    """Returns the best guess without measurements."""
     return candidates(shape, logits, multiprocessors)[0]
 
 
@@ -135,9 +135,8 @@ def query_gradient(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns dQ [B, T, N, H] and the gradient of the logits [B, N, T, S] in `dlogits_dtype`.
 
-    Without this dtype there is None in the place of the latter. It is the gradient with respect to the
-    logits after the cap and the bias, and 0 where the mask forbids an element. lse2 and delta are [B, N,
-    T padded to whole tiles].
+    The latter is None without this dtype. It is the gradient of the logits after the cap and the bias,
+    and 0 where the mask forbids an element. lse2 and delta are [B, N, T padded to whole tiles].
     """
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits, multiprocessors)
@@ -180,7 +179,7 @@ class _Rows(NamedTuple):
     """The index of the first query."""
     visits: Visits
     step: jax.Array
-    """The number of blocks that the CTA has processed before the first visit."""
+    """Blocks that the CTA has processed before the first visit."""
     lse2: jax.Array
     """The log-sum-exp of each row, in base 2."""
     delta: jax.Array
@@ -201,7 +200,7 @@ class _QueryGradient:
 
     @property
     def padded_logits(self) -> tuple[int, int, int, int]:
-        """The shape of the logits' gradient, in which consumers write whole tiles."""
+        """Shape of the logits' gradient, padded because consumers write whole tiles."""
         batch, heads, queries, keys = self.shape.logits
         return batch, heads, ceil_to(queries, WGMMA_ROWS), ceil_to(keys, self.config.key_block)
 
@@ -311,7 +310,7 @@ class _QueryGradient:
         return step + visits.count
 
     def skip(self, cta: Cta, step: jax.Array, i: jax.Array, _: None) -> None:
-        """Passes over a block that only other consumers' rows reach."""
+        """Skips a block that only other consumers' rows reach."""
         _, keys, values = self.rings(cta)
         for ring in (keys, values):
             slot = ring.slot(step + i)
@@ -326,8 +325,8 @@ class _QueryGradient:
         products = functools.partial(self.logits_gradient, cta, rows, i, k_slot, v_slot)
         ds = pl.run_scoped(products, acc, acc)
         memory.multiply(dq_accs, ds, keys.matrix(k_slot))
-        # Waits for the product here: in flight, it would keep the registers of dS occupied. The other
-        # consumer uses the tensor cores meanwhile.
+        # Wait for the product here: in flight, it would occupy the registers of dS. The other consumer
+        # uses the tensor cores meanwhile.
         memory.load_accumulators(dq_accs)
         keys.release(k_slot)
 
@@ -370,7 +369,7 @@ class _QueryGradient:
         return ds.astype(self.dtype)
 
     def write_zeros(self, cta: Cta, rows: _Rows) -> None:
-        """Stores the logits' gradient in the blocks that the rows do not visit."""
+        """Stores zeros as the logits' gradient in the blocks that the rows do not visit."""
         block = self.config.key_block
 
         def write(i, _):
@@ -398,7 +397,7 @@ class _QueryGradient:
             write()
 
     def write(self, cta: Cta, rows: _Rows, dquery: list[jax.Array]) -> None:
-        """Stores the gradient of the tile's rows, as far as they lie within the array."""
+        """Stores the gradient of the tile's rows, clipped at the array's end."""
         queries, _, _ = self.rings(cta)
         at = rows.at
         if self.config.separate_output:

@@ -36,22 +36,21 @@ from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """How the work is divided: each consumer owns 64 queries of a tile and visits blocks of keys."""
+    """Division of the work: each consumer owns 64 queries of a tile and visits blocks of keys."""
 
     consumers: int = 2
     key_block: int = 128
     stages: int = 2
-    """The number of blocks of K, and also of V, that shared memory holds."""
+    """Pipeline stages of K, and also of V: blocks of keys that shared memory holds."""
     takes_turns: bool = False
-    """Whether consumers issue their products in turns, and thereby compute their exponentials in turns.
-    """
+    """Whether consumers issue their products, and so compute exponentials, in turns (ping-pong)."""
     separate_output: bool = True
     """Whether the output has shared memory of its own; otherwise it overwrites Q if it is as wide."""
     heads_together: int = 1
-    """The number of heads whose tiles run next to each other, so that K and V stay in the L2 cache."""
+    """Heads whose tiles are scheduled together, so that K and V stay in the L2 cache."""
     wide_blocks: bool = False
-    """Whether the last columns of a head take a block of 64, filled up with zeros, instead of narrower
-    blocks, each of which takes products of its own."""
+    """Whether the last columns of a head take a block of 64, padded with zeros, instead of narrower
+    blocks, each of which takes separate products."""
 
     def __post_init__(self):
         if self.consumers not in (1, 2, 3):
@@ -101,16 +100,16 @@ class ForwardConfig:
 
 
 _CACHED_BYTES = 2**24
-"""The bytes of K and V that CTAs use at a time: a part of the L2 cache that leaves room for the rest."""
+"""Bytes of K and V that CTAs use at a time: a part of the L2 cache, which other data need too."""
 
 
 def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[ForwardConfig, ...]:
     """Returns the configs worth trying, all of them legal, the best guess first.
 
     Tensor cores idle least when several consumers compute exponentials while another multiplies. The
-    guess therefore has as many consumers as registers have room for their tiles, and then the largest
-    blocks that fit. Where that leaves half of the multiprocessors idle, it has one consumer. Where
-    blocks of 64 keys save a padded copy of the bias or mask, it has those.
+    guess therefore has as many consumers as the registers allow, and then the largest blocks that fit.
+    If that leaves half of the SMs idle, it has one consumer. If blocks of 64 keys save a padded copy of
+    the bias or mask, it has those.
     """
     widest = max(shape.head_size, shape.value_size)
     if widest <= SWIZZLED_COLUMNS:
@@ -144,7 +143,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
         replace(config, heads_together=together[0], wide_blocks=wide_blocks) for config in configs
     )
     if any(layout.count > 1 for layout in configs[0].columns(shape)):
-        # Between the products of several blocks, consumers in turns get in each other's way less.
+        # With products of several blocks, consumers that take turns disturb each other less.
         configs = tuple(sorted(configs, key=lambda config: not config.takes_turns))
     legal = [config for config in configs if config.fits(shape)]
     if 2 * shape.query_tiles(legal[0].query_block) <= multiprocessors:
@@ -161,10 +160,10 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
 def _heads_together(
     shape: Shape, logits: Logits, query_block: int, multiprocessors: int
 ) -> list[int]:
-    """Returns the numbers of heads whose tiles may run next to each other, the best guess first.
+    """Returns the values of `heads_together` worth trying, the best guess first.
 
-    The heads of a group share K and V. More heads together only help where a CTA has few tiles that
-    visit unequal numbers of keys: then the long ones run first, and the short ones fill up the end.
+    The heads of a group share K and V. More heads together only help if a CTA has few tiles that visit
+    unequal numbers of keys: then the long ones run first, and the short ones fill up the end.
     """
     head_bytes = 2 * shape.key_count * (shape.head_size + shape.value_size)
     most = max(1, _CACHED_BYTES // head_bytes) * shape.group
@@ -174,7 +173,7 @@ def _heads_together(
 
 
 def default_config(shape: Shape, logits: Logits, multiprocessors: int) -> ForwardConfig:
-    """The best guess without measurements."""
+    """Returns the best guess without measurements."""
     return candidates(shape, logits, multiprocessors)[0]
 
 
@@ -221,7 +220,7 @@ class _Rows(NamedTuple):
     """The index of the first query."""
     visits: Visits
     step: jax.Array
-    """The number of blocks that the CTA has processed before the first visit."""
+    """Blocks that the CTA has processed before the first visit."""
 
 
 @dataclass(frozen=True)
@@ -356,7 +355,7 @@ class _Forward:
         return step + visits.count
 
     def skip(self, cta: Cta, step: jax.Array, i: jax.Array, _: None) -> None:
-        """Passes over a block that only other consumers' rows reach."""
+        """Skips a block that only other consumers' rows reach."""
         _, keys, values = self.rings(cta)
         slot = keys.slot(step + i)
         keys.wait(slot)
@@ -367,7 +366,7 @@ class _Forward:
         values.release(slot)
 
     def is_masked(self, visits: Visits, i: int | jax.Array) -> bool | jax.Array:
-        """Returns whether the visited block needs masking, as a Python bool where that is static."""
+        """Returns whether the visited block needs masking, as a Python bool if that is static."""
         mask, block = self.logits.mask, self.config.key_block
         if isinstance(i, int):
             assert i == 0
@@ -466,7 +465,10 @@ class _Forward:
     def normalized(
         self, cta: Cta, rows: _Rows, out: list[jax.Array], softmax: Softmax
     ) -> tuple[list[jax.Array], jax.Array]:
-        """Returns output and log-sum-exp with the sink, and the defined results of rows without keys."""
+        """Returns output and log-sum-exp with the sink; for empty rows these are 0 and EMPTY_LSE.
+
+        Rows are empty without keys or sink, and from the query length on.
+        """
         (maximum, total), at = softmax, rows.at
         if self.logits.has_sinks:
             sink = cta.operands.sinks[at.head_idx] * LOG2E
@@ -485,7 +487,7 @@ class _Forward:
         return [block * across(inverse, block.shape) for block in out], lse
 
     def write(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: jax.Array) -> None:
-        """Stores the results of the tile's rows, as far as they lie within the arrays."""
+        """Stores the results of the tile's rows, clipped at the arrays' ends."""
         queries, _, _ = self.rings(cta)
         out_gmem, lse_gmem = cta.results
         at = rows.at
@@ -498,8 +500,7 @@ class _Forward:
         def write_lse():
             lse_gmem[at.batch_idx, at.head_idx, pl.ds(rows.start, WGMMA_ROWS)] = lse
 
-        # Stores from registers are not cut at the array's end, so rows beyond the end are left out
-        # here.
+        # Stores from registers are not clipped at the array's end, unlike TMA copies.
         length = lse_gmem.shape[2]
         if length < self.tiles.count * self.tiles.rows:
             pl.when(rows.start < length)(write_lse)

@@ -1,4 +1,4 @@
-"""From the products Q K^T of a tile to its logits, and back: what forward and backward share.
+"""The step from the products Q K^T of a tile to its logits, and back, for forward and backward.
 
 Logits are in base 2 here, which is log2(e) times the logits of the formula, because the hardware
 computes exp2.
@@ -19,18 +19,18 @@ from pallas_kernels.attention.memory import WGMMA_ROWS, ceil_to
 
 LOG2E = math.log2(math.e)
 EMPTY_LSE = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""The log-sum-exp of a row that attends to nothing, equal to the reference's."""
+"""Log-sum-exp of a row that attends to nothing, equal to the reference's."""
 
 _SAVED_ROWS = 64
-"""The number of queries whose log-sum-exp a warpgroup writes at a time."""
+"""Queries whose log-sum-exp a warpgroup writes at a time."""
 
 
 def saved_length(query_count: int) -> int:
-    """R, the length of the log-sum-exp [B, N, R] that a forward saves for T = `query_count` queries.
+    """Returns R, the length of the log-sum-exp [B, N, R] that a forward saves for T queries.
 
     It is T rounded up to a multiple of 64, in every implementation, so that the forward of one may be
     followed by the backward of another. Entries from T on hold EMPTY_LSE or any other finite number,
-    and no backward lets them into its results.
+    and do not affect the results of any backward.
     """
     return -(-query_count // _SAVED_ROWS) * _SAVED_ROWS
 
@@ -39,19 +39,19 @@ class Operands(NamedTuple):
     """The optional arrays of attention; in a kernel, their references in global memory."""
 
     bias: Any = None
-    """[B or 1, N or 1, T or 1, S or 1], any float dtype."""
+    """Bias [B or 1, N or 1, T or 1, S or 1], any float dtype."""
     sinks: Any = None
-    """[N] float32."""
+    """Sink logits [N], float32."""
     query_lengths: Any = None
-    """[B] int32, in the same form as key_lengths."""
+    """Queries of each batch entry [B], int32; key_lengths has the same form."""
     key_lengths: Any = None
     query_segments: Any = None
-    """[B, T] int32, with key_segments [B, S]."""
+    """Segments of the queries [B, T], int32; key_segments are [B, S]."""
     key_segments: Any = None
     explicit: Any = None
-    """[B or 1, N or 1, T or 1, S or 1] int8, 1 where a query may attend to a key."""
+    """Mask [B or 1, N or 1, T or 1, S or 1], int8, 1 where a query may attend to a key."""
     dropout_seeds: Any = None
-    """[2, B, N] uint32, as the function `dropout_seeds` returns them."""
+    """Seeds [2, B, N], uint32, as the function `dropout_seeds` returns them."""
 
     def lengths(self, mask: BlockMask, batch_idx: Index) -> tuple[Index, Index]:
         """Returns (number of queries, number of keys) of a batch entry."""
@@ -61,7 +61,7 @@ class Operands(NamedTuple):
         )
 
     def padded(self, query_block: int, key_block: int) -> "Operands":
-        """Returns the operands with T and S padded to whole blocks, since register loads are not cut."""
+        """Returns the operands padded to whole blocks, since register loads are not clipped."""
 
         def pad(array, axes: dict[int, int]):
             widths = [(0, 0)] * array.ndim
@@ -97,7 +97,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Tile:
-    """The place of a tile of logits. Its rows are queries, or keys if `transposed`."""
+    """Place of a tile of logits, whose rows are queries, or keys if `transposed`."""
 
     batch: Index
     head: Index
@@ -116,8 +116,7 @@ class Tile:
         """Returns the query index (axis 0) or key index (axis 1) of each element, as an int32 tile."""
         start = self.query_start if axis == 0 else self.key_start
         dimension = axis ^ self.query_axis
-        # A vector is made and then broadcast: whole tiles of indices would occupy registers in a
-        # window's mask.
+        # Broadcasting a vector saves the registers that whole tiles of indices would occupy.
         numbers = plgpu.broadcasted_iota(
             jnp.int32,
             self.shape[dimension : dimension + 1],
@@ -165,7 +164,7 @@ class Tile:
 
 
 class TransposedTile(Tile):
-    """A tile with keys as rows; bias and explicit mask come with their last two axes swapped."""
+    """A tile with keys as rows; bias and explicit mask have their last two axes swapped."""
 
     def matrix(self, ref) -> jax.Array:
         return Tile(self.batch, self.head, self.key_start, self.query_start, self.shape).matrix(ref)
@@ -177,7 +176,7 @@ class TransposedTile(Tile):
 
 @dataclass(frozen=True)
 class Logits:
-    """All static parameters between the products and the weights: scale, cap, bias, mask and dropout."""
+    """Static parameters between products and weights: scale, cap, bias, mask and dropout."""
 
     scale: float
     mask: BlockMask
@@ -197,16 +196,16 @@ class Logits:
         return self.has_bias or self.mask.has_explicit
 
     def pads_keys(self, key_block: int) -> bool:
-        """Whether XLA pads a bias or mask to whole blocks of keys, and would not pad it to 64 keys."""
+        """Whether XLA must pad a bias or mask to whole blocks of keys, but not to blocks of 64."""
         count = self.mask.key_count
         return self.has_matrices and count % key_block > 0 and count % WGMMA_ROWS == 0
 
     def operand_start(self, start: jax.Array, count: int, tile_rows: int) -> jax.Array:
-        """Returns where a warpgroup loads the operands of its 64 rows, which begin at `start`.
+        """Returns the first row of the operands that a warpgroup with rows from `start` on loads.
 
         Operands have `count` rows, padded to a multiple of 64. They are not padded to whole tiles of
         `tile_rows`, since padding takes a copy. A warpgroup with all its rows beyond the operands' end
-        loads the last 64 rows instead; nothing that it computes from them is stored.
+        loads the last 64 rows instead, and does not store its results.
         """
         length = ceil_to(count, WGMMA_ROWS)
         if length % tile_rows == 0 or not (self.has_matrices or self.mask.has_segments):
@@ -215,7 +214,7 @@ class Logits:
 
     @property
     def multiplier(self) -> float:
-        """The factor left out of `logits`, which is applied together with the subtraction."""
+        """Factor that `logits` leaves out, so that it is applied when the maximum is subtracted."""
         if self.soft_cap is None and not self.has_bias and self.scale > 0:
             return self.scale * LOG2E
         return 1.0
@@ -267,7 +266,7 @@ class Logits:
         return self.soft_cap * _tanh(products * (self.scale / self.soft_cap))
 
     def derivative_of_capped(self, products: jax.Array) -> jax.Array | float:
-        """Returns the factor that turns the gradient of the logits into that of the products."""
+        """Returns the derivative of the logits with respect to the products."""
         if self.soft_cap is None:
             return self.scale
         tanh = _tanh(products * (self.scale / self.soft_cap))
@@ -284,8 +283,8 @@ class Logits:
         """Returns the gradient of the products, divided by `scale` if there is no cap.
 
         dp is the gradient with respect to the probabilities after dropout, `kept` are these
-        probabilities, and `derivative` is that of the cap, or None without a cap. With None in its place
-        the result is the gradient of the logits, which is also that of the bias.
+        probabilities, and `derivative` is that of the cap, or None without a cap. If it is None, the
+        result is the gradient of the logits, which is also that of the bias.
         """
         if kept is not None:
             dp = jnp.where(kept == 0, 0.0, dp * (1 / self.keep_probability))
@@ -327,8 +326,7 @@ class Logits:
 def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
     """Returns [2, B, N] from the two words of a call: the seed of each batch entry and head.
 
-    The seeds are an operand rather than computed in the kernel because a shard of the batch or of the
-    heads does not know its own place.
+    The seeds are an operand because a kernel cannot tell which shard of the batch or heads it computes.
     """
     row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(1, batch, heads)
     return _murmur(words[:, None, None] ^ row) + jnp.uint32(0x9E3779B9)

@@ -1,9 +1,9 @@
-"""Which queries attend to which keys, in the form that the attention kernels need: blocks.
+"""The mask of attention in blocks: which blocks of keys a block of queries visits.
 
 For a block of queries, one compile-time description says which blocks of keys are empty (skipped), full
 (not masked at all) and partial (masked element by element); for the backward it says the same for a
-block of keys. To support another pattern, a field is added here with its bounds and its elements, and
-the kernels stay as they are.
+block of keys. Another pattern needs a field here with its bounds and its elements, and no change to the
+kernels.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Index = int | jax.Array
 
 
 class Blocks(NamedTuple):
-    """The blocks [start, stop) are visited, and those of [full_start, full_stop) need no masking.
+    """Ranges of blocks: [start, stop) are visited, and [full_start, full_stop) need no masking.
 
     Since start <= full_start <= full_stop <= stop, three loops visit all of the blocks in order.
     """
@@ -34,15 +34,15 @@ class BlockMask:
     """The part of the mask that is known when a kernel is compiled.
 
     Position and lengths allow each query one interval of keys, whose ends do not decrease from one query
-    to the next. Segments and an explicit mask remove further elements. Which blocks they empty is known
-    only at run time and reaches the kernel as the bounds `within`; see `segment_blocks`.
+    to the next. Segments and an explicit mask remove further elements. The blocks that segments empty
+    are known only at run time, and reach the kernel as the bounds `within`; see `segment_blocks`.
     """
 
     query_count: int
     key_count: int
     is_causal: bool = False
     window: tuple[int, int] | None = None
-    """(left, right): t - left <= s <= t + right."""
+    """Bounds (left, right): query t attends to keys t - left <= s <= t + right."""
     has_query_lengths: bool = False
     has_key_lengths: bool = False
     has_segments: bool = False
@@ -55,7 +55,7 @@ class BlockMask:
 
     def is_always_full(self, query_block: int, key_block: int) -> bool:
         """Whether every visited block is full, so that a kernel needs no masked version of its step."""
-        del query_block  # Rows beyond the last query are cut when they are written.
+        del query_block  # Rows beyond the last query are clipped when they are written.
         return not (
             self.is_causal
             or self.has_left_edge
@@ -96,7 +96,7 @@ class BlockMask:
     ) -> Blocks:
         """Returns the blocks of `block` keys for the queries [queries[0], queries[1]).
 
-        The lengths are those of the batch entry, or query_count and key_count where there are none.
+        The lengths are those of the batch entry, or query_count and key_count if there are none.
         Queries from query_length on attend to nothing but are not masked element by element, because it
         costs less to overwrite their results at the end. A block is therefore full if the queries within
         the length may attend to all of its keys.
@@ -131,8 +131,7 @@ class BlockMask:
         left, right = self.reach()
         last = _min(end, key_length) - 1
         start, full_start = 0, 0
-        # A last block of queries that is cut short counts as full if the queries within the length allow
-        # it.
+        # A last block of queries with rows beyond the length counts as full if the other rows allow it.
         stop, full_stop = query_length, _up(query_length, block) * block
         if right is not None:
             start, full_start = _max(0, first - right), _max(0, end - 1 - right)
@@ -151,7 +150,7 @@ class BlockMask:
         block: int,
         within: Blocks | None,
     ) -> Blocks:
-        """Turns bounds in elements into bounds in blocks; partial blocks are visited but not full."""
+        """Converts bounds in elements to bounds in blocks; partial blocks are visited but not full."""
         bounds = Blocks(
             _down(start, block), _up(full_start, block), _down(full_stop, block), _up(stop, block)
         )
@@ -198,9 +197,9 @@ def segment_blocks(
 ) -> jax.Array:
     """Returns [B, blocks of queries, 4]: for each block the `Blocks` of keys that its segments reach.
 
-    The bounds come from the least and the greatest segment of each block. They are exact where segments
-    are in ascending order, as in packed sequences; otherwise more blocks are visited than necessary. The
-    transposed bounds result from swapping the arguments.
+    The bounds come from the least and the greatest segment of each block. They are exact if segments are
+    in ascending order, as in packed sequences; otherwise more blocks are visited than necessary. Swapped
+    arguments give the transposed bounds.
     """
 
     def extremes(segments, block):
@@ -217,7 +216,7 @@ def segment_blocks(
     start = jnp.min(jnp.where(meets, block, count - 1), axis=2)
     stop = jnp.max(jnp.where(meets, block + 1, 0), axis=2)
     full_start = jnp.min(jnp.where(same, block, count), axis=2)
-    # full_stop is the first block from full_start on that is not of one and the same segment.
+    # full_stop is the first block from full_start on that contains another segment.
     after = ~same & (block >= full_start[..., None])
     full_stop = jnp.min(jnp.where(after, block, count), axis=2)
     return jnp.stack([start, full_start, full_stop, stop], axis=2).astype(jnp.int32)
@@ -228,7 +227,7 @@ def _divides(x: int, y: int) -> bool:
     return x % y == 0 or y % x == 0
 
 
-# A bound is a Python number if everything that it depends on is one, and a traced number otherwise.
+# A bound is a Python number if all of its inputs are, and a traced number otherwise.
 
 
 def _min(x: Index, y: Index) -> Index:

@@ -1,10 +1,10 @@
-"""Matrices in shared memory, as TMA fills and empties them and wgmma multiplies them.
+"""Matrices in shared memory, in layouts that both TMA and WGMMA can read and write.
 
-wgmma reads its operands in tiles of 8 rows. TMA copies through such tiles only if the array in global
+WGMMA reads its operands in tiles of 8 rows. TMA copies through such tiles only if the array in global
 memory consists of whole tiles, which an array of 197 rows or of 72 columns does not. In that case a
 matrix is stored as blocks of columns, each as wide as its swizzle. Within such a block, rows in order
 and rows in tiles of 8 are the same bytes: TMA is given the rows in order, and can copy any number of
-them, while wgmma is given the tiles.
+them, while WGMMA is given the tiles.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WGMMA_ROWS = 64
-"""The rows of the accumulator of one wgmma instruction, and of the tile of one warpgroup."""
+"""Rows of the accumulator of one WGMMA instruction, and of the tile of one warpgroup."""
 
 SWIZZLED_COLUMNS = 64
-"""The number of 16-bit columns in the widest swizzle, which is 128 bytes."""
+"""16-bit columns in the widest swizzle, which is 128 bytes."""
 
 _WIDTHS = (64, 32, 16)
-"""The numbers of 16-bit columns in each of the swizzles that wgmma has."""
+"""16-bit columns in each of WGMMA's swizzles, widest first."""
 
 
 def ceil_to(count: int, multiple: int) -> int:
@@ -40,12 +40,12 @@ def shared_width(size: int) -> int:
 
 @dataclass(frozen=True)
 class Columns:
-    """How the columns of matrices [rows, size] of 16-bit numbers are laid out in shared memory."""
+    """Layout of the columns of matrices [rows, size] of 16-bit numbers in shared memory."""
 
     widths: tuple[int, ...]
-    """The widths of the blocks in order; their sum may be more than the width of the matrix."""
+    """Widths of the blocks in order; their sum may be more than the width of the matrix."""
     swizzled: int
-    """The columns of a swizzle, less than the width only in a single block that is copied by tiles."""
+    """Columns of a swizzle; less than the width only for a single block that TMA copies by tiles."""
     copies_tiles: bool = False
     """Whether TMA copies through tiles of 8 rows."""
 
@@ -55,8 +55,8 @@ class Columns:
     ) -> "Columns":
         """Returns the layout for arrays [.., length, .., size] of the given lengths.
 
-        `contracted` is the number of rows that a product sums over, where there is such a product: it
-        takes as many rows at a time as a swizzle has columns.
+        `contracted` is the number of rows that a product sums over, if any: it takes as many rows at a
+        time as a swizzle has columns.
         """
         whole = size <= SWIZZLED_COLUMNS or size % SWIZZLED_COLUMNS == 0
         if whole and all(length % 8 == 0 for length in lengths):
@@ -85,7 +85,7 @@ class Columns:
 
     @property
     def count(self) -> int:
-        """The number of blocks, which is the number of copies and of products that a matrix takes."""
+        """Number of blocks, and so of copies and products that a matrix takes."""
         return len(self.widths)
 
     def memory(self, leading: tuple[int, ...], rows: int, dtype: Any) -> list[Any]:
@@ -123,7 +123,7 @@ def _widest(columns: int, contracted: int) -> int:
 
 
 def tiled(leading: tuple[int, ...], rows: int, columns: int, dtype: Any, swizzled: int = 64) -> Any:
-    """Returns the buffer of `leading` matrices [rows, columns] that registers fill and wgmma reads."""
+    """Returns the buffer of `leading` matrices [rows, columns] that registers fill and WGMMA reads."""
     tiling = plgpu.TilingTransform((8, swizzled))
     swizzle = plgpu.SwizzleTransform(swizzled * jnp.dtype(dtype).itemsize)
     return plgpu.SMEM((*leading, rows, columns), dtype, transforms=(tiling, swizzle))
@@ -144,7 +144,7 @@ def queries_keys_values(refs: Any, heads: int, key_heads: int) -> tuple[Heads, H
 
 
 class Matrix(NamedTuple):
-    """One matrix in blocks of columns: `operands` for wgmma and registers, `copied` for TMA."""
+    """A matrix in blocks of columns: `operands` for WGMMA and registers, `copied` for TMA."""
 
     operands: tuple[Any, ...]
     copied: tuple[Any, ...]
@@ -165,9 +165,8 @@ class Matrix(NamedTuple):
         return Matrix(*(tuple(ref.at[index] for ref in refs) for refs in self))
 
     def _places(self, heads: Heads, batch, start, head):
-        """Returns where each block lies in global memory, with rows from `start` on."""
-        # JAX would reject indices known while tracing if a block ends beyond its axis, so these are
-        # traced.
+        """Yields the place of each block in global memory, with rows from `start` on."""
+        # JAX rejects static indices if a block ends beyond its axis, so these are traced.
         traced_zero = batch * 0
         first = 0
         for block in self.copied:
@@ -187,7 +186,7 @@ class Matrix(NamedTuple):
             plgpu.copy_gmem_to_smem(place, copied, barrier)
 
     def store(self, blocks: list[jax.Array]) -> None:
-        """Writes registers to shared memory, and makes the writes visible to TMA and wgmma."""
+        """Writes registers to shared memory, and makes the writes visible to TMA and WGMMA."""
         for operand, block in zip(self.operands, blocks, strict=True):
             operand[...] = block.astype(operand.dtype)
         plgpu.commit_smem()

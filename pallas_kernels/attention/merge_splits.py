@@ -1,8 +1,8 @@
 """Merges attention over parts of the keys into attention over all of them, on Hopper.
 
 The output over all keys is the mean of the parts' outputs, weighted by their sums of exponentials. A CTA
-merges four neighbouring queries of a head, each in one warp. One copy brings all that it reads, so that
-it waits for memory once. The parts are added in their order, whatever order they were computed in.
+merges four consecutive queries of a head, each in one warp. It starts all of its copies at once, and so
+waits for memory once. The parts are added in a fixed order, whatever order they were computed in.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from pallas_kernels.hopper import LANES, WARPS
 from pallas_kernels.store import store_unoptimized
 
 MOST_SPLITS = 96
-"""The number of parts whose outputs for four queries, 128 columns at a time, fit in shared memory."""
+"""Most parts whose outputs for four queries, 128 columns at a time, fit in shared memory."""
 
 _WIDEST = 128
-"""The number of columns that a CTA merges at most."""
+"""Columns that a CTA merges at most."""
 
 
 def merge(
@@ -34,7 +34,7 @@ def merge(
     """Returns (out [B, T, N, V], lse [B, N, R]) as pallas_kernels.attention.attention.forward does.
 
     outs is [B * K, parts, rows, V] in float32 with the rows of `packing`, and lses, in base 2, is
-    [B * K, parts, rows rounded up]; a part that reaches no keys of a row has EMPTY_LSE and the output 0.
+    [B * K, parts, rows rounded up]. If a row attends to no keys of a part, they hold 0 and EMPTY_LSE.
     """
     kernel = _Merge(shape, dtype, outs.shape[1])
     optional = {
@@ -68,7 +68,7 @@ def merge(
 def only_part(
     outs: jax.Array, lses: jax.Array, operands: Operands, shape: Shape, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `merge` returns, of a single part: XLA has little more to do than to round."""
+    """Returns what `merge` returns, for a single part, in XLA, which does little more than round."""
     batch, query_count, _, heads, key_heads, _, value_size = shape
     packing = Packing.of(shape)
     out = packing.unpacked(outs.reshape(batch, key_heads, packing.rows, value_size))
@@ -101,7 +101,7 @@ class _Merge:
 
     @property
     def columns(self) -> int:
-        """The number of columns that a CTA merges."""
+        """Columns that a CTA merges."""
         return _WIDEST if self.shape.value_size > _WIDEST // 2 else _WIDEST // 2
 
     @property
@@ -110,7 +110,7 @@ class _Merge:
 
     @property
     def quads(self) -> int:
-        """The number of CTAs that share the queries of a head."""
+        """CTAs that share the queries of a head."""
         return -(-self.shape.query_count // WARPS)
 
     @property
@@ -121,7 +121,7 @@ class _Merge:
         columns = self.columns
         return dict(
             outs_smem=plgpu.SMEM((self.splits, WARPS, columns), jnp.float32),
-            # A copy brings a multiple of 128 bytes.
+            # A copy moves a multiple of 128 bytes.
             lses_smem=plgpu.SMEM((ceil_to(self.splits, 4), 2 * WARPS), jnp.float32),
             out_smem=plgpu.SMEM((WARPS, columns), self.dtype),
             full=plgpu.Barrier(num_arrivals=2),
@@ -162,13 +162,13 @@ class _Merge:
         # Rows beyond the last query are those of the next head or zeros, and are not used.
         first = lax.rem(head, group) * shape.query_count + start
         rows = pl.ds(first, WARPS)
-        # Places that are traced may lie beyond the end of an array.
+        # Traced indices, unlike static ones, may lie beyond the end of an array.
         every = pl.ds(chunk * 0, self.splits)
         columns = pl.ds(chunk * self.columns, self.columns)
         plgpu.copy_gmem_to_smem(outs_gmem.at[pair, every, rows, columns], outs_smem, full)
         every = pl.ds(chunk * 0, lses_smem.shape[0])
-        # A copy must begin at a multiple of 16 bytes along the last axis, else it ends in an illegal
-        # instruction. So it brings the aligned four numbers before the last row and those after.
+        # A copy must begin at a multiple of 16 bytes along the last axis, else the GPU reports an
+        # illegal instruction. So it takes eight numbers from the aligned place before the first row on.
         offset = lax.rem(first, jnp.int32(WARPS))
         aligned_rows = pl.ds(first - offset, lses_smem.shape[1])
         plgpu.copy_gmem_to_smem(lses_gmem.at[pair, every, aligned_rows], lses_smem, full)
@@ -206,10 +206,10 @@ class _Merge:
     def write(self, out_smem: Any, out_gmem: Any, start: jax.Array, head: jax.Array, columns: Any):
         """Starts the copies of four queries of a head to the output [T, N, V] of a batch entry.
 
-        Queries beyond the last one, and columns beyond those of the head, must not be written. TMA
-        leaves them out. Where four queries with all columns of shared memory are one run of bytes,
-        Mosaic copies without TMA, over the next head or the first queries of the next batch entry; so
-        there each query is copied alone.
+        Queries beyond the last one, and columns beyond those of the head, must not be written. TMA clips
+        them. If four queries with all columns of shared memory are contiguous, Mosaic copies without TMA
+        and would overwrite the next head or the first queries of the next batch entry; so then each
+        query is copied alone.
         """
         size = self.shape.value_size
         if self.shape.heads * size != self.columns:
@@ -225,7 +225,7 @@ class _Merge:
                 )
 
     def layout(self) -> Any:
-        """Returns the registers of a tile: each row in one warp, with a lane's columns together."""
+        """Returns the register layout of a tile: a row in each warp, a lane's columns contiguous."""
         vector = self.columns // LANES
         return plgpu.Layout.TILED(
             plgpu.Tiling(((WARPS, self.columns), (vector,))),
@@ -243,9 +243,9 @@ class _Merge:
         start: jax.Array,
         layout: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns what is subtracted from the parts' log-sum-exp, and the log-sum-exp itself.
+        """Returns the number to subtract from the parts' log-sum-exp, and the log-sum-exp itself.
 
-        Rows that give 0 subtract infinity.
+        The former is infinity for rows without keys or sink, and for those past the query length.
         """
         maximum = lses[0]
         for lse in lses[1:]:

@@ -1,8 +1,8 @@
 """The queries of all heads that share a key head, as the rows of one matrix.
 
-Where queries are few, a tile of 64 rows has room for those of several query heads, and the keys and
-values that these heads share are read once for all of them. Row g * T + t of a key head is query t of
-its g-th query head.
+If queries are few, a tile of 64 rows has room for those of several query heads, and the keys and values
+that these heads share are read once for all of them. Row g * T + t of a key head is query t of its g-th
+query head.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from pallas_kernels.attention.shape import Shape
 
 @dataclass(frozen=True)
 class Packing:
-    """How arrays over queries [B, T, N, ...] become arrays over rows, for the sizes of a call."""
+    """Conversion of arrays over queries [B, T, N, ...] to arrays over rows, for the sizes of a call."""
 
     key_heads: int
     group: int
@@ -33,18 +33,18 @@ class Packing:
 
     @property
     def rows(self) -> int:
-        """The number of rows of a key head."""
+        """Rows of a key head."""
         return self.group * self.query_count
 
     @property
     def tiles(self) -> int:
-        """The number of tiles of rows of a key head."""
+        """Tiles of rows of a key head."""
         return -(-self.rows // WGMMA_ROWS)
 
     def queries(self, array: jax.Array) -> jax.Array:
         """Returns [B, T, N, H] as an array whose axes 1 and 3 are the rows of a matrix; see `place`.
 
-        Where a key head has one query head, or where there is one query, this moves nothing.
+        If a key head has one query head, or if there is one query, no data move.
         """
         if self.group == 1:
             return array
@@ -69,14 +69,14 @@ class Packing:
         return array.reshape(*array.shape[:-2], self.key_heads, self.rows)
 
     def padded(self, rows: jax.Array, fill: float = 0) -> jax.Array:
-        """Returns [.., rows] with as many numbers more as complete the last tile."""
+        """Returns [.., rows], padded with `fill` to whole tiles."""
         missing = -rows.shape[-1] % WGMMA_ROWS
         return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)], constant_values=fill)
 
     def operands(self, operands: Operands) -> Operands:
         """Returns the operands for `PackedTile`, whose head is a key head.
 
-        Sinks and the lengths of queries are left as they are, since they concern whole rows.
+        Sinks and query lengths stay as they are, since they concern whole rows.
         """
 
         def pack(array):
@@ -112,7 +112,7 @@ class Packing:
     def query(self, row: jax.Array) -> jax.Array:
         """Returns the query of each row."""
         if self.query_count == 1:
-            # A 0 that Mosaic cannot fold into a constant, for which dropout finds no layout.
+            # A 0 that Mosaic cannot fold into a constant: it finds no layout for one in dropout.
             return jnp.minimum(row, 0)
         return row if self.group == 1 else lax.rem(row, jnp.int32(self.query_count))
 

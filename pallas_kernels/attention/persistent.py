@@ -1,8 +1,8 @@
-"""The frame of the kernels for any number of keys: persistent CTAs with a producer and consumers.
+"""Launch and pipeline of the kernels for any number of keys: persistent CTAs, producer and consumers.
 
-A CTA stays on its multiprocessor and works through a list of tiles. Its last warpgroup, the producer,
-fills slots of shared memory by TMA. The consumers multiply the contents of the slots and give the slots
-back. For each slot, one barrier says that it is full and another that it is free.
+A CTA stays on its SM and works through a list of tiles. Its last warpgroup, the producer, fills pipeline
+stages (slots) of shared memory by TMA. The consumers multiply the contents of the slots and release
+them. Each slot has one mbarrier for "full" and another for "free".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,25 +22,25 @@ from pallas_kernels.attention.tiles import KeyTiles, QueryTiles
 
 
 def registers(consumers: int) -> tuple[int, int]:
-    """Returns the registers of a consumer's and of a producer's thread, out of 64 Ki in all."""
+    """Returns the registers of a consumer's and of a producer's thread; an SM has 64 Ki in all."""
     return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[consumers]
 
 
 class Cta(NamedTuple):
-    """The view that a warpgroup has of its CTA, as references and traced numbers."""
+    """References and traced numbers of a CTA, for one of its warpgroups."""
 
     arrays: tuple[Any, ...]
-    """The kernel's arrays in global memory."""
+    """Arrays in global memory that the kernel reads."""
     results: tuple[Any, ...]
-    """The arrays in global memory that the kernel writes."""
+    """Arrays in global memory that the kernel writes."""
     operands: Operands
     memory: Mapping[str, Any]
-    """The buffers of shared memory and the barriers, by name."""
+    """Buffers of shared memory and barriers, by name."""
     wg_idx: jax.Array
     tile_count: jax.Array
-    """The number of tiles that this CTA works through."""
+    """Tiles that this CTA works through."""
     place: Callable[[Any], Any]
-    """Maps the index of a tile of this CTA to the tile's place; see `tiles`."""
+    """Function from the index of a tile of this CTA to the tile's place; see `tiles`."""
 
     def ring(self, name: str, slots: int) -> "Ring":
         """Returns the ring with memory `name`_smem and the barriers `name`_full and `name`_free."""
@@ -49,7 +49,7 @@ class Cta(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Slots of shared memory that the producer fills in turn and that consumers give back."""
+    """Pipeline stages (slots) in shared memory that the producer fills in turn and consumers release."""
 
     memory: Any
     full: Any
@@ -81,13 +81,13 @@ class Ring(NamedTuple):
             self.release(slot)
 
     def drain(self) -> None:
-        """Waits for the arrivals still due at the producer's end, as the interpreter demands."""
+        """Waits for the arrivals still due at the producer's end, as the interpreter requires."""
         for slot in range(self.slots):
             plgpu.barrier_wait(self.free.at[slot])
 
 
 class Role(NamedTuple):
-    """The work of some of the warpgroups of every CTA."""
+    """Work of some of the warpgroups of every CTA."""
 
     warpgroups: range
     run: Callable[[Cta], None]
@@ -101,7 +101,7 @@ class Role(NamedTuple):
 
 @dataclass(frozen=True)
 class PersistentKernel:
-    """All that is static in the launch of a persistent kernel."""
+    """Static parameters of the launch of a persistent kernel."""
 
     name: str
     tiles: QueryTiles | KeyTiles
@@ -114,7 +114,7 @@ class PersistentKernel:
     def __call__(
         self, arrays: Sequence[jax.Array], operands: Operands, segment_bounds: jax.Array | None
     ) -> Sequence[jax.Array]:
-        """Returns the results, given operands padded to whole blocks and the bounds by segments."""
+        """Returns the results, given operands padded to whole blocks and bounds of `segment_blocks`."""
         optional = {name: x for name, x in operands._asdict().items() if x is not None}
         bounds = [] if segment_bounds is None else [segment_bounds]
 

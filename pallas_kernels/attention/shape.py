@@ -1,4 +1,4 @@
-"""The sizes of a call of attention, under the letters that its documentation gives them."""
+"""Sizes of a call of attention, with the letters that the documentation uses."""
 
 from typing import NamedTuple
 
@@ -31,14 +31,14 @@ class Shape(NamedTuple):
 
     @property
     def group(self) -> int:
-        """The number of query heads that share a key head."""
+        """Query heads that share a key head."""
         return self.heads // self.key_heads
 
     @property
     def logits(self) -> tuple[int, int, int, int]:
-        """The shape of all logits, [B, N, T, S]."""
+        """Shape of all logits, [B, N, T, S]."""
         return (self.batch, self.heads, self.query_count, self.key_count)
 
     def query_tiles(self, rows: int) -> int:
-        """The number of tiles of so many queries, over all heads."""
+        """Returns the number of tiles of `rows` queries, over all heads."""
         return self.batch * self.heads * -(-self.query_count // rows)

@@ -1,7 +1,7 @@
 """Attention on Hopper for S <= 256 keys, such as images cut into patches: limits and entry points.
 
-One multiprocessor holds all keys of a head, so that forward and backward read and write each array once
-and need no sums in global memory. The number of queries is not limited.
+One SM holds all keys of a head, so that forward and backward read and write each array once and need no
+sums in global memory. The number of queries is not limited.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ from pallas_kernels.attention.short_forward import forward, forward_packed, work
 __all__ = ["backward", "backward_packed", "forward", "forward_packed", "why_unsupported"]
 
 _LARGEST_KEY_COUNT = 256
-"""The widest tile of one wgmma, and so the longest row of logits that the forward can hold."""
+"""Widest tile of one WGMMA, and so the longest row of logits that the forward can hold."""
 
 _LARGEST_ACCUMULATORS = 256
-"""The number of columns of dK and dV, over all tiles of a warpgroup, for which it has registers."""
+"""Columns of dK and dV, over all tiles of a warpgroup, that fit into its registers."""
 
 
 def why_unsupported(
@@ -29,7 +29,7 @@ def why_unsupported(
     head_size: int,
     value_size: int,
 ) -> str | None:
-    """Returns None where forward and backward can run, else the rule that rejects the call."""
+    """Returns None if forward and backward can run, else the rule that rejects the call."""
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
         return reason

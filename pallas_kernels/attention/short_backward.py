@@ -1,4 +1,4 @@
-"""Attention on Hopper, backward for S <= 256: one kernel with all keys of a head on a multiprocessor.
+"""Attention on Hopper, backward for S <= 256: one kernel with all keys of a head on an SM.
 
 Since a CTA holds all keys of a head, dQ of 64 queries is complete when it is computed: nothing is summed
 in global memory, and the bits are the same in every run. Two warpgroups hold dK and dV of up to 128 keys
@@ -29,20 +29,20 @@ from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 @dataclass(frozen=True)
 class ShortBackwardConfig:
-    """How a head is divided over warpgroups, and how much is copied ahead."""
+    """Division of a head over warpgroups, and the pipeline stages of its copies."""
 
     warpgroups: int
-    """The number of warpgroups that compute dK and dV; one more copies and computes dQ."""
+    """Warpgroups that compute dK and dV; one more copies and computes dQ."""
     key_tiles: int
-    """The number of tiles of 64 keys that each of these warpgroups holds."""
+    """Tiles of 64 keys that each of these warpgroups holds."""
     key_slots: int
-    """The number of heads whose K and V are in shared memory; with 2, the next head's arrive in time."""
+    """Pipeline stages of K and V, one head each; with 2, the next head's arrive in time."""
     query_slots: int = 2
-    """The number of steps whose queries are in shared memory."""
+    """Pipeline stages of the queries, one step each."""
 
     @property
     def tiles(self) -> int:
-        """The number of tiles of 64 keys that all warpgroups hold together."""
+        """Tiles of 64 keys that all warpgroups hold together."""
         return self.warpgroups * self.key_tiles
 
     @property
@@ -51,19 +51,19 @@ class ShortBackwardConfig:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """The registers of a thread that computes dK and dV, and of a thread of the remaining warpgroup.
+        """Registers of a thread that computes dK and dV, and of a thread of the remaining warpgroup.
 
-        All warpgroups together have what the compiler gave them at the start: 168 for each of 3.
+        Their sum over the warpgroups is fixed at launch: 168 for each of 3.
         """
         return {1: (240, 128), 2: (216, 72)}[self.warpgroups]
 
     def accumulator_columns(self, head_size: int, value_size: int) -> int:
-        """Returns the number of columns of dK and dV that a warpgroup holds in registers."""
+        """Returns the columns of dK and dV that a warpgroup holds in registers."""
         head, value = (Columns.in_wide_blocks(size) for size in (head_size, value_size))
         return self.key_tiles * (head.width + value.width)
 
     def fits(self, head_size: int, value_size: int) -> bool:
-        """Returns whether shared memory suffices."""
+        """Returns whether the buffers fit into shared memory."""
         head, value = (Columns.in_wide_blocks(size) for size in (head_size, value_size))
         keys, queries = self.key_slots * self.keys, self.query_slots * WGMMA_ROWS
         count = head.bytes(keys) + value.bytes(keys)
@@ -80,7 +80,7 @@ def smallest_config(key_count: int) -> ShortBackwardConfig:
 
 
 def candidates(shape: Shape) -> tuple[ShortBackwardConfig, ...]:
-    """The configs worth trying, all of them legal, the best guess first."""
+    """Returns the configs worth trying, all of them legal, the best guess first."""
     smallest = smallest_config(shape.key_count)
     slots = ((2, 3), (2, 2), (1, 2), (1, 3))
     configs = (replace(smallest, key_slots=keys, query_slots=queries) for keys, queries in slots)
@@ -110,7 +110,7 @@ def backward(
 
     lse is [B, N, R] as `forward` returned it. If the bias differs between keys, the gradient of the
     logits passes through global memory as [B, N, S, T], and XLA sums it over the bias's broadcast axes.
-    It is in float32 if there are any, else rounded already.
+    It is in float32 if there are any, else in `dbias_dtype`.
     """
     (dquery, dkey, dvalue), dbias, dsinks = _run(
         (query, key, value),
@@ -233,7 +233,7 @@ def _run(
 
 
 class _Cta(NamedTuple):
-    """The view that a warpgroup has of its CTA, as references and traced numbers."""
+    """References and traced numbers of a CTA, for one of its warpgroups."""
 
     heads: tuple[Heads, Heads, Heads]
     """Q, K and V in global memory."""
@@ -245,13 +245,13 @@ class _Cta(NamedTuple):
     gradients: tuple[Heads, Heads, Heads]
     """dQ, dK and dV in global memory."""
     dlogits: Any
-    """The gradient of the logits, with keys as rows and queries as columns, or None."""
+    """Gradient of the logits, with keys as rows and queries as columns, or None."""
     shared: dict[str, Any]
-    """The buffers of shared memory and the barriers, by name."""
+    """Buffers of shared memory and barriers, by name."""
     wg_idx: jax.Array
     cta_idx: jax.Array
     items: jax.Array
-    """The number of items that the CTA works through."""
+    """Items (key heads of batch entries) that the CTA works through."""
 
     def arrive(self, barrier: str, slot: Any = None) -> None:
         plgpu.barrier_arrive(self._barrier(barrier, slot))
@@ -290,7 +290,7 @@ class _ShortBackward:
     ctas: int
     has_dlse: bool
     dlogits_dtype: Any
-    """The dtype in which the gradient of the logits is written, or None if it is not written."""
+    """Dtype in which the gradient of the logits is written, or None if it is not written."""
 
     @property
     def head(self) -> Columns:
@@ -302,17 +302,17 @@ class _ShortBackward:
 
     @property
     def chunks(self) -> int:
-        """The number of steps that one query head takes."""
+        """Steps that one query head takes."""
         return -(-self.shape.query_count // WGMMA_ROWS)
 
     @property
     def steps(self) -> int:
-        """The number of steps that an item takes."""
+        """Steps that an item takes."""
         return self.shape.group * self.chunks
 
     @property
     def scale(self) -> float:
-        """The factor still missing from dQ and dK: 1 with a cap, whose slope contains the scale."""
+        """Factor still missing from dQ and dK: 1 with a cap, whose derivative contains the scale."""
         return self.logits.scale if self.logits.soft_cap is None else 1.0
 
     def logits_gradient(self) -> jax.ShapeDtypeStruct:
@@ -397,8 +397,7 @@ class _ShortBackward:
                 lax.rem(step, jnp.int32(self.steps)),
             )
             pl.when(within == self.steps - 1)(lambda: cta.arrive("key_read"))
-            # With one slot the next keys are copied when this head is done, otherwise while it is
-            # processed.
+            # With one key slot the next keys are copied when this head is done, else at its start.
             copies = within == (0 if self.config.key_slots > 1 else self.steps - 1)
             pl.when(copies & (item + 1 < cta.items))(lambda: self.copy_keys(cta, item + 1))
 
@@ -410,7 +409,7 @@ class _ShortBackward:
         plgpu.wait_smem_to_gmem(0)
 
     def copy_queries(self, cta: _Cta, step: Any) -> None:
-        """Copies all operands that a step needs of its queries."""
+        """Copies Q, dO, out and the log-sum-exp of a step's queries, and dlse if there is one."""
         batch_idx, head_idx, start = self.place(cta, step)
         slot = self.query_slot(step)
         cta.wait("query_free", slot)
@@ -435,7 +434,7 @@ class _ShortBackward:
                 cta.matrix(name, slot, tile).fill(heads, batch_idx, start, key_head, full)
 
     def prepare_rows(self, cta: _Cta, step: Any) -> None:
-        """Computes what dS needs of each query: sum(out * dout) - dlse, and the log-sum-exp."""
+        """Computes delta = sum(out * dout) - dlse and the base-2 log-sum-exp of a step's queries."""
         slot = self.query_slot(step)
         rows = plgpu.Layout.WGMMA.reduce(1)
         lse_smem, dlse_smem, delta_smem, lse2_smem = cta.shared["rows_smem"]
@@ -491,7 +490,8 @@ class _ShortBackward:
 
         slots = self.config.key_slots
 
-        # Each slot has code of its own: a slot's number would take registers that dK and dV need.
+        # The code of each slot is separate: a traced slot index would take registers that dK and dV
+        # need.
         @pl.loop(0, pl.cdiv(cta.items, slots))
         def _(turn):
             for slot in range(slots):
@@ -532,7 +532,7 @@ class _ShortBackward:
             self.free_keys(cta, slot)
 
     def free_keys(self, cta: _Cta, slot: int) -> None:
-        """Gives back the memory of keys, once the results that are in their place have been copied."""
+        """Releases the memory of keys, once the results that replaced them have been copied."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         cta.arrive("key_free", slot)
 
@@ -563,7 +563,7 @@ class _ShortBackward:
         key_length = self.key_length(cta, step)
         cta.wait("query_full", slot)
         # Tiles are processed one after the other, because registers hold dK and dV of all tiles but P of
-        # one only. The barrier keeps the compiler from computing addresses before the loop, where they
+        # only one. The barrier keeps the compiler from computing addresses before the loop, where they
         # would occupy registers throughout it.
         first_tile = lax.optimization_barrier(cta.wg_idx) * self.config.key_tiles
         for j in range(self.config.key_tiles):
@@ -613,7 +613,7 @@ class _ShortBackward:
         x = logits.logits(s, logits_tile, operands, key_length, masked)
         p = jnp.exp2(x * logits.multiplier - lse2)
         kept = logits.dropped(p, logits_tile, operands) if logits.dropout_rate > 0 else None
-        # From here on P is rounded, but for the gradient of a bias. Without the barrier the compiler
+        # From here on P is rounded, unless a bias needs its gradient. Without the barrier the compiler
         # would keep P in float32, and for lack of registers all products would wait for each other.
         rounded = lax.optimization_barrier(p.astype(self.dtype))
         weights = rounded if cta.dlogits is None else p
@@ -639,5 +639,5 @@ class _ShortBackward:
             ds = ds * logits.derivative_of_capped(s)
         ds = ds.astype(self.dtype)
         memory.multiply(dk_accs, ds, q)
-        # Nobody reads it since `ds_free`; `accumulate` commits it.
+        # `ds_free` says that this memory has been read; `accumulate` commits the stores.
         store.store_piece(cta.shared["ds_smem"].at[tile], ds)

@@ -37,7 +37,7 @@ from pallas_kernels.attention.shape import Shape
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 _QUERY_SLOTS = 3
-"""The query tiles of a worker: one being copied in, one in use, and one whose results are copied out."""
+"""Pipeline stages of a worker's query tiles: one is copied in, one in use, and one copied out."""
 
 _VECTOR = plgpu.Layout.WGMMA.reduce(1)
 """The register layout of one number for each row of a tile."""
@@ -45,17 +45,17 @@ _VECTOR = plgpu.Layout.WGMMA.reduce(1)
 
 @dataclass(frozen=True)
 class ShortForwardConfig:
-    """How heads are distributed over the chip."""
+    """Distribution of heads over the GPU."""
 
     workers: int
-    """The number of warpgroups of a CTA."""
+    """Warpgroups of a CTA."""
     tiles: int
-    """The number of query tiles for which a worker loads keys and values once."""
+    """Query tiles for which a worker loads keys and values once."""
     ctas_per_multiprocessor: int
 
 
 def workers_that_fit(key_count: int, head_size: int, value_size: int) -> int:
-    """Returns how many warpgroups of a multiprocessor can have a head each in shared memory."""
+    """Returns the number of warpgroups of an SM whose heads fit into shared memory, one head each."""
     head, value = (Columns.in_wide_blocks(size) for size in (head_size, value_size))
     count = head.bytes(ceil_to(key_count, 8)) + value.bytes(ceil_to(key_count, WGMMA_ROWS))
     count += head.bytes(_QUERY_SLOTS * WGMMA_ROWS)
@@ -90,7 +90,7 @@ def candidates(shape: Shape, multiprocessors: int) -> tuple[ShortForwardConfig, 
 
 
 def default_config(shape: Shape, multiprocessors: int) -> ShortForwardConfig:
-    """The best guess without measurements."""
+    """Returns the best guess without measurements."""
     return candidates(shape, multiprocessors)[0]
 
 
@@ -160,20 +160,20 @@ def _run(
 
 
 class _Worker(NamedTuple):
-    """A warpgroup that works through tiles of its own: its references and its numbers."""
+    """References and indices of a warpgroup that works through tiles of its own."""
 
     heads: tuple[Heads, Heads, Heads]
     """Q, K and V in global memory."""
     operands: Operands
     results: tuple[Any, Any]
-    """The output and the log-sum-exp in global memory."""
+    """Output and log-sum-exp in global memory."""
     shared: dict[str, Any]
-    """The buffers of shared memory and the barriers of all workers, by name."""
+    """Buffers of shared memory and barriers of all workers, by name."""
     wg_idx: jax.Array
     idx: jax.Array
-    """The number of this worker among all workers of the chip."""
+    """Index of this worker among all workers of the GPU."""
     steps: jax.Array
-    """The number of tiles that this worker works through."""
+    """Tiles that this worker works through."""
 
     def keys(self) -> Matrix:
         return Matrix.of(self.shared["k_smem"], self.wg_idx)
@@ -185,7 +185,7 @@ class _Worker(NamedTuple):
         return Matrix.of(self.shared["q_smem"], self.wg_idx, lax.rem(step, jnp.int32(_QUERY_SLOTS)))
 
     def output(self, step: Any) -> Matrix:
-        """Returns the buffer from which a step's output is copied, which is that of its queries."""
+        """Returns the buffer of a step's output: that of its queries, if it has the same layout."""
         if self.shared["out_smem"]:
             return Matrix.of(self.shared["out_smem"], self.wg_idx)
         return self.queries(step)
@@ -205,7 +205,7 @@ class _Place(NamedTuple):
 
 
 _Part = tuple[Tile, jax.Array]
-"""Up to 64 columns of a tile of logits, and where they lie."""
+"""Place of up to 64 columns of a tile of logits, and their values."""
 
 
 @dataclass(frozen=True)
@@ -228,17 +228,17 @@ class _ShortForward:
 
     @property
     def key_rows(self) -> int:
-        """The number of key rows in shared memory, and so of columns of the logits."""
+        """Key rows in shared memory, and so columns of the logits."""
         return ceil_to(self.shape.key_count, 8)
 
     @property
     def parts(self) -> int:
-        """The number of parts into which the queries of a head are cut."""
+        """Parts into which the queries of a head are cut."""
         return -(-self.shape.query_count // (self.config.tiles * WGMMA_ROWS))
 
     @property
     def items(self) -> int:
-        """The number of parts of all heads; a worker loads keys and values once for each part."""
+        """Parts of all heads; a worker loads keys and values once for each part."""
         return self.shape.batch * self.shape.heads * self.parts
 
     @property
@@ -354,15 +354,15 @@ class _ShortForward:
     def logits_parts(
         self, worker: _Worker, at: _Place, key_length: Any, products: jax.Array
     ) -> list[_Part]:
-        """Returns the logits, 64 columns at a time.
+        """Returns the logits in parts of 64 columns.
 
-        In this way few float32 weights are live at once, only the parts with masked elements are masked,
-        and finding an element's place takes no division.
+        Few float32 weights are then live at once, only the parts with masked elements are masked, and
+        finding an element's place takes no division.
         """
         key_count, operands = self.shape.key_count, worker.operands
         masks_anywhere = not self.logits.mask.is_always_full(WGMMA_ROWS, 1)
-        # A worker's last tiles may lie beyond the queries. TMA copies read and write nothing there, but
-        # loads of bias and explicit mask into registers must find memory to read.
+        # A worker's last tiles may lie beyond the queries. TMA copies are clipped there, but register
+        # loads of bias and explicit mask must stay within the arrays.
         query_start = self.logits.operand_start(
             at.start, self.shape.query_count, self.config.tiles * WGMMA_ROWS
         )
@@ -384,8 +384,7 @@ class _ShortForward:
         if logits.has_sinks:
             sink = operands.sinks[at.head_idx] * LOG2E
             maximum = jnp.maximum(maximum, sink)
-        # For a row of -inf any finite maximum will do: it only has to keep -inf - maximum from being
-        # NaN.
+        # A row of -inf needs any finite maximum, so that -inf - maximum is not NaN.
         maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
         total: Any = 0.0
         weights = []
@@ -419,8 +418,7 @@ class _ShortForward:
         if worker.operands.query_lengths is not None:
             row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_VECTOR)
             empty = empty | (at.start + row >= query_length)
-        # Waits for the copies of the previous step's results, which had the whole of this step to
-        # finish.
+        # The copies of the previous step's results have had this whole step to finish.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         lse_smem = worker.shared["lse_smem"].at[worker.wg_idx]
         lse = (maximum + jnp.log2(total)) * (1 / LOG2E)
@@ -433,8 +431,7 @@ class _ShortForward:
         output.write(Heads(out_gmem), at.batch_idx, at.start, at.head_idx)
 
         # A part of the queries may end with a tile that begins beyond the last query. The copy of its
-        # log-sum-exp would not be cut at the end of the head but would overwrite numbers of the next
-        # head.
+        # log-sum-exp would not be clipped at the end of the head, and would overwrite the next head's.
         @pl.when(at.start < self.shape.query_count)
         def _():
             rows = pl.ds(at.start, WGMMA_ROWS)

@@ -1,4 +1,4 @@
-"""The running softmax of the forward kernels, whose rows see their keys one block at a time."""
+"""Online softmax of the forward kernels, which visit one block of keys at a time."""
 
 import functools
 import operator
@@ -15,19 +15,19 @@ from pallas_kernels.attention.mask import Index
 from pallas_kernels.attention.memory import WGMMA_ROWS
 
 _LOWEST = -0.5 * float(jnp.finfo(jnp.float32).max)
-"""The initial running maximum, which is finite so that its difference to -inf is not NaN."""
+"""Initial running maximum, finite so that its difference to -inf is not NaN."""
 
 VECTOR = plgpu.Layout.WGMMA.reduce(1)
-"""The register layout of one number for each row of a tile."""
+"""Register layout of one number for each row of a tile."""
 
 
 class Softmax(NamedTuple):
-    """The running softmax of 64 rows, in the units of `Logits.logits` times its multiplier."""
+    """Running softmax of 64 rows, in base 2 (`Logits.logits` times its multiplier)."""
 
     maximum: jax.Array
-    """The running maximum of each row."""
+    """Running maximum of each row."""
     total: jax.Array
-    """The running sums [64, 8]: each is over the columns 8 apart, which lie within one thread."""
+    """Running sums [64, 8], each over columns 8 apart, which one thread holds."""
 
     @classmethod
     def start(cls) -> "Softmax":
@@ -38,18 +38,18 @@ class Softmax(NamedTuple):
 
 
 class Weighted(NamedTuple):
-    """What a block of keys adds to a running softmax."""
+    """Weights of a block of keys, and the running softmax after it."""
 
     weights: jax.Array
-    """The weights of the block's values, in the dtype of the operands."""
+    """Weights of the block's values, in the dtype of the operands."""
     softmax: Softmax
     decay: jax.Array
-    """The factor that rescales what was summed before."""
+    """Factor that rescales the sums of earlier blocks."""
 
 
 @dataclass(frozen=True)
 class Weighing:
-    """The static parameters between the products of a block of keys and the weights of its values."""
+    """Static parameters of the step from a block's products Q K^T to the weights of its values."""
 
     logits: Logits
     dtype: Any
@@ -70,8 +70,7 @@ class Weighing:
         maximum = jnp.maximum(softmax.maximum, scaled)
         decay = jnp.exp2(softmax.maximum - maximum)
         weights = jnp.exp2(_times(x, logits.multiplier) - across(maximum, products.shape))
-        # Columns 8 apart lie within one thread, so they are summed here; sums across threads come at
-        # the end.
+        # A thread sums its columns, which are 8 apart, here; sums across threads come at the end.
         total = softmax.total * across(decay, softmax.total.shape)
         columns = range(0, products.shape[1], 8)
         total += functools.reduce(operator.add, [weights[:, c : c + 8] for c in columns])

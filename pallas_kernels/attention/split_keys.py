@@ -1,13 +1,13 @@
-"""Attention on Hopper, forward for few queries: the keys of a head are split over CTAs.
+"""Attention on Hopper, forward for few queries: the keys of a head are split over CTAs (flash decoding).
 
-Where queries are few, whole heads are too few tasks for all multiprocessors, and the time is that of
-reading the keys and values. The rows of a CTA are the queries of all heads that share a key head
-(`packing`), and its keys are one of the parts into which the visited blocks of keys are split. It
-writes the output over this part alone and its log-sum-exp, in float32; a second kernel (`merge_splits`)
-merges the parts in a fixed order.
+With few queries, whole heads are too few tasks for all SMs, and the time is that of reading the keys and
+values. The rows of a CTA are the queries of all heads that share a key head (`packing`), and its keys
+are one of the parts into which the visited blocks of keys are split. It writes the output over this part
+alone and its log-sum-exp, in float32; a second kernel (`merge_splits`) merges the parts in a fixed
+order.
 
-A CTA is one warpgroup, which starts its own copies as soon as a slot of shared memory is free. Two CTAs
-on a multiprocessor take turns with the tensor cores, and together keep enough copies in flight.
+A CTA is one warpgroup, which starts its own copies as soon as a pipeline stage (slot) is free. Two CTAs
+on an SM take turns with the tensor cores, and together keep enough copies in flight.
 """
 
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ from pallas_kernels.hopper import ALLOCATION_BYTES, BARRIER_BYTES, SHARED_MEMORY
 
 @dataclass(frozen=True)
 class SplitForwardConfig:
-    """How the work is divided: each CTA has 64 rows and one part of the keys."""
+    """Division of the work: each CTA has 64 rows and one part of the keys."""
 
     splits: int
-    """The number of parts into which the blocks of keys are split."""
+    """Parts into which the blocks of keys are split."""
     key_block: int = 64
     stages: int = 2
-    """The number of blocks of K, and also of V, that shared memory holds."""
+    """Pipeline stages of K, and also of V: blocks of keys that shared memory holds."""
     ctas_per_multiprocessor: int = 2
 
     def __post_init__(self):
@@ -65,18 +65,18 @@ class SplitForwardConfig:
         return count + 2 * _columns_of_output(shape).bytes(WGMMA_ROWS) + BARRIER_BYTES
 
     def fits(self, shape: Shape) -> bool:
-        # Each CTA of a multiprocessor takes one unit of allocation besides what it may use.
+        # Each CTA of an SM takes one allocation unit in addition to the memory that it may use.
         room = (SHARED_MEMORY_BYTES + ALLOCATION_BYTES) // self.ctas_per_multiprocessor
         return self.shared_bytes(shape) <= room - ALLOCATION_BYTES
 
 
 def _columns_of_output(shape: Shape) -> Columns:
-    """Returns the layout of the output in float32, of which half as many columns fill a swizzle."""
+    """Returns the layout of the output in float32, where a swizzle has half as many columns."""
     return Columns.in_blocks(shape.value_size, memory.SWIZZLED_COLUMNS // 2)
 
 
 def visited_keys(shape: Shape, logits: Logits) -> int:
-    """Returns how many keys some query attends to by its position."""
+    """Returns the number of keys that some query attends to by its position."""
     blocks = logits.mask.key_blocks((0, shape.query_count), 1, shape.query_count, shape.key_count)
     return max(1, int(blocks.stop) - int(blocks.start))
 
@@ -86,9 +86,8 @@ def candidates(
 ) -> tuple[SplitForwardConfig, ...]:
     """Returns the configs worth trying, all of them legal, the best guess first.
 
-    The guess has as many parts as give each CTA's place on the chip one task, which takes the time of
-    one CTA. Where there are more tasks than places without any split, it has the number of parts that
-    leaves the fewest places idle in the last round.
+    The guess has as many parts as fill the GPU with one wave of CTAs. If there is more than one wave
+    without any split, it has the number of parts that leaves the fewest SMs idle in the last wave.
     """
     widest = max(shape.head_size, shape.value_size)
     shapes = [dict(stages=2), dict(stages=3, ctas_per_multiprocessor=1)]
@@ -104,7 +103,7 @@ def candidates(
         if not config.fits(shape):
             continue
         counts = _numbers_of_splits(shape, logits, config, multiprocessors)
-        # Other numbers of parts are worth a trial with the first options only.
+        # Other numbers of parts are worth trying only with the first options.
         for splits in counts[:1] if result else counts:
             result.append(SplitForwardConfig(splits, **options))
     return tuple(result)
@@ -118,7 +117,7 @@ def _numbers_of_splits(
     places = config.ctas_per_multiprocessor * max(1, multiprocessors)
     blocks = -(-visited_keys(shape, logits) // config.key_block)
     most = max(1, min(MOST_SPLITS, blocks))
-    # Starting and ending a CTA takes about as long as so many blocks.
+    # Starting and ending a CTA takes about as long as `fixed` blocks.
     fixed = 3
 
     def cost(splits: int) -> int:
@@ -173,15 +172,15 @@ def forward(
 
 
 class _Cta(NamedTuple):
-    """A CTA's references."""
+    """References of a CTA."""
 
     heads: tuple[Heads, Heads, Heads]
     """Q in rows, K and V in global memory."""
     operands: Operands
     results: tuple[Any, Any]
-    """The outputs of all parts and their log-sum-exp in global memory."""
+    """Outputs of all parts and their log-sum-exp in global memory."""
     shared: dict[str, Any]
-    """The buffers of shared memory and the barriers, by name."""
+    """Buffers of shared memory and barriers, by name."""
 
     def full(self, name: str, slot: Any) -> Any:
         """Returns the barrier on which the copies to a slot of "k" or "v" arrive."""
@@ -189,7 +188,7 @@ class _Cta(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The task of a CTA."""
+    """Task of a CTA: some rows, and a part of their blocks of keys."""
 
     batch_idx: jax.Array
     key_head: jax.Array
@@ -246,7 +245,7 @@ class _SplitForward:
         )
 
     def part(self, cta: _Cta) -> _Part:
-        """Returns this CTA's task; those that read the same keys follow each other."""
+        """Returns this CTA's task; tasks that read the same keys are consecutive."""
         splits, key_heads = jnp.int32(self.config.splits), jnp.int32(self.shape.key_heads)
         number, tiles = lax.axis_index("cta"), jnp.int32(self.packing.tiles)
         start = lax.rem(number, tiles) * WGMMA_ROWS
@@ -258,7 +257,7 @@ class _SplitForward:
         query_length, key_length = cta.operands.lengths(mask, batch_idx)
         queries = self.packing.query_range(start, WGMMA_ROWS)
         blocks = mask.key_blocks(queries, block, query_length, key_length)
-        # The blocks that are visited, whose number may depend on lengths, are shared out evenly.
+        # Visited blocks, whose number may depend on lengths, are divided evenly among the parts.
         visited = jnp.asarray(blocks.stop - blocks.start, jnp.int32)
         first = blocks.start + lax.div(visited * split, splits)
         stop = blocks.start + lax.div(visited * (split + 1), splits)
@@ -381,7 +380,7 @@ class _SplitForward:
         plgpu.wait_smem_to_gmem(0)
 
     def pieces(self, blocks: list[jax.Array]) -> list[jax.Array]:
-        """Cuts the blocks of columns of a product into those of the output's memory."""
+        """Cuts a product's blocks of columns into the narrower ones of the output's memory."""
         pieces = []
         for block in blocks:
             for first in range(0, block.shape[1], memory.SWIZZLED_COLUMNS // 2):

@@ -1,15 +1,15 @@
 """Backward of attention on Hopper for few queries: all gradients from one read of keys and values.
 
-Where the queries of all heads that share a key head are at most 64 rows (`packing`), each block of keys
+If the queries of all heads that share a key head are at most 64 rows (`packing`), each block of keys
 meets all of its queries at once: dK and dV of the block are complete after one visit, and only dQ is a
 sum over blocks. A CTA visits one part of the blocks, keeps its sum of dQ in registers, and writes it in
-float32 at the end; the parts are then added in their order. With more rows this kernel computes only
+float32 at the end; the parts are then added in a fixed order. With more rows this kernel computes only
 dQ, and that of `backward_dkv` the other gradients.
 
-Per visit there are five products. All take S^T or its gradient, with keys as rows, from the registers
-in which it was computed, but the product for dQ, which reads it from shared memory. The gradients of a
-block leave through the memory of its keys and values. Two CTAs on a multiprocessor take turns with the
-tensor cores.
+A visit takes five products. The product for dQ reads dS^T, with keys as rows, from shared memory; those
+for dK and dV take dS^T and P^T from the registers in which they were computed. The gradients of a block
+are copied out from the memory of its keys and values. Two CTAs on an SM take turns with the tensor
+cores.
 """
 
 import functools
@@ -40,24 +40,24 @@ from pallas_kernels.attention.split_keys import visited_keys
 from pallas_kernels.hopper import ALLOCATION_BYTES, BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 _KEY_BLOCK = 64
-"""The keys of a block, which are the rows of a tile."""
+"""Keys of a block, which are the rows of a tile."""
 
 _MOST_COLUMNS = 192
-"""The columns of dQ, and of dK or dV, for which there are registers together.
+"""Columns of dQ and of dK or dV that fit into the registers together.
 
-Where dQ alone has more, the compiler keeps some of a thread's numbers in its stack. That costs less than
-another kernel for dK and dV, which would not pack the query heads of a key head.
+If dQ alone has more, registers spill. That costs less than another kernel for dK and dV, which would not
+pack the query heads of a key head.
 """
 
 
 @dataclass(frozen=True)
 class SplitBackwardConfig:
-    """How the work is divided: each CTA has all rows of a key head and one part of the keys."""
+    """Division of the work: each CTA has a tile of rows of a key head and one part of the keys."""
 
     splits: int
-    """The number of parts into which the blocks of keys are split."""
+    """Parts into which the blocks of keys are split."""
     stages: int = 2
-    """The number of blocks of K and V that shared memory holds."""
+    """Pipeline stages of K and V: blocks of keys that shared memory holds."""
     ctas_per_multiprocessor: int = 2
 
     def __post_init__(self):
@@ -74,7 +74,7 @@ class SplitBackwardConfig:
         return count + tile + 2 * ALLOCATION_BYTES + BARRIER_BYTES
 
     def fits(self, shape: Shape) -> bool:
-        # Each CTA of a multiprocessor takes one unit of allocation besides what it may use.
+        # Each CTA of an SM takes one allocation unit in addition to the memory that it may use.
         room = (SHARED_MEMORY_BYTES + ALLOCATION_BYTES) // self.ctas_per_multiprocessor
         return self.shared_bytes(shape) <= room - ALLOCATION_BYTES
 
@@ -82,7 +82,7 @@ class SplitBackwardConfig:
 def _columns(shape: Shape) -> tuple[Columns, Columns]:
     """Returns the layout of Q, K and dK, and the layout of V, dO and dV.
 
-    The product for dQ has dS in the widest swizzle, and so K as well.
+    K has the widest swizzle, because dS does in the product for dQ.
     """
     return Columns.in_wide_blocks(shape.head_size), Columns.in_blocks(shape.value_size)
 
@@ -109,7 +109,7 @@ def candidates(
         tasks = shape.batch * shape.key_heads * Packing.of(shape).tiles
         places = config.ctas_per_multiprocessor * max(1, multiprocessors)
         blocks = -(-visited_keys(shape, logits) // _KEY_BLOCK)
-        # Starting and ending a CTA takes about as long as so many blocks.
+        # Starting and ending a CTA takes about as long as `fixed` blocks.
         fixed = 3
         best = min(
             range(1, max(1, min(places, blocks)) + 1),
@@ -135,7 +135,7 @@ def backward(
     config: SplitBackwardConfig | None = None,
     dbias_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns what pallas_kernels.attention.attention.backward does, of the same arguments."""
+    """Returns what pallas_kernels.attention.attention.backward does, given the same arguments."""
     shape = Shape.of(query, key, value)
     config = config or candidates(shape, logits, multiprocessors)[0]
     keys = backward_dkv.default_config(shape, logits)
@@ -204,27 +204,27 @@ def _split(
 
 
 class _Cta(NamedTuple):
-    """A CTA's references."""
+    """References of a CTA."""
 
     arrays: tuple[Any, ...]
-    """Q in rows, K, V, dO in rows, the log-sum-exp and delta of each row, in global memory."""
+    """Q in rows, K, V, dO in rows, log-sum-exp and delta of each row, in global memory."""
     operands: Operands
     results: tuple[Any, ...]
-    """The parts of dQ, and if the kernel is fused dK and dV, in global memory."""
+    """Parts of dQ, and dK and dV if the kernel is fused, in global memory."""
     shared: dict[str, Any]
-    """The buffers of shared memory and the barriers, by name."""
+    """Buffers of shared memory and barriers, by name."""
 
     def full(self, name: str, slot: Any) -> Any:
         """Returns the barrier on which the copies to a slot of "k" or "v" arrive."""
         return self.shared[f"{name}_full"].at[slot]
 
     def matrix(self, name: str, *index: Any) -> Matrix:
-        """Returns a matrix in 16 bits."""
+        """Returns a matrix of 16-bit numbers."""
         return Matrix.of([block[:2] for block in self.shared[f"{name}_smem"]], *index)
 
 
 class _Part(NamedTuple):
-    """The task of a CTA."""
+    """Task of a CTA: some rows, and a part of their blocks of keys."""
 
     batch_idx: jax.Array
     key_head: jax.Array
@@ -235,7 +235,7 @@ class _Part(NamedTuple):
     """The blocks of keys [first, first + count) are visited in order."""
     count: jax.Array
     skipped: tuple[jax.Array, jax.Array]
-    """The blocks that no query reaches, of which this CTA writes those from one number to another."""
+    """Range, among the blocks that no query reaches, of those whose zero gradients this CTA writes."""
     blocks: tuple[Index, Index, Index, Index]
     """The `Blocks` of keys that the queries visit."""
     key_length: Index
@@ -270,7 +270,7 @@ class _SplitBackward:
 
     @property
     def scale(self) -> float:
-        """What is multiplied into dQ and dK at the end; with a cap it is in dS."""
+        """Factor that multiplies dQ and dK at the end; 1 with a cap, as dS then contains it."""
         return self.logits.scale if self.logits.soft_cap is None else 1.0
 
     def memory(self) -> dict[str, Any]:
@@ -314,7 +314,7 @@ class _SplitBackward:
         query_length, key_length = cta.operands.lengths(self.logits.mask, batch_idx)
         queries = self.packing.query_range(start, WGMMA_ROWS)
         blocks = self.logits.mask.key_blocks(queries, _KEY_BLOCK, query_length, key_length)
-        # The blocks that are visited and those that are not are each shared out evenly.
+        # The visited blocks and the others are each divided evenly among the parts.
         visited = jnp.asarray(blocks.stop - blocks.start, jnp.int32)
         skipped = -(-self.shape.key_count // _KEY_BLOCK) - visited
 
@@ -417,7 +417,7 @@ class _SplitBackward:
         if self.head.width < _MOST_COLUMNS:
             (p, kept, derivative), dp = pl.run_scoped(both_products, square, square)
         else:
-            # Beside the sum of dQ there are registers for one product at a time.
+            # Next to the sum of dQ there are registers for only one product at a time.
             products = pl.run_scoped(functools.partial(one_product, logits_products), square)
             p, kept, derivative = self.probabilities(cta, part, i, products)
             dp = pl.run_scoped(functools.partial(one_product, probability_products), square)
@@ -431,14 +431,13 @@ class _SplitBackward:
         if self.is_fused:
             factor = 1.0 / self.logits.keep_probability
             self.write(cta, part, i, values, 2, kept, dout, factor)
-        # The product that reads the keys is done, so that dK or other keys may take their place.
+        # Wait for the product that reads the keys, so that dK or other keys may replace them.
         memory.load_accumulators(dq_accs)
         if not self.is_fused:
             self.copy_block(cta, part, i + self.config.stages)
             return
         self.write(cta, part, i, keys, 1, ds, queries, self.scale)
-        # The gradients of the previous visit have left by now, and the next copies may take their
-        # place.
+        # Wait until the previous visit's gradients are copied out, so that new keys may replace them.
         plgpu.wait_smem_to_gmem(self.head.count + self.value.count, wait_read_only=True)
         pl.when(i > 0)(lambda: self.copy_block(cta, part, i - 1 + self.config.stages))
 
@@ -456,7 +455,7 @@ class _SplitBackward:
     def probabilities(
         self, cta: _Cta, part: _Part, i: jax.Array, products: jax.Array
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns P^T, what dropout keeps of it, and the derivative of the cap; None without them."""
+        """Returns P^T, P^T after dropout, and the derivative of the cap; None for an absent one."""
         logits, tile, number = self.logits, self.tile(part, i), part.first + i
         is_partial: bool | jax.Array = False
         if not logits.mask.is_always_full(WGMMA_ROWS, _KEY_BLOCK):
@@ -488,7 +487,7 @@ class _SplitBackward:
     ) -> None:
         """Multiplies left by right into dK or dV of a block, and writes it through the memory `place`.
 
-        Products are computed for as many columns at a time as there are registers.
+        Products are computed for as many columns at a time as fit into the registers.
         """
         columns = self.head if result == 1 else self.value
         start = (part.first + i) * _KEY_BLOCK
@@ -506,8 +505,8 @@ class _SplitBackward:
         place.write(Heads(cta.results[result]), part.batch_idx, start, part.key_head)
 
     def write_queries(self, cta: _Cta, part: _Part, dquery: list[jax.Array]) -> None:
-        """Writes this part of dQ, as far as there are rows, through the memory of the keys."""
-        # The last gradients may still be leaving through this memory.
+        """Writes this part of dQ, clipped to the existing rows, through the memory of the keys."""
+        # The last gradients may still be being copied out from this memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         sums = [tuple(block)[2:] for block in cta.shared["k_smem"]]
         number = (part.batch_idx * self.shape.key_heads + part.key_head) * self.config.splits
@@ -527,7 +526,7 @@ class _SplitBackward:
         place.write(Heads(cta.results[0]), number + part.split, part.start, number * 0)
 
     def write_zeros(self, cta: _Cta, part: _Part) -> None:
-        """Writes the gradients of the blocks of keys that no query reaches."""
+        """Writes zeros as the gradients of the blocks of keys that no query reaches."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         start, stop = part.blocks[0], part.blocks[3]
         matrices = (cta.matrix("k", 0), cta.matrix("v", 0))
@@ -542,9 +541,9 @@ class _SplitBackward:
 
 
 def _with_sums(block: Any, width: int) -> Any:
-    """Returns a block of `Columns.memory` that holds as many columns of float32 at another time.
+    """Returns a block of `Columns.memory` whose memory can also hold as many columns of float32.
 
-    The latter are pieces as wide as a swizzle, of a shape of their own.
+    The latter lie in pieces, each at most as wide as a swizzle.
     """
     pieces = -(-width // (SWIZZLED_COLUMNS // 2))
     columns = Columns((width // pieces,), width // pieces)
@@ -553,7 +552,7 @@ def _with_sums(block: Any, width: int) -> Any:
 
 
 def _groups(widths: tuple[int, ...], most: int) -> list[list[int]]:
-    """Returns consecutive blocks of columns, of one block or of `most` columns together at most."""
+    """Groups consecutive blocks of columns: each has one block, or at most `most` columns."""
     groups: list[list[int]] = []
     for j, width in enumerate(widths):
         if groups and sum(widths[k] for k in groups[-1]) + width <= most:

@@ -1,4 +1,4 @@
-"""Tiles: which of them a persistent CTA computes, and which blocks of the other side they visit.
+"""Tiles of persistent CTAs: their schedule, and the blocks of the other side that each visits.
 
 The forward and the kernel of dQ have tiles of queries, past which keys stream. The kernel of dK and dV
 has tiles of keys, past which queries stream.
@@ -20,33 +20,33 @@ from pallas_kernels.attention.mask import BlockMask, Blocks, Index
 
 
 class Place(NamedTuple):
-    """The place of a tile, and the blocks that it visits."""
+    """Place of a tile of queries, and the blocks that it visits."""
 
     batch_idx: jax.Array
     head_idx: jax.Array
     start: jax.Array
-    """The index of the first query."""
+    """Index of the first query."""
     query_length: Index
     key_length: Index
     key_blocks: Callable[[Index, Index], Blocks]
-    """Maps a range of the tile's queries to the blocks of keys that they visit."""
+    """Function from a range of the tile's queries to the blocks of keys that they visit."""
     first: jax.Array
-    """The blocks of keys [first, stop) are visited, from the last to the first."""
+    """First visited block of keys; [first, stop) are visited, from the last to the first."""
     stop: jax.Array
 
 
 class Visits(NamedTuple):
-    """The blocks of keys that a consumer's rows of a tile visit; visit i is to block last - i.
+    """Blocks of keys that a consumer's rows of a tile visit; visit i is to block last - i.
 
-    If the rows of the tile reach different keys, the tile's first blocks concern other consumers alone.
+    If the tile's rows reach different keys, its first blocks may belong to other consumers' rows only.
     """
 
     skipped: jax.Array
-    """The number of the tile's blocks that come before the first visit."""
+    """Blocks of the tile that come before the first visit."""
     count: jax.Array
     last: jax.Array
     full_first: jax.Array
-    """The visits [full_first, full_stop) are to blocks that need no masking."""
+    """First visit without masking; the visits [full_first, full_stop) need none."""
     full_stop: jax.Array
 
     def is_partial(self, visit: Index) -> jax.Array:
@@ -55,17 +55,17 @@ class Visits(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """How queries are cut into tiles, and keys into blocks."""
+    """The cut of queries into tiles, and of keys into blocks."""
 
     mask: BlockMask
     heads: int
     rows: int
-    """The number of queries in a tile."""
+    """Queries in a tile."""
     key_block: int
 
     @property
     def count(self) -> int:
-        """The number of tiles of one head."""
+        """Tiles of one head."""
         return -(-self.mask.query_count // self.rows)
 
     def schedule(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
@@ -102,8 +102,7 @@ class QueryTiles:
 
         start = tile_idx * self.rows
         blocks = key_blocks(start, start + self.rows)
-        # A tile that visits no keys still goes through the kernel's loop once, over one fully masked
-        # block.
+        # A tile that visits no keys still runs the kernel's loop once, over a fully masked block.
         key_blocks_count = -(-mask.key_count // block)
         first = lax.min(jnp.int32(blocks.start), jnp.int32(key_blocks_count - 1))
         stop = lax.clamp(first + 1, jnp.int32(blocks.stop), jnp.int32(key_blocks_count))
@@ -125,49 +124,48 @@ class QueryTiles:
 
 
 class KeyPlace(NamedTuple):
-    """The place of a tile of keys, and the blocks that it visits."""
+    """Place of a tile of keys, and the blocks that it visits."""
 
     batch_idx: jax.Array
     key_head_idx: jax.Array
     first_head_idx: jax.Array
-    """The first of the query heads that are visited."""
+    """First of the visited query heads."""
     shared_head_idx: jax.Array
-    """The head of the results, in which each share of a key head has one."""
+    """Head of the results, in which each share of a key head counts as a head."""
     start: jax.Array
-    """The index of the first key."""
+    """Index of the first key."""
     key_length: Index
     blocks: Blocks
-    """The blocks of queries, visited in order for one query head after the other."""
+    """Blocks of queries, visited in order for one query head after the other."""
 
 
 _EVEN = 16
-"""So many tiles for each multiprocessor are taken to be spread evenly, without a look at each of them.
-"""
+"""Tiles per SM above which they are assumed to be spread evenly, without computing a schedule."""
 
 
 @dataclass(frozen=True)
 class KeyTiles:
-    """How keys are cut into tiles, and queries into blocks: `QueryTiles` transposed.
+    """The cut of keys into tiles, and of queries into blocks: `QueryTiles` transposed.
 
-    Several shares of a tile divide its visits, and each gives gradients of its own, as if each share
-    of a key head were a head.
+    Shares divide a tile's visits among CTAs, and each share of a key head has gradients of its own, as
+    if it were a head.
     """
 
     mask: BlockMask
     key_heads: int
     group: int
-    """The number of query heads that a share visits."""
+    """Query heads that a share visits."""
     rows: int
-    """The number of keys in a tile."""
+    """Keys in a tile."""
     query_block: int
     group_shares: int = 1
-    """The number of shares into which the query heads of a key head are divided."""
+    """Shares into which the query heads of a key head are divided."""
     query_shares: int = 1
-    """The number of shares into which the blocks of queries are divided, for each of the former."""
+    """Shares into which the blocks of queries are divided, for each share of the query heads."""
 
     @property
     def count(self) -> int:
-        """The number of tiles of one key head."""
+        """Tiles of one key head."""
         return -(-self.mask.key_count // self.rows)
 
     @property
@@ -176,7 +174,7 @@ class KeyTiles:
 
     @functools.cached_property
     def costs(self) -> tuple[int, ...]:
-        """The work of a share of each tile of a head, in visited queries."""
+        """Work of a share of each tile of a head, in visited queries."""
         result = []
         for j in range(self.count):
             blocks = self.mask.query_blocks(
@@ -196,7 +194,7 @@ class KeyTiles:
         return schedule(self.costs, heads, heads_together, multiprocessors)
 
     def longest(self, batch: int, heads_together: int, multiprocessors: int) -> int:
-        """Returns the work of the CTA that has most of it, in visited queries."""
+        """Returns the work of the busiest CTA, in visited queries."""
         heads = batch * self.key_heads * self.shares
         if heads * self.count > _EVEN * multiprocessors:
             return heads * sum(self.costs) // multiprocessors + max(self.costs) // 2
@@ -236,7 +234,7 @@ class KeyTiles:
         )
 
     def shared_blocks(self, blocks: Blocks, share: jax.Array) -> Blocks:
-        """Returns those of the blocks that a share of the queries visits."""
+        """Returns the blocks that a share of the queries visits."""
         if self.query_shares == 1:
             return blocks
         visits = lax.max(blocks.stop - blocks.start, jnp.int32(0))
@@ -252,8 +250,8 @@ def schedule(
     """Returns [CTA, 1 + rounds] int32: the number of tiles of each CTA, and then the tiles in order.
 
     Groups of heads follow each other. Within a group, the tiles that cost most come first, and each goes
-    to the CTA with the least work so far. A queue would do the same, but this order is the same in every
-    run. A tile's number is head * len(costs) + tile.
+    to the CTA with the least work so far. A dynamic queue would do the same, but its order would vary
+    between runs. A tile's number is head * len(costs) + tile.
     """
     order = sorted(range(len(costs)), key=lambda i: -costs[i])
     ctas = min(multiprocessors, heads * len(costs))

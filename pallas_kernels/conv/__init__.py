@@ -1,1 +1,1 @@
-"""Kernels of convolutions: implicit products whose operands are windows of a picture."""
+"""Convolution kernels: implicit matrix products whose left operand is windows of a picture."""

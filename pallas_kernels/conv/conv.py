@@ -1,15 +1,15 @@
 """A convolution for Hopper as an implicit product, with a traced epilogue.
 
-The product is [pixels of the result, weights of the window x channels] @ [the same, features]. Nothing
-writes the left operand: each of its tiles is a box of x, which the copy engine brings for the weight and
-the channels whose turn it is. There are three plans:
+The product is [pixels of the result, weights of the window x channels] @ [the same, features]. The left
+operand is never written: each of its tiles is a box of x, which TMA copies for the weight and the
+channels of a step. There are three plans:
 
 - "taps": a step of the sums is one weight of the window and 64 channels.
-- "rows": a step is all weights of a column of the window. Its box of x is as much higher as the window
-  reaches, and what a weight further down takes of it begins some rows later: x is copied for each column
-  of the window, and not for each weight.
-- "resident": likewise, and the weights stay in shared memory for all tiles of a CTA. That is for few
-  channels, where every tile would bring them anew.
+- "rows": a step is all weights of a column of the window. Its box of x is higher by the window's reach,
+  and a weight further down reads it from a later row on: x is copied for each column of the window, and
+  not for each weight.
+- "resident": as "rows", but the weights stay in shared memory for all tiles of a CTA. This is for few
+  channels, where every tile would copy them again.
 """
 
 import functools
@@ -41,37 +41,37 @@ from pallas_kernels.gemm.small_m import FewRowsConfig
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 MAX_PIXELS = 2**30
-"""Of all images: with what tiles have beyond the edges, they are still counted by 32 bits."""
+"""Pixels of all images at most: together with those of tiles beyond the edges they fit 32 bits."""
 Plan = Literal["taps", "rows", "resident"]
 
 
 @dataclass(frozen=True)
 class ConvConfig(MatmulConfig):
-    """How a convolution is cut into tiles, and what a step of its sums is."""
+    """Tiles of a convolution, and the plan that says what a step of its sums is."""
 
     plan: Plan = "taps"
     turns_weights: bool = False
-    """XLA copies the weights to [taps, features, channels] first, so that a tile may be any multiple of
-    8 features wide. The tensor cores take those of 8 bits no other way."""
+    """Whether XLA transposes the weights to [taps, features, channels] first. A tile may then be any
+    multiple of 8 features wide, and the tensor cores take 8-bit weights in this layout alone."""
 
 
 Config = ConvConfig | MatmulConfig | FewRowsConfig
-"""Of a convolution; those of a matrix product where its window has one weight."""
+"""Config of a convolution; that of a matrix product if its window has one weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvProduct(Product):
     """The static facts of a launch, and how windows are copied and multiplied.
 
-    Of the fields it inherits, `m` counts the rows of all tiles, and `ks` has the channels of x.
+    The inherited `m` counts the rows of all tiles, and `ks` holds the channels of x.
     """
 
     window: Window
     boxes: Boxes
     flipped: bool
-    """The window's weights are turned around, as in the gradient of x."""
+    """Whether the window is rotated by 180 degrees, as in dgrad."""
     first_channels: int = 0
-    """Those of the first of two arrays that x is the concatenation of; 0 where it is one array."""
+    """Channels of the first array where x is two concatenated ones; 0 where x is one array."""
     block: tuple[int, int] = (1, 1)
     """See `ConvCall.block`."""
 
@@ -86,7 +86,7 @@ class ConvProduct(Product):
 
     @property
     def rows_at_once(self) -> int:
-        """Weights of a column of the window that a step multiplies."""
+        """Weights of a window's column that a step multiplies."""
         return 1 if self._plan == "taps" else self.window.kernel[-2]
 
     @property
@@ -103,7 +103,7 @@ class ConvProduct(Product):
 
     @property
     def x_box(self) -> tuple[int, ...]:
-        """What is copied of x for a box of the result."""
+        """Sizes of the box of x that is copied for a box of the result."""
         *before, height, width = self.boxes.box
         if self.rows_at_once > 1:
             height += self.window.reach[-2]
@@ -148,8 +148,8 @@ class ConvProduct(Product):
         features = jnp.int32(ref.shape[-1])
         pixel = lax.div(columns.start, features)
         row, column = pixel * 0, pixel
-        # Features beyond the last one are to be beyond the end of an axis. One of a single element is
-        # left out by a copy, and where it was to begin with it.
+        # Features past the last must index past the end of an axis, so that the copy skips them. TMA
+        # drops axes of one element and ignores their start: then the pixel indexes the other axis.
         if self.block[0] > 1:
             across_block = jnp.int32(self.block[1])
             row, column = lax.div(pixel, across_block), lax.rem(pixel, across_block)
@@ -226,10 +226,10 @@ class ConvProduct(Product):
             self._copy_weights(ring, b_gmem, step.k_idx, slot, step.n_idx, full)
 
     def _tap_and_channel(self, k_idx: Any) -> tuple[list[Any], Any]:
-        """The place in the window of a step's first weight, and the first of its channels.
+        """Returns the place in the window of a step's first weight, and the first of its channels.
 
-        All weights of some channels follow each other, so that the pixels that they share are still in
-        the cache: those of many channels would not be once all channels have been read.
+        The steps take all weights of the window for some channels before the next channels, so that
+        the pixels that the weights share are still in the cache.
         """
         places = jnp.int32(self.window.taps // self.rows_at_once)
         rest = lax.rem(k_idx, places)
@@ -246,7 +246,7 @@ class ConvProduct(Product):
     def _box_of_x(
         self, x_gmem: Any, starts: Sequence[Any], tap: Sequence[Any], channel: Any
     ) -> Any:
-        """What a weight of the window takes of x for a box of the result."""
+        """Returns the part of x that a weight of the window reads for a box of the result."""
         window = self.window
         places = [
             start * stride + index * dilation - low
@@ -272,7 +272,7 @@ class ConvProduct(Product):
     def _copy_weights(
         self, ring: Ring, b_gmem: Sequence[Any], k_idx: Any, slot: Any, n_idx: Any, full: Any
     ) -> None:
-        """Has the weights of a step copied to the slot."""
+        """Copies the weights of a step to a pipeline stage."""
         place, channel = self._tap_and_channel(k_idx)
         first: Any = jnp.int32(0)
         for index, size in zip(place, self.window.kernel, strict=True):
@@ -298,7 +298,7 @@ class ConvProduct(Product):
         step = k_idx if self.is_resident else slot
         *before, height, width = self.x_box
         if self.rows_at_once == 1:
-            # All of a box follow one another.
+            # The rows of a box are contiguous.
             parts, height_of_part = 1, self.boxes.rows // width
         else:
             parts = math.prod(before)
@@ -323,19 +323,19 @@ class ConvCall:
     """A convolution of x [B, *spatial, C] with w, whose weights are [taps, C, F] or [taps, F, C]."""
 
     sizes: tuple[int, ...]
-    """Of x: images, then each axis of the picture."""
+    """Sizes of x: images, then each axis of the picture."""
     channels: int
     features: int
     window: Window
     dtype: Any
     multiprocessors: int
     flipped: bool = False
-    """The weights are turned around, and [taps, F, C]."""
+    """Whether the window is rotated by 180 degrees, as in dgrad; the weights are then [taps, F, C]."""
     first_channels: int = 0
-    """Of the first of two arrays that x is the concatenation of; 0 where it is one array."""
+    """Channels of the first array where x is two concatenated ones; 0 where x is one array."""
     block: tuple[int, int] = (1, 1)
-    """Rows and columns of the result that a pixel of x makes by a window of one weight; `features` are
-    those of all pixels of a block."""
+    """Rows and columns of the result that a pixel of x produces, as in a transposed convolution without
+    overlap; `features` counts those of all pixels of a block."""
 
     @property
     def is_matrix_product(self) -> bool:
@@ -350,7 +350,7 @@ class ConvCall:
         return jnp.dtype(self.dtype).itemsize == 1
 
     def as_product(self, read_bytes: int, written_bytes: int, activations: int) -> Work:
-        """What a window of one weight is as a matrix product."""
+        """Returns the matrix product that a window of one weight is."""
         return Work(
             m=math.prod(self.sizes),
             n=self.features,
@@ -383,7 +383,7 @@ class ConvCall:
         )
 
     def why_not(self, config: ConvConfig) -> str | None:
-        """None where a convolution can be cut as the config says, else why not."""
+        """Returns None if the config can tile the convolution, else why not."""
         transposed = self.flipped or config.turns_weights
         if not transposed and self.is_of_bytes:
             return "weights of 8 bits lie with their channels contiguous: turns_weights"
@@ -406,7 +406,7 @@ class ConvCall:
 
 
 def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
-    """Configs for a convolution; not all fit into shared memory."""
+    """Returns configs for a convolution; not all fit into shared memory."""
     slots = [(4, 2, 2), (4, 1, 1)] if read_bytes else [(4, 1, 2), (4, 1, 1)]
     slots += [(3, 1, 1), (2, 1, 1)]
     base = ConvConfig(epilogue_columns=_EPILOGUE_COLUMNS)
@@ -414,10 +414,10 @@ def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
     shapes = [replace(base, tile_n=width) for width in (64, 128, 192)]
     shapes += [replace(base, tile_n=width, turns_weights=not call.flipped) for width in (96, 160)]
     if call.is_of_bytes:
-        # Turned weights come in tiles of any width, so that these are as for 16 bits.
+        # Tiles of transposed weights may have any width: the widths are those of 16 bits.
         whole = swizzled_columns(jnp.bfloat16)
         shapes = [replace(shape, turns_weights=True) for shape in shapes]
-    # Warpgroups that share a tile read less.
+    # Warpgroups that share a tile read less than those that ping-pong.
     shapes += [replace(shape, ping_pong=False) for shape in shapes if shape.tile_n > whole]
     if call.window.kernel[-2] > 1:
         shapes += [
@@ -442,9 +442,9 @@ def fitting(
     """Candidates that fit into shared memory, predicted fastest first.
 
     Args:
-      read_bytes: of an element of what the epilogue reads.
-      written_bytes: of an element of what it writes.
-      activations: that it evaluates for an element.
+      read_bytes: bytes that the epilogue reads per element of the result.
+      written_bytes: bytes that it writes per element.
+      activations: activations that it evaluates per element.
     """
     streams = (read_bytes, written_bytes, activations)
     if call.is_matrix_product:
@@ -462,7 +462,7 @@ def fitting(
 def predicted_time(
     call: ConvCall, *, read_bytes: int = 0, written_bytes: int, activations: int = 0
 ) -> float:
-    """Microseconds of a convolution with the config that it takes by default; see `fitting`."""
+    """Microseconds that a convolution takes with its default config; see `fitting`."""
     streams = (read_bytes, written_bytes, activations)
     if call.is_matrix_product:
         return product_time(call.as_product(*streams), call.multiprocessors)
@@ -476,7 +476,7 @@ def predicted_time(
 
 
 def _shared_bytes(call: ConvCall, config: ConvConfig, read_bytes: int, written_bytes: int) -> int:
-    """About what a CTA takes of shared memory: `Epilogue.shared_bytes` counts the very allocations."""
+    """Estimates a CTA's shared memory in bytes; `Epilogue.shared_bytes` counts the exact allocations."""
     ring = allocated_bytes(call.product(config).operand_memory())
     streams = config.read_slots * read_bytes + config.write_slots * written_bytes
     vectors_and_barriers = 3 * 1024
@@ -488,7 +488,7 @@ def _shared_bytes(call: ConvCall, config: ConvConfig, read_bytes: int, written_b
 def _time(
     call: ConvCall, config: ConvConfig, read_bytes: int, written_bytes: int, activations: int
 ) -> float:
-    """Microseconds of the convolution with a config."""
+    """Microseconds that the convolution takes with a config."""
     product = call.product(config)
     itemsize = jnp.dtype(call.dtype).itemsize
     x_rows = math.prod(product.x_box) * product.boxes_of_slot
@@ -503,7 +503,7 @@ def _time(
         columns=config.tile_n,
         slots=product.k_steps,
         slot_bytes=product.tile_k * itemsize * (x_rows + weights),
-        # Those of 8 bits take half as long.
+        # Multiplications of 8 bits take half as long as those of 16.
         multiplications_of_slot=product.rows_at_once
         * config.cta_tile_m
         * config.tile_n
@@ -535,12 +535,12 @@ def why_unsupported(
     sizes: tuple[int, ...],
     window: Window,
 ) -> str | None:
-    """None where the convolution can run, else why not.
+    """Returns None if the convolution can run, else why not.
 
     Args:
-      dtypes: of the operands, by name, None for an absent one.
-      channels: of x, "x", and of the result.
-      sizes: of x: images, then each axis of the picture.
+      dtypes: the operands' dtypes by name, None for an absent one.
+      channels: the channels of x, under "x", and of the result.
+      sizes: the sizes of x: images, then each axis of the picture.
     """
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
@@ -569,13 +569,13 @@ def why_enlarging_unsupported(
     sizes: tuple[int, ...],
     block: tuple[int, int],
 ) -> str | None:
-    """None where each pixel of x can make a block of pixels, else why not.
+    """Returns None if each pixel of x can produce a block of pixels, else why not.
 
     Args:
-      dtypes: of the operands, by name, None for an absent one.
-      channels: of x, "x", and of the result.
-      sizes: of x: images, rows and columns.
-      block: rows and columns that a pixel makes.
+      dtypes: the operands' dtypes by name, None for an absent one.
+      channels: the channels of x, under "x", and of the result.
+      sizes: the sizes of x: images, rows and columns.
+      block: rows and columns that a pixel produces.
     """
     features = channels["the result"]
     if features % _EPILOGUE_COLUMNS:
@@ -594,12 +594,12 @@ def why_enlarging_unsupported(
 
 
 _EPILOGUE_COLUMNS = 32
-"""What an epilogue stores at a time, which has to lie in one pixel of a block."""
+"""Columns that an epilogue stores at a time; they must belong to one pixel of a block."""
 _LARGEST_BLOCK = 16
 
 
 def why_not_of_two(window: Window, dtype: Any, first_channels: int, channels: int) -> str | None:
-    """None where x may be two arrays, of which the first has so many of the channels, else why not."""
+    """Returns None if x may be two concatenated arrays, one with `first_channels`, else why not."""
     whole = swizzled_columns(dtype)
     if first_channels % whole or (channels - first_channels) % GROUP:
         return (
@@ -628,16 +628,16 @@ def conv(
     block: tuple[int, int] = (1, 1),
     name: str = "conv",
 ) -> dict[str, jax.Array]:
-    """What `epilogue` makes of the convolution of x [B, *spatial, C] with w [*kernel, C, F], by name.
+    """Returns the results of `epilogue` on x [B, *spatial, C] convolved with w [*kernel, C, F], by name.
 
     Args:
-      x: one array, or two of which it is the concatenation: see `why_not_of_two`.
-      epilogue, outputs, vectors, matrices, column_moments, activations: as in `matmul`; matrices are
-        of the result's shape.
-      flipped: w is [*kernel, F, C], and turned around: that is the gradient of x.
-      block: of pixels that each pixel of x makes, where w [1, 1, C, block * F] has the features of all
-        of them; vectors have so many too. Results and matrices are then [B, H * rows, W * columns, F].
-      name: of the kernel, in a profile.
+      x: one array, or two that the kernel reads as their concatenation: see `why_not_of_two`.
+      epilogue, outputs, vectors, matrices, column_moments, activations: as in `matmul`; matrices have
+        the result's shape.
+      flipped: whether w is [*kernel, F, C] and its window rotated by 180 degrees, as in dgrad.
+      block: the block of pixels that each pixel of x produces. Then w is [1, 1, C, block * F], vectors
+        are [block * F], and results and matrices [B, H * rows, W * columns, F].
+      name: the kernel's name in a profile.
     """
     xs = x if isinstance(x, tuple) else (x,)
     x = xs[0]
@@ -748,7 +748,7 @@ def forward(
     config: Config | None = None,
     block: tuple[int, int] = (1, 1),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(activation(conv(x, w) + bias + residual), the same without the activation if it is saved).
+    """Returns y = activation(z) and z = conv(x, w) + bias + residual, which is None unless it is saved.
 
     `block` is that of `conv`.
     """
@@ -776,7 +776,7 @@ def _layer(
     activation: str | None,
     **options: Any,
 ) -> dict[str, jax.Array]:
-    """The outputs "y" and "preactivation" of a layer, as far as the options of `conv` ask for them."""
+    """Returns the outputs "y" and "preactivation" of a layer that the options of `conv` ask for."""
     dtype = (x[0] if isinstance(x, tuple) else x).dtype
     return conv(
         x,
@@ -806,7 +806,7 @@ def forward_and_statistics(
     multiprocessors: int,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(y, mean, variance): what `forward` returns, and its moments [F] over all pixels, float32."""
+    """Returns the y of `forward`, and its float32 mean and variance [F] over all pixels."""
     results = _layer(
         x,
         w,
@@ -832,13 +832,13 @@ def why_quantized_unsupported(
     sizes: tuple[int, ...],
     window: Window,
 ) -> str | None:
-    """None where a convolution of int8 can run, else why not.
+    """Returns None if a convolution of int8 can run, else why not.
 
     Args:
-      dtypes: of x and the weights, by name.
-      out_dtypes: of the result and the residual, by name, None for an absent one.
-      channels: of x, "x", and of the result.
-      sizes: of x: images, then each axis of the picture.
+      dtypes: the dtypes of x and the weights, by name.
+      out_dtypes: the dtypes of the result and the residual by name, None for an absent one.
+      channels: the channels of x, under "x", and of the result.
+      sizes: the sizes of x: images, then each axis of the picture.
     """
     for name, dtype in dtypes.items():
         if dtype != jnp.int8:
@@ -874,10 +874,12 @@ def quantized_forward(
     multiprocessors: int,
     config: Config | None = None,
 ) -> jax.Array:
-    """activation(scale * conv(x, w) + bias + residual) of int8 x [B, *spatial, C] and w [*kernel, C, F].
+    """Returns activation(scale * conv(x, w) + bias + residual).
 
     Args:
-      scale: [F], of x's and w's scales the product.
+      x: int8 [B, *spatial, C].
+      w: int8 [*kernel, C, F].
+      scale: the product [F] of the scales of x and w.
     """
 
     def epilogue(z, *, scale, bias=None, residual=None):
@@ -911,11 +913,11 @@ def input_gradient(
     multiprocessors: int,
     config: Config | None = None,
 ) -> jax.Array:
-    """The gradient of x [B, *spatial, C] of a convolution by `window` with w [*kernel, C, F].
+    """Returns dgrad [B, *spatial, C] of a convolution by `window` with w [*kernel, C, F].
 
     Args:
-      other: another part of it, from who else reads x; is added.
-      rectified: x, where it is the result of a relu: where it is not positive, the gradient is zero.
+      other: the gradient from another use of x, which is added.
+      rectified: x, if it is the result of a relu; the gradient is zero where x is not positive.
     """
 
     def epilogue(dx, *, other=None, rectified=None):

@@ -1,11 +1,11 @@
-"""The gradient of x of a strided convolution for Hopper: a convolution of dz into blocks of pixels.
+"""dgrad of a strided convolution for Hopper: a convolution of dz that writes blocks of pixels of x.
 
-Along an axis with stride s, the value o of the result was made of the values s o + r - low of x, r being
-the place of a weight and low the zeros before x. So the value s q + p of x met those weights for which
-s divides p + low - r, of the values q + (p + low - r) / s of the result. For all s values of a block
-together that is a window of about k / s weights over dz, which has s times the channels of x as features
-and zeros for the weights that a value did not meet. Of a window of 3 x 3 with strides of 2 that are 16
-products of matrices for 9, where a gradient of zeros between the values of dz takes 36.
+Along an axis with stride s, output o reads the inputs s o + r - low, where r is a weight's place and low
+the zeros before x. So input s q + p meets the weights r for which s divides p + low - r, in the outputs
+q + (p + low - r) / s. For the s inputs of a block together this is a window of about k / s weights over
+dz. It has s times the channels of x as features, and zeros for the weights that an input does not meet.
+A window of 3 x 3 with strides of 2 takes 16 matrix products, of which 9 are needed; with zeros inserted
+between the values of dz it would take 36.
 """
 
 import math
@@ -22,12 +22,12 @@ from pallas_kernels.conv.window import Window
 
 @dataclass(frozen=True)
 class _Axis:
-    """What one axis of a strided window is as a window over the result."""
+    """One axis of a strided window as a window over dz."""
 
     first: int
-    """The value of the result, counted from the block's own, that the first weight meets."""
+    """Offset in dz of the first weight, relative to the block's own index."""
     places: tuple[tuple[int | None, ...], ...]
-    """For each weight over the result and each value of a block, the place in the strided window."""
+    """Places in the strided window for each weight over dz and value of a block; None for zeros."""
 
     @classmethod
     def of(cls, kernel: int, stride: int, low: int) -> "_Axis":
@@ -62,7 +62,7 @@ def _block(window: Window) -> tuple[int, int]:
 
 
 def window_of_blocks(window: Window, sizes: tuple[int, ...]) -> Window:
-    """The window over dz that makes the blocks of x, whose spatial axes have these sizes."""
+    """Returns the window over dz that produces the blocks of x, whose spatial axes have these sizes."""
     kernel, padding = [], []
     for axis, size, stride, result in zip(
         _axes(window), sizes, window.strides, window.result(sizes), strict=True
@@ -85,14 +85,14 @@ def why_unsupported(
     sizes: tuple[int, ...],
     window: Window,
 ) -> str | None:
-    """None where the gradient of x can be made in blocks, else why not.
+    """Returns None if the gradient of x can be computed in blocks, else why not.
 
     Args:
-      dtypes: of the operands, by name.
-      channels: of x.
-      features: of dz.
-      images: how many there are.
-      sizes: of x: each axis of a picture.
+      dtypes: the operands' dtypes, by name.
+      channels: the channels of x.
+      features: the channels of dz.
+      images: the number of images.
+      sizes: the spatial sizes of x.
     """
     if len(sizes) != 2:
         return f"it makes blocks of pictures with rows and columns, and x has {len(sizes)} axes"
@@ -115,7 +115,7 @@ def why_unsupported(
 def call_of(
     dz: Any, channels: int, *, window: Window, sizes: tuple[int, ...], multiprocessors: int
 ) -> pallas_conv.ConvCall:
-    """The kernel's call for dz [B, *spatial', F] and x with so many channels and these sizes."""
+    """Returns the kernel's call for dz [B, *spatial', F] and x [B, *sizes, channels]."""
     return pallas_conv.ConvCall(
         sizes=dz.shape[:-1],
         channels=dz.shape[-1],
@@ -136,7 +136,7 @@ def input_gradient(
     multiprocessors: int,
     config: pallas_conv.Config | None = None,
 ) -> jax.Array:
-    """The gradient of x [B, *sizes, C] of a convolution by `window` with w [*kernel, C, F]."""
+    """Returns dgrad [B, *sizes, C] of a convolution by `window` with w [*kernel, C, F]."""
     results = pallas_conv.conv(
         dz,
         _weights_of_blocks(w.astype(dz.dtype), window),

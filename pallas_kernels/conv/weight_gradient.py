@@ -1,9 +1,9 @@
-"""The gradient of a convolution's weights for Hopper: a product over the pixels of all images.
+"""wgrad of a convolution for Hopper: a product over the pixels of all images.
 
 For each weight of the window it is x^T @ dz, over the pixels where both are. A tile of the product has
 64 channels of x and all weights of a column of the window: each of them multiplies the same dz with the
-same box of x, read from another row on. There are few tiles and many pixels, so that each tile is
-computed in parts, by CTAs that take some of the pixels each; XLA adds the parts in a fixed order.
+same box of x, read from another row on. There are few tiles and many pixels, so each tile is computed by
+several CTAs that take some of the pixels each (split-K); XLA adds the parts in a fixed order.
 """
 
 import functools
@@ -34,21 +34,21 @@ from pallas_kernels.gemm.mainloop import (
 from pallas_kernels.gemm.operands import SWIZZLE_BYTES, swizzled_columns, tiled
 
 CHANNELS = 64
-"""Channels of x in a tile: those of an instruction, and of a piece of memory that is swizzled."""
+"""Channels of x in a tile: as many as the rows of a WGMMA, and as 128 swizzled bytes hold."""
 
 
 @dataclass(frozen=True)
 class ConvWeightGradientConfig:
-    """How the gradient of the weights is cut; `MatmulConfig` says which tiles and stages there are."""
+    """Tiles and stages of wgrad, as in `MatmulConfig`, and its split into parts."""
 
     tile_n: int = 128
     """Features of a tile."""
     pixels: int = 64
-    """Of a step of the sums."""
+    """Pixels that a step of the sums adds up."""
     stages: int = 4
-    """Slots of the ring: steps whose operands are in flight or in use."""
+    """Pipeline stages: steps whose operands are in flight or in use."""
     parts: int | None = None
-    """Of each tile; as many as give each CTA a tile if it is None."""
+    """Parts that each tile is split into; None for the number that is predicted fastest."""
 
     def __post_init__(self) -> None:
         if self.pixels < 1 or (self.parts is not None and self.parts < 1):
@@ -62,8 +62,8 @@ class ConvWeightGradientConfig:
 class _WeightProduct(Product):
     """The static facts of a launch, and how boxes of x and dz are copied and multiplied.
 
-    Of the fields it inherits, `m` counts the rows of all tiles: those of a tile are the weights of a
-    column of the window, times channels. `ks` has the pixels of all boxes.
+    The inherited `m` counts the rows of all tiles: a tile has one for each weight of a window's column
+    and each channel. `ks` holds the pixels of all boxes.
     """
 
     window: Window
@@ -85,7 +85,7 @@ class _WeightProduct(Product):
 
     @property
     def steps_of_terms(self) -> tuple[int, ...]:
-        """Boxes of a part; the last part may have fewer, and goes on with zeros."""
+        """Boxes of a part; the last part may have fewer, and adds zeros for the rest."""
         return (pl.cdiv(self.boxes.count, self.parts),)
 
     @property
@@ -108,7 +108,7 @@ class _WeightProduct(Product):
         )
 
     def _memory(self, blocks: int, box: tuple[int, ...]) -> plgpu.RefUnion:
-        """Blocks of a slot, each a box of pixels with as many channels as are swizzled as one."""
+        """Returns the blocks of each stage: boxes of pixels with the channels of one swizzled row."""
         leading = (self.config.stages, blocks)
         swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)
         return plgpu.RefUnion(
@@ -127,7 +127,7 @@ class _WeightProduct(Product):
     # --- on the device ----------------------------------------------------------------------------
 
     def _place(self, m_start: Any) -> tuple[Any, Any, Any]:
-        """Which part of which tile begins at a row: part, column of the window, first channel."""
+        """Returns the part, the window's column and the first channel of the tile at a row."""
         tile = lax.div(m_start, jnp.int32(self.config.tile_m))
         channel = lax.rem(tile, jnp.int32(self.channel_tiles)) * CHANNELS
         tile = lax.div(tile, jnp.int32(self.channel_tiles))
@@ -192,12 +192,12 @@ class _WeightProduct(Product):
 def _best_parts(
     tiles: int, boxes: int, multiprocessors: int, of_parts: Callable[..., float]
 ) -> int:
-    """In how many parts the tiles take the least time.
+    """Returns the number of parts with which the tiles take the least time.
 
     Args:
-      tiles: of the gradient.
-      boxes: steps of each.
-      of_parts: microseconds of so many `steps`, `rounds` and `parts`.
+      tiles: the gradient's tiles.
+      boxes: the steps of each tile.
+      of_parts: microseconds, given `steps`, `rounds` (waves) and `parts`.
     """
 
     def time(parts: int) -> float:
@@ -209,7 +209,7 @@ def _best_parts(
 
 
 def why_unsupported(window: Window) -> str | None:
-    """None where the kernel takes a convolution that `conv` takes, else why not."""
+    """Returns None if the kernel takes a convolution that `conv` takes, else why not."""
     if window.is_strided:
         return "the rows of a strided window do not follow one another"
     if window.is_pointwise:
@@ -238,7 +238,7 @@ def fitting(
 
 
 def predicted_time(x: Any, dz: Any, *, window: Window, multiprocessors: int) -> float:
-    """Microseconds of the gradient with the config that it takes by default."""
+    """Microseconds that the gradient takes with its default config."""
     config = fitting(x, dz, window=window, multiprocessors=multiprocessors)[0]
     return _time(_call(x, dz, window, multiprocessors, config).product)
 
@@ -253,7 +253,7 @@ def _time(product: Product) -> float:
 def _of_parts(
     window: Window, channels: int, features: int, config: MatmulConfig, boxes: Boxes
 ) -> Callable[..., float]:
-    """Microseconds by `steps`, `rounds` and `parts`."""
+    """Returns a function of `steps`, `rounds` (waves) and `parts` that estimates microseconds."""
     return functools.partial(
         cost.weight_gradient,
         multiplications=config.tile_m * config.tile_n * boxes.rows,
@@ -271,7 +271,7 @@ def weight_gradient(
     multiprocessors: int,
     config: ConvWeightGradientConfig | None = None,
 ) -> jax.Array:
-    """The gradient [*kernel, C, F], in float32, from x [B, *spatial, C] and dz [B, *spatial', F]."""
+    """Returns wgrad [*kernel, C, F] in float32, from x [B, *spatial, C] and dz [B, *spatial', F]."""
     if config is None:
         config = fitting(x, dz, window=window, multiprocessors=multiprocessors)[0]
     whole = _call(x, dz, window, multiprocessors, config)

@@ -1,10 +1,9 @@
-"""Which values of a picture a convolution takes: its window, and the boxes of results that are tiles.
+"""The window of a convolution, and the boxes of its result that are tiles of a product.
 
 A tile of the product is not 128 rows of a matrix but a box of the picture: some images, rows and columns
-of the result. What it takes of x for one weight of the window is a box of the same size elsewhere, which
-the copy engine brings as it is: beyond the edges of the picture it fills with zeros, which are the
-padding. A picture that is read in steps is seen as one with further axes, for what is left over when a
-coordinate is divided by the step, and in it the box is dense again.
+of the result. For one weight of the window it reads a box of x of the same size elsewhere, by one TMA
+copy, which fills what lies beyond the picture's edges with zeros: the padding. With strides, x is
+reshaped so that each coordinate is split into quotient and remainder, and the box is dense again.
 """
 
 import functools
@@ -18,9 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 GROUP = 8
-"""Rows of a matrix that swizzling treats as one: where a tile is read from, it begins at one of them."""
+"""Rows in a group of the swizzle pattern; reads of a tile must begin at a multiple of it."""
 MAX_REACH = 48
-"""Rows from a window's first weight to its last where all weights of a column read one box of x."""
+"""Largest reach in rows of a window if all weights of a column read one box of x."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,11 @@ class Window:
     """Zeros before and after each axis; negative ones crop."""
     strides: tuple[int, ...]
     dilation: tuple[int, ...]
-    """The distance of the values that neighbouring weights meet."""
+    """Distance between the values that adjacent weights read."""
 
     @classmethod
     def pointwise(cls, axes: int) -> "Window":
-        """The window of a single weight, whose convolution is a matrix product of the pixels."""
+        """Returns the window of a single weight, whose convolution is a matrix product of the pixels."""
         ones = (1,) * axes
         return cls(ones, ((0, 0),) * axes, ones, ones)
 
@@ -47,7 +46,7 @@ class Window:
 
     @property
     def reach(self) -> tuple[int, ...]:
-        """Values from the first that a window takes of an axis to its last."""
+        """Distance along each axis from the first value that a window reads to its last."""
         return tuple((k - 1) * d for k, d in zip(self.kernel, self.dilation, strict=True))
 
     @property
@@ -56,7 +55,7 @@ class Window:
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether each value of the result is made of one pixel, and each pixel makes one."""
+        """Whether each pixel of the result reads one pixel of x, and each pixel of x is read once."""
         return self.taps == 1 and not self.is_strided and not any(map(any, self.padding))
 
     def result(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -69,10 +68,10 @@ class Window:
         )
 
     def why_unfit(self, sizes: tuple[int, ...]) -> str | None:
-        """None where boxes of a picture of these sizes can be copied with their padding, else why not.
+        """Returns None if boxes of a picture of these sizes can be copied with padding, else why not.
 
-        A copy leaves out an axis of one element, and would find its one element where zeros should be.
-        A picture with one axis is one with a row, which nothing pads.
+        TMA drops an axis of one element, and would read that element in place of the padding's zeros.
+        A picture with one axis counts as a single row, which has no padding.
         """
         row = (1,) * (len(self.kernel) - len(sizes))
         for size, stride, pads in zip(row + sizes, self.strides, self.padding, strict=True):
@@ -81,7 +80,7 @@ class Window:
         return None
 
     def transposed(self) -> "Window":
-        """The window of the gradient of x, whose weights are turned around; only with strides of 1."""
+        """Returns the window of dgrad, which is rotated by 180 degrees; for strides of 1 alone."""
         assert not self.is_strided
         padding = tuple(
             (reach - low, reach - high)
@@ -90,7 +89,7 @@ class Window:
         return Window(self.kernel, padding, self.strides, self.dilation)
 
     def splits(self, x: jax.Array) -> jax.Array:
-        """Returns x as the copies of a strided window see it, [B, H / s, s, W / s, s * C]."""
+        """Returns x as a strided window's copies index it, [B, H / s, s, W / s, s * C]."""
         if not self.is_strided:
             return x
         (step_h, step_w), (b, h, w, c) = self.strides, x.shape
@@ -106,12 +105,12 @@ class Boxes:
     """The result, cut into boxes: images, then each axis of the picture."""
 
     sizes: tuple[int, ...]
-    """Of the result: images, then each axis of the picture."""
+    """Sizes of the result: images, then each axis of the picture."""
     box: tuple[int, ...]
 
     @property
     def rows(self) -> int:
-        """Of a tile of the product: the elements of a box."""
+        """Rows of a tile of the product: the elements of a box."""
         return math.prod(self.box)
 
     @property
@@ -124,10 +123,9 @@ class Boxes:
         return math.prod(self.counts)
 
     def start(self, box_idx: Any) -> tuple[Any, ...]:
-        """Where a box begins; beyond the last one they begin beyond the end of the first axis.
+        """Returns the start of a box; boxes past the last start past the end of the first axis.
 
-        An axis where all there is is one element does not count as one: a copy leaves it out, and with
-        it where the copy was to begin.
+        Axes with one element do not count here, as TMA drops them and ignores their start.
         """
         is_axis = [size > 1 or box > 1 for size, box in zip(self.sizes, self.box, strict=True)]
         first = is_axis.index(True)
@@ -140,13 +138,13 @@ class Boxes:
 
 @functools.cache
 def best_box(sizes: tuple[int, ...], rows: int, *, halo: int = 0) -> tuple[int, ...]:
-    """The box of so many elements that covers a result with the fewest of them, and reads the least.
+    """Returns the box of `rows` elements that reads the least of x, and then the one with fewest boxes.
 
     Args:
-      sizes: images, then each axis of the picture.
+      sizes: the result's images, then each axis of its picture.
       rows: a power of two.
-      halo: rows of the picture that are read beyond the box, of each image. Its columns are then a
-        multiple of `GROUP`, and what it has of an image is a multiple of the 64 rows of an instruction.
+      halo: rows read beyond the box in each image. If there are any, a box has a multiple of `GROUP`
+        columns, and in each image a multiple of the 64 rows of a WGMMA.
     """
 
     def powers(limit: int) -> list[int]:
@@ -165,7 +163,7 @@ def best_box(sizes: tuple[int, ...], rows: int, *, halo: int = 0) -> tuple[int, 
                     continue
                 boxes = Boxes(sizes, box)
                 read = boxes.count * rows * (height + halo) / height
-                # Long rows of a picture lie together in memory.
+                # Ties go to boxes about 16 columns wide: rows of a picture are contiguous in memory.
                 key = (read, boxes.count, abs(math.log2(width) - 4))
                 if best is None or key < best[0]:
                     best = (key, box)

@@ -1,1 +1,1 @@
-"""Operators that work row by row and are bound by memory: norms and rope."""
+"""Kernels that work row by row and are bound by memory bandwidth: norms, row quantisation, rope."""

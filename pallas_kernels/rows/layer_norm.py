@@ -25,7 +25,7 @@ from pallas_kernels.rows.tiles import Place, RowConfig, RowTiles
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 _LARGEST_FEATURES = 16384
-"""Beyond it the backward's sums no longer fit into the registers of one CTA."""
+"""Features up to which the backward's sums fit into the registers of one CTA."""
 
 
 # --- configs --------------------------------------------------------------------------------------
@@ -33,13 +33,13 @@ _LARGEST_FEATURES = 16384
 # benchmarks/LAB.md has the trials behind the first guesses.
 
 _DIRECT_BYTES = 78 * 10**6
-"""Bytes read and written from which the forward can do without a ring: well over the L2's 50 MB."""
+"""Bytes read and written from which the forward needs no ring; well over the L2's 50 MB."""
 
 
 def forward_candidates(
     rows: int, features: int, itemsize: int, matrices: int, vectors: int
 ) -> list[RowConfig]:
-    """Configs for [rows, features], the best guess first; none where no config can run.
+    """Returns configs for [rows, features], the best guess first; none if no config can run.
 
     The forward reads `matrices` arrays of that shape (2 with a residual) and `vectors` of [features].
     """
@@ -56,7 +56,7 @@ def _forward_guesses(
     vectors: int,
     all_rows: int | None = None,
 ) -> list[RowConfig]:
-    """The same, whether they can run or not; of `all_rows` in segments of `rows`, if given."""
+    """Returns the same without the check that they can run; `rows` may be a segment of `all_rows`."""
     row_bytes = features * itemsize * matrices
     narrow = _direct(row_per_warp=True, lines=2 * WARPS, chunks=max(1, features // 256))
     short = _direct(row_per_warp=True, lines=WARPS, chunks=max(1, features // 512))
@@ -64,10 +64,10 @@ def _forward_guesses(
     rings = [_forward_ring(rows, features, itemsize, matrices, vectors)]
     in_segments = all_rows is not None and all_rows != rows
     if in_segments and matrices == 1 and 1024 < features <= 1536 and rows >= 2 * WARPS:
-        # A CTA has few rows of its segment: larger copies of them keep as many bytes under way.
+        # A CTA has few rows of its segment: larger copies keep as many bytes in flight.
         rings.insert(0, _ring_of_warps(features, matrices * itemsize, 2 * WARPS, 2))
     if features <= 2048:
-        # A tile of more rows makes larger copies, one of fewer rows finds room for more CTAs.
+        # Tiles of more rows make larger copies; tiles of fewer rows leave room for more CTAs.
         for lines in (1, 2, 4):
             for ctas in (2, 4, 8):
                 rings.append(_ring_of_warps(features, matrices * itemsize, lines * WARPS, ctas))
@@ -79,7 +79,7 @@ def _forward_guesses(
         return [*rings, short]
     if features <= 1024 and features % 256 == 0:
         return [narrow, *rings]
-    # A third vector is too much to read for each row.
+    # Without a ring each row reads the vectors again, and a third one costs too much.
     if (features == 8192 and vectors <= 2) or (features == 4096 and vectors == 1):
         return [wide, *rings]
     return [*rings, narrow, wide]
@@ -93,17 +93,17 @@ def _forward_ring(
         lines = _lines(rows, 4096 // (features * itemsize))
         ctas = 8 if features <= 512 else 4
         if features > 768 and vectors == 3:
-            # They leave registers to three CTAs.
+            # Three vectors leave registers for only three CTAs.
             ctas = 3
         return _ring_of_warps(features, matrices * itemsize, lines, ctas)
     warpgroups = 1 if features <= 4096 or features % 512 else 2
-    # Long rows rather have more CTAs than a third slot.
+    # For long rows, more CTAs are better than a third stage.
     ctas = max(1, _slots(8 // warpgroups, (3 if row_bytes < 32768 else 2) * row_bytes))
     return _ring_of_ctas(row_bytes, warpgroups, ctas)
 
 
 def _ring_of_warps(features: int, element_bytes: int, lines: int, ctas: int) -> RowConfig:
-    """A forward with a row for each warp, of as many slots as find room."""
+    """Returns a forward's config with a row for each warp, and with as many stages as fit."""
     tile_bytes = lines * features * element_bytes
     ctas = _slots(ctas, 3 * tile_bytes)
     slots = _slots(4, ctas * tile_bytes)
@@ -111,7 +111,7 @@ def _ring_of_warps(features: int, element_bytes: int, lines: int, ctas: int) -> 
 
 
 def _ring_of_ctas(row_bytes: int, warpgroups: int, ctas: int) -> RowConfig:
-    """A forward with a row for each CTA, of as many slots as find room."""
+    """Returns a forward's config with a row for each CTA, and with as many stages as fit."""
     slots = _slots(4, ctas * row_bytes)
     return RowConfig(False, warpgroups, slots, ctas_per_multiprocessor=ctas)
 
@@ -119,7 +119,7 @@ def _ring_of_ctas(row_bytes: int, warpgroups: int, ctas: int) -> RowConfig:
 def backward_candidates(
     rows: int, features: int, itemsize: int, matrices: int, vectors: int
 ) -> list[RowConfig]:
-    """Configs for [rows, features], the best guess first; none where no config can run.
+    """Returns configs for [rows, features], the best guess first; none if no config can run.
 
     The backward reads `matrices` arrays of that shape (3 with a residual) and `vectors` of [features].
     """
@@ -128,10 +128,10 @@ def backward_candidates(
 
 
 def _balanced(guesses: list[RowConfig], segments: int, multiprocessors: int) -> list[RowConfig]:
-    """The guesses, those first that leave few multiprocessors idle when no CTA has rows of two segments.
+    """Returns the guesses, first those that leave few SMs idle if no CTA has rows of two segments.
 
-    A CTA that runs alone on its multiprocessor is the best guess for one long segment; of a hundred
-    segments it leaves every fourth multiprocessor without work.
+    One CTA an SM is the best guess for one long segment; with a hundred segments it leaves every fourth
+    SM idle.
     """
 
     def busy(config: RowConfig) -> float:
@@ -150,11 +150,11 @@ def _best(
     segments: int,
     multiprocessors: int,
 ) -> RowConfig:
-    """The backward's config; the first guess where there is one segment, or where none is legal."""
+    """Returns the backward's config: the first guess for one segment, else a well-balanced legal one."""
     if segments == 1:
         return guesses[0]
     legal = _legal(guesses, rows, features, element_bytes, sums=True)
-    # With a row for each warp, two small CTAs have more to do while one of them waits than a large one.
+    # With a row for each warp, two small CTAs hide waits better than a large one.
     preferred = sorted(
         legal,
         key=lambda config: (
@@ -165,18 +165,18 @@ def _best(
 
 
 _BUSY_ENOUGH = 0.9
-"""The part of the CTAs for which there is room that a well-balanced launch has."""
+"""Fraction of the CTAs that fit the GPU from which a launch counts as well balanced."""
 
 
 def _backward_guesses(
     rows: int, features: int, itemsize: int, matrices: int, vectors: int
 ) -> list[RowConfig]:
-    """The same, whether they can run or not."""
+    """Returns the same without the check that they can run."""
     row_bytes = features * itemsize * matrices
     if _row_per_warp(rows, features):
         lines = _lines(rows, 8192 // (features * itemsize))
-        # More than 2 warpgroups a multiprocessor spill registers, unless rows are narrow. One CTA of
-        # 2 leaves half the partial sums of 2 CTAs.
+        # More than 2 warpgroups an SM spill registers, unless rows are narrow. One CTA of 2 writes
+        # half the partial sums of 2 CTAs.
         shapes = [(1, 4, lines)] if features <= 128 else [(2, max(1, 256 // features), lines)]
         shapes += [(wgs, ctas, lines) for wgs, ctas in ((2, 1), (2, 2), (1, 2), (1, 4), (2, 4))]
         shapes += [(1, 6, 2 * WARPS), (2, 1, WARPS)]
@@ -185,8 +185,8 @@ def _backward_guesses(
             for shape in shapes
         ]
     if features > 8192 and features % 2048 == 0:
-        # A row and its sums do not fit into the registers together: the tile is read again from
-        # shared memory.
+        # A row and its sums do not both fit into the registers: each pass reads the tile from shared
+        # memory.
         slots = _slots(2, row_bytes)
         return [
             RowConfig(
@@ -202,7 +202,7 @@ def _backward_guesses(
     warpgroups = 1 if features <= 4096 or features % 512 else 2
     ctas = 4 if features <= 2048 else 2 if features <= 4096 else 1
     most_slots = 4 if features <= 2048 else 3
-    # Among few rows, fewer CTAs leave fewer partial sums to add up.
+    # With few rows, fewer CTAs write fewer partial sums to add up.
     shapes = [(warpgroups, ctas), (warpgroups, 1), (warpgroups, 2), (2, 1), (1, 4)]
     return [
         _backward_ring_of_ctas(features, row_bytes, vectors, *shape, most_slots) for shape in shapes
@@ -212,7 +212,7 @@ def _backward_guesses(
 def _backward_ring_of_warps(
     features: int, element_bytes: int, vectors: int, warpgroups: int, ctas: int, lines: int
 ) -> RowConfig:
-    """A backward with a row for each warp, of as many slots as find room."""
+    """Returns a backward's config with a row for each warp, and with as many stages as fit."""
     tile_bytes = warpgroups * lines * features * element_bytes
     sums_bytes = warpgroups * lines * features * 4
     return RowConfig(
@@ -228,7 +228,7 @@ def _backward_ring_of_warps(
 def _backward_ring_of_ctas(
     features: int, row_bytes: int, vectors: int, warpgroups: int, ctas: int, most_slots: int
 ) -> RowConfig:
-    """A backward with a row for each CTA, of as many slots as find room."""
+    """Returns a backward's config with a row for each CTA, and with as many stages as fit."""
     return RowConfig(
         False,
         warpgroups,
@@ -253,7 +253,7 @@ def _direct(row_per_warp: bool, lines: int, chunks: int) -> RowConfig:
 def _legal(
     guesses: list[RowConfig], rows: int, features: int, element_bytes: int, sums: bool
 ) -> list[RowConfig]:
-    """Each guess that can run, once, in their order."""
+    """Returns the guesses that can run, each once, in order."""
     return [
         config
         for config in dict.fromkeys(guesses)
@@ -264,13 +264,13 @@ def _legal(
 def _room_for(vectors: int, values: int) -> bool:
     """Whether the backward can keep the vectors in registers, `values` of each in a thread.
 
-    Beside the tile and the sums there is room for 48; with more the compiler spills.
+    Next to the tile and the sums there is room for 48 values; with more the registers spill.
     """
     return vectors * values <= 48
 
 
 def _lines(rows: int, wanted: int) -> int:
-    """Rows of a tile: with few features more of them, or the copies are small and the sums wait."""
+    """Returns the rows of a tile: more for few features, so that copies are large and sums overlap."""
     if rows < 4 * WARPS:
         return WARPS
     return min(4, max(1, wanted // WARPS)) * WARPS
@@ -279,14 +279,14 @@ def _lines(rows: int, wanted: int) -> int:
 def _row_per_warp(rows: int, features: int) -> bool:
     if features % (2 * LANES * WARPS):
         return features <= 2048
-    # A tile of a row for each warp takes four rows at least; all warps together take one.
+    # A tile with a row for each warp needs four rows at least; one with a row for each CTA, one.
     return features <= 1024 and rows >= WARPS
 
 
 def _slots(wanted: int, slot_bytes: int, reserved: int = 0) -> int:
-    """As many slots as wanted, or as fit into a multiprocessor's shared memory, but at least one.
+    """Returns `wanted` stages, or as many as fit into an SM's shared memory, but at least one.
 
-    Where not even one fits, `RowConfig.why_unfit` says so.
+    If not even one fits, `RowConfig.why_unfit` says so.
     """
     return max(1, min(wanted, (SHARED_MEMORY_BYTES - 4096 - reserved) // slot_bytes))
 
@@ -305,14 +305,14 @@ def why_unsupported(
     vectors_of_segments: bool = False,
     gated: bool = False,
 ) -> str | None:
-    """None where forward and backward can run, else the rule that stands in the way.
+    """Returns None if forward and backward can run, else the rule that they break.
 
-    The shapes are those that the kernels see: of one shard, and of all entries that a `vmap` folds into
-    the rows, each of which is one of the backward's `segments`.
+    The shapes are those that the kernels see: of one shard, with all entries of a `vmap` folded into the
+    rows. Each entry is one of the backward's `segments`.
 
     Args:
-      vectors_of_segments: whether each segment has scale, bias, pre_bias and gate of its own.
-      gated: whether a gate multiplies what is added to the residual.
+      vectors_of_segments: whether each segment has its own scale, bias, pre_bias and gate.
+      gated: whether a gate multiplies the branch that is added to the residual.
     """
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
@@ -354,7 +354,7 @@ def _check_config(
 
 @dataclass(frozen=True)
 class _Norm:
-    """What is static in a norm."""
+    """Static options of a norm."""
 
     subtract_mean: bool
     epsilon: float
@@ -364,22 +364,22 @@ class _Norm:
     round_before_scale: bool
 
     def scaled(self, normalised: jax.Array, dtype: Any) -> jax.Array:
-        """The values that the scale multiplies: normalised, and rounded to x's dtype if so asked."""
+        """Returns the values that the scale multiplies, rounded to x's dtype if asked for."""
         if not self.round_before_scale:
             return normalised
         return normalised.astype(dtype).astype(jnp.float32)
 
 
 class ForwardResults(NamedTuple):
-    """What the forward computes; None for what was not asked for."""
+    """Results of the forward; those that were not asked for are None."""
 
     y: jax.Array
     next_residual: jax.Array | None
     mean: jax.Array | None
-    """[M], float32, as are the following."""
+    """Row means [M] in float32, as are the following."""
     rstd: jax.Array | None
     row_scale: jax.Array | None
-    """By which y is to be multiplied, where it is of 8 bits."""
+    """Scale that dequantises each row of y, where y has 8 bits."""
 
 
 def forward(
@@ -390,7 +390,7 @@ def forward(
     pre_bias: jax.Array | None,
     **keywords: Any,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(y, next_residual, mean, rstd) of `forward_results`, without a rounding."""
+    """Returns (y, next_residual, mean, rstd) of `forward_results`, without a rounding."""
     return forward_results(x, scale, bias, residual, pre_bias, **keywords)[:4]
 
 
@@ -414,10 +414,10 @@ def forward_results(
     rounding: RowRounding | None = None,
     config: RowConfig | None = None,
 ) -> ForwardResults:
-    """Of [M, D] rows; what was not asked for is None.
+    """Returns the norm of rows [M, D]; results that were not asked for are None.
 
-    The vectors are [D], or [segments, D] for as many equal runs of rows. A gate multiplies what is added
-    to the residual. With a rounding y is of 8 bits, and each row of it has a scale.
+    The vectors are [D], or [segments, D] for as many equal runs of rows. A gate multiplies the branch
+    that is added to the residual. With a rounding, y has 8 bits and a scale for each row.
     """
     rows, features = x.shape
     if rows == 0:
@@ -477,7 +477,7 @@ def forward_results(
 
 @dataclass(frozen=True)
 class _ForwardKernel:
-    """The forward over `tiles`, and the names of its operands and results, which are in memory."""
+    """The forward over `tiles`, and the names of its operands and results in global memory."""
 
     norm: _Norm
     tiles: RowTiles
@@ -488,7 +488,7 @@ class _ForwardKernel:
     rounding: RowRounding | None
 
     def layer_norm_quantized_forward(self, *refs, **scratch) -> None:
-        """The same by another name in profiles."""
+        """Runs `layer_norm_forward` under another name in profiles."""
         self.layer_norm_forward(*refs, **scratch)
 
     def layer_norm_forward(
@@ -513,7 +513,7 @@ class _ForwardKernel:
 
 @dataclass(frozen=True)
 class _ForwardWarpgroup:
-    """What a warpgroup of the forward knows while it goes through its tiles."""
+    """State of a warpgroup of the forward that all of its tiles share."""
 
     kernel: _ForwardKernel
     gmem: Mapping[str, Any]
@@ -548,7 +548,7 @@ class _ForwardWarpgroup:
             return self._scaled(centred(chunk) * tiles.across_columns(rstd), chunk)
 
         if kernel.rounding is not None:
-            # Rounded as a result in x's dtype is, so that its rows have the bits of two passes.
+            # y has x's dtype first, so that the bits are those of a norm and a quantisation apart.
             kernel.rounding.store(
                 tiles,
                 self.place,
@@ -569,14 +569,14 @@ class _ForwardWarpgroup:
             tiles.store_statistic(self.gmem["rstd"], self.place, row, rstd)
 
     def _parities(self, step_idx) -> Mapping[str, Any]:
-        """Of a row's exchanges: consecutive ones alternate, also from row to row."""
+        """Returns the parities of a row's exchanges: consecutive ones alternate, also across rows."""
         exchanges = ["mean"] if self.kernel.norm.subtract_mean else []
         exchanges += ["squares"] if self.kernel.rounding is None else ["squares", "largest"]
         first = lax.rem(step_idx, jnp.int32(2)) if len(exchanges) % 2 else 0
         return {name: 1 - first if i % 2 else first for i, name in enumerate(exchanges)}
 
     def _summed(self, tile_refs, chunk: int) -> jax.Array:
-        """The sum that the norm is of; after a residual rounded as the next residual is."""
+        """Returns the sum that is normalised; with a residual, rounded as the next residual is."""
         tiles = self.kernel.tiles
         h = tiles.load(tile_refs[0], chunk, self.layout)
         if "pre_bias" in self.parameters:
@@ -588,13 +588,13 @@ class _ForwardWarpgroup:
         return h
 
     def _total(self, line: jax.Array, parity) -> jax.Array:
-        """The sum over whole rows of what is summed over lines."""
+        """Returns sums over whole rows, given sums over lines."""
         return self.kernel.tiles.total(
             [line], self.exchange_smem, self.exchange_barrier, parity, self.place
         )[0]
 
     def _scaled(self, y: jax.Array, chunk: int) -> jax.Array:
-        """The result from the normalised values."""
+        """Returns y, given the normalised values."""
         norm = self.kernel.norm
         y = norm.scaled(y, self.kernel.dtype)
         if "scale" in self.parameters:
@@ -608,13 +608,13 @@ class _ForwardWarpgroup:
 
 
 class Gradients(NamedTuple):
-    """What the backward computes; None for what the call does not have."""
+    """Results of the backward; gradients of absent operands are None."""
 
     x: jax.Array
     residual: jax.Array | None
-    """None where it is the gradient of x."""
+    """Gradient of the residual; None where it equals the gradient of x."""
     scale: jax.Array | None
-    """[segments, D], float32, as are the following."""
+    """Gradients [segments, D] in float32, as are the following."""
     bias: jax.Array | None
     pre_bias: jax.Array | None
     gate: jax.Array | None
@@ -631,7 +631,7 @@ def backward(
     pre_bias: jax.Array | None,
     **keywords: Any,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(dx, dscale, dbias, dpre_bias) of `gradients`, without a gate."""
+    """Returns (dx, dscale, dbias, dpre_bias) of `gradients`, without a gate."""
     found = gradients(
         dy, dnext_residual, h, mean, rstd, None, scale, bias, pre_bias, None, **keywords
     )
@@ -660,10 +660,10 @@ def gradients(
     round_before_scale: bool = False,
     config: RowConfig | None = None,
 ) -> Gradients:
-    """The gradients, those of the vectors float32 [segments, D] for `segments` equal runs of rows.
+    """Returns the gradients, those of the vectors summed over each of `segments` equal runs of rows.
 
-    With `dnext_residual`, `h` is the next residual; without it, x, to which pre_bias is still added. The
-    vectors are [D], or [segments, D] with one for each run of rows. `x` is needed with a gate alone.
+    With `dnext_residual`, `h` is the next residual; without it, `h` is x before pre_bias is added. The
+    vectors are [D], or [segments, D] with one for each run of rows. `x` is needed only with a gate.
     """
     rows, features = h.shape
     if rows == 0:
@@ -749,15 +749,15 @@ def gradients(
 
 
 _FEW_CTAS = 16
-"""The numbers of so many XLA adds up element by element, and not in a reduction of its own."""
+"""Most CTAs whose partial sums XLA adds up element by element, without a reduction kernel."""
 
 
 def _over_ctas(partials: jax.Array, are_rounded: bool) -> Sequence[jax.Array]:
-    """The sums over the CTAs of each quantity, of [quantities, segments, CTAs, features].
+    """Sums [quantities, segments, CTAs, features] over the CTAs, in the fewest kernels of XLA.
 
-    They are written such that XLA makes the fewest kernels of them. A reduction of several arrays is
-    one. That of one array, with an axis for the quantities, is followed by one for each of them, and so
-    is what sums and then rounds several. Of few CTAs sum, rounding and cut are one.
+    A joint reduction of several arrays is one kernel, unless rounding follows: then each quantity takes
+    another, as it does after a reduction of one array of all quantities. With few CTAs, XLA fuses the
+    sum, the rounding and the slices into one kernel.
     """
     if partials.shape[2] <= _FEW_CTAS:
         return list(jnp.sum(partials, axis=2))
@@ -773,7 +773,7 @@ def _over_ctas(partials: jax.Array, are_rounded: bool) -> Sequence[jax.Array]:
 
 @dataclass(frozen=True)
 class _BackwardKernel:
-    """The backward over `tiles`, and the names of its operands, which are in memory."""
+    """The backward over `tiles`, and the names of its operands and results in global memory."""
 
     norm: _Norm
     tiles: RowTiles
@@ -782,7 +782,7 @@ class _BackwardKernel:
     statistics: tuple[str, ...]
     vectors: tuple[str, ...]
     sums: tuple[str, ...]
-    """The parameters that have a gradient, which is a sum over rows."""
+    """Parameters with a gradient, each of which is a sum over rows."""
     outputs: tuple[str, ...]
 
     def layer_norm_backward(
@@ -822,7 +822,7 @@ class _BackwardKernel:
 
 @dataclass(frozen=True)
 class _BackwardWarpgroup:
-    """What a warpgroup of the backward knows while it goes through its tiles."""
+    """State of a warpgroup of the backward that all of its tiles share."""
 
     kernel: _BackwardKernel
     gmem: Mapping[str, Any]
@@ -834,10 +834,10 @@ class _BackwardWarpgroup:
     last_step: Any
 
     def gradient_tile(self, step_idx, row, tile_refs, carry):
-        """The gradient of a tile; the carry is the sums over rows and the statistics of this tile."""
+        """Computes a tile's gradient; the carry holds the sums over rows and this tile's statistics."""
         kernel, tiles, norm = self.kernel, self.kernel.tiles, self.kernel.norm
         sums_so_far, row_statistics = carry
-        # Loaded now, used for the next tile: the latency of a lone load hides behind this one.
+        # Loaded one tile ahead, so that this tile's work hides the latency.
         next_row = tiles.first_row(self.place, jnp.minimum(step_idx + 1, self.last_step))
         next_statistics = {
             n: tiles.load_statistic(self.gmem[n], next_row) for n in kernel.statistics
@@ -884,7 +884,7 @@ class _BackwardWarpgroup:
         return new_sums, next_statistics
 
     def _block(self, tile_refs, row_statistics, rstd_tile, chunk: int):
-        """Slope of pre_activation, normalised values, dz, gradient of the normalised."""
+        """Returns pre_activation's derivative, the normalised values, dz, and their gradient."""
         tiles, norm, parameters = self.kernel.tiles, self.kernel.norm, self.parameters
         v = tiles.load(tile_refs[0], chunk, self.layout)
         if "pre_bias" in parameters and "dnext_residual" not in self.kernel.matrices:
@@ -909,7 +909,7 @@ class _BackwardWarpgroup:
     def _means(
         self, step_idx, products: Sequence[jax.Array], gradients: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """Over each row, of the products and, with a mean to subtract, of the gradients."""
+        """Returns each row's mean of the products and, if a mean is subtracted, of the gradients."""
         tiles = self.kernel.tiles
         lines = [tiles.line_sum(products.__getitem__)]
         if self.kernel.norm.subtract_mean:
@@ -920,5 +920,5 @@ class _BackwardWarpgroup:
 
 
 def _present(**values: Any) -> dict[str, Any]:
-    """Those that are not None, in their order."""
+    """Returns the values that are not None, in order."""
     return {name: value for name, value in values.items() if value is not None}

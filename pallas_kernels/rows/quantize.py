@@ -1,4 +1,4 @@
-"""Rows quantised by their largest magnitude on Hopper: read once, and written with a scale each."""
+"""Quantisation of rows by their largest magnitude on Hopper: one read, and one scale for each row."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +14,14 @@ from pallas_kernels.rows.tiles import RowConfig, RowTiles
 
 
 def candidates(rows: int, features: int, itemsize: int) -> list[RowConfig]:
-    """Configs for x [rows, features], the best guess first; none where no config can run."""
+    """Returns configs for x [rows, features], the best guess first; none if no config can run."""
     return layer_norm.forward_candidates(rows, features, itemsize, matrices=1, vectors=0)
 
 
 def why_unsupported(
     *, compute_capability: tuple[int, int] | None, rows: int, features: int, dtype: Any
 ) -> str | None:
-    """None where x [rows, features] of a dtype can be quantised, else why not."""
+    """Returns None if x [rows, features] can be quantised, else why not."""
     return layer_norm.why_unsupported(
         compute_capability=compute_capability, rows=rows, features=features, dtype=dtype
     )
@@ -34,7 +34,7 @@ def forward(
     multiprocessors: int,
     config: RowConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(values [M, D], scale [M]) of x [M, D]: x divided by its row's scale, and rounded."""
+    """Returns values [M, D], x divided by its rows' scales and rounded, and the scales [M]."""
     rows, features = x.shape
     config = config or candidates(rows, features, x.dtype.itemsize)[0]
     tiles = RowTiles.plan(config, rows, features, 1, multiprocessors)

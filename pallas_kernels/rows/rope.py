@@ -1,8 +1,8 @@
-"""rope on Hopper: q and k rotated in one pass over both.
+"""rope on Hopper: q and k rotated in one kernel.
 
-A warp takes a position and goes through its heads, those of q and then those of k, some at a time: the
-two halves of the rotating features are two loads of one register layout, so that a pair is in one
-thread, and cosines and sines are loaded once for all heads.
+A warp takes a position and works through its heads, those of q and then those of k, some at a time. The
+two halves of the rotating features are two loads with one register layout, so that a thread holds both
+values of a pair; cosines and sines are loaded once for all heads.
 """
 
 import math
@@ -24,12 +24,12 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How a warp goes through the heads of its position."""
+    """Steps in which a warp works through the heads of its position."""
 
     bytes_per_step: int = 128
-    """What each thread loads at a time, at most."""
+    """Bytes that each thread loads in a step, at most."""
     ahead: int = 2
-    """Steps whose loads are under way while one is computed."""
+    """Steps whose loads are in flight while one is computed."""
 
     def __post_init__(self) -> None:
         if self.bytes_per_step < 16 or self.ahead < 0:
@@ -48,7 +48,7 @@ def why_unsupported(
     dtype: Any,
     k_dtype: Any,
 ) -> str | None:
-    """None where it can run, forward and back, else the rule that stands in the way."""
+    """Returns None if forward and backward can run, else the rule that they break."""
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -71,28 +71,29 @@ def why_unsupported(
 
 
 def access_bytes(heads: int, key_heads: int, head_size: int, rotary_dim: int, itemsize: int) -> int:
-    """The bytes that a thread moves at a time, 16 at best, where the kernel can run."""
+    """Returns the bytes of a thread's loads and stores, 16 at best; 0 if the kernel cannot run."""
     common = math.gcd(heads, key_heads)
     pieces = [_Piece.choose(w, common, itemsize) for w in _widths(head_size, rotary_dim)]
     return min((piece.vec * itemsize for piece in pieces if piece is not None), default=0)
 
 
 def _widths(head_size: int, rotary_dim: int) -> list[int]:
-    """Features of the pieces that a head is loaded in: either half, and what does not rotate."""
+    """Features of the pieces of a head: of each rotating half, and of those that do not rotate."""
     return [rotary_dim // 2, *([head_size - rotary_dim] if rotary_dim < head_size else [])]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some features of some heads, spread over a warp; each of the warps has a position."""
+    """Some features of some heads, spread over a warp; each warp has its own position."""
 
     vec: int
+    """Contiguous features that a lane loads at a time."""
     lanes: int
     """Lanes that share a head."""
 
     @classmethod
     def choose(cls, width: int, heads: int, itemsize: int) -> "_Piece | None":
-        """The widest accesses by which `width` features of `heads` heads split evenly."""
+        """Returns the widest accesses that split `width` features of `heads` heads evenly, or None."""
         for access_bytes in (16, 8, 4):
             vec = access_bytes // itemsize
             for lanes in (32, 16, 8, 4, 2):
@@ -107,7 +108,7 @@ class _Piece:
 
     @property
     def layout(self) -> plgpu.Layout:
-        """Of [positions, heads, features]."""
+        """Register layout of [positions, heads, features]."""
         return plgpu.Layout.TILED(
             plgpu.Tiling(((WARPS, self.heads, self.lanes * self.vec), (self.vec,))),
             warp_dims=(-4,),
@@ -125,7 +126,10 @@ def rotate(
     inverse: bool,
     config: RopeConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(q, k) rotated, or rotated back: [B, T, N, H] and [B, T, K, H] by [B or 1, T, R/2] of float32."""
+    """Returns q [B, T, N, H] and k [B, T, K, H], rotated by float32 cos and sin [B or 1, T, R/2].
+
+    With `inverse` they are rotated back, as in the backward.
+    """
     if q.size == 0 or (k is not None and k.size == 0):
         if q.size > 0:
             q, _ = rotate(q, None, cos, sin, inverse=inverse, config=config)
@@ -142,7 +146,7 @@ def rotate(
     pieces = [_Piece.choose(width, common, q.dtype.itemsize) for width in widths]
     columns = [pl.ds(0, pairs), pl.ds(pairs, pairs), pl.ds(2 * pairs, head_size - 2 * pairs)]
     layouts = [pieces[0].layout, pieces[0].layout, pieces[-1].layout][: len(widths) + 1]
-    # Heads a step: whole steps of every piece, and of all heads.
+    # Heads of a step: a multiple of each piece's heads that divides the heads of q and k.
     step_heads = math.lcm(*(piece.heads for piece in pieces))
     thread_bytes = step_heads * head_size * q.dtype.itemsize // LANES
     for factor in range(max(1, config.bytes_per_step // thread_bytes), 0, -1):
@@ -155,8 +159,8 @@ def rotate(
         targets = refs[len(inputs) + 2 :]
         index = lax.axis_index("tile")
         b = lax.div(index, jnp.int32(tiles))
-        # The last tile is moved up to end with the sequence: some positions are computed twice, to
-        # the same bits.
+        # The last tile moves up to end with the sequence: some positions are computed twice, to the
+        # same bits.
         t = jnp.minimum(lax.rem(index, jnp.int32(tiles)) * WARPS, length - WARPS)
         position = pl.ds(t, WARPS)
         shape = (WARPS, step_heads, pairs)

@@ -1,4 +1,4 @@
-"""How a row in registers becomes a row of 8 bits: its scale, and what is rounded."""
+"""Rounding of a row in registers to 8 bits, by a scale of its own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ DTYPES = {"int8": jnp.int8, "float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": j
 
 @dataclass(frozen=True)
 class RowRounding:
-    """The rounding of rows, each by its largest magnitude."""
+    """The rounding of rows, each scaled by its largest magnitude."""
 
     name: str
-    """One of DTYPES."""
+    """Name of the 8-bit dtype, a key of DTYPES."""
     largest: float
-    """The number of that dtype which the largest magnitude of a row becomes."""
+    """Number in the 8-bit dtype to which a row's largest magnitude is scaled."""
 
     @property
     def dtype(self) -> Any:
@@ -41,11 +41,11 @@ class RowRounding:
         """Writes a tile in 8 bits, and the scales of its rows.
 
         Args:
-          tiles, place, row: which tile it is.
-          parity: of the exchange, as `RowTiles.total` takes it.
+          tiles, place, row: the tile.
+          parity: the exchange's, as in `RowTiles.total`.
           x: the tile's column blocks, float32.
-          values_gmem, scale_gmem: what is written.
-          exchange_smem, exchange_barrier: of `RowTiles.exchange_scratch`.
+          values_gmem, scale_gmem: the results in global memory.
+          exchange_smem, exchange_barrier: from `RowTiles.exchange_scratch`.
         """
         (largest,) = tiles.total(
             [tiles.line_max(lambda chunk: jnp.abs(x(chunk)))],
@@ -62,7 +62,7 @@ class RowRounding:
             tiles.store(values_gmem, place, row, chunk, values)
 
     def _scale(self, largest: jax.Array) -> jax.Array:
-        """Zeros get the smallest scale that can be divided by; an infinity and a NaN make it NaN."""
+        """Returns rows' scales: the smallest normal number for zeros, NaN for infinities and NaNs."""
         unit = np.float32(1) / np.float32(self.largest)
         scale = jnp.maximum(largest * unit, jnp.finfo(jnp.float32).tiny)
         return jnp.where(scale < jnp.inf, scale, jnp.nan)
@@ -70,6 +70,6 @@ class RowRounding:
     def _rounded(self, units: jax.Array) -> jax.Array:
         if self.dtype != jnp.int8:
             return jnp.clip(units, -self.largest, self.largest).astype(self.dtype)
-        # What the division has rounded up is not beyond the range by half a unit.
+        # The division may round up past the range, but by less than half a unit: no clip is needed.
         rounded = jnp.round(units)
         return jnp.where(units == units, rounded, 0.0).astype(jnp.int8)

@@ -1,12 +1,12 @@
-"""How the rows of a matrix are spread over warps: the frame of the normalisation kernels.
+"""Tiles of rows and their spread over warps, for the norms and row quantisation.
 
 A warp holds whole rows ("row per warp", short rows), or all warps of a CTA share each row ("row per
 CTA", long rows). Either way a warpgroup works on a [lines, width] tile, of which each of its four warps
 holds every fourth line, and a sum over a line is a warp shuffle. Sums that leave the warp go through
 shared memory of our own: Mosaic's cross-warp reductions race when a CTA has several warpgroups.
 
-Tiles arrive through a ring of bulk copies, so that the memory stays busy whatever the warps do. Large
-arrays can do without: so many CTAs wait for a multiprocessor that the memory has enough to do.
+Tiles arrive through a ring of bulk copies (a pipeline), so that memory stays busy while warps compute.
+Large arrays need no ring: a CTA for each tile is enough to keep the memory busy.
 """
 
 import functools
@@ -26,25 +26,25 @@ from pallas_kernels.store import store_unoptimized
 
 @dataclass(frozen=True)
 class RowConfig:
-    """How a kernel over rows is launched."""
+    """Launch and tiling of a kernel over rows."""
 
     row_per_warp: bool
-    """A row for each warp; otherwise a row for each CTA."""
+    """Whether each warp has a row; otherwise each CTA has one."""
     warpgroups: int
     """Warpgroups in a CTA: independent of one another with a row per warp, else sharing a row."""
     slots: int
-    """Tiles that a warpgroup keeps in flight; 0 for no ring: a CTA for each tile (or, with a row per
-    warp, for one of each warpgroup), which goes straight from global memory into registers."""
+    """Pipeline stages: tiles that a warpgroup keeps in flight. With 0 a warpgroup loads a single tile,
+    straight from global memory into registers."""
     ctas_per_multiprocessor: int
-    """CTAs of the ring, of which each works through many tiles; without one there is no such limit."""
+    """CTAs an SM, each of which works through many tiles; with 0 stages there is no such limit."""
     lines: int = WARPS
-    """Lines of a tile: with a row per warp, as many rows; with a row per CTA, its four warps' parts."""
+    """Lines of a tile: its rows with a row per warp, else the parts of a row that four warps hold."""
     chunks: int = 1
-    """Column blocks into which a line is cut, to bound what is live in registers at once."""
+    """Column blocks into which a line is cut, so that fewer registers are live at once."""
     keeps_tile: bool = True
-    """Keep a tile in registers; otherwise read it from shared memory again for each pass."""
+    """Whether a tile stays in registers; otherwise each pass reads it from shared memory again."""
     keeps_vectors: bool = True
-    """Keep per-feature vectors in registers; otherwise read them from the cache for each tile."""
+    """Whether per-feature vectors stay in registers; otherwise each tile reads them from the cache."""
 
     def __post_init__(self) -> None:
         for name in ("warpgroups", "ctas_per_multiprocessor", "chunks"):
@@ -56,16 +56,16 @@ class RowConfig:
             raise ValueError(f"RowConfig: lines must be {WARPS} a warp's row, got {self.lines}")
 
     def width(self, features: int) -> int:
-        """Columns of a warpgroup's tile."""
+        """Returns the columns of a warpgroup's tile."""
         return features if self.row_per_warp else features // (WARPS * self.warpgroups)
 
     def why_unfit(
         self, rows: int, features: int, element_bytes: int, sums: bool = False
     ) -> str | None:
-        """None if rows of `features` can be spread this way, else the rule that they break.
+        """Returns None if rows of `features` can be spread this way, else the rule that they break.
 
-        `element_bytes` counts an element of every matrix that is read; with `sums` the kernel adds up
-        columns too (see `RowTiles.store_partial`).
+        `element_bytes` adds up the itemsizes of all matrices that are read; with `sums` the kernel adds
+        up columns too (see `RowTiles.store_partial`).
         """
         step = 2 * LANES * self.chunks
         if not self.row_per_warp:
@@ -85,7 +85,7 @@ class RowConfig:
         return None
 
     def shared_bytes(self, features: int, element_bytes: int, sums: bool) -> int:
-        """Shared memory that a CTA needs at most, for the arguments of `why_unfit`."""
+        """Bytes of shared memory that a CTA needs at most, given the arguments of `why_unfit`."""
         lines = self.warpgroups * self.lines
         ring = self.slots * lines * self.width(features) * element_bytes
         partials = lines * features * 4 if sums and self.row_per_warp else 0
@@ -93,7 +93,7 @@ class RowConfig:
 
 
 class Place(NamedTuple):
-    """Where a warpgroup stands while the kernel runs."""
+    """Indices of a warpgroup in the grid and in its CTA."""
 
     cta_idx: jax.Array
     wg_idx: jax.Array
@@ -136,21 +136,21 @@ class RowTiles:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of one column chunk of a tile."""
+        """Shape of one column block of a tile."""
         return (self.config.lines, self.chunk_width)
 
     @property
     def ragged(self) -> bool:
-        """Whether some tile holds rows that another tile counts."""
+        """Whether a segment's rows are no multiple of a tile's, so that tiles overlap."""
         return self.config.row_per_warp and (self.rows // self.segments) % self.config.lines != 0
 
     @property
     def stays_in_segment(self) -> bool:
-        """Whether each tile holds rows of one segment alone, as vectors of segments need."""
+        """Whether each tile holds rows of one segment alone, as vectors that differ by segment need."""
         return not self.config.row_per_warp or self.rows // self.segments >= self.config.lines
 
     def layout(self, itemsize: int) -> plgpu.Layout:
-        """Registers of a chunk: one line a warp, each lane 16 contiguous bytes at a time if it can."""
+        """Returns a column block's register layout: lines in warps, up to 16 contiguous bytes a lane."""
         vec = 16 // itemsize
         while self.chunk_width % (LANES * vec):
             vec //= 2
@@ -173,20 +173,20 @@ class RowTiles:
         return (self.rows, WARPS * self.config.warpgroups, self.width)
 
     def vector_view(self, array: jax.Array) -> jax.Array:
-        """Of a vector [features], or of one for each segment, [segments, features]."""
+        """Returns a vector [features], or [segments, features], as the kernel indexes it."""
         if self.config.row_per_warp:
             return array
         return array.reshape(*array.shape[:-1], WARPS * self.config.warpgroups, self.width)
 
     @property
     def launch(self) -> dict[str, Any]:
-        """The grid, for plgpu.kernel."""
+        """Arguments of plgpu.kernel: the grid, its threads and compiler options."""
         return {
             "grid": (self.ctas,),
             "grid_names": ("cta",),
             "num_threads": self.config.warpgroups,
             "thread_name": "wg",
-            # Without a ring and with a row per warp nothing is read that another warp has written.
+            # Without a ring and with a row per warp, no warp reads what another has written.
             "compiler_params": plgpu.CompilerParams(
                 unsafe_no_auto_barriers=self.config.slots == 0 and self.config.row_per_warp
             ),
@@ -195,41 +195,41 @@ class RowTiles:
     # --- device side ------------------------------------------------------------------------------
 
     def place(self) -> Place:
-        """Of the warpgroup that runs this."""
+        """Returns the place of the warpgroup that runs this."""
         return Place(lax.axis_index("cta"), lax.axis_index("wg"))
 
     def lines(self, place: Place) -> pl.Slice:
-        """The lines of a row that this warpgroup holds, where warpgroups share rows."""
+        """Lines of a row that this warpgroup holds, where warpgroups share rows."""
         return pl.ds(place.wg_idx * WARPS, WARPS)
 
     def columns(self, chunk: int) -> pl.Slice:
-        """The columns of a tile that column block `chunk` holds."""
+        """Columns of a tile that column block `chunk` holds."""
         return pl.ds(chunk * self.chunk_width, self.chunk_width)
 
     def per_chunk(self, f: Callable[[int], Any]) -> Callable[[int], Any]:
-        """`f` of each column block of a tile: computed here and kept, or again on every call."""
+        """Returns `f` for each column block: computed now and kept, or anew on every call."""
         return self._kept(f) if self.config.keeps_tile else f
 
     def _kept(self, f: Callable[[int], Any]) -> Callable[[int], Any]:
         return [f(chunk) for chunk in range(self.config.chunks)].__getitem__
 
     def line_sum(self, f: Callable[[int], jax.Array]) -> jax.Array:
-        """[lines]: the sum over each line of `f` of its column blocks."""
+        """Returns [lines], the sum of `f` over each line's column blocks."""
         return jnp.sum(functools.reduce(jnp.add, map(f, range(self.config.chunks))), axis=1)
 
     def load(self, ref, chunk: int, layout: plgpu.Layout) -> jax.Array:
-        """A column block of a tile, as float32."""
+        """Returns a column block of a tile, as float32."""
         block = ref.at[:, self.columns(chunk)]
         return plgpu.load(block, layout=layout, optimized=False).astype(jnp.float32)
 
     def line_max(self, f: Callable[[int], jax.Array]) -> jax.Array:
-        """[lines]: the largest in each line of `f` of its column blocks."""
+        """Returns [lines], the maximum of `f` over each line's column blocks."""
         return jnp.max(functools.reduce(jnp.maximum, map(f, range(self.config.chunks))), axis=1)
 
     def vector(self, ref, place: Place, layout: plgpu.Layout) -> Callable[[int], jax.Array]:
-        """Column blocks of a per-feature vector, as float32 of the tile's shape.
+        """Returns column blocks of a per-feature vector, as float32 of the tile's shape.
 
-        Where `ref` holds a vector for each segment, it is the one of this CTA's segment.
+        If `ref` holds a vector for each segment, it is the one of this CTA's segment.
         """
         if len(ref.shape) > (1 if self.config.row_per_warp else 2):
             ref = ref.at[self.segment(place)]
@@ -249,17 +249,17 @@ class RowTiles:
         self.tile(ref, place, row).at[:, self.columns(chunk)][...] = value
 
     def across_columns(self, per_row: jax.Array) -> jax.Array:
-        """A statistic of each row (see `total`) against the tile."""
+        """Broadcasts a statistic of each row (see `total`) to the columns of a tile."""
         if self.config.row_per_warp:
             return lax.broadcast_in_dim(per_row, self.shape, (0,))
         return per_row
 
     def segment(self, place: Place) -> jax.Array:
-        """The segment that this CTA works on."""
+        """Returns the segment that this CTA works on."""
         return lax.div(place.cta_idx, jnp.int32(self.ctas_per_segment))
 
     def tile_count(self, place):
-        """Tiles that this warpgroup works through."""
+        """Returns the number of tiles that this warpgroup works through."""
         first, step = self._first_and_step(place)
         rows = self.rows // self.segments
         tiles = -(-rows // self.config.lines) if self.config.row_per_warp else rows
@@ -273,11 +273,11 @@ class RowTiles:
         return first, self.ctas_per_segment * self.config.warpgroups
 
     def first_row(self, place, step_idx):
-        """First row of this warpgroup's tile number `step_idx`.
+        """Returns the first row of this warpgroup's tile number `step_idx`.
 
-        The last tile of a ragged segment is moved up to end with it (its first rows are computed twice,
-        to the same bits), and so is the first tile of a warpgroup that has none. A tile that its segment
-        does not fill reaches into the next ones, or ends with the matrix.
+        If a segment's rows are no multiple of a tile's, its last tile moves up to end with it: some rows
+        are computed twice, to the same bits. So does the first tile of a warpgroup without tiles. A tile
+        longer than its segment reaches into the next ones, or ends with the matrix.
         """
         first, step = self._first_and_step(place)
         rows = self.rows // self.segments
@@ -290,7 +290,7 @@ class RowTiles:
         return jnp.minimum(segment_start + tile * lines, last)
 
     def counted(self, place, step_idx, layout: plgpu.Layout) -> jax.Array:
-        """Which elements of a ragged tile are this tile's own, not another tile's or segment's."""
+        """Returns a mask of the elements that belong to this tile, not to another tile or segment."""
         first, step = self._first_and_step(place)
         rows = self.rows // self.segments
         segment_start = self.segment(place) * rows
@@ -300,20 +300,20 @@ class RowTiles:
         return (row >= start) & (row < segment_start + rows)
 
     def tile(self, ref, place, row):
-        """The tile that starts at `row` of a matrix in global memory."""
+        """Returns the tile that starts at `row` of a matrix in global memory."""
         if self.config.row_per_warp:
             return ref.at[pl.ds(row, self.config.lines)]
         return ref.at[row, self.lines(place)]
 
     def load_statistic(self, ref, row) -> jax.Array:
-        """One float32 a row of the tile at `row`, as `total` returns it."""
+        """Loads one float32 for each row of the tile at `row`, in the form that `total` returns."""
         if self.config.row_per_warp:
             layout = self.layout(4).reduce(1)
             return plgpu.load(self.tile(ref, None, row), layout=layout, optimized=False)
         return ref[row]
 
     def store_statistic(self, ref, place, row, value: jax.Array) -> None:
-        """Writes what `load_statistic` reads."""
+        """Writes one float32 for each row of the tile at `row`, as `load_statistic` reads it."""
         if self.config.row_per_warp:
             store_unoptimized(self.tile(ref, place, row), value)
             return
@@ -323,11 +323,11 @@ class RowTiles:
             ref[row] = value
 
     def partials_shape(self, quantities: int) -> tuple[int, ...]:
-        """Of the per-CTA sums of per-element quantities over the rows: [quantities, ctas, features]."""
+        """Shape of each CTA's sums over its rows, [quantities, ctas, features]."""
         return (quantities, self.ctas, *self.matrix_shape[1:])
 
     def partial_scratch(self) -> dict[str, object]:
-        """Scratch that `store_partial` needs."""
+        """Scratch memory that `store_partial` needs."""
         if not self.config.row_per_warp:
             return {}
         shape = (self.config.warpgroups, self.config.lines, self.features)
@@ -336,7 +336,7 @@ class RowTiles:
     def store_partial(
         self, ref, values: list[jax.Array], partial_smem, barrier, place: Place
     ) -> None:
-        """Writes one quantity's sum over this CTA's rows, of which each line holds a part."""
+        """Adds up one quantity's sums of all lines of this CTA, and writes the total."""
         if not self.config.row_per_warp:
             for chunk, value in enumerate(values):
                 store_unoptimized(ref.at[self.lines(place), self.columns(chunk)], value)
@@ -377,9 +377,9 @@ class RowTiles:
         place: Place,
         combine: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add,
     ):
-        """Sums over whole rows of quantities summed over lines ([lines] each) before.
+        """Returns sums over whole rows, given each quantity's sums over lines, [lines].
 
-        Or what another way to `combine` makes of them, such as the largest.
+        Another `combine`, such as the maximum, reduces them in its own way.
 
         `exchange_smem` is [2, len(lines), warpgroups, 4]; its halves must alternate by `parity`, so
         that a fast warpgroup never overwrites what a slow one still reads.
@@ -404,7 +404,7 @@ class RowTiles:
         ]
 
     def exchange_scratch(self, quantities: int) -> dict[str, object]:
-        """Scratch that `total` needs for up to `quantities` at once."""
+        """Scratch memory that `total` needs for up to `quantities` at once."""
         shape = (2, quantities, self.config.warpgroups, WARPS)
         return {
             "exchange_smem": plgpu.SMEM(shape, jnp.float32),
@@ -412,7 +412,7 @@ class RowTiles:
         }
 
     def ring_scratch(self, dtypes: dict[str, jnp.dtype]) -> dict[str, object]:
-        """The ring's slots for each matrix that is read, and its barriers."""
+        """Scratch memory of the ring: its stages for each matrix that is read, and their barriers."""
         if self.config.slots == 0:
             return {}
         shape = (self.config.warpgroups, self.config.slots, self.config.lines, self.width)
@@ -433,7 +433,7 @@ class RowTiles:
         """Runs `carry = body(step_idx, row, tile_refs, carry)` over this warpgroup's tiles.
 
         `sources` are the (global, shared) pairs that the ring copies; `row` is the tile's first row, and
-        `tile_refs` are the tile of each source.
+        `tile_refs` holds each source's tile.
         """
         slots = self.config.slots
         if slots == 0:
