@@ -27,7 +27,7 @@ LANES = 32
 
 
 def row_of_copies(count: int, dtype: Any) -> int:
-    """Returns the row length in shared memory, so that each row of `count` numbers starts aligned."""
+    """Returns `count` rounded up so that each of several rows in shared memory starts aligned."""
     itemsize = jnp.dtype(dtype).itemsize
     return -(-count * itemsize // COPY_BYTES) * COPY_BYTES // itemsize
 

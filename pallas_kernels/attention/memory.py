@@ -19,10 +19,10 @@ WGMMA_ROWS = 64
 """Rows of the accumulator of one WGMMA instruction, and of the tile of one warpgroup."""
 
 SWIZZLED_COLUMNS = 64
-"""16-bit columns in the widest swizzle, which is 128 bytes."""
+"""Columns of 16 bits in the widest swizzle, which is 128 bytes."""
 
 _WIDTHS = (64, 32, 16)
-"""16-bit columns in each of WGMMA's swizzles, widest first."""
+"""Columns of 16 bits in each of WGMMA's swizzles, widest first."""
 
 
 def ceil_to(count: int, multiple: int) -> int:

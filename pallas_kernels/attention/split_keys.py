@@ -194,12 +194,12 @@ class _Part(NamedTuple):
     key_head: jax.Array
     split: jax.Array
     start: jax.Array
-    """The index of the first row."""
+    """Index of the first row."""
     first: jax.Array
-    """The blocks of keys [first, first + count) are visited in order."""
+    """First visited block of keys; [first, first + count) are visited in order."""
     count: jax.Array
     full_start: Index
-    """The blocks of keys [full_start, full_stop) need no masking."""
+    """First block without masking; the blocks of keys [full_start, full_stop) need none."""
     full_stop: Index
     key_length: Index
 

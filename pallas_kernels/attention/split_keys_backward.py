@@ -230,12 +230,12 @@ class _Part(NamedTuple):
     key_head: jax.Array
     split: jax.Array
     start: jax.Array
-    """The index of the first row."""
+    """Index of the first row."""
     first: jax.Array
-    """The blocks of keys [first, first + count) are visited in order."""
+    """First visited block of keys; [first, first + count) are visited in order."""
     count: jax.Array
     skipped: tuple[jax.Array, jax.Array]
-    """Range, among the blocks that no query reaches, of those whose zero gradients this CTA writes."""
+    """Range to which this CTA writes zero gradients, counted among the blocks that no query reaches."""
     blocks: tuple[Index, Index, Index, Index]
     """The `Blocks` of keys that the queries visit."""
     key_length: Index

@@ -334,8 +334,8 @@ class ConvCall:
     first_channels: int = 0
     """Channels of the first array where x is two concatenated ones; 0 where x is one array."""
     block: tuple[int, int] = (1, 1)
-    """Rows and columns of the result that a pixel of x produces, as in a transposed convolution without
-    overlap; `features` counts those of all pixels of a block."""
+    """Rows and columns of pixels that one row of the product holds: more than one in a transposed
+    convolution without overlap and in strided dgrad. `features` counts those of all pixels of a block."""
 
     @property
     def is_matrix_product(self) -> bool:
@@ -350,7 +350,7 @@ class ConvCall:
         return jnp.dtype(self.dtype).itemsize == 1
 
     def as_product(self, read_bytes: int, written_bytes: int, activations: int) -> Work:
-        """Returns the matrix product that a window of one weight is."""
+        """Returns the convolution as a matrix product, for a window of one weight."""
         return Work(
             m=math.prod(self.sizes),
             n=self.features,
@@ -414,7 +414,7 @@ def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
     shapes = [replace(base, tile_n=width) for width in (64, 128, 192)]
     shapes += [replace(base, tile_n=width, turns_weights=not call.flipped) for width in (96, 160)]
     if call.is_of_bytes:
-        # Tiles of transposed weights may have any width: the widths are those of 16 bits.
+        # Transposed weights allow tiles of any width, so 8 bits take the same widths as 16 bits.
         whole = swizzled_columns(jnp.bfloat16)
         shapes = [replace(shape, turns_weights=True) for shape in shapes]
     # Warpgroups that share a tile read less than those that ping-pong.
@@ -635,8 +635,9 @@ def conv(
       epilogue, outputs, vectors, matrices, column_moments, activations: as in `matmul`; matrices have
         the result's shape.
       flipped: whether w is [*kernel, F, C] and its window rotated by 180 degrees, as in dgrad.
-      block: the block of pixels that each pixel of x produces. Then w is [1, 1, C, block * F], vectors
-        are [block * F], and results and matrices [B, H * rows, W * columns, F].
+      block: rows and columns of pixels that one row of the product holds. Then w is
+        [*kernel, C, block * F], vectors are [block * F], and results and matrices
+        [B, H * rows, W * columns, F].
       name: the kernel's name in a profile.
     """
     xs = x if isinstance(x, tuple) else (x,)

@@ -224,7 +224,7 @@ def why_unsupported(window: Window) -> str | None:
 def fitting(
     x: Any, dz: Any, *, window: Window, multiprocessors: int
 ) -> list[ConvWeightGradientConfig]:
-    """Configs that fit into shared memory, predicted fastest first."""
+    """Returns configs that fit into shared memory, predicted fastest first."""
     rows = window.kernel[-2] * CHANNELS
     configs = [
         ConvWeightGradientConfig(tile_n, pixels, stages)

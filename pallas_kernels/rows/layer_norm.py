@@ -270,7 +270,7 @@ def _room_for(vectors: int, values: int) -> bool:
 
 
 def _lines(rows: int, wanted: int) -> int:
-    """Returns the rows of a tile: more for few features, so that copies are large and sums overlap."""
+    """Returns the rows of a tile: more for few features, or copies would be small and sums would wait."""
     if rows < 4 * WARPS:
         return WARPS
     return min(4, max(1, wanted // WARPS)) * WARPS
@@ -548,7 +548,7 @@ class _ForwardWarpgroup:
             return self._scaled(centred(chunk) * tiles.across_columns(rstd), chunk)
 
         if kernel.rounding is not None:
-            # y has x's dtype first, so that the bits are those of a norm and a quantisation apart.
+            # y is rounded to x's dtype first, so that the bits are those of two separate kernels.
             kernel.rounding.store(
                 tiles,
                 self.place,

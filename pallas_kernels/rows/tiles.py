@@ -379,7 +379,7 @@ class RowTiles:
     ):
         """Returns sums over whole rows, given each quantity's sums over lines, [lines].
 
-        Another `combine`, such as the maximum, reduces them in its own way.
+        Another `combine`, such as the maximum, replaces the sum.
 
         `exchange_smem` is [2, len(lines), warpgroups, 4]; its halves must alternate by `parity`, so
         that a fast warpgroup never overwrites what a slow one still reads.
