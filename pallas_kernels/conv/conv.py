@@ -335,7 +335,7 @@ class ConvCall:
     """Channels of the first array where x is two concatenated ones; 0 where x is one array."""
     block: tuple[int, int] = (1, 1)
     """Rows and columns of pixels that one row of the product holds: more than one in a transposed
-    convolution without overlap and in strided dgrad. `features` counts those of all pixels of a block."""
+    convolution without overlap and in strided dgrad. `features` counts those of all its pixels."""
 
     @property
     def is_matrix_product(self) -> bool:

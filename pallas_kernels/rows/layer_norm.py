@@ -270,7 +270,7 @@ def _room_for(vectors: int, values: int) -> bool:
 
 
 def _lines(rows: int, wanted: int) -> int:
-    """Returns the rows of a tile: more for few features, or copies would be small and sums would wait."""
+    """Returns the rows of a tile: more for few features, or copies would be small and sums wait."""
     if rows < 4 * WARPS:
         return WARPS
     return min(4, max(1, wanted // WARPS)) * WARPS

@@ -71,7 +71,7 @@ def why_unsupported(
 
 
 def access_bytes(heads: int, key_heads: int, head_size: int, rotary_dim: int, itemsize: int) -> int:
-    """Returns the bytes of a thread's loads and stores, 16 at best; 0 if the kernel cannot run."""
+    """Returns the bytes of a thread's loads and stores, 16 at best, for sizes that the kernel takes."""
     common = math.gcd(heads, key_heads)
     pieces = [_Piece.choose(w, common, itemsize) for w in _widths(head_size, rotary_dim)]
     return min((piece.vec * itemsize for piece in pieces if piece is not None), default=0)
