@@ -1,9 +1,9 @@
-"""layer_norm and rms_norm whose parameters differ from image to image, and whose residual has a gate.
+"""layer_norm and rms_norm with parameters of each image, or with a gate before the residual.
 
-The adaptive norm of a diffusion Transformer scales and shifts each image by what a conditioning network
-says, and its branches come back to the residual stream through a gate. The public functions are those of
-layer_norm.py, which come here where such an argument is given. The vectors of such a call are
-[*leading, D], and each of their gradients is a sum over the rows of its own image.
+In the adaLN modulation of a diffusion Transformer a conditioning network gives a scale and a shift to
+each image, and a gate multiplies a branch before it is added to the residual stream. The public
+functions of layer_norm.py call this file if such an argument is given. The vectors of a call are
+[*leading, D], and the gradient of each is a sum over the rows of its own image.
 """
 
 import functools
@@ -31,7 +31,7 @@ Output = jax.Array | tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class NormOptions:
-    """What is static in a call: which norm, and its constants."""
+    """Static arguments of a call: the norm, and its constants."""
 
     op: str
     subtract_mean: bool
@@ -42,7 +42,7 @@ class NormOptions:
     round_before_scale: bool = False
 
     def keywords(self) -> dict[str, Any]:
-        """The options as every implementation takes them."""
+        """Returns the options as keyword arguments that every implementation takes."""
         return dict(
             subtract_mean=self.subtract_mean,
             epsilon=self.epsilon,
@@ -54,13 +54,13 @@ class NormOptions:
 
 
 class Images(NamedTuple):
-    """What may differ from image to image: [*leading, D] for x [*leading, ..., D], or None."""
+    """Parameters that may differ between images: [*leading, D] for x [*leading, ..., D], or None."""
 
     scale: jax.Array | None
-    """An offset from 1."""
+    """Offset of the factor from 1."""
     shift: jax.Array | None
     gate: jax.Array | None
-    """Also [D], for all images."""
+    """[*leading, D], or [D] for all images."""
 
 
 class _Vectors(NamedTuple):
@@ -82,7 +82,7 @@ def run(
     pre_bias: jax.Array | None,
     implementation: str | None,
 ) -> Output:
-    """The norm with parameters of each image; arguments without `images` have been validated."""
+    """Computes a norm with parameters of each image, after the caller has validated all but `images`."""
     _validate(options.op, x, images, residual)
     options, vectors = _vectors(options, x, scale, bias, images, pre_bias)
     device = dispatch.current_device(x, residual)
@@ -152,7 +152,7 @@ def _vectors(
     images: Images,
     pre_bias: jax.Array | None,
 ) -> tuple[NormOptions, _Vectors]:
-    """The parameters of all images, into which the modulation is folded, all of one shape."""
+    """Returns the parameters in one shape, with the modulation of each image folded in."""
     shape = max((array.shape for array in images if array is not None), key=len)
     wide = accumulator_dtype(x.dtype)
 
@@ -162,7 +162,7 @@ def _vectors(
         axes = (1,) * (len(shape) - array.ndim)
         return jnp.broadcast_to(array.reshape(axes + array.shape), shape)
 
-    # Where there is nothing to fold, the kernels read what the caller has as it is.
+    # Where nothing has to be folded, the kernels read the caller's arrays as they are.
     if images.scale is not None and scale is None and bias is None:
         scale, options = images.scale, replace(options, scale_offset=1.0)
     elif images.scale is not None:
@@ -185,11 +185,11 @@ def _vectors(
 
 class _Residuals(NamedTuple):
     h: jax.Array
-    """The next residual where there is one, else x: pre_bias is still to be added to x."""
+    """The next residual where there is one, else x before pre_bias."""
     mean: jax.Array | None
     rstd: jax.Array
     x: jax.Array | None
-    """With a gate alone, whose gradient it is part of."""
+    """The branch that a gate multiplies, which the gate's gradient needs; None without a gate."""
     vectors: _Vectors
 
 
@@ -242,14 +242,14 @@ _norm.defvjp(_norm_fwd, _norm_bwd)
 
 
 def _letters(image_axes: int) -> tuple[str, str]:
-    """The letters of rows, without their features, and of vectors."""
+    """Returns the letters of rows, without their features, and of vectors."""
     images = "pqrstuvw"[:image_axes]
     return images + ROWS, images + "d"
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """(y, next_residual, mean, rstd) of x, residual [*images, M, D] and vectors [*images, D]."""
+    """Computes (y, next_residual, mean, rstd) from x, residual [*images, M, D], vectors [*images, D]."""
 
     options: NormOptions
     image_axes: int
@@ -295,7 +295,7 @@ class _Forward:
         )
 
     def on_parts(self, names, call, x, residual, *vectors) -> Results:
-        """Of the features that a device has, by XLA: statistics are added up over the devices."""
+        """Runs XLA on the features of one device, and adds the statistics up over the devices."""
         del call
         scale, bias, pre_bias, gate = vectors
         found = layer_norm_xla.norm_and_statistics(
@@ -333,9 +333,9 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """(dx, dresidual, dscale, dbias, dpre_bias, dgate) of what the forward has saved.
+    """Computes (dx, dresidual, dscale, dbias, dpre_bias, dgate) from what the forward has saved.
 
-    The gradients of the vectors are float32 [*images, D]; dresidual is None where it is dx.
+    The gradients of the vectors are float32 [*images, D]; dresidual is None if it equals dx.
     """
 
     options: NormOptions
@@ -385,7 +385,7 @@ class _Backward:
         )
 
     def on_parts(self, names, call, *operands) -> Results:
-        """Of the features that a device has, by XLA."""
+        """Runs XLA on the features of one device."""
         del call
         return self._gradients(layer_norm_xla.gradients, *operands, names=names)
 
@@ -424,7 +424,7 @@ class _Backward:
 
 
 def _batched(kernel, call, axis_size, in_batched, operands) -> Results:
-    """The rule for `jax.vmap`: the entries of a batch are as many images."""
+    """Applies `jax.vmap`: each entry of a batch becomes an image."""
     batched = batch_all(axis_size, in_batched, operands)
     return call(replace(kernel, image_axes=kernel.image_axes + 1), *batched)
 
@@ -434,17 +434,17 @@ def _rows(array: jax.Array | None) -> jax.Array | None:
 
 
 def _by_segments(vectors: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-    """Vectors [*images, D] with all images on one axis; those without images as they are."""
+    """Returns vectors [*images, D] as [images, D]; those without images stay as they are."""
     return [v if v is None or v.ndim == 1 else v.reshape(-1, v.shape[-1]) for v in vectors]
 
 
 def _tiled_shape(x: Any, image_axes: int) -> tuple[int, int, int]:
-    """Rows of an image, features, and the bytes of an element: what tiles are cut from."""
+    """Returns what tiles are cut from: rows of an image, features, and bytes of an element."""
     return math.prod(x.shape[image_axes:-1]), x.shape[-1], x.dtype.itemsize
 
 
 def _fastest_first(kernel, device, x, residual, vectors, microseconds) -> dict[str, str | None]:
-    """Why each implementation cannot run rows [*images, M, D], the fastest first."""
+    """Returns why each implementation cannot run rows [*images, M, D], the fastest first."""
     rows, features, segments = x.size // x.shape[-1], x.shape[-1], x.shape[: kernel.image_axes]
     reason = pallas_layer_norm.why_unsupported(
         compute_capability=device.compute_capability,
@@ -478,7 +478,7 @@ def _fastest_first(kernel, device, x, residual, vectors, microseconds) -> dict[s
 
 
 _XLA_OF_IMAGES = 1.2
-"""How much longer XLA takes, at least, than for a norm whose parameters all images share."""
+"""Factor by which XLA takes longer, at least, than for a norm whose parameters all images share."""
 
 
 def _present(*arrays: Any) -> int:

@@ -1,7 +1,6 @@
 """batch_norm and fold_batch_norm: validation, choice of implementation, gradient.
 
-A batch whose statistics are taken is, to the kernels, one image of group_norm with a group for each
-channel.
+The kernels see a batch in training as one image of group_norm with a group for each channel.
 """
 
 import functools
@@ -183,7 +182,7 @@ def _why_xla(x: jax.Array, training: bool, axis_name: Hashable) -> str | None:
 def _over_batch(
     run: Runner, options: group_norm.Options, rectified: bool, x, residual, scale, bias, statistics
 ):
-    """(y, mean, var) by the kernels, to which x is one image with a group for each channel."""
+    """Returns (y, mean, var) by the kernels, to which x is one image with a group for each channel."""
     letters = sharding.leading_axes(x.ndim - 1) + "c"
     operands = (x, residual, scale, bias)
     x, residual, scale, bias = sharding.align(operands, operand_axes=(letters, letters, "c", "c"))
@@ -196,7 +195,7 @@ def _over_batch(
 class _Residuals(NamedTuple):
     x: jax.Array
     residual: jax.Array | None
-    """Or the result, as `group_norm.kept` has it."""
+    """The result y instead of the residual under relu, as `group_norm.kept` returns it."""
     residual_like: jax.Array | None
     mean: jax.Array
     """[1, C], float32."""
@@ -222,7 +221,7 @@ def _results_and_residuals(
         forward = group_norm.Forward(options, save_statistics=True, save_variance=True)
         y, mean, rstd, var = run(forward, x, residual, scale, bias)
     else:
-        # What is left is arithmetic of single values, which XLA fuses by itself.
+        # Only elementwise arithmetic is left, which XLA fuses by itself.
         mean, var = (a.astype(jnp.float32)[None] for a in statistics)
         rstd = jax.lax.rsqrt(var + options.epsilon)
         y = _normalised(options, x, residual, scale, bias, mean, var)
@@ -231,7 +230,7 @@ def _results_and_residuals(
 
 
 def _normalised(options: group_norm.Options, x, residual, scale, bias, mean, var) -> jax.Array:
-    """Images [1, ..., C, 1] by statistics [1, C]."""
+    """Normalises images [1, ..., C, 1] by statistics [1, C]."""
     scale, bias, residual = (None if a is None else a[..., 0] for a in (scale, bias, residual))
     statistics = mean[0], var[0]
     y = batch_norm_xla.norm(
@@ -249,7 +248,7 @@ def _normalised(options: group_norm.Options, x, residual, scale, bias, mean, var
 def _norm_bwd(
     run: Runner, options: group_norm.Options, rectified: bool, saved: _Residuals, cotangents
 ):
-    # The statistics mostly go into running averages alone and have no gradient, not even zeros.
+    # The statistics usually go only into running averages, and have no gradient, not even zeros.
     without = all(isinstance(cotangent, SymbolicZero) for cotangent in cotangents[1:])
     dy, dmean, dvar = (
         jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents
@@ -268,7 +267,7 @@ def _norm_bwd(
         return None if array is None else gradient.astype(array.dtype)
 
     dresidual = like(dresidual if passed is None else passed, residual_like)
-    # The gradient of x has what flows through the statistics.
+    # The gradient of x includes what flows through the statistics.
     return dx, dresidual, like(dscale, scale), like(dbias, bias), None
 
 

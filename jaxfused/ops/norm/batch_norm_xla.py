@@ -44,7 +44,7 @@ def batch_statistics(
 
 
 def values_of_a_channel(x: Any) -> int:
-    """How many values of x [..., C] a channel has."""
+    """Returns how many values of x [..., C] a channel has."""
     return math.prod(x.shape[:-1])
 
 
@@ -59,7 +59,7 @@ def of_batch(
     axis_name: Hashable | tuple[Hashable, ...] | None,
     axis_index_groups: Sequence[Sequence[int]] | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(y, mean, variance) of [..., C], normalised by its own statistics."""
+    """Returns (y, mean, variance) of [..., C], normalised by its own statistics."""
     mean, var = batch_statistics(x, axis_name=axis_name, axis_index_groups=axis_index_groups)
     if values_of_a_channel(x) == 2 and axis_name is None:
         pairs = x.astype(accumulator_dtype(x.dtype)).reshape(2, x.shape[-1])
@@ -79,7 +79,7 @@ def norm_and_statistics(
     epsilon: float,
     activation: str | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(y, mean, rstd, variance) of [M, C]; the statistics are [C]."""
+    """Returns (y, mean, rstd, variance) of [M, C]; the statistics are [C]."""
     mean, variance = row_moments(x)
     statistics = mean, variance, jax.lax.rsqrt(variance + epsilon)
     mean, variance, rstd = settled(statistics, parts_of(*x.shape))
@@ -88,13 +88,13 @@ def norm_and_statistics(
 
 
 def row_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance [C] of [M, C], in one pass over x."""
+    """Returns mean and variance [C] of [M, C], in one pass over x."""
     wide = x.astype(accumulator_dtype(x.dtype))
     return shifted_moments(wide, wide[len(x) // 2], _mean_of_rows)
 
 
 def _mean_of_rows(values: jax.Array) -> jax.Array:
-    """[C] of [M, C]; few rows in parts, of which XLA would keep few multiprocessors busy."""
+    """Returns the mean [C] of [M, C]. A few rows are split, because XLA would use only a few SMs."""
     rows, columns = values.shape
     parts = parts_of(rows, columns)
     if parts == 1:
@@ -129,7 +129,7 @@ def norm(
 def _finish(
     y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, activation: str | None
 ) -> jax.Array:
-    """The bias, residual and activation after the scale."""
+    """Adds bias and residual, and applies the activation."""
     y = y if bias is None else y + along_last_axis(bias, y)
     y = y if residual is None else y + residual.astype(y.dtype)
     return activate(activation, y)

@@ -119,7 +119,7 @@ def group_norm(
         return group_norm_xla.norm(
             x, scale, bias, residual, num_groups=num_groups, epsilon=epsilon, activation=activation
         )
-    # Groups are an axis of their own, so that they can be split over devices.
+    # Groups become an axis, so that they can be split over devices.
     x_groups, residual, scale, bias = (
         None if a is None else a.reshape(*a.shape[:-1], num_groups, a.shape[-1] // num_groups)
         for a in (x, residual, scale, bias)
@@ -176,7 +176,7 @@ def _validate(x, scale, bias, image_scale, image_shift, residual, num_groups, gr
 
 
 def _modulated(x, scale, bias, image_scale, image_shift):
-    """Scale and bias, [C] or [B, C], into which the modulation of each image is folded."""
+    """Returns scale and bias, [C] or [B, C], with the modulation of each image folded in."""
     dtype = accumulator_dtype(x.dtype)
     scale, bias, image_scale, image_shift = (
         None
@@ -202,7 +202,7 @@ def _modulated(x, scale, bias, image_scale, image_shift):
 
 @dataclass(frozen=True)
 class Options:
-    """What is static in a call, of group_norm or of an operator that is a case of it."""
+    """Static arguments of a call to group_norm, or to an operator that is a case of it."""
 
     op: str
     epsilon: float
@@ -212,9 +212,9 @@ class Options:
 class _Residuals(NamedTuple):
     x: jax.Array
     residual: jax.Array | None
-    """Or the result, as `kept` has it."""
+    """The result y instead of the residual under relu, as `kept` returns it."""
     residual_like: jax.Array | None
-    """Of the residual's dtype: an array without elements."""
+    """An array without elements, of the residual's dtype."""
     mean: jax.Array
     """[B, G], float32."""
     rstd: jax.Array
@@ -251,10 +251,10 @@ def _norm_bwd(run: Runner, options: Options, rectified: bool, saved: _Residuals,
 def kept(
     options: Options, rectified: bool, residual: jax.Array | None, y: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """What the gradient keeps of the residual, and an array without elements of its dtype.
+    """Returns what the backward needs of the residual, and an empty array of the residual's dtype.
 
-    Under relu it is the result, whose sign says enough, and which whatever comes next keeps too. Of a
-    rectified result the gradient arrives masked.
+    Under relu that is y: its sign is enough for the mask, and the next layer saves y anyway. Nothing is
+    needed if `rectified`, because dy then arrives masked.
     """
     if residual is None:
         return None, None
@@ -271,10 +271,10 @@ def through_relu(
     residual: jax.Array | None,
     residual_like: jax.Array | None,
 ) -> tuple[Options, jax.Array, jax.Array | None, jax.Array | None]:
-    """(options, dy, residual, dresidual) for the backward of a norm of what `kept` kept.
+    """Returns (options, dy, residual, dresidual) for a backward of what `kept` saved.
 
-    The gradient behind a relu is a fusion of XLA's with the sum that mostly makes dy; the kernel then
-    reads one array less in either pass, and that gradient is the residual's.
+    XLA fuses the gradient of the relu with the sum that usually makes dy. The kernel then reads one
+    array less in each pass, and the masked dy is the residual's gradient.
     """
     if rectified and residual_like is not None:
         return replace(options, activation=None), dy, None, dy
@@ -294,17 +294,17 @@ _IMAGES = "b" + ROWS + "gs"
 
 
 def _parameter(array: jax.Array | None) -> str:
-    """The letters of a parameter [G, S], or [B, G, S] with one for each image."""
+    """Returns the letters of a parameter [G, S], or [B, G, S] with one for each image."""
     return "bgs" if array is not None and array.ndim == 3 else "gs"
 
 
 def _whole(x: jax.Array) -> str:
-    """The axes that must not be split: those of the pixels, and the channels of a group."""
+    """Returns the axes that must not be split: those of the pixels, and the channels of a group."""
     return sharding.leading_axes(x.ndim - 3) + "s"
 
 
 def _spelt_axes(x, residual, scale, bias) -> Axes:
-    """The letters of the operands for `sharding`."""
+    """Returns the letters of the operands for `sharding`."""
     axes = Forward(Options("", 0.0, None), save_statistics=False).axes(x, residual, scale, bias)
     pixels = sharding.leading_axes(x.ndim - 3)
     return axes._replace(operands=[letters.replace(ROWS, pixels) for letters in axes.operands])
@@ -312,7 +312,7 @@ def _spelt_axes(x, residual, scale, bias) -> Axes:
 
 @dataclass(frozen=True)
 class Forward:
-    """(y, mean, rstd, variance) of x, residual [B, ..., G, S], scale and bias."""
+    """Computes (y, mean, rstd, variance) from x, residual [B, ..., G, S], scale and bias."""
 
     options: Options
     save_statistics: bool
@@ -345,7 +345,7 @@ class Forward:
         return _Moved(in_both=1, in_one=int(residual is not None), kept=1)
 
     def _slab(self, device, x, residual) -> tuple[group_norm_slab_cuda.Config, float] | None:
-        """How slabs of images [B, P, G, S] stay on chip, and for how long, where that is faster."""
+        """Returns config and microseconds of the slab kernel for [B, P, G, S], or None if slower."""
         images, pixels, groups, size = x.shape
         shape = (images, pixels, groups * size, x.dtype.itemsize)
         config = group_norm_slab_cuda.config_for(
@@ -422,10 +422,10 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """(dx, dresidual, dscale, dbias) of dy, what was saved, and the gradients of the statistics.
+    """Computes (dx, dresidual, dscale, dbias) from dy, saved arrays and the statistics' gradients.
 
-    The gradients of the parameters are float32, and `per_image` for each image also where the images
-    share them.
+    The gradients of the parameters are float32. With `per_image` there is one for each image, even of
+    parameters that the images share.
     """
 
     options: Options
@@ -543,7 +543,7 @@ def _channels_last(array: jax.Array | None) -> Any:
 
 
 def _dropped(parameter: jax.Array | None) -> Any:
-    """A parameter [1, C] as [C], which the reference takes for any number of images."""
+    """Returns a parameter [1, C] as [C], which the reference takes for any number of images."""
     return parameter[0] if parameter is not None and parameter.shape[0] == 1 else parameter
 
 
@@ -554,9 +554,9 @@ def _merged(
     rows: Sequence[jax.Array | None],
     parameters: Sequence[jax.Array | None],
 ) -> list[jax.Array | None]:
-    """The operands, with the batch of a `jax.vmap` merged into the images.
+    """Merges the batch of a `jax.vmap` into the images of the operands.
 
-    A parameter that the images share stays as it is where all entries of the batch share it too.
+    A parameter that the images share stays as it is if all entries of the batch share it too.
     """
     operands = merged_images(axis_size, in_batched[: len(rows)], rows)
     for parameter, batched in zip(parameters, in_batched[len(rows) :], strict=True):
@@ -578,7 +578,7 @@ def _merged(
 
 @dataclass(frozen=True)
 class _Cost:
-    """Microseconds of XLA's kernels: to start, and for each megabyte of x."""
+    """Microseconds that XLA's kernels take to start, and for each megabyte of x."""
 
     start: float
     per_megabyte: float
@@ -586,16 +586,16 @@ class _Cost:
 
 @dataclass(frozen=True)
 class _Moved:
-    """Arrays of x's shape that the two passes of a norm move, beside what they write in any case."""
+    """Counts of arrays of x's shape that the two passes move, on top of what they always write."""
 
     in_both: int
-    """Read by either pass."""
+    """Arrays that both passes read."""
     in_one: int
-    """Read or written by one of them."""
+    """Arrays that one pass reads or writes."""
     more_in_both: int = 0
-    """Of those in both, how many there are because of a residual."""
+    """Arrays among `in_both` that are there because of a residual."""
     kept: int = 0
-    """Of those in both, how many stay on chip where images are read once."""
+    """Arrays among `in_both` that stay on chip where images are read once."""
 
 
 _XLA_FORWARD = {
@@ -606,8 +606,8 @@ _XLA_BACKWARD = {
     "group_norm": (_Cost(6.4, 4.5), _Cost(15.0, 2.6)),
     "batch_norm": (_Cost(30.0, 1.85),),
 }
-"""XLA takes the least of them: small images less than what the second starts with, and large ones less
-for a megabyte than the first says."""
+"""The least cost of an entry counts. The first fits small images, which take less than the last one's
+start; the last fits large images, which take less per megabyte."""
 
 
 def _fastest_first(
@@ -619,9 +619,9 @@ def _fastest_first(
     xla: Mapping[str, Sequence[_Cost]],
     ours: Callable[[], float],
 ) -> Mapping[str, str | None]:
-    """Why an implementation cannot run images [B, P, G, S], the one expected to be fastest first.
+    """Returns why each implementation cannot run images [B, P, G, S], the fastest expected first.
 
-    `ours` is the expected time of the kernels.
+    `ours` returns the expected microseconds of the CUDA kernels.
     """
     images, pixels, groups, size = x.shape
     reason = group_norm_cuda.why_unsupported(
@@ -646,7 +646,7 @@ def _fastest_first(
 
 
 def _time_of_passes(device: dispatch.Device, x: Any, moved: _Moved) -> float:
-    """The expected microseconds of the kernels that read images [B, P, G, S] once or twice."""
+    """Returns the expected microseconds of the kernels that read images [B, P, G, S] once or twice."""
     images, pixels, groups, size = x.shape
     shape = (images, pixels, groups * size, x.dtype.itemsize, moved.in_both)
     run = dict(groups=groups, multiprocessors=device.multiprocessors)
@@ -661,21 +661,21 @@ def _megabytes(x: Any) -> float:
 
 
 _SUMMED_IN_A_LOOP = 128
-"""Rows of a batch that a few threads of XLA's sum at once, all passes of a gradient in 6 or 7 us."""
+"""Most rows that a few threads of XLA sum in a loop: all passes of a gradient take 6 or 7 us."""
 _OUR_MEGABYTE, _XLA_MEGABYTE = 0.25, 0.3
-"""Microseconds to read or write a megabyte."""
+"""Microseconds that our kernel and XLA's take to read or write a megabyte."""
 _GAIN = 0.85
-"""The kernels come first where they are expected to take at most this part of XLA's time: the estimate
-of small images is off by as much."""
+"""Largest ratio of the kernels' expected time to XLA's at which they come first. For small images the
+estimate is off by as much."""
 
 
 def why_few(values: Any) -> str | None:
-    """Why a norm over so few values is left to XLA unless a kernel is named, or None."""
+    """Returns why a norm over so few values is left to XLA unless a kernel is named, or None."""
     if not is_few(values):
         return None
     return f"it is over {values} values, of which XLA's own gradient is the most exact"
 
 
 def why_no_pallas(op: str) -> str:
-    """Why the implementation "pallas" cannot run a norm over images."""
+    """Returns why the implementation "pallas" cannot run a norm over images."""
     return f"there is no Pallas kernel of {op}"

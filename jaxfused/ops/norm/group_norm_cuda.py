@@ -1,8 +1,8 @@
 """group_norm by the CUDA kernels of ffi/norm/group_norm_fwd.cu and ffi/norm/group_norm_bwd.cu.
 
-Two passes take the sums of slices of an image and then write. They may go over chunks of images that
-a second read finds in L2; a launch has the second pass over a chunk and the first over the next one.
-Where images fit into the shared memory of a Hopper GPU, one launch does both passes and reads them once.
+The first pass sums slices of an image, and the second writes. They may go over chunks of images that
+the second finds in the L2: a launch then does the second pass of a chunk and the first of the next. If
+images fit into the shared memory of a Hopper GPU, one launch does both passes and reads them once.
 """
 
 import math
@@ -18,18 +18,18 @@ from jaxfused.runtime import cuda_library
 
 MAX_PIXELS = 2**30
 _THREADS = 512
-"""Of a block, unless a pixel alone has more vectors."""
+"""Threads of a block, unless one pixel has more vectors."""
 _MAX_THREADS = 1024
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is launched."""
+    """Launch parameters of a kernel."""
 
     slices: int
-    """Of an image, each of which a block takes."""
+    """Slices of an image, with a block for each."""
     chunk: int
-    """Images of a pass, or at a time where they are read once."""
+    """Images of a pass, or at a time if they are read once."""
     once: bool = False
     """Whether a slice stays in shared memory between the passes: group_norm_single_pass.cuh."""
 
@@ -41,13 +41,13 @@ class Config:
 
 
 def vector_size(channels: int, itemsize: int) -> int:
-    """The values of a thread's vector in the backward, which has the shorter ones."""
+    """Returns the values of a thread's vector in the backward, which has the shorter vectors."""
     return 4 if channels * itemsize % 16 == 0 else 4 // itemsize
 
 
 _FEWEST_VALUES = 4
-"""Of a group with a residual: dx is made of the residual's gradient, which is rounded, and of sums of
-what it was before. Of up to three values they cancel each other, and what rounding changed is left."""
+"""Fewest values of a group with a 16-bit residual. dx takes the residual's rounded gradient and
+sums of the unrounded one. Over up to three values these cancel, and only rounding errors are left."""
 
 
 def why_unsupported(
@@ -60,7 +60,7 @@ def why_unsupported(
     dtype: Any,
     residual_dtype: Any = None,
 ) -> str | None:
-    """None where forward and backward can run on x [images, pixels, channels], else the reason."""
+    """Returns None if forward and backward can run on x [images, pixels, channels], else the reason."""
     reason = cuda_library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -93,45 +93,45 @@ def why_unsupported(
 # --- configs --------------------------------------------------------------------------------------
 
 _CACHED_BYTES = 28e6
-"""What a pass reads that the next pass finds in L2."""
+"""Bytes read by a pass that the next pass finds in the L2."""
 _MOST_SUMS = 4096
-"""More sums than these in all slices of an image are merged by a launch of their own."""
+"""Most sums in all slices of an image without a launch of its own to merge them."""
 _LAUNCH = 7.0
-"""Microseconds, with the first loads and the sums of a block."""
+"""Microseconds of a launch, with the first loads and the sums of a block."""
 _MERGE_LAUNCH = 3.5
 _ROUND = 2.0
-"""Of each further round of blocks."""
+"""Microseconds of each further round of blocks."""
 _TERABYTES_A_SECOND = 4.1
 _CACHE_TERABYTES_A_SECOND = 10.0
-"""Of what the second pass reads from the L2, beside what it writes."""
+"""Rate of the second pass's reads from the L2. Its writes are counted apart."""
 _BLOCK_TERABYTES_A_SECOND = 0.024
 _TWO_PASSES = {1: 1.07, 2: 1.16}
-"""By the arrays that are read: what instructions take longer than memory."""
+"""Factor on the time by the number of arrays read: instructions take longer than memory."""
 _CHUNK_GAIN = 0.9
-"""Chunks are taken where they are expected to need this part of the time of a single one, at most."""
+"""Largest ratio of the time in chunks to that of a single chunk at which chunks are taken."""
 
 _ONCE_LAUNCH = 7.4
-"""Microseconds, with a launch's start, the first loads, and what the last image waits for its sums."""
+"""Microseconds of a launch: its start, the first loads, and the last image's wait for its sums."""
 _ONCE_TERABYTES_A_SECOND = {1: 3.0, 2: 2.2}
-"""By the arrays that are read. Two take more instructions than memory leaves time for."""
+"""Rate by the number of arrays read. Two need more instructions than the memory's time allows."""
 _ONCE_BLOCK_TERABYTES_A_SECOND = 0.04
 _ONCE_SUM = 0.7e-3
-"""Microseconds in which a block merges a sum of an image, while it works on other images."""
+"""Microseconds to merge a sum of an image, which a block does while it works on other images."""
 _ONCE_IMAGE, _ONCE_ROUND = 1.5, 0.3
-"""Of an image, however small, before a block can begin with its next one, and beside what it moves."""
+"""Least microseconds of an image before a block can begin its next, and those added to each round."""
 _ONCE_ALONE = 3.0
-"""Of a block that has no next image to read while it waits for the sums of its only one."""
+"""Microseconds of a block with a single image, which has nothing to read while it awaits its sums."""
 _ONCE_BYTES = 140 * 1024
-"""Of a slice, which leaves room in shared memory for the sums and for what is on the way."""
+"""Most bytes of a slice. The sums and the data in flight need the rest of the shared memory."""
 _ONCE_PIXEL_BYTES = 2048
-"""Of all channels, which the crew of the forward's sums reads 16 bytes a thread."""
+"""Most bytes of a pixel's channels, which the forward's summing warps read 16 bytes a thread."""
 _ONCE_GROUPS = 512
 _ONCE_SUMS = 8192
-"""Of all slices of an image, which every block merges."""
+"""Most sums in all slices of an image, each of which every block merges."""
 
 
 def reads_once(compute_capability: tuple[int, int] | None) -> bool:
-    """Whether a GPU has bulk copies, and the shared memory for images that are read once."""
+    """Whether a GPU has bulk copies, and enough shared memory for images that are read once."""
     return (
         compute_capability is not None
         and compute_capability[0] in (9, 10)
@@ -142,7 +142,7 @@ def reads_once(compute_capability: tuple[int, int] | None) -> bool:
 def _configs_once(
     images: int, pixels: int, pixel_bytes: int, kept: int, groups: int, multiprocessors: int
 ) -> list[Config]:
-    """Those that read images once and keep as many arrays of them on chip, none where that is 0."""
+    """Returns the configs that read images once and keep `kept` arrays on chip; none if `kept` is 0."""
     fits = pixel_bytes % 16 == 0 and pixel_bytes <= _ONCE_PIXEL_BYTES and groups <= _ONCE_GROUPS
     if not kept or not fits:
         return []
@@ -168,10 +168,10 @@ def candidates(
     multiprocessors: int,
     kept: int = 0,
 ) -> list[Config]:
-    """Configs for x [images, pixels, channels], the best guess first.
+    """Returns configs for x [images, pixels, channels], the best guess first.
 
-    `arrays` of that shape are read by either pass: x, the residual, and dy in the backward. `kept` of
-    them stay on chip where images are read once, or 0 where they cannot be.
+    Both passes read `arrays` of that shape: x, the residual, and dy in the backward. If images are read
+    once, `kept` of them stay on chip; 0 means that they cannot.
     """
     shape = (images, pixels, channels, itemsize, arrays)
     image_bytes = arrays * pixels * channels * itemsize
@@ -204,7 +204,7 @@ def microseconds(
     groups: int,
     multiprocessors: int,
 ) -> float:
-    """The expected time of the passes, which read `arrays` of x's shape and write one."""
+    """Returns the expected microseconds of passes that read `arrays` of x's shape and write one."""
     if config.once:
         return _microseconds_once(config, images, pixels, channels * itemsize, arrays, groups)
     _, blocks = _block(pixels, channels, itemsize, multiprocessors)
@@ -216,7 +216,7 @@ def microseconds(
     slice_bytes = math.ceil(pixels / config.slices) * channels * itemsize
 
     def at(terabytes_a_second: float, count: float) -> float:
-        """The time for `count` arrays of a chunk."""
+        """Returns the microseconds of `count` arrays of a chunk."""
         of_all = (
             count
             * chunk
@@ -237,7 +237,7 @@ def microseconds(
     time *= _TWO_PASSES[min(arrays, 2)]
     if whole:
         return time + _LAUNCH
-    # Sums are written by the first pass, and read by a merge or by every block of the second pass.
+    # The first pass writes the sums; a merge or every block of the second pass reads them.
     apart = config.slices * groups > _MOST_SUMS
     readers = 1 if apart else config.slices
     sums = 8 * images * config.slices * groups * (1 + readers)
@@ -262,7 +262,7 @@ def _microseconds_once(
 
 
 def _block(pixels: int, channels: int, itemsize: int, multiprocessors: int) -> tuple[int, int]:
-    """The pixels that a block takes together, and the blocks that the GPU runs at the same time."""
+    """Returns the pixels that a block takes at once, and the blocks that the GPU runs at once."""
     columns = channels // vector_size(channels, itemsize)
     rows = max(1, min(_THREADS // columns, pixels))
     threads = 32 * math.ceil(rows * columns / 32)
@@ -287,10 +287,10 @@ def forward(
     once: bool = False,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(y, mean, rstd, variance) of x [B, P, C] and scale, bias [1 or B, C].
+    """Returns (y, mean, rstd, variance) of x [B, P, C] and scale, bias [1 or B, C].
 
-    The statistics are float32 [B, groups], and None where they are not wanted. `once` is what
-    `reads_once` says of the GPU.
+    The statistics are float32 [B, groups], or None if they are not wanted. `once` is the result of
+    `reads_once` for the GPU.
     """
     images, pixels, channels = x.shape
     config = (
@@ -335,7 +335,7 @@ def call_forward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Calls a forward's handler on x [B, P, C], residual, scale and bias; returns what `forward` does.
 
-    `scratch` is what its blocks leave for each other, and `attributes` say how it is launched.
+    `scratch` are arrays through which its blocks exchange data; `attributes` are its launch parameters.
     """
     cuda_library.register()
     x, *others = operands
@@ -383,10 +383,10 @@ def backward(
     once: bool = False,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(dx, dresidual, dscale, dbias) of x [B, P, C]; None for what is None.
+    """Returns (dx, dresidual, dscale, dbias) of x [B, P, C]; None for what is None.
 
     `dmean` and `dvariance` [B, groups] are the gradients of the forward's statistics. dscale and dbias
-    are float32 [B, C] if `per_image` or where the images have parameters of their own, else [1, C].
+    are float32 [B, C] if `per_image` or if the images have parameters of their own, else [1, C].
     """
     cuda_library.register()
     images, pixels, channels = x.shape
@@ -410,7 +410,7 @@ def backward(
 
     shared = all(a is None or a.shape[0] == 1 for a in (scale, bias))
     rows = 1 if shared and not per_image else images
-    # Blocks that read images once keep the sums of parameters that these share.
+    # Blocks that read images once keep the sums of parameters that the images share.
     keeps_sums = config.once and (rows == 1 or (scale is None and bias is None))
     call = jax.ffi.ffi_call(
         "jaxfused_group_norm_backward",
@@ -457,7 +457,7 @@ def backward(
 def _scratch(
     config: Config, images: int, groups: int, has_partials: bool = True
 ) -> list[jax.ShapeDtypeStruct]:
-    """The sums of slices, those merged, and counters of blocks; what is not needed has no elements."""
+    """Returns arrays for sums of slices, merged sums and counters; unneeded ones have no elements."""
     partials = (images, config.slices, groups, 2)
     if config.once:
         partials = (images, groups, config.slices, 2)
@@ -469,7 +469,7 @@ def _scratch(
 
 
 def _operands(x: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
-    """The arrays as a handler takes them: one that is absent travels without elements.
+    """Returns the handler's operands, with an array without elements for each absent one.
 
     It is made like `x`, because in a `jax.shard_map` all operands must vary over the same axes.
     """

@@ -1,9 +1,9 @@
 """group_norm's forward by the CUDA kernel of ffi/norm/group_norm_slab.cu, which reads images once.
 
-A block has a slab, neighbouring channels of whole groups, of an image or of a part of it, and keeps it
-in shared memory until its statistics are known. Where an image has several parts, their blocks wait for
-each other, and so all have to run at the same time. A batch of batch_norm is an image with a group for
-each channel.
+A block owns a slab (neighbouring channels of whole groups) of an image, or of a part of its pixels. It
+keeps the slab in shared memory until its statistics are known. If an image has several parts, their
+blocks wait for each other, so that all must run at the same time. A batch of batch_norm is an image with
+a group for each channel.
 """
 
 import math
@@ -16,23 +16,23 @@ import numpy as np
 from jaxfused.ops.norm.group_norm_cuda import call_forward, reads_once
 
 THREADS = 512
-"""Of a block."""
+"""Threads of a block."""
 _VECTOR_BYTES = 16
 _MOST_VECTORS = 64
 _SHARED_BYTES = 227 * 1024
-"""Of a block on a Hopper GPU."""
+"""Bytes of shared memory of a block on a Hopper GPU."""
 _FEWEST_PIXELS = 32
-"""Of a part, so that its mean lies near that of the image."""
+"""Fewest pixels of a part, so that its mean is near that of the image."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernel is launched."""
+    """Launch parameters of the kernel."""
 
     vectors: int
-    """Of 16 bytes, of a pixel of a slab."""
+    """Vectors of 16 bytes in a pixel of a slab."""
     parts: int
-    """Of an image's pixels, each of which a block has."""
+    """Parts of an image's pixels, with a block for each."""
 
 
 def config_for(
@@ -45,7 +45,7 @@ def config_for(
     compute_capability: tuple[int, int] | None,
     multiprocessors: int,
 ) -> Config | None:
-    """How x [images, pixels, channels] is kept on chip, or None where it does not fit."""
+    """Returns the fastest config that keeps x [images, pixels, channels] on chip, or None."""
     if not reads_once(compute_capability) or min(images, pixels) < 1:
         return None
     shape = (images, pixels, channels, itemsize)
@@ -60,7 +60,7 @@ def config_for(
 def candidates(
     images: int, pixels: int, channels: int, itemsize: int, *, groups: int, multiprocessors: int
 ) -> list[Config]:
-    """All that fit."""
+    """Returns all configs that fit."""
     vector = _VECTOR_BYTES // itemsize
     found = []
     for vectors in range(1, _MOST_VECTORS + 1):
@@ -76,12 +76,12 @@ def candidates(
 
 
 def _line_sums(config: Config) -> int:
-    """The sums of a channel that a block's threads leave in shared memory, one a warp if they can."""
+    """Returns how many sums of a channel a block leaves in shared memory: one per warp if it can."""
     return THREADS // 32 if 32 % config.vectors == 0 else THREADS // config.vectors
 
 
 def _shared_bytes(config: Config, pixels: int, itemsize: int) -> int:
-    """Of a block: sums of its threads, statistics, and what it has of x."""
+    """Returns the bytes of a block: its threads' sums, the statistics, and its slab of x."""
     columns = config.vectors * _VECTOR_BYTES // itemsize
     lines = THREADS // config.vectors
     steps = math.ceil(math.ceil(pixels / config.parts) / lines)
@@ -89,20 +89,20 @@ def _shared_bytes(config: Config, pixels: int, itemsize: int) -> int:
 
 
 _BLOCK, _NEXT_BLOCK = 5.0, 2.6
-"""Microseconds: a launch with a block, however small it is; another block of the same multiprocessor."""
+"""Microseconds of a launch with one block of any size, and of each further block on the same SM."""
 _WAIT, _WAIT_FOR_PART = 1.0, 0.015
-"""Of a block for others, and for each of them."""
+"""Microseconds that a block waits for the others, and those added by each part."""
 _MERGED, _SUMMED = 4.5e-4, 0.1
-"""Of a sum of another block, and of one of its own threads in each of two rounds."""
+"""Microseconds to merge another block's sum, and to add one of its own in each of two rounds."""
 _TERABYTES_A_SECOND, _TERABYTES_TOGETHER = 2.8, 2.6
-"""Of blocks by themselves, and of those that wait for each other."""
+"""Memory rate of independent blocks, and of blocks that wait for each other."""
 _BLOCK_TERABYTES_A_SECOND = 0.03
 _RESIDUAL = 2.2
-"""Times what reading x costs, since a residual is waited for between the statistics and the result."""
+"""Cost of a residual over that of reading x: the result waits for it after the statistics."""
 _SHORT = {True: ((2, 2.0),), False: ((2, 2.8), (4, 1.2))}
-"""What it costs to read fewer vectors of a pixel than so many, by whether x is small."""
+"""Factors on the transfer time of pixels with fewer than so many vectors, by whether x is small."""
 _SMALL_BYTES = 4e6
-"""Of x, which the L2 gives as fast in pieces of two vectors."""
+"""Bytes of x up to which the L2 gives pieces of two vectors as fast as longer ones."""
 
 
 def microseconds(
@@ -116,7 +116,7 @@ def microseconds(
     groups: int,
     residual: bool = False,
 ) -> float:
-    """The expected time."""
+    """Returns the expected microseconds."""
     slabs = channels * itemsize // (_VECTOR_BYTES * config.vectors)
     blocks = images * slabs * config.parts
     size = images * pixels * channels * itemsize
@@ -148,7 +148,7 @@ def forward(
     save_variance: bool = False,
     config: Config,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(y, mean, rstd, variance) of x [B, P, C] and scale, bias [1 or B, C], as `group_norm.forward`."""
+    """Returns (y, mean, rstd, variance) of x [B, P, C] and scale, bias [1 or B, C]."""
     images, _, channels = x.shape
     columns = config.vectors * _VECTOR_BYTES // x.dtype.itemsize
     slabs = channels // columns

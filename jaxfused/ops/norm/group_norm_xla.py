@@ -1,4 +1,4 @@
-"""group_norm in plain jax.numpy: the truth against which the kernels are tested."""
+"""group_norm in plain jax.numpy: the reference that the kernels are tested against."""
 
 import functools
 import math
@@ -24,12 +24,12 @@ save_statistics = functools.partial(
 
 
 def saving_statistics(values: Any) -> Callable[..., Any]:
-    """`save_statistics` for norms over so many values, or nothing for few: see `FEW_VALUES`."""
+    """Returns `save_statistics`, or the identity for norms over few values: see `FEW_VALUES`."""
     return (lambda norm: norm) if is_few(values) else save_statistics
 
 
 def values_of_a_group(x: Any, num_groups: int) -> int:
-    """Over how many values a norm of x [B, ..., C] is taken."""
+    """Returns over how many values each norm of x [B, ..., C] is taken."""
     return math.prod(x.shape[1:]) // num_groups
 
 
@@ -71,11 +71,11 @@ def norm(
 
 
 Statistics = tuple[jax.Array, jax.Array, jax.Array]
-"""Mean, variance and 1 / the standard deviation."""
+"""Mean, variance and rstd."""
 
 
 def centered_statistics(groups: jax.Array, epsilon: float) -> Statistics:
-    """Of [B, ..., groups, S] over all but images and groups, in two passes."""
+    """Returns the statistics of [B, ..., groups, S] over all but images and groups, in two passes."""
     axes = (*range(1, groups.ndim - 2), groups.ndim - 1)
     mean = checkpoint_name(jnp.mean(groups, axes, keepdims=True), STATISTICS)
     centered = groups - mean
@@ -84,9 +84,9 @@ def centered_statistics(groups: jax.Array, epsilon: float) -> Statistics:
 
 
 def statistics_in_one_pass(groups: jax.Array, epsilon: float) -> Statistics:
-    """The same of [B, P, groups, S] in one pass over the values; it is not differentiated."""
+    """Returns those of [B, P, groups, S] in one pass over the values, which is not differentiated."""
     images, pixels, num_groups, size = groups.shape
-    # Few images have too few groups to keep a GPU busy.
+    # A few images have too few groups to keep a GPU busy.
     parts = parts_of(pixels, images * num_groups) if images <= _FEW_IMAGES else 1
     near = groups[:, pixels // 2, :, size // 2]
     mean, variance = shifted_moments(
@@ -113,7 +113,7 @@ def norm_and_statistics(
     activation: str | None,
     statistics_of: Callable[[jax.Array, float], Statistics] = centered_statistics,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(y, mean, rstd, variance); the statistics are [B, num_groups], found by `statistics_of`."""
+    """Returns (y, mean, rstd, variance), with the statistics [B, num_groups] of `statistics_of`."""
     groups = _groups(x, num_groups)
     mean, variance, rstd = statistics_of(groups, epsilon)
     y = _affine(((groups - mean) * rstd).reshape(x.shape), residual, scale, bias)
@@ -140,11 +140,11 @@ def gradient(
     num_groups: int,
     activation: str | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(dx, dresidual, dscale, dbias) from what the forward has saved; the last two are [B, C].
+    """Returns (dx, dresidual, dscale, dbias) from what the forward has saved; the last two are [B, C].
 
-    `dmean` and `dvariance` [B, num_groups] are the gradients of the statistics, where they have any.
-    dscale and dbias are for each image, also of a parameter that the images share, and None of one
-    that is absent.
+    `dmean` and `dvariance` [B, num_groups] are the gradients of the statistics, or None. dscale and
+    dbias have an entry for each image, even if the images share the parameter, and are None for an
+    absent parameter.
     """
     spatial = tuple(range(1, x.ndim - 1))
     along_groups = (x.shape[0], *(1 for _ in spatial), num_groups, 1)
@@ -154,12 +154,12 @@ def gradient(
     flat = normalised.reshape(x.shape)
     _, slope = value_and_slope(activation, _affine(flat, residual, scale, bias))
     dz = dy.astype(slope.dtype) * slope
-    # The sums of a group and of a parameter are made of these.
+    # The sums of groups and of parameters both come from these.
     dscale, dbias = _sums_over_pixels(dz * flat, dz)
     size = centered[0].size // num_groups
 
     def mean_of_group(sums: jax.Array) -> jax.Array:
-        """The mean over a group of what scale multiplies, from its sums over pixels [B, C]."""
+        """Returns the mean over a group of what scale multiplies, from its sums over pixels [B, C]."""
         scaled = sums if scale is None else sums * scale.astype(sums.dtype)
         return jnp.sum(_groups(scaled, num_groups), -1).reshape(along_groups) / size
 
@@ -182,8 +182,8 @@ def gradient(
 def _sums_over_pixels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the sums [B, C] over the pixels of each [B, ..., C].
 
-    The barrier keeps XLA from one sum over all images, or over a group, which few blocks of threads
-    would compute. So would they the sums of few channels: these are summed in parts of the pixels.
+    The barrier keeps XLA from one sum over all images, or over a group, which only a few blocks would
+    compute. A few channels would also use few blocks, so that they are summed in parts of the pixels.
     """
     images, *sides, channels = arrays[0].shape
     pixels = math.prod(sides)
@@ -196,7 +196,7 @@ def _sums_over_pixels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 _FEW_SUMS = 2**13
-"""XLA gives a block of threads 64 of them: fewer blocks than a large GPU has multiprocessors."""
+"""Most sums to split. XLA gives each block of threads 64 sums: fewer blocks than a large GPU has SMs."""
 
 
 def _groups(x: jax.Array, num_groups: int) -> jax.Array:
@@ -212,7 +212,7 @@ def _affine(
     scale: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """What stands between the normalisation and the activation."""
+    """Applies scale and bias, and adds the residual."""
     if scale is not None:
         y = y * _along_channels(scale, y)
     if bias is not None:
@@ -223,7 +223,7 @@ def _affine(
 
 
 def _along_channels(parameter: jax.Array, like: jax.Array) -> jax.Array:
-    """A parameter [C] or [B, C] in the dtype of `like` [B, ..., C], and with as many axes."""
+    """Returns a parameter [C] or [B, C] in the dtype of `like` [B, ..., C], and with as many axes."""
     leading = parameter.shape[:-1] or (1,)
     return parameter.astype(like.dtype).reshape(
         *leading, *(1 for _ in range(like.ndim - 2)), parameter.shape[-1]

@@ -188,7 +188,7 @@ def _run(
             return quantized_norm.run(
                 options, x, scale, bias, residual, pre_bias, row_dtype, implementation
             )
-        # XLA quantises what it normalises without writing it in between, which two kernels would.
+        # XLA quantises what it normalises without writing it in between; two kernels would write it.
         implementation = implementation or "xla"
     output = _norm_of(options, *operands, implementation)
     return quantized_norm.of_output(output, row_dtype, implementation)
@@ -256,7 +256,7 @@ def _validate(options, x, scale, bias, images, residual, pre_bias) -> None:
 
 
 def _of_groups(*parameters: Any) -> bool:
-    """Whether a scale or bias is of several axes: the last ones of x."""
+    """Whether a scale or bias has several axes, which are the last ones of x."""
     return any(array is not None and array.ndim > 1 for array in parameters)
 
 
@@ -265,11 +265,11 @@ def _of_groups(*parameters: Any) -> bool:
 
 class _Residuals(NamedTuple):
     h: jax.Array
-    """The next residual where there is one, else x: pre_bias is still to be added to x."""
+    """The next residual where there is one, else x before pre_bias."""
     mean: jax.Array | None
-    """[...], float32; None for an RMSNorm."""
+    """[...] in float32; None for an RMSNorm."""
     rstd: jax.Array
-    """[...], float32."""
+    """[...] in float32."""
     scale: jax.Array | None
     bias: jax.Array | None
     pre_bias: jax.Array | None
@@ -313,7 +313,7 @@ _norm.defvjp(_norm_fwd, _norm_bwd)
 
 
 def _axes(x: jax.Array) -> str:
-    """The letters of x [..., D] for `sharding`."""
+    """Returns the letters of x [..., D] for `sharding`."""
     return sharding.leading_axes(x.ndim - 1) + "d"
 
 
@@ -322,7 +322,7 @@ def _axes(x: jax.Array) -> str:
 
 @dataclass(frozen=True)
 class _Forward:
-    """(y, next_residual, mean, rstd) of x, residual [M, D], scale, bias and pre_bias."""
+    """Computes (y, next_residual, mean, rstd) from x, residual [M, D], scale, bias and pre_bias."""
 
     options: NormOptions
     save_statistics: bool
@@ -369,7 +369,7 @@ class _Forward:
         return kernels.forward_candidates(*shape, matrices, _present(*vectors))
 
     def on_parts(self, names, call, x, residual, scale, bias, pre_bias) -> Results:
-        """Of the features that a device has, by XLA: statistics are added up over the devices."""
+        """Runs XLA on the features of one device, and adds the statistics up over the devices."""
         del call
         results = layer_norm_xla.norm_and_statistics(
             x, scale, bias, residual, pre_bias, **self.options.keywords(), names=names
@@ -393,7 +393,7 @@ class _Forward:
         )
 
     def _by_xla(self, norm, x, scale, bias, residual, pre_bias) -> Results:
-        """Of rows in any axes, which become those of a matrix."""
+        """Runs XLA on rows of any axes, as the rows of a matrix."""
         shares = self.save_statistics and layer_norm_costs.backward_shares(norm)
         matrix = _matrix(x, tiled=not shares)
         residual = None if residual is None else _matrix(residual, tiled=not shares)
@@ -401,7 +401,7 @@ class _Forward:
             matrix, scale, bias, residual, pre_bias, **self.options.keywords()
         )
         if self.save_statistics and not shares:
-            # XLA makes y in one kernel where nothing else reads its statistics.
+            # XLA computes y in one kernel only if nothing else reads its statistics.
             total, vector = (matrix, pre_bias) if next_residual is None else (next_residual, None)
             mean, rstd = layer_norm_xla.statistics(
                 jax.lax.optimization_barrier(total),
@@ -419,11 +419,11 @@ class _Forward:
 
 
 def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
-    """[M, D] of [..., D].
+    """Returns [..., D] as [M, D].
 
-    XLA's one kernel of a norm is `tiled`: it takes several rows at a time where their number
-    divides the last axis of rows in the array that it reads, and single rows of 197, which takes it
-    three times as long. Behind a barrier it reads the matrix.
+    With `tiled`, XLA's norm is one kernel. It takes several rows at a time only if their number divides
+    the last axis of rows of the array that it reads; with 197 rows it takes single ones, three times as
+    slow. Behind a barrier it reads the matrix.
     """
     matrix = array.reshape(-1, array.shape[-1])
     if not tiled or array.ndim <= 2 or array.shape[-2] % _ROWS_OF_A_TILE == 0:
@@ -432,15 +432,15 @@ def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
 
 
 _ROWS_OF_A_TILE = 16
-"""The most that XLA takes at a time, of narrow rows."""
+"""Most rows that XLA takes at a time, which it does with narrow ones."""
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """(dx, dscale, dbias, dpre_bias) of dy, dnext_residual and what was saved.
+    """Computes (dx, dscale, dbias, dpre_bias) from dy, dnext_residual and what was saved.
 
-    The first `batch_axes` axes of the rows are a batch: the parameters that its entries share have a
-    gradient, float32 [*batch, D], for each of them.
+    The first `batch_axes` axes of the rows are a batch. The parameters are shared by its entries, and
+    have a float32 gradient [*batch, D] with one for each entry.
     """
 
     options: NormOptions
@@ -496,7 +496,7 @@ class _Backward:
         return ()
 
     def on_parts(self, names, call, *operands) -> Results:
-        """Of the features that a device has, by XLA."""
+        """Runs XLA on the features of one device."""
         del call
         keywords = self.options.keywords()
         return self._gradients(layer_norm_xla.gradient, *operands, names=names, **keywords)
@@ -552,7 +552,7 @@ class _Backward:
 
 
 def _reasons(options, device, x, residual_dtype, segments=1) -> dict[str, str | None]:
-    """Why an implementation cannot run rows [..., D], forward or backward."""
+    """Returns why each implementation cannot run rows [..., D], forward or backward."""
     limits = dict(
         compute_capability=device.compute_capability,
         rows=x.size // x.shape[-1],
@@ -575,7 +575,7 @@ def _present(*arrays: Any) -> int:
 
 
 def _costed(options, device, x, has_residual, vectors, segments=1) -> layer_norm_costs.Norm:
-    """What the time of a norm over rows [..., D] depends on."""
+    """Returns the inputs of the cost model for a norm over rows [..., D]."""
     return layer_norm_costs.Norm(
         rows=x.size // x.shape[-1],
         features=x.shape[-1],
@@ -592,7 +592,7 @@ def _costed(options, device, x, has_residual, vectors, segments=1) -> layer_norm
 def _fastest_first(
     reasons: Mapping[str, str | None], microseconds: Callable[[str], float]
 ) -> dict[str, str | None]:
-    """The reasons, ordered by what those that can run are expected to take."""
+    """Returns the reasons, ordered by the expected microseconds of those that can run."""
     expected = {
         implementation: microseconds(implementation) if reason is None else math.inf
         for implementation, reason in reasons.items()

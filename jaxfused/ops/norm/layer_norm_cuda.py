@@ -1,9 +1,9 @@
 """layer_norm and rms_norm by the CUDA kernels of ffi/norm/layer_norm_*.cu.
 
-Each direction has a kernel for few rows, where what takes time is the way to memory and back, and one
-whose teams of threads walk over many rows, which arrive through shared memory. No shape is refused for
-its divisibility: rows that are no multiple of 16 bytes go in tiles of neighbouring rows, or in the
-backward, where they are long, in the aligned pieces of 16 bytes around them.
+Each direction has a kernel for few rows, where memory latency decides, and one for many rows, where
+teams of threads walk over rows that arrive through shared memory. No width is refused: misaligned rows
+are read in tiles of neighbouring rows or, if they are long, by the backward in the aligned pieces of 16
+bytes around them.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ MAX_ROWS = 2**30
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """How the forward is launched."""
+    """Launch parameters of the forward."""
 
     few_rows: bool = False
-    """By a kernel for few rows, where one holds a row: of 4,096 features, or 8,192 of a norm alone."""
+    """Use of a kernel for few rows, which holds rows of 4,096 features, or 8,192 of a norm alone."""
     threads: int = 128
-    """Threads of a block, at most: fewer, smaller blocks exchange sums with fewer others."""
+    """Most threads of a block. Smaller blocks have fewer warps to exchange sums with."""
     run: int = -1
-    """Neighbouring rows of each team; 0 for teams that take turns, -1 where the kernel may choose."""
+    """Neighbouring rows of each team; 0 for teams that take turns, -1 if the kernel may choose."""
 
     def __post_init__(self) -> None:
         if not 32 <= self.threads <= 128 or self.threads % 32:
@@ -41,15 +41,15 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """How the backward is launched."""
+    """Launch parameters of the backward."""
 
     few_rows: bool = False
-    """By the one kernel for few rows, where it can: without a gradient of pre_bias, and up to 4,096
-    features. Elsewhere a second kernel adds up the blocks' sums over rows."""
+    """Use of the kernel for few rows, which needs no second launch. It has no gradient of pre_bias and
+    takes up to 4,096 features. Otherwise a second kernel adds up the blocks' sums over rows."""
     threads: int = 512
-    """Threads of a block, at most."""
+    """Most threads of a block."""
     blocks: int = 1
-    """Blocks of a multiprocessor, at most: each has sums of its own over its rows."""
+    """Most blocks of an SM. Each has sums of its own over its rows."""
 
     def __post_init__(self) -> None:
         if not 32 <= self.threads <= 512 or self.threads % 32:
@@ -63,13 +63,13 @@ class BackwardConfig:
 _FEW_BYTES_FORWARD = 2**19
 _FEW_BYTES_PLAIN = 2**21
 _FEW_BYTES_BACKWARD = 4 * 2**20
-"""Up to so many bytes of one matrix the kernels for few rows are the first guess: that of a norm alone
-has the fewest instructions, and the backward's takes one launch where the other takes two."""
+"""Most bytes for which a kernel for few rows is the first guess: read by the forward, by a norm alone
+(fewest instructions), and of one matrix of the backward (one launch instead of two)."""
 FEW_ROWS_FEATURES = 4096
 _COLUMN_ROWS = 8192
 _FEW_ODD_ROWS = 3072
-"""Rows from which the columns' sums over them take the backward for few rows too long: of rows that
-begin at multiples of 16 bytes, and of others."""
+"""Most rows, aligned and misaligned, for which the backward for few rows is the first guess. Its sums
+over more rows take too long."""
 
 
 def forward_candidates(
@@ -80,7 +80,7 @@ def forward_candidates(
     `matrices` arrays of that shape are read (2 with a residual) and `vectors` of [features].
     """
     if features * itemsize % 16:
-        # Rows that start anywhere have a kernel of their own, which has nothing to choose.
+        # Misaligned rows have a kernel of their own, which has nothing to choose.
         return [ForwardConfig()]
     is_plain = matrices == 1 and vectors <= 2
     is_held = features <= (2 if is_plain else 1) * FEW_ROWS_FEATURES
@@ -123,10 +123,10 @@ def why_unsupported(
     segments: int = 1,
     round_before_scale: bool = False,
 ) -> str | None:
-    """None where forward and backward can run, else the reason.
+    """Returns None if forward and backward can run, else the reason.
 
-    The shapes are those that the kernels see: of one shard, and of all entries that a `vmap` folds into
-    the rows, each of which is one of the backward's `segments`.
+    The shapes are those that the kernels see: of one shard, with all entries that a `vmap` folds into
+    the rows. Each entry is one of the backward's `segments`.
     """
     reason = cuda_library.why_unfit(compute_capability)
     if reason is not None:
@@ -161,7 +161,7 @@ def forward(
     activation: str | None,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(y, next_residual, mean, rstd) over the rows of x [M, D]; what does not exist is None."""
+    """Returns (y, next_residual, mean, rstd) over the rows of x [M, D]; what does not exist is None."""
     cuda_library.register()
     rows = x.shape[0]
     save_mean = save_statistics and subtract_mean
@@ -223,11 +223,11 @@ def backward(
     activation: str | None,
     config: BackwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(dx, dscale, dbias, dpre_bias) over the rows of h [M, D].
+    """Returns (dx, dscale, dbias, dpre_bias) over the rows of h [M, D].
 
-    The last three are float32 [segments, D], one entry for each of `segments` equal runs of rows, and
-    None for a parameter that is None. With `dnext_residual`, h is the next residual, and pre_bias is in
-    it already.
+    The last three are float32 [segments, D], with one entry for each of `segments` equal runs of rows,
+    or None for a parameter that is None. With `dnext_residual`, h is the next residual, which includes
+    pre_bias.
     """
     cuda_library.register()
     parameters = (scale, bias, pre_bias)
@@ -268,7 +268,7 @@ def backward(
 def _gradients(
     parameters: tuple[jax.Array | None, ...], gradients: list[jax.Array]
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(dscale, dbias, dpre_bias) of what exists."""
+    """Returns (dscale, dbias, dpre_bias), with None for absent parameters."""
     dscale, dbias, dpre_bias = (
         None if parameter is None else gradient
         for parameter, gradient in zip(parameters, gradients, strict=True)
@@ -281,7 +281,7 @@ def _present(*arrays: jax.Array | None) -> int:
 
 
 def _operands(x: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
-    """The arrays as a handler takes them: one that is absent travels without elements.
+    """Returns the handler's operands, with an array without elements for each absent one.
 
     It is made like `x`, because in a `jax.shard_map` all operands must vary over the same axes.
     """

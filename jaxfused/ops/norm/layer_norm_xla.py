@@ -1,7 +1,7 @@
-"""layer_norm and rms_norm in plain jax.numpy: the truth that the kernels are judged by.
+"""layer_norm and rms_norm in plain jax.numpy: the reference that the kernels are tested against.
 
-It is also `implementation="xla"`: differentiable to any order and in either mode, because nothing but
-jax.numpy is in it.
+It is also `implementation="xla"`. As nothing but jax.numpy is in it, it is differentiable to any order
+and in either mode.
 """
 
 import functools
@@ -34,11 +34,11 @@ def norm(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (y, next_residual) over the last axis; next_residual is None without `residual`.
 
-    The vectors are [D], or [*leading, D]: one for each entry of the first axes of x, where an axis
-    of 1 is shared.
+    The vectors are [D], or [*leading, D] with one for each entry of the first axes of x, where axes of
+    size 1 are broadcast.
 
-    Arithmetic is in float32 (float64 for float64 inputs). The normalisation reads the next residual as
-    it was rounded to its dtype, so that a backward that saved it sees the very numbers of the forward.
+    Arithmetic is in float32 (float64 for float64 inputs). The norm reads the next residual after its
+    rounding, so that a backward that saved it sees exactly the numbers of the forward.
     """
     return norm_and_statistics(
         x,
@@ -72,9 +72,9 @@ def norm_and_statistics(
     gate: jax.Array | None = None,
     names: Sequence[str] = (),
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
-    """The same with the mean and 1 / the standard deviation of each row; no mean for an RMSNorm.
+    """Returns the results of `norm`, and the mean (None for an RMSNorm) and rstd of each row.
 
-    In a `jax.shard_map`, devices along the mesh axes `names` may each have a part of the features.
+    In a `jax.shard_map`, devices along the mesh axes `names` may each hold a part of the features.
     """
     compute_dtype = accumulator_dtype(x.dtype)
     total = x
@@ -90,7 +90,7 @@ def norm_and_statistics(
         total = next_residual
 
     def wide() -> jax.Array:
-        # XLA keeps a norm in one kernel where the statistics and the values convert x each for itself.
+        # XLA keeps a norm in one kernel if the statistics and the values each convert x for themselves.
         return activate(pre_activation, total.astype(compute_dtype))
 
     u, statistics_of, mean = wide(), wide(), None
@@ -118,10 +118,9 @@ def statistics(
     epsilon: float,
     pre_activation: str | None,
 ) -> tuple[jax.Array | None, jax.Array]:
-    """The mean and 1 / the standard deviation of each row alone, in one pass.
+    """Returns the mean and rstd of each row, in one pass that is not differentiated.
 
-    `total` is x, to which pre_bias is added, or the next residual without it. This is not
-    differentiated.
+    `total` is x, to which pre_bias is added, or the next residual, which includes it already.
     """
     u = total.astype(accumulator_dtype(total.dtype))
     if pre_bias is not None:
@@ -137,11 +136,11 @@ def statistics(
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array:
-    """Their sum, rounded once to the residual's dtype.
+    """Returns total + residual, rounded once to the residual's dtype.
 
-    For a GPU it is a sum in that dtype, as models write it: XLA then knows that the norm reads rounded
-    numbers. Elsewhere the rounding is an operation of its own, because XLA leaves out a conversion to
-    fewer bits and back: the statistics would be those of numbers that the backward does not read.
+    On a GPU it is a sum in that dtype, as models write it, so that XLA sees that the norm reads rounded
+    numbers. Elsewhere the rounding is an operation of its own: XLA drops a conversion to fewer bits and
+    back, and the statistics would be those of unrounded numbers, which the backward does not read.
     """
 
     def rounded(total: jax.Array, residual: jax.Array) -> jax.Array:
@@ -154,7 +153,7 @@ def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array
 
 
 def _rounded(wide: jax.Array, dtype: Any) -> jax.Array:
-    """The values that `dtype` has, still in the wide one: XLA leaves out a conversion and back."""
+    """Rounds to `dtype` but stays in the wide dtype; XLA would drop a conversion and back."""
     bits = jnp.finfo(dtype)
     if bits.nmant >= jnp.finfo(wide.dtype).nmant:
         return wide
@@ -162,17 +161,17 @@ def _rounded(wide: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _mean(values: jax.Array, names: Sequence[str]) -> jax.Array:
-    """[..., 1]: over the features, of which devices along the mesh axes `names` have equal parts."""
+    """Returns the mean [..., 1] over features that mesh axes `names` split into equal parts."""
     mean = jnp.mean(values, axis=-1, keepdims=True)
     return jax.lax.pmean(mean, tuple(names)) if names else mean
 
 
 class Gradients(NamedTuple):
-    """What `gradients` computes; None for what the call does not have."""
+    """Results of `gradients`; None for what the call does not have."""
 
     x: jax.Array
     residual: jax.Array | None
-    """None where it is the gradient of x."""
+    """None if it equals the gradient of x."""
     scale: jax.Array | None
     bias: jax.Array | None
     pre_bias: jax.Array | None
@@ -198,7 +197,7 @@ def gradient(
     round_before_scale: bool = False,
     names: Sequence[str] = (),
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(dx, dscale, dbias, dpre_bias) of `gradients`, without a gate."""
+    """Returns (dx, dscale, dbias, dpre_bias) of `gradients`, for a norm without a gate."""
     found = gradients(
         dy,
         dnext_residual,
@@ -243,11 +242,11 @@ def gradients(
     round_before_scale: bool = False,
     names: Sequence[str] = (),
 ) -> Gradients:
-    """The gradients of rows [M, D], from what a forward has saved.
+    """Returns the gradients of rows [M, D], from what a forward has saved.
 
-    With `dnext_residual`, h is the next residual; without it x, to which pre_bias is still added. The
-    vectors are [D], or [segments, D] for equal runs of rows; their gradients are float32 [segments, D].
-    `x` is needed with a gate alone. `names` are those of `norm_and_statistics`.
+    With `dnext_residual`, h is the next residual; without it, h is x, to which pre_bias is still to be
+    added. The vectors are [D], or [segments, D] for equal runs of rows; their gradients are float32
+    [segments, D]. Only a gate needs `x`. `names` are those of `norm_and_statistics`.
     """
     del epsilon
     wide = accumulator_dtype(h.dtype)
@@ -275,7 +274,7 @@ def gradients(
         projection = _mean(dnormalised * normalised, names)
         dh = dnormalised - normalised * projection - _mean(dnormalised, names)
     else:
-        # This sum does not wait for that of rstd, so that XLA can take both in one kernel.
+        # This sum does not depend on that of rstd, so that XLA can take both in one kernel.
         projection = _mean(dnormalised * u, names) * rstd[..., None]
         dh = dnormalised - normalised * projection
     dh = dh * rstd[..., None] * slope_of_pre_activation

@@ -1,7 +1,7 @@
-"""layer_norm and rms_norm whose result is quantised, row by row, in the pass that normalises.
+"""layer_norm and rms_norm with a result that is quantised, row by row, in the pass that normalises.
 
-The product that follows then finds its operand as it multiplies it. The public functions are those of
-`jaxfused.ops.norm.layer_norm`, which come here where `quantize_rows` is given.
+The product that follows then reads its operand ready to multiply. The public functions of
+`jaxfused.ops.norm.layer_norm` call this file if `quantize_rows` is given.
 """
 
 import functools
@@ -28,14 +28,14 @@ QuantizedOutput = QuantizedArray | tuple[QuantizedArray, jax.Array]
 
 
 def is_one_pass(implementation: str | None, device: dispatch.Device, x, residual) -> bool:
-    """Whether one kernel normalises and quantises; else one follows the other."""
+    """Whether one kernel normalises and quantises, in place of two kernels in sequence."""
     if implementation == "pallas":
         return True
     return implementation is None and _why_unsupported(device, x, residual) is None
 
 
 def of_output(output: Output, dtype: str, implementation: str | None) -> QuantizedOutput:
-    """What a norm returns, with its result quantised."""
+    """Returns a norm's output with its result quantised."""
     y, next_residual = output if isinstance(output, tuple) else (output, None)
     q = quantize_rows(jax.lax.stop_gradient(y), dtype, implementation)
     return q if next_residual is None else (q, next_residual)
@@ -51,7 +51,7 @@ def run(
     dtype: str,
     implementation: str | None,
 ) -> QuantizedOutput:
-    """The norm in one pass; the arguments have been validated."""
+    """Computes the norm in one pass, after the caller has validated the arguments."""
     device = dispatch.current_device(x, residual)
     axes = sharding.leading_axes(x.ndim - 1) + "d"
     operands = sharding.align(
@@ -79,7 +79,7 @@ def _norm_fwd(run: Runner, options: NormOptions, dtype: str, x, residual, scale,
 
 
 def _norm_bwd(run: Runner, options: NormOptions, dtype: str, saved, cotangents):
-    """Of the next residual, which is a sum. None flows through what is quantised."""
+    """Returns the gradients through the next residual, a sum. The quantised values have no gradient."""
     del run, options, dtype
     no_x, pre_bias = saved
     dnext_residual = cotangents[2]
@@ -100,7 +100,7 @@ _norm.defvjp(_norm_fwd, _norm_bwd)
 
 @dataclass(frozen=True)
 class _Forward:
-    """(values, scales of rows, next_residual) of x, residual [M, D], scale, bias and pre_bias."""
+    """Computes (values, row scales, next_residual) from x, residual [M, D], scale, bias, pre_bias."""
 
     options: NormOptions
     dtype: str
