@@ -182,7 +182,7 @@ def convolved(
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None,
 ) -> Output:
-    """`conv` of operands and options that fit, for the operator `op`; `options` are `geometry`'s."""
+    """Computes `conv` for the operator `op`, of checked operands and `options` from `geometry`."""
     around = options["padding"]
     if isinstance(around, Around):
         shortcut = as_array(x)
@@ -255,7 +255,7 @@ def convolved(
     takes_xla = takes_reference(
         op, implementation, device, values, missing=missing, why_xla=why_xla
     )
-    # What is handed on is sharded as the caller has it; what kernels read of Explicit axes may not be.
+    # The x that is returned keeps the caller's sharding; what kernels read under Explicit axes may not.
     hands_on = hand_on and not explicit
     if rectified and (takes_xla or hands_on != hand_on or not isinstance(depthwise, str)):
         values, rectified = Rectified(values).array(), False
@@ -279,7 +279,7 @@ def convolved(
     else:
         assert not isinstance(dense, str) and not isinstance(window, str)
         if dense.taps < window.taps and not dense.is_pointwise:
-            # What was joined is no use to XLA's convolution.
+            # XLA's convolution does not gain from space-to-depth.
             implementation = "pallas"
         y, handed_on, taken = dense_conv.dense_conv(
             Runner(implementation, device),
@@ -298,7 +298,7 @@ def convolved(
 def _output(
     y: jax.Array, taken: Statistics | None, x: jax.Array, *, statistics: bool, hand_on: bool
 ) -> Output:
-    """What `conv` returns, with what was asked for beside the result."""
+    """Returns the results of `conv`: y and, if requested, the statistics and x."""
     beside = (taken,) * statistics + (x,) * hand_on
     return (y, *beside) if beside else y
 

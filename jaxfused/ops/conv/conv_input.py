@@ -1,4 +1,4 @@
-"""What a convolution takes in place of an array."""
+"""Inputs of a convolution in place of an array."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from jaxfused.runtime.rectified import Rectified
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Concatenated:
-    """Two arrays whose channels follow one another, which nothing has to write side by side.
+    """Two arrays to be concatenated along the channels, which nothing has to write as one.
 
     `jaxfused.conv`, `Conv` and `ConvNormAct` take it in place of an array, as the decoder of a U-Net has
     it: what comes from the level below, and what this level had before. Where a kernel of this package
@@ -46,21 +46,21 @@ class Concatenated:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As an array has it."""
+        """Shape of the concatenated array."""
         return (*self.first.shape[:-1], self.first.shape[-1] + self.second.shape[-1])
 
     @property
     def dtype(self) -> Any:
-        """As an array has it."""
+        """Dtype of both arrays."""
         return self.first.dtype
 
     @property
     def ndim(self) -> int:
-        """As an array has it."""
+        """Number of axes."""
         return self.first.ndim
 
     def array(self) -> jax.Array:
-        """Both as one array."""
+        """Returns both as one array."""
         return jnp.concatenate(self.parts, axis=-1)
 
 
@@ -68,12 +68,12 @@ ConvInput = jax.Array | Rectified | Concatenated
 
 
 def as_array(x: ConvInput) -> jax.Array:
-    """What there is to compute with: one array, whoever masks its gradient."""
+    """Returns the values of x as one array, whichever operator masks its gradient."""
     return x.array() if isinstance(x, Rectified | Concatenated) else x
 
 
 def as_input(x: Any) -> ConvInput:
-    """The input of an operator or a layer, with arrays of other kinds converted to JAX's."""
+    """Returns the input of an operator or a layer, with other kinds of arrays converted to JAX's."""
     if isinstance(x, Rectified):
         return Rectified(jnp.asarray(x.values))
     if isinstance(x, Concatenated):

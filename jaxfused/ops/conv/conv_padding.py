@@ -26,7 +26,7 @@ def normalised(
     input_dilation: tuple[int, ...],
     kernel_dilation: tuple[int, ...],
 ) -> str | Pairs | Around:
-    """The padding of x [B, *spatial, I] as a name, as (low, high) of zeros, or `Around` of values."""
+    """Returns the padding of x [B, *spatial, I]: a name, (low, high) zeros, or `Around` of values."""
     mode = padding_mode.lower() if isinstance(padding_mode, str) else padding_mode
     if mode not in _MODES:
         raise ValueError(
@@ -66,7 +66,7 @@ def normalised(
 
 
 def _zeros(op: str, padding: Padding, reach: Sequence[int]) -> str | Pairs:
-    """A name in upper case, or (low, high) of each axis."""
+    """Returns a name in upper case, or (low, high) of each axis."""
     spatial = len(reach)
     if isinstance(padding, str):
         name = padding.upper()
@@ -101,7 +101,7 @@ def geometry(
     kernel_dilation: int | Sequence[int],
     feature_group_count: int,
 ) -> dict[str, Any]:
-    """The options that say which values a convolution of x takes, with one number for each axis."""
+    """Returns the options that say which values a convolution of x reads, one number for each axis."""
     spatial = x.ndim - 2
     steps = dict(
         strides=for_each_axis(op, "strides", strides, spatial),

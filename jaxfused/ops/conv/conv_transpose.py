@@ -1,4 +1,4 @@
-"""conv_transpose: how much to pad, and `conv` of what has zeros between its values."""
+"""conv_transpose: its padding, and `conv` of an input dilated with zeros."""
 
 import math
 from collections.abc import Sequence
@@ -151,7 +151,7 @@ def _check_kernel(op: str, x: jax.Array, w: jax.Array, groups: int, transposed: 
 
 
 def _transposed(w: jax.Array, groups: int) -> jax.Array:
-    """[*kernel, I / groups, O] of w [*kernel, O / groups, I], that of what is transposed."""
+    """Returns w [*kernel, O / groups, I] of the transposed convolution as [*kernel, I / groups, O]."""
     *kernel, outputs, channels = w.shape
     w = jnp.flip(w, range(len(kernel))).reshape(*kernel, outputs, groups, channels // groups)
     return (
@@ -162,7 +162,7 @@ def _transposed(w: jax.Array, groups: int) -> jax.Array:
 
 
 def _pair(padding: str, reach: int, stride: int) -> tuple[int, int]:
-    """Zeros before and after a dilated axis, for a window that reaches so far beyond its first value."""
+    """Returns the zeros before and after a dilated axis, for a window that spans `reach` + 1 values."""
     name = padding.upper()
     if name == "VALID":
         return reach, max(reach, stride - 1)

@@ -1,4 +1,4 @@
-"""conv in plain JAX: one call of XLA's convolution, and the sum and activation after it."""
+"""conv in plain JAX: one call of XLA's convolution, then the sum and the activation."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -49,24 +49,24 @@ def conv(
 def finish(
     y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, *, activation: str | None
 ) -> jax.Array:
-    """Applies what follows a convolution, and rounds to its dtype again."""
+    """Applies what follows a convolution, and rounds the result to y's dtype."""
     if adds_in_convolution(y.dtype, residual, activation):
         return activate(activation, _sum(y, bias, residual))
     return activate(activation, _wide_sum(y, bias, residual)).astype(y.dtype)
 
 
 def adds_in_convolution(dtype: Any, residual: jax.Array | None, activation: str | None) -> bool:
-    """Whether XLA has cuDNN's kernel do what follows a convolution, before the one rounding.
+    """Whether XLA lets cuDNN's kernel do what follows a convolution, before the one rounding.
 
-    It adds numbers of the result's dtype and evaluates relu, and needs no pass over the result. A bias
-    is rounded for it, as Flax rounds it.
+    cuDNN adds arrays of the result's dtype and evaluates relu, without a pass over the result. A bias is
+    rounded to that dtype, as Flax rounds it.
     """
     return activation in (None, "relu") and (residual is None or residual.dtype == dtype)
 
 
 @jax.custom_jvp
 def _sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """The sum in y's dtype, of which the gradient to the bias is summed in float32 all the same."""
+    """Returns the sum in y's dtype; the gradient to the bias is still summed in float32."""
     y = y if bias is None else y + along_last_axis(bias, y)
     return y if residual is None else y + residual
 
@@ -79,9 +79,9 @@ def _sum_jvp(primals, tangents):
 
 @jax.custom_jvp
 def _wide_sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """The sum in float32, of which the gradient to the bias is a sum of what is rounded to y's dtype.
+    """Returns the sum in float32; the gradient to the bias sums values rounded to y's dtype.
 
-    XLA writes that in any case, and in float32 as well if the sum is of values before they are rounded.
+    XLA writes those anyway. It would write float32 values too if the sum were of unrounded ones.
     """
     return _in_float32(y, bias, residual)
 
@@ -91,7 +91,7 @@ def _wide_sum_jvp(primals, tangents):
     y, bias, residual = tangents
     narrow = y
     if bias is not None:
-        # The transpose of this rounds, waits until that is written, and sums in float32.
+        # The transpose of this rounds, waits until the rounded values are written, and sums in float32.
         wide = bias.astype(accumulator_dtype(y.dtype))
         along = jnp.broadcast_to(wide, y.shape).astype(y.dtype)
         narrow = y + jax.lax.optimization_barrier(along)
@@ -99,7 +99,7 @@ def _wide_sum_jvp(primals, tangents):
 
 
 def _in_float32(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """The sum in float32."""
+    """Returns the sum in float32."""
     y = y.astype(accumulator_dtype(y.dtype))
     if bias is not None:
         y = y + along_last_axis(bias, y)
@@ -118,7 +118,7 @@ class Around(NamedTuple):
     """(low, high) of each spatial axis."""
 
     def pad(self, x: jax.Array) -> jax.Array:
-        """X [B, *spatial, I] with what is around it, which is written beside it."""
+        """Returns x [B, *spatial, I] with its padding, which is a copy of x."""
         return jnp.pad(x, [(0, 0), *self.pairs, (0, 0)], mode=NUMPY_MODES[self.mode])
 
 
@@ -128,7 +128,7 @@ def padded(
     kernel: tuple[int, ...],
     kernel_dilation: tuple[int, ...],
 ) -> tuple[jax.Array, str | Sequence[tuple[int, int]]]:
-    """Returns the array to convolve and XLA's padding, which is of zeros."""
+    """Returns the array to convolve, and XLA's padding with zeros."""
     if padding in ("CIRCULAR", "REFLECT"):
         reach = [(k - 1) * d for k, d in zip(kernel, kernel_dilation, strict=True)]
         padding = Around(str(padding).lower(), tuple((r // 2, r - r // 2) for r in reach))

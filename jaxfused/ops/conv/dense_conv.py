@@ -1,8 +1,8 @@
-"""conv where each feature is made of all channels: choice of implementation, gradient.
+"""Dense conv, where each feature depends on all channels: choice of implementation, gradient.
 
-To the kernels a convolution along one axis is one along columns, with a single row. A window of a single
-weight makes a matrix product of the pixels that it meets, in XLA's program too: cuDNN is slower at it
-than the libraries of products, most of all at the gradient of the weights.
+The kernels see a convolution along one axis as one along columns, with a single row. A window of one
+weight is a matrix product of the pixels that it reads, in XLA's program too: cuDNN is slower at it than
+GEMM libraries, most of all at wgrad.
 """
 
 import functools
@@ -48,7 +48,7 @@ def window_of(
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
 ) -> Window | str:
-    """The window of a convolution of two axes or three, or why there is no kernel for it."""
+    """Returns the window of a convolution of two or three axes, or why there is no kernel for it."""
     kernel = w.shape[:-2]
     if feature_group_count > 1:
         return f"x has {feature_group_count} groups of channels"
@@ -75,13 +75,13 @@ def window_of(
 
 
 class Simplification(Protocol):
-    """(x, w) to those of another convolution with the same result; equal ones compute the same."""
+    """Rewrite of (x, w) as another convolution with the same result; equal rewrites compute the same."""
 
     def __call__(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]: ...
 
 
 def simplified(window: Window | str, x: Any) -> tuple[Simplification, Window | str]:
-    """How a convolution of x is written for the kernels, and its window then."""
+    """Returns how a convolution of x is rewritten for the kernels, and the window after that."""
     if isinstance(window, str) or sharding.is_explicit(x):
         return AsItIs(), window
     if x.ndim == 4 and space_to_depth.can_join(window, x.shape[-1]):
@@ -94,7 +94,7 @@ def simplified(window: Window | str, x: Any) -> tuple[Simplification, Window | s
 
 @dataclass(frozen=True)
 class AsItIs:
-    """The convolution as the caller wrote it."""
+    """Identity: the convolution as the caller wrote it."""
 
     def __call__(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
         return x, w
@@ -102,7 +102,7 @@ class AsItIs:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Several pixels of a few channels become one: see `few_channels`."""
+    """Space-to-depth of a few channels: see `space_to_depth`."""
 
     window: Window
 
@@ -112,7 +112,7 @@ class _Joined:
 
 @dataclass(frozen=True)
 class _MetPixels:
-    """Leaves out the pixels of x [B, *spatial, C] that a window of a single weight does not meet."""
+    """Removal of the pixels of x [B, *spatial, C] that a window of one weight steps over."""
 
     strides: tuple[int, ...]
 
@@ -124,7 +124,7 @@ class _MetPixels:
 def why_unsupported(
     device: dispatch.Device, window: Window | str, x: Any, w: Any, residual: Any = None
 ) -> str | None:
-    """None where the kernels can run a convolution of this window, else why not."""
+    """Returns None if the kernels can run a convolution of this window, else the reason."""
     if isinstance(window, str):
         return f"the Pallas kernels of conv are dense, and {window}"
     return why_symbolic(x, w) or pallas_conv.why_unsupported(
@@ -137,10 +137,10 @@ def why_unsupported(
 
 
 def why_xla(device: dispatch.Device, window: Window, dense: Window, x: Any, w: Any) -> str | None:
-    """Returns why a call that names no implementation is XLA's, or None where a stage may gain.
+    """Returns why a call that names no implementation is XLA's, or None if a kernel may be faster.
 
-    `dense` is the window that `simplified` makes of `window`, and x and w are what it makes of them.
-    Each stage goes to what is predicted to be faster there.
+    `dense` is the window that `simplified` makes of `window`; x and w are rewritten too. Each stage
+    later runs what is predicted to be faster for it.
     """
     if dense.is_pointwise:
         return None
@@ -167,11 +167,11 @@ def why_xla(device: dispatch.Device, window: Window, dense: Window, x: Any, w: A
 
 
 _LEAST_JOINED_PIXELS = 2**17
-"""Where several pixels become one first."""
+"""Fewest pixels of the result for which space-to-depth comes first."""
 
 
 def pixels_of(window: Window, x: Any) -> int:
-    """Returns the pixels of all results together."""
+    """Returns the pixels of the result, of all images together."""
     sizes = x.shape[1:-1] if len(x.shape) > 3 else (1, *x.shape[1:-1])
     return math.prod((x.shape[0], *window.result(sizes)))
 
@@ -198,9 +198,9 @@ def dense_conv(
     activation: str | None,
     precision: Any,
 ) -> "Convolved":
-    """The convolution of x [B, *spatial, C] with w [*kernel, C, F], and what follows it.
+    """Returns the convolution of x [B, *spatial, C] with w [*kernel, C, F], and what follows it.
 
-    `window` is that of what `request.simplify` makes of x and w.
+    `window` is that of x and w after `request.simplify`.
     """
     weights = weights_of_images(x, w)
     letters = Letters(len(window.kernel))
@@ -235,13 +235,13 @@ def _dense_conv_of_two(run: Runner, options: "Options", x: Concatenated, w, bias
 
 
 class Convolved(NamedTuple):
-    """What `dense_conv` returns."""
+    """Results of `dense_conv`."""
 
     y: jax.Array
     x: jax.Array | None
-    """If it is handed on."""
+    """x itself if it was requested, else None."""
     statistics: tuple[jax.Array, jax.Array] | None
-    """Mean and variance of y [F], where a kernel takes them with the convolution."""
+    """Mean and variance of y [F], if a kernel computes them with the convolution."""
 
 
 # --- gradient -------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class Convolved(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What a convolution is, beside its operands."""
+    """Static arguments of a convolution."""
 
     window: Window
     activation: str | None
@@ -257,34 +257,34 @@ class Options:
 
     @property
     def keeps_preactivation(self) -> bool:
-        """Whether the gradient reads what the activation is applied to; relu's reads the result."""
+        """Whether the gradient reads the activation's input; that of relu reads its result."""
         return self.activation not in (None, *SLOPE_OF_RESULT)
 
 
 @dataclass(frozen=True)
 class Request:
-    """How x is read, and what becomes of its gradient."""
+    """How x is read, and what else is requested."""
 
     simplify: Simplification = AsItIs()
     hands_on: bool = False
-    """x is returned too, and what comes back for it is a part of its gradient."""
+    """Return of x as a second result, whose cotangent is a part of x's gradient."""
     rectified: bool = False
-    """x are the values of a `Rectified`."""
+    """Whether x holds the values of a `Rectified`."""
     statistics: bool = False
-    """Of y, for the norm that follows. No gradient flows through them."""
+    """Statistics of y, for the norm that follows. No gradient flows through them."""
 
 
 class Residuals(NamedTuple):
-    """What the forward keeps for the gradient."""
+    """Arrays that the forward saves for the gradient."""
 
     x: jax.Array
-    """As the caller has it: what is made of it is made again, and nobody else would keep it."""
+    """The caller's x. The backward rewrites it again, as nothing else needs the rewritten copy."""
     w: jax.Array
     bias: jax.Array | None
     residual_like: jax.Array | None
-    """Of the residual only its dtype matters: an array without elements."""
+    """An array without elements, of the residual's dtype."""
     z: jax.Array | None
-    """What the activation is applied to, or a result of the same sign; None without one."""
+    """The activation's input, or y if its sign is enough; None without an activation."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")
@@ -294,7 +294,7 @@ def _conv(run: Runner, options: Options, request: Request, x, w, bias, residual)
 
 
 def _forward(run: Runner, options: Options, request: Request, x, w, bias, residual, *, saves: bool):
-    """(y, z if it is saved, statistics of y or None)."""
+    """Returns (y, z if it is saved, statistics of y or None)."""
     operands = (*request.simplify(x, w), bias, residual)
     if request.statistics:
         y, mean, variance = run(_ForwardWithStatistics(options), *operands)
@@ -311,7 +311,7 @@ def _conv_fwd(run: Runner, options: Options, request: Request, x, w, bias, resid
 
 
 def saved_of(options: Options, x, w, bias, residual, y, z) -> Residuals:
-    """What the gradient reads, of the operands, the result y and z if that was saved."""
+    """Returns what the gradient reads: the operands, and the result y or, if saved, z."""
     like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
     return Residuals(x, w, bias, like, y if options.activation in SLOPE_OF_RESULT else z)
 
@@ -324,7 +324,7 @@ def _conv_bwd(run: Runner, options: Options, request: Request, saved: Residuals,
 
 
 def gradients_after(run: Runner, options: Options, saved: Residuals, dy):
-    """(dz, dbias, dresidual) of what follows the products."""
+    """Returns (dz, dbias, dresidual): the gradients of what follows the products."""
     bias = saved.bias
     if saved.z is None:
         dz, dbias = dy, None if bias is None else sum_rows(dy, bias.dtype)
@@ -337,10 +337,11 @@ def gradients_after(run: Runner, options: Options, saved: Residuals, dy):
 
 
 def _gradients(run: Runner, options: Options, request: Request, x, w, dz, handed_back):
-    """(dx, dw); dx with what was handed back for x, masked where x is rectified."""
+    """Returns (dx, dw); dx includes a returned x's cotangent, and is masked where x is rectified."""
     y = x if request.rectified else None
     if request.simplify != AsItIs():
-        # Without the barrier XLA takes this for the copy of the forward, and keeps that.
+        # Without the barrier XLA merges this with the forward's rewritten copy, and keeps that in
+        # memory.
         x, dz = jax.lax.optimization_barrier((x, dz))
         (x, w), restore = jax.vjp(request.simplify, x, w)
         dx, dw = restore(_gradients(run, options, Request(), x, w, dz, None))
@@ -362,7 +363,7 @@ _conv.defvjp(_conv_fwd, _conv_bwd)
 
 
 def pointwise_gradients(run: Runner, x, w, dz, precision: Any):
-    """(dx, dw) of the product of pixels x [B, *spatial, C] with w [C, F]."""
+    """Returns (dx, dw) of the product of pixels x [B, *spatial, C] with w [C, F]."""
     window = Window.pointwise(x.ndim - 2)
     kernel = w.reshape(*window.kernel, *w.shape)
     (dx,) = run(_InputGradient(window, x.shape[1:-1], precision), dz, kernel)
@@ -371,7 +372,7 @@ def pointwise_gradients(run: Runner, x, w, dz, precision: Any):
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="conv")
 def _conv_of_two(run: Runner, options: Options, first, second, w, bias, residual):
-    """As `_conv`, of x that is two arrays."""
+    """Computes `_conv` of x in two arrays, concatenated along the channels."""
     stage = _ForwardOfTwo(Forward(options, save_preactivation=False))
     return run(stage, first, second, w, bias, residual)[0]
 
@@ -403,7 +404,7 @@ _conv_of_two.defvjp(_conv_of_two_fwd, _conv_of_two_bwd)
 
 @dataclass(frozen=True)
 class Letters:
-    """The letters of a convolution's axes."""
+    """Letters of a convolution's axes."""
 
     axes: int
 
@@ -413,7 +414,7 @@ class Letters:
 
     @property
     def two_images(self) -> tuple[str, str]:
-        """Of arrays that have a part of the channels each."""
+        """Letters of two arrays that each hold a part of the channels."""
         spatial = "b" + "dhw"[-self.axes :]
         return spatial + "x", spatial + "y"
 
@@ -432,7 +433,7 @@ class Letters:
 
 @dataclass(frozen=True)
 class Forward:
-    """(y, z) of x [B, *spatial, C], w [*kernel, C, F], bias and residual."""
+    """Computes (y, z) from x [B, *spatial, C], w [*kernel, C, F], bias and residual."""
 
     options: Options
     save_preactivation: bool
@@ -460,7 +461,7 @@ class Forward:
         return _in_order(device, call, reason, after=after, **self.streams(x, residual))
 
     def after_cudnn(self, call: pallas_conv.ConvCall, x, residual) -> float:
-        """Microseconds of what follows cuDNN's convolution."""
+        """Returns the microseconds of what follows cuDNN's convolution."""
         elements = math.prod(call.result) * call.features
         after = cudnn_cost.epilogue(
             elements, x.dtype.itemsize, self.options.activation, residual=residual is not None
@@ -484,7 +485,7 @@ class Forward:
         return _pointwise_in_order(device, call, reason, passes, **streams)
 
     def streams(self, x, residual) -> dict[str, int]:
-        """What the epilogue reads, writes and evaluates of an element."""
+        """Returns the epilogue's bytes read and written, and its activations, of an element."""
         return dict(
             read_bytes=0 if residual is None else residual.dtype.itemsize,
             written_bytes=x.dtype.itemsize * (1 + self.save_preactivation),
@@ -526,7 +527,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class _ForwardOfTwo:
-    """As `Forward`, where x is two arrays: a kernel reads both, XLA concatenates them."""
+    """Computes `Forward` of x in two arrays: a kernel reads both, XLA concatenates them."""
 
     alone: Forward
 
@@ -576,9 +577,9 @@ class _ForwardOfTwo:
 def _takes_statistics(
     run: Runner, options: Options, request: Request, x, w, bias, residual
 ) -> bool:
-    """Whether a kernel takes the statistics of y with the convolution; else the norm takes its own.
+    """Whether a kernel computes the statistics of y with the convolution; else the norm does.
 
-    That has to be known where the call is traced, before it is on the devices.
+    This is decided while the call is traced, before it is split over devices.
     """
     if options.keeps_preactivation or not sharding.is_in_one_piece(x, w):
         return False
@@ -592,7 +593,7 @@ def _takes_statistics(
 
 @dataclass(frozen=True)
 class _ForwardWithStatistics:
-    """(y, mean, variance) of x [B, *spatial, C], w [*kernel, C, F], bias and residual.
+    """Computes (y, mean, variance) from x [B, *spatial, C], w [*kernel, C, F], bias and residual.
 
     Mean and variance [F] are those of y over all pixels, in float32.
     """
@@ -617,7 +618,7 @@ class _ForwardWithStatistics:
         reason = why_unsupported(device, window, x, w, residual)
         elements, itemsize = math.prod(call.result) * call.features, x.dtype.itemsize
         streams = self._alone.streams(x, residual)
-        # Who takes the statistics else reads the result once more; ours merges those of the tiles.
+        # XLA's statistics read the result once more; our kernel merges those of its tiles.
         theirs = xla_pass(elements, itemsize, 0)
         if not window.is_pointwise:
             after = theirs + cudnn_cost.epilogue(
@@ -656,7 +657,7 @@ class _ForwardWithStatistics:
 
 @dataclass(frozen=True)
 class _InputGradient:
-    """(dx,) [B, *spatial, C] of dz and w."""
+    """Computes (dx,) [B, *spatial, C] from dz and w: dgrad."""
 
     window: Window
     sizes: tuple[int, ...]
@@ -668,7 +669,7 @@ class _InputGradient:
 
     def axes(self, dz, w) -> Axes:
         letters = Letters(dz.ndim - 2)
-        # Parts of the sum over the features would be rounded before they are added.
+        # Partial sums over split features would be rounded before they are added.
         return Axes((letters.result, letters.weights), (letters.images,), whole=letters.whole + "f")
 
     def _call(self, device, dz, w) -> pallas_conv.ConvCall:
@@ -756,7 +757,7 @@ class _InputGradient:
 
 @dataclass(frozen=True)
 class _WeightGradient:
-    """(dw,) [*kernel, C, F] of x and dz, in float32."""
+    """Computes (dw,) [*kernel, C, F] from x and dz, in float32: wgrad."""
 
     window: Window
     precision: Any
@@ -801,7 +802,7 @@ class _WeightGradient:
                 config=config,
             )
             return (dw,)
-        # Made like x: in a `jax.shard_map`, a gradient of what the devices share would be summed.
+        # Like x: in a `jax.shard_map`, the gradient of an array that the devices share would be summed.
         options = Options(self.window, None, self.precision)
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[-1], dz.shape[-1]))
         (dw,) = jax.vjp(lambda w: _reference(options, x, w), w)[1](dz)
@@ -813,9 +814,9 @@ class _WeightGradient:
 
 @dataclass(frozen=True)
 class _JoinedInputGradient:
-    """(dx,) of dz, w, what else there is of the gradient of x, and x where that is rectified.
+    """Computes (dx,) from dz, w, the other part of x's gradient, and x if it is rectified.
 
-    The last two may be None. A stage of its own: what was measured of the other one still is.
+    The last two may be None. It is a stage of its own, so that `_InputGradient` keeps its timings.
     """
 
     gradient: _InputGradient
@@ -837,7 +838,7 @@ class _JoinedInputGradient:
         call = self.gradient._call(device, dz, w)
         streams = self.streams(dz, other, y)
         elements = math.prod(call.result) * call.features
-        # XLA's program writes its gradient, which a kernel of its own reads with the rest.
+        # XLA writes its gradient, which a second kernel reads with the rest.
         moved = streams["read_bytes"] + 2 * dz.dtype.itemsize
         if window.is_pointwise:
             passes = Passes(bytes_of_element=moved)
@@ -880,7 +881,7 @@ class _JoinedInputGradient:
 
 
 def joined_gradient(dx: jax.Array, other: jax.Array | None, y: jax.Array | None) -> jax.Array:
-    """The gradient of x from two readers, masked where x is the result y of a relu."""
+    """Returns the sum of two gradients of x, masked if x is the result y of a relu."""
     dx = dx if other is None else dx + other.astype(dx.dtype)
     return dx if y is None else masked_gradient(dx, y)
 
@@ -888,7 +889,7 @@ def joined_gradient(dx: jax.Array, other: jax.Array | None, y: jax.Array | None)
 def call_of(
     device: dispatch.Device, window: Window, sizes, dtype, w, *, flipped: bool = False
 ) -> pallas_conv.ConvCall:
-    """The kernel's call for x of these sizes, [B, *spatial], with w [*kernel, C, F]."""
+    """Returns the kernel's call for x of these sizes, [B, *spatial], with w [*kernel, C, F]."""
     channels, features = w.shape[-2:]
     return pallas_conv.ConvCall(
         sizes=tuple(sizes),
@@ -929,7 +930,7 @@ def _in_order(
     after: float = 0.0,
     **streams: int,
 ) -> dict[str, str | None]:
-    """The reasons, the implementation that is predicted to be fastest first."""
+    """Returns the reasons, with the implementation that is predicted to be faster first."""
     return _beside(device, call, reason, lambda: _cudnn_time(call) + after, streams)
 
 
@@ -940,7 +941,7 @@ def _pointwise_in_order(
     passes: Passes,
     **streams: int,
 ) -> dict[str, str | None]:
-    """As `_in_order` of a convolution that is a product, which XLA's program has `passes` after."""
+    """Returns the order for a convolution that is a product, followed by `passes` in XLA's program."""
 
     def xla() -> float:
         return xla_time(device, call.as_product(**streams), passes)
@@ -955,7 +956,7 @@ def _beside(
     xla: Callable[[], float],
     streams: Mapping[str, int],
 ) -> dict[str, str | None]:
-    """The order of the kernel of a call and of a program of XLA's, whose microseconds are given."""
+    """Returns the order of the call's kernel and an XLA program of `xla()` microseconds."""
     return pallas_or_xla(
         device,
         reason,
@@ -986,4 +987,4 @@ def _reference(options: Options, x, w, bias=None, residual=None, activation=None
 
 
 _EPILOGUE_IN_CUDNN = 0.3
-"""The part of a pass over the result that cuDNN's kernel takes longer where it does what follows."""
+"""Fraction of a pass over the result by which cuDNN's kernel takes longer if it does the epilogue."""

@@ -1,4 +1,4 @@
-"""conv where each channel has a window of rows and columns of its own: choice, gradient."""
+"""Depthwise conv, where each channel has a window of rows and columns of its own: choice, gradient."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 
 
 def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
-    """Returns why a call that names no implementation is XLA's, or None where kernels are faster."""
+    """Returns why a call that names no implementation is XLA's, or None if kernels are faster."""
     rows, columns = window.kernel
     if depthwise_conv1d.takes(window) or (min(window.kernel) >= _LARGE and window.stride == 1):
         return None
@@ -46,10 +46,10 @@ def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
 
 _SMALL = (3, 3)
 _LARGE, _LARGE_FOR_TILES = 7, 5
-"""Rows and columns of a window that were measured to be worth a kernel of either sort."""
+"""Rows and columns of a window from which kernels were measured to be faster: strips, and tiles."""
 _USEFUL_STRIPS = {2: 0.7, 4: 0.9}
-"""By the bytes of a value, the share of useful results from which kernels of 3 x 3 are faster: where all
-are useful, without an activation, XLA takes 1.45 and 1.05 times as long."""
+"""Least share of useful results at which 3 x 3 kernels are faster, by the bytes of a value. If all are
+useful, XLA takes 1.45 and 1.05 times as long without an activation."""
 
 
 def window_of(
@@ -62,7 +62,7 @@ def window_of(
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
 ) -> Window | str:
-    """The window of a depthwise convolution of rows and columns, or why a convolution is none."""
+    """Returns the window of a depthwise convolution of rows and columns, or why it is not one."""
     channels, features = x.shape[-1], w.shape[-1]
     if not feature_group_count == channels == features:
         return (
@@ -84,7 +84,7 @@ def window_of(
 
 
 def _zeros(padding, kernel, strides, sizes) -> tuple[tuple[int, int], ...] | None:
-    """The zeros around each spatial axis; None for padding with something else."""
+    """Returns the zeros around each spatial axis; None for padding with something else."""
     if padding in ("SAME", "SAME_LOWER", "VALID"):
         return tuple(jax.lax.padtype_to_pads(sizes, kernel, strides, padding))
     return None if isinstance(padding, str) else tuple((low, high) for low, high in padding)
@@ -101,7 +101,7 @@ def depthwise_conv(
     activation: str | None,
     hands_on: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The convolution of x [B, *spatial, C] with w [*kernel, 1, C], and what follows it; x or None."""
+    """Returns (y, x or None), with y of x [B, *spatial, C], w [*kernel, 1, C] and the epilogue."""
     images, residual = (a[:, None] if a is not None and a.ndim == 3 else a for a in (x, residual))
     weights = w.astype(x.dtype).reshape(*window.kernel, w.shape[-1])
     letters = (_IMAGES, _WEIGHTS, "c", _RESULT)
@@ -126,9 +126,9 @@ class _Residuals(NamedTuple):
     w: jax.Array
     bias: jax.Array | None
     residual_like: jax.Array | None
-    """Of the residual only its dtype matters: an array without elements."""
+    """An array without elements, of the residual's dtype."""
     z: jax.Array | None
-    """What the activation is applied to; None without one."""
+    """The activation's input; None without an activation."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")
@@ -177,7 +177,7 @@ _WHOLE = "hwkjuv"
 
 @dataclass(frozen=True)
 class _Forward:
-    """(y, z) of x [B, H, W, C], w [kh, kw, C], bias and residual."""
+    """Computes (y, z) from x [B, H, W, C], w [kh, kw, C], bias and residual."""
 
     options: _Options
     save_preactivation: bool
@@ -229,7 +229,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _InputGradient:
-    """dx [B, H, W, C] of dz and w."""
+    """Computes dx [B, H, W, C] from dz and w."""
 
     window: Window
     size: tuple[int, int]
@@ -246,7 +246,7 @@ class _InputGradient:
         reasons = _reasons(device, x, self.window)
         if self.window.stride == 1:
             return reasons
-        # With zeros between the values of dz, most products are for nothing.
+        # With zeros between the values of dz, most products would be with zeros.
         return {"xla": None}
 
     def configs(self, implementation, device, dz, w, other=None) -> Sequence[Strips | Tile]:
@@ -254,7 +254,7 @@ class _InputGradient:
         return _configs(implementation, device, dz, window, in_float32=other is not None)
 
     def run(self, implementation, device, dz, w, other=None, *, config=None) -> Results:
-        """With `other`, what else there is of dx is added."""
+        """Adds `other`, a further part of dx, if it is given."""
         if implementation == "cuda":
             window = self.window.transposed()
             dx, _ = depthwise_conv_cuda.conv(
@@ -283,7 +283,7 @@ class _InputGradient:
 
 @dataclass(frozen=True)
 class _JoinedInputGradient:
-    """dx [B, H, W, C] of dz, w and what else there is of it, from who else reads x."""
+    """Computes dx [B, H, W, C] from dz, w and the gradient of x from its other reader."""
 
     gradient: _InputGradient
 
@@ -312,7 +312,7 @@ class _JoinedInputGradient:
 
 @dataclass(frozen=True)
 class _WeightGradient:
-    """(dw [kh, kw, C], dbias [C]) of x and dz, in float32."""
+    """Computes (dw [kh, kw, C], dbias [C]) from x and dz, in float32."""
 
     window: Window
 
@@ -338,7 +338,7 @@ class _WeightGradient:
                 multiprocessors=device.multiprocessors,
                 config=config or _default(device, x, self.window, of_weights=True),
             )
-        # Made like x: in a `jax.shard_map`, a gradient of what the devices share would be summed.
+        # Like x: in a `jax.shard_map`, the gradient of an array that the devices share would be summed.
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[3]))
         (dw,) = jax.vjp(lambda w: _reference(self.window, x, w), w)[1](dz)
         dtype = accumulator_dtype(x.dtype)
@@ -351,7 +351,7 @@ class _WeightGradient:
 def _configs(
     implementation: str, device: dispatch.Device, x: Any, window: Window, **sums: bool
 ) -> list[Strips | Tile]:
-    """The kernels that can convolve x [B, H, W, C], the one that is expected to be fastest first."""
+    """Returns the kernels that can convolve x [B, H, W, C], the fastest expected first."""
     images, height, width, channels = x.shape
     capability = device.compute_capability
     if implementation != "cuda" or capability is None:
@@ -375,7 +375,7 @@ def _configs(
 
 
 _USEFUL = 0.6
-"""The share of a tile's results that makes it faster than strips."""
+"""Least share of useful results at which a tile is faster than strips."""
 
 
 def _default(device: dispatch.Device, x: Any, window: Window, **sums: bool) -> Strips | Tile:
@@ -399,7 +399,7 @@ def _reference(window: Window, x, w, bias=None, residual=None, activation=None) 
 
 
 def _reasons(device: dispatch.Device, x: Any, window: Window, residual=None) -> dict[str, Any]:
-    """Why an implementation cannot run the convolution of x [B, H, W, C] or its gradients."""
+    """Returns why each implementation cannot run the convolution of x [B, H, W, C] or its gradients."""
     images, height, width, channels = x.shape
     return {
         "cuda": depthwise_conv_cuda.why_unsupported(

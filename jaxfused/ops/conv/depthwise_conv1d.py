@@ -1,7 +1,7 @@
-"""conv along one axis where each channel has a window of its own: choice, gradient.
+"""Depthwise conv along one axis, where each channel has a window of its own: choice, gradient.
 
-These are the short convolutions of Mamba, Griffin and their kin. The gradient computes again what the
-activation was applied to, so that only the operands are saved.
+These are the short convolutions of Mamba and Griffin. The gradient recomputes the activation's input, so
+that only the operands are saved.
 """
 
 import functools
@@ -26,7 +26,7 @@ NO_PALLAS = "there is no Pallas kernel of a depthwise conv"
 
 
 def takes(window: Window) -> bool:
-    """Whether a window lies along one axis, the last of x [B, *spatial, C], and has a kernel."""
+    """Whether a window lies along the last axis of x [B, *spatial, C] alone, and has a kernel."""
     along_one_axis = window.kernel[0] == 1 and window.padding[0] == (0, 0)
     return along_one_axis and window.stride == 1 and window.kernel[1] in depthwise_conv1d_cuda.TAPS
 
@@ -42,8 +42,8 @@ def depthwise_conv1d(
     activation: str | None,
     hands_on: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The convolution of x [B, *spatial, C] with w [*kernel, 1, C], and what follows it; x or None."""
-    # The rows of images are lines of their own.
+    """Returns (y, x or None), with y of x [B, *spatial, C], w [*kernel, 1, C] and the epilogue."""
+    # The rows of images become separate lines.
     lines = [a if a is None else a.reshape(-1, *a.shape[-2:]) for a in (x, residual)]
     weights = w.astype(x.dtype).reshape(-1, w.shape[-1])
     operands = sharding.align(
@@ -106,7 +106,7 @@ _WHOLE = "tku"
 
 @dataclass(frozen=True)
 class _Forward:
-    """(y,) of x [B, T, C], w [taps, C], bias and residual."""
+    """Computes (y,) from x [B, T, C], w [taps, C], bias and residual."""
 
     options: _Options
 
@@ -144,7 +144,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """(dx, dw, dbias, dresidual) of the forward's operands, dy and what else there is of dx.
+    """Computes (dx, dw, dbias, dresidual) from the operands, dy and a further part of dx, or None.
 
     dw and dbias are sums in the accumulator's dtype; dresidual is None without a residual.
     """
@@ -186,7 +186,7 @@ class _Backward:
             _, slope = value_and_slope(self.options.activation, z.astype(dtype))
             dz = (dy.astype(dtype) * slope).astype(dy.dtype)
         (dx,) = jax.vjp(lambda x: convolve(x, w), x)[1](dz)
-        # Made like x: in a `jax.shard_map`, a gradient of what the devices share would be summed.
+        # Like x: in a `jax.shard_map`, the gradient of an array that the devices share would be summed.
         (dw,) = jax.vjp(lambda w: convolve(x, w), jnp.zeros_like(x, shape=w.shape))[1](dz)
         return (
             dx if other is None else dx + other,
@@ -216,7 +216,7 @@ def _reference(options: _Options, x, w, bias=None, residual=None, activation=Non
 
 
 def _reasons(device: dispatch.Device, options: _Options, x: Any, residual: Any) -> dict[str, Any]:
-    """Why an implementation cannot run the convolution of x [B, T, C] or its gradient."""
+    """Returns why each implementation cannot run the convolution of x [B, T, C] or its gradient."""
     images, length, channels = x.shape
     return {
         "cuda": depthwise_conv1d_cuda.why_unsupported(

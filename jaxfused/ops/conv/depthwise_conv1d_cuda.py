@@ -1,7 +1,7 @@
 """Depthwise convolution along one axis by the CUDA kernels of ffi/conv/depthwise_conv1d.cu.
 
-A thread walks along a piece of an image's steps. The gradient's kernel computes again what the
-activation was applied to, from x, which it reads anyway.
+A thread walks along a piece of an image's steps. The gradient's kernel recomputes the activation's input
+from x, which it reads anyway.
 """
 
 import math
@@ -14,15 +14,15 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 TAPS = (2, 3, 4, 5, 7)
-"""The lengths of windows that there are kernels for, at stride 1."""
+"""Lengths of windows for which there are kernels, at stride 1."""
 MAX_STEPS = 2**28
-"""The steps of all images together, and the channels, are fewer than this."""
+"""Limit on the steps of all images together, and on the channels, which must be fewer."""
 
 _FORWARD_THREADS, _GRADIENT_THREADS = 512, 384
-"""Threads of an SM that the registers of the forward and of the gradient leave room for."""
+"""Threads of an SM for which there are registers, in the forward and in the gradient."""
 _CHANNELS_OF_THREAD = 4
 _LEAST_STEPS = 32
-"""The fewest steps of a piece: the inputs that two pieces both read are few beside them."""
+"""Fewest steps of a piece, so that the inputs that two pieces both read are few in comparison."""
 
 
 def why_unsupported(
@@ -36,7 +36,7 @@ def why_unsupported(
     dtype: Any,
     residual_dtype: Any = None,
 ) -> str | None:
-    """None where the convolution and its gradient can run, else the reason."""
+    """Returns None if the convolution and its gradient can run, else the reason."""
     reason = cuda_library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -66,7 +66,7 @@ def conv(
     activation: str | None,
     multiprocessors: int,
 ) -> jax.Array:
-    """The activation of x [B, T, C] convolved with w [taps, C], plus bias and residual."""
+    """Returns the activation of x [B, T, C] convolved with w [taps, C], plus bias and residual."""
     cuda_library.register()
     images, length, channels = x.shape
     steps = length + sum(padding) - w.shape[0] + 1
@@ -96,9 +96,9 @@ def gradient(
     activation: str | None,
     multiprocessors: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """(dx, dw [taps, C], dbias [C], dresidual or None); dw and dbias are float32.
+    """Returns (dx, dw [taps, C], dbias [C], dresidual or None); dw and dbias are float32.
 
-    dx is added to `other`, what else there is of it, and the residual's gradient is None without one.
+    `other`, a further part of dx, is added to it. dresidual is None without a residual.
     """
     cuda_library.register()
     images, length, channels = x.shape
@@ -124,7 +124,7 @@ def gradient(
         pieces=np.int64(pieces),
         activation=activation or "none",
     )
-    # Sums are cut before they are summed: XLA would cut the sum by a kernel for each part.
+    # The parts are cut before they are summed: XLA would cut the sum by a kernel for each piece.
     dw, dbias = jnp.sum(parts[:, :taps], axis=0), jnp.sum(parts[:, taps], axis=0)
     return dx, dw, dbias, None if residual is None else dz
 
@@ -134,6 +134,6 @@ def _or_absent(operand: jax.Array | None) -> jax.Array:
 
 
 def _pieces(images: int, steps: int, channels: int, resident: int) -> int:
-    """The pieces of an image's steps: as many as the resident threads take at once."""
+    """Returns the pieces of an image's steps: as many as the resident threads take at once."""
     of_image = math.ceil(channels / _CHANNELS_OF_THREAD)
     return max(1, min(resident // (images * of_image), steps // _LEAST_STEPS))

@@ -1,7 +1,7 @@
 """Depthwise convolution by the CUDA kernels of ffi/conv/depthwise_conv*.cu.
 
-By strips, a warp has 64 channels of a few columns of the output and walks down their rows with all sums
-in registers. By tiles, tensor cores multiply 16-bit values: 8 columns of 16 blocks of rows at a time.
+With strips, a warp computes 64 channels of a few output columns, and walks down their rows with all sums
+in registers. With tiles, tensor cores multiply 16-bit values: 8 columns of 16 blocks of rows at a time.
 """
 
 import itertools
@@ -20,22 +20,22 @@ KERNELS = {
     (5, 5): (1, 2),
     (7, 7): (1,),
 }
-"""The sizes (height, width) that there are kernels for, and their strides."""
+"""Sizes (height, width) for which there are kernels, and their strides."""
 MAX_PIXELS = 2**28
-"""Of all images together."""
+"""Limit on the pixels of all images together."""
 MAX_CHANNELS = 64 * 65535
 
 _BLOCK_CHANNELS = 64
 _WARPS = 4
 _BLOCKS_OF_MULTIPROCESSOR = 2
-"""Those of the weights' gradient that run at a time."""
+"""Blocks of the weights' gradient that an SM runs at a time."""
 _PIXELS_OF_WARP = 32
-"""That a warp of it has at least, so that it has more to do than to write its sums."""
+"""Fewest pixels of a warp of the weights' gradient, so that writing its sums is not most of its work."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a convolution does to rows and columns."""
+    """Window of a convolution of rows and columns."""
 
     kernel: tuple[int, int]
     stride: int
@@ -43,7 +43,7 @@ class Window:
     """Zeros (before, after) the rows and the columns."""
 
     def result(self, height: int, width: int) -> tuple[int, int]:
-        """The rows and columns of the result."""
+        """Returns the rows and columns of the result."""
         sizes = [
             (size + sum(padding) - kernel) // self.stride + 1
             for size, padding, kernel in zip(
@@ -53,7 +53,7 @@ class Window:
         return sizes[0], sizes[1]
 
     def transposed(self) -> "Window":
-        """The window of the input's gradient, which a window of stride 1 has."""
+        """Returns the window of dgrad, which exists at stride 1."""
         assert self.stride == 1
         rows, columns = (
             (kernel - 1 - before, kernel - 1 - after)
@@ -64,16 +64,16 @@ class Window:
 
 @dataclass(frozen=True)
 class Strips:
-    """The kernels that walk down strips, which have nothing to choose."""
+    """Config of the kernels that walk down strips; they have nothing to choose."""
 
     @staticmethod
     def lanes(channels: int) -> int:
-        """Of a warp, those that a strip of a kernel of 3 x 3 has, as the kernel chooses too."""
+        """Returns the lanes of a warp that share a strip of a 3 x 3 kernel, as in the CUDA code."""
         return 8 if channels <= 16 else 16 if channels <= 32 else 32
 
     @staticmethod
     def useful(channels: int, width: int, window: Window) -> float:
-        """The share of results that a kernel of 3 x 3 does not compute for nothing, in a row."""
+        """Returns the share of a 3 x 3 kernel's results in a row that is not computed for nothing."""
         block, columns = 2 * Strips.lanes(channels), 8 if window.stride == 1 else 4
         _, out_width = window.result(window.kernel[0], width)
         computed = -(-channels // block) * block * -(-out_width // columns) * columns
@@ -82,11 +82,11 @@ class Strips:
 
 @dataclass(frozen=True)
 class Tile:
-    """How the kernels on tensor cores divide the output: a tile has 16 blocks of 8 columns."""
+    """Division of the output for the kernels on tensor cores: a tile has 16 blocks of 8 columns."""
 
     block_rows: int
     images: int
-    """That a tile has blocks of."""
+    """Images of which a tile has blocks."""
     blocks_down: int
     blocks_across: int
 
@@ -106,7 +106,7 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        """Of the output, in each image."""
+        """Rows of a tile in the output of each image."""
         return self.blocks_down * self.block_rows
 
     @property
@@ -114,7 +114,7 @@ class Tile:
         return self.blocks_across * _BLOCK_COLUMNS
 
     def count(self, images: int, height: int, width: int) -> int:
-        """The tiles of an output of these sizes."""
+        """Returns the number of tiles of an output of these sizes."""
         return (
             math.ceil(images / self.images)
             * math.ceil(height / self.rows)
@@ -122,14 +122,14 @@ class Tile:
         )
 
     def useful(self, images: int, height: int, width: int) -> float:
-        """The share of an output of these sizes in what its tiles compute; 0 of an empty one."""
+        """Returns the share of an output of these sizes in what its tiles compute; 0 if it is empty."""
         if min(images, height, width) < 1:
             return 0.0
         computed = self.count(images, height, width) * _BLOCKS * self.block_rows * _BLOCK_COLUMNS
         return images * height * width / computed
 
     def input_pairs(self, window: Window, height: int, out_height: int) -> int:
-        """The pairs of columns of a tile's input, with those that are only there for whole matrices."""
+        """Returns the pairs of columns in a tile's input, with those that only fill up matrices."""
         rows = self.rows + window.kernel[0] - 1
         if self.blocks_down == 1 and out_height <= self.block_rows:
             # Rows of zeros, above and below, are left out.
@@ -143,9 +143,9 @@ _BLOCK_ROWS = (7, 8)
 _BLOCK_COLUMNS = 8
 _TILE_CHANNELS = 16
 _TILE_HEIGHTS = (5, 7)
-"""Rows of the windows that there are kernels on tensor cores for."""
+"""Rows of the windows for which there are kernels on tensor cores."""
 _MOST_TILE_COLUMNS = 9
-"""Of a window."""
+"""Most columns of such a window."""
 
 
 def why_unsupported(
@@ -159,7 +159,7 @@ def why_unsupported(
     dtype: Any,
     residual_dtype: Any = None,
 ) -> str | None:
-    """None where the convolution and its gradients can run, else the reason."""
+    """Returns None if the convolution and its gradients can run, else the reason."""
     reason = cuda_library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -173,7 +173,7 @@ def why_unsupported(
         return f"there is no kernel of {rows} x {columns} with stride {window.stride}"
     if channels % 2:
         return f"it takes an even number of channels, and x has {channels}"
-    # Zeros beyond the kernel's reach would make the gradient's padding negative.
+    # Zeros beyond the window's reach would make the gradient's padding negative.
     reach = [k - 1 for k in window.kernel]
     if any(not 0 <= p <= r for pair, r in zip(window.padding, reach, strict=True) for p in pair):
         return f"it pads with 0 to {reach} zeros on a side, and padding is {window.padding}"
@@ -190,7 +190,7 @@ def why_unsupported(
 def why_no_tiles(
     *, compute_capability: tuple[int, int] | None, channels: int, window: Window, dtype: Any
 ) -> str | None:
-    """None where what `why_unsupported` allows can run on tensor cores too, else the reason."""
+    """Returns None if what `why_unsupported` allows can run on tensor cores too, else the reason."""
     if compute_capability is None or compute_capability < (8, 0):
         return "it needs compute capability 8.0 or later"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -217,9 +217,9 @@ def candidates(
     of_weights: bool = False,
     in_float32: bool = False,
 ) -> list[Tile]:
-    """The tiles for x [images, height, width, channels], predicted fastest first.
+    """Returns the tiles for x [images, height, width, channels], predicted fastest first.
 
-    With a residual, or z to be saved, sums stay `in_float32` for longer, and take more room.
+    With a residual, or z to be saved, sums stay `in_float32` for longer and take more room.
     """
     out = window.result(height, width)
     roomy = compute_capability in ((8, 0), (9, 0), (10, 0))
@@ -245,7 +245,7 @@ def candidates(
 
 
 def _bytes_of(tile: Tile, window: Window, pixels: int, of_weights: bool) -> tuple[int, int]:
-    """What a channel's input, of so many pixels, must fit into, and a block's shared memory."""
+    """Returns the bytes into which a channel's `pixels` must fit, and a block's shared memory."""
     pitch = (tile.block_rows | 1) * 4 * _BLOCK_COLUMNS
     plane = _BLOCKS * pitch + 256
     taken = _TILE_CHANNELS * plane + pixels + _BLOCKS * tile.block_rows * 8 + 128
@@ -257,9 +257,9 @@ def _bytes_of(tile: Tile, window: Window, pixels: int, of_weights: bool) -> tupl
 def _cycles_of(
     tile: Tile, window: Window, pixels: int, of_weights: bool, in_float32: bool
 ) -> float:
-    """Cycles that a tile keeps the path to memory busy for.
+    """Returns the cycles for which a tile occupies the path to memory.
 
-    A request of a pixel takes one of them, and so does each row of 128 bytes in shared memory.
+    A pixel's request takes one cycle, and so does each row of 128 bytes in shared memory.
     """
     rows = window.kernel[0] + tile.block_rows - 1
     results = _BLOCKS * _BLOCK_COLUMNS * tile.block_rows
@@ -270,15 +270,15 @@ def _cycles_of(
 
 _MOST_CANDIDATES = 8
 _AHEAD_PIXELS = 1536
-"""Of a tile's input, that a block with 7 rows has room for while it works on the tile before."""
+"""Most pixels of a tile's input for which a block of 7 rows has room during the previous tile."""
 _BY_TWO = 0.85
-"""The time of tiles of which two are worked on at a time, or which are worked on all at once, of that of
-tiles of which three are worked on at a time."""
+"""Factor on the time of tiles that are worked on two at a time, or all at once, compared with three at a
+time."""
 _TILE_CYCLES = 600
-"""Of a tile, for its barriers and for what it waits for."""
+"""Cycles of a tile for its barriers and waits."""
 _SHARED_BYTES = 226 * 1024
 _LITTLE_SHARED_BYTES = 99 * 1024
-"""What a block can have of shared memory, on GPUs for training and on the others."""
+"""Bytes of shared memory that a block can have, on GPUs for training and on the others."""
 
 
 def conv(
@@ -293,9 +293,9 @@ def conv(
     turned: bool = False,
     config: Strips | Tile = Strips(),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(y, z) of x [B, H, W, C] and w [kh, kw, C]; y is the activation of z, which may be None.
+    """Returns (y, z) of x [B, H, W, C] and w [kh, kw, C]; y is the activation of z, which may be None.
 
-    Turned by 180 degrees, a kernel gives the input's gradient.
+    `turned` rotates the window by 180 degrees, for dgrad.
     """
     cuda_library.register()
     shape = (x.shape[0], *window.result(*x.shape[1:3]), x.shape[3])
@@ -328,7 +328,7 @@ def weight_gradient(
     multiprocessors: int,
     config: Strips | Tile = Strips(),
 ) -> tuple[jax.Array, jax.Array]:
-    """(dw [kh, kw, C], dbias [C]) in float32, from x and the gradient of z."""
+    """Returns (dw [kh, kw, C], dbias [C]) in float32, from x and the gradient of z."""
     cuda_library.register()
     channels = x.shape[3]
     resident = _BLOCKS_OF_MULTIPROCESSOR * multiprocessors
@@ -336,7 +336,7 @@ def weight_gradient(
         target = "jaxfused_depthwise_conv_mma_weights"
         most = config.count(*dy.shape[:3])
         workers = max(1, resident // math.ceil(channels / _TILE_CHANNELS))
-        # Each takes as many tiles as the others, or one less.
+        # Each block takes as many tiles as the others, or one less.
         blocks = math.ceil(most / math.ceil(most / workers))
     else:
         target = "jaxfused_depthwise_conv_weights"
@@ -346,7 +346,7 @@ def weight_gradient(
     shape = (blocks, taps + 1, channels)
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32))
     parts = call(x, dy, **_attributes(window, config))
-    # What is cut after it has been summed is a kernel of XLA for each piece.
+    # The parts are cut before they are summed: XLA would cut the sum by a kernel for each piece.
     dw = jnp.sum(parts[:, :taps], axis=0)
     return dw.reshape(*window.kernel, channels), jnp.sum(parts[:, taps], axis=0)
 

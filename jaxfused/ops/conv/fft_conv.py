@@ -1,4 +1,4 @@
-"""conv where each channel has a long window of its own: where Fourier transforms are faster."""
+"""conv where each channel has a long window of its own, if Fourier transforms are faster."""
 
 import math
 from typing import Any
@@ -16,12 +16,12 @@ Padding = fft_conv_xla.Padding
 
 
 def padding_of(x: Any, window: Window) -> Padding:
-    """The zeros around each spatial axis of x. The window has rows, where x may have one axis only."""
+    """Returns the zeros around each spatial axis of x. The window has two axes, x may have only one."""
     return window.padding[-(x.ndim - 2) :]
 
 
 def why_not(device: dispatch.Device, x: jax.Array, w: jax.Array, window: Window) -> str | None:
-    """None where transforms convolve x [B, *spatial, C] with w [*kernel, 1, C] faster, else why not."""
+    """Returns None if transforms are faster for x [B, *spatial, C], w [*kernel, 1, C], else why not."""
     if device.compute_capability is None:
         return "there is no GPU"
     if window.stride > 1:
@@ -55,7 +55,7 @@ def fourier_conv(
     window: Window,
     activation: str | None,
 ) -> jax.Array:
-    """The convolution of x [B, *spatial, C] with w [*kernel, 1, C], and what follows it."""
+    """Returns the convolution of x [B, *spatial, C] with w [*kernel, 1, C], and what follows it."""
     reasons = dict.fromkeys(("pallas", "cuda"), "transforms are XLA's") | {"xla": None}
     operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w)]
     dispatch.record(dispatch.Choice("conv by Fourier transforms", operands, "xla", reasons))
@@ -64,7 +64,7 @@ def fourier_conv(
 
 
 def _directly(size: int, kernel: tuple[int, int]) -> float:
-    """Microseconds of so many values by sums: for small windows there are fast kernels."""
+    """Returns the microseconds of direct sums for `size` values; 0 if the window has a fast kernel."""
     along_one_axis = kernel[0] == 1 and kernel[1] in TAPS
     if kernel in KERNELS or along_one_axis or (min(kernel) > 1 and max(kernel) <= _SMALL):
         return 0.0
@@ -79,8 +79,8 @@ _SMALL = 7
 _START, _OF_VALUE = 15.0, 31e-6
 _LEAST, _OF_RESULT, _OF_WEIGHT = 60.0, 54e-6, 0.95e-6
 _OF_LINE, _OF_WEIGHT_OF_LINE = 31e-6, 2.6e-6
-"""Microseconds, measured on an H100 at 35 shapes: ten kernels without values, and a transformed value;
-XLA's own convolution of few values, of each of many, and of each and a weight; the latter two of short
-windows along one axis. Its gradient of the weights takes a millisecond even of few values."""
+"""Microseconds, measured on an H100 at 35 shapes: the start of ten kernels, and each transformed value;
+XLA's own convolution of few values, of each of many, and of each per weight; the last two for short
+windows along one axis. XLA's gradient of the weights takes a millisecond even of few values."""
 _MOST_VALUES = 2**28
-"""Of which the transforms take 4 GB."""
+"""Values of which the transforms take 4 GB."""

@@ -1,7 +1,7 @@
 """conv where each channel has a long window of its own, as a product of Fourier transforms.
 
-A value of the result is a sum over its window, and a product of transforms is all of these sums at once:
-how long it takes hardly depends on the window.
+A value of the result is a sum over its window. A product of transforms gives all of these sums at once,
+in a time that hardly depends on the window.
 """
 
 import functools
@@ -16,14 +16,14 @@ from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.stated_gradient import stated_gradient
 
 Padding = tuple[tuple[int, int], ...]
-"""The zeros (before, after) each spatial axis, fewer than the window has weights there."""
+"""Zeros (before, after) each spatial axis, fewer than the window has weights there."""
 
 
 @functools.partial(stated_gradient, nondiff_argnums=(2,))
 def conv(x: jax.Array, w: jax.Array, padding: Padding) -> jax.Array:
     """Convolves x [B, *spatial, C] with w [*kernel, C], each channel by itself, in x's dtype.
 
-    As in `reference.conv` the window is not flipped, and the sums are float32 (float64 for float64).
+    As in `conv_xla.conv` the window is not flipped, and the sums are float32 (float64 for float64).
     A NaN or an infinity in x reaches all values of its image and channel.
 
     Source: Cooley and Tukey, "An Algorithm for the Machine Calculation of Complex Fourier Series", 1965.
@@ -60,35 +60,35 @@ conv.defvjp(_conv_fwd, _conv_bwd)
 
 
 def transformed_size(x: Any, kernel: Sequence[int], padding: Padding) -> int:
-    """How many values are transformed for x [B, *spatial, C] and such a window, zeros included."""
+    """Returns how many values are transformed for x [B, *spatial, C] and such a window, with zeros."""
     lengths = _transform(x.shape[1:-1], kernel, padding).lengths
     return x.shape[0] * math.prod(lengths) * x.shape[-1]
 
 
 class _Transform(NamedTuple):
-    """The Fourier transform of images, along the axes of which a window has more than one weight."""
+    """Fourier transform of images, along the axes in which a window has more than one weight."""
 
     lengths: tuple[int, ...]
-    """The values of each spatial axis, zeros behind those of an image included."""
+    """Values of each spatial axis, with the zeros that follow those of an image."""
     axes: tuple[int, ...]
-    """Once the channels are the second axis, so that what is transformed is contiguous."""
+    """Transformed axes, after the channels have moved to axis 1 for contiguous reads."""
 
     def of(self, x: jax.Array) -> jax.Array:
-        """The transform [B, C, *lengths] of x [B, *spatial, C]; of the last axis half and one more."""
+        """Returns the transform [B, C, *lengths] of [B, *spatial, C]; the last axis has half plus 1."""
         x = jnp.moveaxis(x, -1, 1).astype(accumulator_dtype(x.dtype))
         return jnp.fft.rfftn(x, s=self._transformed, axes=self.axes)
 
     def of_window(self, w: jax.Array, padding: Padding) -> jax.Array:
-        """The transform [1, C, *lengths] of the window w [*kernel, C], turned around."""
+        """Returns the transform [1, C, *lengths] of the window w [*kernel, C], flipped."""
         return self.of(_around(w, padding, self.lengths_of_window(w))[None])
 
     def restored(self, product: jax.Array, sizes: Sequence[int]) -> jax.Array:
-        """The first values [B, *sizes, C] of what `product` is the transform of."""
+        """Returns the first values [B, *sizes, C] of the inverse transform of `product`."""
         y = jnp.fft.irfftn(product, s=self._transformed, axes=self.axes)
         return jnp.moveaxis(jax.lax.slice(y, (0,) * y.ndim, (*y.shape[:2], *sizes)), 1, -1)
 
     def lengths_of_window(self, w: Any) -> tuple[int, ...]:
-        """To how many values of each axis the weights [*kernel, C] are filled up with zeros."""
+        """Returns the lengths to which zeros fill up each axis of the weights [*kernel, C]."""
         return tuple(1 if k == 1 else n for n, k in zip(self.lengths, w.shape, strict=False))
 
     @property
@@ -97,10 +97,10 @@ class _Transform(NamedTuple):
 
 
 def _transform(sizes: Sequence[int], kernel: Sequence[int], padding: Padding) -> _Transform:
-    """That of images with such spatial axes for such a window.
+    """Returns the transform for images with such spatial axes and such a window.
 
-    What is transformed goes on with its first value after its last. So whatever a window meets before
-    the first value and after the last has to be zero.
+    A transform is cyclic: its first value follows its last. So all that a window reads before the first
+    value or after the last must be zero.
     """
     lengths = tuple(
         size if k == 1 else _fast_length(max(size + low, size + high, k))
@@ -110,7 +110,7 @@ def _transform(sizes: Sequence[int], kernel: Sequence[int], padding: Padding) ->
 
 
 def _fast_length(least: int) -> int:
-    """The smallest even number from `least` on without prime factors above 7, which are slow."""
+    """Returns the least even number from `least` on without prime factors above 7, which are slow."""
     length = least + least % 2
     while not _is_fast(length):
         length += 2
@@ -125,7 +125,7 @@ def _is_fast(length: int) -> bool:
 
 
 def _around(w: jax.Array, padding: Padding, lengths: Sequence[int]) -> jax.Array:
-    """The window [*lengths, C] turned around, where its last weight meets the first value.
+    """Returns the window [*lengths, C], flipped and rolled: its last weight meets the first value.
 
     A product of transforms pairs the first values with each other, and a window begins before them.
     """
@@ -136,5 +136,5 @@ def _around(w: jax.Array, padding: Padding, lengths: Sequence[int]) -> jax.Array
 
 
 def _reach(w: jax.Array, padding: Padding) -> list[int]:
-    """How many weights of each axis, turned around, come before the one that meets the first value."""
+    """Returns how many weights of each axis of the flipped window precede that of the first value."""
     return [kernel - 1 - low for kernel, (low, _) in zip(w.shape, padding, strict=False)]

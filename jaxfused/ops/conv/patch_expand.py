@@ -1,9 +1,8 @@
-"""conv that enlarges: of x with zeros between its values, by windows that do not overlap.
+"""Transposed convolution with a stride equal to its window: `conv` of a dilated x, without overlap.
 
-Each value of the result is then made of one pixel of x and of one weight of the window for each
-channel. So all weights together make a matrix product of the pixels, and the features of a pixel are
-laid out as a block of pixels. The kernel writes them where they belong; XLA moves them after its
-product.
+Each value of the result then depends on one pixel of x, and on one weight of the window for each
+channel. So one matrix product of the pixels with all weights gives the block of each pixel as its
+features. The kernel writes them in place; XLA moves them after its product.
 """
 
 import functools
@@ -49,7 +48,7 @@ def block_of(
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
 ) -> tuple[int, ...] | None:
-    """The block of pixels that each pixel of x makes, where a convolution does no more than that."""
+    """Returns the block of pixels that each pixel of x makes, or None for any other convolution."""
     kernel = tuple(w.shape[:-2])
     disjoint = kernel == tuple(input_dilation) and set(strides) == set(kernel_dilation) == {1}
     if not disjoint or math.prod(kernel) == 1 or feature_group_count > 1 or 0 in x.shape[1:]:
@@ -59,7 +58,7 @@ def block_of(
 
 
 def why_unsupported(device: dispatch.Device, x: Any, w: Any, residual: Any = None) -> str | None:
-    """None where the kernel can run it, x [B, H, W, C] and w [rows, columns, C, F], else why not."""
+    """Returns None if the kernel can run x [B, H, W, C] and w [rows, columns, C, F], else why not."""
     if w.ndim != 4:
         return f"it enlarges along one axis or two, and x has {w.ndim - 2} spatial axes"
     return why_symbolic(x, w) or pallas_conv.why_enlarging_unsupported(
@@ -81,11 +80,11 @@ def enlarging_conv(
     activation: str | None,
     precision: Any,
 ) -> jax.Array:
-    """What `conv` computes, of x [B, *spatial, C] and w [*block, C, F]."""
-    # A pixel of the result meets the weight that is as far from the window's other end.
+    """Returns what `conv` does, for x [B, *spatial, C] and w [*block, C, F]."""
+    # Pixel i of a block meets weight k - 1 - i of the window.
     weights = weights_of_images(x, jnp.flip(w, range(w.ndim - 2)))
     letters = Letters(weights.ndim - 2)
-    # JAX would not join features that are split with the pixels of a block.
+    # JAX would not merge split features with the pixels of a block.
     explicit = sharding.is_explicit(x) or sharding.is_explicit(w)
     operands = sharding.align(
         (images(x), weights, bias, images(residual)),
@@ -98,7 +97,7 @@ def enlarging_conv(
 
 
 def moved(features: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    """[B, *spatial, block * F] as [B, *(spatial * block), F]."""
+    """Returns [B, *spatial, block * F] as [B, *(spatial * block), F]."""
     batch, *sizes, columns = features.shape
     count = columns // math.prod(block)
     parts = features.reshape(batch, *sizes, *block, count)
@@ -109,7 +108,7 @@ def moved(features: jax.Array, block: tuple[int, ...]) -> jax.Array:
 
 
 def moved_back(y: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    """[B, *(spatial * block), F] as [B, *spatial, block * F]."""
+    """Returns [B, *(spatial * block), F] as [B, *spatial, block * F]."""
     batch, *enlarged, features = y.shape
     sizes = [n // k for n, k in zip(enlarged, block, strict=True)]
     pairs = (n for pair in zip(sizes, block, strict=True) for n in pair)
@@ -121,7 +120,7 @@ def moved_back(y: jax.Array, block: tuple[int, ...]) -> jax.Array:
 
 
 def _cut(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """An array of images in another shape; over Explicit axes images alone are split."""
+    """Returns an array of images in another shape; under Explicit axes only the images are split."""
     if not sharding.is_explicit(array):
         return array.reshape(shape)
     placed = jax.typeof(array).sharding
@@ -130,7 +129,7 @@ def _cut(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _as_matrix(w: jax.Array) -> jax.Array:
-    """Weights [*block, C, F] as a matrix [C, block * F]."""
+    """Returns weights [*block, C, F] as a matrix [C, block * F]."""
     axes = w.ndim - 2
     return w.transpose(axes, *range(axes), axes + 1).reshape(w.shape[-2], -1)
 
@@ -166,7 +165,7 @@ _enlarging.defvjp(_enlarging_fwd, _enlarging_bwd)
 
 @dataclass(frozen=True)
 class _Enlarging:
-    """As `dense_conv.Forward`, where w [*block, C, F] makes a block of pixels of each pixel of x."""
+    """Computes `dense_conv.Forward` with w [*block, C, F], which makes a block of each pixel of x."""
 
     alone: Forward
 

@@ -178,12 +178,12 @@ def quantized_conv(
 
 
 def _integers_in_xla(device: dispatch.Device) -> bool:
-    """Whether XLA convolves integers. Its GPU compiler knows some windows and channels only."""
+    """Whether XLA convolves integers; its GPU compiler takes only some windows and channels."""
     return device.platform == "cpu"
 
 
 def _why_xla(window: Window, x: Any, w: Any) -> str | None:
-    """Returns why a call that names no implementation is XLA's, or None where the kernel was timed."""
+    """Returns why a call that names no implementation is XLA's, or None if the kernel was timed."""
     channels, features = w.shape[-2:]
     pixels = dense_conv.pixels_of(window, x)
     simple = set(window.kernel) == {3} and set(window.strides) == set(window.dilation) == {1}
@@ -208,14 +208,14 @@ _LEAST_PIXELS = 2**14
 
 
 def _matrix(w: QuantizedArray, size: tuple[int, ...]) -> tuple[int, int]:
-    """The channels that a weight of the window reads, and those of the result."""
+    """Returns the channels that a weight of the window reads, and those of the result."""
     return w.shape[0] // math.prod(size), w.shape[1]
 
 
 def _operands(
     op: str, x: Any, w: Any, kernel_size: int | Sequence[int], groups: int
 ) -> tuple[Any, QuantizedArray, Any, tuple[int, ...]]:
-    """Checks the operands; returns them as they are read, x's shape in floats, and the window's size."""
+    """Returns the checked operands, a float32 shape of x, and the window's size."""
     if not isinstance(w, QuantizedArray) or w.axis != -2 or w.ndim != 2:
         given = (
             f"axis {w.axis} and shape {w.shape}"
@@ -313,7 +313,7 @@ class _Options:
     activation: str | None
     out_dtype: Any
     is_line: bool
-    """x has one spatial axis, and is a picture of one row to the kernels."""
+    """Whether x has one spatial axis, which the kernels see as an image of one row."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="quantized_conv", once=False)
@@ -340,7 +340,7 @@ def _quantized_conv_fwd(run: Runner, options: _Options, x, w, scale, bias, resid
 
 
 def _quantized_conv_bwd(run: Runner, options: _Options, saved, dy):
-    """What the activation reads is computed again, by XLA."""
+    """Returns the gradients of bias and residual; XLA recomputes the activation's input."""
     x, w, scale, bias, residual = saved
 
     def again(bias, residual):
@@ -382,7 +382,7 @@ def _by_reference(
 
 @dataclass(frozen=True)
 class _Forward:
-    """(activation(scale * conv(x, w) + bias + residual),) of int8 x [B, *spatial, C] and w."""
+    """Computes (activation(scale * conv(x, w) + bias + residual),); x [B, *spatial, C], w are int8."""
 
     options: _Options
 

@@ -1,4 +1,4 @@
-"""quantized_conv in plain JAX: XLA's convolution of the numbers as integers or as floats."""
+"""quantized_conv in plain JAX: XLA's convolution of the stored numbers as integers or as floats."""
 
 import math
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def product(
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
 ) -> jax.Array:
-    """The convolution in float32, of the numbers as stored where each output has one scale."""
+    """Returns the convolution in float32, of the stored numbers if each output has one scale."""
     by_scales = (
         w.groups == 1
         and w.zero_point is None
@@ -67,9 +67,9 @@ def product(
     )
     weights = weights.reshape(*kernel_size, -1, weights.shape[-1])
     if not (are_integers and with_integers):
-        # Where XLA's GPU compiler sees that the operands were of 8 bits, it takes cuDNN's kernels for
-        # them. Some of those for float8 do not exist, and with groups those of integers return wrong
-        # sums: https://github.com/openxla/xla/issues/49123.
+        # If XLA's GPU compiler sees operands of 8 bits, it takes cuDNN's kernels for them. Some of those
+        # for float8 do not exist, and with groups those of integers return wrong sums:
+        # https://github.com/openxla/xla/issues/49123.
         values, weights = jax.lax.optimization_barrier(
             (values.astype(jnp.float32), weights.astype(jnp.float32))
         )

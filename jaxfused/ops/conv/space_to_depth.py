@@ -1,9 +1,9 @@
-"""conv of pictures with few channels, such as the first layer's three: several pixels become one.
+"""conv of images with few channels, such as the first layer's three, by space-to-depth.
 
-A product whose rows are pixels of three channels is mostly empty. So the squares that a window steps
-over are made pixels, and what the weights of a row of the window meet is put side by side into the
-channels. What is left is a window of one column over as many channels as the tensor cores like, at the
-cost of writing and reading that picture, which is smaller than the result.
+A product over three channels leaves the tensor cores mostly idle. So each square of strides becomes a
+pixel, and the squares of a row of the window are concatenated along the channels. What is left is a
+window of one column over enough channels for the tensor cores, at the cost of writing and reading that
+image, which is smaller than the result.
 """
 
 import math
@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from pallas_kernels.conv.window import GROUP, Window
 
 MOST_JOINED = 64
-"""Channels that a step of the kernel multiplies."""
+"""Most channels of the new image, which is what one step of the kernel multiplies."""
 
 
 def can_join(window: Window, channels: int) -> bool:
-    """Whether what the weights of a row meet fits into the channels of one step."""
+    """Whether the squares of a row of the window fit into the channels of one step."""
     if channels % GROUP == 0 or window.taps == 1 or set(window.dilation) != {1}:
         return False
     columns = _blocks(window)[1]
@@ -26,18 +26,18 @@ def can_join(window: Window, channels: int) -> bool:
 
 
 def _blocks(window: Window) -> tuple[int, ...]:
-    """Rows and columns of the window, counted in squares that it steps over."""
+    """Returns the rows and columns of the window, counted in squares of strides."""
     return tuple(-(-k // step) for k, step in zip(window.kernel, window.strides, strict=True))
 
 
 def joined(window: Window) -> Window:
-    """The window of what `join` returns, which neither pads nor steps."""
+    """Returns the window of what `join` returns, without padding or strides."""
     ones = (1, 1)
     return Window((_blocks(window)[0], 1), ((0, 0), (0, 0)), ones, ones)
 
 
 def join(window: Window, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same convolution of x [B, H, W, C] with w [kh, kw, C, F], with fewer pixels a window.
+    """Rewrites the convolution of x [B, H, W, C] with w [kh, kw, C, F] by space-to-depth.
 
     Returns:
       x [B, H', W', C'] and w [rows, 1, C', F].
@@ -61,7 +61,7 @@ def join(window: Window, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Arr
     w = jnp.pad(w, [*((0, more) for more in beyond), (0, 0), (0, 0)])
     w = w.reshape(rows, step_h, columns, step_w, channels, w.shape[-1])
     w = w.transpose(0, 2, 1, 3, 4, 5).reshape(rows, 1, columns * square, w.shape[-1])
-    # Zeros fill the channels up to what the copy engine takes.
+    # Zeros fill up the channels to a multiple that TMA can copy.
     fill = (0, -x.shape[-1] % GROUP)
     none = (0, 0)
     x, w = jnp.pad(x, [none, none, none, fill]), jnp.pad(w, [none, none, fill, none])
