@@ -221,7 +221,7 @@ def dot_product_attention(
 
 
 def _takes_reference(implementation, device, query, key, scale) -> bool:
-    """Whether the call is plain jax.numpy, as for a scale that is an array: kernels need a constant."""
+    """Whether plain jax.numpy runs the call, as it does if scale is an array: kernels take constants."""
     missing = None
     if isinstance(scale, jax.Array):
         why = "scale must be a Python float, as it is a constant of the kernels"
@@ -335,7 +335,7 @@ def _window(size: Any) -> tuple[int, int] | None:
             " and to the right of a query; pass a whole number from 0 up, or two."
         )
     left, right = sides
-    # Beyond it a window is no limit, and positions are of 32 bits.
+    # A window beyond _LONGEST is no limit, and positions have 32 bits.
     return min(int(left), _LONGEST), min(int(right), _LONGEST)
 
 
@@ -343,7 +343,7 @@ _LONGEST = 2**30
 
 
 def _lengths(name: str, lengths: Any, batch: int, full: int) -> jax.Array | None:
-    """Returns the lengths within what there is, which is what kernels count on."""
+    """Returns the lengths clipped to 0 to `full`, as kernels rely on it."""
     array = _integers(name, lengths, (batch,))
     if array is None:
         return None
@@ -355,7 +355,7 @@ def _lengths(name: str, lengths: Any, batch: int, full: int) -> jax.Array | None
 def _segments(
     query_segments: Any, key_segments: Any, batch: int, query_length: int, key_length: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns both in 32 bits, of which those of 64 are replaced by their ranks."""
+    """Returns both as int32; 64-bit ids are replaced by their ranks."""
     queries = _integers("query_segment_ids", query_segments, (batch, query_length))
     keys = _integers("key_value_segment_ids", key_segments, (batch, key_length))
     if queries is None or keys is None:
@@ -400,16 +400,16 @@ def _broadcastable(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.A
 
 
 _FEW_QUERIES = 64
-"""Up to so many queries XLA may be faster; with more, its logits take too much memory."""
+"""Most queries for which XLA may be faster; with more, its logits take too much memory."""
 
 
 _LIKE_CUDA = ForwardConfig(consumers=1)
-"""The CUDA kernels are taken to be as fast as the Pallas kernel with this config."""
+"""Config of the Pallas kernel whose estimated time stands for that of the CUDA kernels."""
 
 
 @dataclass(frozen=True)
 class _Options:
-    """The static options of a call of the kernels."""
+    """Static options of a call of the kernels."""
 
     is_causal: bool
     window: tuple[int, int] | None
@@ -420,10 +420,10 @@ class _Options:
     """Whether the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
 
     def xla_is_faster_forward(self, device: dispatch.Device, arrays: "_Arrays") -> bool:
-        """Whether so few queries attend to so many keys that XLA's passes over the logits cost less.
+        """Whether XLA's passes over the logits cost less, as with a few queries and many keys.
 
-        In float32 this may be so of any work that is too small to fill the GPU.
-        Times are estimates in microseconds; benchmarks/LAB.md says what they were fitted to.
+        In float32 this may be true of any work that is too small to fill the GPU. Times are estimates in
+        microseconds; benchmarks/LAB.md says what they were fitted to.
         """
         known = self._xla_is_faster_anyway(device, arrays)
         if known is not None:
@@ -444,7 +444,7 @@ class _Options:
         return by_xla < estimate.forward(shape, logits, config, device.multiprocessors)
 
     def xla_is_faster_backward(self, device: dispatch.Device, arrays: "_Arrays") -> bool:
-        """The same of the backward."""
+        """Whether XLA is expected to be faster in the backward."""
         known = self._xla_is_faster_anyway(device, arrays)
         if known is not None:
             return known
@@ -464,7 +464,7 @@ class _Options:
         return by_xla < estimate.backward(shape, logits, config, device.multiprocessors)
 
     def _xla_is_faster_anyway(self, device: dispatch.Device, arrays: "_Arrays") -> bool | None:
-        """Whether so in both directions, where that takes no estimate; None where it does."""
+        """Returns whether XLA is faster in both directions, or None if that takes an estimate."""
         if device.multiprocessors == 0:
             return False
         if arrays.key.shape[1] == 1:
@@ -502,16 +502,16 @@ class _Options:
     def _for_estimate(
         self, device: dispatch.Device, arrays: "_Arrays"
     ) -> tuple[Shape, Logits, bool]:
-        """Returns what an estimate takes, and whether the Pallas kernels can run."""
+        """Returns the inputs of an estimate, and whether the Pallas kernels can run."""
         batch, queries, key_heads, groups, head_size = arrays.query.shape
         keys, _, value_size = arrays.value.shape[1:]
         shape = Shape(batch, queries, keys, key_heads * groups, key_heads, head_size, value_size)
-        # For its options it matters only which operands there are.
+        # The options depend only on which operands there are.
         logits = self.logits(arrays.query, arrays.key, Operands(*arrays[3:]))
         return shape, logits, self.reasons(device, arrays)["pallas"] is None
 
     def reasons(self, device: dispatch.Device, arrays: "_Arrays") -> Mapping[str, str | None]:
-        """Returns for each implementation why it cannot run, in both directions, or None if it can."""
+        """Returns why each implementation cannot run, in both directions, or None if it can."""
         call = dict(
             compute_capability=device.compute_capability,
             dtype=arrays.query.dtype,
@@ -527,7 +527,7 @@ class _Options:
         }
 
     def visited_keys(self, queries: int, keys: int) -> int:
-        """How many keys some of the queries may attend to by their positions."""
+        """Returns how many keys some of the queries may attend to by their positions."""
         if self.is_causal:
             keys = min(keys, queries)
         if self.window is not None:
@@ -580,7 +580,7 @@ def _for_cuda(
 
 
 class _Arrays(NamedTuple):
-    """The operands, with query heads [N] as [K, G] so that they are sharded like their key heads.
+    """Operands, with query heads [N] as [K, G] so that they are sharded like their key heads.
 
     The fields are arrays or None. The same class holds the cotangents of these arrays.
     """
@@ -642,7 +642,7 @@ class _Arrays(NamedTuple):
 
 
 _WHOLE = "tshvrgzBKGTS"
-"""The axes that every device needs whole, which are all but the batch and the key heads."""
+"""Axes that every device must hold whole: all but the batch and the key heads."""
 
 
 def _axes_of_logits(array: jax.Array | None) -> str:
@@ -694,7 +694,7 @@ def _run(run: Runner, options: _Options, query, key, value, bias, sinks, mask: M
 
 
 def _within(mask: Mask, query_count: int) -> jax.Array:
-    """[B, T, 1]: whether a query is not beyond its length."""
+    """Returns [B, T, 1]: whether a query is within its length."""
     assert mask.query_lengths is not None
     return jnp.arange(query_count)[None, :, None] < mask.query_lengths[:, None, None]
 
@@ -741,7 +741,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 @dataclass(frozen=True)
 class _Forward:
-    """The forward stage: (output [B, T, K, G, V], lse [B, K, G, R]) from the operands of _Arrays."""
+    """Computes (output [B, T, K, G, V], lse [B, K, G, R]) from the operands of _Arrays."""
 
     options: _Options
 
@@ -806,16 +806,15 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """The backward stage: (dquery, dkey, dvalue, dbias, dsinks).
+    """Computes (dquery, dkey, dvalue, dbias, dsinks); the last two are None if the operand is absent.
 
-    The last two are None where the operand is absent. The operands are the output, the log-sum-exp, the
-    cotangents of both, and _Arrays.
+    The operands are the output, the log-sum-exp, the cotangents of both, and _Arrays.
     """
 
     options: _Options
     own_bias: bool = False
-    """Whether every device has its own part of the bias. Then dbias has the bias's dtype if kernels have
-    it, else it is float32, as devices may add up their parts."""
+    """Whether each device owns a part of the bias. If so, dbias has the bias's dtype if kernels support
+    it. Else it is float32, because devices may add up their parts."""
 
     @property
     def name(self) -> str:
@@ -914,7 +913,7 @@ class _Backward:
 
 
 def _examples(random: Callable[[Any], Any], arrays: _Arrays) -> _Arrays:
-    """Random arrays in the shapes of `arrays`: of whole length, in four segments, all keys allowed."""
+    """Returns random arrays like `arrays`: of full length, in four segments, with all keys allowed."""
 
     def segments(ids):
         if ids is None:
@@ -976,7 +975,7 @@ def _in_xla(options: _Options, arrays: _Arrays) -> Callable[..., Results]:
             dropout_rate=options.dropout_rate,
         )
         if sinks is not None and mask.query_lengths is not None:
-            # Backwards of kernels know queries beyond the length by this alone.
+            # The kernels' backward recognises queries beyond the length by this value alone.
             lse = jnp.where(_within(mask, query_count), lse, EMPTY_LSE)
         missing = saved_length(query_count) - query_count
         lse = jnp.pad(lse.swapaxes(1, 2), ((0, 0), (0, 0), (0, missing)))
@@ -986,10 +985,9 @@ def _in_xla(options: _Options, arrays: _Arrays) -> Callable[..., Results]:
 
 
 def _over_batch(kernel, call, axis_size: int, in_batched, operands, first: int) -> Results | None:
-    """Runs the kernel over a batch of operands, of which those from `first` on are _Arrays.
+    """Runs the kernel over a batch of operands; those from `first` on are _Arrays.
 
-    The batch is merged into the axis B of the operands, which is possible unless one of them has no such
-    axis.
+    The batch is merged into the axis B of the operands, unless one of them has no such axis.
     """
     arrays = _Arrays(*operands[first:])
     shared = (arrays.bias, arrays.sinks, arrays.explicit, arrays.dropout_seeds)
@@ -1006,9 +1004,9 @@ def _over_batch(kernel, call, axis_size: int, in_batched, operands, first: int) 
 
 
 def _why_cudnn_unsupported(device, query, key, value, mask: Mask, used) -> str | None:
-    """Returns None, or the limit of jax.nn.dot_product_attention(implementation="cudnn") exceeded.
+    """Returns the limit exceeded of jax.nn.dot_product_attention(implementation="cudnn"), or None.
 
-    `used` names the given optional arguments that cuDNN does not have or whose gradient it lacks.
+    `used` names the given optional arguments that cuDNN lacks, or of which it lacks the gradient.
     """
     capability = device.compute_capability
     if capability is None or capability < (8, 0):
@@ -1043,13 +1041,13 @@ def _why_cudnn_unsupported(device, query, key, value, mask: Mask, used) -> str |
 def _cudnn(query, key, value, bias, mask: Mask, scale) -> jax.Array:
     """Calls cuDNN with a key for every query, and writes 0 where a query attends to nothing.
 
-    Of such a query cuDNN itself returns the mean of the values or NaN, and gradients that are not
-    finite. It never meets one: here the query attends to whatever is left, and its result, whose
-    cotangent is 0, is not used. `_why_cudnn_unsupported` refuses windows that leave queries none.
+    For such a query cuDNN would return the mean of the values or NaN, and non-finite gradients. So here
+    it attends to whatever is left; its result is not used and has cotangent 0. `_why_cudnn_unsupported`
+    refuses windows that leave queries no key.
     """
     is_causal, window = mask.is_causal, mask.window
     if window is not None:
-        # A causal mask is a window that ends at the query itself, and cuDNN has no other windows.
+        # A causal mask is a window that ends at the query itself; cuDNN has no other windows.
         is_causal, window = True, (window[0], 0)
     logits_shape = (query.shape[1], key.shape[1])
     allowed = mask.allowed(*logits_shape)

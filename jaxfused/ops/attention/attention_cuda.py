@@ -1,8 +1,8 @@
 """dot_product_attention by the CUDA kernels of ffi/attention.
 
-These kernels run on every GPU whose tensor cores multiply 16-bit values into float32, from Turing on.
-They use the tensor-core instructions of Turing and Ampere; Hopper and later have faster ones. From
-Ampere on they take float32 too, where it may be multiplied as tf32.
+The kernels run on every GPU with tensor cores that multiply 16-bit values into float32: Turing and
+later. They use the instructions of Turing and Ampere; Hopper and later have faster ones. From Ampere on
+they also take float32, if it may be multiplied as tf32.
 """
 
 from collections.abc import Collection
@@ -16,20 +16,20 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 SEGMENT_BLOCK = 32
-"""The number of queries or keys in a block; bounds set by segments are given per block, in blocks."""
+"""Queries or keys in a block. Bounds set by segments are given per block, in blocks."""
 _STATISTICS_BLOCK = 128
 _LARGEST_LENGTH = 2**24
 _LARGEST_HEAD_SIZE = 256
 _LARGEST_HEAD_SIZE_OF_TURING = 128
 _LARGEST_HEAD_SIZE_OF_FLOAT32 = 128
-"""Tiles of larger heads would not fit into the shared memory of most GPUs."""
+"""Largest heads with tiles that fit into the shared memory of most GPUs."""
 _LOG2E = float(np.log2(np.e))
 _EMPTY_LSE = -0.7 * float(np.finfo(np.float32).max)
-"""The log-sum-exp that the kernels return for a query that attends to nothing, as in the reference."""
+"""Log-sum-exp that the kernels return for a query that attends to nothing, as in the reference."""
 
 
 class Operands(NamedTuple):
-    """The optional arrays of attention."""
+    """Optional arrays of attention."""
 
     bias: jax.Array | None = None
     """[B or 1, N or 1, T or 1, S or 1], any float dtype."""
@@ -42,21 +42,20 @@ class Operands(NamedTuple):
     """[B, T] int32; given together with key_segments [B, S] and the two bounds."""
     key_segments: jax.Array | None = None
     key_bounds: jax.Array | None = None
-    """[B, T / SEGMENT_BLOCK rounded up, 4] int32, in blocks of keys for each block of queries: the first
-    block that is visited, the first and the end of a run that needs no masking, and the end of what is
-    visited.
-    """
+    """[B, T / SEGMENT_BLOCK rounded up, 4] int32: for each block of queries, four bounds in blocks of
+    keys. They are the first visited block, the start and end of a run that needs no masking, and the end
+    of the visit."""
     query_bounds: jax.Array | None = None
-    """[B, S / SEGMENT_BLOCK rounded up, 4] int32: the same, in blocks of queries for blocks of keys."""
+    """[B, S / SEGMENT_BLOCK rounded up, 4] int32: the same for blocks of keys, in blocks of queries."""
     dropout_seeds: jax.Array | None = None
-    """[2, B, N] uint32: the start of the counters that dropout's random bits are computed from."""
+    """[2, B, N] uint32: the first counters from which dropout's random bits are computed."""
     sinks: jax.Array | None = None
     """[N] float32."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The static options of a call."""
+    """Static options of a call."""
 
     scale: float
     soft_cap: float | None = None
@@ -64,7 +63,7 @@ class Options:
     """With `right`: query t attends to t - left <= s <= t + right; None means no limit."""
     right: int | None = None
     dropout_threshold: int = 0
-    """The dropout rate in units of 1/65536."""
+    """Dropout rate in units of 1/65536."""
 
     def attributes(self) -> dict[str, Any]:
         return dict(
@@ -134,10 +133,9 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, V], lse [B, N, R]) of query [B, T, N, H] and key, value [B, S, K, ...].
 
-    lse is the natural logarithm of the sum of exponentials, in float32, including the sink. Where a
-    query attends to nothing, and from the query length on (with a sink or without), lse is the
-    reference's EMPTY_LSE and out is 0. R is `saved_length`, or T without it; entries from T on are
-    EMPTY_LSE.
+    lse is the natural logarithm of the sum of exponentials, in float32, including the sink. For a query
+    that attends to nothing, or at or beyond the query length (even with a sink), lse is the reference's
+    EMPTY_LSE and out is 0. R is `saved_length`, or T without it; entries from T on are EMPTY_LSE.
     """
     cuda_library.register()
     batch, query_count, heads, _ = query.shape
@@ -181,8 +179,8 @@ def backward(
     cuda_library.register()
     query_count = query.shape[1]
     dlse = dlse.astype(jnp.float32)
-    # The kernels subtract delta from products of dout, in which float32 is rounded: where the two
-    # cancel, as with a single key, delta has to have the same rounding.
+    # The kernels subtract delta from products of rounded float32 dout. With a single key the two cancel,
+    # so that delta must have the same rounding.
     factor = _rounded_to_tf32(dout) if dout.dtype == jnp.float32 else dout.astype(jnp.float32)
     delta = jnp.sum(factor * out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2) - dlse
@@ -251,7 +249,6 @@ def _common(query: jax.Array, operands: Operands) -> list[jax.Array]:
 def _absent(query: jax.Array) -> jax.Array:
     """Returns an array without elements, which stands for an absent operand.
 
-    The array is derived from `query`, because all operands in a `jax.shard_map` must vary over the same
-    axes.
+    It is derived from `query`, because all operands in a `jax.shard_map` must vary over the same axes.
     """
     return jnp.zeros_like(query, shape=(0,), dtype=jnp.float32)

@@ -1,7 +1,7 @@
-"""dot_product_attention in plain jax.numpy: the truth for the kernels, and `implementation="xla"`.
+"""dot_product_attention in plain jax.numpy: the kernels' reference, and `implementation="xla"`.
 
-Two things here hold for every implementation: `Mask`, which says who attends to whom, and `keep`,
-which says what dropout keeps.
+Two definitions hold for every implementation: `Mask`, which says what attends to what, and `keep`, which
+says what dropout keeps.
 """
 
 import jax
@@ -27,7 +27,7 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output [B, T, N, V] in the query's dtype, and its log-sum-exp [B, T, N].
 
-    The gradient keeps the arguments alone and takes the probabilities, [B, N, T, S], once more.
+    The gradient saves only the arguments, and computes the probabilities, [B, N, T, S], again.
     """
     seeds = None
     if dropout_words is not None:
@@ -63,7 +63,7 @@ def attention_by_seeds(
     logits_soft_cap: float | None,
     dropout_rate: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """The same from the seeds of dropout [2, B, N], for a shard does not know its place in B and N."""
+    """Computes `attention` from dropout's seeds [2, B, N]: a shard cannot tell its place in B and N."""
     batch, query_count, heads, _ = query.shape
     key_count, key_heads = key.shape[1:3]
     groups = heads // key_heads
@@ -76,7 +76,7 @@ def attention_by_seeds(
 
     grouped = probabilities.reshape(batch, key_heads, groups, query_count, key_count)
     if jnp.issubdtype(value.dtype, jnp.integer):
-        # As in JAX: of probabilities in the integers' dtype only a 1 is left.
+        # As in JAX, probabilities are cast to the integers' dtype, which keeps only those of 1.
         output = jnp.einsum("bkgts,bskv->btkgv", grouped.astype(value.dtype), value)
     else:
         output = product("bkgts,bskv->btkgv", grouped, value, dtype=value.dtype)
@@ -115,10 +115,10 @@ def weights(
 def _softmax(
     logits: jax.Array, allowed: jax.Array, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """(probabilities, log-sum-exp) of [B, N, T, S]; a row without any weight has probabilities 0.
+    """Returns (probabilities, log-sum-exp) of [B, N, T, S]; a row without weights has probabilities 0.
 
-    A sink [N] is one more logit of every row of its head, whose probability goes nowhere. Nothing on
-    the way is infinite where the arguments are not: `jax_debug_infs` looks for it.
+    A sink [N] is one more logit in every row of its head, with a probability that is dropped. No
+    intermediate is infinite for finite arguments, because `jax_debug_infs` would report it.
     """
     lowest = float(jnp.finfo(logits.dtype).min)
     logits = jnp.where(allowed, logits, lowest)
@@ -126,7 +126,7 @@ def _softmax(
     if sinks is not None:
         sinks = sinks[None, :, None, None]
         maximum = jnp.maximum(maximum, sinks)
-    # Of a row that is masked altogether the exponentials are 1.
+    # In a fully masked row the exponentials would be 1.
     exponentials = jnp.where(allowed, jnp.exp(logits - maximum), 0.0)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
@@ -139,7 +139,7 @@ def _softmax(
 
 @_softmax.defjvp
 def _softmax_jvp(primals, tangents):
-    """The derivative in terms of the results, for JAX's own of the steps above loses digits."""
+    """Computes the derivative from the results: JAX's own of the steps above loses digits."""
     sinks = primals[2]
     dlogits, _, dsinks = tangents
     probabilities, lse = _softmax(*primals)
@@ -150,6 +150,6 @@ def _softmax_jvp(primals, tangents):
             return dlse
         return dlse + jnp.exp(sinks[None, :, None] - lse) * dsinks[None, :, None]
 
-    # Once for each result: their cotangents, added up first, would not cancel where they should.
+    # One sum for each result: of cotangents that are added first, terms would not cancel fully.
     dprobabilities = probabilities * (dlogits - derivative_of_lse()[..., None])
     return (probabilities, lse), (dprobabilities, derivative_of_lse())

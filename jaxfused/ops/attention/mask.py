@@ -1,4 +1,4 @@
-"""Who attends to whom, in every implementation of dot_product_attention."""
+"""Masks that say which query attends to which key, in every implementation of dot_product_attention."""
 
 from dataclasses import dataclass, field
 
@@ -6,37 +6,37 @@ import jax
 import jax.numpy as jnp
 
 EMPTY_LSE = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""The log-sum-exp of a row that attends to nothing: finite, so that two have a difference."""
+"""Log-sum-exp of a row that attends to nothing: finite, so that two of them have a difference."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mask:
-    """Which query t attends to which key s: all of the following must hold.
+    """Conditions that query t and key s must all meet for t to attend to s.
 
-    Position and lengths allow each query one interval of keys, whose ends do not decrease with t
-    among the queries within their length. So two rows tell a kernel about a block of them: keys
-    before the first row's start or from the last row's stop on are masked for all of the block,
-    keys from the last row's start to the first row's stop for none of it.
+    Position and lengths allow each query one interval of keys. Its ends do not decrease with t among the
+    queries within their length. So two rows tell a kernel about a block of them: keys before the first
+    row's start or from the last row's stop on are masked for the whole block, and keys from the last
+    row's start to the first row's stop for none of it.
     """
 
     is_causal: bool = field(default=False, metadata={"static": True})
-    """s <= t. Both count from the first position, also where T and S differ."""
+    """s <= t. Both count from the first position, even if T and S differ."""
     window: tuple[int, int] | None = field(default=None, metadata={"static": True})
     """t - left <= s <= t + right."""
     query_lengths: jax.Array | None = None
-    """[B]: t < length; a query beyond attends to nothing."""
+    """[B]: t < length; a query at or beyond it attends to nothing."""
     key_lengths: jax.Array | None = None
     """[B]: s < length."""
     query_segments: jax.Array | None = None
-    """[B, T], with key_segments: both must be equal."""
+    """[B, T], with key_segments: the two must be equal."""
     key_segments: jax.Array | None = None
     """[B, S]."""
     explicit: jax.Array | None = None
-    """bool, broadcasts to [B, N, T, S]."""
+    """bool that broadcasts to [B, N, T, S]."""
 
     def key_interval(self, query: jax.Array, key_count: int) -> tuple[jax.Array, jax.Array]:
-        """(start, stop), [B or 1, T], of the keys that position and lengths allow queries [T]."""
+        """Returns (start, stop), [B or 1, T], of the keys that position and length allow queries [T]."""
         start = jnp.zeros_like(query)
         stop = jnp.full_like(query, key_count)
         if self.is_causal:
@@ -53,7 +53,7 @@ class Mask:
         return start, stop
 
     def allowed(self, query_count: int, key_count: int) -> jax.Array:
-        """The mask as booleans that broadcast to [B, N, T, S]."""
+        """Returns the mask as booleans that broadcast to [B, N, T, S]."""
         key = jnp.arange(key_count, dtype=jnp.int32)[None, None]
         start, stop = self.key_interval(jnp.arange(query_count, dtype=jnp.int32), key_count)
         allowed = (key >= start[..., None]) & (key < stop[..., None])

@@ -263,7 +263,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """How x is read, and what else is requested."""
+    """Reading of x and further results that a call asks for."""
 
     simplify: Simplification = AsItIs()
     hands_on: bool = False
@@ -340,8 +340,7 @@ def _gradients(run: Runner, options: Options, request: Request, x, w, dz, handed
     """Returns (dx, dw); dx includes a returned x's cotangent, and is masked where x is rectified."""
     y = x if request.rectified else None
     if request.simplify != AsItIs():
-        # Without the barrier XLA merges this with the forward's rewritten copy, and keeps that in
-        # memory.
+        # Without the barrier XLA merges this with the forward's rewritten copy, and keeps that alive.
         x, dz = jax.lax.optimization_barrier((x, dz))
         (x, w), restore = jax.vjp(request.simplify, x, w)
         dx, dw = restore(_gradients(run, options, Request(), x, w, dz, None))

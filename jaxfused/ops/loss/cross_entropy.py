@@ -1,8 +1,8 @@
 """softmax_cross_entropy: validation, choice, gradient, reduction.
 
-A row of logits is read once for its statistics, from which its loss follows. Its gradient needs the
-logits once more, unless the cotangent of its loss is known beforehand: then the kernel of the forward
-writes the gradient too, while the row is at hand.
+A row of logits is read once for its statistics, from which its loss follows. The gradient needs the
+logits again, unless the cotangent of the loss is known in advance: then the forward's kernel writes the
+gradient too, while the row is on chip.
 """
 
 import functools
@@ -167,7 +167,7 @@ def softmax_cross_entropy(
             _aligned_statistics(run, options, logits, classes, soft), counts, options
         )
         return reduce_losses(losses, counts, weights, reduction)
-    # As JAX computes the cotangent of each loss, so that the expected one is met to the bit.
+    # JAX computes each loss's cotangent like this, so that the expected one matches to the bit.
     shares, total = shares_of(counts, weights, reduction)
     coefficients = jnp.asarray(expected / total, jnp.float32) * shares
     losses = _losses_ahead(
@@ -223,7 +223,7 @@ def check_class_weights(op: str, class_weights: jax.Array | None, features: int)
 
 
 def check_reduction(op: str, reduction: str) -> None:
-    """Checks that `reduction` is one of the reductions that losses have."""
+    """Checks that `reduction` is one of those of losses."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(
             f"{op}: reduction={reduction!r} is not known; pass 'mean', 'sum' or 'none'."
@@ -237,7 +237,7 @@ def check_cotangent(
     reduction: str,
     leading: tuple[int, ...],
 ) -> jax.Array | float | None:
-    """Returns the cotangent to expect of the result, or None where it is not known."""
+    """Returns the expected cotangent of the result, or None if it is not known."""
     if isinstance(cotangent, str):
         if cotangent != "any":
             raise ValueError(
@@ -259,7 +259,7 @@ def check_cotangent(
 
 
 def refuse_pallas(op: str, implementation: str | None) -> None:
-    """Refuses a named implementation that the operator does not have."""
+    """Refuses the implementation "pallas", which the operator does not have."""
     if implementation == "pallas":
         raise ValueError(
             f"{op}: implementation='pallas' cannot run here: there is no Pallas kernel of {op}."
@@ -276,7 +276,7 @@ def reduce_losses(
 ) -> jax.Array:
     """Returns the sum or the mean of the losses of the tokens that count, or all losses weighted.
 
-    `of_labels` are class weights that are in the losses already, and count for the mean.
+    `of_labels` are class weights that are already in the losses, and still count for the mean.
     """
     shares, total = shares_of(counts, weights, reduction, losses.dtype)
     if of_labels is not None:
@@ -291,7 +291,7 @@ def reduce_losses(
 def shares_of(
     counts: jax.Array, weights: jax.Array | None, reduction: str, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, jax.Array | float]:
-    """Returns what each loss is multiplied by in a sum, and what the sum is divided by."""
+    """Returns each loss's weight in the sum, and the divisor of the sum."""
     shares = counts.astype(dtype)
     if weights is not None:
         shares = shares * weights.astype(dtype)
@@ -332,7 +332,7 @@ def _statistics_over_shards(
     own_maximum = lax.stop_gradient(own.maximum)
     maximum = lax.pmax(own_maximum, axis_name)
     distance = own_maximum - maximum
-    # A shard without a finite logit is infinitely far away, and what it adds is 0.
+    # A shard without a finite logit has distance -inf, and adds 0.
     picked = own.picked + jnp.where(own.total == 0.0, 0.0, own.total * distance)
     return Statistics(
         maximum,
@@ -349,7 +349,7 @@ def _classes_here(
     options: Options,
     axis_name: Hashable | tuple[Hashable, ...] | None,
 ) -> jax.Array:
-    """Returns `classes_of` among the classes of this device, and `ELSEWHERE` for those of others."""
+    """Returns `classes_of` for this device's classes, and `ELSEWHERE` for those of other devices."""
     if axis_name is None:
         return classes_of(labels, features, options)
     shards = lax.psum(1, axis_name)
@@ -365,7 +365,7 @@ def _classes_here(
 
 
 def is_one_term(labels: jax.Array, options: Options) -> bool:
-    """Whether a token's loss is the term of one class, whose weight is the token's then."""
+    """Whether a token's loss is the term of one class, so that the class's weight is the token's."""
     return not (options.label_smoothing or options.z_loss or is_soft(labels))
 
 
@@ -388,7 +388,7 @@ def weights_of_labels(
     features = len(class_weights)
     classes = _classes_here(labels, features, options, axis_name)
     is_here = (classes >= 0) & (classes < features)
-    # Unlike a gather, a sum over the classes needs to know nothing about how either is sharded.
+    # A sum over the classes works with any sharding of either, unlike a gather.
     axes = tuple(range(classes.ndim))
     every_class, class_weights = (
         jnp.expand_dims(vector, axes)
@@ -409,10 +409,10 @@ def weighed_losses(
     labels: jax.Array,
     class_weights: jax.Array,
 ) -> jax.Array:
-    """Returns the losses [...] of which each class's term has its weight.
+    """Returns the losses [...] with each class's term times its weight.
 
-    They follow from the statistics that kernels find for unweighed losses, and where a target is spread
-    over all classes from one weighted sum of the logits more.
+    They follow from the statistics that kernels compute for unweighted losses. A target that is spread
+    over all classes needs one more weighted sum of the logits.
     """
     cap, smoothing = options.logits_soft_cap, options.label_smoothing
     terms = replace(options, label_smoothing=0.0, z_loss=0.0)
@@ -456,7 +456,7 @@ def weighed_losses(
 
 
 def _aligned(logits, classes, soft, coefficients=None):
-    """Returns the operands with the sharding of the logits' rows, ahead of a custom_vjp."""
+    """Returns the operands with the sharding of the logits' rows, before a custom_vjp."""
     rows = sharding.leading_axes(logits.ndim - 1)
     return sharding.align(
         (logits, classes, soft, coefficients),
@@ -466,7 +466,7 @@ def _aligned(logits, classes, soft, coefficients=None):
 
 
 def _aligned_statistics(run: Runner | None, options, logits, classes, soft) -> Statistics:
-    """The statistics of rows, for losses that JAX differentiates; `run` is None for the reference."""
+    """Returns the statistics of rows, for losses that JAX differentiates; by XLA if `run` is None."""
     logits, classes, soft, _ = _aligned(logits, classes, soft)
     if run is None:
         return _reference_statistics(options, logits, classes, soft)
@@ -492,10 +492,10 @@ def _statistics_fwd(run: Runner, options: Options, logits, classes, soft):
 
 
 def pulls_on_rows(cotangents: Statistics, statistics: Statistics, columns: int) -> Pulls:
-    """The factors of the logits' gradient from the cotangents of the rows' statistics, sharded as rows.
+    """Returns the coefficients of the logits' gradient from the statistics' cotangents, sharded as rows.
 
-    JAX's zeros, for a statistic that nobody has read, are whole on each device, and `jnp.stack` takes
-    arrays of one sharding. A zero of the rows' own is added to them.
+    JAX's zeros for an unused statistic are replicated on all devices, but `jnp.stack` takes arrays of
+    one sharding. So a zero that is sharded as the rows is added to them.
     """
     zero = (jnp.isnan(statistics.maximum) & False).astype(statistics.maximum.dtype)
     pulls = cotangents.log_sum, -cotangents.picked, -cotangents.mean / columns
@@ -530,12 +530,12 @@ class _AheadResiduals(NamedTuple):
     dlogits: jax.Array
     coefficients: jax.Array
     of_labels: tuple[jax.Array, jax.Array, Statistics] | None
-    """The logits, soft labels and statistics, where soft labels have a gradient too."""
+    """Logits, soft labels and statistics, if soft labels have a gradient too."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="softmax_cross_entropy")
 def _losses_ahead(run: Runner, options: Options, logits, classes, soft, coefficients):
-    """The losses [...], whose cotangents are expected to be `coefficients`."""
+    """Returns the losses [...], whose cotangents are expected to be `coefficients`."""
     del coefficients
     _, statistics = run(_Forward(options), logits, classes, soft, None)
     return losses_of_rows(statistics, classes, options)
@@ -560,14 +560,14 @@ _losses_ahead.defvjp(_losses_ahead_fwd, _losses_ahead_bwd)
 
 
 def corrections(cotangents: jax.Array, expected: jax.Array) -> jax.Array:
-    """Returns the factors for gradients of what was expected; exactly 1 up to roundings."""
+    """Returns the ratio of actual to expected cotangents; exactly 1 up to rounding errors."""
     expects_none = expected == 0.0
     factors = jnp.where(expects_none, 1.0, cotangents / jnp.where(expects_none, 1.0, expected))
     return jnp.where(jnp.abs(factors - 1.0) < 2.0**-21, 1.0, factors)
 
 
 def unpacked(statistics: jax.Array) -> Statistics:
-    """Returns the statistics of rows from the array in which kernels have them."""
+    """Returns the statistics of rows from the array that kernels write."""
     return Statistics(*jnp.unstack(statistics, axis=-1))
 
 
@@ -636,14 +636,14 @@ _token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 # --- kernels --------------------------------------------------------------------------------------
 
 _SHORT_ROW_BYTES = 512
-"""Below it XLA's program, in which a thread has several rows, is the faster one."""
+"""Bytes of a row below which XLA's program is faster, in which a thread has several rows."""
 _FEW_BYTES = 2**22
-"""Of all logits, below which the small kernels around ours cost more than passes over the logits."""
+"""Bytes of all logits below which small kernels around ours cost more than passes over the logits."""
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """(dlogits, statistics [N, 5]) of logits [N, V], classes [N] or soft labels, and coefficients [N].
+    """Computes (dlogits, statistics [N, 5]) from logits [N, V], classes or soft labels, coefficients.
 
     The gradient is that of the sum of coefficients * losses; without coefficients there is none.
     """
@@ -692,7 +692,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """(dlogits,) of logits [N, V], classes or soft labels, statistics [N, 5] and pulls [N, 3]."""
+    """Computes (dlogits,) from logits [N, V], classes or soft labels, statistics [N, 5], pulls."""
 
     soft_cap: float | None
 
@@ -727,7 +727,7 @@ class _Backward:
 
 @dataclass(frozen=True)
 class Scale:
-    """(x * factors,) of x [N, V] and factors [N], in x's place and for nothing where all are 1."""
+    """Computes (x * factors,) of x [N, V], factors [N] in place, without reading x if all are 1."""
 
     @property
     def name(self) -> str:
@@ -748,7 +748,7 @@ class Scale:
 
 
 def _reasons(device, logits, soft) -> dict[str, str | None]:
-    """Why an implementation cannot run logits [N, V], forward or backward."""
+    """Returns why each implementation cannot run logits [N, V], forward or backward."""
     rows, features = logits.shape
     reason = cross_entropy_cuda.why_unsupported(
         compute_capability=device.compute_capability,

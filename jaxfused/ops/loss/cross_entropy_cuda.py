@@ -1,7 +1,7 @@
 """softmax_cross_entropy by the CUDA kernels of ffi/loss/cross_entropy.cu.
 
-All functions are over rows: logits [N, V], and either classes int32 [N] or soft labels [N, V] of any
-float dtype that kernels take. `statistics` float32 [N, 5] are the fields of Statistics in
+All functions take rows: logits [N, V], and either classes int32 [N] or soft labels [N, V] of any float
+dtype that kernels support. `statistics`, float32 [N, 5], are the fields of Statistics in
 ops/loss/cross_entropy_xla.py.
 """
 
@@ -15,19 +15,19 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 MAX_SIZE = 2**30
-"""Of either axis; the elements of both together are counted in 64 bits."""
+"""Largest size of either axis; elements are counted in 64 bits."""
 STATISTICS = 5
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """How the forward that writes a gradient is launched."""
+    """Launch parameters of the forward that writes a gradient."""
 
     cluster: int = 0
-    """Blocks that share a row in shared memory: 1, 2, 4 or 8; 0 where the kernel may choose, -1 for rows
+    """Blocks that share a row in shared memory: 1, 2, 4 or 8; 0 if the kernel may choose, -1 for rows
     that are read twice."""
     threads: int = 512
-    """Threads of a block, at most."""
+    """Most threads of a block."""
 
     def __post_init__(self) -> None:
         if self.cluster not in (-1, 0, 1, 2, 4, 8):
@@ -48,7 +48,7 @@ def why_unsupported(
     dtype: Any,
     soft_dtype: Any = None,
 ) -> str | None:
-    """Returns None where forward and backward can run, else the reason."""
+    """Returns None if forward and backward can run, else the reason."""
     reason = cuda_library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -77,10 +77,9 @@ def forward(
     in_place: bool = False,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Returns (dlogits, statistics), where dlogits is the gradient of `sum(coefficients * losses)`.
+    """Returns (dlogits, statistics), with dlogits the gradient of `sum(coefficients * losses)`.
 
-    Without `coefficients`, float32 [N], there is no gradient. With `in_place` it takes the place of the
-    logits in memory.
+    Without `coefficients`, float32 [N], there is no gradient. With `in_place` it overwrites the logits.
     """
     cuda_library.register()
     config = config or ForwardConfig()
@@ -116,7 +115,7 @@ def backward(
     soft_cap: float | None,
     in_place: bool = False,
 ) -> jax.Array:
-    """Returns dlogits for `pulls` float32 [N, 3], the fields of reference.cross_entropy.Pulls."""
+    """Returns dlogits for `pulls` float32 [N, 3], the fields of cross_entropy_xla.Pulls."""
     cuda_library.register()
     call = jax.ffi.ffi_call(
         "jaxfused_cross_entropy_backward",
@@ -133,7 +132,7 @@ def backward(
 
 
 def scale_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
-    """Returns x [N, V] times factors float32 [N] in x's place; where all are 1, x is not even read."""
+    """Returns x [N, V] times factors float32 [N], in place; if all factors are 1, x is not even read."""
     cuda_library.register()
     call = jax.ffi.ffi_call(
         "jaxfused_scale_rows",
@@ -144,7 +143,7 @@ def scale_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
 
 
 def _operands(like: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
-    """Returns the arrays as a handler takes them: one that is absent travels without elements.
+    """Returns the handler's operands, with an array without elements for each absent one.
 
     It is made like the logits, because in a `jax.shard_map` all operands must vary over the same axes.
     """

@@ -1,8 +1,8 @@
-"""The cross-entropy of one token and its gradient, and both over the logits of a linear layer.
+"""Cross-entropy of one token and its gradient, and both over the logits of a linear layer.
 
-A row of logits is summed up in a few numbers (`Statistics`), from which its loss follows. Both are
-stated here once; softmax_cross_entropy, linear_softmax_cross_entropy and segmentation_loss are built
-from them, where kernels take part as well as here.
+A row of logits is reduced to a few numbers (`Statistics`), from which its loss follows. Both are stated
+only here: softmax_cross_entropy, linear_softmax_cross_entropy and segmentation_loss use them with XLA,
+and around kernels too.
 """
 
 import functools
@@ -18,12 +18,12 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 IGNORED = -1
 ELSEWHERE = -2
-"""Instead of a class: the token does not count, or its class is in the logits of another device."""
+"""Values in place of a class: the token does not count, or its class is in another device's logits."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The constants of a cross-entropy."""
+    """Constants of a cross-entropy."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -32,22 +32,22 @@ class Options:
 
 
 class Statistics(NamedTuple):
-    """What a loss has to know of a row of (capped) logits: [...] each.
+    """Numbers of a row of (capped) logits from which its loss follows: [...] each.
 
     The maximum is kept apart, because subtracting a sum with a large maximum from a large logit would
-    leave few correct digits. All other numbers are relative to it, and it counts as a constant: the loss
-    does not depend on it.
+    leave few correct digits. All other numbers are relative to it. It is a constant in the gradient,
+    because the loss does not depend on it.
     """
 
     maximum: jax.Array
     log_sum: jax.Array
-    """The logarithm of the sum of exp(logits - maximum)."""
+    """Logarithm of the sum of exp(logits - maximum)."""
     picked: jax.Array
-    """The sum of labels * (logits - maximum)."""
+    """Sum of labels * (logits - maximum)."""
     mean: jax.Array
-    """The mean of logits - maximum, or 0 where nothing asks for it."""
+    """Mean of logits - maximum, or 0 if nothing reads it."""
     total: jax.Array
-    """The sum of the labels: 1, or 0 for a class that is elsewhere."""
+    """Sum of the labels: 1, or 0 for a class that is elsewhere."""
 
     def log_probabilities(self, logits: jax.Array) -> jax.Array:
         """Returns the logarithms of the softmax of the logits, which are capped already."""
@@ -59,14 +59,14 @@ class Statistics(NamedTuple):
 
 
 class Pulls(NamedTuple):
-    """What the gradient of a row is made of, [...] each: the cotangents of the statistics."""
+    """Coefficients of a row's gradient, [...] each: the cotangents of the statistics."""
 
     pull: jax.Array
-    """The cotangent of `log_sum`, which the softmax shares out."""
+    """Cotangent of `log_sum`, which multiplies the softmax."""
     push: jax.Array
-    """The negative cotangent of `picked`, which goes to the labels' classes."""
+    """Negative cotangent of `picked`, which multiplies the labels."""
     spread: jax.Array
-    """The negative cotangent of `mean`, divided by the number of classes."""
+    """Negative cotangent of `mean`, divided by the number of classes."""
 
 
 def is_soft(labels: jax.Array) -> bool:
@@ -98,7 +98,7 @@ def row_statistics(logits: jax.Array, labels: jax.Array, options: Options) -> St
     """Returns the statistics of logits [..., V] for classes as of `classes_of`, or soft labels."""
     logits = capped(logits, options.logits_soft_cap)
     lowest = jnp.finfo(logits.dtype).min
-    # Of logits that are all -inf, the distances to this maximum are -inf and not NaN.
+    # If all logits are -inf, their distances to this maximum are -inf and not NaN.
     maximum = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), lowest))
     distances = logits - maximum[..., None]
     log_sum = jnp.log(jnp.sum(jnp.exp(distances), axis=-1))
@@ -106,8 +106,8 @@ def row_statistics(logits: jax.Array, labels: jax.Array, options: Options) -> St
         shares = labels.astype(logits.dtype)
         picked, total = _weighted_sum(shares, distances), jnp.sum(shares, axis=-1)
     else:
-        # A class that does not exist gives NaN. A token that does not count must not, even though its
-        # loss is replaced by 0 later, because `jax_debug_nans` would report it.
+        # A class that does not exist gives NaN. A token that does not count must not: although its loss
+        # is replaced by 0 later, `jax_debug_nans` would report it.
         is_here = labels >= 0
         place = jnp.where(is_here, labels, 0)[..., None]
         picked = jnp.take_along_axis(distances, place, -1, mode="fill")[..., 0]
@@ -146,7 +146,7 @@ def row_gradients(
     values = capped(logits, cap)
     features = logits.shape[-1]
     pull = pulls.pull[..., None]
-    # Nothing pulls at a shard of a row that has no finite logit, whose log_sum is -inf.
+    # A shard of a row without a finite logit has pull 0 and log_sum -inf, which would give NaN.
     gradients = jnp.where(pull == 0.0, 0.0, pull * jnp.exp(statistics.log_probabilities(values)))
     if is_soft(labels):
         targets = labels.astype(values.dtype)
@@ -206,8 +206,8 @@ def _as_classes(labels: jax.Array, features: int, options: Options) -> jax.Array
     return labels if is_soft(labels) else classes_of(labels, features, options)
 
 
-# The steps of a loop differ from call to call. Behind a `jax.jit` of their options they compile once
-# outside of `jax.jit` too.
+# The steps of a loop are new functions in each call. Under a `jax.jit` with static options they compile
+# once, outside of `jax.jit` too.
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5), inline=True)
@@ -219,7 +219,7 @@ def linear_token_losses(
     options: Options,
     chunk_size: int,
 ) -> tuple[jax.Array, Statistics]:
-    """Returns `token_losses` [N] of x @ w + bias, of which `chunk_size` rows exist at a time."""
+    """Returns `token_losses` [N] of x @ w + bias, with logits for `chunk_size` rows at a time."""
 
     def losses_of_chunk(_, chunk):
         x, labels = chunk
@@ -288,6 +288,6 @@ def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def binary_token_losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the cross-entropy of classes with logits 0 and `logits`, the latter's share `targets`."""
-    # A certain and right prediction leaves the last term alone, without cancellation.
+    """Returns the cross-entropy of two classes with logits 0 and `logits`, the latter's in `targets`."""
+    # For a certain and right prediction only the last term is left, without cancellation.
     return (jnp.maximum(logits, 0.0) - targets * logits) + jax.nn.softplus(-jnp.abs(logits))

@@ -1,7 +1,7 @@
-"""Whether the values of labels are labels: a mask of 0 and 255 is none, and neither is class 7 of 5.
+"""Checks of label values: a mask of 0 and 255 is not valid, and neither is class 7 of 5.
 
-Of what is traced, or lies on a GPU, nobody knows the values before they are used: there the losses are
-NaN. Of what the host can read at once, a sentence says it.
+Labels that are traced or on a GPU cannot be read before they are used, so that wrong ones give a loss of
+NaN. For labels that the host can read at once, an error says what is wrong.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from jaxfused.ops.loss.segmentation_loss_xla import SHARE_TOLERANCE
 from jaxfused.runtime.promotion import common_dtype
 
 _FEWEST_PIXELS = 16
-"""The fewest pixels for which rows that add up to 1 are taken for one-hot labels, not for a mask."""
+"""Fewest pixels for which rows that add up to 1 count as one-hot labels, and not as a mask."""
 
 
 def _seen(labels: jax.Array) -> np.ndarray | None:
-    """The values, where reading them waits for no device."""
+    """Returns the values if reading them waits for no device, else None."""
     if isinstance(labels, jax.core.Tracer) or not labels.is_fully_addressable:
         return None
     if any(device.platform != "cpu" for device in labels.devices()):
@@ -28,7 +28,7 @@ def _seen(labels: jax.Array) -> np.ndarray | None:
 
 
 def as_classes(op: str, labels: jax.Array, ignore_index: int | None) -> jax.Array:
-    """Integer labels in a dtype that holds any class and `ignore_index`."""
+    """Returns integer labels in a dtype that holds any class and `ignore_index`."""
     labels = labels.astype(common_dtype(labels.dtype, jnp.int32))
     limits = jnp.iinfo(labels.dtype)
     if ignore_index is not None and not limits.min <= ignore_index <= limits.max:
@@ -40,7 +40,7 @@ def as_classes(op: str, labels: jax.Array, ignore_index: int | None) -> jax.Arra
 
 
 def check_classes(op: str, labels: jax.Array, classes: Any, ignore_index: int | None) -> None:
-    """Checks that labels, where they are integers and can be seen, are classes or ignored."""
+    """Checks that integer labels, if they can be read, are classes or ignored."""
     values = _seen(labels) if jnp.issubdtype(labels.dtype, jnp.integer) else None
     if values is None or not isinstance(classes, int):
         return
@@ -56,7 +56,7 @@ def check_classes(op: str, labels: jax.Array, classes: Any, ignore_index: int | 
 
 
 def check_shares(op: str, labels: jax.Array, ignore_index: int | None) -> None:
-    """Checks that labels, where they can be seen, say yes or no, by how much, or are ignored."""
+    """Checks that labels, if they can be read, are shares from 0 to 1 or ignored."""
     values = None if labels.dtype == jnp.bool_ else _seen(labels)
     if values is None:
         return
@@ -72,7 +72,7 @@ def check_shares(op: str, labels: jax.Array, ignore_index: int | None) -> None:
 
 
 def refuse_one_hot(op: str, labels: jax.Array) -> None:
-    """Checks that a mask [B, ..., C], where it can be seen, is not classes written as 0 and 1."""
+    """Checks that a mask [B, ..., C], if it can be read, is not one-hot classes."""
     values = _seen(labels) if labels.ndim >= 4 and labels.shape[-1] > 1 else None
     if values is None or values.size // values.shape[-1] < _FEWEST_PIXELS:
         return

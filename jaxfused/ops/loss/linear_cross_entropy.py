@@ -1,9 +1,9 @@
 """linear_softmax_cross_entropy: validation, choice, gradient.
 
 The logits of a language model are its largest array. Here they exist for one chunk of tokens at a time.
-Where the kernels of softmax_cross_entropy run and the cotangent of the loss is known beforehand, a
-chunk's logits are turned into their gradient in place and multiplied at once, so that each product is
-computed once.
+If the kernels of softmax_cross_entropy run and the loss's cotangent is known in advance, a chunk's
+logits are turned into their gradient in place and multiplied at once, so that each product is computed
+once.
 """
 
 import functools
@@ -189,16 +189,16 @@ def linear_softmax_cross_entropy(
 
 @dataclass(frozen=True)
 class _Constants:
-    """What is static in a call."""
+    """Static arguments of a call."""
 
     options: Options
     chunk_size: int | None
     sum_dtype: Any
-    """None for w's dtype where it serves, see `_NARROW_CHUNKS`."""
+    """Dtype of the sums of w's gradient; None for w's dtype if the chunks are few (`_NARROW_CHUNKS`)."""
 
 
 def _aligned(x, w, bias, classes, shares=None, *scalars):
-    """Returns the operands with the sharding of x's rows, ahead of a custom_vjp."""
+    """Returns the operands with the sharding of x's rows, before a custom_vjp."""
     rows = sharding.leading_axes(x.ndim - 1)
     return sharding.align(
         (x, w, bias, classes, shares, *scalars),
@@ -224,7 +224,7 @@ class _AheadResiduals(NamedTuple):
 def _loss_ahead(
     run: Runner, constants: _Constants, x, w, bias, classes, shares, total, expected
 ) -> jax.Array:
-    """The sum of shares * losses / total, whose cotangent is expected to be `expected`."""
+    """Returns the sum of shares * losses / total, whose cotangent is expected to be `expected`."""
     del expected
     statistics, *_ = run(_Forward(constants), x, w, bias, classes, None)
     return jnp.sum(losses_of_rows(statistics, classes, constants.options) * shares) / total
@@ -263,7 +263,7 @@ class _StatisticsResiduals(NamedTuple):
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="linear_softmax_cross_entropy")
 def _statistics(run: Runner, constants: _Constants, x, w, bias, classes) -> Statistics:
-    """The statistics of the rows of x @ w + bias, for losses that JAX differentiates."""
+    """Returns the statistics of the rows of x @ w + bias, for losses that JAX differentiates."""
     statistics, *_ = run(_Forward(constants), x, w, bias, classes, None)
     return unpacked(statistics)
 
@@ -289,7 +289,7 @@ _statistics.defvjp(_statistics_fwd, _statistics_bwd)
 # --- gradient of the reference --------------------------------------------------------------------
 
 _CHUNK_LOGITS = 2**24
-"""The logits that XLA's program holds at once by default: 64 MiB of float32."""
+"""Logits that XLA's program holds at once by default: 64 MiB of float32."""
 
 
 def _reference_losses(options, chunk_size, x, w, bias, labels):
@@ -320,10 +320,10 @@ def _default_chunk_size(rows: int, features: int) -> int:
     return max(1, math.ceil(rows / chunks))
 
 
-# As the steps of the reference's loops, these compile once outside of `jax.jit` too.
+# Like the steps of the reference's loops, these compile once outside of `jax.jit` too.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights):
-    """The losses whose terms have the weights of their classes; logits are recomputed by chunks."""
+    """Returns losses with each class's term times its weight; logits are recomputed by chunks."""
     leading = x.shape[:-1]
     rows = math.prod(leading)
     # JAX adds up the gradients of the chunks in the dtype that w and bias have here.
@@ -376,22 +376,22 @@ _linear_token_losses.defvjp(_linear_token_losses_fwd, _linear_token_losses_bwd)
 # --- kernels --------------------------------------------------------------------------------------
 
 _CHUNK_ROWS = 4096
-"""The fewest rows of a chunk by default where w's gradient is summed in float32: with less, the sums
-would be read and written more often, beside products that are too short to hide it."""
+"""Fewest rows of a default chunk if w's gradient is summed in float32. With fewer, the sums would be
+read and written more often, and the products would be too short to hide it."""
 _NARROW_ROWS = 2048
-"""The same where w's gradient is summed in w's dtype of 16 bits."""
+"""Fewest rows of a default chunk if w's gradient is summed in w's 16-bit dtype."""
 _NARROW_CHUNKS = 3
-"""With so few roundings of the sums they stay well within the error that tests/support grants,
-where the terms of different chunks do not cancel."""
+"""Most default chunks of 16-bit sums. So few roundings stay well within the error that tests/support
+grants, if the terms of different chunks do not cancel."""
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
-"""Of a product in cuBLAS."""
+"""Tile of a product in cuBLAS."""
 _UNROLLED_CHUNKS = 8
-"""Up to so many chunks the program has a copy of the step for each, and needs no loop."""
+"""Most chunks for which the program has a copy of the step each, in place of a loop."""
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """(statistics [N, 5], dx, dw, dbias) of x [N, D], w [D, V], bias [V], classes and coefficients [N].
+    """Computes (statistics [N, 5], dx, dw, dbias) from x [N, D], w, bias, classes, coefficients [N].
 
     The gradients are those of the sum of coefficients * losses; without coefficients there are none.
     """
@@ -460,7 +460,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """(dx, dw, dbias) of x [N, D], w, bias, classes [N], statistics [N, 5] and pulls [N, 3]."""
+    """Computes (dx, dw, dbias) from x [N, D], w, bias, classes, statistics [N, 5] and pulls [N, 3]."""
 
     constants: _Constants
 
@@ -508,7 +508,7 @@ class _Backward:
 
 
 def _reasons(device, x, w) -> dict[str, str | None]:
-    """Why an implementation cannot run x [N, D] and w [D, V], forward or backward."""
+    """Returns why each implementation cannot run x [N, D] and w [D, V], forward or backward."""
     reason = cross_entropy_cuda.why_unsupported(
         compute_capability=device.compute_capability,
         rows=x.shape[0],
@@ -519,7 +519,7 @@ def _reasons(device, x, w) -> dict[str, str | None]:
 
 
 class _Sums(NamedTuple):
-    """What is added up over chunks."""
+    """Sums over chunks."""
 
     dw: jax.Array
     dbias: jax.Array | None
@@ -527,19 +527,19 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class _Layer:
-    """The products of a linear layer whose logits exist for one chunk of rows at a time."""
+    """Products of a linear layer whose logits exist for one chunk of rows at a time."""
 
     w: jax.Array
     bias: jax.Array | None
     constants: _Constants
     rows: int
     dtype: Any
-    """Of x and of the products."""
+    """Dtype of x and of the products."""
     device: dispatch.Device
     implementation: str
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Returns x @ w + bias in x's dtype. So written, XLA has its product add the bias."""
+        """Returns x @ w + bias in x's dtype. In this form XLA's product adds the bias."""
         w = self.w.astype(x.dtype)
         logits = jnp.einsum("nd,dv->nv", x, w, preferred_element_type=x.dtype)
         return logits if self.bias is None else logits + self.bias.astype(x.dtype)
@@ -547,14 +547,14 @@ class _Layer:
     def gradients(
         self, x: jax.Array, dlogits: jax.Array, sums: _Sums | None
     ) -> tuple[jax.Array, _Sums]:
-        """Returns dx and the sums with those of this chunk; `sums` are None before the first."""
+        """Returns dx, and the sums with those of this chunk added; `sums` are None before the first."""
         w = self.w.astype(x.dtype)
         dx = jnp.einsum("nv,dv->nd", dlogits, w, preferred_element_type=x.dtype)
         dbias = None
         if self.bias is not None:
             dbias = jnp.sum(dlogits.astype(jnp.float32), axis=0)
         if sums is None:
-            # Where there is nothing to add, the product rounds its sums itself.
+            # The product can round its own sums if they are 16-bit, or if this is the only chunk.
             rounds = self._is_narrow() or self._chunk_rows() >= self.rows
             dtype = x.dtype if rounds and self.w.dtype == x.dtype else jnp.float32
             dw = jnp.einsum("nd,nv->dv", x, dlogits, preferred_element_type=dtype)
@@ -589,14 +589,14 @@ class _Layer:
             parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), part))
             done = whole * size
         for start in range(done, self.rows, size):
-            # The next chunk's logits take the place of those of a chunk that is done.
+            # The barrier lets the next chunk's logits reuse the memory of those of a chunk that is done.
             chunk, sums, parts[-1] = lax.optimization_barrier((chunk_at(start), sums, parts[-1]))
             sums, part = step(self, chunk, sums)
             parts.append(part)
         return sums, jax.tree.map(lambda *a: a[0] if len(a) == 1 else jnp.concatenate(a), *parts)
 
     def _chunk_rows(self) -> int:
-        """Returns the rows of a chunk, of which the last one may have fewer."""
+        """Returns the rows of a chunk; the last one may have fewer."""
         if self.rows == 0:
             return 1
         if self.constants.chunk_size is not None:
@@ -607,12 +607,12 @@ class _Layer:
             return min(self.rows, math.ceil(even / _TILE_ROWS) * _TILE_ROWS)
         wanted = min(max(math.ceil(self.rows / _NARROW_CHUNKS), _NARROW_ROWS), most)
         fewest = math.ceil(wanted / _TILE_ROWS) * _TILE_ROWS
-        # A third more rows at most, where that fills the multiprocessors better.
+        # Up to a third more rows, if they fill the SMs better.
         sizes = range(fewest, min(self.rows, 4 * wanted // 3 + 1), _TILE_ROWS)
         return min(sizes, key=self._waves, default=min(fewest, self.rows))
 
     def _is_narrow(self) -> bool:
-        """Whether w's gradient is summed over chunks in the dtype of 16 bits that it has."""
+        """Whether w's gradient is summed over chunks in its own 16-bit dtype."""
         if not self.w.dtype == self.dtype != jnp.float32:
             return False
         if self.constants.sum_dtype is not None:
@@ -620,11 +620,11 @@ class _Layer:
         return self.rows <= _NARROW_CHUNKS * (self.constants.chunk_size or self._most_rows())
 
     def _most_rows(self) -> int:
-        """Returns the rows whose logits take the memory of float32 sums of w's gradient."""
+        """Returns the rows whose logits take as much memory as float32 sums of w's gradient."""
         return max(_CHUNK_ROWS, 4 * self.w.shape[0] // jnp.dtype(self.dtype).itemsize)
 
     def _waves(self, size: int) -> int:
-        """How often all multiprocessors take a tile for x's gradient, the product with few tiles."""
+        """Returns the waves of tiles of x's gradient, the product with few tiles."""
 
         def waves(rows: int) -> int:
             tiles = math.ceil(rows / _TILE_ROWS) * math.ceil(self.w.shape[0] / _TILE_COLUMNS)

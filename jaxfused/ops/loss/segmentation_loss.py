@@ -1,8 +1,8 @@
 """segmentation_loss: validation, choice, gradient.
 
-The loss of an image is made of a few sums over its pixels. Kernels compute the sums, and the gradient to
-the logits from the cotangents of the sums; what lies between is left to JAX. One kernel computes losses
-and gradient of many masks whose losses are reduced.
+The loss of an image is computed from a few sums over its pixels. Kernels compute the sums, and the
+gradient to the logits from the sums' cotangents; JAX does the rest. If the losses of many masks are
+reduced, one kernel computes the losses and the gradient.
 """
 
 import functools
@@ -136,7 +136,7 @@ def segmentation_loss(
     if takes_reference(op, implementation, device, logits):
         sums = segmentation_loss_xla.image_sums(logits, labels, weights, options)
     else:
-        # Bytes are read as they are.
+        # Kernels read uint8 labels as they are.
         fits = ignore_index is None or 0 <= ignore_index < 256
         images, truth, pixel_weights = sharding.align(
             _flat_images(logits, given if given.dtype == jnp.uint8 and fits else labels, weights),
@@ -150,7 +150,7 @@ def segmentation_loss(
     losses = segmentation_loss_xla.losses_of(sums, loss)
     if reduction == "none":
         return losses
-    # No images have a loss of 0, as no tokens have.
+    # A batch without images has loss 0, as one without tokens has.
     return jnp.mean(losses) if reduction == "mean" and losses.shape[0] != 0 else jnp.sum(losses)
 
 
@@ -220,7 +220,7 @@ class _Residuals(NamedTuple):
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="segmentation_loss")
 def _sums(run: Runner, options: PixelOptions, logits, labels, weights) -> Sums:
-    """The sums over the pixels of logits [B, N, C]."""
+    """Returns the sums over the pixels of logits [B, N, C]."""
     (packed,) = run(_Forward(options), logits, labels, weights)
     return _split(packed)
 
@@ -236,13 +236,13 @@ def _sums_bwd(run: Runner, options: PixelOptions, saved: _Residuals, cotangents:
     (dlogits,) = run(_Backward(options), *saved, packed)
     dlabels = dweights = None
     if saved.weights is not None or jnp.issubdtype(saved.labels.dtype, jnp.floating):
-        # XLA drops what nobody asks for, and nearly nobody asks for these.
+        # XLA drops gradients that nothing uses, and these are rarely used.
         dlabels, dweights = _other_gradients(options, saved, cotangents)
     return dlogits, dlabels, dweights
 
 
 def _other_gradients(options: PixelOptions, saved: _Residuals, cotangents: Sums):
-    """The gradients to labels of a float dtype and to the weights."""
+    """Returns the gradients to labels of a float dtype and to the weights."""
     logits, labels, weights = saved
     soft = jnp.issubdtype(labels.dtype, jnp.floating)
 
@@ -259,9 +259,9 @@ _sums.defvjp(_sums_fwd, _sums_bwd)
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="segmentation_loss")
 def _mask_loss(run: Runner, masks: "_Masks", logits, labels) -> jax.Array:
-    """The sum of `masks.scale` times the losses of logits [B, N, 1].
+    """Returns `masks.scale` times the sum of the losses of logits [B, N, 1].
 
-    Its gradient comes with the forward pass, for the cotangent 1; XLA drops the multiplication where it
+    The forward computes the gradient for the cotangent 1. XLA drops the multiplication if the cotangent
     is 1.
     """
     sums = _sums(run, masks.options, logits, labels, None)
@@ -285,7 +285,7 @@ _mask_loss.defvjp(_mask_loss_fwd, _mask_loss_bwd)
 
 @dataclass(frozen=True)
 class _Forward:
-    """(sums [B, 2 + 3 C],) of logits [B, N, C], labels and weights [B, N], in the order of `Sums`."""
+    """Computes (sums [B, 2 + 3 C],), in `Sums`' order, from logits [B, N, C], labels, weights [B, N]."""
 
     options: PixelOptions
 
@@ -319,7 +319,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """(dlogits,) of logits [B, N, C], labels, weights and the cotangents of the sums."""
+    """Computes (dlogits,) from logits [B, N, C], labels, weights and the cotangents of the sums."""
 
     options: PixelOptions
 
@@ -353,7 +353,7 @@ class _Backward:
 
 @dataclass(frozen=True)
 class _Masks:
-    """(losses [B], dlogits) of logits [B, N, 1] and labels [B, N].
+    """Computes (losses [B], dlogits) from logits [B, N, 1] and labels [B, N].
 
     The gradient is that of `scale` times the sum of the losses.
     """
@@ -406,7 +406,7 @@ def _why_not_at_once(device: dispatch.Device, logits, labels, weights) -> str | 
 
 
 def _split(packed: jax.Array) -> Sums:
-    """The sums [B, 2 + 3 C]."""
+    """Returns `Sums` of packed sums [B, 2 + 3 C]."""
     return Sums(packed[:, 0], packed[:, 1], *jnp.split(packed[:, 2:], 3, axis=-1))
 
 
@@ -422,7 +422,7 @@ def _packed_sums(options: PixelOptions, logits, labels, weights) -> jax.Array:
 
 
 def _reasons(device, logits) -> dict[str, str | None]:
-    """Why an implementation cannot run logits [B, N, C], forward or backward."""
+    """Returns why each implementation cannot run logits [B, N, C], forward or backward."""
     reason = segmentation_loss_cuda.why_unsupported(
         compute_capability=device.compute_capability,
         images=logits.shape[0],
@@ -436,5 +436,5 @@ def _reasons(device, logits) -> dict[str, str | None]:
 def _batched_images(
     kernel: Any, call: Any, axis_size: int, in_batched: Any, operands: Any
 ) -> Results:
-    """The rule for `jax.vmap`: the entries of the batch are more images."""
+    """Applies `jax.vmap`: the entries of the batch become further images."""
     return unmerged_images(axis_size, call(kernel, *merged_images(axis_size, in_batched, operands)))

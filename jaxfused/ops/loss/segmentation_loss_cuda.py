@@ -1,9 +1,9 @@
 """segmentation_loss by the CUDA kernels of ffi/loss/segmentation_loss.cu.
 
-All functions are over images: logits [B, N, C], labels int32, uint8, bool or float32 [B, N], and weights
-float32 [B, N] or None. The sums float32 [B, 2 + 3 C] are the fields of Sums in
-ops/loss/segmentation_loss_xla.py, one after the other. Masks have one class; one kernel makes losses and
-gradient of many of them.
+All functions take images: logits [B, N, C], labels int32, uint8, bool or float32 [B, N], and weights
+float32 [B, N] or None. The sums, float32 [B, 2 + 3 C], are the fields of Sums in
+ops/loss/segmentation_loss_xla.py in order. Masks have one class; one kernel computes losses and gradient
+of many of them.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ MAX_IMAGES = 65535
 MAX_PIXELS = 2**30
 
 _CLUSTER = 8
-"""The blocks that have an image of a mask, on GPUs with clusters; they add up their sums themselves."""
+"""Blocks that share an image of a mask, on GPUs with clusters, where they add up their own sums."""
 _FEW_CLASSES = 24
 _PIXELS_OF_BLOCK = 1024
 
@@ -33,7 +33,7 @@ def why_unsupported(
     classes: int,
     dtype: Any,
 ) -> str | None:
-    """Returns None where forward and backward can run, else the reason."""
+    """Returns None if forward and backward can run, else the reason."""
     reason = cuda_library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -59,11 +59,11 @@ def forward(
     compute_capability: tuple[int, int],
     multiprocessors: int,
 ) -> jax.Array:
-    """Returns the sums of each image; they are added up in an order that depends on shapes alone."""
+    """Returns the sums of each image, added up in an order that depends only on shapes."""
     cuda_library.register()
     images, pixels, classes = logits.shape
     clustered = classes == 1 and _have_clusters(images, compute_capability, multiprocessors)
-    # So many run at a time.
+    # Blocks that an SM runs at a time.
     resident = 2 if classes == 1 else 6 if 8 < classes <= _FEW_CLASSES else 8
     wanted = resident * multiprocessors // images
     blocks = 1 if clustered else max(1, min(wanted, -(-pixels // _PIXELS_OF_BLOCK)))
@@ -113,7 +113,7 @@ def why_not_at_once(
     labels_dtype: Any,
     weighted: bool,
 ) -> str | None:
-    """Returns None where `losses_and_gradient` can run, else the reason."""
+    """Returns None if `losses_and_gradient` can run, else the reason."""
     if classes != 1:
         return f"only masks have their gradient at once, and logits have {classes} classes"
     if dtype == jnp.float16:
@@ -160,16 +160,15 @@ def losses_and_gradient(
 def _have_clusters(
     images: int, compute_capability: tuple[int, int] | None, multiprocessors: int
 ) -> bool:
-    """Whether each image of a mask has a cluster of blocks."""
+    """Whether each image of a mask gets a cluster of blocks."""
     clusters = compute_capability is not None and compute_capability >= (9, 0)
     return clusters and images * _CLUSTER >= multiprocessors
 
 
 def _weights(logits: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Returns the weights; absent ones travel without elements.
+    """Returns the weights, or an array without elements if they are absent.
 
-    They are made like the logits, because in a `jax.shard_map` all operands must vary over the same
-    axes.
+    It is made like the logits, because in a `jax.shard_map` all operands must vary over the same axes.
     """
     return jnp.zeros_like(logits, shape=(0,), dtype=jnp.float32) if weights is None else weights
 

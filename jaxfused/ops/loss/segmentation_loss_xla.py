@@ -12,7 +12,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 @dataclass(frozen=True)
 class PixelOptions:
-    """The constants of the sums over pixels."""
+    """Constants of the sums over pixels."""
 
     ignore_index: int | None = None
     focal_gamma: float = 0.0
@@ -20,7 +20,7 @@ class PixelOptions:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The constants of a loss that is made of the sums."""
+    """Constants of a loss that follows from the sums."""
 
     cross_entropy_weight: float = 1.0
     dice_weight: float = 1.0
@@ -30,37 +30,37 @@ class LossOptions:
 
     @property
     def tversky_rest(self) -> float:
-        """What alpha and beta lack to 1, which Dice's own they do not."""
+        """Returns 1 - alpha - beta, which is exactly 0 for Dice."""
         both = self.tversky_alpha + self.tversky_beta
         return 0.0 if both == 1.0 else 1.0 - self.tversky_alpha - self.tversky_beta
 
     @property
     def constants(self) -> dict[str, float]:
-        """All by name, what is made of them too."""
+        """Returns all constants by name, with derived ones."""
         return asdict(self) | {"tversky_rest": self.tversky_rest}
 
 
 class Sums(NamedTuple):
-    """Sums over the pixels of each image that count, times the pixels' weights."""
+    """Sums over the counted pixels of each image, times the pixels' weights."""
 
     total: jax.Array
-    """[B], of the weights."""
+    """[B]: sums of the weights."""
     losses: jax.Array
-    """[B], of the cross-entropies, or focal losses."""
+    """[B]: sums of the cross-entropies, or focal losses."""
     overlap: jax.Array
-    """[B, C], of the probabilities of the pixels' own classes."""
+    """[B, C]: sums of the probabilities of the pixels' own classes."""
     predicted: jax.Array
-    """[B, C], of the probabilities of all classes."""
+    """[B, C]: sums of the probabilities of all classes."""
     present: jax.Array
-    """[B, C], of 1 for the pixels' own classes."""
+    """[B, C]: sums of 1 for the pixels' own classes."""
 
 
 SHARE_TOLERANCE = 1e-3
-"""The distance that a share may lie below 0 or above 1, by the rounding of whoever made it."""
+"""Distance by which a share may lie below 0 or above 1, because its producer rounded it."""
 
 
 def shares(labels: jax.Array, dtype: Any) -> jax.Array:
-    """Labels as shares from 0 to 1, and NaN where they are none, such as a mask's 255."""
+    """Returns labels as shares from 0 to 1, and NaN for other values, such as a mask's 255."""
     if labels.dtype == jnp.bool_:
         return labels.astype(dtype)
     # Integers that a float of few bits would round are compared as integers.
@@ -79,7 +79,7 @@ def image_sums(
     binary = logits.ndim == labels.ndim
     ignored = options.ignore_index
     counts = jnp.ones(labels.shape, bool) if ignored is None else labels != ignored
-    # What does not count adds 0, even where its logits are NaN.
+    # Pixels that do not count add 0, even where their logits are NaN.
     logits = jnp.where(counts if binary else counts[..., None], logits, 0.0)
     if binary:
         targets = jnp.where(counts, shares(labels, logits.dtype), 0.0)

@@ -95,7 +95,7 @@ def sigmoid_cross_entropy(
     counts = jnp.ones(labels.shape, bool)
     if ignore_index is not None:
         counts = as_classes(op, labels, ignore_index) != ignore_index
-        # What does not count has no gradient, even where its logit is NaN.
+        # A label that does not count gives no gradient, even where its logit is NaN.
         logits, labels = jnp.where(counts, logits, 0), jnp.where(counts, labels, 0)
     options = Options(label_smoothing, focal_gamma, focal_alpha)
     losses = sigmoid_cross_entropy_xla.losses(logits, labels, options)

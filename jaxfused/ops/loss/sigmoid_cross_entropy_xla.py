@@ -1,4 +1,4 @@
-"""sigmoid_cross_entropy in plain jax.numpy: the cross-entropy of one yes or no, and its focal form."""
+"""sigmoid_cross_entropy in plain jax.numpy: the binary cross-entropy, and its focal form."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 @dataclass(frozen=True)
 class Options:
-    """The constants of the loss."""
+    """Constants of the loss."""
 
     label_smoothing: float = 0.0
     focal_gamma: float = 0.0
@@ -22,7 +22,7 @@ class Options:
 def losses(logits: jax.Array, labels: jax.Array, options: Options) -> jax.Array:
     """Returns the losses [...] of logits and labels [...], in float32.
 
-    The gradient makes all that lies between again, and keeps nothing but logits and labels.
+    The gradient saves only logits and labels, and computes all else again.
     """
 
     def remade(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 def shifted_moments(
     values: jax.Array, near: jax.Array, mean_of: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance of values, by `mean_of`.
+    """Returns the mean and variance of values, by `mean_of`.
 
     Args:
       values: in the dtype of the sums.
-      near: of each mean one of its values, in the means' shape, which is broadcast against the values.
+      near: one of the values of each mean, in the means' shape, which broadcasts against the values.
       mean_of: values to means.
     """
     mean = mean_of(values - near)

@@ -11,7 +11,7 @@ from jaxfused.ops.pool.max_pool_xla import Pairs, each_place
 from jaxfused.runtime.promotion import accumulator_dtype
 
 _IN_ONE_PASS = 16
-"""The most values of a window whose sum is taken in one pass over x, and not axis by axis."""
+"""Most values of a window that are summed in one pass over x, and not axis by axis."""
 
 
 def pool(
@@ -23,11 +23,11 @@ def pool(
     padding: Pairs,
     counted: Pairs,
 ) -> jax.Array:
-    """The mean of each window of [B, *spatial, C], weighted or not.
+    """Returns the mean of each window of [B, *spatial, C], weighted or not.
 
-    Of each spatial axis, `counted` has the first position that counts in the divisor and the one after
-    the last; the first value of x has position 0. Sums are linear in x, and so is what JAX makes the
-    gradient of: sums and padding, in a fixed order.
+    `counted` has, for each spatial axis, the first position that counts in the divisor and the one after
+    the last; x starts at position 0. Sums are linear in x, so that JAX's gradient consists of sums and
+    padding too, in a fixed order.
     """
     dtype = accumulator_dtype(x.dtype)
     wide = x.astype(dtype)
@@ -48,17 +48,17 @@ def pool(
 
 
 def _along(axis, ndim, numbers, dtype):
-    """Numbers along one of `ndim` axes; one number where they are all the same."""
+    """Returns numbers along one of `ndim` axes; a single number if they are all the same."""
     if (numbers == numbers[0]).all():
         numbers = numbers[:1]
     return jnp.asarray(numbers.reshape([-1 if a == axis else 1 for a in range(ndim)]), dtype)
 
 
 def _sums(x, window, strides, padding):
-    """The sum of each window."""
+    """Returns the sum of each window."""
     if tuple(window) == tuple(strides) and all(pair == (0, 0) for pair in padding):
-        # Windows side by side have axes of their own, and the gradient of their sum is a broadcast. One
-        # axis is split after the other, for JAX knows how arrays are sharded after such a reshape.
+        # Adjacent windows become axes of their own, so that the gradient of their sum is a broadcast.
+        # The axes are split one by one, because JAX can derive the sharding after such a reshape.
         for axis in reversed(range(1, x.ndim - 1)):
             size = window[axis - 1]
             count = x.shape[axis] // size
@@ -76,12 +76,12 @@ def _sums(x, window, strides, padding):
 
 
 def _window_sums(x, window, strides, padding):
-    # A zero that JAX knows while it traces makes a sum of this, which has a transpose.
+    # With a zero that is constant in tracing, JAX makes this a sum, which has a transpose.
     return jax.lax.reduce_window(x, np.array(0, x.dtype), jax.lax.add, window, strides, padding)
 
 
 def _weighted_sums(padded, weights, strides):
-    """The weighted sum of each window of a padded x, one weight after the other."""
+    """Returns the weighted sum of each window of a padded x, one weight after the other."""
     spatial = zip(padded.shape[1:-1], weights.shape, strides, strict=True)
     shape = (1, *((n - size) // step + 1 for n, size, step in spatial), 1)
     flat = weights.reshape(-1)
@@ -96,7 +96,7 @@ def _padded(x, padding):
 
 
 def _ones_where_counted(dtype, spatial, padding, counted):
-    """[1, *padded, 1] with ones at what counts."""
+    """Returns [1, *padded, 1] with ones at the positions that count."""
     ones = jnp.ones((1,) * (len(spatial) + 2), dtype)
     for axis, (n, (low, high), (begin, end)) in enumerate(
         zip(spatial, padding, counted, strict=True), 1
@@ -109,6 +109,6 @@ def _ones_where_counted(dtype, spatial, padding, counted):
 
 
 def global_pool(x: jax.Array) -> jax.Array:
-    """The mean of [B, *spatial, C] over its spatial axes, [B, C]."""
+    """Returns the mean of [B, *spatial, C] over its spatial axes, [B, C]."""
     wide = x.astype(accumulator_dtype(x.dtype))
     return wide.mean(tuple(range(1, x.ndim - 1))).astype(x.dtype)

@@ -99,7 +99,7 @@ def _pool(run: Runner, window: Window, x):
 
 def _pool_fwd(run: Runner, window: Window, x):
     y, places = run(_Forward(window, save_places=True), x)
-    # Of x only its shape is needed.
+    # The gradient needs only x's shape.
     return y, (places, jnp.zeros_like(x, shape=(x.shape[1], x.shape[2], 0)))
 
 
@@ -119,7 +119,7 @@ _WHOLE = "hwuv"
 
 @dataclass(frozen=True)
 class _Forward:
-    """(y, places) of x [B, H, W, C]."""
+    """Computes (y, places) from x [B, H, W, C]."""
 
     window: Window
     save_places: bool
@@ -135,7 +135,7 @@ class _Forward:
         found = _reasons(device, self.window, x.shape, x.dtype)
         if self.save_places:
             return found
-        # XLA fuses what computes x and what becomes of y into a maximum that saves nothing else.
+        # XLA fuses what computes x and what reads y into a maximum that saves nothing else.
         return {"xla": None} | {name: found[name] for name in ("cuda", "pallas")}
 
     def run(self, implementation, device, x) -> Results:
@@ -152,7 +152,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """dx [B, H, W, C] of dy and places."""
+    """Computes dx [B, H, W, C] from dy and places."""
 
     window: Window
     size: tuple[int, int]

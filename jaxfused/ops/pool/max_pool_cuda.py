@@ -12,19 +12,19 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 MAX_ELEMENTS = 2**31 - 2**10
-"""Of the images and of the result: threads are counted in 31 bits."""
+"""Most elements of the images and of the result: threads are counted in 31 bits."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The windows of a pooling over rows and columns."""
+    """Windows of a pooling over rows and columns."""
 
     size: tuple[int, int]
     strides: tuple[int, int]
     padding: tuple[tuple[int, int], tuple[int, int]]
 
     def result(self, height: int, width: int) -> tuple[int, int]:
-        """The rows and columns of the result."""
+        """Returns the rows and columns of the result."""
         sizes = [
             (size + sum(padding) - window) // stride + 1
             for size, padding, window, stride in zip(
@@ -35,7 +35,7 @@ class Window:
 
 
 def why_window_unfit(size: Sequence[int]) -> str | None:
-    """None where a place in a window of this size fits in the byte that holds it, else the reason."""
+    """Returns None if a place in a window of this size fits into one byte, else the reason."""
     if math.prod(size) > 255:
         return f"it takes windows of at most 255 values, and the window is {tuple(size)}"
     return None
@@ -48,7 +48,7 @@ def why_unsupported(
     window: Window,
     dtype: Any,
 ) -> str | None:
-    """None where the kernels can run on x [B, H, W, C], forward and back, else the reason."""
+    """Returns None if the kernels can run on x [B, H, W, C], forward and backward, else the reason."""
     reason = cuda_library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -73,7 +73,7 @@ def why_unsupported(
 def forward(
     x: jax.Array, *, window: Window, save_places: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(y, places) of x [B, H, W, C]; a place is that of y in its window, in uint8."""
+    """Returns (y, places) of x [B, H, W, C]; a place is that of y in its window, in uint8."""
     cuda_library.register()
     shape = (x.shape[0], *window.result(*x.shape[1:3]), x.shape[3])
     call = jax.ffi.ffi_call(
@@ -90,7 +90,7 @@ def forward(
 def backward(
     dy: jax.Array, places: jax.Array, *, size: tuple[int, int], window: Window
 ) -> jax.Array:
-    """The gradient of x [B, *size, C]."""
+    """Returns the gradient of x [B, *size, C]."""
     cuda_library.register()
     shape = (dy.shape[0], *size, dy.shape[3])
     call = jax.ffi.ffi_call("jaxfused_max_pool_gradient", jax.ShapeDtypeStruct(shape, dy.dtype))

@@ -1,4 +1,4 @@
-"""max_pool in plain JAX, and its two stages as the kernels divide it."""
+"""max_pool in plain JAX, and the two stages into which the kernels divide it."""
 
 import functools
 import itertools
@@ -13,16 +13,16 @@ from jaxfused.runtime.promotion import accumulator_dtype
 Pairs = Sequence[tuple[int, int]]
 
 _AT_ONCE = 4
-"""The most values along an axis that one step of `_at_the_largest` compares."""
+"""Most values along an axis that one step of `_at_the_largest` compares."""
 
 
 def pool(
     x: jax.Array, *, window: Sequence[int], strides: Sequence[int], padding: Pairs
 ) -> jax.Array:
-    """The largest value of each window of [B, *spatial, C].
+    """Returns the largest value of each window of [B, *spatial, C].
 
-    XLA's own gradient, select-and-scatter, adds with atomics on a GPU, where windows overlap. This one
-    adds in a fixed order, in float32 or wider.
+    XLA's own gradient, select-and-scatter, adds with atomics on a GPU if windows overlap. This one adds
+    in a fixed order, in float32 or wider.
     """
     pairs = tuple((low, high) for low, high in padding)
     return _pool(x, tuple(window), tuple(strides), pairs)
@@ -42,7 +42,7 @@ def _pool(x, window, strides, padding):
 
 @_pool.defjvp
 def _pool_jvp(window, strides, padding, primals, tangents):
-    # The gradient finds the largest values again, and so nothing is saved but x.
+    # The gradient finds the largest values again, so that only x is saved.
     at_the_largest = jax.checkpoint(_at_the_largest, prevent_cse=False, static_argnums=(2, 3, 4))
     y = _pool(*primals, window, strides, padding)
     return y, at_the_largest(*primals, *tangents, window, strides, padding)
@@ -50,13 +50,13 @@ def _pool_jvp(window, strides, padding, primals, tangents):
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _at_the_largest(x, values, window, strides, padding):
-    """Of `values`, which has x's shape, that at the first largest x of each window.
+    """Returns, for each window, the entry of `values` (of x's shape) at the first largest x.
 
-    The first in the order of rows is in the first row that has the largest value, and there it is the
-    first. So the last axis can be pooled alone, then the one before it, as here.
+    The first in row order is in the first row that has the largest value, and is the first in that row.
+    So the last axis can be pooled alone, then the one before it.
     """
     dtype = values.dtype
-    # The transpose of what follows sums in this dtype.
+    # The transpose of the following steps sums in this dtype.
     values = values.astype(accumulator_dtype(dtype))
     for axis in reversed(range(1, x.ndim - 1)):
         low, high = padding[axis - 1]
@@ -65,7 +65,7 @@ def _at_the_largest(x, values, window, strides, padding):
             x = jax.lax.pad(x, np.array(-np.inf, x.dtype), sides)
             values = jax.lax.pad(values, np.array(0, values.dtype), sides)
         size, block = window[axis - 1], 1
-        # Windows are made of blocks, those of larger ones. The last may overlap the one before it.
+        # Windows are built from blocks of 1, 4, 16, ... values, the last of which may overlap.
         while size > _AT_ONCE * block:
             starts = tuple(range(0, _AT_ONCE * block, block))
             x, values = _first_largest(x, values, axis, starts, block, 1, low)
@@ -76,10 +76,9 @@ def _at_the_largest(x, values, window, strides, padding):
 
 
 def _first_largest(x, values, axis, starts, block, stride, low):
-    """(x, values) of the windows that consist of blocks at `starts`.
+    """Returns (x, values) of the windows that consist of blocks at `starts`.
 
-    An entry of x is the largest of `block` entries of the padded x, of which `low` come before the first
-    one of the unpadded x.
+    An entry of x is the largest of `block` entries of the padded x, which begins with `low` of padding.
     """
     count = (x.shape[axis] - starts[-1] - 1) // stride + 1
 
@@ -101,7 +100,7 @@ def _first_largest(x, values, axis, starts, block, stride, low):
 def pool_and_places(
     x: jax.Array, *, window: Sequence[int], strides: Sequence[int], padding: Pairs
 ) -> tuple[jax.Array, jax.Array]:
-    """(y, places): a place is that of the first largest value in its window, in uint8."""
+    """Returns (y, places): the place of the first largest value in its window, in uint8."""
     y = pool(x, window=window, strides=strides, padding=padding)
     padded = jnp.pad(x, ((0, 0), *padding, (0, 0)), constant_values=-jnp.inf)
     places = jnp.zeros(y.shape, jnp.uint8)
@@ -127,7 +126,7 @@ def gradient(
     strides: Sequence[int],
     padding: Pairs,
 ) -> jax.Array:
-    """The gradient of x [B, *size, C]: each dy goes to its place."""
+    """Returns the gradient of x [B, *size, C]: each dy goes to its place."""
     padded = (
         dy.shape[0],
         *(n + low + high for n, (low, high) in zip(size, padding, strict=True)),
@@ -152,7 +151,7 @@ def _inside(shape: Sequence[int], padding: Pairs) -> jax.Array:
 def each_place(
     window: Sequence[int], strides: Sequence[int], out: Sequence[int]
 ) -> Iterator[tuple[int, tuple[slice, ...]]]:
-    """For each place of a window: its number, and the values of the padded x that have it."""
+    """Yields the number of each place of a window, and the slices of the padded x at that place."""
     for number, offsets in enumerate(itertools.product(*map(range, window))):
         yield (
             number,

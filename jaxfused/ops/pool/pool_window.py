@@ -1,4 +1,4 @@
-"""What max_pool and avg_pool take as windows, and how far the last of them reaches."""
+"""Windows of max_pool and avg_pool, and how far the last of them reaches."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 class Windows(NamedTuple):
-    """The windows over the spatial axes of an image, one entry for each axis."""
+    """Windows over the spatial axes of an image, with one entry for each axis."""
 
     size: tuple[int, ...]
     strides: tuple[int, ...]
     padding: Pairs
-    """(low, high), with which all windows fit."""
+    """(low, high) with which all windows fit."""
     asked: Pairs
-    """(low, high) as the caller has it; where `ceil_mode` sets the last window, `padding` differs."""
+    """(low, high) as the caller passed it; `padding` differs if `ceil_mode` sets the last window."""
 
 
 def windows(
@@ -47,7 +47,7 @@ def windows(
 
 
 def _with_last_window(n: int, size: int, step: int, pair: tuple[int, int]) -> tuple[int, int]:
-    """The padding where a window may end beyond the padded edge, but begins before x ends."""
+    """Returns the padding with which a last window that begins before x ends may end beyond the edge."""
     low, high = pair
     last = -((size - n - low - high) // step)
     if last * step >= n + low:

@@ -11,10 +11,10 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 
 def pool(x: jax.Array, *, levels: Sequence[int], method: str) -> jax.Array:
-    """The largest or mean values of the cells of each level, [B, sum(levels ** spatial) * C].
+    """Returns the largest or mean values of each level's cells, [B, sum(levels ** spatial) * C].
 
-    A cell is a box, and so the axes can be pooled one after the other. The last comes first: of equal
-    values the first one in the order of rows gets the gradient, as in max_pool.
+    A cell is a box, so that the axes can be pooled one by one. The last axis comes first: the gradient
+    goes to the first of equal values in row order, as in max_pool.
     """
     wide = x.astype(accumulator_dtype(x.dtype))
     parts = []
@@ -27,7 +27,7 @@ def pool(x: jax.Array, *, levels: Sequence[int], method: str) -> jax.Array:
 
 
 def _over_cells(x: jax.Array, axis: int, level: int, method: str) -> jax.Array:
-    """Pools an axis over `level` cells, which share a value where they do not fit."""
+    """Pools an axis over `level` cells, which overlap by a value if they do not divide it."""
     n = x.shape[axis]
     if n % level == 0:
         return _pooled(x, axis, n // level, method)
@@ -40,7 +40,7 @@ def _over_cells(x: jax.Array, axis: int, level: int, method: str) -> jax.Array:
 
 
 def _pooled(x: jax.Array, axis: int, size: int, method: str) -> jax.Array:
-    """Pools an axis over windows side by side."""
+    """Pools an axis over adjacent windows."""
     window = [size if a == axis else 1 for a in range(1, x.ndim - 1)]
     nowhere = ((0, 0),) * len(window)
     if method == "max":

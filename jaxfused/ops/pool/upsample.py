@@ -106,7 +106,7 @@ _WHOLE = "hwuv"
 
 @dataclass(frozen=True)
 class _Stage:
-    """Y [B, 2 H, 2 W, C] of x [B, H, W, C]; backward, dx of dy."""
+    """Computes y [B, 2 H, 2 W, C] from x [B, H, W, C]; backward, dx from dy."""
 
     backward: bool
 

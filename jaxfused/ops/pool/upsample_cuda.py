@@ -9,7 +9,7 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 MAX_ELEMENTS = 2**31 - 2**10
-"""Of the image that is not upsampled: threads are counted in 31 bits."""
+"""Most elements of the image that is not upsampled: threads are counted in 31 bits."""
 
 
 def why_unsupported(
@@ -18,7 +18,7 @@ def why_unsupported(
     shape: tuple[int, int, int, int],
     dtype: Any,
 ) -> str | None:
-    """None where the kernels can upsample x [B, H, W, C], and back, else the reason."""
+    """Returns None if the kernels can upsample x [B, H, W, C], forward and backward, else the reason."""
     reason = cuda_library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -30,13 +30,13 @@ def why_unsupported(
 
 
 def upsample(x: jax.Array) -> jax.Array:
-    """Y [B, 2 H, 2 W, C] of x [B, H, W, C]."""
+    """Returns y [B, 2 H, 2 W, C] of x [B, H, W, C]."""
     images, height, width, channels = x.shape
     return _call(x, (images, 2 * height, 2 * width, channels), backward=False)
 
 
 def gradient(dy: jax.Array) -> jax.Array:
-    """The gradient of x [B, H, W, C], of dy [B, 2 H, 2 W, C]."""
+    """Returns the gradient of x [B, H, W, C] from dy [B, 2 H, 2 W, C]."""
     images, height, width, channels = dy.shape
     return _call(dy, (images, height // 2, width // 2, channels), backward=True)
 

@@ -23,10 +23,10 @@ def _repeated(x: jax.Array, axis: int, factor: int) -> jax.Array:
 
 
 def _between_neighbours(x: jax.Array, axis: int, factor: int) -> jax.Array:
-    """Resizes an axis, whose pixels are the centres of equal parts, by what lies between them.
+    """Resizes an axis linearly between its pixels, which are the centres of equal parts.
 
-    `jax.image.resize` does so by a product with a matrix of weights, nearly all of them zero. A pixel
-    of the result has the same two weights wherever it stands between two pixels of x.
+    `jax.image.resize` multiplies by a matrix of weights, nearly all of them zero. But each of the
+    `factor` places within a pixel of x always has the same two weights.
     """
     size = x.shape[axis]
     first, last = (jax.lax.slice_in_dim(x, i, i + 1, axis=axis) for i in (0, size - 1))
@@ -34,7 +34,7 @@ def _between_neighbours(x: jax.Array, axis: int, factor: int) -> jax.Array:
     after = jnp.concatenate([jax.lax.slice_in_dim(x, 1, size, axis=axis), last], axis)
     parts = []
     for part in range(factor):
-        # How far the pixel is from the one of x around it, in pixels of x.
+        # Distance of the new pixel from the centre of the pixel of x around it, in pixels of x.
         offset = (part + 0.5) / factor - 0.5
         neighbour = before if offset < 0 else after
         parts.append((1 - abs(offset)) * x + abs(offset) * neighbour)

@@ -203,7 +203,7 @@ def fake_quantize(
 def _sides_to_keep(
     scale: jax.Array, x: jax.Array, axis: int, group_size: Any
 ) -> int | tuple[int, int] | None:
-    """The group_size that the array has to keep, as its scales alone do not tell it; else None."""
+    """Returns the group_size to keep with the array if its scales are ambiguous, else None."""
     if group_size is None:
         return None
     is_clear = scale_fits(scale.shape, x.shape, axis) and not blocks_that_fit_too(
@@ -238,7 +238,7 @@ def _from_the_end(axis: int, x: jax.Array) -> int:
 
 
 def _check_array(op: str, x: jax.Array, dtype: Any, axis: int) -> str:
-    """The name of the dtype, once x can be quantised to it along the axis."""
+    """Returns the dtype's name, after checks that x can be quantised to it along the axis."""
     try:
         name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:
@@ -263,7 +263,7 @@ def _check_array(op: str, x: jax.Array, dtype: Any, axis: int) -> str:
 def _scale_and_zero_point(
     op, x, dtype, axis, group_size, per_tensor, symmetric, scale, zero_point
 ) -> tuple[jax.Array, jax.Array | None]:
-    """What the caller gave, else what fits x."""
+    """Returns the caller's scale and zero point, or else those that fit x."""
     integers = dtype.startswith("int")
     if not integers and (zero_point is not None or not symmetric):
         raise ValueError(
@@ -333,9 +333,9 @@ def _scale_and_zero_point(
 def _in_range(
     op: str, dtype: str, scale: jax.Array, zero_point: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The scale, and the zero point as int8, which would wrap around where it is out of range.
+    """Returns the scale, and the zero point as int8, where out-of-range values would wrap around.
 
-    What is unknown until it runs makes its scale NaN there.
+    If the zero point is known only at run time, the scale becomes NaN where it is out of range.
     """
     limits = FORMATS[dtype]
     wide = zero_point.astype(jnp.float32)
@@ -351,7 +351,7 @@ def _in_range(
 
 
 def _given_sides(op: str, axis: int, group_size: Any) -> int | tuple[int, int] | None:
-    """The group_size that was passed with a scale."""
+    """Returns the group_size that was passed with a scale."""
     sides = tuple(group_size) if isinstance(group_size, tuple | list) else group_size
     if not is_group_size(sides, axis):
         raise ValueError(
@@ -364,7 +364,7 @@ def _given_sides(op: str, axis: int, group_size: Any) -> int | tuple[int, int] |
 def _runs(
     op: str, x: jax.Array, axis: int, group_size: int | tuple[int, int] | None
 ) -> tuple[int, int | None]:
-    """Into how many runs the axis is cut, and the last one if it is."""
+    """Returns into how many runs the axis is cut, and the last axis if it is cut too."""
     if group_size is None:
         return 1, None
     sizes = tuple(group_size) if isinstance(group_size, tuple | list) else (group_size,)
@@ -386,7 +386,7 @@ def _runs(
 
 
 def _positive(op: str, scale: jax.Array) -> jax.Array:
-    """The scale, by which one can divide; what is unknown until it runs becomes NaN where one cannot."""
+    """Returns a scale to divide by; a bad value that is known only at run time becomes NaN."""
     fits = (scale > 0) & (scale < jnp.inf)
     if not isinstance(scale, jax.core.Tracer):
         wrong = scale[~(fits | jnp.isnan(scale))]

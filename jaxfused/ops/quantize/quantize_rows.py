@@ -17,7 +17,7 @@ from pallas_kernels.rows.rounding import RowRounding
 
 
 def check_row_dtype(op: str, argument: str, dtype: Any) -> str:
-    """The name of a dtype that rows can be quantised to."""
+    """Returns the name of a dtype to which rows can be quantised."""
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     if name not in FORMATS or name == "int4":
         raise ValueError(
@@ -47,7 +47,7 @@ def _by_reference(x: jax.Array, dtype: str) -> QuantizedArray:
 
 @dataclass(frozen=True)
 class _Rows:
-    """(values [M, D], scale [M]) of rows x [M, D]."""
+    """Computes (values [M, D], scale [M]) from rows x [M, D]."""
 
     dtype: str
 

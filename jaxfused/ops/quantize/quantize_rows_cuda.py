@@ -13,7 +13,7 @@ _MOST = 2**30
 def why_unsupported(
     *, compute_capability: tuple[int, int] | None, rows: int, features: int, dtype: Any
 ) -> str | None:
-    """Returns None where x [rows, features] of a dtype can be quantised, else the reason."""
+    """Returns None if x [rows, features] of a dtype can be quantised, else the reason."""
     reason = cuda_library.why_unfit(compute_capability) or cuda_library.why_dtype_unfit(dtype)
     if reason is not None:
         return reason

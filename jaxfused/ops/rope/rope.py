@@ -300,7 +300,7 @@ def axial_rope_tables(
 def _tables(
     op: str, positions: jax.Array, rotary_dim: int, theta: float, scaling: RopeScaling | None
 ) -> tuple[jax.Array, jax.Array]:
-    """`rope_tables` for the operator `op`."""
+    """Computes `rope_tables` for the operator `op`."""
     _check_divides(op, rotary_dim, 2)
     _check_theta(op, theta)
     scaling = RopeScaling() if scaling is None else scaling
@@ -314,7 +314,7 @@ def _tables(
 
 
 def _by_axis(positions: Sequence[jax.Array] | jax.Array) -> list[jax.Array]:
-    """The positions of each axis, [..., T]."""
+    """Returns the positions of each axis, [..., T]."""
     if not isinstance(positions, tuple | list):
         array = jnp.asarray(positions)
         if array.ndim < 2:
@@ -336,7 +336,7 @@ def _by_axis(positions: Sequence[jax.Array] | jax.Array) -> list[jax.Array]:
 def _axial_frequencies(
     axes: int, features: Sequence[int] | None, theta: float, order: Sequence[int] | None
 ) -> np.ndarray:
-    """[axes, R/2] of pairs that turn by one axis each; zeros for the others."""
+    """Returns frequencies [axes, R/2] of pairs that each rotate by one axis; zeros for the others."""
     op = "axial_rope_tables"
     _check_theta(op, theta)
     if features is None or len(features) != axes or any(f < 0 or f % 2 for f in features):
@@ -373,10 +373,10 @@ def _check_theta(op: str, theta: float) -> None:
 def check_tables(
     op: str, shape: tuple[int, ...], cos: jax.Array | None, sin: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Checks that cos and sin are both there and fit queries of `shape` [..., T, N, H].
+    """Checks that cos and sin are both given and fit queries of `shape` [..., T, N, H].
 
     Returns:
-      Both, and where heads have their own angles with as many axes as the queries.
+      Both; with as many axes as the queries if heads have their own angles.
     """
     if cos is None or sin is None:
         raise ValueError(f"{op}: one of cos and sin was passed; pass both.")
@@ -430,13 +430,13 @@ def _check_divides(op: str, rotary_dim: int, divisor: int) -> None:
 # --- gradient -------------------------------------------------------------------------------------
 
 _WHOLE = "gkhr"
-"""The axes that a device must have whole: of a group its heads, of a head its features and pairs."""
+"""Axes that a device must hold whole: the heads of a group, and the features and pairs of a head."""
 
 
 def _grouped(q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """The heads of q [..., T, N, H] as [..., T, n, N/n, H], and those of k with the same n.
+    """Returns the heads of q [..., T, N, H] as [..., T, n, N/n, H], and those of k with the same n.
 
-    That is the axis by which devices can split both at once.
+    Devices can split both along the axis n.
     """
     groups = math.gcd(q.shape[-2], 0 if k is None else k.shape[-2])
 
@@ -447,13 +447,13 @@ def _grouped(q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | 
 
 
 def ungrouped(x: jax.Array) -> jax.Array:
-    """[..., T, n, N/n, H] as [..., T, N, H]."""
+    """Returns [..., T, n, N/n, H] as [..., T, N, H]."""
     return x.reshape(*x.shape[:-3], math.prod(x.shape[-3:-1]), x.shape[-1])
 
 
 @dataclass(frozen=True)
 class _Rotation:
-    """(q, k) rotated: grouped heads [..., T, n, N/n, H] by angles of [..., T, R/2] or [T, R/2]."""
+    """Rotates (q, k): grouped heads [..., T, n, N/n, H] by angles [..., T, R/2] or [T, R/2]."""
 
     interleaved: bool
     inverse: bool
@@ -492,9 +492,9 @@ class _Rotation:
         single_values = in_cuda < _XLA_BYTES and not self.interleaved
         little = size <= (_FEW_BYTES_ALONE if k is None else _FEW_BYTES)
         if single_values or little:
-            # Single values of 16 bits take CUDA longer than XLA, and little data takes it no less.
+            # CUDA is slower than XLA with single 16-bit values, and no faster with little data.
             return {name: reasons[name] for name in ("pallas", "xla", "cuda")}
-        # Both kernels only move data: whichever does so in larger pieces is the faster.
+        # Both kernels only move data, so that the one with larger accesses is faster.
         return dispatch.preferring("cuda", reasons) if in_pallas < in_cuda else reasons
 
     def run(self, implementation, device, q, k, cos, sin) -> Results:
@@ -522,7 +522,7 @@ class _Rotation:
         )
 
     def by_xla(self, x, cos, sin) -> jax.Array:
-        """Heads [..., T, N, H] rotated. XLA adds up neighbours' halves faster than it joins them."""
+        """Rotates heads [..., T, N, H]. XLA adds padded halves faster than it interleaves them."""
         rotate = functools.partial(rope_xla.rotate, cos=cos, sin=sin, interleaved=self.interleaved)
         if self.inverse and self.interleaved:
             return jax.linear_transpose(rotate, x)(x)[0]
@@ -535,18 +535,18 @@ class _Rotation:
 
 
 _XLA_BYTES = 4
-"""What XLA moves at a time, where it reads a head's halves."""
+"""Bytes that XLA moves at a time when it reads a head's halves."""
 _FEW_BYTES = 2**16
-"""Of the queries, which no kernel reads faster than it starts."""
+"""Bytes of the queries up to which a kernel takes longer to start than to read them."""
 _FEW_BYTES_ALONE = 3 * 2**19
-"""Likewise where there are no keys, whose rotation is a second kernel in XLA."""
+"""The same without keys, which in XLA would need a second kernel."""
 
 
 class _Residuals(NamedTuple):
     cos: jax.Array
     sin: jax.Array
     q_and_k: tuple[jax.Array, jax.Array | None] | None
-    """Kept where the angles have gradients themselves: those of q and k need the angles alone."""
+    """Saved only if the angles have gradients too: those of q and k need just the angles."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="rope", once=False)
@@ -558,7 +558,7 @@ def _rope_fwd(run: Runner, rotation: _Rotation, q, k, cos, sin):
     perturbed = cos.perturbed or sin.perturbed
     q, k, cos, sin = (None if a is None else a.value for a in (q, k, cos, sin))
     saved = _Residuals(cos, sin, (q, k) if perturbed else None)
-    # By the operator itself, so that a gradient has gradients.
+    # The operator itself runs here, so that a gradient has gradients.
     return _rope(run, rotation, q, k, cos, sin), saved
 
 
@@ -581,7 +581,7 @@ _rope.defvjp(_rope_fwd, _rope_bwd, symbolic_zeros=True)
 
 
 def _axes(q: jax.Array, table: jax.Array) -> tuple[str, str, str, str]:
-    """The letters of grouped q and k and of both tables, for `sharding`."""
+    """Returns the letters of grouped q and k and of both tables, for `sharding`."""
     rows = sharding.leading_axes(q.ndim - 3)
     table_axes = rows[len(rows) - (table.ndim - 1) :] + "r"
     return rows + "ngh", rows + "nkh", table_axes, table_axes
@@ -593,9 +593,9 @@ def batch_tables(
     tables: Sequence[jax.Array],
     rows: tuple[int, ...],
 ) -> Sequence[jax.Array]:
-    """The tables for rows [axis_size, *rows], from those for a batch of `rows`.
+    """Returns the tables for rows [axis_size, *rows], from those for a batch of `rows`.
 
-    One axis for the batch, and all others too: angles are shared by all rows or by none.
+    They get the batch's axis with all others or not at all: all rows share the angles, or none do.
     """
     if is_batched(in_batched):
         own = [

@@ -1,7 +1,7 @@
 """rope by the CUDA kernel of ffi/rope/rope.cu: q and k in one launch.
 
-The kernel moves the widest vectors of which heads and rotating halves are whole numbers, and single
-values elsewhere, so it refuses no shape for its divisibility.
+The kernel moves the widest vectors that divide heads and rotating halves, and single values otherwise,
+so that it takes any shape.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 MAX_ELEMENTS = 2**32 - 2**10
-"""Of q and k together: positions, heads and threads are counted in 32 bits."""
+"""Most elements of q and k together: positions, heads and threads are counted in 32 bits."""
 
 
 def why_unsupported(
@@ -30,7 +30,7 @@ def why_unsupported(
     k_dtype: Any,
     batch: int = 1,
 ) -> str | None:
-    """None where it can run, forward and back, else the reason."""
+    """Returns None if the kernel can run, forward and backward, else the reason."""
     del interleaved
     reason = cuda_library.why_unfit(compute_capability)
     if reason is not None:
@@ -49,7 +49,7 @@ def why_unsupported(
 
 
 def access_bytes(head_size: int, rotary_dim: int, itemsize: int, *, interleaved: bool) -> int:
-    """The bytes that a thread moves at a time, 16 at best and one value at least."""
+    """Returns the bytes that a thread moves at a time: 16 at most, and one value at least."""
     rotating = rotary_dim if interleaved else rotary_dim // 2
     return math.gcd(math.gcd(head_size, rotating) * itemsize, _VECTOR_BYTES)
 
@@ -66,13 +66,13 @@ def rotate(
     interleaved: bool,
     inverse: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(q, k) rotated, or rotated back: [B, T, N, H] and [B, T, K, H] by [B or 1, T, R/2] of float32."""
+    """Returns (q, k) [B, T, N, H], [B, T, K, H], rotated or rotated back by float32 [B or 1, T, R/2]."""
     if q.size == 0:
         if k is not None and k.size > 0:
             k, _ = rotate(k, None, cos, sin, interleaved=interleaved, inverse=inverse)
         return q, k
     cuda_library.register()
-    # Made like q, because in a `jax.shard_map` all operands must vary over the same axes.
+    # Like q, because in a `jax.shard_map` all operands must vary over the same axes.
     other = jnp.zeros_like(q, shape=(*q.shape[:2], 0, q.shape[3])) if k is None else k
     call = jax.ffi.ffi_call(
         "jaxfused_rope",

@@ -1,4 +1,4 @@
-"""Which layers of a model rotate, and of which type each is, as its config.json says it.
+"""Layers of a model that rotate, and the type of each, by its config.json.
 
 Source: the configuration and modelling files of transformers 5.23.0.
 """
@@ -19,10 +19,10 @@ _WINDOWS_ALONE = frozenset(
         "kolibri1",
     }
 )
-"""The models of which only the layers with a window rotate."""
+"""Models in which only the layers with a window rotate."""
 
 _EVERY_FOURTH_DOES_NOT = frozenset({"llama4_text", "smollm3"})
-"""The models of which, without a list, every fourth layer does not rotate."""
+"""Models in which every fourth layer does not rotate, if the config has no list."""
 
 _INTERVALS = {
     "afmoe": 4,
@@ -32,25 +32,25 @@ _INTERVALS = {
     "gemma3_text": 6,
     "olmo3": 4,
 }
-"""Of every so many layers one sees all tokens, where a config says nothing else."""
+"""Interval of the layers that see all tokens, if the config does not give it."""
 
 
 class Layer(NamedTuple):
-    """What is known of a layer."""
+    """Properties of a layer."""
 
     type: str | None
     rotates: bool
 
 
 def layers_of(config: Mapping[str, Any]) -> list[Layer]:
-    """The layers of a model, or none where the config does not tell them apart."""
+    """Returns the layers of a model; none if the config does not tell them apart."""
     count = config.get("num_hidden_layers")
     turning = config.get("no_rope_layers")
     if not turning and count is not None:
         interval = config.get("no_rope_layer_interval")
         if interval is None and config.get("model_type") in _EVERY_FOURTH_DOES_NOT:
             interval = 4
-        # The list has 1 where a layer rotates, in spite of its name.
+        # In spite of its name, the list has 1 where a layer rotates.
         turning = interval and [int((index + 1) % interval != 0) for index in range(count)]
     types = config.get("layer_types") or _types(config)
     if not types:
@@ -68,7 +68,7 @@ def type_rotates(config: Mapping[str, Any], layer_type: str | None) -> bool:
 
 
 def _types(config: Mapping[str, Any]) -> list[str]:
-    """The layers' types by the pattern of a config that does not list them."""
+    """Returns the layers' types by the pattern of a config that does not list them."""
     interval = config.get("sliding_window_pattern", config.get("global_attn_every_n_layers"))
     if interval is None:
         interval = _INTERVALS.get(config.get("model_type", ""))

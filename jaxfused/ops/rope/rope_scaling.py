@@ -1,4 +1,4 @@
-"""How rope's frequencies are scaled for sequences longer than those of the training."""
+"""Scalings of rope's frequencies for sequences longer than those of the training."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RopeScaling:
-    r"""How fast the pairs rotate: here unscaled, pair i by theta^(-2 i / rotary_dim) a position.
+    r"""Rotation rates of the pairs: here unscaled, theta^(-2 i / rotary_dim) a position for pair i.
 
     The classes derived from it say how a model trained on short sequences gets the angles of long
     ones; their formulas are those of Hugging Face transformers' modeling_rope_utils.py.
@@ -20,7 +20,7 @@ class RopeScaling:
     """
 
     positive: ClassVar[tuple[str, ...]] = ()
-    """The fields that are positive numbers, where they are not None."""
+    """Fields that must be positive numbers, if they are not None."""
 
     def __post_init__(self) -> None:
         for name in self.positive:
@@ -32,20 +32,20 @@ class RopeScaling:
                 )
 
     def frequencies(self, rotary_dim: int, theta: float) -> np.ndarray:
-        """Radians a position for each pair, [rotary_dim / 2], fastest first."""
+        """Radians per position of each pair, [rotary_dim / 2], fastest first."""
         return theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
 
     def attention_factor(self) -> float:
-        """The number that cos and sin are multiplied by."""
+        """Factor by which cos and sin are multiplied."""
         return 1.0
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies are those of `at_length`, by the last position of a call."""
+        """Whether `at_length` gives the frequencies, from the last position of a call."""
         return False
 
     def at_length(self, rotary_dim: int, theta: float, length: jax.Array) -> jax.Array:
-        """The frequencies for sequences of `length` positions, where they depend on it."""
+        """Returns the frequencies for sequences of `length` positions, if they depend on it."""
         del length
         return jnp.asarray(self.frequencies(rotary_dim, theta), jnp.float32)
 
@@ -186,7 +186,7 @@ class YarnRope(RopeScaling):
 
 @dataclass(frozen=True)
 class Llama3Rope(RopeScaling):
-    """That of Llama 3.1: YaRN's idea with a ramp over the turns within the trained length.
+    """Llama 3.1's scaling: YaRN's idea with a ramp over the turns within the trained length.
 
     A pair that turns more than `high_freq_factor` times within `trained_length` is kept, one that
     turns less than `low_freq_factor` times is divided by `factor`, with a linear ramp between.
@@ -236,7 +236,7 @@ class LongRope(RopeScaling):
     """[rotary_dim / 2]."""
     trained_length: int
     factor: float = 1.0
-    """The longest sequence's length, by the trained one's."""
+    """Longest sequence's length over the trained length."""
     attention: float | None = None
     length: int | None = None
 
@@ -305,7 +305,7 @@ class ProportionalRope(RopeScaling):
 
 
 def _is_positive(value: Any) -> bool:
-    """Whether value is a positive, finite number, of Python, of NumPy or in an array that is known."""
+    """Whether value is a positive, finite number: of Python, of NumPy, or in a concrete array."""
     if isinstance(value, str):
         return False
     try:
@@ -315,7 +315,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _check_order(scaling: RopeScaling, slow: str, fast: str) -> None:
-    """Checks that pairs are kept from no fewer turns on than those up to which they are not."""
+    """Checks that the first turn count at which pairs are kept is not below the last that is scaled."""
     slowest, fastest = getattr(scaling, slow), getattr(scaling, fast)
     if slowest > fastest:
         raise ValueError(

@@ -19,18 +19,18 @@ def rotate(
 ) -> jax.Array:
     """Rotates the first R features of every head of [..., T, N, H] by the angles of [..., T, R/2].
 
-    Angles of each head are [..., T, N, R/2], with as many axes as x.
+    If heads have their own angles, these are [..., T, N, R/2], with as many axes as x.
 
     A pair is (i, i + R/2), or (2 i, 2 i + 1) if interleaved. The rotation is linear in x and its
-    transpose is the rotation back, so that its gradient keeps cos and sin alone.
+    transpose is the inverse rotation, so that its gradient saves only cos and sin.
 
-    With `in_one_piece` x is certain to be on one device, so that axes of it can be merged.
+    With `in_one_piece`, x is known to be unsharded, so that its axes can be merged.
     """
     of_heads = cos.ndim == x.ndim
     if in_one_piece and x.ndim > 3 and not of_heads:
-        # Where batch, positions and heads are powers of two, XLA reads halves by single values, and
-        # in vectors where batch and positions are one axis. The gradient keeps the tables as they
-        # are.
+        # If batch, positions and heads are powers of two, XLA reads halves by single values, but in
+        # vectors once batch and positions are one axis. The checkpoint saves the tables as they are, not
+        # repeated.
         merged = functools.partial(_rotate_merged, interleaved=interleaved)
         return jax.checkpoint(merged, prevent_cse=False)(x, cos, sin)
     rotary_dim = 2 * cos.shape[-1]
@@ -38,14 +38,14 @@ def rotate(
     rotated, rest = x[..., :rotary_dim].astype(wide), x[..., rotary_dim:]
     cos, sin = cos.astype(wide), sin.astype(wide)
     if not of_heads:
-        # The axes before the positions, where the tables have none of their own, and the heads.
+        # The tables get the heads' axis, and axes before the positions if they have none.
         axes = (*range(x.ndim - 1 - cos.ndim), -2)
         cos, sin = (jnp.expand_dims(table, axes) for table in (cos, sin))
     if interleaved:
         first, second = rotated[..., ::2], rotated[..., 1::2]
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
-        # Of a size that is not known yet: neither small nor large.
+        # A size that is not known yet counts as neither small nor large.
         size = _SMALL + 1 if is_symbolic(x) else x.size * x.dtype.itemsize
         of_power, single = rotary_dim.bit_count() == 1, x.shape[-2] == 1
         is_small = (of_power or single) and size <= _SMALL * (2 if of_power and single else 1)
@@ -53,9 +53,9 @@ def rotate(
         is_whole = rotary_dim == x.shape[-1]
         is_odd = rotary_dim % 4 == 2 and size > _SMALL
         if (is_whole and (is_small or is_large)) or is_odd:
-            # The same numbers. Of several axes of positions XLA reads and writes large whole heads
-            # in larger pieces so, and it rotates two small arrays in one kernel. Of halves with an
-            # odd number of features it reads fewer single values.
+            # The same numbers in another form. With it XLA moves large whole heads in larger pieces if
+            # there are several axes of positions, rotates two small arrays in one kernel, and reads
+            # fewer single values of halves with an odd number of features.
             cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (cos, sin))
             turned = jnp.concatenate([-second, first], axis=-1)
             rotated = (rotated * cos + turned * sin).astype(x.dtype)
@@ -69,7 +69,7 @@ def rotate(
 
 
 def _rotate_merged(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -> jax.Array:
-    """The same with one axis of positions, for which the tables are repeated."""
+    """Computes `rotate` with one axis of positions, for which the tables are repeated."""
     rows = math.prod(x.shape[:-2])
     cos, sin = (
         jnp.broadcast_to(table, (*x.shape[:-2], table.shape[-1])).reshape(rows, table.shape[-1])
@@ -80,7 +80,7 @@ def _rotate_merged(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved:
 
 
 _SMALL, _LARGE = 2**17, 2**26
-"""Bytes of the heads between which such tables cost more than they save."""
+"""Bytes of the heads between which concatenated tables cost more than they save."""
 
 
 # --- angles ---------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ _SMALL, _LARGE = 2**17, 2**26
 def tables(
     positions: jax.Array, rotary_dim: int, theta: float, scaling: RopeScaling
 ) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin) of float32 angles, positions.shape + (rotary_dim / 2,)."""
+    """Returns (cos, sin) of float32 angles, positions.shape + (rotary_dim / 2,)."""
     positions = positions.astype(jnp.float32)
     if scaling.depends_on_length:
         length = jnp.max(positions, initial=-1.0) + 1.0
@@ -105,7 +105,7 @@ def tables(
 def axial_tables(
     positions: Sequence[jax.Array], frequencies: jax.Array, prefix: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin) of float32 angles that are a sum over axes of position times frequency.
+    """Returns (cos, sin) of float32 angles that are a sum over axes of position times frequency.
 
     Args:
       positions: for each axis an array; together they broadcast to [..., T].
@@ -132,10 +132,10 @@ def axial_tables(
 
 
 def _hidden(frequencies: Any) -> jax.Array:
-    """The frequencies as float32.
+    """Returns the frequencies as float32.
 
-    XLA has one kernel for the cosines and the sines of angles that both read, but not where all that
-    they share is a constant: the barrier hides that it is one.
+    XLA computes cosines and sines in one kernel if both read the same array, but not if that is a
+    constant. The barrier hides that it is one.
     """
     return jax.lax.optimization_barrier(jnp.asarray(frequencies, jnp.float32))
 
