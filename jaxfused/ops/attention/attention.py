@@ -368,7 +368,7 @@ def _segments(
 
 
 def _integers(name: str, array: Any, shape: tuple[int, ...]) -> jax.Array | None:
-    """Returns integers of `shape`, whose leading axis of 1 may be missing, as in 3-D queries."""
+    """Returns integers of `shape`; a leading axis of 1 may be missing, as with 3-D queries."""
     if array is None:
         return None
     array = jnp.asarray(array)
@@ -704,7 +704,7 @@ class _Residuals(NamedTuple):
     output: jax.Array
     """[B, T, K, G, V]"""
     lse: jax.Array
-    """[B, K, G, R] with R = `saved_length(T)`; entries from T on belong to no query."""
+    """[B, K, G, R] with R = `saved_length(T)`; entries from T on are padding."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="dot_product_attention")

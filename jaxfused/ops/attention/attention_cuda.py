@@ -86,7 +86,7 @@ def why_unsupported(
     used: Collection[str] = (),
     allows_tf32: bool = False,
 ) -> str | None:
-    """Returns None where forward and backward can run, else the reason.
+    """Returns None if forward and backward can run, else the reason.
 
     `used` names the optional arguments of the call.
     `allows_tf32` says whether float32 may be multiplied with the 10 bits of tf32.
@@ -184,7 +184,7 @@ def backward(
     factor = _rounded_to_tf32(dout) if dout.dtype == jnp.float32 else dout.astype(jnp.float32)
     delta = jnp.sum(factor * out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2) - dlse
-    # Empty rows, and rows that pad the last block, have weights of 2^-inf = 0.
+    # Empty rows, and rows that pad the last block, get weights of 2^-inf = 0.
     lse = lse[:, :, :query_count]
     lse = jnp.where(lse < -1e38, jnp.inf, lse)
     sink_weight = 0.0 if operands.sinks is None else jnp.exp(operands.sinks[:, None] - lse)

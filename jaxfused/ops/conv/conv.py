@@ -65,7 +65,7 @@ def conv(
     Args:
       x: [B, *spatial, I] with one spatial axis or more, float32, bfloat16 or float16 (float64 with
         implementation "xla"). A `jaxfused.Rectified` too: its gradient is masked by the kernel that
-        computes it. And a `jaxfused.Concatenated`, two arrays whose channels follow one another.
+        computes it. And a `jaxfused.Concatenated`, two arrays that are concatenated by channels.
       w: [*kernel, I / feature_group_count, O], Flax's layout. Any float dtype; it is rounded to x's.
       bias: [O]. Any float dtype.
       strides: steps between windows, one for all spatial axes or one for each; so are the
@@ -78,15 +78,15 @@ def conv(
       padding_mode: with what, where `padding` says how much: "zeros", "edge", "reflect" or "circular".
         What is no zeros is written around a copy of x by XLA, which the convolution then reads.
       input_dilation: the distance between neighbouring values of x once zeros are put between them;
-        more than 1 is a transposed convolution, for which `jaxfused.conv_transpose` knows the padding.
-      kernel_dilation: the distance between the values of x that neighbouring weights meet.
+        more than 1 is a transposed convolution, for which `jaxfused.conv_transpose` finds the padding.
+      kernel_dilation: the distance between the values of x that neighbouring weights read.
       feature_group_count: into how many groups the input and the output channels are split, each
         convolved apart; I is depthwise convolution, which has kernels of its own for windows of
         3 x 3, 5 x 5 and 7 x 7, and of 3, 4 and 7 along one axis. Longer windows of it are products of
         Fourier transforms on a GPU (stride 1, no dilation) where that is faster: see below.
       activation: None or a name of `jaxfused.ACTIVATIONS`, after everything else.
       residual: of the result's shape, is added before the activation.
-      hand_on: whether x is returned too, for whoever else reads it, such as a shortcut around the
+      hand_on: whether x is returned too, for what else reads it, such as a shortcut around the
         convolution. What comes back as its gradient is then added by the kernel that computes the
         gradient of x, where two readers of one array have XLA add theirs in a pass over both.
       statistics: whether the mean and the variance of y over all but its channels are returned, in
@@ -115,12 +115,12 @@ def conv(
       Array([1., 4., 8., 8.], dtype=float32)
 
     Where a kernel runs, forward-mode differentiation and gradients of gradients need
-    `implementation="xla"`. The gradient then keeps for itself what the activation reads, in x's
-    dtype, and nothing where that is relu, whose result says enough. The Pallas kernels take padding
+    `implementation="xla"`. The gradient then saves what the activation reads, in x's
+    dtype, but nothing for relu, whose result is enough. The Pallas kernels take padding
     with zeros as numbers, "SAME", "SAME_LOWER", "VALID" or "CAUSAL", and no groups. A gradient to the
     input of a convolution with strides is XLA's. A window of a single weight makes a matrix product.
-    Pictures of a few channels, as a network's first layer has them, are copied first: what the weights
-    of a row meet is put side by side.
+    Images of a few channels, as a network's first layer has them, are copied first: the pixels that a
+    row of weights reads are concatenated (space-to-depth).
     Depthwise convolution of long windows takes Fourier transforms in float32, whose time hardly depends
     on the window: windows of 31 x 31 weights, or of hundreds along one axis, are faster by one or two
     orders of magnitude. A NaN or an infinity in x then reaches all of its image's channel.

@@ -1,4 +1,4 @@
-"""The padding of a convolution: widths, and zeros or the input's own values."""
+"""Padding of a convolution: widths, and zeros or the input's own values."""
 
 from collections.abc import Sequence
 from typing import Any

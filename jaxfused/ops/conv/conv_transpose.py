@@ -51,11 +51,11 @@ def conv_transpose(
       w: [*kernel, I / feature_group_count, O], or with `transpose_kernel` [*kernel,
         O / feature_group_count, I]. Any float dtype; it is rounded to x's.
       bias: [O]. Any float dtype.
-      strides: by how much each spatial axis is enlarged, one for all or one for each.
+      strides: the factor by which each spatial axis grows, one for all or one for each.
       padding: "SAME" (the result is strides times as large as x), "VALID" (all that some value of x
         reaches), or how many zeros to put around the dilated x: an int for all sides, or for each
         spatial axis an int or a pair (low, high).
-      kernel_dilation: the distance between the values that neighbouring weights meet.
+      kernel_dilation: the distance between the values that neighbouring weights reach.
       feature_group_count: into how many groups the input and the output channels are split, each
         convolved apart.
       transpose_kernel: whether w is that of the convolution that this one transposes: its spatial axes

@@ -107,7 +107,7 @@ def _in_float32(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None
 
 
 NUMPY_MODES = {"edge": "edge", "reflect": "reflect", "circular": "wrap"}
-"""The mode of jnp.pad for each padding mode of a convolution."""
+"""Mode of jnp.pad for each padding mode of a convolution."""
 
 
 class Around(NamedTuple):

@@ -177,12 +177,12 @@ def pixels_of(window: Window, x: Any) -> int:
 
 
 def images(x: Any) -> Any:
-    """Returns x [B, L, C] as pictures of one row."""
+    """Returns x [B, L, C] as images of one row."""
     return x[:, None] if x is not None and x.ndim == 3 else x
 
 
 def weights_of_images(x: Any, w: Any) -> Any:
-    """Returns the weights that `images` of x meet."""
+    """Returns the weights for `images` of x, with one row if x has one spatial axis."""
     return w[None] if x.ndim == 3 else w
 
 
@@ -267,7 +267,7 @@ class Request:
 
     simplify: Simplification = AsItIs()
     hands_on: bool = False
-    """Return of x as a second result, whose cotangent is a part of x's gradient."""
+    """Return of x as a second result; its cotangent is then a part of x's gradient."""
     rectified: bool = False
     """Whether x holds the values of a `Rectified`."""
     statistics: bool = False

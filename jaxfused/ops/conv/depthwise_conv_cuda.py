@@ -86,7 +86,7 @@ class Tile:
 
     block_rows: int
     images: int
-    """Images of which a tile has blocks."""
+    """Number of images with blocks in a tile."""
     blocks_down: int
     blocks_across: int
 

@@ -83,4 +83,4 @@ _OF_LINE, _OF_WEIGHT_OF_LINE = 31e-6, 2.6e-6
 XLA's own convolution of few values, of each of many, and of each per weight; the last two for short
 windows along one axis. XLA's gradient of the weights takes a millisecond even of few values."""
 _MOST_VALUES = 2**28
-"""Values of which the transforms take 4 GB."""
+"""Values with transforms of 4 GB, which is the limit."""

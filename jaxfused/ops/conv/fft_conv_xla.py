@@ -47,7 +47,7 @@ def _conv_bwd(padding, saved, dy):
     of_dy = transform.of(dy)
     dx = transform.restored(of_dy * transform.of_window(w, padding).conj(), x.shape[1:-1])
     spread = transform.lengths_of_window(w)
-    # An axis with one weight is not transformed, and the weight meets all of its values.
+    # An axis with one weight is not transformed, so that the product is summed over all of its values.
     once = [0, *(2 + axis for axis, length in enumerate(spread) if length == 1)]
     summed = jnp.sum(of_dy * transform.of(x).conj(), axis=once, keepdims=True)
     (around,) = transform.restored(summed, spread)

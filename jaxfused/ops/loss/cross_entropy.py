@@ -304,7 +304,7 @@ def shares_of(
 def split_labels(
     labels: jax.Array, features: int, options: Options
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns (classes, soft labels), of which one is None."""
+    """Returns (classes, soft labels); one of them is None."""
     return (None, labels) if is_soft(labels) else (classes_of(labels, features, options), None)
 
 

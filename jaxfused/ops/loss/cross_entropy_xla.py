@@ -129,7 +129,7 @@ def losses_of(statistics: Statistics, counts: jax.Array, options: Options) -> ja
 
 
 def pulls_of(statistics: Statistics, dlosses: jax.Array, features: int, options: Options) -> Pulls:
-    """Returns the derivative of `sum(dlosses * losses_of(statistics))`."""
+    """Returns the coefficients for the gradient of `sum(dlosses * losses_of(statistics))`."""
     smoothing = options.label_smoothing
     total = (1.0 - smoothing) * statistics.total + smoothing
     return Pulls(
@@ -142,7 +142,7 @@ def pulls_of(statistics: Statistics, dlosses: jax.Array, features: int, options:
 def row_gradients(
     logits: jax.Array, labels: jax.Array, statistics: Statistics, pulls: Pulls, cap: float | None
 ) -> jax.Array:
-    """Returns the gradient to logits [..., V] of the sums that `pulls` stand for, in float32."""
+    """Returns the gradient to logits [..., V] in float32, from the coefficients of each row."""
     values = capped(logits, cap)
     features = logits.shape[-1]
     pull = pulls.pull[..., None]

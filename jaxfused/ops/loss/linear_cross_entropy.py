@@ -100,7 +100,7 @@ def linear_softmax_cross_entropy(
         serves for the sums, about a third of a device's tokens. XLA's program holds 64 MiB of float32
         logits by default.
       sum_dtype: of the sums of w's gradient over chunks: float32, or w's dtype, in which the sums
-        take no memory beside the gradient, for one more rounding a chunk. By default it is w's dtype
+        take no memory next to the gradient, for one more rounding a chunk. By default it is w's dtype
         where three chunks suffice and all tokens have the same cotangent, known beforehand, and no
         `weights`: with others the sums of chunks may cancel, but not the errors of their rounding.
 

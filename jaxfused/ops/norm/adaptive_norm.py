@@ -64,7 +64,7 @@ class Images(NamedTuple):
 
 
 class _Vectors(NamedTuple):
-    """The parameters as the kernels take them: [*leading, D] each, or None."""
+    """Parameters in the form that the kernels take: [*leading, D] each, or None."""
 
     scale: jax.Array | None
     bias: jax.Array | None

@@ -51,7 +51,7 @@ def batch_norm(
             \cdot \text{scale} + \text{bias} + \text{residual}\Bigr)
 
     Without `mean` and `var` this is training: both are taken over all axes of x but the last, and
-    over all devices along `axis_name`, and returned beside y for the running averages. With them it
+    over all devices along `axis_name`, and returned next to y for the running averages. With them it
     is inference.
 
     Args:

@@ -535,7 +535,7 @@ class Backward:
 
 
 def _channels_last(array: jax.Array | None) -> Any:
-    """Merges groups and their channels; a parameter gets an axis of images."""
+    """Merges groups with their channels; a parameter gets an axis of images in front."""
     if array is None:
         return None
     leading = array.shape[:-2] or (1,)

@@ -15,7 +15,7 @@ from jaxfused.runtime.product_xla import parts_of_rows
 from jaxfused.runtime.promotion import accumulator_dtype
 
 STATISTICS = "jaxfused_statistics"
-"""The name under which a norm marks its statistics for the policies of `jax.checkpoint`."""
+"""Name of a norm's statistics for the policies of `jax.checkpoint`."""
 
 save_statistics = functools.partial(
     jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(STATISTICS)

@@ -75,7 +75,7 @@ over more rows take too long."""
 def forward_candidates(
     rows: int, features: int, itemsize: int, matrices: int, vectors: int
 ) -> list[ForwardConfig]:
-    """Configs for [rows, features], the best guess first.
+    """Returns configs for [rows, features], the best guess first.
 
     `matrices` arrays of that shape are read (2 with a residual) and `vectors` of [features].
     """
@@ -97,7 +97,7 @@ def forward_candidates(
 def backward_candidates(
     rows: int, features: int, itemsize: int, matrices: int, vectors: int
 ) -> list[BackwardConfig]:
-    """Configs for [rows, features], the best guess first.
+    """Returns configs for [rows, features], the best guess first.
 
     `matrices` arrays of that shape are read (3 with a residual) and `vectors` of [features].
     """

@@ -26,7 +26,7 @@ def spatial_pyramid_pool(
 
     .. math:: \lfloor i n / l \rfloor, \dots, \lceil (i + 1) n / l \rceil - 1
 
-    so that neighbours share a pixel where n is no multiple of l. Of each cell there is one value for
+    so that adjacent cells share a pixel where n is no multiple of l. Of each cell there is one value for
     each channel: the largest or the mean.
 
     Args:

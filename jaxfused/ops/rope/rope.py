@@ -73,7 +73,7 @@ def rope(
         have angles of their own (by XLA), [T, N, R/2] or [..., T, N, R/2], in which axes before T
         may be 1; of q [B, T, N, H] with B = T = N, [T, N, R/2] is read as [B, T, R/2].
       sin: like `cos`.
-      interleaved: whether a pair is two neighbours (GPT-J, RoFormer), else two halves (GPT-NeoX).
+      interleaved: whether a pair is (2 i, 2 i + 1) (GPT-J, RoFormer), else of both halves (GPT-NeoX).
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Returns:

@@ -65,12 +65,12 @@ def rope_from_config(
 ) -> dict[str, Any] | None:
     """The arguments of `rope` and of `RotaryEmbedding` that a model's config.json asks for.
 
-    Both spellings are read: `rope_parameters`, and the older `rope_scaling` with `rope_theta` beside
+    Both forms are read: `rope_parameters`, and the older `rope_scaling` with `rope_theta` next to
     it and `type` for `rope_type`; also `partial_rotary_factor` and
-    `original_max_position_embeddings` in or beside them, and `rotary_dim`. The types are "default",
+    `original_max_position_embeddings` in or next to them, and `rotary_dim`. The types are "default",
     "linear", "dynamic", "yarn", "llama3", "longrope" ("su") and "proportional".
 
-    Whether neighbours or halves are pairs, and whether the attention's scale takes
+    Whether pairs are interleaved or halves, and whether the attention's scale takes
     `YarnRope.logit_factor`, is part of a model's code and not of its config.
 
     Args:

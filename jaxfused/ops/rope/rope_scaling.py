@@ -165,7 +165,7 @@ class YarnRope(RopeScaling):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rotary_dim - 1)
         pairs = np.arange(rotary_dim // 2)
-        # 0.001 is the published code's guard against a ramp without width.
+        # The published code guards against a ramp of width 0 with 0.001.
         interpolated = np.clip((pairs - low) / (high - low or 0.001), 0.0, 1.0)
         return frequencies * (1.0 - interpolated + interpolated / self.factor)
 
@@ -209,7 +209,7 @@ class Llama3Rope(RopeScaling):
     def frequencies(self, rotary_dim: int, theta: float) -> np.ndarray:
         frequencies = super().frequencies(rotary_dim, theta)
         turns = self.trained_length * frequencies / (2 * math.pi)
-        # Both are 1 in Llama 4 Scout: a step, which is a ramp without width.
+        # Both are 1 in Llama 4 Scout: a step, or a ramp of width 0.
         width = self.high_freq_factor - self.low_freq_factor or 1e-9
         kept = np.clip((turns - self.low_freq_factor) / width, 0.0, 1.0)
         return frequencies * (kept + (1.0 - kept) / self.factor)
@@ -242,7 +242,7 @@ class LongRope(RopeScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Tuples, because modules need attributes that have a hash.
+        # Tuples, because modules need hashable attributes.
         for name in ("short_factor", "long_factor"):
             factors = tuple(float(factor) for factor in getattr(self, name))
             if not all(map(_is_positive, factors)):
@@ -315,7 +315,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _check_order(scaling: RopeScaling, slow: str, fast: str) -> None:
-    """Checks that the first turn count at which pairs are kept is not below the last that is scaled."""
+    """Checks that `slow` is at most `fast`, the turns above which pairs keep their frequency."""
     slowest, fastest = getattr(scaling, slow), getattr(scaling, fast)
     if slowest > fastest:
         raise ValueError(
