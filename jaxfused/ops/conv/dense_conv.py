@@ -278,7 +278,7 @@ class Residuals(NamedTuple):
     """Arrays that the forward saves for the gradient."""
 
     x: jax.Array
-    """The caller's x. The backward rewrites it again, as nothing else needs the rewritten copy."""
+    """The caller's x. The backward simplifies it again: a saved copy would live for that alone."""
     w: jax.Array
     bias: jax.Array | None
     residual_like: jax.Array | None

@@ -79,8 +79,8 @@ _SMALL = 7
 _START, _OF_VALUE = 15.0, 31e-6
 _LEAST, _OF_RESULT, _OF_WEIGHT = 60.0, 54e-6, 0.95e-6
 _OF_LINE, _OF_WEIGHT_OF_LINE = 31e-6, 2.6e-6
-"""Microseconds, measured on an H100 at 35 shapes: the start of ten kernels, and each transformed value;
-XLA's own convolution of few values, of each of many, and of each per weight; the last two for short
-windows along one axis. XLA's gradient of the weights takes a millisecond even of few values."""
+"""Microseconds, measured on an H100 at 35 shapes. Transforms: the start of ten kernels, and each value.
+XLA's own convolution: at least, each value, and each value per weight; the latter two for short windows
+along one axis. Its gradient of the weights takes a millisecond even of few values."""
 _MOST_VALUES = 2**28
 """Values with transforms of 4 GB, which is the limit."""

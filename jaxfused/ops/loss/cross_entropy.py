@@ -560,7 +560,7 @@ _losses_ahead.defvjp(_losses_ahead_fwd, _losses_ahead_bwd)
 
 
 def corrections(cotangents: jax.Array, expected: jax.Array) -> jax.Array:
-    """Returns the ratio of actual to expected cotangents; exactly 1 up to rounding errors."""
+    """Returns the ratio of actual to expected cotangents; exactly 1 if only rounding differs."""
     expects_none = expected == 0.0
     factors = jnp.where(expects_none, 1.0, cotangents / jnp.where(expects_none, 1.0, expected))
     return jnp.where(jnp.abs(factors - 1.0) < 2.0**-21, 1.0, factors)

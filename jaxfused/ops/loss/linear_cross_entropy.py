@@ -554,7 +554,7 @@ class _Layer:
         if self.bias is not None:
             dbias = jnp.sum(dlogits.astype(jnp.float32), axis=0)
         if sums is None:
-            # The product can round its own sums if they are 16-bit, or if this is the only chunk.
+            # Without sums to add to, the product rounds its own if they are 16-bit or final.
             rounds = self._is_narrow() or self._chunk_rows() >= self.rows
             dtype = x.dtype if rounds and self.w.dtype == x.dtype else jnp.float32
             dw = jnp.einsum("nd,nv->dv", x, dlogits, preferred_element_type=dtype)
@@ -624,7 +624,7 @@ class _Layer:
         return max(_CHUNK_ROWS, 4 * self.w.shape[0] // jnp.dtype(self.dtype).itemsize)
 
     def _waves(self, size: int) -> int:
-        """Returns the waves of tiles of x's gradient, the product with few tiles."""
+        """Returns the number of waves for x's gradient, the product with few tiles, over all chunks."""
 
         def waves(rows: int) -> int:
             tiles = math.ceil(rows / _TILE_ROWS) * math.ceil(self.w.shape[0] / _TILE_COLUMNS)

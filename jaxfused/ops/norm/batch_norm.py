@@ -195,7 +195,7 @@ def _over_batch(
 class _Residuals(NamedTuple):
     x: jax.Array
     residual: jax.Array | None
-    """The result y instead of the residual under relu, as `group_norm.kept` returns it."""
+    """The residual, or under relu the result y: see `group_norm.kept`."""
     residual_like: jax.Array | None
     mean: jax.Array
     """[1, C], float32."""

@@ -212,7 +212,7 @@ class Options:
 class _Residuals(NamedTuple):
     x: jax.Array
     residual: jax.Array | None
-    """The result y instead of the residual under relu, as `kept` returns it."""
+    """The residual, or under relu the result y: see `kept`."""
     residual_like: jax.Array | None
     """An array without elements, of the residual's dtype."""
     mean: jax.Array

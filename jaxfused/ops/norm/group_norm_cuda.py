@@ -103,7 +103,7 @@ _ROUND = 2.0
 """Microseconds of each further round of blocks."""
 _TERABYTES_A_SECOND = 4.1
 _CACHE_TERABYTES_A_SECOND = 10.0
-"""Rate of the second pass's reads from the L2. Its writes are counted apart."""
+"""TB/s of the second pass's reads from the L2. Its writes are counted apart."""
 _BLOCK_TERABYTES_A_SECOND = 0.024
 _TWO_PASSES = {1: 1.07, 2: 1.16}
 """Factor on the time by the number of arrays read: instructions take longer than memory."""
@@ -113,7 +113,7 @@ _CHUNK_GAIN = 0.9
 _ONCE_LAUNCH = 7.4
 """Microseconds of a launch: its start, the first loads, and the last image's wait for its sums."""
 _ONCE_TERABYTES_A_SECOND = {1: 3.0, 2: 2.2}
-"""Rate by the number of arrays read. Two need more instructions than the memory's time allows."""
+"""TB/s by the number of arrays read. Two need more instructions than the memory's time allows."""
 _ONCE_BLOCK_TERABYTES_A_SECOND = 0.04
 _ONCE_SUM = 0.7e-3
 """Microseconds to merge a sum of an image, which a block does while it works on other images."""

@@ -81,7 +81,7 @@ def _line_sums(config: Config) -> int:
 
 
 def _shared_bytes(config: Config, pixels: int, itemsize: int) -> int:
-    """Returns the bytes of a block: its threads' sums, the statistics, and its slab of x."""
+    """Returns the shared bytes of a block: its threads' sums, the statistics, and its slab of x."""
     columns = config.vectors * _VECTOR_BYTES // itemsize
     lines = THREADS // config.vectors
     steps = math.ceil(math.ceil(pixels / config.parts) / lines)
@@ -95,7 +95,7 @@ _WAIT, _WAIT_FOR_PART = 1.0, 0.015
 _MERGED, _SUMMED = 4.5e-4, 0.1
 """Microseconds to merge another block's sum, and to add one of its own in each of two rounds."""
 _TERABYTES_A_SECOND, _TERABYTES_TOGETHER = 2.8, 2.6
-"""Memory rate of independent blocks, and of blocks that wait for each other."""
+"""Memory rates in TB/s of independent blocks, and of blocks that wait for each other."""
 _BLOCK_TERABYTES_A_SECOND = 0.03
 _RESIDUAL = 2.2
 """Cost of a residual over that of reading x: the result waits for it after the statistics."""

@@ -31,9 +31,9 @@ def shifted_moments(
 
 
 FEW_VALUES = 16
-"""Most values of a norm that is left to XLA. Its gradient is what a cancellation leaves, which rounding
-x may change by a tenth. Without a checkpoint that re-reads the rounded x, XLA may keep the unrounded
-bits through the norm and back, as it does in the same lines of jax.numpy."""
+"""Most values of a norm that is left to XLA. Its gradient is what a cancellation leaves, and rounding x
+can change it by a tenth. Such a norm has no checkpoint, so that XLA can keep x unrounded through the norm
+and back, as it does in the same lines of jax.numpy."""
 
 
 def is_few(values: Any) -> bool:

@@ -539,14 +539,14 @@ _XLA_BYTES = 4
 _FEW_BYTES = 2**16
 """Bytes of the queries up to which a kernel takes longer to start than to read them."""
 _FEW_BYTES_ALONE = 3 * 2**19
-"""The same without keys, which in XLA would need a second kernel."""
+"""The same limit without keys, whose rotation would cost XLA a second kernel."""
 
 
 class _Residuals(NamedTuple):
     cos: jax.Array
     sin: jax.Array
     q_and_k: tuple[jax.Array, jax.Array | None] | None
-    """Saved only if the angles have gradients too: those of q and k need just the angles."""
+    """q and k, saved only if the angles have gradients: those of q and k need just the angles."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="rope", once=False)

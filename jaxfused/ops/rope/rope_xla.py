@@ -38,7 +38,7 @@ def rotate(
     rotated, rest = x[..., :rotary_dim].astype(wide), x[..., rotary_dim:]
     cos, sin = cos.astype(wide), sin.astype(wide)
     if not of_heads:
-        # The tables get the heads' axis, and axes before the positions if they have none.
+        # The tables get an axis of heads, and any axes that they lack before the positions.
         axes = (*range(x.ndim - 1 - cos.ndim), -2)
         cos, sin = (jnp.expand_dims(table, axes) for table in (cos, sin))
     if interleaved:
