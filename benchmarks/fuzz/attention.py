@@ -27,10 +27,10 @@ def draw_attention(draw: Draw) -> Options:
     queries = length(draw, most)
     keys = queries if draw.chance(0.6) else length(draw, most)
     if draw.chance(0.1):
-        # One token or a few of a text, with all that came before.
+        # Decoding: one token or a few, with many keys before them.
         queries, keys = draw.pick((1, 1, 1, 2, 8, 64)), length(draw, 32768)
     key_heads, group = draw.pick((1, 1, 2, 3, 4, 8)), draw.pick((1, 1, 1, 2, 3, 4, 7, 8))
-    # Where logits would be many there are fewer heads and examples.
+    # Fewer heads, and then fewer tokens, keep the logits within bounds.
     while key_heads * group * queries * keys > _MOST_LOGITS:
         key_heads, group = 1, max(1, group // 2)
         queries = min(queries, max(700, _MOST_LOGITS // 32768))
@@ -144,15 +144,15 @@ _UNIT_VECTORS = 256
 
 
 def _rounded_output_noise(o: Options) -> Any:
-    """What rounding the output does to gradients in any backward that keeps no weights.
+    """Returns what rounding the output does to gradients in a backward that keeps no weights.
 
-    The gradient of a logit is p (dp - delta), delta = sum(dy * y) of a row. Where the row gives all of
-    its weight to one key it is the difference of equal numbers, and what remains is p times the error
-    that y was rounded with. XLA, which keeps dp and the weights, has no such error.
+    The gradient of a logit is p (dp - delta), with delta = sum(dy * y) of a row. Where a row gives all
+    of its weight to one key, dp and delta are equal, and only p times the rounding error of y remains.
+    XLA, which keeps dp and the weights, has no such error.
     """
     attend = _attend(o | dict(dropout=0.0, residual=False))
     scale = o["head_size"] ** -0.5 if o["scale"] is None else o["scale"]
-    # Four times the most that one rounding does: to 16 bits, or of a float32 product to tf32.
+    # Four times the largest error of one rounding: to 16 bits, or of a float32 product to tf32.
     unit = 2 * max(float(jnp.finfo(o["dtype"]).eps), 2.0**-10)
 
     def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
@@ -172,8 +172,7 @@ def _rounded_output_noise(o: Options) -> Any:
         found = {"q": scale * of_keys.reshape(q.shape), "k": scale * jnp.sqrt(squares)}
         left = (1.0 - weights.sum(-1)) * row
         if "bias" in operands:
-            # Where all keys of a row share it, its gradient is a sum over them, or that of the sink
-            # with the other sign.
+            # A bias shared by all keys of a row gets the sum over them, which is minus the sink's.
             shape = operands["bias"].shape
             shared = jnp.maximum(left[..., None], moved.sum(-1, keepdims=True))
             found["bias"] = _over_broadcast(shared if shape[-1:] == (1,) else moved, shape)
@@ -185,9 +184,9 @@ def _rounded_output_noise(o: Options) -> Any:
 
 
 def _weights(attend: Any, k: jax.Array) -> jax.Array:
-    """The weights [..., T, N, S], which are what attention makes of unit vectors as values.
+    """Returns the weights [..., T, N, S], which are what attention makes of unit vectors as values.
 
-    All S unit vectors at once would take S * S numbers a head, so `attend` is given a few at a time.
+    All S unit vectors at once would take S * S numbers a head, so `attend` gets a few at a time.
     """
     keys = k.shape[-3]
     count = max(1, min(keys, _UNIT_VECTORS))
@@ -203,7 +202,7 @@ def _weights(attend: Any, k: jax.Array) -> jax.Array:
 
 
 def _over_broadcast(moved: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """[..., T, N, S] summed to the shape of a bias; the errors of rows are independent of each other."""
+    """Sums [..., T, N, S] to the shape of a bias, by squares: errors of rows are independent."""
     moved = jnp.moveaxis(moved, -2, -3)
     whole = (1,) * (4 - len(shape)) + shape
     moved = moved.reshape((1,) * (4 - moved.ndim) + moved.shape)

@@ -17,8 +17,8 @@ NAME = "fuzz"
 
 _EVERY_SECONDS = 20.0
 _CHEAP_COMPILES = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-"""Autotuning takes longer than all the rest. Without it XLA must not take Triton's products: its int8
-is wrong then, see LAB.md."""
+"""XLA's flags without autotuning, which takes longer than all the rest. Triton's products are off too:
+without autotuning their int8 is wrong, see LAB.md."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, judged: processes.Judge) -> int:
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """What is to be drawn, and what is printed."""
+    """Parses what to draw and what to print."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {NAME}", description=__doc__)
     known = ", ".join(operators.OPERATORS)
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of: {known}")
@@ -71,7 +71,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--largest", type=int, metavar="N", help="bounds most sizes of the cases")
     parser.add_argument("--implementation", metavar="NAME", help="for all cases, not one for each")
     parser.add_argument("--seconds", type=float, default=540.0, help="no case begins later")
-    # The longest compile for tens of seconds where all cores are busy.
+    # The slowest cases compile for tens of seconds while all cores are busy.
     parser.add_argument("--limit", type=float, default=180.0, help="seconds that a case may take")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="0: no processes")
     parser.add_argument("--case", action="append", default=[], help="a line that the fuzz printed")
@@ -90,7 +90,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _prepare(jobs: int) -> None:
-    """The environment of the processes, before any of them asks for the GPU."""
+    """Sets the environment of the processes, before any of them asks for the GPU."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.8 / max(1, jobs):.3f}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_CHEAP_COMPILES}"
@@ -119,7 +119,7 @@ def _told(case: Options, verdict: judge.Verdict) -> str:
 
 
 def _summary(counts: collections.Counter[str]) -> str:
-    """Of all cases so far; what was refused is not among the cases."""
+    """Returns the counts so far; refused cases are counted apart."""
     wrong, raised = counts[judge.WRONG], counts[judge.RAISED]
     cases = counts.total() - counts[judge.REFUSED]
     hung = counts[processes.HUNG] + counts[processes.CRASHED]

@@ -23,14 +23,14 @@ from benchmarks.fuzz.problem import (
 from benchmarks.run.draw import Draw
 
 _MOST_PIXELS = 2**12
-"""Of all images together."""
+"""Pixels of all images together."""
 
 
 def draw_conv(draw: Draw) -> Options:
     drawn = _draw_layer(draw)
     if draw.chance(0.15):
         drawn |= _enlarging(draw, drawn)
-    # Of x as two arrays, the channels of the first one.
+    # Channels of the first array where x is two concatenated arrays.
     first = draw.pick((64, draw.size(1, 200))) if draw.chance(0.15) else 0
     return drawn | dict(first=first if first < drawn["channels"] else 0)
 
@@ -42,7 +42,7 @@ def _draw_layer(draw: Draw) -> Options:
 
 
 def _enlarging(draw: Draw, drawn: Options) -> Options:
-    """A transposed convolution whose windows do not overlap."""
+    """Draws a transposed convolution whose windows do not overlap."""
     window = [draw.pick((1, 2, 2, 3, 4)) for _ in drawn["window"]]
     sides = [min(side, 40 // size) for side, size in zip(drawn["sides"], window, strict=True)]
     return dict(
@@ -59,7 +59,7 @@ def _enlarging(draw: Draw, drawn: Options) -> Options:
 
 
 def draw_depthwise_conv(draw: Draw) -> Options:
-    """What there are kernels for, mostly: windows of their own, and each channel apart."""
+    """Draws mostly what depthwise kernels support: their windows, and one channel per group."""
     channels = features(draw, 300)
     window = draw.pick(((3,), (4,), (7,), (3, 3), (5, 5), (7, 7), (7, 7), (5, 3)))
     dilated = draw.chance(0.1)
@@ -84,7 +84,7 @@ def _draw_window(draw: Draw) -> Options:
         groups * draw.pick((1, 3, 4, 8, 64, 72, features(draw, 200))) for _ in range(2)
     )
     input_dilation = draw.pick((1, 1, 1, 1, 1, 2))
-    # Names do not say how a transposed convolution is padded.
+    # "SAME" does not say how a transposed convolution is padded.
     paddings = ("SAME", "SAME", "VALID", "CIRCULAR", 1) if input_dilation == 1 else (0, 1, 2)
     return dict(
         batch=draw.size(1, min(512, max(1, _MOST_PIXELS // math.prod(sides)))),
@@ -106,7 +106,7 @@ def _draw_window(draw: Draw) -> Options:
 
 
 def _sides(draw: Draw, axes: int) -> list[int]:
-    """Of an image; now and then an axis of one pixel, or an image that is taken in many parts."""
+    """Draws the sides of an image; now and then one is 1, or the image spans many tiles."""
     if axes == 2 and draw.chance(0.1):
         return [draw.size(40, 160) for _ in range(2)]
     least = 1 if draw.chance(0.2) else 4
@@ -140,7 +140,7 @@ def conv(options: Options) -> Problem:
 
     def run(operands: Any, constants: Any, how: How) -> Any:
         del constants
-        # Convolutions have no argument for it.
+        # conv has no precision argument.
         with jax.default_matmul_precision("highest" if how.exact else "default"):
             y = jaxfused.conv(
                 _input(operands["x"], o),
@@ -169,7 +169,7 @@ def conv(options: Options) -> Problem:
     eps = float(jnp.finfo(o["dtype"]).eps)
 
     def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, jax.Array]:
-        """The gradient before the activation is kept in x's dtype, of which the bias's is a sum."""
+        """Returns the noise of the bias's gradient, a sum of gradients rounded to x's dtype."""
         if "bias" not in operands or cotangents is None:
             return {}
         before = jnp.zeros(results[0].shape, operands["x"].dtype)
@@ -186,7 +186,7 @@ def conv(options: Options) -> Problem:
 
 
 def _with_statistics(results: Any) -> tuple[jax.Array, ...]:
-    """The results, with statistics of y where the kernel has taken none; they have no gradient."""
+    """Appends y's statistics, computed here if the kernel took none; they have no gradient."""
     y, statistics, *handed_on = results
     if statistics is None:
         values, axes = y.astype(jnp.float32), tuple(range(y.ndim - 1))
@@ -198,7 +198,7 @@ def draw_quantized_conv(draw: Draw) -> Options:
     options = _draw_window(draw)
     weights = draw.pick(("int8", "int8", "int8", "int4", "float8_e4m3fn"))
     return options | dict(
-        # int4 come in pairs.
+        # int4 are stored in pairs.
         channels=options["channels"] * (2 if weights == "int4" else 1),
         weights=weights,
         quantized_x=draw.pick(("int8", "int8", "int8", "float8_e4m3fn", None)),
@@ -235,7 +235,7 @@ def quantized_conv(options: Options) -> Problem:
             return jaxfused.quantized_conv(
                 x, w, bias, kernel_size=o["window"], out_dtype=o["dtype"], **rest
             )
-        # The truth convolves what the numbers stand for.
+        # The truth convolves the dequantised numbers.
         x = x.dequantize() if o["quantized_x"] else x
         with jax.default_matmul_precision("highest"):
             return jaxfused.conv(x, w.dequantize().reshape(shape), bias, **rest)

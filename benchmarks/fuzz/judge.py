@@ -1,9 +1,9 @@
 """Runs one case: ours twice, and XLA in the same precision and in float32.
 
 A result is right if its error is at most twice that of XLA in the same precision plus two units in the
-last place at the largest value, over several draws of the operands. The tests' rule allows one unit
-beside float64; the arrays here may be so small that XLA's own error is luck. So a case that seems wrong
-is drawn many times more: then the largest errors of both are no longer luck.
+last place at the largest value, over several draws of the operands. The tests' rule, which compares with
+float64, allows one unit; here arrays may be so small that XLA's error is luck. So a case that seems
+wrong is drawn many more times, and the largest errors of all draws are compared.
 """
 
 import warnings
@@ -22,24 +22,24 @@ from benchmarks.run import peers
 OK, WRONG, RAISED, DIFFERENT, REFUSED = "ok", "wrong", "raised", "different", "refused"
 
 _DRAWS, _MORE_DRAWS = 4, 28
-"""Draws of operands and cotangents, and how many more there are for what seems wrong."""
+"""Draws of operands and cotangents for each case, and further ones for a case that seems wrong."""
 _FACTOR, _UNITS = 2.0, 2.0
 _TRUTH_ROUNDING = 2.0**-18
-"""The truth is in float32 itself: so much of its largest value its sums may be off."""
+"""Error of the float32 truth itself, as a share of its largest value."""
 _UNSURE = 4.0
-"""And so much of what it changes by where all operands are off by their last bits: the difference of
-two nearly equal numbers, say the gradient of a norm over two features, is no more certain than that."""
+"""Factor of the change of the truth when all operands are off by their last bits. A difference of nearly
+equal numbers, such as the gradient of a norm over two features, is no more certain than that."""
 _TF32_BITS = 10
 _KINK_STEPS = 6
 _HUGE = 1e30
-"""What stands for minus infinity in a log-sum-exp over nothing; it says nothing about a scale."""
+"""Magnitude from which a value counts as infinite, such as the log-sum-exp over no keys."""
 
 _AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a case."""
+    """The outcome of a case."""
 
     status: str
     why: str = ""
@@ -48,7 +48,7 @@ class Verdict:
 
 
 def judge(options: Options) -> Verdict:
-    """Everything about one case; whatever goes wrong is in the verdict."""
+    """Compiles, runs and compares one case; whatever goes wrong is in the verdict."""
     try:
         programs = Programs(operators.problem_of(options), options)
     except Exception as error:
@@ -65,9 +65,9 @@ def judge(options: Options) -> Verdict:
 
 
 def is_refused(programs: Programs, error: Exception) -> bool:
-    """Whether the error says that what was named cannot run this, or is the operator's validation.
+    """Returns whether the named implementation cannot run this, or the operator's validation refused it.
 
-    Validation says the same of implementation="xla".
+    Validation raises the same error for implementation="xla".
     """
     if not isinstance(error, ValueError | TypeError):
         return False
@@ -106,7 +106,7 @@ def _compare(programs: Programs, ours: Any, plain: Any, truth: Any) -> Verdict:
 def _add_draw(
     errors: list[dict[str, Any]], programs: Programs, ours: Any, plain: Any, truth: Any
 ) -> str | None:
-    """Takes one draw into the largest errors; returns the name of what differs in a second run."""
+    """Updates the largest errors; returns the name of a result that differs in a second run."""
     operands, cotangents = programs.draw()
     first = programs.run(programs.ours, ours, operands, cotangents)
     low = programs.run(PLAIN, plain, operands, cotangents)
@@ -121,7 +121,8 @@ def _add_draw(
         slack[index] = slack[index] + of_one
     cut = true
     if programs.problem.tf32:
-        # XLA multiplies small matrices in float32 itself, although it may round what it multiplies.
+        # XLA may multiply small matrices in full float32; the truth of rounded operands has tf32's
+        # error.
         cut = programs.run(TRUTH, truth, *programs.as_tf32(operands, cotangents))[: len(errors)]
     shaken = programs.run(TRUTH, truth, programs.shaken(operands), cotangents)[: len(errors)]
     for seen, *arrays in zip(errors, first, low, true, cut, slack, shaken, strict=True):
@@ -130,7 +131,7 @@ def _add_draw(
 
 
 def _verdict(programs: Programs, errors: list[dict[str, Any]]) -> Verdict:
-    """On the result that is worst, of the largest errors so far."""
+    """Returns the verdict on the worst result, from the largest errors so far."""
     shares = [_share(programs.problem, seen) for seen in errors]
     worst = max(range(len(shares)), key=lambda i: shares[i][0], default=None)
     if worst is None:
@@ -144,11 +145,11 @@ def _verdict(programs: Programs, errors: list[dict[str, Any]]) -> Verdict:
 def _slack(
     programs: Programs, truth: Any, operands: Arrays, cotangents: list[Any], true: list[Any]
 ) -> list[Any]:
-    """How far each value moves while what a relu reads is moved by its rounding, up and down.
+    """Returns how far each value moves while a relu's input is shifted up and down by its rounding.
 
-    Within that a preactivation is on either side of the kink by luck, and its gradient with it. The
-    way up and down is taken in steps, and what they do is added up: in a sum over rows two kinks may
-    cancel each other, and need not where we stand between them.
+    Within that range a preactivation is on either side of the kink by luck, and its gradient with it.
+    The shift grows in steps whose changes are added up: in a sum over rows two kinks may cancel each
+    other at one shift and not at another.
     """
     slack = [np.zeros(a.shape, np.float32) for a in true]
     for name in programs.problem.kinks:
@@ -174,12 +175,12 @@ def _coarsest(problem: Problem) -> Any:
 def _add(
     seen: dict[str, Any], ours: Any, plain: Any, true: Any, cut: Any, slack: Any, shaken: Any
 ) -> None:
-    """Takes one draw of one result into its largest errors.
+    """Updates the largest errors of one result by one draw.
 
-    What XLA computes in the same precision is `plain`, or the truth of operands that are `cut` to it.
+    XLA's error is the larger one of `plain` and of `cut`, the truth for operands cut to tf32.
     """
     seen["dtype"] = ours.dtype
-    # float16 overflows where float32 does not, and so may we.
+    # float16 may overflow where float32 does not, which is no error.
     limit = min(_HUGE, float(jnp.finfo(ours.dtype).max) / 2)
     usual = np.isfinite(true) & (np.abs(true) < limit)
     with warnings.catch_warnings():
@@ -192,7 +193,7 @@ def _add(
         plain_off = np.where(finite_plain, np.abs(plain - true), 0.0)
         cut_off = np.where(finite_cut, np.maximum(np.abs(cut - true) - slack, 0.0), 0.0)
         unsure = np.where(usual & np.isfinite(shaken), np.abs(shaken - true), 0.0)
-    # What overflows on the way, in XLA too, is not held against us.
+    # A value that overflows in XLA at the same precision is no error.
     strange = ~(same_nan & same_huge & np.where(usual, np.isfinite(ours), True))
     strange &= ~(usual & ~np.isfinite(plain))
     off = np.where(strange | ~np.isfinite(off), 0.0, off)
@@ -208,7 +209,7 @@ def _add(
 
 
 def _share(problem: Problem, seen: dict[str, Any]) -> tuple[float, str]:
-    """The error of one result as a share of what is allowed, and a sentence about it."""
+    """Returns the error of one result as a share of what is allowed, and a sentence about it."""
     if seen["strange"]:
         return (
             np.inf,

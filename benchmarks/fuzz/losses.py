@@ -41,7 +41,7 @@ def draw_cross_entropy(draw: Draw) -> Options:
         bias=draw.chance(0.4),
         soft_cap=draw.pick((None, None, 5.0)),
         cotangent=draw.pick((None, "any", 0.5)),
-        # By default small logits are XLA's, and it is the kernels that are to be tried.
+        # By default XLA takes small logits; "cuda" makes the kernels run.
         implementation=draw.pick((None, "cuda", "cuda")),
     )
 
@@ -90,7 +90,7 @@ def _loss(
     def run(operands: Any, constants: Any, how: How) -> Any:
         given = dict(constants)
         bias = {"bias": operands["bias"]} if "bias" in operands else {}
-        # A product has no precision of its own here.
+        # The losses have no precision argument.
         with jax.default_matmul_precision("highest" if how.exact else "default"):
             return loss(
                 *(operands[name] for name in first),
@@ -106,13 +106,13 @@ def _loss(
     eps = float(jnp.finfo(o["dtype"] if is_product else "float32").eps)
 
     def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
-        """Logits and their gradients are kept in x's dtype, and sums over classes in float32."""
+        """Returns the noise of rounding logits and their gradients to x's dtype, and sums to float32."""
         del results
         bias = operands.get("bias")
         logits = operands["x"] @ operands["w"] if is_product else operands["logits"]
         logits = logits.astype(jnp.float32)
         logits = logits if bias is None else logits + bias
-        # A row's loss has the errors of its label's logit and of the largest ones.
+        # A row's loss has the errors of the label's logit and of the largest logits.
         of_rows = eps * jnp.max(jnp.abs(logits), axis=-1, initial=0.0)
         if o["reduction"] != "none":
             of_rows = jnp.sqrt(jnp.sum(of_rows**2))
@@ -120,7 +120,7 @@ def _loss(
             of_rows = of_rows / max(1, logits[..., 0].size)
         found = {"result 0": of_rows}
         if cotangents is not None and not is_product:
-            # A difference of two numbers up to 1, of which nothing is left where there is one class.
+            # The gradient is a difference of two numbers up to 1; with one class only rounding is left.
             of_row = jnp.max(jnp.abs(cotangents[0]), initial=0.0) * constants.get("weights", 1.0)
             of_row = of_row / (max(1, logits[..., 0].size) if o["reduction"] == "mean" else 1)
             of_row = jnp.broadcast_to(of_row, logits.shape[:-1])[..., None]
@@ -133,7 +133,7 @@ def _loss(
                 logits, **constants, **common, implementation="xla"
             )
 
-        # The bias's gradient is the sum over rows of the logits'.
+        # The bias's gradient is the logits' gradient summed over rows.
         (dlogits,) = jax.vjp(of_logits, logits)[1](cotangents[0])
         rows = dlogits.reshape(-1, dlogits.shape[-1])
         return found | {"bias": eps * jnp.sqrt(jnp.sum(rows**2, axis=0))}
@@ -141,7 +141,7 @@ def _loss(
     return Problem(run, operands, constants, tf32=is_product, noise=noise)
 
 
-# --- yes or no, and images ------------------------------------------------------------------------
+# --- binary and segmentation losses -----------------------------------------------------------------
 
 
 def draw_sigmoid(draw: Draw) -> Options:
@@ -197,7 +197,7 @@ def segmentation_loss(options: Options) -> Problem:
 def _of_pixels(
     o: Options, shape: tuple[int, ...], classes: int, soft: bool, loss: Any, given: dict[str, Any]
 ) -> Problem:
-    """A loss whose labels have the shape `o["shape"]`, and are numbers from 0 to 1 if they are soft."""
+    """Returns a problem whose labels have the shape `o["shape"]` and, if soft, are from 0 to 1."""
     rng, labelled = rng_of(o), tuple(o["shape"])
     labels = rng.random(labelled) if soft else rng.integers(0, classes, labelled)
     if o["ignore"] and not soft:

@@ -30,7 +30,7 @@ from benchmarks.run.draw import Draw
 _MOST = 2**19
 """Elements of x."""
 _MOST_PIXELS = 2**14
-"""Of all images together."""
+"""Pixels of all images together."""
 
 
 def draw_norm(draw: Draw) -> Options:
@@ -39,7 +39,7 @@ def draw_norm(draw: Draw) -> Options:
     after = activation(draw, 0.25)
     shape = [*rows(draw, max(1, _MOST // width)), width]
     residual = draw.pick(("float32", "bfloat16", "float16")) if draw.chance(0.35) else None
-    # A relu reads a sum with a bias, whose shift shows what its kink does.
+    # A relu needs a bias before it: the judge shifts the bias to see what crossing the kink changes.
     return _draw_images(draw, len(shape), residual is not None) | dict(
         shape=shape,
         dtype=draw.pick(DTYPES),
@@ -57,7 +57,7 @@ def draw_norm(draw: Draw) -> Options:
 
 
 def _draw_images(draw: Draw, rank: int, has_residual: bool) -> Options:
-    """Parameters of each image: how many axes it has, None for no images, and which there are."""
+    """Draws the adaLN modulation: its leading axes (None without one), its parameters and the gate."""
     adaptive = rank > 2 and draw.chance(0.2)
     gates = ("all images", "each image") if adaptive else ("all images",)
     return dict(
@@ -90,7 +90,7 @@ def _norm(o: Options, norm: Any) -> Problem:
 
     def run(operands: Any, constants: Any, how: How) -> Any:
         del constants
-        # The truth is of what the quantised numbers stand for.
+        # The truth is y before it is quantised.
         results = norm(
             operands["x"],
             operands.get("scale"),
@@ -120,7 +120,7 @@ def _norm(o: Options, norm: Any) -> Problem:
 
 
 def _images(o: Options) -> dict[str, Operand]:
-    """What differs from image to image, and the gate."""
+    """Returns the parameters of the adaLN modulation, and the gate."""
     width, axes = o["shape"][-1], o.get("image_axes")
     of_each = (*o["shape"][: axes or 0], width)
     gate = {None: None, "all images": (width,), "each image": of_each}[o.get("gate")]
@@ -131,13 +131,13 @@ def _images(o: Options) -> dict[str, Operand]:
     )
 
 
-# --- of images ------------------------------------------------------------------------------------
+# --- norms of images ------------------------------------------------------------------------------
 
 
 def draw_group_norm(draw: Draw) -> Options:
     groups, size = draw.pick((1, 2, 4, 8, 32)), draw.pick((1, 2, 3, 4, 8, 16))
     options = _draw_image(draw, groups * size)
-    # Where each image has a shift, a relu reads it.
+    # A modulated relu would read the image's shift, and the judge shifts the bias.
     modulated = options["activation"] != RELU and draw.chance(0.2)
     return options | dict(num_groups=groups, epsilon=draw.pick((1e-6, 1e-5)), modulated=modulated)
 
@@ -197,7 +197,7 @@ def group_norm(options: Options) -> Problem:
         )
 
     def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
-        """The gradient of equal values is rstd times a difference of equal numbers, in float32."""
+        """Returns dx's noise: among equal values it is rstd times a difference of equal numbers."""
         del constants, results
         if cotangents is None:
             return {}

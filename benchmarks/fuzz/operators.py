@@ -10,12 +10,12 @@ from benchmarks.run.draw import Draw
 
 
 class Operator(NamedTuple):
-    """A line of the table."""
+    """An operator of the fuzz."""
 
     draw: Callable[[Draw], Options]
     problem: Callable[[Options], Problem]
     share: int
-    """How often it comes: as often as there is to find."""
+    """Relative frequency of its cases, larger for operators with more options."""
 
 
 OPERATORS = {
@@ -47,14 +47,14 @@ OPERATORS = {
 
 
 def drawn(seed: int, index: int, names: list[str], largest: int | None = None) -> Options:
-    """The case with that number of a seed, among the operators `names`; `largest` bounds its sizes."""
+    """Returns case `index` of a seed, among the operators `names`; `largest` bounds its sizes."""
     draw = Draw(seed, f"fuzz {index}", largest)
     name = draw.pick([name for name in names for _ in range(OPERATORS[name].share)])
     options = {"operator": name, "data": draw.between(0, 2**31 - 1)}
-    # The tuner may take any implementation, wherever it can run.
+    # Kernels are named too: the tuner may choose any that can run.
     options |= dict(implementation=draw.pick((None, None, None, None, "pallas", "cuda")))
     options |= OPERATORS[name].draw(draw)
-    # Under vmap either all operands have the axis or the first alone.
+    # Under vmap either all operands have the axis or only the first.
     vmap = draw.pick(("all", "first")) if draw.chance(0.2) else None
     return options | dict(vmap=vmap, vmap_size=draw.pick((1, 2, 3)), gradient=draw.chance(0.75))
 
@@ -64,6 +64,6 @@ def problem_of(options: Options) -> Problem:
 
 
 def to_line(options: Options) -> str:
-    """What runs this case by itself."""
+    """Returns the command that runs this case alone."""
     text = json.dumps(options, separators=(",", ":"))
     return f"python -m benchmarks fuzz --case '{text}'"

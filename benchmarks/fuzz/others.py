@@ -26,7 +26,7 @@ from benchmarks.run.draw import HEAD_SIZES, Draw
 
 
 def _head_size(draw: Draw) -> int:
-    """Even, because features rotate in pairs."""
+    """Draws a head size, which is even because features rotate in pairs."""
     return draw.pick(HEAD_SIZES) if draw.chance(0.75) else 2 * draw.size(1, 130)
 
 
@@ -151,7 +151,7 @@ _OPTIMIZERS = {
     "adamw": (jaxfused.optim.adamw, optax.adamw, dict(weight_decay=0.1)),
     "lamb": (jaxfused.optim.lamb, optax.lamb, dict(weight_decay=0.1)),
 }
-"""Without lion, whose sign of nearly nothing is luck."""
+"""Optimizers to draw from. lion is left out: the sign of an update near zero is luck."""
 
 
 def draw_optimizer(draw: Draw) -> Options:
@@ -164,7 +164,7 @@ def draw_optimizer(draw: Draw) -> Options:
 
 
 def optimizer_step(options: Options) -> Problem:
-    """Two steps: the second has moments to start from."""
+    """Returns a problem of two steps, the second of which starts from moments."""
     o = options
     ours, theirs, arguments = _OPTIMIZERS[o["optimizer"]]
     operands = {}

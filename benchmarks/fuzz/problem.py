@@ -1,4 +1,4 @@
-"""What one case of the fuzz is: an operator applied to random operands, in three precisions."""
+"""One case of the fuzz: an operator applied to random operands, computed in three ways."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.run.draw import Draw
 
 Options = dict[str, Any]
-"""What was drawn: sizes and options by name, of JSON's types."""
+"""Drawn sizes and options by name, of JSON's types."""
 
 DTYPES = ("bfloat16", "bfloat16", "float16", "float32")
 ACTIVATIONS = (
@@ -27,16 +27,16 @@ ACTIVATIONS = (
 )
 RELU = "relu"
 ROW_FORMATS = ("int8", "int8", "float8_e4m3fn", "float8_e5m2")
-"""What rows are quantised to."""
+"""Dtypes that rows are quantised to."""
 
 
 class How(NamedTuple):
-    """In which of the three ways a function is to be computed."""
+    """One of three ways to compute a function: as drawn, by XLA, and by XLA in float32."""
 
     implementation: str | None
-    """None for what is judged, "xla" for what it is judged by."""
+    """Implementation to name: the drawn one for what is judged, "xla" for what it is compared with."""
     exact: bool
-    """Whether operands are float32, and so shall results be that name a dtype."""
+    """Whether operands are float32, and results too, even if the call names a dtype."""
 
     def out_dtype(self, dtype: str | None) -> str | None:
         return "float32" if self.exact and dtype else dtype
@@ -52,7 +52,7 @@ class Operand(NamedTuple):
 
 
 Function = Callable[..., Any]
-"""(operands by name, constants by name, How) to an array or a tuple of arrays."""
+"""Function of (operands by name, constants by name, How) that returns an array or a tuple of arrays."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,18 @@ class Problem:
     constants: Mapping[str, Any]
     """Operands without a gradient: masks, lengths, labels, tables, quantised weights."""
     kinks: tuple[str, ...] = ()
-    """Operands that are added to what a relu reads: shifting them shows what its kink does."""
+    """Operands that are added to a relu's input; shifting them shows what crossing its kink changes."""
     tf32: bool = False
     """Whether float32 products may round their operands to 11 bits."""
     with_gradient: bool = True
     noise: Callable[[Any, Any, Any, Any], Mapping[str, jax.Array]] | None = None
-    """(operands, constants, results, cotangents) to how far what is named may be off besides: the
-    gradient of an operand, or "result 0". Without gradients there are no cotangents, but None."""
+    """Function of (operands, constants, results, cotangents) that returns further errors to allow, by
+    name: "result 0", or an operand for its gradient. Without gradients the cotangents are None."""
 
     def whole(self, how: How, batched: tuple[str, ...], gradient: bool) -> Function:
-        """(operands, constants, cotangents) to a list: results and, if asked, gradients.
+        """Returns a function of (operands, constants, cotangents) to results and, if asked, gradients.
 
-        After them the exact one has the noise of each of them, where the problem has it.
+        The exact one appends the noise of each of them, if the problem has it.
         """
 
         def forward(operands: Any, constants: Any) -> list[jax.Array]:
@@ -122,10 +122,10 @@ class Problem:
         whole = [noise.get(f"result {i}", jnp.zeros(y.shape)) for i, y in enumerate(results)]
         if cotangents is None:
             return whole
-        # In the order of the problem: inside jax.jit a dict is in that of its keys.
+        # The order is the problem's, because jax.jit sorts a dict by its keys.
         for name in self.operands:
             values = noise.get(name, jnp.zeros(operands[name].shape))
-            # The gradient of what a batch shares is a sum over the batch.
+            # An unbatched operand's gradient is a sum over the batch, of independent errors.
             if batched and name in noise and name not in batched:
                 values = jnp.sqrt(jnp.sum(values**2, axis=0))
             whole.append(values)
@@ -133,7 +133,7 @@ class Problem:
 
 
 def _mapped(f: Function, batched: tuple[str, ...], operands: Any, *axes: int) -> Function:
-    """`f` over a batch of the operands named in `batched`, or as it is; `axes`: of what follows."""
+    """Returns `f` under vmap of the operands named in `batched`; `axes` are its further arguments'."""
     if not batched:
         return f
     return jax.vmap(f, in_axes=({name: 0 if name in batched else None for name in operands}, *axes))
@@ -143,7 +143,7 @@ def _mapped(f: Function, batched: tuple[str, ...], operands: Any, *axes: int) ->
 
 
 def length(draw: Draw, most: int) -> int:
-    """A size from 0 up; 0, 1 and the neighbours of multiples of 8 come often."""
+    """Draws a size from 0 to `most`, often 0, 1 or next to a multiple of 8."""
     most = draw.bounded(most)
     kind = draw.pick(("any", "any", "any", "tiny", "near"))
     if kind == "any":
@@ -155,13 +155,13 @@ def length(draw: Draw, most: int) -> int:
 
 
 def features(draw: Draw, most: int) -> int:
-    """At least 1; multiples of 8 and of 64 come often, as kernels want them."""
+    """Draws at least 1, often a multiple of 8 or 64, for which kernels are made."""
     unit = draw.pick((1, 8, 8, 16, 64, 64, 128))
     return min(most, max(1, draw.size(1, most) // unit) * unit)
 
 
 def rows(draw: Draw, most: int) -> list[int]:
-    """The axes before the features: none to three, together at most `most` rows."""
+    """Draws the axes before the features: none to three, together at most `most` rows."""
     rank = draw.pick((0, 1, 1, 2, 2, 3))
     shape: list[int] = []
     for _ in range(rank):
@@ -171,7 +171,7 @@ def rows(draw: Draw, most: int) -> list[int]:
 
 
 def maybe_dtype(draw: Draw, probability: float) -> str | None:
-    """None, or the dtype of a parameter that is there."""
+    """Draws the dtype of a parameter, or None for no parameter."""
     return (
         draw.pick(("float32", "float32", "bfloat16", "float16"))
         if draw.chance(probability)
@@ -184,12 +184,12 @@ def activation(draw: Draw, probability: float = 0.5) -> str | None:
 
 
 def rng_of(options: Options) -> np.random.Generator:
-    """The stream of a case's constants."""
+    """Returns the random generator of a case's constants."""
     return np.random.default_rng(options["data"] + 1)
 
 
 def present(**operands: Operand | None) -> dict[str, Operand]:
-    """Those that are there."""
+    """Returns the operands that are not None."""
     return {name: operand for name, operand in operands.items() if operand is not None}
 
 
@@ -198,7 +198,7 @@ def parameter(size: int, dtype: str | None, mean: float = 0.0) -> Operand | None
 
 
 def weight(shape: tuple[int, int], dtype: str) -> Operand:
-    """[D, F] that keeps the variance of what it multiplies."""
+    """Returns weights [D, F] that keep the variance of their input."""
     return Operand(shape, dtype, 0.0, max(1, shape[0]) ** -0.5)
 
 

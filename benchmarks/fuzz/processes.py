@@ -1,7 +1,7 @@
-"""Cases in as many processes as there are cores, where there is a GPU all on that one.
+"""Judges cases in several processes, one a core by default, which share the GPU if there is one.
 
-A process that raises is replaced, because an error of the GPU stays with a process for good; one that
-does not answer is stopped, and its case has hung.
+A process that raised is replaced, because an error of the GPU stays with its process. One that does not
+answer is stopped, and its case counts as hung.
 """
 
 import itertools
@@ -17,11 +17,11 @@ HUNG, CRASHED = "hung", "crashed"
 
 
 Judge = Callable[[Options], judge.Verdict]
-"""What becomes of a case; a function of a module, so that a process can be given it."""
+"""Function that judges a case, at the top of a module so that spawned processes can import it."""
 
 
 def _work(pipe: Any, judged: Judge) -> None:
-    """A process: options in, verdicts out, until there are none or the parent is gone."""
+    """Receives options and sends verdicts in a process, until None comes or the parent is gone."""
     try:
         while (options := pipe.recv()) is not None:
             pipe.send(judged(options))
@@ -52,7 +52,7 @@ class _Worker:
 def run(
     cases: Iterable[Options], judged: Judge, count: int, limit: float, stop: Callable[[], bool]
 ) -> Iterator[tuple[Options, judge.Verdict, float]]:
-    """(case, verdict, seconds) as they come, each within `limit` seconds; none begins after `stop()`."""
+    """Yields (case, verdict, seconds), each within `limit` seconds; none begins after `stop()`."""
     remaining = iter(cases)
     workers: list[_Worker] = []
 
@@ -84,7 +84,7 @@ def run(
 
 
 def _answers(workers: list[_Worker], limit: float) -> list[tuple[_Worker, judge.Verdict]]:
-    """Waits for some: verdicts, and what became of workers that are dead or too slow."""
+    """Waits for verdicts, and adds those on workers that died or are too slow."""
     ready = connection.wait([worker.pipe for worker in workers], timeout=1.0)
     answers = []
     for worker in list(workers):

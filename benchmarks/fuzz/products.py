@@ -30,7 +30,7 @@ _MOST_FEATURES = 1300
 
 
 def _draw_product(draw: Draw, with_fp8: bool = False) -> Options:
-    """What products share: rows, dtypes, the residual."""
+    """Draws the options that products share: rows, dtypes, the residual."""
     dtype = draw.pick(DTYPES)
     return dict(
         rows=rows(draw, _MOST_ROWS),
@@ -51,7 +51,7 @@ def _precision(draw: Draw, with_fp8: bool) -> str | None:
 
 
 def _as_float8_has_it(options: Options) -> Options:
-    """In float8 too much of what a relu reads is within rounding of its kink, and nothing is dropped."""
+    """Adapts options to fp8: no relu, whose input is too often rounded over its kink, and no dropout."""
     if options["precision"] != "fp8":
         return options
     is_relu = options["activation"] == RELU
@@ -107,7 +107,7 @@ def linear(options: Options) -> Problem:
     return Problem(run, operands, {}, kinks, tf32=_may_be_tf32(o))
 
 
-# --- perceptrons ----------------------------------------------------------------------------------
+# --- MLPs -----------------------------------------------------------------------------------------
 
 
 def draw_mlp(draw: Draw) -> Options:
@@ -125,7 +125,7 @@ def draw_mlp(draw: Draw) -> Options:
 
 
 def _dropout(o: Options) -> dict[str, Any]:
-    """The key as constants have it."""
+    """Returns the dropout key as a constant of the problem."""
     return {"key": np.asarray([7, o["data"]], np.uint32)} if o.get("dropout") else {}
 
 
@@ -179,7 +179,7 @@ def gated_mlp(options: Options) -> Problem:
         more = _shared(o, operands, how) | _dropped(o, constants)
         return jaxfused.gated_mlp(*weights, **biases, save=o["save"], **more)
 
-    # Of a stacked bias the part of w_up is shifted too, which changes little and nothing's kinks.
+    # The judge shifts w_up's part of a stacked bias too, which crosses no kink and changes little.
     kinks = ("b_gate",) if o["activation"] == RELU else ()
     return Problem(run, operands, _dropout(o), kinks, tf32=_may_be_tf32(o))
 
@@ -203,13 +203,13 @@ def draw_quantized_matmul(draw: Draw) -> Options:
         quantized_x=_format_of_x(draw, dtype) if draw.chance(0.4) else None,
     )
     width = max(1, width // unit) * unit
-    # int4 lie in columns in blocks of 128.
+    # The layout in columns has int4 in blocks of 128.
     in_rows = dtype == "int4" and width % 128
     return options | dict(width=width) | (dict(layout="rows") if in_rows else {})
 
 
 def _format_of_x(draw: Draw, weights: str) -> str:
-    """Mostly one that there are kernels for."""
+    """Draws a format of x, mostly one that kernels support."""
     if draw.chance(0.2):
         return draw.pick(("int8", "float8_e4m3fn"))
     return weights if weights.startswith("float8") else "int8"
@@ -241,7 +241,7 @@ def quantized_matmul(options: Options) -> Problem:
         del more["precision"]
         if not how.exact:
             return jaxfused.quantized_matmul(x, w, bias, **more)
-        # The truth multiplies what the numbers stand for.
+        # The truth multiplies the dequantised numbers.
         x = x.dequantize() if o["quantized_x"] else x
         return jaxfused.linear(x, w.dequantize(), bias, precision="highest", **more)
 
@@ -263,7 +263,7 @@ def quantize_rows(options: Options) -> Problem:
 
     def run(operands: Any, constants: Any, how: How) -> Any:
         del constants
-        # The truth is what the numbers are to stand for.
+        # The truth is x before it is quantised.
         x, implementation = operands["x"], how.implementation
         if how.exact:
             return x

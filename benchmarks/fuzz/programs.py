@@ -1,4 +1,4 @@
-"""The programs of one case: ours and what it is judged by, and random inputs for them."""
+"""The programs of one case: ours, the two that it is compared with, and random inputs for them."""
 
 import re
 from typing import Any
@@ -12,13 +12,13 @@ from benchmarks.fuzz.problem import How, Operand, Options, Problem
 PLAIN, TRUTH = How("xla", False), How("xla", True)
 
 _SHAKE = 2.0**-22
-"""By how much of itself a value of float32 is off in its last bits."""
+"""Relative change of a float32 by about two units in its last place."""
 
 Arrays = dict[str, Any]
 
 
 def is_refusal(error: Exception, implementation: str | None) -> bool:
-    """Whether the error says that the implementation that was named cannot run the case."""
+    """Returns whether the error says that the named implementation cannot run the case."""
     if implementation is None or not isinstance(error, ValueError):
         return False
     named = rf"implementation=['\"]{implementation}['\"]|but '{implementation}' was passed"
@@ -45,13 +45,13 @@ class Programs:
         return (self._options["vmap_size"], *shape) if name in self.batched else shape
 
     def traced(self, how: How) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile, and the shapes of its arguments."""
+        """Returns the function to compile, and the shapes of its arguments."""
         whole = self.problem.whole(how, self.batched, self._gradient)
         operands, cotangents = self._cast(how, self.shapes, self.results)
         return whole, (operands, self.problem.constants, cotangents)
 
     def draw(self) -> tuple[Arrays, list[Any]]:
-        """Operands and cotangents, in the dtypes that ours gets."""
+        """Draws operands and cotangents in the dtypes that our program gets."""
         operands = {
             name: jnp.asarray(self._normal(self._shape(name), operand), operand.dtype)
             for name, operand in _items(self.problem)
@@ -72,7 +72,7 @@ class Programs:
         return [np.asarray(result) for result in results]
 
     def shaken(self, operands: Arrays) -> Arrays:
-        """Operands in float32, each value off by about its last bits there."""
+        """Returns operands in float32, each value changed in about its last bits."""
         return {
             name: jnp.asarray(
                 np.asarray(a, np.float32)
@@ -82,7 +82,7 @@ class Programs:
         }
 
     def as_tf32(self, operands: Arrays, cotangents: list[Any]) -> tuple[Arrays, list[Any]]:
-        """What tensor cores read of float32: its first 11 bits. Other dtypes stay as they are."""
+        """Cuts float32 to the first 11 bits, which tensor cores read. Other dtypes stay as they are."""
         cut = jax.tree.map(_as_tf32, (operands, list(cotangents)))
         return cut[0], cut[1]
 

@@ -16,20 +16,20 @@ from benchmarks.run import peers
 from benchmarks.without_gpu import target
 
 _MOSAIC = "mosaic_gpu"
-"""Is in a program that calls a kernel of Mosaic GPU."""
+"""Word in a program's text that calls a kernel of Mosaic GPU."""
 
 
 def lowered(options: Options) -> judge.Verdict:
-    """Whether a case lowers by the choice without a name, and by the implementation that was drawn."""
+    """Judges whether a case lowers, by the operator's choice and by the drawn implementation."""
     return _judge(options, lambda text, program: None)
 
 
 def compiled(options: Options) -> judge.Verdict:
-    """Whether a case compiles by the choice without a name, and by the implementation that was drawn."""
+    """Judges whether a case compiles, by the operator's choice and by the drawn implementation."""
     seen = set()
 
     def compile_new(text: str, program: Any) -> None:
-        # XLA's own kernels compile as anybody's do.
+        # A program without Mosaic kernels would test only XLA.
         if _MOSAIC in text and text not in seen:
             target.compile(program)
         seen.add(text)
@@ -41,7 +41,7 @@ WITHOUT_GPU: dict[str, Judge] = {"lowered": lowered, "compiled": compiled}
 
 
 def _judge(options: Options, finish: Callable[[str, Any], None]) -> judge.Verdict:
-    """The verdict on a case; `finish` takes the text of each of its programs, and the program."""
+    """Returns the verdict on a case; `finish` takes the text and the program of each of its forms."""
     device = _device()
     try:
         programs = Programs(operators.problem_of(options), options)
@@ -64,5 +64,5 @@ def _judge(options: Options, finish: Callable[[str, Any], None]) -> judge.Verdic
 
 @functools.cache
 def _device() -> Any:
-    """The H200 of this process."""
+    """Returns the H200 for which this process compiles."""
     return target.prepare()

@@ -1,8 +1,8 @@
-"""Cases of the sweep beside stock on an H200 that is not there: `benchmarks sweep --without-gpu`.
+"""Compares the sweep's cases with stock for an absent H200: `benchmarks sweep --without-gpu`.
 
-Where XLA alone runs an operator, its program should move what stock's does, in as many kernels. Nothing
-is timed: a kernel counts as its start and its bytes at the memory's speed, on both sides alike, so that
-a product weighs as much as what it moves. Where kernels of this package run, only a GPU can say.
+Where XLA alone runs an operator, its program should move as many bytes as stock's, in as many kernels.
+Nothing is timed: a kernel counts as its launch and its bytes at the memory's speed, on both sides, so
+that a product weighs as much as its traffic. Where kernels of this package run, only a GPU can tell.
 """
 
 import collections
@@ -24,15 +24,16 @@ from benchmarks.without_gpu import hlo, target
 KERNELS, SAME, LIKE, MORE, FAILED = "kernels", "same program", "like stock", "more", "failed"
 
 _START, _OF_MEGABYTE = 0.8, 0.25
-"""Microseconds of a kernel, and of each megabyte."""
+"""Microseconds that a kernel's launch takes, and that each megabyte takes."""
 _RATIO, _MICROSECONDS = 1.03, 0.3
-"""What may be more, as another order of the same kernels may read an array once more."""
+"""Factor and microseconds that our program may add: the same kernels in another order may read an array
+once more."""
 _OURS = r"custom_call @(mosaic_gpu|jaxfused_)"
 
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a case in one direction."""
+    """The outcome of a case in one direction."""
 
     operator: str
     direction: str
@@ -115,7 +116,7 @@ def _compared(config: configs.Config, with_gradient: bool) -> tuple[str, str]:
 
 
 def microseconds(kernels: Sequence[hlo.Kernel]) -> float:
-    """What kernels would take if memory alone took time."""
+    """Returns what kernels would take if only launches and memory took time."""
     return sum(_START + _OF_MEGABYTE * kernel.megabytes for kernel in kernels)
 
 

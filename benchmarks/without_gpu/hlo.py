@@ -18,11 +18,11 @@ _FREE = {
     "replica-id",
     "tuple",
 }
-"""Instructions that no kernel stands for."""
+"""Instructions that launch no kernel."""
 
 _CONTROL = {"call", "conditional", "while"}
 _WORKSPACE = ("__cublas", "__cudnn")
-"""Calls whose last result is scratch memory."""
+"""Prefixes of calls whose last result is scratch memory."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,20 @@ class Kernel:
 
     name: str
     what: str
-    """Who generated it, or which library is called, and with which epilogue."""
+    """Generator of its code, or the library call with its epilogue."""
     results: tuple[str, ...]
     operands: tuple[str, ...]
-    """Of an operand of which it reads slices, these."""
+    """Shapes that it reads: of an operand that it only slices, the slices."""
     source: str
     """The operation of the traced program that it was named after."""
     function: str = ""
-    """Of a fusion, the name of its code, which it may share with others."""
+    """Name of a fusion's code, which several fusions may share."""
     depth: int = 0
-    """In how many loops, branches and calls it stands."""
+    """Number of loops, branches and calls that it is in."""
 
     @property
     def megabytes(self) -> float:
-        """At most what it reads and writes: a kernel may read a part of an operand."""
+        """Megabytes that it reads and writes, at most: a kernel may read a part of an operand."""
         return sum(map(size, self.results + self.operands)) / 1e6
 
 
@@ -53,12 +53,12 @@ class _Instruction(NamedTuple):
     shapes: tuple[str, ...]
     opcode: str
     operands: tuple[str, ...]
-    """Names; of a parameter its number."""
+    """Names of its operands; a parameter's number."""
     attributes: str
 
 
 def kernels(text: str) -> list[Kernel]:
-    """The kernels of the program `text`, in the order of its schedule."""
+    """Returns the kernels of the program `text`, in the order of its schedule."""
     computations = dict(_computations(text))
     entry = re.search(r"^ENTRY %(\S+)", text, re.MULTILINE)
     assert entry is not None, "a program has an entry"
@@ -66,7 +66,7 @@ def kernels(text: str) -> list[Kernel]:
 
 
 def size(shape: str) -> int:
-    """Bytes of an array such as `bf16[16,196]{1,0}`; 0 of what is no array."""
+    """Returns the bytes of an array such as `bf16[16,196]{1,0}`, or 0 if `shape` is no array."""
     match = re.match(r"(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]", shape)
     if match is None:
         return 0
@@ -93,7 +93,7 @@ def _instruction(line: str) -> _Instruction | None:
 
 
 def _balanced(text: str) -> tuple[str, str]:
-    """(what is in parentheses at the start, or else the first word; the rest)."""
+    """Returns what is in parentheses at the start, or else the first word, and the rest."""
     if not text.startswith("("):
         word, _, rest = text.partition(" ")
         return word, rest
@@ -150,7 +150,7 @@ def _kernel(
 
 
 def _slices(body: Mapping[str, _Instruction], place: int) -> tuple[str, ...]:
-    """What a fusion reads of an operand if it reads nothing but slices of it."""
+    """Returns the slices that a fusion reads of an operand, or () if it reads anything else."""
     parameters = (i for i in body.values() if i.opcode == "parameter")
     names = {i.name for i in parameters if i.operands == (str(place),)}
     shapes: list[str] = []

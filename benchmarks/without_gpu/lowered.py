@@ -1,8 +1,8 @@
 """`python -m benchmarks lowered`: whether a change of the code changes any program, without a GPU.
 
 Cases of the fuzz and of the sweep, an example of each operator and the optimizers are lowered, forward
-and with gradients, for an H200 and an A100 that are not there. Of each lowering a file has the hash of
-its text, the choices with their reasons, and the keys of the tuning table; `--compare` says what differs
+and with gradients, for an H200 and an A100 that are not there. The file has the hash of each lowering's
+text, its choices with their reasons, and its keys of the tuning table; `--compare` says what differs
 between two files. METHOD.md says what is hashed.
 """
 
@@ -48,7 +48,7 @@ FORWARD, GRADIENT = "forward", "gradient"
 
 PARTS = ("text", "raised", "choices", "keys")
 Record = dict[str, Any]
-"""The PARTS that are known of a lowering, of JSON's types."""
+"""PARTS that a lowering has, of JSON's types."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(lines or [f"all {len(now['lowerings'])} lowerings are equal"]))
         return 1 if lines else 0
     jax.config.update("jax_platforms", "cpu")
-    # A table that this user has measured is no part of the code.
+    # This user's tuning table must not change what is lowered.
     os.environ["XDG_CACHE_HOME"] = os.devnull
     begin = time.monotonic()
     found = lowered(options.seed, options.cases, options.only)
@@ -97,7 +97,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def lowered(seed: int, cases: int, only: str | None = None) -> dict[str, Any]:
-    """What was drawn for each case, and the record of each lowering by its name."""
+    """Returns what was drawn for each case, and the record of each lowering by its name."""
     begin = time.monotonic()
     made: dict[str, tuple[Any, Callable[[], Iterator[Program]]]] = {}
     for index, name in zip(range(cases), itertools.cycle(operators.OPERATORS)):
@@ -158,7 +158,7 @@ def _of_example(example: Example) -> Iterator[Program]:
 
 
 def _of_optimizer(row: optimizer.Row) -> Iterator[Program]:
-    """A step of an optimizer for a vector and a matrix of a decoder."""
+    """Yields a step of an optimizer for a vector and a matrix of a decoder."""
     shapes = optimizer.TREES["llama"]["layer0"]
     params = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in ("norm1", "k")}
     state = jax.eval_shape(row.ours.init, params)
@@ -169,7 +169,7 @@ def _of_optimizer(row: optimizer.Row) -> Iterator[Program]:
 
 @contextlib.contextmanager
 def _library_is_there() -> Iterator[None]:
-    """Within this context programs call the CUDA library, which need not be built."""
+    """Makes programs call the CUDA library within this context; it need not be built."""
     built = ("75-real", "80-real", "90-real", "100-real", "120")
     with (
         mock.patch.object(cuda_library, "why_unavailable", lambda: None),
@@ -181,15 +181,15 @@ def _library_is_there() -> Iterator[None]:
 
 
 def record(program: Program, device: dispatch.Device) -> Record:
-    """What is known of a program on a GPU."""
-    # What was traced before, for another GPU perhaps, must not come back.
+    """Returns the record of a program lowered for a GPU."""
+    # A cached trace may be for another GPU.
     jax.clear_caches()
     with _library_is_there(), dispatch.assume(device), dispatch.recorded(alone=True) as choices:
         try:
             traced = jax.jit(program.function).trace(*program.operands)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
             result = {"text": hashlib.sha256(without_places(text).encode()).hexdigest()[:16]}
-        # What is refused, and by which sentence, is a part of what must not change.
+        # Refusals and their messages must not change either.
         except Exception as error:
             result = {"raised": f"{type(error).__name__}: {error}"}
     return result | {
@@ -201,17 +201,17 @@ def record(program: Program, device: dispatch.Device) -> Record:
 # --- texts ----------------------------------------------------------------------------------------
 
 _MODULE = re.compile(r'kernel_hash = "(?:[^"\\]|\\.)*", module = "((?:[^"\\]|\\.)*)"')
-"""A kernel of Mosaic GPU in the text of a program: MLIR's bytecode, and the hash of it."""
+"""A Mosaic GPU kernel in a program's text: MLIR's bytecode and its hash."""
 _ESCAPED = re.compile(rb'\\(?:([0-9A-F]{2})|(["\\]))')
 
 
 def without_places(text: str) -> str:
-    """A program whose kernels are text too, without the files and lines that they were written in."""
+    """Returns a program with its kernels as text too, and without files and line numbers."""
     return _MODULE.sub(lambda found: f"module = {_kernel(found[1])}", text)
 
 
 def _kernel(escaped: str) -> str:
-    """The text of a kernel's bytecode."""
+    """Returns the text of a kernel's bytecode."""
     bytecode = _ESCAPED.sub(
         lambda e: bytes.fromhex(e[1].decode()) if e[1] else e[2], escaped.encode()
     )
@@ -219,7 +219,7 @@ def _kernel(escaped: str) -> str:
         mosaic_gpu.dialect.register_dialect(context)
         context.allow_unregistered_dialects = True
         module = ir.Module.parse(bytecode)
-        # Its end counts the kernels that this process has lowered.
+        # The name ends in the number of kernels that this process has lowered.
         del module.operation.attributes["mosaic_gpu.dump_basename"]
         return str(module.operation.get_asm(enable_debug_info=False))
 
@@ -228,7 +228,7 @@ def _kernel(escaped: str) -> str:
 
 
 def differences(before: Any, now: Any) -> list[str]:
-    """A line for each lowering that differs, and how, and one that counts them by what differs."""
+    """Returns a line for each lowering that differs, and one that counts them by what differs."""
     lines = []
     counts: Counter[str] = Counter()
     for label in dict.fromkeys((*before["lowerings"], *now["lowerings"])):

@@ -1,4 +1,4 @@
-"""What the kernels that XLA generates consist of, read from the PTX that it dumps."""
+"""Counts the instructions of XLA's kernels in the PTX that it dumps."""
 
 import re
 from collections import Counter
@@ -7,17 +7,17 @@ from pathlib import Path
 _COUNTED = re.compile(
     r"(ld|st)\.(global|shared)|shfl|red|atom|div|ex2|lg2|rcp|r?sqrt|tanh|sin|cos|mma|wgmma"
 )
-"""Memory, exchanges between threads, and what takes longer than a sum."""
+"""Instructions to name: memory, exchanges between threads, and those slower than an addition."""
 
 
 def instructions(folder: Path) -> dict[str, str]:
-    """By kernel: how many instructions it has, and which of them reach memory or take long."""
+    """Returns by kernel how many instructions it has, and which of them reach memory or take long."""
     texts = (path.read_text() for path in sorted(folder.glob("*.ptx")))
     return {name: count(body) for text in texts for name, body in _entries(text)}
 
 
 def count(body: str) -> str:
-    """The instructions of one kernel in a line, each as often as it is written, not as it runs."""
+    """Returns a kernel's instructions in a line, each counted as it is written, not as it runs."""
     found = Counter(
         re.findall(r"^\s+(?:@!?%\S+ )?([a-z]\w*(?:[.:]+\w+)*)[\s;]", body, re.MULTILINE)
     )

@@ -1,7 +1,7 @@
 """An H200 that is not there: XLA's compiler for it, and programs compiled ahead of time.
 
-The compiler is in JAX's CUDA plugin, which needs no driver for that. `make without-gpu` puts the plugin
-into a folder of its own, so that JAX does not look for a GPU in every other program.
+The compiler is in JAX's CUDA plugin and needs no driver. `make without-gpu` puts the plugin into a
+folder of its own, so that JAX does not look for a GPU in every other program.
 """
 
 import ctypes
@@ -34,17 +34,17 @@ def why_unavailable() -> str | None:
 
 
 def prepare() -> Any:
-    """Returns the H200, of which this process only has the compiler; before JAX is asked for devices."""
+    """Returns an H200 to compile for, not to run on; must come before JAX lists its devices."""
     jax.config.update("jax_platforms", "cpu")
     sys.path.insert(0, str(PLUGIN))
-    # Mosaic looked for it when it was imported; its kernels are linked to it.
+    # Mosaic links its kernels to this library, for which it looked when it was imported.
     ctypes.CDLL(str(PLUGIN / "jax_cuda13_plugin/libmosaic_gpu_runtime.so"), ctypes.RTLD_GLOBAL)
     if cuda_library.why_unavailable() is not None and _QUICK_LIBRARY.exists():
         cuda_library.PATH = _QUICK_LIBRARY
         cuda_library.why_unavailable.cache_clear()
     if cuda_library.why_unavailable() is None:
         cuda_library.register()
-        # A GPU's machine has cuBLASLt from the plugin's wheels; nothing is called here.
+        # A machine with a GPU has cuBLASLt from the plugin's wheels; nothing is called here.
         cublaslt.why_unavailable = lambda: None  # type: ignore[assignment]
     topology = topologies.get_topology_desc(
         platform="cuda",
@@ -55,7 +55,7 @@ def prepare() -> Any:
 
 
 def lower_for(device: Any, f: Callable[..., Any], shapes: Sequence[Any]) -> Any:
-    """`f` lowered, made of what operators take on an H200; `shapes` are trees of arrays or shapes."""
+    """Lowers `f` with the operators' choices for an H200; `shapes` are trees of arrays or shapes."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     operands = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tuple(shapes)
@@ -65,7 +65,7 @@ def lower_for(device: Any, f: Callable[..., Any], shapes: Sequence[Any]) -> Any:
 
 
 def compile(lowered: Any, *, triton_products: bool = False, dump: Path | None = None) -> Any:
-    """The program of what was lowered; `dump` is a folder for its texts."""
+    """Compiles what was lowered; `dump` is a folder for its texts."""
     options = _WITHOUT_GPU | {"xla_gpu_enable_triton_gemm": triton_products}
     if dump is not None:
         options |= {"xla_dump_to": str(dump), "xla_dump_emitter_re": ".*"}
