@@ -37,7 +37,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def operators() -> dict[str, ModuleType]:
-    """The files here that have cases to run."""
+    """Returns the modules of benchmarks.cases that have cases to run."""
     names = [module.name for module in pkgutil.iter_modules(cases.__path__)]
     modules = {name: importlib.import_module(f"benchmarks.cases.{name}") for name in names}
     return {name: module for name, module in modules.items() if hasattr(module, "cases")}
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         section["seconds"] = time.monotonic() - begin
         machine["gpu_after"] = results.gpu_state()
         path = results.save_section(options.out, gpu, name, section)
-        # What is drawn is what was written: the file's rounded numbers.
+        # Charts are drawn from the file's rounded numbers.
         written = results.load(path)["benchmarks"][name]
         plot.draw(gpu, name, written, plot.chart_path(options.out, gpu, name))
         report.print_report(name, written)

@@ -1,7 +1,7 @@
-"""`python -m benchmarks jla`: beside jax-linear-attention, cuDNN and XLA in one process, in turn.
+"""Compares with jax-linear-attention, cuDNN and XLA in one process: `python -m benchmarks jla`.
 
-Its kernels take their own layouts (w_gate and w_up in one array, embeddings by class), which are inputs
-here, so that nobody pays for the other's layout. Needs `pip install jax-linear-attention`.
+Its kernels have their own layouts (w_gate and w_up in one array, embeddings by class), which are inputs
+here, so that neither side pays for the other's layout. Needs `pip install jax-linear-attention`.
 """
 
 import argparse
@@ -33,11 +33,11 @@ class Problem:
     name: str
     inputs: Callable[[jax.Array], tuple[Any, ...]]
     programs: dict[str, Program]
-    """The functions of the inputs by name, ours first."""
+    """Functions of the inputs by name, ours first."""
 
 
 def with_gradients(f: Program, differentiable: Sequence[int]) -> Program:
-    """(*inputs, dy) to (y, gradients of the inputs that are named)."""
+    """Returns a function of (*inputs, dy) to (y, gradients of the named inputs)."""
 
     def run(*args: Any) -> Any:
         *operands, dy = args
@@ -292,7 +292,7 @@ def _norms(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _difference(ours: jax.Array, other: jax.Array) -> float:
-    """The relative difference by the norm of all values; 0 for arrays of different layouts."""
+    """Returns the relative difference by the norm of all values; 0 for arrays of different layouts."""
     if ours.shape != other.shape:
         return 0.0
     difference, norm = _norms(ours, other)

@@ -1,9 +1,8 @@
 """Steps of optimizers, in place: `python -m benchmarks optimizer [--trees NAME...] [--out FILE]`.
 
-With `--beside FOLDER` the package in another checkout takes the same steps, before and after, in
-processes of its own. A step writes over its state, so that no call can be repeated with the same buffers
-as the runner of the operators repeats them: each call here goes on from the one before. Bytes are those
-that the step needs.
+With `--beside FOLDER` the package of another checkout takes the same steps, before and after, in its own
+processes. A step overwrites its state, so that calls cannot repeat with the same buffers as in the
+operators' runner: each call continues from the one before. Bytes are those that the step needs.
 """
 
 import argparse
@@ -34,7 +33,7 @@ _SAMPLES = 6
 
 
 def _block(width: int, hidden: int, depth: int | None = None) -> dict[str, tuple[int, ...]]:
-    """The arrays of a layer of ViT, or of `depth` layers as one stack."""
+    """Returns the arrays of a layer of ViT, or of `depth` layers as one stack."""
     shapes: dict[str, tuple[int, ...]] = {
         "norm1": (width,),
         "norm1_bias": (width,),
@@ -92,13 +91,14 @@ class Row:
     name: str
     ours: optim.FusedTransformation
     bytes: int
-    """Of a parameter, in float32: what a step has to read and write; 0 where products take the time."""
+    """Bytes of a parameter in float32 that a step reads and writes; 0 if products take most of the
+    time."""
     theirs: optax.GradientTransformation | None = None
     how: dict[str, Any] = field(default_factory=dict)
 
 
 def rows(tree: str) -> list[Row]:
-    """The optimizers to measure on a tree: every one that has kernels, or Muon."""
+    """Returns the optimizers to measure on a tree: every one that has kernels, or Muon."""
     if tree == "vit-l-matrices":
         theirs = contrib.muon(1e-3)
         narrow = optim.muon(1e-3, iteration_dtype=jnp.bfloat16)
@@ -194,7 +194,7 @@ def _line(figure: dict[str, Any]) -> str:
 
 
 def _measure(tree: str, row: Row, *, with_optax: bool, listed: int) -> dict[str, Any]:
-    """Microseconds of the kernels of a step, ours and Optax's, and the rate of ours."""
+    """Measures microseconds of a step's kernels, ours and Optax's, and our rate."""
 
     def ours(grads: Any, params: Any, state: Any) -> Any:
         return row.ours.step(grads, state, params, **row.how)
@@ -220,7 +220,7 @@ def _measure(tree: str, row: Row, *, with_optax: bool, listed: int) -> dict[str,
 
 
 def _longest(kernels: Sequence[tuple[str, float]], count: int) -> list[str]:
-    """The kernels that take longest, of which those that differ by a number count as one."""
+    """Lists the kernels that take longest; kernels whose names differ by a number count as one."""
     times: dict[str, list[float]] = collections.defaultdict(list)
     for name, microseconds in kernels:
         times[re.sub(r"[_.]\d+$", "", name)].append(microseconds)
@@ -234,9 +234,9 @@ def _longest(kernels: Sequence[tuple[str, float]], count: int) -> list[str]:
 def _of_step(
     step: Callable[..., Any], init: Callable[[Any], Any], shapes: Any
 ) -> tuple[float, list[tuple[str, float]]]:
-    """The median of a few steps' kernel time, and the kernels of one.
+    """Returns the median of a few steps' kernel time, and the kernels of one step.
 
-    Each goes on from the results of the one before.
+    Each step continues from the results of the one before.
     """
     jax.clear_caches()
     grads, params = _random(shapes, 0), _random(shapes, 1)
@@ -253,7 +253,7 @@ def _of_step(
 
 
 def _random(shapes: Any, seed: int) -> Any:
-    """Normal numbers repeated from one vector, since a program for each shape takes long to compile."""
+    """Repeats one random vector, since a program for each shape would compile for long."""
     vector = jax.random.normal(jax.random.key(seed), (2**20,), jnp.float32)
     return jax.tree.map(
         lambda shape: jnp.resize(vector, (int(np.prod(shape)),)).reshape(shape),

@@ -16,14 +16,14 @@ class Stopped(Exception):
 
 def run_command(main: Callable[[], None]) -> None:
     """Runs `main` as a command: expected errors become one line and an exit code, no traceback."""
-    # A shell may have closed either, and then Python has none.
+    # If a shell has closed either, Python has None for it.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read the output stopped; Python would flush once more when it ends.
+        # The reader of the output has stopped; Python would flush once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(

@@ -35,7 +35,7 @@ def find_images(directory: Path) -> list[Path]:
 
 
 def read_image(path: Path, mode: str) -> Image.Image:
-    """The decoded image in the Pillow mode "L" or "RGB", upright.
+    """Returns the decoded image in the Pillow mode "L" or "RGB", upright.
 
     Raises:
       ExampleError: the file is missing, truncated or no image.
@@ -61,7 +61,7 @@ def read_labels(path: Path) -> np.ndarray:
 
     def convert(image: Image.Image) -> np.ndarray:
         if image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
-            # Their brightest channel is not what is bright.
+            # In these modes the largest channel does not mean brightness.
             image = image.convert("RGB")
         pixels = np.asarray(image)
         if pixels.ndim == 2:
@@ -92,7 +92,7 @@ def _decode[T](path: Path, convert: Callable[[Image.Image], T]) -> T:
 
 
 def epoch_of(step: int, *, size: int, batch_size: int) -> int:
-    """The epoch that `step` belongs to; an epoch drops the last images that fill no batch."""
+    """Returns the epoch of `step`; an epoch drops the last images that fill no batch."""
     return step // (size // batch_size)
 
 
@@ -113,9 +113,8 @@ class Loader:
 
     The processes start with the first batch and stay until the loader, a context manager, is left.
 
-    Args:
-      make_batch: the batch of a step; with workers, an object that pickles.
-      workers: how many processes; with 0 the batches are made here, when they are asked for.
+    Args: make_batch: the batch of a step; with workers, an object that pickles. workers: number of
+    processes; with 0 this process makes each batch when it is read.
     """
 
     def __init__(self, make_batch: MakeBatch, workers: int):
@@ -138,7 +137,7 @@ class Loader:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        """The batch of each step, in order.
+        """Yields the batch of each step, in order.
 
         Raises:
           ExampleError: what `make_batch` raised, or a worker died.
@@ -148,8 +147,7 @@ class Loader:
             return
         steps = iter(steps)
         try:
-            # Two batches more than there are workers: each worker has one at hand when it finishes its
-            # own.
+            # Two batches more than workers: each has its next one at hand when it finishes one.
             ahead = collections.deque(
                 self._pool.submit(_make, step)
                 for step in itertools.islice(steps, self._workers + 2)

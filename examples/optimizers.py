@@ -1,8 +1,7 @@
 """The optimizers that `--optimizer` names: the one list of them, for all examples.
 
-What differs between them besides the formula is the size of a good step. So the table says for each
-which multiple of AdamW's default learning rate and decay are its own defaults; what the user passes is
-taken as it is.
+Optimizers differ in their formula and in the size of a good step. So the table gives each one's default
+learning rate and decay as multiples of AdamW's; values from the user are taken unscaled.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,11 +52,11 @@ def is_decayed(params: Any) -> Any:
 
 
 def matrices(params: Any) -> Any:
-    """Returns which axes of a kernel are a matrix to Muon, and None for what AdamW takes.
+    """Returns which axes of a kernel Muon takes as a matrix, and None for parameters left to AdamW.
 
-    A stack of kernels [layers, in, out] is as many matrices; a convolution's kernel [height, width, in,
-    out] is one, from a window to a pixel. The first layer and the last one are AdamW's, as Muon's author
-    advises.
+    A stack of kernels [layers, in, out] counts as one matrix a layer; a convolution's kernel [height,
+    width, in, out] counts as one, from a window to a pixel. The first and the last layer are left to
+    AdamW, as Muon's author advises.
     """
     numbers = contrib.MuonDimensionNumbers
     of_rank = {2: numbers(0, 1), 3: numbers(1, 2), 4: numbers((0, 1, 2), 3)}
@@ -75,9 +74,9 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def _adafactor(schedule: optax.Schedule, decay: float) -> FusedTransformation:
-    # As Zhai et al. train Vision Transformers, https://arxiv.org/abs/2106.04560: with momentum, and
-    # without the scale of the parameter, which is next to none for a layer that starts at 0. Decay is
-    # not multiplied by Adafactor's learning rate.
+    # These are the settings of Zhai et al., https://arxiv.org/abs/2106.04560, for Vision Transformers:
+    # with momentum, and without the parameter's scale, which is nearly none for a layer that starts at
+    # 0. Decay is not multiplied by Adafactor's learning rate.
     return jaxfused.optim.adafactor(
         schedule,
         multiply_by_parameter_scale=False,

@@ -1,7 +1,6 @@
-"""What the processes of one run do together: one of them writes, and all stop before the same step.
+"""Coordinates the processes of one run: one of them writes, and all stop before the same step.
 
-A process that stopped alone would leave the others waiting for it. A run of one process pays
-nothing for this.
+A process that stopped alone would leave the others waiting for it. A run of one process skips all this.
 """
 
 import collections
@@ -19,7 +18,7 @@ from examples.images import Batch
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes files and prints."""
+    """Returns whether this process is the one that writes files and prints."""
     return jax.process_index() == 0
 
 
@@ -37,11 +36,9 @@ def together() -> Iterator[None]:
 def in_step(
     batches: Iterator[Batch], stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Batch]:
-    """Yields `batches`, for as long as all processes have theirs and none was told to stop.
+    """Yields `batches`, as long as all processes have theirs and none was told to stop.
 
-    Args:
-      batches: what this process makes of each batch.
-      stopped: whether this process was told to stop.
+    Args: batches: this process's part of each batch. stopped: whether this process was told to stop.
 
     Raises:
       ExampleError: a process cannot make its part of the next batch.

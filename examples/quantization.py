@@ -1,4 +1,4 @@
-"""What the commands that quantise a trained network share: formats, flags, sizes and speeds."""
+"""Shared parts of the commands that quantise a trained network: formats, flags, sizes and speeds."""
 
 import argparse
 import math
@@ -16,8 +16,8 @@ import jaxfused
 from examples.errors import ExampleError
 from examples.training import Run, number, whole
 
-# int8 and fp8 are multiplied in their own dtype, so inputs are quantised too; int4 weights become floats
-# again.
+# int8 and fp8 are multiplied in their own dtype, so inputs are quantised too; int4 weights are
+# dequantised.
 RULES = {
     "float": [],
     "int8": [jaxfused.QuantizationRule("", "int8", input_dtype="int8")],
@@ -25,7 +25,7 @@ RULES = {
     "int4": [jaxfused.QuantizationRule("", "int4")],
 }
 
-# What the layers of a Transformer's block read straight from its norms can be smoothed there.
+# Layers of a Transformer's block that read straight from a norm can be smoothed in that norm.
 FOLDS = (jaxfused.Fold("norm1", ("qkv",)), jaxfused.Fold("norm2", ("mlp/up",)))
 
 _SECONDS = 1.0
@@ -39,16 +39,16 @@ class Quantized:
     name: str
     model: nnx.Module
     report: jaxfused.QuantizationReport | None
-    """The errors of its layers, where it was calibrated."""
+    """Errors of its layers, if it was calibrated."""
 
     @property
     def bytes(self) -> int:
-        """Of all its arrays."""
+        """Returns the bytes of all its arrays."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(self.model)))
 
 
 def flags_of(run: Run, args: argparse.Namespace) -> argparse.Namespace:
-    """The flags of a run, whose images may lie elsewhere by now."""
+    """Returns the flags of a run, with the present place of its images."""
     flags = argparse.Namespace(**run.flags)
     folder = args.data or flags.data
     flags.data = None if folder is None else Path(folder)
@@ -56,7 +56,7 @@ def flags_of(run: Run, args: argparse.Namespace) -> argparse.Namespace:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say what to quantise and how."""
+    """Adds the flags that say what to quantise and how."""
     parser.add_argument(
         "checkpoint", type=Path, help="the --out of a run, or one of its checkpoints/N"
     )
@@ -88,7 +88,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Checks what one flag asks of another."""
+    """Checks flags that require another flag."""
     for flag in ("smoothing", "input_percentile"):
         if getattr(args, flag) is not None and args.calibrate is None:
             raise ExampleError(
@@ -107,8 +107,9 @@ def in_all_formats(
     args: argparse.Namespace,
     calibration: Callable[[int], jaxfused.Calibration],
 ) -> Iterator[Quantized]:
-    """The network in each format, as the flags say; `calibration(n)` runs it on n training batches."""
-    # All of them first: what a flag asks may be impossible, and to judge the first format takes minutes.
+    """Yields the network in each format; `calibration(n)` runs it on n training batches."""
+    # The rules of all formats come first: a flag may be invalid, and the first format takes minutes to
+    # judge.
     formats = {name: with_flags(model, given, args) for name, given in RULES.items()}
     for name, rules in formats.items():
         if not rules:
@@ -123,10 +124,10 @@ def in_all_formats(
 def with_flags(
     model: nnx.Module, rules: Sequence[jaxfused.QuantizationRule], args: argparse.Namespace
 ) -> list[jaxfused.QuantizationRule]:
-    """The rules, with groups in int4 and what the inputs of int8 are told by the flags.
+    """Returns the rules, with groups for int4 and the flags' options for int8 inputs.
 
-    Convolutions of each channel by itself stay as they are: they have few weights, and no integers are
-    multiplied faster there. So does what has an odd number of weights in int4, which come in pairs.
+    Depthwise convolutions stay in floats: they have few weights, and integers are multiplied no faster
+    there. Layers with an odd number of weights stay too in int4, which are stored in pairs.
     """
     layers = _layers(model)
     result = []
@@ -150,7 +151,7 @@ def with_flags(
 def in_groups(
     model: nnx.Module, rule: jaxfused.QuantizationRule, group_size: int
 ) -> list[jaxfused.QuantizationRule]:
-    """The rule for all layers with groups, as far as these divide a layer's weights."""
+    """Returns the rule for all layers, with groups where these divide a layer's weights."""
     layers = [layer for layer in _layers(model) if not layer.is_in_groups]
     names = [layer.name for layer in layers if layer.weights % group_size == 0]
     if not names:
@@ -167,9 +168,9 @@ class _Layer(NamedTuple):
     """A layer that can be quantised."""
 
     name: str
-    """As rules search it."""
+    """Name that rules search."""
     weights: int
-    """That each output has."""
+    """Number of weights of each output."""
     is_in_groups: bool
 
 
@@ -189,7 +190,7 @@ def _any_of(names: Sequence[str]) -> str:
 
 
 def calls_per_second(call: Callable[[], jax.Array]) -> float:
-    """The best of three timings, each with one wait at its end."""
+    """Returns the best of three timings, each with one wait at its end."""
     jax.block_until_ready(call())
 
     def seconds(count: int) -> float:

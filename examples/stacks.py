@@ -1,7 +1,7 @@
-"""Reads checkpoints in which layers of one kind were one stack, for models that hold them apart.
+"""Reads checkpoints in which layers of one kind are one stack, for models with separate layers.
 
-The ViT's blocks used to be one stack, an array [blocks, ...] for each parameter, whatever ran them. Now
-they are one only where a loop runs them. What was saved as "blocks.qkv.kernel" is read as
+The ViT's blocks used to be one stack, an array [blocks, ...] for each parameter, in every model. Now
+they are one only if a loop runs them. What was saved as "blocks.qkv.kernel" is read as
 "blocks.0.qkv.kernel", "blocks.1.qkv.kernel" and so on, and the optimizer's moments likewise.
 """
 
@@ -23,35 +23,34 @@ Shape = tuple[tuple[int, ...], np.dtype]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a checkpoint has an array that a model wants."""
+    """The place in a checkpoint of an array of a model."""
 
     names: tuple[str, ...]
-    """Of the saved arrays that it is made of: one, or the codes and the scales of a moment in 8 bits."""
+    """Names of the saved arrays that it is made of: one, or codes and scales of an 8-bit moment."""
     index: int | None = None
-    """Its place in them where they are stacks."""
+    """Index into the saved arrays if they are stacks."""
     is_shared: bool = False
-    """Several arrays are read from the one, each of them whole."""
+    """Whether several arrays of the model are each a copy of the whole saved array."""
 
     def read(self, restored: Mapping[str, Any]) -> Any:
-        """The array."""
         if len(self.names) == 2:
             moment = eight_bit.EightBitMoment(*(restored[name] for name in self.names))
             return eight_bit.decode(moment)[self.index]
         array = restored[self.names[0]]
         if self.is_shared:
-            return jnp.copy(array)  # Each can be donated once.
+            return jnp.copy(array)  # a buffer can be donated only once
         return array if self.index is None else array[self.index]
 
 
 def sources(wanted: Mapping[str, Shape], saved: Mapping[str, Shape]) -> dict[str, Source]:
-    """Where `saved` has each array of `wanted`; what it does not have is left out."""
+    """Returns the place in `saved` of each array of `wanted`, as far as it has them."""
     found = {}
     for name, array in wanted.items():
         source = Source((name,)) if saved.get(name) == array else _of_stack(name, array, saved)
         if source is not None:
             found[name] = source
     layers = collections.Counter(source.names for source in found.values())
-    # A stack of more layers than the model has is another model's.
+    # A stack of more layers than the model's belongs to another model.
     return {
         name: source
         for name, source in found.items()
@@ -60,7 +59,7 @@ def sources(wanted: Mapping[str, Shape], saved: Mapping[str, Shape]) -> dict[str
 
 
 def like(array: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
-    """What a stack is restored as, placed as `array`, which is one of its layers."""
+    """Returns the array or shape to restore a stack as, placed as `array`, one of its layers."""
     if jax.process_count() > 1 and array.is_fully_addressable:
         return np.empty(shape, dtype)
     sharding = array.sharding
@@ -78,17 +77,18 @@ def _of_stack(name: str, array: Shape, saved: Mapping[str, Shape]) -> Source | N
             if stacked_dtype == dtype and stacked[1:] == shape and index < stacked[0]:
                 return Source((stack,), index)
             if (stacked, stacked_dtype) == array:
-                # It is a placeholder, which has one size for arrays of any.
+                # A placeholder has one size for arrays of any size.
                 return Source((stack,), is_shared=True)
         codes, scales = f"{stack}.codes", f"{stack}.scales"
-        # A layer's moment may be too small for 8 bits where that of all layers was not.
+        # One layer's moment may be too small for 8 bits although the stack's was not.
         if codes in saved and saved[codes][0][1:] == shape and dtype == np.float32:
             return Source((codes, scales), index)
     return None
 
 
 def _stacks_of(name: str) -> Iterator[tuple[int, str]]:
-    """(3, "blocks.qkv.kernel") of "blocks.3.qkv.kernel": the name without each number of it."""
+    """Yields (3, "blocks.qkv.kernel") for "blocks.3.qkv.kernel": the name without each of its
+    numbers."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():

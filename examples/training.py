@@ -1,13 +1,11 @@
-"""What every training example shares: flags, run directory, checkpoints, resume, loop, curve.
+"""Shared parts of every training example: flags, run directory, checkpoints, resume, loop, curve.
 
 An example brings its model, its data and a jitted `train_step`; this module does the rest, so that
 all examples keep the same promises. A run lives in one directory:
 
-    config.json      the flags and what the data told (classes, ...); written once
-    checkpoints/N/   the state after N steps, written by orbax, complete or absent
-    metrics.jsonl    one line a step, and one for each evaluation
-    metrics.json     the result, written at the end
-    *.png            pictures
+config.json the flags and facts about the data (classes, ...); written once checkpoints/N/ the state
+after N steps, written by orbax, complete or absent metrics.jsonl one line a step, and one for each
+evaluation metrics.json the result, written at the end *.png pictures
 
 A resumed run gives the numbers of an uninterrupted one: batches and random keys are functions of
 the step, and everything else is in the checkpoint.
@@ -54,7 +52,7 @@ TrainStep = Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]
 
 # These flags belong to one call, and config.json does not keep them.
 _CALL_FLAGS = ("out", "resume", "coordinator", "processes", "process_id", "cpu_devices")
-# These flags, too, only say where and how a run is carried out; all others define what it computes.
+# These flags say only where and how a run is carried out; all others define what it computes.
 _PLACE_FLAGS = (*_CALL_FLAGS, "workers", "checkpoint_every", "data", "tensor", "fsdp")
 
 
@@ -123,7 +121,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
                 f"a run is resumed from its newest checkpoint, but --out {args.out} is one of them;"
                 f" pass --out {run.directory}, and remove the later checkpoints to go on from this one."
             )
-        # Runs that were started before there was a choice had the default.
+        # Older runs, without the flag, used the default optimizer.
         saved = {"optimizer": optimizers.DEFAULT} | run.flags
         if others := sorted(saved.keys() - vars(args).keys()):
             raise ExampleError(
@@ -254,7 +252,7 @@ def make_train_step(
     clip_norm: float,
     placement: OneDevice = ONE_DEVICE,
 ) -> TrainStep:
-    """Returns the compiled step of `loss_of(params, batch, key)`; gradients are cut to `clip_norm`.
+    """Returns the compiled step of `loss_of(params, batch, key)`; gradients are clipped to `clip_norm`.
 
     The step donates the state, so that parameters are updated in place.
     """
@@ -300,10 +298,10 @@ def optimizer_share(
     images_per_second: float,
     placement: OneDevice = ONE_DEVICE,
 ) -> str:
-    """Returns a sentence that says how much of a training step is the optimizer's.
+    """Returns a sentence that says how much of a training step the optimizer takes.
 
-    The optimizer's step is timed alone, on the device, over some steps in a row that only wait at the
-    end; a training step is what the run took on average. `state` is donated.
+    The optimizer's step is timed alone, on the device, over some steps in a row with one wait at the
+    end; a training step is the run's average. `state` is donated.
     """
 
     def step(state: State, batch: Batch, number: int) -> tuple[State, dict[str, jax.Array]]:
@@ -392,10 +390,9 @@ class Run:
             ) from error
 
     def own(self) -> None:
-        """Makes this process the one that writes to the run, until it ends.
+        """Locks the run: only this process may write to it until the process ends.
 
-        Raises:
-          ExampleError: another process does.
+        Raises: ExampleError: another process has locked it.
         """
         if not processes.is_first():
             return
@@ -480,11 +477,10 @@ class Run:
     def restore(self, like: State) -> State:
         """Returns the newest checkpoint, in the structure, shapes and shardings of `like`.
 
-        `like` may leave out names that the checkpoint holds: prediction needs only "params". Layers that
-        the checkpoint holds as a stack are taken apart where `like` has them so.
+        `like` may leave out names that the checkpoint holds: prediction needs only "params". Stacked
+        layers of the checkpoint are split if `like` has them separately.
 
-        Raises:
-          ExampleError: there is no checkpoint, it cannot be read, or its arrays are others.
+        Raises: ExampleError: there is no checkpoint, it cannot be read, or its arrays differ.
         """
         step = self.latest_step
         if step is None:
@@ -502,7 +498,7 @@ class Run:
             restored = self._checkpoints().restore(step, args=ocp.args.Composite(**items))
         except ExampleError:
             raise
-        # Orbax raises a plain Exception for a file that is cut, and others for what is missing.
+        # Orbax raises a plain Exception for a truncated file, and others for missing ones.
         except Exception as error:
             raise ExampleError(
                 f"a checkpoint must be readable, but {where} is not"
@@ -616,7 +612,7 @@ def _flat(tree: Any) -> dict[str, Any]:
 
 @functools.cache
 def _lock(directory: Path) -> int | None:
-    """Locks a directory until this process ends; the lock of one that is killed is gone.
+    """Locks a directory until this process ends; the lock ends with a killed process.
 
     Raises:
       BlockingIOError: another process has locked it.
@@ -631,7 +627,7 @@ def _lock(directory: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         raise
-    except OSError:  # File systems of other machines may have no locks, and a run can do without.
+    except OSError:  # Network file systems may have no locks; a run works without.
         os.close(descriptor)
         return None
     return descriptor
@@ -642,7 +638,7 @@ def _is_finite(array: jax.Array) -> bool:
 
 
 def _for_orbax(array: jax.Array) -> jax.Array | np.ndarray:
-    """Returns `array`, as NumPy if each process has one of its own, of which orbax writes the first."""
+    """Returns `array`, or a NumPy copy if each process has its own, of which orbax writes the first."""
     if jax.process_count() > 1 and array.is_fully_addressable:
         return np.array(array)
     return array
@@ -651,7 +647,7 @@ def _for_orbax(array: jax.Array) -> jax.Array | np.ndarray:
 def _find_arrays(
     where: Path, arrays: dict[str, Any]
 ) -> tuple[dict[str, stacks.Source], dict[str, Any]]:
-    """Where a checkpoint's tree has each of `arrays`, and what its own arrays are to be restored as.
+    """Returns the place in a checkpoint's tree of each of `arrays`, and the targets of its own arrays.
 
     Raises:
       ExampleError: it has other arrays.
@@ -802,7 +798,7 @@ def fit(
                     with clock.paused():
                         values = evaluate(state)
                 except ExampleError as reason:
-                    # An image that is held out cannot be read: what was learned meanwhile is kept.
+                    # A held-out image cannot be read; the progress since the last checkpoint is saved.
                     raise ExampleError(stop(str(reason))) from reason
                 run.record(step, **values)
                 shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
@@ -882,7 +878,7 @@ def save_curve(
     losses = np.array([r["loss"] for r in train])
     window = max(1, len(losses) // 50)
     left.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="each step")
-    if len(losses):  # Whoever removed metrics.jsonl and resumed a run that had ended has none.
+    if len(losses):  # There are none if metrics.jsonl was removed and a finished run resumed.
         smooth = np.convolve(losses, np.full(window, 1 / window), mode="valid")
         left.plot(steps[window - 1 :], smooth, color="tab:blue", label=f"mean of {window} steps")
         left.legend(frameon=False)

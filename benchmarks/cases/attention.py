@@ -35,13 +35,14 @@ QUICK_PLAIN = (PLAIN[0], _VIT[0])
 QUICK_CAUSAL = CAUSAL[:2]
 
 _MOST_LOGITS_BYTES = 8 * 2**30
-"""Of [B, N, T, S] in float32, of which XLA holds up to four at a time for a gradient."""
+"""Bytes of the logits [B, N, T, S] in float32, of which XLA holds up to four at a time for a
+gradient."""
 
 _TRUTH_LOGITS = 2**27
-"""How many logits the truth has at a time in each of its arrays of float64."""
+"""Logits that the truth holds at a time in each of its arrays of float64."""
 
-# The gradient of a query that gives nearly all of its weight to one key is the difference of two
-# nearly equal numbers, of which one comes from an output rounded to bfloat16.
+# If a query gives nearly all of its weight to one key, its gradient is the difference of two nearly
+# equal numbers, one of which comes from an output rounded to bfloat16.
 _GRADIENT_ERROR_LIMIT = 5e-2
 
 
@@ -50,7 +51,7 @@ def cases(
     plain: Sequence[Shape] | None = None,
     causal: Sequence[Shape] | None = None,
 ) -> list[Case]:
-    """Every operation at every shape, in the order in which they are measured."""
+    """Returns every operation at every shape, in the order in which they are measured."""
     plain = plain or (QUICK_PLAIN if quick else PLAIN)
     causal = causal or (QUICK_CAUSAL if quick else CAUSAL)
     return [
@@ -65,7 +66,7 @@ def cases(
 
 
 def padded_cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """CuDNN's attention at the next multiple of 64: it refuses the gradient at odd lengths."""
+    """Pads to the next multiple of 64 for cuDNN's attention, which refuses other lengths' gradients."""
     length = query.shape[1]
     padding = ((0, 0), (0, -length % 64), (0, 0), (0, 0))
     lengths = jnp.full(len(query), length, jnp.int32)
@@ -100,7 +101,7 @@ def _torch(q, k, v, *, backend, is_causal):
 
 
 def _truth(q, k, v, *, is_causal):
-    """The reference, over a few heads at a time: in float64 the logits of all would not fit."""
+    """Runs the reference over a few heads at a time: float64 logits of all would not fit."""
     batch, query_count, heads, head_size = q.shape
     key_count, key_heads = k.shape[1:3]
     group = heads // key_heads
@@ -167,7 +168,7 @@ def _case(shape: Shape, *, is_causal: bool, with_gradient: bool) -> Case:
         make_inputs=partial(_make_inputs, sizes, with_gradient),
         # The backward reads q, k, v, the output and its cotangent, and writes dq, dk, dv.
         bytes=forward_bytes + (2 * (4 * queries + 4 * keys) if with_gradient else 0),
-        # Two products forward, and five backward, where the logits are taken once more.
+        # Two products forward, and five backward, which computes the logits again.
         flops=forward_flops * 7 // 2 if with_gradient else forward_flops,
         bars=_bars(shape, is_causal=is_causal, with_gradient=with_gradient),
         skipped=skipped,
@@ -189,7 +190,7 @@ def _bars(shape: Shape, *, is_causal: bool, with_gradient: bool) -> tuple[Bar, .
 
 
 def _sizes(shape: Shape) -> tuple[int, int, int, int, int]:
-    """(B, T, N, K, H)."""
+    """Returns (B, T, N, K, H)."""
     batch, length, heads, *key_heads, head_size = shape
     return batch, length, heads, *(key_heads or (heads,)), head_size  # type: ignore[return-value]
 

@@ -23,7 +23,8 @@ _BARS = {
     for shape in SHAPES
 }
 _FAR = 8.0
-"""Of the bias, in deviations, such that what rounding does to a result turns no gradient on or off."""
+"""Magnitude of the bias in standard deviations: no rounding of a result then turns a gradient on or
+off."""
 
 
 def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
@@ -37,7 +38,7 @@ def _ours(x, scale, bias, *, implementation):
 
 
 def _flax(x, scale, bias):
-    """As flax.linen.BatchNorm and jax.nn write it, by the mean of squares."""
+    """Computes what flax.linen.BatchNorm and jax.nn do, by the mean of squares."""
     wide = x.astype(jnp.float32)
     mean = wide.mean((0, 1, 2))
     variance = jnp.maximum(jnp.square(wide).mean((0, 1, 2)) - jnp.square(mean), 0.0)

@@ -1,4 +1,4 @@
-"""conv: windows of 3 x 3 and 3 x 3 x 3 with what follows them, forward and with gradients."""
+"""conv: windows of 3 x 3 and 3 x 3 x 3, bias, activation, residual, forward and with gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ SHAPES: tuple[Shape, ...] = (_FEW, _FEW_LARGE, _MANY, _MORE, _VOLUMES)
 QUICK_SHAPES = (_FEW, _MANY)
 WINDOW = 3
 _FAR = 8.0
-"""Standard deviations of a sum."""
+"""Magnitude of biases before a relu, in standard deviations of a sum."""
 
 
 def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    """Every operation at every shape, in the order in which they are measured."""
+    """Returns every operation at every shape, in the order in which they are measured."""
     shapes = shapes or (QUICK_SHAPES if quick else SHAPES)
     return [_case(operation, shape) for operation in _OPERATIONS for shape in shapes]
 
@@ -47,7 +47,7 @@ class _Operation:
     def split(
         self, args: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-        """x, w, bias and residual."""
+        """Splits operands into x, w, bias and residual."""
         x, w, *rest = args
         bias = rest.pop(0) if self.bias else None
         return x, w, bias, rest.pop(0) if self.residual else None
@@ -64,7 +64,7 @@ class _Operation:
         )
 
     def flax(self, *args):
-        """As flax.linen.Conv and jax.nn write it."""
+        """Computes what flax.linen.Conv and jax.nn do."""
         x, w, bias, residual = self.split(args)
         letters = "DHW"[-(x.ndim - 2) :]
         names = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
@@ -74,7 +74,7 @@ class _Operation:
         return y if self.activation is None else getattr(jax.nn, self.activation)(y)
 
     def torch(self, *args):
-        """On views of the same memory, which torch calls channels_last."""
+        """Runs torch on views of the same memory, which torch calls channels_last."""
         import torch
 
         x, w, bias, residual = self.split(args)
@@ -116,7 +116,7 @@ def _case(operation: _Operation, shape: Shape) -> Case:
     b_size = features if operation.bias else 0
     size = x_size + w_size + b_size + y_size * (2 if operation.residual else 1)
     if operation.with_gradient:
-        # Reads x, w and dy, and what the forward wrote for the slope; writes dx and dw.
+        # Reads x, w, dy and the forward's values for the activation's derivative; writes dx and dw.
         size += 2 * x_size + 2 * w_size + b_size + 3 * y_size
     return Case(
         name=operation.name,
@@ -125,7 +125,7 @@ def _case(operation: _Operation, shape: Shape) -> Case:
         bytes=2 * size,
         flops=2 * prod(pixels) * taps * channels * features * (3 if operation.with_gradient else 1),
         bars=_bars(operation, shape),
-        # The gradient of an activation is that at a rounded sum, and is rounded itself.
+        # The derivative of an activation is taken at a rounded sum, and is rounded itself.
         error_limit=2e-2 if operation.with_gradient else 1e-2,
         **functions(
             operation.ours,
@@ -150,7 +150,7 @@ def _make_inputs(operation: _Operation, shape: Shape, key: jax.Array) -> Arrays:
     if operation.bias:
         bias = normal((features,), 0.1)
         if operation.activation == "relu":
-            # No sum is near relu's kink, where what rounding does to it would turn a gradient on or off.
+            # No sum is near relu's kink, where its rounding would turn a gradient on or off.
             bias = _FAR * jnp.sign(bias)
         operands.append(bias)
     results = operation.residual + operation.with_gradient

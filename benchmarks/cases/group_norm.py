@@ -42,7 +42,7 @@ def _ours(x, scale, bias, *, implementation):
 
 
 def _flax(x, scale, bias):
-    """As flax.linen.GroupNorm and jax.nn write it, by the mean of squares."""
+    """Computes what flax.linen.GroupNorm and jax.nn do, by the mean of squares."""
     images, groups = len(x), min(GROUPS, x.shape[-1])
     wide = x.reshape(images, -1, groups, x.shape[-1] // groups).astype(jnp.float32)
     mean = wide.mean((1, 3), keepdims=True)

@@ -1,4 +1,4 @@
-"""What the cases of operators over images [B, H, W, C] share: bfloat16, forward and with gradients."""
+"""Builds cases of operators over images [B, H, W, C]: bfloat16, forward and with gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class Operation:
     peers: Mapping[str, Function]
     torch: Function
     parameters: Sequence[Shape] = ()
-    """Their shapes."""
+    """Shapes of the parameters."""
     deviation: float = 1.0
-    """Of the parameters."""
+    """Standard deviation of the parameters."""
     is_norm: bool = False
     """Whether the first parameter is a scale, whose mean is 1."""
 
@@ -35,7 +35,7 @@ def cases(
     shapes: Sequence[Shape],
     bars: Mapping[tuple[str, Shape], tuple[Bar, ...]],
 ) -> list[Case]:
-    """Each operation at each shape of x, forward and with gradients; `bars` by name and shape."""
+    """Returns each operation at each shape, forward and with gradients; `bars` by name and shape."""
     return [
         _case(operation, direction, shape, bars.get((f"{operation.name} {direction}", shape), ()))
         for shape in shapes

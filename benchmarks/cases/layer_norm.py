@@ -27,7 +27,7 @@ _EPSILON = 1e-6
 
 
 def cases(quick: bool = False, shapes: Sequence[tuple[int, int]] | None = None) -> list[Case]:
-    """Every operation at every shape, in the order in which they are measured."""
+    """Returns every operation at every shape, in the order in which they are measured."""
     shapes = shapes or (QUICK_SHAPES if quick else SHAPES)
     return [_case(operation, shape) for operation in _OPERATIONS for shape in shapes]
 
@@ -54,7 +54,7 @@ def _jaxfused_bias_relu(x, scale, bias, pre_bias, *, implementation):
 
 
 def _flax_layer_norm(x, scale, bias):
-    """What flax.nnx.LayerNorm computes with its default, the fast variance."""
+    """Computes flax.nnx.LayerNorm with its default, the fast variance."""
     wide = x.astype(jnp.float32)
     mean = wide.mean(-1, keepdims=True)
     variance = jnp.maximum(0.0, (wide * wide).mean(-1, keepdims=True) - mean * mean)
@@ -81,7 +81,7 @@ def _flax_bias_relu(x, scale, bias, pre_bias):
 def _torch_layer_norm(x, scale, bias):
     import torch
 
-    # As under autocast: float32 inside, and the compiler fuses the casts.
+    # This is autocast's form: float32 inside, and the compiler fuses the casts.
     wide = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], scale, bias, _EPSILON)
     return wide.to(x.dtype)
 
@@ -139,20 +139,20 @@ def _tokamax(x, scale, bias=None, *, subtract_mean):
 class _Operation:
     name: str
     ours: Function
-    """Takes implementation= as well."""
+    """Our function, which takes implementation= as well."""
     flax: Function
     torch: Function
     bars: tuple[Bar, ...]
     passes: int
-    """How often [rows, features] goes through memory at least: reads and writes."""
+    """Fewest times that [rows, features] goes through memory, as reads and writes."""
     parameters: int
-    """[features] in float32, read or written."""
+    """Number of arrays [features] in float32 that are read or written."""
     differentiable: int = 2
-    """Leading operands with a gradient: x, scale and perhaps bias."""
+    """Number of leading operands with a gradient: x, scale and perhaps bias."""
     extra: tuple[str, ...] = ()
     """Operands after those: "residual" like x, "pre_bias" of [features]."""
     cotangents: int = 0
-    """0 measures the forward alone."""
+    """Number of cotangents; 0 measures the forward alone."""
     liger: Callable[[], Function] | None = None
     tokamax: Function | None = None
 
@@ -197,7 +197,7 @@ _BIAS_RELU: dict[str, Any] = {
 }
 
 _TWO_PASS = "reference"
-"""XLA's LayerNorm with the variance of deviations. Flax's fast variance is the peer "xla"."""
+"""Name of XLA's two-pass variance. Flax's fast variance is the peer "xla"."""
 
 _FORWARD_AIM = Bar(BULK_COPY, aim=0.95)
 _GRADIENT_AIM = Bar(BULK_COPY, aim=0.85)

@@ -1,4 +1,4 @@
-"""linear: the product alone, and with bias and gelu after it, forward and with gradients."""
+"""linear: the product alone, and with bias and gelu, forward and with gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ QUICK_SHAPES = (_SMALL, _LARGE)
 
 
 def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    """Every operation at every shape, in the order in which they are measured."""
+    """Returns every operation at every shape, in the order in which they are measured."""
     shapes = shapes or (QUICK_SHAPES if quick else SHAPES)
     return [_case(operation, shape) for operation in _OPERATIONS for shape in shapes]
 
@@ -28,7 +28,7 @@ def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Ca
 def random_operands(
     key: jax.Array, rows: Sequence[tuple[int, ...]], weights: Sequence[tuple[int, ...]]
 ) -> list[jax.Array]:
-    """`rows` of unit variance, and `weights` [D, F] that keep it; biases [F] are small."""
+    """Draws `rows` of unit variance, and `weights` [D, F] that keep it; biases [F] are small."""
     keys = iter(jax.random.split(key, len(rows) + len(weights)))
     operands = [jax.random.normal(next(keys), shape, jnp.bfloat16) for shape in rows]
     for shape in weights:
@@ -42,7 +42,7 @@ def random_operands(
 
 
 def product(x, w, *_):
-    """The product that an operator's epilogue should cost nothing beside."""
+    """Returns the product alone: an operator's epilogue should add nothing to its time."""
     return x @ w
 
 
@@ -51,7 +51,7 @@ def _gelu_layer(x, w, bias, *, implementation):
 
 
 def _flax_gelu_layer(x, w, bias):
-    # flax.linen.Dense and jax.nn.gelu, whose default is the approximation by tanh.
+    # This is flax.linen.Dense and jax.nn.gelu, which by default approximates by tanh.
     return jax.nn.gelu(x @ w + bias)
 
 
@@ -65,7 +65,7 @@ def _torch_gelu_layer(x, w, bias):
 class _Operation:
     name: str
     ours: Function
-    """Takes implementation= as well."""
+    """Our function, which takes implementation= as well."""
     flax: Function
     torch: Function
     has_bias: bool

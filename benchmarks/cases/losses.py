@@ -26,7 +26,7 @@ def cases(
     layers: Sequence[tuple[int, int, int]] | None = None,
     images: Sequence[tuple[int, int, int]] | None = None,
 ) -> list[Case]:
-    """Every operation at every shape, in the order in which they are measured."""
+    """Returns every operation at every shape, in the order in which they are measured."""
     del quick  # There are few shapes.
     return [
         *(_logits_case(operation, shape) for operation in _OF_LOGITS for shape in logits or LOGITS),

@@ -27,7 +27,7 @@ QUICK_SHAPES = (SHAPES[0], _LARGE)
 
 
 def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    """Every operation at every shape, in the order in which they are measured."""
+    """Returns every operation at every shape, in the order in which they are measured."""
     shapes = shapes or (QUICK_SHAPES if quick else SHAPES)
     whole = [
         _case(operation, shape, with_gradient)
@@ -66,7 +66,7 @@ def _flax_gated_unit(x, w_gate, w_up):
 def _tokamax_gated_unit(x, w_gate, w_up):
     import tokamax
 
-    # By name, or it would run XLA's where its own kernels cannot run.
+    # The names keep tokamax from running XLA where its own kernels cannot run.
     return tokamax.gated_linear_unit(
         x, (w_gate, w_up), activation=jax.nn.silu, implementation=("mosaic", "triton")
     )
@@ -83,7 +83,7 @@ def _then_down(gated_unit: Function) -> Function:
 
 
 def _pallas_gated_unit(x, w_gate, w_up):
-    """The kernel by itself: the operator with this name alone would be `gated_mlp`'s first half."""
+    """Runs the kernel alone; the operator under this name would be `gated_mlp`'s first half."""
     unit, _, _ = pallas_mlp.gated_forward(
         x,
         w_gate,
@@ -104,11 +104,11 @@ def _pallas_gated_unit(x, w_gate, w_up):
 class _Operation:
     name: str
     ours: Function
-    """Takes implementation= as well."""
+    """Our function, which takes implementation= as well."""
     peers: dict[str, Function]
     torch: Function
     products: int
-    """Of [rows, features] and [features, hidden]."""
+    """Number of products of [rows, features] and [features, hidden]."""
     has_bias: bool
 
 
@@ -129,7 +129,7 @@ def _case(operation: _Operation, shape: Shape, with_gradient: bool) -> Case:
     in_jax = dict(operation.peers)
     bars = [Bar("xla", aim=1.0)]
     if with_gradient:
-        # tokamax's gradient is XLA's, of products taken once more.
+        # tokamax's gradient is XLA's, with the products computed again.
         in_jax.pop("tokamax", None)
         bars = [
             Bar("xla", must=1.0 if shape == _LARGE else 1.1),
@@ -180,7 +180,7 @@ def _unit_case(shape: Shape) -> Case:
 
 
 def _parameters(operation: _Operation, shape: Shape) -> list[tuple[int, ...]]:
-    """Shapes, in the order of the operands after x."""
+    """Returns shapes in the order of the operands after x."""
     _, features, hidden = shape
     if operation.has_bias:
         return [(features, hidden), (hidden,), (hidden, features), (features,)]

@@ -21,7 +21,7 @@ QUICK_SHAPES = (_LLAMA, _VIT_B)
 
 
 def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    """Every operation at every shape, in the order in which they are measured."""
+    """Returns every operation at every shape, in the order in which they are measured."""
     shapes = shapes or (QUICK_SHAPES if quick else SHAPES)
     return [_case(operation, shape) for operation in _OPERATIONS for shape in shapes]
 
@@ -42,7 +42,7 @@ def _unrotated(x, w, *_, sizes):
 
 
 def _peer_projection(x, w, *tables, sizes, rope):
-    """For JAX and torch: the product, its three parts as heads, and the rotation of two."""
+    """Computes the product, splits it into heads and rotates q and k, in JAX and in torch."""
     heads, key_heads = sizes
     qkv = (x @ w).reshape(*x.shape[:-1], heads + 2 * key_heads, -1)
     q, k, v = (

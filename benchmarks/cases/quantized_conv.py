@@ -18,7 +18,6 @@ QUICK_SHAPES = (_MANY,)
 
 
 def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    """The convolution at every shape."""
     return [_case(shape) for shape in shapes or (QUICK_SHAPES if quick else SHAPES)]
 
 
@@ -55,7 +54,7 @@ def _case(shape: Shape) -> Case:
 
 
 def _make_inputs(shape: Shape, key: jax.Array) -> Arrays:
-    """The quantised operands, and x and w in bfloat16 for the convolution of floats."""
+    """Returns the quantised operands, and x and w in bfloat16 for the float convolution."""
     *pixels, channels, features = shape
     of_x, of_w = jax.random.split(key)
     x = jax.random.normal(of_x, (*pixels, channels), jnp.bfloat16)

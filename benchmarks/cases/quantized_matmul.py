@@ -28,7 +28,7 @@ class _Operation:
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of quantize for w."""
     x_dtype: str | None = None
-    """Of x, which has groups along its features where w has groups or blocks."""
+    """Dtype of x, which has groups along its features if w has groups or blocks."""
     shapes: tuple[Shape, ...] = _DECODE + _PREFILL
 
 
@@ -56,7 +56,7 @@ _OPERATIONS = (
 
 
 def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    """Every operation at every shape, in the order in which they are measured."""
+    """Returns every operation at every shape, in the order in which they are measured."""
     return [
         _case(operation, shape)
         for operation in _OPERATIONS
@@ -66,7 +66,7 @@ def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Ca
 
 
 def _bars(operation: _Operation, shape: Shape) -> tuple[Bar, ...]:
-    """What must be, against the product in bfloat16."""
+    """Returns the bars against the product in bfloat16."""
     if operation.x_dtype is None:
         few = shape[0] <= 64
         if operation.w_dtype == "int4":
@@ -82,7 +82,7 @@ def _bars(operation: _Operation, shape: Shape) -> tuple[Bar, ...]:
 
 
 def _sides(operation: _Operation, features: int) -> tuple[int, int]:
-    """Features and out features that share a scale."""
+    """Returns the features and out features that share a scale."""
     size = operation.options.get("group_size", features)
     return size if isinstance(size, tuple) else (size, 1)
 
@@ -129,7 +129,7 @@ def _case(operation: _Operation, shape: Shape) -> Case:
 
 
 def _make_inputs(operation: _Operation, shape: Shape, key: jax.Array) -> Arrays:
-    """The quantised operands, and x and w in bfloat16 for the product that needs nothing else."""
+    """Returns the quantised operands, and x and w in bfloat16 for the plain product."""
     rows, features, out_features = shape
     x, w = random_operands(key, [(rows, features)], [(features, out_features)])
     q = jaxfused.quantize(w, operation.w_dtype, layout="columns", **operation.options)

@@ -18,7 +18,7 @@ SHAPES: tuple[Shape, ...] = ((8, 4096, 32, 8, 128), (256, 197, 12, 12, 64))
 
 
 def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    """Every operation at every shape, in the order in which they are measured."""
+    """Returns every operation at every shape, in the order in which they are measured."""
     del quick  # There are few shapes.
     shapes = shapes or SHAPES
     return [_case(operation, shape) for operation in _OPERATIONS for shape in shapes]
@@ -34,7 +34,7 @@ def _rope(q, k, cos, sin, *, interleaved, implementation):
 
 
 def flax_rope(q, k, cos, sin, *, interleaved):
-    """As Gemma's and MaxText's modules have it: tables in float32, the result in x's dtype."""
+    """Rotates as Gemma and MaxText do: tables in float32, the result in x's dtype."""
     cos, sin = cos[:, None], sin[:, None]
 
     def rotate(x):

@@ -10,8 +10,6 @@ from benchmarks.run.draw import Draw
 
 
 class Operator(NamedTuple):
-    """An operator of the fuzz."""
-
     draw: Callable[[Draw], Options]
     problem: Callable[[Options], Problem]
     share: int

@@ -41,7 +41,7 @@ WITHOUT_GPU: dict[str, Judge] = {"lowered": lowered, "compiled": compiled}
 
 
 def _judge(options: Options, finish: Callable[[str, Any], None]) -> judge.Verdict:
-    """Returns the verdict on a case; `finish` takes the text and the program of each of its forms."""
+    """Returns the verdict on a case; `finish` takes each program's text and the program."""
     device = _device()
     try:
         programs = Programs(operators.problem_of(options), options)

@@ -1,1 +1,1 @@
-"""Result files, and what is made of them: tables, charts, and the page of results."""
+"""Result files, and what is written from them: tables, charts, and the page of results."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.report.plot`: the charts, and the tables of README.md and results/README.md."""
+"""Draws charts, writes tables of both README.md: `python -m benchmarks.report.plot`."""
 
 import argparse
 import os
@@ -14,9 +14,9 @@ from benchmarks.whole import end_to_end_report
 README = Path(__file__).parents[2] / "README.md"
 PAGE = results.DIRECTORY / "README.md"
 SWEEP = "sweep"
-"""What the names of the sweep's files end with."""
+"""Last word in the names of the sweep's files."""
 
-# Ours in one hue, the peers in muted ones, so that the eye finds ours first.
+# Ours have one hue and peers muted ones, so that the eye finds ours first.
 _COLORS = {
     MIXED: "#0b4f4a",
     "pallas": "#0f766e",
@@ -39,7 +39,7 @@ _CEILING_LINE: dict[str, Any] = {"color": _INK, "lw": 1, "ls": (0, (4, 3))}
 
 
 def draw(gpu: str, name: str, section: dict[str, Any], path: Path) -> None:
-    """One panel per operation, the implementations side by side at each shape."""
+    """Draws one panel per operation, with bars of the implementations at each shape."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -89,7 +89,7 @@ def draw(gpu: str, name: str, section: dict[str, Any], path: Path) -> None:
 
 
 def _shown(cases: Sequence[dict[str, Any]]) -> list[str]:
-    """Implementations with a time in any of the cases, in the order of their colours."""
+    """Returns the implementations with a time in any of the cases, in the order of their colours."""
     return [n for n in _COLORS if any(report.microseconds(case, n) is not None for case in cases)]
 
 
@@ -126,7 +126,7 @@ def chart_path(directory: Path, gpu: str, name: str) -> Path:
 
 
 def replace_part(path: Path, part: str, lines: Sequence[str]) -> None:
-    """Replaces what stands between the markers of a part.
+    """Replaces the lines between the markers of a part.
 
     Raises:
       ValueError: the file does not have both markers, in order.

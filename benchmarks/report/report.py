@@ -1,6 +1,6 @@
 """Turns a result section into text: the table, the summary of the bars, the page of results.
 
-Everything is computed from the JSON, so that a number printed anywhere is a number in the file.
+Everything is computed from the JSON file, so that every printed number agrees with it.
 """
 
 from collections import Counter
@@ -15,26 +15,25 @@ CaseResult = dict[str, Any]
 
 
 def microseconds(case: CaseResult, name: str | None) -> float | None:
-    """Median time of one implementation, None where it has none."""
+    """Returns the median time of one implementation, or None if it has none."""
     time: float | None = case["rows"].get(name, {}).get("microseconds")
     return time
 
 
 def rate(case: CaseResult, time: float) -> tuple[float, str]:
-    """TFLOP/s of a case that is judged by arithmetic, GB/s of one judged by bytes."""
+    """Returns TFLOP/s of a case that is judged by arithmetic, GB/s of one judged by bytes."""
     if case["flops"]:
         return case["flops"] / time / 1e6, "TFLOP/s"
     return case["bytes"] / time / 1e3, "GB/s"
 
 
 def ceiling_share(case: CaseResult, time: float, section: Section) -> float | None:
-    """Rate over the best copy, or over the matrix product, of the same run."""
+    """Returns the rate as a share of the best copy's, or matrix product's, in the same run."""
     ceiling = section["ceilings"].get("gemm" if case["flops"] else "copy")
     return rate(case, time)[0] / ceiling if ceiling else None
 
 
 def best_peer(case: CaseResult) -> str | None:
-    """The fastest implementation that is not ours."""
     times = {n: microseconds(case, n) for n in case["rows"] if n not in (*OURS, *LESS)}
     timed = {n: t for n, t in times.items() if t is not None}
     return min(timed, key=lambda name: timed[name]) if timed else None
@@ -42,7 +41,7 @@ def best_peer(case: CaseResult) -> str | None:
 
 @dataclass(frozen=True)
 class Judgement:
-    """One bar at one shape; ratio is None where a side has no time."""
+    """One bar at one shape; `ratio` is None if a side has no time."""
 
     case: str
     shape: tuple[int, ...]
@@ -54,13 +53,12 @@ class Judgement:
 
     @property
     def met(self) -> bool | None:
-        """Whether the must (or, without one, the aim) is reached; None where not measured."""
+        """Whether `must` (or, without one, `aim`) is reached; None if not measured."""
         goal = self.must if self.must is not None else self.aim
         return None if self.ratio is None or goal is None else self.ratio >= goal
 
 
 def judge(section: Section) -> list[Judgement]:
-    """Every bar of every case."""
     judgements = []
     for case in section["cases"]:
         for bar in case["bars"]:
@@ -96,7 +94,7 @@ def _ratio(case: CaseResult, ours: str, against: str, section: Section) -> float
 
 
 def table(section: Section) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: one row per case, shape and implementation."""
+    """Returns header and rows: one row per case, shape and implementation."""
     header = ["case", "shape", "implementation", "us", "±%", "rate", "x best peer", "ceiling"]
     rows = []
     for case in section["cases"]:
@@ -128,7 +126,7 @@ def table(section: Section) -> tuple[list[str], list[list[str]]]:
 
 
 def summary(section: Section) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: one row per case and bar, the ratios in the order of the case's shapes.
+    """Returns header and rows: one row per case and bar, with ratios in the order of the shapes.
 
     "." stands for a shape without this bar, "-" for one without a measurement.
     """
@@ -161,12 +159,12 @@ def summary(section: Section) -> tuple[list[str], list[list[str]]]:
 
 
 def _ratio_text(ratio: float) -> str:
-    """Rates against TERAFLOPS have no use for decimals."""
+    """Formats a ratio; rates against TERAFLOPS need no decimals."""
     return f"{ratio:.2f}" if ratio < 50 else f"{ratio:.0f}"
 
 
 def slow_defaults(section: Section) -> Iterator[str]:
-    """Where another implementation of ours beats the default by more than 3 %."""
+    """Yields the cases in which another implementation of ours beats the default by more than 3 %."""
     for case in section["cases"]:
         default = microseconds(case, case["default"])
         for name in OURS:
@@ -179,7 +177,7 @@ def slow_defaults(section: Section) -> Iterator[str]:
 
 
 def untimed(section: Section) -> Iterator[tuple[str, str]]:
-    """Each row without a time: the implementation, and the reason."""
+    """Yields the implementation and the reason of each row without a time."""
     for case in section["cases"]:
         for name, row in case["rows"].items():
             if "microseconds" not in row:
@@ -188,13 +186,13 @@ def untimed(section: Section) -> Iterator[tuple[str, str]]:
 
 
 def faults(section: Section) -> Iterator[str]:
-    """Every reason for which a row has no time, once, with the number of cases that it took."""
+    """Yields every reason for a row without a time once, with the number of its cases."""
     for (name, reason), count in Counter(untimed(section)).items():
         yield f"{LABELS.get(name, name)}, {count} cases, {reason}"
 
 
 def print_report(name: str, section: Section) -> None:
-    """The table, then the ceilings and what is missing, then the bars: the end is what matters."""
+    """Prints the table, the ceilings, what is missing, and the bars, which matter most, last."""
     _print_table(f"{name}: microseconds", *table(section))
     print(ceilings_line(section))
     for peer, reason in section["missing"].items():
@@ -207,7 +205,7 @@ def print_report(name: str, section: Section) -> None:
 
 
 def ceilings_line(section: Section) -> str:
-    """The measured ceilings in one line; older files lack some."""
+    """Formats the measured ceilings in one line; older files lack some."""
     ceilings = section["ceilings"]
     units = {"bulk_copy": "GB/s", "device_copy": "GB/s", "stream": "GB/s", "gemm": "TFLOP/s"}
     parts = []
@@ -220,7 +218,7 @@ def ceilings_line(section: Section) -> str:
 
 
 def when(section: Section) -> str:
-    """The day of a measurement, and its commit; older files lack that."""
+    """Returns the day of a measurement, and its commit, which older files lack."""
     commit = section.get("commit")
     return section["date"][:10] + (f", commit {commit}" if commit else "")
 
@@ -235,12 +233,12 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
     rich_table = Table(*header, title=title, title_justify="left", pad_edge=False)
     for row in rows:
         rich_table.add_row(*row, end_section=False)
-    # A log has no width of its own, and rich would fold the columns to 80.
+    # A log has no width, and rich would fold the columns to 80.
     Console(width=None if Console().is_terminal else 140).print(rich_table)
 
 
 def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same table where rich is not installed."""
+    """Formats the table without rich."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -261,7 +259,7 @@ def page(
     images: Mapping[tuple[str, str], str],
     tables: Mapping[str, Callable[[Section], list[str]]],
 ) -> list[str]:
-    """The lines of the page of results: a chart and a table for each GPU and benchmark.
+    """Returns the lines of the page of results: a chart and a table for each GPU and benchmark.
 
     `images` maps (gpu, benchmark) to a path, and `tables` a benchmark without cases to its lines.
     """
@@ -310,7 +308,7 @@ def _page_table(section: Section) -> list[str]:
 
 
 def _absent_peers(section: Section) -> str:
-    """The peers that have no time in some of their cases."""
+    """Lists the peers that have no time in some of their cases."""
     counts = Counter(name for name, _ in untimed(section) if name not in OURS)
     of = f"of {len(section['cases'])} cases"
     return ", ".join(f"{LABELS.get(n, n)} in {count} {of}" for n, count in counts.items())

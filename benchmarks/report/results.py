@@ -42,7 +42,7 @@ Result = dict[str, Any]
 
 
 def slug(gpu: str) -> str:
-    """A GPU's name as a file name: "NVIDIA H200" is nvidia-h200."""
+    """Returns a GPU's name as a file name: "NVIDIA H200" is nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
@@ -51,9 +51,9 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that bear on the numbers, those that are installed.
+    """Returns the versions of installed packages that affect the timings.
 
-    Where the kernels do without cuBLASLt, which a library may be built without, it says so.
+    It also says if the kernels run without cuBLASLt, which is optional in the library.
     """
     installed = {}
     for package in _PACKAGES:
@@ -67,7 +67,7 @@ def versions() -> dict[str, str]:
 
 
 def gpu_state() -> dict[str, str]:
-    """Driver, clocks and power of the first GPU as they are now; nothing is set."""
+    """Reads the driver, clocks and power of the first GPU; sets nothing."""
     fields = ",".join(_GPU_FIELDS)
     query = ["nvidia-smi", "-i", "0", "--format=csv,noheader", f"--query-gpu={fields}"]
     try:
@@ -79,7 +79,7 @@ def gpu_state() -> dict[str, str]:
 
 
 def run_tags(arguments: Sequence[str]) -> Result:
-    """What says which code a run has measured; of a place on this machine only the file's name."""
+    """Returns tags of the code that a run measures; of a local path only the file's name."""
     return {
         "date": now(),
         "arguments": [Path(a).name if Path(a).is_absolute() else a for a in arguments],
@@ -90,13 +90,13 @@ def run_tags(arguments: Sequence[str]) -> Result:
 
 
 def commit() -> str:
-    """The commit that a section measures, with a word about changes that are not committed."""
+    """Returns the commit that a section measures, and says if it has uncommitted changes."""
     dirty = _git("status", "--porcelain", "--untracked-files=no")
     return _git("rev-parse", "--short", "HEAD") + (" with changes" if dirty else "")
 
 
 def _git(*arguments: str) -> str:
-    """What git says about this checkout; empty outside of one."""
+    """Returns git's output on this checkout; empty outside of one."""
     here = Path(__file__).parents[1]
     try:
         run = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True)
@@ -106,7 +106,7 @@ def _git(*arguments: str) -> str:
 
 
 def load(path: Path) -> Result:
-    """The file's content, or an empty result where there is none."""
+    """Returns the file's content, or an empty result if there is no file."""
     if not path.exists():
         return {"gpu": "", "benchmarks": {}}
     result: Result = json.loads(path.read_text())
@@ -114,7 +114,7 @@ def load(path: Path) -> Result:
 
 
 def save_section(directory: Path, gpu: str, name: str, section: Result) -> Path:
-    """Puts one benchmark's section into the GPU's file and leaves the others as they are."""
+    """Writes one benchmark's section into the GPU's file and keeps the others."""
     path = directory / f"{slug(gpu)}.json"
     result = load(path)
     result["gpu"] = gpu
@@ -127,7 +127,7 @@ def save_section(directory: Path, gpu: str, name: str, section: Result) -> Path:
 
 
 def _rounded(value: Any) -> Any:
-    """Five significant digits: more than any measurement here has."""
+    """Rounds to five significant digits, more than any measurement here has."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):

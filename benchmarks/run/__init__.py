@@ -1,1 +1,1 @@
-"""What runs a case: compilation, checks, timing, peers, and what the GPU can do at most."""
+"""Running a case: compilation, checks, timing, peers, and what the GPU can do at most."""

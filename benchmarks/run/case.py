@@ -13,18 +13,18 @@ Function = Callable[..., Any]
 _IMPLEMENTATIONS = {"pallas": "pallas", "cuda": "cuda", "reference": "xla"}
 
 MIXED = "mixed"
-"""implementation=None, under which each stage of an operator chooses for itself."""
+"""Name of implementation=None, under which each stage of an operator chooses for itself."""
 
 OURS = (MIXED, *_IMPLEMENTATIONS)
 """Our implementations; "reference" is implementation="xla", named so that "xla" can be the peer."""
 
 BARE = "bare"
-"""The matrix product alone, in XLA."""
+"""Name of the matrix product alone, in XLA."""
 UNROTATED = "unrotated"
-"""qkv_projection without rope, by the default."""
+"""Name of qkv_projection without rope, by the default implementation."""
 
 LESS = (BARE, UNROTATED)
-"""What does less than the others, whose results are not compared with theirs."""
+"""Names of programs that do less than the others: their results are not compared."""
 
 LABELS = {
     MIXED: "jaxfused",
@@ -72,25 +72,25 @@ class Case:
     name: str
     shape: tuple[int, ...]
     make_inputs: Callable[[jax.Array], Arrays]
-    """Random inputs from a key; every implementation takes them in this order."""
+    """Function of a key that returns random inputs, in the order of every implementation's arguments."""
     truth: Function
-    """The reference; it is run in float64."""
+    """Reference function, which is run in float64."""
     jax: Mapping[str, Function]
     """Ours and the peers in JAX, by name; each returns what `truth` returns."""
     torch: Mapping[str, Callable[[], Function]]
-    """Peers in torch: a function that imports what it needs and returns the implementation."""
+    """Functions that import what a torch peer needs and return it, by name."""
     bytes: int
     """Fewest bytes through device memory: every operand of every pass once."""
     flops: int = 0
-    """Where it is not 0 the case is judged by arithmetic, else by bytes."""
+    """Floating-point operations; the case is judged by them if not 0, else by bytes."""
     default: str = MIXED
-    """Which of OURS is what a user gets."""
+    """Name among OURS of what a user gets."""
     bars: tuple[Bar, ...] = field(default=())
     dtype: str = "bfloat16"
     differentiable: int = 0
-    """How many leading inputs need a gradient in torch; 0 where only the forward is measured."""
+    """Number of leading inputs with a gradient in torch; 0 if only the forward is measured."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """Why what the other shapes have is not run here, by name."""
+    """Reasons for not running an implementation at this shape, by name."""
     error_limit: float = 1e-2
     """Largest error of a row that counts as right: twice what two roundings to bfloat16 give."""
 
@@ -103,7 +103,7 @@ def functions(
     differentiable: int,
     cotangents: int,
 ) -> dict[str, Any]:
-    """The `truth`, `jax`, `torch` and `differentiable` of a Case from functions of a forward.
+    """Returns `truth`, `jax`, `torch` and `differentiable` of a Case, from functions of a forward.
 
     Args:
       ours: takes implementation= as well; "xla" is the truth.
@@ -135,12 +135,12 @@ def torch_compiled(forward: Function) -> Function:
 
 
 def gradient_in_jax(forward: Function, differentiable: int, cotangents: int) -> Function:
-    """Forward and backward as one function: (*operands, *dys) to (*outputs, *gradients).
+    """Returns forward and backward as one function of (*operands, *dys) to (*outputs, *gradients).
 
-    The gradients are those of the first `differentiable` operands. All are returned, so that XLA
-    has nothing to leave out. The cotangents wait for the outputs, as in a network, whose loss is
-    computed in between: else XLA merges an activation with its own gradient into one pass over its
-    operand, which no training step can.
+    The gradients are those of the first `differentiable` operands. All are returned, so that XLA can
+    drop nothing. The cotangents wait for the outputs, as in a network, where the loss lies in between:
+    else XLA merges an activation with its own gradient into one pass over its operand, which no training
+    step can.
     """
 
     def run(*args: jax.Array) -> Arrays:
@@ -157,7 +157,7 @@ def gradient_in_jax(forward: Function, differentiable: int, cotangents: int) -> 
 
 
 def gradient_in_torch(forward: Function, differentiable: int, cotangents: int) -> Function:
-    """`gradient_in_jax` for a function of torch tensors."""
+    """Returns `gradient_in_jax` for a function of torch tensors."""
     import torch
 
     def run(*args: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What this GPU can do at most, measured: the rate of a copy and of a matrix product."""
+"""Measures what this GPU can do at most: the rates of a copy and of a matrix product."""
 
 import statistics
 from functools import partial
@@ -13,14 +13,14 @@ from benchmarks.run import peers, timing
 
 _COPY_BYTES = 512 * 2**20
 _GEMM_SIZE = 8192
-# (elements of 2 bytes per chunk, chunks in flight per CTA, CTAs per multiprocessor)
+# (elements of 2 bytes per chunk, chunks in flight per CTA, CTAs per SM)
 _RINGS = ((8192, 8, 1), (8192, 12, 1), (8192, 6, 2), (4096, 12, 2))
 
 
 def bulk_copy(x: jax.Array, *, chunk: int, slots: int, ctas: int) -> jax.Array:
-    """A persistent kernel that moves x through shared memory by bulk copies, past the registers.
+    """Copies x through shared memory by TMA bulk copies, past the registers, in a persistent kernel.
 
-    x: [chunks, chunk]; each CTA owns a ring of `slots` chunks.
+    x: [chunks, chunk]; each CTA has a ring of `slots` chunks.
     """
     chunks = x.shape[0]
 
@@ -46,7 +46,7 @@ def bulk_copy(x: jax.Array, *, chunk: int, slots: int, ctas: int) -> jax.Array:
             slot = lax.rem(step, jnp.int32(slots))
             plgpu.barrier_wait(loaded.at[slot])
             plgpu.copy_smem_to_gmem(ring_smem.at[slot], y_gmem.at[cta + step * ctas])
-            # One store may still read its slot; the slot of the step before is free again.
+            # One store may still read its slot; the slot of the step before it is free again.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             refill = step - 1 + slots
 
@@ -70,9 +70,9 @@ def bulk_copy(x: jax.Array, *, chunk: int, slots: int, ctas: int) -> jax.Array:
 
 
 def measure() -> dict[str, float | str]:
-    """bulk_copy, device_copy, stream and copy (the best of these) in GB/s, gemm in TFLOP/s.
+    """Returns rates: bulk_copy, device_copy, stream, copy (the best of them) in GB/s, gemm in TFLOP/s.
 
-    What fails is left out and its error kept under "<name>_error".
+    What fails is left out, with its error under "<name>_error".
     """
     result: dict[str, float | str] = {}
     copies = {
@@ -118,7 +118,7 @@ def _device_copy_rate() -> float:
 
 
 def _stream_rate() -> float:
-    """XLA's kernel for -x: many small CTAs, which go to whichever multiprocessor is free."""
+    """Returns the rate of XLA's kernel for -x: many small CTAs, which go to whichever SM is free."""
     x = jax.random.normal(jax.random.key(1), (_COPY_BYTES // 2,), jnp.bfloat16)
     median = statistics.median(timing.cupti(jax.jit(jnp.negative), [(x,)]).microseconds)
     return 2 * _COPY_BYTES / median / 1e3

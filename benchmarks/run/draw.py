@@ -1,7 +1,7 @@
-"""Random sizes from a seed, for the commands that look for what nobody thought of: sweep and fuzz.
+"""Random sizes from a seed, for the commands that draw their cases: sweep and fuzz.
 
-Each case has a stream of its own, so that the fifth case of a seed is the same whether it is the only
-one that is drawn or one of a thousand.
+Each case has its own random stream: the fifth case of a seed is the same whether it is drawn alone or
+with a thousand others.
 """
 
 import zlib
@@ -16,16 +16,16 @@ LANGUAGE_WIDTHS = (1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 8192)
 VISION_TOKENS = (49, 64, 144, 196, 197, 256, 257, 576, 577, 729, 784, 1024, 1370, 3136, 4096)
 """Patches of an image, with and without a class token; 49 and 64 are windows of Swin."""
 HEAD_SIZES = (32, 64, 64, 64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 256)
-"""Those that are met most stand here more than once."""
+"""Head sizes to draw from; common ones are listed more than once."""
 
 MOST_ELEMENTS = 2**27
-"""Of the largest operand: 256 MiB in bfloat16, several times what any L2 holds."""
+"""Elements of the largest operand: 256 MiB in bfloat16, several times what any L2 holds."""
 MOST_FLOPS = 1.5e12
-"""Of a forward pass: a few milliseconds on an H200, so that float32 checks it in a second."""
+"""Operations of a forward pass: a few milliseconds on an H200, so that float32 checks it in a second."""
 
 
 class Draw:
-    """A stream of random choices that depends on a seed and a name alone; no size is above `largest`."""
+    """A random stream that depends only on a seed and a name; no size is above `largest`."""
 
     def __init__(self, seed: int, name: str, largest: int | None = None):
         self._largest = largest
@@ -38,21 +38,21 @@ class Draw:
         return bool(self._rng.random() < probability)
 
     def between(self, low: int, high: int) -> int:
-        """From low to high, both included, all equally likely."""
+        """Draws from low to high, both included, all equally likely."""
         return int(self._rng.integers(low, high + 1))
 
     def size(self, low: int, high: int) -> int:
-        """From low to high, both included, with every factor of two equally likely."""
+        """Draws from low to high, both included, with every factor of two equally likely."""
         high = max(low, self.bounded(high))
         exponent = self._rng.uniform(np.log(low), np.log(high + 1))
         return min(high, max(low, int(np.exp(exponent))))
 
     def bounded(self, size: int) -> int:
-        """The size, or the largest that this stream draws."""
+        """Bounds a size by the largest that this stream draws."""
         return size if self._largest is None else min(size, self._largest)
 
     def rounded(self, low: int, high: int) -> int:
-        """A `size` that people would choose: often a power of two or a multiple of 8 or 128."""
+        """Draws a `size` that people choose: often a power of two or a multiple of 8 or 128."""
         value = self.size(low, high)
         unit = self.pick((1, 8, 128, 1 << (value.bit_length() - 1)))
         return value if unit > value else max(low, value // unit * unit)
@@ -60,7 +60,7 @@ class Draw:
     # --- sizes of networks ------------------------------------------------------------------------
 
     def width(self, most: int = 16384) -> int:
-        """Features of a network's layer; one in ten is any multiple of 8, one in 16 is odd."""
+        """Draws the features of a layer; one in ten is any multiple of 8, one in 16 is odd."""
         kind = self._rng.random()
         if kind < 1 / 16:
             width = self.size(16, most) | 1
@@ -71,7 +71,7 @@ class Draw:
         return min(width, most)
 
     def batch_and_tokens(self) -> tuple[int, int]:
-        """Images and their patches, sequences of text and their tokens, or tokens of a decoder."""
+        """Draws images and their patches, texts and their tokens, or tokens of a decoder."""
         kind = self.pick(("vision",) * 4 + ("text",) * 4 + ("decode",))
         if kind == "vision":
             batch, tokens = self.batch(512), self.pick(VISION_TOKENS)
@@ -82,17 +82,17 @@ class Draw:
         return self.shard(batch), tokens
 
     def batch(self, most: int) -> int:
-        """Training has large batches, so the larger of two."""
+        """Draws the larger of two sizes, because training has large batches."""
         return max(self.rounded(1, most), self.rounded(1, most))
 
     def tokens(self, most: int = 32768) -> int:
-        """Tokens of a text: mostly many, any number from 1 up."""
+        """Draws the tokens of a text: mostly many, any number from 1 up."""
         return self.rounded(128 if self.chance(0.75) else 1, most)
 
     def shard(self, size: int) -> int:
-        """What one of several devices has of an axis; most programs run on one."""
+        """Returns one of several devices' part of an axis; most programs run on one device."""
         return max(1, size // self.pick((1, 1, 1, 2, 4, 8)))
 
     def dtype(self, *rare: str) -> str:
-        """Mostly bfloat16, some float16, and each of `rare` as often as that."""
+        """Draws mostly bfloat16, some float16, and each of `rare` as often as that."""
         return self.pick(("bfloat16",) * 6 + ("float16", *rare))

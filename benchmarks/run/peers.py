@@ -1,4 +1,4 @@
-"""Which peers are installed here, and why another one is not."""
+"""Finds which peers are installed here, and why another one is not."""
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ def _tokamax() -> None:
 
 
 def _nothing() -> None:
-    """Stock XLA and cuDNN come with JAX."""
+    """Finds stock XLA and cuDNN, which come with JAX."""
 
 
 PROBES: dict[str, Callable[[], object]] = {
@@ -38,10 +38,10 @@ PROBES: dict[str, Callable[[], object]] = {
 
 
 def missing(names: Iterable[str] = tuple(PROBES)) -> dict[str, str]:
-    """For each of `names` that cannot be used here, the error that its import gave."""
+    """Returns the import error of each of `names` that cannot be used here."""
     reasons = {}
     for name in names:
-        # A peer that is there but broken may raise anything while it is imported.
+        # A broken peer may raise anything while it is imported.
         try:
             PROBES[name]()
         except Exception as error:
@@ -50,6 +50,6 @@ def missing(names: Iterable[str] = tuple(PROBES)) -> dict[str, str]:
 
 
 def describe(error: BaseException) -> str:
-    """One line, short enough for a table and a JSON file."""
+    """Returns an error in one line, short enough for a table and a JSON file."""
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0][:300]}"

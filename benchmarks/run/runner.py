@@ -65,7 +65,7 @@ def run(
 
 
 def _summary(rows: dict[str, _Row]) -> str:
-    """One line of progress: microseconds, or what happened instead."""
+    """Returns a line of progress: microseconds, or what happened instead."""
     parts = []
     for name, row in rows.items():
         short = next(k for k in ("microseconds", "wrong", "failed", "skipped") if k in row)
@@ -78,9 +78,9 @@ def _summary(rows: dict[str, _Row]) -> str:
 
 
 def compile_all(cases: Sequence[Case], chosen: Collection[str]) -> list[dict[str, Future[Any]]]:
-    """For each case its JAX functions and its "truth", compiled side by side.
+    """Compiles each case's JAX functions and its "truth" in parallel.
 
-    Tracing is done here, compiling in threads: it is most of the time that a run takes.
+    Tracing runs in this thread and compiling in others, because it takes most of a run's time.
     """
     result = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -99,7 +99,7 @@ def _submit(pool: ThreadPoolExecutor, f: Function, shapes: Any, *, x64: bool) ->
         with jax.enable_x64(x64):
             return lowered.compile()
 
-    # Whatever an implementation raises belongs to its row and must not end the run.
+    # An implementation's error belongs to its row and must not end the run.
     try:
         with jax.enable_x64(x64):
             lowered = jax.jit(f).lower(*shapes)
@@ -111,7 +111,7 @@ def _submit(pool: ThreadPoolExecutor, f: Function, shapes: Any, *, x64: bool) ->
 
 
 def _in_float64(f: Function) -> Function:
-    # Numbers of a byte are what an array was quantised to, and stay.
+    # Numbers of one byte are quantised values and stay as they are.
     def widened(a: jax.Array) -> jax.Array:
         is_wide = jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize > 1
         return a.astype(jnp.float64) if is_wide else a
@@ -124,10 +124,10 @@ def _in_float64(f: Function) -> Function:
 
 @jax.jit
 def _distance(output: jax.Array, truth: jax.Array) -> jax.Array:
-    """Largest relative error of a row, or of a whole vector; NaN where there is one.
+    """Returns the largest relative error of a row, or of a whole vector; NaN if there is one.
 
-    A row shorter than most is judged by the root mean square of all rows' lengths: the gradient of
-    a query that sees one key is 0.
+    A row shorter than most is divided by the root mean square of all rows' lengths: the gradient of a
+    query that sees one key is 0.
     """
     axis = -1 if truth.ndim > 1 else None
     difference = jnp.linalg.norm(output.astype(truth.dtype) - truth, axis=axis)
@@ -137,7 +137,7 @@ def _distance(output: jax.Array, truth: jax.Array) -> jax.Array:
 
 
 def distance(outputs: Any, truth: Any) -> float:
-    """The worst of all outputs; infinite where shapes or their number differ."""
+    """Returns the worst distance of all outputs; infinite if shapes or their number differ."""
     outputs, truth = jax.tree.leaves(outputs), jax.tree.leaves(truth)
     if [o.shape for o in outputs] != [t.shape for t in truth]:
         return float("inf")
@@ -150,7 +150,7 @@ def distance(outputs: Any, truth: Any) -> float:
 
 
 def make_sets(case: Case) -> list[Arrays]:
-    """Different random inputs, so many that none is still in the cache when its turn comes."""
+    """Makes so many sets of random inputs that none is still cached when its turn comes."""
     first = case.make_inputs(jax.random.key(0))
     count = timing.input_sets(sum(a.nbytes for a in first))
     more = [case.make_inputs(jax.random.key(seed)) for seed in range(1, count)]
@@ -193,7 +193,7 @@ def _admit(
     executables: dict[str, Future[Any]],
     sets: Sequence[Arrays],
 ) -> tuple[dict[str, _Row], dict[str, Callable[[], _Row]]]:
-    """Runs every implementation once; (rows, clocks of those whose result is right)."""
+    """Runs every implementation once; returns rows, and clocks of those whose result is right."""
     prepared: dict[str, Callable[[], tuple[Function, Callable[[], _Row]]]] = {}
     for name in case.jax:
         if name in chosen:
@@ -258,7 +258,7 @@ def _prepare_torch(
 
     def clock() -> _Row:
         samples: _Row = {"events": timing.torch_graph(call, tensor_sets)}
-        # The events decide whether there is a number at all; CUPTI can only lower it.
+        # The row needs the events' time; CUPTI's can only lower it.
         try:
             samples["cupti"] = timing.torch_cupti(call, tensor_sets)
         except Exception as error:
@@ -270,7 +270,7 @@ def _prepare_torch(
 
 
 def _combine(rounds: Sequence[_Row]) -> _Row:
-    """One row of the result: the median of all samples, by the clock that says less."""
+    """Returns a row of the result: the median of all samples, by the clock that gives less."""
     by_clock: dict[str, list[list[float]]] = {}
     for clock in ("cupti", "events"):
         if all(clock in r for r in rounds):

@@ -21,7 +21,7 @@ _ROUND_MILLISECONDS = 1500.0
 
 
 def kernels(call: Callable[[], Any]) -> list[tuple[str, float]]:
-    """The kernels of one call in the order in which they ran: name, microseconds."""
+    """Returns the kernels of one call in the order in which they ran: name, microseconds."""
     _, timings = profiler.measure(InTurn(call, [()]), aggregate=False)()
     if timings is None:
         raise RuntimeError("CUPTI saw no kernel")
@@ -29,7 +29,7 @@ def kernels(call: Callable[[], Any]) -> list[tuple[str, float]]:
 
 
 def torch_cupti(call: Callable[..., Any], sets: Sequence[Any]) -> Samples:
-    """`cupti` for a torch function."""
+    """Times a torch function as `cupti` does."""
     import torch
 
     def synchronized(*args: Any) -> Any:
@@ -41,9 +41,9 @@ def torch_cupti(call: Callable[..., Any], sets: Sequence[Any]) -> Samples:
 
 
 def torch_graph(call: Callable[..., Any], sets: Sequence[Any]) -> Samples:
-    """A CUDA graph of one call per input set (at least 8), replayed between two events.
+    """Times a CUDA graph of one call per input set (at least 8), replayed between two events.
 
-    The graph hides what the host needs for a launch; the gap between two kernels stays in.
+    The graph hides the host's time for a launch; the gap between two kernels remains.
     """
     import torch
 
@@ -58,7 +58,7 @@ def torch_graph(call: Callable[..., Any], sets: Sequence[Any]) -> Samples:
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        # Every call's outputs stay alive, so that no call writes where the one before it wrote.
+        # Every call's outputs stay alive, so that no call overwrites the one before it.
         outputs = [call(*args) for args in calls]
 
     def milliseconds(replays: int) -> float:
@@ -78,7 +78,7 @@ def torch_graph(call: Callable[..., Any], sets: Sequence[Any]) -> Samples:
 
 
 def wall(call: Callable[..., Any], sets: Sequence[Any], calls: int = 24) -> Samples:
-    """Host time of many calls in flight, divided by their number: for long copies only."""
+    """Returns the host's time of many calls in flight, divided by their number: for long copies only."""
     jax.block_until_ready(call(*sets[0]))
     result = []
     for _ in range(SAMPLES):
@@ -90,9 +90,9 @@ def wall(call: Callable[..., Any], sets: Sequence[Any], calls: int = 24) -> Samp
 
 
 def steps(run: Callable[[int], None]) -> dict[str, Any]:
-    """Host time of training steps; `run(n)` takes n of them and waits for the last.
+    """Times training steps on the host; `run(n)` takes n of them and waits for the last.
 
-    Milliseconds a step: the median of the rounds, each of which lasts about 1.5 s.
+    Returns milliseconds a step: the median of the rounds, each of about 1.5 s.
     """
 
     def milliseconds(count: int) -> float:

@@ -1,6 +1,6 @@
 """Attention for the sweep: jaxfused, jax.nn, Flax, cuDNN, and the truth a few heads at a time.
 
-Operands are q, k, v, the bias where there is one, then what the mask is made of.
+Operands are q, k, v, the bias if there is one, then the lengths and segment ids of the mask.
 """
 
 from typing import Any
@@ -13,19 +13,20 @@ import jaxfused
 from benchmarks.sweep.configs import Attention
 
 STOCK_LOGITS_BYTES = 5 * 2**30
-"""Of [B, N, T, S] in float32, of which XLA holds up to four at a time for a gradient."""
+"""Bytes of the logits [B, N, T, S] in float32, of which XLA holds up to four at a time for a
+gradient."""
 
 _TRUTH_LOGITS = 2**27
-"""How many logits the truth has at a time in each of its arrays."""
+"""Logits that the truth holds at a time in each of its arrays."""
 
 
 def stock_fits(config: Attention) -> bool:
-    """Whether stock XLA, which holds all logits, stays within 24 GiB."""
+    """Returns whether stock XLA, which holds all logits, stays within 24 GiB."""
     return 4 * config.logits() <= STOCK_LOGITS_BYTES
 
 
 def masks(config: Attention, key: jax.Array) -> list[jax.Array]:
-    """Random lengths [B] and segment ids [B, S], as far as the case has them."""
+    """Draws lengths [B] and segment ids [B, S], as far as the case has them."""
     operands = []
     if config.lengths:
         fewest = 1 + config.keys // 4
@@ -39,7 +40,7 @@ def masks(config: Attention, key: jax.Array) -> list[jax.Array]:
 
 
 def _split(config: Attention, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(q, k, v, bias, lengths, segments), None for what is not there."""
+    """Returns (q, k, v, bias, lengths, segments), with None for absent ones."""
     q, k, v, *rest = operands
     present = (config.bias_batch > 0, config.lengths, config.segments > 0)
     return q, k, v, *(rest.pop(0) if there else None for there in present)
@@ -65,7 +66,7 @@ def ours(config: Attention, *operands: Any) -> jax.Array:
 
 
 def of_jax(config: Attention, *operands: Any, implementation: Any) -> jax.Array:
-    """jax.nn.dot_product_attention, to which segments are a mask."""
+    """Calls jax.nn.dot_product_attention, with segments as a mask."""
     q, k, v, bias, lengths, segments = _split(config, operands)
     mask = None if segments is None else _same_segment(segments)
     return jax.nn.dot_product_attention(
@@ -82,7 +83,7 @@ def of_jax(config: Attention, *operands: Any, implementation: Any) -> jax.Array:
 
 
 def of_flax(config: Attention, *operands: Any) -> jax.Array:
-    """flax.linen.dot_product_attention, to which everything is a mask."""
+    """Calls flax.linen.dot_product_attention, with everything as a mask."""
     q, k, v, bias, lengths, segments = _split(config, operands)
     mask = None if segments is None else _same_segment(segments)
     columns = jnp.arange(config.keys)[None, None, None]
@@ -101,9 +102,9 @@ def _same_segment(segments: jax.Array) -> jax.Array:
 
 
 def in_pieces(config: Attention, *operands: Any) -> jax.Array:
-    """jax.nn's attention over some key heads of some examples at a time, logits taken twice.
+    """Runs jax.nn's attention over some key heads of some examples at a time, and recomputes the logits.
 
-    It serves as the truth and, where the logits of all heads do not fit, as stock's accuracy.
+    It serves as the truth and, if the logits of all heads do not fit, as stock's accuracy.
     """
     q, k, v, bias, lengths, segments = _split(config, operands)
     batch, key_heads, group = config.batch, config.key_heads, config.group

@@ -21,7 +21,7 @@ from jaxfused.runtime import cuda_library
 NAME = "sweep"
 
 _BATCH = 24
-"""Cases that are compiled side by side; while one is timed nothing else uses the GPU."""
+"""Cases that are compiled at the same time; while one is timed nothing else uses the GPU."""
 _SAVE_SECONDS = 10.0
 
 
@@ -93,7 +93,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _cases(options: argparse.Namespace) -> list[configs.Config]:
-    """Operators in turn, so that a run that is cut off has seen them all."""
+    """Lists the cases, operators in turn, so that a run that is cut off has seen them all."""
     cases = [configs.from_line(line) for line in options.case]
     if not options.case:
         cases = [
@@ -115,7 +115,7 @@ class _Sweep:
     def run(self, cases: Sequence[configs.Config]) -> None:
         """Lowers all cases ahead in processes, and compiles and times them batch by batch."""
         if cuda_library.why_unavailable() is None:
-            # Modules that other processes lowered call these kernels by name.
+            # Modules lowered by other processes call these kernels when they are named.
             cuda_library.register()
             cublaslt.why_unavailable()
         workers = Workers(
@@ -135,7 +135,7 @@ class _Sweep:
             workers.close()
 
     def _batch(self, cases: Mapping[int, configs.Config], workers: Workers) -> None:
-        """Compiles these cases side by side, then times one after the other."""
+        """Compiles these cases at the same time, then times one after the other."""
         compiled: dict[int, Any] = {}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for index, config in cases.items():

@@ -1,4 +1,4 @@
-"""What one case of the sweep is: an operator with its sizes and options, drawn or read from a line."""
+"""One case of the sweep: an operator with its sizes and options, drawn or read from a line."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from benchmarks.sweep.quantized_configs import (
 )
 
 MOST_TRUTH_LOGITS = 2**30
-"""Of the query heads that share a key head, which the truth of attention holds at a time."""
+"""Logits of the query heads that share a key head, which attention's truth holds at a time."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Attention:
     causal: bool = False
     window: int = 0
     segments: int = 0
-    """How many documents are packed into a sequence, 0 for no segment ids."""
+    """Number of documents packed into a sequence, 0 for no segment ids."""
     lengths: bool = False
     bias_batch: int = 0
     """Size of the first axis of a bias [., N, T, S], 0 for no bias."""
@@ -124,7 +124,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class MLP:
-    """Mlp or gated_mlp over [batch, tokens, width]; `stacked`: w_gate holds w_up too."""
+    """Mlp or gated_mlp over [batch, tokens, width]; with `stacked`, w_gate holds w_up too."""
 
     operator: str
     batch: int
@@ -163,7 +163,7 @@ class Rope:
     dtype: str
     interleaved: bool
     tables: bool
-    """Whether cos and sin are operands; else they are made inside from positions 0, 1, 2, ..."""
+    """Whether cos and sin are operands; else the operator computes them for positions 0, 1, 2, ..."""
     operator: ClassVar[str] = "rope"
 
     def fits(self) -> bool:
@@ -232,7 +232,7 @@ class CrossEntropy:
     dtype: str
     smoothing: float
     ignored: bool
-    """Whether some tokens do not count."""
+    """Whether some labels are ignored."""
     operator: ClassVar[str] = "softmax_cross_entropy"
 
     def fits(self) -> bool:
@@ -263,7 +263,7 @@ def _least(size: int) -> int:
 def _norm(draw: Draw, operator: str) -> Norm:
     name = operator.removesuffix("_residual")
     batch, tokens = draw.batch_and_tokens()
-    # One in ten normalises heads, as the norms of queries and keys do.
+    # One case in ten normalises heads, as the norms of queries and keys do.
     of_heads = draw.chance(0.1)
     return Norm(
         operator=name,
@@ -433,7 +433,7 @@ def _cross_entropy(draw: Draw) -> CrossEntropy:
 
 
 _VOCABULARIES = (32000, 32768, 49152, 50257, 50304, 65536, 100_352, 128_256, 151_936, 256_000)
-"""Of Llama, Mistral, StarCoder, GPT-2, Phi, Llama 3, Qwen and Gemma."""
+"""Vocabularies of Llama, Mistral, StarCoder, GPT-2, Phi, Llama 3, Qwen and Gemma."""
 
 
 OPERATORS: dict[str, Callable[[Draw], Config]] = {
@@ -466,7 +466,7 @@ OPERATORS: dict[str, Callable[[Draw], Config]] = {
 
 
 def drawn(operator: str, seed: int, index: int) -> Config:
-    """The case with that number of a seed: the first of its stream that fits."""
+    """Returns case `index` of a seed: the first of its random stream that fits."""
     draw = Draw(seed, f"{operator} {index}")
     config = OPERATORS[operator](draw)
     while not config.fits():
@@ -478,7 +478,7 @@ def drawn(operator: str, seed: int, index: int) -> Config:
 
 
 def label(config: Config) -> str:
-    """The operator's name in tables: a norm with a residual is a line of its own."""
+    """Returns the operator's name in tables, where a norm with a residual has its own row."""
     with_residual = isinstance(config, Norm) and config.residual
     return config.operator + ("_residual" if with_residual else "")
 

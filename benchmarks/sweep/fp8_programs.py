@@ -1,8 +1,8 @@
-"""Ours and stock of the layers that multiply float8 inside, forward and with gradients.
+"""Layers that multiply in float8, ours and stock, forward and with gradients.
 
-Stock is the same layer in bfloat16, and with XLA's products of float8 in the two forms that users write.
-The truth rounds nothing: a result may be twice as far from it as that of the same numbers in float8,
-multiplied exactly.
+Stock is the same layer in bfloat16, and with XLA's float8 products in the two forms that users write.
+The truth rounds nothing. A result may be twice as far from it as the exact product of the same float8
+numbers is.
 """
 
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def _fp8_programs(
     *,
     differentiable: int,
 ) -> Programs:
-    """Stock is `written` with XLA's products of bfloat16, and with its products of float8."""
+    """Builds the programs; stock is `written` with XLA's products of bfloat16 and of float8."""
     stock = {
         "bfloat16": partial(written, jnp.matmul),
         "float8 scaled first": partial(written, _fp8_product(_scaled_first)),
@@ -108,13 +108,13 @@ def _fp8_programs(
 
 
 _Fp8 = tuple[jax.Array, jax.Array]
-"""Numbers, and the scale of all of them."""
+"""Quantised numbers and their one scale."""
 
 
 def _fp8_product(multiply: Callable[[str, _Fp8, _Fp8, Any], jax.Array]) -> Function:
-    """Returns x @ w, with a gradient, of matrices that are quantised by their largest magnitude.
+    """Returns x @ w with a gradient, of matrices that are quantised by their largest magnitude.
 
-    x and w become e4m3 and the cotangent e5m2, as in Flax, whose scales are of earlier steps however.
+    x and w become e4m3 and the cotangent e5m2 as in Flax, which however takes scales from earlier steps.
     """
 
     @jax.custom_vjp
@@ -135,7 +135,7 @@ def _fp8_product(multiply: Callable[[str, _Fp8, _Fp8, Any], jax.Array]) -> Funct
 
 
 def _scaled_first(terms: str, a: _Fp8, b: _Fp8, dtype: Any) -> jax.Array:
-    """What Flax writes: XLA finds that the operands were float8, and hands their scales to cuBLASLt."""
+    """Multiplies as Flax does: XLA recognises float8 operands and passes their scales to cuBLASLt."""
     operands = (numbers.astype(dtype) * scale.astype(dtype) for numbers, scale in (a, b))
     return jnp.einsum(terms, *operands)
 
@@ -146,13 +146,13 @@ def _scaled_after(terms: str, a: _Fp8, b: _Fp8, dtype: Any) -> jax.Array:
 
 
 def _in_bfloat16(terms: str, a: _Fp8, b: _Fp8, dtype: Any) -> jax.Array:
-    """The same numbers, which bfloat16 holds; behind a barrier, or XLA takes products of float8."""
+    """Multiplies the same numbers in bfloat16; without the barrier XLA would multiply float8."""
     numbers = lax.optimization_barrier((a[0].astype(jnp.bfloat16), b[0].astype(jnp.bfloat16)))
     return (_contraction(terms, *numbers, jnp.float32) * (a[1] * b[1])).astype(dtype)
 
 
 def _contraction(terms: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
-    """Einsum of two matrices, which may be of two formats of float8."""
+    """Returns the einsum of two matrices, whose float8 formats may differ."""
     (of_a, of_b) = terms.split("->")[0].split(",")
     (shared,) = set(of_a) & set(of_b)
     axes = ((of_a.index(shared),), (of_b.index(shared),))

@@ -14,7 +14,7 @@ _ACTIVATIONS = (None, "relu", "silu", "silu")
 
 @dataclass(frozen=True)
 class _Images:
-    """What the cases share."""
+    """Sizes that all cases over images share."""
 
     batch: int
     height: int
@@ -43,7 +43,7 @@ def _images(draw: Draw) -> _Images:
 
 @dataclass(frozen=True)
 class ImageNorm(_Images):
-    """group_norm of so many groups, or batch_norm in training."""
+    """group_norm with `groups`, or batch_norm in training."""
 
     operator: str
     groups: int
@@ -70,7 +70,7 @@ def image_norm(draw: Draw, operator: str) -> ImageNorm:
 
 @dataclass(frozen=True)
 class DepthwiseConv(_Images):
-    """A convolution with a filter for each channel, "SAME"; of sequences where the height is 1."""
+    """A convolution with a filter for each channel, "SAME"; a sequence if the height is 1."""
 
     window: int
     stride: int
@@ -83,7 +83,7 @@ class DepthwiseConv(_Images):
         return (1 if self.height == 1 else self.window, self.window)
 
     def fits(self) -> bool:
-        # XLA adds all products, and takes seconds for long windows of large images.
+        # XLA computes these convolutions product by product: long windows of large images take seconds.
         multiplications = math.prod(self.shape) * math.prod(self.kernel)
         return super().fits() and 2 * multiplications <= MOST_FLOPS // 32
 
@@ -172,7 +172,7 @@ class Conv:
     batch: int
     axes: int
     side: int
-    """Of the picture; the last one is `last`."""
+    """Size of all sides but the last, which is `last`."""
     last: int
     channels: int
     out: int
@@ -212,7 +212,7 @@ class Conv:
 
 
 def conv(draw: Draw) -> Conv:
-    """Stages of ResNets and U-Nets, volumes, and signals along one axis."""
+    """Draws stages of ResNets and U-Nets, volumes, and signals along one axis."""
     axes = draw.pick((1, 2, 2, 2, 2, 2, 2, 3))
     most = {1: 16384, 2: 512, 3: 128}[axes]
     side = draw.rounded(4 if axes > 1 else 64, most)

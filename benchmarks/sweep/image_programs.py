@@ -1,4 +1,4 @@
-"""Ours and stock of the operators over images."""
+"""Operators over images, ours and stock."""
 
 import math
 from collections.abc import Callable
@@ -166,7 +166,7 @@ def depthwise_conv(config: DepthwiseConv) -> Programs:
 
 
 _FAR = 8.0
-"""Of biases before a relu, in deviations, so that rounding a sum turns no gradient on or off."""
+"""Biases before a relu, in standard deviations: no rounding of a sum then turns a gradient on or off."""
 
 
 def inverted_residual(config: InvertedResidual) -> Programs:

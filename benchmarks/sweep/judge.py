@@ -31,14 +31,15 @@ from benchmarks.sweep.program_parts import Programs
 from jaxfused.tuning.timing import COLD_BYTES
 
 MEMORY_LIMIT = 24 * 2**30
-"""Bytes beyond which a program of stock is left out."""
+"""Bytes of memory beyond which a stock program is left out."""
 
 _TRUTH_ROUNDING = 2.0**-18
-"""The truth is in float32 itself: so much of its largest value its sums may be off."""
+"""Error of the float32 truth itself, as a share of its largest value."""
 
 _NO_AUTOTUNING = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 _AS_WRITTEN = {"xla_allow_excess_precision": False}
-"""The yardstick rounds where its formula does: XLA would leave roundings out between what it fuses."""
+"""Options of the low-precision reference, which rounds where its formula does: inside fusions XLA would
+leave roundings out."""
 
 Entry = dict[str, Any]
 Compiled = dict[str, Future[Any]]
@@ -50,11 +51,11 @@ Compiled = dict[str, Future[Any]]
 def compile_case(
     pool: ThreadPoolExecutor, config: configs.Config, lowered: Lowered, *, on_gpu: bool
 ) -> tuple[Compiled, dict[str, Compiled]]:
-    """(shared, by direction): each program of the case, compiled in threads.
+    """Compiles each program of the case in threads; returns (shared, by direction).
 
-    Those of a direction one after the other, ours last: XLA measures a product or a fusion once in a
-    process, and takes another config of it every so often. So the parts that two programs have in common
-    are the same in both.
+    Programs of a direction compile one after the other, ours last: XLA autotunes a product or fusion
+    once in a process, and its choice varies between runs. So the parts that two programs share run the
+    same config.
     """
     quick = _NO_AUTOTUNING if on_gpu else {}
     options = dict.fromkeys((INPUTS, TRUTH, COMPARE), quick) | {YARDSTICK: quick | _AS_WRITTEN}
@@ -104,23 +105,23 @@ def _compile(module: Module, options: dict[str, Any]) -> Any:
 
 
 def _compile_here(f: Callable[..., Any], arrays: Sequence[Any]) -> Any:
-    # cuDNN's attention has a partitioning rule in Python, which no serialised module holds.
+    # cuDNN's attention has a partitioning rule in Python, which a serialised module cannot hold.
     return jax.jit(f).lower(*arrays).compile()
 
 
 def program_text(compiled: Any) -> str:
-    """The optimised program without names and sources, which do not bear on its speed."""
+    """Returns the optimised program without names and sources, which do not bear on its speed."""
     text = compiled.as_text()
     text = text[re.search(r"^(%|ENTRY)", text, re.MULTILINE).start() :]  # type: ignore[union-attr]
     text = re.sub(r", metadata=\{[^}]*\}", "", text)
-    # The operands that a computation names in its first line stand in its body again.
+    # A computation's first line lists operands that its body names again.
     text = re.sub(r"^((?:ENTRY )?%\S+) \(.*\) -> ", r"\1 -> ", text, flags=re.MULTILINE)
     names: dict[str, str] = {}
     return re.sub(r"%[\w.\-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), text)
 
 
 def memory(compiled: Any) -> int | None:
-    """Bytes of arguments, results and what is needed in between, as XLA plans them."""
+    """Returns the bytes of arguments, results and temporaries, as XLA plans them."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return None
@@ -143,7 +144,7 @@ def judge(
     seconds: float,
     on_gpu: bool,
 ) -> list[Entry]:
-    """One entry for each direction; what fails is said in it."""
+    """Returns one entry for each direction, which also says what failed."""
     entries = [
         {"operator": configs.label(config), "direction": direction, "case": configs.to_line(config)}
         for direction in by_direction
@@ -184,10 +185,10 @@ _MOST_SETS = 64
 
 
 def _count_of_sets(set_bytes: int, weight_bytes: int) -> int:
-    """How many sets of inputs take turns, so that weights come from memory as in a network.
+    """Returns how many sets of inputs take turns, so that weights come from memory as in a network.
 
-    The weights of all sets are more than twice an H200's L2 then, unless `_MOST_SETS` of them are less,
-    or other operands that every call reads are so large that they drive the weights out.
+    The weights of all sets then exceed twice an H200's L2. Fewer sets do if `_MOST_SETS` bounds them, or
+    if a call's other operands are large enough to evict the weights.
     """
     count = timing.input_sets(set_bytes)
     if not weight_bytes:
@@ -198,7 +199,7 @@ def _count_of_sets(set_bytes: int, weight_bytes: int) -> int:
 
 
 def _check(compiled: Compiled, operands: Any, plain: Any, truth: Any, written: Programs) -> Entry:
-    """Whether ours is right; the order of results is that of the truth, gradients last."""
+    """Checks our results, in the order of the truth's: gradients are last."""
     outputs = compiled[OURS].result()(*operands)
     count = len(outputs)
     figures = np.array(compiled[COMPARE].result()(outputs, plain[:count], truth[:count]))
@@ -209,7 +210,7 @@ def _check(compiled: Compiled, operands: Any, plain: Any, truth: Any, written: P
 
 
 def _worst(figures: np.ndarray, dtypes: Sequence[Any]) -> tuple[float, str]:
-    """The largest error as a share of what is allowed, and where it is over that."""
+    """Returns the largest error as a share of what is allowed, and which results exceed it."""
     shares, reasons = [], []
     for index, ((error, plain, largest, misplaced, excused), dtype) in enumerate(
         zip(figures, dtypes, strict=True)
@@ -240,14 +241,14 @@ def _ulp(magnitude: float, dtype: Any) -> float:
 
 
 def _time(compiled: Compiled, sets: Sequence[Any], *, seconds: float, on_gpu: bool) -> Entry:
-    """Microseconds of all programs that can run, and what each plans to take of the memory."""
+    """Returns the microseconds of all programs that can run, and the memory that each plans to use."""
     programs_by_name: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     sizes: dict[str, int | None] = {}
     for name, future in compiled.items():
         if name == COMPARE:
             continue
-        # A peer that cannot run this case is no news about ours.
+        # A peer that cannot run this case is left out.
         try:
             program = future.result()
             sizes[name] = memory(program)
@@ -259,7 +260,7 @@ def _time(compiled: Compiled, sets: Sequence[Any], *, seconds: float, on_gpu: bo
         else:
             programs_by_name[name] = program
     entry: Entry = {"left_out": left_out, "memory": sizes}
-    # The form of stock that is the very program that ours became, if any.
+    # Some form of stock may compile to the same program as ours.
     text = program_text(programs_by_name[OURS])
     same = (n for n in programs_by_name if n.startswith(STOCK))
     same = (n for n in same if program_text(programs_by_name[n]) == text)
@@ -274,7 +275,7 @@ def _on_gpu(calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any], second
     try:
         samples = timing.interleaved(calls, sets, seconds)
     except RuntimeError as error:
-        # Kernels that cannot be told apart: each program by itself, which clocks and heat may bias.
+        # Some kernels cannot be told apart: each program is timed alone, which clocks and heat may bias.
         note = {"note": f"not interleaved: {peers.describe(error)}"}
         samples = {name: timing.cupti(call, sets) for name, call in calls.items()}
     kernels = {
@@ -286,7 +287,7 @@ def _on_gpu(calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any], second
 
 
 def _on_host(calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any]) -> Entry:
-    """By the host's clock: only to try the sweep where there is no GPU."""
+    """Times by the host's clock, only to try the sweep without a GPU."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     turns = itertools.cycle(sets)
     for _ in range(3):

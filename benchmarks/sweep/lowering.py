@@ -1,7 +1,6 @@
-"""Traces and lowers the programs of a case, in processes of its own: Python does that on one core.
+"""Traces and lowers the programs of a case in several processes, because Python does that on one core.
 
-What comes back are modules that travel between processes; the one that has the GPU compiles them in
-threads.
+The modules travel between processes; the one that has the GPU compiles them in threads.
 """
 
 import os
@@ -27,7 +26,7 @@ OURS, STOCK, COMPARE = "ours", "stock", "compare"
 
 
 Module = jax.export.Exported | str
-"""A function lowered, or what lowering it raised."""
+"""A lowered function, or the error that lowering it raised."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,13 @@ class Lowered:
     """The modules of a case."""
 
     shared: Mapping[str, Module]
-    """INPUTS; and TRUTH and YARDSTICK, both with gradients."""
+    """INPUTS, TRUTH and YARDSTICK; the last two with gradients."""
     by_direction: Mapping[str, Mapping[str, Module]] = field(default_factory=dict)
-    """Of each direction: OURS, COMPARE, and "stock <form>" for each form."""
+    """Modules by direction and name: OURS, COMPARE, and "stock <form>" for each form."""
 
 
 def lower(line: str, directions: tuple[str, ...], platform: str) -> Lowered:
-    """The modules of the case that `line` describes, for the devices of `platform`."""
+    """Lowers the case that `line` describes, for the devices of `platform`."""
     config = configs.from_line(line)
     written = programs.of(config)
     export = partial(_export, platform)
@@ -71,8 +70,8 @@ def lower(line: str, directions: tuple[str, ...], platform: str) -> Lowered:
 
 
 _ACROSS_A_KINK = 2.0**-22
-"""The share of normally distributed sums in float32 that rounding may put on the other side of 0, where
-it moves a sum by a few units in the last place of its standard deviation."""
+"""Share of normally distributed float32 sums that rounding may move across 0: it moves a sum by a few
+units in the last place of the standard deviation."""
 
 _SEED = jax.ShapeDtypeStruct((), jnp.int32)
 _KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -83,14 +82,13 @@ def _compare_judged(judged: Any, ours: Any, plain: Any, truth: Any, *, strict: i
 
 
 def compare(ours: Any, plain: Any, truth: Any, strict: int) -> jax.Array:
-    """For each result: ours' largest error, plain's, the truth's largest value, NaNs, what is excused.
+    """Returns per result: largest error of ours and of plain, largest value, misplaced NaNs, allowance.
 
-    NaNs count where they stand in one of ours and the truth only.
+    NaNs count if either ours or the truth has them, but not both.
 
-    From number `strict` on the error is the root of the mean square: in the gradient of relu, a
-    preactivation that rounding puts on the other side of 0 changes a few values by all they are.
-    Where a share of the preactivations has changed sides at random, gradients move by the root of
-    that share of their own root of the mean square, which is excused.
+    From number `strict` on, errors are root mean squares: in the gradient of relu, a preactivation that
+    rounding moves across 0 changes a few values completely. If a share of the preactivations crosses at
+    random, gradients move by the root of that share of their own root mean square, which is allowed.
     """
     rows = []
     for index, (mine, other, true) in enumerate(zip(ours, plain, truth, strict=True)):
@@ -115,14 +113,14 @@ def _root_mean_square(x: jax.Array) -> jax.Array:
 
 
 def _export(platform: str, f: Callable[..., Any], *shapes: Any) -> Module:
-    # Our calls into the CUDA library are no part of what JAX promises to keep stable.
+    # JAX does not promise that our calls into the CUDA library stay stable, and they need not here.
     anything = jax.export.DisabledSafetyCheck.custom_call("ALL")
-    # Whatever an operator raises belongs to its case and must not end the sweep.
+    # An operator's error belongs to its case and must not end the sweep.
     try:
         exported = jax.export.export(jax.jit(f), platforms=[platform], disabled_checks=[anything])(
             *shapes
         )
-        # Its gradient, a closure, does not travel between processes, and gradients are inside.
+        # Its gradient is a closure that cannot travel between processes; gradients are in the module.
         return replace(exported, _get_vjp=None)
     except Exception as error:
         return peers.describe(error)
@@ -135,9 +133,9 @@ _ATTEMPTS = 2
 
 
 class Workers:
-    """Lowers cases in `count` processes, or right here where that is 0.
+    """Lowers cases in `count` processes, or in this one if that is 0.
 
-    A process that dies takes the whole pool along: then a new one lowers what is not done yet.
+    A process that dies ends the whole pool; a new pool then lowers the remaining cases.
     """
 
     def __init__(
@@ -151,7 +149,7 @@ class Workers:
             self._start(range(len(lines)))
 
     def result(self, index: int) -> Lowered:
-        """The modules of a case, once; raises what lowering it raised."""
+        """Returns the modules of a case, once; raises what lowering it raised."""
         if not self._count:
             return self._lower(self._lines[index])
         for attempt in range(_ATTEMPTS):
@@ -164,7 +162,7 @@ class Workers:
         raise RuntimeError("a process died while it lowered this case, or one beside it; twice")
 
     def forget(self, index: int) -> None:
-        """Modules take memory, and those of a case that is done nobody needs any more."""
+        """Drops the modules of a finished case to free their memory."""
         self._futures.pop(index, None)
 
     def close(self) -> None:
@@ -173,8 +171,7 @@ class Workers:
 
     def _start(self, indices: Iterable[int]) -> None:
         self.close()
-        # These processes see the GPU, because operators ask which one it is; they use none of its
-        # memory.
+        # These processes see the GPU, because operators ask which one it is, but use none of its memory.
         context = get_context("spawn")
         self._pool = ProcessPoolExecutor(self._count, context, initializer=_without_memory)
         for index in indices:

@@ -1,4 +1,4 @@
-"""What the programs of all operators are made of: random operands, and the forms of one case."""
+"""Parts of the programs of all operators: random operands, and the forms of one case."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,31 +26,32 @@ class Programs:
     """Functions of the same operands, of which the first `differentiable` get gradients."""
 
     make_inputs: Callable[[jax.Array], Arrays]
-    """From a key: the operands, then a cotangent for each result if anything gets a gradient."""
+    """Function of a key that returns the operands, then a cotangent for each result if any operand gets
+    a gradient."""
     ours: Function
     stock: Mapping[str, Function]
-    """By form; empty where XLA would need more memory than it is given."""
+    """Stock's functions by form; empty if XLA would exceed its memory limit."""
     differentiable: int
-    """0 where there is only a forward."""
+    """Number of leading operands with a gradient; 0 for a forward only."""
     cotangents: int = 1
-    """How many results there are."""
+    """Number of results."""
     peers: Mapping[str, Function] = field(default_factory=dict)
     terms: tuple[float, ...] = ()
-    """For results and gradients: the usual size of terms that may cancel, 0 where none do."""
+    """Usual size of terms that may cancel, for each result and gradient; 0 where none do."""
     reference: Function | None = None
-    """The formula of stock in little memory: by default the first form of stock itself."""
+    """Stock's formula in little memory; by default the first form of stock itself."""
     truth: Function | None = None
-    """What is true where results are quantised, which is not what `plain` gives in float32."""
+    """The truth if results are quantised, which `plain` in float32 is not."""
     judged: Callable[[Arrays], Arrays] = lambda results: results
-    """What is compared of results."""
+    """Maps results to what is compared."""
     units: tuple[Any, ...] = ()
-    """Dtypes of which what is compared may be a unit off: by default those of our results."""
+    """Dtypes of whose last place a compared value may be one unit off; by default our results'."""
     weight_bytes: int = 0
-    """Of weights that one call reads and a network never finds in a cache; 0 to have no more sets of
-    inputs than arrays of any kind get."""
+    """Bytes of the weights that one call reads and that a network never finds in a cache; 0 adds no sets
+    of inputs to those that arrays of any kind get."""
 
     def whole(self, forward: Function, with_gradient: bool) -> Function:
-        """(*operands, *cotangents) to results, and to gradients too if asked and if there are any."""
+        """Returns a function of (*operands, *cotangents) to results and, if asked and any, gradients."""
         if not self.differentiable:
             return lambda *args: _as_tuple(forward(*args))
         if with_gradient:
@@ -58,11 +59,11 @@ class Programs:
         return lambda *args: _as_tuple(forward(*args[: -self.cotangents]))
 
     def plain(self) -> Function:
-        """What says how accurate low precision can be; in float32, without a `truth`, it is true."""
+        """Returns the low-precision reference; in float32 it is the truth, unless there is a `truth`."""
         return self.reference or next(iter(self.stock.values()))
 
     def in_float32(self) -> Function:
-        """Results and gradients in float32 throughout, products included."""
+        """Returns a function to results and gradients in float32 throughout, products included."""
         whole = self.whole(self.truth or self.plain(), with_gradient=True)
 
         def run(*args: jax.Array) -> Arrays:
@@ -81,7 +82,7 @@ def _widened(x: jax.Array) -> jax.Array:
 
 
 class RandomArrays:
-    """Arrays of a stream of keys."""
+    """Random arrays from a stream of keys."""
 
     def __init__(self, key: jax.Array):
         self._keys = iter(jax.random.split(key, 16))
@@ -91,11 +92,11 @@ class RandomArrays:
         return (mean + deviation * values).astype(dtype)
 
     def weight(self, shape: tuple[int, int], dtype: Any) -> jax.Array:
-        """[D, F] that keeps the variance of what it multiplies."""
+        """Returns weights [D, F] that keep the variance of their input."""
         return self.normal(shape, dtype, deviation=shape[0] ** -0.5)
 
     def small(self, size: int, dtype: Any, mean: float = 0.0) -> jax.Array:
-        """A bias, or a scale about 1."""
+        """Returns a bias, or a scale about 1."""
         return self.normal((size,), dtype, mean=mean, deviation=0.1)
 
 
@@ -103,20 +104,20 @@ class RandomArrays:
 
 
 def split_operands(config: Any, args: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-    """(x, its weights or scale, the bias and the residual, or None) of a program's operands."""
+    """Splits operands into x, its weights or scale, and the bias and residual or None."""
     x, w, *rest = args
     bias = rest.pop(0) if config.bias else None
     return x, w, bias, rest.pop(0) if config.residual else None
 
 
 def dense(x, w, bias, product: Function = jnp.matmul):
-    """As flax.linen.Dense: parameters in x's dtype."""
+    """Computes flax.linen.Dense: parameters in x's dtype."""
     y = product(x, w.astype(x.dtype))
     return y if bias is None else y + bias.astype(x.dtype)
 
 
 def flax_norm(x, scale, bias, statistics):
-    """As flax.nnx.LayerNorm and RMSNorm with float32 parameters."""
+    """Computes flax.nnx.LayerNorm or RMSNorm with float32 parameters."""
     wide = x.astype(jnp.float32)
     mean, variance = statistics(wide)
     y = x if mean is None else x - mean
@@ -142,4 +143,4 @@ VARIANCES: dict[str, dict[str, Function]] = {
     "layer_norm": {"two passes": _centred, "fast variance": _fast},
     "rms_norm": {"rms": mean_square},
 }
-"""The statistics of a norm, in each usual form."""
+"""Statistics of a norm in each usual form, by operator."""

@@ -1,7 +1,7 @@
-"""Each case as functions of its operands: ours, the forms in which stock JAX has it, and the truth.
+"""Each case as functions of its operands: ours, the forms of stock JAX, and the truth.
 
-Stock is what a user of JAX and Flax writes, never jaxfused's own reference. Where XLA has several usual
-forms all are timed and the fastest counts.
+Stock is what a user of JAX and Flax writes, never jaxfused's own reference. If an operator has several
+usual forms, all are timed and the fastest counts.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,6 @@ from benchmarks.sweep.quantized_configs import (
 
 
 def of(config: Config) -> Programs:
-    """The programs of a case."""
     build: dict[type, Callable[[Any], Programs]] = {
         Norm: _norm,
         Attention: attention_programs,
@@ -147,8 +146,8 @@ def attention_programs(config: Attention) -> Programs:
         differentiable=3 + (config.bias_batch > 0),
         peers={"cudnn": partial(attention.of_jax, config, implementation="cudnn")},
         reference=partial(attention.in_pieces, config),
-        # Where one key has all of the weight, the gradients of q and k are differences of equal
-        # numbers, one of which comes from an output in 16 bits.
+        # If one key has all of the weight, the gradients of q and k are differences of equal numbers,
+        # one of which comes from a 16-bit output.
         terms=(
             0.0,
             config.keys**-0.5,
@@ -209,7 +208,7 @@ def _linear(config: Linear) -> Programs:
 
 
 def _mlp_inputs(config: MLP, weights: list[tuple[int, int]], key: jax.Array) -> Arrays:
-    """X, each weight with its bias, the residual and the cotangent."""
+    """Returns x, each weight with its bias, the residual and the cotangent."""
     random, dtype, param_dtype = RandomArrays(key), jnp.dtype(config.dtype), _param_dtype(config)
     shape = (config.batch, config.tokens, config.width)
     operands = [random.normal(shape, dtype)]
@@ -222,7 +221,7 @@ def _mlp_inputs(config: MLP, weights: list[tuple[int, int]], key: jax.Array) -> 
 
 
 def _mlp_operands(config: MLP, args: Arrays) -> tuple[Any, list[tuple[Any, Any]], Any]:
-    """(x, [(weight, bias or None)], residual or None)."""
+    """Splits operands into (x, [(weight, bias or None)], residual or None)."""
     x, *rest = args
     residual = rest.pop() if config.residual else None
     if config.bias:
@@ -340,7 +339,7 @@ def _angles(tokens: int, rotary_dim: int) -> tuple[jax.Array, jax.Array]:
 
 
 def rotate_halves(x, cos, sin, interleaved):
-    """As Gemma and MaxText write it: tables in float32, the result in x's dtype."""
+    """Rotates as Gemma and MaxText do: tables in float32, the result in x's dtype."""
     rotary_dim = 2 * cos.shape[-1]
     rotary, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     if interleaved:
@@ -357,7 +356,7 @@ def rotate_halves(x, cos, sin, interleaved):
 
 
 def rotate_whole(x, cos, sin, interleaved):
-    """As the Llama of Hugging Face writes it: x cos + rotate_half(x) sin."""
+    """Rotates as Hugging Face's Llama does: x cos + rotate_half(x) sin."""
     assert not interleaved
     rotary_dim = 2 * cos.shape[-1]
     rotary, rest = x[..., :rotary_dim], x[..., rotary_dim:]
@@ -418,7 +417,7 @@ def _qkv_projection(config: QKVProjection) -> Programs:
         return dense(x, w, bias).reshape(*rows, sum(parts), config.head_size)
 
     def einsum(x, w, bias):
-        # As flax.linen.DenseGeneral with an axis for the heads.
+        # The form of flax.linen.DenseGeneral with an axis for the heads.
         heads = (sum(parts), config.head_size)
         w = w.astype(x.dtype).reshape(config.width, *heads)
         qkv = jnp.einsum("btd,dnh->btnh", x, w)
@@ -470,6 +469,6 @@ def _cross_entropy(config: CrossEntropy) -> Programs:
             return losses.mean().astype(jnp.float32)
         return (jnp.sum(losses * counts) / jnp.maximum(counts.sum(), 1)).astype(jnp.float32)
 
-    # A program that widens nothing is stock too, though few trust its losses.
+    # A program that stays in the logits' dtype is stock too, though few trust its losses.
     forms = {"as they are": partial(stock, False), "float32": partial(stock, True)}
     return Programs(make_inputs, ours, forms, differentiable=1)

@@ -1,4 +1,4 @@
-"""Cases of the quantised operators, and of products that float8 is used inside of, and their drawing."""
+"""Cases of the quantised operators and of products in float8, and how they are drawn."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -9,10 +9,11 @@ from benchmarks.sweep.image_configs import Conv
 from benchmarks.sweep.product_sizes import ACTIVATIONS, hidden_features, product_fits
 
 _SMOOTH = tuple(name for name in ACTIVATIONS if name != "relu")
-"""Products of float8 are so far from the truth that too much of what a relu reads changes its sign."""
+"""Activations for fp8. relu is left out: errors of float8 products change the sign of too many of its
+inputs."""
 
 _WORD_BLOCK = 128
-"""int4 in layout "columns" come in blocks of so many."""
+"""Block length of int4 in layout "columns"."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class QuantizedMatmul:
     out: int
     dtype: str
     weights: str
-    """The format of the weights."""
+    """Format of the weights."""
     group: int
     """Features that share a scale; 0 for one scale a column."""
     symmetric: bool
@@ -46,12 +47,12 @@ class QuantizedMatmul:
 
 
 def quantized_matmul(draw: Draw) -> QuantizedMatmul:
-    """Decoders of few tokens and prompts of many, over the weights of language and vision models."""
+    """Draws decoders of few tokens and prompts of many, over weights of language and vision models."""
     weights = draw.pick(("int8", "int8", "int4", "int4", "float8_e4m3fn"))
     layout = "columns" if draw.chance(0.85) else "rows"
     group = draw.pick((0, 32, 64, 128, 128)) if weights == "int4" else draw.pick((0, 0, 0, 128))
     width, out = _width_and_out(draw)
-    # Only weights that lie in columns and have one format are multiplied in one pass.
+    # Only weights in columns and in one format are multiplied in one pass.
     gated = layout == "columns" and draw.chance(0.15)
     return QuantizedMatmul(
         rows=_rows(draw),
@@ -77,14 +78,14 @@ def _legal_width(width: int, weights: str, layout: str, group: int) -> int:
 
 
 def _rows(draw: Draw) -> int:
-    """Tokens of a decoder, up to 64, nearly as often as any number up to 16384."""
+    """Draws a decoder's tokens, up to 64, nearly as often as any number up to 16384."""
     if draw.chance(0.45):
         return draw.pick((1, 1, 2, 4, 8, 16, 32, 64)) if draw.chance(0.6) else draw.size(1, 64)
     return draw.rounded(1, 16384)
 
 
 def _width_and_out(draw: Draw) -> tuple[int, int]:
-    """Mostly multiples of 16; one width in 16 is odd."""
+    """Draws mostly multiples of 16; one width in 16 is an odd number."""
     width = draw.width(16384)
     out = draw.shard(hidden_features(draw, width)) if draw.chance(0.6) else draw.width(16384)
     return (out, width) if draw.chance(0.3) else (width, out)
@@ -118,7 +119,7 @@ class QuantizedProduct:
 
 
 def quantized_product(draw: Draw) -> QuantizedProduct:
-    """As `quantized_matmul`, with x quantised too; float8 now and then in groups of 128."""
+    """Draws as `quantized_matmul` does, with x quantised too; float8 now and then in groups of 128."""
     width, out = _width_and_out(draw)
     number = draw.pick(("int8", "float8_e4m3fn"))
     group = 128 if number == "float8_e4m3fn" and draw.chance(0.15) else 0
@@ -159,7 +160,7 @@ _ROW_FORMATS = ("int8", "int8", "int8", "float8_e4m3fn", "float8_e4m3fn", "float
 
 
 def quantize_rows(draw: Draw) -> QuantizedRows:
-    """Activations as a quantised product reads them."""
+    """Draws activations as a quantised product reads them."""
     return QuantizedRows(
         rows=_rows(draw),
         width=draw.width(),
@@ -190,7 +191,7 @@ class QuantizedNorm:
 
 
 def quantized_norm(draw: Draw) -> QuantizedNorm:
-    """The norm before a product of quantised operands."""
+    """Draws the norm before a product of quantised operands."""
     norm = draw.pick(("layer_norm", "rms_norm", "rms_norm"))
     return QuantizedNorm(
         norm=norm,
@@ -208,15 +209,15 @@ class QuantizedConv(Conv):
     """quantized_conv: a `Conv` whose x and weights are quantised; `param_dtype` is the bias's."""
 
     inputs: str
-    """The format of x."""
+    """Format of x."""
     weights: str
     scale_of_image: bool
-    """Whether each image has a scale; else all have one."""
+    """Whether each image has its own scale; else all share one."""
     operator: ClassVar[str] = "quantized_conv"
 
 
 def quantized_conv(draw: Draw) -> QuantizedConv:
-    """The convolutions of `image_configs.conv`, mostly of int8."""
+    """Draws the convolutions of `image_configs.conv`, mostly of int8."""
     inputs = draw.pick(("int8", "int8", "int8", "float8_e4m3fn"))
     return QuantizedConv(
         **vars(image_configs.conv(draw)),
@@ -251,7 +252,7 @@ class Fp8Linear:
 
 
 def fp8_linear(draw: Draw) -> Fp8Linear:
-    """Layers of a network in training, of which one width in 16 is odd."""
+    """Draws layers of a network in training; one width in 16 is an odd number."""
     width, out = _width_and_out(draw)
     return Fp8Linear(
         rows=draw.rounded(1024, 65536),
@@ -288,7 +289,7 @@ class Fp8MLP:
 
 
 def fp8_mlp(draw: Draw) -> Fp8MLP:
-    """Perceptrons of a network in training."""
+    """Draws MLPs of a network in training."""
     width = draw.width(8192)
     return Fp8MLP(
         rows=draw.rounded(1024, 65536),

@@ -1,9 +1,9 @@
-"""Ours and stock of the quantised operators, and what they are judged by.
+"""Quantised operators, ours and stock, and their truths.
 
-Stock multiplies the same numbers in the forms that XLA has kernels for. Products are compared with the
-product, in float32, of what the numbers stand for. Where results are quantised, steps of their format
-are compared: a result may be twice as far from the truth as what stock rounds, which is one step where
-nothing else is rounded.
+Stock multiplies the same numbers in the forms that XLA has kernels for. The truth of a product is the
+float32 product of the dequantised numbers. Quantised results are compared in steps of their format: a
+result may be twice as far from the truth as stock's rounding, which is one step if nothing else is
+rounded.
 """
 
 import math
@@ -42,9 +42,9 @@ from jaxfused.runtime.quantized_array import Layout
 
 @dataclass(frozen=True)
 class _Weights:
-    """How weights [D, F] lie among the operands of a program.
+    """The arrays that stand for weights [D, F] among the operands of a program.
 
-    int4 come twice: as jaxfused packs them, and as XLA's own dtype of 4 bits, which stock reads.
+    int4 come twice: as jaxfused packs them, and in XLA's own 4-bit dtype, which stock reads.
     """
 
     format: str
@@ -54,11 +54,11 @@ class _Weights:
 
     @property
     def count(self) -> int:
-        """How many arrays they are."""
+        """The number of arrays."""
         return 2 + (not self.symmetric) + (self.format == "int4")
 
     def make(self, w: jax.Array) -> list[jax.Array]:
-        """The arrays of float weights."""
+        """Quantises float weights into the arrays."""
         q = jaxfused.quantize(
             w,
             self.format,
@@ -73,12 +73,12 @@ class _Weights:
         return arrays
 
     def array(self, arrays: Sequence[jax.Array]) -> jaxfused.QuantizedArray:
-        """What our operators read."""
+        """Returns the weights as our operators read them."""
         zero_point = None if self.symmetric else arrays[2]
         return jaxfused.QuantizedArray(arrays[0], arrays[1], zero_point, -2, self.layout)
 
     def in_groups(self, arrays: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """The numbers less their zero points, [G, D / G, F], in a dtype that holds them; and scales."""
+        """Returns numbers minus zero points, [G, D / G, F], in a dtype that holds them; and scales."""
         numbers = arrays[-1] if self.format == "int4" else arrays[0]
         numbers = numbers.mT if self.layout == "columns" else numbers
         scale = arrays[1]
@@ -88,13 +88,13 @@ class _Weights:
         return numbers, scale
 
     def dequantised(self, arrays: Sequence[jax.Array], dtype: Any) -> jax.Array:
-        """What the numbers stand for, [D, F], by arithmetic in float32."""
+        """Dequantises to [D, F], by arithmetic in float32."""
         numbers, scale = self.in_groups(arrays, jnp.float32)
         return (numbers * scale[:, None]).reshape(-1, numbers.shape[-1]).astype(dtype)
 
 
 def narrow_sums(dtype: Any) -> Any:
-    """In what a product of unscaled numbers is written: float16 might not hold it."""
+    """Returns the dtype for a product of unscaled numbers, which float16 might not hold."""
     return jnp.float32 if dtype == jnp.float16 else dtype
 
 
@@ -117,7 +117,7 @@ def quantized_matmul(config: QuantizedMatmul) -> Programs:
         return (*operands, random.normal(shape, dtype))
 
     def split(args: Arrays) -> tuple[Any, Sequence[Any], Any, list[Sequence[jax.Array]]]:
-        """(x, a bias or None for each product, the residual, the arrays of each weight)."""
+        """Returns (x, a bias or None for each product, the residual, the arrays of each weight)."""
         x, *rest = args
         of_products = rest[:biases] or [None] * products
         residual = rest[biases] if config.residual else None
@@ -163,11 +163,11 @@ def _bytes(numbers: int, number_format: str) -> int:
 
 
 _MOST_PARTS = 2**26
-"""Of what `_by_groups` writes in float32 before it is summed."""
+"""Most float32 numbers that `_by_groups` may write before it sums them."""
 
 
 def _forms_of_float_x(config: QuantizedMatmul) -> dict[str, Function]:
-    """The product of float x with weights, in each form that XLA may be fast at."""
+    """Returns the product of float x with weights in each form that XLA may be fast at."""
     forms: dict[str, Function] = {"dequantised": _dequantised_first}
     if not config.group:
         forms["scaled last"] = _scaled_last
@@ -181,14 +181,14 @@ def _dequantised_first(weights: _Weights, x, arrays):
 
 
 def _scaled_last(weights: _Weights, x, arrays):
-    """One scale a column multiplies the sums."""
+    """Multiplies the sums by one scale a column."""
     numbers, scale = weights.in_groups(arrays, x.dtype)
     sums = jnp.matmul(x, numbers[0], preferred_element_type=narrow_sums(x.dtype))
     return (sums * scale).astype(x.dtype)
 
 
 def _by_groups(weights: _Weights, x, arrays):
-    """The sums of each group, as AQT and Qwix take them: products read the numbers themselves."""
+    """Sums each group by itself, as AQT and Qwix do: products read the numbers themselves."""
     numbers, scale = weights.in_groups(arrays, x.dtype)
     groups = x.reshape(x.shape[0], scale.shape[0], -1)
     sums = jnp.einsum("mgd,gdf->gmf", groups, numbers, preferred_element_type=jnp.float32)
@@ -250,7 +250,7 @@ def quantized_product(config: QuantizedProduct) -> Programs:
 
 
 def _forms_of_both(config: QuantizedProduct, out_dtype: Any) -> dict[str, Function]:
-    """The product of two quantised matrices, in each form that XLA may be fast at."""
+    """Returns the product of two quantised matrices in each form that XLA may be fast at."""
     if config.group:
         return {"dequantised": partial(_dequantised_both, dtype=out_dtype)}
     # bfloat16 holds the numbers of both formats.
@@ -263,7 +263,7 @@ def _forms_of_both(config: QuantizedProduct, out_dtype: Any) -> dict[str, Functi
 
 
 def _scaled_sums(weights: _Weights, x, w, *, multiplied: Any, sums: Any):
-    """The numbers are multiplied, as they are or in another dtype, and their sums scaled."""
+    """Multiplies the numbers, as they are or in another dtype, and scales their sums."""
     (values, scale), numbers = x, w[0].mT if weights.layout == "columns" else w[0]
     if multiplied is not None:
         values, numbers = values.astype(multiplied), numbers.astype(multiplied)
@@ -288,7 +288,7 @@ _of_what_both_are = partial(_dequantised_both, dtype=jnp.float32, precision="hig
 
 
 def quantised(x, number_format: str, axes: Any, *, reciprocal: bool = False):
-    """(numbers, scale), as users write it: divided by the scale, or multiplied by its reciprocal."""
+    """Returns (numbers, scale) as users do: divided by the scale, or multiplied by its reciprocal."""
     wide = x.astype(jnp.float32)
     scale = _scale(wide, number_format, axes)
     units = wide * (1.0 / scale) if reciprocal else wide / scale
@@ -308,17 +308,17 @@ def _scale(wide, number_format: str, axes: Any):
 
 
 def _exactly(x, number_format: str, axes: Any):
-    """What is true of `quantised`: numbers that are not rounded."""
+    """Returns the truth of `quantised`: numbers that are not rounded."""
     wide = x.astype(jnp.float32)
     scale = _scale(wide, number_format, axes)
     return wide / scale, scale
 
 
 def in_steps(number_format: str, results: Arrays) -> Arrays:
-    """The results, of which the first are numbers of a format, with those counted in its steps.
+    """Returns results with the first one, numbers of a format, counted in its steps.
 
-    A step is from one number of the format to the next, wherever they lie: the numbers of a float format
-    are counted from 0, with a fraction for what lies between two of them.
+    A step leads from one number of the format to the next. Numbers of a float format are counted from 0,
+    with a fraction for values between two of them.
     """
     numbers = results[0].astype(jnp.float32)
     if number_format != "int8":
@@ -392,7 +392,7 @@ def quantized_norm(config: QuantizedNorm) -> Programs:
         cotangents=2 + config.residual,
         truth=partial(written, _exactly, next(iter(variances.values()))),
         judged=partial(in_steps, config.format),
-        # A scale is the largest of values that are rounded to x's dtype.
+        # A scale comes from the largest value, which is rounded to x's dtype.
         units=(jnp.float32, dtype, *[dtype] * config.residual),
     )
 
@@ -417,7 +417,7 @@ def quantized_conv(config: QuantizedConv) -> Programs:
             bias_dtype = config.dtype if config.param_dtype == "same" else config.param_dtype
             operands.append(random.small(config.out, bias_dtype))
         operands += [random.normal(config.result, dtype) for _ in range(config.residual)]
-        # The convolution of floats, a peer, reads what the others have quantised.
+        # The peer convolves the floats from which the others were quantised.
         return (*operands, x, w)
 
     def split(args: Arrays) -> tuple[Arrays, Arrays, Any, Any, Arrays]:

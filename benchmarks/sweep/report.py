@@ -13,11 +13,11 @@ Entry = dict[str, Any]
 
 WORST = 10
 NEAR = 0.95
-"""A ratio under it is a loss, if the time differs by more than MICROSECONDS too."""
+"""Ratio below which a case is a loss, if the time differs by more than MICROSECONDS too."""
 MICROSECONDS = 0.5
 PEERS = {"cuDNN": "cudnn", "bf16": "bfloat16"}
-"""What programs of peers are called, by what they are called in tables: cuDNN's attention, and for a
-convolution of quantised numbers that of the bfloat16 that they were."""
+"""Names of peers' programs by their names in tables: cuDNN's attention, and for quantised convolutions
+the bfloat16 one of the unquantised operands."""
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ def save(path: Path, run: dict[str, Any], entries: Sequence[Entry]) -> None:
 
 
 def load(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[Entry]]:
-    """(runs, entries) of all files; of a case that a GPU ran more than once the last run counts."""
+    """Returns (runs, entries) of all files; a GPU's last run of a case counts."""
     runs: list[dict[str, Any]] = []
     by_case: dict[tuple[str, str, str], Entry] = {}
     for path in paths:
@@ -47,13 +47,13 @@ def load(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[Entry]]:
 
 
 def stock_time(entry: Entry) -> tuple[str, float] | None:
-    """The fastest form of stock XLA: (name, microseconds)."""
+    """Returns the fastest form of stock XLA as (name, microseconds)."""
     times = {n: us for n, us in entry["microseconds"].items() if n.startswith(STOCK)}
     return min(times.items(), key=lambda item: item[1]) if times else None
 
 
 def over_stock(entry: Entry) -> float | None:
-    """How many times as fast as stock XLA; 1 where both are one program, None without stock."""
+    """Returns how many times as fast as stock ours is; 1 for one program, None without stock."""
     stock = stock_time(entry)
     if stock is None:
         return None
@@ -88,7 +88,7 @@ def _is_loss(entry: Entry, against: str) -> bool:
 
 
 def text(entries: Sequence[Entry]) -> str:
-    """The distributions, the worst cases, and what was wrong or raised."""
+    """Formats the distributions, the worst cases, and what was wrong or raised."""
     lines = [
         f"{'operator':20} {'direction':17} {'against':7} {'count':>5} {'5th':>6} {'median':>6}"
         f" {'min':>6} {'<0.95':>5} {'<1.00':>5} {'wrong':>5} {'raised':>6}"
@@ -121,7 +121,7 @@ def _row(entries: Sequence[Entry], against: str) -> str:
 
 
 def percentile(ascending: Sequence[float], percent: float) -> float:
-    """By linear interpolation between neighbours."""
+    """Returns a percentile, by linear interpolation."""
     position = (len(ascending) - 1) * percent / 100
     below = int(position)
     above = min(below + 1, len(ascending) - 1)
@@ -149,11 +149,11 @@ README_ROWS = {
     "quantized_matmul": ("Dense of int8, int4 or float8 weights", "quantized_matmul"),
     "quantized_norm": ("norm, then quantised rows", 'layer_norm(quantize_rows="int8")'),
 }
-"""By operator of the sweep, in the order of the README: what a model has, and the call for it."""
+"""What a model has and the call for it, by the sweep's operator in the README's order."""
 
 
 def readme_table(runs: Sequence[dict[str, Any]], entries: Sequence[Entry]) -> list[str]:
-    """The README's lines: an operator's kernels and its ratios to stock XLA, all GPUs together."""
+    """Returns the README's lines: an operator's kernels and ratios to stock XLA, over all GPUs."""
     lines = [
         "| in your model | call | kernels, forward | forward | with gradients | shapes |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -183,7 +183,7 @@ def readme_table(runs: Sequence[dict[str, Any]], entries: Sequence[Entry]) -> li
 
 
 def _kernel_counts(entries: Sequence[Entry]) -> str:
-    """Medians of the kernels of ours and of the fastest stock form, where they were listed."""
+    """Returns median kernel counts of ours and the fastest stock form, where they were listed."""
     pairs = [
         (len(entry["kernels"][OURS]), len(entry["kernels"][stock[0]]))
         for entry in entries
@@ -225,7 +225,7 @@ def _mebibytes(entry: Entry, name: str) -> str:
 
 
 def _again(entry: Entry) -> str:
-    """The line that runs this case by itself."""
+    """Returns the command that runs this case alone."""
     gradient = f" --gradient {entry['direction']}"
     return f"python -m benchmarks sweep --case '{entry['case']}'{gradient}"
 
@@ -239,7 +239,6 @@ def _failures(entries: Sequence[Entry]) -> list[str]:
 
 
 def progress(entry: Entry) -> str:
-    """One line when a case is done."""
     head = f"{entry['operator']} {entry['direction']}"
     if entry["status"] != "ok":
         return f"{head}: {entry['status']}: {entry['why']}"

@@ -43,7 +43,7 @@ CLASSES = 1000
 
 @dataclass(frozen=True)
 class Job:
-    """One network to compile; what travels to the process that does it."""
+    """One network to compile; it is sent to the process that compiles it."""
 
     size: str
     variant: str
@@ -58,11 +58,11 @@ class Job:
 
 
 class ViT(flax.linen.Module):
-    """As a user of Flax writes it: each layer stands in the program by itself."""
+    """A ViT as a user of Flax writes it, with each layer unrolled in the program."""
 
     size: ViTSize
     layers: Any
-    """flax.linen, or a module with its layers."""
+    """flax.linen, or a module with the same layers."""
 
     @flax.linen.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -85,7 +85,7 @@ class ViT(flax.linen.Module):
 
 
 def program(job: Job) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(key to (state, batch), (state, batch) to (state, loss)): a step of training."""
+    """Returns functions of a key to (state, batch), and of (state, batch) to (state, loss)."""
     model = ViT(SIZES[job.size], LAYERS[job.variant])
     optimizer = OPTIMIZERS[job.optimizer]()
 
@@ -115,7 +115,7 @@ def program(job: Job) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Seconds of each stage, and where there is something to run it on, milliseconds of a step."""
+    """Returns the seconds of each stage and, if a device can run it, milliseconds of a step."""
     init, step = program(job)
     state_sharding, batch_sharding = _shardings(job.devices)
     init = jax.jit(init, out_shardings=(state_sharding, batch_sharding))
@@ -149,7 +149,7 @@ class _Clock:
 
 
 def _shardings(devices: int) -> tuple[Any, Any]:
-    """(of the state, of the batch): data parallel under Auto axes, or None on one device."""
+    """Returns shardings of state and batch: data parallel under Auto axes, or None on one device."""
     if devices == 1:
         return None, None
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -183,14 +183,14 @@ def _step_time(compiled: Any, state: Any, batch: Any) -> dict[str, Any]:
 
 
 def count_kernels(text: str) -> dict[str, int]:
-    """How often a lowered module holds a kernel, in how many functions, for how many shapes.
+    """Counts the kernels in a lowered module, the functions that have any, and their shapes.
 
     Under Auto axes on several devices kernels hide in custom_partitioning calls, which are counted.
     """
     functions = re.split(r"^  func\.func ", text, flags=re.MULTILINE)
     calls = [re.findall(r"custom_call @mosaic_gpu\w*\(.*", function) for function in functions]
-    # A call ends with the types of its operands and results. Its attributes differ even where the
-    # kernel is the same, because they hold lines of source.
+    # A call ends with the types of its operands and results. Attributes hold source lines, and so differ
+    # even for the same kernel.
     types = {call.rpartition(" : ")[2] for found in calls for call in found}
     return {
         "kernels": sum(map(len, calls)),
@@ -257,10 +257,10 @@ def _in_process(job: Job) -> dict[str, Any]:
 
 
 def _prepare(job: Job) -> None:
-    """Before the process has asked JAX for devices: nothing compiled is kept from run to run.
+    """Configures JAX before it lists devices: no compiled program is kept from run to run.
 
-    To lower without a GPU, operators are told that they run on an H200, and JAX has as many CPU
-    devices as the job needs.
+    To lower without a GPU, operators are told that they run on an H200, and JAX gets as many CPU devices
+    as the job needs.
     """
     jax.config.update("jax_enable_compilation_cache", False)
     if job.lower_for:

@@ -2,8 +2,8 @@
 
 ViT-B/16, ViT-L/16, a U-Net, ConvNeXt-T and ResNet-50 on random images, in bfloat16 with float32
 parameters, AdamW and clipping by the global norm: time, memory and every kernel of a step. Models with
-"answers" and a batch in their names only answer; they, and the networks of other libraries, are measured
-where --models names them.
+"answers" and a batch in their names run inference; they, and the networks of other libraries, are
+measured if --models names them.
 """
 
 import argparse
@@ -45,16 +45,16 @@ TORCH = {
     ),
     **dict.fromkeys(("resnet-50-answers-1", "resnet-50-answers-64"), ("resnet50", "--answers")),
 }
-"""What `benchmarks.whole.end_to_end_torch` is asked for: timm's name of a network, and its flags."""
+"""Arguments of `benchmarks.whole.end_to_end_torch`: timm's name of a network, and flags."""
 
 _KERNELS_KEPT = 40
 _BY_NAME = ("ours-copies", "fused")
-"""Variants that are measured where --variants names them."""
+"""Variants that are measured only if --variants names them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    # What is not preallocated is free for torch.
+    # Without preallocation torch can use the rest of the memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if jax.default_backend() != "gpu":
         print(
@@ -160,11 +160,11 @@ class Compiled:
     init: Any
     step: Any
     seconds: float
-    """How long XLA took for the step."""
+    """Seconds that XLA took to compile the step."""
 
     @property
     def planned_bytes(self) -> int:
-        """The device memory that XLA plans for a step: what goes in, comes out, and lies between."""
+        """Device memory that XLA plans for a step: inputs, outputs and temporaries."""
         m = self.step.memory_analysis()
         sizes = (m.argument_size_in_bytes, m.output_size_in_bytes, m.temp_size_in_bytes)
         return sum(sizes) - m.alias_size_in_bytes
@@ -177,8 +177,8 @@ def run_jax(
 ) -> None:
     """Measures each variant in JAX; `save` gets the model, the variant and its row.
 
-    The allocator's peak is that of the process. So whoever needs least memory goes first, and each
-    peak is its own.
+    The allocator's peak is that of the process. Programs run in ascending order of memory, so that each
+    peak is the program's own.
     """
     keys = [(w, variant) for w in workloads for variant in w.programs if variant in variants]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -200,7 +200,7 @@ def run_jax(
 def _submit(
     pool: ThreadPoolExecutor, build: Callable[[], Program], workload: Workload
 ) -> Future[Compiled]:
-    """Traces here and compiles in a thread."""
+    """Traces in this thread and compiles in another."""
     key = jax.random.key(0)
     try:
         program = build()
@@ -236,7 +236,7 @@ def _measure(workload: Workload, compiled: Compiled) -> Row:
 
 
 def timed_steps(executable: Any, state: Any, batch: Any) -> tuple[Row, Callable[[], jax.Array]]:
-    """The host's time of many steps, and what takes one more."""
+    """Returns the host's time of many steps, and a function that takes one more."""
     losses = []
 
     def step() -> jax.Array:
@@ -254,7 +254,7 @@ def timed_steps(executable: Any, state: Any, batch: Any) -> tuple[Row, Callable[
 
 
 def kernel_times(step: Callable[[], jax.Array], executable: Any) -> Row:
-    """One step's kernels; the host's time stands without them where CUPTI does not work."""
+    """Times one step's kernels; if CUPTI does not work, the row has the host's time alone."""
     try:
         timed = timing.kernels(step)
     except Exception as error:
@@ -263,10 +263,10 @@ def kernel_times(step: Callable[[], jax.Array], executable: Any) -> Row:
 
 
 def summed(timed: Sequence[tuple[str, float]], source: dict[str, str]) -> Row:
-    """Milliseconds by what the kernels do, and the kernels that take longest, largest first.
+    """Sums milliseconds by kind of kernel, and lists the kernels that take longest, largest first.
 
-    The same operation in every layer is one entry: how often it ran, its microseconds, where it came
-    from. XLA tells such kernels apart by a number at the end, Flax their modules.
+    The same operation in every layer is one entry: its count, its microseconds, its source. XLA gives
+    such kernels different final numbers, Flax different modules.
     """
     kinds: dict[str, float] = {}
     times: dict[tuple[str, str], list[float]] = {}
@@ -284,7 +284,7 @@ def summed(timed: Sequence[tuple[str, float]], source: dict[str, str]) -> Row:
 
 
 def sources(hlo: str) -> dict[str, str]:
-    """The place in the Python program of each instruction of an executable, by kernel name."""
+    """Returns the place in the Python program of each instruction of an executable, by kernel name."""
     found = re.findall(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name="([^"]*)"', hlo, re.MULTILINE)
     return {re.sub(r"[.\-]", "_", name): source for name, source in found}
 
@@ -293,7 +293,7 @@ def sources(hlo: str) -> dict[str, str]:
 
 
 def _run_torch(model: str, batch: int, flags: Sequence[str] = ()) -> Row:
-    """The row that `benchmarks.whole.end_to_end_torch` prints: its memory is a process of its own."""
+    """Runs `benchmarks.whole.end_to_end_torch`, in a process with memory of its own; returns its row."""
     command = [sys.executable, "-m", "benchmarks.whole.end_to_end_torch", model, str(batch), *flags]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -1,7 +1,8 @@
-"""Training steps of networks that others wrote, as they are and under `jaxfused.fuse`.
+"""Training steps of networks of other libraries, unchanged and under `jaxfused.fuse`.
 
-Hugging Face's Flax models, of the last release that has them, and a Vision Transformer of Equinox's
-layers; both come with `pip install '.[adoption]'`. Compute is in bfloat16, parameters are float32.
+Networks are Hugging Face's Flax models, of the last release that has them, and a Vision Transformer of
+Equinox's layers; both come with `pip install '.[adoption]'`. Compute is in bfloat16, parameters are
+float32.
 """
 
 import functools
@@ -18,7 +19,7 @@ _CLASSES = 1000
 
 
 def workloads() -> dict[str, Workload]:
-    """By name; nothing is imported before a network is built."""
+    """Returns workloads by name; nothing is imported before a network is built."""
     made = [
         _workload("flax-vit-b16", _flax_vit, functools.partial(_images, 128)),
         _workload("flax-gpt2", _flax_gpt2, functools.partial(_tokens, 16, 1024, 50257)),
@@ -43,14 +44,14 @@ def _workload(
 
 
 def _images(batch: int, key: jax.Array) -> Batch:
-    """Channels before rows and columns, as both libraries want them."""
+    """Draws images with channels before rows and columns, as both libraries require."""
     keys = jax.random.split(key)
     images = jax.random.normal(keys[0], (batch, 3, 224, 224), jnp.bfloat16)
     return images, jax.random.randint(keys[1], (batch,), 0, _CLASSES)
 
 
 def _tokens(batch: int, length: int, vocabulary: int, key: jax.Array) -> Batch:
-    """Tokens, and for each the one that follows."""
+    """Draws tokens, and for each the one that follows."""
     tokens = jax.random.randint(key, (batch, length + 1), 0, vocabulary)
     return tokens[:, :-1], tokens[:, 1:]
 

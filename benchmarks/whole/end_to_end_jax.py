@@ -1,8 +1,8 @@
 """Whole training steps in JAX: on jaxfused, and as a user of Flax and Optax writes them.
 
 Both sides of a comparison are the same network with as many parameters, in bfloat16 with float32
-parameters, under AdamW and clipping by the global norm. A workload that only answers has its parameters
-in bfloat16, and in ours batch norms are folded into the convolutions.
+parameters, under AdamW and clipping by the global norm. In an inference workload parameters are
+bfloat16, and our variant folds batch norms into the convolutions.
 """
 
 import functools
@@ -34,7 +34,7 @@ State = tuple[Any, Any, Any]
 Batch = tuple[jax.Array, jax.Array]
 """(images, labels)."""
 Loss = Callable[[Any, Batch], jax.Array]
-"""(parameters, batch) to a scalar."""
+"""Function of (parameters, batch) that returns a scalar."""
 
 OPTIMIZER: dict[str, Any] = dict(learning_rate=1e-3, weight_decay=0.05)
 MAX_NORM = 1.0
@@ -42,7 +42,7 @@ MAX_NORM = 1.0
 
 @dataclass(frozen=True)
 class Program:
-    """What there is to compile: the state of a key, and (state, batch) to (state, loss)."""
+    """Functions to compile: of a key to the state, and of (state, batch) to (state, loss)."""
 
     init: Callable[[jax.Array], State]
     step: Callable[[State, Batch], tuple[State, jax.Array]]
@@ -55,19 +55,18 @@ class Workload:
     name: str
     make_batch: Callable[[jax.Array], Batch]
     programs: Mapping[str, Callable[[], Program]]
-    """By variant."""
+    """Functions that build the program, by variant."""
     forward_flops: Callable[[], int]
-    """Of the matrix products of one forward pass over the batch."""
+    """Function that returns the operations of the matrix products of a forward pass over the batch."""
     answers: bool = False
-    """There are no gradients: a step is a forward pass."""
+    """Whether a step is a forward pass only, without gradients."""
 
     def flops(self) -> int:
-        """Of the matrix products of a step."""
+        """Returns the operations of the matrix products of a step."""
         return (1 if self.answers else 3) * self.forward_flops()
 
 
 def workloads() -> dict[str, Workload]:
-    """The networks that are measured."""
     return {
         "vit-b16": vit("vit-b16", MODELS["vit-b16"], batch=256),
         "vit-l16": vit("vit-l16", MODELS["vit-l16"], batch=128),
@@ -103,7 +102,7 @@ def workloads() -> dict[str, Workload]:
 def vit(
     name: str, size: ViTSize, *, batch: int, image_size: int = 224, classes: int = 1000
 ) -> Workload:
-    """A Vision Transformer that reads the class from a token."""
+    """Returns a Vision Transformer that reads the class from a token."""
     make_batch = functools.partial(_images_and_labels, batch, image_size, classes)
 
     def ours(
@@ -160,7 +159,7 @@ def unet(
     groups: int = 32,
     answers: bool = False,
 ) -> Workload:
-    """A U-Net with group norm and SiLU that tells foreground from background."""
+    """Returns a U-Net with group norm and SiLU that separates foreground from background."""
 
     def make_batch(key: jax.Array) -> Batch:
         keys = jax.random.split(key)
@@ -191,7 +190,7 @@ def convnext(
     classes: int = 1000,
     answers: bool = False,
 ) -> Workload:
-    """A ConvNeXt without stochastic depth."""
+    """Returns a ConvNeXt without stochastic depth."""
 
     def build() -> ConvNeXt:
         return ConvNeXt(
@@ -218,7 +217,7 @@ def resnet(
     classes: int = 1000,
     answers: bool = False,
 ) -> Workload:
-    """A ResNet with batch norm, as in its paper, or with group norm."""
+    """Returns a ResNet with batch norm, as in its paper, or with group norm."""
 
     def build() -> ResNet:
         return ResNet(
@@ -277,10 +276,10 @@ def _with_jaxfused(
     *,
     copies: bool = False,
 ) -> Program:
-    """A training step; with `copies` the layers read bfloat16 kernels that the optimizer wrote.
+    """Returns a training step; with `copies` the layers read bfloat16 kernels that the optimizer wrote.
 
-    Then no weight is converted, and the gradients of the kernels are rounded to bfloat16, as they are
-    in stock's program and under torch's autocast.
+    Then no weight is converted, and gradients of kernels are rounded to bfloat16, as in stock's program
+    and under torch's autocast.
     """
     graphdef = nnx.graphdef(nnx.eval_shape(build))
     optimizer = jaxfused.optim.adamw(**OPTIMIZER)
@@ -320,9 +319,9 @@ class Network:
     """A network and its loss as a user of some library writes them."""
 
     init: Callable[[jax.Array], tuple[Any, Any]]
-    """Of a key, (parameters, running averages of batch norms)."""
+    """Function of a key that returns (parameters, running averages of batch norms)."""
     loss: Callable[[Any, Any, Batch], tuple[jax.Array, Any]]
-    """(parameters, averages, batch) to (loss, averages)."""
+    """Function of (parameters, averages, batch) that returns (loss, averages)."""
 
     def forward_flops(self, make_batch: Callable[[jax.Array], Batch]) -> int:
         shapes = jax.eval_shape(self.init, _KEY), jax.eval_shape(make_batch, _KEY)
@@ -330,7 +329,7 @@ class Network:
 
 
 def with_optax(network: Network) -> Program:
-    """The step as users of Optax write it."""
+    """Returns the step as users of Optax write it."""
     optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(**OPTIMIZER))
     of_loss = jax.value_and_grad(network.loss, has_aux=True)
 
@@ -344,7 +343,7 @@ def with_optax(network: Network) -> Program:
 
 
 def with_fuse(network: Network) -> Program:
-    """`with_optax` after two lines of it changed: fuse around the loss, and this package's AdamW."""
+    """Returns `with_optax` with two lines changed: fuse around the loss, and this package's AdamW."""
     optimizer = jaxfused.optim.adamw(**OPTIMIZER)
     of_loss = jax.value_and_grad(jaxfused.fuse(network.loss), has_aux=True)
 
@@ -401,7 +400,7 @@ def _answers_of_flax(model: nn.Module, make_batch: Callable[[jax.Array], Batch])
 
 
 def _answers(make: Callable[[jax.Array], Any], apply: Callable[..., jax.Array]) -> Program:
-    """A step that changes no parameter; its loss is the mean of all logits."""
+    """Returns a step that changes no parameter; its loss is the mean of all logits."""
 
     def init(key: jax.Array) -> State:
         return jax.tree.map(lambda a: a.astype(jnp.bfloat16), make(key)), (), ()
@@ -568,7 +567,7 @@ def _forward_flops(model: nn.Module, images: Any) -> int:
 
 
 def product_flops(jaxpr: Jaxpr) -> int:
-    """Multiplications and additions in the matrix products and convolutions of a program."""
+    """Counts multiplications and additions in the matrix products and convolutions of a program."""
     total = 0
     for eqn in jaxpr.eqns:
         name, shapes = eqn.primitive.name, [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
@@ -580,7 +579,7 @@ def product_flops(jaxpr: Jaxpr) -> int:
             _, kernel, out = shapes
             outputs = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
             taps = math.prod(kernel) // outputs
-            # Of a transposed convolution's taps only those count that do not meet inserted zeros.
+            # A transposed convolution's taps that meet inserted zeros do not count.
             total += 2 * math.prod(out) * taps // math.prod(eqn.params["lhs_dilation"])
         repeats = eqn.params["length"] if name == "scan" else 1
         for inner in eqn.params.values():

@@ -19,7 +19,7 @@ LABELS = {
     "cudnn": "stock, padded cuDNN attention",
     "torch": "timm + torch.compile",
 }
-"""By variant, in the order of tables and charts."""
+"""Labels by variant, in the order of tables and charts."""
 
 KINDS = {
     "attention": r"sdpa|flash|fmha|attention",
@@ -30,7 +30,7 @@ KINDS = {
     "norms": r"norm",
     "optimizer": r"adam|multi_tensor",
 }
-"""What a kernel does, by the first pattern found in its name; what fits none is "other"."""
+"""Kinds of kernels by pattern: the first found in a name counts, and the rest is "other"."""
 
 _COLORS = {
     "attention": "#e0a458",
@@ -57,30 +57,29 @@ def kind(kernel: str) -> str:
 
 
 def kernel_milliseconds(row: Row) -> float | None:
-    """The sum of a step's kernels, None where they were not timed."""
+    """Returns the sum of a step's kernels, or None if they were not timed."""
     return sum(row["kinds"].values()) if row.get("kinds") else None
 
 
 def by_kind(row: Row) -> dict[str, float]:
-    """Milliseconds of a step by what its kernels do; "gaps" is the rest of the host's time."""
+    """Returns a step's milliseconds by kind of kernel; "gaps" is the rest of the host's time."""
     shares = dict.fromkeys([*KINDS, "other"], 0.0) | row.get("kinds", {})
-    # Kernels that ran side by side may add up to more than the step.
+    # Kernels that ran at the same time may add up to more than the step.
     return shares | {"gaps": max(0.0, row["milliseconds"] - sum(shares.values()))}
 
 
 def tflops(model: Section, row: Row) -> float:
-    """Model TFLOP/s: what the network needs, whatever a variant computes besides."""
+    """Returns model TFLOP/s: operations that the network needs, whatever else a variant computes."""
     rate: float = model["flops"] / row["milliseconds"] / 1e9
     return rate
 
 
 def fault(row: Row) -> str | None:
-    """Why a row has no time."""
+    """Returns why a row has no time."""
     return next((f"{k}: {row[k]}" for k in ("failed", "skipped") if k in row), None)
 
 
 def short(row: Row) -> str:
-    """One line of progress."""
     return fault(row) or f"{row['milliseconds']:.1f} ms"
 
 
@@ -88,7 +87,7 @@ def short(row: Row) -> str:
 
 
 def table(section: Section) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: one row per model and variant."""
+    """Returns header and rows: one row per model and variant."""
     header = ["model", "variant", "ms", "±%", "kernels ms", "images/s", "TFLOP/s", "peak", "GiB"]
     header += ["x stock", "compile s"]
     rows = []
@@ -121,14 +120,13 @@ def table(section: Section) -> tuple[list[str], list[list[str]]]:
 
 
 def memory(row: Row) -> str:
-    """The allocator's peak in GiB, or in brackets what XLA plans where the peak is not the row's."""
+    """Formats the allocator's peak in GiB, or in brackets XLA's plan if the peak is not this row's."""
     if "peak_bytes" in row:
         return f"{row['peak_bytes'] / _GIB:.1f}"
     return f"({row['planned_bytes'] / _GIB:.1f})"
 
 
 def kernel_table(row: Row, count: int = _TOP_KERNELS) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: the kernels that take longest."""
     total = 1e3 * sum(row["kinds"].values())
     rows = [
         [
@@ -144,7 +142,7 @@ def kernel_table(row: Row, count: int = _TOP_KERNELS) -> tuple[list[str], list[l
 
 
 def print_report(section: Section) -> None:
-    """The kernels of every variant, then the table: the end is what matters."""
+    """Prints the kernels of every variant, and last the table, which matters most."""
     for model in section["models"]:
         for variant, row in model["rows"].items():
             if row.get("kinds"):
@@ -161,7 +159,7 @@ def _kinds_line(row: Row) -> str:
 
 
 def readme_table(steps: Sequence[tuple[str, Section]]) -> list[str]:
-    """What the steps of a (GPU, section) gain by `fuse` and `jaxfused.optim`, for the README."""
+    """Returns the README's table of what steps gain by `fuse` and `jaxfused.optim`."""
     lines = [
         "| training step | GPU | with Optax | with `fuse`, `jaxfused.optim` | faster | memory, GiB |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -186,7 +184,6 @@ def readme_table(steps: Sequence[tuple[str, Section]]) -> list[str]:
 
 
 def page_table(section: Section) -> list[str]:
-    """The lines of the page of results."""
     lines = [
         "| | ms a step | images/s | model TFLOP/s | of the matrix-product peak | memory, GiB |",
         "|---|---|---|---|---|---|",
@@ -210,7 +207,7 @@ def page_table(section: Section) -> list[str]:
 
 
 def draw(gpu: str, section: Section, path: Path) -> None:
-    """One panel per model: each variant's step as a bar of what its kernels do."""
+    """Draws one panel per model, with each variant's step as a bar by kind of kernel."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -2,8 +2,8 @@
 
 `python -m benchmarks.whole.end_to_end_torch MODEL BATCH`: timm's networks by name, or the U-Net of
 examples/unet as a user of torch writes it; channels last, autocast to bfloat16, float32 parameters,
-fused AdamW, clipping by the global norm, random images. With --answers, answers instead of steps, with
-weights in bfloat16 and a CUDA graph of each. The last line of the output is JSON.
+fused AdamW, clipping by the global norm, random images. With --answers, inference instead of steps, with
+weights in bfloat16 and in a CUDA graph. The last line of the output is JSON.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
         "compile_seconds": compile_seconds,
         "losses": losses,
     }
-    # The row stands without them where the profiler does not work.
+    # The profiler may not work; the row then has no kernels.
     try:
         row["kernels"] = kernels(lambda: run(1))
     except Exception as error:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def training(name: str, batch: int, image_size: int | None) -> Callable[[int], float]:
-    """What takes so many steps, waits for the last, and returns its loss."""
+    """Returns a function that takes n steps, waits for the last, and returns its loss."""
     import torch
 
     model, images, labels = create(name, batch, image_size)
@@ -77,7 +77,7 @@ def training(name: str, batch: int, image_size: int | None) -> Callable[[int], f
 
 
 def inference(name: str, batch: int, image_size: int | None) -> Callable[[int], float]:
-    """What answers so often, waits for the last, and returns the mean of its logits."""
+    """Returns a function that infers n times, waits for the last, and returns the logits' mean."""
     import torch
 
     model, images, _ = create(name, batch, image_size)
@@ -101,7 +101,6 @@ def inference(name: str, batch: int, image_size: int | None) -> Callable[[int], 
 
 
 def create(name: str, batch: int, image_size: int | None = None) -> tuple[Any, Any, Any]:
-    """The network, images and labels, channels last."""
     import torch
 
     if name == UNET:
@@ -120,7 +119,7 @@ def create(name: str, batch: int, image_size: int | None = None) -> tuple[Any, A
 
 
 def unet(base: int = 64, levels: int = 5, groups: int = 32) -> Any:
-    """The network of `examples.unet.model.UNet` in torch."""
+    """Returns the network of `examples.unet.model.UNet` in torch."""
     import torch
     from torch import nn
 
@@ -156,7 +155,7 @@ def unet(base: int = 64, levels: int = 5, groups: int = 32) -> Any:
 
 
 def segmentation_loss(logits: Any, labels: Any) -> Any:
-    """Cross-entropy and the Dice loss, as the networks in JAX are trained on."""
+    """Computes cross-entropy plus the Dice loss, on which the JAX networks are trained."""
     import torch
 
     targets = labels.float()
@@ -168,7 +167,7 @@ def segmentation_loss(logits: Any, labels: Any) -> Any:
 
 
 def kernels(call: Callable[[], Any]) -> list[tuple[str, float]]:
-    """The kernels of one call: name, microseconds. Copies and fills are none, as in JAX."""
+    """Returns the kernels of one call: name, microseconds. Copies and fills do not count, as in JAX."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

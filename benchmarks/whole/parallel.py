@@ -1,10 +1,10 @@
-"""Several GPUs beside one of them: `python -m benchmarks parallel`.
+"""Compares several GPUs with one of them: `python -m benchmarks parallel`.
 
-Data parallel: a whole training step, parameters on every device and so many images for each, under
-Auto axes. Its share is the time of the slowest device with its images over that of all with theirs. All
-devices at the same time, each with a step of its own and no sums, say how much of what is missing to 1
-the host's power takes, and how much the sums. Tensor parallel: forward and gradients of an mlp
-whose hidden features are split, and the time of a device that has them all.
+Data parallel: a training step under Auto axes, with parameters on every device and the same number of
+images for each. Its share is the slowest single device's time over that of all together. A run of all
+devices at the same time, each with its own step and no sums, tells what the host costs from what the
+sums cost. Tensor parallel: forward and gradients of an mlp whose hidden features are split, and the time
+of one device that has them all.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from examples.vit.model import MODELS
 
 NAME = "parallel"
 SIZES = {"vit-b16": 256, "vit-l16": 128}
-"""Images a device."""
+"""Images per device."""
 ROWS, WIDTH, HIDDEN = 8192, 4096, 14336
-"""Of the perceptrons whose hidden features are split."""
+"""Sizes of the MLPs whose hidden features are split."""
 
 Row = dict[str, Any]
 
@@ -78,9 +78,9 @@ def measure(
     layers: Sequence[str],
     save: Callable[[str, Row], None],
 ) -> None:
-    """Compiles everything side by side, then runs one program after the other."""
+    """Compiles all programs in parallel, then runs one after the other."""
     devices = jax.devices()
-    # One after the other, then all: they are not equally fast.
+    # Each device alone, then all: devices are not equally fast.
     groups = [*([device] for device in devices), devices]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         steps = {
@@ -137,7 +137,7 @@ def _line(kind: str, row: Row) -> str:
 
 @dataclass(frozen=True)
 class _Step:
-    """A compiled training step on some devices, and what makes its operands."""
+    """A compiled training step on some devices, and functions that make its operands."""
 
     compiled: Any
     init: Callable[[jax.Array], Any]
@@ -153,7 +153,7 @@ class _Step:
 
 
 def _time_apart(steps: Sequence[_Step]) -> Row:
-    """Each step on its own devices, all at the same time."""
+    """Times the steps, each on its own devices, all at the same time."""
     states, batches = map(list, zip(*(step.operands() for step in steps), strict=True))
 
     def run(count: int) -> None:
@@ -168,7 +168,7 @@ def _time_apart(steps: Sequence[_Step]) -> Row:
 def _data_parallel(
     pool: ThreadPoolExecutor, model: str, variant: str, devices: Sequence[jax.Device]
 ) -> Future[_Step]:
-    """A training step on some devices."""
+    """Compiles a training step on some devices."""
     batch = SIZES[model] * len(devices)
     workload = end_to_end_jax.vit(model, MODELS[model], batch=batch)
     program = workload.programs[variant]()
@@ -212,7 +212,7 @@ LAYERS: dict[str, dict[str, Callable[..., jax.Array]]] = {
 def _tensor_parallel(
     pool: ThreadPoolExecutor, layer: str, side: str, devices: Sequence[jax.Device]
 ) -> Future[Callable[[], Row]]:
-    """What measures forward and gradients of a layer with split hidden features."""
+    """Returns a function that measures forward and gradients of a layer with split hidden features."""
     mesh = jax.make_mesh((len(devices),), ("model",), (AxisType.Auto,), devices=devices)
     columns = 2 if layer == "gated_mlp" else 1
     shapes = [(ROWS, WIDTH), *[(WIDTH, HIDDEN)] * columns, (HIDDEN, WIDTH), (ROWS, WIDTH)]

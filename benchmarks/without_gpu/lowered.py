@@ -211,7 +211,6 @@ def without_places(text: str) -> str:
 
 
 def _kernel(escaped: str) -> str:
-    """Returns the text of a kernel's bytecode."""
     bytecode = _ESCAPED.sub(
         lambda e: bytes.fromhex(e[1].decode()) if e[1] else e[2], escaped.encode()
     )

@@ -20,12 +20,12 @@ class ConvNeXtSize:
     """Blocks of each stage; every stage but the first halves the image."""
     widths: tuple[int, ...]
     patch: int = 4
-    """Pixels that the first layer joins, down and across."""
+    """Height and width, in pixels, of the patches that the first layer embeds."""
     kernel: int = 7
     """Rows and columns of the depthwise convolutions."""
 
 
-# digits: what learns 8 x 8 pixels in a minute or two on two CPU cores.
+# digits: a size that learns 8 x 8 pixels in a minute or two on two CPU cores.
 CONVNEXTS = {
     "convnext-digits": ConvNeXtSize((2, 2), (32, 64), patch=1, kernel=3),
     "convnext-t": ConvNeXtSize((3, 3, 9, 3), (96, 192, 384, 768)),

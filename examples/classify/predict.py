@@ -8,7 +8,7 @@ from examples.vit import predict
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` replaces the command line."""
+    """Runs the command; `argv` replaces the command line."""
     predict.main(argv, module="examples.classify.predict", create=create)
 
 

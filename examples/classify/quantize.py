@@ -1,4 +1,4 @@
-"""What fewer bits cost and bring: `python -m examples.classify.quantize CHECKPOINT`."""
+"""Compares formats of few bits: `python -m examples.classify.quantize CHECKPOINT`."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from examples.vit import quantize
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` replaces the command line."""
+    """Runs the command; `argv` replaces the command line."""
     quantize.main(argv, module="examples.classify.quantize", create=create)
 
 

@@ -1,8 +1,8 @@
 """The ResNet, in the sizes of its paper, on the fused layers of jaxfused.
 
 By default it has group norm. A norm over groups of channels sees one image at a time: its function is
-the same in training and after it, for batches of any size and on any number of devices. The paper's
-batch norm is there by name; its running averages are state beside the parameters.
+the same in training and after it, for batches of any size and on any number of devices. With
+norm="batch_norm" it has the paper's batch norm, whose running averages are state next to the parameters.
 
 Sources: He et al., "Deep Residual Learning for Image Recognition", 2015,
 https://arxiv.org/abs/1512.03385; Wu and He, "Group Normalization", 2018, https://arxiv.org/abs/1803.08494
@@ -29,12 +29,12 @@ class ResNetSize:
     width: int = 64
     """Channels of the first stage."""
     groups: int = 32
-    """Of the norms."""
+    """Groups of channels in each norm."""
     is_small: bool = False
-    """The images are small: the first layer is 3 x 3 and does not shrink them."""
+    """Whether images are small: the first layer is then 3 x 3 and does not shrink them."""
 
 
-# digits: what learns 8 x 8 pixels in a minute or two on two CPU cores.
+# digits: a size that learns 8 x 8 pixels in a minute or two on two CPU cores.
 RESNETS = {
     "resnet-digits": ResNetSize((1, 1), bottleneck=False, width=32, groups=8, is_small=True),
     "resnet-18": ResNetSize((2, 2, 2, 2), bottleneck=False),
@@ -103,7 +103,7 @@ class ResNet(nnx.Module):
     def __call__(self, images: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Returns logits, [B, classes] in float32, of `images` [B, H, W, channels].
 
-        Nothing here is random: `key` is what all models of examples/classify take.
+        The model is deterministic: `key` is an argument of all models of examples/classify.
         """
         del key
         x = self.embed(images)

@@ -23,7 +23,7 @@ MODELS = {**CONVNEXTS, **RESNETS, **VITS}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` replaces the command line."""
+    """Runs the command; `argv` replaces the command line."""
     parser = vit.make_parser(
         "examples.classify.train",
         out="runs/classify",
@@ -43,17 +43,16 @@ def create(
     classes: int,
     placement: OneDevice = ONE_DEVICE,
 ) -> tuple[nnx.GraphDef, dict]:
-    """The model of the flags, as its structure and its initial parameters.
+    """Returns the model of the flags, as its structure and its initial parameters.
 
-    Raises:
-      ExampleError: a flag asks for what the model does not have.
+    Raises: ExampleError: a flag sets an option that the model lacks.
     """
     name = args.model
     if name in VITS:
         return vit.create_vit(args, channels=channels, classes=classes, placement=placement)
     refused = dict(dropout=args.dropout, unroll=args.unroll)
     if name in RESNETS:
-        # What the data's defaults set for other models is no wish of the user's.
+        # A default of the data, made for other models, is no error.
         refused |= dict(drop_path=args.drop_path if args.data is None else 0.0)
     for flag, value in refused.items():
         if value:

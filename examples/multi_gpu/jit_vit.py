@@ -3,10 +3,10 @@
 The step is that of one device. Only its arrays are placed on a mesh of data x tensor devices, and XLA
 splits the work accordingly:
 
-- data: each row of devices has a part of the batch;
-- --tensor N: each column has a part of the heads and of the MLP's features, as in Megatron-LM;
-- --fsdp: each row keeps a part only of every matrix and of its optimizer state. A layer gathers its
-  matrix when it reads it, once a step: the backward pass uses it again.
+- data: each row of devices has a part of the batch; - --tensor N: each column has a part of the heads
+and of the MLP's features, as in Megatron-LM; - --fsdp: each row stores only a part of every matrix and
+of its optimizer state. A layer gathers its matrix when it reads it, once a step: the backward pass uses
+it again.
 
 Sources: Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053; Rajbhandari et al.,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2019,
@@ -32,10 +32,10 @@ from examples.vit import train
 from examples.vit.model import MODELS, ViTSize
 
 COLUMNS = ("qkv", "up")
-"""Layers whose outputs are split over `tensor`: features of the MLP; of qkv, where all queries come
-first, parts that XLA exchanges for heads."""
+"""Layers whose outputs are split over `tensor`: features of the MLP, and parts of qkv, which starts with
+all queries, so that XLA exchanges parts for heads."""
 ROWS = ("project", "down")
-"""Layers whose inputs arrive split in this way; a sum over `tensor` completes their outputs."""
+"""Layers whose inputs are split over `tensor`; a sum over `tensor` completes their outputs."""
 
 
 class GatheredParam(nnx.Param):
@@ -91,7 +91,7 @@ class OnMesh(OneDevice):
     def spec(self, layer: str, name: str, shape: tuple[int, ...]) -> P:
         """Returns how a parameter is stored, or an optimizer moment under its parameter's name.
 
-        Moments that are no array like the parameter have few elements, and each device has them.
+        Moments of another shape than the parameter have few elements, and each device has all of them.
         """
         if name == "kernel" and len(shape) < 2:
             return P()
@@ -136,8 +136,7 @@ class OnMesh(OneDevice):
         if self.fsdp:
             for path, layer in nnx.iter_modules(model):
                 if isinstance(layer, nnx.Linear):
-                    # Without this constraint XLA would split activations in the way that the matrices
-                    # are split.
+                    # Without this constraint XLA would split activations like the matrices.
                     whole = NamedSharding(self.mesh, self._tensor_spec(path[-1], "kernel", 2))
                     layer.kernel = GatheredParam(layer.kernel.get_raw_value(), whole=whole)
         return model

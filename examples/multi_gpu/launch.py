@@ -1,4 +1,4 @@
-"""How the processes of a run find each other and their devices, from arguments alone."""
+"""Connects the processes of a run to each other and to their devices, from arguments alone."""
 
 import argparse
 import socket

@@ -34,7 +34,7 @@ _NUCLEI = Path(__file__).parent / "data"
 
 @dataclass(frozen=True)
 class Crops:
-    """The batch of a training step: random crops, turned, mirrored, brighter or darker.
+    """Makes the batch of a training step: random crops, turned, mirrored, brighter or darker.
 
     Args:
       read: image i and its mask.
@@ -140,7 +140,7 @@ def relit(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def nuclei(
     *, batch_size: int, seed: int, crop: int, crops: int, turn: bool, held_out: float
 ) -> Data:
-    """Cell nuclei in a fluorescence microscope: the left part to train on, the right to judge by.
+    """Cell nuclei in a fluorescence microscope: the left part for training, the right for evaluation.
 
     Source: Caicedo et al., "Nucleus segmentation across imaging experiments: the 2018 Data Science
     Bowl", 2019, https://doi.org/10.1038/s41592-019-0612-7; see data/README.md.

@@ -1,7 +1,7 @@
 """Image files in and out of a prediction: the whole image need never be in memory.
 
-`.npy` files are read and written where they lie, at any size. PNG is written row by row, too; PNG and
-the other formats are read by Pillow, which decodes an image as a whole.
+`.npy` files are memory-mapped, at any size. PNG is written row by row, too; PNG and the other formats
+are read by Pillow, which decodes an image as a whole.
 """
 
 import contextlib
@@ -18,11 +18,10 @@ from examples.images import read_image
 
 
 def open_image(path: Path, channels: int) -> np.ndarray:
-    """The image, uint8 [H, W, channels]; of an `.npy` file a view that reads what is indexed.
+    """Returns the image, uint8 [H, W, channels]; for an `.npy` file a view that reads what is indexed.
 
-    Args:
-      path: of the file; an `.npy` file holds uint8 [H, W] or [H, W, channels].
-      channels: 1 or 3. Grey serves as three channels, and formats of Pillow's convert both ways.
+    Args: path: of the file; an `.npy` file holds uint8 [H, W] or [H, W, channels]. channels: 1 or 3.
+    Grey serves as three channels, and Pillow's formats convert both ways.
 
     Raises:
       ExampleError: the file is missing, unreadable, of another dtype or shape.
@@ -55,12 +54,10 @@ def open_image(path: Path, channels: int) -> np.ndarray:
 
 
 def write_rows(path: Path, shape: tuple[int, int], blocks: Iterable[np.ndarray]) -> None:
-    """Writes a grey image that arrives some rows at a time; the file is complete or not there.
+    """Writes a grey image that arrives some rows at a time; the file is complete or absent.
 
-    Args:
-      path: ends in .npy or .png, as `check_output` sees to.
-      shape: (height, width).
-      blocks: uint8 [rows, width], height rows in all.
+    Args: path: ends in .npy or .png, as `check_output` ensures. shape: (height, width). blocks: uint8
+    [rows, width], height rows in all.
 
     Raises:
       ExampleError: the file cannot be written.

@@ -17,7 +17,7 @@ class UNet(nnx.Module):
     """Maps images to one logit for each pixel, which says how likely the pixel is foreground.
 
     Each level halves the image and doubles the channels. On the way back up, the features of each level
-    are joined with those that this level had before it was halved.
+    are concatenated with those that this level had before it was halved.
 
     Args:
       base: channels of the first level.
@@ -61,7 +61,7 @@ class UNet(nnx.Module):
             block(before, width)
             for before, width in zip([channels, *widths[:-1]], widths, strict=True)
         )
-        # Of a window's four weights one alone meets each pixel of the result.
+        # Only one of a window's four weights meets each pixel of the result.
         of_one_weight = nnx.initializers.variance_scaling(4.0, "fan_in", "truncated_normal")
         enlarge = functools.partial(
             jaxfused.nnx.ConvTranspose,

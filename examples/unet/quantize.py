@@ -1,4 +1,4 @@
-"""What fewer bits cost and bring: `python -m examples.unet.quantize CHECKPOINT`.
+"""Compares formats of few bits: `python -m examples.unet.quantize CHECKPOINT`.
 
 Quantises the convolutions and linear layers of a trained U-Net and prints size, held-out Dice and crops
 a second for float, int8, fp8 and int4. The flags are those of `examples.vit.quantize`.
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def calibration(data: dataset.Data, batches: int, dtype: str) -> jaxfused.Calibration:
-    """So many training batches, and how the network is called with them."""
+    """Returns a calibration on `batches` training batches, with the call of the network."""
     return jaxfused.Calibration(
         [data.train_batch(step)["image"] for step in range(batches)],
         call=lambda model, images: model(to_float(images, dtype)),
@@ -69,7 +69,7 @@ def calibration(data: dataset.Data, batches: int, dtype: str) -> jaxfused.Calibr
 def judge(
     quantized: Quantized, data: dataset.Data, loader: Loader, flags: argparse.Namespace
 ) -> tuple[float, float]:
-    """Dice of the held-out images, and crops a second in batches of the run's size."""
+    """Returns Dice of the held-out images, and crops a second in batches of the run's size."""
     graphdef, params = nnx.split(quantized.model)
     predict = make_predict(graphdef, dtype=flags.dtype)
 

@@ -1,8 +1,4 @@
-"""Prediction of images of any size, tile by tile, without visible seams and without holding them.
-
-Tiles overlap, and in the overlaps their predictions are blended. The weights fall off smoothly towards a
-tile's edge, where the model sees least of a pixel's surroundings.
-"""
+"""Prediction of images of any size, tile by tile, without seams and without loading the image."""
 
 import itertools
 from collections.abc import Callable, Iterator

@@ -217,7 +217,7 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def load_data(args: argparse.Namespace) -> dataset.Data:
-    """The images of the flags."""
+    """Loads the images of the flags."""
     shared = dict(
         batch_size=args.batch_size,
         seed=args.seed,

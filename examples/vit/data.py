@@ -1,8 +1,8 @@
 """The two sources of labelled images: scikit-learn's handwritten digits and a folder of classes.
 
-Both return a `Data`. Images are uint8, [B, H, W, C]. `rows` are the images of each batch that a process
-makes: each of several processes makes its own part, with the same images as in the whole batch. Worker
-processes import this module, so it does not import JAX.
+Both return a `Data`. Images are uint8, [B, H, W, C]. `rows` selects the part of each batch that this
+process makes; its images are the same as in the whole batch. Worker processes import this module, so it
+does not import JAX.
 """
 
 import functools
@@ -63,7 +63,7 @@ class Data:
 
 
 def split(labels: np.ndarray, held_out: float) -> tuple[np.ndarray, np.ndarray]:
-    """Indices to train on and to hold out: the same share of every class, the same on every run.
+    """Returns indices to train on and to hold out: the same share of every class, the same on every run.
 
     The seed is a constant and not the run's, so that runs of different seeds can be compared.
     """
@@ -124,13 +124,13 @@ class _DigitsTrain:
             step, size=len(self.labels), batch_size=self.batch_size, seed=self.seed
         )
         rng = np.random.default_rng([self.seed, step, 1])
-        # The random numbers are drawn for the whole batch, so all of its few pixels are processed.
+        # Random numbers are drawn for the whole batch, so that all of its few pixels are processed.
         images = jitter(self.images[indices], rng)
         return dict(image=images[self.rows], label=self.labels[indices][self.rows])
 
 
 def jitter(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Turns, scales, slants and shifts each image a little, with bilinear sampling; black outside.
+    """Rotates, scales, shears and shifts each image a little, with bilinear sampling; black outside.
 
     Digits may not be flipped or cropped: that would make other digits of them.
     """
@@ -141,7 +141,7 @@ def jitter(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     shift = rng.uniform(-0.08, 0.08, (2, batch)) * np.array([[height], [width]])
 
     cos, sin = np.cos(angle), np.sin(angle)
-    # Where each pixel of the result comes from, about the centre.
+    # The matrix maps each pixel of the result to its source, relative to the centre.
     matrix = np.array([[cos / zoom_y, -sin], [sin + slant, cos / zoom_x]])
     centre = np.array([(height - 1) / 2, (width - 1) / 2])[:, None, None]
     grid = np.mgrid[:height, :width] - centre
@@ -174,15 +174,11 @@ def folder(
 ) -> Data:
     """Images in DIR/train/CLASS and DIR/val/CLASS, or in DIR/CLASS with a share of them held out.
 
-    Args:
-      directory: the folder.
-      batch_size: images a batch.
-      seed: of the order and the augmentation.
-      image_size: height and width of the batches' images.
-      held_out: the share of each class to hold out, where there is no DIR/val.
-      least_crop: smallest share of an image's area that a training crop may show.
-      flip: whether half of the training images are mirrored.
-      rows: the images wanted of each batch.
+    Args: directory: the folder. batch_size: images a batch. seed: of the order and the augmentation.
+    image_size: height and width of the batches' images. held_out: the share of each class to hold out,
+    where there is no DIR/val. least_crop: smallest share of an image's area that a training crop may
+    show. flip: whether half of the training images are mirrored. rows: the part of each batch that this
+    process makes.
 
     Raises:
       ExampleError: the folder is missing, or a class is empty or known to DIR/val only.

@@ -1,9 +1,9 @@
 """Trains the ViT on the digits in bfloat16 and with precision="fp8", and draws the curves of both.
 
-    python -m examples.vit.fp8_curves
+python -m examples.vit.fp8_curves
 
-Three seeds each: how far the curves of one precision are from each other says whether those of the
-other one are among them. Without a GPU float8 is computed by the reference, of the same numbers.
+Three seeds each show the spread of one precision's curves, with which the other's can be compared.
+Without a GPU the reference computes with the same float8 numbers.
 """
 
 import argparse
@@ -22,7 +22,7 @@ SEEDS = 3
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains what has not been trained, and draws."""
+    """Trains the runs that are missing, and draws."""
     parser = argparse.ArgumentParser(prog="python -m examples.vit.fp8_curves", description=__doc__)
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--runs", type=Path, default=Path("runs/fp8_curves"), metavar="DIR")
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(flags: argparse.Namespace, precision: str, seed: int) -> list[dict[str, float]]:
-    """The records of one training, which is not repeated where it has ended before."""
+    """Returns the records of one training, which runs only if it has not finished before."""
     out = flags.runs / f"{precision}-{seed}"
     if not (out / "metrics.json").exists():
         run = ["--epochs", str(flags.epochs), "--seed", str(seed), "--out", str(out)]
@@ -48,7 +48,7 @@ def _run(flags: argparse.Namespace, precision: str, seed: int) -> list[dict[str,
 
 
 def _smooth(records: Sequence[dict[str, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps, and the means of the training loss over the steps around them."""
+    """Returns steps, and means of the training loss over the steps around them."""
     train_records = [r for r in records if "loss" in r]
     steps, losses = (np.array([r[key] for r in train_records]) for key in ("step", "loss"))
     window = max(1, len(losses) // 25)
@@ -56,7 +56,7 @@ def _smooth(records: Sequence[dict[str, float]]) -> tuple[np.ndarray, np.ndarray
 
 
 def _held_out(records: Sequence[dict[str, float]]) -> tuple[list[float], list[float]]:
-    """Steps, and the held-out loss after them."""
+    """Returns steps, and the held-out loss after them."""
     test_records = [r for r in records if "test_loss" in r]
     return [r["step"] for r in test_records], [r["test_loss"] for r in test_records]
 

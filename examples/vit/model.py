@@ -1,8 +1,8 @@
 """The Vision Transformer, in the sizes of its papers, on the fused layers of jaxfused.
 
-Each block hands on the residual stream and what the last branch adds to it, a matrix and a bias, so that
+Each block returns the residual stream and what its last branch adds to it, a matrix and a bias, so that
 the additions happen inside the next norm: `y, stream = norm(delta, residual=stream, pre_bias=bias)`. The
-gradient of the bias is then a sum that the norm's kernel takes of what it has in registers.
+norm's kernel then sums the gradient of the bias from values that it has in registers.
 
 Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021, https://arxiv.org/abs/2010.11929
 """
@@ -24,7 +24,7 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Maps (query, key, value), all [B, T, heads, width / heads], to an output of the same shape."""
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
-"""What a block hands on: (delta, stream), both [B, T, width], and the bias [width] of delta."""
+"""Values that a block returns: (delta, stream), both [B, T, width], and the bias [width] of delta."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class ViTSize:
     """The number of features inside the MLP."""
 
 
-# digits: what learns 8 x 8 pixels in a minute on two CPU cores.
-# ti, s: DeiT (https://arxiv.org/abs/2012.12877); b, l, h: the paper above, table 1;
-# g: Zhai et al., "Scaling Vision Transformers", 2022, table 2.
+# digits: a size that learns 8 x 8 pixels in a minute on two CPU cores. ti, s: DeiT
+# (https://arxiv.org/abs/2012.12877); b, l, h: the paper above, table 1; g: Zhai et al., "Scaling Vision
+# Transformers", 2022, table 2.
 MODELS = {
     "vit-digits": ViTSize(patch=2, depth=4, width=48, heads=4, hidden=96),
     "vit-ti16": ViTSize(patch=16, depth=12, width=192, heads=3, hidden=768),
@@ -59,22 +59,15 @@ MODELS = {
 class VisionTransformer(nnx.Module):
     """Maps images to logits.
 
-    Args:
-      size: one of `MODELS`.
-      image_size: height and width of the square images, a multiple of `size.patch`.
-      channels: of the images.
-      classes: how many logits.
-      pool: "token" reads the class from a learned token, "mean" from the mean over the patches.
-      dropout: rate after each attention and MLP.
-      drop_path: rate at which the last block is skipped, image by image; it grows linearly from 0
-        at the first block (stochastic depth).
-      dtype: of the computation; parameters are float32.
-      precision: "fp8" for the blocks' linear layers in float8.
-      attention: what attends.
-      unroll: blocks that are compiled one after the other, in each round of a loop over them; None
-        for all, without a loop. A loop compiles sooner and runs slower. It needs the blocks as one
-        stack, with the parameters [depth, ...]; without it each block has parameters of its own.
-      rngs: makes the parameters.
+    Args: size: one of `MODELS`. image_size: height and width of the square images, a multiple of
+    `size.patch`. channels: of the images. classes: how many logits. pool: "token" reads the class from a
+    learned token, "mean" from the mean over the patches. dropout: rate after each attention and MLP.
+    drop_path: rate at which the last block is skipped, image by image; it grows linearly from 0 at the
+    first block (stochastic depth). dtype: of the computation; parameters are float32. precision: "fp8"
+    for the blocks' linear layers in float8. attention: the attention function. unroll: blocks that are
+    unrolled in each iteration of a loop over them; None for all, without a loop. A loop compiles sooner
+    and runs slower. It needs the blocks as one stack, with the parameters [depth, ...]; without it each
+    block has parameters of its own. rngs: makes the parameters.
 
     Example:
       >>> import jax.numpy as jnp
@@ -129,8 +122,8 @@ class VisionTransformer(nnx.Module):
         tokens = patches + (pool == "token")
         self.positions = nnx.Param(normal(rngs.params(), (1, tokens, size.width)))
 
-        # What initialises the blocks is compiled once, for a stack. A loop runs the stack; without one,
-        # its slices would be copies, and so would the gradients of the blocks, side by side.
+        # The blocks are initialised as a stack, which compiles once. A loop runs the stack; without a
+        # loop, slices of it would be copies, and so would the concatenated gradients of the blocks.
         @functools.partial(nnx.vmap, in_axes=0, out_axes=0)
         def stack(rngs: nnx.Rngs) -> Block:
             return Block(
@@ -157,8 +150,8 @@ class VisionTransformer(nnx.Module):
         patches, added = patchify(images, self.patch), self.positions[...]
         bias = self.embed.bias[...]
         if self.pool == "token":
-            # The class token is a patch without pixels, from which the bias of the others is taken: so
-            # nothing is put together that has the size of the activations.
+            # The class token is a patch without pixels, minus the bias that all patches get. So nothing
+            # of the size of the activations is concatenated.
             token = self.class_token[...] - bias
             added += jnp.pad(token, ((0, 0), (0, patches.shape[1]), (0, 0)))
             patches = jnp.pad(patches, ((0, 0), (1, 0), (0, 0)))
@@ -183,7 +176,7 @@ class VisionTransformer(nnx.Module):
 
     @property
     def has_loop(self) -> bool:
-        """Whether a loop runs the blocks, which are one stack then."""
+        """Whether a loop runs the blocks, which are then one stack."""
         return self.unroll < self.depth
 
     def _loop(self, carry: Carry, keys: jax.Array | None, drop_path: jax.Array) -> Carry:
@@ -196,7 +189,7 @@ class VisionTransformer(nnx.Module):
         return run(carry, self.blocks, keys, drop_path)
 
     def _one_by_one(self, carry: Carry, keys: jax.Array | None, drop_path: jax.Array) -> Carry:
-        # Blocks that are alike are traced and differentiated once.
+        # Equal blocks are traced and differentiated once.
         @functools.partial(jax.jit, static_argnums=0)
         def run(graphdef, state, carry, key, drop_path):
             return nnx.merge(graphdef, state)(*carry, key=key, drop_path=drop_path)
@@ -300,7 +293,7 @@ class Block(nnx.Module):
 
 
 def has_arrays(*layers: nnx.Module) -> bool:
-    """Whether the kernels of all layers are arrays: none is quantised, or observed to be quantised."""
+    """Returns whether all kernels are arrays: none is quantised, or observed for calibration."""
     return all(
         isinstance(layer, jaxfused.nnx.Linear) and isinstance(layer.kernel.get_value(), jax.Array)
         for layer in layers
@@ -308,7 +301,7 @@ def has_arrays(*layers: nnx.Module) -> bool:
 
 
 def _apart(stack: Block, depth: int) -> list[Block]:
-    """The blocks of a stack, each with parameters of its own."""
+    """Returns the blocks of a stack, each with its own parameters."""
     graphdef, state = nnx.split(stack)
     return [nnx.merge(graphdef, jax.tree.map(lambda p: p[i], state)) for i in range(depth)]  # noqa: B023
 
@@ -323,7 +316,7 @@ def patchify(images: jax.Array, patch: int) -> jax.Array:
 
 
 def sharding_of_batch(x: jax.Array) -> NamedSharding | None:
-    """How the first axis is split, where the types of arrays say so, and what is made of them must."""
+    """Returns the first axis's sharding if array types state one, which results must then keep."""
     here = jax.typeof(x).sharding
     return NamedSharding(here.mesh, P(here.spec[0])) if here.mesh.explicit_axes else None
 

@@ -1,8 +1,8 @@
-"""What fewer bits cost and bring: `python -m examples.vit.quantize CHECKPOINT`.
+"""Compares formats of few bits: `python -m examples.vit.quantize CHECKPOINT`.
 
 Quantises the layers of a trained Vision Transformer and prints size, held-out accuracy and images a
-second for float, int8, fp8 and int4. With --calibrate it looks at what the layers read on so many
-training batches first, chooses roundings by that, and prints each layer's error.
+second for float, int8, fp8 and int4. With --calibrate it first observes the layers' inputs on some
+training batches, chooses roundings by them, and prints each layer's error.
 """
 
 import argparse
@@ -32,8 +32,6 @@ from examples.vit.train import Create, check_classes, create_vit, load_data, mak
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
-
     name: str
     bytes: int
     accuracy: float
@@ -78,7 +76,7 @@ def main(
 
 
 def calibration(data: Data, batches: int, dtype: str) -> jaxfused.Calibration:
-    """So many training batches, and how the network is called with them."""
+    """Returns a calibration on `batches` training batches, with the call of the network."""
     return jaxfused.Calibration(
         [data.train_batch(step)["image"] for step in range(batches)],
         call=lambda model, images: model(to_float(images, dtype)),
@@ -87,7 +85,7 @@ def calibration(data: Data, batches: int, dtype: str) -> jaxfused.Calibration:
 
 
 def judge(quantized: Quantized, held_out: HeldOut, loader: Loader, *, dtype: str) -> Row:
-    """Size, accuracy on the held-out images and speed at their batch size."""
+    """Measures size, accuracy on the held-out images, and speed at their batch size."""
     graphdef, params = nnx.split(quantized.model)
     predict = make_predict(graphdef, dtype=dtype)
     guesses = []

@@ -12,7 +12,7 @@ _ROWS, _COLUMNS = 5, 10
 
 
 def save_sheet(path: Path, data: Data, logits: np.ndarray) -> None:
-    """Draws up to 50 held-out images: at most 10 mistakes, the surest first, then a fair sample.
+    """Draws up to 50 held-out images: at most 10 mistakes, the most confident first, then a fair sample.
 
     Args:
       path: of the PNG.

@@ -59,7 +59,7 @@ _FOLDER_DEFAULTS = dict(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` replaces the command line."""
+    """Runs the command; `argv` replaces the command line."""
     train(parse_flags(make_parser("examples.vit.train", out="runs/vit"), argv))
 
 
@@ -154,7 +154,7 @@ def create_vit(
     classes: int,
     placement: OneDevice = ONE_DEVICE,
 ) -> tuple[nnx.GraphDef, dict]:
-    """The model of the flags, as its structure and its initial parameters.
+    """Returns the model of the flags, as its structure and its initial parameters.
 
     Raises:
       ExampleError: it is no Vision Transformer, or refuses its sizes.
@@ -187,7 +187,7 @@ def create_vit(
 def make_loss(
     graphdef: nnx.GraphDef, *, label_smoothing: float, dtype: str
 ) -> Callable[[dict, Batch, jax.Array], jax.Array]:
-    """(params, batch, key) -> the mean cross-entropy."""
+    """Returns a function (params, batch, key) -> the mean cross-entropy."""
 
     def loss_of(params: dict, batch: Batch, key: jax.Array) -> jax.Array:
         logits = nnx.merge(graphdef, params)(to_float(batch["image"], dtype), key=key)
@@ -199,7 +199,7 @@ def make_loss(
 
 
 def make_predict(graphdef: nnx.GraphDef, *, dtype: str, placement: OneDevice = ONE_DEVICE):
-    """(params, uint8 images) -> logits, compiled."""
+    """Returns a compiled function (params, uint8 images) -> logits."""
 
     def predict(params: dict, images: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, params)(to_float(images, dtype))
@@ -214,7 +214,7 @@ def make_parser(
     models: Mapping[str, Any] = MODELS,
     description: str = "Trains a Vision Transformer on handwritten digits, or on a folder of images.",
 ) -> argparse.ArgumentParser:
-    """The flags of a training of one of `models` that is started by `python -m module`."""
+    """Returns the parser of a training of one of `models`, started by `python -m module`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=description,
@@ -267,14 +267,14 @@ def parse_flags(
     *,
     folder_model: str = str(_FOLDER_DEFAULTS["model"]),
 ) -> argparse.Namespace:
-    """The flags, with the defaults of the data that they name."""
+    """Returns the flags, with the defaults of the data that they name."""
     if parser.parse_args(argv).data is not None:
         parser.set_defaults(**{**_FOLDER_DEFAULTS, "model": folder_model})
     return training.parse_flags(parser, argv)
 
 
 def load_data(args: argparse.Namespace, *, rows: slice = slice(None)) -> vit_data.Data:
-    """The images that the flags name, `rows` of each batch."""
+    """Loads the images that the flags name, `rows` of each batch."""
     shared = dict(
         batch_size=args.batch_size,
         seed=args.seed,
