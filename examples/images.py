@@ -113,8 +113,9 @@ class Loader:
 
     The processes start with the first batch and stay until the loader, a context manager, is left.
 
-    Args: make_batch: the batch of a step; with workers, an object that pickles. workers: number of
-    processes; with 0 this process makes each batch when it is read.
+    Args:
+      make_batch: the batch of a step; with workers, an object that pickles.
+      workers: number of processes; with 0 this process makes each batch when it is read.
     """
 
     def __init__(self, make_batch: MakeBatch, workers: int):

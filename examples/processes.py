@@ -38,7 +38,9 @@ def in_step(
 ) -> Iterator[Batch]:
     """Yields `batches`, as long as all processes have theirs and none was told to stop.
 
-    Args: batches: this process's part of each batch. stopped: whether this process was told to stop.
+    Args:
+      batches: this process's part of each batch.
+      stopped: whether this process was told to stop.
 
     Raises:
       ExampleError: a process cannot make its part of the next batch.

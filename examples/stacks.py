@@ -87,8 +87,7 @@ def _of_stack(name: str, array: Shape, saved: Mapping[str, Shape]) -> Source | N
 
 
 def _stacks_of(name: str) -> Iterator[tuple[int, str]]:
-    """Yields (3, "blocks.qkv.kernel") for "blocks.3.qkv.kernel": the name without each of its
-    numbers."""
+    """Yields (3, "blocks.qkv.kernel") for "blocks.3.qkv.kernel": the name without one number."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():

@@ -3,9 +3,11 @@
 An example brings its model, its data and a jitted `train_step`; this module does the rest, so that
 all examples keep the same promises. A run lives in one directory:
 
-config.json the flags and facts about the data (classes, ...); written once checkpoints/N/ the state
-after N steps, written by orbax, complete or absent metrics.jsonl one line a step, and one for each
-evaluation metrics.json the result, written at the end *.png pictures
+    config.json      the flags and facts about the data (classes, ...); written once
+    checkpoints/N/   the state after N steps, written by orbax, complete or absent
+    metrics.jsonl    one line a step, and one for each evaluation
+    metrics.json     the result, written at the end
+    *.png            pictures
 
 A resumed run gives the numbers of an uninterrupted one: batches and random keys are functions of
 the step, and everything else is in the checkpoint.
@@ -392,7 +394,8 @@ class Run:
     def own(self) -> None:
         """Locks the run: only this process may write to it until the process ends.
 
-        Raises: ExampleError: another process has locked it.
+        Raises:
+          ExampleError: another process has locked it.
         """
         if not processes.is_first():
             return
@@ -480,7 +483,8 @@ class Run:
         `like` may leave out names that the checkpoint holds: prediction needs only "params". Stacked
         layers of the checkpoint are split if `like` has them separately.
 
-        Raises: ExampleError: there is no checkpoint, it cannot be read, or its arrays differ.
+        Raises:
+          ExampleError: there is no checkpoint, it cannot be read, or its arrays differ.
         """
         step = self.latest_step
         if step is None:

@@ -45,7 +45,8 @@ def create(
 ) -> tuple[nnx.GraphDef, dict]:
     """Returns the model of the flags, as its structure and its initial parameters.
 
-    Raises: ExampleError: a flag sets an option that the model lacks.
+    Raises:
+      ExampleError: a flag sets an option that the model lacks.
     """
     name = args.model
     if name in VITS:

@@ -3,10 +3,10 @@
 The step is that of one device. Only its arrays are placed on a mesh of data x tensor devices, and XLA
 splits the work accordingly:
 
-- data: each row of devices has a part of the batch; - --tensor N: each column has a part of the heads
-and of the MLP's features, as in Megatron-LM; - --fsdp: each row stores only a part of every matrix and
-of its optimizer state. A layer gathers its matrix when it reads it, once a step: the backward pass uses
-it again.
+- data: each row of devices has a part of the batch;
+- --tensor N: each column has a part of the heads and of the MLP's features, as in Megatron-LM;
+- --fsdp: each row stores only a part of every matrix and of its optimizer state. A layer gathers its
+  matrix when it reads it, once a step: the backward pass uses it again.
 
 Sources: Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053; Rajbhandari et al.,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2019,

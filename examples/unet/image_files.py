@@ -20,8 +20,9 @@ from examples.images import read_image
 def open_image(path: Path, channels: int) -> np.ndarray:
     """Returns the image, uint8 [H, W, channels]; for an `.npy` file a view that reads what is indexed.
 
-    Args: path: of the file; an `.npy` file holds uint8 [H, W] or [H, W, channels]. channels: 1 or 3.
-    Grey serves as three channels, and Pillow's formats convert both ways.
+    Args:
+      path: of the file; an `.npy` file holds uint8 [H, W] or [H, W, channels].
+      channels: 1 or 3. Grey serves as three channels, and Pillow's formats convert both ways.
 
     Raises:
       ExampleError: the file is missing, unreadable, of another dtype or shape.
@@ -56,8 +57,10 @@ def open_image(path: Path, channels: int) -> np.ndarray:
 def write_rows(path: Path, shape: tuple[int, int], blocks: Iterable[np.ndarray]) -> None:
     """Writes a grey image that arrives some rows at a time; the file is complete or absent.
 
-    Args: path: ends in .npy or .png, as `check_output` ensures. shape: (height, width). blocks: uint8
-    [rows, width], height rows in all.
+    Args:
+      path: ends in .npy or .png, as `check_output` ensures.
+      shape: (height, width).
+      blocks: uint8 [rows, width], height rows in all.
 
     Raises:
       ExampleError: the file cannot be written.

@@ -1,4 +1,8 @@
-"""Prediction of images of any size, tile by tile, without seams and without loading the image."""
+"""Prediction of images of any size, tile by tile, without seams and without loading the image.
+
+Tiles overlap, and in the overlaps their predictions are blended. The weights fall off smoothly towards a
+tile's edge, where the model has the least context of a pixel.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator

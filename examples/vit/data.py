@@ -174,11 +174,15 @@ def folder(
 ) -> Data:
     """Images in DIR/train/CLASS and DIR/val/CLASS, or in DIR/CLASS with a share of them held out.
 
-    Args: directory: the folder. batch_size: images a batch. seed: of the order and the augmentation.
-    image_size: height and width of the batches' images. held_out: the share of each class to hold out,
-    where there is no DIR/val. least_crop: smallest share of an image's area that a training crop may
-    show. flip: whether half of the training images are mirrored. rows: the part of each batch that this
-    process makes.
+    Args:
+      directory: the folder.
+      batch_size: images a batch.
+      seed: of the order and the augmentation.
+      image_size: height and width of the batches' images.
+      held_out: the share of each class to hold out, where there is no DIR/val.
+      least_crop: smallest share of an image's area that a training crop may show.
+      flip: whether half of the training images are mirrored.
+      rows: the part of each batch that this process makes.
 
     Raises:
       ExampleError: the folder is missing, or a class is empty or known to DIR/val only.

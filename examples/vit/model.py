@@ -39,9 +39,9 @@ class ViTSize:
     """The number of features inside the MLP."""
 
 
-# digits: a size that learns 8 x 8 pixels in a minute on two CPU cores. ti, s: DeiT
-# (https://arxiv.org/abs/2012.12877); b, l, h: the paper above, table 1; g: Zhai et al., "Scaling Vision
-# Transformers", 2022, table 2.
+# digits: a size that learns 8 x 8 pixels in a minute on two CPU cores.
+# ti, s: DeiT (https://arxiv.org/abs/2012.12877); b, l, h: the paper above, table 1;
+# g: Zhai et al., "Scaling Vision Transformers", 2022, table 2.
 MODELS = {
     "vit-digits": ViTSize(patch=2, depth=4, width=48, heads=4, hidden=96),
     "vit-ti16": ViTSize(patch=16, depth=12, width=192, heads=3, hidden=768),
@@ -59,15 +59,22 @@ MODELS = {
 class VisionTransformer(nnx.Module):
     """Maps images to logits.
 
-    Args: size: one of `MODELS`. image_size: height and width of the square images, a multiple of
-    `size.patch`. channels: of the images. classes: how many logits. pool: "token" reads the class from a
-    learned token, "mean" from the mean over the patches. dropout: rate after each attention and MLP.
-    drop_path: rate at which the last block is skipped, image by image; it grows linearly from 0 at the
-    first block (stochastic depth). dtype: of the computation; parameters are float32. precision: "fp8"
-    for the blocks' linear layers in float8. attention: the attention function. unroll: blocks that are
-    unrolled in each iteration of a loop over them; None for all, without a loop. A loop compiles sooner
-    and runs slower. It needs the blocks as one stack, with the parameters [depth, ...]; without it each
-    block has parameters of its own. rngs: makes the parameters.
+    Args:
+      size: one of `MODELS`.
+      image_size: height and width of the square images, a multiple of `size.patch`.
+      channels: of the images.
+      classes: how many logits.
+      pool: "token" reads the class from a learned token, "mean" from the mean over the patches.
+      dropout: rate after each attention and MLP.
+      drop_path: rate at which the last block is skipped, image by image; it grows linearly from 0
+        at the first block (stochastic depth).
+      dtype: of the computation; parameters are float32.
+      precision: "fp8" for the blocks' linear layers in float8.
+      attention: the attention function.
+      unroll: blocks that are unrolled in each iteration of a loop over them; None
+        for all, without a loop. A loop compiles sooner and runs slower. It needs the blocks as one
+        stack, with the parameters [depth, ...]; without it each block has parameters of its own.
+      rngs: makes the parameters.
 
     Example:
       >>> import jax.numpy as jnp
