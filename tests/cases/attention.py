@@ -19,7 +19,7 @@ class Case:
     value_head_size: int | None = None
     batch: int = 2
     bias: tuple[int, ...] | None = None
-    """The shape of the bias, and below of the mask."""
+    """Shape of the bias; the next field is that of the mask."""
     mask: tuple[int, ...] | None = None
     scale: float | None = None
     is_causal: bool = False
@@ -27,7 +27,7 @@ class Case:
     query_lengths: tuple[int, ...] | None = None
     key_lengths: tuple[int, ...] | None = None
     segments: int = 0
-    """How many segments there are; the queries have one more, which no key is in."""
+    """Number of segments; the queries have one more, which no key is in."""
     soft_cap: float | None = None
     sinks: bool = False
 
@@ -35,7 +35,7 @@ class Case:
         return self.name
 
     def arrays(self, dtype, seed=0):
-        """(query, key, value, bias, sinks): what gradients are taken of."""
+        """Returns (query, key, value, bias, sinks), the operands with gradients."""
         draw = functools.partial(normal, np.random.default_rng(seed), dtype)
         value_head_size = self.value_head_size or self.head_size
         return (
@@ -47,7 +47,7 @@ class Case:
         )
 
     def options(self, seed=1):
-        """The other arguments of dot_product_attention; a mask leaves the first query no key."""
+        """Returns the other arguments of dot_product_attention; a mask leaves the first query no key."""
         rng = np.random.default_rng(seed)
         options = {"scale": self.scale, "is_causal": self.is_causal}
         if self.mask is not None:
@@ -80,7 +80,7 @@ JAX_CASES = (
     Case("causal window", 6, 8, is_causal=True, window=2, scale=0.3),
     Case("window, more queries than keys", 9, 4, window=(2, 1)),
 )
-"""What `jax.nn.dot_product_attention` takes as well."""
+"""Cases that `jax.nn.dot_product_attention` supports too."""
 
 CASES = (
     *JAX_CASES,

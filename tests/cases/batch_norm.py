@@ -16,10 +16,10 @@ class Case:
     residual: bool = False
     activation: str | None = None
     parameter_dtype: str | None = None
-    """None for the dtype of x."""
+    """Dtype of the parameters; None for x's."""
 
     def arguments(self, dtype, seed=0):
-        """(x, scale, bias, residual); x has a mean that is not zero."""
+        """Returns (x, scale, bias, residual); x has a mean that is not zero."""
         rng = np.random.default_rng(seed)
         parameter_dtype = dtype if self.parameter_dtype is None else self.parameter_dtype
         return (
@@ -30,7 +30,7 @@ class Case:
         )
 
     def statistics(self, dtype, seed=1):
-        """(mean, var) to normalise by in inference."""
+        """Returns (mean, var) to normalise by in inference."""
         rng = np.random.default_rng(seed)
         mean = rng.normal(size=self.shape[-1])
         return put(mean, dtype), put(rng.uniform(0.5, 2.0, mean.shape), dtype)

@@ -19,10 +19,10 @@ class Case:
     bias: bool = False
     residual_shape: tuple[int, ...] | None = None
     w_dtype: str | None = None
-    """None for the dtype of x."""
+    """Dtype of w; None for x's."""
 
     def arguments(self, dtype, seed=0):
-        """(x, w, bias, residual); weights are scaled to keep the result of order 1."""
+        """Returns (x, w, bias, residual); weights are scaled to keep the result of order 1."""
         rng = np.random.default_rng(seed)
         w_dtype = dtype if self.w_dtype is None else self.w_dtype
         channels = self.shape[-1] // self.options.get("feature_group_count", 1)
@@ -62,7 +62,7 @@ DENSE_KERNEL_CASES = (
     Case((2, 16, 16, 64), (1, 1), 64, {"activation": "relu6"}, bias=True),
     Case((2, 16, 16, 64), (3, 3), 64, {"activation": "leaky_relu"}, bias=True),
 )
-"""Several tiles of channels and of pixels, and last ones that are not full."""
+"""Cases with several tiles of channels and of pixels, and last tiles that are not full."""
 
 
 def depthwise(shape, kernel, **options):
@@ -89,7 +89,7 @@ CONV1D_CASES = (
     depthwise((2, 1, 4), (4,), padding=[(0, 3)], activation="silu"),
     depthwise((2, 6, 4), (3,), padding=[(2, 2)], activation="silu"),
 )
-"""Several pieces, channels one by one, results that are shorter and longer than x."""
+"""Cases with several pieces, channels one by one, results that are shorter and longer than x."""
 CONV1D_KERNEL_CASES = (
     depthwise((5, 300, 64), (7,), activation="gelu_erf"),
     depthwise((4, 1000, 512), (4,), padding=[(3, 0)], activation="silu"),
@@ -105,7 +105,7 @@ DEPTHWISE_KERNEL_CASES = (
     depthwise((2, 28, 28, 96), (3, 3), activation="relu6"),
     depthwise((2, 28, 28, 96), (5, 5), strides=2, activation="hard_swish"),
 )
-"""Several strips, channels beyond a block's, and a last vector of channels that is not full."""
+"""Cases with several strips, more channels than a block, and a last vector that is not full."""
 
 TILED_CASES = (
     depthwise((2, 9, 10, 24), (7, 7), activation="silu", residual_shape=(2, 9, 10, 24)),
@@ -115,4 +115,4 @@ TILED_CASES = (
     depthwise((2, 33, 47, 24), (7, 7), residual_shape=(2, 33, 47, 24)),
     depthwise((2, 28, 28, 80), (7, 7), activation="relu"),
 )
-"""What products on tensor cores serve: tiles of several images, last ones that are not full."""
+"""Cases that tensor cores compute: tiles of several images, last tiles that are not full."""

@@ -18,10 +18,10 @@ class Case:
     bias: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     w_dtype: str | None = None
-    """None for the dtype of x."""
+    """Dtype of w; None for x's."""
 
     def labels(self, dtype, seed=0):
-        """Classes, of which about a third is `ignore_index` where there is one, or distributions."""
+        """Draws classes, about a third `ignore_index` if there is one, or distributions."""
         rng = np.random.default_rng(seed)
         if self.soft:
             odds = np.exp(rng.normal(size=(*self.tokens, self.classes)))
@@ -41,7 +41,7 @@ class Case:
         return put(np.random.default_rng(seed).random(self.tokens), dtype)
 
     def linear_layer(self, dtype, seed=3):
-        """(x, w, bias), scaled to give logits of order 1."""
+        """Returns (x, w, bias), scaled to give logits of order 1."""
         rng = np.random.default_rng(seed)
         w_dtype = dtype if self.w_dtype is None else self.w_dtype
         x = rng.normal(size=(*self.tokens, self.features))

@@ -17,12 +17,12 @@ class Case:
     residual: bool = False
     activation: str | None = None
     parameter_dtype: str | None = None
-    """None for the dtype of x."""
+    """Dtype of the parameters; None for x's."""
     modulated: bool = False
-    """Whether each image has a scale and a shift of its own."""
+    """Whether each image has its own scale and shift."""
 
     def arguments(self, dtype, seed=0):
-        """(x, scale, bias, residual, image_scale, image_shift); x has a mean that is not zero."""
+        """Returns (x, scale, bias, residual, image_scale, image_shift); x's mean is not zero."""
         rng = np.random.default_rng(seed)
         parameter_dtype = dtype if self.parameter_dtype is None else self.parameter_dtype
         return (
@@ -59,4 +59,5 @@ KERNEL_CASES = (
     Case((4, 33, 31, 64), 8, activation="mish"),
     Case((4, 33, 31, 64), 8, activation="hard_swish", residual=True),
 )
-"""What differs for a kernel alone: one slice or several, vectors or pairs, sums merged apart or not."""
+"""Cases that differ only for a kernel: one slice or several, vectors or pairs, sums merged in a separate
+kernel or not."""

@@ -1,4 +1,4 @@
-"""Cases of layer_norm and rms_norm, with their truth and the plain version that is the yardstick."""
+"""Cases of layer_norm and rms_norm, with their truth and the plain low-precision reference."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a call returns, and the gradients of its arrays."""
+    """Results of a call, and the gradients of its arrays."""
 
     y: Any
     next_residual: Any
@@ -38,7 +38,7 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One call: the shape, which operands there are, and the constants. Dtypes are given by name."""
+    """One call: its shape, its operands and its constants. Dtypes are given by name."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,12 +53,12 @@ class Case:
     scale_offset: float = 0.0
     round_before_scale: bool = False
     parameter_dtype: str | None = None
-    """None for x's dtype."""
+    """Dtype of the parameters; None for x's."""
     residual_dtype: str | None = None
-    """None for x's dtype."""
+    """Dtype of the residual; None for x's."""
 
     def shapes(self, dtype: str) -> Inputs:
-        """What the arrays of a call look like; None for the operands that this case lacks."""
+        """Returns the shapes of a call's arrays, with None for operands that this case lacks."""
         features = self.shape[-1:]
         parameter_dtype = self.parameter_dtype or dtype
         residual_dtype = self.residual_dtype or dtype
@@ -77,7 +77,7 @@ class Case:
         )
 
     def inputs(self, dtype: str, seed: int = 0) -> Inputs:
-        """Normally distributed arrays; x with a mean that is not zero and rows of unlike scale."""
+        """Draws normally distributed arrays; x has a mean that is not zero and rows of unlike scale."""
         random = np.random.default_rng(seed)
         arrays = {
             name: None if shape is None else random.standard_normal(shape.shape)
@@ -92,7 +92,7 @@ class Case:
         )
 
     def call(self, x, scale, bias, residual, pre_bias, *, implementation: str | None = None):
-        """(y, next_residual or None) by the public function."""
+        """Returns (y, next_residual or None) of the public function."""
         result = getattr(jaxfused, self.op)(
             x,
             scale,
@@ -109,7 +109,7 @@ class Case:
         return (result, None) if residual is None else result
 
     def results(self, inputs: Inputs, *, implementation: str | None = None) -> Results:
-        """The public function and its gradients."""
+        """Returns results and gradients of the public function."""
         *operands, dy, dnext_residual = inputs
         outputs, vjp = jax.vjp(
             lambda *operands: self.call(*operands, implementation=implementation), *operands
@@ -117,7 +117,7 @@ class Case:
         return Results(*outputs, *vjp((dy, dnext_residual)))
 
     def plain(self, inputs: Inputs) -> Results:
-        """The formula in jax.numpy in x's dtype throughout, as one writes it first."""
+        """Computes the formula in jax.numpy, in x's dtype throughout, as one writes it first."""
         dtype = inputs.x.dtype
         results = self.evaluate(inputs, dtype)
         dtypes = Results(
@@ -129,13 +129,13 @@ class Case:
         )
 
     def truth(self, inputs: Inputs) -> Results:
-        """The formula in float64, as NumPy arrays."""
+        """Computes the formula in float64, as NumPy arrays."""
         with jax.enable_x64(True):
             results = jax.jit(lambda inputs: self.evaluate(inputs, jnp.float64))(inputs)
             return jax.tree.map(np.asarray, results)
 
     def evaluate(self, inputs: Inputs, dtype: Any) -> Results:
-        """The formula and its gradients, computed in `dtype` throughout and not rounded after."""
+        """Computes the formula and its gradients in `dtype` throughout, without rounding afterwards."""
         x, scale, bias, residual, pre_bias, dy, dnext_residual = (
             None if a is None else a.astype(dtype) for a in inputs
         )
@@ -144,7 +144,7 @@ class Case:
             total = total + pre_bias
         if residual is not None:
             total = total + residual
-        # By definition the norm reads the next residual as rounded to its dtype.
+        # By definition the norm reads the next residual after its rounding.
         h = total if residual is None else total.astype(inputs.residual.dtype).astype(dtype)
 
         def norm(h, scale, bias):

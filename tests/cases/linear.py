@@ -17,10 +17,10 @@ class Case:
     bias: bool = False
     residual: bool = False
     w_dtype: str | None = None
-    """None for the dtype of x."""
+    """Dtype of w; None for x's."""
 
     def arguments(self, dtype, seed=0):
-        """(x, w, bias, residual); weights are scaled to keep the result of order 1."""
+        """Returns (x, w, bias, residual); weights are scaled to keep the result of order 1."""
         rng = np.random.default_rng(seed)
         parameter_dtype = dtype if self.w_dtype is None else jnp.dtype(self.w_dtype)
         w = rng.normal(size=(self.features, self.out_features)) * self.features**-0.5
@@ -55,4 +55,4 @@ KERNEL_CASES = (
     Case((130,), 64, 64, activation="mish", bias=True),
     Case((130,), 64, 64, activation="sigmoid", bias=True),
 )
-"""Sizes that a tensor core takes."""
+"""Cases with sizes that tensor cores support."""

@@ -18,10 +18,10 @@ class Case:
     bias: bool = False
     residual: bool = False
     w_dtype: str | None = None
-    """None for the dtype of x."""
+    """Dtype of the weights; None for x's."""
 
     def mlp_arguments(self, dtype, seed=0):
-        """(x, w1, b1, w2, b2, residual); weights are scaled to keep the result of order 1."""
+        """Returns (x, w1, b1, w2, b2, residual); weights are scaled to keep the result of order 1."""
         rng = np.random.default_rng(seed)
         parameter_dtype = dtype if self.w_dtype is None else jnp.dtype(self.w_dtype)
 
@@ -36,7 +36,7 @@ class Case:
         return x, w1, b1, w2, b2, residual if self.residual else None
 
     def gated_arguments(self, dtype, seed=0):
-        """(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual)."""
+        """Returns (x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual)."""
         x, w_gate, b_gate, w_down, b_down, residual = self.mlp_arguments(dtype, seed)
         _, w_up, b_up, *_ = self.mlp_arguments(dtype, seed + 1)
         return x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
@@ -53,4 +53,4 @@ KERNEL_CASES = (
     Case((130,), 64, 208, 32, "silu", bias=True, w_dtype="float32"),
     Case((7, 3), 48, 96, 16, None),
 )
-"""Sizes that a tensor core takes."""
+"""Cases with sizes that tensor cores support."""

@@ -7,5 +7,5 @@ from tests.support.arrays import put
 
 
 def normal(rng: np.random.Generator, dtype, *shape: int) -> jax.Array:
-    """Standard normal numbers, drawn in float64 and rounded to `dtype`."""
+    """Draws standard normal numbers in float64 and rounds them to `dtype`."""
     return put(rng.normal(size=shape), dtype)

@@ -1,8 +1,9 @@
-"""What optimizers of other libraries make of the same parameters and gradients, recorded.
+"""Recorded results of other libraries' optimizers for the same parameters and gradients.
 
-Of torch 2.13.0 (CPU), timm 1.0.31, keras 3.15.0 (on torch), transformers 5.23.0, pytorch-optimizer 4.1.0
-and lion-pytorch 0.2.5, with a learning rate of 0.01 (0.001 of Lion), eps 1e-8 (1e-6 of LAMB) and a decay
-of 0.1 where there is one. "mat" and "conv" lie as in Flax; Muon's are transposed there and back.
+They are from torch 2.13.0 (CPU), timm 1.0.31, keras 3.15.0 (on torch), transformers 5.23.0,
+pytorch-optimizer 4.1.0 and lion-pytorch 0.2.5, with a learning rate of 0.01 (0.001 for Lion), eps 1e-8
+(1e-6 for LAMB) and a decay of 0.1 if there is one. "mat" and "conv" have Flax's layout; Muon's are
+transposed there and back.
 """
 
 import numpy as np
@@ -29,7 +30,7 @@ def summary(name, values):
     return [*np.float64(values).ravel()[:3], total]
 
 
-# Each leaf's `summary` after the first step and after the last.
+# Summaries of each leaf, after the first step and after the last.
 RECORDED = {
     "torch AdamW": {
         "mat": [
@@ -313,7 +314,7 @@ RECORDED = {
             [0.093972616, 0.022438888, 0.050963949, -0.018329169],
         ],
     },
-    # Its iterations in float32, nesterov=True, ns_coefficients="polar_express".
+    # Muon's iterations are in float32, with nesterov=True, ns_coefficients="polar_express".
     "timm Muon polar_express": {
         "mat": [
             [0.087131463, 0.021574561, 0.052324157, -0.03827363],

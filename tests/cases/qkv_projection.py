@@ -21,10 +21,10 @@ class Case:
     rotary_dim: int = 0
     interleaved: bool = False
     w_dtype: str | None = None
-    """None for the dtype of x."""
+    """Dtype of w; None for x's."""
 
     def arguments(self, dtype, seed=0):
-        """(x, w, bias, q_scale, k_scale)."""
+        """Returns (x, w, bias, q_scale, k_scale)."""
         rng = np.random.default_rng(seed)
         parameter_dtype = dtype if self.w_dtype is None else jnp.dtype(self.w_dtype)
         columns = (self.heads + 2 * self.key_heads) * self.head_size
@@ -50,4 +50,4 @@ KERNEL_CASES = (
     Case((70,), 32, 4, 4, 64, bias=True),
     Case((2, 20), 32, 2, 1, 48, norm=True),
 )
-"""Sizes that a tensor core takes; heads without norm and rotation may be of any size."""
+"""Cases with sizes that tensor cores support; heads without norm and rotation may have any size."""

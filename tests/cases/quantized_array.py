@@ -1,4 +1,4 @@
-"""How arrays are quantised in tests: shapes and options, for the reference and for every kernel."""
+"""Quantised arrays for tests: shapes and options, for the reference and for every kernel."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ class Case:
     """Keyword arguments of quantize."""
 
     def x(self, dtype="float32", seed=0):
-        """Columns of unlike scale, with a mean that is not zero."""
+        """Draws columns of unlike scale, with a mean that is not zero."""
         rng = np.random.default_rng(seed)
         scale = 2.0 ** rng.uniform(-8, 8, self.shape[-1])
         return put(rng.normal(0.3, size=self.shape) * scale, dtype)

@@ -25,7 +25,7 @@ class Case:
     residual: bool = False
 
     def arguments(self, dtype, seed=0):
-        """(x, bias, residual) and the quantised w, scaled to keep the result of order 1."""
+        """Returns (x, bias, residual) and the quantised w, scaled to keep the result of order 1."""
         rng = np.random.default_rng(seed)
         x = normal(rng, dtype, *self.rows, self.features)
         w = rng.normal(size=(self.features, self.out_features)) * self.features**-0.5 + 0.01

@@ -10,17 +10,17 @@ from tests.support.arrays import put
 @dataclass(frozen=True)
 class Case:
     rows: tuple[int, ...]
-    """The axes before the heads; the last one is the length."""
+    """Axes before the heads; the last one is the length."""
     heads: int
     key_heads: int
     head_size: int
     rotary_dim: int | None = None
     interleaved: bool = False
     first: tuple[int, ...] | None = None
-    """The position that each sequence starts at; None for 0, without a batch axis."""
+    """First position of each sequence; None for 0, without a batch axis."""
 
     def arguments(self, dtype, seed=0):
-        """(q, k)."""
+        """Returns (q, k)."""
         rng = np.random.default_rng(seed)
         return tuple(
             put(rng.normal(size=(*self.rows, heads, self.head_size)), dtype)
@@ -28,7 +28,7 @@ class Case:
         )
 
     def positions(self):
-        """[T] or [B, T]."""
+        """Returns positions, [T] or [B, T]."""
         steps = np.arange(self.rows[-1])
         return steps if self.first is None else np.array(self.first)[:, None] + steps
 

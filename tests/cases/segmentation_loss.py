@@ -11,14 +11,14 @@ from tests.support.arrays import put
 @dataclass(frozen=True)
 class Case:
     pixels: tuple[int, ...]
-    """[B, ...]"""
+    """Shape of the labels, [B, ...]."""
     classes: int | None
-    """None for a binary mask."""
+    """Number of classes; None for a binary mask."""
     weights: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def labels(self, seed=0):
-        """Classes, of which about a third is `ignore_index` where there is one."""
+        """Draws classes, about a third `ignore_index` if there is one."""
         rng = np.random.default_rng(seed)
         labels = rng.integers(self.classes or 2, size=self.pixels, dtype=np.int32)
         if (ignore_index := self.options.get("ignore_index")) is not None:
@@ -26,7 +26,7 @@ class Case:
         return put(labels)
 
     def arguments(self, dtype, seed=1):
-        """(logits, weights)."""
+        """Returns (logits, weights)."""
         rng = np.random.default_rng(seed)
         shape = self.pixels if self.classes is None else (*self.pixels, self.classes)
         logits = put(rng.normal(scale=3.0, size=shape), dtype)

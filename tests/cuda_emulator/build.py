@@ -15,7 +15,7 @@ import jax
 HERE = Path(__file__).parent
 FFI = HERE.parents[1] / "ffi"
 ARCHITECTURES = ("75", "80", "89", "90")
-"""Whose paths through the kernels are taken: of Turing, Ampere, Ada and Hopper."""
+"""Architectures whose paths the kernels can take: Turing, Ampere, Ada and Hopper."""
 
 _DECLARATION = re.compile(r"(?<!extern )__shared__ ([\w:]+(?:<[^;>]*>)?) ([^;]+);")
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];")
@@ -26,7 +26,7 @@ _OPERAND = re.compile(r'\s*"([=+]?)(\w)"\s*\(')
 
 
 def library(architecture: str) -> Path:
-    """Where the library is whose kernels take an architecture's paths."""
+    """Returns the path of the library whose kernels take an architecture's paths."""
     return HERE.parents[1] / "build/ffi-emulated" / architecture / "libjaxfused.so"
 
 
@@ -46,7 +46,7 @@ def as_cpp(source: str) -> str:
 
 
 def _shared(declaration: re.Match) -> str:
-    """The declarations of `__shared__ float a[2], b[3];`, one by one."""
+    """Returns separate declarations for `__shared__ float a[2], b[3];`."""
     kind, names = declaration.groups()
     lines = []
     for each in names.split(","):
@@ -56,7 +56,7 @@ def _shared(declaration: re.Match) -> str:
 
 
 def _without_asm(source: str) -> str:
-    """Each asm statement becomes a call of the emulator with its text and its operands."""
+    """Replaces each asm statement by a call of the emulator with its text and its operands."""
     parts, end = [], 0
     for statement in _ASM.finditer(source):
         start = statement.end()
@@ -67,7 +67,7 @@ def _without_asm(source: str) -> str:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis closes that was opened before `start`."""
+    """Returns the index of the parenthesis that closes the one opened before `start`."""
     depth, quoted = 1, False
     for place in range(start, len(text)):
         character = text[place]
@@ -92,7 +92,7 @@ def _call(statement: str) -> str:
         kind = "output" if operand[1] else "input"
         arguments.append(f"cuda_emulator::{kind}({rest[operand.end() : stop]})")
         rest = rest[stop + 1 :]
-    # An empty statement only keeps the compiler from moving what is beside it.
+    # An empty asm statement is only a barrier for the compiler.
     return f"EMULATED_PTX({', '.join(arguments)})" if "".join(text) else "((void)0)"
 
 
@@ -113,13 +113,13 @@ def main() -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    """Leaves a file alone that has this text already, so that nothing is compiled again for it."""
+    """Writes a file unless it has this text already, so that nothing is compiled again."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
 
 def _write_rules(out: Path, architecture: str) -> None:
-    # Imported here: who only runs what has been compiled, or only translates, need not have it.
+    # The import is here because running or translating alone does not need ninja.
     from ninja.ninja_syntax import Writer
 
     generated = out / "src"
@@ -157,12 +157,12 @@ def _write_rules(out: Path, architecture: str) -> None:
 
 
 def _level(path: Path) -> dict[str, str]:
-    """The emulator itself, which is small and runs for each instruction, is compiled to be fast."""
+    """Returns flags: the emulator itself is small and runs for each instruction, so it is optimised."""
     return {"level": "-O3" if path.parent == HERE else "-O1"}
 
 
 def _cuda_headers() -> Path:
-    """The folder of CUDA's headers, which nvcc knows."""
+    """Returns the folder of CUDA's headers, as nvcc reports it."""
     tried = subprocess.run(["nvcc", "--dryrun", "-c", "none.cu"], capture_output=True, text=True)
     return Path(re.search(r"^#\$ TOP=(.*)$", tried.stderr, re.MULTILINE)[1], "include")
 

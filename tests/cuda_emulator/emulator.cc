@@ -15,8 +15,8 @@
 
 #include "emulator_internal.h"
 
-// Leaves the running fiber, whose stack pointer goes to *from, for the one that left at `to`. Only what
-// a called function must leave as it was is on the stack (x86-64, System V).
+// Switches from the running fiber, whose stack pointer goes to *from, to the one suspended at `to`.
+// Only the registers that a callee must preserve are on the stack (x86-64, System V).
 extern "C" void cuda_emulator_switch(void** from, void* to);
 asm(R"(
 .text
@@ -46,13 +46,13 @@ namespace cuda_emulator {
 namespace {
 
 constexpr int kMaxCluster = 16;
-// What a block may take of shared memory, by architecture.
+// Bytes of shared memory that a block may have, by architecture.
 constexpr size_t kSharedOptin = 1024 * (EMULATED_CUDA_ARCH >= 900   ? 227
                                         : EMULATED_CUDA_ARCH >= 860 ? 99
                                         : EMULATED_CUDA_ARCH >= 800 ? 163
                                                                     : 64);
 constexpr size_t kStatic = 64 * 1024;
-constexpr size_t kGuard = 1024;  // bytes behind the dynamic shared memory that nobody may write
+constexpr size_t kGuard = 1024;  // bytes behind the dynamic shared memory that must stay unwritten
 constexpr size_t kArena = 320 * 1024;
 constexpr size_t kStack = 128 * 1024;
 constexpr unsigned char kUnwritten = 0xff;  // shared memory starts as NaN
@@ -60,15 +60,15 @@ static_assert(kSharedOptin + kGuard + kStatic <= kArena);
 
 alignas(1024) char arenas[kMaxCluster * kArena];
 
-// Launches wait for each other: what follows is one launch's.
+// Launches run one at a time: the state below belongs to one launch.
 std::mutex launches;
 dim3 grid_size, block_size;
-std::vector<Block> blocks;    // of the cluster that runs
-std::vector<Fiber> fibers;    // of all its threads
-size_t running;               // index of the fiber that runs
+std::vector<Block> blocks;    // blocks of the running cluster
+std::vector<Fiber> fibers;    // fibers of all its threads
+size_t running;               // index of the running fiber
 size_t living;                // fibers that have not ended
 size_t dynamic_bytes;
-std::map<const void*, size_t> statics;  // offsets of the arrays that the kernel declares
+std::map<const void*, size_t> statics;  // offsets of the kernel's declared arrays
 size_t static_end;
 uint64_t steps;               // grows whenever a thread gets past what it waited for
 int cluster_arrived;
@@ -199,7 +199,7 @@ void wait_until(const char* what, bool (*done)(void*), void* argument) {
       seen = steps;
       turns = 0;
     } else if (++turns > 2) {
-      // Everyone had a turn since, and nobody got on.
+      // Every thread had a turn since, and none advanced.
       fail(std::string("all threads wait for ever, this one at ") + what);
     }
     const size_t next = next_living();
@@ -208,7 +208,7 @@ void wait_until(const char* what, bool (*done)(void*), void* argument) {
   steps++;
 }
 
-// While it lives, subnormal numbers are numbers, which XLA's threads take for zeros.
+// Enables subnormal numbers while it lives; XLA's threads flush them to zero.
 class WithSubnormals {
  public:
   WithSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(kDefault); }

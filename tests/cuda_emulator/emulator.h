@@ -1,17 +1,18 @@
-// CUDA C on a CPU: what the kernels of ffi/ use of CUDA's language, in plain C++.
+// CUDA C on a CPU: the parts of CUDA's language that the kernels of ffi/ use, in plain C++.
 //
-// build.py turns a kernel's source into C++ that includes this header. Each thread of a block, or of a
-// cluster of blocks, is a fiber; one runs until it waits for others. So a launch is deterministic, and
-// these mistakes end it with an error: threads that wait for ever, lanes of a warp that meet at
-// different instructions, an access beyond the dynamic shared memory that was asked for. Copies to
-// shared memory arrive no earlier than they are waited for, and shared memory starts as NaN.
+// build.py turns a kernel's source into C++ that includes this header. Each thread of a block, or
+// of a cluster of blocks, is a fiber, which runs until it waits for others. So a launch is
+// deterministic, and these mistakes end it with an error: threads that wait for ever, lanes of a
+// warp that meet at different instructions, an access beyond the requested dynamic shared memory.
+// Copies to shared memory arrive only when a thread waits for them, and shared memory starts as
+// NaN.
 //
-// The instructions of PTX that the kernels use are in ptx.cc. This machine has 4 multiprocessors and the
-// compute capability for which it is compiled, so that the paths of those GPUs are taken.
+// The PTX instructions that the kernels use are in ptx.cc. This machine has 4 SMs and the compute
+// capability for which it is compiled, so that kernels take that GPU's paths.
 #pragma once
 
 #include <cuda_runtime.h>
-// Those of the toolkit come with functions for the host.
+// The toolkit's headers include host functions.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -38,17 +39,17 @@ struct Thread {
   Block* block;
 };
 
-// The thread that runs.
+// Returns the running thread.
 Thread& thread();
 
-// gridDim, blockDim, blockIdx and threadIdx, which build.py writes so.
+// build.py replaces gridDim, blockDim, blockIdx and threadIdx by these.
 const dim3& grid_dim();
 const dim3& block_dim();
 const uint3& block_index();
 inline const uint3& thread_index() { return thread().index; }
 
-// Runs `call(body)` in every thread of a grid. Returns false, and says why on the standard error,
-// where the kernel does what is an error.
+// Runs `call(body)` in every thread of a grid. Returns false, with the reason on the standard
+// error, if the kernel makes an error.
 bool run(dim3 grid, dim3 block, size_t shared_bytes, int cluster, void (*call)(void*), void* body);
 
 template <typename... Parameters, typename... Arguments>
@@ -59,7 +60,7 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
     if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) {
       cluster = config->attrs[i].val.clusterDim.x;
     }
-    // All blocks are there at the same time, as those of a cluster are.
+    // All blocks of a cooperative launch run at the same time, as those of a cluster do.
     if (config->attrs[i].id == cudaLaunchAttributeCooperative) cluster = config->gridDim.x;
   }
   auto body = [&] { kernel(static_cast<Parameters>(arguments)...); };
@@ -69,7 +70,7 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
   return right ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
-// kernel<<<grid, block, shared_bytes, stream>>>(arguments...), which build.py writes as a call of this.
+// build.py writes kernel<<<grid, block, shared_bytes, stream>>>(arguments...) as a call of this.
 template <typename... Parameters>
 auto launcher(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
               cudaStream_t) {
@@ -85,10 +86,10 @@ auto launcher(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t share
 // --- shared memory -------------------------------------------------------------------------------
 
 void* dynamic_shared();
-// The block's array of a declaration, which `declaration` names.
+// Returns the block's array for the declaration that `declaration` identifies.
 void* static_shared(const void* declaration, size_t bytes, size_t alignment);
 
-uint32_t shared_offset(const void* pointer);  // as PTX has shared addresses
+uint32_t shared_offset(const void* pointer);  // a shared address as in PTX
 void* shared_pointer(uint32_t address);
 
 // --- waiting -------------------------------------------------------------------------------------
@@ -96,17 +97,17 @@ void* shared_pointer(uint32_t address);
 // Waits until `threads` threads of the block have come to barrier `id`; all that live, if it is -1.
 void barrier(int id, int threads);
 
-// What a lane brings to an instruction that all lanes of a mask execute together. The last lane that
-// comes executes it for all of them.
+// Operands of an instruction that all lanes of a mask execute together. The last lane to arrive
+// executes it for all of them.
 struct Lanes {
-  void* of[32];      // what each lane brought, nullptr of a lane that takes no part
+  void* of[32];      // each lane's operands, nullptr for a lane that takes no part
   uint32_t present;  // the lanes that take part
 };
 void together(const void* instruction, uint32_t mask, void (*execute)(const Lanes&), void* mine);
 
 // --- inline PTX ----------------------------------------------------------------------------------
 
-// An operand of an instruction: what it reads, and where its result goes.
+// An operand of an instruction: the value that it reads, and the place of its result.
 struct Operand {
   uint64_t value = 0;
   void* result = nullptr;
@@ -137,7 +138,7 @@ Operand output(T& place) {
 }
 
 using Instruction = void (*)(Operand*);
-// What an asm statement does; ends the process where ptx.cc does not have it.
+// Returns what an asm statement does; ends the process if ptx.cc lacks it.
 Instruction instruction(const char* ptx);
 
 template <typename... Operands>
@@ -238,7 +239,7 @@ inline uint32_t __umulhi(uint32_t a, uint32_t b) {
 inline int __ffs(int x) { return __builtin_ffs(x); }
 uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector);
 
-// Exact where the GPU's is approximate; ftz is left out.
+// These are exact where the GPU's are approximate; ftz is left out.
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fmul_rn(float x, float y) { return x * y; }

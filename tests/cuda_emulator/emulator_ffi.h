@@ -1,5 +1,5 @@
-// The emulator for sources that have handlers of the XLA FFI too: on a CPU neither a stream nor scratch
-// memory is passed to them.
+// The emulator for sources with handlers of the XLA FFI, to which a CPU passes neither a stream nor
+// scratch memory.
 #pragma once
 
 #include <cstdlib>
@@ -14,7 +14,7 @@
 namespace cuda_emulator {
 struct Stream {};
 
-// In place of ffi::ScratchAllocator. What nobody has written yet is not a number.
+// Replaces ffi::ScratchAllocator. Unwritten memory is NaN.
 class Scratch {
  public:
   std::optional<void*> Allocate(size_t size, size_t alignment) {

@@ -1,4 +1,4 @@
-// What emulator.cc and ptx.cc share: threads as fibers, blocks and warps.
+// Shared parts of emulator.cc and ptx.cc: threads as fibers, blocks and warps.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace cuda_emulator {
 
-// A copy to shared memory that has been asked for: nothing arrives before somebody waits for it.
+// A pending copy to shared memory: it arrives only when a thread waits for it.
 struct Copy {
   uint32_t to;
   const void* from;  // nullptr: zeros
@@ -21,9 +21,9 @@ struct Fiber {
   Thread thread;
   bool lives = false;
   void* stack = nullptr;
-  uint64_t cluster_phase = 0;     // of the barrier at which it arrived last
-  std::vector<Copy> open;         // copies that belong to no group yet
-  std::vector<std::vector<Copy>> groups;  // the oldest first
+  uint64_t cluster_phase = 0;     // phase of the cluster barrier at its last arrival
+  std::vector<Copy> open;         // copies without a group yet
+  std::vector<std::vector<Copy>> groups;  // groups of copies, the oldest first
 };
 
 struct Barrier {
@@ -31,7 +31,7 @@ struct Barrier {
   uint64_t phase = 0;
 };
 
-// Lanes on their way to an instruction that they execute together.
+// Lanes that have arrived at an instruction that they execute together.
 struct Meeting {
   const void* instruction = nullptr;
   Lanes lanes = {};
@@ -61,7 +61,8 @@ struct Block {
 
 Fiber& fiber();
 Block& block_of_cluster(uint32_t rank);
-// Where the block `rank` of the cluster has what this block has at a shared address.
+// Returns the address in the cluster's block `rank` that corresponds to a shared address of this
+// block.
 uint32_t address_in_block(uint32_t address, uint32_t rank);
 
 // Ends the launch with an error.
@@ -72,7 +73,7 @@ void wait_until(const char* what, bool (*done)(void*), void* argument);
 void cluster_arrive();
 void cluster_wait();
 
-// Carries out all copies that the fiber has asked for.
+// Carries out all pending copies of the fiber.
 void copy_all(Fiber& fiber);
 
 }  // namespace cuda_emulator

@@ -215,12 +215,12 @@ void wait_groups(Operand*) {
 
 // --- barriers in shared memory -------------------------------------------------------------------
 
-// What the 8 bytes of a barrier hold.
+// The 8 bytes of an mbarrier.
 struct Mbarrier {
   uint8_t phase;
   uint8_t pending;  // arrivals that the phase still waits for
   uint16_t arrivals;
-  int32_t bytes;  // that have been announced and have not come, or the other way round
+  int32_t bytes;  // announced bytes minus arrived bytes; may be negative
 };
 static_assert(sizeof(Mbarrier) == 8);
 
@@ -345,7 +345,7 @@ const Entry kEntries[] = {
     {"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32", mma<Int8, int32_t>},
     {"mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32", mma<Float8<__NV_E4M3>, float>},
     {"mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e5m2.f32", mma<Float8<__NV_E5M2>, float>},
-    // Turing's, by parts of the same operands.
+    // Turing's instructions, which multiply parts of the same operands.
     {"{\nmma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32", mma<Half, float>},
     {"{\nmma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32", mma<Int8, int32_t>},
     {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", load_matrices<false>},
@@ -370,7 +370,7 @@ const Entry kEntries[] = {
     {"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1", arrive_expect},
     {"{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity", wait_parity},
     {"cp.async.bulk.shared::cluster.global", bulk_copy},
-    // The order of memory accesses is that of the program here, and there is no cache.
+    // Memory accesses are in program order here, and there is no cache.
     {"fence.", [](Operand*) {}},
     {"prefetch.global.L2", [](Operand*) {}},
     {"red.release.gpu.global.add.u32 [%0], 1", count_up},

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz programs`: random programs under `jaxfused.fuse`, and what is wrong there."""
+"""`python -m tests.fuzz programs`: judges random programs under `jaxfused.fuse`."""
 
 import argparse
 import collections
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def judged(seed: int, number: int, *, show: bool = False) -> judge.Verdict:
-    """The verdict on a program, which is printed where it is wrong, without what does not matter."""
+    """Judges a program; a wrong one is printed, reduced to what makes it wrong."""
     program = drawn.program(seed, number)
     dtype = DTYPES[number % len(DTYPES)]
     verdict = judge.judge(program, dtype, number)

@@ -1,4 +1,4 @@
-"""Which program belongs to a seed and a number."""
+"""Draws the program of a seed and a number."""
 
 from benchmarks.run.draw import Draw
 from tests.program_fuzz import heads, images, rows
@@ -28,7 +28,7 @@ WRAPPERS = (
 
 
 def program(seed: int, number: int) -> Program:
-    """The program of a number; its own stream of choices makes it the same in every run."""
+    """Returns the program of a number, which has its own random stream, the same in every run."""
     draw = Draw(seed, f"program {number}")
     w = Writer(draw, oddity=draw.pick((0.0, 0.03, 0.06, 0.12, 0.2)))
     kind = draw.pick(("rows",) * 5 + ("images",) * 3 + ("heads",) * 3 + ("loss",))

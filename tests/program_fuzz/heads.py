@@ -1,4 +1,4 @@
-"""Patterns of attention and rotation, of [B, T, N, H]."""
+"""Patterns of attention and rotation on [B, T, N, H]."""
 
 from tests.program_fuzz.writer import Writer
 
@@ -7,7 +7,7 @@ ODD_NUMBERS = ("-1e4", "-100.0", "-1e8", "0.0", "-2.3819763e38")
 
 
 def mask(w: Writer, batch: int, queries: int, keys: int) -> str:
-    """A mask that broadcasts to [B, N, T, S]."""
+    """Writes a mask that broadcasts to [B, N, T, S]."""
     shape = (1, 1, queries, keys)
     kind = w.pick("causal", "causal", "window", "padding", "argument", "both", "constant")
     rows, columns = f"jnp.arange({queries})[:, None]", f"jnp.arange({keys})[None]"
@@ -36,7 +36,7 @@ def mask(w: Writer, batch: int, queries: int, keys: int) -> str:
 
 
 def masked(w: Writer, logits: str, batch: int, number: str) -> str:
-    """The logits with a mask, as a choice or as a sum."""
+    """Masks the logits, by a choice, a sum or a product."""
     shape = w.shapes[logits]
     allowed = mask(w, batch, *shape[-2:])
     if w.odd(3):
@@ -53,7 +53,7 @@ def masked(w: Writer, logits: str, batch: int, number: str) -> str:
 
 
 def softmax(w: Writer, logits: str) -> str:
-    """Over the last axis, by JAX or by hand."""
+    """Writes softmax over the last axis, by JAX or by hand."""
     shape = w.shapes[logits]
     rows = (*shape[:-1], 1)
     if w.draw.chance(0.5):
@@ -74,7 +74,7 @@ def softmax(w: Writer, logits: str) -> str:
 
 
 def capped(w: Writer, logits: str) -> str:
-    """Gemma's cap, or something near it."""
+    """Writes Gemma's soft cap, or something near it."""
     shape = w.shapes[logits]
     cap = w.pick("5.0", "2.0", "30.0")
     inside = w.perturbed(w.let(f"{logits} / {w.number() if w.odd() else cap}", shape))
@@ -85,7 +85,7 @@ def capped(w: Writer, logits: str) -> str:
 
 
 def attention(w: Writer, q: str, k: str, v: str) -> str:
-    """Of q [B, T, N, H], k and v [B, S, K, H]."""
+    """Writes attention of q [B, T, N, H], k and v [B, S, K, H]."""
     batch, queries, heads, size = w.shapes[q]
     keys, key_heads = w.shapes[k][1:3]
     q, k, v = w.perturbed(q), w.perturbed(k), w.perturbed(v)
@@ -127,7 +127,7 @@ def attention(w: Writer, q: str, k: str, v: str) -> str:
 
 
 def of_heads(w: Writer) -> str:
-    """Attention of three arguments."""
+    """Writes attention of three arguments."""
     batch, queries = w.pick(1, 2), w.pick(4, 5)
     keys, heads, size = w.pick(queries, queries, 4, 6), w.pick(2, 4), w.pick(4, 8)
     key_heads = w.pick(heads, heads, 2, 1)
@@ -139,7 +139,7 @@ def of_heads(w: Writer) -> str:
 
 
 def rotated(w: Writer, x: str) -> str:
-    """X [B, T, N, H] turned by its positions."""
+    """Writes rope of x [B, T, N, H] by its positions."""
     _, length, _, size = shape = w.shapes[x]
     part = w.pick(size, size, size // 2)
     half = part // 2
@@ -171,7 +171,7 @@ def rotated(w: Writer, x: str) -> str:
 
 
 def self_attention(w: Writer, x: str) -> str:
-    """Of x [B, T, D], with the products that make queries, keys and values, and the one after."""
+    """Writes self-attention of x [B, T, D], with the products for q, k, v and the output."""
     batch, length, features = w.shapes[x]
     heads, size = 2, w.pick(4, 8)
     shape = (batch, length, heads, size)

@@ -5,7 +5,7 @@ from tests.program_fuzz.writer import Writer
 
 
 def conv(w: Writer, x: str) -> str:
-    """A convolution with what follows each channel."""
+    """Writes a convolution with per-channel arithmetic after it."""
     batch, height, width, channels = w.shapes[x]
     features = w.pick(channels, 6)
     kind = w.pick("dense", "dense", "depthwise", "patches", "strided")
@@ -57,7 +57,7 @@ def conv(w: Writer, x: str) -> str:
 
 
 def norm(w: Writer, x: str) -> str:
-    """Of groups, of each channel, of whole images or of the batch."""
+    """Writes a norm over groups, channels, whole images or the batch."""
     shape = w.shapes[x]
     channels = shape[-1]
     y = w.perturbed(w.let(f"wide({x})", shape, x) if w.draw.chance(0.4) else x)
@@ -97,7 +97,7 @@ def norm(w: Writer, x: str) -> str:
 
 
 def pool(w: Writer, x: str) -> str:
-    """The largest value of each window."""
+    """Writes the maximum of each window."""
     batch, height, width, channels = w.shapes[x]
     window = w.pick("(1, 2, 2, 1)", "(1, 2, 2, 1)", "(1, 2, 2, 2)" if w.odd() else "(1, 2, 2, 1)")
     shape = (batch, height // 2, width // 2, channels // 2 if window.endswith("2)") else channels)
@@ -107,7 +107,7 @@ def pool(w: Writer, x: str) -> str:
 
 
 def enlarged(w: Writer, x: str) -> str:
-    """`jax.image.resize`, and what is near it."""
+    """Writes `jax.image.resize`, or something near it."""
     batch, height, width, channels = w.shapes[x]
     factor = w.pick(2, 2, 2, 3)
     shape = (batch, factor * height, factor * width, channels)

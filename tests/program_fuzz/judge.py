@@ -17,30 +17,31 @@ from tests.support.tolerances import FACTOR, ULPS, ulp
 OK, UNFUSED, INVALID, WRONG, RAISED = "ok", "unfused", "invalid", "wrong", "raised"
 
 _EXACT = 1e-12
-"""Of the largest value, how far a fused program may be off in float64: sums are in another order."""
+"""Share of the largest value by which a fused program may be off in float64: its sums have another
+order."""
 _DRAWS = (1, 15)
-"""Arguments that a narrow dtype is judged by: with the second lot if it seems wrong with the first."""
+"""Draws of arguments for a narrow dtype, and further draws if a program seems wrong."""
 
 _UNSURE = 4.0
-"""So many times what it changes by where all arguments are off by their last bits a result may be off
-besides: a small sum of large numbers is no more certain than that."""
+"""Factor of a result's change when all arguments are off by their last bits, which is allowed too: a
+small sum of large numbers is no more certain than that."""
 
 Arrays = list[np.ndarray]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a program."""
+    """The outcome of a program."""
 
     status: str
     why: str = ""
     found: tuple[str, ...] = ()
-    """The operators that stand in the fused one."""
+    """Operators in the fused program."""
 
 
 def judge(program: Program, dtype: str, seed: int = 0) -> Verdict:
-    """Whether `fuse` leaves the program's values and gradients as they are."""
-    # Losses of a few logits would be left alone.
+    """Judges whether `fuse` keeps the program's values and gradients."""
+    # Otherwise fuse would ignore losses of few logits.
     cross_entropy.FEWEST_LOGITS = 0
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
@@ -52,7 +53,7 @@ def judge(program: Program, dtype: str, seed: int = 0) -> Verdict:
 
 
 class _Compiled:
-    """A program in a dtype, as it is and fused, in one compiled function, which shares what is alike."""
+    """A program in a dtype, plain and fused, compiled as one function that shares equal parts."""
 
     def __init__(self, program: Program, dtype: str):
         self.program, self.dtype = program, dtype
@@ -66,7 +67,7 @@ class _Compiled:
         return self.results(self.f, *args)
 
     def results(self, f: Any, arrays: Any, cotangents: Any) -> list[Any]:
-        """Values of the function, and gradients to all floating arguments."""
+        """Returns values of the function, and gradients to all floating arguments."""
         floating = [i for i, value in enumerate(self.program.inputs.values()) if value.is_floating]
 
         def of_floating(*some: Any) -> Any:
@@ -79,14 +80,14 @@ class _Compiled:
         return [*results, *pullback(tuple(cotangents))]
 
     def draw(self, rng: np.random.Generator) -> tuple[Arrays, Arrays]:
-        """Arguments and cotangents."""
+        """Draws arguments and cotangents."""
         arrays = self.program.arrays(self.dtype, rng)
         shapes = jax.eval_shape(self.f, *arrays)
         drawn = [rng.standard_normal(s.shape).astype(jnp.bfloat16).astype(s.dtype) for s in shapes]
         return arrays, [np.asarray(a) for a in drawn]
 
     def run(self, arrays: Arrays, cotangents: Arrays) -> tuple[list[Any], list[Any]]:
-        """Ours and the plain results, and with them their dtypes."""
+        """Returns our results and the plain ones, in their own dtypes."""
         ours, plain = self._run(arrays, cotangents)
         return [np.asarray(a) for a in ours], [np.asarray(a) for a in plain]
 
@@ -105,7 +106,7 @@ def _in_float64(compiled: _Compiled, seed: int) -> Verdict:
             if any(
                 (np.isfinite(a) != np.isfinite(b)).any() for a, b in zip(ours, plain, strict=True)
             ):
-                # Where XLA computes a maximum twice, in two ways, its gradient may be 0 / 0.
+                # If XLA computes a maximum twice, in two ways, its gradient may be 0 / 0.
                 plain = [np.asarray(a) for a in compiled.plain(arrays, cotangents)]
         except Exception as error:
             return _raised(compiled, arrays, cotangents, error)
@@ -122,7 +123,7 @@ def _in_float64(compiled: _Compiled, seed: int) -> Verdict:
 
 
 def _raised(compiled: _Compiled, arrays: Arrays, cotangents: Arrays, error: Exception) -> Verdict:
-    """What raises without `fuse` too is no program."""
+    """Returns INVALID if the program raises without `fuse` too, else RAISED."""
     try:
         jax.eval_shape(compiled.plain, arrays, cotangents)
     except Exception as other:
@@ -131,7 +132,7 @@ def _raised(compiled: _Compiled, arrays: Arrays, cotangents: Arrays, error: Exce
 
 
 def _narrow(in_float64: _Compiled, compiled: _Compiled, seed: int) -> Verdict:
-    """By the rule of tests/support/tolerances.py, over several draws."""
+    """Judges by the rule of tests/support/tolerances.py, over several draws."""
     dtype = compiled.dtype
     rng = np.random.default_rng(seed)
     errors: dict[str, np.ndarray] = {}
@@ -173,22 +174,22 @@ def _narrow(in_float64: _Compiled, compiled: _Compiled, seed: int) -> Verdict:
 
 
 def _shaken(arrays: Arrays, rng: np.random.Generator, share: float) -> Arrays:
-    """Arrays whose numbers are off by about this share of themselves."""
+    """Changes the numbers of arrays by about this share of themselves."""
     off = [1 + share * rng.standard_normal(a.shape) for a in arrays]
     return [a if a.dtype.kind in "bi" else a * o for a, o in zip(arrays, off, strict=True)]
 
 
 def _widened(*lots: Arrays) -> list[Arrays]:
-    """Arrays in float64 where they are not booleans or integers."""
+    """Casts arrays to float64, except booleans and integers."""
     return [[a if a.dtype.kind in "bi" else a.astype(np.float64) for a in lot] for lot in lots]
 
 
 def _found(f: Any, arrays: Arrays) -> tuple[str, ...] | Verdict:
-    """The operators that `fuse` finds, or what is wrong with how it looks for them."""
+    """Returns the operators that `fuse` finds, or a verdict if its search went wrong."""
     with report.recorded() as reports:
         jax.eval_shape(jaxfused.fuse(f), *arrays)
     for miss in reports[0].misses:
-        # A refusal that is no sentence of an operator's is a mistake of the recogniser's.
+        # A refusal without an operator's own message is an error of the recogniser.
         if miss.reason.startswith("it refused") and "pass" not in miss.reason:
             return Verdict(RAISED, miss.reason)
     return tuple(site.operator for site in reports[0].found)
@@ -204,7 +205,7 @@ def _first_line(error: Exception) -> str:
 
 
 def shrunk(program: Program, dtype: str, verdict: Verdict, seed: int = 0) -> Program:
-    """The program without what it is wrong without too."""
+    """Removes the parts of a program that do not change the verdict."""
 
     def is_as_wrong(smaller: Program) -> bool:
         return judge(smaller, dtype, seed).status == verdict.status

@@ -1,4 +1,4 @@
-"""Patterns of rows of features [B, T, D]: norms, products, perceptrons, short convolutions."""
+"""Patterns on rows of features [B, T, D]: norms, products, MLPs, short convolutions."""
 
 from tests.program_fuzz.writer import Writer
 
@@ -36,7 +36,7 @@ ODD_ACTIVATIONS = (
 
 
 def activation(w: Writer, z: str) -> str:
-    """One that operators have, or another."""
+    """Writes an activation that operators have, or another one."""
     of = ODD_ACTIVATIONS if w.odd(2) else ACTIVATIONS
     return w.let(w.pick(*of).format(z=z, n=w.number()), w.shapes[z], z)
 
@@ -44,7 +44,7 @@ def activation(w: Writer, z: str) -> str:
 def mean(
     w: Writer, value: str, axes: int | tuple[int, ...], shape: tuple[int, ...], keep: bool
 ) -> str:
-    """The expression of a mean over axes of an array of this shape, or of something near it."""
+    """Returns the expression of a mean over axes of an array of this shape, or something near it."""
     of = (axes,) if isinstance(axes, int) else axes
     count = 1
     for axis in of:
@@ -63,7 +63,7 @@ def mean(
 def moments(
     w: Writer, x: str, axes: int | tuple[int, ...], *, is_rms: bool
 ) -> tuple[str, str, str]:
-    """The array that is normalised, what is divided, and its variance, with axes of length 1."""
+    """Returns the normalised array, the dividend, and its variance with axes of length 1."""
     shape = w.shapes[x]
     of = {axis % len(shape) for axis in ((axes,) if isinstance(axes, int) else axes)}
     kept = tuple(1 if axis in of else size for axis, size in enumerate(shape))
@@ -94,7 +94,7 @@ def moments(
 
 
 def divided(w: Writer, array: str, variance: str, factor: str | None) -> str:
-    """The array over the root of its variance, times a factor."""
+    """Writes the array over the root of its variance, times a factor."""
     shape, of_variance = w.shapes[array], w.shapes[variance]
     epsilon = w.pick("1e-6", "1e-5", "1e-3")
     if w.odd():
@@ -135,7 +135,7 @@ def divided(w: Writer, array: str, variance: str, factor: str | None) -> str:
 
 
 def norm(w: Writer, x: str) -> str:
-    """LayerNorm or RMSNorm, with the residual sum before it now and then."""
+    """Writes LayerNorm or RMSNorm, now and then after a residual sum."""
     shape = w.shapes[x]
     if w.draw.chance(0.3):
         x = w.perturbed(w.let(f"{w.input(*shape)} + {x}", shape))
@@ -168,7 +168,7 @@ def norm(w: Writer, x: str) -> str:
 
 
 def product(w: Writer, x: str, features: int, *, has_bias: bool | None = None) -> str:
-    """X [B, T, D] times a matrix, with its bias."""
+    """Writes x [B, T, D] times a matrix, with a bias."""
     *rows, d = w.shapes[x]
     shape = (*rows, features)
     matrix = w.input(d, features, kind="weight")
@@ -193,7 +193,7 @@ def product(w: Writer, x: str, features: int, *, has_bias: bool | None = None) -
 
 
 def layer(w: Writer, x: str) -> str:
-    """A product with its activation and residual."""
+    """Writes a product with its activation and residual."""
     shape = w.shapes[x]
     y = product(w, x, shape[-1])
     if w.draw.chance(0.8):
@@ -202,7 +202,7 @@ def layer(w: Writer, x: str) -> str:
 
 
 def residual(w: Writer, x: str, y: str) -> str:
-    """The sum with what went in, or without it."""
+    """Adds the input `x` to `y`, or returns `y`."""
     if w.shapes[x] != w.shapes[y] or not w.draw.chance(0.5):
         return y
     scaled = f"{w.number()} * {y}" if w.odd() else y
@@ -210,14 +210,14 @@ def residual(w: Writer, x: str, y: str) -> str:
 
 
 def perceptron(w: Writer, x: str) -> str:
-    """Two products with an activation between them."""
+    """Writes two products with an activation between them."""
     features = w.shapes[x][-1]
     h = w.perturbed(activation(w, product(w, x, w.pick(8, 12, features))))
     return residual(w, x, product(w, h, features))
 
 
 def gated(w: Writer, x: str) -> str:
-    """Two products with a gated unit between them, of one matrix or of two."""
+    """Writes two products with a gated unit between them, of one matrix or two."""
     shape, hidden = w.shapes[x], w.pick(8, 12)
     if w.draw.chance(0.4):
         both = product(w, x, 2 * hidden)
@@ -240,7 +240,7 @@ def gated(w: Writer, x: str) -> str:
 
 
 def mixer(w: Writer, x: str) -> str:
-    """A perceptron over the tokens, between two transpositions."""
+    """Writes an MLP over the tokens, between two transpositions."""
     batch, tokens, features = w.shapes[x]
     turned = w.let(f"jnp.swapaxes({x}, 1, 2)", (batch, features, tokens))
     y = perceptron(w, turned)
@@ -249,7 +249,7 @@ def mixer(w: Writer, x: str) -> str:
 
 
 def squeezed(w: Writer, x: str) -> str:
-    """Gates of each image, of the mean of its rows: squeeze and excitation."""
+    """Writes squeeze and excitation: gates of each image, from the mean of its rows."""
     batch, _, features = w.shapes[x]
     pooled = w.let(f"{x}.mean(1)", (batch, features))
     matrices = [w.input(features, 4, kind="weight"), w.input(4, features, kind="weight")]
@@ -260,7 +260,7 @@ def squeezed(w: Writer, x: str) -> str:
 
 
 def short_conv(w: Writer, x: str) -> str:
-    """A causal convolution of each channel, as a sum of shifts."""
+    """Writes a causal depthwise convolution as a sum of shifts."""
     shape = w.shapes[x]
     length, features = shape[-2:]
     taps = w.pick(2, 3, 4)
@@ -299,7 +299,7 @@ def short_conv(w: Writer, x: str) -> str:
 
 
 def cross_entropy(w: Writer, x: str) -> str:
-    """The loss of a product."""
+    """Writes the cross-entropy of a product."""
     rows = w.shapes[x][:-1]
     classes = w.pick(*rows[-1:], 9)
     logits = product(w, x, classes)

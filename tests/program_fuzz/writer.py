@@ -1,4 +1,4 @@
-"""Writes a random program line by line, so that what is found is printed as one would write it."""
+"""Writes a random program line by line, so that a failure is printed as readable code."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Line:
     name: str
     expression: str
     instead: str | None = None
-    """What the expression may be without, as the name of a value of the same shape."""
+    """Name of a value of the same shape that may replace the expression when a program is reduced."""
 
     def __str__(self) -> str:
         return f"    {self.name} = {self.expression}"
@@ -31,14 +31,15 @@ class Input:
 
     shape: tuple[int, ...]
     kind: str = "normal"
-    """"normal", "weight", "scale" (about 1), "positive", "mask" (booleans) or "labels:N"."""
+    """Kind of array: "normal", "weight", "scale" (about 1), "positive", "mask" (booleans) or
+    "labels:N"."""
 
     @property
     def is_floating(self) -> bool:
         return self.kind not in ("mask",) and not self.kind.startswith("labels")
 
     def array(self, rng: np.random.Generator) -> np.ndarray:
-        """Of numbers that bfloat16 has, in float64, so that every dtype starts from the same."""
+        """Draws numbers that bfloat16 represents, in float64: every dtype starts from the same."""
         if self.kind == "mask":
             return rng.random(self.shape) < 0.6
         if self.kind.startswith("labels"):
@@ -55,21 +56,21 @@ class Input:
 
 @dataclass(frozen=True)
 class Program:
-    """Lines of Python, and what they are given."""
+    """Lines of Python, and their inputs."""
 
     inputs: dict[str, Input]
     lines: tuple[Line, ...]
     results: tuple[str, ...]
     wrapper: str = "program"
-    """The function that is judged, made of `program`."""
+    """Expression for the judged function, made of `program`."""
 
     @property
     def floating(self) -> list[str]:
-        """The arguments that have gradients."""
+        """Returns the arguments that have gradients."""
         return [name for name, value in self.inputs.items() if value.is_floating]
 
     def source(self) -> str:
-        """The program as a function `f`."""
+        """Returns the source that defines the function `f`."""
         arguments = ", ".join(self.inputs)
         body = "\n".join(str(line) for line in self.lines)
         of_inputs = "\n".join(
@@ -82,7 +83,7 @@ class Program:
         )
 
     def function(self, dtype: str) -> Callable[..., Any]:
-        """The function, which computes in `dtype`; casts to narrower ones are left out of float64."""
+        """Returns the function, which computes in `dtype`; float64 skips casts to narrower dtypes."""
         names = dict(NAMES)
         is_exact = dtype == "float64"
         names |= {
@@ -90,12 +91,12 @@ class Program:
             "wide": lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)),
             "by_16_bits": lambda x: x if is_exact else x.astype(jnp.bfloat16).astype(x.dtype),
         }
-        # Its lines are in explain's reports as those of a file of this name.
+        # Explain's reports name lines of this file.
         exec(compile(self.source(), "program.py", "exec"), names)
         return names["f"]
 
     def arrays(self, dtype: str, rng: np.random.Generator) -> list[np.ndarray]:
-        """Arguments in the dtype."""
+        """Draws arguments in the dtype."""
         drawn = [(value, value.array(rng)) for value in self.inputs.values()]
         return [a.astype(jnp.dtype(dtype)) if v.is_floating else a for v, a in drawn]
 
@@ -118,39 +119,39 @@ class Writer:
     lines: list[Line] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     beside: list[str] = field(default_factory=list)
-    """Values inside that are results too."""
+    """Intermediate values that are results too."""
     oddity: float = 0.12
-    """How likely each place of the program is to be odd."""
+    """Probability that a place of the program deviates from the pattern."""
 
     def input(self, *shape: int, kind: str = "normal") -> str:
-        """A new argument."""
+        """Adds an argument."""
         name = f"x{len(self.inputs)}"
         self.inputs[name] = Input(shape, kind)
         self.shapes[name] = shape
         return name
 
     def let(self, expression: str, shape: Sequence[int], instead: str | None = None) -> str:
-        """A new value of this shape."""
+        """Adds a value of this shape."""
         name = f"v{len(self.lines)}"
         self.lines.append(Line(name, expression, instead))
         self.shapes[name] = tuple(shape)
         return name
 
     def odd(self, share: float = 1.0) -> bool:
-        """Whether to write something at this place that is unlike the pattern."""
+        """Draws whether to deviate from the pattern at this place."""
         return self.draw.chance(self.oddity * share)
 
     def pick(self, *options: Any) -> Any:
         return self.draw.pick(options)
 
     def number(self) -> str:
-        """One that may be dropped or taken for another by mistake."""
+        """Draws a number that a recogniser may drop or confuse by mistake."""
         return self.pick(
             "2.0", "0.5", "1.5", "-1.0", "0.01", "0.25", "1.0", "3.0", "1.004", "1.00002"
         )
 
     def perturbed(self, name: str, *, axis: int = -1) -> str:
-        """The value, or now and then what something small makes of it."""
+        """Returns the value, or now and then a small change of it."""
         while self.odd():
             name = self._oddity(name, axis)
         if self.odd(0.25):
@@ -206,6 +207,6 @@ class Writer:
         return name not in self.inputs or self.inputs[name].is_floating
 
     def program(self, *results: str, wrapper: str) -> Program:
-        """What is written so far."""
+        """Returns the program written so far."""
         together = dict.fromkeys((*results, *self.beside))
         return Program(dict(self.inputs), tuple(self.lines), tuple(together), wrapper)

@@ -7,16 +7,16 @@ from tests.support.arrays import put
 from tests.support.tolerances import assert_accurate
 
 COTANGENTS = 8
-"""How many random cotangents a gradient is taken of. The gradient to a few parameters is a few sums:
-the error of plain jax.numpy in one draw of them is luck, the largest over eight draws a yardstick."""
+"""Number of random cotangents for each gradient. Few parameters have few sums as their gradient: the
+error of plain jax.numpy in one draw is luck, and the largest over eight draws a reference."""
 
 
 def assert_values_and_gradients(ours, plain, *args, cotangents=COTANGENTS, seed=0):
-    """`ours` and its gradients are as accurate as the rule of tests/support/tolerances.py asks.
+    """`ours` and its gradients must be as accurate as the rule of tests/support/tolerances.py requires.
 
-    Both functions take `args`, pytrees of float arrays, and return a pytree of arrays; what else
-    they need they close over. The cotangents are random, and fewer where a call takes seconds, as it
-    does in an interpreter.
+    Both functions take `args`, pytrees of float arrays, and return a pytree of arrays; other operands
+    are in their closures. The cotangents are random; pass fewer if a call takes seconds, as in an
+    interpreter.
     """
     rng = np.random.default_rng(seed)
     y = jax.eval_shape(ours, *args)

@@ -1,4 +1,4 @@
-"""Arrays on the device that no program makes."""
+"""Arrays put on the device without a program."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ import numpy as np
 
 
 def put(array: Any, dtype: Any = None) -> jax.Array:
-    """Returns an array of NumPy, or a list, as one of JAX.
+    """Converts a NumPy array or a list to a JAX array.
 
-    Where it changes the dtype, `jnp.asarray` has XLA compile a program for each shape, which takes
-    longer than many a test.
+    To change the dtype, `jnp.asarray` would have XLA compile a program for each shape, which takes
+    longer than many tests.
     """
     return jax.device_put(np.asarray(array, None if dtype is None else jnp.dtype(dtype)))

@@ -1,4 +1,4 @@
-"""A small call of every operator, for what all of them have to do."""
+"""A small call of every operator, for tests that all operators must pass."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any = jnp.bfloat16
     has_batch: bool = False
-    """Whether the first axis is one of rows or images, which devices share."""
+    """Whether the first axis, of rows or images, is split over devices."""
 
 
 class Call(NamedTuple):
@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
     @property
     def gradients(self) -> Callable[..., Any]:
-        """A function of all operands to the result and its gradients."""
+        """Returns a function of all operands to the result and its gradients."""
 
         def results(*arrays):
             def loss(*operands):
@@ -64,7 +64,7 @@ def _quantized_conv(x, w):
 
 
 def calls(rows: int = 32, images: int = 8) -> dict[str, Call]:
-    """Returns a call of each operator, over so many rows or images."""
+    """Returns a call of each operator, over `rows` rows or `images` images."""
     d, f = 128, 256
     x, labels = _rows(rows, d), (_rows(rows, dtype=jnp.int32),)
     up, down = _shared(d, f), _shared(f, d)
@@ -143,7 +143,7 @@ def calls(rows: int = 32, images: int = 8) -> dict[str, Call]:
 
 
 def have_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has programs lowered with the calls of the CUDA library, which need not be there."""
+    """Lowers programs with calls of the CUDA library, which need not be built."""
     monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
     monkeypatch.setattr(cuda_library, "architectures", lambda: ("90",))
     monkeypatch.setattr(cuda_library, "cublaslt_name", lambda: "")

@@ -1,4 +1,4 @@
-"""What runs the stages of an operator, asked through the public interface."""
+"""Finds what runs the stages of an operator, through the public interface."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ import jaxfused
 
 
 def why_not(f: Callable[..., Any], *args: Any) -> str | None:
-    """Returns None if the implementation that `f` names can run, forward and backward, else why not."""
+    """Returns why the implementation that `f` names cannot run, forward or backward; None if it can."""
 
     def value_and_gradients(*args):
         results, vjp = jax.vjp(f, *args)

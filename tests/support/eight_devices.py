@@ -1,4 +1,4 @@
-"""A test file's cases of several devices, in a process of its own that has eight of them."""
+"""Runs a test file's cases for several devices in a separate process with eight CPU devices."""
 
 import os
 import subprocess
@@ -12,12 +12,12 @@ def assert_passes(file: str, selection: str) -> None:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(DEVICES),
-        # The name of a cached program does not say what its partitioning callbacks do.
+        # A cached program's key does not cover its partitioning callbacks.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        # Those that are not skipped here have no need of several devices, and run in the other process.
+        # Cases that run with one device already run in the other process.
         [*command, "-m", f"skipif and {selection}", file],
         env=environment,
         capture_output=True,

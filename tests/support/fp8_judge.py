@@ -1,8 +1,8 @@
-"""How exact gradients of a perceptron in float8 have to be, and its kernels, on a GPU.
+"""Judges the gradients of an mlp in float8, and its kernels, on a GPU.
 
-Two results in float8 are not compared with each other: XLA may leave out a rounding to bfloat16 between
-two operations, and a last bit of what is rounded to float8 makes a sixteenth of the value. Either result
-is compared with that of float64.
+Two float8 results are not compared with each other: XLA may leave out a rounding to bfloat16 between two
+operations, which can change a float8 by its last bit, a sixteenth of the value. Each result is compared
+with float64.
 """
 
 import jax
@@ -20,7 +20,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def operands(rows, seed=0, dtype=jnp.bfloat16):
-    """(x, w1, b1, w2, b2, dy) of a perceptron 256 - 512 - 128."""
+    """Returns (x, w1, b1, w2, b2, dy) of an mlp with 256, 512 and 128 features."""
     rng = np.random.default_rng(seed)
     shapes = ((rows, 256), (256, 512), (512,), (512, 128), (128,), (rows, 128))
     scales = (1.0, 1 / 16, 1.0, 1 / 16, 1.0, 1.0)
@@ -31,7 +31,7 @@ def operands(rows, seed=0, dtype=jnp.bfloat16):
 
 
 def mlp_and_gradients(activation, implementation, precision="fp8", save="hidden"):
-    """A function of `operands` that returns the result and the gradients of all before dy."""
+    """Returns a function of `operands` to the result and the gradients of all before dy."""
 
     def run(*arrays):
         *primals, dy = arrays
@@ -51,7 +51,7 @@ def mlp_and_gradients(activation, implementation, precision="fp8", save="hidden"
 
 
 def truth(activation, arrays):
-    """The same in float64, of which nothing is rounded."""
+    """Returns the result and gradients in float64, without rounding."""
     with jax.enable_x64(True):
         *primals, dy = (put(np.asarray(a, np.float64)) for a in arrays)
 
@@ -66,7 +66,7 @@ NAMES = ("y", "dx", "dw1", "db1", "dw2", "db2")
 
 
 def errors(results, exact):
-    """By name, the error of a result over the truth's size."""
+    """Returns the error of each result by name, relative to the truth's size."""
     return {
         name: float(np.linalg.norm(np.asarray(a, np.float64) - t) / np.linalg.norm(t))
         for name, a, t in zip(NAMES, results, exact, strict=True)
@@ -74,9 +74,9 @@ def errors(results, exact):
 
 
 def excess(ours, xla, exact):
-    """How much larger than allowed the errors are, by name: empty where all are small enough.
+    """Returns the errors that exceed what is allowed, ours and XLA's, by name.
 
-    A tenth more than the reference's own, and the rounding of the results.
+    Allowed are 1.1 times the reference's own error plus the rounding of the results.
     """
     ours, xla = errors(ours, exact), errors(xla, exact)
     rounding = 2.0**-8
@@ -84,10 +84,10 @@ def excess(ours, xla, exact):
 
 
 def kernel_differences(rows):
-    """By name, how far each kernel is from the reference of the same float8 operands.
+    """Returns each kernel's difference from the reference for the same float8 operands, by name.
 
-    In units in the last place of bfloat16, of what is compared or of a tenth of the largest where that
-    is more: the sums of the tensor cores have fewer bits than those of float32.
+    The unit is the last place of bfloat16 at the compared value, or at a tenth of the largest if that is
+    more: sums of tensor cores have fewer bits than float32.
     """
     rng = np.random.default_rng(1)
 

@@ -1,4 +1,4 @@
-"""What tests of `jaxfused.fuse` ask of a function: what is found in it, and that the rest stays."""
+"""Checks of `jaxfused.fuse` on a function: which sites it finds, and that the rest is unchanged."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from tests.support.arrays import put
 
 
 def fusion(f, *args, without=()):
-    """What `fuse` finds in `f(*args)`, which is traced only."""
+    """Returns what `fuse` finds in `f(*args)`, which is only traced."""
     with report.recorded() as reports:
         jax.eval_shape(jaxfused.fuse(f, without=without), *args)
     (found,) = reports
@@ -19,19 +19,19 @@ def fusion(f, *args, without=()):
 
 
 def counts(f, *args, without=()):
-    """How many sites there are of each operator."""
+    """Returns the number of sites of each operator."""
     return fusion(f, *args, without=without).counts()
 
 
 def assert_fuses(f, *args, into):
-    """Of `f` and the float arrays `args` these operators are made, which lose no accuracy."""
+    """Asserts that `f(*args)` fuses into these operators without losing accuracy."""
     found = fusion(f, *args)
     assert found.counts() == into, str(found)
     assert_values_and_gradients(jaxfused.fuse(f), f, *args)
 
 
 def assert_left_alone(f, *args, because=None):
-    """Nothing is replaced in `f`: the same bits, and a near miss with these words where there is one."""
+    """Asserts that `f` keeps its bits, and has a near miss with the words `because` if given."""
     found = fusion(f, *args)
     assert found.counts() == {}, str(found)
     if because is not None:
@@ -42,11 +42,11 @@ def assert_left_alone(f, *args, because=None):
 
 
 def normal(seed, *shape, dtype="float32", scale=1.0):
-    """A random array, of numbers that bfloat16 has."""
+    """Draws a random array of numbers that bfloat16 represents."""
     rng = np.random.default_rng(seed)
     return put(scale * rng.normal(size=shape), jnp.bfloat16).astype(dtype)
 
 
 def wide(x):
-    """The array in float32, or in float64 where it is, as models write `x.astype(float32)`."""
+    """Widens an array to float32, and keeps float64, as models write `x.astype(float32)`."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

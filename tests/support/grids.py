@@ -1,4 +1,4 @@
-"""Grids of cases of which `make test` runs a few and `make test-all` the others."""
+"""Grids of cases: `make test` runs a few of each, and `make test-all` the others."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -10,8 +10,8 @@ import pytest
 def pairwise(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Returns cases, one value of each option, in which every two values of two options meet.
 
-    They are far fewer than all combinations, which hardly ever find more. They come in the order of
-    `itertools.product`, whose first case is among them, and are the same in every run.
+    They are far fewer than all combinations, which hardly ever find more errors. They come in the order
+    of `itertools.product`, whose first case is among them, and are the same in every run.
 
     >>> pairwise("ab", "cd", "ef")
     [('a', 'c', 'e'), ('a', 'd', 'f'), ('b', 'c', 'f'), ('b', 'd', 'e')]
@@ -38,7 +38,7 @@ def parametrize(
     quick: slice | Iterable[int],
     ids: Callable[[Any], str] = str,
 ) -> pytest.MarkDecorator:
-    """Works like `pytest.mark.parametrize`, and marks what is not in `quick` as `exhaustive`.
+    """Works like `pytest.mark.parametrize`, and marks values outside `quick` as `exhaustive`.
 
     Args:
       names: of one argument, or of several as a tuple.

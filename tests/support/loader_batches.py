@@ -1,4 +1,4 @@
-"""Batches for the tests of worker processes, each of which imports this file, which avoids JAX."""
+"""Batches for tests of worker processes, which import this file; it avoids JAX."""
 
 import os
 

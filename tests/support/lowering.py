@@ -9,7 +9,7 @@ import jax
 from jaxfused.runtime import cuda_library
 
 _CALL = re.compile(r"stablehlo\.custom_call @(\w+)\(")
-# A kernel of Mosaic GPU is a module of its own, in bytecode, and named in it: <kernel_name>_mosaic_gpu.
+# A Mosaic GPU kernel is a separate module in bytecode, which has the name <kernel_name>_mosaic_gpu.
 _MOSAIC = re.compile(r"\\00(?!stable_mosaic_gpu)(\w+)_mosaic_gpu\\00")
 
 

@@ -1,10 +1,10 @@
-"""What Mosaic's GPU interpreter of JAX 0.11.2 lacks for the kernels, until it has it.
+"""Adds what Mosaic's GPU interpreter of JAX 0.11.2 lacks for the kernels.
 
-For attention: stores to an accumulator of wgmma, and products whose left operand is in registers. Those
-kernels need both: an accumulator is multiplied between two products, and the weights never leave the
-registers. For products: memory that copies and instructions see under two descriptions, and the memory
-of another CTA of a cluster. For all: that copies must be aligned. What kernels do to registers one by
-one is stated in jax.numpy.
+For attention: stores to an accumulator of WGMMA, and products whose left operand is in registers. The
+kernels multiply an accumulator between two products, and the weights never leave the registers. For
+products: memory that copies and instructions address under two layouts, and the memory of another CTA of
+a cluster. For all kernels: copies must be aligned. Operations on single registers are restated in
+jax.numpy.
 """
 
 import dataclasses
@@ -35,12 +35,12 @@ def prepare(monkeypatch) -> None:
 
 
 def share_unions(monkeypatch) -> None:
-    """Lets members of a `RefUnion` be the same memory, for one test.
+    """Gives the members of a `RefUnion` the same memory, for one test.
 
-    The interpreter gives each member memory of its own, as JAX promises nothing about how they
-    overlap. On a GPU a block of memory one swizzled piece wide is the same bytes with and without tiles,
-    and with its rows as one axis or as several. Members of one shape are made one, so that races
-    are found between them; members of several shapes and one size are views of the memory of the first.
+    The interpreter gives each member separate memory, as JAX promises nothing about how they overlap. On
+    a GPU a block one swizzled piece wide has the same bytes with and without tiles, and with its rows as
+    one axis or as several. Members of equal shape become one array, so that races between them are
+    found; members of other shapes but equal size are views of the first one's memory.
     """
 
     def members_of(aval):
@@ -75,7 +75,7 @@ def share_unions(monkeypatch) -> None:
 
 
 def fill_before_the_start(monkeypatch) -> None:
-    """Has copies read zeros before an array's start too, as they do beyond its end, for one test."""
+    """Makes copies read zeros before an array's start, as beyond its end, for one test."""
     shared = gpu_callbacks.memory.GPUSharedMemory
     read = shared.get_buffer_content
 
@@ -101,11 +101,11 @@ def fill_before_the_start(monkeypatch) -> None:
 
 
 def align_copies(monkeypatch) -> None:
-    """Has copies fail that begin where a GPU's would, for one test.
+    """Makes misaligned copies fail as on a GPU, for one test.
 
-    In global memory a copy begins at a multiple of 16 bytes of the last axis, else it ends in an illegal
-    instruction; in shared memory at one of 128 bytes, else in a misaligned address. The interpreter
-    alone would carry it out.
+    A copy must begin at a multiple of 16 bytes of the last axis in global memory, else a GPU raises an
+    illegal instruction, and at a multiple of 128 bytes in shared memory, else a misaligned address. The
+    interpreter alone would run it.
     """
     task = gpu_callbacks.AsyncCopyTask
     initialize = task.__init__
@@ -137,9 +137,9 @@ def align_copies(monkeypatch) -> None:
 
 
 def _bytes_before(buffer, access) -> int:
-    """The bytes of an array before the first number that is copied, its rows one after the other.
+    """Returns the bytes of an array before the first copied number, with its rows in order.
 
-    Where rows are cut into tiles, what is copied begins with one, and as many bytes are before it.
+    If rows are cut into tiles, the copy begins with a tile, and as many bytes are before it.
     """
     starts = [r.start if isinstance(r, slice) else r for r in access.range]
     numbers = 0
@@ -149,9 +149,9 @@ def _bytes_before(buffer, access) -> int:
 
 
 def reach_into_clusters(monkeypatch) -> None:
-    """Lets a CTA read the shared memory of another one of its cluster, for one test.
+    """Lets a CTA read the shared memory of another CTA of its cluster, for one test.
 
-    CTAs allocate the same arrays in the same order, so that a key differs in the CTA alone.
+    CTAs allocate the same arrays in the same order, so that only the CTA differs in their keys.
     """
     resolve_union = jaxpr_interpret.resolve_ref
     fields = [field.name for field in dataclasses.fields(gpu_callbacks.HostAllocationKey)]
@@ -161,7 +161,7 @@ def reach_into_clusters(monkeypatch) -> None:
         kept = []
         for transform in transforms:
             if isinstance(transform, core.ClusterRefTransform):
-                (block,) = transform.idxs  # Its place in the cluster, as all here have one axis.
+                (block,) = transform.idxs  # the CTA's index: clusters here have one axis
                 key = key.at[fields.index("block_id")].set(block)
             else:
                 kept.append(transform)
@@ -208,7 +208,7 @@ def complete(monkeypatch) -> None:
 def _multiply(
     token, mesh_location, thread, accumulator, left, right, transforms, *, source_info=None
 ):
-    """Adds left @ right to the accumulator, read and written as the interpreter's own product does."""
+    """Adds left @ right to the accumulator, with the interpreter's own reads and writes."""
     memory = gpu_callbacks._get_shared_memory()
     info = gpu_callbacks.memory.GPULoggingInfo(mesh_location, thread, source_info)
     accumulator, right = map(gpu_callbacks.HostAllocationKey.from_array, (accumulator, right))
@@ -227,7 +227,7 @@ def _multiply(
 
 
 def upcast_integers(monkeypatch) -> None:
-    """States in jax.numpy what kernels with integers for weights do to registers, for one test."""
+    """Restates in jax.numpy how kernels dequantise integer weights in registers, for one test."""
 
     def floats(unsigned, shifts):
         dtype = shifts[0].dtype
@@ -241,7 +241,7 @@ def upcast_integers(monkeypatch) -> None:
     def from_words(words, shifts):
         n, count = words.shape
         pairs = jnp.stack([(words >> (4 * pair)) & 0x000F000F for pair in range(4)])
-        # The axes: run of a word, half of the run, row, thread, word of the thread, odd.
+        # axes: run of a word, half of the run, row, thread, word of the thread, odd or even
         both = jax.lax.bitcast_convert_type(pairs, jnp.int16).reshape(2, 2, n, count // 4, 4, 2)
         return floats(both.transpose(2, 4, 0, 1, 3, 5).reshape(n, 8 * count), shifts)
 
@@ -250,7 +250,7 @@ def upcast_integers(monkeypatch) -> None:
 
 
 def turn_neighbours(monkeypatch) -> None:
-    """States in jax.numpy how a kernel turns the pairs in its registers, for one test."""
+    """Restates in jax.numpy how a kernel rotates pairs in its registers, for one test."""
 
     def turned(x, angles, is_fixed, *, layout=None):
         del layout
@@ -264,7 +264,7 @@ def turn_neighbours(monkeypatch) -> None:
 
 
 def store_pieces(monkeypatch) -> None:
-    """States in Pallas's own words how a kernel stores pieces and commits them, for one test."""
+    """Restates in plain Pallas how a kernel stores pieces and commits them, for one test."""
 
     def store_piece(ref, value):
         ref[...] = value

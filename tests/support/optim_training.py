@@ -1,4 +1,4 @@
-"""What the tests of jaxfused.optim train with Optax: a small tree with leaves of every kind."""
+"""A small tree with leaves of every kind, which tests of jaxfused.optim train with Optax."""
 
 import math
 
@@ -19,13 +19,13 @@ def make_params(dtype=jnp.float32):
 
 
 def make_grads(params, step=0):
-    """Returns gradients in the parameters' dtypes that depend on nothing but the step."""
+    """Returns gradients in the parameters' dtypes that depend only on the step."""
     rng = np.random.default_rng(step)
     return jax.tree.map(lambda p: np.asarray(rng.normal(size=p.shape)).astype(p.dtype), params)
 
 
 def optax_step(tx):
-    """Takes a step as users of Optax write it: update, then apply_updates."""
+    """Returns a step as users of Optax write it: update, then apply_updates."""
 
     @jax.jit
     def step(grads, state, params):
@@ -38,7 +38,7 @@ def optax_step(tx):
 def exact_bias_correction(moments, decay, count):
     """Stands in for `optax.tree.bias_correction`, which loses digits of 1 - decay^count.
 
-    With it Optax's optimizers have the bits of ours; how far they are apart without is another test's.
+    With it Optax's optimizers have the bits of ours; another test bounds the difference without it.
     """
     log = math.log(decay) if isinstance(decay, float) else jnp.log(decay)
     bias = -jnp.expm1(count * log)

@@ -1,4 +1,4 @@
-"""What the CUDA kernels of optimizer steps compute, in jax.numpy, to test what calls them."""
+"""The CUDA kernels of optimizer steps in jax.numpy, to test their callers."""
 
 import contextlib
 import math
@@ -47,7 +47,7 @@ def direction(rule, s, nesterov, g, m, v):
 
 
 def halves(random, i, array, shape):
-    """Returns the bits of a leaf of which this device may have a part."""
+    """Returns the random bits of a leaf, of which this device may have only a part."""
     seeds, base = random[i, 2 * array : 2 * array + 2], random[i, 6]
     local = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
     index = base + local
@@ -59,7 +59,7 @@ def halves(random, i, array, shape):
 
 @contextlib.contextmanager
 def halves_of(random, i, array):
-    """Within this context the reference takes its random bits from the kernels' table."""
+    """Makes the reference take its random bits from the kernels' table within this context."""
     own = stochastic_rounding.random_halves
     stochastic_rounding.random_halves = lambda seeds, shape: halves(random, i, array, shape)
     try:
@@ -151,7 +151,7 @@ def step(
 
 @contextlib.contextmanager
 def stood_in_for(monkeypatch):
-    """Within this context steps run what the kernels compute, without a GPU."""
+    """Makes steps run these stand-ins for the kernels within this context, without a GPU."""
     monkeypatch.setattr(optimizer_step_cuda, "step", step)
     monkeypatch.setattr(gradient_norm_cuda, "sum_of_squares", sum_of_squares)
     monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)

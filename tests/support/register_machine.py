@@ -1,7 +1,7 @@
-"""What a kernel is lowered to for its registers, computed op by op with NumPy.
+"""Runs a kernel's lowered register operations one by one with NumPy.
 
-A value has the elements of a register as its last axis, if it is one, and before it the threads of a
-warp, where a test follows several.
+A vector value has the elements of its register as its last axis. Before it is an axis for the threads of
+a warp, if a test follows several.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ _DTYPES = {"bf16": jnp.bfloat16, "f16": np.float16, "i16": np.uint16, "i32": np.
 
 
 def computed(block: Any, values: Any, results: Any) -> list[Any]:
-    """The values of `results`, from those of the block's arguments."""
+    """Returns the values of `results`, from those of the block's arguments."""
     known = dict(zip(block.arguments, values, strict=True))
     for op in block.operations:
         operands = [known[operand] for operand in op.operands]
@@ -58,7 +58,7 @@ def computed(block: Any, values: Any, results: Any) -> list[Any]:
 
 
 def _instruction(name: str, *operands: Any) -> Any:
-    """What an instruction of PTX makes of words."""
+    """Returns the result of a PTX instruction on words."""
     if name == "prmt.b32":
         low, high, selector = operands
         both = low.astype(np.uint64) | np.uint64(high) << np.uint64(32)

@@ -1,4 +1,4 @@
-"""Products in plain jax.numpy whose operands are rounded as this machine's tensor cores round them."""
+"""Products in plain jax.numpy, with operands rounded as by this machine's tensor cores."""
 
 import functools
 
@@ -11,10 +11,10 @@ _KEPT_BY_TF32 = np.uint32(0xFFFFE000)
 
 @jax.custom_vjp
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The product a [..., K] @ b [K, N], with products alike in its gradient.
+    """Returns the product a [..., K] @ b [K, N], whose gradient has products of the same kind.
 
-    On a GPU, float32 operands are cut to the 10 bits of tf32, as wgmma does. What XLA calls for a
-    small product rounds them instead, so its error is half as large and no yardstick.
+    On a GPU, float32 operands are cut to the 10 bits of tf32, as WGMMA does. XLA's small products round
+    them instead, so their error is half as large and no fair reference.
     """
     return _cut(a) @ _cut(b)
 
@@ -42,9 +42,9 @@ def _cut(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rounded_einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """`jnp.einsum` of float32 operands rounded to the nearest tf32, and likewise in its gradient.
+    """Returns `jnp.einsum` of float32 operands rounded to the nearest tf32, in its gradient too.
 
-    On any machine: the rounded operands are multiplied with all their bits.
+    It is the same on any machine: the rounded operands are multiplied with all their bits.
     """
     return jnp.einsum(subscripts, _rounded(a), _rounded(b), precision="highest")
 

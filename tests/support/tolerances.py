@@ -1,8 +1,8 @@
-"""How wrong a result may be: one rule for every operator, dtype and implementation.
+"""The largest error that a result may have: one rule for every operator, dtype and implementation.
 
-An implementation is held against a float64 truth. What low precision costs by nature is measured, not
-guessed: the plain jax.numpy version of the same formula is computed in the same low precision, and its
-largest error over the array is the yardstick.
+An implementation is compared with a float64 truth. The cost of low precision is measured, not guessed:
+the plain jax.numpy version of the same formula is computed in the same low precision, and its largest
+error over the array is the reference.
 """
 
 import jax
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 FACTOR = 2.0
-"""Times the largest error of the plain version that an implementation may be off."""
+"""Factor of the plain version's largest error that an implementation may have."""
 ULPS = 1.0
-"""Units in the last place of the output's dtype, at the largest magnitude of the truth, on top."""
+"""Further units in the last place of the output's dtype, at the truth's largest magnitude."""
 
 
 def ulp(magnitude: float, dtype: jnp.dtype) -> float:
@@ -26,9 +26,9 @@ _NEAR_OVERFLOW = 0.01
 
 
 def assert_accurate(name: str, actual: jax.Array, plain: jax.Array, truth: np.ndarray) -> None:
-    """Asserts that `actual` is as near to `truth` as the rule asks, and NaN or Inf where `truth` is.
+    """Asserts that `actual` is as near to `truth` as the rule requires, and NaN or Inf where `truth` is.
 
-    The truth is infinite too where it is larger than any number of the dtype.
+    The truth also counts as infinite if it exceeds the dtype's largest number.
 
     Args:
       name: what is compared, for the message.
@@ -46,7 +46,7 @@ def assert_accurate(name: str, actual: jax.Array, plain: jax.Array, truth: np.nd
     ours = np.asarray(actual, np.float64)
     naive = np.asarray(plain, np.float64)
     largest = float(jnp.finfo(actual.dtype).max)
-    # What an error that is allowed may take to the other side is no case for either.
+    # Values that an allowed error may move across the overflow limit are not compared.
     near = np.isclose(np.abs(truth), largest, rtol=_NEAR_OVERFLOW)
     ours, naive, truth = (np.where(near, 0.0, a) for a in (ours, naive, truth))
     truth = np.where(np.abs(truth) > largest, np.copysign(np.inf, truth), truth)
@@ -57,8 +57,8 @@ def assert_accurate(name: str, actual: jax.Array, plain: jax.Array, truth: np.nd
     if not finite.any():
         return
     error = np.abs(ours - truth)[finite].max()
-    # Where low precision fails altogether (0 / 0 of an epsilon that float16 rounds to 0) it is no
-    # yardstick, and one unit is all that is allowed.
+    # If low precision fails altogether (0 / 0 of an epsilon that float16 rounds to 0) it is no
+    # reference, and only one unit is allowed.
     plain_error = np.abs(naive - truth)[finite & np.isfinite(naive)].max(initial=0.0)
     unit = ulp(np.abs(truth[finite]).max(), actual.dtype)
     allowed = FACTOR * plain_error + ULPS * unit

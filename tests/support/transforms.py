@@ -11,9 +11,9 @@ from tests.support.arrays import put
 
 
 def assert_transforms(f, *args):
-    """`f` of a tree of float arrays gives the same numbers and gradients under each transformation.
+    """Asserts that `f` of a tree of float arrays gives the same numbers and gradients under each one.
 
-    The first argument is an array; it is what scan carries along and what is donated.
+    The first argument is an array, which scan carries and which is donated.
     """
 
     def assert_same(actual, expected):
@@ -45,6 +45,6 @@ def assert_transforms(f, *args):
 
     donated = jnp.array(args[0])
     with warnings.catch_warnings():
-        # JAX warns where no result has the shape to take over the buffer.
+        # JAX warns if no result has the shape to reuse the buffer.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         assert_same(jax.jit(f, donate_argnums=0)(donated, *args[1:]), expected[0])

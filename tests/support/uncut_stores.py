@@ -1,9 +1,9 @@
-"""Has lowering fail where a kernel's copy to global memory would not be cut at the end of an axis.
+"""Makes lowering fail if a kernel's copy to global memory would not be clipped at an axis's end.
 
-Mosaic GPU of JAX 0.11 stores a block of memory by a plain copy of bytes, where the block has no swizzle
-and its place in the array is one run of bytes. Such a copy is cut at the end of the array alone: what
-lies beyond the end of an axis within is written over the numbers that follow. Mosaic's interpreter
-cuts every copy, as TMA does.
+Mosaic GPU of JAX 0.11 stores a block by a plain copy of bytes, if the block has no swizzle and its place
+in the array is one run of bytes. Such a copy is clipped only at the end of the array: values beyond the
+end of an inner axis overwrite the numbers that follow. Mosaic's interpreter clips every copy, as TMA
+does.
 """
 
 import functools
@@ -20,7 +20,7 @@ _CONTEXT = launch_context.LaunchContext
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Within, lowering a kernel with such a copy raises."""
+    """Makes lowering a kernel with such a copy raise, within this context."""
     copy = _CONTEXT.async_copy
 
     @functools.wraps(copy)
@@ -44,7 +44,7 @@ def _check(array: ir.MemRefType, places) -> None:
         if length != 1 and stride != run:
             return
         run *= length
-    # The first axis that is longer than its block may end anywhere: so does the array.
+    # The first axis longer than 1 may end anywhere: the array ends there too.
     within = next((axis for axis, length in enumerate(shape) if length > 1), len(shape)) + 1
     for length, of_block in zip(shape[within:], block[within:], strict=True):
         if length % of_block:
