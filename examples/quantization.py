@@ -48,7 +48,7 @@ class Quantized:
 
 
 def flags_of(run: Run, args: argparse.Namespace) -> argparse.Namespace:
-    """Returns the flags of a run, with the present place of its images."""
+    """Returns the flags of a run, with --data of `args` if the images have moved."""
     flags = argparse.Namespace(**run.flags)
     folder = args.data or flags.data
     flags.data = None if folder is None else Path(folder)

@@ -1,7 +1,7 @@
 """Reads checkpoints in which layers of one kind are one stack, for models with separate layers.
 
-The ViT's blocks used to be one stack, an array [blocks, ...] for each parameter, in every model. Now
-they are one only if a loop runs them. What was saved as "blocks.qkv.kernel" is read as
+The ViT's blocks used to be one stack, an array [blocks, ...] for each parameter, whether or not a loop
+ran them. Now they are one only if a loop runs them. What was saved as "blocks.qkv.kernel" is read as
 "blocks.0.qkv.kernel", "blocks.1.qkv.kernel" and so on, and the optimizer's moments likewise.
 """
 

@@ -20,7 +20,7 @@ from benchmarks.run.case import (
 )
 
 Shape = tuple[int, ...]
-"""(B, T, N, H), or (B, T, N, K, H) where query heads share key heads."""
+"""Sizes (B, T, N, H), or (B, T, N, K, H) where query heads share key heads."""
 
 _LONGEST: Shape = (1, 16384, 16, 128)
 _VIT: tuple[Shape, ...] = ((64, 197, 12, 64), (256, 197, 12, 64))

@@ -12,7 +12,7 @@ import jaxfused
 from benchmarks.run.case import Arrays, Bar, Case, functions, torch_compiled
 
 Shape = tuple[int, ...]
-"""(images, *sizes of the picture, channels, features)."""
+"""Sizes (images, *sides of an image, channels, features)."""
 
 _FEW: Shape = (64, 56, 56, 64, 64)
 _FEW_LARGE: Shape = (32, 128, 128, 64, 64)

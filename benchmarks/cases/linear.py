@@ -11,7 +11,7 @@ import jaxfused
 from benchmarks.run.case import BARE, Arrays, Bar, Case, Function, functions, torch_compiled
 
 Shape = tuple[int, int, int]
-"""(rows, features, out features)."""
+"""Sizes (rows, features, out features)."""
 
 _SMALL: Shape = (16384, 768, 3072)
 _LARGE: Shape = (8192, 4096, 14336)

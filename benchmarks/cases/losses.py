@@ -13,11 +13,11 @@ from benchmarks.cases.linear import random_operands
 from benchmarks.run.case import BULK_COPY, Arrays, Bar, Case, Function, functions, torch_compiled
 
 LOGITS: tuple[tuple[int, int], ...] = ((8192, 128256), (16384, 32000))
-"""(tokens, classes)."""
+"""Sizes (tokens, classes)."""
 LAYERS: tuple[tuple[int, int, int], ...] = ((8192, 4096, 128256), (8192, 4096, 32768))
-"""(tokens, features, classes)."""
+"""Sizes (tokens, features, classes)."""
 IMAGES: tuple[tuple[int, int, int], ...] = ((32, 256, 256),)
-"""(images, height, width)."""
+"""Sizes (images, height, width)."""
 
 
 def cases(

@@ -14,7 +14,7 @@ from jaxfused import dispatch
 from pallas_kernels.gemm import mlp as pallas_mlp
 
 Shape = tuple[int, int, int]
-"""(rows, features, hidden features)."""
+"""Sizes (rows, features, hidden features)."""
 
 _LARGE: Shape = (8192, 4096, 14336)
 SHAPES: tuple[Shape, ...] = (
@@ -83,7 +83,7 @@ def _then_down(gated_unit: Function) -> Function:
 
 
 def _pallas_gated_unit(x, w_gate, w_up):
-    """Runs the kernel alone; the operator under this name would be `gated_mlp`'s first half."""
+    """Runs the kernel alone: it is the first half of `gated_mlp`, and not an operator itself."""
     unit, _, _ = pallas_mlp.gated_forward(
         x,
         w_gate,

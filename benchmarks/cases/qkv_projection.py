@@ -12,7 +12,7 @@ from benchmarks.cases.rope import flax_rope, tables, torch_rope
 from benchmarks.run.case import BARE, UNROTATED, Arrays, Bar, Case, functions, torch_compiled
 
 Shape = tuple[int, int, int, int, int]
-"""(B, T, N, K, H); N * H features in."""
+"""Sizes (B, T, N, K, H); there are N * H input features."""
 
 _LLAMA: Shape = (8, 4096, 32, 8, 128)
 _VIT_B: Shape = (256, 197, 12, 12, 64)

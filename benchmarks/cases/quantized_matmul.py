@@ -14,7 +14,7 @@ from benchmarks.run.case import BARE, TERAFLOPS, Arrays, Bar, Case, Function, fu
 from jaxfused.runtime.quantized_array import QuantizedArray
 
 Shape = tuple[int, int, int]
-"""(rows, features, out features)."""
+"""Sizes (rows, features, out features)."""
 
 _DECODE: tuple[Shape, ...] = ((1, 4096, 14336), (16, 4096, 14336), (64, 8192, 8192))
 _PREFILL: tuple[Shape, ...] = ((4096, 4096, 14336), (8192, 8192, 8192))

@@ -12,7 +12,7 @@ from benchmarks.cases.linear import random_operands
 from benchmarks.run.case import BULK_COPY, Arrays, Bar, Case, functions, torch_compiled
 
 Shape = tuple[int, int, int, int, int]
-"""(B, T, N, K, H)."""
+"""Sizes (B, T, N, K, H)."""
 
 SHAPES: tuple[Shape, ...] = ((8, 4096, 32, 8, 128), (256, 197, 12, 12, 64))
 

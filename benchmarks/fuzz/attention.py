@@ -172,7 +172,8 @@ def _rounded_output_noise(o: Options) -> Any:
         found = {"q": scale * of_keys.reshape(q.shape), "k": scale * jnp.sqrt(squares)}
         left = (1.0 - weights.sum(-1)) * row
         if "bias" in operands:
-            # A bias shared by all keys of a row gets the sum over them, which is minus the sink's.
+            # The gradient of a bias shared by all keys of a row is the sum over them, which is minus the
+            # sink's.
             shape = operands["bias"].shape
             shared = jnp.maximum(left[..., None], moved.sum(-1, keepdims=True))
             found["bias"] = _over_broadcast(shared if shape[-1:] == (1,) else moved, shape)

@@ -27,8 +27,8 @@ _FACTOR, _UNITS = 2.0, 2.0
 _TRUTH_ROUNDING = 2.0**-18
 """Error of the float32 truth itself, as a share of its largest value."""
 _UNSURE = 4.0
-"""Factor of the change of the truth when all operands are off by their last bits. A difference of nearly
-equal numbers, such as the gradient of a norm over two features, is no more certain than that."""
+"""Allowed multiple of the truth's change when all operands are off by their last bits. A difference of
+nearly equal numbers, such as the gradient of a norm over two features, is no more certain than that."""
 _TF32_BITS = 10
 _KINK_STEPS = 6
 _HUGE = 1e30

@@ -137,7 +137,7 @@ def _images(o: Options) -> dict[str, Operand]:
 def draw_group_norm(draw: Draw) -> Options:
     groups, size = draw.pick((1, 2, 4, 8, 32)), draw.pick((1, 2, 3, 4, 8, 16))
     options = _draw_image(draw, groups * size)
-    # A modulated relu would read the image's shift, and the judge shifts the bias.
+    # No modulation before a relu: the relu would read the image's shift, and the judge shifts the bias.
     modulated = options["activation"] != RELU and draw.chance(0.2)
     return options | dict(num_groups=groups, epsilon=draw.pick((1e-6, 1e-5)), modulated=modulated)
 

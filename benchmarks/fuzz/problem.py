@@ -133,7 +133,7 @@ class Problem:
 
 
 def _mapped(f: Function, batched: tuple[str, ...], operands: Any, *axes: int) -> Function:
-    """Returns `f` under vmap of the operands named in `batched`; `axes` are its further arguments'."""
+    """Returns `f` under vmap over the operands in `batched`; `axes` are those of further arguments."""
     if not batched:
         return f
     return jax.vmap(f, in_axes=({name: 0 if name in batched else None for name in operands}, *axes))

@@ -1,4 +1,4 @@
-"""What an operator's file hands to the runner: cases, implementations, and the bars to meet."""
+"""Data that an operator's file gives to the runner: cases, implementations, and the bars to meet."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -84,7 +84,7 @@ class Case:
     flops: int = 0
     """Floating-point operations; the case is judged by them if not 0, else by bytes."""
     default: str = MIXED
-    """Name among OURS of what a user gets."""
+    """Implementation among OURS that a user gets."""
     bars: tuple[Bar, ...] = field(default=())
     dtype: str = "bfloat16"
     differentiable: int = 0

@@ -80,7 +80,7 @@ def _summary(rows: dict[str, _Row]) -> str:
 def compile_all(cases: Sequence[Case], chosen: Collection[str]) -> list[dict[str, Future[Any]]]:
     """Compiles each case's JAX functions and its "truth" in parallel.
 
-    Tracing runs in this thread and compiling in others, because it takes most of a run's time.
+    Tracing runs in this thread, and compiling, which takes most of a run's time, in others.
     """
     result = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -115,7 +115,7 @@ class _Sweep:
     def run(self, cases: Sequence[configs.Config]) -> None:
         """Lowers all cases ahead in processes, and compiles and times them batch by batch."""
         if cuda_library.why_unavailable() is None:
-            # Modules lowered by other processes call these kernels when they are named.
+            # Modules lowered by other processes call these kernels by the names that this registers.
             cuda_library.register()
             cublaslt.why_unavailable()
         workers = Workers(

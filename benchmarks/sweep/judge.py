@@ -187,8 +187,8 @@ _MOST_SETS = 64
 def _count_of_sets(set_bytes: int, weight_bytes: int) -> int:
     """Returns how many sets of inputs take turns, so that weights come from memory as in a network.
 
-    The weights of all sets then exceed twice an H200's L2. Fewer sets do if `_MOST_SETS` bounds them, or
-    if a call's other operands are large enough to evict the weights.
+    The weights of all sets then exceed twice an H200's L2. The number is smaller if `_MOST_SETS` bounds
+    it, or if a call's other operands are large enough to evict the weights.
     """
     count = timing.input_sets(set_bytes)
     if not weight_bytes:
@@ -260,7 +260,7 @@ def _time(compiled: Compiled, sets: Sequence[Any], *, seconds: float, on_gpu: bo
         else:
             programs_by_name[name] = program
     entry: Entry = {"left_out": left_out, "memory": sizes}
-    # Some form of stock may compile to the same program as ours.
+    # The entry names the form of stock, if any, that compiles to the same program as ours.
     text = program_text(programs_by_name[OURS])
     same = (n for n in programs_by_name if n.startswith(STOCK))
     same = (n for n in same if program_text(programs_by_name[n]) == text)

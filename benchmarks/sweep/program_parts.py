@@ -45,13 +45,14 @@ class Programs:
     judged: Callable[[Arrays], Arrays] = lambda results: results
     """Maps results to what is compared."""
     units: tuple[Any, ...] = ()
-    """Dtypes of whose last place a compared value may be one unit off; by default our results'."""
+    """Dtypes in which compared values may be off by one unit in the last place; by default our
+    results'."""
     weight_bytes: int = 0
-    """Bytes of the weights that one call reads and that a network never finds in a cache; 0 adds no sets
-    of inputs to those that arrays of any kind get."""
+    """Bytes of weights that a call reads, which a network never finds in a cache; 0 adds no input sets
+    for them."""
 
     def whole(self, forward: Function, with_gradient: bool) -> Function:
-        """Returns a function of (*operands, *cotangents) to results and, if asked and any, gradients."""
+        """Returns a function of (*operands, *cotangents) to results, with gradients if asked."""
         if not self.differentiable:
             return lambda *args: _as_tuple(forward(*args))
         if with_gradient:

@@ -149,7 +149,7 @@ README_ROWS = {
     "quantized_matmul": ("Dense of int8, int4 or float8 weights", "quantized_matmul"),
     "quantized_norm": ("norm, then quantised rows", 'layer_norm(quantize_rows="int8")'),
 }
-"""What a model has and the call for it, by the sweep's operator in the README's order."""
+"""Rows of the README by the sweep's operator: the layers of a model, and the call for them."""
 
 
 def readme_table(runs: Sequence[dict[str, Any]], entries: Sequence[Entry]) -> list[str]:

@@ -26,8 +26,8 @@ KERNELS, SAME, LIKE, MORE, FAILED = "kernels", "same program", "like stock", "mo
 _START, _OF_MEGABYTE = 0.8, 0.25
 """Microseconds that a kernel's launch takes, and that each megabyte takes."""
 _RATIO, _MICROSECONDS = 1.03, 0.3
-"""Factor and microseconds that our program may add: the same kernels in another order may read an array
-once more."""
+"""Factor and microseconds by which our program may be slower: the same kernels in another order may read
+an array once more."""
 _OURS = r"custom_call @(mosaic_gpu|jaxfused_)"
 
 

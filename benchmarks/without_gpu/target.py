@@ -37,7 +37,7 @@ def prepare() -> Any:
     """Returns an H200 to compile for, not to run on; must come before JAX lists its devices."""
     jax.config.update("jax_platforms", "cpu")
     sys.path.insert(0, str(PLUGIN))
-    # Mosaic links its kernels to this library, for which it looked when it was imported.
+    # Mosaic links its kernels to this library, and searched for it when it was imported.
     ctypes.CDLL(str(PLUGIN / "jax_cuda13_plugin/libmosaic_gpu_runtime.so"), ctypes.RTLD_GLOBAL)
     if cuda_library.why_unavailable() is not None and _QUICK_LIBRARY.exists():
         cuda_library.PATH = _QUICK_LIBRARY

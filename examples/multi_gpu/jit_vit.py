@@ -32,8 +32,8 @@ from examples.vit import train
 from examples.vit.model import MODELS, ViTSize
 
 COLUMNS = ("qkv", "up")
-"""Layers whose outputs are split over `tensor`: features of the MLP, and parts of qkv, which starts with
-all queries, so that XLA exchanges parts for heads."""
+"""Layers whose outputs are split over `tensor`: features of the MLP, and columns of qkv. There all
+queries come first, so that XLA exchanges columns between devices to get whole heads."""
 ROWS = ("project", "down")
 """Layers whose inputs are split over `tensor`; a sum over `tensor` completes their outputs."""
 
@@ -115,7 +115,7 @@ class OnMesh(OneDevice):
 
         def sharding(path: Sequence[Any], leaf: Any) -> NamedSharding:
             names = [jax.tree_util.keystr((key,), simple=True) for key in path]
-            if names[-1] == "codes":  # of a moment in 8 bits, which are as its parameter
+            if names[-1] == "codes":  # codes of an 8-bit moment, which are as its parameter
                 names.pop()
             return NamedSharding(self.mesh, self.spec("".join(names[-2:-1]), names[-1], leaf.shape))
 

@@ -1,7 +1,7 @@
 """Image files in and out of a prediction: the whole image need never be in memory.
 
-`.npy` files are memory-mapped, at any size. PNG is written row by row, too; PNG and the other formats
-are read by Pillow, which decodes an image as a whole.
+`.npy` files of any size are read through a memory map and written row by row. PNG is written row by row,
+too; PNG and the other formats are read by Pillow, which decodes an image as a whole.
 """
 
 import contextlib

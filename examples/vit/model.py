@@ -157,8 +157,8 @@ class VisionTransformer(nnx.Module):
         patches, added = patchify(images, self.patch), self.positions[...]
         bias = self.embed.bias[...]
         if self.pool == "token":
-            # The class token is a patch without pixels, minus the bias that all patches get. So nothing
-            # of the size of the activations is concatenated.
+            # The class token is a patch without pixels, minus the bias that is added to all patches
+            # later. So nothing of the size of the activations is concatenated.
             token = self.class_token[...] - bias
             added += jnp.pad(token, ((0, 0), (0, patches.shape[1]), (0, 0)))
             patches = jnp.pad(patches, ((0, 0), (1, 0), (0, 0)))

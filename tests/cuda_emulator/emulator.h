@@ -12,7 +12,7 @@
 #pragma once
 
 #include <cuda_runtime.h>
-// The toolkit's headers include host functions.
+// These headers of the toolkit have host functions too.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -35,7 +35,7 @@ struct Block;
 
 struct Thread {
   uint3 index;
-  int number;  // in its block
+  int number;  // index in its block
   Block* block;
 };
 

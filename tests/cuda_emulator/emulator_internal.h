@@ -13,7 +13,7 @@ namespace cuda_emulator {
 // A pending copy to shared memory: it arrives only when a thread waits for it.
 struct Copy {
   uint32_t to;
-  const void* from;  // nullptr: zeros
+  const void* from;  // nullptr for zeros
   uint32_t bytes;
 };
 
@@ -40,7 +40,7 @@ struct Meeting {
 
 struct Warp {
   Meeting of_all;
-  std::map<uint32_t, Meeting> of_some;  // by mask
+  std::map<uint32_t, Meeting> of_some;  // meetings by mask
 };
 
 // A bulk copy, which reports its bytes to a barrier in shared memory.
@@ -51,7 +51,7 @@ struct BulkCopy {
 
 struct Block {
   uint3 index;
-  uint32_t rank;  // in its cluster
+  uint32_t rank;  // rank in its cluster
   int living;     // threads that have not ended
   int vote;
   std::array<Barrier, 16> barriers;

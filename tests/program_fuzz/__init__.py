@@ -1,1 +1,1 @@
-"""A fuzz of `jaxfused.fuse`: random programs around each pattern that it knows, judged in float64."""
+"""A fuzz of `jaxfused.fuse`: random programs around each of its patterns, judged in float64."""

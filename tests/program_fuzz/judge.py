@@ -23,8 +23,8 @@ _DRAWS = (1, 15)
 """Draws of arguments for a narrow dtype, and further draws if a program seems wrong."""
 
 _UNSURE = 4.0
-"""Factor of a result's change when all arguments are off by their last bits, which is allowed too: a
-small sum of large numbers is no more certain than that."""
+"""Allowed multiple of a result's change when all arguments are off by their last bits: a small sum of
+large numbers is no more certain than that."""
 
 Arrays = list[np.ndarray]
 

@@ -91,7 +91,7 @@ class Program:
             "wide": lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)),
             "by_16_bits": lambda x: x if is_exact else x.astype(jnp.bfloat16).astype(x.dtype),
         }
-        # Explain's reports name lines of this file.
+        # Reports of explain give the program's lines as lines of this file.
         exec(compile(self.source(), "program.py", "exec"), names)
         return names["f"]
 

@@ -16,7 +16,7 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any = jnp.bfloat16
     has_batch: bool = False
-    """Whether the first axis, of rows or images, is split over devices."""
+    """Whether the first axis is rows or images, which may be split over devices."""
 
 
 class Call(NamedTuple):

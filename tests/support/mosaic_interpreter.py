@@ -139,7 +139,7 @@ def align_copies(monkeypatch) -> None:
 def _bytes_before(buffer, access) -> int:
     """Returns the bytes of an array before the first copied number, with its rows in order.
 
-    If rows are cut into tiles, the copy begins with a tile, and as many bytes are before it.
+    If rows are cut into tiles, a copy begins with a whole tile, and the count is the same.
     """
     starts = [r.start if isinstance(r, slice) else r for r in access.range]
     numbers = 0
