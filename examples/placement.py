@@ -26,7 +26,7 @@ class OneDevice:
         return model
 
     def init(self, f: Callable[..., Any], *args: Any) -> Any:
-        """Returns `f(*args)`, compiled, which are parameters or a state that contains them."""
+        """Returns parameters, or a state that contains them, made by the compiled `f(*args)`."""
         return jax.jit(f)(*args)
 
     def value_and_grad(self, loss_of: Callable[..., jax.Array]) -> Callable[..., Any]:

@@ -355,7 +355,7 @@ class Run:
 
         Raises:
           ExampleError: the directory is not empty or cannot be written, another run trains there, or
-            processes see another.
+            processes see different directories.
         """
         run = cls(directory, config)
         with processes.together():
@@ -443,7 +443,7 @@ class Run:
         return flags
 
     def check_program(self, program: str, flag: str) -> None:
-        """Checks that `program`, whose runs have a flag, started this one.
+        """Checks that `program` started this run, by a flag that all its runs have.
 
         Raises:
           ExampleError: another example did.

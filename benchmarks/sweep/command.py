@@ -105,7 +105,7 @@ def _cases(options: argparse.Namespace) -> list[configs.Config]:
 
 
 class _Sweep:
-    """The state of a run: what it has measured, and when it last wrote that."""
+    """The state of a run: its measurements, and when they were last written."""
 
     def __init__(self, options: argparse.Namespace, run: dict[str, Any], *, on_gpu: bool):
         self.entries: list[report.Entry] = []

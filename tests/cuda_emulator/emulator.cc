@@ -70,7 +70,7 @@ size_t living;                // fibers that have not ended
 size_t dynamic_bytes;
 std::map<const void*, size_t> statics;  // offsets of the kernel's declared arrays
 size_t static_end;
-uint64_t steps;               // grows whenever a thread gets past what it waited for
+uint64_t steps;               // grows whenever a thread advances past a wait or ends
 int cluster_arrived;
 uint64_t cluster_phase;
 std::string failure;

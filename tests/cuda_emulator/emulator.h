@@ -94,7 +94,8 @@ void* shared_pointer(uint32_t address);
 
 // --- waiting -------------------------------------------------------------------------------------
 
-// Waits until `threads` threads of the block have come to barrier `id`; all that live, if it is -1.
+// Waits until `threads` threads of the block have arrived at barrier `id`; -1 means all living
+// ones.
 void barrier(int id, int threads);
 
 // Operands of an instruction that all lanes of a mask execute together. The last lane to arrive
