@@ -1,10 +1,10 @@
 """Sums over the rows of a tile, from the registers in which its warpgroup has it.
 
-In the layout of wgmma eight threads of a warp have the same columns, in different rows. They sum by
-halves: of what two threads have, each sums one half of the columns and hands the other its own of the
+In the layout of WGMMA eight threads of a warp have the same columns, in different rows. They sum by
+halves: of what two threads have, each sums one half of the columns and gives the other its values of the
 rest, so that after three such exchanges each thread has one column of 32, and nothing was summed twice.
-The four sums of the warps meet in shared memory. Mosaic's own sum over rows would hand every thread
-every column, and has the warpgroups of a CTA share memory for it.
+The sums of the four warps are added in shared memory. Mosaic's own sum over rows would give every thread
+every column, through one buffer that the warpgroups of a CTA share.
 """
 
 from typing import Any
@@ -21,9 +21,9 @@ from pallas_kernels import store
 
 WARPS = 4
 COLUMNS = 32
-"""Of which each thread of a warp sums one."""
+"""Columns of a block, of which each thread of a warp ends with the sum of one."""
 _ROW_BITS = 3
-"""Of a thread's number in its warp, above the two that tell columns."""
+"""Bits of a thread's number in its warp that tell its rows, above the two that tell columns."""
 
 
 def of_warps(values: jax.Array) -> jax.Array:
@@ -51,7 +51,7 @@ def keep(ref: Any, sums: jax.Array) -> None:
 
 
 def finish(ref: Any, destination: Any) -> None:
-    """Writes the sums [C] of all warps, which they keep in shared memory [4, C], to global memory."""
+    """Adds the sums of all warps in shared memory [4, C], and writes them to global memory [C]."""
     columns = ref.shape[-1] // WARPS
     quarters = plgpu.Layout.TILED(
         plgpu.Tiling(((ref.shape[-1],), (columns,), (columns // 8,))),
@@ -65,8 +65,8 @@ def finish(ref: Any, destination: Any) -> None:
     store.store_registers(destination, sum(others, first), quarters)
 
 
-# The axes of a block of 32 columns: warp, 8 columns, thread of four, column of its two. The threads of a
-# warp count columns of 8 first, then those of the two, then threads of four.
+# The axes of a block of 32 columns: warp, group of 8 columns, pair of a group, column of a pair. The
+# threads of a warp count groups first, then columns of a pair, then pairs.
 _LAYOUT_OF_WARPS = plgpu.Layout.TILED(
     plgpu.Tiling(((WARPS, COLUMNS), (8,), (2,), (1,))),
     warp_dims=(-5,),
@@ -76,8 +76,8 @@ _LAYOUT_OF_WARPS = plgpu.Layout.TILED(
 
 
 def _summed_registers(values: Any, lane: Any) -> Any:
-    """The registers of `of_warps`, when a kernel is lowered."""
-    # Of each register: which 64 rows, which 8 columns, and which 8 rows of 16.
+    """Emits the code of `of_warps` when a kernel is lowered, and returns its registers."""
+    # A register's indices: block of 64 rows, block of 8 columns, and which 8 of a warp's 16 rows.
     rows: dict[int, Any] = {}
     for (_, block, *_), register in np.ndenumerate(values.registers):
         rows[block] = arith.addf(rows[block], register) if block in rows else register

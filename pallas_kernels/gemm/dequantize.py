@@ -1,9 +1,8 @@
 """Integers of 8 and 4 bits to floats of 16 bits, in registers.
 
-The floats below the second power of two of normal numbers lie equally far apart. There the bits of a
-float are a count of its smallest number, so that an unsigned integer of up to 8 bits is a float as it
-stands, after nothing but masks. One multiply-add brings it to (integer + shift) / `unit`, of which every
-bit is right.
+Subnormal floats, and the normal ones below the second power of two, are equally far apart. There the
+bits of a float count steps of the smallest one, so that an unsigned integer of up to 8 bits is a float
+as it stands, after nothing but masks. One multiply-add brings it to (integer + shift) / `unit`, exactly.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,43 +17,43 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 BLOCK = 128
-"""Numbers along the sums whose words are stored together.
+"""Elements along K whose words are stored together.
 
-Of 16 numbers along the sums a thread of four, t, gives an instruction four: 2 t, 2 t + 1, 2 t + 8
-and 2 t + 9. A word has those of two such runs, the four even ones in its low half and the odd ones in
-its high half, 8 added to each. The four words of a thread for 128 numbers are neighbours, 16 bytes.
+Of every 16 elements along K, thread t of four holds four for a WGMMA: 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+A word has those of two such runs, the four even ones in its low half and the odd ones in its high half,
+8 added to each. The four words of a thread for 128 elements are adjacent, 16 bytes.
 """
 ADDED_TO_BYTES, ADDED_TO_WORDS = 128, 8
-"""What makes the numbers of int8 and int4 unsigned."""
+"""Offsets that make the numbers of int8 and int4 unsigned."""
 
 
 _FACTORS = {"bf16x2": 2.0**127, "f16x2": 2.0**15}
-"""The largest power of two of each dtype, by what instructions call two of it."""
+"""Largest power of two of each dtype, by PTX's name for two numbers of it."""
 
 
 def unit(dtype: Any) -> float:
-    """What integers are divided by where they become floats, since no factor is large enough for 1."""
+    """Returns the divisor of integers that become floats: no float is a factor large enough for 1."""
     factor = _FACTORS["bf16x2" if dtype == jnp.bfloat16 else "f16x2"]
     return 1 / (float(jnp.finfo(dtype).smallest_subnormal) * factor)
 
 
 def from_bytes(stored: jax.Array, shifts: Sequence[jax.Array]) -> jax.Array:
-    """(number + `ADDED_TO_BYTES`) / `unit` + shift for each number of int8 [N, K].
+    """Returns (number + `ADDED_TO_BYTES`) / `unit` + shift for each number of int8 [N, K].
 
     Args:
-      stored: in the layout of instructions, so that nothing is exchanged between threads.
-      shifts: [N], in the dtype of the result; one for each of as many equal parts of the columns.
+      stored: in the layout of WGMMA, so that nothing is exchanged between threads.
+      shifts: [N] each, in the dtype of the result, one for each of as many equal parts of the columns.
     """
     return _in_registers(_floats_of_bytes, stored, plgpu.Layout.WGMMA, shifts, stored.shape)
 
 
 def from_words(words: jax.Array, shifts: Sequence[jax.Array]) -> jax.Array:
-    """(number + `ADDED_TO_WORDS`) / `unit` + shift for each number [N, 128] of words [N, 16].
+    """Returns (number + `ADDED_TO_WORDS`) / `unit` + shift for each number [N, 128] of words [N, 16].
 
-    Nothing is moved: what becomes of a thread's words are the very registers of its operand.
+    Nothing moves between threads: a thread's words become the registers of its own operand.
 
     Args:
-      shifts: as those of `from_bytes`.
+      shifts: like those of `from_bytes`.
     """
     shape = (words.shape[0], BLOCK)
     return _in_registers(_floats_of_words, words, plgpu.Layout.WGMMA_8BIT, shifts, shape)
@@ -82,13 +81,13 @@ def _in_registers(
 
 
 _TILE_COLUMNS = 8
-"""Of the layout of instructions: those of a register."""
+"""Columns that one register of each thread holds together, in the layout of WGMMA."""
 
 
 def _floats_of_bytes(stored: Any, shifts: Sequence[Any]) -> Any:
-    """The registers of `from_bytes`, when a kernel is lowered."""
+    """Emits the code of `from_bytes` when a kernel is lowered, and returns its registers."""
     i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
-    # The sign of each of two numbers.
+    # The sign bits of two numbers.
     flipped = _word(ADDED_TO_BYTES * 0x00010001)
     registers = _Registers(stored.shape, shifts)
     for place, pair in np.ndenumerate(stored.registers):
@@ -99,16 +98,16 @@ def _floats_of_bytes(stored: Any, shifts: Sequence[Any]) -> Any:
 
 
 def _floats_of_words(words: Any, shifts: Sequence[Any]) -> Any:
-    """The registers of `from_words`, when a kernel is lowered."""
+    """Emits the code of `from_words` when a kernel is lowered, and returns its registers."""
     registers = _Registers((words.shape[0], BLOCK), shifts)
-    # Of each register: which 64 rows, and which 8 rows of 16.
+    # A register's indices: block of 64 rows, and which 8 of a warp's 16 rows.
     for (tile, _, _, _, half, *ones), register in np.ndenumerate(words.registers):
         for word in range(4):
             element = vector.extract(register, [], [word])
             for pair in range(4):
                 if pair == 2:
                     element = arith.shrui(element, _word(8))
-                # Every other pair lies four bits higher, where it is sixteen times as much.
+                # Every other pair lies four bits higher, where it is sixteen times as large.
                 weight = 16 if pair % 2 else 1
                 place = (tile, 4 * word + pair, 0, 0, half, *(0 for _ in ones))
                 registers.put(place, arith.andi(element, _word(0x000F000F * weight)), weight)
@@ -116,14 +115,14 @@ def _floats_of_words(words: Any, shifts: Sequence[Any]) -> Any:
 
 
 class _Registers:
-    """Those of the result, which are made one by one."""
+    """The registers of the result, which are made one by one."""
 
     def __init__(self, shape: tuple[int, int], shifts: Sequence[Any]):
         self._shifts = shifts
         self._registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
 
     def put(self, place: tuple[int, ...], integers: Any, weight: int = 1) -> None:
-        """Puts two unsigned integers, in the halves of a word, over a weight."""
+        """Converts two unsigned integers, each `weight` times too large, in the halves of a word."""
         tile, column, *rest = place
         part = column * len(self._shifts) // self._registers.shape[1]
         shift = self._shifts[part].registers[tile, 0, *rest]
@@ -133,7 +132,7 @@ class _Registers:
         factor = arith.constant(of, ir.DenseElementsAttr.get_splat(of, number))
         i32 = ir.IntegerType.get_signless(32)
         operands = [integers, *(mgpu.utils.bitcast(floats, i32) for floats in (factor, shift))]
-        # LLVM would compute in float32.
+        # Inline PTX, because LLVM would compute in float32.
         floats = llvm.inline_asm(
             i32,
             operands,

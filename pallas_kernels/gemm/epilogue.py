@@ -1,7 +1,7 @@
-"""What becomes of the accumulators of a product, chunk by chunk of a tile's columns.
+"""The epilogue of a product, in chunks of a tile's columns.
 
-An epilogue is a traced Python function of the float32 accumulators and of named operands. What it reads
-is copied to shared memory while the tile is multiplied; what it returns leaves by way of shared memory.
+An epilogue is a traced Python function of the float32 accumulators and of named operands. Its operands
+are copied to shared memory while the tile is multiplied; its results are stored through shared memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +22,12 @@ from pallas_kernels.hopper import row_of_copies
 
 Function = Callable[..., Mapping[str, jax.Array]]
 Maximised = Callable[[jax.Array], jax.Array]
-"""What is the larger, the larger the float32 that it is rounded from."""
+"""Increasing function of its argument or its magnitude, so that its maximum can be rounded last."""
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The epilogue of a launch: its static facts, and its shared memory."""
+    """The epilogue of a launch: its static parameters and its shared memory."""
 
     product: Product
     function: Function
@@ -36,13 +36,13 @@ class Epilogue:
     outputs: Mapping[str, Any]
     column_sums: tuple[str, ...]
     column_moments: tuple[str, ...] = ()
-    """Of which outputs, as rounded, the mean and the variance of each column are wanted."""
+    """Outputs for which each column's mean and variance are returned, of the rounded values."""
     row_vectors: Mapping[str, Any] = MappingProxyType({})
-    """The dtypes of vectors with a number for each row."""
+    """Dtypes of the vectors with one number per row."""
     row_maxima: Mapping[str, Maximised] = MappingProxyType({})
-    """Of which function of an output's values the largest in each row of a tile is wanted."""
+    """Functions of outputs, of which the largest value in each row of a tile is returned."""
     scalars: tuple[str, ...] = ()
-    """Arrays of one float32, the same for all elements."""
+    """Names of the arrays of one float32, the same for all elements."""
 
     @property
     def config(self) -> MatmulConfig:
@@ -50,20 +50,20 @@ class Epilogue:
 
     @property
     def chunks(self) -> int:
-        """Parts of a tile that the epilogue takes one after the other, none without a column."""
+        """Chunks of columns in a tile; fewer where the output is narrower than a tile."""
         columns = min(self.product.n, self.product.part_n)
         return pl.cdiv(columns, self.config.epilogue_columns)
 
     @property
     def sums_shape(self) -> tuple[int, int]:
-        """Partial column sums: a row for the tile of each warpgroup."""
+        """Shape of the partial column sums: a row for each warpgroup's tile."""
         down, across = self.product.tile_grid
         height = self.config.cta_tile_m * self.config.cluster
         return down * (height // self.config.tile_m), across * self.product.part_n
 
     @property
     def maxima_shape(self) -> tuple[int, int]:
-        """Maxima of rows: of a tile, a row for the columns that it has."""
+        """Shape of the partial row maxima: for each column of tiles, one maximum per row."""
         down, across = self.product.tile_grid
         return across, down * self.config.cta_tile_m * self.config.cluster
 
@@ -91,7 +91,7 @@ class Epilogue:
                 num_arrivals=len(self.row_vectors), num_barriers=CONSUMERS
             )
         if self.column_sums:
-            # They are written and read when the slots of the outputs are, and as safe.
+            # They are used in step with the outputs' stages, and the same waits protect them.
             shape = (CONSUMERS, c.write_slots, column_sums.WARPS, c.epilogue_columns)
             scratch["sum_smem"] = {
                 name: plgpu.SMEM(shape, jnp.float32) for name in self.column_sums
@@ -107,21 +107,21 @@ class Epilogue:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA takes."""
+        """Bytes of shared memory per CTA."""
         reduces = bool(self.row_maxima or self.column_moments)
         return self.product.shared_bytes(self.scratch(), sums=reduces)
 
     @property
     def moments_types(self) -> list[jax.ShapeDtypeStruct]:
-        """Of each of `column_moments`, the means of a tile's columns and their squared deviations."""
+        """Types of the moments of a tile's columns: for each name, means and squared deviations."""
         partial = jax.ShapeDtypeStruct(self.sums_shape, jnp.float32)
         return [partial] * (2 * len(self.column_moments))
 
     def merged_moments(self, partial: Iterator[jax.Array]) -> dict[str, jax.Array]:
-        """The means "mean_" + name and variances "variance_" + name, [N], of all tiles' moments.
+        """Merges all tiles' moments into the means "mean_" + name and variances "variance_" + name, [N].
 
-        Deviations are taken from the mean, of a tile first and then of all, so that nothing large
-        cancels; the order is fixed.
+        Deviations are taken from a tile's mean first and then from the mean of all, so that nothing
+        large cancels; the order is fixed.
         """
         if not self.column_moments:
             return {}
@@ -140,7 +140,7 @@ class Epilogue:
         return merged
 
     def _stream(self, dtype: Any, slots: int) -> Any:
-        """What holds chunks of a matrix on its way between the epilogue and memory."""
+        """Returns buffers for chunks of a matrix between the epilogue and global memory."""
         c = self.config
         return self.product.stream_memory((CONSUMERS, slots), c.epilogue_columns, dtype)
 
@@ -152,12 +152,12 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class _Results:
-    """What an epilogue makes of a chunk."""
+    """The results of an epilogue for one chunk."""
 
     tiles: Mapping[str, jax.Array]
-    """Of the outputs."""
+    """Chunks of the outputs."""
     sums: Mapping[str, jax.Array]
-    """Of the columns of some of them, by each warp."""
+    """Column sums of some outputs, by each warp."""
 
 
 class _Refs:
@@ -179,7 +179,7 @@ class _Refs:
 
 @dataclass(frozen=True)
 class _EpilogueOfTile:
-    """The epilogue of a tile, chunk by chunk of its columns."""
+    """The epilogue of one tile, in chunks of its columns."""
 
     epilogue: Epilogue
     gmem: _Refs
@@ -191,7 +191,7 @@ class _EpilogueOfTile:
         return self.place.n_idx * self.epilogue.product.part_n
 
     def prefetch(self) -> None:
-        """Has what the first chunks need copied while the tile is multiplied."""
+        """Starts the copies for the first chunks, which overlap the product of the tile."""
         for name, ref in self.gmem.vectors.items():
             row = self.smem["vector_smem"][name].at[self.place.wg_idx]
             plgpu.copy_gmem_to_smem(
@@ -225,7 +225,7 @@ class _EpilogueOfTile:
         self._store_maxima(maxima)
 
     def _results(self, acc: jax.Array, maxima: dict[str, jax.Array]) -> Iterator[_Results]:
-        """The results of chunk after chunk; `maxima` comes to hold the largest of their rows."""
+        """Yields the results of each chunk, and collects the maxima of their rows in `maxima`."""
         epilogue = self.epilogue
         scalars = {name: ref[0] for name, ref in self.gmem.scalars.items()}
         for chunk in range(epilogue.chunks):
@@ -240,7 +240,7 @@ class _EpilogueOfTile:
             yield _Results({n: results[n].astype(d) for n, d in epilogue.outputs.items()}, sums)
 
     def _sums_of_warps(self, values: jax.Array) -> jax.Array:
-        """A chunk summed over the rows of each warp."""
+        """Returns the sums of a chunk over the rows of each warp."""
         exist = self.epilogue.product.which_rows(
             self.place.m_start, values.shape, plgpu.Layout.WGMMA
         )
@@ -254,7 +254,7 @@ class _EpilogueOfTile:
         return [acc[:, start : start + width].astype(jnp.float32) for start in starts]
 
     def _load_matrices(self, chunk: int) -> dict[str, jax.Array]:
-        """Takes a chunk out of shared memory, and has the next one copied into its place."""
+        """Loads a chunk from shared memory, and starts the copy of a later one into its stage."""
         if not self.epilogue.matrices:
             return {}
         slots = self.epilogue.config.read_slots
@@ -267,14 +267,14 @@ class _EpilogueOfTile:
             for name in self.epilogue.matrices
         }
         if chunk + slots < self.epilogue.chunks:
-            # All four warps have read it. Without the fence in this, what they load may still be on its
-            # way, and a copy from beyond the array's end, which fetches nothing, overtakes it.
+            # This waits until all four warps have read it. Without its fence, their loads may be in
+            # flight when a copy from beyond the array's end, which fetches nothing, overtakes them.
             plgpu.commit_smem()
             self._copy_matrices(chunk + slots)
         return loaded
 
     def _stream(self, kind: str, name: str, slot: int) -> tuple[Any, Any]:
-        """A slot's memory as registers and as copies see it."""
+        """Returns a stage's memory in two views, for registers and for copies."""
         registers, copies = self.smem[kind][name]
         return registers.at[self.place.wg_idx, slot], copies.at[self.place.wg_idx, slot]
 
@@ -283,7 +283,7 @@ class _EpilogueOfTile:
         return self.epilogue.config.tile_m, self.epilogue.config.epilogue_columns
 
     def _columns(self, chunk: int):
-        """Of the output."""
+        """Returns a chunk's columns of the output."""
         width = self.epilogue.config.epilogue_columns
         return pl.ds(self.n_start + chunk * width, width)
 
@@ -324,7 +324,7 @@ class _EpilogueOfTile:
         return vectors | rows
 
     def _store(self, chunk: int, results: _Results) -> None:
-        """Writes a chunk to its slot in shared memory, and what its warps have summed to another."""
+        """Writes a chunk to its stage in shared memory, and the column sums of its warps to theirs."""
         for name, tile in results.tiles.items():
             store.store_piece(self._written(name, chunk)[0], tile)
         for name, sums in results.sums.items():
@@ -335,11 +335,11 @@ class _EpilogueOfTile:
         return self.smem["sum_smem"][name].at[self.place.wg_idx, slot]
 
     def _written(self, name: str, chunk: int) -> tuple[Any, Any]:
-        """The slot of an output's chunk, as registers and as copies see it."""
+        """Returns the stage of an output's chunk in two views, for registers and for copies."""
         return self._stream("out_smem", name, chunk % self.epilogue.config.write_slots)
 
     def _send(self, chunk: int) -> None:
-        """Has a chunk copied from its slot to global memory, and summed."""
+        """Starts the copy of a chunk to global memory, and stores its column sums and moments."""
         epilogue = self.epilogue
         for name in epilogue.outputs:
             _, source = self._written(name, chunk)
@@ -352,13 +352,13 @@ class _EpilogueOfTile:
             self._store_moments(name, chunk)
 
     def _store_sum(self, name: str, chunk: int) -> None:
-        """Writes the sums of a tile's columns, which its warps have in shared memory."""
+        """Adds up the column sums of a tile's warps in shared memory, and stores them."""
         row = lax.div(self.place.m_start, jnp.int32(self.epilogue.config.tile_m))
         destination = self.gmem.sums[name].at[row, self._columns(chunk)]
         column_sums.finish(self._summed(name, chunk), destination)
 
     def _store_moments(self, name: str, chunk: int) -> None:
-        """Writes the means of a tile's columns, and the sums of their squared deviations from them."""
+        """Stores the means of a tile's columns, and the sums of their squared deviations from them."""
         epilogue, c = self.epilogue, self.epilogue.config
         layout = _column_layout(c.epilogue_columns, epilogue.outputs[name])
         tile, _ = self._written(name, chunk)
@@ -376,7 +376,7 @@ class _EpilogueOfTile:
             store.store_registers(ref.at[row, self._columns(chunk)], value, layout.reduce(0))
 
     def _store_maxima(self, maxima: Mapping[str, jax.Array]) -> None:
-        """Writes the largest of each row of the tile, which a warp has."""
+        """Stores the largest value of each row of the tile; a warp holds whole rows."""
         rows = pl.ds(self.place.m_start, self.epilogue.config.tile_m)
         for name, largest in maxima.items():
             largest = largest.astype(self.epilogue.outputs[name]).astype(jnp.float32)
@@ -384,9 +384,9 @@ class _EpilogueOfTile:
 
 
 def _column_layout(columns: int, dtype: Any) -> plgpu.Layout:
-    """Registers in which each warp holds a quarter of the columns, by 16 bytes.
+    """Returns a layout in which each warp holds a quarter of the columns, in vectors of 16 bytes.
 
-    Swizzling moves units of 16 bytes: a longer vector would be read across them.
+    Swizzling moves units of 16 bytes, which a longer vector would cross.
     """
     vec = 16 // jnp.dtype(dtype).itemsize
     quarter = columns // 4

@@ -1,7 +1,7 @@
-"""Products of float8 matrices on Hopper for training: a layer, and the gradients of one.
+"""Products of float8 matrices on Hopper for training: a layer and its gradients.
 
-Each matrix has one scale, and the sums run along the last axis of both operands: whoever quantises a
-matrix writes it transposed too, where a gradient sums over its other axis.
+Each matrix has one scale, and the sums run along the last axis of both operands: a matrix that a
+gradient sums over its other axis must be quantised transposed too.
 """
 
 import functools
@@ -22,13 +22,13 @@ from pallas_kernels.gemm.matmul import GRAIN, fits, fitting, matmul
 
 Maximised = Literal["value", "magnitude"]
 Scales = Sequence[jax.Array]
-"""Of [1] each: what the sums are multiplied by, one after the other."""
+"""Scales, [1] each, whose product multiplies the sums."""
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _OTHERS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 PROMOTED_STEPS = 4
-"""Steps of 128 numbers after which a weight gradient's sums are promoted to float32. They run over all
-rows of a batch, and the tensor cores' own sums of float8 products have fewer bits."""
+"""Steps of 128 numbers after which a weight gradient's sums are added to float32 totals. They run over
+all rows of a batch, and the tensor cores' own sums of float8 products have fewer bits."""
 
 
 def why_unsupported(
@@ -40,10 +40,10 @@ def why_unsupported(
     k: int,
     n: int,
 ) -> str | None:
-    """None where x [M, K] can be multiplied with w [N, K], else why not.
+    """Returns None where x [M, K] can be multiplied with w [N, K], else why not.
 
     Args:
-      others: the dtypes of what else enters the epilogue or leaves it, by name; None for what does not.
+      others: dtypes of the epilogue's other operands and results, by name; None for absent ones.
     """
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
@@ -62,7 +62,7 @@ def why_unsupported(
 
 
 def why_slope_unsupported(*, columns: int) -> str | None:
-    """None where the kernel can read a slope of so many columns, one byte each, else why not."""
+    """Returns None where a derivative of `columns` columns, one byte each, can be read, else why not."""
     if columns % 16:
         return f"it copies rows of whole multiples of 16 bytes, and the slope has {columns}"
     return None
@@ -71,7 +71,7 @@ def why_slope_unsupported(*, columns: int) -> str | None:
 def work(
     x: jax.Array, w: jax.Array, *, read_bytes: int, written_bytes: int, activations: int = 0
 ) -> Work:
-    """The product of x [M, K] with w [N, K], and its epilogue."""
+    """Returns the work of the product of x [M, K] with w [N, K], and of its epilogue."""
     return Work(
         x.shape[0],
         w.shape[0],
@@ -85,32 +85,33 @@ def work(
 
 
 def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Configs for a layer or its input's gradient, predicted fastest first."""
+    """Returns configs for a layer or its input's gradient, predicted fastest first."""
     configs = fitting(work, multiprocessors, spare_bytes=_SPARE_BYTES)
     return [config for config in configs if isinstance(config, MatmulConfig)]
 
 
 _SPARE_BYTES = 4096
-"""Of shared memory, for a second vector of float32 and for maxima."""
+"""Bytes of shared memory for a second vector of float32 and for maxima."""
 
 
 def hidden_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Configs for the gradient of a hidden layer, whose derivative takes registers."""
+    """Returns configs for a hidden layer's gradient, small tiles first: its derivative takes
+    registers."""
     configs = candidates(work, multiprocessors)
     return sorted(configs, key=lambda config: config.tile_m * config.tile_n > 128 * 128)
 
 
 def slope_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Configs for the gradient of a hidden layer by its slope; small tiles leave room for stages."""
+    """Returns configs for `hidden_gradient_by_slope`; small tiles leave room for one more stage."""
     configs = hidden_candidates(work, multiprocessors)
     deeper = replace(configs[0], stages=configs[0].stages + 1)
     return [deeper, *configs] if fits(work, deeper, _SPARE_BYTES) else configs
 
 
 def promoted_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Configs for the gradient of weights, whose sums take registers twice, predicted fastest first.
+    """Returns configs for a weight gradient, whose sums take registers twice, predicted fastest first.
 
-    There are few tiles with long sums: what counts is how many of them a multiprocessor takes.
+    There are few tiles with long sums, so that the number of waves decides.
     """
     configs = [
         MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
@@ -126,34 +127,33 @@ def promoted_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
 
 
 _PROMOTED_STEP, _PROMOTED_COLUMN = 0.06, 0.0025
-"""Microseconds of a step of a tile of 128 rows: by itself, and for each column. Fitted to an H200."""
+"""Microseconds of a K step of a tile of 128 rows: by itself, and for each column. Fitted to an H200."""
 
 
 def _by_name(scales: Scales) -> dict[str, jax.Array]:
-    """Scales as the scalars of an epilogue."""
+    """Returns scales as the named scalars of an epilogue."""
     return {f"scale_{i}": scale for i, scale in enumerate(scales)}
 
 
 def _scaled(sums: jax.Array, scales: Mapping[str, jax.Array]) -> jax.Array:
-    """What an epilogue makes of the accumulators first."""
+    """Returns the accumulators times all scales, with which every epilogue begins."""
     return sums * functools.reduce(operator.mul, scales.values())
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What is static in a layer, to the kernel and to the reference alike."""
+    """Static options of a layer, for the kernel and the reference alike."""
 
     activation: str | None
-    """Of the first result."""
+    """Activation in the first result."""
     out_dtype: Any
-    """Of the first result; None for none."""
+    """Dtype of the first result; None if it is not returned."""
     narrow_dtype: Any
-    """Of the second result; what the activation reads is rounded to it."""
+    """Dtype of the second result, to which the activation's input is rounded too."""
     saves: bool
-    """Whether the second result is wanted."""
+    """Whether the second result is returned."""
     maximised: Maximised | None
-    """Whether the largest "value" or the largest "magnitude" in each row of the second result is wanted,
-    or None."""
+    """Largest "value" or "magnitude" to return of each row of the second result, or None."""
 
 
 def layer(
@@ -167,7 +167,7 @@ def layer(
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(activation(z) + residual, z, maxima [P, M]) of z = scales * x @ w^T + bias [M, N].
+    """Returns (activation(z) + residual, z, maxima [P, M]) of z = scales * x @ w^T + bias [M, N].
 
     Args:
       x: [M, K].
@@ -175,9 +175,9 @@ def layer(
       scales: of the product.
       bias: [N].
       residual: [M, N].
-      options: which of the three are wanted, and of what.
+      options: which of the three are returned, and in which dtypes.
 
-    The maxima are of rows, of each of P parts of the columns.
+    The maxima are those of each row in each of P parts of the columns.
     """
     out_dtype, narrow_dtype = options.out_dtype, options.narrow_dtype
 
@@ -225,19 +225,19 @@ def hidden_gradient(
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> tuple[jax.Array | None, ...]:
-    """The gradient of a hidden layer's preactivations, from scales * dy @ w^T.
+    """Returns the gradient of a hidden layer's preactivations, from scales * dy @ w^T.
 
     Args:
       dy: [M, K].
       w: [N, K].
       scales: of the product.
-      z: [M, N], what the activation was of.
-      up: [M, N], by which it was multiplied, or None.
+      z: [M, N], the preactivations.
+      up: [M, N], by which the activation was multiplied, or None.
       activation: the activation.
-      maximise: whether the largest magnitude of each row is wanted.
+      maximise: whether the largest magnitude of each row is returned.
 
     Returns:
-      (dz, dup, maxima of dz [P, M], maxima of dup [P, M]); None for what is not wanted.
+      (dz, dup, maxima of dz [P, M], maxima of dup [P, M]); None for what is not returned.
     """
 
     def epilogue(dh, *, z, up=None, **scales):
@@ -277,14 +277,14 @@ def hidden_gradient_by_slope(
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(dz, maxima of its rows [P, M]) of dz = scales * dy @ w^T * slope [M, N].
+    """Returns (dz, maxima of its rows [P, M]) of dz = scales * dy @ w^T * slope [M, N].
 
-    The arguments are those of `hidden_gradient`, and instead of z:
+    The arguments are those of `hidden_gradient`, but in place of z:
 
     Args:
-      slope: [M, N], in whose unit one of the scales is.
-      dtype: of dz.
-      maximise: whether the largest magnitude of each row is wanted.
+      slope: [M, N], the activation's derivative, whose unit is one of the scales.
+      dtype: dtype of dz.
+      maximise: whether the largest magnitude of each row is returned.
     """
     results = matmul(
         dy,
@@ -312,7 +312,7 @@ def weight_gradient(
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> jax.Array:
-    """Scales * x @ dy^T [K, N] of x [K, M] and dy [N, M], summed in float32."""
+    """Returns scales * x @ dy^T [K, N] of x [K, M] and dy [N, M], summed in float32."""
     if config is None:
         written = jnp.dtype(out_dtype).itemsize
         sums = work(x, dy, read_bytes=0, written_bytes=written)

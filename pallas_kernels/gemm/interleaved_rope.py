@@ -1,8 +1,8 @@
-"""The rotation of neighbouring features, in the registers in which an epilogue has them.
+"""Rope of interleaved pairs, in the registers in which an epilogue has the features.
 
 A register of the layouts that products use holds an even number of features of a row, next to one
 another: both of a pair are in one thread, in one register. Mosaic has no name for a part of a register,
-so that this is written for registers one by one.
+so this is written for registers one by one.
 """
 
 import functools
@@ -18,21 +18,21 @@ from jaxlib.mlir.dialects import arith, vector
 
 
 def table(cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """[P, R] of [P, R/2] twice: a cosine and a sine in turn, as `turned` takes them."""
+    """Returns [P, R] of interleaved cosines and sines, as `turned` takes them, from [P, R/2] of each."""
     return jnp.stack((cos, sin), axis=-1).reshape(len(cos), 2 * cos.shape[-1])
 
 
 def turned(
     x: jax.Array, angles: jax.Array, is_fixed: jax.Array, *, layout: Any = plgpu.Layout.WGMMA
 ) -> jax.Array:
-    """Features [M, C] of float32, each pair of neighbours turned by its angle.
+    """Rotates each interleaved pair of float32 features [M, C] by its angle.
 
     Args:
-      angles: [M, C], a cosine and a sine in turn, of float32 or float16.
-      is_fixed: 1 where the angles do not count and nothing turns, else 0; a scalar of their dtype.
+      angles: [M, C], interleaved cosines and sines, of float32 or float16.
+      is_fixed: 1 where nothing is rotated, whatever the angles, else 0; a scalar of their dtype.
       layout: of x and the angles, with an even number of features in a register.
     """
-    # JAX 0.11.2 hands one number for all places on as such, whatever layout is asked for.
+    # JAX 0.11.2 passes a splat on as such, whatever layout is asked for.
     one_number = plgpu.Layout.WG_SPLAT(x.shape)
 
     @plgpu.inline_mgpu(
@@ -47,11 +47,11 @@ def turned(
 
 
 def _turned_registers(x: Any, angles: Any, is_fixed: Any) -> Any:
-    """The registers of `turned`, when a kernel is lowered."""
+    """Emits the code of `turned` when a kernel is lowered, and returns its registers."""
     number = angles.mlir_dtype
     zero = arith.constant(number, ir.FloatAttr.get(number, 0.0))
-    # Of what is fixed the angles are zeros by now, and cosines become 1. A sum of pairs takes half as
-    # many instructions as a choice of numbers.
+    # The angles of fixed features are zero by now, and their cosines become 1. Adding pairs takes half
+    # as many instructions as selecting numbers.
     cosine_and_sine = [is_fixed.registers.item(), zero]
     registers = np.empty_like(x.registers)
     for place, features in np.ndenumerate(x.registers):
@@ -72,7 +72,7 @@ def _turned_registers(x: Any, angles: Any, is_fixed: Any) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
 
-# A product and a sum may become one instruction, as in all of a kernel's arithmetic.
+# A product and a sum may become one instruction (FMA), as in all of a kernel's arithmetic.
 _MULTIPLY, _ADD, _SUBTRACT = (
     functools.partial(operation, fastmath=arith.FastMathFlags.contract)
     for operation in (arith.mulf, arith.addf, arith.subf)

@@ -21,7 +21,7 @@ def forward(
     multiprocessors: int,
     config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(activation(x @ w + bias) + residual, x @ w + bias if it is to be saved) of [M, D], [D, F]."""
+    """Returns activation(x @ w + bias) + residual, [M, D] @ [D, F], and x @ w + bias if saved."""
 
     def epilogue(z, *, bias=None, residual=None):
         z = z if bias is None else z + bias
@@ -50,7 +50,7 @@ def input_gradient(
     multiprocessors: int,
     config: MatmulConfig | FewRowsConfig | None = None,
 ) -> jax.Array:
-    """The product dy @ w^T of [M, F] and [D, F]."""
+    """Returns dy @ w^T, the gradient of x (dgrad), for dy [M, F] and w [D, F]."""
     results = matmul(
         dy,
         w,

@@ -1,9 +1,10 @@
-"""The product under a kernel's epilogue: operands through shared memory, tiles in a good order.
+"""The main loop of a product: the operands' pipeline, the WGMMAs and the order of the tiles.
 
-A CTA has one warpgroup that copies tiles of the operands into a ring in shared memory, and two that
-multiply. In ping-pong these two hold different output tiles: one runs its epilogue and stores while
-the other one multiplies, so that an epilogue costs nothing as long as it is shorter than the product
-of a tile. Otherwise they share an output tile of twice the height, whose operands are read less often.
+A CTA has one producer warpgroup, which copies tiles of the operands into the stages of a pipeline in
+shared memory, and two consumers, which multiply. In ping-pong the consumers hold different output tiles:
+one runs its epilogue and stores while the other multiplies, so that an epilogue costs nothing as long as
+it is shorter than a tile's product. Otherwise they share an output tile of twice the height, whose
+operands are read less often.
 """
 
 import functools
@@ -22,41 +23,41 @@ from pallas_kernels.gemm.quantized_weights import Format, QuantizedTile
 from pallas_kernels.hopper import REDUCTION_BYTES, SHARED_MEMORY_BYTES
 
 CONSUMERS = 2
-"""Warpgroups of a CTA that multiply; the one after them copies."""
+"""Consumer warpgroups of a CTA; the warpgroup after them is the producer."""
 ACCUMULATOR_ELEMENTS = 128 * 192
-"""Of a warpgroup's tile: 192 of a thread's 232 registers. With 256 they spill."""
+"""Most elements of a warpgroup's tile: 192 of a thread's 232 registers. With 256 they spill."""
 
 RAW_STEP = 128
-"""Numbers along the sums of quantised weights that are converted at a time."""
+"""Elements along K of quantised weights that are dequantised at a time."""
 RAW_STAGES = 2
-"""Such steps that are in flight, or being converted."""
+"""Steps of quantised weights that are in flight, or being dequantised."""
 
 
 @dataclass(frozen=True)
 class MatmulConfig:
-    """How a product is cut into tiles."""
+    """Tiles, pipeline and raster order of a product."""
 
     tile_m: int = 128
     """Rows of a warpgroup's accumulators."""
     tile_n: int = 192
-    """Columns of them; several products in one pass over a divide them among themselves."""
+    """Columns of a warpgroup's accumulators; several products in one pass over a divide them equally."""
     stages: int = 4
-    """Slots of the ring: tiles of the operands in flight or in use."""
+    """Pipeline stages: tiles of the operands in flight or in use."""
     ping_pong: bool = True
-    """The warpgroups hold different output tiles; otherwise the halves of one twice as high."""
+    """Whether the consumers hold different output tiles, not the halves of one twice as high."""
     cluster: int = 1
-    """CTAs one below the other that share the tiles of b: each copies a part of them to all."""
+    """CTAs, one below the other, that share the tiles of b: each multicasts a part of them to all."""
     epilogue_columns: int = 64
-    """Columns of a tile that the epilogue takes at a time."""
+    """Columns of a tile that the epilogue processes at a time, a chunk."""
     read_slots: int = 1
-    """Slots for such columns of each matrix that the epilogue reads; all are filled ahead of it."""
+    """Load stages: chunks of each matrix that the epilogue reads; all are filled ahead of it."""
     write_slots: int = 1
-    """Slots for such columns of each matrix that the epilogue writes."""
+    """Store stages: chunks of each matrix that the epilogue writes."""
     band: int = 8
-    """Output tiles are taken in bands of so many rows of tiles, for the sake of the cache."""
+    """Rows of tiles in a group of the raster order, which keeps shared operands in L2."""
     pads_columns: bool = False
-    """XLA copies a b of ragged width to whole blocks of columns first, so that an instruction takes all
-    of a tile's columns and not one block of them. That pays where there are many rows."""
+    """Whether XLA first pads b to whole blocks of columns, where its width is not a multiple of one. A
+    WGMMA then takes all of a tile's columns and not one block of them, which pays for many rows."""
 
     def __post_init__(self) -> None:
         if self.tile_m % 64 or self.tile_n % 8 or self.tile_n > 256:
@@ -79,17 +80,17 @@ class MatmulConfig:
 
 
 class TileEpilogue(Protocol):
-    """What becomes of a tile of accumulators."""
+    """The epilogue of one output tile."""
 
     def prefetch(self) -> None:
-        """Has copied what will be needed, while the tile is multiplied."""
+        """Starts the copies of what the epilogue reads, which overlap the product of the tile."""
 
     def run(self, acc: jax.Array) -> None:
-        """Stores what comes of the accumulators."""
+        """Stores the epilogue's results for the accumulators."""
 
 
 class SummingEpilogue(TileEpilogue, Protocol):
-    """Of a product that sums what is in its slots."""
+    """The epilogue of a product that also sums operands from the pipeline's stages."""
 
     def store_sums(self, sums: Any) -> None:
         """Stores what `Product.sum_slot` has summed, before the accumulators."""
@@ -102,21 +103,21 @@ class TilePlace:
     wg_idx: jax.Array
     m_start: jax.Array
     n_idx: jax.Array
-    """Of its column of tiles."""
+    """Index of the column of tiles."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Where the b of one product lies."""
+    """The position of one product's b in the operand arrays."""
 
     array: int
     k_part: int | None = None
-    """Of an array with the b of several terms: its index along the axis of the terms."""
+    """Index along the axis of terms, in an array with the b of several terms."""
     n_part: int | None = None
-    """Of an array with the b of several products: its index along the axis of the products."""
+    """Index along the axis of products, in an array with the b of several products."""
 
     def view(self, refs: Sequence[Any], transposed: bool) -> Callable[[Any, Any], Any]:
-        """Takes a span of each of b's two axes as they lie in the array, and returns that part."""
+        """Returns a function from spans of b's axes, in the array's order, to that part of the array."""
 
         def index(part, span):
             return (span,) if part is None else (part, span)
@@ -130,21 +131,20 @@ class Block:
 
 @dataclass(frozen=True)
 class Product:
-    """The static facts of a launch, epilogue aside, and the code of its warpgroups.
+    """Static parameters of a launch, without its epilogue, and the code of its warpgroups.
 
-    There may be several terms, a_i @ b_i, that are added, and several products of a tile of a, with
-    as many b.
+    Several terms a_i @ b_i may be added, and several products may multiply one tile of a by a b each.
     """
 
     m: int
-    """Rows that count; the arrays may have a few more."""
+    """Valid rows; the arrays may have a few more."""
     n: int
     """Columns of each product."""
     ks: tuple[int, ...]
-    """Length of the sums of each term."""
+    """Length of K of each term."""
     dtype: Any
     blocks: tuple[Block, ...]
-    """For each term, and in it each product."""
+    """Positions of b, one for each product of each term, terms outermost."""
     config: MatmulConfig
     multiprocessors: int
     products: int = 1
@@ -153,14 +153,14 @@ class Product:
     b_columns: int = 0
     """Columns of each product's b in memory where it is [K, N]; more than `n` where XLA padded it."""
     scaled_columns: int = 0
-    """The sums of each step are scaled, by a number for each row and one for so many columns, before
-    they are added to those of the steps before; 0 if they are not."""
+    """Columns that share a scale, or 0 without scales. The sums of each K step are multiplied by a scale
+    of the row and one of these columns before they are added to those of the steps before."""
     quantized: Format | None = None
-    """How b is stored, if it is quantised: the warpgroup that copies then converts it to a's dtype."""
+    """Format of b, if it is quantised: the producer warpgroup then dequantises it to a's dtype."""
     b_dtype: Any = None
-    """Of b, where it is not a's: one float8 may be multiplied by the other."""
+    """Dtype of b where it is not a's: one float8 may be multiplied by the other."""
     promoted_steps: int = 0
-    """After so many steps the sums are added to others in registers, where it is not 0. The tensor
+    """K steps after which the sums are added to float32 totals in registers; 0 for never. The tensor
     cores keep fewer bits of a float8 product's sums than a float32 has."""
 
     @property
@@ -169,12 +169,12 @@ class Product:
 
     @property
     def scales_columns_alike(self) -> bool:
-        """Whether a step's numbers for columns are few enough to be read as they are needed."""
+        """Whether columns share a step's scales, which are then few enough to be read when needed."""
         return self.scaled_columns > 1
 
     @property
     def accumulator_dtype(self) -> Any:
-        """Integers are summed exactly."""
+        """Dtype of the accumulators: integers are summed exactly."""
         return jnp.int32 if self.dtype == jnp.int8 else jnp.float32
 
     @property
@@ -182,7 +182,7 @@ class Product:
         return OperandTile(
             span=self.config.cta_tile_m,
             k_last=not self.a_transposed,
-            # An instruction takes 64 rows, which is a block.
+            # A WGMMA takes 64 rows, which is one block.
             whole_blocks=False,
             dtype=self.dtype,
         )
@@ -199,17 +199,17 @@ class Product:
 
     @property
     def part_n(self) -> int:
-        """Columns of the output that a tile covers."""
+        """Columns of each product in an output tile."""
         return self.config.tile_n // self.products
 
     @property
     def shares_b(self) -> bool:
-        """Whether the CTAs of a cluster share the tiles of b: each copies a part of them to all."""
+        """Whether the CTAs of a cluster share the tiles of b: each multicasts a part of them to all."""
         return self.config.cluster > 1
 
     @property
     def tile_grid(self) -> tuple[int, int]:
-        """Output tiles of a cluster, down and across."""
+        """Rows and columns of cluster tiles that cover the output."""
         height = self.config.cta_tile_m * self.config.cluster
         return pl.cdiv(self.m, height), pl.cdiv(self.n, self.part_n)
 
@@ -224,7 +224,7 @@ class Product:
 
     @property
     def steps_of_terms(self) -> tuple[int, ...]:
-        """Slots of the ring that each term's operands fill for a tile of the output."""
+        """K steps of each term, each of which fills a pipeline stage."""
         return tuple(pl.cdiv(k, self.tile_k) for k in self.ks)
 
     @property
@@ -235,7 +235,7 @@ class Product:
 
     @property
     def copies_of_slot(self) -> int:
-        """Arrivals at the barrier of a slot: of copies, or of the warpgroup that converts b."""
+        """Arrivals at a stage's full barrier: of copies, and of the producer where it dequantises b."""
         of_b = self.products * self.b_tile.blocks if self.quantized is None else 1
         of_scales = 0
         if self.scaled_columns:
@@ -244,24 +244,24 @@ class Product:
 
     @property
     def raw_step(self) -> int:
-        """Numbers along the sums of quantised weights that are converted at a time."""
+        """Elements along K of quantised weights that are dequantised at a time."""
         return RAW_STEP if self.b_transposed else self.tile_k
 
     @property
     def raw_steps(self) -> int:
-        """Steps of quantised weights."""
+        """Steps of quantised weights along K."""
         return pl.cdiv(self.ks[0], self.raw_step)
 
     @property
     def raw_tile(self) -> QuantizedTile:
-        """Of a step of quantised weights, whose groups run along the sums or along the columns."""
+        """Tile of one step of quantised weights, whose groups run along K or along the columns."""
         assert self.quantized is not None
         if self.b_transposed:
             return QuantizedTile(self.quantized, self.part_n, self.dtype, RAW_STEP)
         return QuantizedTile(self.quantized, self.raw_step, self.dtype, self.part_n)
 
     def shared_bytes(self, scratch: Mapping[str, Any], *, sums: bool) -> int:
-        """Shared memory that a CTA takes for the operands and for the `scratch` of the epilogue.
+        """Returns the bytes of shared memory per CTA for the operands and the epilogue's `scratch`.
 
         Args:
           sums: whether the epilogue sums along an axis.
@@ -270,7 +270,7 @@ class Product:
         return allocated_bytes((self._ring_memory(), dict(scratch))) + reductions
 
     def check_shared_bytes(self, wanted: int) -> None:
-        """Raises where a CTA has less."""
+        """Raises a ValueError where a CTA has less shared memory than `wanted` bytes."""
         if wanted > SHARED_MEMORY_BYTES:
             raise ValueError(
                 f"MatmulConfig: a CTA has {SHARED_MEMORY_BYTES} bytes of shared memory, and"
@@ -294,10 +294,10 @@ class Product:
         Args:
           others: further operands, for the epilogue.
           scratch: shared memory of the epilogue.
-          epilogue: that of a tile, from `others` and the outputs in global memory, and `scratch`.
-          name: of the kernel, in a profile.
-          step_scales: with `scaled_columns`, those of the rows [steps, M], and of the columns [steps, N]
-            or as many fewer.
+          epilogue: makes that of a tile, from `others` and the outputs in global memory, and `scratch`.
+          name: the kernel's name in a profile.
+          step_scales: with `scaled_columns`, scales of the rows [steps, M] and of the columns [steps,
+            N], or of runs of `scaled_columns` columns each.
         """
 
         def kernel(*refs, ring, own):
@@ -332,7 +332,7 @@ class Product:
         )(*terms, *bs, *step_scales, *others)
 
     def operand_memory(self) -> dict[str, Any]:
-        """Shared memory for the operands in the ring, and what else they need there."""
+        """Returns the shared memory of the operands in the pipeline, and of what goes with them."""
         stages = self.config.stages
         return dict(
             a_smem=self.a_tile.memory(stages),
@@ -340,15 +340,15 @@ class Product:
         )
 
     def stream_memory(self, leading: tuple[int, ...], columns: int, dtype: Any) -> plgpu.RefUnion:
-        """What holds `columns` of a tile's rows on their way to or from an array with rows like a's."""
+        """Returns buffers for `columns` of a tile's rows, to copy from or to arrays with a's rows."""
         return block(leading, self.config.tile_m, columns, dtype)
 
     def _ring_memory(self) -> dict[str, Any]:
         c = self.config
         takers = 1 if c.ping_pong else CONSUMERS
         ring = self.operand_memory() | dict(
-            # A warpgroup has to see every phase of a barrier that it waits on: in ping-pong each has
-            # its own.
+            # A warpgroup must wait for every phase of a barrier. In ping-pong each one waits only for
+            # its own tiles' stages, and so has barriers of its own.
             full=plgpu.Barrier(
                 num_arrivals=self.copies_of_slot,
                 num_barriers=c.stages * (CONSUMERS if c.ping_pong else 1),
@@ -375,12 +375,12 @@ class Product:
     # --- on the device ----------------------------------------------------------------------------
 
     def tiles_of_cluster(self) -> jax.Array:
-        """How many tiles each CTA of this cluster computes."""
+        """Returns the number of tiles that each CTA of this cluster computes."""
         first = lax.axis_index("cluster")
         return lax.div(jnp.int32(self.tile_count - 1) - first, jnp.int32(self.clusters)) + 1
 
     def position(self, sequence_idx: Any) -> tuple[jax.Array, jax.Array]:
-        """First row and column index of the tile that this CTA takes as number `sequence_idx`."""
+        """Returns the first row and the column-of-tiles index of this CTA's tile `sequence_idx`."""
         c = self.config
         m_idx, n_idx = plgpu.planar_snake(
             lax.axis_index("cluster") + sequence_idx * self.clusters, self.tile_grid, 0, c.band
@@ -388,30 +388,30 @@ class Product:
         return (m_idx * c.cluster + lax.axis_index("cta")) * c.cta_tile_m, n_idx
 
     def full_idx(self, sequence_idx: Any, slot: Any) -> jax.Array:
-        """Which barrier tells that a slot has been filled for a tile."""
+        """Returns the index of the barrier at which the copies into a stage arrive for a tile."""
         if not self.config.ping_pong:
             return slot
         return lax.rem(sequence_idx, jnp.int32(CONSUMERS)) * self.config.stages + slot
 
     def next_slot(self, slot: Any) -> jax.Array:
-        """The slot after this one in the ring."""
+        """Returns the stage after this one, in circular order."""
         return lax.select(slot == self.config.stages - 1, jnp.int32(0), slot + 1)
 
     def rows_at(self, ref: Any, m_start: Any, columns: Any) -> Any:
-        """The rows of a warpgroup's tile in an array with rows like a's, and some of its columns."""
+        """Returns the rows of a warpgroup's tile, and some columns, of an array with rows like a's."""
         return ref.at[pl.ds(m_start, self.config.tile_m), columns]
 
     @property
     def rows(self) -> int:
-        """Rows of the result, without those that only tiles have."""
+        """Rows of the result, without the padding of tiles."""
         return self.m
 
     def rows_of_tile(self, m_start: Any) -> Any:
-        """How many rows of a warpgroup's tile there are; may be less than 1 beyond the last."""
+        """Returns the number of valid rows in a warpgroup's tile; below 1 for a tile past the end."""
         return jnp.minimum(self.m - m_start, self.config.tile_m)
 
     def which_rows(self, m_start: Any, shape: tuple[int, int], layout: Any) -> Any:
-        """Which rows of a warpgroup's tile there are, or None where there are all of every tile."""
+        """Returns a mask of the valid rows in a warpgroup's tile, or None where no tile has others."""
         down, _ = self.tile_grid
         if down * self.config.cta_tile_m * self.config.cluster == self.m:
             return None
@@ -419,10 +419,10 @@ class Product:
         return row < self.m - m_start
 
     def copy_once(self, ring: "Ring", b_gmem: Sequence[Any]) -> None:
-        """Has copied what stays in shared memory for all tiles."""
+        """Starts the copies of what stays in shared memory for all tiles."""
 
     def await_once(self, ring: "Ring") -> None:
-        """Waits, in each warpgroup that multiplies, for what `copy_once` has copied."""
+        """Waits in a consumer warpgroup for what `copy_once` has copied."""
 
     def copy_step(
         self,
@@ -433,7 +433,7 @@ class Product:
         step: "Step",
         full: Any,
     ) -> None:
-        """Has the operands of a step copied, `copies_of_slot` times with an arrival at `full`."""
+        """Starts the copies of a step's operands, each of which arrives at `full`."""
         k_start = step.k_idx * self.tile_k
 
         def a_matrix(first, second):
@@ -455,11 +455,11 @@ class Product:
     def instructions(
         self, acc_ref: Any, ring: "Ring", slot: Any, k_idx: Any, share: Any, shares: int
     ) -> Iterator[tuple[Any, Any, Any]]:
-        """What is multiplied in a slot: the part of the accumulators it is added to, a and b.
+        """Yields a stage's WGMMAs: the part of the accumulators that each adds to, its a and its b.
 
         Args:
-          k_idx: the step of the tile that the slot holds, counted over all terms.
-          share: which of as many equal `shares` of a tile's rows is this warpgroup's.
+          k_idx: the tile's K step that is in the stage, counted over all terms.
+          share: index of this warpgroup's part of a tile's rows, of `shares` equal ones.
         """
         del k_idx
         for index, b_smem in enumerate(ring.b_smem):
@@ -473,50 +473,50 @@ class Product:
                     )
 
     def no_sums(self) -> Any:
-        """What `sum_slot` begins with; None where nothing is summed."""
+        """Returns the initial sums of `sum_slot`; None where nothing is summed."""
         return None
 
     def sum_slot(self, ring: "Ring", slot: Any, place: TilePlace, sums: Any) -> Any:
-        """Adds to sums what a slot holds, while its instructions are under way."""
+        """Adds a stage's operands to `sums`, while the WGMMAs that read them run."""
         del ring, slot, place
         return sums
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a tile: where the tile lies, and which part of the sums is next."""
+    """A K step of an output tile."""
 
     m_start: Any
     n_idx: Any
     term: int
     k_idx: Any
-    """Of the term's steps."""
+    """Index among the steps of the term."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The slots for tiles of operands in shared memory, and their barriers."""
+    """The pipeline in shared memory: stages for tiles of operands, and their barriers."""
 
     a_smem: Any
     b_smem: Sequence[Any]
     full: Any
-    """A slot holds the tiles of a step along K."""
+    """Barriers: a stage holds the tiles of a K step."""
     free: Any
-    """All instructions that read a slot have ended."""
+    """Barriers: all WGMMAs that read a stage have ended."""
     turn: Any = None
-    """In ping-pong, a warpgroup may multiply."""
+    """Barriers of ping-pong: a warpgroup may issue its WGMMAs."""
     a_scale: Any = None
     b_scale: Any = None
     raw: Any = None
-    """Quantised tiles of b, which only the warpgroup that copies reads."""
+    """Quantised tiles of b, which only the producer warpgroup reads."""
     raw_full: Any = None
     once: Any = None
-    """What stays in shared memory for all tiles is there."""
+    """Barrier: the operands that stay in shared memory for all tiles have arrived."""
 
 
 @dataclass(frozen=True)
 class _Producer:
-    """The warpgroup that fills the ring, tile by tile of the output and step by step along K."""
+    """The producer warpgroup, which fills stages output tile by output tile and step by step along K."""
 
     product: Product
     ring: Ring
@@ -532,7 +532,7 @@ class _Producer:
         self._await_readers(slot, filled)
 
     def _fill_tile(self, sequence_idx, carry):
-        """Fills slots for all steps of a tile; carries the next slot and how many were filled."""
+        """Fills stages for all K steps of a tile; carries the next stage and how many were filled."""
         m_start, n_idx = self.product.position(sequence_idx)
         for term, steps in enumerate(self.product.steps_of_terms):
             fill = functools.partial(self._fill_slot, sequence_idx, m_start, n_idx, term)
@@ -560,7 +560,7 @@ class _Producer:
         return product.next_slot(slot), filled + 1
 
     def _await_readers(self, slot, filled) -> None:
-        """Waits until nobody is still about to arrive at a barrier of this CTA, which may end then."""
+        """Waits until all stages are free: no CTA may arrive at a barrier of one that has exited."""
         stages = self.product.config.stages
         for back in range(1, stages + 1):
 
@@ -572,10 +572,10 @@ class _Producer:
 
 @dataclass(frozen=True)
 class _Converter(_Producer):
-    """The warpgroup that fills the ring where b is quantised: it copies, converts and stores."""
+    """The producer warpgroup for a quantised b, of which it copies, dequantises and stores each step."""
 
     def run(self) -> None:
-        # What is left beside the consumers' registers.
+        # The registers that the consumers leave.
         plgpu.set_max_registers(56, action="decrease")
         product = self.product
         total = product.tiles_of_cluster() * product.raw_steps
@@ -601,7 +601,7 @@ class _Converter(_Producer):
             product.raw_tile.copy(arrays, memory, raw_slot, *starts, full)
 
     def _convert_step(self, total, step, carry):
-        """Fills the slots of a step of quantised weights, and has the next but some copied."""
+        """Dequantises a step of weights into its stages, and starts the copies of a later step."""
         product, ring, c = self.product, self.ring, self.product.config
         slot, filled = carry
         sequence_idx = lax.div(step, jnp.int32(product.raw_steps))
@@ -640,7 +640,7 @@ class _Converter(_Producer):
         return slot, filled
 
     def _convert(self, index: int, raw: Any, raw_slot: Any, start: int, slots: Any) -> None:
-        """Writes 64 columns of b, for the slots of a step."""
+        """Dequantises 64 columns of b into the stages of a step."""
         tile_k, first = self.product.tile_k, 0
         registers, _ = self.ring.b_smem[index]
         for w in self.product.raw_tile.dequantized(raw, raw_slot, start, _CONVERTED_COLUMNS):
@@ -656,7 +656,7 @@ class _Converter(_Producer):
                 first += width
 
     def _convert_rows(self, index: int, raw: Any, raw_slot: Any, slot: Any) -> None:
-        """Writes all columns of b for a slot, where the weights' groups run along the columns."""
+        """Dequantises all columns of b into a stage, where the weights' groups run along the columns."""
         tile, memory, first = self.product.raw_tile, self.ring.b_smem[index], 0
         for w in tile.dequantized(raw, raw_slot, 0, tile.span):
             memory.at[slot, :, pl.ds(first, w.shape[1])][...] = w
@@ -664,22 +664,22 @@ class _Converter(_Producer):
 
 
 _CONVERTED_COLUMNS = 64
-"""Of b that a warpgroup has in registers at a time."""
+"""Columns of b that a warpgroup dequantises in registers at a time."""
 
 
 SCALED_PIECE = 64
-"""Columns whose scale a step reads, where it reads few: they divide those that share one."""
+"""Columns that are scaled at a time where columns share scales; divides the columns of a scale."""
 
 
 @dataclass(frozen=True)
 class _Consumer:
-    """A warpgroup that multiplies, and runs the epilogue of its tiles."""
+    """A consumer warpgroup, which multiplies and runs the epilogue of its tiles."""
 
     product: Product
     ring: Ring
     wg_idx: jax.Array
     epilogue_of: Callable[[TilePlace], Any]
-    """A `TileEpilogue`, or a `SummingEpilogue` where the product sums."""
+    """Returns a `TileEpilogue`, or a `SummingEpilogue` where the product sums."""
     step_scales: Sequence[Any] = ()
 
     def run(self) -> None:
@@ -727,18 +727,18 @@ class _Consumer:
         return plgpu.ACC((c.tile_m, c.tile_n), self.product.accumulator_dtype)
 
     def _accumulate_scaled(self, sequence_idx, n_idx) -> jax.Array:
-        """The sums of a tile, those of each step scaled.
+        """Returns the sums of a tile, of which those of each step are scaled.
 
-        While a warpgroup scales, the other one has the tensor cores.
+        While one warpgroup scales, the other one uses the tensor cores.
         """
         product, c = self.product, self.product.config
-        # Columns that share a number also share its product with that of a row.
+        # Columns that share a scale need one product of it with each row's scale.
         width = SCALED_PIECE if product.scales_columns_alike else c.tile_n
         starts = range(0, c.tile_n, width)
 
         def step(k_idx, carry):
             slot, totals = carry
-            # They are read ahead of the product, behind which the memory's latency is hidden.
+            # Scales are loaded before the WGMMAs, which hide the memory's latency.
             numbers = self._column_numbers(k_idx, n_idx, starts)
             self._await_slot(sequence_idx, slot)
 
@@ -747,8 +747,8 @@ class _Consumer:
                 plgpu.wgmma_wait(0)
                 return acc_ref[...]
 
-            # Accumulators that begin after the wait cost no instructions: the first product adds to the
-            # register that is zero.
+            # Accumulators that are allocated after the wait cost no instructions: the first WGMMA adds
+            # to the zero register.
             sums = pl.run_scoped(multiply, self._accumulator).astype(jnp.float32)
             scaled = self._scaled_pieces(sums, slot, starts, numbers)
             totals = tuple(total + piece for total, piece in zip(totals, scaled, strict=True))
@@ -761,7 +761,7 @@ class _Consumer:
         return totals[0] if len(totals) == 1 else jnp.concatenate(totals, axis=1)
 
     def _column_numbers(self, k_idx, n_idx, starts: range) -> list[jax.Array]:
-        """The number of a step for each piece of the tile's columns, where they share numbers."""
+        """Loads a step's scale for each piece of the tile's columns, where columns share scales."""
         product = self.product
         if not product.scales_columns_alike:
             return []
@@ -772,7 +772,7 @@ class _Consumer:
     def _scaled_pieces(
         self, sums, slot, starts: range, numbers: Sequence[jax.Array]
     ) -> Iterator[jax.Array]:
-        """Yields the pieces of a step's sums times the step's numbers for rows and columns."""
+        """Yields the pieces of a step's sums, multiplied by the step's scales of rows and columns."""
         ring, c = self.ring, self.product.config
         rows = pl.ds(self.wg_idx * c.tile_m, c.tile_m)
         of_rows = plgpu.load(ring.a_scale.at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1))
@@ -785,7 +785,7 @@ class _Consumer:
             yield piece * lax.broadcast_in_dim(of_rows * number, piece.shape, (0,))
 
     def _accumulate_promoted(self, sequence_idx) -> jax.Array:
-        """The sums of a tile, of which those of some steps at a time are taken by the tensor cores."""
+        """Returns the sums of a tile: the tensor cores' sums of every `promoted_steps` steps, added."""
         product, c = self.product, self.product.config
         slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(c.stages))
         zeros = jnp.zeros((c.tile_m, c.tile_n), jnp.float32)
@@ -802,10 +802,10 @@ class _Consumer:
         return carry[1]
 
     def _promoted(self, sequence_idx, first, steps: int, slot, total) -> tuple[Any, jax.Array]:
-        """The slot after some steps from `first` on, and the total with their sums.
+        """Adds the sums of `steps` steps from `first` on to `total`; returns it with the next stage.
 
-        No loop carries the accumulators: where its length is not known, their registers are copied at
-        its end, before the last instruction has written them.
+        The loop over steps is unrolled: one of unknown length would copy the accumulators' registers at
+        its end, before the last WGMMA has written them.
         """
 
         def multiply(acc_ref):
@@ -818,14 +818,14 @@ class _Consumer:
             plgpu.wgmma_wait(0)
             return acc_ref[...], last
 
-        # As in `_accumulate_scaled`, accumulators begin after the wait.
+        # As in `_accumulate_scaled`, accumulators are allocated after the wait.
         self._await_slot(sequence_idx, slot)
         sums, last = pl.run_scoped(multiply, self._accumulator)
         plgpu.barrier_arrive(self.ring.free.at[last])
         return self.product.next_slot(last), total + sums
 
     def _accumulate(self, sequence_idx, tiles, place, acc_ref):
-        """All steps of a tile: the accumulators, the slot that is still to be freed, and the sums."""
+        """Runs all K steps of a tile; returns accumulators, the stage still to free, and sums."""
         product, turn = self.product, self.ring.turn
         if product.config.ping_pong:
             plgpu.barrier_wait(turn.at[self.wg_idx])
@@ -840,7 +840,7 @@ class _Consumer:
         return acc_ref[...], slot, sums
 
     def _step(self, acc_ref, sequence_idx, place, k_idx, carry):
-        """Has a slot multiplied, and frees the one before it, whose instructions have ended by then."""
+        """Multiplies a stage, and frees the one before it, whose WGMMAs have ended by then."""
         previous, sums = carry
         slot = self.product.next_slot(previous)
         count = self._multiply(acc_ref, sequence_idx, k_idx, slot)
@@ -850,16 +850,16 @@ class _Consumer:
         return slot, sums
 
     def _multiply(self, acc_ref, sequence_idx, k_idx, slot) -> int:
-        """Issues the products of a slot once it has been filled, and returns their number."""
+        """Issues the WGMMAs of a stage once it is filled, and returns their number."""
         self._await_slot(sequence_idx, slot)
         return self._issue(acc_ref, k_idx, slot)
 
     def _await_slot(self, sequence_idx, slot) -> None:
-        """Waits until a slot has been filled."""
+        """Waits until a stage is filled."""
         plgpu.barrier_wait(self.ring.full.at[self.product.full_idx(sequence_idx, slot)])
 
     def _issue(self, acc_ref, k_idx, slot) -> int:
-        """Issues the products of a slot that has been filled, and returns their number."""
+        """Issues the WGMMAs of a filled stage, and returns their number."""
         product = self.product
         ping_pong = product.config.ping_pong
         share, shares = (jnp.int32(0), 1) if ping_pong else (self.wg_idx, CONSUMERS)
@@ -873,7 +873,7 @@ class _Consumer:
 
 
 def part(acc_ref: Any, rows: slice, columns: slice) -> Any:
-    """A part of the accumulators, which is not sliced along an axis of which it is all."""
+    """Returns a part of the accumulators, without slicing an axis that is taken whole."""
     height, width = acc_ref.shape
     if (rows.start, rows.stop) != (0, height):
         return acc_ref.at[rows, columns]

@@ -26,15 +26,14 @@ from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 GRAIN = 8
-"""What K and N must be multiples of: rows of 16-bit numbers then begin at multiples of 16 bytes, as the
-copy engine wants."""
+"""Divisor of K and N: rows of 16-bit numbers then begin at multiples of 16 bytes, as TMA requires."""
 
 
 def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Configs for a product, the one that is predicted fastest first; not all fit into shared memory."""
+    """Returns configs of tiles, predicted fastest first; not all of them fit into shared memory."""
     tiles = functools.partial(MatmulConfig, epilogue_columns=32)
     if work.itemsize == 4:
-        # Nothing is measured. Nothing is rounded on its way out of the accumulators either, so that a
+        # No float32 product was measured. Its results are not rounded to 16 bits either, so that only a
         # smaller tile leaves registers.
         stages = (4, 3, 2)
         small = tiles(tile_m=64, tile_n=128, stages=2)
@@ -43,10 +42,10 @@ def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     shapes = [tiles(tile_m=tile_m, tile_n=tile_n) for tile_m, tile_n in _PING_PONG_TILES]
     shapes.append(tiles(tile_m=64, tile_n=256, ping_pong=False))
     if work.read_bytes > work.itemsize:
-        # Registers for several matrices, where 256 columns are no whole number of tiles.
+        # This leaves registers for several matrices, where 256 divides no width.
         shapes.append(tiles(tile_m=64))
     if work.products > 1:
-        # CTAs that share b read half as much of it.
+        # CTAs of a cluster share b, so that each reads half as much of it.
         shapes = [
             replace(shape, cluster=2)
             for shape in shapes
@@ -69,7 +68,7 @@ _PING_PONG_TILES = ((128, 192), (128, 128), (64, 256), (64, 128), (128, 64))
 
 
 def few_rows_candidates(work: Work, multiprocessors: int) -> list[FewRowsConfig]:
-    """Configs for a product with few rows, as `candidates` has them for any; none where it has many."""
+    """Returns configs of the small-M kernel, predicted fastest first; none where there are many rows."""
     if work.m > MAX_ROWS or work.itemsize != 2:
         return []
     parts = [parts for parts in (1, 2, 4, MAX_PARTS) if parts <= work.steps]
@@ -85,17 +84,17 @@ def few_rows_candidates(work: Work, multiprocessors: int) -> list[FewRowsConfig]
 
 
 def predicted_time(work: Work, multiprocessors: int) -> float:
-    """Microseconds of the product with the config that it takes by default."""
+    """Returns the predicted microseconds of the product with its default config."""
     return cost.time(work, fitting(work, multiprocessors)[0], multiprocessors)
 
 
 def fitting(
     work: Work, multiprocessors: int, *, spare_bytes: int = 0
 ) -> list[MatmulConfig | FewRowsConfig]:
-    """Candidates of both kernels that fit into shared memory, predicted fastest first.
+    """Returns the configs of both kernels that fit into shared memory, predicted fastest first.
 
     Args:
-      spare_bytes: what an epilogue takes of it besides, such as for further vectors.
+      spare_bytes: bytes of it that an epilogue takes in addition, such as for further vectors.
     """
     return sorted(
         (
@@ -111,12 +110,12 @@ def fitting(
 
 
 def fits(work: Work, config: MatmulConfig | FewRowsConfig, spare_bytes: int = 0) -> bool:
-    """Whether a config fits into shared memory, beside the bytes that an epilogue takes besides."""
+    """Returns whether a config fits into shared memory next to an epilogue's `spare_bytes`."""
     return _shared_bytes(work, config) <= SHARED_MEMORY_BYTES - spare_bytes
 
 
 def _shared_bytes(work: Work, config: MatmulConfig | FewRowsConfig) -> int:
-    """About what a CTA takes of shared memory: `Epilogue.shared_bytes` counts the very allocations."""
+    """Returns the approximate bytes of shared memory per CTA; `Epilogue.shared_bytes` is exact."""
     if isinstance(config, FewRowsConfig):
         return cost.few_rows_shared_bytes(work, config)
     ring = config.stages * (config.cta_tile_m + config.tile_n) * SWIZZLE_BYTES
@@ -134,12 +133,12 @@ def why_unsupported(
     features: Mapping[str, int],
     allows_tf32: bool = False,
 ) -> str | None:
-    """None where products with epilogues can run, else why not.
+    """Returns None where products with epilogues can run, else why not.
 
     Args:
-      dtypes: of the operand to multiply, "x", and of what else enters the epilogue or leaves it,
-        None for what does not.
-      features: the sizes of the axes of which a product is taken or made, rows aside.
+      dtypes: dtypes of the left operand, "x", and of the epilogue's operands and results, None for
+        absent ones.
+      features: sizes of the axes that are summed or produced, rows aside.
       allows_tf32: whether float32 may be multiplied with the 10 bits of tf32.
     """
     reason = hopper.why_unfit(compute_capability)
@@ -185,46 +184,45 @@ def matmul(
     multiprocessors: int,
     name: str = "matmul",
 ) -> dict[str, jax.Array]:
-    """What `epilogue` makes of a @ b: matrices [M, N], and sums over their rows, by name.
+    """Returns the results of `epilogue` for a @ b by name: matrices [M, N], their sums and maxima.
 
     Args:
       a: [M, K] ([K, M] with `a_transposed`), or several, for a sum of products a_i @ b_i.
-      b: [K, N] ([N, K] with `b_transposed`) for each a and each of the `products` that are taken in
-        one pass over a: in this order in a sequence, or as blocks of one array. Of float32 the
-        tensor cores take [N, K], which [K, N] is copied to, and no transposed a. It is rounded to a's
+      b: [K, N] ([N, K] with `b_transposed`) for each a and each of the `products` that are taken in one
+        pass over a: in this order in a sequence, or as blocks of one array. The tensor cores take
+        float32 only as [N, K], to which [K, N] is copied, and no transposed a. It is rounded to a's
         dtype, without a copy where a has few rows.
       epilogue: takes a float32 tile of each product and, by name and as float32, the same tile of
         what `vectors` and `matrices` hold. Returns tiles by name.
-      outputs: the dtypes of the matrices among them.
+      outputs: dtypes of those tiles that are stored as matrices.
       vectors: [N] each, the same for all rows, or None for one that is absent.
       matrices: [M, N] each, or None.
-      row_vectors: [M] each, the same for all columns; a product of few rows takes none.
-      scalars: [1] each, float32, the same for all elements; with a config of tiles.
-      step_scales: of each 128 bytes along K, those of the rows of a [K steps, M] and of the columns of b
-        [K steps, N], or of runs of a multiple of 64 columns each, which multiply the sums of these;
-        float32. Configs without ping-pong take them.
-      column_sums: which of the outputs are also summed over the rows, to float32 [N]: in float32, before
-        they are rounded.
-      column_moments: of which of the outputs, as rounded, mean and variance over the rows are wanted,
-        float32 [N]. The variance is the mean of squared deviations.
-      row_maxima: of which function of an output the largest in each row is wanted, as rounded, of each
-        of P parts of the columns, float32 [P, M]: one that is the larger, the larger its argument (or
-        its magnitude) is. With a config of tiles.
-      promoted_steps: of float8, after how many steps of 128 numbers along K the sums are added to those
-        before them in float32; 0 leaves them to the tensor cores, which keep fewer bits. Configs without
-        ping-pong take it.
-      activations: how many activations and derivatives of one the epilogue evaluates for an element,
-        for the choice of a config.
-      b_format: how b is quantised, if it is: b are then the arrays of each product, in the order of
-        `QuantizedTile.copy`. With `b_transposed` they are of [N, K], and scales of whole columns are
-        left to the epilogue; else of [K, N], where N is `b_columns`, with scales of groups along N.
-        With a config of tiles.
-      name: of the kernel, in a profile.
+      row_vectors: [M] each, the same for all columns. Only with a `MatmulConfig`.
+      scalars: [1] each, float32, the same for all elements. Only with a `MatmulConfig`.
+      step_scales: float32 scales of each step of 128 bytes along K, for the rows of a [K steps, M] and
+        for the columns of b [K steps, N], or for runs of a multiple of 64 columns. They multiply the
+        step's sums. Only with configs without ping-pong.
+      column_sums: outputs that are also summed over the rows in float32, before they are rounded;
+        float32 [N].
+      column_moments: outputs, as rounded, whose mean and variance over the rows are returned, float32
+        [N]. The variance is the mean of squared deviations.
+      row_maxima: functions of outputs, as rounded, whose largest value in each row is returned, for each
+        of P parts of the columns: float32 [P, M]. They must grow with their argument (or its magnitude).
+        Only with a `MatmulConfig`.
+      promoted_steps: for float8, steps of 128 numbers along K after which the sums are added to float32
+        totals; 0 leaves them to the tensor cores, which keep fewer bits. Only with configs without
+        ping-pong.
+      activations: how many activations and derivatives the epilogue evaluates for an element, for the
+        choice of a config.
+      b_format: the format of b, if it is quantised. Then b holds the arrays of each product, in the
+        order of `QuantizedTile.copy`: [N, K] with `b_transposed`, where the epilogue applies scales of
+        whole columns; else [K, N], where N is `b_columns`, with scales of groups along N. Only with a
+        `MatmulConfig`.
+      name: the kernel's name in a profile.
 
     Returns:
-      The matrices by name, for each of `column_sums` its sum by the name "sum_" + name, for each of
-      `column_moments` "mean_" + name and "variance_" + name, and for each of `row_maxima` its maxima by
-      the name "max_" + name.
+      The matrices by name, and "sum_" + name for each of `column_sums`, "mean_" + name and "variance_" +
+      name for each of `column_moments`, and "max_" + name for each of `row_maxima`.
     """
     terms = [a] if isinstance(a, jax.Array) else list(a)
     if terms[0].dtype == jnp.float32 and not b_transposed:
@@ -266,14 +264,14 @@ def matmul(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of `matmul`: its operands, what is static, and the ways to run it."""
+    """One call of `matmul`: its operands, its static parameters, and the ways to run it."""
 
     terms: tuple[jax.Array, ...]
     bs: tuple[jax.Array, ...]
     blocks: tuple[Block, ...]
     n: int
     ks: tuple[int, ...]
-    """The lengths of the terms' sums."""
+    """Length of K of each term."""
     products: int
     activations: int
     a_transposed: bool
@@ -303,7 +301,7 @@ class _Call:
 
     @property
     def others(self) -> tuple[jax.Array, ...]:
-        """What the epilogue reads."""
+        """The epilogue's operands, in the order of the kernel's."""
         operands = (self.vectors, self.row_vectors, self.scalars, self.matrices)
         return tuple(array for by_name in operands for array in by_name.values())
 
@@ -324,22 +322,22 @@ class _Call:
 
     @property
     def few_rows_convert(self) -> bool:
-        """Whether the kernel of few rows takes b in its own dtype."""
+        """Whether the small-M kernel takes b in its own dtype."""
         first = self.bs[0]
         reason = weights.why_unsupported(first.dtype, self.dtype, first.shape[-1])
         return reason is None and all(b.dtype == first.dtype for b in self.bs)
 
     @property
     def _rounded(self) -> "_Call":
-        """The same with b of the product's dtype."""
+        """The same call with b cast to the product's dtype."""
         return replace(self, bs=tuple(b.astype(self.dtype) for b in self.bs))
 
     def default_config(self) -> MatmulConfig | FewRowsConfig:
-        """The config that is predicted to be the fastest of those that fit into shared memory."""
+        """Returns the config that is predicted fastest among those that fit into shared memory."""
         of_tiles = self.a_transposed or self.row_vectors or self.scalars
         takes_few_rows = self.few_rows_convert and not of_tiles
         if not self.few_rows_convert and self.b_format is None:
-            # XLA converts b, for whichever kernel.
+            # XLA converts b, whichever kernel runs.
             rounded = self._rounded
             if rounded.few_rows_convert:
                 return rounded.default_config()
@@ -386,7 +384,7 @@ class _Call:
 
     @property
     def mixes_float8(self) -> bool:
-        """Whether a and b are of the two float8, which are multiplied as they are."""
+        """Whether a and b have the two different float8 dtypes, which are multiplied as they are."""
         dtypes = {jnp.dtype(self.dtype), jnp.dtype(self.bs[0].dtype)}
         return self.b_format is None and dtypes == {*map(jnp.dtype, _FLOAT8)}
 
@@ -478,7 +476,7 @@ def _sum_rows(matrix: jax.Array) -> jax.Array:
 def _check_config(
     config: MatmulConfig, dtype: Any, products: int, b_transposed: bool, streams: Sequence[Any]
 ) -> None:
-    """Raises where the tiles of a config do not fit the operands or the matrices of the epilogue."""
+    """Raises a ValueError where a config's tiles do not fit the operands or the epilogue's matrices."""
     if config.tile_n % (products * config.epilogue_columns):
         raise ValueError(
             f"matmul: {products} products share tile_n ({config.tile_n}), and epilogue_columns"
@@ -501,9 +499,10 @@ def _check_config(
 def _blocks(
     b: jax.Array | Sequence[jax.Array], ks: Sequence[int], products: int, transposed: bool
 ) -> tuple[list[jax.Array], list[Block], int]:
-    """The arrays with the b of all terms and products, where each lies, and how wide one is.
+    """Returns the arrays that hold b, the position of each term and product in them, and b's width.
 
-    One array with several is reshaped so that each ends where an axis does: beyond it there are zeros.
+    An array with several b is reshaped so that each ends where an axis does: copies beyond it read
+    zeros.
     """
     if not isinstance(b, jax.Array):
         bs = list(b)

@@ -1,11 +1,10 @@
-"""How the matrices of a product lie in shared memory, and how they are copied there.
+"""Layouts of a product's operands in shared memory, and the copies into them.
 
-wgmma reads a matrix whose rows are cut into pieces of 128 bytes, swizzled, eight rows of a piece after
-one another. The copy engine writes that order by itself where the array in global memory is a whole
-number of pieces wide. At any other width it can still write one piece of every row: it clips at the
-end of the array and fills with zeros beyond it. A block of memory that is one piece wide is the same
-bytes under both descriptions, so arrays of every width whose rows begin at multiples of 16 bytes are
-copied as they are.
+WGMMA reads a matrix whose rows are cut into pieces of 128 bytes, swizzled, eight rows of a piece after
+one another. TMA writes that order by itself where the array in global memory is a whole number of pieces
+wide. At any other width it can still write one piece of every row: it clips at the end of the array and
+fills with zeros beyond it. A block of memory that is one piece wide has the same bytes in both layouts,
+so arrays of every width whose rows begin at multiples of 16 bytes are copied as they are.
 """
 
 import math
@@ -21,30 +20,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import ALLOCATION_BYTES, MBARRIER_BYTES
 
 SWIZZLE_BYTES = 128
-"""The longest piece of a row that is swizzled as one."""
+"""Bytes of the longest piece of a row that is swizzled as one."""
 
 
 def swizzled_columns(dtype: Any) -> int:
-    """Columns in the longest piece of a row."""
+    """Returns the columns in the longest piece of a row."""
     return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
 
 
 def bits_of(dtype: Any) -> int:
-    """Bits of a number in memory, also of int4, two of which are in a byte."""
+    """Returns the bits of an element in memory, also of int4, of which a byte holds two."""
     return 4 if dtype == jnp.int4 else 8 * jnp.dtype(dtype).itemsize
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
-    """Shared memory in pieces of `columns`, 8 rows of a piece after one another, as wgmma reads it."""
+    """Returns shared memory in pieces of `columns`, 8 rows of a piece together, as WGMMA reads it."""
     swizzle = columns * bits_of(dtype) // 8
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def block(leading: tuple[int, ...], rows: int, columns: int, dtype: Any) -> plgpu.RefUnion:
-    """`leading` blocks [rows, columns] of shared memory, one piece wide, under two descriptions.
+    """Returns `leading` blocks [rows, columns] of shared memory, one piece wide, in two views.
 
-    The first is for wgmma and registers, the second for copies from and to arrays of any width.
+    The first is for WGMMA and registers, the second for copies from and to arrays of any width.
     """
     shape = (*leading, rows, columns)
     swizzle = plgpu.SwizzleTransform(columns * bits_of(dtype) // 8)
@@ -54,7 +53,7 @@ def block(leading: tuple[int, ...], rows: int, columns: int, dtype: Any) -> plgp
 
 
 def allocated_bytes(scratch: Any) -> int:
-    """Shared memory that Mosaic takes for the arrays and barriers of a kernel."""
+    """Returns the bytes of shared memory that Mosaic allocates for a kernel's arrays and barriers."""
 
     def bytes_of(memory: Any) -> int:
         if isinstance(memory, plgpu.Barrier | plgpu.ClusterBarrier):
@@ -69,17 +68,17 @@ def allocated_bytes(scratch: Any) -> int:
 
 @dataclass(frozen=True)
 class OperandTile:
-    """A tile of an operand, as deep along the sums as a piece of a row is long."""
+    """A tile of an operand, at most as deep along K as a piece of a row is long."""
 
     span: int
-    """Its rows of a or columns of b."""
+    """Rows of a or columns of b in the tile."""
     k_last: bool
-    """Whether the sums run along the array's last axis."""
+    """Whether K is the array's last axis."""
     whole_blocks: bool
     """Whether the array is a whole number of pieces wide, so that a copy may cover several."""
     dtype: Any
     depth: int = 0
-    """Of a tile whose sums run along the array's last axis: how many, if fewer than a piece holds."""
+    """Elements along K, where K is the last axis and they are fewer than a piece holds; else 0."""
 
     @property
     def tile_k(self) -> int:
@@ -89,13 +88,13 @@ class OperandTile:
     def one_copy(self) -> bool:
         """Whether the tile is more than one piece wide and nevertheless copied at once.
 
-        An instruction then reads all of it, where otherwise each takes a block.
+        One WGMMA then reads all of it; otherwise each reads one block.
         """
         return not self.k_last and self.whole_blocks
 
     @property
     def blocks(self) -> int:
-        """Pieces of memory that are copied by themselves."""
+        """Blocks of memory, which are copied one by one."""
         if self.k_last or self.one_copy:
             return 1
         return self.span // swizzled_columns(self.dtype)
@@ -114,7 +113,7 @@ class OperandTile:
         return block((stages, self.blocks), self.tile_k, columns, self.dtype)
 
     def _blocks(self, memory: Any) -> tuple[Any, Any]:
-        """The memory as instructions and as copies see it."""
+        """Returns the memory in two views, for WGMMA and for copies."""
         for_instructions, for_copies = memory
         return for_instructions, for_copies
 
@@ -131,8 +130,8 @@ class OperandTile:
         """Starts the copies of a tile, each of which arrives at the barrier `landed`.
 
         Args:
-          matrix: in global memory, one view of two axes.
-          memory: what has been allocated by `memory`.
+          matrix: returns the view of two spans in global memory, in the order of the array's axes.
+          memory: the allocation that `memory` describes.
           start: the first row of a or column of b.
         """
         for index in range(self.blocks):
@@ -148,10 +147,10 @@ class OperandTile:
     def operands(
         self, memory: Any, slot: Any, share: Any = 0, shares: int = 1
     ) -> Iterator[tuple[slice, Any]]:
-        """What instructions read of one of equal shares of a tile.
+        """Yields the WGMMA operands in one of `shares` equal parts of a tile.
 
         Yields:
-          The part of the share's span, and the memory with the array's axes.
+          The columns or rows in the part's span, and the memory with the array's axes.
         """
         span = self.span // shares
         if self.one_copy:

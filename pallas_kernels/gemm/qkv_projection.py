@@ -1,11 +1,11 @@
-"""qkv_projection on the Hopper product: queries, keys and values leave as attention reads them.
+"""qkv_projection on the Hopper product: queries, keys and values are stored as attention reads them.
 
-One product whose columns go to three outputs, so that nothing is split afterwards. An output tile
-lies across them as it comes, but what it is stored by, its units, each lie in one. Where there is a norm
-or a rotation a unit is a head: its two halves are in the same registers, and its mean square is a sum
-within a warp. A wide head that is only rotated is cut into units, each with as many features of either
-half, for which the columns of the weights are put in another order: tiles of any width take them whole.
-Where neighbours are the pairs any cut between pairs will do, and the columns stay in their order.
+One product writes its columns to three outputs, so that nothing is split afterwards. An output tile may
+lie across them, but its units, which are stored one by one, each lie in one output. With a norm or rope
+a unit is a head: its two halves are in the same registers, and its mean square is a sum within a warp. A
+wide head with rope alone is cut into units of as many features of either half, for which the columns of
+the weights are reordered: tiles of any width then hold whole units. With interleaved pairs any cut
+between pairs will do, and the columns stay in their order.
 """
 
 import math
@@ -27,17 +27,16 @@ from pallas_kernels.gemm.small_m import FewRowsConfig
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES, row_of_copies
 
 _GRAIN = 16
-"""What the columns of an output must be multiples of, and of a head with a norm or a rotation the
-rotating features, in each half if halves are the pairs, and the others: the narrowest piece that is
-swizzled."""
+"""Divisor of an output's columns, and in a head with a norm or rope of the rotated features (of each
+half, if halves are the pairs) and of the others: the narrowest piece that is swizzled."""
 _STRIP = 32
-"""Features that the epilogue takes at a time, of either half, where it can."""
+"""Features of either half that the epilogue processes at a time, where it can."""
 _ANGLES_AHEAD = 128
-"""Of a row, 16 bits each, that are read ahead: with 128 rows they take 64 registers of a thread."""
+"""Most angles of a row to read ahead, 16 bits each: for 128 rows, 64 registers of a thread."""
 _ROUNDS_ANGLES = jnp.bfloat16
-"""Of x, where angles are taken as float16."""
+"""Dtype of x for which angles are rounded to float16."""
 _VALUES = 2
-"""Of the three outputs the one without norm and rotation."""
+"""Index of the output without norm and rotation."""
 _WIDEST_HEAD = 256
 """Columns of the widest tile."""
 
@@ -54,7 +53,7 @@ def why_unsupported(
     rotary_dim: int,
     interleaved: bool,
 ) -> str | None:
-    """None where it can run, forward and back, else the rule that stands in the way."""
+    """Returns None where forward and backward can run, else the rule that is broken."""
     if dtype == jnp.float32:
         return "it takes bfloat16 and float16, and x has dtype float32"
     reason = matmul.why_unsupported(
@@ -97,7 +96,7 @@ def candidates(
     interleaved: bool,
     multiprocessors: int,
 ) -> list[MatmulConfig]:
-    """Tiles of whole units, of few columns beyond the end; the one that is likely fastest first."""
+    """Returns tiles of whole units with few columns past the end, the likely fastest first."""
     unit = piece = math.gcd(_STRIP, *widths)
     if norm or rotary_dim:
         unit = 2 * _STRIP if _splits_heads(head_size, norm, rotary_dim) else head_size
@@ -126,7 +125,7 @@ def candidates(
     order = {size: index for index, size in enumerate(sizes)}
 
     def time(config: MatmulConfig) -> tuple[float, int]:
-        # The order of stages above is measured: it counts, and not what the model says of them.
+        # The measured order of stages above decides, and not the model's estimates of them.
         as_measured = replace(config, stages=4)
         return (
             cost.kernel(work, as_measured, multiprocessors),
@@ -147,12 +146,12 @@ def fitting(
     interleaved: bool,
     multiprocessors: int,
 ) -> list[MatmulConfig | FewRowsConfig]:
-    """Candidates of both kernels that fit into shared memory, the default one first."""
+    """Returns the candidates of both kernels that fit into shared memory, the default one first."""
     whole = dict(head_size=head_size, norm=norm, rotary_dim=rotary_dim)
     heads = whole | dict(interleaved=interleaved)
 
     def shared_bytes(config: MatmulConfig) -> int:
-        """About what a CTA takes; `_Epilogue.shared_bytes` counts the very allocations."""
+        """Returns the approximate bytes per CTA; `_Epilogue.shared_bytes` is exact."""
         unit = config.epilogue_columns
         if norm or rotary_dim:
             unit = 2 * _STRIP if _splits_heads(**whole) else head_size
@@ -162,7 +161,7 @@ def fitting(
         return ring + stored + vectors_and_barriers
 
     work = _work(rows, features, widths, norm=norm, rotary_dim=rotary_dim)
-    # Where the projections are saved, which is not known here, they need memory as well; so do angles.
+    # Saved projections, of which nothing is known here, need memory as well; so do angles.
     most = replace(work, written_bytes=2 * work.written_bytes, read_bytes=4)
     few_rows = [
         config
@@ -194,10 +193,10 @@ def predicted_time(
     w_itemsize: int,
     multiprocessors: int,
 ) -> float:
-    """Microseconds of `forward` with the config that it takes by default.
+    """Returns the predicted microseconds of `forward` with its default config.
 
-    With what XLA takes to convert the weights, whose numbers have `w_itemsize` bytes, or to bring them
-    into the order that the kernel reads. That they lie side by side already is assumed.
+    They include XLA's conversion of weights of `w_itemsize` bytes each, or their copy into the order
+    that the kernel reads. The weights are assumed to be concatenated already.
     """
     work = _work(rows, features, widths, norm=norm, rotary_dim=rotary_dim)
     config = fitting(
@@ -230,7 +229,7 @@ def _work(
 
 
 def _splits_heads(head_size: int, norm: bool, rotary_dim: int) -> bool:
-    """Whether a unit is a part of a head: a strip of each half, or so many neighbours.
+    """Returns whether a unit is a part of a head: a strip of each half, or as many interleaved features.
 
     Tiles of whole heads of 128 have 128 or 256 columns: 32768 x 4096 to 48 heads 2.24 and 2.12 ms on
     an H200, 2.06 in tiles of 192 of such units.
@@ -240,12 +239,12 @@ def _splits_heads(head_size: int, norm: bool, rotary_dim: int) -> bool:
 
 
 def _orders_columns(head_size: int, norm: bool, rotary_dim: int, interleaved: bool) -> bool:
-    """Whether `forward` brings the columns of the weights into another order."""
+    """Returns whether `forward` reorders the columns of the weights."""
     return _splits_heads(head_size, norm, rotary_dim) and not interleaved
 
 
 def _in_strips(columns: jax.Array, head_size: int) -> jax.Array:
-    """[..., heads * H] with the strips of each head's halves in turn: those of a unit together."""
+    """Returns [..., heads * H] with the strips of a head's halves alternating, a pair for each unit."""
     halves = columns.reshape(*columns.shape[:-1], -1, 2, head_size // (2 * _STRIP), _STRIP)
     return jnp.swapaxes(halves, -2, -3).reshape(columns.shape)
 
@@ -266,16 +265,16 @@ def forward(
     multiprocessors: int,
     config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array | None, ...]:
-    """Queries, keys and values [M, heads * H], and the former two before their norms if to be saved.
+    """Returns queries, keys and values [M, heads * H], and the first two before their norms if saved.
 
     Args:
       x: [M, D].
       weights: [D, heads * H] of the queries, keys and values.
       biases: [heads * H] of each, of one dtype.
       scales: [H] of the norms of queries and keys.
-      cos: [P, R/2] of float32: row m of the result turns by row m % P.
+      cos: [P, R/2] of float32: row m of the result is rotated by row m % P.
       sin: like `cos`.
-      interleaved: whether a pair is two neighbours, else two halves.
+      interleaved: whether features 2 i and 2 i + 1 are a pair, else features i of both halves.
     """
     m, k = x.shape
     widths = tuple(w.shape[1] for w in weights)
@@ -359,7 +358,7 @@ def forward(
             # Half the registers, for a rounding 8 times finer than the result's.
             table = table.astype(jnp.float16)
         if epilogue.period % config.tile_m:
-            # A tile of rows goes on from the last position to the first.
+            # A tile of rows may go on from the last position to the first.
             table = jnp.pad(table, ((0, config.tile_m), (0, 0)), mode="wrap")
         tables = (table,)
     saved = widths[:2] if save_projections else ()
@@ -383,7 +382,7 @@ def input_gradient(
     multiprocessors: int,
     config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array]:
-    """The sum of dy [M, heads * H] times the transpose of w [D, heads * H] over all three."""
+    """Returns the sum of dy [M, heads * H] @ w^T of w [D, heads * H] over all three."""
     results = matmul.matmul(
         dys,
         weights,
@@ -399,7 +398,7 @@ def input_gradient(
 
 @dataclass(frozen=True)
 class _Epilogue:
-    """The epilogue of a launch: its static facts, and its shared memory."""
+    """The epilogue of a launch: its static parameters and its shared memory."""
 
     product: Product
     widths: tuple[int, ...]
@@ -408,13 +407,13 @@ class _Epilogue:
     splits_heads: bool
     rotary_dim: int
     interleaved: bool
-    """Whether a pair is two neighbours, which a piece has next to one another."""
+    """Whether pairs are interleaved, so that one piece has both features of a pair."""
     period: int
-    """Rows after which the angles begin anew."""
+    """Rows after which the angles repeat."""
     bias_dtype: Any
-    """None where there are no biases."""
+    """Dtype of the biases; None where there are none."""
     has_norms: tuple[bool, ...]
-    """For queries and keys."""
+    """Whether there are norms of queries and of keys."""
     epsilon: float
 
     @property
@@ -427,24 +426,24 @@ class _Epilogue:
 
     @property
     def unit(self) -> int:
-        """Columns that are stored together."""
+        """Columns of a unit, which are stored together."""
         if self.splits_heads:
             return 2 * _STRIP
         return self.head_size if self.whole_heads else self.piece
 
     @property
     def run(self) -> int:
-        """Columns of a unit that lie side by side in an output."""
+        """Columns of a unit that are adjacent in an output."""
         return _STRIP if self.splits_heads and not self.interleaved else self.unit
 
     @property
     def turning(self) -> int:
-        """Features of a unit that turn, the first ones."""
+        """Rotated features of a unit, which are its first ones."""
         return min(self.rotary_dim, self.unit)
 
     @property
     def turning_pieces(self) -> list[tuple[int, ...]]:
-        """Those of a unit that turn, each with the others that its pairs are in."""
+        """Indices of a unit's pieces that are rotated together: one each, or one of each half."""
         count = self.turning // self.piece
         if self.interleaved:
             return [(index,) for index in range(count)]
@@ -452,22 +451,22 @@ class _Epilogue:
 
     @property
     def units(self) -> int:
-        """Of a tile, none without a column."""
+        """Units in a tile; fewer where the product is narrower than a tile."""
         return pl.cdiv(min(self.product.n, self.product.part_n), self.unit)
 
     def first_column(self, output: int) -> int:
-        """Where the columns of an output begin in the product."""
+        """Returns the product's column at which an output begins."""
         return sum(self.widths[:output])
 
     def first_pair(self, column: jax.Array) -> jax.Array | int:
-        """The first pair of its head in the unit that begins at a column."""
+        """Returns the index, in its head, of the first pair of the unit that begins at a column."""
         if not self.splits_heads:
             return 0
         within = lax.rem(column, jnp.int32(self.head_size))
         return pl.multiple_of(lax.div(within, jnp.int32(2)), _STRIP)
 
     def runs(self, column: jax.Array) -> tuple[jax.Array, ...]:
-        """Where in an output the runs of a unit begin; one alone begins at `column`."""
+        """Returns an output's columns at which a unit's runs begin; a single one begins at `column`."""
         if self.run == self.unit:
             return (column,)
         first = column - self.first_pair(column)
@@ -485,7 +484,7 @@ class _Epilogue:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA takes."""
+        """Bytes of shared memory per CTA."""
         return self.product.shared_bytes(self.scratch(), sums=any(self.has_norms))
 
     def of_tile(
@@ -508,7 +507,7 @@ class _Refs:
 
 @dataclass(frozen=True)
 class _HeadsOfTile:
-    """The epilogue of a tile, head by head."""
+    """The epilogue of a tile, unit by unit."""
 
     launch: _Epilogue
     gmem: _Refs
@@ -516,7 +515,7 @@ class _HeadsOfTile:
     place: TilePlace
 
     def column(self, unit: int) -> jax.Array:
-        """Where a unit of the tile begins in the product."""
+        """Returns the product's column at which a unit of the tile begins."""
         launch = self.launch
         return self.place.n_idx * launch.product.part_n + unit * launch.unit
 
@@ -539,7 +538,7 @@ class _HeadsOfTile:
             pieces = [
                 piece + self._row(bias, start) for piece, start in zip(pieces, starts, strict=True)
             ]
-        # As in `matmul`: what is rounded leaves registers for the arithmetic.
+        # Rounded pieces leave registers for the arithmetic.
         pieces = lax.optimization_barrier([p.astype(launch.product.dtype) for p in pieces])
         store.store_in_turn(
             self._results(pieces),
@@ -551,11 +550,11 @@ class _HeadsOfTile:
 
     @property
     def _stored(self) -> tuple[Sequence[Any], ...]:
-        """The arrays that each unit is stored to, one of each group."""
+        """Groups of arrays; each unit is stored to one array of each group."""
         return tuple(filter(None, (self.gmem.projections, self.gmem.outputs)))
 
     def _results(self, pieces: Sequence[jax.Array]) -> Iterator[Sequence[tuple[int, jax.Array]]]:
-        """The pieces of unit after unit, with their indices, for each group of arrays."""
+        """Yields each unit's pieces with their indices, for each group of arrays."""
         launch = self.launch
         per_unit = launch.unit // launch.piece
         angles: list[Sequence[jax.Array]] = []
@@ -572,10 +571,11 @@ class _HeadsOfTile:
 
     @property
     def _reads_ahead(self) -> bool:
-        """Whether a unit's angles are all read at once, and turn further units where they can.
+        """Whether a unit's angles are all read at once, and reused for further units where possible.
 
-        Read for each head and piece anew, they come from L2, which a warpgroup then waits for: 50432 x
-        768 to 3 x 12 heads of 64 took 270 us on an H200, 240 read ahead, and 231 without rotation.
+        Angles that are read again for each head and piece come from L2, for which a warpgroup waits:
+        50432 x 768 to 3 x 12 heads of 64 took 270 us on an H200, 240 read ahead, and 231 without
+        rotation.
         """
         launch = self.launch
         if launch.product.dtype != _ROUNDS_ANGLES:
@@ -583,17 +583,17 @@ class _HeadsOfTile:
         return launch.turning <= _ANGLES_AHEAD
 
     def _store(self, number: int, pieces: Sequence[tuple[int, jax.Array]]) -> None:
-        """Writes the pieces of a result, each with its index, to their slot in shared memory."""
+        """Writes the pieces of a result, each with its index, to their stage in shared memory."""
         registers, _ = self.smem["out_smem"]
         for index, piece in pieces:
             store.store_piece(registers.at[*self._slot(number), index], piece)
 
     def _slot(self, number: int) -> tuple[jax.Array, int]:
-        """Where in shared memory a result lies."""
+        """Returns the indices of a result's stage in shared memory."""
         return self.place.wg_idx, number % self.launch.product.config.write_slots
 
     def _send(self, number: int) -> None:
-        """Has a result copied from its slot to the array that has its unit, if one does."""
+        """Starts the copy of a result from its stage to the array that has its unit, if one does."""
         launch, config = self.launch, self.launch.product.config
         place = self._slot(number)
         _, copies = self.smem["out_smem"]
@@ -621,11 +621,11 @@ class _HeadsOfTile:
         projected: Sequence[jax.Array],
         angles: Sequence[Sequence[jax.Array]],
     ) -> Iterator[tuple[int, jax.Array]]:
-        """The pieces of a unit after norm and rotation, each with its index.
+        """Yields the pieces of a unit after norm and rotation, each with its index.
 
-        All heads go through the same code, in which the norm and the angle of a value are 1 and 0.
-        In code of their own the compiler converts pieces for several of them ahead of any, and
-        spills; and a choice is made of single 16-bit numbers, where a product takes pairs.
+        All heads run the same code, in which values have a norm factor of 1 and an angle of 0. With
+        separate code the compiler converts pieces for several cases ahead of any, and spills registers;
+        and a selection takes single 16-bit numbers, where a product takes pairs.
         """
         launch = self.launch
         column = self.column(unit)
@@ -659,7 +659,7 @@ class _HeadsOfTile:
     def _turned(
         self, pieces: Sequence[jax.Array], angles: Sequence[jax.Array], is_value: jax.Array
     ) -> Iterator[jax.Array]:
-        """The pieces that pairs are in after their rotation, which leaves values as they are."""
+        """Yields the pieces of some pairs after their rotation, which leaves values as they are."""
         value = is_value.astype(angles[0].dtype)
         if self.launch.interleaved:
             yield interleaved_rope.turned(pieces[0], angles[0], value)
@@ -673,9 +673,9 @@ class _HeadsOfTile:
         yield second * cos + first * sin
 
     def _angles(self, unit: int, step: int) -> Sequence[jax.Array]:
-        """What some pieces of a unit turn by, for the rows of the tile.
+        """Loads the angles of some pieces of a unit, for the rows of the tile.
 
-        Those are cosines and sines, or of neighbours an array in which they take turns.
+        They are cosines and sines, or for interleaved pairs one array in which these alternate.
         """
         launch = self.launch
         first_row = lax.rem(self.place.m_start, jnp.int32(launch.period))
@@ -695,7 +695,7 @@ class _HeadsOfTile:
         ]
 
     def _row(self, ref, start: int) -> jax.Array:
-        """Some columns of a row, over all rows of the tile."""
+        """Loads some columns of a row, and broadcasts them over all rows of the tile."""
         launch = self.launch
         row = plgpu.load(
             ref.at[pl.ds(start, launch.piece)],

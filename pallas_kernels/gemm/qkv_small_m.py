@@ -1,9 +1,8 @@
-"""qkv_projection on the product for few rows: a block of columns is whole heads of one output.
+"""qkv_projection on the small-M product: a block of columns is whole heads of one output.
 
-The norm and the rotation of a head are arithmetic in the registers of a chunk of rows, of which a warp
-has whole rows: the mean square is a sum within a warp, and pairs are in the same thread, be they
-the halves of a head or neighbours. What distinguishes queries, keys and values is data, as in
-`qkv_projection`.
+The norm and the rotation of a head are computed in the registers of a chunk of rows. A warp has whole
+rows: the mean square is a sum within a warp, and both features of a pair are in the same thread, be they
+of two halves or interleaved. Only data distinguish queries, keys and values, as in `qkv_projection`.
 """
 
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ from pallas_kernels.gemm.small_m import FewRows, FewRowsConfig, chunk_layout
 
 _NAMES = ("y", "projection")
 _VALUES = 2
-"""Of the three outputs the one without norm and rotation."""
+"""Index of the output without norm and rotation."""
 _HEAD_GRAIN = 64
-"""What a head with a norm or a rotation must be a multiple of: a half then fills the lanes of a warp."""
+"""Divisor of the size of a head with a norm or a rotation: a half then fills the lanes of a warp."""
 
 
 def candidates(
@@ -32,7 +31,7 @@ def candidates(
     rotary_dim: int,
     multiprocessors: int,
 ) -> list[FewRowsConfig]:
-    """Configs whose blocks of columns are whole heads of one output, predicted fastest first."""
+    """Returns configs whose blocks of columns are whole heads of one output, predicted fastest first."""
     finishes = norm or rotary_dim > 0
     if finishes and (head_size % _HEAD_GRAIN or rotary_dim not in (0, head_size)):
         return []
@@ -60,23 +59,23 @@ def forward(
     save_projections: bool,
     config: FewRowsConfig,
 ) -> tuple[jax.Array, ...]:
-    """Queries, keys and values [M, heads * H], and the former two before their norms if to be saved.
+    """Returns queries, keys and values [M, heads * H], and the first two before their norms if saved.
 
     Args:
       x: [M, D].
       w: [D, columns], those of queries, keys and values.
       bias: [columns].
-      scales: [3, H] of the norms, float32; 1 where there is none.
-      cos: [P, H/2] of float32: row m of the result turns by row m % P.
+      scales: [3, H], factors of the norms, float32; 1 where there is none.
+      cos: [P, H/2] of float32: row m of the result is rotated by row m % P.
       sin: like `cos`.
-      interleaved: whether a pair is two neighbours, else two halves.
-      widths: the columns of each.
-      has_norms: of queries and keys.
+      interleaved: whether features 2 i and 2 i + 1 are a pair, else features i of both halves.
+      widths: columns of each output.
+      has_norms: whether queries and keys have norms.
     """
     m, k = x.shape
     finishes = scales is not None or cos is not None
     if cos is not None and sin is not None and cos.shape[0] < m and cos.shape[0] % 8:
-        # A chunk of rows is copied from as many rows of a table.
+        # A chunk of 8 rows is copied from 8 rows of a table, which may not go on at its first one.
         cos, sin = (jnp.resize(table, (m, table.shape[1])) for table in (cos, sin))
     vectors = {"bias": bias, "scale": scales}
     matrices = {"cos": cos, "sin": sin}
@@ -126,7 +125,7 @@ def forward(
 
 
 def _kind(widths: Sequence[int], tile_n: int) -> jax.Array:
-    """0, 1, 2 where the columns of this CTA are queries, keys, values."""
+    """Returns 0, 1 or 2 where the columns of this CTA are queries, keys or values."""
     start = lax.axis_index("column") * tile_n
     past_queries = (start >= widths[0]).astype(jnp.int32)
     return past_queries + (start >= widths[0] + widths[1]).astype(jnp.int32)
@@ -139,7 +138,7 @@ def _normed(
     has_norms: Sequence[bool],
     epsilon: float,
 ) -> list[jax.Array]:
-    """The pieces of a head after its norm, if its kind has one."""
+    """Returns the pieces of a head after its norm, if its kind has one."""
     squares = [jnp.sum(piece * piece, axis=1) for piece in head]
     factor = lax.rsqrt(sum(squares[1:], squares[0]) * (1.0 / scale.shape[1]) + epsilon)
     for plain in (_VALUES, *(i for i, has in enumerate(has_norms) if not has)):
@@ -155,9 +154,9 @@ def _normed(
 def _rotated(
     head: Sequence[jax.Array], angles: Sequence[jax.Array], kind: jax.Array
 ) -> list[jax.Array]:
-    """A head after its rotation, which leaves values as they are.
+    """Returns a head after its rotation, which leaves values as they are.
 
-    Halves turn by cosines and sines; neighbours by an array in which these take turns.
+    Halves take cosines and sines; interleaved pairs take one array in which these alternate.
     """
     value = (kind == _VALUES).astype(jnp.float32)
     if len(angles) == 1:

@@ -1,6 +1,6 @@
 """Products with quantised weights on Hopper: linear's epilogue, and a gated unit in one launch.
 
-The weights lie as [N, K]. Their scales along the sums are the kernel's (`quantized_weights`); one scale
+The weights lie as [N, K]. The kernel applies scales of groups along K (`quantized_weights`); one scale
 for each column is one more vector of the epilogue.
 """
 
@@ -28,7 +28,7 @@ from pallas_kernels.gemm.small_m import (
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES, THREAD_REGISTERS
 
 STEP = 128
-"""Numbers along the sums in the shortest step."""
+"""Elements along K in the shortest step."""
 _X_DTYPES = (jnp.bfloat16, jnp.float16)
 _BOTH_DTYPES = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
@@ -41,7 +41,7 @@ class Packed(NamedTuple):
     scale: jax.Array
     """[G, N] for G groups along K; or [1, N]; or [1, 1]. float32."""
     zero_point: jax.Array | None = None
-    """Of the scale's shape, int8; or None where 0 stands for 0."""
+    """Zero points, int8, in the shape of the scale; or None where the integer 0 stands for 0."""
 
     @property
     def n(self) -> int:
@@ -56,13 +56,13 @@ class Packed(NamedTuple):
         return jnp.dtype(jnp.int4 if self.in_words else self.values.dtype)
 
     def format(self, k: int) -> Format:
-        """How they are stored, of sums of length k."""
+        """Returns the format of the weights, for sums of length k."""
         groups = self.scale.shape[0]
         group = k // groups if groups > 1 else 0
         return Format(self.dtype, group, self.zero_point is not None)
 
     def spread(self) -> "Packed":
-        """The same with an entry of the scale and of the zero point for each column, up to the grain."""
+        """Returns these with a scale and zero point for each column, padded to a multiple of `grain`."""
 
         def of_columns(numbers):
             numbers = jnp.broadcast_to(numbers, (self.scale.shape[0], self.n))
@@ -73,16 +73,16 @@ class Packed(NamedTuple):
 
     @property
     def grain(self) -> int:
-        """Of how many columns rows of what there is for each of them can be copied."""
+        """Divisor of the columns, so that rows of scales and of zero points can be copied."""
         return GRAIN if self.zero_point is None else COPIED_BYTES
 
 
 COPIED_BYTES = 16
-"""Of which rows that are copied have to be whole multiples."""
+"""Divisor of the bytes of a row that is copied."""
 
 
 def _padded(array: jax.Array, grain: int) -> jax.Array:
-    """The array with zeros at the end of its last axis, up to a multiple of `grain`."""
+    """Returns the array with zeros at the end of its last axis, up to a multiple of `grain`."""
     missing = -array.shape[-1] % grain
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)]) if missing else array
 
@@ -96,7 +96,7 @@ def why_unsupported(
     x_shape: tuple[int, int],
     w: Packed,
 ) -> str | None:
-    """None where x [M, K] can be multiplied with quantised weights, else why not."""
+    """Returns None where x [M, K] can be multiplied with quantised weights, else why not."""
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -132,7 +132,7 @@ def forward(
     multiprocessors: int,
     config: MatmulConfig | QuantizedConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(activation(x @ w + bias) + residual, x @ w + bias if it is to be saved) of x [M, K]."""
+    """Returns activation(x @ w + bias) + residual of x [M, K], and x @ w + bias if it is to be saved."""
 
     def epilogue(z, *, scale=None, bias=None, residual=None):
         z = z if scale is None else z * scale
@@ -164,7 +164,7 @@ def why_both_unsupported(
     x_scale: jax.Array,
     w: Packed,
 ) -> str | None:
-    """None where x [M, K], quantised too, can be multiplied with the weights as they are, else why not.
+    """Returns None where quantised x [M, K] can be multiplied with unconverted weights, else why not.
 
     Args:
       x_scale: [M, 1], or [M, G] for G groups along K.
@@ -203,10 +203,10 @@ def both_forward(
     columns_alike: int = 1,
     config: MatmulConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As `forward`, of quantised x [M, K] with scales [M, G]; the preactivation is float32.
+    """Computes `forward` for quantised x [M, K] with scales [M, G]; the preactivation is float32.
 
     Args:
-      columns_alike: neighbouring columns of w that have the same scales.
+      columns_alike: adjacent columns of w that have the same scales.
     """
     in_groups = w.scale.shape[0] > 1
 
@@ -253,7 +253,7 @@ def both_forward(
 def both_work(
     x: jax.Array, w: Packed, read_bytes: int, written_bytes: int, activations: int
 ) -> Work:
-    """The product of quantised x [M, K] with quantised weights, and its epilogue."""
+    """Returns the work of quantised x [M, K] times quantised weights, and of its epilogue."""
     m, k = x.shape
     return Work(
         m,
@@ -268,7 +268,7 @@ def both_work(
 
 
 def both_time(w: Packed, work: Work, multiprocessors: int) -> float:
-    """Predicted microseconds of the product with the config that it takes by default."""
+    """Returns the predicted microseconds of the product with its default config."""
     config = both_candidates(w, work, multiprocessors)[0]
     slower = _SCALED_STEPS if w.scale.shape[0] > 1 else 1.0
     time = slower * cost.kernel(work, config, multiprocessors)
@@ -278,11 +278,11 @@ def both_time(w: Packed, work: Work, multiprocessors: int) -> float:
 
 
 _SCALED_STEPS = 1.3
-"""By how much a product takes longer whose steps along the sums are scaled each."""
+"""Factor by which a product takes longer where the sums of each K step are scaled."""
 
 
 def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Configs for a product with quantised x, predicted fastest first."""
+    """Returns configs for a product with quantised x, predicted fastest first."""
     if w.scale.shape[0] > 1:
         # Two accumulators have to fit into the registers.
         return [
@@ -294,13 +294,13 @@ def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulC
 
 
 _SCALES_BYTES = 2048
-"""Of shared memory for the scales of a tile's rows and columns, beside the vectors of linear."""
+"""Bytes of shared memory for the scales of a tile's rows and columns, next to the vectors of linear."""
 
 
 def why_gradient_unsupported(
     *, compute_capability: tuple[int, int] | None, dtype: Any, k: int, w: Packed
 ) -> str | None:
-    """None where the gradient of x [M, k] can be taken from the quantised weights, else why not."""
+    """Returns None where the gradient of x [M, k] can be taken from quantised weights, else why not."""
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -324,11 +324,11 @@ def input_gradient(
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> jax.Array:
-    """The gradient dz @ w^T [M, k] of x, from dz [M, N], without a copy of the weights in floats."""
+    """Returns the gradient dz @ w^T [M, k] of x, from dz [M, N], without a float copy of the weights."""
     w = w.spread()
     layout = w.format(k)
     if not layout.group:
-        # Here a column's scale is one of the sums: as if all of k were a group of it.
+        # The sums run over the columns here, so their scales are applied as those of one group of all k.
         layout = replace(layout, group=-(-k // STEP) * STEP)
     arrays = [w.values, w.scale] + ([] if w.zero_point is None else [w.zero_point])
     config = config or gradient_candidates(dz, k, multiprocessors)[0]
@@ -346,7 +346,7 @@ def input_gradient(
 
 
 def gradient_candidates(dz: jax.Array, k: int, multiprocessors: int) -> list[MatmulConfig]:
-    """Configs for the gradient of x [M, k], predicted fastest first."""
+    """Returns configs for the gradient of x [M, k], predicted fastest first."""
     work = Work(*dz.shape[:1], k, dz.shape[1], k_last=True)
     return sorted(
         (
@@ -369,7 +369,7 @@ def gated_forward(
     multiprocessors: int,
     config: MatmulConfig | QuantizedConfig | None = None,
 ) -> jax.Array:
-    """activation(x @ w_gate + b_gate) * (x @ w_up + b_up) of x [M, K]; both weights of one format."""
+    """Returns activation(x @ w_gate + b_gate) * (x @ w_up + b_up) of x [M, K]; w are of one format."""
 
     def epilogue(gate, up, *, scale_gate=None, scale_up=None, b_gate=None, b_up=None):
         gate, up = (
@@ -409,7 +409,7 @@ def _run(
     multiprocessors: int,
     name: str,
 ) -> dict[str, jax.Array]:
-    """Launches the kernel; `scales` are the epilogue's names for those of columns, a product each."""
+    """Launches the kernel; `scales` are the epilogue's names for the column scales of each product."""
     n, grain = ws[0].n, ws[0].grain
     ws = [w.spread() for w in ws]
     columns = ws[0].scale.shape[1]
@@ -491,14 +491,14 @@ def candidates(
     read: Iterable[jax.Array],
     multiprocessors: int,
 ) -> list[MatmulConfig | QuantizedConfig]:
-    """Configs for a product with quantised weights, predicted fastest first.
+    """Returns configs for a product with quantised weights, predicted fastest first.
 
-    Those of few rows come first wherever these can take them: tiles convert each weight once for every
-    64 or 128 rows too, and begin later.
+    Those of small M come first wherever they apply: tiles too dequantise each weight once for every 64
+    or 128 rows, and begin later.
 
     Args:
-      written: the dtypes of the results.
-      read: the matrices that the epilogue reads.
+      written: dtypes of the results.
+      read: matrices that the epilogue reads.
     """
     read_bytes = sum(matrix.dtype.itemsize for matrix in read)
     written_bytes = sum(jnp.dtype(dtype).itemsize for dtype in written)
@@ -516,7 +516,7 @@ def candidates(
 
 
 def _of_tiles(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Configs for a product of many rows, predicted fastest first."""
+    """Returns configs for a product of many rows, predicted fastest first."""
     configs = [
         MatmulConfig(tile_m, tile_n, stages, ping_pong, epilogue_columns=32)
         for tile_m, tile_n, stages, ping_pong in _TILES
@@ -526,24 +526,24 @@ def _of_tiles(work: Work, multiprocessors: int) -> list[MatmulConfig]:
 
 
 _TILES = ((128, 128, 3, False), (64, 128, 3, False), (64, 128, 4, True))
-"""Rows and columns of accumulators, slots of the ring, and ping-pong. Warpgroups that share a tile need
-half as many weights converted for each product."""
+"""Rows and columns of accumulators, pipeline stages, and ping-pong. Warpgroups that share a tile need
+half as many weights dequantised for each product."""
 
 
 def times(
     x: jax.Array, w: Packed, others: Iterable[jax.Array | None], multiprocessors: int
 ) -> dict[str, float]:
-    """Predicted microseconds of a product of few rows, and of XLA's, which copies the weights.
+    """Returns the predicted microseconds of a small-M product, and of XLA's, which copies the weights.
 
     Args:
-      others: what the epilogue reads of as many columns.
+      others: operands of the epilogue with as many columns.
     """
     work = _work(x, w, 1, 0, x.dtype.itemsize)
     config = _of_few_rows(work, multiprocessors)[0]
     product = cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
     kernels = 0
     if w.n % w.grain:
-        # All of them are padded, and the result is cut to size.
+        # All of them are padded, and the result is sliced.
         kernels = 1 + sum(a is not None for a in (w.scale, w.zero_point, *others))
     return {
         "pallas": cost.quantized_few_rows(work, config, multiprocessors)
@@ -569,7 +569,7 @@ def _work(x: jax.Array, w: Packed, products: int, read_bytes: int, written_bytes
 
 
 def _of_few_rows(work: Work, multiprocessors: int) -> list[QuantizedConfig]:
-    """Configs for a product of few rows that fit, predicted fastest first."""
+    """Returns configs for a small-M product that fit, predicted fastest first."""
     steps = -(-work.k // STEP)
     configs = [
         QuantizedConfig(tile_n, parts, stages, STEP)

@@ -1,9 +1,9 @@
-"""Weights of 8 or 4 bits in a product of few rows: from global memory to operands in registers.
+"""Weights of 8 or 4 bits in a product: from global memory to operands in registers.
 
 The weights lie as [N, K], so that a thread finds the numbers of a row next to one another, as many at a
-time as a register holds. They become numbers of x's dtype, which holds each of them exactly, in
-registers. A scale that a whole column of the product shares is left to the epilogue; one of a group
-along the sums multiplies the sum of that group in float32, so that no weight is ever rounded.
+time as a register holds. In registers they are converted to x's dtype, which holds each of them exactly.
+A scale of a whole column is left to the epilogue. A small-M product multiplies the float32 sum of a
+group along K by its scale, so that it rounds no weight; tiles multiply the weights themselves.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from pallas_kernels.gemm.dequantize import BLOCK
 from pallas_kernels.gemm.operands import bits_of, block
 
 DTYPES = (jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2)
-"""int4 only in words."""
+"""Dtypes of weights; int4 are packed in words."""
 _X_COLUMNS = 64
 """Numbers of x in 128 bytes, which are swizzled as one."""
 _BLOCK_WORDS = BLOCK // 8
@@ -29,16 +29,16 @@ _BLOCK_WORDS = BLOCK // 8
 
 @dataclass(frozen=True)
 class Format:
-    """How the weights of a product are stored, beside their shape."""
+    """The storage of a product's weights, apart from their shape."""
 
     dtype: Any
     group: int = 0
-    """Weights along the sums that share a scale; 0 where the epilogue scales whole columns."""
+    """Weights along K that share a scale; 0 where the epilogue scales whole columns."""
     has_zero_point: bool = False
 
     @property
     def in_words(self) -> bool:
-        """int4 lie in words of 32 bits [N, K / 8], as threads take them: see `BLOCK`."""
+        """Whether the weights are int4, packed in words of 32 bits [N, K / 8]: see `BLOCK`."""
         return self.dtype == jnp.int4
 
     @property
@@ -47,15 +47,15 @@ class Format:
 
     @property
     def arrays(self) -> int:
-        """How many arrays a product's weights are made of."""
+        """Number of arrays that hold a product's weights."""
         return 1 + int(self.group > 0) + int(self.has_zero_point)
 
 
 def why_unsupported(*, dtype: Any, group: int, k: int, step: int) -> str | None:
-    """None where a product [M, k] @ [N, k]^T with such weights can run in steps of `step`, else why not.
+    """Returns None where [M, k] @ [N, k]^T with such weights can run in steps of `step`, else why not.
 
     Args:
-      group: weights along the sums that share a scale; 0 for one scale a column.
+      group: weights along K that share a scale; 0 for one scale a column.
     """
     if dtype not in DTYPES:
         return f"it takes weights of int8, int4 and float8, and they are {jnp.dtype(dtype)}"
@@ -72,13 +72,13 @@ def why_unsupported(*, dtype: Any, group: int, k: int, step: int) -> str | None:
 
 @dataclass(frozen=True)
 class QuantizedTile:
-    """`span` columns of the weights in a step along the sums."""
+    """`span` columns of the weights in one K step."""
 
     format: Format
     span: int
     x_dtype: Any
     step_k: int
-    """Numbers along the sums in a step."""
+    """Elements along K in a step."""
 
     in_registers = True
 
@@ -88,47 +88,47 @@ class QuantizedTile:
 
     @property
     def blocks(self) -> int:
-        """Of a step."""
+        """Blocks of `BLOCK` elements along K in a step."""
         return self.step_k // BLOCK
 
     @property
     def group(self) -> int:
-        """Numbers along the sums that are multiplied one after another by instructions."""
+        """Elements along K of one operand: those that share a scale, but at most a block."""
         return min(self.format.group or BLOCK, BLOCK)
 
     @property
     def scale_rows(self) -> int:
-        """Scales along the sums that a step needs for a column."""
+        """Scales along K that a step needs for a column."""
         return max(1, self.step_k // (self.format.group or self.step_k))
 
     def _scale_row(self, group: int) -> int:
-        """Which of them is that of a group."""
+        """Returns the row, among a step's scales, that a group uses."""
         return group * self.scale_rows // self.groups
 
     @property
     def groups(self) -> int:
-        """Of a step."""
+        """Operands of `group` elements along K in a step."""
         return self.step_k // self.group
 
     @property
     def x_columns(self) -> int:
-        """Numbers of x that an instruction finds swizzled as one."""
+        """Elements of x along K that a WGMMA finds swizzled as one."""
         return min(_X_COLUMNS, self.group)
 
     def memory(self, stages: int) -> Mapping[str, Any]:
         f = self.format
         memory: dict[str, Any] = {}
         if f.in_words:
-            # A row of a block is 64 bytes, so that threads find two rows in all banks unswizzled.
+            # A row of a block is 64 bytes: two rows cover all banks, and need no swizzle.
             shape = (stages * self.blocks, self.span, _BLOCK_WORDS)
             memory["values"] = plgpu.SMEM(shape, jnp.int32)
         else:
-            # Numbers of a byte, which are swizzled together.
+            # Numbers of one byte, which are swizzled in pairs with their neighbours.
             memory["values"] = block((stages * self.blocks,), self.span, BLOCK, f.dtype)
         if f.group:
             memory["scale"] = plgpu.SMEM((stages, self.scale_rows, self.span), jnp.float32)
         if f.has_zero_point:
-            # A copy begins at a multiple of 128 bytes.
+            # A copy must begin at a multiple of 128 bytes.
             rows = self.scale_rows
             while rows * self.span % 128:
                 rows += 1
@@ -144,7 +144,7 @@ class QuantizedTile:
         k_start: Any,
         landed: Any,
     ) -> None:
-        """Starts the copies of the columns from `start` on, of a step, with their scales."""
+        """Starts the copies of a step of the columns from `start` on, with their scales."""
         values, *of_groups = arrays
         columns = pl.ds(start, self.span)
         for index, place in enumerate(self._pieces_for_copies(memory["values"], slot)):
@@ -162,7 +162,7 @@ class QuantizedTile:
             plgpu.copy_gmem_to_smem(array.at[rows, columns], place, landed)
 
     def _pieces_for_copies(self, memory: Any, slot: Any) -> Iterator[Any]:
-        """Yields the memory of a step as copies see it, block by block."""
+        """Yields the memory of each block of a step, in the view for copies."""
         for_copies = memory if self.format.in_words else memory[1]
         for index in range(self.blocks):
             yield for_copies.at[slot * self.blocks + index]
@@ -173,19 +173,19 @@ class QuantizedTile:
 
     @property
     def unit(self) -> float:
-        """What the weights in registers have to be multiplied by."""
+        """Factor by which the weights in registers are too small."""
         return dequantize.unit(self.x_dtype) if self._is_integer else 1.0
 
     def operands(self, memory: Mapping[str, Any], slot: Any) -> Iterator[jax.Array]:
-        """Yields the weights [span, group] of each group over `unit`, as instructions take them."""
+        """Yields each group's weights [span, group], divided by `unit`, as WGMMA operands."""
         return self._floats(memory, slot, 0, self.span)
 
     def dequantized(
         self, memory: Mapping[str, Any], slot: Any, start: int, width: int
     ) -> Iterator[jax.Array]:
-        """Yields for each group what the weights of columns from `start` on stand for, in x's dtype.
+        """Yields each group's dequantised weights in x's dtype, for the columns from `start` on.
 
-        One scale for a whole column is left to the epilogue here too.
+        A scale of a whole column is left to the epilogue here too.
         """
         for group, w in enumerate(self._floats(memory, slot, start, width)):
             if self.format.group:
@@ -196,15 +196,15 @@ class QuantizedTile:
             yield w
 
     def _scaled(self, w: jax.Array, scale: jax.Array) -> jax.Array:
-        """Each row of w [width, group] times its scale, in x's dtype."""
+        """Returns each row of w [width, group] times its scale, in x's dtype."""
         if self.x_dtype == jnp.float16:
-            # float16 does not hold scales below 6e-5 to all its digits, and float8_e5m2's are smaller.
+            # float16 loses digits of scales below 6e-5, and those of float8_e5m2 are smaller.
             wide = w.astype(jnp.float32) * lax.broadcast_in_dim(scale, w.shape, (0,))
             return wide.astype(self.x_dtype)
         return w * lax.broadcast_in_dim(scale.astype(self.x_dtype), w.shape, (0,))
 
     def _of_group(self, memory: Any, slot: Any, group: int, start: int, width: int) -> jax.Array:
-        """The scales or zero points of a group, for some columns."""
+        """Returns the scales or zero points of a group, for some columns."""
         numbers = memory.at[slot, self._scale_row(group)]
         if width < self.span:
             numbers = numbers.at[pl.ds(start, width)]
@@ -213,10 +213,10 @@ class QuantizedTile:
     def _floats(
         self, memory: Mapping[str, Any], slot: Any, start: int, width: int
     ) -> Iterator[jax.Array]:
-        """Yields the weights of each group without their scale, over `unit`.
+        """Yields the weights of each group without their scale, divided by `unit`.
 
-        Threads load what they multiply: loads of four bytes would be fewer, but a layout that has them
-        takes three more instructions for each to exchange pairs between threads.
+        Each thread loads what it multiplies. Loads of four bytes would be fewer, but their layout takes
+        three more instructions for each to exchange pairs between threads.
         """
         for_registers = memory["values"] if self.format.in_words else memory["values"][0]
         for index in range(self.blocks):
@@ -239,7 +239,7 @@ class QuantizedTile:
     def _shifts(
         self, memory: Mapping[str, Any], slot: Any, index: int, start: int, width: int
     ) -> list[jax.Array]:
-        """What each group of a block adds to its unsigned integers [width], over `unit`."""
+        """Returns what each group of a block adds to its unsigned integers [width], over `unit`."""
         added = dequantize.ADDED_TO_WORDS if self.format.in_words else dequantize.ADDED_TO_BYTES
         if not self.format.has_zero_point:
             splat = jnp.full((width,), -added / self.unit, self.x_dtype)
@@ -249,17 +249,17 @@ class QuantizedTile:
             self._of_group(memory["zero_point"], slot, group, start, width).astype(jnp.float32)
             for group in range(index * groups, (index + 1) * groups)
         )
-        # Every integer up to 256 is a number of bfloat16.
+        # bfloat16 holds every integer up to 256.
         return [((z + added) * (-1 / self.unit)).astype(self.x_dtype) for z in zero_points]
 
     def scales(self, memory: Mapping[str, Any], slot: Any, rows: int) -> Iterator[jax.Array]:
-        """Yields for each group what multiplies its sums [span, rows]."""
+        """Yields each group's scales, in the shape of its sums [span, rows]."""
         for group in range(self.groups):
             scale = self._of_group(memory["scale"], slot, group, 0, self.span)
             yield lax.broadcast_in_dim(scale, (self.span, rows), (0,))
 
 
 def _from_float8(stored: Any, dtype: Any) -> jax.Array:
-    # The hardware converts float8 to float16 alone.
+    # The hardware converts float8 only to float16.
     w = plgpu.load(stored, layout=plgpu.Layout.WGMMA).astype(jnp.float16)
     return w if dtype == jnp.float16 else w.astype(jnp.float32).astype(dtype)

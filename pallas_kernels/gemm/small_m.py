@@ -1,11 +1,11 @@
-"""A product with few rows for Hopper, whose weights are read as fast as memory gives them.
+"""A small-M product for Hopper, which reads its weights as fast as memory delivers them.
 
-Where x has at most 64 rows, the weights are nearly all that moves. A CTA takes a block of their columns
-and a part of the sums; all CTAs are resident at once, and each keeps several copies in flight, so that
-the memory is busy from the first microsecond on. The operands change sides: 64 columns of w are the rows
-of an instruction, and the few rows of x, filled up to a multiple of 8, its columns. The CTAs that share
-columns are a cluster: each leaves its sums in shared memory, and reads its share of those of all others,
-in one order, so that the result has the same bits each time and no second kernel is needed.
+Where x has at most 64 rows, nearly all of the traffic is weights. A CTA takes a block of their columns
+and a part of K (split-K); all CTAs are resident at once, and each keeps several copies in flight, so
+that the memory is busy from the first microsecond on. The operands are swapped: 64 columns of w are the
+rows of a WGMMA, and the few rows of x, filled up to a multiple of 8, its columns. The CTAs that share
+columns are a cluster: each leaves its sums in shared memory, and adds its share of the rows over all
+CTAs, in a fixed order, so that results repeat bit for bit and no second kernel is needed.
 """
 
 import functools
@@ -30,25 +30,25 @@ from pallas_kernels.gemm.weights import Weights, weights
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 MAX_ROWS = 64
-"""Of x. Beyond, products of large tiles read their operands less often."""
+"""Most rows of x. For more, products of large tiles read their operands less often."""
 MAX_ROWS_QUANTIZED = 128
-"""Of x, where the weights are quantised, which tiles would convert once for each 64 or 128 rows."""
+"""Most rows of x with quantised weights, which tiles would dequantise again for each 64 or 128 rows."""
 MAX_PARTS = 8
-"""CTAs of a cluster that every Hopper GPU can place."""
+"""CTAs of the largest cluster that every Hopper GPU can place."""
 _CHUNK = 8
-"""Rows of the result that the epilogue takes at a time: those of a swizzled tile."""
+"""Rows of the result that the epilogue processes at a time: those of a swizzled tile."""
 
 
 @dataclass(frozen=True)
 class FewRowsConfig:
-    """How a product of few rows is shared among CTAs."""
+    """Tiles, pipeline and split-K of a small-M product."""
 
     tile_n: int = 64
     """Columns that a CTA computes of each product."""
     parts: int = 4
-    """CTAs that share a block of columns: each takes a part of the sums."""
+    """CTAs that share a block of columns, each of which takes a part of K (split-K)."""
     stages: int = 4
-    """Steps along the sums that are in flight or in use."""
+    """Pipeline stages: K steps that are in flight or in use."""
 
     def __post_init__(self) -> None:
         if self.tile_n not in (64, 128, 256):
@@ -68,10 +68,10 @@ class FewRowsConfig:
 
 @dataclass(frozen=True)
 class QuantizedConfig(FewRowsConfig):
-    """Likewise where the weights are quantised, of which a step may be longer."""
+    """Tiles, pipeline and split-K with quantised weights, whose K steps may be longer."""
 
     step_k: int = 128
-    """Numbers along the sums in a step."""
+    """Elements along K in a step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,37 +83,37 @@ class QuantizedConfig(FewRowsConfig):
 
 @dataclass(frozen=True)
 class FewRows:
-    """The static facts of a launch, and the code of a CTA."""
+    """Static parameters of a launch."""
 
     m: int
     n: int
     """Columns of each product."""
     ks: tuple[int, ...]
-    """Length of the sums of each term."""
+    """Length of K of each term."""
     dtype: Any
     blocks: tuple[Block, ...]
-    """Where the w of each term and, in it, of each product lies."""
+    """Positions of w, one for each product of each term, terms outermost."""
     config: FewRowsConfig
     products: int
     w_dtype: Any
     w_transposed: bool
-    """w is [N, K]."""
+    """Whether w is [N, K]."""
     function: Callable[..., Mapping[str, Any]]
-    """Returns a tile by name, or its pieces."""
+    """The epilogue, which returns each output's tile or its pieces by name."""
     vectors: Mapping[str, jax.ShapeDtypeStruct]
-    """[N]; or [W] for all columns alike; or [segments, W] for those of each segment."""
+    """[N]; or [W], the same for all blocks of columns; or [segments, W], one row per segment."""
     matrices: Mapping[str, jax.ShapeDtypeStruct]
-    """[M, N]; or [P, W] for all columns alike, of which row m % P is for row m."""
+    """[M, N]; or [P, W], the same for all blocks of columns, whose row m % P is for row m."""
     outputs: Mapping[str, Any]
-    """The dtype of each."""
+    """Dtypes of the outputs."""
     segments: tuple[int, ...] = ()
-    """Columns of the arrays that an output is made of, if of several: whole blocks of columns each."""
+    """Columns of each array, if an output is split into several; whole blocks of columns each."""
     segments_of: Mapping[str, int] = MappingProxyType({})
-    """Of outputs that lack the last segments, how many they have."""
+    """Numbers of arrays, for outputs that lack the last segments."""
     piece: int = 0
-    """Columns of a piece, if `function` returns tiles in pieces."""
+    """Columns of a piece, if `function` returns tiles in pieces; else 0."""
     quantized: Format | None = None
-    """How the weights are stored, if they are quantised."""
+    """Format of the weights, if they are quantised."""
 
     @property
     def pieces(self) -> int:
@@ -121,44 +121,44 @@ class FewRows:
 
     @property
     def result_widths(self) -> dict[str, tuple[int, ...]]:
-        """The columns of each array that an output is made of."""
+        """Columns of each array that an output is split into."""
         widths = self.segments or (self.n,)
         return {name: widths[: self.segments_of.get(name, len(widths))] for name in self.outputs}
 
     def width(self, columns: int) -> int:
-        """Of a vector or a matrix with so many columns, those that a tile needs."""
+        """Returns how many of a vector's or matrix's columns a tile needs."""
         return self.config.tile_n if columns == self.n else columns
 
     @property
     def rows(self) -> int:
-        """Rows of x as an instruction takes them."""
+        """Rows of x, filled up to the multiple of 8 that a WGMMA takes."""
         return math.ceil(self.m / _CHUNK) * _CHUNK
 
     @property
     def chunks(self) -> int:
-        """Chunks of rows, which the epilogue takes one after the other."""
+        """Chunks of the result's rows, which the CTAs of a cluster share."""
         return self.rows // _CHUNK
 
     @property
     def chunks_of_cta(self) -> int:
-        """The most that one CTA finishes."""
+        """Most chunks that one CTA finishes."""
         return pl.cdiv(self.chunks, self.config.parts)
 
     @property
     def step_k(self) -> int:
-        """Numbers along the sums in a step."""
+        """Elements along K in a step."""
         if isinstance(self.config, QuantizedConfig):
             return self.config.step_k
         return swizzled_columns(self.dtype)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps along the sums of each term."""
+        """K steps of each term."""
         return tuple(pl.cdiv(k, self.step_k) for k in self.ks)
 
     @property
     def columns(self) -> int:
-        """Blocks of columns."""
+        """Number of blocks of columns."""
         return pl.cdiv(self.n, self.config.tile_n)
 
     @property
@@ -170,7 +170,7 @@ class FewRows:
 
     @property
     def x_pieces(self) -> int:
-        """Tiles of x in a step."""
+        """Tiles of x in a K step."""
         return self.step_k // self.x_tile.tile_k
 
     @property
@@ -183,7 +183,7 @@ class FewRows:
         return QuantizedTile(self.quantized, self.config.tile_n, self.dtype, self.step_k)
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory of a CTA."""
+        """Returns the shared memory of a CTA."""
         c = self.config
         w_tile = self.quantized_tile if self.quantized else self.w_tile
         arrivals = self.x_pieces * self.x_tile.blocks + self.products * w_tile.copies
@@ -191,7 +191,7 @@ class FewRows:
             x_smem=self.x_tile.memory(c.stages * self.x_pieces),
             w_smem=[w_tile.memory(c.stages) for _ in range(self.products)],
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=c.stages),
-            # Swizzled, as columns of the accumulators become rows in it.
+            # Swizzled, because accumulators are stored transposed.
             sums=[
                 [tiled((_CHUNK, c.tile_n), jnp.float32, 32) for _ in range(self.chunks)]
                 for _ in range(self.products)
@@ -221,10 +221,10 @@ class FewRows:
         return scratch
 
     def _chunk_memory(self, width: int, dtype: Any, pieces: int = 1) -> plgpu.RefUnion:
-        """Holds the chunks of a matrix that a CTA reads or writes, row after row of a piece.
+        """Returns memory for a CTA's chunks of a matrix, in pieces that are stored row after row.
 
-        The first description is for registers, the second for copies. For the same bytes they differ, as
-        Mosaic takes any tiles that it is free to take, and arrays of every width are to be copied.
+        The first view is for registers, the second for copies, of the same bytes. Mosaic chooses any
+        tiling left open, and a tiled view cannot be copied from or to arrays of every width.
         """
         shape = (self.chunks_of_cta, pieces, _CHUNK, width)
         whole = plgpu.TilingTransform((_CHUNK, width))
@@ -234,7 +234,7 @@ class FewRows:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA takes."""
+        """Bytes of shared memory per CTA."""
         return allocated_bytes(self.scratch())
 
     def launch(
@@ -298,7 +298,7 @@ class FewRows:
         )(*xs, *ws, *others)
 
     def _of_weights(self, refs: Sequence[Any]) -> Sequence[Any]:
-        """The arrays that hold weights; of quantised ones a tuple for each product."""
+        """Returns the arrays that hold weights; for quantised ones, a tuple for each product."""
         if self.quantized is None:
             return refs
         size = self.quantized.arrays
@@ -307,7 +307,7 @@ class FewRows:
 
 @dataclass(frozen=True, kw_only=True)
 class _Cta:
-    """What a CTA, which is one warpgroup, does: a block of columns, and a part of the sums."""
+    """The code of a CTA, which is one warpgroup: a block of columns, and a part of K."""
 
     product: FewRows
     x_gmem: Sequence[Any]
@@ -318,18 +318,18 @@ class _Cta:
     x_smem: Any
     w_smem: Sequence[Any]
     full: Any
-    """A slot of the ring holds a step."""
+    """Barriers: a stage holds the operands of a K step."""
     sums: Sequence[Sequence[Any]]
-    """What this CTA has summed of each product, and of it of each chunk of rows."""
+    """Buffers for this CTA's sums, for each product and each chunk of rows."""
     out_smem: Mapping[str, Any]
     vector_smem: Any = None
     vector_full: Any = None
     matrix_smem: Any = None
     matrix_full: Any = None
     summed: Any = None
-    """Every CTA of the cluster has left its sums."""
+    """Cluster barrier: every CTA has left its sums."""
     read: Any = None
-    """Every CTA of the cluster has read all it needs of the others' memory."""
+    """Cluster barrier: every CTA has read all it needs of the others' memory."""
 
     @property
     def config(self) -> FewRowsConfig:
@@ -345,12 +345,12 @@ class _Cta:
 
     @property
     def _accumulator(self) -> Any:
-        """The sums of a product [columns, rows]."""
+        """Accumulators of a product, [columns, rows]."""
         return plgpu.ACC((self.config.tile_n, self.product.rows), jnp.float32)
 
     def run(self) -> None:
         c, total = self.config, sum(self.product.steps)
-        # The parts differ by one step at most, and the larger ones are spread.
+        # The parts differ by at most one step, and the longer ones are spread evenly.
         first = lax.div(self.part * total, jnp.int32(c.parts))
         last = lax.div((self.part + 1) * total, jnp.int32(c.parts))
         for slot in range(c.stages):
@@ -373,14 +373,14 @@ class _Cta:
             plgpu.barrier_wait(self.vector_full)
         self._each_chunk(self._finish_rows)
         if c.parts > 1:
-            # A CTA that ends takes its shared memory along.
+            # A CTA that ends frees its shared memory, which the others must have read.
             plgpu.barrier_arrive(self.read)
             plgpu.barrier_wait(self.read)
         plgpu.wait_smem_to_gmem(0)
 
     @staticmethod
     def _leave(value: jax.Array, memory: Sequence[Any]) -> None:
-        """Leaves accumulators [columns, rows] in shared memory, for all CTAs of the cluster."""
+        """Stores accumulators [columns, rows] in shared memory, for all CTAs of the cluster."""
         for index, rows in enumerate(memory):
             part = value[:, index * _CHUNK : (index + 1) * _CHUNK]
             turned = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -389,7 +389,7 @@ class _Cta:
     # --- the product ------------------------------------------------------------------------------
 
     def _copy_step(self, step: Any, slot: Any) -> None:
-        """Starts the copies of a step along the sums of all terms, one after another."""
+        """Starts the copies of a K step; steps are counted over all terms."""
         start = 0
         for term, steps in enumerate(self.product.steps):
             copy = functools.partial(self._copy_of_term, term, step - start, slot)
@@ -400,7 +400,7 @@ class _Cta:
             start += steps
 
     def _refill(self, step: Any, slot: Any) -> None:
-        """As `_copy_step`, of a slot that the warps have read. They take turns."""
+        """Starts the copies of a step into a stage that all warps have read; the warps take turns."""
         warps.await_all()
         warps.run_by_one(step, functools.partial(self._copy_step, step, slot))
 
@@ -415,7 +415,7 @@ class _Cta:
             else:
                 product.w_tile.copy(block.view(self.w_gmem, product.w_transposed), *place)
         x = self.x_gmem[term]
-        no_row = 0 * self.part  # Traced, as x may have fewer rows than copied.
+        no_row = 0 * self.part  # Traced, as a static span may not end beyond x's rows.
         for piece in range(product.x_pieces):
             product.x_tile.copy(
                 lambda first, second: x.at[first, second],
@@ -427,7 +427,7 @@ class _Cta:
             )
 
     def _accumulate(self, first, last, *accumulators) -> Sequence[jax.Array]:
-        """The sums of each product from step `first` to before step `last`."""
+        """Returns the sums of each product from step `first` to before step `last`."""
         if self.product.quantized is not None:
             self._each_step(first, last, functools.partial(self._multiply_step, accumulators), None)
             return [acc[...] for acc in accumulators]
@@ -437,7 +437,7 @@ class _Cta:
         def step(i, _):
             self._multiply(accumulators, lax.rem(i, jnp.int32(stages)))
 
-            # The slot before this one has been read when at most this one's instructions are under way.
+            # The stage before this one is free when only this one's WGMMAs are in flight.
             @pl.when((i >= 1) & (i - 1 + stages < count))
             def _():
                 self._refill(first + i - 1 + stages, lax.rem(i - 1, jnp.int32(stages)))
@@ -446,7 +446,7 @@ class _Cta:
         return [acc[...] for acc in accumulators]
 
     def _multiply(self, accumulators: Sequence[Any], slot: Any) -> None:
-        """Has a slot multiplied once it is full; what was issued before has ended on return."""
+        """Issues the WGMMAs of a stage once it is full; those issued before have ended on return."""
         plgpu.barrier_wait(self.full.at[slot])
         [(_, x)] = self.product.x_tile.operands(self.x_smem, slot)
         tile, count = self.product.w_tile, 0
@@ -460,7 +460,7 @@ class _Cta:
     # --- quantised weights ------------------------------------------------------------------------
 
     def _each_step(self, first, last, multiply: Callable[[Any, Any], Any], totals: Any) -> Any:
-        """Has each step multiplied by `multiply(slot, totals)`, after which its slot may be filled."""
+        """Calls `multiply(slot, totals)` for each K step, and then starts to fill its stage again."""
         stages = self.config.stages
         count = last - first
 
@@ -478,7 +478,7 @@ class _Cta:
         return lax.fori_loop(0, count, step, totals)
 
     def _multiply_step(self, accumulators: Sequence[Any], slot: Any, nothing: None) -> None:
-        """Adds what the weights of a step, all of one scale, make of x."""
+        """Adds the products of a step to the accumulators, where all its weights have one scale."""
         tile = self.product.quantized_tile
         for acc, w_smem in zip(accumulators, self.w_smem, strict=True):
             for group, w in enumerate(tile.operands(w_smem, slot)):
@@ -487,7 +487,7 @@ class _Cta:
         return nothing
 
     def _accumulate_groups(self, first, last) -> Sequence[jax.Array]:
-        """As `_accumulate`, where the sum of each group is scaled before it is added."""
+        """Returns the sums of each product, of which each group's is scaled before it is added."""
         tile = self.product.quantized_tile
 
         def multiply(slot, totals):
@@ -512,7 +512,7 @@ class _Cta:
         return acc[...]
 
     def _multiply_group(self, slot: Any, group: int, w: jax.Array, acc: Any) -> None:
-        """Issues the products of a group's weights [columns, sums], which are in registers."""
+        """Issues the WGMMAs of a group's weights [columns, K], which are in registers."""
         product, width = self.product, self.product.x_tile.tile_k
         pieces = w.shape[1] // width
         for piece in range(pieces):
@@ -524,7 +524,7 @@ class _Cta:
     # --- the epilogue -----------------------------------------------------------------------------
 
     def _each_chunk(self, of_chunk: Callable[[int], None]) -> None:
-        """Does something for each chunk of rows that this CTA finishes; it may have none."""
+        """Calls `of_chunk` for each chunk of rows that this CTA finishes; it may have none."""
         for chunk in range(self.product.chunks):
             mine = functools.partial(of_chunk, chunk)
             if self.config.parts == 1:
@@ -534,17 +534,17 @@ class _Cta:
 
     def _first_row(self, chunk: int) -> jax.Array:
         parts = self.config.parts
-        # The same as of `chunk`, but traced: what is static may not end beyond a matrix.
+        # Equal to this CTA's `chunk * _CHUNK`, but traced: a static span may not end beyond a matrix.
         return (chunk // parts * parts + self.part) * _CHUNK
 
     def _own(self, memory: Any, chunk: int) -> tuple[Any, Any]:
-        """This CTA's memory for a chunk of rows, as registers and as copies see it."""
+        """Returns this CTA's memory for a chunk of rows in two views, for registers and for copies."""
         for_registers, for_copies = memory
         index = chunk // self.config.parts
         return for_registers.at[index], for_copies.at[index]
 
     def _prefetch(self) -> None:
-        """Has what the epilogue reads copied while the product is taken."""
+        """Starts the copies of the epilogue's operands, which overlap the product."""
         for name, ref in self.vectors.items():
             columns = pl.ds(self._first_column(ref), self.vector_smem[name].shape[0])
             source = ref.at[columns] if ref.ndim == 1 else ref.at[self.segment, columns]
@@ -553,7 +553,7 @@ class _Cta:
             self._each_chunk(self._prefetch_rows)
 
     def _first_column(self, ref: Any) -> jax.Array:
-        """Where in a vector or a matrix the columns of this CTA begin."""
+        """Returns the first column of a vector or matrix that this CTA needs."""
         return self.n_start if ref.shape[-1] == self.product.n else 0 * self.n_start
 
     def _prefetch_rows(self, chunk: int) -> None:
@@ -570,7 +570,7 @@ class _Cta:
 
     @property
     def segment(self) -> jax.Array:
-        """Which of the arrays that an output is made of the columns of this CTA are in."""
+        """Index of that array of an output that has this CTA's columns."""
         ends = itertools.accumulate(self.product.segments[:-1])
         past = [(self.n_start >= end).astype(jnp.int32) for end in ends]
         return sum(past, 0 * self.n_start)
@@ -597,7 +597,7 @@ class _Cta:
             self._store(chunk, self._own(self.out_smem[name], chunk)[1], arrays)
 
     def _store(self, chunk: int, memory: Any, arrays: Sequence[Any]) -> None:
-        """Starts the copies of rows to the array, of those that an output is made of, they are in."""
+        """Starts the copies of rows to that array of an output that has this CTA's columns."""
         start = 0
         for array in arrays:
             first = self.n_start - start
@@ -616,11 +616,11 @@ class _Cta:
                 pl.when((first >= 0) & (first < array.shape[1]))(store)
 
     def _sum(self, memory: Any) -> jax.Array:
-        """Rows of a product, added up over the CTAs of the cluster in their order."""
+        """Adds up rows of a product over the CTAs of the cluster, in their order."""
         parts = self.config.parts
         total = None
         for part in range(parts):
-            # A reference into another CTA's memory is to all of an array.
+            # A reference to another CTA's memory must be to a whole array.
             ref = memory if parts == 1 else plgpu.cluster_ref(memory, {"part": jnp.int32(part)})
             value = plgpu.load(ref, layout=self._layout)
             total = value if total is None else total + value
@@ -638,7 +638,7 @@ class _Cta:
 
 
 def chunk_layout(columns: int) -> Any:
-    """Registers of a chunk of rows in pieces of so many columns: up to 128 of a row for each warp."""
+    """Returns the layout of a chunk of rows in pieces of `columns`: up to 128 of a row per warp."""
     vec = min(4, columns // 32)
     return plgpu.Layout.TILED(
         plgpu.Tiling(((4, 32 * vec), (vec,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1

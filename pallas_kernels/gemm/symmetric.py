@@ -1,20 +1,20 @@
-"""Products of many matrices for Hopper: symmetric ones, of which half is multiplied, and both ways.
+"""Batched products for Hopper: symmetric ones, of which half is multiplied, and both ways.
 
-A symmetric product is a I + b S + c X Y^T. A product both ways is X Y^T and its transpose: tf32 sums run
-along the last axes of both operands, so that what is multiplied from both sides is wanted twice.
+A symmetric product is a I + b S + c X Y^T. A product both ways is X Y^T and its transpose: tf32 WGMMAs
+sum along the last axes of both operands, so a factor on both sides is needed twice.
 
-The tiles of a result below its diagonal are those above it, transposed. So only the tiles on the
-diagonal and below it are multiplied, and each of the latter is stored twice, once transposed in
+The tiles of a symmetric result above its diagonal are those below it, transposed. So only the tiles on
+the diagonal and below it are multiplied, and each of the latter is stored twice, once transposed in
 registers.
 
 CTAs of a cluster take tiles one below the other and share the rows of Y, which are then read from L2
 once and not by each.
 
-The triangle of a matrix's tiles is folded into a rectangle, whose tiles are taken in the order of any
-other product; with clusters, that of squares of as many tiles a side as a cluster has CTAs. With T tiles
-a side, T odd, the rectangle has T rows and (T + 1) / 2 columns: its tile
-(r, c) is the matrix's tile (r, c) where c <= r, and else (T - 1 - r, T - c). With T even it has T + 1
-rows and T / 2 columns: its tile (r, c) is (r - 1, c) where c < r, and else (T - 1 - r, T - 1 - c).
+The triangle of a matrix's tiles is folded into a rectangle, whose tiles are taken in the usual raster
+order; with clusters, it consists of squares of as many tiles a side as a cluster has CTAs. With T tiles
+a side, T odd, the rectangle has T rows and (T + 1) / 2 columns: its tile (r, c) is the matrix's tile (r,
+c) where c <= r, and else (T - 1 - r, T - c). With T even it has T + 1 rows and T / 2 columns: its tile
+(r, c) is (r - 1, c) where c < r, and else (T - 1 - r, T - 1 - c).
 """
 
 import functools
@@ -44,11 +44,11 @@ from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 GRAIN = 64
-"""What the rows of a matrix must be a multiple of: a transposed tile is copied in pieces of so many."""
+"""Divisor of a matrix's rows: a transposed tile is copied in pieces of 64."""
 _ROW_BYTES = 16
-"""What the bytes of a row must be a multiple of, as the copy engine wants."""
+"""Divisor of the bytes of a row, as TMA requires."""
 TILE = 128
-"""Rows and columns of a tile, which is a warpgroup's; a square, so that it may be transposed."""
+"""Rows of a warpgroup's tile, and columns of one in a symmetric result, which is transposed."""
 
 
 def why_unsupported(
@@ -58,7 +58,7 @@ def why_unsupported(
     dtype: Any,
     allows_tf32: bool,
 ) -> str | None:
-    """None where the kernel can run, else the reason.
+    """Returns None where the kernel can run, else the reason.
 
     Args:
       compute_capability: of the GPU, or None where there is none.
@@ -85,7 +85,7 @@ def why_unsupported(
 
 
 def candidates(dtype: Any) -> list[MatmulConfig]:
-    """The configs that fit into shared memory, the default one first."""
+    """Returns the configs of `symmetric_product` that fit into shared memory, the default one first."""
     slots = ((4, 2, 2), (4, 1, 2), (4, 1, 1), (3, 1, 1), (2, 1, 2))
     configs = [
         MatmulConfig(
@@ -104,7 +104,7 @@ def candidates(dtype: Any) -> list[MatmulConfig]:
 
 
 def product_candidates(dtype: Any) -> list[MatmulConfig]:
-    """The same for `product_both_ways`."""
+    """Returns the configs of `product_both_ways` that fit into shared memory, the default one first."""
     configs = [
         MatmulConfig(
             TILE, tile_n, stages=stages, epilogue_columns=32, write_slots=write, cluster=cluster
@@ -133,9 +133,9 @@ def symmetric_product(
       y: [B, M, K] of x's dtype, such that X Y^T is symmetric; None for x.
       matrix: S, [B, M, M] of x's dtype, each of them symmetric, or None.
       coefficients: (a, b, c), float32 [3], with `matrix`.
-      scales: what each X Y^T is multiplied by, float32 [B], without `matrix`; None for 1.
-      is_factor: whether a float32 result is rounded to tf32, the bits of it that a product takes. What
-        is not rounded here loses the others there, and becomes smaller on average.
+      scales: factors of each X Y^T, float32 [B], without `matrix`; None for 1.
+      is_factor: whether a float32 result is rounded to tf32, the bits of it that a product reads.
+        Unrounded, it is truncated there, and becomes smaller on average.
       multiprocessors: of the device.
       config: one of `candidates`; None for the first.
     """
@@ -179,8 +179,8 @@ def product_both_ways(
       x: [B, M, K].
       y: [B, N, K] of x's dtype.
       scales: s, float32 [B]; None for 1.
-      first_turned: of the matrices before this one the transpose is left unwritten, of all others the
-        product; None for both of all matrices.
+      first_turned: matrices before this index get only the product, all others only its transpose; None
+        for both of all matrices.
       is_factor: as in `symmetric_product`.
       multiprocessors: of the device.
       config: one of `product_candidates`; None for the first.
@@ -225,7 +225,7 @@ def _launch(
     rounds: bool = False,
     first_turned: int | None = None,
 ) -> "_Launch":
-    """A launch for x of a shape; `columns` of the result, None where it is symmetric."""
+    """Returns a launch for x of `shape`; `columns` of the result, None where it is symmetric."""
     batch, rows, sums = shape
     product = _BatchedProduct(
         m=rows,
@@ -244,10 +244,10 @@ def _launch(
 
 @dataclass(frozen=True, kw_only=True)
 class _BatchedProduct(Product):
-    """The static facts of a launch, and which tiles of which matrices are multiplied.
+    """Static parameters of a launch, and which tiles of which matrices are multiplied.
 
-    A place of a tile by its first row stands for its matrix, too: the matrices are one below the other,
-    each with whole tiles, and as many as the CTAs of a cluster take of a column of tiles.
+    The matrices are one below the other, each filled up to whole tiles of a cluster, so that a tile's
+    first row (`m_start`) gives its matrix too.
     """
 
     batch: int
@@ -255,12 +255,12 @@ class _BatchedProduct(Product):
 
     @property
     def sides(self) -> int:
-        """Tiles on a side of a matrix, in squares of as many as a cluster has CTAs."""
+        """Tiles on a side of a matrix, in squares with as many a side as a cluster has CTAs."""
         return pl.cdiv(self.m, TILE * self.config.cluster)
 
     @property
     def tile_grid(self) -> tuple[int, int]:
-        """The rectangle into which the tiles of a matrix are folded, a cluster's for one."""
+        """Tiles of the rectangle into which a matrix is folded; a cluster's count as one downwards."""
         if not self.is_symmetric:
             return self.sides, pl.cdiv(self.n, self.config.tile_n)
         across = (self.sides + 1) // 2
@@ -291,7 +291,7 @@ class _BatchedProduct(Product):
         return row * TILE, n_idx
 
     def fold(self, row: Any, column: Any) -> tuple[Any, Any]:
-        """The row and column of the matrix's square of tiles that is at a place of the rectangle."""
+        """Returns the row and column of the square of tiles that is at a place of the rectangle."""
         even = 1 - self.sides % 2
         below = column <= row - even
         m_idx = jnp.where(below, row - even, self.sides - 1 - row)
@@ -299,7 +299,7 @@ class _BatchedProduct(Product):
         return m_idx, n_idx
 
     def place_of(self, m_start: Any) -> tuple[jax.Array, jax.Array]:
-        """Which matrix, and which of its rows, begins at a row of all matrices."""
+        """Returns the matrix, and the row in it, that a first row of all matrices stands for."""
         rows = jnp.int32(self.sides * self.config.cluster * TILE)
         return lax.div(m_start, rows), lax.rem(m_start, rows)
 
@@ -333,13 +333,13 @@ class _BatchedProduct(Product):
 
 @dataclass(frozen=True)
 class _Launch:
-    """A product and what becomes of its tiles."""
+    """A product and the parameters of its epilogue."""
 
     product: _BatchedProduct
     adds: bool
     """Whether a I and b S are added."""
     scales: bool
-    """Whether each matrix is multiplied by a number."""
+    """Whether each matrix is multiplied by a scale."""
     rounds: bool
     """Whether the result is rounded to tf32."""
     first_turned: int | None
@@ -375,11 +375,11 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _EpilogueOfTile:
-    """Adds to a tile and stores it, chunk by chunk of its columns, as it is and transposed."""
+    """The epilogue of a tile, which is stored in chunks of its columns, as it is and transposed."""
 
     launch: _Launch
     others: Sequence[Any]
-    """S and the coefficients in global memory, if they are added, or the scales."""
+    """Operands in global memory: S and the coefficients, or the scales."""
     results: Sequence[Any]
     """The product, and its transpose where it is not symmetric."""
     smem: Mapping[str, Any]
@@ -394,7 +394,7 @@ class _EpilogueOfTile:
         return self._config.tile_n // self._config.epilogue_columns
 
     def _columns(self, chunk: int) -> Any:
-        """Of the result."""
+        """Returns a chunk's columns of the result."""
         width = self._config.epilogue_columns
         return pl.ds(self.place.n_idx * self._config.tile_n + chunk * width, width)
 
@@ -453,12 +453,12 @@ class _EpilogueOfTile:
         return value * c + s * b + jnp.where(on_diagonal, a, 0.0)
 
     def _store(self, value: jax.Array, chunk: int) -> None:
-        """Has a chunk of a tile copied out, and its transpose to the other side of the diagonal."""
+        """Starts the copies of a chunk of a tile and of its transpose across the diagonal."""
         slots = self._config.write_slots
         index = self.place.wg_idx, chunk % slots
         registers, copies = self.smem["out_smem"]
         turned = self.smem["turned_smem"].at[index]
-        # Whatever slot the last tile ended with has been read long since.
+        # The first chunk waits for all copies of the last tile, which have ended long since.
         plgpu.wait_smem_to_gmem(slots - 1 if chunk else 0, wait_read_only=True)
         registers.at[index][...] = value
         turned.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -480,24 +480,24 @@ class _EpilogueOfTile:
         plgpu.commit_smem_to_gmem_group()
 
     def _stored(self, matrix: Any, row: Any) -> tuple[Any, Any]:
-        """Whether the tile is stored, and whether its transpose is; None where all are."""
+        """Returns whether the tile and its transpose are stored, None where those of all tiles are."""
         if not self.launch.product.is_symmetric:
             first_turned = self.launch.first_turned
             if first_turned is None:
                 return None, None
             return matrix < first_turned, matrix >= first_turned
         column = self.place.n_idx * TILE
-        # CTAs that share the tiles of b also multiply tiles above the diagonal, for nothing.
+        # CTAs that share the tiles of b also multiply tiles above the diagonal, which are not stored.
         below = None if self._config.cluster == 1 else row >= column
         return below, row != column if below is None else row > column
 
 
 _DROPPED = (1 << 13) - 1
-"""The bits of a float32 that are not in tf32, which has 10 of 23 behind the point."""
+"""Bits of a float32 that tf32 drops, which keeps 10 of 23 after the point."""
 
 
 def _rounded_to_tf32(value: jax.Array) -> jax.Array:
-    """Rounds to the nearest, and from the middle away from zero; NaN, whose bits overflow, stays."""
+    """Rounds to the nearest tf32, ties away from zero; NaN, whose bits would overflow, stays."""
     bits = lax.bitcast_convert_type(value, jnp.int32) + (_DROPPED + 1) // 2
     rounded = lax.bitcast_convert_type(bits & ~_DROPPED, jnp.float32)
     return jnp.where(value != value, value, rounded)

@@ -1,10 +1,10 @@
-"""The gradient of a product's weights for Hopper: x^T @ dy, which sums over many rows.
+"""The weight gradient (wgrad) for Hopper: x^T @ dy, which sums over many rows.
 
 Several dy may share an x, which is then read once for all of them. The result has few tiles, and the
-sums are long: each tile is computed in parts, by CTAs that take some of the rows each. The CTAs of a
-cluster add their parts through each other's shared memory, and XLA adds what the clusters leave. Both
-do so in a fixed order. The sums of dy over its rows, which are the gradient of a bias, are taken from
-the same tiles in shared memory while the tensor cores multiply them.
+sums are long: each tile is computed in parts, by CTAs that take some of the rows each (split-K). The
+CTAs of a cluster add their parts through each other's shared memory, and XLA adds the clusters' results.
+Both do so in a fixed order. The sums of dy over its rows, which are the gradient of a bias, are taken
+from the same tiles in shared memory while the tensor cores multiply them.
 """
 
 import functools
@@ -36,27 +36,27 @@ from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.store import store_unoptimized
 
 GRAIN = 8
-"""What the features of x and of dy must be multiples of: rows of 16-bit numbers then begin at multiples
-of 16 bytes, as the copy engine wants. There may be any number of rows."""
+"""Divisor of the features of x and of dy: rows of 16-bit numbers then begin at multiples of 16 bytes, as
+TMA requires. There may be any number of rows."""
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _CHUNK = 32
-"""Columns of a tile that are exchanged and stored at a time: float32 in pieces of 128 bytes."""
+"""Columns of a tile that are exchanged and stored at a time: 128 bytes of float32."""
 _ROWS_OF_SUM = 8
 """Rows of dy in shared memory that a warpgroup adds to its sums at a time."""
 
 
 @dataclass(frozen=True)
 class WeightGradientConfig:
-    """How the gradient is cut."""
+    """Tiles, pipeline and split-K of the gradient."""
 
     tile_m: int = 64
-    """Features of x in a warpgroup's accumulators; the warpgroups have two such tiles, side by side."""
+    """Features of x in a warpgroup's accumulators; the two warpgroups have neighbouring tiles."""
     tile_n: int = 256
-    """Features of dy in them."""
+    """Features of dy in a warpgroup's accumulators."""
     stages: int = 4
-    """Slots of the ring: steps whose operands are in flight or in use."""
+    """Pipeline stages: steps whose operands are in flight or in use."""
     parts: int = 1
-    """Of each tile: CTAs that take some of the rows each."""
+    """CTAs that share a tile, each of which takes some of the rows (split-K)."""
     cluster: int = 1
     """CTAs of a cluster, which add their parts before they store them."""
 
@@ -94,11 +94,11 @@ def why_unsupported(
     dtypes: Mapping[str, Any],
     features: Mapping[str, int],
 ) -> str | None:
-    """None where the kernel can run, else the reason.
+    """Returns None where the kernel can run, else the reason.
 
     Args:
       compute_capability: of the GPU, or None where there is none.
-      dtypes: of what is multiplied, by name.
+      dtypes: dtypes of the operands, by name.
       features: the sizes of the last axes, by name.
     """
     reason = hopper.why_unfit(compute_capability)
@@ -119,14 +119,14 @@ _TILES = ((64, 256), (64, 192), (64, 128), (64, 64))
 _CLUSTERS = (1, 2)
 _MAX_STAGES = 6
 _PARTS_TRIED = 2
-"""Numbers of parts of each tile and cluster that are worth measuring."""
+"""Values of `parts` per tile and cluster size that are worth measuring."""
 
 
 @functools.lru_cache(maxsize=1024)
 def fitting(work: WeightWork, multiprocessors: int) -> tuple[WeightGradientConfig, ...]:
-    """Configs that fit into shared memory, predicted fastest first.
+    """Returns configs that fit into shared memory, predicted fastest first.
 
-    A model asks for those of the same product in every layer.
+    They are cached, as every layer of a model asks for the same product.
     """
 
     def time(config: WeightGradientConfig) -> float:
@@ -152,13 +152,13 @@ def fitting(work: WeightWork, multiprocessors: int) -> tuple[WeightGradientConfi
 
 
 _MOST_ROUNDS = 4
-"""Of parts of tiles, one after the other, where a tile is taken in parts."""
+"""Most waves of parts, where tiles are split."""
 _MOST_BYTES_OF_PARTS = 2**28
-"""That a gradient in parts may take before they are added."""
+"""Most bytes of a gradient's parts before they are added."""
 
 
 def _most_stages(work: WeightWork, config: WeightGradientConfig) -> int:
-    """How many slots of the ring shared memory has room for, beside what is stored."""
+    """Returns the most pipeline stages that fit into shared memory next to the output's buffers."""
 
     def fits(stages: int) -> bool:
         launch = _launch(work, replace(config, stages=stages), jnp.bfloat16, jnp.float32, 1)
@@ -168,7 +168,7 @@ def _most_stages(work: WeightWork, config: WeightGradientConfig) -> int:
 
 
 def predicted_time(work: WeightWork, config: WeightGradientConfig, multiprocessors: int) -> float:
-    """Microseconds of the gradient with a config."""
+    """Returns the predicted microseconds of the gradient with a config."""
     return cost.weight_gradient(
         work,
         tile=(config.cta_tile_m, config.tile_n),
@@ -188,16 +188,16 @@ def weight_gradient(
     config: WeightGradientConfig | None = None,
     name: str = "weight_gradient",
 ) -> tuple[list[jax.Array], list[jax.Array] | None]:
-    """The product of the transpose of x [M, K] and each dy [M, N], and if asked each dy's row sums.
+    """Returns x^T @ dy for x [M, K] and each dy [M, N], and the sums of each dy's rows if asked.
 
     Args:
       x: of bfloat16 or float16.
       dys: of the same dtype, each of its own width.
-      out_dtype: of the products; they are summed in float32 and rounded once.
+      out_dtype: dtype of the products; they are summed in float32 and rounded once.
       sums_rows: whether dy is also summed over its rows, in float32.
       multiprocessors: of the device.
       config: how to cut the product; by default the one that is predicted fastest.
-      name: of the kernel, in a profile.
+      name: the kernel's name in a profile.
 
     Returns:
       [K, N] for each dy, and [N] for each or None.
@@ -274,10 +274,10 @@ def _launch(
 
 @dataclass(frozen=True, kw_only=True)
 class _WeightProduct(Product):
-    """The static facts of a launch, and how parts of x and dy are copied and summed.
+    """Static parameters of a launch, and how parts of x and dy are copied and summed.
 
-    A place of a tile by its first row stands for its part, too: parts of all tiles are one below the
-    other. `m` counts the rows of the result all the same.
+    The parts of all tiles are one below the other, so that a tile's first row (`m_start`) gives its part
+    too. `m` counts the rows of the result all the same.
     """
 
     widths: tuple[int, ...]
@@ -287,24 +287,24 @@ class _WeightProduct(Product):
 
     @property
     def b_tile(self) -> OperandTile:
-        # The copy engine writes the order of wgmma where both axes are whole numbers of tiles.
+        # TMA writes the order of WGMMA where both axes are whole numbers of tiles.
         columns = swizzled_columns(self.dtype)
         whole = all(width % columns == 0 for width in self.widths) and self.ks[0] % 8 == 0
         return OperandTile(span=self.part_n, k_last=False, whole_blocks=whole, dtype=self.dtype)
 
     @property
     def shares_b(self) -> bool:
-        """The CTAs of a cluster have different parts of a tile, and so different rows of dy."""
+        """Returns False: a cluster's CTAs have different parts of a tile, and so other rows of dy."""
         return False
 
     @property
     def down(self) -> int:
-        """Tiles of the result one below the other."""
+        """Rows of tiles in the result."""
         return pl.cdiv(self.m, self.config.cta_tile_m)
 
     @property
     def first_tiles(self) -> list[int]:
-        """The first column of tiles of each dy, and the number of all."""
+        """Index of each dy's first column of tiles, and then the number of all columns."""
         counts = (pl.cdiv(width, self.config.tile_n) for width in self.widths)
         return list(itertools.accumulate(counts, initial=0))
 
@@ -314,7 +314,7 @@ class _WeightProduct(Product):
 
     @property
     def groups(self) -> int:
-        """Parts of a tile that clusters leave to XLA."""
+        """Partial results of a tile, one a cluster, which XLA adds."""
         return self.parts // self.config.cluster
 
     @property
@@ -323,22 +323,22 @@ class _WeightProduct(Product):
 
     @property
     def steps_of_terms(self) -> tuple[int, ...]:
-        """Steps of a part; the last parts may have fewer, and go on with zeros."""
+        """K steps of a part; the last parts may have fewer, and are filled up with zeros."""
         return (pl.cdiv(pl.cdiv(self.ks[0], self.tile_k), self.parts),)
 
     @property
     def sharers(self) -> int:
-        """Warpgroups that have the same rows and columns of dy, and share the sums of them."""
+        """Warpgroups that read the same rows and columns of dy, and share the work of summing them."""
         return CONSUMERS * self.down
 
     @property
     def summers(self) -> int:
-        """Those of them that store sums."""
+        """Sharers that store sums, as a step may have fewer pieces of rows than there are sharers."""
         return min(self.sharers, self.tile_k // _ROWS_OF_SUM)
 
     @property
     def sums_shape(self) -> tuple[int, int]:
-        """Partial sums of dy's rows: a row for each warpgroup that stores some of a column."""
+        """Shape of the partial sums of dy's rows: a row for each part and warpgroup that stores sums."""
         return self.parts * self.summers, self.first_tiles[-1] * self.config.tile_n
 
     # --- on the device ----------------------------------------------------------------------------
@@ -352,7 +352,7 @@ class _WeightProduct(Product):
         return (part * down + m_idx) * c.cta_tile_m, n_idx
 
     def place_of(self, m_start: Any) -> tuple[jax.Array, jax.Array]:
-        """Which part, and which row of the result, begins at a row of all parts."""
+        """Returns the part, and the row of the result, that a first row of all parts stands for."""
         rows = jnp.int32(self.down * self.config.cta_tile_m)
         return lax.div(m_start, rows), lax.rem(m_start, rows)
 
@@ -390,7 +390,7 @@ class _WeightProduct(Product):
         self.each_dy(step.n_idx, b_gmem, copy)
 
     def each_dy(self, n_idx: Any, arrays: Sequence[Any], do: Any) -> None:
-        """Does something with that one of the arrays to which a column of tiles belongs."""
+        """Calls `do` with the array that has a column of tiles, and with that array's first column."""
         for array, (first, last) in zip(arrays, itertools.pairwise(self.first_tiles), strict=True):
             if len(arrays) == 1:
                 do(array, first)
@@ -408,7 +408,7 @@ class _WeightProduct(Product):
         return (plgpu.layout_cast(zero, _SUM_LAYOUT),) * tile.blocks
 
     def sharer(self, place: TilePlace) -> Any:
-        """The number of a warpgroup among those that share the sums of the same rows of dy."""
+        """Returns the index of a warpgroup among the `sharers` of the same rows of dy."""
         _, row = self.place_of(place.m_start)
         return lax.div(row, jnp.int32(self.config.tile_m))
 
@@ -429,7 +429,7 @@ class _WeightProduct(Product):
                 counts = (piece < pieces).astype(jnp.float32)
                 loaded = [value * counts for value in loaded]
             sums = tuple(total + value for total, value in zip(sums, loaded, strict=True))
-        plgpu.commit_smem()  # The copy engine may overwrite what was read here.
+        plgpu.commit_smem()  # TMA may overwrite what was read here.
         return sums
 
 
@@ -439,24 +439,24 @@ _SUM_LAYOUT = plgpu.Layout.TILED(
     lane_dims=(-4, -2),
     vector_dim=-1,
 )
-"""Registers in which each warp holds a quarter of a piece's columns: rows are added within it."""
+"""Layout in which each warp holds a quarter of a piece's columns, so that it adds rows by itself."""
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """What becomes of the tiles of a launch: its static facts, and its shared memory."""
+    """The output of a launch: its static parameters and its shared memory."""
 
     product: _WeightProduct
     out_dtype: Any
 
     @property
     def stored_dtype(self) -> Any:
-        """What the kernel stores: what XLA is still to add is not rounded."""
+        """Dtype that the kernel stores: parts that XLA is still to add are not rounded."""
         return self.out_dtype if self.product.groups == 1 else jnp.dtype(jnp.float32)
 
     @property
     def slots(self) -> int:
-        """For pieces of a tile on their way out."""
+        """Buffers for pieces of a tile that are being stored."""
         cluster = self.product.config.cluster
         return cluster if cluster > 1 else 2
 
@@ -465,7 +465,7 @@ class _Launch:
         if c.cluster == 1:
             memory = block((CONSUMERS, self.slots), c.tile_m, _CHUNK, self.stored_dtype)
             return {"out_smem": memory}
-        # Another CTA's memory is to be had by whole arrays.
+        # A reference to another CTA's memory must be to a whole array.
         views = block((), c.tile_m, _CHUNK, self.stored_dtype).refs
         if self.stored_dtype != jnp.float32:
             views = (*views, *block((), c.tile_m, _CHUNK, jnp.float32).refs)
@@ -475,7 +475,7 @@ class _Launch:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA takes."""
+        """Bytes of shared memory per CTA."""
         return self.product.shared_bytes(self.scratch(), sums=self.product.sums_rows)
 
     def of_tile(
@@ -488,7 +488,7 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _StoreOfTile:
-    """How a warpgroup adds its tile to those of its cluster, and stores it."""
+    """The epilogue of a warpgroup's tile, which is added to those of its cluster and stored."""
 
     launch: _Launch
     outputs: Sequence[Any]
@@ -497,7 +497,7 @@ class _StoreOfTile:
     place: TilePlace
 
     def prefetch(self) -> None:
-        """There is nothing to read."""
+        """Does nothing: the epilogue reads no operands."""
 
     def store_sums(self, sums: Sequence[jax.Array]) -> None:
         product = self.launch.product
@@ -528,18 +528,18 @@ class _StoreOfTile:
         return acc[:, index * _CHUNK : (index + 1) * _CHUNK]
 
     def _store(self, acc: jax.Array, index: int) -> None:
-        """Has a piece of the tile's columns copied out."""
+        """Writes a piece of the tile's columns to shared memory, and starts its copy from there."""
         launch = self.launch
         registers, copies = self.smem["out_smem"]
         place = (self.place.wg_idx, index % launch.slots)
-        # Whatever slot the last tile ended with has been read long since.
+        # The first piece waits for all copies of the last tile, which have ended long since.
         plgpu.wait_smem_to_gmem(launch.slots - 1 if index else 0, wait_read_only=True)
         registers.at[place][...] = self._piece(acc, index).astype(launch.stored_dtype)
         plgpu.commit_smem()
         self._copy(copies.at[place], index)
 
     def _exchange(self, acc: jax.Array, turn: int) -> None:
-        """Leaves a piece for each CTA of the cluster, which adds up its own and stores it."""
+        """Writes a piece for each CTA of the cluster, which adds up its own and stores it."""
         cluster = self.launch.product.config.cluster
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for wg_idx, pieces in enumerate(self.smem["out_smem"]):
@@ -556,7 +556,7 @@ class _StoreOfTile:
                 mine = lax.axis_index("cta") == index
                 add = functools.partial(self._add, piece, turn * cluster + index)
                 pl.when((self.place.wg_idx == wg_idx) & mine)(add)
-        # A CTA that ends takes its shared memory along, and the next pieces lie where these do.
+        # A CTA that ends frees its shared memory, and the next pieces overwrite these.
         self._meet("read")
 
     def _meet(self, name: str) -> None:
@@ -565,7 +565,7 @@ class _StoreOfTile:
         plgpu.barrier_wait(self.smem[name].at[self.place.wg_idx])
 
     def _add(self, piece: Sequence[Any], index: int) -> None:
-        """Adds up a piece over the CTAs of the cluster, in their order, and has it copied out."""
+        """Adds up a piece over the CTAs of the cluster, in their order, and starts its copy."""
         registers, copies, *_ = piece
         total = None
         for cta in range(self.launch.product.config.cluster):

@@ -1,8 +1,8 @@
-"""The weights of a product of few rows: from global memory to the left operand of instructions.
+"""The weights of a small-M product: from global memory to the left operand of WGMMAs.
 
-Weights of x's dtype are multiplied where they lie in shared memory. Any others are converted on their
-way through registers, of which an instruction can take its left operand too: they are read from memory
-in the dtype that they have, and no copy of them is ever written.
+Weights of x's dtype are multiplied where they lie in shared memory. Any others are converted in
+registers, from which a WGMMA can take its left operand too: they are read from memory in their own
+dtype, and no converted copy of them is ever written.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,23 +16,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.operands import OperandTile, swizzled_columns, tiled
 
 INSTRUCTION_COLUMNS = 64
-"""Columns of w that an instruction takes."""
+"""Columns of w that a WGMMA takes."""
 _CONVERTED = (jnp.float32,)
 
 
 class Weights(Protocol):
-    """A tile of w: some of its columns in a step along the sums."""
+    """A tile of w: some of its columns in one K step."""
 
     @property
     def copies(self) -> int:
-        """Copies that bring a tile, each of which arrives at a barrier."""
+        """Number of copies that bring a tile, each of which arrives at a barrier."""
 
     @property
     def in_registers(self) -> bool:
-        """Whether instructions read registers, which must not change before they have ended."""
+        """Whether WGMMAs read registers, which must not change before they have ended."""
 
     def memory(self, stages: int) -> Any:
-        """Shared memory for as many tiles."""
+        """Returns shared memory for `stages` tiles."""
 
     def copy(
         self,
@@ -46,14 +46,14 @@ class Weights(Protocol):
         """Starts the copies of the tile from column `start` on, as `OperandTile.copy` does."""
 
     def operands(self, memory: Any, slot: Any) -> Iterator[tuple[slice, Any]]:
-        """Yields columns of the tile, and these as the left operand [columns, step] of instructions."""
+        """Yields spans of columns, and these as the left operand [columns, step] of WGMMAs."""
 
 
 def why_unsupported(dtype: Any, x_dtype: Any, last_axis: int) -> str | None:
-    """None where weights of a dtype can be multiplied with x of another without a copy, else why not.
+    """Returns None where weights of `dtype` can be multiplied with x without a copy, else why not.
 
     Args:
-      last_axis: of w as it lies in memory, its size.
+      last_axis: size of w's last axis in memory.
     """
     if dtype == x_dtype:
         return None
@@ -68,9 +68,9 @@ def why_unsupported(dtype: Any, x_dtype: Any, last_axis: int) -> str | None:
 
 
 def weights(dtype: Any, x_dtype: Any, span: int, *, k_last: bool) -> Weights:
-    """The tile of `span` columns of weights of a dtype, for x of another; `k_last` if w is [N, K]."""
+    """Returns the tile of `span` columns of weights, for x of another dtype; `k_last` if w is [N, K]."""
     if dtype == x_dtype:
-        # An instruction takes a block.
+        # A WGMMA takes one block.
         tile = OperandTile(span=span, k_last=k_last, whole_blocks=False, dtype=dtype)
         return _Multiplied(tile)
     return _Converted(span, k_last, dtype, x_dtype)
@@ -78,7 +78,7 @@ def weights(dtype: Any, x_dtype: Any, span: int, *, k_last: bool) -> Weights:
 
 @dataclass(frozen=True)
 class _Multiplied:
-    """Weights that instructions read from shared memory."""
+    """Weights that WGMMAs read from shared memory."""
 
     tile: OperandTile
 
@@ -108,7 +108,7 @@ class _Multiplied:
 
 @dataclass(frozen=True)
 class _Converted:
-    """Weights that registers convert to x's dtype."""
+    """Weights that are converted to x's dtype in registers."""
 
     span: int
     k_last: bool
@@ -125,7 +125,7 @@ class _Converted:
 
     @property
     def tile_k(self) -> int:
-        """Of a step, which x sets."""
+        """Elements along K in a step, which x's dtype sets."""
         return swizzled_columns(self.x_dtype)
 
     def memory(self, stages: int) -> Any:
