@@ -1,6 +1,6 @@
 """Integers of 8 and 4 bits to floats of 16 bits, in registers.
 
-Subnormal floats, and the normal ones below the second power of two, are equally far apart. There the
+Subnormal floats, and the normal ones below twice the smallest normal, are equally far apart. There the
 bits of a float count steps of the smallest one, so that an unsigned integer of up to 8 bits is a float
 as it stands, after nothing but masks. One multiply-add brings it to (integer + shift) / `unit`, exactly.
 """

@@ -40,7 +40,7 @@ class Epilogue:
     row_vectors: Mapping[str, Any] = MappingProxyType({})
     """Dtypes of the vectors with one number per row."""
     row_maxima: Mapping[str, Maximised] = MappingProxyType({})
-    """Functions of outputs, of which the largest value in each row of a tile is returned."""
+    """Functions, by output, whose largest value in each row of a tile is returned."""
     scalars: tuple[str, ...] = ()
     """Names of the arrays of one float32, the same for all elements."""
 
@@ -91,7 +91,7 @@ class Epilogue:
                 num_arrivals=len(self.row_vectors), num_barriers=CONSUMERS
             )
         if self.column_sums:
-            # They are used in step with the outputs' stages, and the same waits protect them.
+            # Sums are used in step with the outputs' stages, and the same waits protect them.
             shape = (CONSUMERS, c.write_slots, column_sums.WARPS, c.epilogue_columns)
             scratch["sum_smem"] = {
                 name: plgpu.SMEM(shape, jnp.float32) for name in self.column_sums

@@ -95,8 +95,7 @@ _SPARE_BYTES = 4096
 
 
 def hidden_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns configs for a hidden layer's gradient, small tiles first: its derivative takes
-    registers."""
+    """Returns configs for a hidden layer's gradient: small tiles first, which leave registers for it."""
     configs = candidates(work, multiprocessors)
     return sorted(configs, key=lambda config: config.tile_m * config.tile_n > 128 * 128)
 
@@ -109,7 +108,7 @@ def slope_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
 
 
 def promoted_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns configs for a weight gradient, whose sums take registers twice, predicted fastest first.
+    """Returns configs for a weight gradient, whose sums are in registers twice, predicted fastest first.
 
     There are few tiles with long sums, so that the number of waves decides.
     """
@@ -175,7 +174,7 @@ def layer(
       scales: of the product.
       bias: [N].
       residual: [M, N].
-      options: which of the three are returned, and in which dtypes.
+      options: static options, such as which of the three are returned.
 
     The maxima are those of each row in each of P parts of the columns.
     """

@@ -48,7 +48,7 @@ class MatmulConfig:
     cluster: int = 1
     """CTAs, one below the other, that share the tiles of b: each multicasts a part of them to all."""
     epilogue_columns: int = 64
-    """Columns of a tile that the epilogue processes at a time, a chunk."""
+    """Columns of a chunk, the part of a tile that the epilogue processes at a time."""
     read_slots: int = 1
     """Load stages: chunks of each matrix that the epilogue reads; all are filled ahead of it."""
     write_slots: int = 1
@@ -169,7 +169,7 @@ class Product:
 
     @property
     def scales_columns_alike(self) -> bool:
-        """Whether columns share a step's scales, which are then few enough to be read when needed."""
+        """Whether columns share a step's scales, which are then few enough to be loaded when needed."""
         return self.scaled_columns > 1
 
     @property
@@ -411,7 +411,7 @@ class Product:
         return jnp.minimum(self.m - m_start, self.config.tile_m)
 
     def which_rows(self, m_start: Any, shape: tuple[int, int], layout: Any) -> Any:
-        """Returns a mask of the valid rows in a warpgroup's tile, or None where no tile has others."""
+        """Returns a mask of the valid rows in a warpgroup's tile, or None where every tile is full."""
         down, _ = self.tile_grid
         if down * self.config.cta_tile_m * self.config.cluster == self.m:
             return None
@@ -572,7 +572,7 @@ class _Producer:
 
 @dataclass(frozen=True)
 class _Converter(_Producer):
-    """The producer warpgroup for a quantised b, of which it copies, dequantises and stores each step."""
+    """The producer warpgroup for a quantised b: it copies, dequantises and stores each step."""
 
     def run(self) -> None:
         # The registers that the consumers leave.
@@ -727,12 +727,12 @@ class _Consumer:
         return plgpu.ACC((c.tile_m, c.tile_n), self.product.accumulator_dtype)
 
     def _accumulate_scaled(self, sequence_idx, n_idx) -> jax.Array:
-        """Returns the sums of a tile, of which those of each step are scaled.
+        """Returns the sums of a tile, where each K step's are scaled before they are added.
 
         While one warpgroup scales, the other one uses the tensor cores.
         """
         product, c = self.product, self.product.config
-        # Columns that share a scale need one product of it with each row's scale.
+        # Columns that share a scale also share its product with a row's scale.
         width = SCALED_PIECE if product.scales_columns_alike else c.tile_n
         starts = range(0, c.tile_n, width)
 
@@ -785,7 +785,7 @@ class _Consumer:
             yield piece * lax.broadcast_in_dim(of_rows * number, piece.shape, (0,))
 
     def _accumulate_promoted(self, sequence_idx) -> jax.Array:
-        """Returns the sums of a tile: the tensor cores' sums of every `promoted_steps` steps, added."""
+        """Returns the sums of a tile; after every `promoted_steps` steps they move to float32 totals."""
         product, c = self.product, self.product.config
         slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(c.stages))
         zeros = jnp.zeros((c.tile_m, c.tile_n), jnp.float32)

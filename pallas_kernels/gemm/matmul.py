@@ -33,8 +33,8 @@ def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     """Returns configs of tiles, predicted fastest first; not all of them fit into shared memory."""
     tiles = functools.partial(MatmulConfig, epilogue_columns=32)
     if work.itemsize == 4:
-        # No float32 product was measured. Its results are not rounded to 16 bits either, so that only a
-        # smaller tile leaves registers.
+        # No float32 products were measured. Their results are not rounded to 16 bits, so that only
+        # smaller tiles leave registers.
         stages = (4, 3, 2)
         small = tiles(tile_m=64, tile_n=128, stages=2)
         return [*(tiles(tile_n=128, stages=stage) for stage in stages), small]
@@ -42,7 +42,7 @@ def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     shapes = [tiles(tile_m=tile_m, tile_n=tile_n) for tile_m, tile_n in _PING_PONG_TILES]
     shapes.append(tiles(tile_m=64, tile_n=256, ping_pong=False))
     if work.read_bytes > work.itemsize:
-        # This leaves registers for several matrices, where 256 divides no width.
+        # Tiles of 64 x 192 leave registers for several matrices, where N is no multiple of 256.
         shapes.append(tiles(tile_m=64))
     if work.products > 1:
         # CTAs of a cluster share b, so that each reads half as much of it.
@@ -190,7 +190,7 @@ def matmul(
       a: [M, K] ([K, M] with `a_transposed`), or several, for a sum of products a_i @ b_i.
       b: [K, N] ([N, K] with `b_transposed`) for each a and each of the `products` that are taken in one
         pass over a: in this order in a sequence, or as blocks of one array. The tensor cores take
-        float32 only as [N, K], to which [K, N] is copied, and no transposed a. It is rounded to a's
+        float32 only as [N, K], to which [K, N] is copied, and no transposed a. b is rounded to a's
         dtype, without a copy where a has few rows.
       epilogue: takes a float32 tile of each product and, by name and as float32, the same tile of
         what `vectors` and `matrices` hold. Returns tiles by name.
@@ -202,8 +202,8 @@ def matmul(
       step_scales: float32 scales of each step of 128 bytes along K, for the rows of a [K steps, M] and
         for the columns of b [K steps, N], or for runs of a multiple of 64 columns. They multiply the
         step's sums. Only with configs without ping-pong.
-      column_sums: outputs that are also summed over the rows in float32, before they are rounded;
-        float32 [N].
+      column_sums: outputs that are also summed over the rows, to float32 [N]: before they are rounded,
+        but after it with a `FewRowsConfig`.
       column_moments: outputs, as rounded, whose mean and variance over the rows are returned, float32
         [N]. The variance is the mean of squared deviations.
       row_maxima: functions of outputs, as rounded, whose largest value in each row is returned, for each

@@ -166,7 +166,7 @@ def gated_forward_candidates(
 
 
 def _times(work: Work, outputs: int, multiprocessors: int) -> tuple[float, float]:
-    """Returns the predicted microseconds of both products in one pass over x, and one by one.
+    """Returns predicted microseconds of both products in one pass over x, and in one pass each.
 
     One pass is limited to tiles of half the width.
 

@@ -161,7 +161,7 @@ def fitting(
         return ring + stored + vectors_and_barriers
 
     work = _work(rows, features, widths, norm=norm, rotary_dim=rotary_dim)
-    # Saved projections, of which nothing is known here, need memory as well; so do angles.
+    # Whether projections are saved is not known here: their memory is counted, and that of angles.
     most = replace(work, written_bytes=2 * work.written_bytes, read_bytes=4)
     few_rows = [
         config
@@ -223,13 +223,13 @@ def predicted_time(
 def _work(
     rows: int, features: int, widths: Sequence[int], *, norm: bool, rotary_dim: int
 ) -> cost.Work:
-    # A norm or a rotation takes about as many instructions as an activation; b is padded in any case.
+    # A norm or rope takes about as many instructions as an activation. `k_last` stands for a padded b.
     arithmetic = int(norm) + int(rotary_dim > 0)
     return cost.Work(rows, sum(widths), features, activations=arithmetic, k_last=True)
 
 
 def _splits_heads(head_size: int, norm: bool, rotary_dim: int) -> bool:
-    """Returns whether a unit is a part of a head: a strip of each half, or as many interleaved features.
+    """Returns whether a unit is a part of a head: a strip of each half, or 64 adjacent features.
 
     Tiles of whole heads of 128 have 128 or 256 columns: 32768 x 4096 to 48 heads 2.24 and 2.12 ms on
     an H200, 2.06 in tiles of 192 of such units.
@@ -355,7 +355,7 @@ def forward(
         else:
             table = jnp.concatenate((cos, sin), axis=1)
         if x.dtype == _ROUNDS_ANGLES:
-            # Half the registers, for a rounding 8 times finer than the result's.
+            # float16 takes half the registers, and its rounding is 8 times finer than the result's.
             table = table.astype(jnp.float16)
         if epilogue.period % config.tile_m:
             # A tile of rows may go on from the last position to the first.
@@ -443,7 +443,7 @@ class _Epilogue:
 
     @property
     def turning_pieces(self) -> list[tuple[int, ...]]:
-        """Indices of a unit's pieces that are rotated together: one each, or one of each half."""
+        """Indices of pieces that are rotated together: single ones, or one of each half."""
         count = self.turning // self.piece
         if self.interleaved:
             return [(index,) for index in range(count)]

@@ -75,7 +75,7 @@ def forward(
     m, k = x.shape
     finishes = scales is not None or cos is not None
     if cos is not None and sin is not None and cos.shape[0] < m and cos.shape[0] % 8:
-        # A chunk of 8 rows is copied from 8 rows of a table, which may not go on at its first one.
+        # Chunks of 8 rows are copied at once, and no copy can wrap around a table's end.
         cos, sin = (jnp.resize(table, (m, table.shape[1])) for table in (cos, sin))
     vectors = {"bias": bias, "scale": scales}
     matrices = {"cos": cos, "sin": sin}

@@ -62,7 +62,7 @@ class Packed(NamedTuple):
         return Format(self.dtype, group, self.zero_point is not None)
 
     def spread(self) -> "Packed":
-        """Returns these with a scale and zero point for each column, padded to a multiple of `grain`."""
+        """Returns weights with a scale and zero point per column, padded to a multiple of `grain`."""
 
         def of_columns(numbers):
             numbers = jnp.broadcast_to(numbers, (self.scale.shape[0], self.n))
@@ -493,8 +493,8 @@ def candidates(
 ) -> list[MatmulConfig | QuantizedConfig]:
     """Returns configs for a product with quantised weights, predicted fastest first.
 
-    Those of small M come first wherever they apply: tiles too dequantise each weight once for every 64
-    or 128 rows, and begin later.
+    Those of small M come first wherever they apply: tiles dequantise each weight as often, once for
+    every 64 or 128 rows, and begin later.
 
     Args:
       written: dtypes of the results.

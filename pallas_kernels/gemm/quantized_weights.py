@@ -3,7 +3,8 @@
 The weights lie as [N, K], so that a thread finds the numbers of a row next to one another, as many at a
 time as a register holds. In registers they are converted to x's dtype, which holds each of them exactly.
 A scale of a whole column is left to the epilogue. A small-M product multiplies the float32 sum of a
-group along K by its scale, so that it rounds no weight; tiles multiply the weights themselves.
+group along K by its scale, so that it rounds no weight; tiles multiply the weights themselves by it, and
+round.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -107,7 +108,7 @@ class QuantizedTile:
 
     @property
     def groups(self) -> int:
-        """Operands of `group` elements along K in a step."""
+        """Number of operands, of `group` elements along K each, in a step."""
         return self.step_k // self.group
 
     @property
@@ -123,7 +124,7 @@ class QuantizedTile:
             shape = (stages * self.blocks, self.span, _BLOCK_WORDS)
             memory["values"] = plgpu.SMEM(shape, jnp.int32)
         else:
-            # Numbers of one byte, which are swizzled in pairs with their neighbours.
+            # A row of a block is 128 bytes, which are swizzled as one.
             memory["values"] = block((stages * self.blocks,), self.span, BLOCK, f.dtype)
         if f.group:
             memory["scale"] = plgpu.SMEM((stages, self.scale_rows, self.span), jnp.float32)

@@ -101,9 +101,9 @@ class FewRows:
     function: Callable[..., Mapping[str, Any]]
     """The epilogue, which returns each output's tile or its pieces by name."""
     vectors: Mapping[str, jax.ShapeDtypeStruct]
-    """[N]; or [W], the same for all blocks of columns; or [segments, W], one row per segment."""
+    """Vectors [N]; or [W], the same for all blocks of columns; or [segments, W], a row per segment."""
     matrices: Mapping[str, jax.ShapeDtypeStruct]
-    """[M, N]; or [P, W], the same for all blocks of columns, whose row m % P is for row m."""
+    """Matrices [M, N]; or [P, W], the same for all blocks of columns, whose row m % P is for row m."""
     outputs: Mapping[str, Any]
     """Dtypes of the outputs."""
     segments: tuple[int, ...] = ()
@@ -373,7 +373,7 @@ class _Cta:
             plgpu.barrier_wait(self.vector_full)
         self._each_chunk(self._finish_rows)
         if c.parts > 1:
-            # A CTA that ends frees its shared memory, which the others must have read.
+            # The others must have read this CTA's shared memory before it ends.
             plgpu.barrier_arrive(self.read)
             plgpu.barrier_wait(self.read)
         plgpu.wait_smem_to_gmem(0)
@@ -487,7 +487,7 @@ class _Cta:
         return nothing
 
     def _accumulate_groups(self, first, last) -> Sequence[jax.Array]:
-        """Returns the sums of each product, of which each group's is scaled before it is added."""
+        """Returns the sums of each product, where each group's sum is scaled before it is added."""
         tile = self.product.quantized_tile
 
         def multiply(slot, totals):
@@ -570,7 +570,7 @@ class _Cta:
 
     @property
     def segment(self) -> jax.Array:
-        """Index of that array of an output that has this CTA's columns."""
+        """Index, among the arrays of an output, of the one that has this CTA's columns."""
         ends = itertools.accumulate(self.product.segments[:-1])
         past = [(self.n_start >= end).astype(jnp.int32) for end in ends]
         return sum(past, 0 * self.n_start)
@@ -597,7 +597,7 @@ class _Cta:
             self._store(chunk, self._own(self.out_smem[name], chunk)[1], arrays)
 
     def _store(self, chunk: int, memory: Any, arrays: Sequence[Any]) -> None:
-        """Starts the copies of rows to that array of an output that has this CTA's columns."""
+        """Starts the copies of rows to that one of an output's arrays that has this CTA's columns."""
         start = 0
         for array in arrays:
             first = self.n_start - start

@@ -1,20 +1,20 @@
-"""Batched products for Hopper: symmetric ones, of which half is multiplied, and both ways.
+"""Batched products for Hopper: symmetric ones, of which half is multiplied, and ones with transposes.
 
 A symmetric product is a I + b S + c X Y^T. A product both ways is X Y^T and its transpose: tf32 WGMMAs
-sum along the last axes of both operands, so a factor on both sides is needed twice.
+sum along the last axes of both operands, so a matrix that is multiplied from both sides is needed both
+ways.
 
 The tiles of a symmetric result above its diagonal are those below it, transposed. So only the tiles on
 the diagonal and below it are multiplied, and each of the latter is stored twice, once transposed in
 registers.
 
-CTAs of a cluster take tiles one below the other and share the rows of Y, which are then read from L2
-once and not by each.
+CTAs of a cluster take tiles one below the other and share the rows of Y, read from L2 only once.
 
 The triangle of a matrix's tiles is folded into a rectangle, whose tiles are taken in the usual raster
 order; with clusters, it consists of squares of as many tiles a side as a cluster has CTAs. With T tiles
-a side, T odd, the rectangle has T rows and (T + 1) / 2 columns: its tile (r, c) is the matrix's tile (r,
-c) where c <= r, and else (T - 1 - r, T - c). With T even it has T + 1 rows and T / 2 columns: its tile
-(r, c) is (r - 1, c) where c < r, and else (T - 1 - r, T - 1 - c).
+a side, T odd, the rectangle has T rows and (T + 1) / 2 columns: its tile (r, c) is the matrix's (r, c)
+where c <= r, and else (T - 1 - r, T - c). With T even it has T + 1 rows and T / 2 columns: its tile (r,
+c) is (r - 1, c) where c < r, and else (T - 1 - r, T - 1 - c).
 """
 
 import functools
@@ -48,7 +48,7 @@ GRAIN = 64
 _ROW_BYTES = 16
 """Divisor of the bytes of a row, as TMA requires."""
 TILE = 128
-"""Rows of a warpgroup's tile, and columns of one in a symmetric result, which is transposed."""
+"""Rows of a warpgroup's tile, and its columns in symmetric products, where tiles are transposed."""
 
 
 def why_unsupported(
@@ -136,7 +136,7 @@ def symmetric_product(
       scales: factors of each X Y^T, float32 [B], without `matrix`; None for 1.
       is_factor: whether a float32 result is rounded to tf32, the bits of it that a product reads.
         Unrounded, it is truncated there, and becomes smaller on average.
-      multiprocessors: of the device.
+      multiprocessors: SMs of the device.
       config: one of `candidates`; None for the first.
     """
     config = candidates(x.dtype)[0] if config is None else config
@@ -182,7 +182,7 @@ def product_both_ways(
       first_turned: matrices before this index get only the product, all others only its transpose; None
         for both of all matrices.
       is_factor: as in `symmetric_product`.
-      multiprocessors: of the device.
+      multiprocessors: SMs of the device.
       config: one of `product_candidates`; None for the first.
     """
     config = product_candidates(x.dtype)[0] if config is None else config
@@ -255,12 +255,12 @@ class _BatchedProduct(Product):
 
     @property
     def sides(self) -> int:
-        """Tiles on a side of a matrix, in squares with as many a side as a cluster has CTAs."""
+        """Squares of tiles along a side of a matrix; a cluster's CTAs are the side of a square."""
         return pl.cdiv(self.m, TILE * self.config.cluster)
 
     @property
     def tile_grid(self) -> tuple[int, int]:
-        """Tiles of the rectangle into which a matrix is folded; a cluster's count as one downwards."""
+        """Rows and columns of the rectangle of tiles; a cluster's tiles count as one row."""
         if not self.is_symmetric:
             return self.sides, pl.cdiv(self.n, self.config.tile_n)
         across = (self.sides + 1) // 2
@@ -339,7 +339,7 @@ class _Launch:
     adds: bool
     """Whether a I and b S are added."""
     scales: bool
-    """Whether each matrix is multiplied by a scale."""
+    """Whether each matrix's product is multiplied by a scale."""
     rounds: bool
     """Whether the result is rounded to tf32."""
     first_turned: int | None
@@ -440,7 +440,7 @@ class _EpilogueOfTile:
         s = plgpu.load(registers.at[self.place.wg_idx, slot], layout=plgpu.Layout.WGMMA)
         s = s.astype(jnp.float32)
         if chunk + slots < self._chunks:
-            plgpu.commit_smem()  # All four warps have read it.
+            plgpu.commit_smem()  # Waits until all four warps have read it.
             self._copy_matrix(chunk + slots)
         a, b, c = (self.others[1][index] for index in range(3))
         _, row = self.launch.product.place_of(self.place.m_start)

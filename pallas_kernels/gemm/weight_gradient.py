@@ -50,7 +50,7 @@ class WeightGradientConfig:
     """Tiles, pipeline and split-K of the gradient."""
 
     tile_m: int = 64
-    """Features of x in a warpgroup's accumulators; the two warpgroups have neighbouring tiles."""
+    """Features of x in a warpgroup's accumulators; the two warpgroups have adjacent tiles."""
     tile_n: int = 256
     """Features of dy in a warpgroup's accumulators."""
     stages: int = 4
@@ -152,7 +152,7 @@ def fitting(work: WeightWork, multiprocessors: int) -> tuple[WeightGradientConfi
 
 
 _MOST_ROUNDS = 4
-"""Most waves of parts, where tiles are split."""
+"""Most waves of parts into which tiles are split."""
 _MOST_BYTES_OF_PARTS = 2**28
 """Most bytes of a gradient's parts before they are added."""
 
@@ -195,7 +195,7 @@ def weight_gradient(
       dys: of the same dtype, each of its own width.
       out_dtype: dtype of the products; they are summed in float32 and rounded once.
       sums_rows: whether dy is also summed over its rows, in float32.
-      multiprocessors: of the device.
+      multiprocessors: SMs of the device.
       config: how to cut the product; by default the one that is predicted fastest.
       name: the kernel's name in a profile.
 
@@ -287,7 +287,7 @@ class _WeightProduct(Product):
 
     @property
     def b_tile(self) -> OperandTile:
-        # TMA writes the order of WGMMA where both axes are whole numbers of tiles.
+        # TMA writes WGMMA's layout where both axes are whole numbers of tiles.
         columns = swizzled_columns(self.dtype)
         whole = all(width % columns == 0 for width in self.widths) and self.ks[0] % 8 == 0
         return OperandTile(span=self.part_n, k_last=False, whole_blocks=whole, dtype=self.dtype)
@@ -390,7 +390,7 @@ class _WeightProduct(Product):
         self.each_dy(step.n_idx, b_gmem, copy)
 
     def each_dy(self, n_idx: Any, arrays: Sequence[Any], do: Any) -> None:
-        """Calls `do` with the array that has a column of tiles, and with that array's first column."""
+        """Calls `do` with the array that has a column of tiles, and with its first column of tiles."""
         for array, (first, last) in zip(arrays, itertools.pairwise(self.first_tiles), strict=True):
             if len(arrays) == 1:
                 do(array, first)
@@ -556,7 +556,7 @@ class _StoreOfTile:
                 mine = lax.axis_index("cta") == index
                 add = functools.partial(self._add, piece, turn * cluster + index)
                 pl.when((self.place.wg_idx == wg_idx) & mine)(add)
-        # A CTA that ends frees its shared memory, and the next pieces overwrite these.
+        # Others must have read these before this CTA ends, or writes the next pieces here.
         self._meet("read")
 
     def _meet(self, name: str) -> None:
@@ -573,7 +573,7 @@ class _StoreOfTile:
             value = plgpu.load(other, layout=plgpu.Layout.WGMMA, optimized=False)
             total = value if total is None else total + value
         assert total is not None
-        plgpu.commit_smem()  # All four warps have read it.
+        plgpu.commit_smem()  # Waits until all four warps have read it.
         registers[...] = total.astype(self.launch.stored_dtype)
         plgpu.commit_smem()
         self._copy(copies, index)
