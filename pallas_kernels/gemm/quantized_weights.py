@@ -2,9 +2,8 @@
 
 The weights lie as [N, K], so that a thread finds the numbers of a row next to one another, as many at a
 time as a register holds. In registers they are converted to x's dtype, which holds each of them exactly.
-A scale of a whole column is left to the epilogue. A small-M product multiplies the float32 sum of a
-group along K by its scale, so that it rounds no weight; tiles multiply the weights themselves by it, and
-round.
+A scale of a whole column is left to the epilogue. A small-M product multiplies a group's float32 sum
+along K by its scale, and so rounds no weight; tiles multiply the weights by it and round.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -134,8 +134,8 @@ def symmetric_product(
       matrix: S, [B, M, M] of x's dtype, each of them symmetric, or None.
       coefficients: (a, b, c), float32 [3], with `matrix`.
       scales: factors of each X Y^T, float32 [B], without `matrix`; None for 1.
-      is_factor: whether a float32 result is rounded to tf32, the bits of it that a product reads.
-        Unrounded, it is truncated there, and becomes smaller on average.
+      is_factor: whether a float32 result is rounded to tf32, the bits of it that a product reads. A
+        product truncates what is not rounded, which makes it smaller on average.
       multiprocessors: SMs of the device.
       config: one of `candidates`; None for the first.
     """
