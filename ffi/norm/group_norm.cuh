@@ -1,11 +1,11 @@
-// What the forward and the backward of group_norm share: how images spread over blocks and threads,
-// and how sums of many parts are merged in a fixed order.
+// Shared by the forward and the backward of group_norm: how images are spread over blocks and
+// threads, and how sums of many parts are merged in a fixed order.
 //
 // Each direction takes two passes over an image. The first leaves sums of every slice in global
 // memory, the second merges them and writes. A slice is a run of neighbouring pixels with all their
 // channels, and a block has one slice of one image. The images are taken in chunks that a second
 // read finds in L2: a launch does the second pass over a chunk and the first pass over the next
-// one, by blocks that take turns, so that the two passes run side by side. The second pass walks
+// one, by alternating blocks, so that the two passes run at the same time. The second pass walks
 // through a slice from its end, since what was read last is likely to be in L2. Where an image is
 // one slice, its block does both passes at once.
 //
@@ -27,16 +27,15 @@
 
 namespace group_norm {
 
-// The threads of a block, unless a pixel alone has more vectors.
+// Threads of a block, unless a single pixel has more vectors.
 constexpr int kThreads = 512;
 constexpr int kMaxThreads = 1024;
-// More sums than these in all slices of an image are merged by a launch of their own, so that not
-// every block of the second pass reads them all.
+// Largest number of sums in all slices of an image that the second pass merges itself. More are
+// merged by a launch of their own, so that not every block reads them all.
 constexpr int kMostSums = 4096;
-// The columns that a block of such a launch takes, each by a warp.
+// Columns per block of such a launch; each warp merges one.
 constexpr int kMergedColumns = 8;
-// Divides by a number that is known before the launch. The product of both operands is less than
-// 2^32.
+// Division by a number known before the launch. Dividend times divisor must be less than 2^32.
 struct Divider {
   unsigned divisor;
   unsigned inverse;  // 2^32 / divisor, rounded up
@@ -59,47 +58,47 @@ struct Images {
 };
 
 struct Plan {
-  int slices;  // of an image
-  int pixels;  // of a slice; the first `longer` slices have one more
+  int slices;  // slices of an image
+  int pixels;  // pixels of a slice; the first `longer` slices have one more
   int longer;
   int columns;        // vectors of a pixel
-  int rows;           // pixels that a block takes together
-  int full;           // steps of a thread: pixels / rows; in the first rows there is one more,
-  int extra;          // in so many where the slice is not one of the longer
-  int64_t stride;     // values from a thread's pixel to its next
-  int item_parts;     // the parts of a sum that a block's threads leave in shared memory
-  int item_pitch;     // from a sum's parts to the next's, odd so that no bank has them all
-  int item_lanes;     // neighbouring threads that merge the parts of a sum there,
-  int channel_lanes;  // those that merge a group's channels,
-  int slice_lanes;    // and those that merge a group's slices in the second pass
-  int parts;          // sums of an image that the second pass merges: the slices', or one
-  int second_image;   // from which on blocks do the second pass
+  int rows;           // pixels that a block reads at a time
+  int full;           // steps that every thread takes: pixels / rows
+  int extra;          // rows of threads that take one more step, one fewer than in a longer slice
+  int64_t stride;     // values between a thread's successive pixels
+  int item_parts;     // parts of a sum that a block's threads leave in shared memory
+  int item_pitch;     // distance between sums there; odd, to avoid bank conflicts
+  int item_lanes;     // adjacent threads that merge the parts of one sum
+  int channel_lanes;  // adjacent threads that merge the channels of a group
+  int slice_lanes;    // adjacent threads that merge a group's slices in the second pass
+  int parts;          // sums of an image that the second pass merges: one per slice, or one
+  int second_image;   // first image of the blocks that do the second pass
   int second_blocks;
-  int first_image;  // from which on the other blocks do the first pass
+  int first_image;  // first image of the blocks that do the first pass
   int first_blocks;
-  bool streams;  // whether what is written should leave L2 first
+  bool streams;  // whether results are stored such that L2 evicts them first
   Divider by_columns;
   Divider by_group;  // divides a channel by group_size
 
-  // Whether blocks do both passes, and there are no other blocks.
+  // Whether an image is one slice, so that each block does both passes.
   __host__ __device__ bool is_whole() const { return slices == 1; }
 };
 
-// Where a thread stands.
+// A thread's image, slice and channels, and the passes that its block does.
 struct Place {
-  bool takes;   // whether its block does the first pass
-  bool writes;  // whether it does the second
+  bool takes;   // whether the block does the first pass
+  bool writes;  // whether the block does the second pass
   int image;
-  int index;  // of the slice
-  int start;  // the slice's first pixel
-  int count;  // its pixels
-  int extra;  // the rows of threads with a step more than the others
+  int index;  // index of the slice in its image
+  int start;  // first pixel of the slice
+  int count;  // pixels of the slice
+  int extra;  // rows of threads that take one more step
   int row;
-  int channel;  // the first of the thread's
-  int steps;    // of this thread; 0 for a thread without a column or a pixel
+  int channel;  // first channel of the thread
+  int steps;    // steps of the thread; 0 if it has no column or no pixel
 
   __device__ Place(const Images& images, const Plan& plan, int vec) {
-    // The blocks of the two passes take turns until those of one pass are all there.
+    // The blocks of the two passes alternate until one pass has no blocks left.
     const int block = blockIdx.x;
     const int turns = min(plan.first_blocks, plan.second_blocks);
     const bool in_turn = block < 2 * turns;
@@ -126,10 +125,10 @@ struct Place {
   }
 };
 
-// Whole warps of a block that do one job together; barrier 0 is that of all its threads.
+// Whole warps of a block with a common job. With kBarrier 0, a crew is the whole block.
 template <int kBarrier>
 struct Crew {
-  int thread;  // of the crew's
+  int thread;  // index of the thread in its crew
   int threads;
 
   __device__ __forceinline__ void sync() const {
@@ -155,17 +154,16 @@ struct Sums {
   }
 };
 
-// Adds up, for each of `sums` sums, what of(sum)(part) returns for all parts, and hands the result
-// to store(sum, merged) of one thread. A sum's parts spread over `lanes` neighbouring threads, a
-// power of two up to a warp; the order of adding depends on the sizes alone. All threads of the
-// crew call it.
+// Adds up of(sum)(part) over all parts, for each of `sums` sums. One thread passes each result to
+// store(sum, merged). `lanes` adjacent threads, a power of two up to a warp, share a sum's parts;
+// the order of adding depends on the sizes alone. All threads of the crew must call it.
 template <int kLoads = 4, int kBarrier, typename Of, typename Store>
 __device__ __forceinline__ void merge_parts(const Crew<kBarrier>& crew, int sums, int parts,
                                             int lanes, const Of& of, const Store& store) {
   const int thread = crew.thread;
   const int shift = __ffs(lanes) - 1;
   const int lane = thread & (lanes - 1);
-  const int last_of_warp = (thread & 31) >> shift;  // sums before this thread's in its warp
+  const int last_of_warp = (thread & 31) >> shift;  // index of its sum in its warp
   for (int sum = thread >> shift; sum - last_of_warp < sums; sum += crew.threads >> shift) {
     Sums own = {};
     if (sum < sums) {
@@ -188,16 +186,15 @@ __device__ __forceinline__ void merge_parts(const Crew<kBarrier>& crew, int sums
   }
 }
 
-// Moves an offset, in a way that the compiler does not see through: it would keep an offset of its
-// own in registers for each of a loop's loads.
+// Moves an offset, opaquely for the compiler, which would otherwise keep a separate offset in
+// registers for each load of an unrolled loop.
 __device__ __forceinline__ void advance(int64_t& offset, int64_t by) {
   offset += by;
   asm("" : "+l"(offset));
 }
 
-// A thread's vectors of one array or of several, step by step: 64 bytes of them are on the way, and
-// the next are loaded into the place of those that have been taken. load(offset) returns the
-// vectors of a step.
+// A thread's vectors of one or several arrays, step by step. 64 bytes are in flight; each vector
+// that is consumed makes room for the next load. load(offset) returns the vectors of a step.
 template <typename Vectors>
 class Stream {
   static constexpr int kTogether = sizeof(Vectors) < 32 ? 4 : 2;
@@ -215,7 +212,7 @@ class Stream {
 
   __device__ const Vectors& first() const { return ring_[0]; }
 
-  // Calls take(vectors, reload) for each step; take calls reload() once it has unpacked the
+  // Calls take(vectors, reload) for each step. take must call reload() once it has unpacked the
   // vectors.
   template <typename Load, typename Take>
   __device__ __forceinline__ void for_each(const Load& load, const Take& take) {
@@ -273,9 +270,9 @@ __device__ __forceinline__ void store_result(const Plan& plan, T* address,
 // --- the host's part -----------------------------------------------------------------------------
 
 struct Config {
-  int64_t slices;  // of an image
-  int64_t chunk;   // images of a pass, or at a time where they are read once
-  bool once;       // whether images are read once: see group_norm_single_pass.cuh
+  int64_t slices;  // slices of an image
+  int64_t chunk;   // images of a pass; in a single pass, images at a time
+  bool once;       // whether a single pass reads the images: see group_norm_single_pass.cuh
 };
 
 inline ffi::Error check_config(const Config& config) {
@@ -308,7 +305,7 @@ inline ffi::Error parse_images(const ffi::AnyBuffer& x, int64_t groups, Images* 
   return ffi::Error::Success();
 }
 
-// Checks a parameter of [1 or images, channels]; it may be absent.
+// Checks an optional parameter [1 or images, channels].
 inline ffi::Error parse_channels(std::string_view name, const ffi::AnyBuffer& buffer,
                                  const Images& images, Parameter* parameter, int* rows) {
   *parameter = {nullptr, Dtype::kFloat32};
@@ -333,21 +330,21 @@ inline ffi::Error check_like_images(std::string_view name, const ffi::AnyBuffer&
   return check_dtype(name, buffer, x.element_type());
 }
 
-// Whether the sums of an image's slices are merged by a launch of their own.
+// Whether a launch of its own merges the sums of an image's slices.
 inline bool merges_apart(const Plan& plan, int sums) {
   return plan.slices > 1 && static_cast<int64_t>(plan.slices) * sums > kMostSums;
 }
 
-// Returns how many threads of a block should merge a sum's parts: a few parts are left to each.
+// Returns how many threads of a block merge one sum, so that each has a few parts.
 inline int lanes_of(int threads, int sums, int parts) {
   int lanes = 1;
   while (lanes < 32 && 2 * lanes * sums <= threads && 4 * lanes < parts) lanes *= 2;
   return lanes;
 }
 
-// Spreads a slice over at most `most` threads, unless a pixel alone has more vectors, which then is
-// an error beyond `limit`. The threads leave `item_sums` sums in shared memory, of which a row has
-// `row_parts` parts.
+// Spreads a slice over at most `most` threads. A pixel with more vectors gets as many threads as it
+// has, up to `limit`; beyond that is an error. The threads leave `item_sums` sums in shared memory,
+// each with `row_parts` parts from a row of threads.
 template <int kVec>
 ffi::Error spread(const Images& images, int most, int limit, int item_sums, int row_parts,
                   Plan* plan, int* threads) {
@@ -374,9 +371,9 @@ ffi::Error spread(const Images& images, int most, int limit, int item_sums, int 
   return ffi::Error::Success();
 }
 
-// Launches both passes of `kernel` over all images. `args` has the members images and plan; for
-// `item_sums` and `row_parts` see `spread`. merge(first image, images) launches what lies between
-// the passes.
+// Launches both passes of `kernel` over all images. `args` has the members images and plan; see
+// `spread` for `item_sums` and `row_parts`. merge(first image, images) is called between the
+// passes.
 template <int kVec, typename Args, typename Merge>
 ffi::Error launch_passes(void (*kernel)(Args), Args args, const Config& config, int item_sums,
                          int row_parts, const Merge& merge, cudaStream_t stream) {
@@ -392,7 +389,7 @@ ffi::Error launch_passes(void (*kernel)(Args), Args args, const Config& config, 
   plan.slice_lanes = lanes_of(threads, images.groups, plan.parts);
   const int shared_bytes =
       static_cast<int>(std::max(item_sums * plan.item_pitch, images.groups) * sizeof(float2));
-  int waiting = 0;  // images of the chunk whose second pass is due
+  int waiting = 0;  // images of the chunk whose second pass is still to come
   for (int first = 0; first < images.count || waiting > 0;) {
     const int count = static_cast<int>(std::min<int64_t>(config.chunk, images.count - first));
     plan.second_image = first - waiting;
@@ -408,8 +405,8 @@ ffi::Error launch_passes(void (*kernel)(Args), Args args, const Config& config, 
   return ffi::Error::Success();
 }
 
-// Calls `f` with a value of x's type and the size of its vectors: `k16Bits` values of 16 bits or
-// four of float32 where pixels are whole 16 bytes, else 4 bytes.
+// Calls `f` with a value of x's type and the size of its vectors. If pixels are multiples of 16
+// bytes, that is `k16Bits` for 16-bit values and 4 for float32; otherwise a vector has 4 bytes.
 template <int k16Bits, typename F>
 ffi::Error with_vectors(Dtype dtype, bool aligned, int channels, const F& f) {
   using std::integral_constant;

@@ -24,27 +24,27 @@ using namespace group_norm;
 struct BackwardArgs {
   Images images;
   Plan plan;
-  Ring ring;  // where images are read once
+  Ring ring;  // used by the single pass
   const void* x;
   const void* dy;
-  const void* residual;  // or nullptr where the activation's derivative does not depend on it
+  const void* residual;  // nullptr unless the activation's derivative depends on it
   void* dx;
-  void* dresidual;    // where there is a residual
+  void* dresidual;    // nullptr without a residual
   const float* mean;  // [images, groups]
   const float* rstd;
   const float* dmean;  // [images, groups], or nullptr
   const float* dvariance;
   Parameter scale, bias;
   int scale_rows, bias_rows;
-  float2* channel_partials;  // [images, slices, channels]: dscale and dbias; or [blocks, channels],
-                             // where images are read once and share parameters
-  float2* group_partials;    // [images, slices, groups]: sums of these times scale, or nullptr
-                             // where each channel is a group; [images, groups, slices] where
-                             // images are read once
-  const float2* parts;       // [images, plan.parts, groups], which the second pass merges
+  float2* channel_partials;  // [images, slices, channels], or [blocks, channels] in a single pass
+                             // with shared parameters: parts of dscale and dbias
+  float2* group_partials;  // [images, slices, groups] ([images, groups, slices] in a single pass):
+                           // dscale and dbias times scale, summed; or nullptr if each channel is a
+                           // group
+  const float2* parts;     // [images, plan.parts, groups]: sums that the second pass merges
   Activation activation;
-  bool shares;    // whether the images share parameters
-  float* dscale;  // of such parameters where images are read once, or nullptr
+  bool shares;    // whether all images have the same parameters
+  float* dscale;  // gradient of shared parameters in a single pass, or nullptr
   float* dbias;
 };
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ Sums sums_at(const float2* address) {
   return {values.x, values.y};
 }
 
-// What a thread knows about its channels in an image: mean, factor = rstd scale, and bias.
+// A thread's channels in an image: mean, factor = rstd scale, and bias.
 template <int kVec>
 struct Channels {
   float mean[kVec], factor[kVec], bias[kVec];
@@ -70,9 +70,9 @@ struct Channels {
     }
   }
 
-  // Of x makes x - mean, and of the gradient dz, its product with the activation's derivative. Both
-  // passes subtract the mean from x, and not from the constants: of nearly equal values, which rstd
-  // makes large, dz would not be the same in both. add(z) adds a residual.
+  // Turns x into x - mean, and the gradient into dz, its product with the activation's derivative.
+  // Both passes subtract the mean from x instead of folding it into the bias: if a group's values
+  // are nearly equal, rstd is large and dz would differ between the passes. add(z) adds a residual.
   template <typename A, typename Add>
   __device__ __forceinline__ void take(const A& activation, float (&centred)[kVec],
                                        float (&dz)[kVec], const Add& add) const {
@@ -88,7 +88,8 @@ struct Channels {
   }
 };
 
-// A thread's steps through x and what dz comes from: in the second pass from the last one on.
+// A thread's steps through x and the gradient. The second pass goes from the last step to the
+// first.
 template <typename T, int kVec, bool kSecond>
 class Steps {
  public:
@@ -142,9 +143,9 @@ class Steps {
   Stream<Pair> stream_;
 };
 
-// Merges what a crew has taken of a slice. dscale and dbias of each channel go to
-// store_channel(channel, sums), and what dx needs of each group to store_group(group, sums), of one
-// thread, where `has_groups`. The thread has the channels from `channel` on in row `row`.
+// Merges a crew's sums over a slice. One thread passes dscale and dbias of a channel to
+// store_channel(channel, sums) and, if `has_groups`, a group's sums for dx to store_group(group,
+// sums). The calling thread is in row `row` and has the channels from `channel` on.
 template <int kVec, int kBarrier, typename StoreChannel, typename StoreGroup>
 __device__ __forceinline__ void merge_sums(const Crew<kBarrier>& crew, const BackwardArgs& args,
                                            int image, int row, int channel,
@@ -173,7 +174,7 @@ __device__ __forceinline__ void merge_sums(const Crew<kBarrier>& crew, const Bac
         store_channel(of, sums);
         float scale[1];
         load_channels(args.scale, args.scale_rows, image, images.channels, of, 1.0f, scale);
-        // The threads that merge this channel have read its items.
+        // The threads that merge this channel have already read its items.
         items[of * plan.item_pitch] = make_float2(sums.x * scale[0], sums.y * scale[0]);
       });
   if (!has_groups) return;
@@ -227,8 +228,8 @@ __device__ void take_sums(const BackwardArgs& args, const Place& place, float2* 
       });
 }
 
-// Of a group's sums makes dx's slope and constant in x - mean: dx = dz factor + slope (x - mean) +
-// constant. `weight` is what the sums lack: rstd, or rstd scale.
+// Returns the coefficients of dx = dz factor + slope (x - mean) + constant from a group's sums.
+// `weight` is the factor that the sums still lack: rstd, or rstd scale.
 __device__ __forceinline__ float2 line_of(const BackwardArgs& args, int image, int group,
                                           float weight, float2 sums) {
   const Images& images = args.images;
@@ -247,7 +248,7 @@ __device__ void write(const BackwardArgs& args, const Place& place, float2* grou
   const Images& images = args.images;
   const Plan& plan = args.plan;
   const bool has_dz = args.dresidual != nullptr;
-  // On the way while the parts are merged:
+  // These loads are in flight while the parts are merged.
   Steps<T, kVec, true> steps(args, place, has_dz ? args.dresidual : args.dy);
   const float2* parts = args.parts + static_cast<int64_t>(place.image) * plan.parts * images.groups;
   merge_parts(
@@ -297,14 +298,14 @@ __global__ void __launch_bounds__(kMaxThreads)
   if (place.writes) write<T, kVec>(args, place, items);
 }
 
-// --- images that are read once -------------------------------------------------------------------
+// --- single pass ---------------------------------------------------------------------------------
 
 using BackwardCrews = Crews<320, 256, 320, 2, 8 * 1024>;
-// The slices' sums of a group that a thread has on the way at once.
+// Slices' sums of a group that a thread loads at once.
 constexpr int kSumsTogether = 22;
 
-// Adds up the channels' sums of all blocks, each block for some of the channels, while the third
-// crews still write.
+// Adds up the channels' sums of all blocks. Each block merges some of the channels, while the crews
+// that write results are still busy.
 __device__ __forceinline__ void merge_parameters_once(const BackwardArgs& args,
                                                       const Crew<kSumsBarrier>& crew) {
   if (args.dscale == nullptr && args.dbias == nullptr) return;
@@ -374,7 +375,7 @@ __device__ __forceinline__ void take_sums_once(const BackwardArgs& args,
     merge_sums(
         crew, args, image, visits.row, visits.channel, dot, total, true, block.items(),
         [&](int of, float2 sums) {
-          // The same thread merges a channel in every image.
+          // The same thread merges a channel in every image, so `kept` needs no barrier.
           if (args.shares && !is_first) {
             sums.x += kept[of].x;
             sums.y += kept[of].y;
@@ -492,10 +493,10 @@ __global__ void __launch_bounds__(BackwardCrews::kThreads, 1)
 
 // --- sums merged by launches of their own --------------------------------------------------------
 
-// Adds up parts [count, parts, columns] over the parts: to `merged` [count, columns], and to dscale
-// and dbias, each where it is not nullptr.
+// Adds up parts [count, parts, columns] over the parts, into `merged` [count, columns], dscale and
+// dbias. Each of the results may be nullptr.
 struct MergeArgs {
-  int first;  // of the `count`
+  int first;  // first index of the launch along `count`
   int parts;
   int columns;
   const float2* partials;
@@ -531,7 +532,7 @@ ffi::Error launch_merge(const MergeArgs& args, int count, cudaStream_t stream) {
                        {dim3(count * blocks), 32 * kMergedColumns, 0}, stream);
 }
 
-// Checks the gradient of a parameter, [1 or images, channels]; `rows` becomes the former.
+// Checks a parameter's gradient [1 or images, channels], and sets `rows` to its first axis.
 ffi::Error check_gradient(std::string_view name, const ffi::AnyBuffer& buffer, const Images& images,
                           int* rows) {
   if (is_absent(buffer)) return ffi::Error::Success();
@@ -572,7 +573,7 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
   RETURN_IF_ERROR(check_gradient("dscale", *dscale, images, &rows));
   RETURN_IF_ERROR(check_gradient("dbias", *dbias, images, &rows));
   args.shares = rows <= 1;
-  // Blocks that read images once keep the sums of parameters that these share.
+  // In a single pass, blocks accumulate shared parameters' sums over their images.
   const int64_t teams = std::min(chunk, count);
   const int64_t parts_of = once && args.shares ? teams : count;
   RETURN_IF_ERROR(
@@ -638,7 +639,8 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
     return args.shares ? ffi::Error::Success() : launch_merge(gradients, rows, stream);
   }
 
-  // Where each channel is a group, one merge serves dx and the gradients of an image.
+  // If each channel is a group, one merge yields both the sums for dx and the gradients of an
+  // image.
   const bool merges_once = apart && args.group_partials == nullptr && rows == images.count;
   const auto merge = [&](int first, int images_of_launch) {
     if (!apart) return ffi::Error::Success();

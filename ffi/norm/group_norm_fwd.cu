@@ -15,30 +15,30 @@ using namespace group_norm;
 struct ForwardArgs {
   Images images;
   Plan plan;
-  Ring ring;  // where images are read once
+  Ring ring;  // used by the single pass
   const void* x;
-  const void* residual;  // or nullptr
+  const void* residual;  // may be nullptr
   void* y;
-  float* mean;  // [images, groups], or nullptr
+  float* mean;  // [images, groups]; mean, rstd and variance may be nullptr
   float* rstd;
   float* variance;
   Parameter scale, bias;
   int scale_rows, bias_rows;
-  float2* partials;     // [images, slices, groups]: the mean and the sum of squared deviations;
-                        // [images, groups, slices] where images are read once
-  const float2* parts;  // [images, plan.parts, groups], which the second pass merges
+  float2* partials;  // [images, slices, groups], or [images, groups, slices] in a single pass: mean
+                     // and sum of squared deviations
+  const float2* parts;  // [images, plan.parts, groups]: moments that the second pass merges
   float epsilon;
   Activation activation;
 };
 
-// Means and sums of squared deviations of several parts make those of all values together by plain
-// sums about `base`, the mean of one part that is not empty: with d = mean - base, n values and
-// squared deviations m of a part,
+// The means and the sums of squared deviations of several parts are merged by plain sums about
+// `base`, the mean of one part that is not empty: with n values, d = mean - base and squared
+// deviations m of a part,
 //
 //     mean = base + sum n d / sum n,   deviations = sum (m + n d^2) - (sum n d)^2 / sum n.
 //
-// The difference loses digits where `base` lies far from the mean of all values, so that `base`
-// should be a mean of many of them.
+// The difference loses digits if `base` is far from the mean of all values, so `base` should be a
+// mean of many of them.
 __device__ __forceinline__ Sums moments_about(float base, float count, float2 moments) {
   const float delta = moments.x - base;
   const float first = count * delta;
@@ -51,14 +51,14 @@ __device__ __forceinline__ float2 moments_of(float base, float count, const Sums
   return make_float2(base + delta, deviations < 0.0f ? 0.0f : deviations);
 }
 
-// A mean of more values than these lies near that of all.
+// Fewest values whose mean is taken to be near the mean of all.
 constexpr float kFewestValues = 31.0f;
 
-// The moments of an image's slices, or of all of them together.
+// The moments of an image's slices, or already merged ones.
 struct Moments {
   const float2* data;
   int count;
-  int of_group;  // values from a group's to the next's
+  int of_group;  // values between successive groups
   int of_slice;
 
   __device__ __forceinline__ float2 at(int group, int slice) const {
@@ -67,8 +67,8 @@ struct Moments {
   }
 };
 
-// Merges the moments of an image's slices, and hands those of a group to store(group, moments) of
-// one thread. The first `longer` of the moments are of one pixel more than `pixels`.
+// Merges the moments of an image's slices; one thread passes those of a group to store(group,
+// moments). The first `longer` slices have pixels + 1 pixels, the others `pixels`.
 template <int kLoads, int kBarrier, typename Store>
 __device__ __forceinline__ void merge_slices(const Crew<kBarrier>& crew, const Images& images,
                                              const Moments& moments, int first_group, int groups,
@@ -76,7 +76,8 @@ __device__ __forceinline__ void merge_slices(const Crew<kBarrier>& crew, const I
                                              const Store& store) {
   const float size = static_cast<float>(images.group_size);
   const float shorter = static_cast<float>(pixels) * size;
-  // Slices of few values have a mean far from that of all: then `base` is a mean of several.
+  // The mean of a slice with few values may be far from the mean of all: then `base` averages
+  // several.
   const int near = min(moments.count, static_cast<int>(kFewestValues / fmaxf(shorter, 1.0f)) + 1);
   const auto base_of = [=](int group) {
     float base = moments.at(group, 0).x;
@@ -102,10 +103,9 @@ __device__ __forceinline__ void merge_slices(const Crew<kBarrier>& crew, const I
       });
 }
 
-// What a thread adds up for each of its channels: differences from the first of its values, and
-// their squares. This is as good as deviations from the mean would be: that value is one of those
-// that the variance is of, so that its own deviation is a part of the sum, and little is lost where
-// it is large.
+// A thread's sums for each of its channels: differences from its first value, and their squares.
+// They are as accurate as deviations from the mean: the first value's own deviation is part of the
+// variance, so little is lost even if it is large.
 template <int kVec>
 struct Differences {
   float shift[kVec] = {}, sums[kVec] = {}, squares[kVec] = {};
@@ -125,9 +125,9 @@ struct Differences {
   }
 };
 
-// Merges the differences of a crew that has taken a slice, and hands the moments of each group to
-// store(group, moments) of one thread. The thread has the channels from `channel` on in row `row`
-// of `rows`, and so many `steps`; `extra` rows have one more than the others.
+// Merges the differences of a crew over a slice; one thread passes the moments of each group to
+// store(group, moments). The calling thread has `steps` pixels of row `row`, in the channels from
+// `channel` on. The first `extra` rows have one step more than the others.
 template <int kVec, int kBarrier, typename Store>
 __device__ __forceinline__ void merge_differences(const Crew<kBarrier>& crew, const Images& images,
                                                   const Plan& plan, int row, int channel, int steps,
@@ -136,7 +136,7 @@ __device__ __forceinline__ void merge_differences(const Crew<kBarrier>& crew, co
   auto& mean = of.sums;
   auto& squares = of.squares;
   const float count = static_cast<float>(steps);
-  // A rounding of it is in the variance of every thread with so many values: none but the nearest.
+  // An exact division: its rounding error enters the variance of every thread with as many values.
   const float inverse = 1.0f / fmaxf(count, 1.0f);
 #pragma unroll
   for (int c = 0; c < kVec; ++c) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ void merge_differences(const Crew<kBarrier>& crew, co
     squares[c] -= mean[c] * offset;
     mean[c] = of.shift[c] + offset;
   }
-  // Neighbouring channels of a group are merged in pairs, and their pairs again.
+  // Adjacent channels of a group are merged in pairs, then the pairs in pairs, within the vector.
   int width_bits = 0;
 #pragma unroll
   for (int half = 1; half < kVec; half *= 2) {
@@ -169,7 +169,7 @@ __device__ __forceinline__ void merge_differences(const Crew<kBarrier>& crew, co
     }
   }
   crew.sync();
-  const int longer = extra * row_parts;  // the parts with a pixel more
+  const int longer = extra * row_parts;  // parts with one more pixel
   const float shorter_count = static_cast<float>(plan.full * width);
   const float longer_count = shorter_count + static_cast<float>(width);
   merge_parts(
@@ -211,8 +211,8 @@ __device__ void take_moments(const ForwardArgs& args, const Place& place, float2
                     [&](int group, float2 moments) { __stcg(partials + group, moments); });
 }
 
-// Merges the moments of an image to mean and rstd in `stats`, of each group. Results that are
-// asked for too are written by one caller of several.
+// Merges the moments of an image into each group's mean and rstd in `stats`. Of the several
+// callers, the one with `writes` also stores the statistics that are results.
 template <int kLoads, int kBarrier>
 __device__ __forceinline__ void take_statistics(const ForwardArgs& args, const Crew<kBarrier>& crew,
                                                 const Moments& moments, int image, int pixels,
@@ -223,7 +223,8 @@ __device__ __forceinline__ void take_statistics(const ForwardArgs& args, const C
                          const float values = static_cast<float>(images.pixels) * images.group_size;
                          const float variance = merged.y / values;
                          const float rstd = rsqrtf(variance + args.epsilon);
-                         // Values that are all the same are their mean, to the last digit.
+                         // If all values of a group are equal, a factor of 0 normalises them to
+                         // exactly 0 even if the mean is rounded.
                          const bool constant = variance == 0.0f && args.epsilon > 0.0f;
                          stats[group] = make_float2(merged.x, constant ? 0.0f : rstd);
                          if (!writes) return;
@@ -234,10 +235,10 @@ __device__ __forceinline__ void take_statistics(const ForwardArgs& args, const C
                        });
 }
 
-// The factor and the bias, and the mean where it is subtracted first, of a thread's channels.
+// Factor and bias of a thread's channels, and the mean if it is not folded into the bias.
 template <typename T, int kVec>
 struct Line {
-  // Values of 16 bits have so few digits that x factor + (bias - mean factor) loses none of them.
+  // 16-bit values have so few digits that x factor + (bias - mean factor) loses none of them.
   static constexpr bool kFolds = sizeof(T) == 2;
   float mean[kVec], factor[kVec], bias[kVec];
 
@@ -277,7 +278,7 @@ __device__ void write(const ForwardArgs& args, const Place& place, float2* stats
   T* y = static_cast<T*>(args.y);
   int64_t at = place.offset(images) - (place.steps - 1) * stride;
   const auto load = [x](int64_t offset) { return load_vector<T, kVec>(x + offset); };
-  // On the way while the parts are merged:
+  // These loads are in flight while the parts are merged.
   Stream<Vector<T, kVec>> stream(place.steps, at, stride, load);
   Line<T, kVec> line;
   if (place.steps > 0) line.begin(args, place.image, place.channel);
@@ -323,11 +324,10 @@ __global__ void __launch_bounds__(kMaxThreads)
   if (place.writes) write<T, kVec>(args, place, items);
 }
 
-// --- images that are read once -------------------------------------------------------------------
+// --- single pass ---------------------------------------------------------------------------------
 
 using ForwardCrews = Crews<128, 256, 512, 1, 16 * 1024>;
-// The slices' moments of a group that a thread has on the way at once: those of 132 slices, spread
-// over 4 threads, in two rounds.
+// Moments of a group's slices that a thread loads at once: 132 slices on 4 threads take two rounds.
 constexpr int kMomentsTogether = 17;
 
 template <typename T, int kVec>
@@ -525,7 +525,7 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
   args.plan.parts = apart ? 1 : args.plan.slices;
   args.parts = apart ? data_or_null<float2>(*merged) : args.partials;
   const bool whole = are_aligned({args.x, args.residual, args.y, args.scale.data, args.bias.data});
-  const auto width_of = [&](int vec) {  // the channels that a thread merges
+  const auto width_of = [&](int vec) {  // channels of a vector that a thread merges
     int width = 1;
     while (width < vec && images.group_size % (2 * width) == 0) width *= 2;
     return width;

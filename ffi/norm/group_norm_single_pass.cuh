@@ -1,10 +1,10 @@
-// How group_norm reads images once (sm_90 and later): they stay in shared memory between the two
-// passes.
+// The single pass of group_norm (sm_90 and later): images stay in shared memory between its steps.
 //
-// The grid is cooperative, a block to a multiprocessor. Blocks form teams, a team takes an image
-// after the other, and a block has the same slice of each. Chunks of slices come through a ring of
-// slots in shared memory by bulk copies, which run ahead into the next images. The crews of a block
-// work side by side on different images, so that none waits for what has only just been asked for:
+// The grid is cooperative, with one block per SM. Blocks form teams; a team takes one image after
+// the other, and a block has the same slice of each. Bulk copies bring chunks of slices into a ring
+// of pipeline stages (slots) in shared memory, ahead into the next images. The crews (warps of one
+// role) of a block work on different images at the same time, so that none waits for data that was
+// only just requested:
 //
 //   - the loader, a single thread, fills slots as they become free;
 //   - the first crew takes the sums of a slice, leaves them in global memory and counts its block
@@ -17,39 +17,38 @@
 
 namespace group_norm {
 
-// What a block of one direction consists of.
+// The crews of a block in one direction.
 template <int kFirst, int kSecond, int kThird, int kSlotArrays, int kChunk>
 struct Crews {
   static constexpr int kLoader = 32;
-  static constexpr int kSums = kFirst;    // threads at most
-  static constexpr int kMerge = kSecond;  // threads
-  static constexpr int kWrite = kThird;   // threads at most
+  static constexpr int kSums = kFirst;    // most threads of the first crew
+  static constexpr int kMerge = kSecond;  // threads of the second crew
+  static constexpr int kWrite = kThird;   // most threads of the third crew
   static constexpr int kArrays = kSlotArrays;
-  static constexpr int kChunkBytes = kChunk;  // about, of one array
+  static constexpr int kChunkBytes = kChunk;  // approximate bytes of a chunk of one array
   static constexpr int kThreads = kLoader + kSums + kMerge + kWrite;
   static_assert(kThreads <= kMaxThreads);
 };
 
-// The barriers of the crews; that of kMerged is for the second and the third.
+// Ids of the crews' barriers; kMergedBarrier is that of the second and the third crew.
 enum CrewBarrier : int { kSumsBarrier = 1, kMergeBarrier, kMergedBarrier };
 
 struct Ring {
   int teams;
   int chunk;       // pixels of a slot
-  int slots;       // of the ring
-  int slot_bytes;  // of one array of a slot
-  int items_at;    // where in shared memory the first crew leaves sums,
-  int merged_at;   // the second what it has merged, two images in turn,
-  int kept_at;     // what a block keeps over all of its images,
+  int slots;       // slots of the ring
+  int slot_bytes;  // bytes of one array in a slot
+  int items_at;    // offset in shared memory of the first crew's sums
+  int merged_at;   // offset of the second crew's results, for two images in turn
+  int kept_at;     // offset of sums that a block keeps over all its images
   int barriers_at;
   int sum_threads, write_threads;
-  int write_rows;  // pixels that the third crew takes together
-  // [images + 1], of the blocks whose sums of an image are there, and of those that have taken all
-  // of their sums.
+  int write_rows;  // pixels that the third crew reads at a time
+  // [images + 1]: blocks that have stored their sums of each image, and of all images.
   unsigned* counters;
 };
 
-// A crew's turn in the ring.
+// A crew's position in the ring.
 struct Turn {
   int slot = 0;
   uint32_t phase = 0;
@@ -62,13 +61,13 @@ struct Turn {
   }
 };
 
-// What a block has of each image of its team.
+// The slice that a block has in each image of its team.
 struct Slice {
   int first_image;
-  int rank;   // of the block in its team
-  int start;  // the first pixel
+  int rank;   // rank of the block in its team
+  int start;  // first pixel of the slice
   int count;
-  int extra;  // as in Place
+  int extra;  // rows of threads that take one more step
 
   __device__ explicit Slice(const Plan& plan) {
     first_image = static_cast<int>(blockIdx.x) / plan.slices;
@@ -80,13 +79,13 @@ struct Slice {
   }
 };
 
-// What a thread of a crew reads of a chunk: a vector of every `rows`-th pixel.
+// The vectors of a chunk that a thread of a crew reads: one in every `rows`-th pixel.
 struct Visits {
   int row;
-  int channel;  // the first of the vector
-  int first;    // the first pixel; a thread without a column has none
-  int own;      // values before its first vector
-  int stride;   // values from a vector to the next
+  int channel;  // first channel of the vector
+  int first;    // first pixel; beyond every chunk for a thread without a column
+  int own;      // values before the thread's first vector
+  int stride;   // values between its successive vectors
 
   __device__ Visits(const Images& images, const Plan& plan, int rows, int thread, int vec) {
     row = plan.by_columns.quotient(thread);
@@ -103,7 +102,7 @@ class Block {
   __device__ Block(const Images& images, const Plan& plan, const Ring& ring, unsigned char* shared)
       : images(images), plan(plan), ring(ring), slice(plan), shared_(shared) {}
 
-  // All threads of the block call it first.
+  // Initialises the barriers. All threads of the block must call it first.
   __device__ void begin() const {
     if (threadIdx.x == 0) {
 #pragma unroll 1
@@ -126,7 +125,7 @@ class Block {
     return reinterpret_cast<float2*>(shared_ + ring.kept_at);
   }
 
-  // The loader's job.
+  // Fills the ring, in the loader thread.
   __device__ void load(const void* const (&sources)[Crews::kArrays]) const {
     Turn turn;
     const uint64_t policy = evict_last_policy();
@@ -139,7 +138,7 @@ class Block {
             (static_cast<int64_t>(image) * images.pixels + slice.start + pixel) * pixel_bytes;
         const auto bytes =
             static_cast<uint32_t>(min(ring.chunk, slice.count - pixel) * pixel_bytes);
-        mbarrier_wait(free(turn.slot), turn.phase ^ 1);  // the first time it is free
+        mbarrier_wait(free(turn.slot), turn.phase ^ 1);  // no wait in the first round
         mbarrier_arrive_expect(full(turn.slot), Crews::kArrays * bytes);
 #pragma unroll
         for (int array = 0; array < Crews::kArrays; ++array) {
@@ -151,8 +150,8 @@ class Block {
     }
   }
 
-  // Calls f(pointers to the arrays' values, first pixel of the slice, pixels) for each chunk of the
-  // slice when it is there.
+  // Calls f(pointers to the arrays' values, first pixel in the slice, pixels) for each chunk in
+  // turn.
   template <typename F>
   __device__ __forceinline__ void for_each_chunk(Turn& turn, const F& f) const {
 #pragma unroll 1
@@ -166,26 +165,26 @@ class Block {
     }
   }
 
-  // The third crew's warps say that they have read a slot, before the turn's next.
+  // Frees a slot: each warp of the third crew reports that it has read it, before turn.next().
   __device__ __forceinline__ void release(const Turn& turn) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(free(turn.slot));
   }
 
-  // The first crew has left its sums of the image.
+  // Announces that the first crew has stored its sums of the image.
   __device__ __forceinline__ void publish(const Crew<kSumsBarrier>& crew, int image) const {
     crew.sync();
     if (crew.thread == 0) count_up(ring.counters + image);
   }
 
-  // The second crew waits for the sums of all blocks.
+  // Makes the second crew wait for the sums of all blocks of the team.
   __device__ __forceinline__ void await_sums(const Crew<kMergeBarrier>& crew, int image) const {
     if (crew.thread == 0) wait_for_count(ring.counters + image, plan.slices);
     crew.sync();
   }
 
-  // The second crew has merged an image, and the third comes to write it, which it has done with
-  // the image before: two places for what is merged are enough.
+  // Lets the third crew start on an image that the second has merged. The third has then finished
+  // the image before, so two buffers of merged sums suffice.
   __device__ __forceinline__ void meet() const {
     barrier_sync(kMergedBarrier, Crews::kMerge + ring.write_threads);
   }
@@ -207,7 +206,7 @@ class Block {
   unsigned char* shared_;
 };
 
-// Gives each thread its job: load(), sums(crew), merge(crew) or write(thread of the crew).
+// Calls load(), sums(crew), merge(crew) or write(thread of the crew), by the crew of the thread.
 template <typename Crews, typename Load, typename Take, typename Merge, typename Write>
 __device__ __forceinline__ void divide_work(const Ring& ring, const Load& load, const Take& take,
                                             const Merge& merge, const Write& write) {
@@ -229,8 +228,9 @@ inline ffi::Error check_counters(const ffi::AnyBuffer& counters, const Images& i
   return check_dtype("counters", counters, ffi::DataType::S32);
 }
 
-// Launches `kernel`; `args` has the members images, plan and ring, with the counters. For
-// `item_sums` and `row_parts` see `spread`; a block keeps `kept_bytes` over its images.
+// Launches `kernel`. `args` has the members images, plan and ring, with its counters set. See
+// `spread` for `item_sums` and `row_parts`; `kept_bytes` are those that a block keeps over its
+// images.
 template <int kVec, typename Crews, typename Args>
 ffi::Error launch_once(void (*kernel)(Args), Args args, const Config& config, const Device& device,
                        int item_sums, int row_parts, int kept_bytes, int item_bytes,
@@ -252,7 +252,7 @@ ffi::Error launch_once(void (*kernel)(Args), Args args, const Config& config, co
   ring.write_rows = std::max(1, std::min(Crews::kWrite / plan.columns, longest));
   ring.write_threads = (ring.write_rows * plan.columns + 31) / 32 * 32;
 
-  // A chunk is a number of steps of the first crew, so that only the last step of a slice is short.
+  // A chunk is a whole number of the first crew's steps, so only the last step of a slice is short.
   const int step_bytes = plan.rows * images.channels * item_bytes;
   ring.chunk = plan.rows * std::max(1, (Crews::kChunkBytes + step_bytes / 2) / step_bytes);
   ring.slot_bytes = ring.chunk * images.channels * item_bytes;
@@ -283,8 +283,7 @@ ffi::Error launch_once(void (*kernel)(Args), Args args, const Config& config, co
   return launch_kernel(kernel, args, launch, stream);
 }
 
-// Calls `f` with a value of x's type and the size of its vectors: `k16Bits` values of 16 bits or
-// four of float32.
+// Calls `f` with a value of x's type and its vector size: `k16Bits` in 16 bits, 4 in float32.
 template <int k16Bits, typename F>
 ffi::Error with_whole_vectors(Dtype dtype, bool aligned, int channels, const F& f) {
   using std::integral_constant;

@@ -1,11 +1,11 @@
 // The forward of group_norm that keeps slabs of images in shared memory: y = activation((x - mean)
 // rstd scale + bias + residual) over images [image, pixel, channel], with a mean and a variance for
-// each group of neighbouring channels of an image. batch_norm is that of one image with a group for
-// each channel.
+// each group of neighbouring channels of an image. batch_norm is the case of one image and a group
+// for each channel.
 //
-// A block has a slab, the neighbouring channels of some groups, of a part, a run of neighbouring
-// pixels of an image, and copies it into shared memory. It takes the mean and the squared
-// deviations of each group and writes the result from shared memory, so that memory is read once
+// A slab is the adjacent channels of some groups, and a part is a run of consecutive pixels of an
+// image. A block copies one slab of one part into shared memory, computes the mean and the squared
+// deviations of each group, and writes the result from shared memory, so that memory is read once
 // and written once. Where an image has several parts the grid is cooperative: a block leaves its
 // moments in global memory, waits for the other parts of its slab, and merges theirs.
 //
@@ -29,33 +29,32 @@ constexpr int kMostVectors = 64;
 struct SlabArgs {
   Images images;
   const void* x;
-  const void* residual;  // or nullptr
+  const void* residual;  // may be nullptr
   void* y;
-  float* mean;  // [images, groups], or nullptr, as the two below
+  float* mean;  // [images, groups]; mean, rstd and variance may be nullptr
   float* rstd;
   float* variance;
   Parameter scale, bias;
   int scale_rows, bias_rows;  // 1, or one for each image
   float2* partials;    // [images, slabs, groups of a slab, parts]: mean and squared deviations
-  unsigned* counters;  // [images, slabs], of the parts that are there
-  int vectors;         // of a slab's pixel
+  unsigned* counters;  // [images, slabs]: parts whose moments are stored
+  int vectors;         // vectors of a pixel in a slab
   int slabs;
   int parts;
-  int part_pixels;  // of a part; the first `longer` have one more
+  int part_pixels;  // pixels of a part; the first `longer` parts have one more
   int longer;
   int slab_groups;
-  int line_sums;  // of each channel, that threads leave: see sum_over_groups
-  int lanes;      // neighbouring threads that add up what belongs to a group: 2^lane_bits
+  int line_sums;  // sums that a block's threads leave for each channel: see sum_over_groups
+  int lanes;      // adjacent threads that add up a group: 2^lane_bits
   int lane_bits;
-  float of_part, of_longer_part, of_all;  // 1 over the values of a group
+  float of_part, of_longer_part, of_all;  // 1 / a group's values in a part, a longer part, an image
   Divider by_vectors, by_lines, by_parts, by_group;
   float epsilon;
   Activation activation;
 };
 
-// Adds up what the threads have of each group, and leaves the sums in `sums` [groups of a slab].
-// The order of adding depends on the sizes alone. `of_lines` has what threads with the same
-// channels add up to, side by side for each channel.
+// Sums the threads' values of each group into `sums` [groups of a slab], in an order that depends
+// on the sizes alone. `of_lines` holds the threads' partial sums, contiguous for each channel.
 template <int kVec>
 __device__ __forceinline__ void sum_over_groups(const SlabArgs& args, float (&values)[kVec],
                                                 float* of_lines, float* sums) {
@@ -65,7 +64,7 @@ __device__ __forceinline__ void sum_over_groups(const SlabArgs& args, float (&va
   const int vector = thread - line * vectors;
   bool writes = line < args.line_sums;
   if (32 % vectors == 0) {
-    // The lanes of a warp add up first, and its first ones have the sums.
+    // The lanes of a warp add up first; its first `vectors` lanes then write the sums.
     for (int lane = vectors; lane < 32; lane *= 2) {
 #pragma unroll
       for (float& value : values) value += __shfl_xor_sync(~0u, value, lane);
@@ -95,12 +94,12 @@ __device__ __forceinline__ void sum_over_groups(const SlabArgs& args, float (&va
   __syncthreads();
 }
 
-// Merges the parts of a slab into the mean and the squared deviations of each group, which its
-// first lane returns. Parts p of n_p values with means m_p and squared deviations d_p have together
+// Merges the parts of a slab; the first lane of each group returns its mean and squared deviations.
+// Parts p with n_p values, means m_p and squared deviations d_p are merged as
 //
 //     m = base + sum n_p (m_p - base) / n,   d = sum (d_p + n_p (m_p - base)^2) - n (m - base)^2,
 //
-// where `base`, the mean of one part, has to lie near m.
+// where `base`, the mean of one part, must be near m.
 __device__ __forceinline__ float2 merge_parts(const SlabArgs& args, const float2* partials) {
   const int thread = static_cast<int>(threadIdx.x);
   const int group = min(thread >> args.lane_bits, args.slab_groups - 1);
@@ -126,7 +125,7 @@ __device__ __forceinline__ float2 merge_parts(const SlabArgs& args, const float2
   return make_float2(base + delta, deviations < 0.0f ? 0.0f : deviations);
 }
 
-// Has the L2 fetch what is wanted once the statistics are known.
+// Prefetches into L2 what is needed once the statistics are known.
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
@@ -171,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     group_norm_slab_kernel(const __grid_constant__ SlabArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int thread = static_cast<int>(threadIdx.x);
-  const int unit = args.by_parts.quotient(blockIdx.x);  // of all slabs of all images
+  const int unit = args.by_parts.quotient(blockIdx.x);  // slab of the batch
   const int part = static_cast<int>(blockIdx.x) - unit * args.parts;
   const int image = unit / args.slabs;
   const int slab = unit - image * args.slabs;
@@ -188,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       (static_cast<int64_t>(image) * args.images.pixels + start + line) * args.images.channels +
       channel;
 
-  // The vectors of each step lie behind what sums take: see shared_bytes.
+  // The vectors kept for the second read lie behind the sums: see the handler's shared_bytes.
   float* of_lines = reinterpret_cast<float*>(shared);
   float* sums = of_lines + columns * (args.line_sums | 1);
   auto* moments = reinterpret_cast<float2*>(sums + columns);
@@ -218,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int c = 0; c < kVec; ++c) own[c] += values[c];
     }
   };
-  async_copies_wait(1);  // for the first half
+  async_copies_wait(1);  // wait for the first half only
   add(0, half);
   async_copies_wait(0);
   add(half, steps);
@@ -240,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int own_group = thread >> args.lane_bits;
   const bool has_group = own_group < args.slab_groups && (thread & (args.lanes - 1)) == 0;
   const float own_mean = has_group ? sums[own_group] * inverse : 0.0f;
-  __syncthreads();  // before `sums` is written again
+  __syncthreads();  // all threads have read `sums`, which is written again
   sum_over_groups(args, deviations, of_lines, sums);
 
   float2 of_group = make_float2(own_mean, has_group ? sums[own_group] : 0.0f);

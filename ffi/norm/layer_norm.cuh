@@ -1,4 +1,4 @@
-// What the forward and the backward of layer_norm and rms_norm share: the constants of a call and
+// Shared by the forward and the backward of layer_norm and rms_norm: the constants of a call and
 // the checks of its operands.
 #pragma once
 
@@ -7,8 +7,8 @@
 #include "common/operands.h"
 #include "common/rows.cuh"
 
-// The threads for each row in the kernels that read a row more than once, because one team cannot
-// hold it.
+// Threads for each row in the kernels that read a row more than once, because one team cannot hold
+// it.
 constexpr int kWideThreads = 512;
 
 struct NormOptions {
@@ -20,10 +20,10 @@ struct NormOptions {
   Activation activation;
 };
 
-// What is applied around the norm. Frequent combinations are compiled separately, because a choice
-// at run time costs registers even where nothing is chosen.
+// Operations around the norm. Frequent combinations are compiled separately, because a choice at
+// run time costs registers even when nothing is chosen.
 enum class Chain {
-  kPlain,    // nothing
+  kPlain,    // only the norm
   kRelu,     // additions and a relu before the norm, each optional
   kGeneral,  // any activation, before or after
 };

@@ -18,37 +18,37 @@ constexpr int kParameters = 3;  // scale, bias, pre_bias
 
 struct BackwardArgs {
   const void* dy;
-  const void* dnext_residual;  // nullptr: none, and pre_bias is not in h yet
+  const void* dnext_residual;  // nullptr: none, and h does not contain pre_bias yet
   const void* h;
-  const float* mean;  // nullptr: the norm subtracts none
+  const float* mean;  // nullptr: the norm subtracts no mean
   const float* rstd;
   Parameter scale;
   Parameter bias;
   Parameter pre_bias;
   void* dx;
-  // [segments * segment_blocks, features] each, nullptr where not wanted.
+  // [segments * segment_blocks, features] each; nullptr for a gradient that is not needed
   float* gradients[kParameters];
-  float2* row_terms;  // [rows] only between the kernels for long rows
-  int rows;           // of one segment
+  float2* row_terms;  // [rows]; only between the two kernels for long rows
+  int rows;           // rows of one segment
   int segments;
   int segment_blocks;
   int features;
   NormOptions options;
   int team_size;
   int stages;
-  // Only of backward_few_rows and, for the rows of a tile, of backward_flat_rows:
-  int teams;  // of a block
-  // Only of backward_few_rows:
-  int column_blocks;  // of one segment
-  int row_splits;     // blocks, a cluster, that share the rows of a block of columns
+  // Used by backward_few_rows only; backward_flat_rows stores the rows of a tile here.
+  int teams;  // teams of a block
+  // Used by backward_few_rows only.
+  int column_blocks;  // blocks of columns of one segment
+  int row_splits;     // blocks of a cluster, which share the rows of a block of columns
 
   __device__ bool adds_pre_bias() const {
     return pre_bias.data != nullptr && dnext_residual == nullptr;
   }
 };
 
-// What becomes of an element before the sums over its row are known: centred = u - mean, dz out of
-// dy, and h with pre_bias.
+// Prepares an element for the sums over its row: centred = u - mean, and dz from dy. h already
+// contains pre_bias.
 template <int kVec>
 __device__ __forceinline__ void prepare(const NormOptions& options, float mean, float rstd,
                                         const float (&h)[kVec], const float (&scale)[kVec],
@@ -67,8 +67,8 @@ __device__ __forceinline__ void prepare(const NormOptions& options, float mean, 
   }
 }
 
-// Adds an element's part to the sums over its row, sum(g centred) and sum(g), and to those over its
-// column, sum(dz xhat) and sum(dz), as many of each as there are.
+// Adds an element to sum(g centred) of its row and sum(dz xhat) of its column, and to sum(g) and
+// sum(dz) if kSums and kGradients exceed 1.
 template <int kVec, int kSums, int kGradients>
 __device__ __forceinline__ void add_to_sums(float rstd, const float (&scale)[kVec],
                                             const float (&dz)[kVec], const float (&centred)[kVec],
@@ -87,7 +87,7 @@ __device__ __forceinline__ void add_to_sums(float rstd, const float (&scale)[kVe
   for (int i = 0; i < kSums; ++i) sums[i] += parts[i];
 }
 
-// What dh takes from the sums over its row: rstd mean(g xhat) and mean(g).
+// Returns the terms of dh that depend on its row's sums: rstd mean(g xhat) and mean(g).
 template <int kSums>
 __device__ __forceinline__ float2 row_terms(const NormOptions& options, float rstd,
                                             const float (&sums)[kSums]) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ float2 row_terms(const NormOptions& options, float rs
   return make_float2(slope, centred ? sums[kSums - 1] * options.inverse_features : 0.0f);
 }
 
-// dh without dnext_residual.
+// Computes dh without dnext_residual.
 template <int kVec>
 __device__ __forceinline__ void gradient_of_h(const NormOptions& options, float rstd, float2 terms,
                                               const float (&h)[kVec], const float (&scale)[kVec],
@@ -104,20 +104,19 @@ __device__ __forceinline__ void gradient_of_h(const NormOptions& options, float 
                                               float (&dh)[kVec]) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    // Rounded here: a product fused into g - mean(g) would leave a residue where both are the same.
+    // Rounded here: a product fused into g - mean(g) would leave a residue where both are equal.
     const float g = __fmul_rn(dz[i], scale[i]) - terms.y;
     dh[i] = (g - centred[i] * terms.x) * rstd;
   }
   multiply_derivative(options.pre_activation, h, dh);
 }
 
-// --- rows that one or two blocks hold
-// -------------------------------------------------------------
+// --- rows that one or two blocks hold ------------------------------------------------------------
 
-// The gradients of a thread's columns stay in registers, in float32. Rows come in through a ring in
-// shared memory; a row is needed twice, before and after the exchange of its sums, and stays in
-// registers meanwhile, packed. Where a block has no room for that, a cluster of two blocks
-// (kPair) shares each row. kMean: whether there are a mean and dbias; without, a chain is plain.
+// The gradients of a thread's columns stay in registers, in float32. Rows arrive through a ring in
+// shared memory. A row is needed before and after the exchange of its sums, and stays packed in
+// registers meanwhile. If one block has no room for that, a cluster of two blocks (kPair) shares
+// each row. kMean: whether there is a mean or dbias; without them, only plain chains are compiled.
 template <Chain kChain, bool kPair>
 constexpr ThreadLimits backward_limits() {
   if (kPair) return {0, 0, 0, 256};
@@ -125,12 +124,12 @@ constexpr ThreadLimits backward_limits() {
                                  : ThreadLimits{512, 384, 256, 256};
 }
 
-// Whether the scale has registers. Teams of different shifts have no columns in common, and keep
-// all parameters.
+// Whether the scale is in registers. Teams of different shifts have no columns in common, so they
+// hold all parameters in registers.
 template <typename T, Chain kChain, bool kShifted>
 constexpr bool kHoldsScale = (kChain == Chain::kPlain && sizeof(T) == 2) || kShifted;
 
-// Parameters in shared memory.
+// Number of parameters in shared memory.
 template <typename T, Chain kChain, bool kShifted>
 constexpr int kBackwardParameters = kShifted ? 0
                                              : (kChain == Chain::kPlain  ? 1
@@ -143,7 +142,7 @@ template <typename T, int kElements, Chain kChain, bool kMean, bool kResidual, b
 __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>(), kElements))
     backward_rows(const __grid_constant__ BackwardArgs args) {
   static_assert(!kShifted || (kChain != Chain::kRelu && !kPair));
-  constexpr int kBlocks = kPair ? 2 : 1;  // a row
+  constexpr int kBlocks = kPair ? 2 : 1;  // blocks that share a row
   constexpr int kVec = 16 / sizeof(T);
   constexpr int kVectors = kElements / kVec;
   constexpr int kSums = kMean ? 2 : 1;
@@ -164,7 +163,7 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   const int first_column = kPair ? cluster_rank() * width : 0;
   const int unit = blockIdx.x / kBlocks;
   const int segment = unit / args.segment_blocks;
-  // The unit of a ring is a warp, or a larger team.
+  // A unit of the ring is a warp or a larger team.
   const int height = max(kWarpSize / team.size, 1);
   const int teams = blockDim.x / team.size;
   const int ring_unit = team.index / height;
@@ -179,14 +178,14 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared);
   shared += kRingBarriers * sizeof(uint64_t) / sizeof(float);
 
-  // The first rows are on their way while the parameters are loaded.
+  // The first rows are in flight while the parameters are loaded.
   const auto source = [&](const void* rows) -> const void* {
     return rows == nullptr ? nullptr : static_cast<const T*>(rows) + first_column;
   };
   const void* const sources[] = {source(args.h), source(args.dy), source(args.dnext_residual)};
   Ring ring(barriers, shared, sources, args.features, args.stages, team, column, walk);
-  // What comes from memory directly is asked for one step ahead: a load takes about as long as a
-  // row.
+  // Statistics come from memory directly and are requested one step ahead: a load takes about as
+  // long as a row.
   const auto load_statistics = [&](int row) {
     if (row >= walk.end) return make_float2(0.0f, 0.0f);
     const bool centred = kMean && args.mean != nullptr;
@@ -275,7 +274,7 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
     }
   }
 
-  // The block's sums over its rows, through the memory of the ring.
+  // Adds up the block's sums over its rows, in the memory of the ring.
 #pragma unroll
   for (int i = 0; i < kGradients; ++i) {
     if (args.gradients[i] == nullptr) continue;
@@ -291,14 +290,13 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   }
 }
 
-// --- rows that start anywhere
-// ---------------------------------------------------------------------
+// --- misaligned rows -----------------------------------------------------------------------------
 
-// Blocks take turns at the tiles of a segment; several are resident, so that one waits for memory
-// while another computes.
+// Largest number of rows in a tile. Blocks take turns at the tiles of a segment, and several are
+// resident, so that one computes while another waits for memory.
 constexpr int kMostFlatTileRows = 64;
 
-// Blocks that have to find registers on a multiprocessor.
+// Blocks that must fit the registers of an SM.
 constexpr int flat_blocks(Chain chain, int steps) {
   return chain == Chain::kGeneral && steps > 12 ? 1 : 2;
 }
@@ -395,10 +393,10 @@ __global__ void __launch_bounds__(kFlatThreads, flat_blocks(kChain, kSteps))
   }
 }
 
-// --- rows longer than that -----------------------------------------------------------------------
+// --- longer rows ---------------------------------------------------------------------------------
 
-// Such rows are read twice, once by each of two kernels: no block can hold a row and the sums over
-// rows of its columns at the same time.
+// These rows are read twice, by two kernels: no block can hold both a row and its columns' sums
+// over rows.
 
 template <int kVec>
 struct ColumnParameters {
@@ -411,7 +409,7 @@ struct ColumnParameters {
   }
 };
 
-// A vector of h and of dy as in memory, and what becomes of it.
+// A vector of h and of dy as in memory, which `prepare` unpacks.
 template <typename T, int kVec>
 struct Operands {
   Vector<T, kVec> packed_h, packed_dy;
@@ -433,10 +431,11 @@ struct Operands {
   }
 };
 
-// Rows that a block takes at a time: they share the parameters, and are all under way.
+// Rows that a block takes at a time. They share the parameters, and their loads are in flight
+// together.
 constexpr int kTermRows = 4;
 
-// row_terms, of one row after the other where there are few.
+// Computes row_terms. A block takes fewer than kTermRows rows at a time if there are few.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     backward_row_terms(const __grid_constant__ BackwardArgs args) {
@@ -481,9 +480,9 @@ __global__ void __launch_bounds__(kWideThreads)
 }
 
 constexpr int kColumnThreads = 128;
-constexpr int kFewestWideRows = 8;  // of a block, where there are blocks enough
+constexpr int kFewestWideRows = 8;  // fewest rows of a block, if there are enough blocks
 
-// dx and the sums over rows, a thread a vector of columns.
+// Computes dx and the sums over rows; each thread has a vector of columns.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     backward_columns(const __grid_constant__ BackwardArgs args) {
@@ -534,10 +533,9 @@ __global__ void __launch_bounds__(kWideThreads)
   }
 }
 
-// --- long rows that start anywhere
-// ----------------------------------------------------------------
+// --- long misaligned rows ------------------------------------------------------------------------
 
-constexpr int kStagedColumns = 32;  // of a thread, at most, each with two sums in registers
+constexpr int kStagedColumns = 32;  // most columns of a thread; each has two sums in registers
 
 // Bytes of a row's slot in shared memory.
 template <typename T>
@@ -545,7 +543,8 @@ __host__ __device__ int staged_slot(int features) {
   return RowPieces<T>::most(features) * 16;
 }
 
-// Shared memory of backward_staged_rows: two stages of dy and h, dnext_residual, and the scale.
+// Bytes of shared memory of backward_staged_rows: two stages of dy and h, dnext_residual, and the
+// scale.
 template <typename T>
 int staged_bytes(const BackwardArgs& args) {
   const int slots = args.dnext_residual == nullptr ? 4 : 5;
@@ -560,8 +559,8 @@ bool stages_rows(const BackwardArgs& args, const Device& device) {
          staged_bytes<T>(args) <= device.shared_bytes;
 }
 
-// A block has rows of a segment, and its threads columns, whose sums over rows are in registers. A
-// row's dy and h arrive in shared memory while the row before is worked on.
+// A block has some rows of a segment, and a thread some columns, whose sums over rows stay in
+// registers. The next row's dy and h are copied to shared memory while a row is computed.
 template <typename T, bool kResidual>
 __global__ void __launch_bounds__(kWideThreads, 1)
     backward_staged_rows(const __grid_constant__ BackwardArgs args) {
@@ -630,7 +629,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       dscale[k] += gradient * normal;
       dbias[k] += gradient;
     }
-    // The other threads' copies of dnext are seen behind the barrier of the sums.
+    // The barrier in team_sum makes the other threads' copies of dnext visible.
     async_copies_wait(1);
     team_sum(sums);
     const float shared_part = args.mean == nullptr ? 0.0f : sums[0] * args.options.inverse_features;
@@ -644,7 +643,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       if constexpr (kResidual) value += value_at(dnext + pieces.shift + column);
       store_value(dx + column, value);
     }
-    __syncthreads();  // the slots are free
+    __syncthreads();  // before the next copies overwrite the slots
   }
 
 #pragma unroll
@@ -659,17 +658,16 @@ __global__ void __launch_bounds__(kWideThreads, 1)
 
 using BackwardKernel = void (*)(BackwardArgs);
 
-// --- few rows
-// -------------------------------------------------------------------------------------
+// --- few rows ------------------------------------------------------------------------------------
 
-// A launch of its own for the sums over blocks takes longer than few rows do. So some blocks
-// compute dx, a row each team, while others compute dscale and dbias, some columns each cluster:
-// they need nothing of each other, and what they both read comes from L2 the second time.
-// (dpre_bias is a sum of dh, which only the first have.)
+// With few rows, a separate launch to sum over blocks would take longer than the rows. So some
+// blocks compute dx, one row per team, while others compute dscale and dbias, some columns per
+// cluster. They are independent, and the second read of an operand hits L2. dpre_bias is not
+// supported: it is a sum of dh, which only the first blocks have.
 constexpr int kFewRowsElements = 16;
 constexpr int kFewRowsThreads = 256;
 constexpr int kBlockColumns = 32;
-constexpr int kRowsAhead = 4;  // of a thread
+constexpr int kRowsAhead = 4;  // rows of a thread whose loads are in flight together
 
 template <typename T, Chain kChain, bool kShifted>
 struct ColumnBlock {
@@ -677,7 +675,7 @@ struct ColumnBlock {
   static constexpr int kLanes = kBlockColumns / kWidth;
   static constexpr int kSums = 2;
 
-  // Floats of shared memory.
+  // Floats of shared memory for a block of `threads` threads.
   static int shared(int threads) { return (threads / kLanes + 1) * kSums * kBlockColumns; }
 
   // Writes dscale and dbias of a segment's columns from `first_column` on.
@@ -704,7 +702,7 @@ struct ColumnBlock {
       }
     }
     __syncthreads();
-    // A thread a column and sum: over the block's slices first, then over the cluster's blocks.
+    // Each thread has one column and sum: it adds up the block's slices, then the cluster's blocks.
     const int place = threadIdx.x;
     float* total = shared + slices * kSums * kBlockColumns + place;
     if (place < kSums * kBlockColumns) {
@@ -723,7 +721,7 @@ struct ColumnBlock {
       });
       gradient[static_cast<int64_t>(segment) * args.features + write_column] = sum.values[0];
     }
-    // No block leaves before the others have read its sums.
+    // A block must not exit before the others have read its sums.
     if (args.row_splits > 1) cluster_sync();
   }
 
@@ -756,7 +754,7 @@ struct ColumnBlock {
   }
 };
 
-// dx of a row for each team of a block, `first_block` being the first of them.
+// Computes dx of one row for each team of a block. `first_block` is the first block that does so.
 template <typename T, int kElements, Chain kChain, bool kShifted>
 __device__ __forceinline__ void backward_row_of_team(const BackwardArgs& args, int first_block,
                                                      float* shared) {
@@ -792,7 +790,7 @@ __device__ __forceinline__ void backward_row_of_team(const BackwardArgs& args, i
   TeamSum team_sum(team, shared);
   team_sum.start();
 
-  // Computed anew for each pass, because packed values take fewer registers.
+  // Each pass unpacks again, because packed values take fewer registers.
   const auto read = [&](int v, float (&h)[kVec], float (&scale)[kVec], float (&dz)[kVec],
                         float (&centred)[kVec]) {
     unpack(packed_h[v], h);
@@ -841,7 +839,7 @@ __global__ void __launch_bounds__(kFewRowsThreads, 2)
     backward_few_rows(const __grid_constant__ BackwardArgs args) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   float* shared = reinterpret_cast<float*>(shared_memory);
-  // Blocks of columns take longest, so they are the first.
+  // Blocks of columns come first because they take longest.
   const int column_blocks = args.segments * args.column_blocks * args.row_splits;
   if (static_cast<int>(blockIdx.x) < column_blocks) {
     ColumnBlock<T, kChain, kShifted>::run(args, shared);
@@ -858,7 +856,7 @@ BackwardKernel few_rows_kernel(int elements, bool shifted) {
   return shifted ? backward_few_rows<T, 16, kChain, true> : backward_few_rows<T, 16, kChain, false>;
 }
 
-// --- the sums over blocks ------------------------------------------------------------------------
+// --- sums over blocks ----------------------------------------------------------------------------
 
 struct AddBlocksArgs {
   const float* parts[kParameters];  // [segments * segment_blocks, features]
@@ -867,8 +865,8 @@ struct AddBlocksArgs {
   int features;
 };
 
-constexpr int kAddThreads = 32;  // side by side
-constexpr int kAddSlices = 16;   // of the parts
+constexpr int kAddThreads = 32;  // threads along the columns
+constexpr int kAddSlices = 16;   // slices of the parts
 
 // Block (x, segment, parameter) adds up kAddThreads vectors of columns of one gradient.
 template <int kVec>
@@ -895,10 +893,10 @@ __global__ void __launch_bounds__(kAddThreads* kAddSlices)
 // --- launch --------------------------------------------------------------------------------------
 
 struct BackwardPlan {
-  BackwardKernel kernel = nullptr;  // nullptr: the row is too long
-  Spread spread;                    // over one block
-  int parameters;                   // in shared memory
-  int threads;                      // of a block, at most
+  BackwardKernel kernel = nullptr;  // nullptr if the row is too long
+  Spread spread;                    // spread of a row over one block
+  int parameters;                   // parameters in shared memory
+  int threads;                      // most threads of a block
 };
 
 template <typename T, Chain kChain, bool kMean = true, bool kResidual = true, bool kShifted = false>
@@ -966,14 +964,14 @@ BackwardPlan plan_backward(const BackwardArgs& args, bool shifted, int blocks) {
   }
 }
 
-// How the backward is launched, where there is a choice.
+// Options of the backward's launch.
 struct BackwardConfig {
-  bool few_rows;  // by backward_few_rows, where it can
-  int threads;    // of a block, at most
-  int blocks;     // of a multiprocessor, at most
+  bool few_rows;  // whether to use backward_few_rows where it can run
+  int threads;    // most threads of a block
+  int blocks;     // most blocks of an SM
 };
 
-// By backward_few_rows. `done` says whether it could.
+// Launches backward_few_rows, if it can run: then `done` is set.
 template <typename T>
 ffi::Error launch_few_rows(BackwardArgs args, bool shifted, const Device& device,
                            cudaStream_t stream, bool* done) {
@@ -997,7 +995,7 @@ ffi::Error launch_few_rows(BackwardArgs args, bool shifted, const Device& device
                         sizeof(float);
   const bool sums = args.gradients[0] != nullptr || args.gradients[1] != nullptr;
   args.column_blocks = sums ? divide_up(args.features, kBlockColumns) : 0;
-  // Blocks share the rows of a column until a thread has but one step.
+  // More blocks share the rows of a column until each thread has a single step.
   args.row_splits = 1;
   const int step = threads / lanes * kRowsAhead;
   while (sums && device.clusters && args.row_splits < 8 && args.row_splits * step < args.rows) {
@@ -1013,7 +1011,8 @@ ffi::Error launch_few_rows(BackwardArgs args, bool shifted, const Device& device
   return launch_kernel(kernel, args, launch, stream);
 }
 
-// Of a block of backward_flat_rows: its tiles and parameters, and at its end sums of each warp.
+// Bytes of shared memory of backward_flat_rows: tiles and parameters, and later the sums of each
+// warp.
 template <typename T>
 int flat_shared_bytes(const BackwardArgs& args) {
   const int tiles = args.dnext_residual == nullptr ? 2 : 3;
@@ -1033,14 +1032,14 @@ ffi::Error launch_flat_rows(const BackwardArgs& args, cudaStream_t stream) {
                : launch_kernel(backward_flat_rows<T, steps(), Chain::kGeneral>, args, launch,
                                stream);
   };
-  const int steps = divide_up(args.features, kWarpSize);  // the columns of a lane
+  const int steps = divide_up(args.features, kWarpSize);  // columns of a lane
   if (steps <= 4) return with_steps(std::integral_constant<int, 4>{});
   if (steps <= 8) return with_steps(std::integral_constant<int, 8>{});
   if (steps <= 12) return with_steps(std::integral_constant<int, 12>{});
   return with_steps(std::integral_constant<int, kMostFlatSums / kWarpSize>{});
 }
 
-// args.gradients are the results here, [segments, features].
+// Launches the backward. `args.gradients` are the final results here, [segments, features].
 template <typename T>
 ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, const Device& device,
                            cudaStream_t stream, ffi::ScratchAllocator& memory) {
@@ -1055,14 +1054,14 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
     if (done) return ffi::Error::Success();
   }
 
-  // Few blocks a multiprocessor: more make more sums to add up. A block has as many teams as find
-  // room for two stages of the ring in shared memory, or for one where two fit no team.
+  // An SM has few blocks, since more of them leave more sums to add up. A block has as many teams
+  // as shared memory allows with two stages of the ring, or with one if two fit no team.
   BackwardPlan plan;
   Launch launch;
   int teams = 0;
   const int streams = args.dnext_residual == nullptr ? 2 : 3;
   const int room = device.shared_bytes / config.blocks - (config.blocks > 1 ? 1024 : 0);
-  // A tile starts at a multiple of 16 bytes if its segment does.
+  // A tile is 16-byte aligned if its segment is.
   const bool flat = shifted && aligned && args.features <= kMostFlatSums &&
                     (segments == 1 || args.rows % kFlatRows<T> == 0);
   for (const auto [blocks, least_stages] : {std::pair{1, 2}, {2, 2}, {1, 1}, {2, 1}}) {
@@ -1102,7 +1101,7 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
     return std::max(resident * device.multiprocessors / (cluster * segments), 1);
   };
   if (teams != 0 && shifted) {
-    // A team's next row has the shift of the one before.
+    // A team's successive rows must have the same shift.
     const int step = steps_of_one_shift(teams, args.features, kVec);
     const int most = blocks_of_segment(1);
     args.segment_blocks = divide_up(args.rows, teams);
@@ -1123,8 +1122,7 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
   } else if (staged) {
     args.segment_blocks = std::min(args.rows, blocks_of_segment(1));
   } else if (wide) {
-    // Each block leaves sums of its own, which take longer than the rows where a block has few of
-    // them.
+    // Each block leaves its own sums, which cost more than its rows if it has only a few.
     const int enough = divide_up(2 * device.multiprocessors, segments * wide_column_blocks);
     args.segment_blocks = std::min(
         {args.rows, blocks_of_segment(1), std::max(divide_up(args.rows, kFewestWideRows), enough)});

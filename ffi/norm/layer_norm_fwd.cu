@@ -9,29 +9,29 @@ namespace {
 
 struct ForwardArgs {
   const void* x;
-  const void* residual;  // nullptr: none
+  const void* residual;  // may be nullptr
   Parameter scale;
   Parameter bias;
   Parameter pre_bias;
   void* y;
   void* next_residual;
-  float* mean;  // nullptr: not wanted
+  float* mean;  // mean and rstd are nullptr if not needed
   float* rstd;
   int rows;
   int features;
   NormOptions options;
   int team_size;
-  int teams;  // of a block
+  int teams;  // teams of a block
   int stages;
-  int run;  // neighbouring rows that a block takes; 0: as many blocks as are resident take turns
+  int run;  // consecutive rows of a block; 0: as many blocks as are resident take turns
 };
 
 // --- rows that a team holds in registers ---------------------------------------------------------
 
 constexpr ThreadLimits kForwardLimits = {128, 256, 128, 512};
 
-// Blocks of kForwardLimits threads that have to find registers on a multiprocessor: what is
-// resident beside a block that starts hides its start.
+// Blocks that must fit the registers of an SM. While one block starts, the other resident ones
+// work.
 template <typename T>
 constexpr int forward_blocks(Chain chain, bool mean, int elements) {
   if (elements == 32) return 1;
@@ -40,7 +40,8 @@ constexpr int forward_blocks(Chain chain, bool mean, int elements) {
   return chain == Chain::kPlain && !mean ? 5 : 4;
 }
 
-// A thread's values of a row in float32, or as T where T holds them, in half the registers.
+// A thread's values of a row: in float32, or as T in half the registers if T represents them
+// exactly.
 template <typename T, int kVec, int kVectors, bool kPacked>
 class RowValues {
  public:
@@ -72,22 +73,24 @@ class RowValues {
   float wide_[kPacked ? 1 : kVectors][kVec];
 };
 
-// kMean: whether there are a mean and a bias; without, a chain is plain.
+// kMean: whether there is a mean or a bias; without them, only plain chains are compiled.
 template <typename T, Chain kChain, bool kResidual, bool kMean>
 struct ForwardForm {
   static constexpr bool kHasPreBias = kChain != Chain::kPlain;
-  // Whether the normalised values are x itself, or a sum that is rounded as x is, or its relu.
+  // Whether T holds the values to normalise: x itself, or a sum that is rounded like x, or its
+  // relu.
   static constexpr bool kPacked = kChain == Chain::kPlain || (kChain == Chain::kRelu && kResidual);
-  // Whether scale and bias have registers. Beside both, values in float32 would spill.
+  // Whether scale and bias are in registers. With both, values in float32 would spill.
   static constexpr bool kHoldsScale = kChain != Chain::kGeneral;
   static constexpr bool kHoldsBias = kHoldsScale && kPacked && sizeof(T) == 2;
   static constexpr bool kHoldsPreBias = !kHasPreBias;
-  // Parameters in shared memory.
+  // Number of parameters in shared memory.
   static constexpr int kShared = !kHoldsScale + !kHoldsBias + !kHoldsPreBias;
   static_assert(kMean || kChain == Chain::kPlain);
 };
 
-// kWarp: whether a team is known to be a warp, which saves a third of the instructions a row.
+// kWarp: whether a team is one warp at compile time, which saves a third of the instructions per
+// row.
 template <typename T, int kElements, Chain kChain, bool kResidual, bool kMean, bool kWarp>
 __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
                                   forward_blocks<T>(kChain, kMean, kElements))
@@ -103,7 +106,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
   const bool has_residual = kResidual && args.residual != nullptr;
   const bool has_pre_bias = kHasPreBias && (!kResidual || args.pre_bias.data != nullptr);
   const Team team(kWarp ? kWarpSize : args.team_size);
-  // The teams of a block share each copy: neighbouring rows, one for each.
+  // The teams of a block share each copy: consecutive rows, one per team.
   const int height = args.teams;
   const int first = blockIdx.x * (args.run == 0 ? height : args.run);
   const RowWalk walk(team, height, 0, first, args.run == 0 ? gridDim.x * height : height,
@@ -115,11 +118,11 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
   ColumnValues<kVec, kVectors, Form::kHoldsBias> bias(shared, team);
   float* const past_bias = shared;
   ColumnValues<kVec, kVectors, Form::kHoldsPreBias> pre_bias(shared, team);
-  if (!has_pre_bias) shared = past_bias;  // as ForwardPlan counts
+  if (!has_pre_bias) shared = past_bias;  // ForwardPlan does not count it either
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared);
   shared += kRingBarriers * sizeof(uint64_t) / sizeof(float);
 
-  // The first rows are on their way while the parameters are loaded.
+  // The first rows are in flight while the parameters are loaded.
   const void* const sources[] = {args.x, args.residual};
   RowRing<T, kVec, kVectors, kResidual ? 2 : 1> ring(barriers, shared, sources, args.features,
                                                      args.stages, team, column, walk);
@@ -180,7 +183,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
 #pragma unroll
       for (int i = 0; i < kVec; ++i) parts[i] = v == 0 ? u[i] : parts[i] + u[i];
     }
-    // A larger team synchronises in its sums.
+    // Larger teams synchronise in team_sum.
     if (team.size <= kWarpSize) {
       __syncthreads();
       ring.fetch();
@@ -231,11 +234,10 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
   }
 }
 
-// --- few rows
-// -------------------------------------------------------------------------------------
+// --- few rows ------------------------------------------------------------------------------------
 
-// What takes time is the way to memory and back, not what the memory can do: so each team has one
-// row, asks for all that it needs of it at once, and waits for nobody else's copies.
+// Few rows are limited by latency, not by bandwidth. So each team has one row, issues all its loads
+// at once, and waits for no other thread's copies.
 constexpr int kFewRowsElements = 16;
 constexpr int kFewRowsThreads = 128;
 
@@ -333,15 +335,14 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements))
   }
 }
 
-// --- few rows, and nothing but a norm
-// ---------------------------------------------------------------
+// --- few rows, only a norm -----------------------------------------------------------------------
 
-constexpr int kPlainThreads = 128;   // of a block whose warps have a row each
-constexpr int kMostPlainWarps = 16;  // of a row
+constexpr int kPlainThreads = 128;   // threads of a block whose warps have a row each
+constexpr int kMostPlainWarps = 16;  // most warps of a row
 constexpr int kMostPlainVectors = 4;
 
-// The sum over the threads that have a row. Each call has places of its own in `shared`, a float
-// for each warp, and so needs neither the zeros nor the second barrier that TeamSum begins with.
+// Returns the sum over the threads of a row. Each call uses its own floats of `shared`, one per
+// warp, and so needs neither the zeros nor the second barrier of TeamSum.
 template <bool kOneWarp>
 __device__ __forceinline__ float sum_over_row(float value, float* shared) {
   float sum[1] = {value};
@@ -356,9 +357,9 @@ __device__ __forceinline__ float sum_over_row(float value, float* shared) {
   return total;
 }
 
-// What forward_few_rows does, for a norm alone whose parameters are of type P: all but the sizes is
-// known when it is compiled, and so there is little to do besides the loads. A row has a warp
-// (kOneWarp), or a block.
+// Does what forward_few_rows does, for a norm alone with parameters of type P. Everything but the
+// sizes is known at compile time, so little remains besides the loads. A row has a warp (kOneWarp)
+// or a block.
 template <typename T, typename P, int kVectors, bool kOneWarp>
 __global__ void __launch_bounds__(kOneWarp ? kPlainThreads : kMostPlainWarps * kWarpSize)
     forward_few_plain_rows(const __grid_constant__ ForwardArgs args) {
@@ -436,17 +437,16 @@ __global__ void __launch_bounds__(kOneWarp ? kPlainThreads : kMostPlainWarps * k
   }
 }
 
-// --- rows that start anywhere
-// ---------------------------------------------------------------------
+// --- misaligned rows -----------------------------------------------------------------------------
 
 __host__ __device__ constexpr int flat_forward_blocks(int words) {
   return words <= 4 ? 4 : words <= 8 ? 3 : 2;
 }
 
-// Each team normalises rows where they lie in shared memory, a row at a time, and holds its columns
-// of the parameters. args.teams is the rows of a tile. The rows of a team start in the same place
-// of a word: the number of teams is even, or the number of features is. With kPlain there is
-// neither a pre_bias nor an activation, which take registers.
+// Each team normalises rows in place in shared memory, one at a time, and keeps its columns of the
+// parameters in registers. args.teams is the number of rows in a tile. All rows of a team start at
+// the same half of a word, because the number of teams or of features is even. With kPlain there is
+// neither pre_bias nor activation, which take registers.
 template <typename T, int kWords, bool kWarp, bool kResidual, bool kPlain>
 __global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kWords))
     forward_flat_rows(const __grid_constant__ ForwardArgs args) {
@@ -490,7 +490,7 @@ __global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kWords))
 #pragma unroll
         for (int i = 0; i < Words::kValues; ++i) u[i] += residual[i];
         words.write(u, residual_row);
-        words.read(residual_row, u);  // rounded
+        words.read(residual_row, u);  // the rounded sum
       }
       if constexpr (!kPlain) {
         activate(options.pre_activation, u);
@@ -532,8 +532,7 @@ __global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kWords))
   }
 }
 
-// --- long rows that start anywhere
-// ----------------------------------------------------------------
+// --- long misaligned rows ------------------------------------------------------------------------
 
 // Whether the kernel of staged rows can run: it normalises x or the next residual as stored.
 bool stages_rows(const ForwardArgs& args) {
@@ -546,9 +545,8 @@ int staged_bytes(const ForwardArgs& args) {
   return TeamSum::kScratch * sizeof(float) + RowPieces<T>::most(args.features) * 16;
 }
 
-// A block has a row. Its threads take the aligned pieces of 16 bytes around the row on the way to
-// shared memory, and the columns one by one on the way back, where neighbours read neighbouring
-// parameters.
+// Each block has a row. Its threads copy the aligned 16-byte pieces around the row to shared
+// memory, then read the columns one by one, so that adjacent threads read adjacent parameters.
 template <typename T, bool kResidual>
 __global__ void __launch_bounds__(kWideThreads, 2)
     forward_staged_rows(const __grid_constant__ ForwardArgs args) {
@@ -632,10 +630,10 @@ __global__ void __launch_bounds__(kWideThreads, 2)
   }
 }
 
-// --- rows longer than that -----------------------------------------------------------------------
+// --- longer rows ---------------------------------------------------------------------------------
 
-// A block reads a row three times, the second and third time from L2: a row of every block in
-// flight fits there (132 x 256 KiB at worst, in 50 MB).
+// A block reads a row three times, the second and third time from L2, which holds a row of every
+// block in flight (132 x 256 KiB at worst, in 50 MB).
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     forward_wide_rows(const __grid_constant__ ForwardArgs args) {
@@ -651,7 +649,7 @@ __global__ void __launch_bounds__(kWideThreads)
     const T* x = static_cast<const T*>(args.x) + row_start;
     T* next_residual = static_cast<T*>(args.next_residual) + row_start;
 
-    // A thread reads back only what it wrote itself.
+    // A thread reads back only what it wrote itself, so no barrier is needed.
     const auto load_u = [&](int column, float (&u)[kVec]) {
       if (args.residual != nullptr) {
         unpack(load_vector<T, kVec>(next_residual + column), u);
@@ -742,14 +740,14 @@ ForwardKernel rows_kernel(int elements) {
 
 struct ForwardPlan {
   ForwardKernel kernel;
-  int parameters;  // in shared memory
+  int parameters;  // parameters in shared memory
 };
 
 template <typename T, Chain kChain, bool kResidual, bool kMean = true>
 ForwardPlan plan_rows(const ForwardArgs& args, int elements) {
   constexpr int kShared = ForwardForm<T, kChain, kResidual, kMean>::kShared;
   const bool spares_pre_bias = kResidual && args.pre_bias.data == nullptr;
-  // Frequent chains only: each kernel takes its time to compile.
+  // Only frequent chains, because every kernel adds compile time.
   constexpr bool kKnowsWarps = kChain != Chain::kGeneral;
   return {kKnowsWarps && args.team_size == kWarpSize
               ? rows_kernel<T, kChain, kResidual, kMean, kKnowsWarps>(elements)
@@ -782,12 +780,12 @@ ForwardPlan plan_forward(const ForwardArgs& args, int elements) {
 // Smaller teams than this reload the parameters more often than runs gain.
 constexpr int kWideTeam = 128;
 
-// ForwardArgs::run of one team where L2 does not hold the matrices. Blocks that start wherever one
-// has ended keep all multiprocessors busy, and the rows in flight close together in memory; but
-// each loads the parameters anew, which shows where few blocks are resident, and most where they go
-// to shared memory.
+// Returns ForwardArgs::run for one team, if L2 does not hold the matrices. Blocks that each take a
+// short run keep all SMs busy and the rows in flight close together in memory. But every block
+// reloads the parameters, which costs most if few blocks are resident or if the parameters go to
+// shared memory.
 int neighbouring_rows(const ForwardArgs& args, int shared_parameters, int resident) {
-  // A block takes many narrow rows at a step, and a run of a step would be all prologue.
+  // A block takes many narrow rows per step, so a run of one step would be all prologue.
   if (args.team_size < kWarpSize) return 0;
   const bool warp = args.team_size == kWarpSize;
   if (!warp && shared_parameters > 1) return 0;
@@ -802,21 +800,21 @@ int neighbouring_rows(const ForwardArgs& args, int shared_parameters, int reside
   return resident > 2 ? 4 : resident == 2 ? 8 : 0;
 }
 
-// How the forward is launched, where there is a choice.
+// Options of the forward's launch.
 struct ForwardConfig {
-  bool few_rows;  // by forward_few_rows, where it holds a row
-  int threads;    // of a block, at most
-  int run;        // of one team: see neighbouring_rows; -1 for what that says
+  bool few_rows;  // whether to use forward_few_rows where it can hold a row
+  int threads;    // most threads of a block
+  int run;        // rows per team, or -1 to call neighbouring_rows
 };
 
-// How a row is divided where a norm is all there is: among warps, and into vectors of a thread.
+// Split of a row over warps and over each thread's vectors, for a norm alone.
 struct PlainSplit {
   int warps;
-  int vectors;  // 0 where there is none
+  int vectors;  // 0 if the row is too long
 };
 
-// The fewest warps whose threads hold the row in kMostPlainVectors vectors each, or in two where
-// the multiprocessors have a row or two each and threads to spare.
+// Returns the fewest warps whose threads hold the row in kMostPlainVectors vectors each. The limit
+// is two vectors if there are at most two rows per SM, where threads are plentiful.
 template <typename T>
 PlainSplit split_plain_row(const ForwardArgs& args, const Device& device) {
   const int most = args.rows <= 2 * device.multiprocessors ? 2 : kMostPlainVectors;
@@ -853,7 +851,7 @@ ffi::Error launch_few_plain_rows(const ForwardArgs& args, const PlainSplit& spli
                        {dim3(args.rows), split.warps * kWarpSize, 0}, stream);
 }
 
-// The dtype of scale and bias if both have one that the kernel for plain rows knows.
+// The dtype of scale and bias, if they share one that forward_few_plain_rows is compiled for.
 template <typename T>
 std::optional<Dtype> plain_parameters(const ForwardArgs& args) {
   constexpr Dtype dtype = std::is_same_v<T, float>           ? Dtype::kFloat32
@@ -892,8 +890,8 @@ ffi::Error launch_few_rows(ForwardArgs args, const Device& device, cudaStream_t 
                        stream);
 }
 
-// The kernel of the fewest words that hold a thread's part of a row. Several warps have a row whose
-// parts would be too long for half as many warps.
+// Returns the kernel with the fewest words that hold a thread's part of a row. Several warps share
+// a row only if half as many could not hold it, so they have at least half the most words.
 template <typename T, bool kWarp, bool kResidual, bool kPlain, int kWords = kMostFlatWords>
 ForwardKernel flat_kernel(int words) {
   constexpr int kFewer = fewer_flat_words(kWords);
@@ -914,8 +912,8 @@ ForwardKernel flat_kernel(const ForwardArgs& args, int words) {
                : flat_kernel<T, kWarp, false, false>(words);
 }
 
-// Sets `done` if a team's registers hold a row, and shared memory two tiles of the fewest rows that
-// start and end at multiples of 16 bytes.
+// Launches forward_flat_rows and sets `done`, if registers hold a row and shared memory holds two
+// tiles of the fewest rows that start and end at multiples of 16 bytes.
 template <typename T>
 ffi::Error launch_flat_rows(ForwardArgs args, const Device& device, cudaStream_t stream,
                             bool* done) {
@@ -960,7 +958,7 @@ ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const D
     RETURN_IF_ERROR(launch_few_rows<T>(args, device, stream, &done));
   }
   if (done) return ffi::Error::Success();
-  // With a mean there is twice as much to exchange between warps.
+  // A mean doubles what warps exchange, which favours fewer threads.
   const bool plain = chain_of(args) == Chain::kPlain && !has_mean_or_bias(args);
   const Spread spread =
       choose_spread(args.features, kVec, false, kElementStep * kElementChoices, kForwardLimits,
@@ -997,7 +995,7 @@ ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const D
                          {dim3(blocks), kWideThreads, TeamSum::kScratch * sizeof(float)}, stream);
   }
   RETURN_IF_ERROR(allow_shared_memory(plan.kernel, device));
-  // Whether what is read, and as much that is written, is well over what L2 holds.
+  // Whether the bytes read and written exceed 1.5 times the size of L2.
   const int64_t bytes = int64_t{2 * streams} * args.rows * args.features * sizeof(T);
   const bool large = 2 * bytes > int64_t{3} * device.l2_bytes;
   args.stages = std::min(most_stages, !large && spread.team_size <= kWarpSize ? 3 : 2);
@@ -1008,7 +1006,8 @@ ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const D
              : large         ? neighbouring_rows(args, plan.parameters, resident)
                              : 0;
   args.run *= args.teams;
-  // Where few blocks are resident, a run keeps more rows on their way, if as many stay resident.
+  // If few blocks are resident, another stage keeps more rows of a run in flight, unless it costs
+  // residency.
   if (resident <= 2 && args.run > args.stages * args.teams && args.stages < most_stages) {
     Launch larger = launch;
     larger.shared_bytes += stage_bytes;
