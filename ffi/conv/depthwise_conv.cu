@@ -4,16 +4,16 @@
 // output, and some or all of its rows. Where there are at most half as many channels, a half or a
 // quarter of a warp has a strip of its own. The lanes walk down their strip. They load each row of
 // the input once, before it is needed, and make all products with it: a sum for each row of the
-// kernel is in registers, and the step's oldest sum is complete. The sums move on by one row in the
-// additions themselves. So the loop is short enough for the instruction cache, which a patch with
-// all of its products written out is not, and there is nothing that warps wait for each other for.
+// kernel is in registers, and the step's oldest sum is complete. The additions themselves move the
+// sums on by one row. So the loop fits the instruction cache, which a patch with all its products
+// unrolled does not, and warps never wait for each other.
 //
 // A large kernel has enough to do with a row while the next one is on its way to registers. A small
 // one is bound by memory, so a few steps' rows are on their way to shared memory.
 //
-// The gradient of the weights walks down likewise, with the newest rows of dy in registers and a
-// sum for each weight. Each block writes its sums, and whoever called adds them up in the order of
-// the blocks.
+// The gradient of the weights (wgrad) walks down in the same way, with the newest rows of dy and a
+// sum for each weight in registers. Each block writes its sums, and the caller adds them up in the
+// order of the blocks.
 
 #include <cmath>
 
@@ -26,54 +26,55 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 
-// How the output is divided among the warps that share the same channels.
+// Division of the output among the warps that share the same channels.
 struct Strips {
-  int across;  // strips beside each other
-  int down;    // strips one below the other, of almost equal height
-  int count;   // of all images
+  int across;  // strips next to each other
+  int down;    // strips below each other, of almost equal height
+  int count;   // strips of all images
 };
 
 struct ConvArgs : ConvOperands {
   Strips strips;
 };
 
-struct WeightsArgs : WeightsOperands {  // a part of the sums is that of the blocks along x
+struct WeightsArgs : WeightsOperands {  // each blockIdx.x has a part of the sums
   Strips strips;
 };
 
-// A kernel's size and stride, the columns of a strip and its lanes, and what follows from them.
+// A kernel's size and stride, a strip's columns and lanes, and what follows from them.
 template <int kHigh, int kWide, int kStep, int kStripColumns, int kStripLanes = 32>
 struct Kernel {
   static constexpr int kHeight = kHigh, kWidth = kWide, kStride = kStep, kColumns = kStripColumns;
   static constexpr int kTaps = kHeight * kWidth;
-  // A step reads kStride rows of the input, and contributes to this many rows of the output and
-  // the step's own.
+  // Older output rows to which a step still adds, besides its own; a step reads kStride input rows.
   static constexpr int kOlder = (kHeight - 1) / kStride;
-  static constexpr int kInputs = (kColumns - 1) * kStride + kWidth;  // columns of the input
-  // Few weights stay in registers. Otherwise a row of them at a time is read from shared memory.
+  static constexpr int kInputs = (kColumns - 1) * kStride + kWidth;  // input columns of a strip
+  // Whether the weights stay in registers. If not, they are read from shared memory a row at a
+  // time.
   static constexpr bool kFewWeights = kTaps <= 9;
   static constexpr int kLanes = kStripLanes;
   static constexpr int kChannels = 2 * kLanes;
-  static constexpr int kStrips = kThreads / kLanes;  // that a block works on at a time
+  static constexpr int kStrips = kThreads / kLanes;  // strips that a block works on at a time
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % kLanes; }
   static __device__ __forceinline__ int strip() { return threadIdx.x / kLanes; }
-  // Between what strips have in shared memory, so that their lanes read other banks: in 16 bytes.
+  // Gap between the strips in shared memory, in units of 16 bytes, which puts their lanes in
+  // different banks.
   template <typename T>
   static constexpr int kApart = kLanes < 32 ? kChannels * static_cast<int>(sizeof(T)) / 16 : 0;
 
-  // Waits for the lanes of the same strip.
+  // Synchronises the lanes of a strip.
   static __device__ __forceinline__ void sync() {
     __syncwarp(kLanes == 32 ? 0xffffffffu
                             : ((1u << kLanes % 32) - 1) << (threadIdx.x % 32 / kLanes * kLanes));
   }
 };
 
-// The loads of a row of weights, each of which is of two taps and two channels.
+// Loads that fetch a row of weights, each with two taps of two channels.
 template <typename K>
 constexpr int kPairs = (K::kWidth + 1) / 2;
 
-// Where a strip lies: its image, its columns and rows [begin, end) in the output.
+// A strip's image, column and rows [begin, end) in the output.
 struct Strip {
   int image, column, begin, end;
 
@@ -91,13 +92,13 @@ struct Strip {
   }
 };
 
-// Hides from the compiler where a value comes from, so that it stays in a register.
+// Hides a value's origin from the compiler, so that it stays in a register.
 __device__ __forceinline__ int held(int value) {
   asm("" : "+r"(value));
   return value;
 }
 
-// The address of the pixel `i` pixels to the right, in one instruction.
+// Returns the address of the pixel `i` pixels to the right, in one instruction.
 __device__ __forceinline__ const char* pixel(const char* row, int i, uint32_t pitch) {
   return row + static_cast<uint64_t>(pitch) * static_cast<uint32_t>(i);
 }
@@ -106,15 +107,15 @@ __device__ __forceinline__ char* pixel(char* row, int i, uint32_t pitch) {
   return row + static_cast<uint64_t>(pitch) * static_cast<uint32_t>(i);
 }
 
-// Where rows of an image lie, from a column on, for a block's channels. What lies outside is zero.
+// Rows of an image from some column on, for a block's channels. Pixels outside count as zeros.
 template <typename T, int kPixels, int kChannels>
 struct Pixels {
-  const char* first;  // of row 0, in the block's first channel
+  const char* first;  // start of row 0, in the block's first channel
   int height;
   int64_t row_pitch;
   uint32_t pitch;
-  int begin, end;  // the pixels inside
-  int channels;    // from the block's first one on
+  int begin, end;  // pixels that lie inside the image
+  int channels;    // channels from the block's first one on
 
   __device__ __forceinline__ Pixels(const void* data, int image, int height, int width,
                                     int channels, int column)
@@ -132,27 +133,27 @@ struct Pixels {
   __device__ __forceinline__ bool has_row(int row) const { return row >= 0 && row < height; }
 };
 
-// A lane's channels of kPixels pixels of some rows, in registers a step before they are needed.
+// A lane's channels of kPixels pixels of some rows, loaded into registers one step ahead.
 template <typename T, typename K, int kPixels, int kRows>
 class RowsInRegisters {
   using Source = Pixels<T, kPixels, K::kChannels>;
 
  public:
-  static constexpr int kBytes = 16;  // of shared memory, not used
-  static constexpr int kAhead = 1;   // steps
+  static constexpr int kBytes = 16;  // bytes of shared memory, which are not used
+  static constexpr int kAhead = 1;   // steps of lookahead
 
   __device__ __forceinline__ RowsInRegisters(const Source& pixels, char*) : pixels_(pixels) {
     pixels_.first += 2 * K::lane() * static_cast<int>(sizeof(T));
     if (2 * K::lane() >= pixels_.channels) pixels_.end = 0;
   }
 
-  // Requests the rows from `row` on, and none of `end` or more.
+  // Requests the rows from `row` on that are before `end`.
   __device__ __forceinline__ void request(int row, int end) {
 #pragma unroll
     for (int s = 0; s < kRows; ++s) load(row + s, end, next_[s]);
   }
 
-  // The rows that were requested first.
+  // Unpacks the rows that were requested first.
   __device__ __forceinline__ void take(float (&out)[kRows][kPixels][2]) {
 #pragma unroll
     for (int s = 0; s < kRows; ++s) {
@@ -183,9 +184,9 @@ class RowsInRegisters {
   Vector<T, 2> next_[kRows][kPixels];
 };
 
-// A strip's channels of kPixels pixels of some rows, in shared memory some steps before they are
-// needed. Whoever uses it ends a group of copies with each step's requests, and before it takes
-// the oldest step's rows waits for their group and for the other lanes.
+// A strip's channels of kPixels pixels of some rows, copied to shared memory some steps ahead. The
+// caller commits a group of copies with each step's requests. Before take(), it waits for the
+// oldest group and synchronises the strip's lanes.
 template <typename T, typename K, int kPixels, int kRows>
 class RowsInShared {
   using Source = Pixels<T, kPixels, K::kChannels>;
@@ -197,7 +198,7 @@ class RowsInShared {
   static constexpr int kCopies = (kPixels + kPixelsAtOnce - 1) / kPixelsAtOnce;
 
  public:
-  static constexpr int kAhead = sizeof(T) == 2 ? 3 : 1;  // as many bytes of either
+  static constexpr int kAhead = sizeof(T) == 2 ? 3 : 1;  // equal bytes for either T
   static constexpr int kBytes = (kAhead + 1) * kStepBytes;
 
   __device__ __forceinline__ RowsInShared(const Source& pixels, char* shared)
@@ -247,7 +248,7 @@ class RowsInShared {
     return inside && i >= pixels_.begin && i < pixels_.end;
   }
 
-  // 16 bytes a lane, of several pixels at once.
+  // Copies 16 bytes per lane, of several pixels at once.
   __device__ __forceinline__ void copy_whole(char* to, const char* from, bool inside) const {
     const int lane = K::lane();
 #pragma unroll
@@ -261,7 +262,7 @@ class RowsInShared {
     }
   }
 
-  // A lane's own two channels, where pixels do not begin at multiples of 16 bytes.
+  // Copies a lane's own two channels, for pixels that are not 16-byte aligned.
   __device__ __forceinline__ void copy_pairs(char* to, const char* from, bool inside) const {
 #pragma unroll 1
     for (int i = 0; i < kPixels; ++i) {
@@ -288,7 +289,7 @@ template <typename T, typename K, int kPixels, int kRows>
 using Reader = std::conditional_t<K::kFewWeights, RowsInShared<T, K, kPixels, kRows>,
                                   RowsInRegisters<T, K, kPixels, kRows>>;
 
-// The weights of the block's channels in shared memory: [kernel row, pair of taps, lane, 4].
+// Weights of the block's channels in shared memory: [kernel row, pair of taps, lane, 4].
 template <typename K>
 class Weights {
  public:
@@ -342,7 +343,7 @@ class Weights {
   float few_[K::kFewWeights ? K::kHeight : 1][kPairs<K> * 2][2];
 };
 
-// Where a lane stores rows of the output, and what it adds to them.
+// A lane's position in the output, and the operations before a row is stored.
 template <typename T, typename K>
 class Output {
  public:
@@ -407,11 +408,11 @@ class Output {
   const ConvArgs& args_;
   uint32_t pitch_;
   int columns_;
-  int64_t at_;  // the next row, in bytes
+  int64_t at_;  // byte offset of the next row
 };
 
-// The blocks of a multiprocessor, as far as their registers allow: an element of a row of the
-// output takes a register for each row of the kernel, and float32 input two while it is on its way.
+// Blocks that must fit the registers of an SM. An output element of a row takes a register for each
+// row of the kernel; a float32 input pair takes two while it is in flight.
 template <typename T, typename K>
 constexpr int kResident = K::kFewWeights                                                        ? 4
                           : K::kHeight * K::kColumns > 49 || (sizeof(T) == 4 && K::kHeight > 5) ? 2
@@ -441,9 +442,10 @@ __global__ void __launch_bounds__(kThreads, kResident<T, K>)
     if (step < end) input.request(step * K::kStride - shape.top, end * K::kStride - shape.top);
     if constexpr (K::kFewWeights) async_copies_commit();
   };
-  // One sum of all 49 products of a 7 x 7 kernel loses more of float32 than one for each row does.
+  // In float32, each kernel row is summed apart: one sum of all 49 products of a 7 x 7 kernel would
+  // lose more digits.
   constexpr bool kRowsApart = std::is_same_v<T, float>;
-  // sums[j] belongs to the row of the output that began j steps ago; the oldest one gets complete.
+  // sums[j] is for the output row that began j steps ago; a step completes the oldest one.
   float sums[K::kOlder + 1][K::kColumns][2] = {}, complete[K::kColumns][2];
   const auto advance = [&](int step, auto guarded) {
     float values[K::kStride][K::kInputs][2];
@@ -453,7 +455,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, K>)
     }
     input.take(values);
     request(step + Input::kAhead);
-    // From the oldest on, so that each sum's place is free when the next younger one moves there.
+    // Oldest first, so that each sum's place is free when the next younger one moves there.
 #pragma unroll
     for (int j = K::kOlder; j >= 0; --j) {
       if (decltype(guarded)::value && (step - j < strip.begin || step - j >= strip.end)) continue;
@@ -490,7 +492,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, K>)
   for (int ahead = 0; ahead < Input::kAhead; ++ahead) request(strip.begin + ahead);
 #pragma unroll 1
   for (int step = strip.begin; step < end; ++step) {
-    // Where all sums belong to rows of the strip, or there are few of them, nothing is guarded.
+    // No guards if all sums belong to rows of the strip, or if there are few products.
     if (K::kFewWeights || (step >= strip.begin + K::kOlder && step < strip.end)) {
       advance(step, std::false_type{});
     } else {
@@ -515,18 +517,18 @@ __global__ void __launch_bounds__(kThreads, K::kFewWeights ? 3 : 2)
   for (int index = blockIdx.x * K::kStrips + K::strip(); index < args.strips.count;
        index += gridDim.x * K::kStrips) {
     const Strip strip = Strip::at<K>(shape, args.strips, index);
-    K::sync();  // the lanes have taken the rows of the strip before
+    K::sync();  // the lanes have read the previous strip's rows
     X x_rows({args.x, strip.image, shape.height, shape.width, shape.channels,
               strip.column * K::kStride - shape.left},
              reinterpret_cast<char*>(on_their_way[K::strip()]));
     Dy dy_rows(
         {args.dy, strip.image, shape.out_height, shape.out_width, shape.channels, strip.column},
         reinterpret_cast<char*>(on_their_way[K::strip()]) + X::kBytes);
-    // Below the image there is nothing to multiply with.
+    // Below the image there are no inputs to multiply with.
     const int end = min(strip.end + K::kOlder, (shape.height - 1 + shape.top) / K::kStride + 1);
     const auto request = [&](int step) {
       if (step < end) {
-        // Rows of dy below the strip belong to another warp.
+        // Another strip has the rows of dy below this one.
         dy_rows.request(step, strip.end);
         x_rows.request(step * K::kStride - shape.top, end * K::kStride - shape.top);
       }
@@ -536,7 +538,7 @@ __global__ void __launch_bounds__(kThreads, K::kFewWeights ? 3 : 2)
     float dy[K::kOlder + 1][K::kColumns][2] = {};
 #pragma unroll
     for (int ahead = 0; ahead < X::kAhead; ++ahead) request(strip.begin + ahead);
-    // Two steps at a time, since the rows of dy then move half as often.
+    // Unrolled by two, so that the rows of dy move half as often.
 #pragma unroll 2
     for (int step = strip.begin; step < end; ++step) {
 #pragma unroll
@@ -580,7 +582,7 @@ __global__ void __launch_bounds__(kThreads, K::kFewWeights ? 3 : 2)
     }
   }
 
-  // Adds up what was made side by side, always in the same order.
+  // Adds up the strips' sums, always in the same order.
 #pragma unroll 1
   for (int turn = 0; turn < K::kStrips; ++turn) {
     if (K::strip() == turn) {
@@ -602,7 +604,7 @@ __global__ void __launch_bounds__(kThreads, K::kFewWeights ? 3 : 2)
 
 // --- launch --------------------------------------------------------------------------------------
 
-// The strips one below the other for which `cost(down, rows of a strip)` is least.
+// Returns the number of strips below each other with the least `cost(down, rows of a strip)`.
 template <typename F>
 int cheapest_division(int height, const F& cost) {
   int best = 1;
@@ -622,7 +624,7 @@ ffi::Error check_count(double count) {
   return ffi::Error::InvalidArgument("depthwise_conv: x is too large");
 }
 
-// How the convolution's kernel is launched, and about how long that takes.
+// A kernel's launch, and its relative cost.
 template <typename K>
 struct Plan {
   Strips strips;
@@ -641,8 +643,8 @@ ffi::Error plan_conv(const ConvShape& shape, const Device& device, Plan<K>* plan
   const auto cost = [&](int down, int rows) {
     const double blocks =
         std::ceil(double(shape.images) * strips.across * down / K::kStrips) * groups;
-    // A multiprocessor with fewer blocks than it has room for is hardly faster. A strip's first
-    // and last steps make half of the products, and a step costs as much as two more columns.
+    // An SM takes about as long for fewer blocks than it can hold. A strip's first and last steps
+    // compute half the products, and a step's overhead is about that of two columns.
     const double turns = std::max<double>(std::ceil(blocks / device.multiprocessors), resident);
     return turns * (rows + 0.5 * K::kOlder + 1.0) * (K::kColumns + 2);
   };
@@ -682,7 +684,7 @@ ffi::Error check_channels(const ConvShape& shape) {
   return ffi::Error::InvalidArgument("depthwise_conv: x has too many channels");
 }
 
-// The size and the stride of a kernel, which are compile-time constants.
+// Size and stride of a kernel as compile-time constants.
 template <int kHigh, int kWide, int kStep>
 struct Size {
   static constexpr int kHeight = kHigh, kWidth = kWide, kStride = kStep;
@@ -700,7 +702,7 @@ ffi::Error with_size(int64_t height, int64_t width, int64_t stride, const F& f) 
                                      " with stride " + std::to_string(stride));
 }
 
-// The lanes of a strip: fewer where the kernel is bound by memory and most would be idle.
+// Lanes of a strip: fewer if the kernel is bound by memory and most lanes would be idle.
 template <typename S, typename F>
 ffi::Error with_lanes(int64_t channels, const F& f) {
   if constexpr (S::kHeight == 3) {
@@ -731,7 +733,7 @@ ffi::Error conv(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weights, f
         Plan<K> plan;
         RETURN_IF_ERROR((plan_conv<T, K>(args.shape, device, &plan)));
         if constexpr (S::kHeight == 7) {
-          // With this many products an idle column is costly, and many images have 7 times 2^n.
+          // With 49 products an idle column is costly, and many images are 7 * 2^n columns wide.
           using Narrow = Kernel<S::kHeight, S::kWidth, S::kStride, 7>;
           Plan<Narrow> narrow;
           RETURN_IF_ERROR((plan_conv<T, Narrow>(args.shape, device, &narrow)));

@@ -1,5 +1,4 @@
-// What the kernels of depthwise convolution have in common: their operands, and how these are
-// checked.
+// Shared by the kernels of depthwise convolution: their operands and the checks of these.
 #pragma once
 
 #include "common/activation.cuh"
@@ -7,27 +6,27 @@
 #include "common/operands.h"
 
 struct ConvShape {
-  int images, height, width, channels;  // of the input
+  int images, height, width, channels;  // size of the input
   int out_height, out_width;
-  int top, left;  // zeros before the input
+  int top, left;  // rows of zeros above the input, columns left of it
 };
 
 struct WeightsOperands {
   ConvShape shape;
   const void *x, *dy;
   float* sums;    // [parts, taps + 1, channels]; the last tap is the gradient of the bias
-  int64_t parts;  // which the caller adds
+  int64_t parts;  // parts of the sums, which the caller adds
 };
 
 struct ConvOperands {
   ConvShape shape;
   const void* x;
   Parameter weights;  // [taps, channels]
-  bool turned;        // whether the kernel is turned by 180 degrees
+  bool turned;        // whether to rotate the kernel by 180 degrees, as for dgrad
   Parameter bias;
-  const void* residual;  // or nullptr
+  const void* residual;  // may be nullptr
   void* y;
-  void* z;  // what the activation is applied to, or nullptr
+  void* z;  // input of the activation as a result, or nullptr
   Activation activation;
 };
 

@@ -1,13 +1,14 @@
 // Depthwise convolution along one axis: the short convolutions of Mamba, Griffin and their kin.
 //
-// A thread has a vector of channels of a piece of an image's steps. It walks along the piece with
-// the last inputs in registers, so that each input is read once, and requests the next steps'
-// inputs before it works on the present ones. Neighbouring threads have neighbouring channels.
+// An image's steps are cut into pieces. A thread has a vector of channels of one piece. It walks
+// along the piece with the last inputs in registers, so that each input is read once, and requests
+// the next steps' inputs before it works on the current ones. Neighbouring threads have
+// neighbouring channels.
 //
-// The gradient reads x and the gradient of y, and no more: it computes again what the activation
-// was applied to, which costs a few multiply-adds, where reading it would cost a third more bytes.
-// The input's gradient, the weights' and the bias's are made on the same walk. Each thread writes
-// its sums for the weights, and whoever called adds them up in the order of the pieces.
+// The gradient reads only x and dy. It recomputes the activation's input: a few multiply-adds,
+// while reading it would cost a third more bytes. The same walk yields the gradients of the input,
+// the weights and the bias. Each thread writes its sums for the weights, and the caller adds them
+// up in the order of the pieces.
 
 #include "common/activation.cuh"
 #include "common/handler.h"
@@ -20,8 +21,8 @@ constexpr int kThreads = 128;
 
 struct Conv1dShape {
   int images, length, out_length, channels;
-  int left;    // zeros before the input
-  int pieces;  // of an image's steps, each of which a thread walks along
+  int left;    // steps of zeros before the input
+  int pieces;  // pieces of an image, each of which a thread walks along
 };
 
 struct ForwardArgs {
@@ -29,7 +30,7 @@ struct ForwardArgs {
   const void* x;
   Parameter weights;     // [taps, channels]
   Parameter bias;        // [channels]
-  const void* residual;  // like y, or nullptr
+  const void* residual;  // shape of y, or nullptr
   void* y;
   Activation activation;
 };
@@ -39,15 +40,15 @@ struct BackwardArgs {
   const void *x, *dy;
   Parameter weights;
   Parameter bias;
-  const void* residual;  // like y, or nullptr
-  const void* other;     // what else there is of dx, or nullptr
+  const void* residual;  // shape of y, or nullptr
+  const void* other;     // another gradient of x to add to dx, or nullptr
   void* dx;
-  void* dz;     // the residual's gradient, or nullptr
+  void* dz;     // gradient of the residual, or nullptr
   float* sums;  // [images * pieces, taps + 1, channels]; the last tap is the gradient of the bias
   Activation activation;
 };
 
-// The piece of a thread: its image, its first channel and its steps [begin, end) of `steps`.
+// A thread's piece: its image, first channel and steps [begin, end), where the image has `steps`.
 struct Piece {
   int image, index, channel, begin, end;
 
@@ -65,7 +66,7 @@ struct Piece {
   }
 };
 
-// A thread's channels of the steps of an image.
+// A thread's channels in all steps of an image.
 template <typename T, int kVec>
 class Line {
  public:
@@ -77,13 +78,13 @@ class Line {
         pitch_(shape.channels * static_cast<int>(sizeof(T))),
         length_(length) {}
 
-  // Whether steps [begin, end) are of the image.
+  // Whether steps [begin, end) lie in the image.
   __device__ __forceinline__ bool has(int begin, int end) const {
     return begin >= 0 && end <= length_;
   }
 
-  // The values of a step in the dtype of memory. Where checked, they are zeros outside of the
-  // image.
+  // Returns a step's values in the dtype of memory. With kChecked, steps outside the image are
+  // zeros.
   template <bool kChecked = true>
   __device__ __forceinline__ Vector<T, kVec> load(int step) const {
     if (kChecked && !has(step, step + 1)) return Vector<T, kVec>{};
@@ -111,7 +112,7 @@ class Line {
   int pitch_, length_;
 };
 
-// The weights of a thread's channels.
+// Weights of a thread's channels.
 template <int kTaps, int kVec>
 struct Weights {
   float taps[kTaps][kVec];
@@ -124,7 +125,7 @@ struct Weights {
     load_or_zero(bias_parameter, channel, bias);
   }
 
-  // The sums of the products with window[0], window[1], ..., the oldest input first.
+  // Computes the bias plus the products with window[0], window[1], ..., oldest input first.
   __device__ __forceinline__ void convolve(const float (*window)[kVec], float (&z)[kVec]) const {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) z[v] = bias[v];
@@ -142,7 +143,7 @@ __device__ __forceinline__ void add(const float (&from)[kVec], float (&to)[kVec]
   for (int v = 0; v < kVec; ++v) to[v] += from[v];
 }
 
-// The steps between two requests for inputs: what registers have room for.
+// Steps between two requests for inputs, limited by registers.
 template <typename T, int kTaps>
 constexpr int kForwardSteps = sizeof(T) == 2 && kTaps <= 5 ? 8 : 4;
 template <typename T, int kTaps>
@@ -161,10 +162,10 @@ __global__ void __launch_bounds__(kThreads, 4)
   const Line<T, kVec> residual(args.residual, shape, shape.out_length, piece);
   const Line<T, kVec> y(args.y, shape, shape.out_length, piece);
 
-  // window[0] is the oldest input of the first present step.
+  // window[0] is the oldest input of the first current step.
   float window[kTaps - 1 + kSteps][kVec];
   Vector<T, kVec> next[kSteps];
-  const int ahead = kTaps - 1 - shape.left;  // from a step to its newest input
+  const int ahead = kTaps - 1 - shape.left;  // distance from a step to its newest input
 #pragma unroll
   for (int i = 0; i < kTaps - 1; ++i) x.load(piece.begin - shape.left + i, window[i]);
 #pragma unroll
@@ -206,8 +207,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (; step < piece.end; step += kSteps) advance(step, std::true_type{});
 }
 
-// A thread's walk along a piece of the gradient. Step `step` makes dz of that step, with which dx
-// of the input `left` steps before is complete.
+// A thread's walk along a piece of the gradient. A step computes its dz, which completes dx of the
+// input `left` steps before.
 template <typename T, int kTaps, int kVec>
 class GradientWalk {
   static constexpr int kSteps = kGradientSteps<T, kTaps>;
@@ -223,13 +224,13 @@ class GradientWalk {
 
   __device__ __forceinline__ void run() {
     const int ahead = kTaps - 1 - args_.shape.left;
-    // The gradients of the steps before the piece belong to inputs of the piece too.
+    // dx of the piece's first inputs also needs dz of the steps before the piece.
     const int start = piece_.begin - (kTaps - 1);
 #pragma unroll
     for (int i = 0; i < kTaps - 1; ++i) x_.load(start - args_.shape.left + i, window_[i]);
     request(start, ahead);
     int step = start;
-    // The first steps are the piece before's, and the last ones may lie behind the result.
+    // The first steps belong to the piece before, and the last ones may lie beyond the result.
 #pragma unroll 1
     while (step < piece_.end) {
       if (is_inside(step, ahead)) {
@@ -251,8 +252,8 @@ class GradientWalk {
     return {data, args_.shape, args_.shape.out_length, piece_};
   }
 
-  // Whether the steps from `step` on are the piece's and have results, and so have those behind
-  // them.
+  // Whether the next kSteps steps belong to the piece and have results, and whether the kSteps
+  // steps after them can be requested unchecked.
   __device__ __forceinline__ bool is_inside(int step, int ahead) const {
     return step >= piece_.begin && step + kSteps <= piece_.end && step >= args_.shape.left &&
            x_.has(step + kSteps + ahead, step + 2 * kSteps + ahead) &&
@@ -268,7 +269,7 @@ class GradientWalk {
     }
   }
 
-  // Checked steps may have no result, or belong to the piece before or after.
+  // With kChecked, steps may have no result, or belong to the piece before or after.
   template <bool kChecked>
   __device__ __forceinline__ void advance(int step, int ahead) {
     Vector<T, kVec> dy[kSteps];
@@ -331,7 +332,7 @@ class GradientWalk {
   template <bool kChecked>
   __device__ __forceinline__ void input_gradient(int at, int i) const {
     float dx[kVec] = {};
-    // The newest gradient met the input at the first tap.
+    // The newest gradient multiplies the first tap, which its step applied to this input.
 #pragma unroll
     for (int k = 0; k < kTaps; ++k) {
 #pragma unroll
@@ -363,7 +364,7 @@ class GradientWalk {
   Piece piece_;
   Weights<kTaps, kVec> weights_;
   Line<T, kVec> x_, dy_, dx_;
-  // The inputs and the gradients of z, of the last kTaps - 1 steps and of the present ones.
+  // Inputs and gradients of z, for the last kTaps - 1 steps and the current ones.
   float window_[kTaps - 1 + kSteps][kVec] = {};
   float gradients_[kTaps - 1 + kSteps][kVec] = {};
   Vector<T, kVec> next_x_[kSteps], next_dy_[kSteps];
@@ -432,7 +433,7 @@ ffi::Error with_taps(int64_t taps, const F& f) {
                                      std::to_string(taps) + " taps");
 }
 
-// The channels of a thread: several where their loads are aligned.
+// Calls `f` with the channels of a thread: several if their loads are aligned.
 template <int kMost, typename F>
 ffi::Error with_vector(int channels, std::initializer_list<const void*> pointers, const F& f) {
   if (channels % kMost == 0 && are_aligned(pointers)) {

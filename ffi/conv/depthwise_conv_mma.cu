@@ -3,22 +3,21 @@
 // Along the columns of an image, one channel's convolution with one row of its kernel is a product
 // with a banded matrix: 16 neighbouring columns of the input times
 //     band[k, n] = weight[k - n] where 0 <= k - n < width of the kernel, else 0
-// are 8 neighbouring columns of the output, for kernels of up to 9 columns. A block is what stands
-// in one row of such a product: kPhases rows of 8 columns of the output. A tile has 16 blocks,
-// which lie below and beside each other or in several images, so that a product takes the same row
-// p, a phase, of the windows of all 16. Row p of the input contributes to the outputs p, p - 1, ...
-// of a block: its fragment is loaded once for all rows of the kernel.
+// are 8 neighbouring columns of the output, for kernels of up to 9 columns. A block is kPhases rows
+// of 8 columns of the output, one row of such a product. A tile has 16 blocks, below and next to
+// each other or in several images. A product takes the same row p, a phase, of the windows of all
+// 16. Row p of the input contributes to the outputs p, p - 1, ... of a block: its fragment is
+// loaded once for all rows of the kernel.
 //
-// In memory the channels of a pixel lie together, while a product needs the columns of one channel
-// together. So a tile's input is transposed on its way to shared memory, where each channel has a
-// plane of rows. A warp takes a channel at a time and replaces its plane by the results, rounded
-// where nothing is to be added to them and else in float32, which are transposed back on their way
-// out.
+// In memory the channels of a pixel are contiguous, while a product needs contiguous columns of a
+// channel. So a tile's input is transposed on its way to shared memory, where each channel has a
+// plane of rows. A warp takes a channel at a time and replaces its plane by the results: rounded,
+// or in float32 if a residual is still to be added. They are transposed back on their way out.
 //
-// The gradient of the weights multiplies 16 columns of x by 8 columns of dy over the 16 blocks of a
-// tile. The band of that product, summed along its diagonals, is the gradient of a row of the
-// kernel. It stays in registers for all tiles of a thread block, which writes its sums; whoever
-// called adds these up in the order of the thread blocks.
+// The gradient of the weights (wgrad) multiplies 16 columns of x by 8 columns of dy over the 16
+// blocks of a tile. The band of that product, summed along its diagonals, is the gradient of a row
+// of the kernel. It stays in registers for all tiles of a thread block, which writes its sums; the
+// caller adds these up in the order of the thread blocks.
 
 #include <cmath>
 
@@ -26,72 +25,74 @@
 #include "common/vector.cuh"
 #include "depthwise_conv.h"
 
-// For Turing, the kernels are empty, and what they call is not used.
+// On Turing the kernels are empty, so the functions that they call are unused.
 #pragma nv_diag_suppress 177
 
 namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
-constexpr int kBlocks = 16;       // of a tile
-constexpr int kBlockColumns = 8;  // of the output
-constexpr int kBandColumns = 16;  // of the input
-constexpr int kGranule = 16;      // bytes of 8 values of a plane, which a matrix is made of
-constexpr int kMostColumns = kBandColumns + 1 - kBlockColumns;  // of a kernel
+constexpr int kBlocks = 16;       // blocks of a tile
+constexpr int kBlockColumns = 8;  // output columns of a block
+constexpr int kBandColumns = 16;  // input columns of a block
+constexpr int kGranule = 16;      // bytes of 8 values of a plane, one row of a matrix
+constexpr int kMostColumns = kBandColumns + 1 - kBlockColumns;  // most columns of a kernel
 
-constexpr int kOctets = 2;  // of the channels of a thread block
+constexpr int kOctets = 2;  // groups of 8 channels in a thread block
 constexpr int kChannels = 8 * kOctets;
-// The threads that have the same channels where they copy, each four columns at a time.
+// Threads that copy the same channels, each one quad (four columns) at a time.
 constexpr int kSlots = kThreads / kOctets;
-// Neighbouring lanes have neighbouring octets of a column, whose planes begin in different banks.
+// Bytes between the planes of the two octets: adjacent lanes store adjacent octets of a column,
+// which must be in different banks.
 constexpr int kSkew = 128 / kOctets;
-// The fours of columns that a thread requests ahead of their tile.
+// Quads that a thread requests ahead of their tile.
 constexpr int kRounds = 3;
 constexpr int kRequestedBytes = kRounds * 4 * kThreads * 16;
 
-// The rows of a kernel, the rows of a block, and whether a thread block requests the input of its
-// next tile while it works on one: shared memory has room for that where a tile's input is small.
+// The rows of a kernel and of a block, and whether a thread block requests the input of its next
+// tile ahead, for which shared memory has room if a tile's input is small.
 template <int kKernelRows, int kBlockRows, bool kRequestsAhead>
 struct Size {
   static constexpr int kHeight = kKernelRows, kPhases = kBlockRows;
   static constexpr bool kAhead = kRequestsAhead;
-  static constexpr int kRows = kPhases + kHeight - 1;  // of the input, for a block
-  // Sums of a block, with a distance between blocks that spreads eight of them over all banks.
+  static constexpr int kRows = kPhases + kHeight - 1;  // input rows of a block
+  // Bytes from one block's sums to the next's; the odd number of rows spreads eight blocks over all
+  // banks.
   static constexpr int kSumsPitch = (kPhases | 1) * kBlockColumns * 4;
   static constexpr int kGradientPitch = (kPhases | 1) * kGranule;
   static_assert(kSumsPitch == 2 * kGradientPitch);
-  // Of a channel, for the input of a tile and then for what becomes of it.
+  // Bytes of a channel's plane, which holds the input of a tile and then its results.
   static constexpr int kPlane = kBlocks * kSumsPitch + (kAhead ? 0 : 256);
   static constexpr int kPlanesBytes = kChannels * kPlane + kOctets * kSkew;
-  // The fours of columns of a tile's output.
+  // Quads of a tile's output.
   static constexpr int kQuadsOut = kBlocks * kPhases * 2;
 };
 
-// How the output is divided into tiles, and what a plane of a tile's input looks like.
+// Division of the output into tiles, and the layout of a plane of a tile's input.
 struct Tiling {
   int images, row_bits, column_bits;  // the blocks of a tile: images * 2^row_bits * 2^column_bits
-  int down, across, count;            // tiles of an image, and of all images
-  int first, rows;                    // the rows of a tile's input that are not known to be zeros
-  // In bytes. After the rows of a block there is a pad, and after an image another one.
+  int down, across, count;            // tiles down and across an image, and of all images
+  int first, rows;                    // input rows of a tile that may contain non-zeros
+  // Bytes. The rows of each block are followed by a pad, and each image by another one.
   int row_pitch, pad, image_pitch;
 
-  // The fours of columns of a tile's input, with those that are only there for whole matrices.
+  // Quads of a tile's input, including those that only complete the matrices.
   __host__ __device__ int quads_in() const { return images * rows * (row_pitch / 8); }
 };
 
 struct ConvArgs {
   ConvOperands operands;
   Tiling tiling;
-  int width;           // of the kernel
+  int width;           // columns of the kernel
   int channel_groups;  // thread blocks that share a tile
 };
 
-struct WeightsArgs : WeightsOperands {  // a part of the sums is that of a worker
+struct WeightsArgs : WeightsOperands {  // each worker writes a part of the sums
   Tiling tiling;
   int width, channel_groups;
 };
 
-// Where a tile begins in the output.
+// First image, row and column of a tile in the output.
 struct Place {
   int image, row, column;
 
@@ -106,7 +107,7 @@ struct Place {
 
 // --- to and from planes --------------------------------------------------------------------------
 
-// Where in a plane the windows of a block begin.
+// Returns the offset in a plane at which a block's window begins.
 template <typename S>
 __device__ __forceinline__ int block_offset(const Tiling& tiling, int block) {
   const int row = block & ((1 << tiling.row_bits) - 1);
@@ -116,18 +117,18 @@ __device__ __forceinline__ int block_offset(const Tiling& tiling, int block) {
          column * kGranule;
 }
 
-// Where in a plane row `row` of a window lies, from the window's beginning on.
+// Returns the offset of row `row` of a window from the window's beginning.
 template <typename S>
 __device__ __forceinline__ int row_offset(const Tiling& tiling, int row) {
   return (row - tiling.first) * tiling.row_pitch + row / S::kPhases * tiling.pad;
 }
 
-// The lane's part in what a thread block does to all of its channels: eight neighbouring channels,
-// of four columns at a time.
+// A lane's share of what a thread block does to all its channels: eight adjacent channels, one quad
+// at a time.
 struct Part {
   int octet, slot;
-  int channel;  // the first of the eight
-  bool exists;  // whether there are such channels
+  int channel;  // first of the eight channels
+  bool exists;  // whether the channels exist
 
   __device__ __forceinline__ Part(const ConvShape& shape, int first_channel)
       : octet(threadIdx.x % kOctets),
@@ -136,8 +137,8 @@ struct Part {
         exists(channel < shape.channels) {}
 };
 
-// Where in a tile four neighbouring columns lie, and where in a plane, in one word. A thread block
-// lists them once for all of its tiles.
+// A quad: the place of four adjacent columns in a tile and in a plane, packed in a word. A thread
+// block lists its quads once for all its tiles.
 class Quad {
  public:
   __device__ __forceinline__ explicit Quad(uint32_t word) : word_(word) {}
@@ -154,7 +155,7 @@ class Quad {
   uint32_t word_;
 };
 
-// Lists the fours of a tile's input; a place is 8 bytes of a plane.
+// Lists the quads of a tile's input; their places are in units of 8 bytes of a plane.
 template <typename S>
 __device__ __forceinline__ void list_input(const Tiling& tiling, uint32_t* quads) {
   const int of_row = tiling.row_pitch / 8;
@@ -166,7 +167,7 @@ __device__ __forceinline__ void list_input(const Tiling& tiling, uint32_t* quads
   }
 }
 
-// Lists the fours of a tile's output; a place is 16 bytes of sums, or 8 bytes of dy.
+// Lists the quads of a tile's output; their places are in units of 16 bytes of sums, or 8 of dy.
 template <typename S>
 __device__ __forceinline__ void list_output(const Tiling& tiling, uint32_t* quads) {
   for (int i = threadIdx.x; i < S::kQuadsOut; i += kThreads) {
@@ -180,7 +181,7 @@ __device__ __forceinline__ void list_output(const Tiling& tiling, uint32_t* quad
   }
 }
 
-// Hides from the compiler where a value comes from, so that it is not computed again and again.
+// Hides a value's origin from the compiler, so that it is not recomputed again and again.
 template <typename V>
 __device__ __forceinline__ V held(V value) {
 #ifdef __CUDA_ARCH__
@@ -193,11 +194,11 @@ __device__ __forceinline__ V held(V value) {
   return value;
 }
 
-// What a tile has of images with channels last, from a lane's channels on.
+// A tile's view of images with channels last, from a lane's first channel on.
 template <typename T>
 class View {
  public:
-  // Of the tile, columns before `columns` are looked at.
+  // The view includes the tile's columns before `columns`.
   __device__ __forceinline__ View(T* data, int images, int height, int width, int channels,
                                   const Place& place, int columns)
       : data_(data),
@@ -220,7 +221,7 @@ class View {
   __device__ __forceinline__ bool has_column(const Quad& quad, int i) const {
     return static_cast<unsigned>(quad.column() - column_ + i) < static_cast<unsigned>(columns_);
   }
-  // Where the first of the four columns is, in bytes.
+  // Returns the byte offset of the first of the four columns.
   __device__ __forceinline__ int64_t at(const Quad& quad) const {
     const int pixel = quad.image() * image_pitch_ + quad.row() * row_pitch_ + quad.column();
     return first_ + static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(pitch_)) *
@@ -233,13 +234,13 @@ class View {
 
  private:
   T* data_;
-  int64_t first_;  // where the tile begins, which may lie outside, in bytes
-  int pitch_;      // of pixels, in bytes
+  int64_t first_;  // byte offset of the tile's first pixel, which may lie outside the images
+  int pitch_;      // bytes of a pixel
   int image_pitch_, row_pitch_;
   int images_, row_, rows_, column_, columns_;
 };
 
-// What a tile has of an array of the result's shape.
+// Returns a tile's view of an array of the result's shape.
 template <typename T>
 __device__ __forceinline__ View<T> output_view(T* data, const ConvShape& shape,
                                                const Place& place) {
@@ -247,11 +248,11 @@ __device__ __forceinline__ View<T> output_view(T* data, const ConvShape& shape,
                  INT32_MAX);
 }
 
-// The fours of columns that a thread has in flight at a time.
+// Quads that a thread has in flight at a time.
 constexpr int kBatch = 2;
 
-// Calls `use(quad, columns)` for the listed fours of a lane, with its channels of each column. What
-// lies outside of the images is zero.
+// Calls `use(quad, columns)` for a lane's quads of the list, with its channels of each column.
+// Pixels outside the images are zeros.
 template <typename T, typename F>
 __device__ __forceinline__ void load_quads(const View<const T>& view, const uint32_t* quads,
                                            int count, const Part& part, const F& use) {
@@ -281,7 +282,7 @@ __device__ __forceinline__ void load_quads(const View<const T>& view, const uint
   }
 }
 
-// Stores eight channels of four neighbouring columns to the channels' planes.
+// Stores eight channels of a quad to the channels' planes.
 template <int kPlane, typename T>
 __device__ __forceinline__ void scatter(char* to, const Vector<T, 8> (&columns)[4]) {
 #pragma unroll
@@ -293,7 +294,7 @@ __device__ __forceinline__ void scatter(char* to, const Vector<T, 8> (&columns)[
   }
 }
 
-// What a tile has of the input.
+// Returns a tile's view of the input.
 template <typename T>
 __device__ __forceinline__ View<const T> input_view(const T* data, const ConvShape& shape,
                                                     const Tiling& tiling, const Place& place,
@@ -317,12 +318,12 @@ __device__ __forceinline__ void load_input(const Tiling& tiling, const ConvShape
                 });
 }
 
-// Where a thread finds the vectors that it has requested.
+// Returns the shared address of a vector that this thread has requested.
 __device__ __forceinline__ uint32_t requested_at(uint32_t requested, int round, int column) {
   return requested + ((round * 4 + column) * kThreads + threadIdx.x) * 16;
 }
 
-// Requests the input of a tile, of which each thread will transpose what it has requested.
+// Requests the input of a tile. Each thread requests the vectors that it will transpose itself.
 template <typename T>
 __device__ __forceinline__ void request_input(const Tiling& tiling, const ConvShape& shape,
                                               const void* x, const Place& place, int width,
@@ -347,7 +348,7 @@ __device__ __forceinline__ void request_input(const Tiling& tiling, const ConvSh
   }
 }
 
-// Waits for what has been requested, and transposes it into planes.
+// Waits for the requested vectors, and transposes them into planes.
 template <typename T, typename S>
 __device__ __forceinline__ void transpose_input(const Tiling& tiling, const uint32_t* quads,
                                                 const Part& part, uint32_t requested,
@@ -370,10 +371,10 @@ __device__ __forceinline__ void transpose_input(const Tiling& tiling, const uint
 
 // --- convolution ---------------------------------------------------------------------------------
 
-// The weights of a thread block's channels in shared memory, so that a lane finds the two
-// neighbouring ones that its part of the band begins with in one word:
+// The weights of a thread block's channels in shared memory. A lane's part of the band is two
+// adjacent weights, which begin at an odd or even column and are in one word:
 //     [channel, kernel row, odd, 6], where word j has the weights 2 j - odd and the next one,
-// and the last word is zero, for the lanes outside of the band.
+// and the last word is zero, for the lanes outside the band.
 template <typename T, typename S>
 struct Band {
   static constexpr int kWords = kMostColumns / 2 + 2;
@@ -402,7 +403,7 @@ struct Band {
     }
   }
 
-  // Loads a lane's part of the bands of a channel, one for each row of the kernel.
+  // Loads a lane's part of a channel's bands, one for each row of the kernel.
   static __device__ __forceinline__ void load(const uint32_t* words, int channel,
                                               uint32_t (&band)[S::kHeight][2]) {
     const int g = threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2 - g;  // first - g % 2 is even
@@ -419,7 +420,7 @@ struct Band {
   }
 };
 
-// Adds the convolution of a channel. With kSome, a tile has not all rows of its windows.
+// Adds the convolution of a channel. With kSome, it skips rows of the windows that are all zeros.
 template <typename T, typename S, bool kSome>
 __device__ __forceinline__ void convolve(const Tiling& tiling, uint32_t window,
                                          const uint32_t (&band)[S::kHeight][2],
@@ -461,7 +462,8 @@ __device__ __forceinline__ void add_residual(const ConvArgs& args, const Place& 
                 });
 }
 
-// Stores a tile's sums, and the activation of them. Each thread takes what it has added to.
+// Stores a tile's sums and their activation. Each thread stores the elements to which it added the
+// residual, so that no barrier is needed.
 template <typename T, typename S>
 __device__ __forceinline__ void store_output(const ConvArgs& args, const Place& place,
                                              const uint32_t* quads, const Part& part,
@@ -502,7 +504,7 @@ __device__ __forceinline__ void store_output(const ConvArgs& args, const Place& 
   }
 }
 
-// Stores a tile's results, which are rounded already and have blocks in planes as dy has.
+// Stores a tile's results, which are already rounded, from planes laid out like those of dy.
 template <typename T, typename S>
 __device__ __forceinline__ void store_rounded(const ConvArgs& args, const Place& place,
                                               const uint32_t* quads, const Part& part,
@@ -536,8 +538,8 @@ __device__ __forceinline__ void store_rounded(const ConvArgs& args, const Place&
   }
 }
 
-// The kernel without residual and z rounds its sums before it transposes them. The other one keeps
-// them in float32, to which it adds the residual.
+// With kPlain there is neither residual nor z, and the sums are rounded before they are transposed.
+// Otherwise they stay in float32, and the residual is added to them.
 template <typename T, typename S, bool kPlain>
 __global__ void __launch_bounds__(kThreads, S::kAhead || S::kPhases > 7 ? 2 : 3)
     depthwise_conv_mma_kernel(const __grid_constant__ ConvArgs args) {
@@ -560,7 +562,7 @@ __global__ void __launch_bounds__(kThreads, S::kAhead || S::kPhases > 7 ? 2 : 3)
     __syncthreads();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, q = lane % 4;
-    // The lane holds the address of a row of one of the four matrices of a fragment.
+    // Offset of this lane's row in one of the four matrices of a fragment.
     const int window = block_offset<S>(tiling, lane % 16) + lane / 16 * kGranule;
     const Part part(shape, first_channel);
     const auto request = [&](int tile) {
@@ -660,7 +662,7 @@ __device__ __forceinline__ void multiply(const Tiling& tiling, uint32_t window, 
                                          float (&bands)[S::kHeight][4], float (&total)[4]) {
   constexpr uint32_t kOnes = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
   const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
-  uint32_t dy[(S::kPhases + 1) / 2][4];  // of two phases each
+  uint32_t dy[(S::kPhases + 1) / 2][4];  // fragments of two phases each
 #pragma unroll
   for (int i = 0; i < (S::kPhases + 1) / 2; ++i) {
     load_transposed(dy[i], gradient + 2 * i * kGranule);
@@ -683,7 +685,7 @@ __device__ __forceinline__ void multiply(const Tiling& tiling, uint32_t window, 
   }
 }
 
-// The bands of a channel in float32, which are summed along their diagonals from shared memory.
+// Bytes of a channel's bands in float32, for summing their diagonals in shared memory.
 template <typename S>
 constexpr int kBandsBytes = (S::kHeight * kBandColumns + 1) * kBlockColumns * 4;
 
@@ -719,7 +721,7 @@ __device__ __forceinline__ void write_sums(const WeightsArgs& args, int worker, 
   }
 }
 
-// The planes of dy. The last fragment of a plane has a phase that is not used, and may lie behind.
+// Bytes of the planes of dy. The last fragment of a plane may have an unused phase beyond its end.
 template <typename S>
 constexpr int kGradientsBytes =
     kChannels * kBlocks * S::kGradientPitch + kOctets * kSkew + kGranule;
@@ -776,12 +778,12 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // --- launch --------------------------------------------------------------------------------------
 
-// How the caller wants the output to be divided.
+// Division of the output that the caller asks for.
 struct Config {
   int64_t block_rows, images, blocks_down, blocks_across;
 };
 
-// The bits of a power of two, or -1.
+// Returns the exponent of a power of two, or -1.
 int bits_of(int64_t number) {
   for (int bits = 0; bits <= 4; ++bits) {
     if (number == int64_t{1} << bits) return bits;
@@ -789,7 +791,8 @@ int bits_of(int64_t number) {
   return -1;
 }
 
-// How many matrices' rows lie in the same banks, in the two halves of a tile's blocks.
+// Returns the number of matrix rows in the same banks, summed over the two halves of a tile's
+// blocks.
 int conflicts(const Tiling& tiling, int row_step) {
   int found = 0;
   for (int half = 0; half < 2; ++half) {
@@ -874,7 +877,7 @@ ffi::Error check_shared(int bytes, const Device& device) {
                                      std::to_string(device.shared_bytes));
 }
 
-// What CUDA takes of a multiprocessor's shared memory for each thread block.
+// Bytes that CUDA reserves of an SM's shared memory for each thread block.
 constexpr int kReserved = 1024;
 
 template <typename T, typename S>
@@ -894,7 +897,7 @@ ffi::Error launch_conv(ConvArgs args, const Device& device, cudaStream_t stream)
   int resident = 1;
   RETURN_IF_ERROR(resident_blocks(kernel, launch, &resident));
   args.channel_groups = divide_up(shape.channels, kChannels);
-  // Each worker takes as many tiles as the others, or one less.
+  // Each worker takes as many tiles as the others, or one fewer.
   const int most = std::max(1, resident * device.multiprocessors / args.channel_groups);
   const int workers = divide_up(tiling.count, divide_up(tiling.count, most));
   launch.grid = dim3(static_cast<unsigned>(workers) * args.channel_groups);
