@@ -14,25 +14,25 @@
 namespace {
 
 constexpr int kThreads = 256;
-// The number of rows of a thread whose loads are in flight together.
+// Rows of a thread whose loads are in flight together.
 template <bool kGated>
 constexpr int kForwardRows = kGated ? 2 : 4;
 constexpr int kBackwardRows = 2;
 
 // One of the two operands of a gated activation, or the only operand of a plain one.
 struct Branch {
-  const void* in;   // [rows, features]: the product, or in the backward the preactivation
+  const void* in;   // [rows, features]: the product, or the preactivation in the backward
   Parameter bias;   // absent in the backward, whose input contains the bias
-  void* out;        // the preactivation, or nullptr; in the backward its gradient
+  void* out;        // the preactivation or nullptr; its gradient in the backward
   float* partials;  // [blocks along the rows, features], or nullptr
 };
 
 struct BiasActivationArgs {
   Branch gate;
   Branch up;             // used by gated activations only
-  const void* residual;  // or nullptr
+  const void* residual;  // may be nullptr
   const void* dy;
-  void* y;  // in the backward nullptr unless y is wanted again
+  void* y;  // in the backward nullptr unless y is recomputed
   int rows;
   int features;
   int lanes;  // adjacent threads that share a row
@@ -88,8 +88,8 @@ __device__ __forceinline__ void store_values(void* address, int64_t place,
   packed.store(address, place);
 }
 
-// Returns the preactivation: the product plus the bias, rounded to the product's dtype, so that the
-// activation is applied to the same numbers as its derivative in the backward.
+// Computes the preactivation: the product plus the bias, rounded to the product's dtype, so that
+// the activation and its derivative in the backward see the same numbers.
 template <typename T, int kVec>
 __device__ __forceinline__ void preactivation(const Vector<T, kVec>& product,
                                               const float (&bias)[kVec], void* out, int64_t place,
@@ -103,11 +103,11 @@ __device__ __forceinline__ void preactivation(const Vector<T, kVec>& product,
   unpack(rounded, z);
 }
 
-// The column of a thread's vector, and the rows that the thread walks over.
+// A thread's column of vectors, and the rows that it walks over.
 struct Walk {
   int column;
-  int line;   // the thread's line in its block
-  int lines;  // the lines of a block
+  int line;   // the thread's line of columns in its block
+  int lines;  // lines of a block
   int first;
   int step;
 
@@ -119,8 +119,8 @@ struct Walk {
         step(gridDim.y * lines) {}
 };
 
-// Frequent activations are compiled separately: a choice at run time costs every activation the
-// registers of the one that needs most, gelu_erf.
+// Activations that are compiled separately: a choice at run time costs every activation the
+// registers of the most demanding one, gelu_erf.
 enum class Known { kAny, kGeluTanh, kSilu };
 
 template <Known kKnown>
@@ -181,13 +181,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Adds up, for each column, what the lines of a block hold, in the order of the lines.
+// Adds up each column over the lines of a block, in the order of the lines.
 template <int kVec>
 __device__ __forceinline__ void write_partials(const Walk& walk, int lanes, int features,
                                                const float (&sums)[kVec], float* partials) {
   __shared__ float shared[kThreads * kVec];
   const int lane = threadIdx.x % lanes;
-  // The values of a line with the same i are adjacent, so that a warp accesses every bank once.
+  // Values of a line with the same i are adjacent, which avoids bank conflicts.
 #pragma unroll
   for (int i = 0; i < kVec; ++i) shared[(walk.line * kVec + i) * lanes + lane] = sums[i];
   __syncthreads();
@@ -293,7 +293,7 @@ Kernel kernel_of(int vec, Activation activation, bool gated, bool backward) {
   }
 }
 
-// `blocks` is the number of blocks along the rows, or 0 for as many as there is work for.
+// Launches a kernel. `blocks` is the number of blocks along the rows, or 0 for all that find work.
 template <typename T, typename O>
 ffi::Error launch(BiasActivationArgs args, int blocks, bool backward, cudaStream_t stream) {
   constexpr int kFullVec = 16 / sizeof(T);
@@ -327,7 +327,7 @@ ffi::Error launch(const BiasActivationArgs& args, int blocks, Dtype dtype, Dtype
               : launch<__half, __half>(args, blocks, backward, stream);
 }
 
-// Checks and stores what both directions have; `in` and `up` are products or preactivations.
+// Checks and stores the operands of both directions; `in` and `up` are products or preactivations.
 ffi::Error parse(const ffi::AnyBuffer& in, const ffi::AnyBuffer& up, std::string_view activation,
                  BiasActivationArgs* args) {
   if (!parse_activation(activation, &args->activation)) {

@@ -3,7 +3,7 @@
 //
 // cuBLASLt's epilogues for the backward are not used, because a separate pass (bias_activation.cu)
 // is faster than gelu's derivative with the bias gradient, and a separate sum is faster than the
-// bias gradient beside the weight gradient.
+// bias gradient fused into the weight gradient (wgrad).
 //
 // cuBLASLt stores matrices by columns and XLA by rows, so the call computes the transposed product
 // y^T = w^T x^T, in which every matrix lies in memory as XLA has it.
@@ -39,20 +39,20 @@ struct Owned {
   Handle handle = nullptr;
 };
 
-// How many algorithms the heuristic is asked for, and from how many waves of 128x128 tiles a
-// product counts as large.
+// kProposals: algorithms that the heuristic is asked for. kManyWaves: waves of 128x128 tiles from
+// which a product counts as large.
 constexpr int kProposals = 16;
 constexpr float kManyWaves = 16.0f;
 
 // A product in XLA's terms. Pointers to absent operands are nullptr.
 struct Product {
-  int64_t rows, features, hidden;  // rows and features of x, and columns of w
-  bool transpose_w;                // w is [hidden, features]
-  bool transpose_x;                // x is [features, rows]
+  int64_t rows, features, hidden;  // x is [rows, features], w [features, hidden]
+  bool transpose_w;                // whether w is [hidden, features]
+  bool transpose_x;                // whether x is [features, rows]
   const void *x, *w, *bias, *residual;
   void *y, *preactivation;
-  cudaDataType_t type;    // of x, w and the preactivation
-  cudaDataType_t y_type;  // of y and the residual
+  cudaDataType_t type;    // type of x, w and the preactivation
+  cudaDataType_t y_type;  // type of y and the residual
   bool gelu;
   void* workspace;
   size_t workspace_bytes;
@@ -66,14 +66,14 @@ struct Product {
   }
 };
 
-// Returns the largest power of two, up to 256, that divides the address: the alignment that an
-// algorithm may assume.
+// Returns the alignment that an algorithm may assume: the largest power of two, up to 256, that
+// divides the address.
 uint32_t alignment(const void* address) {
   const auto value = reinterpret_cast<uintptr_t>(address) | 256;
   return static_cast<uint32_t>(value & -value);
 }
 
-// One handle for each device and one algorithm for each kind of product, kept for the life of the
+// A handle for each device and an algorithm for each kind of product. They live as long as the
 // process, so that the same call always runs the same kernel.
 class Algorithms {
  public:
@@ -168,7 +168,7 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
     };
     const auto workspace = static_cast<uint64_t>(product.workspace_bytes);
     RETURN_IF_ERROR(prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace));
-    // Partial sums are in float32 and added in a fixed order.
+    // Split-K only with partial sums in float32, added in a fixed order.
     const uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
     RETURN_IF_ERROR(prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reductions));
     constexpr cublasLtMatmulPreferenceAttributes_t kAlignments[] = {
@@ -185,10 +185,9 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
                                                proposals.data(), &found),
                      "cublasLtMatmulAlgoGetHeuristic"));
     if (found == 0) return ffi::Error::Internal("cuBLASLt has no algorithm for this product");
-    // The heuristic ignores the cost of an epilogue. With tiles of 128x128, each of two warpgroups
-    // has a tile of its own, and one computes while the other finishes its epilogue, which is
-    // faster. The exceptions are products of few tiles, and products that also write the
-    // preactivation.
+    // The heuristic ignores the cost of an epilogue. With 128x128 tiles, two warpgroups work in
+    // ping-pong: one multiplies while the other runs its epilogue, which is faster. The exceptions
+    // are products of few tiles and products that also write the preactivation.
     *algorithm = proposals[0].algo;
     for (int i = 0; product.preactivation == nullptr && i < found; ++i) {
       uint32_t tile = 0;

@@ -1,8 +1,8 @@
-// Images made smaller and larger: max_pool, bilinear upsampling by 2, and their gradients.
+// Resampling of images: max_pool, bilinear upsampling by 2, and their gradients.
 //
 // Every kernel writes each value once. A thread has one pixel of what it writes (of a quarter of
-// it, when it upsamples) and a vector of channels, and what neighbouring threads read in common
-// comes from the caches. max_pool saves which value of a window it took, so that its gradient does
+// it, when it upsamples) and a vector of channels, and inputs that adjacent threads share come from
+// the caches. max_pool saves the position of each maximum in its window, so that its gradient need
 // not read the image again.
 
 #include "common/handler.h"
@@ -17,7 +17,7 @@ struct Image {
   int height, width;
 };
 
-// Divides numbers below 2^31 with a multiplication.
+// Division of numbers below 2^31 by a multiplication.
 struct Divisor {
   uint32_t divisor = 1, factor = 1;
   int shift = 0;
@@ -46,21 +46,21 @@ struct PoolArgs {
   Threads threads;
   int channels;
   Image in, out;
-  Image window, stride, before;  // `before`: zeros above and on the left
-  const void* x;                 // forward: the image; backward: dy
-  void* y;                       // forward: the result; backward: dx
-  uint8_t* places;               // [images, out, channels]: the place in the window, or nullptr
+  Image window, stride, before;  // `before`: rows of padding above the image, columns left of it
+  const void* x;                 // the image; dy in the gradient
+  void* y;                       // the result; dx in the gradient
+  uint8_t* places;  // [images, out, channels]: position of the maximum in its window, or nullptr
 };
 
 struct UpsampleArgs {
   Threads threads;
   int channels;
-  Image small;  // the image that is not upsampled
+  Image small;  // size of the image that is not upsampled
   const void* x;
   void* y;
 };
 
-// Where a thread stands: its vector of channels, and its pixel of its image.
+// A thread's vector of channels, its pixel and its image.
 struct Place {
   int channel;
   int row, column;
@@ -86,8 +86,8 @@ struct Place {
 
 // --- max_pool ------------------------------------------------------------------------------------
 
-// Whether `value` takes the place of `best`: as in XLA, the first of equal values stays, and a NaN
-// is larger than every number.
+// Whether `value` replaces `best`. As in XLA, the first of equal values stays, and a NaN is larger
+// than every number.
 __device__ __forceinline__ bool is_larger(float value, float best) {
   return value > best || (value != value && best == best);
 }
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
     max_pool_gradient_kernel(const __grid_constant__ PoolArgs args) {
   Place place;
   if (!Place::find<kVec>(args.threads, &place)) return;
-  // The windows that have this pixel at (i, j) for some i and j within the window.
+  // The range of windows that contain this pixel, at some (i, j) within the window.
   const int row = place.row + args.before.height, column = place.column + args.before.width;
   const int first_row =
       row < args.window.height ? 0 : (row - args.window.height) / args.stride.height + 1;
@@ -179,15 +179,15 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- upsampling ----------------------------------------------------------------------------------
 
-// Along each axis the results are y[2 i] = (x[i - 1] + 3 x[i]) / 4 and
-// y[2 i + 1] = (3 x[i] + x[i + 1]) / 4, where x ends with copies of its first and last value.
+// Along each axis the results are y[2 i] = (x[i - 1] + 3 x[i]) / 4 and y[2 i + 1] = (3 x[i] + x[i +
+// 1]) / 4, where x is extended by copies of its first and last value.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads)
     upsample_kernel(const __grid_constant__ UpsampleArgs args) {
   Place place;
   if (!Place::find<kVec>(args.threads, &place)) return;
   const Image large = {2 * args.small.height, 2 * args.small.width};
-  // The rows that are a quarter and three quarters, for the even and the odd result.
+  // The pixel's four results: even and odd row, even and odd column.
   float sums[2][2][kVec] = {};
 #pragma unroll
   for (int i = -1; i <= 1; ++i) {
@@ -236,8 +236,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The weight with which result 2 i + k - 1 has x[i], k = 0 .. 3; 0 for a result that is not there.
-// At the ends of the axis x[i] stands for its copies too.
+// Returns the weight of x[i] in result 2 i + k - 1, k = 0 .. 3, or 0 if there is no such result. At
+// the ends of the axis it includes the weights of the copies of x[i].
 __device__ __forceinline__ float weight_of(int i, int k, int size) {
   if (k == 0) return i > 0 ? 0.25f : 0.0f;
   if (k == 3) return i < size - 1 ? 0.25f : 0.0f;
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kThreads)
       unpack(load_vector<T, kVec>(static_cast<const T*>(args.x) +
                                   place.offset(large, row, column, args.channels)),
              values);
-      if (weight == 0.0f) continue;  // the value is of another place, and may be infinite
+      if (weight == 0.0f) continue;  // it belongs to another pixel and may be infinite
 #pragma unroll
       for (int c = 0; c < kVec; ++c) sums[c] += weight * values[c];
     }
@@ -294,7 +294,8 @@ ffi::Error check_sizes(std::initializer_list<int64_t> sizes) {
   return ffi::Error::Success();
 }
 
-// Calls f(type, vector size) for x's dtype: 16 bytes where pixels start at multiples of 16 bytes.
+// Calls f(type, vector size) for x's dtype: 16 bytes if every pixel is 16-byte aligned, else one
+// value.
 template <typename F>
 ffi::Error with_vectors(const ffi::AnyBuffer& x, int64_t channels,
                         std::initializer_list<const void*> pointers, const F& f) {
@@ -315,7 +316,7 @@ ffi::Error with_vectors(const ffi::AnyBuffer& x, int64_t channels,
   }
 }
 
-// Launches a kernel with a thread for each vector of `images` images of a size.
+// Launches a kernel with a thread for each vector of `images` images of the given size.
 template <int kVec, typename Args>
 ffi::Error launch_vectors(void (*kernel)(Args), Args args, int64_t images, const Image& size,
                           cudaStream_t stream) {
@@ -407,7 +408,7 @@ ffi::Error max_pool_gradient(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
   });
 }
 
-// Upsampling, or with `backward` its gradient: x is what is read.
+// Upsamples x to y, or with `backward` computes the gradient y of the upsampled x.
 ffi::Error upsample(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
                     bool backward) {
   RETURN_IF_ERROR(check_images("x", x));

@@ -1,9 +1,9 @@
 // The rotation of queries and keys in one pass over both, and the rotation back, its gradient.
 //
-// A head is cut into slots. A rotating slot is the same vector of kVec values in both halves of the
-// rotating features, which are kVec pairs; or one vector, of kVec / 2 pairs, where pairs are
-// interleaved. What does not rotate follows, as many vectors a slot. A thread keeps its slot's
-// cosines and sines and uses them for several heads, all of whose loads are in flight together.
+// A head is cut into slots. A rotating slot is a vector of kVec values in each half of the rotating
+// features, kVec pairs; or one vector of kVec / 2 pairs, if pairs are interleaved. Slots of
+// features that do not rotate follow, with as many vectors each. A thread keeps its slot's cosines
+// and sines and uses them for several heads, whose loads are all in flight together.
 
 #include "common/handler.h"
 #include "common/vector.cuh"
@@ -25,17 +25,17 @@ struct RopeArgs {
   uint32_t rows;
   uint32_t table_rows;  // row r has the angles r % table_rows
   int head_size;
-  int pairs;        // of a head
-  uint32_t groups;  // threads that share a row's heads, for one slot
-  uint32_t slots;   // of a head
+  int pairs;        // pairs of a head
+  uint32_t groups;  // threads that share a slot of a row's heads
+  uint32_t slots;   // slots of a head
   float sine_sign;  // -1 rotates back
 };
 
-// Heads of a thread: as many as it takes for 128 bytes in flight.
+// Heads of a thread: enough for 128 bytes in flight.
 template <bool kInterleaved>
 constexpr int kHeadsOfThread = kInterleaved ? 8 : 4;
 
-// Rotates the pairs that lie side by side in `vector`.
+// Rotates the interleaved pairs of `vector`.
 template <typename T, int kVec>
 __device__ __forceinline__ void rotate_neighbours(const float (&cos)[kVec],
                                                   const float (&sin)[kVec],
@@ -51,7 +51,7 @@ __device__ __forceinline__ void rotate_neighbours(const float (&cos)[kVec],
   pack(values, vector);
 }
 
-// Rotates the pairs of which `first` and `second` hold one value each.
+// Rotates pairs whose values are at the same index of `first` and `second`.
 template <typename T, int kVec>
 __device__ __forceinline__ void rotate_halves(const float (&cos)[kVec], const float (&sin)[kVec],
                                               Vector<T, kVec>& first, Vector<T, kVec>& second) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void rotate_halves(const float (&cos)[kVec], const fl
   pack(y, second);
 }
 
-// A vector of one value holds half of a pair, interleaved or not.
+// Whether a vector holds interleaved pairs; a vector of one value holds only half of a pair.
 template <int kVec, bool kInterleaved>
 constexpr bool kNeighbours = kInterleaved && kVec > 1;
 
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads) rope_rows(const __grid_constant__ Ro
   const uint32_t row = index / args.slots / args.groups;
   if (row >= args.rows) return;
 
-  // The features of the slot's vectors.
+  // First features of the slot's two vectors.
   const int rotating = args.pairs / kPairs;
   const bool rotates = slot < rotating;
   int first = slot * kVec;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) rope_rows(const __grid_constant__ Ro
     if (has_second) b[j] = load_streaming<T, kVec>(in + second);
   }
 
-  float cos[kVec], sin[kVec];  // of kPairs of them
+  float cos[kVec], sin[kVec];  // only the first kPairs are used
   if (rotates) {
     constexpr int kPart = kPairs < 4 ? kPairs : 4;
     const int64_t place = static_cast<int64_t>(row % args.table_rows) * args.pairs + slot * kPairs;
@@ -164,8 +164,8 @@ ffi::Error launch_rope(RopeArgs args, bool interleaved, cudaStream_t stream) {
   return launch_kernel(kernel, args, {dim3(divide_up(threads, kThreads)), kThreads, 0}, stream);
 }
 
-// Moves vectors of kVec values, or of half as many until whole ones make up a head's halves and
-// what does not rotate.
+// Launches the kernel with the widest vectors, of at most kVec values, that divide both the
+// rotating features (or a half of them) and the head size.
 template <typename T, int kVec = 16 / sizeof(T)>
 ffi::Error launch_widest(const RopeArgs& args, bool interleaved, cudaStream_t stream) {
   if constexpr (kVec > 1) {
@@ -195,7 +195,7 @@ ffi::Error check_table(std::string_view name, const ffi::AnyBuffer& table,
   return check_dtype(name, table, ffi::DataType::F32);
 }
 
-// k, and k_rotated with it, may be absent.
+// Rotates q and k; k and k_rotated may be absent.
 ffi::Error rope(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer cos,
                 ffi::AnyBuffer sin, ffi::Result<ffi::AnyBuffer> q_rotated,
                 ffi::Result<ffi::AnyBuffer> k_rotated, bool interleaved, bool inverse) {
