@@ -2,9 +2,9 @@
 // of rows and columns in one pass over the gradients, second moments from these, and the sums of
 // the squares of the updates in another pass. The order of all additions is fixed.
 //
-// A matrix is cut into tiles of kRows x kColumns values, and the tiles of all leaves are counted
-// through. A block sums a tile's rows and columns. What the tiles leave is added up by a kernel
-// with a thread for each row and column.
+// A matrix is cut into tiles of kRows x kColumns values, which are numbered across all leaves. A
+// block sums a tile's rows and columns. Another kernel, with a thread for each row and column, adds
+// up the tiles' sums.
 
 #include <string>
 
@@ -25,17 +25,17 @@ static_assert(kRows % (kPhases * kTogether) == 0);
 struct FactoredLeaf {
   void* gradient;
   void* parameter;
-  void* moments[2];  // of the rows, and of the columns
+  void* moments[2];  // moments of the rows and of the columns
   int batch;
   int rows;
   int columns;
   uint32_t first_tile;
-  uint32_t first_sum;     // of the leaf's rows, which those of the columns follow
-  uint32_t first_matrix;  // the matrices of all leaves are counted through, too
+  uint32_t first_sum;     // index of the leaf's first row sum; column sums follow
+  uint32_t first_matrix;  // index of the leaf's first matrix among all leaves'
   uint32_t first_partial[2];
-  float inverse_counts[2];  // of the values in a row, and in a column, on all devices
+  float inverse_counts[2];  // 1 / the values of a row and of a column, on all devices
   uint16_t normalizes_columns;
-  uint16_t whole;  // whether all rows consist of aligned vectors
+  uint16_t whole;  // whether rows consist of whole, aligned vectors
 };
 
 struct FactoredArgs {
@@ -43,11 +43,11 @@ struct FactoredArgs {
   int count;
   uint32_t tiles, sums, matrices;
   const float* scalars;
-  float* partial;  // of the rows of each strip of columns, of the columns of each block of rows
-  float2* tile_totals;  // of each tile: squares of gradients or updates, and of parameters
+  float* partial;       // row sums of each strip of columns, column sums of each block of rows
+  float2* tile_totals;  // for each tile, squared gradients or updates, and squared parameters
   float* of_lines;      // sums over each row and each column
-  float2* totals;       // of each leaf, or of each matrix
-  float* moment_sums;   // of each matrix
+  float2* totals;       // totals of each leaf or each matrix
+  float* moment_sums;   // sums of the moments of each matrix
   FactoredLeaf leaves[kMaxLeaves];
 };
 static_assert(sizeof(FactoredArgs) <= 32764);
@@ -55,7 +55,7 @@ static_assert(sizeof(FactoredArgs) <= 32764);
 // The scalars of a step, which the kernels read from device memory.
 struct FactoredScalars {
   float decay, one_minus_decay;
-  float squared_factor;  // of the gradients' factor
+  float squared_factor;  // square of the gradients' factor
   float eps;
 };
 
@@ -67,11 +67,11 @@ __host__ __device__ __forceinline__ int blocks_of(const FactoredLeaf& leaf) {
   return divide_up(leaf.rows, kRows);
 }
 
-// The place of a tile in its leaf, and of a thread's columns in it.
+// A tile's position in its leaf, and a thread's columns in the tile.
 struct FactoredTile {
   int matrix, block, strip;
-  int first_row, rows, column, columns;  // `columns` of this thread, from `column` on
-  int64_t start;                         // of the tile's first row, at `column`
+  int first_row, rows, column, columns;  // the thread has `columns` columns from `column` on
+  int64_t start;                         // offset of the tile's first row, at `column`
 
   __device__ FactoredTile(const FactoredLeaf& leaf, uint32_t tile) {
     const int strips = strips_of(leaf), blocks = blocks_of(leaf);
@@ -87,8 +87,8 @@ struct FactoredTile {
   }
 };
 
-// Calls `take(row of the tile, its values)` for each row of a thread, whose missing values are 0,
-// in groups of kTogether rows, of which `end(first row)` is told.
+// Calls `take(i, row of the tile, its values)` for each row of a thread, with missing values as 0.
+// After every kTogether rows it calls `end(first row)`.
 template <typename Take, typename End>
 __device__ __forceinline__ void for_rows(const FactoredLeaf& leaf, const FactoredTile& tile,
                                          const void* data, Dtype dtype, const Take& take,
@@ -128,13 +128,13 @@ __device__ __forceinline__ void for_rows(const FactoredLeaf& leaf, const Factore
   }
 }
 
-// Returns the sum of all threads of the block to its first thread.
+// Returns the sums over the block's threads.
 template <int kThreads = kLeafThreads>
 __device__ float2 block_total(float first, float second) {
   __shared__ float2 of_warps[kThreads / kWarpSize];
   float values[] = {first, second};
   add_over_lanes(kWarpSize, values);
-  __syncthreads();  // Whoever reads the last sum has done so.
+  __syncthreads();  // all threads have read the previous totals
   if (threadIdx.x % kWarpSize == 0) {
     of_warps[threadIdx.x / kWarpSize] = make_float2(values[0], values[1]);
   }
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kLeafThreads, 3)
   }
 }
 
-// Adds up what tiles have left of each row and each column.
+// Adds up the tiles' sums of each row and each column.
 __global__ void __launch_bounds__(kLeafThreads)
     add_lines(const __grid_constant__ FactoredArgs args) {
   const uint32_t index = blockIdx.x * kLeafThreads + threadIdx.x;
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kLeafThreads)
   args.of_lines[index] = sum;
 }
 
-// Adds up the totals of a leaf's tiles, or of a matrix's; a block for each.
+// Adds up the totals of a leaf's tiles, or of a matrix's; each has a block.
 __global__ void __launch_bounds__(kLeafThreads)
     add_tiles(const __grid_constant__ FactoredArgs args, bool of_matrices) {
   const int which =
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kLeafThreads)
 constexpr int kMomentThreads = 1024;
 
 // Updates the second moments of a matrix's rows and columns from their sums of squares, and sums
-// those by whose mean the others are divided; a block for each matrix.
+// the moments whose mean normalises. Each matrix has a block.
 __global__ void __launch_bounds__(kMomentThreads)
     update_moments(const __grid_constant__ FactoredArgs args) {
   const FactoredScalars s = *reinterpret_cast<const FactoredScalars*>(args.scalars);
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kMomentThreads)
       const float old = load_value(leaf.moments[kind], args.moment_dtype, place);
       const float value = s.decay * old + s.one_minus_decay * (squares[i] * scale + s.eps);
       store_value(leaf.moments[kind], args.moment_dtype, place, value);
-      // The sum is of the rounded moments, which the next pass reads.
+      // Sums the moments as rounded, which is what the next pass reads.
       sums[kind] += load_value(leaf.moments[kind], args.moment_dtype, place);
     }
   }
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kLeafThreads, 4)
   for (uint32_t index = args.tiles - 1 - blockIdx.x; index < args.tiles; index -= gridDim.x) {
     const FactoredLeaf& leaf = args.leaves[leaf_at<&FactoredLeaf::first_tile>(args, index)];
     const FactoredTile tile(leaf, index);
-    __syncthreads();  // The last tile's rows have been read.
+    __syncthreads();  // all threads have read the last tile's rows
     if (static_cast<int>(threadIdx.x) < kRows) {
       const int64_t row = static_cast<int64_t>(tile.matrix) * leaf.rows + tile.first_row;
       inverse_rows[threadIdx.x] =
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kLeafThreads, 4)
         [&](int, int row, const float (&values)[kLeafVec]) {
 #pragma unroll
           for (int j = 0; j < kLeafVec; ++j) {
-            // Squares of the factors could be too large for float32, or too small.
+            // The product of both factors could overflow or underflow when squared.
             const float update = values[j] * inverse_rows[row] * inverse_columns[j];
             sum += update * update;
           }
@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(kLeafThreads, 4)
 
 // --- handlers -----------------------------------------------------------------------------------
 
-// Fills the leaves' sizes; the first tile, sum and matrix of each, and how many there are.
+// Fills in each leaf's sizes and its first tile, sum and matrix, and the totals of all leaves.
 ffi::Error parse_sizes(ffi::Span<const int64_t> batches, ffi::Span<const int64_t> rows,
                        ffi::Span<const int64_t> columns, FactoredArgs* args) {
   const size_t count = batches.size();
@@ -371,7 +371,8 @@ ffi::Error parse_sizes(ffi::Span<const int64_t> batches, ffi::Span<const int64_t
   return ffi::Error::Success();
 }
 
-// Reads the next array, which has as many elements as are expected, and the dtype of those before.
+// Reads the next array. It must have `size` elements and, unless it is the first, the dtype of
+// those before.
 ffi::Error next_array(const ffi::RemainingArgs& arrays, size_t index, int64_t size, bool is_first,
                       Dtype* dtype, void** data) {
   const auto array = arrays.get<ffi::AnyBuffer>(index);
@@ -418,8 +419,8 @@ ffi::Error add_totals(const FactoredArgs& args, bool of_matrices, cudaStream_t s
   return check_cuda(cudaGetLastError(), "kernel launch");
 }
 
-// The sums of squares of all rows and columns, and of all gradients and parameters of each leaf.
-// The arrays are the gradients, and the parameters if there are as many.
+// Computes the sums of squares of all rows and columns, and each leaf's sums over all gradients and
+// parameters. `arrays` are the gradients, followed by the parameters if there are as many again.
 ffi::Error factored_sums(cudaStream_t stream, ffi::RemainingArgs arrays,
                          ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> totals,
                          ffi::Result<ffi::AnyBuffer> partial,
@@ -456,8 +457,8 @@ ffi::Error factored_sums(cudaStream_t stream, ffi::RemainingArgs arrays,
   return add_totals(args, false, stream);
 }
 
-// Updates the moments in place, and sums those whose mean is needed. The arrays of a leaf are the
-// moments of its rows and of its columns, and so are its results.
+// Updates the moments in place, and sums those whose mean is needed. `arrays` has the row moments
+// and the column moments of each leaf, and `results` are the same buffers.
 ffi::Error factored_moments(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer sums,
                             ffi::RemainingArgs arrays, ffi::Result<ffi::AnyBuffer> moment_sums,
                             ffi::RemainingRets results, ffi::Span<const int64_t> batches,
@@ -499,8 +500,8 @@ ffi::Error factored_moments(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::An
   return launch_kernel(update_moments, args, launch, stream);
 }
 
-// The sums of the squares of all updates of each matrix, before what a matrix's have in common. The
-// arrays of a leaf are its gradient and the moments of its rows and of its columns.
+// Sums the squares of the updates of each matrix, before the factor that all its updates share.
+// `arrays` has each leaf's gradient, row moments and column moments.
 ffi::Error factored_updates(cudaStream_t stream, ffi::RemainingArgs arrays,
                             ffi::Result<ffi::AnyBuffer> totals,
                             ffi::Result<ffi::AnyBuffer> tile_totals,

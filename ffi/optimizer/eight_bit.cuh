@@ -1,9 +1,9 @@
 // Moments in 8 bits, in blocks of 256 values that share a float32 scale, the largest magnitude of
 // the block; jaxfused/optim/eight_bit.py states the codes. A warp owns a block.
 //
-// So few bytes take little time, and the instructions of a value would take more. Codes become
-// floats and floats codes by 2^23, whose float has an integer in its lower bits: conversions have a
-// quarter of the throughput of an addition.
+// With so few bytes, instructions would take longer than memory. So codes and floats are converted
+// by adding 2^23, whose float has an integer in its lower bits: conversion instructions have a
+// quarter of an addition's throughput.
 #pragma once
 
 #include <cfloat>
@@ -22,14 +22,14 @@ __device__ __forceinline__ float byte_above_two23(uint32_t word, int i) {
   return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7440u | i));
 }
 
-// Returns a word of the lowest bytes of four.
+// Returns a word of the lowest bytes of four words.
 __device__ __forceinline__ uint32_t lowest_bytes(const uint32_t (&words)[kLeafVec]) {
   static_assert(kLeafVec == 4);
   const uint32_t low = __byte_perm(words[0], words[1], 0x0040);
   return __byte_perm(low, __byte_perm(words[2], words[3], 0x0040), 0x5410);
 }
 
-// A signed code: scale * sign(code) * (code / 127)^2, here times `factor`.
+// Decodes signed codes: scale * sign(code) * (code / 127)^2, multiplied by `factor`.
 __device__ __forceinline__ void decode_signed(uint32_t codes, float scale, float factor,
                                               float (&out)[kLeafVec]) {
   const float unit = factor * (scale * (1.0f / (127.0f * 127.0f)));
@@ -41,7 +41,7 @@ __device__ __forceinline__ void decode_signed(uint32_t codes, float scale, float
   }
 }
 
-// An unsigned code: scale * (code / 255)^4, here times `factor`.
+// Decodes unsigned codes: scale * (code / 255)^4, multiplied by `factor`.
 __device__ __forceinline__ void decode_unsigned(uint32_t codes, float scale, float factor,
                                                 float (&out)[kLeafVec]) {
   const float unit = factor * (scale * (1.0f / (255.0f * 255.0f * 255.0f * 255.0f)));
@@ -51,8 +51,8 @@ __device__ __forceinline__ void decode_unsigned(uint32_t codes, float scale, flo
   }
 }
 
-// Returns the largest magnitude of a warp's values, or NaN if there is one: as an integer, a NaN
-// is larger than all others.
+// Returns the largest magnitude of a warp's values, or NaN if any is NaN: as an integer, a NaN is
+// larger than all other values.
 template <int kVectors>
 __device__ __forceinline__ float largest(const float (&values)[kVectors][kLeafVec]) {
 #if __CUDA_ARCH__ >= 800
@@ -82,9 +82,9 @@ __device__ __forceinline__ float largest(const float (&values)[kVectors][kLeafVe
   return __uint_as_float(most);
 }
 
-// Returns the factor by which a block's values are at most 1. It is 0, as are then all codes, where
-// the scale is 0 or so small that its inverse may overflow. With a scale that is not finite, no
-// code matters but that 0 decodes to NaN: the values become 0.
+// Returns the factor that scales a block's values to at most 1. It is 0, and so are all codes, if
+// the scale is 0 or so small that its inverse may overflow. If the scale is not finite, the values
+// become 0, whose code then decodes to NaN.
 template <int kVectors>
 __device__ __forceinline__ float inverse_scale_of(float scale,
                                                   float (&values)[kVectors][kLeafVec]) {
@@ -98,19 +98,20 @@ __device__ __forceinline__ float inverse_scale_of(float scale,
   return scale >= FLT_MIN && scale <= FLT_MAX ? fast_reciprocal(scale) : 0.0f;
 }
 
-// Moments are rounded to one of the two neighbouring codes at random, so that the decoded values
-// have the mean `values`: a moment may change by less than the distance of two codes in a step.
+// Moments are rounded at random to one of the two adjacent codes, so that the decoded values have
+// the mean `values`: a step may change a moment by less than the distance between codes.
 //
-// The lower code is below the largest also where roots are rounded up, since it is found by a
-// factor a little smaller. A value just above a code is then rounded up from the code below it.
+// The factor of a root is slightly less than the largest code, so that the lower code stays below
+// that even if the root is rounded up. A value just above a code is then rounded up from the code
+// below it.
 
-// Returns 2^23 + one of two codes: `low_above_two23` or the next, which is `gap` times 2^16 away in
-// units of which the value lies `-below` above the lower one.
+// Returns 2^23 + a code: `low_above_two23` or the next one. Decoded, these are 2^16 `gap` apart,
+// and the value lies `-below` above the lower one.
 __device__ __forceinline__ uint32_t round_up_at_random(float low_above_two23, float gap,
                                                        float below, uint32_t half) {
-  // The middle of what the 16 bits stand for, so that the mean has no bias and 0 stays 0.
+  // The middle of the interval for these 16 bits, so that the mean has no bias and 0 stays 0.
   const float random = __uint_as_float(0x4B000000u | half) - (kTwo23 - 0.5f);
-  // Negative, by its uppermost bit, where the code is to be the upper one.
+  // The sum is negative, and its sign bit adds 1, if the value rounds to the upper code.
   return __float_as_uint(low_above_two23) + (__float_as_uint(fmaf(random, gap, below)) >> 31);
 }
 
@@ -125,7 +126,7 @@ __device__ __forceinline__ uint32_t encode_signed(const float (&values)[kLeafVec
     const float ratio = fabsf(values[i]) * inverse_scale;
     const float low_above_two23 = __fmaf_rd(126.9999f, sqrt_of_normal(ratio), kTwo23);
     const float low = low_above_two23 - kTwo23;
-    // The distance of the neighbours, (low + 1)^2 - low^2.
+    // Distance between the decoded codes, (low + 1)^2 - low^2.
     const float gap = fmaf(2 * kRandomUnit, low, kRandomUnit);
     const float below = fmaf(low, low, ratio * -(127.0f * 127.0f));
     const uint32_t code = round_up_at_random(low_above_two23, gap, below, halves[i]);
@@ -135,7 +136,7 @@ __device__ __forceinline__ uint32_t encode_signed(const float (&values)[kLeafVec
   return lowest_bytes(codes);
 }
 
-// A value above 0 becomes a code above 0: see jaxfused/optim/eight_bit.py.
+// Encodes values; one above 0 gets a code above 0: see jaxfused/optim/eight_bit.py.
 __device__ __forceinline__ uint32_t encode_unsigned(const float (&values)[kLeafVec],
                                                     float inverse_scale,
                                                     const uint32_t (&halves)[kLeafVec]) {
@@ -146,7 +147,7 @@ __device__ __forceinline__ uint32_t encode_unsigned(const float (&values)[kLeafV
     const float root = sqrt_of_normal(sqrt_of_normal(ratio));
     const float low_above_two23 = __fmaf_rd(254.9998f, root, kTwo23);
     const float low = low_above_two23 - kTwo23;
-    // The distance of the neighbours, (low + 1)^4 - low^4.
+    // Distance between the decoded codes, (low + 1)^4 - low^4.
     const float gap = fmaf(fmaf(fmaf(4 * kRandomUnit, low, 6 * kRandomUnit), low, 4 * kRandomUnit),
                            low, kRandomUnit);
     const float below =

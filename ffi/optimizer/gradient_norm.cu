@@ -12,8 +12,8 @@ constexpr int kTile = kLeafTile<kVectors>;
 constexpr int kMostBlocks = 2048;
 
 struct NormArgs {
-  const float* factor;  // of the gradients
-  float2* partial;      // of each block: the sum of squares, and 1 if a value is not finite
+  const float* factor;  // factor of the gradients
+  float2* partial;      // for each block: sum of squares, and non-zero if a value is not finite
   Leaves leaves;
 };
 static_assert(sizeof(NormArgs) <= 32764);
@@ -23,7 +23,7 @@ __device__ __forceinline__ void add(float value, float& sum, bool& finite) {
   finite = finite && isfinite(value);
 }
 
-// Returns the sum and the flag of all threads of the block to its first thread.
+// Returns the sums over the block's threads.
 __device__ float2 combine(float sum, float nonfinite) {
   __shared__ float2 of_warps[kLeafWarps];
   float values[] = {sum, nonfinite};
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kLeafThreads) sum_squares(const __grid_constan
       const int start = vector_start<kVectors>(v);
       if (start < tile.whole) raw[v] = load_raw(leaf.data[0], dtype, tile.start + start);
     }
-    // The sum of a tile by itself, so that the rounding of a long sum does not grow with it.
+    // Each tile has its own sum, so that rounding errors do not grow with the length of the sum.
     float of_tile = 0.0f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kLeafThreads) sum_squares(const __grid_constan
   if (threadIdx.x == 0) args.partial[blockIdx.x] = total;
 }
 
-// Adds up what the blocks have left.
+// Adds up the blocks' sums.
 __global__ void __launch_bounds__(kLeafThreads)
     add_blocks(const float2* partial, int blocks, float2* stats) {
   float sum = 0.0f, nonfinite = 0.0f;

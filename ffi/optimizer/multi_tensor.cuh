@@ -1,9 +1,9 @@
 // The walk of a kernel over the leaves of a tree: arrays of any sizes, all in one launch.
 //
-// A leaf is cut into tiles, the last of which may not be full. The tiles of all leaves are counted
-// through, and the grid takes them from the last to the first: a kernel before that went from the
-// first to the last has left the last ones in L2. The leaves' pointers are parameters of the
-// kernel, so that a launch needs no table in device memory.
+// A leaf is cut into tiles, the last of which may not be full. The tiles are numbered across all
+// leaves, and the grid takes them from the last to the first: an earlier kernel that went from
+// first to last has left the last ones in L2. The leaves' pointers are parameters of the kernel, so
+// that a launch needs no table in device memory.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,14 @@
 constexpr int kLeafThreads = 256;
 constexpr int kLeafWarps = kLeafThreads / kWarpSize;
 constexpr int kLeafVec = 4;  // values that a thread handles at a time
-// The leaves of one launch: a kernel's parameters have room for 500, but XLA's compiler takes time
-// that grows with the square of a call's results.
+// Most leaves of one launch. A kernel's parameters have room for 500, but XLA's compile time grows
+// with the square of a call's results.
 constexpr int kMaxLeaves = 256;
 constexpr int kMaxStreams = 8;  // arrays of one leaf
 
-constexpr int kBlockValues = 256;  // that share a scale, where values have 8 bits
+constexpr int kBlockValues = 256;  // values that share a scale, for 8-bit values
 
-// What an array of a leaf holds, if not one value of `Dtype` for each element.
+// Content of a leaf's array, if not one value of `Dtype` for each element.
 enum class Coded : uint8_t { kNo, kCodes, kScales };
 
 struct Leaf {
@@ -29,12 +29,12 @@ struct Leaf {
   int64_t size;
   uint32_t first_tile;
   uint16_t decays;
-  uint16_t aligned;  // whether all arrays start at multiples of 16 bytes
+  uint16_t aligned;  // whether all arrays are 16-byte aligned
 };
 
 struct Leaves {
-  Dtype dtypes[kMaxStreams];  // of the streams, which all leaves share
-  uint32_t streams;           // the bit of each stream that the leaves have
+  Dtype dtypes[kMaxStreams];  // dtypes of the streams, common to all leaves
+  uint32_t streams;           // one bit for each stream that the leaves have
   uint32_t tiles;
   int count;
   Leaf leaves[kMaxLeaves];
@@ -48,13 +48,12 @@ __host__ __device__ constexpr bool has_stream(uint32_t streams, int stream) {
   return streams >> stream & 1;
 }
 
-// Keeps a warp's loads before this point in the program before all that uses them: they should be
-// in flight together, but the compiler would rather save registers. All threads of the warp call
-// it.
+// Keeps a warp's loads above this point ahead of their uses. They should be in flight together, but
+// the compiler would rather save registers. All threads of the warp call it.
 __device__ __forceinline__ void keep_loads_together() { __syncwarp(); }
 
-// Values in the dtype of memory: eight of 16 bits, or four, which in 16 bits take up the first
-// half.
+// Values in the dtype of memory: eight 16-bit values, or four, which fill only the first half if
+// they have 16 bits.
 using RawVector = uint4;
 
 template <int kCount = kLeafVec>
@@ -86,7 +85,7 @@ __device__ __forceinline__ void unpack_raw(const RawVector& raw, Dtype dtype,
   });
 }
 
-// Returns the last leaf whose member `kFirst`, which grows from leaf to leaf, is not after `index`.
+// Returns the last leaf whose member `kFirst` is at most `index`; it must grow from leaf to leaf.
 template <auto kFirst, typename Args>
 __device__ __forceinline__ int leaf_at(const Args& args, uint32_t index) {
   int leaf = 0, last = args.count - 1;
@@ -114,7 +113,7 @@ __device__ __forceinline__ void store_values(void* data, Dtype dtype, int64_t in
       store_streaming(address, vector);
     } else if constexpr (sizeof(vector) == 8) {
       __stcs(reinterpret_cast<uint2*>(address), reinterpret_cast<const uint2&>(vector));
-    }  // No dtype of more bytes is stored in vectors of eight.
+    }  // wider vectors of eight are never stored
   });
 }
 
@@ -137,7 +136,7 @@ __device__ __forceinline__ void store_value(void* data, Dtype dtype, int64_t ind
   });
 }
 
-// A place in the walk: the leaf of the tile that was asked for last.
+// A position in the walk: the leaf of the last tile asked for.
 class LeafCursor {
  public:
   // Finds the leaf of `tile`.
@@ -153,13 +152,13 @@ class LeafCursor {
     }
   }
 
-  // Goes back to the leaf of a tile that is not after the last one.
+  // Moves back to the leaf of a tile that is at most the last one.
   __device__ __forceinline__ const Leaf& earlier(int64_t tile) {
     while (leaves_.leaves[leaf_].first_tile > tile) --leaf_;
     return leaves_.leaves[leaf_];
   }
 
-  // Goes on to the leaf of a tile that is not before the last one.
+  // Moves forward to the leaf of a tile that is at least the last one.
   __device__ __forceinline__ const Leaf& later(int64_t tile) {
     while (leaf_ + 1 < leaves_.count && leaves_.leaves[leaf_ + 1].first_tile <= tile) ++leaf_;
     return leaves_.leaves[leaf_];
@@ -172,15 +171,15 @@ class LeafCursor {
   int leaf_ = 0;
 };
 
-// The values of a tile in which each thread has kVectors vectors of kCount values.
+// Values of a tile in which each thread has kVectors vectors of kCount values.
 template <int kVectors, int kCount = kLeafVec>
 constexpr int kLeafTile = kLeafThreads * kCount * kVectors;
 
-// The part of a leaf that is in one tile.
+// The part of a leaf in one tile.
 struct LeafTile {
   int64_t start;
   int values;
-  int whole;  // values that are in vectors; the remaining ones are handled one by one
+  int whole;  // values in whole vectors; the others are handled one by one
 
   __device__ LeafTile(const Leaf& leaf, int64_t tile, int tile_values, int vec = kLeafVec) {
     start = (tile - leaf.first_tile) * tile_values;
@@ -189,7 +188,8 @@ struct LeafTile {
   }
 };
 
-// The first value, within a tile, of vector `v` of this thread; a warp's vectors are neighbours.
+// Returns the first value, within a tile, of this thread's vector `v`; a warp's vectors are
+// adjacent.
 template <int kVectors, int kCount = kLeafVec>
 __device__ __forceinline__ int vector_start(int v) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;

@@ -7,9 +7,9 @@
 #include "common/handler.h"
 #include "multi_tensor.cuh"
 
-// Fills `leaves` from arrays that are passed leaf by leaf, each with the streams in `streams`. The
-// results are those of the streams in `written`, again leaf by leaf, and are these arrays
-// themselves. `coded` says of each stream what it holds; nullptr stands for values alone.
+// Fills `leaves` from arrays in the order of leaves, each with the streams in `streams`. The
+// results are the same buffers, in the same order, for the streams in `written`. `coded` says what
+// each stream holds; nullptr means plain values.
 inline ffi::Error parse_leaves(const ffi::RemainingArgs& arrays, const ffi::RemainingRets& results,
                                uint32_t streams, uint32_t written, ffi::Span<const int64_t> decays,
                                int tile, const Coded* coded, Leaves* leaves) {

@@ -1,5 +1,6 @@
-// Muon's momentum of the leaves of a tree, in place, and what is made orthogonal of it: matrices of
-// one shape, one after the other, each as it is and transposed, and the sums of their squares.
+// Muon's momentum for the leaves of a tree, updated in place. Its results are the matrices to
+// orthogonalise, stacked and of one shape, as they are and transposed, and the sums of their
+// squares.
 
 #include <string>
 
@@ -16,7 +17,7 @@ constexpr int kSteps = kSide / kRowsAtOnce;
 
 struct MomentumScalars {
   float beta, one_minus_beta;
-  float factor;  // of the gradients
+  float factor;  // factor of the gradients
   float of_momentum, of_gradient;
 };
 
@@ -27,7 +28,7 @@ struct MomentumLeaf {
   int columns;
   uint32_t first_tile;
   uint32_t first_matrix;
-  uint32_t is_tall;  // whether it is stored transposed where others are stored as they are
+  uint32_t is_tall;  // whether rows are the long side, so that `wide` gets the transpose
 };
 
 struct MomentumArgs {
@@ -36,10 +37,10 @@ struct MomentumArgs {
   uint32_t tiles, matrices;
   const MomentumScalars* scalars;
   void* wide;  // [matrices, rows, columns] with at least as many columns as rows
-  void* tall;  // their transposes
+  void* tall;  // transposes of `wide`
   float* partial;
   float* squares;
-  bool rounds;  // to tf32
+  bool rounds;  // whether to round to tf32
   MomentumLeaf leaves[kMaxLeaves];
 };
 static_assert(sizeof(MomentumArgs) <= 32764);
@@ -50,11 +51,11 @@ __host__ __device__ __forceinline__ int tiles_of(const MomentumLeaf& leaf) {
 
 // Rounds to TF32, whose mantissa has 10 bits; ties go away from zero.
 __device__ __forceinline__ float rounded_to_tf32(float value) {
-  if (value != value) return value;  // The bits of a NaN could become those of a number.
+  if (value != value) return value;  // A NaN's bits could overflow into a number's.
   return __uint_as_float((__float_as_uint(value) + 0x1000u) & ~0x1fffu);
 }
 
-// Returns the sum of all threads of the block to its first thread.
+// Returns the sum over the block's threads.
 __device__ float block_total(float value) {
   __shared__ float of_warps[kLeafWarps];
   float values[] = {value};
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kLeafThreads, 4)
       values_of_tile[first + i * kRowsAtOnce][vector + j] = values[j];
     }
   }
-  const float total = block_total(sum);  // Its barrier is also that of the tile.
+  const float total = block_total(sum);  // Its barrier also completes the tile.
   if (threadIdx.x == 0) args.partial[blockIdx.x] = total;
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kLeafThreads, 4)
   }
 }
 
-// Adds up what the tiles of a matrix have left; a block for each matrix.
+// Adds up the tiles' sums of each matrix, which has a block.
 __global__ void __launch_bounds__(kLeafThreads)
     add_squares(const __grid_constant__ MomentumArgs args) {
   const MomentumLeaf& leaf = args.leaves[leaf_at<&MomentumLeaf::first_matrix>(args, blockIdx.x)];
@@ -169,8 +170,9 @@ ffi::Error check_leaf(const std::string& name, const ffi::AnyBuffer& array, int6
   return ffi::Error::Success();
 }
 
-// The arrays of a leaf are its gradient and its momentum, and its result is the latter. `rows` are
-// those of each leaf, of which those of wide matrices come first.
+// Updates the momenta. `arrays` has each leaf's gradient and momentum, and `results` the same
+// momentum buffer. `rows` are the rows of each leaf's matrices, the short or the long side of
+// `wide`.
 ffi::Error muon_momentum(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::RemainingArgs arrays,
                          ffi::Result<ffi::AnyBuffer> wide, ffi::Result<ffi::AnyBuffer> tall,
                          ffi::Result<ffi::AnyBuffer> squares, ffi::Result<ffi::AnyBuffer> partial,

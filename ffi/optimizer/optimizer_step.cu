@@ -1,9 +1,9 @@
-// The step of an optimizer over all leaves of a tree: gradients are scaled and clipped, moments,
+// The step of an optimizer over all leaves of a tree: gradients are scaled and clipped; moments,
 // parameters, their average and their copy are written in place, in one pass over memory.
 //
 // Everything that changes from step to step is read from device memory, so that schedules and
-// counts may be traced. What a leaf has and in which dtypes is known at run time only: the branches
-// are the same for all threads of a block and cost nothing beside the memory.
+// counts may be traced. The arrays of a leaf and their dtypes are known only at run time: such
+// branches are uniform in a block and cost nothing compared with the memory.
 
 #include <cfloat>
 #include <optional>
@@ -26,24 +26,23 @@ enum Stream {
   kSecondMoment,
   kAverage,
   kCopy,
-  kFirstScale,  // of moments in 8 bits
+  kFirstScale,  // scales of 8-bit moments
   kSecondScale
 };
 static_assert(kSecondScale + 1 == kMaxStreams);
-constexpr int kMostRead = kCopy;         // the streams before it have values that are read
-constexpr int kMostWritten = kCopy + 1;  // and those up to here values that are written
+constexpr int kMostRead = kCopy;         // streams below this one have values that are read
+constexpr int kMostWritten = kCopy + 1;  // streams below this one have values that are written
 
-// The order of the scalars in memory; jaxfused/ops/optimizer/optimizer_step_cuda.py has the same
-// one.
+// The scalars in the order of memory, which jaxfused/ops/optimizer/optimizer_step_cuda.py repeats.
 struct alignas(16) Scalars {
   float learning_rate;
   float weight_decay;
   float b1, one_minus_b1;
   float b2, one_minus_b2;
   float eps, eps_root;
-  float moment_weight;  // in the numerator of Adam's step
+  float moment_weight;  // weight of the moment in the numerator of Adam's step
   float inverse_bias2;
-  float gradient_weight;  // in the same, for Nesterov's momentum
+  float gradient_weight;  // weight of the gradient there, for Nesterov's momentum
   float max_norm;
   float inverse_loss_scale;
   float average_decay, one_minus_average_decay;
@@ -51,10 +50,10 @@ struct alignas(16) Scalars {
 };
 constexpr int kScalars = sizeof(Scalars) / sizeof(float);
 
-// LAMB needs the norms of a whole leaf between the moments and the write, so it is two passes. The
-// second one finds the direction anew: from the moments that the first has written where they are
-// in float32, else from the gradient. In 16 bits a second moment may have become 0, and the
-// direction would not be the one whose norm was taken.
+// LAMB needs the norms of a whole leaf between moments and parameters, so it takes two passes. The
+// second recomputes the direction: from the moments that the first has written if these are
+// float32, else from the gradient. In 16 bits a second moment may have become 0, which would give
+// another direction than the one whose norm was taken.
 enum class Rule { kAdam, kAdam8Bit, kLion, kSgd, kLambMoments, kLambWrite, kLambNorms, kLambWhole };
 
 __host__ __device__ constexpr bool takes_norms(Rule rule) {
@@ -76,7 +75,7 @@ __host__ __device__ constexpr bool is_moment(int stream) {
 template <int... kStream>
 constexpr uint32_t kBits = ((1u << kStream) | ...);
 
-// The streams that a rule can read, and those that it writes.
+// Streams that a rule can read, and below those that it writes.
 __host__ __device__ constexpr uint32_t streams_read(Rule rule) {
   switch (rule) {
     case Rule::kAdam:
@@ -112,13 +111,12 @@ __host__ __device__ constexpr uint32_t streams_written(Rule rule) {
   }
 }
 
-// What a kernel knows of a tree when it is compiled. Values of 16 bits and codes of 8 take so
-// little time in memory that branches on dtypes and absent arrays would take more. But for kAny, a
-// tree has neither averages nor copies, its momentum is not Nesterov's, and its values have one
-// dtype.
+// Properties of a tree that are known at compile time. 16-bit values and 8-bit codes take so little
+// memory time that branches on dtypes and absent arrays would take more. Except with kAny, a tree
+// has no averages, copies or Nesterov momentum, and all its values have one dtype.
 enum class Format { kAny, kFloat32, kBfloat16 };
 
-// The values that a thread handles at a time: as many as it loads at once.
+// Values that a thread handles at a time: as many as it loads at once.
 template <Format kFormat, Rule kRule>
 constexpr int kVec = kFormat == Format::kBfloat16 && kRule != Rule::kAdam8Bit ? 8 : kLeafVec;
 
@@ -138,11 +136,11 @@ __device__ __forceinline__ bool is_present(const Leaves& leaves, int stream) {
 
 struct StepArgs {
   const Scalars* scalars;
-  const float* stats;        // sum of squares of all gradients, and whether one is not finite
-  const float2* norms;       // squares of the norms of each leaf's parameter and direction
-  float2* partial_norms;     // the same of what a warp has in a tile
-  const LeafRandom* random;  // of each leaf, where something is rounded at random
-  uint32_t rounded;          // the streams in bfloat16 that are rounded at random
+  const float* stats;        // sum of squares of all gradients, and non-zero if one is not finite
+  const float2* norms;       // squared norms of each leaf's parameter and direction
+  float2* partial_norms;     // the same for each warp and tile
+  const LeafRandom* random;  // for each leaf, if anything is rounded at random
+  uint32_t rounded;          // bits of the bfloat16 streams that are rounded at random
   bool clips;
   bool skips_nonfinite;
   bool nesterov;
@@ -150,19 +148,19 @@ struct StepArgs {
 };
 static_assert(sizeof(StepArgs) <= 32764);
 
-// The factor of the gradients: the inverse of the loss scale, and clipping to the global norm.
+// Returns the factor of the gradients: the inverse loss scale, and clipping to the global norm.
 __device__ __forceinline__ float gradient_factor(const StepArgs& args, const Scalars& s) {
   if (!args.clips) return s.inverse_loss_scale;
   const float norm = sqrtf(__ldg(args.stats));
   return norm < s.max_norm ? s.inverse_loss_scale : s.inverse_loss_scale * (s.max_norm / norm);
 }
 
-// LAMB's ratio of the norms of a leaf.
+// Returns LAMB's ratio of a leaf's norms.
 __device__ __forceinline__ float trust_ratio(float2 squares) {
   return squares.x == 0.0f || squares.y == 0.0f ? 1.0f : sqrtf(squares.x) / sqrtf(squares.y);
 }
 
-// Updates the moments; returns the direction, before weight decay. Moments of 8 bits were
+// Updates the moments and returns the direction before weight decay. 8-bit moments were already
 // multiplied by their decay when they were decoded.
 template <Rule kRule, Format kFormat>
 __device__ __forceinline__ float direction_of(const StepArgs& args, const Scalars& s, float g,
@@ -177,9 +175,9 @@ __device__ __forceinline__ float direction_of(const StepArgs& args, const Scalar
         args.nesterov) {
       numerator += s.gradient_weight * g;
     }
-    // What has 8 or 16 bits needs no more than 22, and time is short beside so few bytes. With at
-    // least the smallest normal number below it, no root is of a subnormal one, which would take
-    // three instructions more; no eps notices.
+    // 8- and 16-bit results need no more than 22 bits here, and so few bytes leave little time for
+    // instructions. The smallest normal number is the least radicand, since a root of a subnormal
+    // takes three more instructions; compared with eps it vanishes.
     if (kRule == Rule::kAdam8Bit || kFormat == Format::kBfloat16) {
       const float radicand = v * s.inverse_bias2 + fmaxf(s.eps_root, FLT_MIN);
       return numerator * fast_reciprocal(sqrt_of_normal(radicand) + s.eps);
@@ -197,8 +195,8 @@ __device__ __forceinline__ float direction_of(const StepArgs& args, const Scalar
   }
 }
 
-// Updates kCount values of each stream. `learning_rate` includes a ratio of norms; `squares` gets
-// what LAMB sums.
+// Updates kCount values of each stream. `learning_rate` includes LAMB's ratio of norms; `squares`
+// accumulates LAMB's sums.
 template <Rule kRule, Format kFormat, int kCount>
 __device__ __forceinline__ void update(const StepArgs& args, const Scalars& s, bool decays,
                                        float factor, float learning_rate,
@@ -218,7 +216,7 @@ __device__ __forceinline__ void update(const StepArgs& args, const Scalars& s, b
   }
 }
 
-// Rounds values to a dtype of memory.
+// Rounds values to `dtype`, as storing does.
 template <int kCount>
 __device__ __forceinline__ void round_to(Dtype dtype, float (&values)[kCount]) {
   if (dtype == Dtype::kFloat32) return;
@@ -229,8 +227,8 @@ __device__ __forceinline__ void round_to(Dtype dtype, float (&values)[kCount]) {
   });
 }
 
-// Rounds at random what is to be, which storing then leaves as it is; `index` is that of the first
-// value.
+// Rounds the streams in args.rounded at random, so that storing them is exact. `index` is that of
+// the first value in the leaf.
 template <Rule kRule, int kCount>
 __device__ __forceinline__ void round_chosen(const StepArgs& args, int leaf_index, int64_t index,
                                              float (&of)[kMostRead][kCount]) {
@@ -242,7 +240,7 @@ __device__ __forceinline__ void round_chosen(const StepArgs& args, int leaf_inde
   }
 }
 
-// Brings the average up to the new parameters, as they are in memory.
+// Updates the average with the new parameters, as they are rounded in memory.
 template <Format kFormat, int kCount>
 __device__ __forceinline__ void average(const StepArgs& args, const Scalars& s,
                                         float (&of)[kMostRead][kCount]) {
@@ -269,8 +267,8 @@ __device__ __forceinline__ void store_vectors(const StepArgs& args, const Leaf& 
   }
 }
 
-// Updates the values of a tile that are in no vector, one a thread at a time, and returns what LAMB
-// sums of them.
+// Updates the values of a tile outside whole vectors, one per thread at a time, and returns LAMB's
+// sums.
 template <Rule kRule>
 __device__ __noinline__ float2 update_singly(const StepArgs& args, int leaf_index, int64_t first,
                                              int64_t end, float factor, float learning_rate) {
@@ -361,8 +359,8 @@ __device__ __forceinline__ void update_tile(const StepArgs& args, const Leaf& le
   }
 }
 
-// Updates a thread's values of a tile whose moments have 8 bits. A warp owns one block of them, and
-// a leaf consists of whole blocks: a thread has vectors in both halves of the block or none.
+// Updates a thread's values of a tile with 8-bit moments. A warp owns one block of values, and
+// leaves are whole blocks, so a thread has a vector in both halves of a block or in neither.
 template <Format kFormat>
 __device__ __forceinline__ void update_8bit_tile(const StepArgs& args, const Leaf& leaf,
                                                  int leaf_index, const LeafTile& tile,
@@ -441,14 +439,14 @@ __device__ __forceinline__ void update_8bit_tile(const StepArgs& args, const Lea
   }
 }
 
-// The blocks of a multiprocessor at least, so that enough bytes are in flight. Where the time is
-// that of instructions as well, more warps have some of each.
+// Fewest blocks of an SM, for enough bytes in flight. If instructions take as long as memory, more
+// warps overlap the two.
 template <Rule kRule, Format kFormat>
 constexpr int kLeastBlocks =
     kFormat == Format::kAny || kRule == Rule::kAdam || kRule == Rule::kLambWhole ? 3 : 4;
 
-// The grid is as large as the GPU holds at a time. A block's loads of a tile are all in flight
-// together, and those of other blocks are while it computes.
+// Updates the tiles of all leaves. The grid is as large as the GPU holds at a time. A block's loads
+// of a tile are in flight together, and other blocks' loads are while it computes.
 template <Rule kRule, Format kFormat, int kVectors>
 __global__ void __launch_bounds__(kLeafThreads, kLeastBlocks<kRule, kFormat>)
     step_leaves(const __grid_constant__ StepArgs args) {
@@ -471,7 +469,7 @@ __global__ void __launch_bounds__(kLeafThreads, kLeastBlocks<kRule, kFormat>)
 
 constexpr int kSumThreads = 512;
 
-// Adds up what the warps have left of each leaf, in a fixed order; a block for each leaf.
+// Adds up the warps' norms of each leaf in a fixed order; each leaf has a block.
 __global__ void __launch_bounds__(kSumThreads)
     sum_norms(const __grid_constant__ StepArgs args, float2* norms) {
   const Leaves& leaves = args.leaves;
@@ -525,7 +523,7 @@ ffi::Error launch_step(const StepArgs& args, const Device& device, cudaStream_t 
   return launch_kernel(kernel, args, launch, stream);
 }
 
-// The format that all values of a tree have, among those that kernels are compiled for.
+// Returns the format of a tree's values, or kAny if no kernel is compiled for it.
 Format format_of(Rule rule, const StepArgs& args) {
   const Leaves& leaves = args.leaves;
   if (args.nesterov || (leaves.streams & kBits<kAverage, kCopy>) != 0) return Format::kAny;
@@ -540,8 +538,8 @@ Format format_of(Rule rule, const StepArgs& args) {
   return dtype == Dtype::kBfloat16 ? Format::kBfloat16 : Format::kAny;
 }
 
-// Launches a rule's kernel for any tree, or for one in bfloat16, whose tiles have as many values as
-// two vectors a thread have else.
+// Launches a rule's kernel for bfloat16 trees, if a tile has two vectors per thread (one of 8
+// values in 16 bits), or else the one for any tree.
 template <Rule kRule, int kVectors>
 ffi::Error launch_16bit_or_any(const StepArgs& args, const Device& device, cudaStream_t stream) {
   if constexpr (kVectors == 2) {
@@ -585,9 +583,9 @@ ffi::Error launch_rule(Rule rule, const StepArgs& args, const Device& device, cu
   }
 }
 
-// `norms` and `random` are read by the rules that need them and else absent, as are
-// `partial_norms` and `new_norms`, which are written. The arrays of a leaf follow each other, and
-// so do its results, which are some of these arrays.
+// Runs a rule on all leaves. `norms` and `random` are absent unless the rule reads them, as are
+// `partial_norms` and `new_norms` unless it writes them. `arrays` lists the arrays of each leaf in
+// turn, and `results` those that are written.
 ffi::Error optimizer_step(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer stats,
                           ffi::AnyBuffer norms, ffi::AnyBuffer random, ffi::RemainingArgs arrays,
                           ffi::Result<ffi::AnyBuffer> partial_norms,
