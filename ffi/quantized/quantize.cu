@@ -1,9 +1,9 @@
-// Matrices in float8, and their transposes, from one read: what a product and its gradients take,
-// whose operands have the sums along their last axis.
+// Matrices in float8 and their transposes from one read. A product and its gradients need both,
+// since they sum along the last axis of their operands.
 //
-// A tile has 128 rows and 64 columns. The threads of a block read 8 neighbouring values each, write
-// them in float8 as they lie, and leave them in shared memory, from which 8 rows of a column are
-// put into one word of 8 bytes.
+// A tile has 128 rows and 64 columns. A thread reads 8 adjacent values, writes them in float8 in
+// the same order, and stores them in shared memory, from which 8 rows of a column become a vector
+// of 8 bytes.
 #include <cuda_fp8.h>
 
 #include <cfloat>
@@ -19,11 +19,11 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kTileRows = 128;
 constexpr int kTileColumns = 64;
-constexpr int kVec = 8;                           // values of a read
-constexpr int kRowThreads = kTileColumns / kVec;  // threads side by side
+constexpr int kVec = 8;                           // values that a thread reads at once
+constexpr int kRowThreads = kTileColumns / kVec;  // threads along a tile's row
 constexpr int kPassRows = kThreads / kRowThreads;
 constexpr int kPasses = kTileRows / kPassRows;
-constexpr int kWords = kTileColumns / 4;  // of a tile's row in shared memory
+constexpr int kWords = kTileColumns / 4;  // words of a tile's row in shared memory
 constexpr int kGroups = kTileRows / 8;
 constexpr int kMaxSources = 3;
 static_assert(kThreads == kGroups * kWords);
@@ -34,28 +34,28 @@ struct Sources {
 };
 
 struct QuantizeArgs {
-  Sources sources;        // side by side, or a gate and what it multiplies
-  int ends[kMaxSources];  // the column after the last one of each source
-  const float* largest;   // magnitudes, of whose largest the scale is made
+  Sources sources;        // concatenated columns, or an activated gate and its factor
+  int ends[kMaxSources];  // end of each source's columns
+  const float* largest;   // magnitudes whose maximum sets the scale
   int largest_count;
   float reciprocal;     // 1 / the largest number of the results' dtype
-  float slope_steps;    // what stands for a derivative of 1
-  bool from_end;        // blocks take the last rows first, which the caches may still hold
+  float slope_steps;    // code of a derivative of 1
+  bool from_end;        // whether blocks start with the last rows, which L2 may still hold
   float* scale;         // [1], or nullptr
   uint8_t* values;      // [rows, columns], or nullptr
   uint8_t* transposed;  // [columns, rows], or nullptr
-  float* sums;          // of 128 rows each [row blocks, columns], or nullptr
-  float* found;         // a tile's largest magnitude before it is scaled, or nullptr
-  int8_t* slope;        // the activation's derivative [rows, columns], or nullptr
+  float* sums;          // [row blocks of 128, columns]: column sums, or nullptr
+  float* found;         // [tiles]: a tile's largest magnitude before scaling, or nullptr
+  int8_t* slope;        // [rows, columns]: codes of the activation's derivative, or nullptr
   int rows;
   int columns;
-  int down;    // tiles one below the other
-  int across;  // and side by side
+  int down;    // tiles along the rows
+  int across;  // tiles along the columns
   Activation activation;
 };
 
-// Returns the largest of every lane's value, given as the bits of a float without its sign: as an
-// integer, a NaN is larger than all others.
+// Returns the largest value of a warp, given as the bits of a float without its sign: as an
+// integer, a NaN is larger than all other values.
 __device__ __forceinline__ uint32_t largest_of_warp(uint32_t bits) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_max_sync(0xffffffffu, bits);
@@ -68,7 +68,7 @@ __device__ __forceinline__ uint32_t largest_of_warp(uint32_t bits) {
 #endif
 }
 
-// The same of every thread.
+// Returns the same over all threads of a block.
 __device__ __forceinline__ uint32_t largest_of_block(uint32_t bits) {
   __shared__ uint32_t of_warps[32];
   bits = largest_of_warp(bits);
@@ -80,8 +80,8 @@ __device__ __forceinline__ uint32_t largest_of_block(uint32_t bits) {
   return bits;
 }
 
-// Returns the scale. That of zeros can be divided by, and that of what is not finite is NaN. Each
-// warp finds it by itself, so that none waits while its values are on their way.
+// Returns the scale: at least FLT_MIN, so that it can be divided by, and NaN if a magnitude is not
+// finite. Each warp computes it alone, so that none waits while its loads are in flight.
 __device__ __forceinline__ float scale_of(const QuantizeArgs& args) {
   uint32_t bits = 0;
   if (args.largest_count == 1) {
@@ -96,10 +96,10 @@ __device__ __forceinline__ float scale_of(const QuantizeArgs& args) {
   return fmaxf(__uint_as_float(bits) * args.reciprocal, FLT_MIN);
 }
 
-// The tile of a block, by columns of tiles.
+// A block's tile; successive blocks go down a column of tiles.
 struct Tile {
-  int row;     // of tiles
-  int column;  // of tiles
+  int row;     // row of tiles
+  int column;  // column of tiles
 
   __device__ __forceinline__ explicit Tile(const QuantizeArgs& args)
       : row(blockIdx.x % args.down), column(blockIdx.x / args.down) {
@@ -110,14 +110,14 @@ struct Tile {
   }
 };
 
-// Where a tile's words are in shared memory: that of a row and a word is
+// Offsets of a tile's words in shared memory. Word `word` of row `row` is at
 //   (row ^ word % 2) * kWords + (word ^ row / 8 ^ row / 2 % 2),
-// so that neither the words that a warp writes nor those that it reads meet in a bank. It writes
-// every other word of four rows, and reads two neighbouring words of a row of each group of 8. What
-// does not depend on the pass or the row of a group is computed once.
+// so that neither writes nor reads have bank conflicts. A warp writes every other word of four
+// rows, and reads two adjacent words of one row of each group of 8. What does not depend on the
+// pass or the row in a group is computed once.
 struct Places {
-  int written, written_swizzle;  // of the first row and word that a thread writes
-  int read[2], read_step;        // of the first row that it reads
+  int written, written_swizzle;  // the first row and word that a thread writes
+  int read[2], read_step;        // the first row that it reads
 
   __device__ __forceinline__ Places() {
     const int row = threadIdx.x / kRowThreads, word = threadIdx.x % kRowThreads * 2;
@@ -129,7 +129,7 @@ struct Places {
     read[1] = group * 8 * kWords + (of_group ^ group ^ 1);
   }
 
-  // Of the two words that a thread writes in a pass, the first one is even.
+  // Return the offsets of the two words, an even and an odd one, that a thread writes in a pass.
   __device__ __forceinline__ int even(int pass) const {
     return written + pass * kPassRows * kWords + (written_swizzle ^ pass * (kPassRows / 8));
   }
@@ -138,22 +138,22 @@ struct Places {
     return other_row + pass * kPassRows * kWords + (written_swizzle ^ pass * (kPassRows / 8) ^ 1);
   }
 
-  // Of the word that a thread reads of a row of its group.
+  // Returns the offset of the word that a thread reads in a row of its group.
   __device__ __forceinline__ int of_row(int row) const {
     return read[row / 2 % 2] + row * kWords + (row % 2 ? -read_step : read_step);
   }
 };
 
-// Columns of a source, from one of them on.
+// A source from one of its columns on.
 template <typename T>
 struct Columns {
   const T* data;
-  int width;  // of a row
+  int width;  // width of the source's rows
 };
 
 template <typename T>
 __device__ __forceinline__ Columns<T> columns_from(const QuantizeArgs& args, int column) {
-  // Selects in place of an index keep the arguments out of local memory.
+  // Selecting instead of indexing keeps the arguments out of local memory.
   const bool after_first = column >= args.ends[0], after_second = column >= args.ends[1];
   const int start = after_second ? args.ends[1] : after_first ? args.ends[0] : 0;
   const int end = after_second ? args.ends[2] : after_first ? args.ends[1] : args.ends[0];
@@ -163,7 +163,7 @@ __device__ __forceinline__ Columns<T> columns_from(const QuantizeArgs& args, int
   return {static_cast<const T*>(source) + (column - start), end - start};
 }
 
-// Values that are on their way: nothing waits for them before they are unpacked.
+// Values in flight: nothing waits for them before they are unpacked.
 template <typename T>
 struct Raw {
   static constexpr int kPart = 16 / sizeof(T);
@@ -185,12 +185,12 @@ struct Raw {
   }
 };
 
-// What gelu_erf and its derivative are made of, as exact as a byte shows it. erfc is the formula
-// 7.1.26 of Abramowitz and Stegun, wrong by 1.5e-7, where erfcf would take longer than to read and
-// write the values.
+// Terms of gelu_erf and its derivative, accurate enough for 8 bits. erfc is formula 7.1.26 of
+// Abramowitz and Stegun, with an error of at most 1.5e-7; erfcf would take longer than reading and
+// writing the values.
 struct Erf {
   float bell;  // exp(-x^2 / 2)
-  float tail;  // the probability of more than |x|
+  float tail;  // probability that a normal variable exceeds |x|
 
   __device__ __forceinline__ explicit Erf(float x) {
     using namespace activation_detail;
@@ -212,7 +212,7 @@ __device__ __forceinline__ void activate_for_fp8(Activation activation, float (&
   for (float& x : values) x = Erf(x).gelu(x);
 }
 
-// Whether activate_with_slope knows an activation.
+// Whether activate_with_slope supports the activation.
 bool has_slope(Activation activation) {
   switch (activation) {
     case Activation::kRelu:
@@ -226,8 +226,8 @@ bool has_slope(Activation activation) {
   }
 }
 
-// As activate_for_fp8, and sets `slope` to the derivative. That is kept in steps of about 0.01, so
-// what cancels in 1 - gate does not show.
+// Applies the activation like activate_for_fp8, and sets `slope` to the derivative. This is stored
+// in steps of about 0.01, so cancellation in 1 - gate does not matter.
 __device__ __forceinline__ void activate_with_slope(Activation activation, float (&values)[kVec],
                                                     float (&slope)[kVec]) {
   using namespace activation_detail;
@@ -277,8 +277,8 @@ __device__ __forceinline__ void activate_with_slope(Activation activation, float
   }
 }
 
-// Rounds multiples of 1 / steps to integers of a byte. A float32 of this size has the integer in
-// its lowest bits, which takes an addition, where a conversion takes several turns.
+// Rounds values to int8 in units of 1 / steps. After adding 1.5 * 2^23 a float32 has the integer in
+// its lowest bits, and a conversion instruction would be several times slower than this addition.
 __device__ __forceinline__ uint2 to_int8(const float (&in)[kVec], float steps) {
   uint32_t bits[kVec];
 #pragma unroll
@@ -293,7 +293,7 @@ __device__ __forceinline__ uint2 to_int8(const float (&in)[kVec], float steps) {
   return {words[0], words[1]};
 }
 
-// Rounds four values; what is too large becomes the largest number.
+// Rounds four values to float8, and clips them to the largest number.
 template <__nv_fp8_interpretation_t kFormat>
 __device__ __forceinline__ uint32_t to_fp8(float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 890
@@ -321,7 +321,8 @@ __device__ __forceinline__ uint32_t to_fp8(float a, float b, float c, float d) {
 #endif
 }
 
-// Writes the tile in shared memory column by column: a thread those of a word, of 8 rows.
+// Writes the transpose of the tile in shared memory. A thread has one word of 8 rows, which is four
+// columns.
 __device__ __forceinline__ void store_transposed(const QuantizeArgs& args, const uint32_t* tile,
                                                  const Places& places, int row_start,
                                                  int column_start) {
@@ -334,7 +335,7 @@ __device__ __forceinline__ void store_transposed(const QuantizeArgs& args, const
   uint8_t* to = args.transposed + static_cast<int64_t>(column) * args.rows + row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    // Bytes 2 half and 2 half + 1 of every row, in the lower and the upper half of a word.
+    // Takes bytes 2 half and 2 half + 1 of two rows into the lower and the upper half of a word.
     const uint32_t order = half ? 0x7362u : 0x5140u;
     uint32_t pairs[4];
 #pragma unroll
@@ -377,11 +378,11 @@ __device__ __forceinline__ void store_sums(const QuantizeArgs& args, float (&sum
   args.sums[row_block * args.columns + column] = total;
 }
 
-// What is quantised: matrices, the product with an activated gate, matrices that are also summed
-// over their rows, an activation whose derivative is kept.
+// What is quantised: plain matrices; the product of an activated gate and a factor; matrices that
+// are also summed over their rows; an activation whose derivative is stored.
 enum class Form { kPlain, kGated, kSums, kSlope };
 
-// A tile's values on their way to a thread.
+// A thread's values of a tile while they are in flight.
 template <typename T, bool kGated>
 struct Load {
   Raw<T> values[kPasses];
@@ -391,7 +392,7 @@ struct Load {
     const int column =
         place.column * kTileColumns + static_cast<int>(threadIdx.x % kRowThreads) * kVec;
     const int first_row = place.row * kTileRows + static_cast<int>(threadIdx.x) / kRowThreads;
-    // Beyond the end the last row is read again, as a branch would wait for what it has loaded.
+    // Beyond the end the last row is read again: a branch would wait for its loads.
     const int in_source = column < args.columns ? column : 0;
     const Columns<T> source = columns_from<T>(args, in_source);
 #pragma unroll
@@ -414,7 +415,7 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, const Ti
   const int row_start = place.row * kTileRows, column_start = place.column * kTileColumns;
   const int column = column_start + static_cast<int>(threadIdx.x % kRowThreads) * kVec;
   const int first_row = threadIdx.x / kRowThreads;
-  // What lies beyond the end is computed of other values that exist, and not stored.
+  // Beyond the end, results are computed from other values and not stored.
   const int rows = column < args.columns ? args.rows - row_start - first_row : 0;
   const int stored_rows = args.values == nullptr ? 0 : rows;
   const int64_t pitch = int64_t{kPassRows} * args.columns;
@@ -474,10 +475,9 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, const Ti
 
 constexpr int kUnroll = 4;
 
-// Returns the bits of the largest magnitude that a thread sees in the sources. It goes from the end
-// to the beginning: what was written last may still be in the cache, and what is read last will be
-// there afterwards. With `kBounds`, that of an activation is wanted, and numbers below 0 are
-// nothing.
+// Returns the bits of the largest magnitude among a thread's values of the sources. It goes from
+// the end to the beginning: L2 may still hold what was written last, and will hold what is read
+// last. With `kBounds`, negative values count as 0.
 template <typename T, bool kBounds>
 __device__ __forceinline__ uint32_t largest_of_thread(const Sources& sources) {
   constexpr int kSize = 16 / sizeof(T);
@@ -512,7 +512,7 @@ __device__ __forceinline__ uint32_t largest_of_thread(const Sources& sources) {
 }
 
 template <typename T, Form kForm>
-constexpr int kBlocks =  // of a multiprocessor
+constexpr int kBlocks =  // blocks of an SM
     sizeof(T) == 2 ? (kForm == Form::kGated ? 2 : 4) : (kForm == Form::kGated ? 1 : 2);
 
 template <typename T, __nv_fp8_interpretation_t kFormat, Form kForm>
@@ -678,14 +678,14 @@ constexpr int kLargestThreads = 1024;
 
 struct LargestArgs {
   Sources sources;
-  float* maxima;  // of each block
+  float* maxima;  // maximum of each block
   Activation activation;
   float least;
 };
 
-// Finds the largest magnitudes of the sources by block; with `kBounds`, a bound of the activation's
-// magnitude where it reads the sources or numbers below them: it grows above 0, and below 0 its
-// magnitude is at most `least`.
+// Finds the largest magnitude of the sources in each block. With `kBounds` it finds a bound on the
+// activation's magnitude for inputs up to the sources' maximum: the activation grows above 0, and
+// below 0 its magnitude is at most `least`.
 template <typename T, bool kBounds>
 __global__ void __launch_bounds__(kLargestThreads) largest_kernel(LargestArgs args) {
   const uint32_t bits = largest_of_block(largest_of_thread<T, kBounds>(args.sources));
@@ -693,7 +693,7 @@ __global__ void __launch_bounds__(kLargestThreads) largest_kernel(LargestArgs ar
   float largest[1] = {__uint_as_float(bits)};
   if constexpr (kBounds) {
     activate(args.activation, largest);
-    // Written so that a NaN stays one.
+    // This form of the condition keeps a NaN.
     if (largest[0] < args.least) largest[0] = args.least;
   }
   args.maxima[blockIdx.x] = largest[0];

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kVec = 8;
-constexpr int kWarpFeatures = 1024;  // up to which a warp has a row
+constexpr int kWarpFeatures = 1024;  // longest row that one warp quantises
 
 enum class Format : int { kInt8, kE4m3, kE5m2 };
 
@@ -24,16 +24,16 @@ struct RowsArgs {
   float* scale;     // [rows]
   int rows;
   int features;
-  int row_threads;  // 32, or those of the block
+  int row_threads;  // threads of a row: 32 or the whole block
   float limit;      // the largest number of the dtype
   float unit;       // 1 / limit
   Format format;
 };
 
-// Rounds x / scale, half to even. What is beyond the range is clipped; NaN becomes 0 in int8.
+// Rounds x / scale, half to even. Values beyond the range are clipped, and NaN becomes 0 in int8.
 __device__ __forceinline__ uint8_t rounded(float x, float scale, float limit, Format format) {
   const float units = __fdiv_rn(x, scale);
-  // Written such that a NaN stays one.
+  // This form of the conditions keeps a NaN.
   const float clipped = units > limit ? limit : units < -limit ? -limit : units;
   switch (format) {
     case Format::kInt8: {
@@ -47,7 +47,7 @@ __device__ __forceinline__ uint8_t rounded(float x, float scale, float limit, Fo
   }
 }
 
-// kSize neighbouring values are read and written at a time.
+// Quantises rows; a thread reads and writes kSize adjacent values at a time.
 template <typename T, int kSize>
 __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(RowsArgs args) {
   __shared__ uint32_t of_warps[kThreads / 32];
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(RowsArgs args) 
   const int first = rank * kSize, stride = args.row_threads * kSize;
   const T* x = static_cast<const T*>(args.x) + (end > 0 ? offset : 0);
 
-  // The bits of a float without its sign: as an integer, a NaN is larger than all numbers.
+  // Bits of a float without its sign: as an integer, a NaN is larger than all numbers.
   uint32_t largest = 0;
   for (int column = first; column < end; column += stride) {
     float values[kSize];
@@ -77,7 +77,8 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(RowsArgs args) 
 #pragma unroll
     for (const uint32_t other : of_warps) largest = max(largest, other);
   }
-  // The scale of zeros can be divided by, and that of what is not finite is NaN.
+  // The scale of zeros is FLT_MIN, so that it can be divided by; a row that is not finite has scale
+  // NaN.
   const float scale = largest >= 0x7f800000u ? __uint_as_float(0x7fffffffu)
                                              : fmaxf(__uint_as_float(largest) * args.unit, FLT_MIN);
   if (rank == 0 && end > 0) args.scale[row] = scale;

@@ -1,5 +1,5 @@
-// What follows the sums of a product with quantised weights: scales of columns and rows, bias,
-// activation, a second product that the first one gates, and a residual.
+// The epilogue of a product with quantised weights: scales of columns and rows, bias, activation, a
+// second product that the activation gates, and a residual.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include "common/rows.cuh"
 
 constexpr int kMaxProducts = 2;
-constexpr int kEpilogueVec = 4;  // neighbouring columns that a thread finishes at a time
+constexpr int kEpilogueVec = 4;  // adjacent columns that a thread finishes at a time
 
 // A matrix [rows, columns] with a dtype of its own; it is absent if it has no data.
 struct Output {
@@ -28,11 +28,11 @@ struct QuantizedEpilogue {
   Output preactivation;
   int rows;
   int columns;
-  int products;  // with 2, the activation of the first one is multiplied by the second one
+  int products;  // if 2, the second product is multiplied by the activation of the first
   Activation activation;
 };
 
-// Loads values from `offset` on, `count` of which exist.
+// Loads the values from `offset` on; only `count` of them exist.
 __device__ __forceinline__ void load_existing(const Parameter& from, int64_t offset, int count,
                                               bool aligned, float (&out)[kEpilogueVec]) {
   with_type(from.dtype, [&](auto type) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_existing(const Output& to, int64_t offset,
   });
 }
 
-// Finishes the sums z of the columns from `column` on, and writes them.
+// Applies the epilogue to the sums z of the columns from `column` on, and writes the results.
 __device__ __forceinline__ void finish(const QuantizedEpilogue& args, int row, int column,
                                        float (&z)[kMaxProducts][kEpilogueVec]) {
   const int count = min(kEpilogueVec, args.columns - column);

@@ -1,12 +1,12 @@
-// A product of 16-bit x with weights of 8 or 4 bits, which stay as they are in memory and become
-// numbers of x's dtype in registers: y = activation(x w + bias) + residual, or the gated unit
-// activation(x w + bias) * (x w2 + bias2).
+// A product of 16-bit x with weights of 8 or 4 bits, which are dequantised to x's dtype in
+// registers only: y = activation(x w + bias) + residual, or the gated unit activation(x w + bias) *
+// (x w2 + bias2).
 //
 // The weights are the left operand of the tensor cores, 16 columns a warp, and x is the right one,
 // so that 8 rows of x waste nothing. A block's 8 warps share its columns and the features of a
-// step; further blocks may share the features too. All sums are added up in a fixed order: those of
-// the warps in shared memory, those of blocks by a second kernel. The scale of a group of features
-// multiplies the group's sum in float32, so that no weight is ever rounded.
+// step; further blocks may share the features too (split-K). All sums are added up in a fixed
+// order: those of the warps in shared memory, those of blocks by a second kernel. The scale of a
+// group of features multiplies the group's sum in float32, so that no weight is ever rounded.
 
 #include <cstdint>
 #include <string>
@@ -23,19 +23,19 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kMaxStages = 4;
 constexpr int kChunks = kStep / kChunk;
 constexpr int kMaxParts = 64;
-constexpr int kReservedBytes = 1024;  // of shared memory, for a block
+constexpr int kReservedBytes = 1024;  // bytes that CUDA reserves of shared memory per block
 
 struct LinearArgs {
   const void* x;                           // [rows, features]
   const uint8_t* values[kMaxProducts];     // [columns, row_bytes]
-  const float* scale[kMaxProducts];        // [groups, columns], where there are groups
+  const float* scale[kMaxProducts];        // [groups, columns], or nullptr without groups
   const int8_t* zero_point[kMaxProducts];  // [groups or 1, columns], or nullptr
-  float* parts;  // sums of a part of the features [parts, products, rows, columns], or nullptr
+  float* parts;  // split-K sums [parts, products, rows, columns], or nullptr
   int features;
   int row_bytes;
-  int group;  // features that share a scale; 0 where all of a column do
+  int group;  // features that share a scale; 0 if all of a column do
   int groups;
-  int column_warps;  // warps side by side, those of two products alternating
+  int column_warps;  // warps along the columns; with two products they alternate
   int sum_warps;     // warps that share the features
   int steps_of_part;
   int stages;
@@ -43,15 +43,15 @@ struct LinearArgs {
   QuantizedEpilogue epilogue;
 };
 
-// The shared memory of a stage, in bytes.
+// Layout of a stage in shared memory, in bytes.
 template <Weights kWeights, int kRowTiles>
 struct Stage {
   static constexpr int kRows = 8 * kRowTiles;
-  // Eight threads read 16 bytes of x each at a time. The distance of rows spreads them over all
-  // banks: in the order of instructions a row each, with bytes two rows of 64 bytes.
+  // Eight threads read 16 bytes of x each at a time, and the pitch avoids bank conflicts: with int4
+  // each reads another row (ldmatrix), with bytes they read 64 bytes of two rows.
   static constexpr int kPitch = kStep * 2 + (kWeights == Weights::kInt4 ? 16 : 64);
   static constexpr int kWeightBytes = kWarps * WarpWeights<kWeights>::kBytes;
-  static constexpr int kSliceBytes = kRows * kPitch;  // of x, for the features of a warp
+  static constexpr int kSliceBytes = kRows * kPitch;  // x, for the features of a warp
   static constexpr int kScaleBytes = kWarps * kChunks * kWarpRows * 4;
   static constexpr int kZeroBytes = kWarps * kChunks * kWarpRows;
 
@@ -60,7 +60,7 @@ struct Stage {
   }
 };
 
-// What a block and a warp have of the product, and a thread of its memory.
+// The part of the product that a block and a warp have.
 template <Weights kWeights, int kRowTiles>
 struct Place {
   using Layout = Stage<kWeights, kRowTiles>;
@@ -84,15 +84,15 @@ struct Place {
 
   int lane, warp, sum_warp;
   int products, columns;
-  bool second;  // whether the warp has columns of the second product
+  bool second;  // whether the warp's columns are of the second product
   int tile_columns, block_column;
   int column_in_tile, warp_column;
-  int existing;  // columns of the warp
+  int existing;  // columns of the warp that exist
   int row_start, rows;
-  int stage_bytes, scale_place;  // in shared memory
+  int stage_bytes, scale_place;  // bytes in shared memory
 
-  // Where the scales of the warp's columns, and their zero points, lie in a stage: a line of 16 for
-  // each group of a step.
+  // Return where a stage has the scales and the zero points of the warp's columns: 16 for each
+  // group of a step.
   __device__ __forceinline__ float* scales(uint8_t* stage) const {
     return reinterpret_cast<float*>(stage + scale_place) + warp * kChunks * kWarpRows;
   }
@@ -102,13 +102,13 @@ struct Place {
   }
 };
 
-// The copies of a thread from global to shared memory, for a step of each of the block's sum warps.
+// A thread's copies from global to shared memory, for a step of each of the block's sum warps.
 template <typename T, Weights kWeights, int kRowTiles>
 class Copies {
   using OfPlace = Place<kWeights, kRowTiles>;
   using Layout = Stage<kWeights, kRowTiles>;
   using OfWarp = WarpWeights<kWeights>;
-  static constexpr int kPasses = kChunks * kWarpRows / 32;  // over the scales of a step
+  static constexpr int kPasses = kChunks * kWarpRows / 32;  // passes over the scales of a step
 
  public:
   __device__ Copies(const LinearArgs& args, const OfPlace& place, uint8_t* memory)
@@ -130,7 +130,7 @@ class Copies {
 
   __device__ __forceinline__ bool have_zero_points() const { return zero_point_ != nullptr; }
 
-  // Writes zeros to the rows of x that do not exist, in every stage.
+  // Zeroes the rows of x that do not exist, in every stage.
   __device__ __forceinline__ void clear() {
     const uint4 nothing = {};
     for (int stage = 0; stage < args_.stages; ++stage) {
@@ -141,8 +141,8 @@ class Copies {
     }
   }
 
-  // Starts the copies of a group of steps. Zero points are single bytes, which asynchronous copies
-  // do not take: they wait in registers until store_zero_points.
+  // Starts the copies of a group of steps. Zero points are single bytes, which cp.async cannot
+  // copy: they wait in registers until store_zero_points.
   __device__ __forceinline__ void start(int first_step, int slot) {
     uint8_t* stage = memory_ + slot * place_.stage_bytes;
     const uint32_t shared = shared_address(stage);
@@ -179,7 +179,7 @@ class Copies {
   }
 
  private:
-  // Returns the place of the scale that the thread copies in a pass, or -1 if there is none.
+  // Returns the index of the scale that the thread copies in a pass, or -1 if there is none.
   __device__ __forceinline__ int64_t source_of_group(int step, int pass) const {
     const int line = pass * 2 + place_.lane / kWarpRows, column = place_.lane % kWarpRows;
     const int group = args_.group == 0 ? 0 : step * kStep / args_.group + line;
@@ -194,12 +194,12 @@ class Copies {
   const float* scale_;
   const int8_t* zero_point_;
   int groups_of_step_;
-  int x_copy_, first_row_, pass_rows_, x_offset_;  // the same 16 bytes of rows of x
+  int x_copy_, first_row_, pass_rows_, x_offset_;  // 16 bytes that it copies of several rows
   const T* x_;
   int8_t zeros_[kPasses] = {};
 };
 
-// The sums of a warp's 16 columns and the block's rows.
+// The sums of a warp: its 16 columns for the block's rows.
 template <typename T, Weights kWeights, int kRowTiles>
 class Sums {
   using OfPlace = Place<kWeights, kRowTiles>;
@@ -264,7 +264,7 @@ class Sums {
   }
 
  private:
-  // Loads what the thread needs of 8 rows of x in a chunk, in the order of its weights.
+  // Loads the thread's values of 8 rows of x in a chunk, in the order of its weights.
   static __device__ __forceinline__ void load_x(uint32_t chunk, int lane, uint32_t (&b)[4]) {
     if constexpr (kWeights == Weights::kInt4) {
       load_matrices(b, chunk + lane % 8 * Layout::kPitch + lane / 8 * 16);
@@ -286,11 +286,12 @@ class Sums {
     }
   }
 
-  float sums_[kRowTiles][4] = {};      // of groups that have ended, where there are groups
-  float of_group_[kRowTiles][4] = {};  // of the group so far, or of all
+  float sums_[kRowTiles][4] = {};      // scaled sums of the groups that have ended
+  float of_group_[kRowTiles][4] = {};  // sums of the current group, or of all features
 };
 
-// Adds up what the block's warps have found, and finishes it or hands it on as sums of a part.
+// Adds up the sums of the block's warps. Then it applies the epilogue, or stores them as a part of
+// a split-K sum.
 template <Weights kWeights, int kRowTiles>
 __device__ __forceinline__ void finish_block(const LinearArgs& args,
                                              const Place<kWeights, kRowTiles>& place,
@@ -368,7 +369,7 @@ __global__ void __launch_bounds__(kThreads, kRowTiles == 8 ? 1 : 2)
       slot = slot + 1 == args.stages ? 0 : slot + 1;
       free_slot = free_slot + 1 == args.stages ? 0 : free_slot + 1;
     }
-    // The sums go to the memory of the stages.
+    // The sums reuse the memory of the stages.
     async_copies_wait(0);
     __syncthreads();
     float* found = reinterpret_cast<float*>(memory);
@@ -384,7 +385,7 @@ struct MergeArgs {
   QuantizedEpilogue epilogue;
 };
 
-// Adds up the sums of blocks that share the features, and finishes them.
+// Adds up the parts of split-K sums, and applies the epilogue.
 __global__ void __launch_bounds__(kThreads) quantized_merge_kernel(MergeArgs args) {
   const int rows = args.epilogue.rows, columns = args.epilogue.columns;
   const int column = (blockIdx.x * kThreads + threadIdx.x) * kEpilogueVec;
@@ -415,7 +416,7 @@ using Kernel = void (*)(LinearArgs);
 struct Choice {
   Kernel kernel;
   int stage_bytes;
-  int rows;  // of a block
+  int rows;  // rows of a block
 };
 
 template <typename T, Weights kWeights, int kRowTiles>
@@ -450,7 +451,7 @@ Choice choose(Weights weights, int row_tiles, int sum_warps) {
   }
 }
 
-// Returns how bytes of a float8 become numbers of x's dtype: see Float8Code.
+// Returns the constants that convert float8 to x's dtype: see Float8Code.
 Float8Code float8_code(bool is_e4m3, bool is_half) {
   if (is_half) {
     return is_e4m3 ? Float8Code{1, 0x00800080u, 0x40004000u, 1, 4, 0x5c005c00u}
@@ -505,7 +506,7 @@ ffi::Error quantized_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   }
   const int64_t columns = values.dimensions()[0], groups = scale.dimensions()[0];
   Weights weights = Weights::kFloat8;
-  int64_t of_element = 1;  // features
+  int64_t of_element = 1;  // features in an element of `values`
   switch (values.element_type()) {
     case ffi::DataType::S8:
       weights = Weights::kInt8;
@@ -592,8 +593,8 @@ ffi::Error quantized_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
           : choose<__nv_bfloat16>(weights, static_cast<int>(row_tiles), args.sum_warps);
   Device device = {};
   RETURN_IF_ERROR(current_device(&device));
-  // Two blocks share a multiprocessor where two stages of both fit, beside what it keeps of each
-  // for itself. The registers of blocks with the most rows leave no room for a second one.
+  // An SM runs two blocks if two stages of each fit its shared memory, with what it reserves per
+  // block. Blocks with the most rows use too many registers for that.
   const int half = device.shared_bytes / 2 - kReservedBytes;
   const bool are_two = row_tiles < 8 && half / chosen.stage_bytes >= 2;
   const int shared = are_two ? half : device.shared_bytes;

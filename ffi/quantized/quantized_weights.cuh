@@ -1,10 +1,10 @@
-// Weights of 8 and 4 bits on their way from memory to the left operand of a tensor core: copies of
-// 16 rows and 128 features by a warp, and numbers of 16 bits in registers.
+// Weights of 8 and 4 bits as the left operand of tensor cores: a warp copies 16 rows and 128
+// features to shared memory, and dequantises them to 16 bits in registers.
 //
-// A column of the weights is a row here, whose features are contiguous. Of a chunk of 32 features
-// the four threads that share a row hold 8 each, as the operands of two instructions of 16
-// features. The sum of a product does not depend on the order of the features, so that with bytes a
-// thread takes 8 neighbouring ones; int4 in words lie in the order of the instruction.
+// A column of the weights is a row here, with contiguous features. The four threads of a row hold 8
+// features each of a chunk of 32, as operands of two instructions of 16 features. A product's sum
+// does not depend on the order of the features: with bytes a thread takes 8 adjacent ones, while
+// int4 are packed in the order of the instruction.
 #pragma once
 
 #include <cstdint>
@@ -18,19 +18,18 @@ constexpr int kWarpRows = 16;  // columns of the weights that a warp multiplies
 constexpr int kStep = 128;     // features of a copy
 constexpr int kChunk = 32;
 
-// How a byte of float8 becomes a number of 16 bits: the exponent and the mantissa go to their
-// places, what is infinite or NaN gets the exponent of such numbers, and a power of two makes up
-// for the other bias of the exponent. This is exact for each of the 256 bytes. Fields with two
-// halves hold a value twice.
+// Constants that turn a byte of float8 into a 16-bit float. The exponent and the mantissa are
+// shifted to their places, infinities and NaN get the matching exponent, and a power of two
+// corrects the exponent's bias. All 256 bytes are exact. Fields with two halves hold a value twice.
 struct Float8Code {
-  int shift;         // from the upper byte of 16 bits to the place
-  uint32_t above;    // carries into `special` from the least magnitude that is not finite on
-  uint32_t special;  // the bit that this sets
-  int left, right;   // special << left minus special >> right is the exponent that such numbers get
-  uint32_t multiply;  // the power of two
+  int shift;          // right shift from the upper byte to the place
+  uint32_t above;     // added so that non-finite values carry into `special`
+  uint32_t special;   // the bit that the carry sets
+  int left, right;    // their exponent is special << left minus special >> right
+  uint32_t multiply;  // power of two for the exponent's bias
 };
 
-// Two neighbouring numbers of T in a register.
+// Two adjacent numbers of T in a register.
 template <typename T>
 using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 
@@ -48,17 +47,17 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(product);
 }
 
-// Makes numbers of T, which holds each of them exactly, of the 8 weights of a thread in a chunk.
+// Converts a thread's 8 weights of a chunk to T, which represents each of them exactly.
 //
-// `Offset` is what has to be subtracted from them once they are numbers: the zero point, and what
-// the trick that makes numbers of integers adds.
+// `Offset` is subtracted after the conversion: the zero point, and the constant that the bit trick
+// for integers adds.
 template <typename T, Weights kWeights>
 struct Converter;
 
-// Four bits under the exponent of a power of two are a float without a conversion.
+// Four bits below the exponent of a power of two are a float without a conversion instruction.
 template <typename T>
 struct Converter<T, Weights::kInt4> {
-  static constexpr int kWords = 1;  // that a thread holds of a chunk
+  static constexpr int kWords = 1;  // words of a thread in a chunk
   static constexpr bool kIsHalf = std::is_same_v<T, __half>;
   using Offset = uint32_t;
 
@@ -67,7 +66,7 @@ struct Converter<T, Weights::kInt4> {
     return rounded_pair<T>(value, value);
   }
 
-  // Operands of the first 16 features, lower and upper half, then of the second 16.
+  // Converts to operands of the first 16 features, lower and upper half, then of the second 16.
   static __device__ __forceinline__ void convert(const uint32_t (&words)[kWords], Offset offset,
                                                  const Float8Code&, uint32_t (&out)[4]) {
     constexpr uint32_t kExponent = kIsHalf ? 0x64006400u : 0x43004300u;
@@ -99,9 +98,9 @@ struct Converter<__half, Weights::kInt8> {
   }
 };
 
-// The mantissa of a bfloat16 is too short for a byte under an exponent. But subnormal numbers and
-// the first normal ones lie equally far apart, so that a byte as it stands is a bfloat16: that many
-// times 2^-133.
+// A bfloat16's mantissa is too short for a byte below an exponent. But subnormal numbers and the
+// first normal ones are equally spaced, so the bits of a byte are a bfloat16: the byte times
+// 2^-133.
 template <>
 struct Converter<__nv_bfloat16, Weights::kInt8> {
   static constexpr int kWords = 2;
@@ -114,7 +113,7 @@ struct Converter<__nv_bfloat16, Weights::kInt8> {
 
   static __device__ __forceinline__ void convert(const uint32_t (&words)[kWords], Offset offset,
                                                  const Float8Code&, uint32_t (&out)[4]) {
-    // The largest power of two, and what is left of 2^133.
+    // The largest power of two, and the rest of the factor 2^133.
     constexpr uint32_t kLargest = 0x7f007f00u, kRest = 0x42804280u;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -138,7 +137,7 @@ struct Converter<T, Weights::kFloat8> {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t upper = __byte_perm(words[i / 2], 0, i % 2 == 0 ? 0x1404u : 0x3424u);
-      // What is shifted from one half into the other is 0.
+      // Only zeros are shifted from one half into the other.
       uint32_t bits = (upper & 0x7f007f00u) >> code.shift;
       const uint32_t special = (bits + code.above) & code.special;
       bits |= (special << code.left) - (special >> code.right);
@@ -152,18 +151,19 @@ template <Weights kWeights>
 struct WarpWeights {
   static constexpr int kRowBytes = kWeights == Weights::kInt4 ? kStep / 2 : kStep;
   static constexpr int kBytes = kWarpRows * kRowBytes;
-  static constexpr int kRowCopies = kRowBytes / 16;      // of 16 bytes
+  static constexpr int kRowCopies = kRowBytes / 16;      // 16-byte copies of a row
   static constexpr int kPassRows = 32 / kRowCopies;      // rows that a warp copies at a time
   static constexpr int kPasses = kWarpRows / kPassRows;  // copies of a thread
 
-  // Where 16 bytes of a row lie in shared memory. Rows of 128 bytes are swizzled by 32 bytes, of
-  // which a thread reads 8: the 16 threads that read at a time find theirs in all banks.
+  // Returns the offset of 16 bytes of a row in shared memory. Rows of 128 bytes are swizzled by 32
+  // bytes, of which a thread reads 8, so that the 16 threads that read at a time use all banks.
   static __device__ __forceinline__ int place(int row, int copy) {
     if (kWeights == Weights::kInt4) return row * kRowBytes + copy * 16;
     return row * kRowBytes + ((copy / 2) ^ (row & 3)) * 32 + copy % 2 * 16;
   }
 
-  // Starts the copies of rows of `row_bytes` bytes, of which `rows` exist, from byte `start` on.
+  // Starts the copies of this step of each row, from byte `start` on. `rows` rows of `row_bytes`
+  // exist.
   static __device__ __forceinline__ void copy(uint32_t shared, const uint8_t* values, int64_t rows,
                                               int64_t row_bytes, int64_t start, int lane) {
     const int copy = lane % kRowCopies;
@@ -177,13 +177,13 @@ struct WarpWeights {
     }
   }
 
-  // The weights of a row that a thread holds.
+  // A thread's weights of a row.
   class Row {
    public:
     __device__ __forceinline__ Row(uint32_t shared, int row, int lane)
         : shared_(shared), row_(row), q_(lane % 4) {
       if constexpr (kWeights == Weights::kInt4) {
-        // All words of the thread at once: words of one chunk alone share few banks.
+        // Loads the thread's words of all chunks at once: words of a single chunk share few banks.
         const uint4 all = load_shared_16(shared + place(row, q_));
         words_[0] = all.x, words_[1] = all.y, words_[2] = all.z, words_[3] = all.w;
       }

@@ -1,6 +1,6 @@
 // A product of x and weights that are both int8 or both float8, with a scale for each row of x and
 // each column of the weights, or for each 128 features of them: y = activation(x w + bias) +
-// residual. Integers are summed exactly, in the latter case those of 128 features.
+// residual. Integers are summed exactly, over 128 features in the latter case.
 //
 // A block has 128 rows and 128 columns of the result; its 8 warps have 64 x 32 each. Steps of 128
 // bytes along the features pass through a ring in shared memory.
@@ -16,32 +16,32 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTile = 128;  // rows, columns, and features of a step
+constexpr int kTile = 128;  // rows and columns of a tile, features of a step
 constexpr int kTileBytes = kTile * kTile;
 constexpr int kStageBytes = 2 * kTileBytes;
 constexpr int kMaxStages = 3;
-constexpr int kRowTiles = 4;     // of 16 rows that a warp has
-constexpr int kColumnTiles = 4;  // of 8 columns
+constexpr int kRowTiles = 4;     // tiles of 16 rows in a warp
+constexpr int kColumnTiles = 4;  // tiles of 8 columns in a warp
 constexpr int kResultBytes = kTile * kTile * 4;
 
 struct ProductArgs {
   const uint8_t* x;      // [rows, features]
   const uint8_t* w;      // [columns, features]
-  const float* x_scale;  // [rows, groups], where there are groups
-  const float* w_scale;  // [groups, columns], likewise
-  int groups;            // of kTile features each
+  const float* x_scale;  // [rows, groups], or nullptr without groups
+  const float* w_scale;  // [groups, columns], or nullptr without groups
+  int groups;            // groups of kTile features
   int features;
   int stages;
   QuantizedEpilogue epilogue;
 };
 
-// Where 16 bytes of a row lie in shared memory: what eight neighbouring rows have at one place is
-// in all banks.
+// Returns the offset of 16 bytes of a row in shared memory, swizzled so that eight adjacent rows
+// have them in different banks.
 __device__ __forceinline__ int place(int row, int copy) {
   return row * kTile + ((copy ^ (row & 7)) * 16);
 }
 
-// Copies the bytes from feature `start` on of 128 rows, of which `rows` exist.
+// Copies the bytes from feature `start` on of 128 rows, of which only `rows` exist.
 __device__ __forceinline__ void copy_tile(uint32_t shared, const uint8_t* matrix, int rows,
                                           int features, int start) {
   constexpr int kRowCopies = kTile / 16, kPassRows = kThreads / kRowCopies;
@@ -55,13 +55,13 @@ __device__ __forceinline__ void copy_tile(uint32_t shared, const uint8_t* matrix
   }
 }
 
-// Where the sum of a row and a column lies in shared memory. Rows are shifted by 8 columns against
-// their neighbours, so that the rows which threads write at a time are in different banks.
+// Returns the index of a sum in shared memory. Rows are swizzled by 8 columns, so that the rows
+// that threads write at a time are in different banks.
 __device__ __forceinline__ int place_of_sum(int row, int column) {
   return row * kTile + (column ^ ((row & 3) * 8));
 }
 
-// With kGroups, each step's sums are scaled and added in float32.
+// Computes a tile of the product. With kGroups, each step's sums are scaled and added in float32.
 template <typename V, bool kGroups>
 __global__ void __launch_bounds__(kThreads, 1) quantized_product_kernel(ProductArgs args) {
   if constexpr (kHasByteProducts<V>) {
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, 1) quantized_product_kernel(ProductA
         async_copies_commit();
       }
     }
-    // The row and the 16 bytes of it whose address a thread gives for its matrix of a load.
+    // Row and 16-byte chunk whose address this thread gives to ldmatrix.
     const int a_row = warp_row + lane % 16, a_copy = lane / 16;
     const int b_row = warp_column + lane / 16 * 8 + lane % 8, b_copy = lane / 8 % 2;
     Sum sums[kRowTiles][kColumnTiles][4] = {};
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 1) quantized_product_kernel(ProductA
         }
       }
       const uint32_t x_tile = shared + slot * kStageBytes, w_tile = x_tile + kTileBytes;
-      // Hopper converts float8 before it multiplies: registers do not suffice for several parts.
+      // Hopper converts float8 before it multiplies, so registers do not suffice for several parts.
 #pragma unroll(std::is_same_v<V, int8_t> ? kTile / 32 : 1)
       for (int part = 0; part < kTile / 32; ++part) {
         uint32_t b[kColumnTiles / 2][4];
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, 1) quantized_product_kernel(ProductA
       free_slot = free_slot + 1 == args.stages ? 0 : free_slot + 1;
     }
 
-    // The sums in the memory of the stages, from which neighbouring columns are written together.
+    // The sums reuse the memory of the stages, so that adjacent columns can be written together.
     async_copies_wait(0);
     __syncthreads();
     float* found = reinterpret_cast<float*>(memory);
