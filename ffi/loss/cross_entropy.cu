@@ -1,15 +1,15 @@
 // softmax_cross_entropy: what jaxfused/ops/loss/cross_entropy_xla.py states over a row of logits.
 //
-// A row is summed up in five numbers (see Statistics), of which XLA makes the loss of a token. The
-// gradient of a row follows from these numbers and from the logits:
+// A row is reduced to five numbers (see Statistic), from which XLA computes the loss of a token.
+// The gradient of a row follows from these numbers and from the logits:
 //
 //   dlogits = pull softmax(logits) - push target - spread,
 //
-// so a kernel that knows the cotangent of the losses writes it while the row is still at hand:
-// in shared memory, which a cluster of blocks shares for a long row, or in the L2 cache.
+// so a kernel that is given the cotangent of the losses writes it while the row is still in shared
+// memory, which a cluster of blocks shares for a long row, or in the L2.
 //
 // A row may start anywhere in memory. Threads access vectors that start at multiples of 16 bytes,
-// so the first and the last vector of a row may also hold values of its neighbours.
+// so the first and the last vector of a row may also hold values of adjacent rows.
 
 #include <cfloat>
 #include <climits>
@@ -23,27 +23,27 @@
 
 namespace {
 
-// Instead of a class: the row does not count, or its class belongs to another device. Every other
-// number that is no class makes the row's results NaN.
+// Labels that are no class: kIgnored excludes its row, and kElsewhere belongs to another device.
+// Every other number that is no class makes the row's results NaN.
 constexpr int kIgnored = -1;
 constexpr int kElsewhere = -2;
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kMaxClusterBlocks = 8;
 constexpr int kMaxThreads = 512;
-constexpr int kMaxKeepingThreads = 256;  // of a block that keeps its part of a row
-// A row in shared memory leaves room for other rows beside it, so that some are on their way to and
-// from memory while others are added up.
+constexpr int kMaxKeepingThreads = 256;  // threads of a block that keeps its part of a row
+// Rows that an SM's shared memory should hold: while one is summed, others are in flight from and
+// to memory.
 constexpr int kRowsInFlight = 3;
-constexpr int kWarpRowThreads = 256;  // of a block whose warps have rows of their own
+constexpr int kWarpRowThreads = 256;  // threads of a block whose warps have rows of their own
 constexpr int kPlaces = kMaxClusterBlocks * kMaxThreads / kWarpSize;
-// Vectors of a thread whose loads are in flight together, where a row is not in shared memory.
+// Vectors of a thread whose loads are in flight together, for rows that are not in shared memory.
 constexpr int kUnroll = 4;
-// Parts of a row in shared memory, of which the first is used while the others are on their way.
+// Parts of a row in shared memory: the first is used while the others are in flight.
 constexpr int kParts = 4;
 
-// The numbers of a row, in the order of memory. `picked` is the sum of target * (logit - maximum),
-// with the labels as they are given; `mean` is that of (logit - maximum).
+// The numbers of a row, in the order of memory. kPicked is the sum of target * (logit - maximum),
+// with the labels as given, and kMean the mean of (logit - maximum).
 enum Statistic { kMaximum, kLogSum, kPicked, kMean, kTotal, kStatistics };
 
 // The labels: one class for each row, or a distribution over the classes.
@@ -55,40 +55,40 @@ struct Labels {
 struct LossOptions {
   float smoothing;
   float z_loss;
-  float cap;          // 0: none
-  float inverse_cap;  // of a cap
+  float cap;          // 0 means no cap
+  float inverse_cap;  // 1 / cap
 };
 
-// What is compiled separately, because a choice at run time costs registers.
+// Forms that are compiled separately, because a choice at run time costs registers.
 enum class Form {
   kPlain,    // classes, and neither smoothing nor a cap
   kSmooth,   // classes, without a cap
-  kGeneral,  // everything
+  kGeneral,  // every option
 };
 
 struct LossArgs {
   const void* logits;
   Labels labels;
   LossOptions options;
-  // [rows], the cotangents of the losses; in the backward [rows, 3], those of kLogSum, and the
-  // negative ones of kPicked and of kMean, the latter divided by the classes.
+  // [rows], cotangents of the losses. In the backward [rows, 3]: cotangents of kLogSum, and
+  // negative ones of kPicked and of kMean divided by the number of classes.
   const float* coefficients;
   float* statistics;  // [rows, kStatistics]; read in the backward
   void* dlogits;
   int64_t rows;
   int features;
-  int slice;    // vectors of a row that a block has at most; in the backward threads of a team
-  int cluster;  // blocks that share a row; in the backward teams
+  int slice;    // most vectors of a row that a block has; in the backward, threads of a team
+  int cluster;  // blocks that share a row; in the backward, teams
 };
 
-// A row as vectors: those that hold a part of it, and where in the first the row starts.
+// The vectors that hold a part of a row, and where in the first of them the row starts.
 template <int kVec>
 struct RowVectors {
   int64_t first;
   int shift;
   int count;
-  int inner;        // the first vector that holds nothing else
-  unsigned inners;  // how many there are of these
+  int inner;        // first vector that holds only the row
+  unsigned inners;  // number of such vectors
 
   __device__ RowVectors(int64_t row, int features) {
     const int64_t start = row * features;
@@ -101,38 +101,38 @@ struct RowVectors {
 
   __device__ __forceinline__ int column(int j) const { return j * kVec - shift; }
 
-  // Whether all values of vector `j` are of the row.
+  // Whether vector `j` holds only values of the row.
   __device__ __forceinline__ bool is_inner(int j) const {
     return static_cast<unsigned>(j - inner) < inners;
   }
 };
 
-// The largest number of vectors that hold a part of one row.
+// Returns the largest number of vectors that hold a part of one row.
 int most_vectors(int64_t features, int vec) {
   return static_cast<int>(features % vec == 0 ? features / vec : (features + vec - 2) / vec + 1);
 }
 
-// The logit within (-cap, cap).
+// Caps the logit to (-cap, cap).
 template <typename T>
 __device__ __forceinline__ float capped(float logit, const LossOptions& options) {
   const float x = logit * options.inverse_cap;
   if constexpr (sizeof(T) == 2) {
-    // tanh with an error of 2^-23, far less than the rounding of such a logit.
+    // This tanh has an error of 2^-23, far less than the rounding of a 16-bit logit.
     return options.cap * (1.0f - __fdividef(2.0f, exp2_fast(x * (2.0f * kLog2e)) + 1.0f));
   } else {
     return options.cap * tanhf(x);
   }
 }
 
-// --- sums over a row
-// -------------------------------------------------------------------------------
+// --- sums over a row -----------------------------------------------------------------------------
 
-// exp(logit - maximum) in two instructions: it is 2^power(logit), but for the factor 2^slip that
-// the rounding of `bias` leaves, which is taken out of the sums and not of each term.
+// exp(logit - maximum) in two instructions, as 2^power(logit). The rounding of `bias` leaves a
+// factor 2^slip, which is taken out of the sums instead of each term.
 class Exponent {
  public:
   __device__ __forceinline__ explicit Exponent(float maximum) {
-    // A distance of logits this large is either 0 or beyond all exponents.
+    // Logits near such a maximum differ by 0 or by more than any exponent; this scale avoids
+    // overflow.
     scale = fabsf(maximum) < 1e38f ? kLog2e : 0x1p-10f;
     bias = -maximum * scale;
   }
@@ -143,12 +143,12 @@ class Exponent {
   float bias;
 };
 
-// Sums over some elements of a row, relative to their own maximum.
+// Sums over some elements of a row, relative to the maximum of these.
 template <Form kForm>
 struct RowSums {
   enum { kExp, kDistance, kCount, kSoft, kSoftTotal };
   static constexpr int kSums = kForm == Form::kPlain ? 1 : kForm == Form::kSmooth ? 3 : 5;
-  // Not -inf, from which the distance of a logit of -inf would be NaN.
+  // Not -inf, as its distance from a logit of -inf would be NaN.
   float maximum = -FLT_MAX;
   float sums[kSums] = {};
 
@@ -177,8 +177,8 @@ struct RowSums {
   }
 };
 
-// Adds logits one vector after the other. In between, the sums of powers and of their exponentials
-// have the slip of their maximum.
+// Adds logits vector by vector. Until finished(), the sums of powers and of their exponentials
+// contain the slip of their maximum.
 template <Form kForm>
 class RowAdder {
   using Sums = RowSums<kForm>;
@@ -186,8 +186,8 @@ class RowAdder {
  public:
   __device__ RowAdder() : exponent_(sums_.maximum) {}
 
-  // Makes the sums relative to `most` if it is larger; to be called before logits up to `most` are
-  // added.
+  // Makes the sums relative to `most` if that is larger. Must be called before logits up to `most`
+  // are added.
   __device__ __forceinline__ void raise(float most) {
     if (!(most > sums_.maximum)) return;  // NaN raises nothing
     take_out_slip();
@@ -196,7 +196,7 @@ class RowAdder {
     put_in_slip();
   }
 
-  // Adds logits; those that `owns(i)` denies are not of the row, and -inf.
+  // Adds logits. Those for which owns(i) is false do not belong to the row, and must be -inf.
   template <int kSize, typename Owns>
   __device__ __forceinline__ void add(const float (&logits)[kSize], bool owns_all,
                                       const Owns& owns) {
@@ -221,7 +221,7 @@ class RowAdder {
     sums_.sums[Sums::kExp] += sum_of(powers);
   }
 
-  // Adds shares of the logits that have just been added. A share of 0 cancels even an infinite
+  // Adds the soft labels (`shares`) of the logits just added. A share of 0 cancels even an infinite
   // distance.
   template <int kSize>
   __device__ __forceinline__ void add_soft(const float (&logits)[kSize],
@@ -280,7 +280,7 @@ class WarpJoin {
       for (int i = 0; i < kBarriers; ++i) mbarrier_init(barriers + i);
       mbarrier_init_fence();
     }
-    // A block of a cluster must have started before others store into its memory.
+    // A block of the cluster must have started before others store into its memory.
     cluster_sync();
   }
 
@@ -290,16 +290,16 @@ class WarpJoin {
     const int lane = threadIdx.x % kWarpSize;
     const int rank = cluster_ > 1 ? cluster_rank() : 0;
     const int place = rank * warps + threadIdx.x / kWarpSize;
-    // Turns alternate between two halves, so that one barrier suffices: whoever writes a place
-    // again has passed the barrier of the turn in between, and so has every reader of that place.
+    // Turns alternate between two halves, so that one barrier per turn suffices: whoever overwrites
+    // a place has passed the barrier of the turn in between, and so has every reader of that place.
     float* own = places_ + turn_ * kValues * kPlaces;
     const int used = cluster_ * warps;
     if (cluster_ == 1) {
       if (lane == 0) write(own + place, row);
       __syncthreads();
     } else {
-      // A barrier of the cluster would also wait for the stores of the last row's gradient, which
-      // take long. These barriers count what other blocks store here and nothing else.
+      // A cluster barrier would also wait for the stores of the previous row's gradient, which take
+      // long. These mbarriers count only what other blocks store here.
       uint64_t* const barrier = barriers_ + turn_;
       if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, used * kValues * sizeof(float));
       if (lane < cluster_) {
@@ -361,7 +361,7 @@ __device__ __forceinline__ float largest_of(const float (&values)[kVec]) {
   return most;
 }
 
-// The largest value of some vectors; values of 16 bits are compared in pairs.
+// Returns the largest value of some vectors; 16-bit values are compared in pairs.
 template <typename T, int kVec, int kGroup>
 __device__ __forceinline__ float largest_of(const Vector<T, kVec> (&packed)[kGroup]) {
   if constexpr (sizeof(T) == 2 && kVec > 1) {
@@ -389,7 +389,7 @@ __device__ __forceinline__ float largest_of(const Vector<T, kVec> (&packed)[kGro
   }
 }
 
-// What a vector of logits means: capped, with its labels, and without the neighbours' values.
+// Reads vectors of a row: capped, with their labels, and without the values of adjacent rows.
 template <typename T, int kVec, Form kForm>
 class RowReader {
  public:
@@ -399,7 +399,7 @@ class RowReader {
 
   __device__ __forceinline__ bool is_inner(int j) const { return vectors_.is_inner(j); }
 
-  // Adds vectors whose values are all of the row, and no soft labels.
+  // Adds vectors that hold only values of the row, without soft labels.
   template <int kGroup>
   __device__ __forceinline__ void add_inner(const Vector<T, kVec> (&packed)[kGroup],
                                             RowAdder<kForm>& adder) const {
@@ -442,7 +442,7 @@ class RowReader {
     }
   }
 
-  // Returns the values of a vector, capped.
+  // Unpacks the values of a vector and caps them.
   __device__ __forceinline__ void read(const Vector<T, kVec>& packed, float (&logits)[kVec]) const {
     unpack(packed, logits);
     if constexpr (kForm == Form::kGeneral) {
@@ -453,7 +453,7 @@ class RowReader {
     }
   }
 
-  // The labels of vector `j`; those beyond the row are 0.
+  // Returns the soft labels of vector `j`; those beyond the row are 0.
   __device__ __forceinline__ void shares(int j, float (&out)[kVec]) const {
     if (is_inner(j)) {
       load_parameter_at(j, out);
@@ -491,14 +491,14 @@ class RowReader {
   RowVectors<kVec> vectors_;
 };
 
-// The numbers from which the gradient of a row follows.
+// Coefficients of the gradient of a row.
 struct RowGradient {
   Exponent exponent;
-  float pull;    // of 2^power(logit)
-  float push;    // of the target
-  float spread;  // of each class
+  float pull;    // factor of 2^power(logit)
+  float push;    // factor of the target
+  float spread;  // subtracted from each class
 
-  // Of a row whose loss has the cotangent `coefficient`, by the reference's token_gradients.
+  // For a row whose loss has the cotangent `coefficient`, as in the reference's token_gradients.
   __device__ RowGradient(const LossOptions& options, int features, float coefficient,
                          float row_maximum, float sum, float total)
       : exponent(row_maximum) {
@@ -510,22 +510,22 @@ struct RowGradient {
     spread = coefficient * options.smoothing / static_cast<float>(features);
   }
 
-  // Of a row for whose statistics the cotangents are known.
+  // For a row whose statistics have the given cotangents.
   __device__ RowGradient(const float* statistics, const float* cotangents)
       : exponent(statistics[kMaximum]), push(cotangents[1]), spread(cotangents[2]) {
-    // A shard may have no finite logit: nothing pulls at it, and its log_sum is -inf.
+    // A shard may have no finite logit. Its log_sum is then -inf, and its pull stays 0.
     const float slip = exponent.power(statistics[kMaximum]);
     pull = cotangents[0];
     if (pull != 0.0f) pull *= exp2_fast(-fmaf(statistics[kLogSum], kLog2e, slip));
   }
 
-  // The gradient of a (capped) logit, but for what pushes its class.
+  // Returns the gradient of a (capped) logit without the push of its class.
   __device__ __forceinline__ float before_push(float logit) const {
     return fmaf(exp2_fast(exponent.power(logit)), pull, -spread);
   }
 };
 
-// Stores the values of vector `j` that belong to the row; `out` is where the row's first vector is.
+// Stores those values of vector `j` that belong to the row; `out` is the place of its first vector.
 template <typename T, int kVec, Form kForm>
 __device__ __forceinline__ void store_row_vector(const RowReader<T, kVec, kForm>& reader,
                                                  const RowVectors<kVec>& vectors, int features,
@@ -548,7 +548,7 @@ __device__ __forceinline__ void store_row_vector(const RowReader<T, kVec, kForm>
   }
 }
 
-// Computes vector `j` of a row's gradient, without what pushes the class of a label.
+// Computes vector `j` of a row's gradient, without the push of the label's class.
 template <typename T, int kVec, Form kForm>
 __device__ __forceinline__ void compute_gradient(const RowReader<T, kVec, kForm>& reader,
                                                  const LossArgs& args, const RowGradient& row,
@@ -566,7 +566,7 @@ __device__ __forceinline__ void compute_gradient(const RowReader<T, kVec, kForm>
   }
 }
 
-// Writes vector `j` of a row's gradient, where it belongs to the row.
+// Writes those values of vector `j` of the gradient that belong to the row.
 template <typename T, int kVec, Form kForm>
 __device__ __forceinline__ void write_gradient(const RowReader<T, kVec, kForm>& reader,
                                                const RowVectors<kVec>& vectors,
@@ -594,7 +594,7 @@ __device__ __forceinline__ void write_gradient(const RowReader<T, kVec, kForm>& 
 
 // --- forward, with or without the gradient -------------------------------------------------------
 
-// What a row asks of its team besides its logits; loaded a row ahead.
+// A row's label and coefficient, loaded a row ahead.
 struct RowRequest {
   int label = kIgnored;
   float coefficient = 0.0f;
@@ -635,17 +635,17 @@ __device__ __forceinline__ void write_statistics(const RowSums<kForm>& sums, boo
   out[kTotal] = ignored ? 0.0f : total;
 }
 
-// The vectors of a row that a warp keeps in shared memory, `turns` for each lane. They are
-// neighbours in the row, so that one lane can copy a part of them at once. A warp alone uses its
-// slots, and meets no other warp over them.
+// The vectors of a row that a warp keeps in shared memory, `turns` for each lane. They are adjacent
+// in the row, so that one lane can copy a part of them at once. No other warp uses these slots, so
+// the warp needs no block barrier.
 template <typename T, int kVec>
 class WarpSlots {
  public:
   using Pack = Vector<T, kVec>;
-  // Of a block; aligned like a vector.
+  // Bytes of a block's mbarriers, a multiple of a vector's size.
   static constexpr int kBarrierBytes = kMaxKeepingThreads / kWarpSize * kParts * sizeof(uint64_t);
 
-  // Each part but the last ones is of whole groups of turns.
+  // Each part but the last ones has a multiple of `group` turns.
   __device__ WarpSlots(Pack* slots, uint64_t* barriers, int turns, int group)
       : slots_(slots),
         own_(shared_address(slots) + lane() * sizeof(Pack)),
@@ -653,7 +653,7 @@ class WarpSlots {
         turns_(turns),
         part_turns_(round_up(divide_up(turns, kParts), group)) {}
 
-  // To be called once before the first copy.
+  // Initialises the mbarriers. Must be called once before the first copy.
   __device__ __forceinline__ void start() const {
     if constexpr (kHasBulkCopies) {
       if (lane() == 0) {
@@ -668,7 +668,7 @@ class WarpSlots {
   __device__ __forceinline__ int begin(int part) const { return min(part * part_turns_, turns_); }
   __device__ __forceinline__ int end(int part) const { return begin(part + 1); }
 
-  // Begins to copy a part of the `count` vectors at `source`, after the lanes have read what it
+  // Starts to copy a part of the `count` vectors at `source`, once the lanes have read what it
   // replaces.
   __device__ __forceinline__ void fetch(int part, const T* source, int count) {
     if constexpr (kHasBulkCopies) {
@@ -687,7 +687,7 @@ class WarpSlots {
     }
   }
 
-  // Waits for a part; the parts of a row are waited for one after the other.
+  // Waits for a part. The parts of a row must be waited for in order.
   __device__ __forceinline__ void wait(int part) {
     if constexpr (kHasBulkCopies) {
       mbarrier_wait(barriers_ + part, phase_);
@@ -718,10 +718,10 @@ class WarpSlots {
 enum class Mode {
   kStatistics,  // no gradient
   kTwice,       // reads a row again for its gradient
-  kResident,    // keeps it in shared memory
+  kResident,    // keeps the row in shared memory
 };
 
-// The threads of a block, and the blocks that have to find registers on a multiprocessor.
+// Threads of a block, and below the blocks that must fit the registers of an SM.
 constexpr int row_threads(bool warp, Mode mode) {
   if (warp) return kWarpRowThreads;
   return mode == Mode::kResident ? kMaxKeepingThreads : kMaxThreads;
@@ -733,16 +733,15 @@ constexpr int row_blocks(Form form, bool warp, Mode mode) {
   return mode == Mode::kResident ? kRowsInFlight : 2;
 }
 
-// Each team of threads takes rows in turns: a warp (kWarp), a block or a cluster of blocks. Where
-// it keeps the row, the copy of a part of the next row begins when the gradient of this part has
-// been written.
+// Each team of threads takes rows in turns: a warp (kWarp), a block or a cluster of blocks. If it
+// keeps the row, a part of the next row is copied as soon as the gradient of this part is written.
 template <typename T, int kVec, Form kForm, bool kWarp, Mode kMode>
 __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, kWarp, kMode))
     forward_rows(const __grid_constant__ LossArgs args) {
   constexpr bool kGradient = kMode != Mode::kStatistics;
   constexpr bool resident = kMode == Mode::kResident;
-  // The vectors of a lane that are read from shared memory together: one look at their maximum, and
-  // one at whether all are of the row, serves them all.
+  // Vectors that a lane reads from shared memory together: they share one maximum and one test for
+  // the ends of the row.
   constexpr int kGroup = kForm == Form::kGeneral || kWarp ? 1 : kForm == Form::kSmooth ? 2 : 4;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   using Pack = Vector<T, kVec>;
@@ -769,8 +768,8 @@ __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, k
   Join join_warps(reinterpret_cast<float*>(shared), join_barriers, cluster);
   if (!kWarp) shared += Join::kFloats * sizeof(float);
 
-  // The vectors that the team's warp keeps, from `warp_j` on, or the vectors that the thread reads,
-  // from `first_j` on in steps of `threads`, end where `ends_at` says.
+  // The warp keeps the vectors from `warp_j` on, or the thread reads those from `first_j` on in
+  // steps of `threads`. Both end at `ends_at`.
   const int warp_j = rank * args.slice + (kWarp ? 0 : warp * turns * kWarpSize);
   const int lane_j = warp_j + threadIdx.x % kWarpSize;
   const int first_j = rank * args.slice + thread;
@@ -800,8 +799,8 @@ __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, k
     const float coefficient = request.coefficient;
     const RowRequest next_request(args, row + step);
     const bool ignored = label == kIgnored;
-    // Calls `use_group` with vectors of the thread that are of the row alone, and `use` with
-    // others.
+    // Calls `use_group` with groups of the thread's vectors inside the row, and `use` with other
+    // vectors.
     const int inner_end = min(end, vectors.inner + static_cast<int>(vectors.inners));
     const auto for_each_group = [&](int part, const auto& use_group, const auto& use) {
       const int part_end = slots.end(part);
@@ -910,8 +909,8 @@ __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, k
           for_each_group(part, write_group, write);
           if (row + step < args.rows) fetch(part, next_vectors, next_end);
         }
-        // A group leaves the label's class to the thread that has just stored its vector, instead
-        // of looking for it in each.
+        // In groups, the thread that has just stored the label's vector corrects the label's class,
+        // so that no vector is searched for it.
         if (kGroup > 1 && label >= 0 && label < args.features) {
           const int ahead = (vectors.shift + label) / kVec - lane_j;
           if (ahead >= 0 && ahead < turns * kWarpSize && ahead % kWarpSize == 0) {
@@ -947,7 +946,7 @@ __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, k
 
 constexpr int kBackwardThreads = 256;
 
-// Each team of threads has a part of a row, a few vectors a thread.
+// Each team of threads has a part of a row, with a few vectors per thread.
 template <typename T, int kVec, Form kForm>
 __global__ void __launch_bounds__(kBackwardThreads)
     backward_rows(const __grid_constant__ LossArgs args) {
@@ -1003,7 +1002,7 @@ struct ScaleArgs {
 
 constexpr int kScaleThreads = 256;
 
-// Each block has neighbouring rows. It looks at their factors first, because usually all are 1.
+// Each block has consecutive rows. It first tests their factors, because usually all are 1.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kScaleThreads)
     scale_rows(const __grid_constant__ ScaleArgs args) {
@@ -1022,7 +1021,7 @@ __global__ void __launch_bounds__(kScaleThreads)
   T* const x = static_cast<T*>(args.x);
   int64_t row = -1, row_end = 0;
   float factor = 1.0f;
-  // Goes on to the row of a place, where that is another one than the last place's.
+  // Moves on to the row of `place`, if that is not the current one.
   const auto reach = [&](int64_t place) {
     if (place < row_end) return;
     row = place / args.features;
@@ -1066,19 +1065,20 @@ __global__ void __launch_bounds__(kScaleThreads)
 
 // --- launch --------------------------------------------------------------------------------------
 
-// How the forward is spread: blocks in a cluster, 0 for the choice made here, or -1 for rows that
-// are read twice instead of kept in shared memory.
+// Options of the forward's launch. `cluster` is the number of blocks in a cluster, 0 to choose it
+// here, or -1 to read rows twice instead of keeping them in shared memory.
 struct ForwardConfig {
   int cluster;
-  int threads;  // of a block, at most
+  int threads;  // most threads of a block
 };
 
-// The vectors of a thread whose warp has a row of its own, at most, and those of a thread of a
-// block that keeps a row, where the block can have so many threads.
+// kWarpVectors: most vectors of a thread whose warp has a row of its own. kKeptVectors: vectors of
+// a thread of a block that keeps a row, unless the block would have too many threads.
 constexpr int kWarpVectors = 8;
 constexpr int kKeptVectors = 16;
 
-// The shared memory of a block, which has `slice` vectors of a row and keeps them where `keeps`.
+// Returns the shared memory of a block that has `slice` vectors of a row, and keeps them if
+// `keeps`.
 template <typename T, int kVec, Form kForm>
 int row_bytes(bool keeps, int slice, int threads) {
   using Join = WarpJoin<kForm>;
@@ -1089,10 +1089,11 @@ int row_bytes(bool keeps, int slice, int threads) {
   return Slots::kBarrierBytes + kJoinBytes + vectors * int{sizeof(typename Slots::Pack)};
 }
 
-// Chooses the blocks that share a row, which take `bytes(blocks)` each: 0 where it is read twice.
+// Returns how many blocks share a row, if each takes `bytes(blocks)`; 0 means to read the row
+// twice.
 template <typename Bytes>
 int choose_cluster(const Bytes& bytes, const Device& device) {
-  constexpr int kReserved = 1024;  // that the system takes of each block's shared memory
+  constexpr int kReserved = 1024;  // CUDA reserves it for each block
   const int most = device.clusters ? kMaxClusterBlocks : 1;
   const int all = device.shared_bytes + kReserved;
   for (int cluster = 1; cluster <= most; cluster *= 2) {
@@ -1105,7 +1106,7 @@ int choose_threads(int vectors, int of_thread, int most) {
   return std::clamp(round_up(divide_up(vectors, of_thread), kWarpSize), 2 * kWarpSize, most);
 }
 
-// The threads of a block that keeps `slice` vectors.
+// Returns the threads of a block that keeps `slice` vectors.
 int keeping_threads(int slice, int most) {
   return choose_threads(slice, kKeptVectors, std::min(most, kMaxKeepingThreads));
 }
@@ -1153,7 +1154,7 @@ ffi::Error launch_block_rows(const LossArgs& args, int most_threads, const Devic
 template <typename T, int kVec, Form kForm>
 ffi::Error launch_forward(LossArgs args, const ForwardConfig& config, const Device& device,
                           cudaStream_t stream) {
-  // Smoothing has a kernel of its own only where most of its calls go.
+  // Smoothing has its own kernel only in the mode that most of its calls use.
   constexpr Form kOtherForm = kForm == Form::kSmooth ? Form::kGeneral : kForm;
   const int vectors = most_vectors(args.features, kVec);
   const bool gradient = args.dlogits != nullptr;
@@ -1204,8 +1205,8 @@ ffi::Error launch_backward(LossArgs args, cudaStream_t stream) {
                        {dim3(static_cast<unsigned>(blocks)), kBackwardThreads, 0}, stream);
 }
 
-// Calls `launch` with a value of the logits' type, the values of a vector and the form of the
-// kernel, the latter two as compile-time constants.
+// Calls `launch` with a value of the logits' type, the values of a vector, and the kernel's form;
+// the latter two are compile-time constants.
 template <typename F>
 ffi::Error with_kernel(Dtype dtype, bool aligned, Form form, const F& launch) {
   const auto of_type = [&](auto type) {
@@ -1337,7 +1338,7 @@ ffi::Error cross_entropy_backward(cudaStream_t stream, ffi::AnyBuffer logits,
   return with_kernel(*dtype_of(logits),
                      are_aligned({args.logits, args.dlogits, args.labels.soft.data}),
                      general ? Form::kGeneral : Form::kPlain, [&](auto type, auto vec, auto form) {
-                       // A spread needs no other kernel.
+                       // Smoothing changes only `spread`, so it needs no other kernel.
                        constexpr Form kForm = form() == Form::kSmooth ? Form::kPlain : form();
                        return launch_backward<decltype(type), vec(), kForm>(args, stream);
                      });
@@ -1353,8 +1354,7 @@ ffi::Error scale_rows_in_place(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   Device device;
   RETURN_IF_ERROR(current_device(&device));
   if (x.untyped_data() != y->untyped_data()) {
-    // XLA may hand over a part of another array as x where it reads a slice, which is not y's
-    // place.
+    // XLA may pass a slice of another array as x, which is then not y's buffer.
     RETURN_IF_ERROR(check_cuda(cudaMemcpyAsync(y->untyped_data(), x.untyped_data(), x.size_bytes(),
                                                cudaMemcpyDeviceToDevice, stream),
                                "cudaMemcpyAsync"));

@@ -1,9 +1,9 @@
 // segmentation_loss: the sums over the pixels of an image that
 // jaxfused/ops/loss/segmentation_loss_xla.py states, and their gradient.
 //
-// Of a binary mask a lane has vectors of neighbouring pixels. Of a few classes it has a pixel,
-// whose logits come through shared memory, so that they are read and written in whole cache lines;
-// a warp shares nothing with another one until the end. Of many classes a warp has a pixel.
+// For a binary mask, a lane has vectors of adjacent pixels. For a few classes it has a pixel, whose
+// logits pass through shared memory, so that they are read and written in whole cache lines; warps
+// are independent until the end. For many classes, a warp has a pixel.
 //
 // Blocks leave their sums to be added up, always in the same order: by the first block of a cluster
 // that has the whole image, or afterwards. The gradient follows from the cotangents of the sums,
@@ -27,15 +27,15 @@ constexpr int kFewClasses = 24;
 // Pixels of a lane whose loads are in flight together.
 constexpr int kUnroll = 4;
 constexpr int kMostClasses = 256;
-// The sums of an image: of the pixels' weights and losses, and three of each class.
+// The sums of an image begin with its pixels' weights and losses; three for each class follow.
 constexpr int kOverall = 2;
 
 enum class LabelType : int { kInt32, kUint8, kFloat32 };
 
-// How the sums of a mask make its loss, and by what its gradient is multiplied.
+// Coefficients that turn a mask's sums into its loss, and the factor of its gradient.
 struct LossArgs {
   float cross_entropy_weight, dice_weight, smooth;
-  float tversky_alpha, tversky_beta, tversky_rest;  // the rest is what they lack to 1
+  float tversky_alpha, tversky_beta, tversky_rest;  // the rest completes them to 1
   float scale;
 };
 
@@ -50,12 +50,12 @@ struct ImageArgs {
   int64_t pixels;
   int classes;
   float* partials;          // forward: [images, blocks, sums]
-  int cluster;              // blocks that add up their sums, so that `partials` has 1 of an image
+  int cluster;              // blocks that add up their sums, leaving one set for each image
   const float* cotangents;  // backward: [images, sums]
   void* dlogits;
-  LossArgs loss;  // a mask's loss and gradient in one kernel
+  LossArgs loss;  // for a mask's loss and gradient in one kernel
   float* losses;  // [images]
-  bool wide;      // few classes: whether the images' bytes are multiples of 16
+  bool wide;      // few classes: whether an image's bytes are a multiple of 16
 };
 
 template <int kLanes>
@@ -81,14 +81,14 @@ __device__ __forceinline__ int load_class(const ImageArgs& args, int64_t place) 
                                               : static_cast<const uint8_t*>(args.labels)[place];
 }
 
-// base^exponent of a base from 0 to 1; 0^0 is 1.
+// Returns base^exponent for a base from 0 to 1; 0^0 is 1.
 __device__ __forceinline__ float power(float base, float exponent) {
   return exponent == 0.0f ? 1.0f : exp2_fast(exponent * __log2f(base));
 }
 
 // --- many classes --------------------------------------------------------------------------------
 
-// A pixel as a lane sees it: kOwn classes. Lanes beyond the classes have logits of -inf.
+// A lane's part of a pixel: kOwn classes. Those beyond the last class have logits of -inf.
 template <int kOwn>
 struct Pixel {
   float logits[kOwn];
@@ -117,7 +117,7 @@ __device__ __forceinline__ Pixel<kOwn> load_pixel(const ImageArgs& args, int64_t
   if (args.ignores && label == args.ignore_index) result.counts = false;
   result.label = static_cast<float>(label);
   result.weight = args.weights == nullptr ? 1.0f : args.weights[place];
-  // What does not count must not be NaN either.
+  // A pixel that does not count must not be NaN either.
   if (!result.counts) {
     result.weight = 0.0f;
     result.label = 0.0f;
@@ -129,16 +129,17 @@ __device__ __forceinline__ Pixel<kOwn> load_pixel(const ImageArgs& args, int64_t
   return result;
 }
 
-// The probabilities and shares of a pixel's classes, and its loss.
+// Probabilities and shares of a pixel's classes, and its loss.
 template <int kOwn>
 struct Terms {
   float probabilities[kOwn];
   float shares[kOwn];
   float loss;
-  float slope;  // of the loss by a logit, divided by probability - share
+  float slope;  // derivative of the loss by a logit, over probability - share
 };
 
-// The focal loss is the cross-entropy times (1 - p)^gamma, with p the probability of the truth.
+// Computes a pixel's terms. The focal loss is the cross-entropy times (1 - p)^gamma, where p is the
+// probability of the label.
 template <int kLanes, int kOwn>
 __device__ __forceinline__ Terms<kOwn> terms_of(const ImageArgs& args, const Pixel<kOwn>& pixel,
                                                 int lane) {
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(kThreads) image_sums(const __grid_constant__ I
     }
   }
 
-  // Lanes of the same classes, first of a warp and then of all warps.
+  // Adds up lanes of the same classes, first those of a warp and then of all warps.
 #pragma unroll
   for (int offset = kWarpSize / 2; offset >= kLanes; offset /= 2) {
 #pragma unroll
@@ -292,21 +293,21 @@ __global__ void __launch_bounds__(kThreads) image_gradient(const __grid_constant
 
 // --- masks ---------------------------------------------------------------------------------------
 
-// The pixels of a vector.
+// Pixels of a vector.
 constexpr int kMaskPixels = 8;
-// The blocks of a cluster that has an image.
+// Blocks of the cluster of an image.
 constexpr int kCluster = 8;
 constexpr int kMaskSums = kOverall + 3;
 
 // The same number as SHARE_TOLERANCE of jaxfused/ops/loss/segmentation_loss_xla.py.
 constexpr float kShareTolerance = 1e-3f;
 
-// A label of a mask, or NaN where it is no share from 0 to 1, such as 255.
+// Returns a mask's label, or NaN if it is not between 0 and 1, such as 255.
 __device__ __forceinline__ float share_of(float label, float tolerance) {
   return label >= -tolerance && label <= 1.0f + tolerance ? label : nanf("");
 }
 
-// Neighbouring pixels of a mask. What does not count has weight and logit 0.
+// Adjacent pixels of a mask. Those that do not count have weight and logit 0.
 template <int kVec>
 struct MaskPixels {
   float logits[kVec];
@@ -315,14 +316,14 @@ struct MaskPixels {
   uint32_t counts = (1u << kVec) - 1;
 };
 
-// Neighbouring pixels as they lie in memory. Nothing waits for them here, so that the loads of
-// several vectors are in flight together.
+// Adjacent pixels as in memory. Nothing waits for them here, so that the loads of several vectors
+// are in flight together.
 template <typename T, int kVec>
 struct MaskBits {
   static constexpr int kPart = kVec * sizeof(T) <= 16 ? kVec : 16 / sizeof(T);
   static constexpr int kLabelPart = kVec < 4 ? kVec : 4;
   Vector<T, kPart> logits[kVec / kPart];
-  int labels[kVec];  // or bytes: four of them in each, or the only one
+  int labels[kVec];  // or bytes: four in each, or a single one
 
   __device__ __forceinline__ MaskBits(const ImageArgs& args, int64_t place) {
 #pragma unroll
@@ -351,7 +352,7 @@ struct MaskBits {
   }
 };
 
-// Plain pixels all count, and have weight 1.
+// Unpacks pixels. With kPlain all of them count, with weight 1.
 template <typename T, int kVec, bool kPlain>
 __device__ __forceinline__ MaskPixels<kVec> mask_pixels(const ImageArgs& args,
                                                         const MaskBits<T, kVec>& bits,
@@ -392,7 +393,7 @@ __device__ __forceinline__ MaskPixels<kVec> mask_pixels(const ImageArgs& args,
   if (args.weights != nullptr) load_as_float<float>(args.weights + place, 0, pixels.weights);
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    // What does not count must not be NaN either.
+    // A pixel that does not count must not be NaN either.
     if (pixels.counts >> i & 1) continue;
     pixels.logits[i] = pixels.labels[i] = pixels.weights[i] = 0.0f;
   }
@@ -411,13 +412,13 @@ __device__ __forceinline__ float log1p_to_one(float x) {
   return sum * x;
 }
 
-// One instruction, right but for the last bit; the argument is at least 1, or NaN.
+// Computes 1 / x, for x of at least 1 or NaN, in one instruction that errs in the last bit only.
 __device__ __forceinline__ float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
   return x;
 }
 
-// The probabilities of a pixel's being in the mask and outside, and exp(-|logit|).
+// Probabilities that a pixel is inside and outside the mask, and exp(-|logit|).
 struct Odds {
   float inside, outside, small;
 
@@ -428,7 +429,7 @@ struct Odds {
     outside = logit >= 0.0f ? smaller : larger;
   }
 
-  // The cross-entropy without log(1 + exp(-|logit|)).
+  // Returns the cross-entropy without log(1 + exp(-|logit|)).
   __device__ __forceinline__ float linear_loss(float logit, float label) const {
     return fmaf(-label, logit, fmaxf(logit, 0.0f));
   }
@@ -437,24 +438,25 @@ struct Odds {
     return linear_loss(logit, label) + log1p_to_one(small);
   }
 
-  // The probability of what the pixel is not; the focal loss is the cross-entropy times its power.
+  // Returns the probability of the wrong class. The focal loss is the cross-entropy times its
+  // power.
   __device__ __forceinline__ float miss(float label) const {
     return inside * (1.0f - label) + outside * label;
   }
 };
 
-// The sums over a thread's pixels of a mask.
+// Sums over a thread's pixels of a mask.
 template <bool kFocal, bool kPlain>
 struct MaskTotals {
   static_assert(!(kFocal && kPlain));
   float sums[kMaskSums] = {};
 
-  // Adds pixels, and returns the probabilities of their being in the mask.
+  // Adds pixels, and sets `inside` to the probabilities that they are in the mask.
   template <int kVec>
   __device__ __forceinline__ void add(const ImageArgs& args, const MaskPixels<kVec>& pixels,
                                       float (&inside)[kVec]) {
-    // Of plain pixels the product of all 1 + exp(-|logit|), less 1, so that what is tiny is not
-    // lost beside the 1. One logarithm is enough for all of them.
+    // For plain pixels: the product of all 1 + exp(-|logit|), minus 1, so that tiny terms are not
+    // lost next to the 1. It takes a single logarithm.
     float product = 0.0f;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
@@ -505,19 +507,19 @@ struct MaskTotals {
   }
 };
 
-// What the gradient needs of a thread's plain pixels.
+// Values of a thread's plain pixels that the gradient needs.
 template <int kVec>
 struct Kept {
   float inside[2][kVec];
   float labels[2][kVec];
 };
 
-// Adds the vectors at `pixel` and `pixel + step` of the image, whose loads are in flight together.
+// Adds the vectors at `pixel` and `pixel + step` of the image; their loads are in flight together.
 template <typename T, int kVec, bool kFocal, bool kPlain>
 __device__ __forceinline__ void add_two(const ImageArgs& args, int64_t pixel, int64_t step,
                                         MaskTotals<kFocal, kPlain>& totals, Kept<kVec>& kept) {
   const int64_t first = blockIdx.y * args.pixels + pixel;
-  // Beyond the image the first vector is read again, and not added.
+  // Beyond the image the first vector is read again and not added.
   const bool two = pixel + step < args.pixels;
   const int64_t places[2] = {first, two ? first + step : first};
   const MaskBits<T, kVec> bits[2] = {{args, places[0]}, {args, places[1]}};
@@ -532,13 +534,13 @@ __device__ __forceinline__ void add_two(const ImageArgs& args, int64_t pixel, in
 }
 
 // The sums of all blocks of a cluster, in the shared memory of each of them. Each block sends its
-// sums to all, and a barrier that counts bytes says when they are there: unlike a barrier of the
-// cluster's threads, it waits for no other memory access and leaves the caches as they are.
+// sums to all, and an mbarrier counts the bytes that have arrived. Unlike a cluster barrier, it
+// waits for no other memory access and leaves the caches as they are.
 struct ClusterSums {
   float sums[kCluster][kMaskSums];
   uint64_t barrier;
 
-  // Makes the block ready to receive. All threads call it.
+  // Makes the block ready to receive. All threads must call it.
   __device__ __forceinline__ void begin() {
     if (threadIdx.x == 0) {
       mbarrier_init(&barrier);
@@ -549,8 +551,8 @@ struct ClusterSums {
     cluster_arrive();
   }
 
-  // Sends the block's sum with index `i`, which is the thread's own modulo the number of sums, and
-  // returns the cluster's to the first warp. All threads call it.
+  // Sends the block's sum `i`, where i is threadIdx.x modulo the number of sums, and returns the
+  // cluster's sum to the first warp. All threads must call it.
   __device__ __forceinline__ float total(float sum, int i) {
     cluster_wait();
     if (threadIdx.x < kCluster * kMaskSums) {
@@ -558,7 +560,8 @@ struct ClusterSums {
       cluster_store(cluster_address(&sums[cluster_rank()][i], rank), sum,
                     cluster_address(&barrier, rank));
     }
-    // A block stays until it has received all, so that nothing is sent to one that has ended.
+    // A block stays until it has received all sums, since no sum may be sent to a block that has
+    // ended.
     if (threadIdx.x >= kWarpSize) return 0.0f;
     mbarrier_wait(&barrier, 0);
     float total = 0.0f;
@@ -590,12 +593,12 @@ __global__ void __launch_bounds__(kMaskSumsThreads, 2)
   if (threadIdx.x < kMaskSums) args.partials[place * kMaskSums + i] = sum;
 }
 
-// The derivatives of the loss by three of the sums.
+// Derivatives of the loss by three of the sums.
 struct Pulls {
   float of_loss, of_overlap, of_predicted;
 };
 
-// Computes dlogits of the vector at `place`.
+// Computes dlogits of a vector of pixels.
 template <typename T, int kVec, bool kFocal>
 __device__ __forceinline__ void gradient_of(const ImageArgs& args, const Pulls& pulls,
                                             const MaskPixels<kVec>& pixels,
@@ -634,7 +637,7 @@ __device__ __forceinline__ void store_gradient(const ImageArgs& args, int64_t pl
     pack(part, packed);
     T* const to = static_cast<T*>(args.dlogits) + place + i;
     if constexpr (sizeof(packed) == 16) {
-      // One instruction, where nvcc makes four of an ordinary store.
+      // One instruction; nvcc splits an ordinary store into four.
       __stwb(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&packed));
     } else {
       store_vector(to, packed);
@@ -662,7 +665,7 @@ __global__ void __launch_bounds__(kMaskGradientThreads, 5)
   load_and_differentiate<T, kVec, kFocal, kPlain>(args, pulls, blockIdx.y * args.pixels + pixel);
 }
 
-// The loss of an image by its sums.
+// Returns an image's loss from its sums, and sets `pulls`.
 __device__ __forceinline__ float loss_of(const LossArgs& args, const float (&sums)[kMaskSums],
                                          Pulls* pulls) {
   const auto [total, losses, overlap, predicted, present] = sums;
@@ -678,9 +681,9 @@ __device__ __forceinline__ float loss_of(const LossArgs& args, const float (&sum
   return args.cross_entropy_weight * (losses / divisor) + args.dice_weight * (1.0f - index);
 }
 
-// Sums and gradient in one kernel: a cluster has an image. Between them pixels stay in registers
-// where they are plain and a thread has no more than two vectors. Otherwise they are read again, as
-// far as possible from the caches.
+// Computes sums and gradient in one kernel, with a cluster for each image. In between, pixels stay
+// in registers if they are plain and a thread has at most two vectors. Otherwise they are read
+// again, mostly from the caches.
 template <typename T, int kVec, bool kFocal, bool kPlain, bool kKeep>
 __global__ void __launch_bounds__(kMaskSumsThreads, 2)
     mask_loss(const __grid_constant__ ImageArgs args) {
@@ -735,21 +738,21 @@ __global__ void __launch_bounds__(kMaskSumsThreads, 2)
 
 // --- few classes ---------------------------------------------------------------------------------
 
-// How the logits of a warp's pixels, a row each, lie in shared memory.
+// Layout of a warp's logits in shared memory, with a row for each pixel.
 struct Rows {
   int row;    // bytes of a pixel
-  int pitch;  // bytes from a pixel to the next one
+  int pitch;  // bytes between the starts of successive pixels
 
-  // An odd number of 16 bytes between rows of whole 16 bytes leaves the banks the least conflicts.
+  // An odd multiple of 16 bytes between rows causes the fewest bank conflicts.
   __host__ __device__ __forceinline__ Rows(int classes, int itemsize)
       : row(classes * itemsize), pitch(row % 32 == 0 ? row + 16 : row) {}
 
-  // Of a warp, a multiple of 16.
+  // Bytes of a warp's rows, a multiple of 16.
   __host__ __device__ __forceinline__ int bytes() const {
     return (kWarpSize * pitch + 15) / 16 * 16;
   }
 
-  // Where the 16 bytes lie that are at `byte` without the gaps.
+  // Returns the offset of the 16 bytes that are at `byte` without the gaps.
   __device__ __forceinline__ int place(int byte) const {
     return pitch == row ? byte : byte / row * pitch + byte % row;
   }
@@ -789,13 +792,13 @@ __device__ __forceinline__ void store_rows(const ImageArgs& args, const Rows& ro
   }
 }
 
-// The pixels that a lane has at a time: with few classes one would be too little to load.
+// Pixels that a lane has at a time: with few classes, one would be too little to load.
 template <int kMost>
 constexpr int kPixels = kMost <= 4   ? 4
                         : kMost <= 8 ? 2
                                      : 1;
 
-// A pixel's label and weight as they lie in memory, which nothing waits for here.
+// A pixel's label and weight as in memory; nothing waits for them here.
 struct TruthBits {
   int label = 0;
   float weight = 1.0f;
@@ -811,7 +814,7 @@ struct TruthBits {
   }
 };
 
-// A pixel's label and weight, of which one that does not count has neither.
+// A pixel's label and weight, both 0 if it does not count.
 struct Truth {
   bool counts;
   int label;
@@ -823,14 +826,14 @@ struct Truth {
         weight(counts ? bits.weight : 0.0f) {}
 };
 
-// What a lane knows of its pixel.
+// A lane's terms of its pixel.
 template <int kMost>
 struct FewTerms {
   float exponentials[kMost];  // the probabilities, times `sum`
-  float inverse;              // of the sum
+  float inverse;              // 1 / `sum`
   float own;                  // the probability of the pixel's own class
   float loss;
-  float slope;  // of the loss by a logit, divided by probability - share
+  float slope;  // derivative of the loss by a logit, over probability - share
   bool valid;   // whether the label is a class
 
   template <typename T>
@@ -856,7 +859,7 @@ struct FewTerms {
     float sum = 0.0f;
 #pragma unroll
     for (int c = 0; c < kMost; ++c) {
-      // Beyond the classes not even logits of -inf make a NaN.
+      // Guards classes beyond the last one, which would be NaN if all logits are -inf.
       const float distance = c < args.classes ? exponentials[c] - most : -INFINITY;
       exponentials[c] = exp2_fast(distance * kLog2e);
       sum += exponentials[c];
@@ -890,7 +893,7 @@ __global__ void __launch_bounds__(kFewThreads) few_sums(const __grid_constant__ 
   constexpr int kTurn = kPixels<kMost>, kWarpPixels = kTurn * kWarpSize;
   const int stage = kTurn * rows.bytes();
   char* const stages = shared + warp * 2 * stage;
-  // The sums of each thread's pixels by their own class: of their probabilities, and of 1.
+  // Each thread's sums by the label of its pixels: of the label's probability, and of 1.
   float2* const places = reinterpret_cast<float2*>(shared + kWarps * 2 * stage);
   float2* const own = places + threadIdx.x;
   for (int c = 0; c < args.classes; ++c) own[c * kFewThreads] = make_float2(0.0f, 0.0f);
@@ -898,7 +901,7 @@ __global__ void __launch_bounds__(kFewThreads) few_sums(const __grid_constant__ 
 
   const int64_t start = blockIdx.y * args.pixels;
   const int64_t step = int64_t{gridDim.x} * kWarps * kWarpPixels;
-  // The warp's first one.
+  // First pixel of the warp.
   int64_t pixel = (int64_t{blockIdx.x} * kWarps + warp) * kWarpPixels;
   TruthBits next[kTurn];
   const auto load = [&](int64_t first, char* to) {
@@ -927,7 +930,8 @@ __global__ void __launch_bounds__(kFewThreads) few_sums(const __grid_constant__ 
       const Truth truth(args, bits[i]);
       const char* const row = stages + turn % 2 * stage + (i * kWarpSize + lane) * rows.pitch;
       const FewTerms<kMost> terms(args, reinterpret_cast<const T*>(row), truth);
-      // Nor does a lane without a pixel count, whose row is anything.
+      // A pixel that does not count adds nothing, like a lane beyond the image, whose row is
+      // arbitrary.
       if (!truth.counts) continue;
       total += truth.weight;
       losses += truth.weight * terms.loss;
@@ -943,7 +947,7 @@ __global__ void __launch_bounds__(kFewThreads) few_sums(const __grid_constant__ 
     __syncwarp();
   }
 
-  // The stages' place is free once all warps are here; it is larger.
+  // All warps are done with the stages, whose memory is large enough to be reused.
   __syncthreads();
   auto& of_warps = *reinterpret_cast<float (*)[kWarps][kOverall + kMost]>(shared);
   total = sum_over_lanes<kWarpSize>(total);
@@ -995,7 +999,7 @@ __global__ void __launch_bounds__(kFewThreads)
   const float* const cotangents =
       args.cotangents + int64_t{blockIdx.y} * (kOverall + 3 * args.classes);
   const int64_t start = blockIdx.y * args.pixels;
-  // The warp's pixels are neighbours.
+  // A warp's pixels are consecutive.
   const int64_t begin =
       (int64_t{blockIdx.x} * (kFewThreads / kWarpSize) + warp) * (kTurns * kWarpPixels);
   const auto pixels_of = [&](int turn) {
@@ -1084,8 +1088,8 @@ ffi::Error with_lanes(int classes, const F& f) {
 #undef JAXFUSED_LANES
 }
 
-// Calls `f` with the pixels of a vector, whether the loss is focal and the pixels plain. The
-// images' first pixels must be aligned alike.
+// Calls `f` with the pixels of a vector, whether the loss is focal, and whether the pixels are
+// plain. All images must start at the same alignment.
 template <typename F>
 ffi::Error with_mask(const ImageArgs& args, const F& f) {
   const bool aligned = args.pixels % kMaskPixels == 0 &&
