@@ -46,7 +46,7 @@ constexpr float kGeluCubic = 0.044715f;
 constexpr float kQuickGelu = 1.702f;
 
 // Computes 2^power with one instruction of the special function unit, as quick_reciprocal does 1 /
-// x. expf and __fdividef also handle subnormal numbers, which costs more than all the rest of an
+// x. expf and __fdividef also handle subnormal numbers, which costs more than the rest of an
 // activation. The relative error is 2^-22, plus |x| 2^-24 for exp.
 __device__ __forceinline__ float quick_exp2(float power) {
   asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(power));
@@ -66,7 +66,7 @@ __device__ __forceinline__ float gelu_tanh_logit(float x) {
   return kGeluTwo * (x + kGeluCubic * x * x * x);
 }
 
-// Returns x < 0 ? 0 : x, so that a NaN stays a NaN.
+// Returns x < 0 ? 0 : x; a NaN stays a NaN.
 __device__ __forceinline__ float relu(float x) {
 #if __CUDA_ARCH__ >= 800
   asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
@@ -77,8 +77,8 @@ __device__ __forceinline__ float relu(float x) {
 }
 
 // gate = sigmoid(x) and rest = 1 - gate. `rest` is computed on its own, since a subtraction would
-// lose all its digits where the gate is near 1. Where the exponential is infinite and the gate 0,
-// their product is NaN, of which fminf makes 1.
+// lose all digits for a gate near 1. If the exponential is infinite and the gate 0, their product
+// is NaN, which fminf turns into 1.
 struct Gate {
   float gate;
   float rest;
@@ -93,12 +93,12 @@ struct Gate {
 constexpr float kSixth = 1.0f / 6.0f;
 constexpr float kLeak = 0.01f;
 
-// Written so that a NaN stays one.
+// Clips x to [low, high]; a NaN stays a NaN.
 __device__ __forceinline__ float clip(float x, float low, float high) {
   return x < low ? low : x > high ? high : x;
 }
 
-// The derivative of clip, 0 at its corners.
+// Returns the derivative of clip, which is 0 at its corners.
 __device__ __forceinline__ float clip_slope(float x, float low, float high) {
   return x > low && x < high ? 1.0f : 0.0f;
 }
@@ -108,8 +108,8 @@ __device__ __forceinline__ float hard_sigmoid(float x) {
 }
 
 // gate = tanh(softplus(x)) and growth, its derivative. With u = exp(-|x|) they are (1 + 2 u) / d
-// and 4 u^2 (1 + u) / d^2 of d = 1 + 2 u + 2 u^2 for positive x, and (2 u + u^2) / d and 4 u (1 +
-// u) / d^2 of d = 2 + 2 u + u^2 for negative x.
+// and 4 u^2 (1 + u) / d^2 for positive x, where d = 1 + 2 u + 2 u^2. For negative x they are (2 u +
+// u^2) / d and 4 u (1 + u) / d^2, where d = 2 + 2 u + u^2.
 struct MishGate {
   float gate;
   float growth;
@@ -280,8 +280,8 @@ __device__ __forceinline__ void multiply_derivative(Activation activation,
   }
 }
 
-// Sets values[i] = activation(inputs[i]) and gradient[i] *= activation'(inputs[i]). What the two
-// have in common, mostly an exponential, is computed once.
+// Sets values[i] = activation(inputs[i]) and gradient[i] *= activation'(inputs[i]). Terms that both
+// share, mostly an exponential, are computed once.
 template <int kSize>
 __device__ __forceinline__ void activate_with_derivative(Activation activation,
                                                          const float (&inputs)[kSize],
@@ -325,7 +325,7 @@ __device__ __forceinline__ void activate_with_derivative(Activation activation,
   }
 }
 
-// An activation that is known when a loop is compiled, or not.
+// An activation that is a compile-time constant; AnyActivation is one that is not.
 template <Activation kValue>
 struct KnownActivation {
   __device__ __forceinline__ operator Activation() const { return kValue; }
@@ -337,12 +337,12 @@ struct AnyActivation {
   __device__ __forceinline__ operator Activation() const { return value; }
 };
 
-// Whether an activation's type is that of none.
+// Whether an activation's type is that of Activation::kNone.
 template <typename A>
 constexpr bool kIsNone = std::is_same_v<A, KnownActivation<Activation::kNone>>;
 
 // Calls f(activation, whether there is a residual) with types that have these as constants, so that
-// a loop in f has no branches for them. The activations that norms of images seldom have share one
+// a loop in f has no branches for them. Activations that are rare after norms of images share one
 // loop with a branch.
 template <typename F>
 __device__ __forceinline__ void with_constants(Activation activation, bool has_residual,

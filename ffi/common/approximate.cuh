@@ -1,15 +1,15 @@
-// Functions that take a few instructions and are right to about two units in the last place, for
-// results that are kept in 8 or 16 bits.
+// Functions of a few instructions that are accurate to about two units in the last place, for
+// results that are stored in 8 or 16 bits.
 #pragma once
 
-// The square root of a number that is not subnormal, or 0 of one that is.
+// Returns the square root of a normal number, and 0 for a subnormal one.
 __device__ __forceinline__ float sqrt_of_normal(float x) {
   float root;
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
   return root;
 }
 
-// 1 / x of a number that is not subnormal, or infinity of one that is.
+// Returns 1 / x for a normal number, and infinity for a subnormal one.
 __device__ __forceinline__ float fast_reciprocal(float x) {
   float reciprocal;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));

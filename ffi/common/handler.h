@@ -1,4 +1,4 @@
-// What every FFI handler needs: the device it runs on, checks of its operands, CUDA errors as
+// Shared by all FFI handlers: the current device, checks of operands, and CUDA errors as
 // ffi::Error.
 #pragma once
 
@@ -49,8 +49,8 @@ inline ffi::Error current_device(Device* device) {
   return ffi::Error::Success();
 }
 
-// Allows the blocks of `kernel` all the shared memory that the device has for one block. The value
-// is the same in every call, so that calls from several threads do not disturb each other.
+// Lets the blocks of `kernel` use all the shared memory that the device has for one block. The
+// value is the same in every call, so that calls from several threads do not disturb each other.
 template <typename Args>
 ffi::Error allow_shared_memory(void (*kernel)(Args), const Device& device) {
   return check_cuda(
@@ -64,10 +64,10 @@ struct Launch {
   int threads;
   int shared_bytes;
   int cluster = 1;           // blocks in a cluster
-  bool cooperative = false;  // whether all blocks must run at the same time, or none
+  bool cooperative = false;  // whether all blocks must be resident at once
 };
 
-// What a launch is to the CUDA runtime; valid as long as the object that holds it.
+// A launch as the CUDA runtime takes it; valid as long as this object.
 class LaunchConfig {
  public:
   LaunchConfig(const Launch& launch, cudaStream_t stream) {
@@ -117,7 +117,7 @@ ffi::Error resident_clusters(void (*kernel)(Args), const Launch& launch, cudaStr
   return ffi::Error::Success();
 }
 
-// Computes how many blocks of a launch a multiprocessor runs at a time, at least 1.
+// Computes how many blocks of a launch an SM runs at a time, at least 1.
 template <typename Args>
 ffi::Error resident_blocks(void (*kernel)(Args), const Launch& launch, int* blocks) {
   RETURN_IF_ERROR(check_cuda(
@@ -141,8 +141,7 @@ inline std::optional<Dtype> dtype_of(const ffi::AnyBuffer& buffer) {
   }
 }
 
-// An absent operand travels as a buffer without elements.
-// Returns `f` of a value of the type that `dtype` names.
+// Calls `f` with a value of the type that `dtype` names, and returns its result.
 template <typename F>
 ffi::Error with_dtype(Dtype dtype, const F& f) {
   switch (dtype) {
@@ -155,6 +154,7 @@ ffi::Error with_dtype(Dtype dtype, const F& f) {
   }
 }
 
+// Whether an operand is absent, which is passed as a buffer without elements.
 inline bool is_absent(const ffi::AnyBuffer& buffer) { return buffer.element_count() == 0; }
 
 // Returns the data of a buffer, or nullptr for an absent one.

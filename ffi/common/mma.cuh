@@ -76,9 +76,8 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
 #endif
 }
 
-// Rounds a float32 to the nearest tf32, away from zero where two are as near. The instruction
-// itself would cut the bits that a tf32 does not have, which is twice the error and always towards
-// zero.
+// Rounds a float32 to the nearest tf32, ties away from zero. The mma instruction itself would
+// truncate the excess bits, with twice the error and always towards zero.
 __device__ __forceinline__ uint32_t rounded_to_tf32(uint32_t x) {
   uint32_t y = x;
 #if __CUDA_ARCH__ >= 800
@@ -133,8 +132,7 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t shared) {
   return value;
 }
 
-// Computes exp2 with an error of at most 2 units in the last place; results below the least normal
-// number are 0.
+// Computes exp2 with an error of at most 2 units in the last place; subnormal results become 0.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -22,7 +22,7 @@ constexpr bool kHasByteProducts =
     std::is_same_v<V, int8_t>;
 #endif
 
-// The sums are exact.
+// Multiplies int8; the sums are exact.
 __device__ __forceinline__ void multiply_add_bytes(int8_t, int (&d)[4], const uint32_t (&a)[4],
                                                    uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800

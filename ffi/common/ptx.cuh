@@ -1,11 +1,12 @@
-// Instructions that C++ has no name for: asynchronous copies, and barriers over a part of a block.
+// PTX instructions that C++ has no name for: asynchronous copies, and barriers over a part of a
+// block.
 #pragma once
 
 #include <cstdint>
 
-// Copies kBytes from global to shared memory. Where the GPU can (sm_80 and later, 4 bytes or more),
-// the copy is asynchronous and complete once async_copies_wait has returned. Elsewhere the copy is
-// complete on return.
+// Copies kBytes from global to shared memory. On sm_80 and later, copies of 4 bytes or more are
+// asynchronous, and complete once async_copies_wait has returned. Other copies are complete on
+// return.
 template <int kBytes>
 __device__ __forceinline__ void async_copy(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
@@ -30,9 +31,8 @@ __device__ __forceinline__ void async_copy(void* shared, const void* global) {
   }
 }
 
-// Copies 16 bytes from global memory to a shared address, or writes zeros there, asynchronously as
-// async_copy does. With kWholeLine the L2 cache fetches the 128 bytes around them, which are wanted
-// next.
+// Copies 16 bytes from global memory to a shared address, or writes zeros there, asynchronously
+// like async_copy. With kWholeLine, L2 prefetches the 128 bytes around them, which are needed next.
 template <bool kWholeLine = false>
 __device__ __forceinline__ void async_copy_or_zero(uint32_t shared, const void* global,
                                                    bool exists) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void async_copies_wait_all() {
 #endif
 }
 
-// A barrier for `threads` threads, which are whole warps. `id` is 1 to 15, since 0 is
+// Waits at a barrier of `threads` threads, which are whole warps. `id` is 1 to 15; 0 is
 // __syncthreads.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -92,13 +92,13 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
 
 // --- blocks that wait for each other -------------------------------------------------------------
 
-// Counts this block at a counter in global memory. What its threads wrote before the barrier that
-// the caller has behind it is seen by whoever waits for the count.
+// Increments a counter in global memory, once for each block. Whoever waits for the count sees what
+// the block's threads wrote before the barrier that precedes this call.
 __device__ __forceinline__ void count_up(unsigned* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// Waits until the counter has come to `count`. All blocks that count must be running.
+// Waits until the counter has reached `count`. All blocks that increment it must be resident.
 __device__ __forceinline__ void wait_for_count(const unsigned* counter, unsigned count) {
   asm volatile(
       "{\n"
@@ -132,21 +132,21 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Initialises a barrier whose phase ends when so many threads have arrived and the bytes that they
-// announced have been copied.
+// Initialises a barrier. Its phase ends when `arrivals` threads have arrived and the bytes that
+// they announced have been copied.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals = 1) {
   JAXFUSED_SM90(
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                    "r"(arrivals) : "memory"));
 }
 
-// Orders what this thread did in shared memory before the bulk copies into it that it starts, or
-// another thread after a barrier.
+// Orders this thread's accesses to shared memory before bulk copies into it, which it starts
+// itself, or another thread after a barrier.
 __device__ __forceinline__ void bulk_copies_fence() {
   JAXFUSED_SM90(asm volatile("fence.proxy.async.shared::cta;" :: : "memory"));
 }
 
-// Makes the barriers that this thread has initialised visible to the copies.
+// Makes the barriers that this thread has initialised visible to bulk copies.
 __device__ __forceinline__ void mbarrier_init_fence() {
   JAXFUSED_SM90(asm volatile("fence.mbarrier_init.release.cluster;" :: : "memory"));
   bulk_copies_fence();
@@ -175,7 +175,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
                    "r"(parity) : "memory"));
 }
 
-// A cache policy for a copy: L2 evicts all other lines before those that the copy reads.
+// Returns a cache policy for a copy: L2 evicts the lines that the copy reads after all others.
 __device__ __forceinline__ uint64_t evict_last_policy() {
   uint64_t policy = 0;
   JAXFUSED_SM90(asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy)));
@@ -199,8 +199,7 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
       "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory"));
 }
 
-// --- sm_90 and later: clusters of blocks
-// -----------------------------------------------------------
+// --- sm_90 and later: clusters of blocks ---------------------------------------------------------
 
 // Returns the block's rank in its cluster.
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -209,7 +208,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// Returns the address at which block `rank` of the cluster holds what this block holds at `shared`.
+// Returns the address at which block `rank` of the cluster has what this block has at `shared`.
 __device__ __forceinline__ uint32_t cluster_address(const void* shared, uint32_t rank) {
   uint32_t address = 0;
   JAXFUSED_SM90(
@@ -218,8 +217,8 @@ __device__ __forceinline__ uint32_t cluster_address(const void* shared, uint32_t
   return address;
 }
 
-// Announces the thread to its cluster, without making visible what it has written; `cluster_wait`
-// must follow.
+// Announces the thread to its cluster. It does not make its writes visible, and cluster_wait must
+// follow.
 __device__ __forceinline__ void cluster_arrive() {
   JAXFUSED_SM90(asm volatile("barrier.cluster.arrive.relaxed.aligned;" :: : "memory"));
 }

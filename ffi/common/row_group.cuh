@@ -1,5 +1,5 @@
-// A team: the threads of a block that share one row. A team of up to 32 threads (a power of two)
-// lies within a warp and needs no barrier; a larger one is whole warps.
+// A team: the threads of a block that share a row. A team of up to 32 threads (a power of two) lies
+// within a warp and needs no barrier; a larger one consists of whole warps.
 #pragma once
 
 #include "ptx.cuh"
@@ -16,8 +16,8 @@ struct Team {
       : size(team_size), index(threadIdx.x / team_size), rank(threadIdx.x % team_size) {}
 };
 
-// Sets values[i] = the sum over the lanes whose indices differ only in the bits below `size`, a
-// power of two.
+// Sums each of values[i] over the lanes whose indices differ only in the bits below `size`, a power
+// of two.
 template <int kValues>
 __device__ __forceinline__ void add_over_lanes(int size, float (&values)[kValues]) {
   const auto add = [&](int offset) {
@@ -33,8 +33,8 @@ __device__ __forceinline__ void add_over_lanes(int size, float (&values)[kValues
   }
 }
 
-// Sums what the `warps` warps of a team have written; each value has a group of places, one a warp.
-// Places without a warp are zero.
+// Sums what the `warps` warps of a team have written. Each value has one place per warp; places
+// without a warp must be zero.
 template <int kValues>
 __device__ __forceinline__ void add_places(const float* places, int warps,
                                            float (&values)[kValues]) {
@@ -51,17 +51,16 @@ __device__ __forceinline__ void add_places(const float* places, int warps,
   }
 }
 
-// Sums over a team, of one or two values at once. The order of the additions is fixed, so every
+// Sums one or two values at a time over a team. The order of the additions is fixed, so every
 // thread gets the same bits in every run.
 class TeamSum {
-  // The floats used in one turn: among the warps of a block there can be at most half as many teams
-  // of two or more warps.
+  // Floats of one turn: a block has at most half as many teams of two or more warps as warps.
   static constexpr int kTurn = 2 * kMaxTeamWarps * kMaxTeamWarps / 2;
 
  public:
   static constexpr int kScratch = 2 * kTurn;
 
-  // All threads of a block construct the object and call `start` before the first sum.
+  // All threads of a block must construct the object, and call `start` before the first sum.
   __device__ TeamSum(const Team& team, float* scratch) : team_(team), scratch_(scratch) {
     if (team.size <= kWarpSize) return;
     for (int i = threadIdx.x; i < kScratch; i += blockDim.x) scratch[i] = 0.0f;
@@ -73,12 +72,12 @@ class TeamSum {
   __device__ __forceinline__ void operator()(float (&values)[kValues]) {
     static_assert(kValues <= 2);
     add_over_lanes(team_.size, values);
-    // Before a sum memory is read that one lane may have written again after it; teams of one lane
-    // exchange nothing, and so the lanes of a warp would not have met.
+    // The caller may read memory before the sum that another lane writes after it. Teams of one
+    // lane exchange nothing, so their warp must be synchronised here.
     if (team_.size == 1) __syncwarp();
     if (team_.size <= kWarpSize) return;
-    // Turns alternate between two buffers, so that one barrier for each sum suffices: a warp that
-    // writes a place again has passed the barrier of the sum in between, and so has every reader of
+    // Turns alternate between two buffers, so that one barrier per sum suffices: a warp that
+    // overwrites a place has passed the barrier of the sum in between, and so has every reader of
     // that place.
     float* own = scratch_ + turn_ * kTurn + team_.index * 2 * kMaxTeamWarps;
     turn_ ^= 1;
@@ -99,7 +98,7 @@ class TeamSum {
 };
 
 // Sums over a team that is a cluster of two blocks, each with at most half of kMaxTeamWarps warps.
-// A warp stores its sums in both blocks, and the barrier of a turn counts the bytes stored.
+// A warp stores its sums in both blocks, and each turn's mbarrier counts the stored bytes.
 class PairSum {
   static constexpr int kTurn = 2 * kMaxTeamWarps;
 
@@ -122,8 +121,8 @@ class PairSum {
     const uint32_t warps = half_.size / kWarpSize;
     float* own = places_ + turn_ * kTurn;
     uint64_t* barrier = barriers_ + turn_;
-    // The previous phase of this barrier was awaited two turns ago, and the next phase cannot end
-    // before this arrival.
+    // The previous phase of this barrier ended two turns ago, and the next one cannot end before
+    // this arrival.
     if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, 2 * warps * kValues * sizeof(float));
     const uint32_t lane = threadIdx.x % kWarpSize;
     if (lane < 2 * kValues) {

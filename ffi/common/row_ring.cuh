@@ -1,18 +1,18 @@
-// A ring of buffers through which the rows of several matrices are loaded. The bytes in flight are
-// limited by shared memory, and not by registers or occupancy.
+// A ring of pipeline stages through which the rows of several matrices are loaded. Shared memory
+// limits the bytes in flight, not registers or occupancy.
 #pragma once
 
 #include "rows.cuh"
 
 constexpr int kMaxStages = 3;  // the most groups that async_copies_wait can distinguish
-// The bytes in flight that keep the memory system busy for one multiprocessor. With more, kernels
-// are slower.
+// Bytes in flight that saturate an SM's share of the memory bandwidth. With more, kernels are
+// slower.
 constexpr int kBytesInFlight = 64 * 1024;
 
 constexpr int kRingBarriers = kMaxStages * kMaxTeamWarps;
 
-// The ring of one unit of `walk`. Where the GPU has bulk copies and the rows are suitably aligned,
-// one thread of a unit copies whole rows; elsewhere every thread copies its own columns.
+// The ring of one unit of `walk`. If the GPU has bulk copies and rows are aligned for them, one
+// thread of a unit copies whole rows; otherwise every thread copies its own columns.
 template <typename T, int kVec, int kVectors, int kMaxStreams, bool kShifted = false>
 class RowRing {
   using Columns = ::Columns<kVec, kVectors, kShifted>;
@@ -20,9 +20,9 @@ class RowRing {
  public:
   static constexpr bool kBulk = kHasBulkCopies && kVec * sizeof(T) == 16;
 
-  // `barriers` points to the block's kRingBarriers barriers. `sources` holds one to kMaxStreams
-  // matrices, and nullptr after the last; their rows are `stride` apart. `shared` holds a row for
-  // each team in each stage and stream. All threads of the block synchronise before the first wait.
+  // `barriers` are the block's kRingBarriers mbarriers. `sources` has one to kMaxStreams matrices,
+  // then nullptr; their rows are `stride` apart. `shared` has room for a row for each team, stage
+  // and stream. All threads of the block must synchronise before the first wait.
   __device__ RowRing(uint64_t* barriers, void* shared, const void* const* sources, int stride,
                      int stages, const Team& team, const Columns& column, const RowWalk& walk)
       : stride_(stride),
@@ -55,7 +55,7 @@ class RowRing {
     phase_ = 0;
   }
 
-  // Waits for the oldest stage. `read` returns values of this stage until the next fetch.
+  // Waits for the oldest stage. Until the next fetch, `read` returns its values.
   __device__ __forceinline__ void wait() {
     if constexpr (kBulk) {
       mbarrier_wait(barriers_ + stage_, phase_);
@@ -64,8 +64,8 @@ class RowRing {
     }
   }
 
-  // Columns beyond the last are read as zeros, which add nothing to a sum. Values that share a
-  // vector with a shifted row but belong to its neighbours are arbitrary.
+  // Returns a vector of the stage. Columns beyond the last are zeros, which add nothing to a sum.
+  // Values that share a vector with a shifted row but belong to adjacent rows are arbitrary.
   __device__ __forceinline__ Vector<T, kVec> read(int stream, int v) const {
     if (!column_.has(v)) return {};
     return load_vector<T, kVec>(line(stream) + column_(v));
@@ -88,7 +88,7 @@ class RowRing {
     return slots_ + (stage_ * streams_ + stream) * slot_values_;
   }
 
-  // The address in the slot at which the team's row starts.
+  // Returns the address in the slot at which the team's row starts.
   __device__ __forceinline__ T* line(int stream) const {
     return slot(stream) + first_shift_ + walk_.line * column_.features();
   }
@@ -96,8 +96,8 @@ class RowRing {
   __device__ __forceinline__ void copy_in() {
     if constexpr (kBulk) {
       if (!leads_) return;
-      // If the inputs stay in L2, the results are evicted from it in longer runs, which makes a
-      // norm a little faster. A following kernel that reads the results does not become slower.
+      // If inputs stay in L2, results are evicted from it in longer runs, which makes a norm a
+      // little faster. A following kernel that reads the results does not become slower.
       const uint64_t policy = evict_last_policy();
       const int rows = min(walk_.height, walk_.end - next_);
       const uint32_t bytes = round_up(first_shift_ + rows * column_.features(), kVec) * sizeof(T);

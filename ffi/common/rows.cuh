@@ -8,11 +8,10 @@
 //     column(v) = (v * team.size + rank) * kVec - shift,    v = 0 .. kVectors - 1
 //
 // In this way a team reads a row in whole cache lines, and per-column values stay with one thread.
-// The shift is 0 where every row starts at a multiple of 16 bytes. Elsewhere (kShifted) the shift
-// is the distance from the last such multiple to the row's start, so that all accesses are still
-// aligned vectors. The first and the last vector of a row then also hold values of the neighbouring
-// rows, which the kernels mask. A team takes only rows of one shift, so that its columns stay the
-// same.
+// The shift is 0 where every row starts at a multiple of 16 bytes. For misaligned rows (kShifted)
+// it is the distance from the last such multiple to the row's start, so that all accesses are still
+// aligned vectors. The first and the last vector of a row then also hold values of adjacent rows,
+// which the kernels mask. A team takes only rows of one shift, so that its columns stay the same.
 #pragma once
 
 #include <algorithm>
@@ -26,20 +25,20 @@
 // A thread holds 8, 16, 24 or 32 values of a row.
 constexpr int kElementStep = 8;
 constexpr int kElementChoices = 4;
-// Up to this many values a thread, the loads of all parameters are in flight together. With more
-// values, registers would not suffice for that.
+// Largest number of values a thread with which the loads of all parameters are in flight together.
+// With more, registers would not suffice.
 constexpr int kTogetherElements = 16;
 
 struct Device {
   int multiprocessors;
-  int shared_bytes;  // the most that one block can have
+  int shared_bytes;  // most shared memory of one block
   int l2_bytes;
   int clusters;  // whether blocks can be launched in clusters
 };
 
 enum class Dtype : int { kFloat32, kBfloat16, kFloat16 };
 
-// A [features] vector with a dtype of its own; it is absent if it has no data.
+// A [features] vector of its own dtype; it is absent if `data` is nullptr.
 struct Parameter {
   const void* data;
   Dtype dtype;
@@ -78,7 +77,7 @@ __device__ __forceinline__ void load_parameter(const Parameter& parameter, int c
             [&](auto type) { load_as_float<decltype(type)>(parameter.data, column, out); });
 }
 
-// The factor of the norm: scale + offset, or 1 without a scale.
+// Loads the factor of the norm: scale + offset, or 1 without a scale.
 template <int kSize>
 __device__ __forceinline__ void load_scale(const Parameter& scale, float offset, int column,
                                            float (&out)[kSize]) {
@@ -103,7 +102,7 @@ __device__ __forceinline__ void load_or_zero(const Parameter& parameter, int col
   }
 }
 
-// Sums the values by a short tree instead of a long chain of dependent additions.
+// Sums the values in a short tree instead of a long chain of dependent additions.
 template <int kSize>
 __device__ __forceinline__ float sum_of(const float (&values)[kSize]) {
   float partial[kSize];
@@ -117,8 +116,7 @@ __device__ __forceinline__ float sum_of(const float (&values)[kSize]) {
   return partial[0];
 }
 
-// The columns that a thread owns in every row, within the `features` columns from `first` on that
-// belong to the team.
+// The columns that a thread owns in every row. The team has `features` columns from `first` on.
 template <int kVec, int kVectors, bool kShifted = false>
 class Columns {
  public:
@@ -129,7 +127,7 @@ class Columns {
     return (v * team_.size + team_.rank) * kVec - (kShifted ? shift_ : 0);
   }
 
-  // Whether column(v) and thus a part of vector v lies within the row. Only the last kElementStep
+  // Whether column(v), and so a part of vector v, lies within the row. Only the last kElementStep
   // values need this test, since choose_spread guarantees the others.
   __device__ __forceinline__ bool has(int v) const {
     if ((v + 1) * kVec <= kVec * kVectors - kElementStep) return true;
@@ -142,20 +140,20 @@ class Columns {
     return !kShifted || (column >= 0 && column < features_);
   }
 
-  // Whether all values of vector `v`, which the row `has`, belong to the row itself.
+  // Whether all values of vector `v` belong to the row itself; has(v) must be true.
   __device__ __forceinline__ bool owns_all(int v) const {
     return !kShifted || ((*this)(v) >= 0 && (*this)(v) + kVec <= features_);
   }
 
-  // Replaces values that belong to neighbouring rows by zeros.
+  // Replaces values that belong to adjacent rows by zeros.
   __device__ __forceinline__ void mask(int v, float (&values)[kVec]) const {
     if (owns_all(v)) return;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) values[i] = owns(v, i) ? values[i] : 0.0f;
   }
 
-  // Writes those values of vector `v`, which the row `has`, that belong to the row; `row` is the
-  // row's start.
+  // Writes the values of vector `v` that belong to the row, which starts at `row`; has(v) must be
+  // true.
   template <typename T>
   __device__ __forceinline__ void store(T* row, int v, const Vector<T, kVec>& vector) const {
     if (owns_all(v)) {
@@ -176,12 +174,12 @@ class Columns {
 
   __device__ __forceinline__ int features() const { return features_; }
 
-  // The start of the team's features in a matrix with rows of `features`.
+  // Returns where the team's features start in a matrix with rows of `features`.
   __device__ __forceinline__ int64_t start(int row, int features) const {
     return static_cast<int64_t>(row) * features + first_;
   }
 
-  // The index of column(v) among all features, of which the team may own a part.
+  // Returns the index of column(v) among all features, of which the team may own a part.
   __device__ __forceinline__ int of_all(int v) const { return first_ + (*this)(v); }
 
  private:
@@ -205,14 +203,14 @@ class Columns {
   int shift_;
 };
 
-// The number of values between a row's start and the last multiple of kVec values before it.
+// Returns the values between a row's start and the last multiple of kVec values before it.
 template <int kVec, bool kShifted>
 __device__ __forceinline__ int shift_of(int row, int features) {
   return kShifted ? static_cast<int>(static_cast<int64_t>(row) * features % kVec) : 0;
 }
 
 // A parameter at the columns of a thread, in the dtype of memory. The loads of several parameters
-// are in flight together until the values of the first are requested.
+// are in flight together until the values of the first are used.
 template <int kVec, int kVectors, bool kShifted>
 class ParameterLoad {
   using Columns = ::Columns<kVec, kVectors, kShifted>;
@@ -228,7 +226,7 @@ class ParameterLoad {
     }
   }
 
-  // Returns the values plus `offset`, or `absent` where there is no parameter or no column.
+  // Returns the values plus `offset`, or `absent` if there is no parameter or no column.
   __device__ __forceinline__ void values(float absent, float offset,
                                          float (&out)[kVectors][kVec]) const {
 #pragma unroll
@@ -271,7 +269,7 @@ class ParameterLoad {
     }
   }
 
-  // With shifted columns each word holds one value, otherwise as many values as it has room for.
+  // Words of shifted columns hold one value each, and others as many as they have room for.
   template <typename T>
   __device__ __forceinline__ static void convert(T, const uint32_t (&words)[kVec],
                                                  float (&out)[kVec]) {
@@ -294,20 +292,21 @@ class ParameterLoad {
   uint32_t words_[kVectors][kVec];
 };
 
-// The floats of shared memory for a thread's values of one parameter. There are a few more floats
-// than values, so that a warp reads them without bank conflicts.
+// Floats of shared memory for a thread's values of one parameter. They are padded, so that a warp
+// reads them without bank conflicts.
 __host__ __device__ constexpr int shared_values(int elements, int vec) {
   return elements + (vec < 4 ? vec : 4);
 }
 
-// A thread's values of a parameter in float32: in registers, or in shared memory, where all teams
-// of a block use one copy.
+// A thread's values of a parameter in float32: in registers, or in shared memory, where the teams
+// of a block share one copy.
 template <int kVec, int kVectors, bool kInRegisters>
 class ColumnValues {
   static constexpr int kPart = kVec < 4 ? kVec : 4;
 
  public:
-  // Unless registers are used, takes shared_values floats for each thread of a team from `shared`.
+  // If values are not in registers, takes shared_values floats for each thread of a team from
+  // `shared`.
   __device__ ColumnValues(float*& shared, const Team& team) {
     if constexpr (!kInRegisters) {
       constexpr int kStride = shared_values(kVec * kVectors, kVec);
@@ -317,7 +316,7 @@ class ColumnValues {
     }
   }
 
-  // Writes the values. All threads call this function, and synchronise before the first read.
+  // Writes the values. All threads must call it, and synchronise before the first read.
   __device__ __forceinline__ void write(const float (&values)[kVectors][kVec]) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -367,8 +366,7 @@ __device__ __forceinline__ void write_columns(
 }
 
 // Returns load(0) + ... + load(count - 1), summed in float64. A chain of additions is then as
-// accurate as a tree, and takes little code, which matters since a kernel that runs code once has
-// to fetch it first.
+// accurate as a tree and takes less code, which must be fetched even if it runs only once.
 template <int kSize, typename Load>
 __device__ __forceinline__ Vector<float, kSize> accurate_sum(int count, const Load& load) {
   double sums[kSize] = {};
@@ -385,7 +383,8 @@ __device__ __forceinline__ Vector<float, kSize> accurate_sum(int count, const Lo
 }
 
 // Writes totals[column] = the sum of `values` over the block's teams; `values` are overwritten.
-// `shared` has room for `features` floats of each team. The call stands between two barriers.
+// `shared` must have room for `features` floats of each team. The caller needs a barrier before and
+// after.
 template <int kVec, int kVectors, bool kShifted>
 __device__ __forceinline__ void add_over_teams(float (&values)[kVectors][kVec], const Team& team,
                                                const Columns<kVec, kVectors, kShifted>& column,
@@ -436,8 +435,8 @@ __device__ __forceinline__ void add_over_teams(float (&values)[kVectors][kVec], 
   }
 }
 
-// The rows that a unit takes, which is one team or several neighbouring teams of a block: `height`
-// neighbouring rows in each step, one for each of its teams.
+// The rows of a unit, which is one team or several consecutive teams of a block. In each step it
+// takes `height` consecutive rows, one for each of its teams.
 struct RowWalk {
   int height;
   int unit;  // index of the unit in its block
@@ -457,13 +456,13 @@ struct RowWalk {
 
 // --- launch --------------------------------------------------------------------------------------
 
-// How a row is distributed over threads. `elements` is 0 if the row is too long for one team.
+// Distribution of a row over threads. `elements` is 0 if the row is too long for one team.
 struct Spread {
   int elements;   // per thread
   int team_size;  // threads per row
 
   int padded() const { return elements * team_size; }
-  // The floats of shared memory that `count` parameters take.
+  // Returns the floats of shared memory that `count` parameters take.
   int parameters(int count, int vec) const {
     return count * team_size * shared_values(elements, vec);
   }
@@ -477,18 +476,18 @@ __host__ __device__ constexpr int round_up(int value, int multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// The room for `rows` neighbouring rows, counted from the last multiple of `vec` values before
+// Returns the values of a slot for `rows` consecutive rows, from the last multiple of `vec` before
 // them.
 __host__ __device__ constexpr int slot_values(int rows, int features, int vec, bool shifted) {
   return shifted ? round_up(rows * features + vec - 1, vec) : rows * features;
 }
 
-// The number of steps of `rows` rows after which a walk reaches a row of the same shift.
+// Returns after how many steps of `rows` rows a walk reaches a row of the same shift.
 inline int steps_of_one_shift(int rows, int features, int vec) {
   return vec / std::gcd(vec, static_cast<int>(int64_t{rows} * features % vec));
 }
 
-// For each choice of elements, the most threads of a block for which registers suffice.
+// Most threads of a block for which registers suffice, for each choice of elements.
 using ThreadLimits = std::array<int, kElementChoices>;
 
 constexpr int threads_limit(const ThreadLimits& limits, int elements) {
@@ -497,9 +496,8 @@ constexpr int threads_limit(const ThreadLimits& limits, int elements) {
 
 enum class Ties { kFewerThreads, kMoreThreads };
 
-// A row that a warp holds with kElementStep values a thread can be spread over many threads, which
-// complete it soonest, or given to few threads with many values, which takes the fewest
-// instructions.
+// Preferences for a row that one warp can hold with kElementStep values a thread: many threads,
+// which complete it soonest, or many values a thread, which takes the fewest instructions.
 enum class Narrow { kManyThreads, kManyValues };
 
 // With more values of a narrow row, a thread's registers would not hold the values and their sums.
@@ -511,7 +509,7 @@ constexpr int power_of_two_from(int value) {
   return power;
 }
 
-// With many values a thread: returns the spread with the fewest idle threads and, among equals, the
+// For Narrow::kManyValues: returns the spread with the fewest idle threads and, among equals, the
 // one with the most values a thread.
 inline Spread choose_narrow_spread(int values, int most_elements) {
   Spread best = {};
@@ -524,9 +522,9 @@ inline Spread choose_narrow_spread(int values, int most_elements) {
   return best;
 }
 
-// Gives rows of up to 1,024 features to one warp or less, which needs no barrier, and longer rows
-// to the team that leaves the fewest threads idle; `ties` decides between equals. Where rows are
-// shifted, a team has room for a row with any shift.
+// Returns the spread of a row. Rows of up to 1,024 features get one warp or less, which needs no
+// barrier, and longer ones the team with the fewest idle threads; `ties` decides between equals. If
+// rows are shifted, a team has room for any shift.
 inline Spread choose_spread(int features, int vec, bool shifted, int most_elements,
                             const ThreadLimits& limits, Ties ties, Narrow narrow) {
   Spread best = {};
@@ -551,8 +549,8 @@ inline Spread choose_spread(int features, int vec, bool shifted, int most_elemen
   return best;
 }
 
-// Returns the threads of a block: as many teams as `limit` threads allow, except that few rows are
-// first spread over all multiprocessors.
+// Returns the threads of a block: as many teams as `limit` threads allow, but few rows are first
+// spread over all SMs.
 inline int choose_threads(const Spread& spread, int64_t rows, int limit, const Device& device) {
   const int least = std::max(spread.team_size, kWarpSize);
   const int64_t teams = divide_up(rows, device.multiprocessors);

@@ -1,19 +1,19 @@
-// Rows that start anywhere, and are long: a block stages one in shared memory in the aligned pieces
-// of 16 bytes around it, and then its threads have the columns one by one.
+// Long misaligned rows: a block copies a row to shared memory in the aligned 16-byte pieces around
+// it. Then its threads read the columns one by one.
 #pragma once
 
 #include "ptx.cuh"
 #include "vector.cuh"
 
-// The place of a row of a matrix among the aligned pieces of 16 bytes.
+// Position of a row of a matrix among aligned 16-byte pieces.
 template <typename T>
 struct RowPieces {
   static constexpr int kVec = 16 / sizeof(T);
 
-  int64_t start;  // of the row, in values
-  int64_t first;  // of its first piece
+  int64_t start;  // index of the row's first value
+  int64_t first;  // index of its first piece's first value
   int64_t total;  // values of the matrix
-  int shift;      // from the first piece to the row
+  int shift;      // values between these two
   int features;
 
   __device__ __forceinline__ RowPieces(int64_t row, int64_t rows, int features)
@@ -23,13 +23,14 @@ struct RowPieces {
         shift(static_cast<int>(start - first)),
         features(features) {}
 
-  // The pieces of a row that starts at the worst place.
+  // Returns the pieces of a row with the worst alignment.
   static __host__ __device__ int most(int features) { return (features + 2 * kVec - 2) / kVec; }
 
   __device__ __forceinline__ int count() const { return (shift + features + kVec - 1) / kVec; }
-  // The column of a piece's first value; it is negative where the piece begins before the row.
+  // Returns the column of a piece's first value, which is negative if the piece begins before the
+  // row.
   __device__ __forceinline__ int column(int piece) const { return piece * kVec - shift; }
-  // Whether the whole piece is of the matrix, or of the row.
+  // Whether the whole piece lies in the matrix, and below in the row.
   __device__ __forceinline__ bool in_matrix(int piece) const {
     return first + int64_t{piece + 1} * kVec <= total;
   }
@@ -40,7 +41,7 @@ struct RowPieces {
     return static_cast<unsigned>(column) < static_cast<unsigned>(features);
   }
 
-  // Beyond the end of the matrix there are zeros.
+  // Loads a piece, with zeros beyond the end of the matrix.
   __device__ __forceinline__ Vector<T, kVec> load(const void* data, int piece) const {
     const T* const from = static_cast<const T*>(data) + first + int64_t{piece} * kVec;
     if (in_matrix(piece)) return load_streaming<T, kVec>(from);
@@ -57,7 +58,7 @@ struct RowPieces {
     return packed;
   }
 
-  // Stores what belongs to the row.
+  // Stores the values of a piece that belong to the row.
   __device__ __forceinline__ void store(void* data, int piece,
                                         const Vector<T, kVec>& values) const {
     T* const to = static_cast<T*>(data) + first + int64_t{piece} * kVec;
@@ -77,7 +78,7 @@ struct RowPieces {
     }
   }
 
-  // Requests a piece for shared memory, which async_copies_wait waits for.
+  // Starts to copy a piece to shared memory; async_copies_wait waits for it.
   __device__ __forceinline__ void copy(T* shared, const void* data, int piece) const {
     if (in_matrix(piece)) {
       async_copy<16>(shared + piece * kVec,
@@ -88,7 +89,7 @@ struct RowPieces {
   }
 };
 
-// One value of type T in float32, and back.
+// Loads one value of type T as float32; below, stores one.
 template <typename T>
 __device__ __forceinline__ float value_at(const T* data) {
   float value[1];

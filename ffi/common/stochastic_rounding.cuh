@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
-// What the random bits of one leaf on this device depend on; made in
+// Inputs of one leaf's random bits on this device; made in
 // jaxfused/ops/optimizer/optimizer_step.py.
 struct alignas(16) LeafRandom {
-  uint2 seeds[3];  // of the parameter and the moments
+  uint2 seeds[3];  // seeds of the parameter and the moments
   // An element's index in the whole array is base + l + sum over i of l / chunks[i] * skips[i],
   // where l is its index on this device.
   uint32_t base;
@@ -36,15 +36,15 @@ __device__ __forceinline__ uint32_t random_word(uint2 seeds, uint32_t pair) {
   return x ^ (x >> 16);
 }
 
-// Returns the 16 random bits of a value that may have been split off its pair. It is seldom called,
-// and inline its divisions would take up registers.
+// Returns a value's 16 random bits, for a value that may be separated from its pair. It is rarely
+// called, and its divisions would take registers if inlined.
 __device__ __noinline__ uint32_t random_half(const LeafRandom& random, int stream, int64_t local) {
   const uint32_t index = random.index(local);
   const uint32_t word = random_word(random.seeds[stream], index / 2);
   return index % 2 == 0 ? word & 0xFFFFu : word >> 16;
 }
 
-// Sets 16 random bits for each of kCount neighbours, of which the first is number `local`.
+// Sets 16 random bits for each of kCount adjacent values, from index `local` on.
 template <int kCount>
 __device__ __forceinline__ void random_halves(const LeafRandom& random, int stream, int64_t local,
                                               uint32_t (&halves)[kCount]) {
@@ -63,10 +63,10 @@ __device__ __forceinline__ void random_halves(const LeafRandom& random, int stre
   }
 }
 
-// Rounds values to ones that bfloat16 has: up with the probability of the bits cut off.
+// Rounds values to bfloat16 numbers: up with the probability of the bits cut off.
 //
-// An infinity has none of these bits. The NaN of all arithmetic is 0x7FFFFFFF: without its lower
-// half, nothing is carried into its upper one.
+// An infinity has none of these bits. Arithmetic yields the NaN 0x7FFFFFFF; its lower half is
+// cleared so that nothing is carried into its upper one.
 template <int kCount>
 __device__ __forceinline__ void round_stochastically(const LeafRandom& random, int stream,
                                                      int64_t local, float (&values)[kCount]) {

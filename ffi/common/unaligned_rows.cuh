@@ -1,7 +1,7 @@
-// Rows that do not start at multiples of 16 bytes. A tile consists of as many neighbouring rows as
-// make a piece of memory that starts at such a multiple. A block copies a tile through shared
-// memory in vectors, whatever the width of the rows; there, a thread owns single columns of
-// each row, or words of two of them.
+// Misaligned rows, which do not start at multiples of 16 bytes. A tile is as many consecutive rows
+// as form a 16-byte aligned piece of memory. A block copies it through shared memory in vectors,
+// whatever the rows' width; there, a thread owns single columns of each row, or words of two
+// columns.
 #pragma once
 
 #include <numeric>
@@ -10,18 +10,18 @@
 
 constexpr int kFlatThreads = 256;
 constexpr int kFlatVectors = 4;            // vectors of a tile that a thread copies
-constexpr int kFlatRingBytes = 16 * 1024;  // of a tile in a ring
-constexpr int kFlatBarrierBytes = 128;     // of a barrier for each stage of a ring
-// When a kernel also sums columns over the rows, a lane has registers for half as many columns.
+constexpr int kFlatRingBytes = 16 * 1024;  // bytes of a tile in a ring
+constexpr int kFlatBarrierBytes = 128;     // bytes for an mbarrier of each stage
+// Most features if a kernel also sums columns over rows, which halves the columns that a lane
+// holds.
 constexpr int kMostFlatSums = 512;
 
-// The least number of rows whose bytes are whole vectors, and the tile of as many such rows as the
-// threads can copy.
+// Rows whose bytes are a multiple of 16, whatever their width.
 template <typename T>
 constexpr int kFlatRows = 16 / sizeof(T);
 
-// Every tile starts at a whole vector, so its rows are a multiple of kFlatRows. Small problems are
-// spread over all multiprocessors before tiles grow.
+// Returns the rows of a tile, a multiple of kFlatRows so that every tile starts at a whole vector.
+// Small problems are spread over all SMs before tiles grow.
 template <typename T>
 inline int flat_tile_rows(int64_t rows, int features, const Device& device) {
   const int bytes = kFlatRows<T> * features * static_cast<int>(sizeof(T));
@@ -30,9 +30,9 @@ inline int flat_tile_rows(int64_t rows, int features, const Device& device) {
   return kFlatRows<T> * std::clamp(wanted, 1, most);
 }
 
-// The rows of a tile in a ring: for each warp one, or as many as kFlatRingBytes hold. There are
-// fewer where that spreads the rows over more multiprocessors, or where `most_bytes` hold no more,
-// and none where these do not hold the fewest rows that are whole vectors.
+// Returns the rows of a tile in a ring: as many as kFlatRingBytes hold, but at least one for each
+// warp. There are fewer if that spreads the rows over more SMs, or if `most_bytes` hold no more.
+// There are none if `most_bytes` do not hold the fewest rows that are whole vectors.
 template <typename T>
 inline int flat_ring_rows(int64_t rows, int features, int most_bytes, const Device& device) {
   constexpr int kWarps = kFlatThreads / kWarpSize;
@@ -49,15 +49,15 @@ inline int flat_tile_bytes(int tile_rows, int features) {
   return round_up(tile_rows * features * static_cast<int>(sizeof(T)), 16);
 }
 
-// The tiles of kStreams matrices that a block takes in turns, which arrive through a ring of
-// buffers in shared memory.
+// The tiles of kStreams matrices that a block takes in turns. They arrive through a ring of
+// pipeline stages in shared memory.
 template <typename T, int kStreams>
 class FlatRing {
   static constexpr int kVec = 16 / sizeof(T);
 
  public:
-  // `shared` has kFlatBarrierBytes and then `stages` times a tile of each of `sources`, `tile_rows`
-  // rows long. All threads synchronise before the first wait.
+  // `shared` has kFlatBarrierBytes, and then `stages` times a tile of `tile_rows` rows of each of
+  // `sources`. All threads must synchronise before the first wait.
   __device__ FlatRing(unsigned char* shared, const void* const (&sources)[kStreams], int tile_rows,
                       int rows, int features, int stages)
       : barriers_(reinterpret_cast<uint64_t*>(shared)),
@@ -78,7 +78,7 @@ class FlatRing {
     phase_ = 0;
   }
 
-  // Waits for the oldest stage, which is `tile`.
+  // Waits for the oldest stage, which has tile `tile`.
   __device__ __forceinline__ void wait(int tile) {
     if constexpr (kHasBulkCopies) {
       mbarrier_wait(barriers_ + stage_, phase_);
@@ -98,13 +98,13 @@ class FlatRing {
     if (!kHasBulkCopies || count % kVec != 0) __syncthreads();
   }
 
-  // A matrix's part of the oldest stage, which results may take the place of.
+  // Returns a matrix's part of the oldest stage, where results may replace it.
   __device__ __forceinline__ T* operator[](int stream) const {
     return tiles_ + (stage_ * kStreams + stream) * tile_values_;
   }
 
-  // Starts the copies of the next tile into the oldest stage. All threads have synchronised since
-  // they last touched this stage, and have called bulk_copies_fence before if they wrote there.
+  // Starts the copies of the next tile into the oldest stage. All threads must have synchronised
+  // since they last accessed it, and before that called bulk_copies_fence if they wrote there.
   __device__ __forceinline__ void fetch() {
     const int64_t start = static_cast<int64_t>(next_) * tile_values_;
     if (start < values_) {
@@ -139,7 +139,7 @@ class FlatRing {
   }
 
  private:
-  // The values of the tile that starts at value `start`.
+  // Returns the values of the tile that starts at value `start`.
   __device__ __forceinline__ int count_from(int64_t start) const {
     return static_cast<int>(min(static_cast<int64_t>(tile_values_), values_ - start));
   }
@@ -155,7 +155,7 @@ class FlatRing {
   uint32_t phase_ = 0;
 };
 
-// A copy of `count` values, starting at a multiple of 16 bytes, from global to shared memory.
+// A copy of `count` values from a 16-byte aligned address in global memory to shared memory.
 template <typename T>
 class FlatLoad {
   static constexpr int kVec = 16 / sizeof(T);
@@ -197,8 +197,8 @@ __device__ __forceinline__ void store_flat(const T* shared, int count, T* global
   if (rest < count) global[rest] = shared[rest];
 }
 
-// Loads a parameter as float32 into shared memory: its values plus `offset`, or `absent` if there
-// is no parameter.
+// Loads a parameter plus `offset` into shared memory as float32; without a parameter, stores
+// `absent`.
 __device__ __forceinline__ void load_flat_parameter(const Parameter& parameter, int features,
                                                     float absent, float offset, float* shared) {
   for (int column = threadIdx.x; column < features; column += kFlatThreads) {
@@ -211,20 +211,20 @@ __device__ __forceinline__ void load_flat_parameter(const Parameter& parameter, 
   }
 }
 
-// The choices of FlatWords::kWords.
+// Choices of FlatWords::kWords.
 constexpr int kFlatWordChoices[] = {1, 2, 3, 4, 6, 8, 12, 16};
 constexpr int kMostFlatWords = 16;
 
-// The choice before `words`, or 0.
+// Returns the next smaller choice than `words`, or 0.
 __host__ __device__ constexpr int fewer_flat_words(int words) {
   int fewer = 0;
   for (const int choice : kFlatWordChoices) fewer = choice < words ? choice : fewer;
   return fewer;
 }
 
-// A thread's words of 32 bits of a row in a tile: word `rank` of the row, and on in steps of the
-// team's size. Where a row starts in the middle of a word, its first value is the second of that
-// word. values[kPerWord * i + p] is value p of word i, or 0 if it belongs to no column of the row.
+// A thread's 32-bit words of a row in a tile: word `rank`, and on in steps of the team's size. If a
+// row starts in the middle of a word, its first value is the second of that word. values[kPerWord *
+// i + p] is value p of word i, or 0 if it is outside the row.
 template <typename T, int kWords>
 class FlatWords {
  public:
@@ -232,7 +232,7 @@ class FlatWords {
   static constexpr int kValues = kPerWord * kWords;
   using Values = float[kValues];
 
-  // The rows are line `line` of a tile, and others that start in the same place of a word.
+  // For row `line` of a tile, and all rows that start in the same half of a word.
   __device__ FlatWords(const Team& team, int features, int line)
       : rank_(team.rank),
         size_(team.size),
@@ -243,7 +243,7 @@ class FlatWords {
     return (rank_ + i * size_) * kPerWord - shift_ + p;
   }
 
-  // Whether there is such a column.
+  // Whether the column lies in the row.
   __device__ __forceinline__ bool has(int i, int p) const {
     return (i > 0 || column(i, p) >= 0) && (i < kSure || column(i, p) < features_);
   }
@@ -290,7 +290,7 @@ class FlatWords {
     }
   }
 
-  // Writes zeros where there is no column.
+  // Replaces values outside the row by zeros.
   __device__ __forceinline__ void mask(Values& values) const {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
@@ -298,13 +298,13 @@ class FlatWords {
     }
   }
 
-  // The values of a parameter plus `offset`, or `absent` where there is no parameter.
+  // Reads a parameter plus `offset`, or `absent` if there is no parameter.
   __device__ __forceinline__ void read(const Parameter& parameter, float absent, float offset,
                                        Values& values) const {
 #pragma unroll
     for (float& value : values) value = absent;
     if (parameter.data == nullptr) return;
-    // The dtype is asked for once, so that all loads are under way together.
+    // One branch on the dtype, outside the loop, so that all loads are in flight together.
     with_type(parameter.dtype, [&](auto type) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
@@ -319,8 +319,8 @@ class FlatWords {
  private:
   static constexpr int kSure = fewer_flat_words(kWords);
 
-  // Whether both values of a word are sure to be the row's. Of other words, halves are read and
-  // written one by one: a neighbouring row may be written at the same time.
+  // Whether both values of a word are certain to be the row's. Other words are read and written in
+  // halves, because a neighbouring row may be written at the same time.
   __device__ static constexpr bool is_whole(int i) { return i > 0 && i < kSure; }
 
   int rank_;
@@ -363,7 +363,7 @@ struct FlatColumns {
   }
 };
 
-// Sums a thread's values by four independent chains of additions.
+// Sums a thread's values in four independent chains of additions.
 template <int kValues>
 __device__ __forceinline__ float sum_by_chains(const float (&values)[kValues]) {
   float parts[4] = {};
@@ -379,8 +379,8 @@ __device__ __forceinline__ float sum_over_warp(const float (&values)[kSteps]) {
   return sum[0];
 }
 
-// Writes totals[column] = the sum of `values` over the block's warps. `shared` has room for
-// `features` floats of each warp. The call stands between two barriers.
+// Writes totals[column] = the sum of `values` over the block's warps. `shared` must have room for
+// `features` floats of each warp. The caller needs a barrier before and after.
 template <int kSteps>
 __device__ __forceinline__ void add_over_warps(const FlatColumns& column,
                                                const float (&values)[kSteps], float* shared,

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
-// Values of 16 bits are stored in pairs, so that a pair takes one register instead of two.
+// A vector of kSize values. 16-bit values are stored in pairs, so that a pair takes one register.
 template <typename T, int kSize>
 struct alignas(sizeof(T) * kSize) Vector {
   using Value = std::conditional_t<sizeof(T) == 2 && kSize % 2 == 0, uint32_t, T>;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_vector(void* address, const Vector<T, kSiz
   }
 }
 
-// Loads or stores values that are used only once, so that they leave the caches first.
+// Loads or, below, stores values that are used only once, so that they leave the caches first.
 template <typename T, int kSize>
 __device__ __forceinline__ Vector<T, kSize> load_streaming(const void* address) {
   using V = Vector<T, kSize>;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void pack(const float (&in)[kSize], Vector<float, kSi
   for (int i = 0; i < kSize; ++i) vector.values[i] = in[i];
 }
 
-// Converts two values at a time, with one instruction where the GPU has such an instruction.
+// Converts two values at a time, with one instruction if the GPU has it.
 template <int kSize>
 __device__ __forceinline__ void pack(const float (&in)[kSize],
                                      Vector<__nv_bfloat16, kSize>& vector) {
