@@ -1,5 +1,6 @@
-// What forward and backward of attention share: who attends to whom, and how products Q K^T become
-// logits. Logits are in base 2 here, which is log2(e) times the logits of the formula.
+// Shared by the forward and the backward of attention: which queries attend to which keys, and how
+// products Q K^T become logits. Logits are in base 2 here, which is log2(e) times the logits of the
+// formula.
 //
 // The rows of a tile are queries and its columns keys; with kTransposed, rows are keys and columns
 // queries. A CTA owns a block of rows and visits blocks of columns.
@@ -16,7 +17,7 @@ constexpr float kInfinity = INFINITY;
 // The log-sum-exp of a row that attends to nothing: -0.7 times the largest float32, as in the
 // reference.
 constexpr float kEmptyLse = -2.3819763e38f;
-// The bounds set by segments are counted in blocks of this many queries and keys.
+// Queries and keys in a block, the unit in which segments' bounds are counted.
 constexpr int kSegmentBlock = 32;
 
 // Bounds along queries or keys: only [start, stop) can contain pairs that attend, and no pair in
@@ -44,8 +45,8 @@ struct AttentionArgs {
   const int* key_lengths;
   const int* query_segments;  // [B, T]
   const int* key_segments;    // [B, S]
-  // [B, blocks of queries, 4]: the bounds of keys, in blocks, within which segments meet; then the
-  // same with queries and keys swapped.
+  // [B, blocks of queries, 4]: bounds, in blocks, of the keys of the same segments; then the same
+  // with queries and keys swapped.
   const int4* key_bounds;
   const int4* query_bounds;
   LogitsOperand bias;
@@ -58,9 +59,8 @@ struct AttentionArgs {
   int heads_together;  // heads whose tiles alternate in the order of CTAs
   bool descending;     // whether later tiles come first
 
-  // Whether position and length alone decide who attends to whom, and no other option is given.
-  // Kernels are compiled separately for this common case, since each option takes registers that
-  // are scarce.
+  // Whether position and length alone decide which keys a query attends to, and no other option is
+  // given. This common case is compiled separately, since each option takes scarce registers.
   bool is_plain() const {
     return !transforms() && query_segments == nullptr && explicit_mask.data == nullptr &&
            dropout_seeds == nullptr;
@@ -70,7 +70,7 @@ struct AttentionArgs {
   __host__ __device__ bool transforms() const {
     return soft_cap != 0.0f || bias.data != nullptr || scale <= 0.0f;
   }
-  // The factor that `to_logits` leaves out and that its caller still has to apply.
+  // Factor that `to_logits` leaves to its caller.
   __host__ __device__ float multiplier() const { return transforms() ? 1.0f : scale * kLog2e; }
 };
 
@@ -137,8 +137,7 @@ __device__ __forceinline__ Bounds column_bounds(const AttentionArgs& args, const
   return bounds;
 }
 
-// The positions of a lane's elements in a tile, and loops over them: element e of row tile i and
-// column tile j.
+// Positions of a lane's elements in a tile: element e of row tile i and column tile j.
 template <bool kTransposed>
 struct Place {
   int batch;
@@ -183,9 +182,8 @@ __device__ __forceinline__ void for_loaded_elements(const F& f) {
   }
 }
 
-// A lane's elements of an operand that broadcasts to the logits. Beyond the ends of an axis some
-// other element is read, whose value has no effect. Offsets from the lane's first element fit an
-// int.
+// A lane's elements of an operand that broadcasts to the logits. Beyond the end of an axis it reads
+// another element, whose value has no effect. Offsets from the lane's first element fit an int.
 template <bool kTransposed, typename T>
 class LaneOfLogits {
  public:
@@ -252,7 +250,7 @@ __device__ __forceinline__ void to_logits(const AttentionArgs& args,
   }
 }
 
-// Writes -inf where the mask forbids.
+// Writes -inf to masked logits.
 template <bool kPlain, bool kTransposed, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void mask_tile(const AttentionArgs& args, const Lengths& lengths,
                                           const Place<kTransposed>& place,
@@ -283,8 +281,7 @@ __device__ __forceinline__ void mask_tile(const AttentionArgs& args, const Lengt
   }
 }
 
-// --- dropout: the bits of jaxfused.ops.attention.attention_xla.keep
-// -----------------------------------
+// --- dropout: the bits of jaxfused.ops.attention.attention_xla.keep ------------------------------
 
 __device__ __forceinline__ uint32_t murmur(uint32_t x, uint32_t tweak = 0) {
   x ^= x >> 16;
@@ -294,7 +291,7 @@ __device__ __forceinline__ uint32_t murmur(uint32_t x, uint32_t tweak = 0) {
   return x ^ (x >> 16);
 }
 
-// Returns one bit for each element, which says whether dropout keeps the element; see is_kept.
+// Returns one bit per element: whether dropout keeps it (see is_kept).
 template <bool kTransposed, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ uint64_t kept(const AttentionArgs& args,
                                          const Place<kTransposed>& place) {
@@ -306,7 +303,7 @@ __device__ __forceinline__ uint64_t kept(const AttentionArgs& args,
   for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
     const uint32_t query = place.query(i, j, e), key = place.key(i, j, e);
     const uint32_t u = murmur(seeds[0] ^ query), v = murmur(seeds[1] ^ query);
-    // A lane's columns start at an even one. The expression lets the compiler see that neighbours
+    // A lane's first column is even. This expression lets the compiler see that adjacent columns
     // form a pair.
     const uint32_t pair = kTransposed ? key / 2 : place.column / 2 + 4 * j;
     const bool is_odd = kTransposed ? key % 2 : e % 2;

@@ -1,10 +1,10 @@
-// What the handlers of attention share: checks of operands and options, the choice of a kernel.
+// Shared by the handlers of attention: checks of operands and options, and the choice of a kernel.
 #pragma once
 
 #include "attention.cuh"
 #include "common/handler.h"
 
-// The shared memory that one block can have on Turing, which has the least of all supported GPUs.
+// Shared memory of one block on Turing, which has the least of all supported GPUs.
 constexpr int kLittleSharedMemory = 64 * 1024;
 
 // Below this length, sums of two lengths, offsets within a tile of logits, and the bytes of a row

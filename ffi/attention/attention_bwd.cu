@@ -16,7 +16,7 @@
 
 namespace {
 
-// The rows of statistics are padded to a multiple of this number.
+// Rows of statistics are padded to a multiple of this number.
 constexpr int kStatisticsBlock = 128;
 
 // `lse` is the log-sum-exp in base 2, or +inf for a row that contributes nothing. `delta` is
@@ -29,22 +29,22 @@ struct Statistics {
 struct BackwardArgs : AttentionArgs {
   const void* dout;              // [B, T, N, V]
   const Statistics* statistics;  // [B, N, T padded]
-  // [B, N, T padded]: the correction of delta, from the sum of the gradients of a row's logits.
+  // [B, N, T padded]: correction of delta, from the sum of the gradients of a row's logits.
   const float* missing;
-  Statistics* corrected;  // in the layout of `statistics`
+  Statistics* corrected;  // laid out like `statistics`
   int statistics_rows;
   void* dq;
   void* dk;
   void* dv;
-  float* dbias;  // in the shape of the bias
+  float* dbias;  // shape of the bias
   int bias_shape[4];
   int stages;  // blocks of columns in shared memory, 1 or 2
 };
 
 enum class Gradient { kQuery, kKeyAndValue, kKey, kValue };
 
-// The registers of a warp hold kRowTiles * kHead values for each of 1 or 2 sums, and two tiles of
-// logits. kFewWarps is for Turing, whose blocks have 64 KB of shared memory.
+// Tile sizes of one gradient. A warp's registers hold kRowTiles * kHead values for each of 1 or 2
+// sums, and two tiles of logits. kFewWarps is for Turing, whose blocks have 64 KB of shared memory.
 template <typename T, int kHead, Gradient kOf, bool kFewWarps>
 struct BackwardShape {
   static constexpr bool kTransposed = kOf != Gradient::kQuery;
@@ -67,9 +67,9 @@ struct BackwardShape {
 };
 
 // Turns the products S = Q K^T into probabilities, and dP = dO V^T into the gradient of the logits.
-// `statistics_of(j)` returns, for column tile j, a function of (i, e) that returns the Statistics
-// of an element. `use_derivative(i, j, e, factor)` receives the derivative of each capped product,
-// by which the gradient is to be multiplied, now or later, for that of the scaled products.
+// `statistics_of(j)` returns, for column tile j, a function of (i, e) that returns an element's
+// Statistics. `use_derivative(i, j, e, factor)` receives the derivative of each capped product, by
+// which the caller must multiply the gradient to get that of the scaled products.
 template <typename T, bool kPlain, bool kTransposed, int kRowTiles, int kColumnTiles, typename F,
           typename G>
 __device__ __forceinline__ void differentiate(const AttentionArgs& args, const Lengths& lengths,
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
     constexpr int kColumns = Shape::kColumns;
     constexpr int kColumnTiles = kColumns / 8;
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    // The CTA owns rows either of Q and dO or of K and V, and visits columns of the other two.
+    // The CTA owns rows of Q and dO, or of K and V, and visits columns of the other two.
     const uint32_t own_smem = shared_address(shared_memory);
     const uint32_t own_other_smem =
         own_smem + (Shape::kOwnTiles - 1) * Tile<T, kHead>::bytes(Shape::kRows);
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
       }
     }
     float of_logits[kRowTiles][2] = {};  // sums of the logits' gradients over this lane's columns
-    // The sums of dS times the visited Q or K, and of P times the visited dO.
+    // Sums of dS times the visited Q or K, and of P times the visited dO.
     float acc[kOf == Gradient::kValue ? 1 : kRowTiles][kHead / 8][4] = {};
     float acc_other[kOf == Gradient::kKeyAndValue || kOf == Gradient::kValue ? kRowTiles : 1]
                    [kHead / 8][4] = {};
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
     const uint32_t own_other_lane = own_lane + (own_other_smem - own_smem);
     const auto advance = [&](Visit& one) {
       ++one.block;
-      // The CTA of a block of queries has one head only.
+      // The CTA of a block of queries has only one head.
       if (kTransposed && one.block == stop) one = {one.head + 1, start};
     };
     for (int step = 0; step < visits; ++step, advance(visit)) {
@@ -254,8 +254,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
       const Place<kTransposed> place{at.batch, visit.head, first + warp_row + lane / 4,
                                      column + lane % 4 * 2};
       const bool is_full = column >= bounds.full_start && column + kColumns <= bounds.full_stop;
-      // Of float32, delta is corrected with a cap, too: a kernel for queries needs the gradients of
-      // the logits first.
+      // In float32, delta is corrected even with a cap, so the kernel for queries first needs the
+      // gradients of the logits without the cap's derivative.
       constexpr bool kDerivativesLater = kIsTf32<T> && kOf == Gradient::kQuery && !kPlain;
       float derivatives[kDerivativesLater ? kRowTiles : 1][kColumnTiles][4];
       differentiate<T, kPlain>(
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
       }
     }
 
-    // Rows that a lane has read for its warp are now overwritten by other lanes of the warp.
+    // Other lanes of the warp now overwrite rows that a lane has read.
     __syncwarp();
 
     const auto store = [&](void* gradient, int size, uint32_t by_way_of, float factor,
@@ -332,8 +332,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
           const int row = first + warp_row + 16 * i + 8 * half + lane / 4;
           const int64_t place =
               (int64_t{at.batch} * args.heads + at.head) * args.statistics_rows + row;
-          // With a cap, the sums of 16-bit kernels are of the gradients of products, not of logits,
-          // so delta is not corrected.
+          // With a cap, 16-bit kernels sum the gradients of products, not of logits, so delta is
+          // not corrected.
           const float delta = kIsTf32<T> || args.soft_cap == 0.0f ? sum + args.missing[place]
                                                                   : of_rows[i][half].delta;
           if (lane % 4 == 0) args.corrected[place] = {of_rows[i][half].lse, delta};
@@ -352,8 +352,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
 
 // --- bias ----------------------------------------------------------------------------------------
 
-// A CTA owns a tile of the gradient of the bias, and sums over all logits to which this tile is
-// broadcast.
+// Tile sizes of the bias gradient. A CTA owns a tile of it, and sums over all logits to which the
+// tile is broadcast.
 template <typename T, int kHead>
 struct BiasShape {
   static constexpr int kWarps = 4;
@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(BiasShape<T, kHead>::kThreads, 2)
     const uint32_t k_smem = do_smem + Tile<T, kHead>::bytes(kRows);
     const uint32_t v_smem = k_smem + Tile<T, kHead>::bytes(kColumns);
 
-    // Along each axis of the logits, the CTA visits its own index, or all indices if the bias has
+    // Along each axis of the logits, the CTA visits its own index, or all of them if the bias has
     // one entry there.
     const int counts[4] = {args.batch, args.heads, divide_up(args.query_count, kRows),
                            divide_up(args.key_count, kColumns)};
@@ -451,7 +451,7 @@ __global__ void __launch_bounds__(BiasShape<T, kHead>::kThreads, 2)
       }
     }
 
-    // The tile is written as a matrix to shared memory, whose rows and columns are then summed as
+    // The tile is written to shared memory as a matrix, whose rows and columns are summed as
     // needed.
     __syncthreads();
     auto* matrix = reinterpret_cast<float*>(shared_memory);
@@ -509,7 +509,7 @@ ffi::Error launch_gradient(BackwardArgs args, const Device& device, cudaStream_t
   const auto kernel = args.is_plain() ? attention_backward<T, kHead, kOf, true, kFewWarps>
                                       : attention_backward<T, kHead, kOf, false, kFewWarps>;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
-  // A second stage is used unless it leaves the multiprocessor with one block instead of two.
+  // A second stage is used unless it leaves an SM with one block instead of two.
   int resident[2] = {};
   for (const int stages : {1, 2}) {
     const int shared_bytes = Shape::shared_bytes(stages);
@@ -549,7 +549,7 @@ ffi::Error launch_gradients(BackwardArgs args, const Device& device, cudaStream_
     RETURN_IF_ERROR((launch_bias_gradient<T, kHead>(args, device, stream)));
   }
   if constexpr (kHead == 256) {
-    // The sums for keys and for values together would not fit into registers, so each has its own
+    // The sums for keys and values together would not fit the registers, so each has its own
     // launch.
     RETURN_IF_ERROR(launch(std::integral_constant<Gradient, Gradient::kValue>{}));
     return launch(std::integral_constant<Gradient, Gradient::kKey>{});

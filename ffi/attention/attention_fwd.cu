@@ -2,8 +2,8 @@
 // keys.
 //
 // A CTA owns a block of queries of one head and visits the blocks of keys that they attend to.
-// Shared memory has room for one block of K and one of V: while the tensor cores use the one, the
-// other is being copied. The two CTAs of a multiprocessor fill each other's idle time.
+// Shared memory has room for one or two blocks of K and one of V: while the tensor cores use one
+// block, another is copied. The two CTAs of an SM fill each other's idle time.
 
 #include "attention.h"
 
@@ -16,8 +16,8 @@ struct ForwardArgs : AttentionArgs {
   int key_stages;      // blocks of K in shared memory, 1 or 2
 };
 
-// A warp has 32 rows if registers suffice. Then each read of K and V serves two row tiles, and
-// shared memory keeps up with the tensor cores.
+// Tile sizes of the forward. A warp has 32 rows if registers suffice: then each read of K and V
+// serves two row tiles, and shared memory keeps up with the tensor cores.
 template <typename T, int kHead, bool kPlain>
 struct ForwardShape {
   static constexpr int kWarps = 4;
@@ -31,17 +31,18 @@ struct ForwardShape {
   }
 };
 
-// The subtracted maximum is updated only when it lags behind the true maximum by this much, in base
-// 2. Updates are then rare, and sums stay below 2^8 times what they would be otherwise.
+// Lag behind the true maximum, in base 2, at which the subtracted maximum is updated. Updates are
+// then rare, and sums stay below 2^8 times what they would be otherwise.
 constexpr float kMaximumLag = 8.0f;
 
 // The running softmax of a lane's rows.
 template <int kRowTiles>
 struct Softmax {
-  float maximum[kRowTiles][2];  // in the units of the logits that are passed in
+  float maximum[kRowTiles][2];  // in units of the logits passed in
   float total[kRowTiles][2];    // sums over this lane's columns
 
-  // Computes the exponentials of logits / multiplier, and rescales `acc` when the maximum changes.
+  // Replaces x, logits divided by `multiplier`, by their exponentials; rescales `acc` if the
+  // maximum changes.
   template <int kColumnTiles, int kAccTiles>
   __device__ __forceinline__ void take(float (&x)[kRowTiles][kColumnTiles][4], float multiplier,
                                        float (&acc)[kRowTiles][kAccTiles][4]) {
@@ -96,7 +97,7 @@ struct Softmax {
     }
   }
 
-  // A row whose maximum is -inf gets a finite maximum instead, since -inf - (-inf) is NaN.
+  // Replaces a maximum of -inf by a finite one, since -inf - (-inf) is NaN.
   static __device__ __forceinline__ float finite(float x) { return x == -kInfinity ? 0.0f : x; }
 };
 

@@ -29,9 +29,9 @@ struct Tile {
     return tile + row * kStride + ((chunk ^ (row & 7)) << 4);
   }
 
-  // The address at which this lane starts to read A whose rows are the tile's rows, in blocks of 16
-  // rows by 32 bytes; the next function is for B whose columns are the tile's rows. Step `k` of 32
-  // bytes is at ^ (k << 5), and the next 16 rows are at + 16 * kStride.
+  // Returns the address at which this lane starts to read A, if A's rows are the tile's rows, in
+  // blocks of 16 rows by 32 bytes. Step `k` of 32 bytes is at ^ (k << 5), and the next 16 rows are
+  // at + 16 * kStride. The next function is for B whose columns are the tile's rows.
   static __device__ __forceinline__ uint32_t lane_of_rows(uint32_t tile) {
     const int lane = threadIdx.x % kLanes;
     return address(tile, lane & 15, lane >> 4);
@@ -41,7 +41,7 @@ struct Tile {
     return address(tile, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
   }
 
-  // The same for B whose rows are the tile's rows, as add_product reads it.
+  // Returns the same address for B whose rows are the tile's rows, as add_product reads it.
   static __device__ __forceinline__ uint32_t lane_of_depth(uint32_t tile) {
     if constexpr (!kIsTf32<T>) return lane_of_rows(tile);
     const int lane = threadIdx.x % kLanes;
@@ -53,13 +53,13 @@ struct Tile {
 template <typename T>
 struct Head {
   T* data;
-  int stride;  // distance of two rows, in values
+  int stride;  // values between two rows
   int rows;
   int size;
 
-  // The address of `column` in any row, which may lie beyond the last row.
+  // Returns the address of `column` in any row, which may lie beyond the last row.
   __device__ __forceinline__ T* at(int row, int column) const {
-    // The address takes one multiplication, since the bytes of a row fit an int.
+    // This takes one multiplication, since the bytes of a row fit an int.
     constexpr int kBytes = sizeof(T);
     using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
     return reinterpret_cast<T*>(reinterpret_cast<Byte*>(data + column) +
@@ -85,8 +85,8 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Head<const T>& he
   }
 }
 
-// Waits for this thread's copies, and rounds to tf32 those that load_tile has made into a tile of
-// float32. A barrier must follow before another thread reads the tile.
+// Waits for this thread's copies and, in float32, rounds those that load_tile has made to tf32. A
+// barrier must follow before another thread reads the tile.
 template <typename T, int kHead, int kRows, int kThreads>
 __device__ __forceinline__ void round_tile(uint32_t tile) {
   if constexpr (kIsTf32<T>) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void round_tile(uint32_t tile) {
 }
 
 // Adds a[rows, kHead] b[columns, kHead]^T to acc[rows of the warp, columns]. `a` and `b` are this
-// lane's addresses; what is at `a` is rounded already.
+// lane's addresses; the tile at `a` must already be rounded.
 template <typename T, int kHead, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void add_product_transposed(float (&acc)[kRowTiles][kColumnTiles][4],
                                                        uint32_t a, uint32_t b) {
@@ -130,14 +130,14 @@ __device__ __forceinline__ void add_product_transposed(float (&acc)[kRowTiles][k
   }
 }
 
-// The accumulators of one product, rounded, as the first operand of the next product: an A for
-// every kDepth columns.
+// Rounded accumulators of one product as the first operand of the next: an A for every kDepth
+// columns.
 template <typename T, int kRowTiles, int kColumnTiles>
 using Operand = uint32_t[kRowTiles][kColumnTiles * 8 / kDepth<T>][4];
 
-// Adds a[rows, columns] b[columns, kHead] to acc[rows of the warp, kHead]. Of tf32, a lane reads
-// four neighbouring columns of B at a time and gives one to each of four tiles of acc, so that its
-// acc[i][j] has not the columns 8 j + lane % 4 * 2 + {0, 1} but those that store_rows writes.
+// Adds a[rows, columns] b[columns, kHead] to acc[rows of the warp, kHead]. In tf32, a lane reads
+// four adjacent columns of B at a time and gives one to each of four tiles of acc. So its acc[i][j]
+// has the columns that store_rows writes, not 8 j + lane % 4 * 2 + {0, 1}.
 template <typename T, int kHead, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void add_product(float (&acc)[kRowTiles][kHead / 8][4],
                                             const Operand<T, kRowTiles, kColumnTiles>& a,
@@ -196,9 +196,9 @@ __device__ __forceinline__ void round_to_operand(const float (&x)[kRowTiles][kCo
   }
 }
 
-// Writes the warp's rows of acc * factor[row], and 0 where the factor is 0 whatever acc is. The
-// rows pass through rows of `tile` that no other warp uses any more. `first` is the warp's first
-// row in the head, and `tile_row` its first row in the tile.
+// Writes the warp's rows of acc * factor[row], or 0 if the factor is 0, whatever acc is. The rows
+// pass through rows of `tile` that no other warp still uses. `first` is the warp's first row in the
+// head, and `tile_row` its first row in the tile.
 template <typename T, int kHead, int kRowTiles>
 __device__ __forceinline__ void store_rows(const Head<T>& head, int first, uint32_t tile,
                                            int tile_row,
