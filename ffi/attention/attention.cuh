@@ -14,7 +14,7 @@
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kInfinity = INFINITY;
-// The log-sum-exp of a row that attends to nothing: -0.7 times the largest float32, as in the
+// Log-sum-exp of a row that attends to nothing: -0.7 times the largest float32, as in the
 // reference.
 constexpr float kEmptyLse = -2.3819763e38f;
 // Queries and keys in a block, the unit in which segments' bounds are counted.
@@ -26,8 +26,7 @@ struct Bounds {
   int start, full_start, full_stop, stop;
 };
 
-// An operand [B or 1, N or 1, T or 1, S or 1], which may be absent. Axes of one entry have stride
-// 0.
+// An optional operand [B or 1, N or 1, T or 1, S or 1]. Axes of one entry have stride 0.
 struct LogitsOperand {
   const void* data;
   int64_t strides[4];
@@ -65,7 +64,7 @@ struct AttentionArgs {
     return !transforms() && query_segments == nullptr && explicit_mask.data == nullptr &&
            dropout_seeds == nullptr;
   }
-  // Whether an operation comes between scaled products and logits, so that scaling cannot be
+  // Whether an operation comes between scaled products and logits: then scaling cannot be
   // postponed.
   __host__ __device__ bool transforms() const {
     return soft_cap != 0.0f || bias.data != nullptr || scale <= 0.0f;
@@ -116,7 +115,7 @@ __device__ __forceinline__ Bounds column_bounds(const AttentionArgs& args, const
   const int last = min(end, rows) - 1;
   Bounds bounds = {max(0, first - left), max(0, last - left), min(columns, first + right + 1),
                    min(columns, last + right + 1)};
-  // Queries beyond their length are excluded in other ways; keys beyond their length are masked.
+  // Only keys beyond their length need a mask; queries beyond theirs are excluded elsewhere.
   if (kTransposed && end > rows) bounds.full_stop = 0;
   const int4* within = kTransposed ? args.query_bounds : args.key_bounds;
   if (within != nullptr) {
@@ -167,8 +166,7 @@ __device__ __forceinline__ void for_elements(const F& f) {
   }
 }
 
-// Calls `f` column by column, for an `f` that loads: registers do not suffice for all loads of a
-// tile at once.
+// Calls `f` column by column, for an `f` whose loads of a whole tile would not fit the registers.
 template <int kRowTiles, int kColumnTiles, typename F>
 __device__ __forceinline__ void for_loaded_elements(const F& f) {
 #pragma unroll
@@ -303,8 +301,7 @@ __device__ __forceinline__ uint64_t kept(const AttentionArgs& args,
   for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
     const uint32_t query = place.query(i, j, e), key = place.key(i, j, e);
     const uint32_t u = murmur(seeds[0] ^ query), v = murmur(seeds[1] ^ query);
-    // A lane's first column is even. This expression lets the compiler see that adjacent columns
-    // form a pair.
+    // A lane's first column is even: this lets the compiler see that adjacent columns form a pair.
     const uint32_t pair = kTransposed ? key / 2 : place.column / 2 + 4 * j;
     const bool is_odd = kTransposed ? key % 2 : e % 2;
     const uint32_t x = murmur(u ^ pair, v);

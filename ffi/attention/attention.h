@@ -7,8 +7,8 @@
 // Shared memory of one block on Turing, which has the least of all supported GPUs.
 constexpr int kLittleSharedMemory = 64 * 1024;
 
-// Below this length, sums of two lengths, offsets within a tile of logits, and the bytes of a row
-// fit an int.
+// Below this length, sums of two lengths, offsets in a tile of logits, and a row's bytes fit an
+// int.
 constexpr int64_t kMaxLength = int64_t{1} << 24;
 constexpr int64_t kMaxRowValues = int64_t{1} << 29;
 // Tiles of larger heads of float32 would not fit into the shared memory of most GPUs.

@@ -332,8 +332,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
           const int row = first + warp_row + 16 * i + 8 * half + lane / 4;
           const int64_t place =
               (int64_t{at.batch} * args.heads + at.head) * args.statistics_rows + row;
-          // With a cap, 16-bit kernels sum the gradients of products, not of logits, so delta is
-          // not corrected.
+          // With a cap, 16-bit kernels sum gradients of products, not logits: no correction of
+          // delta.
           const float delta = kIsTf32<T> || args.soft_cap == 0.0f ? sum + args.missing[place]
                                                                   : of_rows[i][half].delta;
           if (lane % 4 == 0) args.corrected[place] = {of_rows[i][half].lse, delta};
@@ -352,8 +352,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
 
 // --- bias ----------------------------------------------------------------------------------------
 
-// Tile sizes of the bias gradient. A CTA owns a tile of it, and sums over all logits to which the
-// tile is broadcast.
+// Tile sizes of the bias gradient. A CTA sums all logits to which its tile of the bias is
+// broadcast.
 template <typename T, int kHead>
 struct BiasShape {
   static constexpr int kWarps = 4;
@@ -376,8 +376,7 @@ __global__ void __launch_bounds__(BiasShape<T, kHead>::kThreads, 2)
     const uint32_t k_smem = do_smem + Tile<T, kHead>::bytes(kRows);
     const uint32_t v_smem = k_smem + Tile<T, kHead>::bytes(kColumns);
 
-    // Along each axis of the logits, the CTA visits its own index, or all of them if the bias has
-    // one entry there.
+    // Along each axis of logits, the CTA visits its index, or all if the bias has one entry there.
     const int counts[4] = {args.batch, args.heads, divide_up(args.query_count, kRows),
                            divide_up(args.key_count, kColumns)};
     int begin[4], end[4];
@@ -451,8 +450,7 @@ __global__ void __launch_bounds__(BiasShape<T, kHead>::kThreads, 2)
       }
     }
 
-    // The tile is written to shared memory as a matrix, whose rows and columns are summed as
-    // needed.
+    // The tile becomes a matrix in shared memory, whose rows and columns are summed as needed.
     __syncthreads();
     auto* matrix = reinterpret_cast<float*>(shared_memory);
     for_elements<1, kColumnTiles>([&](int, int j, int e) {
@@ -549,8 +547,7 @@ ffi::Error launch_gradients(BackwardArgs args, const Device& device, cudaStream_
     RETURN_IF_ERROR((launch_bias_gradient<T, kHead>(args, device, stream)));
   }
   if constexpr (kHead == 256) {
-    // The sums for keys and values together would not fit the registers, so each has its own
-    // launch.
+    // The sums for keys and values together would not fit registers, so each has a launch.
     RETURN_IF_ERROR(launch(std::integral_constant<Gradient, Gradient::kValue>{}));
     return launch(std::integral_constant<Gradient, Gradient::kKey>{});
   } else {

@@ -130,8 +130,7 @@ __device__ __forceinline__ void add_product_transposed(float (&acc)[kRowTiles][k
   }
 }
 
-// Rounded accumulators of one product as the first operand of the next: an A for every kDepth
-// columns.
+// Rounded accumulators of a product as the next one's first operand: an A per kDepth columns.
 template <typename T, int kRowTiles, int kColumnTiles>
 using Operand = uint32_t[kRowTiles][kColumnTiles * 8 / kDepth<T>][4];
 

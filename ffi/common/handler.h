@@ -1,5 +1,4 @@
-// Shared by all FFI handlers: the current device, checks of operands, and CUDA errors as
-// ffi::Error.
+// Shared by all FFI handlers: the device, checks of operands, and CUDA errors as ffi::Error.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,9 +1,9 @@
-// What the library states about itself before any of its handlers is registered.
+// Properties of the library that can be read before any of its handlers is registered.
 
 #include "xla/ffi/api/c_api.h"
 
 // Returns the version of the XLA FFI that the handlers were built against. A runtime of an older
-// version would reject all of them, so jaxfused/runtime/cuda_library.py asks first.
+// version would reject all of them, so jaxfused/runtime/cuda_library.py checks it first.
 extern "C" __attribute__((visibility("default"))) void jaxfused_xla_ffi_version(int* major,
                                                                                 int* minor) {
   *major = XLA_FFI_API_MAJOR;

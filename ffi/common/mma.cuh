@@ -95,8 +95,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t 
                : "memory");
 }
 
-// Loads four matrices transposed: lane 4 r + q receives the values 2q and 2q + 1 of column r of
-// each.
+// Loads four matrices transposed: lane 4 r + q receives values 2q and 2q + 1 of column r of each.
 __device__ __forceinline__ void load_transposed(uint32_t (&matrices)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])

@@ -1,12 +1,10 @@
-// PTX instructions that C++ has no name for: asynchronous copies, and barriers over a part of a
-// block.
+// PTX instructions without a C++ name: asynchronous copies, and barriers over a part of a block.
 #pragma once
 
 #include <cstdint>
 
 // Copies kBytes from global to shared memory. On sm_80 and later, copies of 4 bytes or more are
-// asynchronous, and complete once async_copies_wait has returned. Other copies are complete on
-// return.
+// asynchronous, and complete after async_copies_wait. Others are complete on return.
 template <int kBytes>
 __device__ __forceinline__ void async_copy(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
@@ -84,8 +82,7 @@ __device__ __forceinline__ void async_copies_wait_all() {
 #endif
 }
 
-// Waits at a barrier of `threads` threads, which are whole warps. `id` is 1 to 15; 0 is
-// __syncthreads.
+// Waits at a barrier of `threads` threads, in whole warps. `id` is 1 to 15; 0 is __syncthreads.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -217,8 +214,7 @@ __device__ __forceinline__ uint32_t cluster_address(const void* shared, uint32_t
   return address;
 }
 
-// Announces the thread to its cluster. It does not make its writes visible, and cluster_wait must
-// follow.
+// Announces the thread to its cluster, but not its writes; cluster_wait must follow.
 __device__ __forceinline__ void cluster_arrive() {
   JAXFUSED_SM90(asm volatile("barrier.cluster.arrive.relaxed.aligned;" :: : "memory"));
 }

@@ -16,8 +16,7 @@ struct Team {
       : size(team_size), index(threadIdx.x / team_size), rank(threadIdx.x % team_size) {}
 };
 
-// Sums each of values[i] over the lanes whose indices differ only in the bits below `size`, a power
-// of two.
+// Sums values[i] over the lanes whose indices differ only in bits below `size`, a power of two.
 template <int kValues>
 __device__ __forceinline__ void add_over_lanes(int size, float (&values)[kValues]) {
   const auto add = [&](int offset) {
@@ -72,13 +71,12 @@ class TeamSum {
   __device__ __forceinline__ void operator()(float (&values)[kValues]) {
     static_assert(kValues <= 2);
     add_over_lanes(team_.size, values);
-    // The caller may read memory before the sum that another lane writes after it. Teams of one
-    // lane exchange nothing, so their warp must be synchronised here.
+    // A lane may read memory before the sum that another lane writes after it. Teams of one lane
+    // exchange nothing, so their warp must synchronise here.
     if (team_.size == 1) __syncwarp();
     if (team_.size <= kWarpSize) return;
-    // Turns alternate between two buffers, so that one barrier per sum suffices: a warp that
-    // overwrites a place has passed the barrier of the sum in between, and so has every reader of
-    // that place.
+    // Turns alternate between two buffers, so that one barrier per sum suffices: a warp that reuses
+    // a place has passed the barrier of the sum in between, as has every reader of it.
     float* own = scratch_ + turn_ * kTurn + team_.index * 2 * kMaxTeamWarps;
     turn_ ^= 1;
     if (threadIdx.x % kWarpSize == 0) {
@@ -121,8 +119,7 @@ class PairSum {
     const uint32_t warps = half_.size / kWarpSize;
     float* own = places_ + turn_ * kTurn;
     uint64_t* barrier = barriers_ + turn_;
-    // The previous phase of this barrier ended two turns ago, and the next one cannot end before
-    // this arrival.
+    // The previous phase ended two turns ago, and the next one cannot end before this arrival.
     if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, 2 * warps * kValues * sizeof(float));
     const uint32_t lane = threadIdx.x % kWarpSize;
     if (lane < 2 * kValues) {

@@ -5,8 +5,7 @@
 #include "rows.cuh"
 
 constexpr int kMaxStages = 3;  // the most groups that async_copies_wait can distinguish
-// Bytes in flight that saturate an SM's share of the memory bandwidth. With more, kernels are
-// slower.
+// Bytes in flight that saturate an SM's share of memory bandwidth; with more, kernels are slower.
 constexpr int kBytesInFlight = 64 * 1024;
 
 constexpr int kRingBarriers = kMaxStages * kMaxTeamWarps;

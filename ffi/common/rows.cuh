@@ -25,8 +25,8 @@
 // A thread holds 8, 16, 24 or 32 values of a row.
 constexpr int kElementStep = 8;
 constexpr int kElementChoices = 4;
-// Largest number of values a thread with which the loads of all parameters are in flight together.
-// With more, registers would not suffice.
+// Up to this many values a thread, the loads of all parameters are in flight together. With more
+// values, registers would not suffice for that.
 constexpr int kTogetherElements = 16;
 
 struct Device {
@@ -152,8 +152,7 @@ class Columns {
     for (int i = 0; i < kVec; ++i) values[i] = owns(v, i) ? values[i] : 0.0f;
   }
 
-  // Writes the values of vector `v` that belong to the row, which starts at `row`; has(v) must be
-  // true.
+  // Writes the values of vector `v` that belong to the row at `row`; has(v) must be true.
   template <typename T>
   __device__ __forceinline__ void store(T* row, int v, const Vector<T, kVec>& vector) const {
     if (owns_all(v)) {
@@ -305,8 +304,7 @@ class ColumnValues {
   static constexpr int kPart = kVec < 4 ? kVec : 4;
 
  public:
-  // If values are not in registers, takes shared_values floats for each thread of a team from
-  // `shared`.
+  // Unless values are in registers, takes shared_values floats per thread of a team from `shared`.
   __device__ ColumnValues(float*& shared, const Team& team) {
     if constexpr (!kInRegisters) {
       constexpr int kStride = shared_values(kVec * kVectors, kVec);
@@ -383,8 +381,7 @@ __device__ __forceinline__ Vector<float, kSize> accurate_sum(int count, const Lo
 }
 
 // Writes totals[column] = the sum of `values` over the block's teams; `values` are overwritten.
-// `shared` must have room for `features` floats of each team. The caller needs a barrier before and
-// after.
+// `shared` must have room for `features` floats of each team. A barrier is needed before and after.
 template <int kVec, int kVectors, bool kShifted>
 __device__ __forceinline__ void add_over_teams(float (&values)[kVectors][kVec], const Team& team,
                                                const Columns<kVec, kVectors, kShifted>& column,
@@ -458,7 +455,7 @@ struct RowWalk {
 
 // Distribution of a row over threads. `elements` is 0 if the row is too long for one team.
 struct Spread {
-  int elements;   // per thread
+  int elements;   // values of a row per thread
   int team_size;  // threads per row
 
   int padded() const { return elements * team_size; }
@@ -476,8 +473,7 @@ __host__ __device__ constexpr int round_up(int value, int multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Returns the values of a slot for `rows` consecutive rows, from the last multiple of `vec` before
-// them.
+// Returns the values of a slot for `rows` rows, from the last multiple of `vec` before them.
 __host__ __device__ constexpr int slot_values(int rows, int features, int vec, bool shifted) {
   return shifted ? round_up(rows * features + vec - 1, vec) : rows * features;
 }
@@ -549,8 +545,7 @@ inline Spread choose_spread(int features, int vec, bool shifted, int most_elemen
   return best;
 }
 
-// Returns the threads of a block: as many teams as `limit` threads allow, but few rows are first
-// spread over all SMs.
+// Returns the threads of a block: up to `limit`, but few rows are first spread over all SMs.
 inline int choose_threads(const Spread& spread, int64_t rows, int limit, const Device& device) {
   const int least = std::max(spread.team_size, kWarpSize);
   const int64_t teams = divide_up(rows, device.multiprocessors);

@@ -27,8 +27,7 @@ struct RowPieces {
   static __host__ __device__ int most(int features) { return (features + 2 * kVec - 2) / kVec; }
 
   __device__ __forceinline__ int count() const { return (shift + features + kVec - 1) / kVec; }
-  // Returns the column of a piece's first value, which is negative if the piece begins before the
-  // row.
+  // Returns the column of a piece's first value; it is negative if that lies before the row.
   __device__ __forceinline__ int column(int piece) const { return piece * kVec - shift; }
   // Whether the whole piece lies in the matrix, and below in the row.
   __device__ __forceinline__ bool in_matrix(int piece) const {

@@ -1,7 +1,6 @@
 // Misaligned rows, which do not start at multiples of 16 bytes. A tile is as many consecutive rows
 // as form a 16-byte aligned piece of memory. A block copies it through shared memory in vectors,
-// whatever the rows' width; there, a thread owns single columns of each row, or words of two
-// columns.
+// whatever the rows' width; there, a thread owns single columns of a row, or words of two.
 #pragma once
 
 #include <numeric>
@@ -12,8 +11,7 @@ constexpr int kFlatThreads = 256;
 constexpr int kFlatVectors = 4;            // vectors of a tile that a thread copies
 constexpr int kFlatRingBytes = 16 * 1024;  // bytes of a tile in a ring
 constexpr int kFlatBarrierBytes = 128;     // bytes for an mbarrier of each stage
-// Most features if a kernel also sums columns over rows, which halves the columns that a lane
-// holds.
+// Most features if a kernel also sums columns over rows, which halves a lane's columns.
 constexpr int kMostFlatSums = 512;
 
 // Rows whose bytes are a multiple of 16, whatever their width.
@@ -197,8 +195,7 @@ __device__ __forceinline__ void store_flat(const T* shared, int count, T* global
   if (rest < count) global[rest] = shared[rest];
 }
 
-// Loads a parameter plus `offset` into shared memory as float32; without a parameter, stores
-// `absent`.
+// Loads a parameter plus `offset` to shared memory as float32; without one, stores `absent`.
 __device__ __forceinline__ void load_flat_parameter(const Parameter& parameter, int features,
                                                     float absent, float offset, float* shared) {
   for (int column = threadIdx.x; column < features; column += kFlatThreads) {
@@ -380,7 +377,7 @@ __device__ __forceinline__ float sum_over_warp(const float (&values)[kSteps]) {
 }
 
 // Writes totals[column] = the sum of `values` over the block's warps. `shared` must have room for
-// `features` floats of each warp. The caller needs a barrier before and after.
+// `features` floats of each warp. A barrier is needed before and after.
 template <int kSteps>
 __device__ __forceinline__ void add_over_warps(const FlatColumns& column,
                                                const float (&values)[kSteps], float* shared,

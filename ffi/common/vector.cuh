@@ -1,5 +1,4 @@
-// Short vectors of float32, bfloat16 or float16 values, and their way to and from float32
-// registers.
+// Short vectors of float32, bfloat16 or float16 values, and conversions to float32 registers.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -49,8 +49,7 @@ struct Kernel {
   // Older output rows to which a step still adds, besides its own; a step reads kStride input rows.
   static constexpr int kOlder = (kHeight - 1) / kStride;
   static constexpr int kInputs = (kColumns - 1) * kStride + kWidth;  // input columns of a strip
-  // Whether the weights stay in registers. If not, they are read from shared memory a row at a
-  // time.
+  // Whether the weights stay in registers, or are read from shared memory a row at a time.
   static constexpr bool kFewWeights = kTaps <= 9;
   static constexpr int kLanes = kStripLanes;
   static constexpr int kChannels = 2 * kLanes;
@@ -58,8 +57,7 @@ struct Kernel {
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % kLanes; }
   static __device__ __forceinline__ int strip() { return threadIdx.x / kLanes; }
-  // Gap between the strips in shared memory, in units of 16 bytes, which puts their lanes in
-  // different banks.
+  // Gap between strips in shared memory, in 16 bytes, which puts their lanes in different banks.
   template <typename T>
   static constexpr int kApart = kLanes < 32 ? kChannels * static_cast<int>(sizeof(T)) / 16 : 0;
 
@@ -442,8 +440,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, K>)
     if (step < end) input.request(step * K::kStride - shape.top, end * K::kStride - shape.top);
     if constexpr (K::kFewWeights) async_copies_commit();
   };
-  // In float32, each kernel row is summed apart: one sum of all 49 products of a 7 x 7 kernel would
-  // lose more digits.
+  // Float32 sums each kernel row apart: a single sum of 49 products would lose more digits.
   constexpr bool kRowsApart = std::is_same_v<T, float>;
   // sums[j] is for the output row that began j steps ago; a step completes the oldest one.
   float sums[K::kOlder + 1][K::kColumns][2] = {}, complete[K::kColumns][2];

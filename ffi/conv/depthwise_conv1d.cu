@@ -83,8 +83,7 @@ class Line {
     return begin >= 0 && end <= length_;
   }
 
-  // Returns a step's values in the dtype of memory. With kChecked, steps outside the image are
-  // zeros.
+  // Returns a step's values in memory's dtype. With kChecked, steps outside the image are zeros.
   template <bool kChecked = true>
   __device__ __forceinline__ Vector<T, kVec> load(int step) const {
     if (kChecked && !has(step, step + 1)) return Vector<T, kVec>{};

@@ -56,8 +56,7 @@ struct Size {
   static constexpr int kHeight = kKernelRows, kPhases = kBlockRows;
   static constexpr bool kAhead = kRequestsAhead;
   static constexpr int kRows = kPhases + kHeight - 1;  // input rows of a block
-  // Bytes from one block's sums to the next's; the odd number of rows spreads eight blocks over all
-  // banks.
+  // Bytes between two blocks' sums; the odd number of rows spreads eight blocks over all banks.
   static constexpr int kSumsPitch = (kPhases | 1) * kBlockColumns * 4;
   static constexpr int kGradientPitch = (kPhases | 1) * kGranule;
   static_assert(kSumsPitch == 2 * kGradientPitch);
@@ -123,8 +122,7 @@ __device__ __forceinline__ int row_offset(const Tiling& tiling, int row) {
   return (row - tiling.first) * tiling.row_pitch + row / S::kPhases * tiling.pad;
 }
 
-// A lane's share of what a thread block does to all its channels: eight adjacent channels, one quad
-// at a time.
+// A lane's share of a thread block's copies: eight adjacent channels, one quad at a time.
 struct Part {
   int octet, slot;
   int channel;  // first of the eight channels
@@ -406,7 +404,7 @@ struct Band {
   // Loads a lane's part of a channel's bands, one for each row of the kernel.
   static __device__ __forceinline__ void load(const uint32_t* words, int channel,
                                               uint32_t (&band)[S::kHeight][2]) {
-    const int g = threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2 - g;  // first - g % 2 is even
+    const int g = threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2 - g;  // first + g is even
     const uint32_t* const own = words + channel * S::kHeight * 2 * kWords + g % 2 * kWords;
     const auto word = [&](int weight) {
       return weight < -1 || weight >= kMostColumns ? kWords - 1 : (weight + g % 2) / 2;
@@ -791,8 +789,7 @@ int bits_of(int64_t number) {
   return -1;
 }
 
-// Returns the number of matrix rows in the same banks, summed over the two halves of a tile's
-// blocks.
+// Returns the most matrix rows in the same banks, summed over the halves of a tile's blocks.
 int conflicts(const Tiling& tiling, int row_step) {
   int found = 0;
   for (int half = 0; half < 2; ++half) {

@@ -1,4 +1,4 @@
-// softmax_cross_entropy: what jaxfused/ops/loss/cross_entropy_xla.py states over a row of logits.
+// softmax_cross_entropy over rows of logits, as jaxfused/ops/loss/cross_entropy_xla.py defines it.
 //
 // A row is reduced to five numbers (see Statistic), from which XLA computes the loss of a token.
 // The gradient of a row follows from these numbers and from the logits:
@@ -32,8 +32,7 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kMaxClusterBlocks = 8;
 constexpr int kMaxThreads = 512;
 constexpr int kMaxKeepingThreads = 256;  // threads of a block that keeps its part of a row
-// Rows that an SM's shared memory should hold: while one is summed, others are in flight from and
-// to memory.
+// Rows that an SM's shared memory should hold: while one is summed, the others are in flight.
 constexpr int kRowsInFlight = 3;
 constexpr int kWarpRowThreads = 256;  // threads of a block whose warps have rows of their own
 constexpr int kPlaces = kMaxClusterBlocks * kMaxThreads / kWarpSize;
@@ -131,8 +130,7 @@ __device__ __forceinline__ float capped(float logit, const LossOptions& options)
 class Exponent {
  public:
   __device__ __forceinline__ explicit Exponent(float maximum) {
-    // Logits near such a maximum differ by 0 or by more than any exponent; this scale avoids
-    // overflow.
+    // Logits near such a maximum differ by 0 or beyond any exponent; the scale avoids overflow.
     scale = fabsf(maximum) < 1e38f ? kLog2e : 0x1p-10f;
     bias = -maximum * scale;
   }
@@ -186,8 +184,7 @@ class RowAdder {
  public:
   __device__ RowAdder() : exponent_(sums_.maximum) {}
 
-  // Makes the sums relative to `most` if that is larger. Must be called before logits up to `most`
-  // are added.
+  // Makes the sums relative to `most`, if larger; to be called before adding logits up to `most`.
   __device__ __forceinline__ void raise(float most) {
     if (!(most > sums_.maximum)) return;  // NaN raises nothing
     take_out_slip();
@@ -221,8 +218,7 @@ class RowAdder {
     sums_.sums[Sums::kExp] += sum_of(powers);
   }
 
-  // Adds the soft labels (`shares`) of the logits just added. A share of 0 cancels even an infinite
-  // distance.
+  // Adds soft labels (`shares`) of the logits just added. A 0 cancels even an infinite distance.
   template <int kSize>
   __device__ __forceinline__ void add_soft(const float (&logits)[kSize],
                                            const float (&shares)[kSize]) {
@@ -668,7 +664,7 @@ class WarpSlots {
   __device__ __forceinline__ int begin(int part) const { return min(part * part_turns_, turns_); }
   __device__ __forceinline__ int end(int part) const { return begin(part + 1); }
 
-  // Starts to copy a part of the `count` vectors at `source`, once the lanes have read what it
+  // Starts to copy a part of the `count` vectors at `source`, once lanes have read what it
   // replaces.
   __device__ __forceinline__ void fetch(int part, const T* source, int count) {
     if constexpr (kHasBulkCopies) {
@@ -740,8 +736,7 @@ __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, k
     forward_rows(const __grid_constant__ LossArgs args) {
   constexpr bool kGradient = kMode != Mode::kStatistics;
   constexpr bool resident = kMode == Mode::kResident;
-  // Vectors that a lane reads from shared memory together: they share one maximum and one test for
-  // the ends of the row.
+  // Vectors that a lane reads together; they share one maximum and one test for the row's ends.
   constexpr int kGroup = kForm == Form::kGeneral || kWarp ? 1 : kForm == Form::kSmooth ? 2 : 4;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   using Pack = Vector<T, kVec>;
@@ -799,8 +794,7 @@ __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, k
     const float coefficient = request.coefficient;
     const RowRequest next_request(args, row + step);
     const bool ignored = label == kIgnored;
-    // Calls `use_group` with groups of the thread's vectors inside the row, and `use` with other
-    // vectors.
+    // Calls `use_group` with groups of vectors inside the row, and `use` with other vectors.
     const int inner_end = min(end, vectors.inner + static_cast<int>(vectors.inners));
     const auto for_each_group = [&](int part, const auto& use_group, const auto& use) {
       const int part_end = slots.end(part);
@@ -1077,8 +1071,7 @@ struct ForwardConfig {
 constexpr int kWarpVectors = 8;
 constexpr int kKeptVectors = 16;
 
-// Returns the shared memory of a block that has `slice` vectors of a row, and keeps them if
-// `keeps`.
+// Returns the shared memory of a block with `slice` vectors of a row, kept if `keeps`.
 template <typename T, int kVec, Form kForm>
 int row_bytes(bool keeps, int slice, int threads) {
   using Join = WarpJoin<kForm>;
@@ -1089,8 +1082,7 @@ int row_bytes(bool keeps, int slice, int threads) {
   return Slots::kBarrierBytes + kJoinBytes + vectors * int{sizeof(typename Slots::Pack)};
 }
 
-// Returns how many blocks share a row, if each takes `bytes(blocks)`; 0 means to read the row
-// twice.
+// Returns how many blocks share a row, each of `bytes(blocks)`; 0 means to read it twice.
 template <typename Bytes>
 int choose_cluster(const Bytes& bytes, const Device& device) {
   constexpr int kReserved = 1024;  // CUDA reserves it for each block
@@ -1161,7 +1153,7 @@ ffi::Error launch_forward(LossArgs args, const ForwardConfig& config, const Devi
   args.cluster = 1;
   args.slice = vectors;
   const bool in_warps = vectors <= kWarpVectors * kWarpSize && config.cluster <= 0;
-  if constexpr (kVec * sizeof(T) == 16) {  // as the copies to shared memory are
+  if constexpr (kVec * sizeof(T) == 16) {  // copies to shared memory need 16 bytes
     if (gradient && in_warps && config.cluster == 0) {
       return launch_warp_rows<T, kVec, kOtherForm, Mode::kResident>(args, device, stream);
     }
@@ -1254,7 +1246,7 @@ ffi::Error check_matrix(std::string_view name, const ffi::AnyBuffer& x) {
   return ffi::Error::Success();
 }
 
-// Parses what the forward and the backward share; one of `classes` and `soft` is absent.
+// Parses the operands that forward and backward share; one of `classes` and `soft` must be absent.
 ffi::Error parse_loss(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& classes,
                       const ffi::AnyBuffer& soft, float cap, LossArgs* args) {
   RETURN_IF_ERROR(check_matrix("logits", logits));

@@ -438,8 +438,7 @@ struct Odds {
     return linear_loss(logit, label) + log1p_to_one(small);
   }
 
-  // Returns the probability of the wrong class. The focal loss is the cross-entropy times its
-  // power.
+  // Returns the wrong class's probability; the focal loss is cross-entropy times its power.
   __device__ __forceinline__ float miss(float label) const {
     return inside * (1.0f - label) + outside * label;
   }
@@ -560,8 +559,7 @@ struct ClusterSums {
       cluster_store(cluster_address(&sums[cluster_rank()][i], rank), sum,
                     cluster_address(&barrier, rank));
     }
-    // A block stays until it has received all sums, since no sum may be sent to a block that has
-    // ended.
+    // A block stays until it has all sums, since none may be sent to a block that has ended.
     if (threadIdx.x >= kWarpSize) return 0.0f;
     mbarrier_wait(&barrier, 0);
     float total = 0.0f;
@@ -930,7 +928,7 @@ __global__ void __launch_bounds__(kFewThreads) few_sums(const __grid_constant__ 
       const Truth truth(args, bits[i]);
       const char* const row = stages + turn % 2 * stage + (i * kWarpSize + lane) * rows.pitch;
       const FewTerms<kMost> terms(args, reinterpret_cast<const T*>(row), truth);
-      // A pixel that does not count adds nothing, like a lane beyond the image, whose row is
+      // Pixels that do not count add nothing, like lanes beyond the image, whose rows are
       // arbitrary.
       if (!truth.counts) continue;
       total += truth.weight;

@@ -212,8 +212,7 @@ class Stream {
 
   __device__ const Vectors& first() const { return ring_[0]; }
 
-  // Calls take(vectors, reload) for each step. take must call reload() once it has unpacked the
-  // vectors.
+  // Calls take(vectors, reload) for each step; take calls reload() once it has unpacked them.
   template <typename Load, typename Take>
   __device__ __forceinline__ void for_each(const Load& load, const Take& take) {
     for (; left_ >= kTogether; left_ -= kTogether) {
@@ -372,8 +371,7 @@ ffi::Error spread(const Images& images, int most, int limit, int item_sums, int 
 }
 
 // Launches both passes of `kernel` over all images. `args` has the members images and plan; see
-// `spread` for `item_sums` and `row_parts`. merge(first image, images) is called between the
-// passes.
+// `spread` for `item_sums` and `row_parts`. merge(first image, images) runs between passes.
 template <int kVec, typename Args, typename Merge>
 ffi::Error launch_passes(void (*kernel)(Args), Args args, const Config& config, int item_sums,
                          int row_parts, const Merge& merge, cudaStream_t stream) {

@@ -39,8 +39,7 @@ struct BackwardArgs {
   float2* channel_partials;  // [images, slices, channels], or [blocks, channels] in a single pass
                              // with shared parameters: parts of dscale and dbias
   float2* group_partials;  // [images, slices, groups] ([images, groups, slices] in a single pass):
-                           // dscale and dbias times scale, summed; or nullptr if each channel is a
-                           // group
+                           // sums of dscale and dbias times scale; nullptr if channels are groups
   const float2* parts;     // [images, plan.parts, groups]: sums that the second pass merges
   Activation activation;
   bool shares;    // whether all images have the same parameters
@@ -88,8 +87,7 @@ struct Channels {
   }
 };
 
-// A thread's steps through x and the gradient. The second pass goes from the last step to the
-// first.
+// A thread's steps through x and the gradient; the second pass starts from the last step.
 template <typename T, int kVec, bool kSecond>
 class Steps {
  public:
@@ -193,7 +191,7 @@ __device__ __forceinline__ void merge_sums(const Crew<kBarrier>& crew, const Bac
       });
 }
 
-// The first pass.
+// First pass: computes the sums of a slice.
 template <typename T, int kVec>
 __device__ void take_sums(const BackwardArgs& args, const Place& place, float2* items) {
   const Images& images = args.images;
@@ -242,7 +240,7 @@ __device__ __forceinline__ float2 line_of(const BackwardArgs& args, int image, i
   return make_float2(slope, constant);
 }
 
-// The second pass.
+// Second pass: merges an image's sums and writes dx.
 template <typename T, int kVec>
 __device__ void write(const BackwardArgs& args, const Place& place, float2* groups) {
   const Images& images = args.images;
@@ -639,8 +637,7 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
     return args.shares ? ffi::Error::Success() : launch_merge(gradients, rows, stream);
   }
 
-  // If each channel is a group, one merge yields both the sums for dx and the gradients of an
-  // image.
+  // If each channel is a group, one merge yields the sums for dx and an image's gradients.
   const bool merges_once = apart && args.group_partials == nullptr && rows == images.count;
   const auto merge = [&](int first, int images_of_launch) {
     if (!apart) return ffi::Error::Success();

@@ -76,8 +76,7 @@ __device__ __forceinline__ void merge_slices(const Crew<kBarrier>& crew, const I
                                              const Store& store) {
   const float size = static_cast<float>(images.group_size);
   const float shorter = static_cast<float>(pixels) * size;
-  // The mean of a slice with few values may be far from the mean of all: then `base` averages
-  // several.
+  // A slice of few values may have a mean far from that of all: then `base` averages several.
   const int near = min(moments.count, static_cast<int>(kFewestValues / fmaxf(shorter, 1.0f)) + 1);
   const auto base_of = [=](int group) {
     float base = moments.at(group, 0).x;
@@ -187,7 +186,7 @@ __device__ __forceinline__ void merge_differences(const Crew<kBarrier>& crew, co
       });
 }
 
-// The first pass.
+// First pass: computes the moments of a slice.
 template <typename T, int kVec>
 __device__ void take_moments(const ForwardArgs& args, const Place& place, float2* items) {
   const Images& images = args.images;
@@ -267,7 +266,7 @@ struct Line {
   }
 };
 
-// The second pass.
+// Second pass: merges an image's moments and writes y.
 template <typename T, int kVec>
 __device__ void write(const ForwardArgs& args, const Place& place, float2* stats) {
   const Images& images = args.images;

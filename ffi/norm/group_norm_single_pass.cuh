@@ -150,8 +150,7 @@ class Block {
     }
   }
 
-  // Calls f(pointers to the arrays' values, first pixel in the slice, pixels) for each chunk in
-  // turn.
+  // Calls f(pointers to the arrays' values, first pixel in the slice, pixels) for each chunk.
   template <typename F>
   __device__ __forceinline__ void for_each_chunk(Turn& turn, const F& f) const {
 #pragma unroll 1
@@ -229,8 +228,7 @@ inline ffi::Error check_counters(const ffi::AnyBuffer& counters, const Images& i
 }
 
 // Launches `kernel`. `args` has the members images, plan and ring, with its counters set. See
-// `spread` for `item_sums` and `row_parts`; `kept_bytes` are those that a block keeps over its
-// images.
+// `spread` for `item_sums` and `row_parts`; a block keeps `kept_bytes` over its images.
 template <int kVec, typename Crews, typename Args>
 ffi::Error launch_once(void (*kernel)(Args), Args args, const Config& config, const Device& device,
                        int item_sums, int row_parts, int kept_bytes, int item_bytes,

@@ -35,7 +35,7 @@ struct SlabArgs {
   float* rstd;
   float* variance;
   Parameter scale, bias;
-  int scale_rows, bias_rows;  // 1, or one for each image
+  int scale_rows, bias_rows;  // rows: 1, or one for each image
   float2* partials;    // [images, slabs, groups of a slab, parts]: mean and squared deviations
   unsigned* counters;  // [images, slabs]: parts whose moments are stored
   int vectors;         // vectors of a pixel in a slab

@@ -7,8 +7,7 @@
 #include "common/operands.h"
 #include "common/rows.cuh"
 
-// Threads for each row in the kernels that read a row more than once, because one team cannot hold
-// it.
+// Threads per row in the kernels that read a row more than once, because no team can hold it.
 constexpr int kWideThreads = 512;
 
 struct NormOptions {

@@ -47,8 +47,8 @@ struct BackwardArgs {
   }
 };
 
-// Prepares an element for the sums over its row: centred = u - mean, and dz from dy. h already
-// contains pre_bias.
+// Prepares an element for the sums over its row: centred = u - mean, and dz from dy; h has
+// pre_bias.
 template <int kVec>
 __device__ __forceinline__ void prepare(const NormOptions& options, float mean, float rstd,
                                         const float (&h)[kVec], const float (&scale)[kVec],
@@ -184,8 +184,7 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   };
   const void* const sources[] = {source(args.h), source(args.dy), source(args.dnext_residual)};
   Ring ring(barriers, shared, sources, args.features, args.stages, team, column, walk);
-  // Statistics come from memory directly and are requested one step ahead: a load takes about as
-  // long as a row.
+  // Statistics are loaded one step ahead: a load from memory takes about as long as a row.
   const auto load_statistics = [&](int row) {
     if (row >= walk.end) return make_float2(0.0f, 0.0f);
     const bool centred = kMean && args.mean != nullptr;
@@ -395,8 +394,7 @@ __global__ void __launch_bounds__(kFlatThreads, flat_blocks(kChain, kSteps))
 
 // --- longer rows ---------------------------------------------------------------------------------
 
-// These rows are read twice, by two kernels: no block can hold both a row and its columns' sums
-// over rows.
+// Two kernels read these rows: no block can hold both a row and its columns' sums over rows.
 
 template <int kVec>
 struct ColumnParameters {
@@ -431,8 +429,7 @@ struct Operands {
   }
 };
 
-// Rows that a block takes at a time. They share the parameters, and their loads are in flight
-// together.
+// Rows of a block that share the parameters and whose loads are in flight together.
 constexpr int kTermRows = 4;
 
 // Computes row_terms. A block takes fewer than kTermRows rows at a time if there are few.
@@ -543,8 +540,7 @@ __host__ __device__ int staged_slot(int features) {
   return RowPieces<T>::most(features) * 16;
 }
 
-// Bytes of shared memory of backward_staged_rows: two stages of dy and h, dnext_residual, and the
-// scale.
+// Shared memory of backward_staged_rows: two stages of dy and h, dnext_residual, and the scale.
 template <typename T>
 int staged_bytes(const BackwardArgs& args) {
   const int slots = args.dnext_residual == nullptr ? 4 : 5;
@@ -1011,8 +1007,7 @@ ffi::Error launch_few_rows(BackwardArgs args, bool shifted, const Device& device
   return launch_kernel(kernel, args, launch, stream);
 }
 
-// Bytes of shared memory of backward_flat_rows: tiles and parameters, and later the sums of each
-// warp.
+// Shared memory of backward_flat_rows: tiles and parameters, and later sums of each warp.
 template <typename T>
 int flat_shared_bytes(const BackwardArgs& args) {
   const int tiles = args.dnext_residual == nullptr ? 2 : 3;

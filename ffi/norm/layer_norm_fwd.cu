@@ -30,8 +30,7 @@ struct ForwardArgs {
 
 constexpr ThreadLimits kForwardLimits = {128, 256, 128, 512};
 
-// Blocks that must fit the registers of an SM. While one block starts, the other resident ones
-// work.
+// Blocks that must fit the registers of an SM. While one starts, the other resident ones work.
 template <typename T>
 constexpr int forward_blocks(Chain chain, bool mean, int elements) {
   if (elements == 32) return 1;
@@ -40,8 +39,7 @@ constexpr int forward_blocks(Chain chain, bool mean, int elements) {
   return chain == Chain::kPlain && !mean ? 5 : 4;
 }
 
-// A thread's values of a row: in float32, or as T in half the registers if T represents them
-// exactly.
+// A thread's values of a row: in float32, or as T in half the registers if T is exact.
 template <typename T, int kVec, int kVectors, bool kPacked>
 class RowValues {
  public:
@@ -77,8 +75,7 @@ class RowValues {
 template <typename T, Chain kChain, bool kResidual, bool kMean>
 struct ForwardForm {
   static constexpr bool kHasPreBias = kChain != Chain::kPlain;
-  // Whether T holds the values to normalise: x itself, or a sum that is rounded like x, or its
-  // relu.
+  // Whether T is exact for the values to normalise: x itself, or a sum rounded like x, or its relu.
   static constexpr bool kPacked = kChain == Chain::kPlain || (kChain == Chain::kRelu && kResidual);
   // Whether scale and bias are in registers. With both, values in float32 would spill.
   static constexpr bool kHoldsScale = kChain != Chain::kGeneral;
@@ -89,8 +86,7 @@ struct ForwardForm {
   static_assert(kMean || kChain == Chain::kPlain);
 };
 
-// kWarp: whether a team is one warp at compile time, which saves a third of the instructions per
-// row.
+// kWarp: whether a team is known to be a warp, which saves a third of the instructions a row.
 template <typename T, int kElements, Chain kChain, bool kResidual, bool kMean, bool kWarp>
 __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
                                   forward_blocks<T>(kChain, kMean, kElements))
@@ -358,8 +354,8 @@ __device__ __forceinline__ float sum_over_row(float value, float* shared) {
 }
 
 // Does what forward_few_rows does, for a norm alone with parameters of type P. Everything but the
-// sizes is known at compile time, so little remains besides the loads. A row has a warp (kOneWarp)
-// or a block.
+// sizes is known at compile time, so little remains besides the loads. Each row has a warp
+// (kOneWarp) or block.
 template <typename T, typename P, int kVectors, bool kOneWarp>
 __global__ void __launch_bounds__(kOneWarp ? kPlainThreads : kMostPlainWarps * kWarpSize)
     forward_few_plain_rows(const __grid_constant__ ForwardArgs args) {
@@ -782,8 +778,8 @@ constexpr int kWideTeam = 128;
 
 // Returns ForwardArgs::run for one team, if L2 does not hold the matrices. Blocks that each take a
 // short run keep all SMs busy and the rows in flight close together in memory. But every block
-// reloads the parameters, which costs most if few blocks are resident or if the parameters go to
-// shared memory.
+// reloads the parameters, which costs most if few blocks are resident or if they go to shared
+// memory.
 int neighbouring_rows(const ForwardArgs& args, int shared_parameters, int resident) {
   // A block takes many narrow rows per step, so a run of one step would be all prologue.
   if (args.team_size < kWarpSize) return 0;
@@ -1006,8 +1002,7 @@ ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const D
              : large         ? neighbouring_rows(args, plan.parameters, resident)
                              : 0;
   args.run *= args.teams;
-  // If few blocks are resident, another stage keeps more rows of a run in flight, unless it costs
-  // residency.
+  // If few blocks are resident and as many stay so, another stage keeps more rows in flight.
   if (resident <= 2 && args.run > args.stages * args.teams && args.stages < most_stages) {
     Launch larger = launch;
     larger.shared_bytes += stage_bytes;

@@ -371,8 +371,7 @@ ffi::Error parse_sizes(ffi::Span<const int64_t> batches, ffi::Span<const int64_t
   return ffi::Error::Success();
 }
 
-// Reads the next array. It must have `size` elements and, unless it is the first, the dtype of
-// those before.
+// Reads the next array, of `size` elements and, unless it is the first, the dtype before it.
 ffi::Error next_array(const ffi::RemainingArgs& arrays, size_t index, int64_t size, bool is_first,
                       Dtype* dtype, void** data) {
   const auto array = arrays.get<ffi::AnyBuffer>(index);

@@ -102,8 +102,7 @@ __device__ __forceinline__ float inverse_scale_of(float scale,
 // the mean `values`: a step may change a moment by less than the distance between codes.
 //
 // The factor of a root is slightly less than the largest code, so that the lower code stays below
-// that even if the root is rounded up. A value just above a code is then rounded up from the code
-// below it.
+// that even if the root is rounded up. A value just above a code is then rounded up from below it.
 
 // Returns 2^23 + a code: `low_above_two23` or the next one. Decoded, these are 2^16 `gap` apart,
 // and the value lies `-below` above the lower one.

@@ -188,8 +188,7 @@ struct LeafTile {
   }
 };
 
-// Returns the first value, within a tile, of this thread's vector `v`; a warp's vectors are
-// adjacent.
+// Returns the first value in a tile of this thread's vector `v`; a warp's are adjacent.
 template <int kVectors, int kCount = kLeafVec>
 __device__ __forceinline__ int vector_start(int v) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;

@@ -1,6 +1,5 @@
-// Muon's momentum for the leaves of a tree, updated in place. Its results are the matrices to
-// orthogonalise, stacked and of one shape, as they are and transposed, and the sums of their
-// squares.
+// Muon's momentum for the leaves of a tree, updated in place. It writes the matrices to
+// orthogonalise, stacked and of one shape, as they are and transposed, and their sums of squares.
 
 #include <string>
 
@@ -171,8 +170,7 @@ ffi::Error check_leaf(const std::string& name, const ffi::AnyBuffer& array, int6
 }
 
 // Updates the momenta. `arrays` has each leaf's gradient and momentum, and `results` the same
-// momentum buffer. `rows` are the rows of each leaf's matrices, the short or the long side of
-// `wide`.
+// momentum buffer. `rows` are the rows of each leaf's matrices, a side of `wide`.
 ffi::Error muon_momentum(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::RemainingArgs arrays,
                          ffi::Result<ffi::AnyBuffer> wide, ffi::Result<ffi::AnyBuffer> tall,
                          ffi::Result<ffi::AnyBuffer> squares, ffi::Result<ffi::AnyBuffer> partial,

@@ -267,8 +267,7 @@ __device__ __forceinline__ void store_vectors(const StepArgs& args, const Leaf& 
   }
 }
 
-// Updates the values of a tile outside whole vectors, one per thread at a time, and returns LAMB's
-// sums.
+// Updates the values of a tile outside whole vectors, one by one, and returns LAMB's sums.
 template <Rule kRule>
 __device__ __noinline__ float2 update_singly(const StepArgs& args, int leaf_index, int64_t first,
                                              int64_t end, float factor, float learning_rate) {
@@ -538,8 +537,8 @@ Format format_of(Rule rule, const StepArgs& args) {
   return dtype == Dtype::kBfloat16 ? Format::kBfloat16 : Format::kAny;
 }
 
-// Launches a rule's kernel for bfloat16 trees, if a tile has two vectors per thread (one of 8
-// values in 16 bits), or else the one for any tree.
+// Launches a rule's kernel: the one for bfloat16 trees, if it applies, with one vector of 8 values
+// per thread in place of two of 4; else the one for any tree.
 template <Rule kRule, int kVectors>
 ffi::Error launch_16bit_or_any(const StepArgs& args, const Device& device, cudaStream_t stream) {
   if constexpr (kVectors == 2) {

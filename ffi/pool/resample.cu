@@ -294,8 +294,7 @@ ffi::Error check_sizes(std::initializer_list<int64_t> sizes) {
   return ffi::Error::Success();
 }
 
-// Calls f(type, vector size) for x's dtype: 16 bytes if every pixel is 16-byte aligned, else one
-// value.
+// Calls f(type, vector size) for x's dtype: 16 bytes if pixels are so aligned, else one value.
 template <typename F>
 ffi::Error with_vectors(const ffi::AnyBuffer& x, int64_t channels,
                         std::initializer_list<const void*> pointers, const F& f) {

@@ -2,8 +2,7 @@
 // since they sum along the last axis of their operands.
 //
 // A tile has 128 rows and 64 columns. A thread reads 8 adjacent values, writes them in float8 in
-// the same order, and stores them in shared memory, from which 8 rows of a column become a vector
-// of 8 bytes.
+// the same order, and stores them in shared memory, from which 8 rows of a column become 8 bytes.
 #include <cuda_fp8.h>
 
 #include <cfloat>
@@ -321,8 +320,7 @@ __device__ __forceinline__ uint32_t to_fp8(float a, float b, float c, float d) {
 #endif
 }
 
-// Writes the transpose of the tile in shared memory. A thread has one word of 8 rows, which is four
-// columns.
+// Writes the transpose of the tile in shared memory; a thread has four columns of 8 rows.
 __device__ __forceinline__ void store_transposed(const QuantizeArgs& args, const uint32_t* tile,
                                                  const Places& places, int row_start,
                                                  int column_start) {

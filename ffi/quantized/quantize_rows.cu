@@ -77,8 +77,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(RowsArgs args) 
 #pragma unroll
     for (const uint32_t other : of_warps) largest = max(largest, other);
   }
-  // The scale of zeros is FLT_MIN, so that it can be divided by; a row that is not finite has scale
-  // NaN.
+  // The scale of zeros is FLT_MIN, so that it can be divided by; that of non-finite rows is NaN.
   const float scale = largest >= 0x7f800000u ? __uint_as_float(0x7fffffffu)
                                              : fmaxf(__uint_as_float(largest) * args.unit, FLT_MIN);
   if (rank == 0 && end > 0) args.scale[row] = scale;

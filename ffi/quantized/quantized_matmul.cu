@@ -91,8 +91,7 @@ struct Place {
   int row_start, rows;
   int stage_bytes, scale_place;  // bytes in shared memory
 
-  // Return where a stage has the scales and the zero points of the warp's columns: 16 for each
-  // group of a step.
+  // Return where a stage has the warp's scales and zero points: 16 for each group of a step.
   __device__ __forceinline__ float* scales(uint8_t* stage) const {
     return reinterpret_cast<float*>(stage + scale_place) + warp * kChunks * kWarpRows;
   }
@@ -290,8 +289,7 @@ class Sums {
   float of_group_[kRowTiles][4] = {};  // sums of the current group, or of all features
 };
 
-// Adds up the sums of the block's warps. Then it applies the epilogue, or stores them as a part of
-// a split-K sum.
+// Adds up the sums of the block's warps, then applies the epilogue or stores a split-K part.
 template <Weights kWeights, int kRowTiles>
 __device__ __forceinline__ void finish_block(const LinearArgs& args,
                                              const Place<kWeights, kRowTiles>& place,

@@ -49,8 +49,8 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
 
 // Converts a thread's 8 weights of a chunk to T, which represents each of them exactly.
 //
-// `Offset` is subtracted after the conversion: the zero point, and the constant that the bit trick
-// for integers adds.
+// `Offset` is subtracted after the conversion: the zero point, and the constant that the integer
+// trick adds.
 template <typename T, Weights kWeights>
 struct Converter;
 
@@ -99,8 +99,7 @@ struct Converter<__half, Weights::kInt8> {
 };
 
 // A bfloat16's mantissa is too short for a byte below an exponent. But subnormal numbers and the
-// first normal ones are equally spaced, so the bits of a byte are a bfloat16: the byte times
-// 2^-133.
+// first normal ones are equally spaced, so a byte as it is makes a bfloat16: the byte times 2^-133.
 template <>
 struct Converter<__nv_bfloat16, Weights::kInt8> {
   static constexpr int kWords = 2;
@@ -162,8 +161,7 @@ struct WarpWeights {
     return row * kRowBytes + ((copy / 2) ^ (row & 3)) * 32 + copy % 2 * 16;
   }
 
-  // Starts the copies of this step of each row, from byte `start` on. `rows` rows of `row_bytes`
-  // exist.
+  // Starts to copy each row from byte `start` on; `rows` rows of `row_bytes` exist.
   static __device__ __forceinline__ void copy(uint32_t shared, const uint8_t* values, int64_t rows,
                                               int64_t row_bytes, int64_t start, int lane) {
     const int copy = lane % kRowCopies;
