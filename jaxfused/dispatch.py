@@ -1,8 +1,8 @@
-"""Which implementation of an operator runs, and the reason why another one does not.
+"""The choice of an operator's implementation, and the reasons against the others.
 
 An operator gives `choose` one reason for each implementation, in order of preference: None if the
-implementation can run, or a sentence that says why it cannot. Nothing else decides: no environment
-variable, no registry, no state.
+implementation can run, or a sentence that says why it cannot. `jaxfused.runtime.runner` then prefers
+what the autotuning table has. No environment variable or registry takes part.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ Implementation = Literal["pallas", "cuda", "xla"]
 
 @dataclass(frozen=True)
 class Device:
-    """The properties, which operators depend on, of the device that a call will run on."""
+    """The properties of a call's device that operators depend on."""
 
     platform: str
     name: str
     compute_capability: tuple[int, int] | None
     """(major, minor) of an NVIDIA GPU, None for everything else."""
     multiprocessors: int
-    """The number of streaming multiprocessors of a GPU, or 0 for other devices."""
+    """Number of SMs of a GPU, or 0 for other devices."""
 
 
 _assumed: contextvars.ContextVar[Device | None] = contextvars.ContextVar("assumed", default=None)
@@ -33,7 +33,7 @@ _assumed: contextvars.ContextVar[Device | None] = contextvars.ContextVar("assume
 
 @contextlib.contextmanager
 def assume(device: Device) -> Iterator[None]:
-    """Within this context operators are traced as for `device`, which need not be present."""
+    """Traces the operators in this context as for `device`, which need not be present."""
     token = _assumed.set(device)
     try:
         yield
@@ -73,11 +73,11 @@ def preferring(first: str, reasons: Mapping[str, str | None]) -> dict[str, str |
 
 
 UNMEASURED: frozenset[str] = frozenset()
-"""Operators whose kernels no GPU has run in their present form. They run only where they are named."""
+"""Operators whose kernels no GPU has run in their present form. They run only when named."""
 
 
 def why_unmeasured(op: str) -> str | None:
-    """Returns why an operator's kernels are not taken by themselves, or None where they are."""
+    """Returns why an operator's kernels run only when named, or None if they are chosen freely."""
     if op not in UNMEASURED:
         return None
     return (
@@ -113,7 +113,7 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
     return implementation
 
 
-# --- what was chosen ------------------------------------------------------------------------------
+# --- records of choices ---------------------------------------------------------------------------
 
 
 class Choice(NamedTuple):
@@ -122,23 +122,23 @@ class Choice(NamedTuple):
     stage: str
     """The operator and its stage, such as "layer_norm forward"."""
     operands: Sequence[jax.ShapeDtypeStruct | None]
-    """The operands that the kernel sees: after `jax.vmap`, on the shard."""
+    """The operands' shapes and dtypes as the kernel sees them: after `jax.vmap`, on the shard."""
     implementation: str
     reasons: Mapping[str, str | None]
-    """For each implementation, fastest first: None, or why it cannot run."""
+    """The implementations, fastest first, each with None or why it cannot run."""
     by_partitioner: bool = False
-    """Whether the choice was made while XLA partitioned the operation, for one shard of it."""
+    """Whether the choice was made for one shard while XLA partitioned the operation."""
     source: Literal["named", "model", "table", "neighbour"] | None = None
-    """What decided: the caller, who named the implementation; the cost model; the table of measured
-    choices, at these shapes or at the nearest ones in it. None where no shape is asked for."""
+    """The basis of the choice: the caller's name, the cost model, or the autotuning table at these
+    shapes or at near ones. None for a choice that does not depend on shapes."""
     config: Any = None
-    """The config that the table has, or None for the implementation's own default."""
+    """The table's config, or None for the implementation's default."""
     kernel: Any = None
-    """The `jaxfused.runtime.runner.Kernel` of the stage, or None where the call is plain jax.numpy."""
+    """The `jaxfused.runtime.runner.Kernel` of the stage, or None if the call is plain jax.numpy."""
 
 
 class Fallback(NamedTuple):
-    """A call of a module at one place of a program that Flax's own code serves."""
+    """A call of a module, at one place of a program, that runs Flax's own code."""
 
     module: str
     """The module's public name, such as "jaxfused.nnx.LayerNorm"."""
@@ -154,16 +154,16 @@ _fallback_recordings: list[list[Fallback]] = []
 
 
 def record(choice: Choice) -> None:
-    """Adds a choice to the lists of all active `recorded` contexts."""
+    """Adds a choice to the list of every active `recorded` context."""
     for recording in _recordings:
         recording.append(choice)
 
 
 @contextlib.contextmanager
 def recorded(*, alone: bool = False) -> Iterator[list[Choice]]:
-    """Within this context, all choices made during tracing are added to the yielded list.
+    """Yields a list, to which all choices made while tracing in this context are added.
 
-    With `alone`, they are not added to the lists of contexts outside: what is traced here is a trial.
+    With `alone`, as for a trial, they are not added to the lists of outer contexts.
     """
     recording: list[Choice] = []
     outside = list(_recordings)
@@ -175,14 +175,14 @@ def recorded(*, alone: bool = False) -> Iterator[list[Choice]]:
 
 
 def note_fallback(module: str, reason: str) -> None:
-    """Adds a call that Flax's own code serves to the lists of all active `recorded_fallbacks`."""
+    """Adds a call that runs Flax's own code to the list of every active `recorded_fallbacks`."""
     for recording in _fallback_recordings:
         recording.append(Fallback(module, reason))
 
 
 @contextlib.contextmanager
 def recorded_fallbacks() -> Iterator[list[Fallback]]:
-    """Within this context, module calls that Flax's own code serves are added to the yielded list."""
+    """Yields a list, to which module calls in this context that run Flax's own code are added."""
     recording: list[Fallback] = []
     _fallback_recordings.append(recording)
     try:

@@ -24,13 +24,13 @@ class Explanation:
 
     device: dispatch.Device
     calls: tuple[tuple[dispatch.Choice, int], ...]
-    """Each stage of an operator with its choice, and how often the program contains it."""
+    """The choice of each operator's stages, and how often the program contains it."""
     fallbacks: tuple[tuple[dispatch.Fallback, int], ...] = ()
-    """Each call of a module that Flax's own code serves, with the reason, and how often it occurs."""
+    """Module calls that run Flax's own code, with the reason, and how often each occurs."""
     table: Table = field(default_factory=lambda: Table({}))
-    """The table of measured choices for the device."""
+    """The autotuning table of the device."""
     fusions: tuple[fusion.Report, ...] = ()
-    """What each function that `jaxfused.fuse` has wrapped was found to contain."""
+    """The report of each function that `jaxfused.fuse` has wrapped."""
 
     def __str__(self) -> str:
         lines = [str(report) for report in self.fusions]
@@ -102,7 +102,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     with fusion.recorded() as fusions:
         choices, fallbacks = traced(f, *args, **kwargs)
-    # Stages that differ in a constant alone look the same, and choose alike.
+    # Stages that differ in a constant alone choose alike, so they are counted as one.
     counts = Counter(_Key(choice._replace(kernel=None)) for choice, _ in choices)
     device = dispatch.current_device()
     return Explanation(
@@ -117,9 +117,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def traced(
     f: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[list[tuple[dispatch.Choice, int]], list[dispatch.Fallback]]:
-    """What is chosen at each place of a program that runs, and what Flax's own code serves.
+    """Returns the choices of a program's stages, and the module calls that run Flax's own code.
 
-    A choice comes with the number of times that such a stage runs, as far as loops state theirs.
+    Each choice comes with how often its stage runs, counting the trips of loops of known length.
     """
     with (
         dispatch.recorded() as choices,
@@ -139,8 +139,8 @@ def traced(
     def runs(choice: dispatch.Choice) -> int:
         if choice.kernel is None or choice.by_partitioner:
             return 1
-        # To take a gradient JAX also traces forwards that save nothing, and then leaves them out. Calls
-        # that it strips of operands or results that nothing needs have the name alone in common.
+        # For a gradient JAX also traces forwards that save nothing, and then drops them: these count 0.
+        # Calls from which it removed unused operands or results are recognised by their name alone.
         call = _call(choice)
         return calls[call] or int(call[0] in names and call[:2] not in exact)
 
@@ -148,7 +148,7 @@ def traced(
 
 
 def _call(choice: dispatch.Choice) -> tuple[Any, ...]:
-    """What `_calls` knows a call of the chosen kernel by."""
+    """Returns the key under which `_calls` counts calls of the chosen kernel."""
     results = choice.kernel.axes(*choice.operands).results
     return (
         runner.jitted(choice.stage).__name__,
@@ -158,7 +158,7 @@ def _call(choice: dispatch.Choice) -> tuple[Any, ...]:
 
 
 def _calls(jaxpr: Jaxpr, times: int = 1) -> Counter[tuple[Any, ...]]:
-    """How often a program calls each jitted function: its name, operands and number of results."""
+    """Counts a program's calls of jitted functions by name, operands and number of results."""
     calls: Counter[tuple[Any, ...]] = Counter()
     for equation in jaxpr.eqns:
         avals: list[Any] = [v.aval for v in equation.invars]
@@ -176,7 +176,7 @@ def _calls(jaxpr: Jaxpr, times: int = 1) -> Counter[tuple[Any, ...]]:
 
 
 def _as_rows(shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The shape with all axes but the last as one: XLA's implementation may have been given several."""
+    """Returns the shape with all axes but the last merged; XLA's implementation may get several."""
     return (math.prod(shape[:-1]), *shape[-1:])
 
 
@@ -185,13 +185,13 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def _traced_anew() -> Iterator[None]:
-    """Within this context JAX traces everything anew instead of taking it from its caches."""
+    """Makes JAX trace everything in this context anew instead of taking it from its caches."""
     with set_xla_metadata(jaxfused_explain=str(next(_numbers))):
         yield
 
 
 def _is_split_by_xla(*trees: Any) -> bool:
-    """Whether some array is sharded over Auto axes, whose shards are known only when XLA compiles."""
+    """Whether some array is sharded over Auto axes; its shards are known only when XLA compiles."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(trees)]
     return any(
         isinstance(sharding, jax.sharding.NamedSharding)
@@ -202,7 +202,7 @@ def _is_split_by_xla(*trees: Any) -> bool:
 
 
 class _Key:
-    """A hashable form of a choice, equal to that of every choice with the same content."""
+    """A choice made hashable by its text; choices of equal content have equal keys."""
 
     def __init__(self, choice: dispatch.Choice):
         self.choice = choice

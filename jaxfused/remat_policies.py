@@ -1,9 +1,9 @@
-"""Policies of `jax.checkpoint` that know what this package's kernels make.
+"""Policies of `jax.checkpoint` that recognise the values of this package's kernels.
 
-A policy of JAX decides by the primitive that makes a value, and a kernel is one that none of them knows:
-`dots_with_no_batch_dims_saveable` saves the products of a stock layer and nothing of a fused one, whose
-forward kernels then all run twice. The operators name what they make instead, as
-"jaxfused.<operator>.<what>" (see `jaxfused.runtime.checkpoint_names`); these policies go by that name.
+JAX's policies decide by the primitive that computes a value, and none of them lists our kernels:
+`dots_with_no_batch_dims_saveable` saves the products of a stock layer but nothing of a fused one, so
+that all its forward kernels run twice. The policies here decide by the names that operators give their
+values, "jaxfused.<operator>.<what>" (see `jaxfused.runtime.checkpoint_names`).
 
 Example:
   >>> import jax, jax.numpy as jnp, jaxfused
@@ -25,24 +25,24 @@ from jaxfused.runtime.checkpoint_names import PREFIX, What
 Policy = Callable[..., Any]
 
 _PRODUCTS = ("linear", "mlp", "gated_mlp", "qkv_projection")
-"""Operators whose forward is products without batch axes, and what goes with them."""
+"""Operators that consist of products without batch axes; all their named values are saved."""
 
 _SMALL = ("statistics", "log_sum_exp")
-"""What has one number for many: an operator whose result is saved need not run again for it."""
+"""Kinds of small values, which are always saved so that an operator with a saved result runs once."""
 
 _OF_REFERENCES = {"jaxfused_preactivation": "preactivation", "jaxfused_statistics": "statistics"}
-"""Names inside the programs of implementation "xla", with what they stand for."""
+"""Checkpoint names inside implementation "xla", each with its kind."""
 
 
 def save_only_these_names(*names: str) -> Policy:
-    """Saves what has one of these names, and of this package's operators what makes a name enough.
+    """Saves values with these checkpoint names, and the small values of this package's operators.
 
     Args:
-      names: of values that `jax.ad_checkpoint.checkpoint_name` marks; and of this package's operators,
-        an operator for all that it makes ("dot_product_attention"), a kind for that of all operators
+      names: names that `jax.ad_checkpoint.checkpoint_name` gave; or for this package's operators, an
+        operator, for all its values ("dot_product_attention"), a kind of value of all operators
         ("preactivation"; `jaxfused.runtime.checkpoint_names.What` lists them), or the whole name of
-        a value ("jaxfused.mlp.output"). The small ones, statistics of norms and logarithms of sums,
-        are saved in any case: with them a saved result is all that a backward needs.
+        a value ("jaxfused.mlp.output"). Statistics of norms and log-sum-exps are small and always
+        saved: with them a saved result is all that a backward needs.
 
     Returns:
       A policy for `jax.checkpoint` and its relatives in Flax.
@@ -70,7 +70,7 @@ def save_only_these_names(*names: str) -> Policy:
 
 
 def _parts(name: str) -> tuple[str | None, str | None]:
-    """The operator and the kind that a name tells, or None where it is a name of the user's."""
+    """Returns the operator and the kind of value in a checkpoint name, or None for a user's name."""
     if name in _OF_REFERENCES:
         return None, _OF_REFERENCES[name]
     if not name.startswith(PREFIX):
@@ -90,7 +90,7 @@ dots_with_no_batch_dims_saveable: Policy = _with_operators(
 )
 """JAX's policy of that name for stock layers and fused ones: saves the results of products with weights.
 
-Of `linear`, `mlp`, `gated_mlp` and `qkv_projection` all is saved that the backward reads, so that their
+It saves all that the backward of `linear`, `mlp`, `gated_mlp` and `qkv_projection` reads, so that their
 kernels run once. Norms and attention run again, as they do in a stock layer.
 """
 
@@ -99,7 +99,7 @@ dots_saveable: Policy = _with_operators(
 )
 """JAX's policy of that name for stock layers and fused ones: attention is saved as well.
 
-Of attention that is the result and a logarithm a row, not the weights, which no kernel has in memory.
+For attention it saves the result and one log-sum-exp a row. No kernel writes the weights to memory.
 """
 
 checkpoint_dots = dots_saveable

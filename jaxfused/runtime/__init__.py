@@ -1,1 +1,1 @@
-"""What every operator needs: the Runner, shards, checks of arguments, tuning table, CUDA library."""
+"""Code that every operator uses: Runner, sharding, checks of arguments, tuning table, CUDA library."""

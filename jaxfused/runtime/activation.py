@@ -3,11 +3,10 @@
 Names are those of `jax.nn`, and say which formula is meant where there are several: `gelu_tanh` is
 `jax.nn.gelu`'s default, `gelu_erf` the exact one, `quick_gelu` the one of a logistic function
 (Hendrycks, Gimpel, 2016, https://arxiv.org/abs/1606.08415), `relu2` the square of relu (So et al.,
-"Primer", 2021, https://arxiv.org/abs/2109.08668). `leaky_relu` has the slope 0.01 below 0. Where a
-derivative jumps, it is what `jax.nn` has there: the lesser one, but of leaky_relu 1.
+"Primer", 2021, https://arxiv.org/abs/2109.08668). `leaky_relu` has the derivative 0.01 below 0. Where a
+derivative jumps it is that of `jax.nn`: the lesser one, but 1 for leaky_relu.
 
-The table of the functions is this one. Kernels state them again in the operations that they have:
-`pallas_kernels/activation.py` and `ffi/common/activation.cuh`.
+Kernels have the same functions in `pallas_kernels/activation.py` and `ffi/common/activation.cuh`.
 """
 
 from collections.abc import Callable
@@ -35,19 +34,18 @@ FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 ACTIVATIONS = tuple(FUNCTIONS)
-"""The names that every `activation` of an operator or a module takes, beside None.
+"""The names that every `activation` of an operator or a module takes, next to None.
 
 They are those of `jax.nn`; "gelu_tanh" and "gelu_erf" are its two gelus, "quick_gelu" is
 x sigmoid(1.702 x), "relu2" the square of relu. Values and derivatives are those of `jax.nn`, at corners
-too. A gradient keeps the result of "relu", "relu6" and "leaky_relu", and what the others are of.
+too. A backward reads the result of "relu", "relu6" and "leaky_relu", and the input of the others.
 """
 
 SLOPE_OF_RESULT = ("relu", "relu6", "leaky_relu")
-"""Whose derivative is the same at the result as at what they are of, so that a gradient keeps the result
-alone."""
+"""Activations whose derivative follows from their result, so that only the result is saved."""
 
 ARITHMETIC = ("relu", "relu2", "relu6", "leaky_relu", "hard_swish", "hard_sigmoid")
-"""The activations of a few multiplications and comparisons, without an exponential."""
+"""Activations that take a few multiplications and comparisons, but no exponential."""
 
 BOUNDED_FROM_ABOVE = {
     "relu": 0.0,
@@ -62,8 +60,10 @@ BOUNDED_FROM_ABOVE = {
     "sigmoid": 0.5,
     "hard_sigmoid": 0.5,
 }
-"""Whose largest magnitude follows from the largest value: above 0 they grow, and below 0 their
-magnitudes stay under these, rounded up. The others' follows from the largest magnitude."""
+"""Bounds, rounded up, of an activation's magnitude below 0; above 0 these activations grow.
+
+So their largest magnitude follows from the largest input. For the others the magnitudes decide.
+"""
 
 
 def activate(name: str | None, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The names that operators give their results, by which policies of `jax.checkpoint` know them.
+"""The names that operators give their values, by which policies of `jax.checkpoint` select them.
 
 A name is "jaxfused.<operator>.<what>". Every value that an operator's backward reads is one of its
 inputs or has such a name, and so has every result: where a policy saves all of an operator's names, its
@@ -14,13 +14,13 @@ PREFIX = "jaxfused."
 What = Literal[
     "output", "next_residual", "statistics", "log_sum_exp", "preactivation", "hidden", "projections"
 ]
-"""Of an operator's values: its result; the residual stream after a norm; means and 1 / standard
-deviations; the logarithms of attention's sums; what an activation is of; a perceptron's hidden layer
-and the activation's derivative; queries and keys before their norm and rotation."""
+"""The kinds of an operator's values: its result; the residual stream after a norm; means and
+1 / standard deviations; attention's log-sum-exp; the input of an activation; a perceptron's hidden
+layer and the activation's derivative; queries and keys before their norm and rotation."""
 
 
 def name_of(operator: str, what: What) -> str:
-    """The name of a value, such as "jaxfused.layer_norm.statistics"."""
+    """Returns the name of a value, such as "jaxfused.layer_norm.statistics"."""
     return f"{PREFIX}{operator}.{what}"
 
 

@@ -1,4 +1,4 @@
-"""The checks that operators make of their arguments, worded once each: rule, value, remedy."""
+"""Checks of operators' arguments, whose messages say the rule, the value and the remedy."""
 
 import functools
 import inspect
@@ -17,18 +17,18 @@ from jaxfused.runtime.activation import ACTIVATIONS
 
 
 def as_arrays(*operands: Any) -> tuple[Any, ...]:
-    """The operands as arrays of JAX, of NumPy's and of what has `__jax_array__`, as nnx.Param does.
+    """Converts operands (NumPy's arrays, or objects with `__jax_array__` like nnx.Param) to JAX arrays.
 
-    Each on its own: a parameter of Flax is a pytree, of which `jax.tree.map` gives a parameter back.
+    `jax.tree.map` would not do: a Flax parameter is a pytree, and would stay a parameter.
     """
     return tuple(None if operand is None else jnp.asarray(operand) for operand in operands)
 
 
 def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Has a function check its options, all that are no operands, by what their annotations say.
+    """Makes a function check its options, all arguments but operands, against their annotations.
 
-    Numbers and flags arrive as Python's: a config holds scalars of NumPy, and a shape's entries may be
-    arrays, of which any are taken whose value is known.
+    Numbers and flags become Python's, because configs may hold NumPy scalars, and the entries of a shape
+    may be arrays. Every array with a known value is accepted.
     """
     parameters = inspect.signature(function, eval_str=True).parameters
     checks = _checks({name: parameter.annotation for name, parameter in parameters.items()})
@@ -49,7 +49,7 @@ def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 
 def python_number_fields(module: Any) -> Any:
-    """The same of the fields of a module of Flax's linen."""
+    """Makes a linen module check its fields as `python_numbers` checks options."""
     types = get_type_hints(module)
     checks = _checks({name: types[name] for name in module.__dataclass_fields__})
     finish = module.__post_init__
@@ -88,16 +88,16 @@ _COUNTS = frozenset(
         "chunk_size",
     }
 )
-"""The options that count something, of which there is one at least."""
+"""Options that count something, and so are at least 1."""
 
 _BOUNDS = frozenset({"chunk_size", "ignore_index", "local_window_size"})
-"""The options that only bound or mark other numbers, so that no index has to hold them."""
+"""Options that only bound or mark other numbers, and so may exceed 32 bits."""
 
 type _Check = Callable[[str, str, Any], Any]
 
 
 def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
-    """What checks each option that is a number, a flag, a word, a dtype or the name of an axis."""
+    """Returns the check of each option that is a number, flag, word, dtype or name of an axis."""
     kinds = _kinds(annotations)
     checks: dict[str, _Check] = {}
     for name, annotation in annotations.items():
@@ -111,7 +111,7 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
                 _as_numbers, kind=kinds[name], leaves=leaves, several=_is_of_several(annotation)
             )
         elif name.endswith("dtype") and Any in leaves and (name, annotation) != ("dtype", Any):
-            # What `quantize` rounds to, which it says itself, has names of its own.
+            # The `dtype: Any` of `quantize` has names of its own, which `quantize` checks.
             checks[name] = _as_dtype
         elif bool in leaves and leaves <= {bool, type(None), *words}:
             checks[name] = functools.partial(_as_flag, words=words, optional=optional)
@@ -123,7 +123,7 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
 
 
 def _kinds(annotations: Mapping[str, Any]) -> dict[str, type[int] | type[float]]:
-    """The parameters that are numbers, or sequences of them, and no arrays: int or float of each."""
+    """Returns int or float for each parameter that is a number or a sequence of numbers."""
     kinds: dict[str, type[int] | type[float]] = {}
     for name, annotation in annotations.items():
         leaves = _leaves(annotation)
@@ -134,13 +134,13 @@ def _kinds(annotations: Mapping[str, Any]) -> dict[str, type[int] | type[float]]
 
 
 def _leaves(annotation: Any) -> set[Any]:
-    """The types, and the words, of which an annotation is made."""
+    """Returns the types, and the words of Literals, that an annotation contains."""
     arguments = get_args(annotation)
     return set().union(*map(_leaves, arguments)) if arguments else {annotation}
 
 
 def _is_of_several(annotation: Any) -> bool:
-    """Whether sequences are among what an annotation names."""
+    """Whether an annotation allows a sequence."""
     origin = get_origin(annotation)
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return True
@@ -150,7 +150,7 @@ def _is_of_several(annotation: Any) -> bool:
 def _as_numbers(
     op: str, name: str, value: Any, *, kind: type, leaves: set[Any], several: bool
 ) -> Any:
-    """Value, or the values in it, as `kind`; None and words are left where they may be passed."""
+    """Returns the value, or the values in it, as `kind`; None and words that are allowed stay."""
     if (value is None and type(None) in leaves) or (isinstance(value, str) and str in leaves):
         return value
     if not several:
@@ -166,7 +166,7 @@ def _as_numbers(
 
 
 def _as_number(op: str, name: str, value: Any, kind: type) -> int | float:
-    """Value as `kind`, where it is a number whose value is known and that is in range."""
+    """Returns a number as `kind`, or raises if it is unknown while tracing, or out of range."""
     is_array = hasattr(value, "dtype") and hasattr(value, "ndim")
     dtype = value.dtype if is_array else np.dtype(type(value) if isinstance(value, Real) else "O")
     is_whole = jnp.issubdtype(dtype, jnp.integer) or type(value) is int
@@ -187,7 +187,7 @@ def _as_number(op: str, name: str, value: Any, kind: type) -> int | float:
 
 
 def _as_flag(op: str, name: str, value: Any, *, words: Sequence[str], optional: bool) -> Any:
-    """Value as True or False; also 1 and 0, which a config may hold for them."""
+    """Returns a flag as True or False; 1 and 0 are accepted too, since configs may hold them."""
     if (value is None and optional) or (isinstance(value, str) and words):
         return value
     is_array = hasattr(value, "dtype") and hasattr(value, "ndim")
@@ -203,7 +203,7 @@ def _as_flag(op: str, name: str, value: Any, *, words: Sequence[str], optional: 
 
 
 def _as_word(op: str, name: str, value: Any, *, words: Sequence[str], optional: bool) -> Any:
-    """Value where it is a str; whether it is one that is known, an operator says itself."""
+    """Returns the value if it is a str; the operator itself checks that it is a known one."""
     if isinstance(value, str) or (value is None and optional):
         return value
     choices = [*map(repr, words)] or ["a str"]
@@ -214,12 +214,12 @@ def _as_word(op: str, name: str, value: Any, *, words: Sequence[str], optional: 
 
 
 def _as_precision(op: str, name: str, value: Any, *, leaves: set[Any]) -> Any:
-    """Value where it is one of JAX's precisions of a product, by name too, or a pair of them."""
+    """Returns the value if it is a precision of JAX's products, a precision's name, or a pair."""
 
     def is_known(one: Any) -> bool:
         if not isinstance(one, str):
             return isinstance(one, tuple(leaf for leaf in leaves if isinstance(leaf, type)))
-        # A float8 precision that an operator does not have is for modules, which it says itself.
+        # An operator itself refuses a float8 precision that only modules have.
         if one in leaves or one.startswith("fp8") or one in lax.DotAlgorithmPreset.__members__:
             return True
         try:
@@ -237,7 +237,7 @@ def _as_precision(op: str, name: str, value: Any, *, leaves: set[Any]) -> Any:
 
 
 def _as_dtype(op: str, name: str, value: Any) -> Any:
-    """Value where it is None or names a dtype: a str, a type of numbers or a dtype itself."""
+    """Returns the value if it is None or a dtype: a str, a type of numbers or a dtype itself."""
     is_name = isinstance(value, (str, type, np.dtype)) or hasattr(value, "dtype")
     is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
     try:
@@ -252,7 +252,7 @@ def _as_dtype(op: str, name: str, value: Any) -> Any:
 
 
 def _as_axis_name(op: str, name: str, value: Any, *, bound: bool) -> Any:
-    """Value where it names a mapped axis, or several; of an operator, axes that are mapped here."""
+    """Returns the name or names of mapped axes; those of an operator (`bound`) must be mapped here."""
     for axis in value if isinstance(value, (tuple, list)) else (value,):
         if axis is None and axis is value:
             return None
@@ -273,14 +273,14 @@ def _as_axis_name(op: str, name: str, value: Any, *, bound: bool) -> Any:
 
 
 def _said(value: Any) -> str:
-    """Value in a sentence, an array by its shape."""
+    """Returns the value for a message; an array is described by its shape."""
     if isinstance(value, (jax.Array, np.ndarray)) and value.ndim:
         return f"an array of shape {value.shape}"
     return repr(value)
 
 
 def for_each_axis(op: str, name: str, value: int | Sequence[int], spatial: int) -> tuple[int, ...]:
-    """One positive int for each spatial axis, of one for all or of as many."""
+    """Returns one positive int for each spatial axis, from one int for all or from as many."""
     values = tuple(value) if isinstance(value, Sequence) else (value,) * spatial
     if len(values) != spatial or any(not isinstance(v, int) or v < 1 for v in values):
         raise ValueError(
@@ -301,7 +301,7 @@ def check_floating(op: str, arrays: Mapping[str, jax.Array | None]) -> None:
 
 
 def check_images(op: str, x: jax.Array) -> None:
-    """Checks that x is [B, *spatial, C], of which the batch alone may be empty."""
+    """Checks that x is [B, *spatial, C]; only the batch may be empty."""
     if x.ndim < 3 or 0 in x.shape[1:]:
         raise ValueError(
             f"{op}: x has shape {x.shape}, but it needs a batch axis, a spatial axis and at least one"
@@ -347,7 +347,7 @@ def check_finite(op: str, name: str, value: Any) -> None:
 
 
 def check_epsilon(op: str, epsilon: Any) -> None:
-    """Checks that `epsilon`, added to a variance below a root, is finite and not negative."""
+    """Checks that `epsilon`, added to a variance before its square root, is finite and not negative."""
     check_finite(op, "epsilon", epsilon)
     if epsilon < 0:
         raise ValueError(
@@ -356,7 +356,7 @@ def check_epsilon(op: str, epsilon: Any) -> None:
 
 
 def check_soft_cap(op: str, cap: Any) -> None:
-    """Checks that `cap`, if given, is a finite number above 0, below which logits can be kept."""
+    """Checks that `cap`, the bound of logits, is None or a finite number above 0."""
     if cap is None:
         return
     check_constant(op, "logits_soft_cap", cap)

@@ -1,7 +1,7 @@
-"""CUDA C kernels beside Pallas kernels of the same operator: where they are taken unless they are named.
+"""The choice of CUDA C kernels in operators that have Pallas kernels too.
 
-That is on GPUs that the Pallas kernels do not serve, once `dispatch.UNMEASURED` does not have
-"<operator> cuda" any more, and where the GPU that has timed both found them faster than XLA.
+Unless named, they run only on GPUs that the Pallas kernels do not support, if "<operator> cuda" is not
+in `dispatch.UNMEASURED`, and at sizes where they measured faster than XLA.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from pallas_kernels import hopper
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
 _LEAST_WEIGHTS = 2**24
-"""Of one product: with fewer of them XLA's copy stays in the cache, and is as fast."""
+"""Fewest weights of a product for a kernel: XLA's copy of fewer stays in the cache, and is as fast."""
 _LEAST_VALUES = 2**21
-"""That are quantised: of fewer most of the time is the launch."""
+"""Fewest values to quantise with a kernel: for fewer the launch takes most of the time."""
 
 
 def is_fast_for_weights(rows: int, features: int, columns: int) -> bool:
-    """Whether CUDA C multiplies x [rows, features] with quantised weights faster than XLA does."""
+    """Whether the CUDA C product of x [rows, features] and quantised weights is faster than XLA's."""
     return rows <= MAX_ROWS and features * columns >= _LEAST_WEIGHTS
 
 
@@ -27,7 +27,7 @@ def is_fast_for_rows(rows: int, features: int) -> bool:
 
 
 def missing(op: str, implementation: str | None) -> dict[str, str]:
-    """Returns what `takes_reference` is to take as missing where nothing is named."""
+    """Returns the `missing` of `takes_reference`: an unmeasured CUDA kernel that is not named."""
     reason = dispatch.why_unmeasured(_name(op)) if implementation is None else None
     return {} if reason is None else {"cuda": reason}
 
@@ -40,10 +40,10 @@ def among(
     *,
     fast: bool = True,
 ) -> dict[str, str | None]:
-    """Returns the reasons with that of the CUDA kernel in its place.
+    """Returns the reasons with the CUDA kernel's: first if it should run by default, else last.
 
     Args:
-      fast: whether the kernel is meant for such shapes, and not only able to compute them.
+      fast: whether the kernel is expected to be faster than XLA at these shapes.
     """
     pallas_serves = hopper.why_unfit(device.compute_capability) is None
     if pallas_serves or dispatch.why_unmeasured(_name(op)) is not None or not fast:

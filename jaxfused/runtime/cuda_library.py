@@ -18,7 +18,7 @@ import jaxlib
 PATH = Path(__file__).with_name("libjaxfused.so")
 
 PLATFORM = "CUDA"
-"""Where the kernels run, as XLA names it."""
+"""XLA's name of the platform that the kernels run on."""
 
 TARGETS = (
     "jaxfused_attention_forward",
@@ -63,7 +63,7 @@ TARGETS = (
 
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-"""What every kernel takes."""
+"""Dtypes that every kernel takes."""
 
 
 def why_unfit(compute_capability: tuple[int, int] | None) -> str | None:
@@ -77,7 +77,7 @@ def why_unfit(compute_capability: tuple[int, int] | None) -> str | None:
 
 
 def why_dtype_unfit(dtype: Any, whose: str = "x has") -> str | None:
-    """Returns None for a dtype that all kernels take, else the reason; `whose` begins its last part."""
+    """Returns None for a dtype that all kernels take, else the reason; `whose` is its subject."""
     if dtype in DTYPES:
         return None
     return f"it takes float32, bfloat16 and float16, and {whose} dtype {jnp.dtype(dtype)}"
@@ -109,9 +109,9 @@ def architectures() -> tuple[str, ...]:
 
 
 def runs_on(architecture: str, compute_capability: tuple[int, int]) -> bool:
-    """Returns whether a GPU runs code of an architecture that CMake names so.
+    """Returns whether a GPU runs code of an architecture in CMake's notation.
 
-    Machine code serves GPUs of the same major version that are no older, PTX all that are no older.
+    Machine code runs on GPUs of the same major version that are no older, PTX on all that are no older.
     """
     name, _, kind = architecture.partition("-")
     built = divmod(int(name), 10)
@@ -125,7 +125,7 @@ def why_not_built_from(
 ) -> str | None:
     """Returns None where a GPU runs code that was compiled for `least` or a later one, else the reason.
 
-    What only such GPUs can do is left out of code for earlier ones, which later ones run too.
+    Code for earlier GPUs, which later ones can run too, lacks the features of `least`.
     """
     built = architectures()
     if compute_capability is None or any(

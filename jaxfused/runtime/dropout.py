@@ -1,4 +1,4 @@
-"""What dropout keeps of attention's probabilities and of rows, in every implementation."""
+"""Dropout masks of attention's probabilities and of rows, the same in every implementation."""
 
 import math
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def keep(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
-    """Which of the probabilities [B, N, T, S] dropout keeps: the same bits in every implementation.
+    """Returns which probabilities [B, N, T, S] dropout keeps: the same bits in every implementation.
 
     With 32-bit unsigned arithmetic, `mix(h, i) = murmur(h ^ i)` and
     `murmur(x)`: x ^= x >> 16; x *= 0x85EBCA6B; x ^= x >> 13; x *= 0xC2B2AE35; x ^= x >> 16::
@@ -21,9 +21,9 @@ def keep(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
         x ^= x >> 16
         keep where (s even ? x & 0xFFFF : x >> 16) >= min(round(rate * 65536), 65535)
 
-    u and v belong to a row and a pair of neighbours costs one murmur finalizer, because a kernel
-    pays for every element, beside an exponential. v enters before the second product so that two
-    rows that meet in u still differ.
+    u and v are computed once a row, and two neighbouring keys share one murmur finalizer, because a
+    kernel pays for every element, next to its exponential. v enters before the second product so that
+    two rows with equal u still differ.
 
     Source of the constants: Appleby, MurmurHash3, the finalizer of 32 bits.
     """
@@ -38,13 +38,13 @@ def keep_rows(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Arra
 
 
 def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
-    """[2, B, N]: what in `keep` depends on the words and on a row's b and n."""
+    """Returns [2, B, N], the part of `keep` that depends on the words and on a row's b and n."""
     row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(1, batch, heads)
     return murmur(words[:, None, None] ^ row) + jnp.uint32(0x9E3779B9)
 
 
 def keep_by_seeds(seeds: jax.Array, query_count: int, key_count: int, rate: float) -> jax.Array:
-    """`keep` from `dropout_seeds` [2, B, N]."""
+    """Returns `keep`'s mask from `dropout_seeds` [2, B, N]."""
     t = jnp.arange(query_count, dtype=jnp.uint32)[None, None, :, None]
     pair = jnp.arange((key_count + 1) // 2, dtype=jnp.uint32)[None, None, None]
     u, v = (murmur(seed[:, :, None, None] ^ t) for seed in seeds)
@@ -54,7 +54,7 @@ def keep_by_seeds(seeds: jax.Array, query_count: int, key_count: int, rate: floa
 
 
 def keep_probability(rate: float) -> float:
-    """The probability with which `keep` keeps: 1 - rate to the nearest 1/65536, but not 0."""
+    """Returns the probability that `keep` keeps a value: 1 - rate to the nearest 1/65536, but not 0."""
     return 1.0 - _threshold(rate) / 65536
 
 

@@ -1,4 +1,4 @@
-"""The arguments of dropout, which attention and the perceptrons take alike."""
+"""Checks of the dropout arguments of attention and of the perceptrons."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from jaxfused.runtime.checks import check_constant
 
 
 def dropout_words(op: str, rate: float, key: jax.Array | None) -> jax.Array | None:
-    """Returns the two words that `semantics.dropout.keep` takes, or None if nothing is dropped."""
+    """Returns the two words that `runtime.dropout.keep` takes, or None if nothing is dropped."""
     check_constant(op, "dropout_rate", rate)
     if not 0.0 <= rate < 1.0:
         raise ValueError(
@@ -26,7 +26,7 @@ def dropout_words(op: str, rate: float, key: jax.Array | None) -> jax.Array | No
 
 
 def without_kernels(op: str, words: jax.Array | None) -> Mapping[str, str]:
-    """Returns why the kernels of an operator cannot run where something is dropped."""
+    """Returns why the kernels of an operator cannot run with dropout; nothing without dropout."""
     if words is None:
         return {}
     return {

@@ -1,7 +1,7 @@
-"""`jax.custom_vjp` for functions that run kernels, with a sentence where JAX would have an internal one.
+"""`jax.custom_vjp` for functions that run kernels, with readable errors for other derivatives.
 
-Kernels have a gradient: reverse mode, of the first order. What else is asked of them is refused here, by
-operators' names and with the remedy, before JAX meets a kernel that it cannot differentiate.
+Kernels have a gradient: reverse mode, first order. Other derivatives are refused here, with the
+operator's name and the remedy, before JAX reaches a kernel that it cannot differentiate.
 """
 
 import functools
@@ -26,8 +26,8 @@ class kernel_gradient:
       f: the function; one of its static arguments is the `Runner`, if it has any.
       nondiff_argnums: the static arguments.
       op: the operator's name, or None where a static argument has it as `op`.
-      in_float8: whether it is the operator in float8, for which XLA has no other derivatives either.
-      once: whether there is no second derivative, as the gradient runs kernels itself.
+      in_float8: whether the operator runs in float8, where XLA has no other derivatives either.
+      once: whether a second derivative is refused, because the gradient runs kernels too.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class kernel_gradient:
         return self.function(*static, *_through(_in_reverse, refusal, operands))
 
     def _once(self, static: Arrays, operands: Any) -> None:
-        """Refuses to differentiate what kernels read a second time.
+        """Refuses a second derivative by the operands of kernels.
 
-        The operands do not go through it: what is saved for the backward stays the caller's arrays, of
-        which a loop keeps one copy.
+        The operands are only read: saved for the backward are the caller's own arrays, so that a loop
+        keeps one copy of them.
         """
         if self.once and any(isinstance(a, Runner) and a.device.platform == "gpu" for a in static):
             leaves, places = _inexact(operands)
@@ -84,7 +84,7 @@ class kernel_gradient:
 
 
 def _through(identity: Callable[..., Any], refusal: str, operands: Any) -> Any:
-    """The operands, of which those of a float dtype go through the identity."""
+    """Returns the operands, those of a float dtype after passing through `identity`."""
     given, tree = jax.tree.flatten(operands)
     leaves, places = _inexact(operands)
     for i, leaf in zip(places, identity(refusal, *(leaves[i] for i in places)), strict=True):
@@ -99,7 +99,7 @@ def _through(identity: Callable[..., Any], refusal: str, operands: Any) -> Any:
 
 
 def _inexact(operands: Any) -> tuple[list[Any], list[int]]:
-    """The leaves of operands, and the places of those of a float dtype."""
+    """Returns the leaves of operands, and the indices of those of a float dtype."""
     leaves = [a.value if isinstance(a, CustomVJPPrimal) else a for a in jax.tree.leaves(operands)]
     places = [
         i
@@ -111,7 +111,7 @@ def _inexact(operands: Any) -> tuple[list[Any], list[int]]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _not_at_all(refusal: str, *arrays: jax.Array) -> tuple[()]:
-    """Nothing, made of arrays that have no derivative."""
+    """Returns nothing; differentiating it by any of the arrays raises `refusal`."""
     return ()
 
 
@@ -126,7 +126,7 @@ _not_at_all.defjvp(_not_at_all_jvp, symbolic_zeros=True)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _in_reverse(refusal: str, *arrays: jax.Array) -> Arrays:
-    """The arrays, whose tangents JAX may transpose and not evaluate."""
+    """Returns the arrays; JAX may transpose their tangents (reverse mode) but not evaluate them."""
     return arrays
 
 
@@ -137,7 +137,7 @@ def _in_reverse_jvp(refusal: str, arrays: Arrays, tangents: Arrays) -> tuple[Arr
         moving, _tangents.bind(*(tangents[i] for i in moving), refusal=refusal), strict=True
     ):
         passed[i] = tangent
-    # The arrays themselves, so that what is saved of them is what the caller may save too.
+    # The arrays themselves, so that a value saved here is the one that the caller may save too.
     return tuple(arrays), tuple(passed)
 
 

@@ -1,9 +1,9 @@
 """Kernels for NVIDIA GPUs in programs that are lowered for other platforms.
 
-The device that an operator chooses for is the one that a program is expected to run on. JAX may lower it
-for another one: `jax.jit` of arrays that are committed to the CPU, on a machine with a GPU, and
-`jax.export` for several platforms at once. There the stage runs in XLA. Of this, nothing is left in a
-program that is lowered for one platform.
+An operator chooses for the device that its program is expected to run on. JAX may lower the program for
+another one: `jax.jit` of arrays that are committed to the CPU, on a machine with a GPU, and `jax.export`
+for several platforms at once. There the stage runs in XLA. A program lowered for one platform contains
+no trace of this.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,24 +17,24 @@ from jax.interpreters import mlir
 Arrays = Sequence[jax.Array | None]
 
 KERNELS_RUN_EVERYWHERE = False
-"""Whether kernels stay on all platforms, as tests want that interpret, emulate or replace them."""
+"""Whether kernels stay on all platforms, for tests that interpret, emulate or replace them."""
 
 
 class Stage(Protocol):
-    """The two forms of a computation; its equality settles what it computes."""
+    """A computation by a kernel or by XLA; equal stages compute the same function."""
 
     def on_gpu(self, *operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
-        """The results by a kernel for NVIDIA GPUs."""
+        """Returns the results of a kernel for NVIDIA GPUs."""
 
     def on_gpu_exported(self, *operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
-        """The same from a module that is lowered for GPUs alone."""
+        """Returns the kernel's results from a module that is lowered for GPUs alone."""
 
     def elsewhere(self, *operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
-        """The same by XLA on any platform."""
+        """Returns the results of XLA on any platform."""
 
 
 def by_platform(stage: Stage, operands: Arrays) -> tuple[jax.Array | None, ...]:
-    """The results of `stage`, by its kernel or by XLA as the platform has it that is lowered for."""
+    """Returns the results of `stage`: by its kernel if lowered for NVIDIA GPUs, else by XLA."""
     if KERNELS_RUN_EVERYWHERE:
         return stage.on_gpu(*operands)
     present, given = _present(operands)
@@ -51,7 +51,7 @@ def by_platform(stage: Stage, operands: Arrays) -> tuple[jax.Array | None, ...]:
 
 
 def _present(operands: Arrays) -> tuple[list[jax.Array], tuple[bool, ...]]:
-    """The operands that are not None, and which ones they are."""
+    """Returns the operands that are not None, and for each operand whether it is given."""
     return [o for o in operands if o is not None], tuple(o is not None for o in operands)
 
 
@@ -99,10 +99,10 @@ def _lower_elsewhere(context, *operands, call: ClosedJaxpr, stage: Stage, given:
 
 
 def _in_parts(result: jax.Array, like: Any) -> jax.Array:
-    """XLA's result in the shape of the kernel's.
+    """Returns XLA's result in the shape of the kernel's.
 
-    They differ where a kernel finds largest magnitudes in parts: XLA's is one part, and several that are
-    alike have the same largest.
+    They differ where a kernel finds a largest magnitude in parts. XLA has one part, and repeating it
+    does not change the largest.
     """
     if result.shape == like.shape:
         return result

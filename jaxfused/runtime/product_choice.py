@@ -1,7 +1,7 @@
-"""Which implementation a product with an epilogue runs in first: the one that is predicted fastest.
+"""The order of a product's implementations, by the times that `pallas_kernels.gemm.cost` predicts.
 
-The times come from `pallas_kernels.gemm.cost`. Where they are near each other the model does not
-know, and XLA's program is what a user would have without this package.
+Where the times are within the model's error, XLA comes first: its program is what a user would have
+without this package.
 """
 
 import math
@@ -12,26 +12,26 @@ from jaxfused import dispatch
 from pallas_kernels.gemm import cost, small_m
 
 _DOUBT = 1.06
-"""By how much another implementation must be predicted faster than XLA: about the model's error."""
+"""Factor, the model's error, on others' predicted times when they are compared with XLA's."""
 _START = 0.5
-"""And by how many microseconds: XLA has many tiles and epilogues for the smallest products."""
+"""Microseconds added to those times: XLA has many tiles and epilogues for the smallest products."""
 _CONVERTED_ANEW = 0.3
-"""The part of a gradient's weights that no forward of the same program has converted before."""
+"""Fraction of a small-M gradient's weights that its program's forward has not converted already."""
 _HOPPER = 9
 
 
 @dataclass(frozen=True)
 class Passes:
-    """What XLA's program does after its product: kernels of its own over the result."""
+    """The elementwise kernels that XLA's program runs over the result of its product."""
 
     bytes_of_element: int = 0
-    """That they read and write; none where the product takes all."""
+    """Bytes per element that they read and write; 0 if XLA's product includes everything."""
     evaluations: int = 0
-    """What they evaluate of an element: an activation, its derivative, a sum."""
+    """Functions that they evaluate per element: an activation, its derivative, a sum."""
     slow: bool = False
-    """The activation is gelu_erf, which XLA evaluates at length."""
+    """Whether the activation is gelu_erf, which takes XLA many instructions."""
     bytes_in_product: int = 0
-    """Of an element of a residual that the product adds itself."""
+    """Bytes per element of a residual that XLA's product adds itself."""
 
     def time(self, elements: int) -> float:
         in_product = cost.memory_time(elements * self.bytes_in_product)
@@ -43,11 +43,11 @@ class Passes:
 
 
 def xla_time(device: dispatch.Device, work: cost.Work, passes: Passes) -> float:
-    """Predicted microseconds of XLA's product and what comes after it.
+    """Returns the predicted microseconds of XLA's product and of the kernels after it.
 
-    Several products of one x are one of few rows, and one after the other of many. Weights of another
-    dtype [k, n] are converted as a product of few rows reads them; a gradient [n, k] of few rows finds
-    most of them converted by the forward of its program. What XLA copies first is counted, too.
+    Several products of one x run as one at small M, and one after the other at large M. At small M,
+    weights [k, n] of another dtype are converted as the product reads them, and for a gradient [n, k]
+    the program's forward has converted most. Copies that XLA makes first are included.
     """
     few = work.m <= small_m.MAX_ROWS
     side_by_side = work.products if few else 1
@@ -73,7 +73,7 @@ def xla_time(device: dispatch.Device, work: cost.Work, passes: Passes) -> float:
 
 
 def is_modelled(device: dispatch.Device) -> bool:
-    """Whether the times are those of such a device."""
+    """Whether the cost model covers the device: Hopper GPUs only."""
     capability = device.compute_capability
     return capability is not None and capability[0] == _HOPPER and device.multiprocessors > 0
 
@@ -81,7 +81,7 @@ def is_modelled(device: dispatch.Device) -> bool:
 def fastest_first(
     reasons: Mapping[str, str | None], microseconds: Mapping[str, float]
 ) -> dict[str, str | None]:
-    """The reasons in the order of predicted times, with XLA's ahead where it is about as fast."""
+    """Returns the reasons in the order of predicted times; XLA is ahead where it is about as fast."""
 
     def time(name: str) -> float:
         predicted = microseconds.get(name, math.inf)
@@ -93,10 +93,10 @@ def fastest_first(
 def pallas_or_xla(
     device: dispatch.Device, reason: str | None, microseconds: Callable[[], Mapping[str, float]]
 ) -> dict[str, str | None]:
-    """The reasons of a kernel in Pallas and of XLA, the one that is predicted faster first.
+    """Returns the reasons of a Pallas kernel and of XLA, the one that is predicted faster first.
 
     Args:
-      device: where it would run; XLA is first where the times are of other devices.
+      device: the device to run on; XLA is first on devices that the cost model does not cover.
       reason: why the kernel cannot run, or None.
       microseconds: predicts both times; called only where they decide.
     """

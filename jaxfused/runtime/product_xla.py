@@ -62,9 +62,9 @@ def _einsum(
     spec: PartitionSpec | None = None,
     **options: Any,
 ) -> jax.Array:
-    """`jnp.einsum`, which has to be told how a sum over an axis that types say is split is sharded.
+    """Runs `jnp.einsum`, and states the result's sharding where the operands' types state theirs.
 
-    The result's axes are split as the operands' are, or by `spec`, if it is given.
+    JAX requires it for sums over split axes. The result is sharded as the operands are, or by `spec`.
     """
     mesh = explicit_mesh(a, b)
     if mesh is None:
@@ -84,7 +84,7 @@ def _einsum(
 
 
 def explicit_mesh(*operands: jax.Array) -> Any:
-    """The mesh of the first operand whose type says how it is sharded, or None."""
+    """Returns the mesh of the first operand whose type states its sharding, or None."""
     meshes = (jax.typeof(operand).sharding.mesh for operand in operands)
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
@@ -92,9 +92,9 @@ def explicit_mesh(*operands: jax.Array) -> Any:
 def weight_product(x: jax.Array, dy: jax.Array, *, out_dtype: Any, precision: Any) -> jax.Array:
     """Returns the transpose of x [..., D] times dy [..., F] over all rows, multiplied in x's dtype.
 
-    For a GPU it is written as JAX writes the gradient of x @ w, the transpose of [F, D]: XLA chooses
-    among other kernels for [D, F], some of which are slower. So it does for rows of one axis where JAX
-    has several. On a CPU XLA lacks some of the former.
+    For a GPU it is written as JAX writes the gradient of x @ w, the transpose of [F, D]: for [D, F], and
+    for rows merged into one axis, XLA chooses among other kernels, some of them slower. On a CPU XLA
+    lacks some of the kernels for [F, D].
     """
     rows = string.ascii_uppercase[: x.ndim - 1]
     axes = (f"{rows}d", f"{rows}f", "df")
@@ -110,7 +110,7 @@ def _weight_product(
     x: jax.Array,
     dy: jax.Array,
 ) -> jax.Array:
-    """`weight_product` where the axes of x, dy and the weights [D, F] have these letters."""
+    """Computes `weight_product`; `axes` has the letters of x, dy and the weights [D, F]."""
     x_axes, dy_axes, w_axes = axes
     options = dict(dtype=dtype, out_dtype=out_dtype, precision=precision)
     wide = accumulator_dtype(dtype)
@@ -119,7 +119,7 @@ def _weight_product(
         return product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options)
 
     def widened(x: jax.Array, dy: jax.Array) -> jax.Array:
-        """Of float32 copies, where XLA lacks the 16-bit product: see `_rounded`."""
+        """Multiplies float32 copies, because XLA lacks the 16-bit product: see `_rounded`."""
         x, dy = (a.astype(dtype).astype(wide) for a in (x, dy))
         return product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options | {"dtype": wide})
 
@@ -133,10 +133,10 @@ def _weight_product(
 
 
 def side_by_side(arrays: Sequence[jax.Array], piece: int | None = None) -> jax.Array:
-    """Arrays [..., F] of any widths F as one [..., sum of the F], put together in pieces of columns.
+    """Returns arrays [..., F_i] concatenated along the features, in pieces of `piece` columns.
 
-    XLA evaluates what the arrays are made of in this copy where the pieces are short rows of an axis of
-    their own, such as the features of a head; along the columns it writes the arrays first.
+    XLA fuses the arrays' computation into the copy if the pieces are short rows with an axis of their
+    own, such as the features of a head; without pieces it writes the arrays to memory first.
     """
     if piece is None:
         return jnp.concatenate(arrays, axis=-1)
@@ -146,27 +146,27 @@ def side_by_side(arrays: Sequence[jax.Array], piece: int | None = None) -> jax.A
 
 
 def sums_side_by_side(sums: Sequence[jax.Array]) -> jax.Array:
-    """Sums over rows, each [F], as one array. XLA must not sum within the copy.
+    """Returns sums over rows, each [F], concatenated.
 
-    It would give a column a single thread for all rows.
+    The barrier keeps XLA from summing within the copy, where one thread would add all rows of a column.
     """
     return jnp.concatenate(jax.lax.optimization_barrier(list(sums)))
 
 
 def sum_written_rows(values: jax.Array, *, of_relu: bool = False) -> jax.Array:
-    """Sums values [..., F], which are written for others too, over the rows, in float32.
+    """Sums values [..., F], which are also a result, over the rows in float32.
 
-    XLA would sum them before they are rounded. It then evaluates them twice, or writes them in float32
-    first. It does both in one kernel where they are a gradient `of_relu`.
+    XLA would sum them before they are rounded, and so evaluate them twice or write them in float32
+    first. Only for a gradient `of_relu` does it sum and write in one kernel.
     """
     return sum_over_rows(values if of_relu else jax.lax.optimization_barrier(values))
 
 
 def sum_over_rows(values: jax.Array) -> jax.Array:
-    """Sums values [..., F] over their rows in float32, parts of the rows first where there are some.
+    """Sums values [..., F] over their rows in float32, parts of the rows first where that is faster.
 
-    XLA gives a sum of up to 4,096 rows no more blocks of threads than there are 64 columns. Longer ones
-    it splits itself. The barrier keeps it from making one sum of both.
+    XLA runs a sum of up to 4,096 rows with only one CTA per 64 columns; longer sums it splits itself.
+    The barrier keeps XLA from merging the two sums.
     """
     parts = _parts(values, math.prod(values.shape[:-1]))
     if parts is not None:
@@ -176,10 +176,10 @@ def sum_over_rows(values: jax.Array) -> jax.Array:
 
 
 def _parts(values: jax.Array, rows: int) -> jax.Array | None:
-    """The values with an axis of parts before their rows, or None where the rows split into no parts.
+    """Returns the values with an axis of parts before their rows, or None if one sum is best.
 
-    The first of several axes of rows is one that devices may share. Rows of one axis are only split
-    where no other device can have some of them.
+    The first of several axes of rows serves as parts, even if it is sharded. A single axis of rows is
+    only split if there is one device, because it could be sharded.
     """
     parts, columns = values.shape[0] if values.ndim > 2 else 0, values.shape[-1]
     if _is_slow(rows, columns) and _FEWEST_PARTS <= parts <= rows // _ROWS_OF_PART:
@@ -189,7 +189,7 @@ def _parts(values: jax.Array, rows: int) -> jax.Array | None:
 
 
 def parts_of_rows(rows: int, columns: int) -> int | None:
-    """In how many equal parts rows are summed first, or None where one sum is as fast, or one part."""
+    """Returns the number of equal parts to sum first, or None if one sum is as fast or none divides."""
     if not _is_slow(rows, columns):
         return None
     counts = range(min(rows // _ROWS_OF_PART, _MOST_PARTS), _FEWEST_PARTS - 1, -1)
@@ -197,23 +197,23 @@ def parts_of_rows(rows: int, columns: int) -> int | None:
 
 
 def _is_slow(rows: int, columns: int) -> bool:
-    """Whether XLA sums so many rows in one kernel, and would be faster in two."""
+    """Whether XLA sums the rows in one kernel where two kernels would be faster."""
     of_block = rows * min(columns, _COLUMNS_OF_BLOCK)
     return rows <= 4096 and of_block >= 512 * _COLUMNS_OF_BLOCK
 
 
 _COLUMNS_OF_BLOCK = 64
 _ROWS_OF_PART = 32
-"""The rows that a block of XLA's reads at a time."""
+"""Rows that a CTA of XLA's sum reads at a time."""
 _FEWEST_PARTS, _MOST_PARTS = 4, 64
 
 
 _FEW_ROWS = 128
-"""Up to it a product takes as long as reading its weights, and two merged ones start only once."""
+"""Rows up to which a product takes as long as reading its weights; merging two saves a launch."""
 _FEW_ROWS_OF_CONVERTED = 512
-"""Likewise where the other operand is converted, and then merged as it is."""
+"""The same limit for an operand converted from another dtype, which merging copies at no extra cost."""
 _LITTLE = 2**19
-"""Bytes of an operand that is copied as fast as a kernel starts."""
+"""Bytes up to which an operand is copied in the time of a kernel's launch."""
 _NARROW = 256
 """Columns up to which a product takes as long as reading the operand that the products share."""
 
@@ -221,12 +221,12 @@ _NARROW = 256
 def unshared(
     x: jax.Array, other: jax.Array, *, converted: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns x [..., D] and what it is multiplied by, in a product that XLA does not merge with others.
+    """Returns x [..., D] and the other factor of its product, which XLA then merges only if that pays.
 
     XLA merges products that share an operand into one of concatenated operands, and slices its result.
-    Unless there are few rows, or less is copied than is read once instead of twice, the copies take
-    longer than the merging saves. An operand that was `converted` from another dtype is copied in any
-    case.
+    The copies take longer than the merging saves, unless there are few rows, or the copied operand is
+    much smaller than the shared one, which is then read once instead of twice. An operand `converted`
+    from another dtype is copied in any case.
     """
     rows = math.prod(x.shape[:-1])
     few = _FEW_ROWS_OF_CONVERTED if converted else _FEW_ROWS
@@ -297,9 +297,10 @@ def _rounding_product_bwd(subscripts, dtype, out_dtype, precision, of_weights, o
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
 def _gradient(subscripts, dtype, out_dtype, precision, a, b):
-    """The product that a gradient is: on a CPU of float32 copies where it leaves in float32.
+    """Returns a gradient's product; on a CPU, of float32 copies if its result is float32.
 
-    See `_rounded`. In a forward that is not batched, policies of `jax.checkpoint` look for the product.
+    See `_rounded`. A forward without batch axes does not do this, since policies of `jax.checkpoint`
+    look for its product.
     """
 
     def as_it_is(a, b):

@@ -1,7 +1,7 @@
-"""Promotion of dtypes and of ranks, written out where it is meant.
+"""Explicit promotion of dtypes and ranks.
 
-JAX refuses both where its user asks it to (`jax_numpy_dtype_promotion="strict"`,
-`jax_numpy_rank_promotion="raise"`), and every operator has to work there too.
+Users can make JAX refuse implicit promotion (`jax_numpy_dtype_promotion="strict"`,
+`jax_numpy_rank_promotion="raise"`), and every operator has to work then too.
 """
 
 from typing import Any
@@ -11,20 +11,20 @@ import jax.numpy as jnp
 
 
 def common_dtype(*dtypes: Any) -> Any:
-    """The dtype that JAX promotes these to by default."""
+    """Returns the dtype that JAX promotes these to by default."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*(jnp.dtype(dtype) for dtype in dtypes))
 
 
 def accumulator_dtype(dtype: Any) -> Any:
-    """float32, or float64 for float64: what sums and elementwise arithmetic are carried in."""
+    """Returns the dtype of sums and elementwise arithmetic: float32, or float64 for float64."""
     return common_dtype(dtype, jnp.float32)
 
 
 def along_last_axis(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """A vector [D] in the dtype of `like` [..., D], and with as many axes.
+    """Returns a vector [D] in the dtype of `like` [..., D], with as many axes.
 
-    Of vectors [*leading, D] there is one for each entry of the first axes of `like`.
+    Vectors [*leading, D] belong to the entries of the first axes of `like`.
     """
     *leading, size = vector.shape
     inner = (1,) * (like.ndim - vector.ndim)

@@ -1,20 +1,20 @@
-"""QuantizedArray: numbers in 8 or 4 bits with their scales, and how they lie in memory.
+"""QuantizedArray: numbers in 8 or 4 bits with their scales, and their layout in memory.
 
-How the bits lie, unless the layout is "columns":
+The layout of the bits, unless `layout` is "columns":
 
 - int8, float8: one value a byte, in the shape of the array that was quantised.
 - int4: two values a byte, along `axis`, in an array of uint8 whose `axis` is half as long. Byte i holds
   value 2i in its low and value 2i + 1 in its high four bits, each in two's complement:
   `byte[i] = (q[2i] & 15) | ((q[2i + 1] & 15) << 4)`.
-- layout "columns", for weights [..., D, F] of axis -2: what a column of a product sums over is
-  contiguous, as the kernels read it. int8 and float8 are stored as [..., F, D]. int4 are stored in words
-  of 32 bits, int32 [..., F, D / 8], for which D is a multiple of 128: `pack_words` says in which order.
-- values of dtype int4, which JAX stores as it likes, and float4_e2m1fn: in the shape of the array, in
+- layout "columns", for weights [..., D, F] of axis -2: each column is contiguous along the summed axis,
+  as the kernels read it. int8 and float8 are stored as [..., F, D]. int4 are stored in words of 32 bits,
+  int32 [..., F, D / 8], where D is a multiple of 128: `pack_words` says in which order.
+- values of dtype int4, whose storage JAX decides, and float4_e2m1fn: in the shape of the array, in
   either layout. XLA multiplies them, and no kernel does.
-- scale and zero_point: of the rank of the values, broadcasting to them but for `axis`, where entry g is
-  that of the g-th of as many equal runs of neighbouring values (groups). Of weights [..., D, F] of axis
-  -2 the columns may come in such runs too, so that a block of the matrix shares a scale. With a
-  `group_size`, runs are of this size and the last one is what is left.
+- scale and zero_point have the rank of the values and broadcast to them, except along `axis`: there
+  entry g belongs to the g-th group, and groups are equal runs of neighbouring values. In weights
+  [..., D, F] of axis -2 the columns may form groups too, so that a block of the matrix shares a scale.
+  With a `group_size`, groups have this size, and the last one has the remaining values.
 
 A value stands for `scale * (q - zero_point)`.
 """
@@ -33,24 +33,24 @@ class Format(NamedTuple):
     """A dtype of few bits."""
 
     largest: float
-    """The largest number that it holds; the range of a symmetric quantisation is its two signs."""
+    """The largest number of the format; symmetric quantisation uses the range from -largest to it."""
     smallest: float
     storage: Any
     clipped_from: float
-    """Numbers from here on up are not rounded to the largest but clipped to it."""
+    """Magnitude from which a number counts as clipped; smaller ones are rounded to `largest`."""
 
     @property
     def unit(self) -> float:
-        """What the scale is to the largest magnitude: 1 / `largest`, rounded to float32.
+        """Ratio of the scale to the largest magnitude: 1 / `largest`, rounded to float32.
 
-        A scale is a product with it, as XLA may make one of a division by a constant, whose last bit
-        differs from the quotient's.
+        The scale is computed as a product with it, because XLA may turn a division by a constant into
+        such a product, and the last bit would differ.
         """
         return float(np.float32(1) / np.float32(self.largest))
 
     @property
     def asymmetric_unit(self) -> float:
-        """What the scale is to the range from the smallest to the largest value."""
+        """Ratio of the scale to the range from the smallest to the largest value."""
         return float(np.float32(1) / np.float32(self.largest - self.smallest))
 
 
@@ -115,7 +115,7 @@ class QuantizedArray:
     group_size: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        # Trees of specifications or of axes, None among them, are QuantizedArrays too.
+        # Pytrees of partition specs, of axes or of None are QuantizedArrays too.
         if not _is_array(self.values):
             return
         for name in ("values", "scale", "zero_point"):
@@ -134,7 +134,7 @@ class QuantizedArray:
         _check_groups_are_clear(op, self)
 
     def tree_flatten_with_keys(self) -> tuple[Any, "_Static"]:
-        """The arrays with their names, and what is static."""
+        """Returns the arrays with their names, and the static fields."""
         name = "values" if self.layout == "rows" else "columns"
         keys = (jax.tree_util.GetAttrKey(key) for key in (name, "scale", "zero_point"))
         arrays = (self.values, self.scale, self.zero_point)
@@ -142,7 +142,7 @@ class QuantizedArray:
 
     @classmethod
     def tree_unflatten(cls, static: "_Static", arrays: Any) -> "QuantizedArray":
-        """The array again, whose parts are whatever a transformation put there."""
+        """Rebuilds the array unchecked, from whatever parts a transformation returned."""
         array = object.__new__(cls)
         (values, scale, zero_point), (axis, layout, group_size) = arrays, static
         parts = dict(
@@ -177,18 +177,18 @@ class QuantizedArray:
 
     @property
     def groups(self) -> int:
-        """How many scales there are along `axis`; 1 where one serves the whole axis."""
+        """Number of scales along `axis`; 1 if the whole axis shares one."""
         return self.scale.shape[self.axis]
 
     @property
     def columns_alike(self) -> int:
-        """How many neighbouring entries along the last axis share a scale; 1 where there are none."""
+        """Number of neighbouring entries along the last axis that share a scale; 1 if none do."""
         if isinstance(self.group_size, tuple):
             return self.group_size[1]
         return self.shape[-1] // self.scale.shape[-1] if self.scale.size else 1
 
     def unpacked(self) -> jax.Array:
-        """The values with one to a byte, in the shape of the array: int8 for int4."""
+        """Returns the values, one a byte, in the shape of the array; int4 become int8."""
         values = jnp.asarray(self.values)
         if values.dtype == jnp.int32:
             values = unpack_words(values)
@@ -199,10 +199,10 @@ class QuantizedArray:
         return values.mT if self.layout == "columns" else values
 
     def as_read(self) -> "QuantizedArray":
-        """The same numbers as products read them.
+        """Returns the same numbers in the form that products read.
 
-        Scales are float32 (or float64), zero points int8 where these hold every number of their dtype
-        and else float32, and groups are equal: blocks of 128 with a last one of 64 are groups of 64.
+        Scales are float32 (or float64). Zero points are int8 if it holds every number of their dtype,
+        else float32. Groups are equal: blocks of 128 with a last one of 64 become groups of 64.
         """
         scale: Any = jnp.asarray(self.scale)
         zero_point: Any = self.zero_point
@@ -225,7 +225,7 @@ class QuantizedArray:
         return assembled(jnp.asarray(self.values), scale, zero_point, self.axis, self.layout)
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
-        """The array that the values stand for; arithmetic is in float32.
+        """Returns the array that the values stand for; arithmetic is in float32.
 
         Args:
           dtype: a float dtype for the result.
@@ -246,7 +246,7 @@ _READABLE = (
     jnp.float4_e2m1fn,
 )
 _WITHIN_INT8 = (jnp.int8, jnp.int4, jnp.int2, jnp.uint4, jnp.uint2)
-"""Dtypes of zero points of which int8 holds every number."""
+"""Dtypes of zero points that int8 holds exactly."""
 
 
 def assembled(
@@ -257,14 +257,14 @@ def assembled(
     layout: Layout,
     group_size: int | tuple[int, int] | None = None,
 ) -> QuantizedArray:
-    """An array of parts that belong to each other, which nobody checks again."""
+    """Returns an array of parts that are known to fit together, without checking them again."""
     return QuantizedArray.tree_unflatten((axis, layout, group_size), (values, scale, zero_point))
 
 
 def as_operand(op: str, name: str, array: QuantizedArray) -> QuantizedArray:
-    """The operand of a product as it is read, once its parts are checked.
+    """Returns the operand in the form that products read, after checking its parts.
 
-    Not every array has come through its constructor: transformations put together what they like.
+    They are checked again because transformations build arrays without the constructor.
     """
     check_parts(op, name, array)
     return array.as_read()
@@ -282,12 +282,12 @@ def _integer(op: str, name: str, number: Any) -> int:
 
 
 def _packed(values: Any) -> int:
-    """How many numbers along the axis an element of this dtype holds."""
+    """Returns how many numbers an element of this dtype packs along the axis."""
     return {jnp.dtype(jnp.uint8): 2, jnp.dtype(jnp.int32): _NIBBLES}.get(jnp.dtype(values), 1)
 
 
 def _sides(axis: int, group_size: int | tuple[int, int] | None) -> dict[int, int]:
-    """How many values share a scale, by the axes of which a `group_size` says that."""
+    """Returns the number of values that share a scale, for each axis that `group_size` covers."""
     if group_size is None:
         return {}
     sizes = group_size if isinstance(group_size, tuple) else (group_size,)
@@ -295,7 +295,7 @@ def _sides(axis: int, group_size: int | tuple[int, int] | None) -> dict[int, int
 
 
 def _why_unreadable(values: Any) -> str | None:
-    """Returns what to pass in place of values of this dtype, or None where it is read."""
+    """Returns the remedy for values of a dtype that cannot be read, or None."""
     if values in _READABLE:
         return None
     if values in (jnp.uint4, jnp.uint2):
@@ -310,10 +310,10 @@ def _why_unreadable(values: Any) -> str | None:
 
 
 def check_parts(op: str, name: str, array: QuantizedArray) -> None:
-    """Checks that the parts of an array, which anyone may put together, belong to each other.
+    """Checks that the parts of an array fit together.
 
     Args:
-      name: of the operand; an empty one is the array that is put together.
+      name: the operand's name for messages; empty in the array's own constructor.
     """
     values, scale, zero_point = array.values, array.scale, array.zero_point
     part, name = (f"{name}.", name) if name else ("", "the array")
@@ -396,16 +396,16 @@ def _check_group_size(op: str, part: str, array: QuantizedArray) -> None:
 
 
 def is_group_size(group_size: int | tuple[int, int] | None, axis: int) -> bool:
-    """Whether this is a group_size for an array of the axis, which is counted from the last."""
+    """Whether `group_size` is valid for an array of this axis, counted from the last."""
     if isinstance(group_size, tuple):
         return axis == -2 and len(group_size) == 2 and min(group_size) > 0
     return group_size is None or group_size > 0
 
 
 def _check_groups_are_clear(op: str, array: QuantizedArray) -> None:
-    """Checks that scales of equal groups cannot be those of blocks whose last one is smaller.
+    """Checks that scales of equal groups are not ambiguous with blocks whose last one is smaller.
 
-    Two scales along 192 values are of 96 each, or of 128 and 64, as checkpoints in blocks have them.
+    Two scales along 192 values may be of 96 each, or of 128 and 64, as in checkpoints with blocks.
     """
     if array.group_size is not None:
         return
@@ -424,7 +424,7 @@ def _check_groups_are_clear(op: str, array: QuantizedArray) -> None:
 def blocks_that_fit_too(
     scale: tuple[int, ...], shape: tuple[int, ...], axis: int
 ) -> tuple[int, int] | None:
-    """An axis with scales of equal groups, and a usual size of blocks that gives as many; or None."""
+    """Returns an axis where a usual size of blocks gives as many scales as equal groups, or None."""
     for split in (axis, -1) if axis == -2 else (axis,):
         entries, values = scale[split], shape[split]
         for side in _USUAL_SIDES:
@@ -434,7 +434,7 @@ def blocks_that_fit_too(
 
 
 _USUAL_SIDES = (128, 64, 32, 16, 256, 512)
-"""The sides of blocks in which checkpoints have their scales."""
+"""The usual sides of blocks that share a scale in checkpoints, tried in this order."""
 
 
 def scale_fits(
@@ -443,11 +443,11 @@ def scale_fits(
     axis: int,
     group_size: int | tuple[int, int] | None = None,
 ) -> bool:
-    """Whether scales of one shape are those of runs of an array of another.
+    """Whether an array of shape `shape` can have scales of shape `scale`.
 
     Args:
-      axis: counted from the last.
-      group_size: as of a `QuantizedArray`.
+      axis: the array's axis, counted from the last.
+      group_size: as in a `QuantizedArray`.
     """
     sides, split = _sides(axis, group_size), (axis, -1) if axis == -2 else (axis,)
 
@@ -461,7 +461,7 @@ def scale_fits(
 
 
 def pack_int4(values: jax.Array, axis: int) -> jax.Array:
-    """Packs integers -8 to 7 as the module's docstring says; the axis is of even size."""
+    """Packs integers -8 to 7 as the module's docstring says, along an axis of even size."""
     low, high = (
         jax.lax.slice_in_dim(values, start, None, stride=2, axis=axis % values.ndim)
         for start in (0, 1)
@@ -471,10 +471,10 @@ def pack_int4(values: jax.Array, axis: int) -> jax.Array:
 
 
 def unpack_int4(packed: jax.Array, axis: int) -> jax.Array:
-    """The integers, as int8, that `pack_int4` packed."""
+    """Returns the integers that `pack_int4` packed, as int8."""
     axis = axis % packed.ndim
-    # XLA would write the pairs of two halves that are computed apart. Shifting an int8 to the right
-    # repeats its sign.
+    # Computed separately, the two halves would cost XLA an extra write to interleave. Shifting an int8
+    # to the right repeats its sign.
     pairs = jnp.expand_dims(packed, axis + 1)
     shape = [2 if i == axis + 1 else 1 for i in range(pairs.ndim)]
     shifts = jnp.array([4, 0], jnp.uint8).reshape(shape)
@@ -483,17 +483,17 @@ def unpack_int4(packed: jax.Array, axis: int) -> jax.Array:
 
 
 _NIBBLES = 8
-"""int4 in a word."""
+"""Number of int4 in a word."""
 WORD_BLOCK = 128
-"""int4 whose words are stored together."""
+"""Number of int4 whose words are stored together."""
 
 
 def pack_words(values: jax.Array) -> jax.Array:
     """Packs integers -8 to 7 [..., N, K] into words [..., N, K / 8] for kernels; 128 divides K.
 
-    Of 16 numbers a thread of four, t, gives a wgmma instruction four: 2 t, 2 t + 1, 2 t + 8, 2 t + 9. A
-    word has those of two such runs, 8 added to each: the even ones in its low half, the odd ones in its
-    high half. The words of a block of 128 numbers are ordered by t, and those of a thread by the runs.
+    Four threads share a run of 16 numbers of a WGMMA: thread t holds 2 t, 2 t + 1, 2 t + 8, 2 t + 9. A
+    word has a thread's numbers of two runs, each plus 8: the even ones in its low half, the odd ones in
+    its high half. The words of a block of 128 numbers are ordered by t, then by the runs.
     """
     *leading, k = values.shape
     # The axes: block, word of the thread, run of the word, half of the run, thread, odd.
@@ -505,7 +505,7 @@ def pack_words(values: jax.Array) -> jax.Array:
 
 
 def unpack_words(words: jax.Array) -> jax.Array:
-    """The integers [..., N, K], as int8, that `pack_words` packed."""
+    """Returns the integers [..., N, K] that `pack_words` packed, as int8."""
     *leading, count = words.shape
     unsigned = jax.lax.bitcast_convert_type(words, jnp.uint32)
     nibbles = ((unsigned[..., None] >> _nibble_shifts()) & 15).astype(jnp.int8) - jnp.int8(8)
@@ -527,11 +527,11 @@ def spread(
     axis: int = -1,
     group_size: int | tuple[int, int] | None = None,
 ) -> jax.Array:
-    """Scales that broadcast against an array of `shape`: each is repeated over its run.
+    """Repeats each scale over its group, so that scales broadcast against an array of `shape`.
 
     Args:
-      axis: along which there are groups, where a group_size says how large they are.
-      group_size: as of a `QuantizedArray`; None where runs are equal.
+      axis: the axis of groups that `group_size` is about.
+      group_size: as in a `QuantizedArray`; None if groups are equal.
     """
     sides = _sides(axis, group_size)
     for i in range(-len(shape), 0):
@@ -542,7 +542,7 @@ def spread(
 
 
 def _repeated(scale: jax.Array, axis: int, times: int, size: int) -> jax.Array:
-    """Each entry so many times, and of the last one what is left of a size."""
+    """Repeats each entry `times` times along the axis, the last one as often as `size` leaves room."""
     longer = jnp.repeat(scale, times, axis=axis)
     if longer.shape[axis] == size:
         return longer
@@ -550,6 +550,6 @@ def _repeated(scale: jax.Array, axis: int, times: int, size: int) -> jax.Array:
 
 
 def of_each_column(scale: jax.Array, columns: int) -> jax.Array:
-    """The scales, or zero points, [..., G, F] of weights whose columns may share them."""
+    """Returns scales or zero points [..., G, F], one for each column, of weights that may share them."""
     groups = scale.shape[:-1]
     return jnp.broadcast_to(spread(scale, (*groups, columns)), (*groups, columns))

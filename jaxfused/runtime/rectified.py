@@ -1,9 +1,9 @@
-"""Rectified: what relu returned, where the mask of its gradient is left to whoever reads it.
+"""Rectified: the result of a relu whose gradient the reader masks.
 
-Where several gradients meet at such an array, as they do between the blocks of a ResNet, their sum and
-its mask are a pass over memory. The kernel that computes one of them can do both where it writes. Then
-what made the array must not do it again, and a type of its own says so: of a `Rectified` nobody gets the
-values without masking their gradient.
+Where several gradients meet at such an array, as between the blocks of a ResNet, their sum and its mask
+are a pass over memory. The kernel that computes one of them can do both as it writes. The operator that
+made the array must then not mask again. A type of its own ensures that the values of a `Rectified` are
+not read without masking their gradient.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rectified:
-    """The result of a relu, whose gradient whoever reads it has to mask.
+    """The result of a relu whose gradient its reader has to mask.
 
     `jaxfused.conv`, `ConvNormAct` and `ResNetBlock` take it in place of an array, and the method
     `rectified` of the last two returns it. Everything else takes what `array` returns.
 
     Args:
       values: what relu returned. It is made by an operator that leaves the mask away, such as
-        `jaxfused.batch_norm(..., activation="relu", mask_gradient=False)`, and nobody else reads it.
+        `jaxfused.batch_norm(..., activation="relu", mask_gradient=False)`, and read nowhere else.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfused
@@ -55,7 +55,7 @@ class Rectified:
 
 
 def masked_gradient(gradient: jax.Array, y: jax.Array) -> jax.Array:
-    """The gradient behind a relu that returned y."""
+    """Returns the gradient to the input of a relu that returned y."""
     return jnp.where(y > 0, gradient, jnp.zeros_like(gradient))
 
 
@@ -71,7 +71,7 @@ def _masked_jvp(primals, tangents):
 
 
 def check_mask(op: str, mask_gradient: bool, activation: str | None) -> None:
-    """Checks that only the result of a relu is left to its readers to mask."""
+    """Checks that mask_gradient=False is only passed with a relu."""
     if not mask_gradient and activation != "relu":
         raise ValueError(
             f"{op}: mask_gradient=False was passed with activation={activation!r}, but only behind a"

@@ -1,7 +1,7 @@
 """`jax.vmap` and derivatives of kernels over whole trees, by the same computation in jax.numpy.
 
-An optimizer's kernels update all leaves at once. What is mapped or differentiated is seldom a step, so
-that these rules need not be fast.
+An optimizer's kernels update all leaves at once. A step is seldom mapped or differentiated, so that
+these rules need not be fast.
 """
 
 import functools
@@ -35,7 +35,7 @@ def with_reference_rules(by_kernels: Function, by_reference: Function) -> Functi
     def differentiable(*arrays):
         return batchable(*arrays)
 
-    # A tangent of zeros is not the same as none: times the infinite slope of a root at 0 it is NaN.
+    # A tangent of zeros differs from none: times the infinite derivative of a root at 0 it is NaN.
     @functools.partial(differentiable.defjvp, symbolic_zeros=True)
     def jvp(primals, tangents):
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]

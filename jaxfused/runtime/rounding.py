@@ -17,7 +17,7 @@ from jaxfused.runtime.quantized_array import (
 )
 
 
-# Where the weights of a model are quantised one after the other, each of these two is one program.
+# `scales` and `encode` are jitted because a model's weights are quantised one after the other.
 @functools.partial(
     jax.jit, static_argnames=("dtype", "axis", "groups", "blocks", "per_tensor", "symmetric")
 )
@@ -34,8 +34,8 @@ def scales(
     """Returns (scale, zero_point), such that the range of each group just fits into `dtype`.
 
     Args:
-      groups: into how many runs `axis` is cut.
-      blocks: into how many the last one is, where `axis` is -2; None leaves each entry its own scale.
+      groups: the number of equal runs into which `axis` is cut.
+      blocks: the same for the last axis, where `axis` is -2; None gives each column its own scale.
     """
     limits = FORMATS[dtype]
     if per_tensor:
@@ -56,9 +56,9 @@ def scales(
         return jnp.where(has_nan, jnp.nan, result.astype(jnp.float32))
 
     def divisible(scale):
-        # Zeros (and what is next to them) get the smallest scale that can be divided by. An infinite
-        # scale, which would make some of its group NaN, some infinite and some 0, becomes NaN; a choice
-        # between two values would be a kernel of its own to XLA.
+        # Groups of (almost) zeros get the smallest scale that can be divided by. An infinite scale,
+        # which would make some of its group NaN, some infinite and some 0, becomes NaN. The sum does
+        # it because XLA would run a `jnp.where` as a kernel of its own.
         scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
         return scale + 0 * scale
 
@@ -70,10 +70,10 @@ def scales(
 
 
 def largest_magnitude(x: jax.Array, axis: tuple[int, ...], *, keepdims: bool) -> jax.Array:
-    """The largest |x| over the axes, in float32; NaN where one of them is NaN, and 0 of none.
+    """Returns the largest |x| over the axes, in float32; NaN if one of them is NaN, 0 if there is none.
 
-    The bits of positive floats are ordered as the floats are, with NaN as the largest. So one reduction
-    finds both, where on a CPU XLA's largest float may leave out NaN (jax 0.11.2).
+    The bits of positive floats are ordered as the floats are, with NaN as the largest. So one integer
+    reduction finds both; a float maximum of XLA's may ignore NaN on a CPU (jax 0.11.2).
     """
     integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(jnp.abs(x), integer)
@@ -95,7 +95,7 @@ def in_units(
     axis: int,
     group_size: int | tuple[int, int] | None,
 ) -> jax.Array:
-    """`x / scale + zero_point`: what the rounding is of; the axis is counted from the last."""
+    """Returns `x / scale + zero_point`, the number to round; the axis is counted from the last."""
     units = x.astype(accumulator_dtype(x.dtype))
     units = units / spread(scale, x.shape, axis, group_size).astype(units.dtype)
     if zero_point is None:
@@ -120,19 +120,19 @@ def encode(
     if dtype == "int4":
         values = pack_words(values) if layout == "columns" else pack_int4(values, axis)
     elif not dtype.startswith("int"):
-        # Or on a GPU XLA leaves the rounding out where the values are widened again.
+        # Without it XLA drops the rounding on a GPU if the values are widened again.
         values = jax.lax.optimization_barrier(values)
     return assembled(values, scale, zero_point, axis, layout, group_size)
 
 
 def codes(units: jax.Array, dtype: str, *, symmetric: bool) -> jax.Array:
-    """The numbers of `dtype` next to the units, one to a byte: int4 in an int8."""
+    """Returns the nearest numbers of `dtype`, one a byte: an int4 in an int8."""
     limits = FORMATS[dtype]
     if dtype.startswith("int"):
         if symmetric:
             units = jnp.clip(units, -limits.largest, limits.largest)
         return to_integers(units, dtype)
-    # A conversion alone makes NaN or Inf of what is too large.
+    # A conversion alone would turn numbers that are too large into NaN or Inf.
     clipped = jnp.clip(units, limits.smallest, limits.largest)
     return clipped.astype(jnp.float32).astype(limits.storage)
 
@@ -145,7 +145,7 @@ def inside_range(
     axis: int,
     group_size: int | tuple[int, int] | None,
 ) -> jax.Array:
-    """Where x is rounded and not clipped."""
+    """Returns a mask of the elements of x that are rounded and not clipped."""
     limits = FORMATS[dtype]
     units = in_units(x, scale, zero_point, axis, group_size)
     if zero_point is None:

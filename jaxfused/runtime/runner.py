@@ -5,13 +5,13 @@ Runner treats all of them alike, from the outside in:
 
 1. Shards: `sharding.per_shard` runs the kernel on the part of the operands that a device holds. The
    batch of a `jax.vmap` is an axis that may be split too.
-2. `jax.vmap`: what a device has of a batch is folded into axes that the kernel has, or its entries run
-   one by one.
+2. `jax.vmap`: a device's part of a batch is folded into axes of the kernel, or its entries run one by
+   one.
 3. Choice: the shapes on that shard, which the kernel will see, decide which implementation runs, and by
-   which config: the table of measured choices where it has these shapes or near ones, else the kernel's
-   cost model. The operands and results of a stage are the same for all implementations, XLA's included,
-   so that each stage of an operator chooses for itself.
-4. Lowering: the chosen kernel stands behind a `jax.jit` whose identity depends only on the kernel, its
+   which config: by the autotuning table if it has these shapes or near ones, else by the kernel's cost
+   model. The operands and results of a stage are the same for all implementations, XLA's included, so
+   that each stage of an operator chooses for itself.
+4. Lowering: the chosen kernel runs inside a `jax.jit` whose identity depends only on the kernel, its
    options and its shapes. However often a program calls the kernel, it is traced and lowered once.
 """
 
@@ -39,11 +39,11 @@ Operands = Sequence[jax.Array | None]
 Results = tuple[jax.Array | None, ...]
 
 ROWS = "."
-"""Stands, in a kernel's letters, for all leading axes of an array, which the kernel sees as one."""
+"""The letter for all leading axes of an array, which a kernel sees as one axis."""
 
 
 class Axes(NamedTuple):
-    """The axes of a kernel's arrays by letters, as in `sharding.per_shard`, with `ROWS`."""
+    """The letters of the axes of a kernel's arrays, as in `sharding.per_shard`, with `ROWS`."""
 
     operands: Sequence[str]
     results: Sequence[str | None]
@@ -51,24 +51,23 @@ class Axes(NamedTuple):
     whole: str = ""
     """The letters of axes that must not be split over devices."""
     padded: Mapping[str, str] = MappingProxyType({})
-    """Letters of results that are padded, each with the letter of an operand whose size is as many
-    entries as mean something."""
+    """Result axes that are padded, each with the operand axis that has the valid length."""
     parts: str = ""
-    """The letters of axes over which the kernel sums on the way to its results: where the first operand
-    with them is split, the kernel's `on_parts` runs."""
+    """The letters of contracted axes, over which the kernel sums before its last step. If the first
+    operand with one is split along it, the kernel's `on_parts` runs."""
     parts_by: str | None = None
-    """The implementation that `on_parts` is, or None where it runs kernels as they are named. Where
-    another one is named, the axes are gathered for it."""
+    """The implementation that `on_parts` consists of, or None if it runs kernels of any. If the caller
+    names another one, the contracted axes are gathered for it."""
 
     def split(self, implementation: str | None) -> tuple[str, str]:
-        """(whole, parts) where the caller named an implementation, or None."""
+        """Returns (whole, parts) for the implementation that the caller named, or None."""
         if implementation in (None, self.parts_by) or self.parts_by is None:
             return self.whole, self.parts
         return self.whole + self.parts, ""
 
 
 class Kernel(Protocol):
-    """A stage of an operator, whatever implements it.
+    """A stage of an operator, with all its implementations.
 
     A kernel is a frozen dataclass of its static parameters, and equal kernels compute the same function.
     Operands and results may be None.
@@ -89,38 +88,38 @@ class Kernel(Protocol):
     def reasons(self) -> Callable[..., Mapping[str, str | None]]:
         """The function `reasons(device, *operands)`: why each implementation cannot run these operands.
 
-        The implementations are ordered from the fastest on, and the reason is None for one that can run.
-        The rows of the operands are one axis here, as in `run`. XLA can always run; an implementation
-        that leaves this stage to XLA is not listed.
+        The implementations are ordered fastest first, and the reason is None for one that can run. The
+        rows of the operands are one axis here, as in `run`. XLA can always run; an implementation that
+        leaves this stage to XLA is not listed.
         """
 
     @property
     def run(self) -> Callable[..., Results]:
         """The function `run(implementation, device, *operands)`, which computes the results.
 
-        That of a kernel which `HasConfigs` takes `config=` too; None stands for the default.
+        If the kernel `HasConfigs`, it takes `config=` too; None stands for the default.
         """
 
     @property
     def batched(self) -> Callable[..., Results | None]:
         """The function `batched(call, axis_size, in_batched, *operands)`, the rule for `jax.vmap`.
 
-        It returns None where the entries of the batch have to run one by one. `call(kernel,
-        *operands)` runs a kernel on operands into which the batch has been merged.
+        It returns None if the entries of the batch have to run one by one. `call(kernel, *operands)`
+        runs a kernel on operands that include the batch.
         """
 
 
 @runtime_checkable
 class HasConfigs(Protocol):
-    """A kernel some of whose implementations can run in several ways."""
+    """A kernel with an implementation that has several configs."""
 
     def configs(
         self, implementation: str, device: dispatch.Device, *operands: Any
     ) -> Sequence[Hashable]:
-        """The configs of an implementation that are legal for these operands, the default one first.
+        """Returns an implementation's legal configs for these operands, the default first.
 
-        They are hashable, and made of dataclasses, tuples, numbers and strings. None stands for a
-        default that is not one of the others, and there is nothing to choose where there are none.
+        They are hashable and consist of dataclasses, tuples, numbers and strings. None stands for a
+        default that equals none of the others; no configs mean that there is no choice.
         """
 
 
@@ -130,7 +129,7 @@ class HasParts(Protocol):
     def on_parts(
         self, names: Sequence[str], call: Callable[..., Results], *operands: Any
     ) -> Results:
-        """What `run` computes, from a device's part of the axes, with sums over the mesh axes `names`.
+        """Computes `run` from a device's part of the axes, with sums over the mesh axes `names`.
 
         The rows of operands and results are one axis. `call(kernel, *operands)` runs a kernel on parts.
         """
@@ -138,9 +137,9 @@ class HasParts(Protocol):
 
 @runtime_checkable
 class TakesRows(Protocol):
-    """A kernel of which XLA's implementation, and no other, gets the rows in the caller's own axes.
+    """A kernel whose XLA implementation gets the rows in the caller's axes, not merged into one.
 
-    XLA evaluates an array [M, F] of odd F value by value, and one of more axes in vectors of values.
+    XLA evaluates an array [M, F] of odd F value by value, but one of more axes in vectors of values.
     """
 
     xla_takes_rows: ClassVar[bool]
@@ -148,12 +147,12 @@ class TakesRows(Protocol):
 
 @runtime_checkable
 class HasExamples(Protocol):
-    """A kernel whose operands fit together in a way that random numbers do not, such as lengths."""
+    """A kernel whose operands cannot be random numbers, such as lengths that have to fit an array."""
 
     def examples(
         self, random: Callable[..., Any], device: dispatch.Device, *operands: Any
     ) -> Operands:
-        """Operands to measure the kernel with, of the given shapes and dtypes.
+        """Returns operands of the given shapes and dtypes to measure the kernel with.
 
         `random(operand)` returns a random array of an operand's shape and dtype.
         """
@@ -163,8 +162,8 @@ class HasExamples(Protocol):
 class Runner:
     """Runs an operator's kernels, by the implementation that the caller named or by the fastest one.
 
-    A Runner is a static part of all that JAX traces below an operator, and so the device's table is in
-    the keys of JAX's caches: a gradient chooses by the table that its forward has chosen by.
+    A Runner is a static argument of everything that JAX traces below an operator. So the device's table
+    is part of the keys of JAX's caches, and a gradient chooses by the same table as its forward.
     """
 
     implementation: str | None
@@ -172,7 +171,7 @@ class Runner:
     device: dispatch.Device
     """The device that the operator will run on."""
     table: tables.Table = field(init=False, repr=False)
-    """The measured choices for the device."""
+    """The autotuning table of the device."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", tables.load(self.device))
@@ -198,10 +197,9 @@ def takes_reference(
     """Whether a call of an operator is plain jax.numpy, whatever the shapes are.
 
     This is decided before the operator's custom_vjp, so that forward-mode differentiation works wherever
-    no kernel can run: on this platform, for the dtype of `x`, for sizes of `x` or of `others` that are
-    symbolic, where `x` has no elements, or where the operator leaves the call to XLA, for which
-    `why_xla` gives the reason. `missing` names the implementations that the operator does not have, and
-    says so.
+    no kernel can run: on this platform, for the dtype of `x`, for symbolic sizes of `x` or `others`, for
+    an empty `x`, or where the operator leaves the call to XLA, with the reason `why_xla`. `missing` has
+    the implementations that the operator lacks, each with the reason.
     """
     if x.dtype not in cuda_library.DTYPES:
         why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"
@@ -267,9 +265,9 @@ def batched_rows(
     in_batched: Sequence[Any],
     *operands: jax.Array | None,
 ) -> Results | None:
-    """The method `Kernel.batched` of a kernel over rows: the batch becomes one more leading axis.
+    """Implements `Kernel.batched` for a kernel over rows: the batch becomes one more leading axis.
 
-    Returns None where the batch reaches an operand that the rows share, or where rows are summed.
+    Returns None if an operand that the rows share is batched, or if the kernel sums over rows.
     """
     axes = kernel.axes(*operands)
     over_rows = [ROWS in letters for letters in axes.operands]
@@ -297,9 +295,9 @@ class _Call:
     kernel: Kernel
     runner: Runner
     batches: tuple[tuple[bool, ...], ...] = ()
-    """Which operands have the batch of each `jax.vmap` around the call, of the outermost one first.
+    """For each `jax.vmap` around the call, outermost first: whether each operand has its batch.
 
-    They have the batches as their first axes, in this order.
+    The batches are the first axes of an operand, in this order.
     """
 
     def batchable(self, *operands: jax.Array | None) -> Results:
@@ -319,7 +317,7 @@ class _Call:
         return call(*operands)
 
     def _per_shard(self, operands: Operands) -> Results:
-        """Runs the call on shards, which may be parts of its batches too."""
+        """Runs the call on shards; batches may be sharded too."""
         entry = [
             None
             if operand is None
@@ -355,17 +353,17 @@ class _Call:
 
 @dataclass(frozen=True)
 class _OnShard:
-    """The call on the part of the operands that a device holds."""
+    """A call on a device's shards of the operands."""
 
     call: _Call
     in_own_module: bool
-    """Whether the call is lowered into a module of its own, without reusing cached `jax.jit`s."""
+    """Whether XLA lowers the call into a separate module, where cached `jax.jit`s cannot be reused."""
 
     def __call__(self, *operands: jax.Array | None) -> Results:
         return self._over_batches(_OnShard._entry, operands)
 
     def on_parts(self, names: Sequence[str], *operands: jax.Array | None) -> Results:
-        """The same on a part of axes that the kernel sums over."""
+        """Runs the call on a device's part of the contracted axes."""
 
         def of_entry(on_shard: _OnShard, *operands: jax.Array | None) -> Results:
             return on_shard._entry_on_parts(names, operands)
@@ -373,7 +371,7 @@ class _OnShard:
         return self._over_batches(of_entry, operands)
 
     def _over_batches(self, of_entry: Callable[..., Results], operands: Operands) -> Results:
-        """Runs `of_entry(self, *operands)` by the kernel's own rule for each of the batches."""
+        """Runs `of_entry(self, *operands)`, with the kernel's rule for each of the batches."""
         if not self.call.batches:
             return of_entry(self, *operands)
         without = replace(self, call=replace(self.call, batches=()))
@@ -418,7 +416,7 @@ class _OnShard:
             on_shard = replace(self, call=replace(self.call, kernel=kernel))
             own_operands = [None if operand is None else next(remaining) for operand in operands]
             results = on_shard._lowered(on_shard._choose(own_operands), *own_operands)
-            # A kernel's results do not state over which mesh axes they vary.
+            # The types of a kernel's results do not say along which mesh axes they vary.
             stated = iter(sharding.vary([r for r in results if r is not None], own))
             return tuple(None if result is None else next(stated) for result in results)
 
@@ -439,7 +437,7 @@ class _OnShard:
         return lower(call.kernel, *chosen, call.runner.device, *operands)
 
     def _over_rows(self, f: Callable[..., Results], operands: Operands) -> Results:
-        """Runs `f` on operands whose rows are one axis, and gives the results' rows their axes."""
+        """Runs `f` on operands with merged rows, and splits the results' rows into the axes again."""
         axes = self.call.kernel.axes(*operands)
         rows, matrices = _flatten_rows(operands, axes.operands)
         results = f(*matrices)
@@ -487,7 +485,7 @@ class _OnShard:
     def _measured(
         self, choice: dispatch.Choice, operands: Operands, named: str | None
     ) -> dispatch.Choice | None:
-        """The choice by the table: of what can run here, and is legal here, the fastest."""
+        """Returns the table's fastest choice that can run and is legal here, or None."""
         kernel, device = self.call.kernel, self.call.runner.device
         found = self.call.runner.table.find(kernel, operands)
         for ranked in () if found is None else found.ranking:
@@ -512,7 +510,7 @@ class _OnShard:
 def configs(
     kernel: Kernel, implementation: str, device: dispatch.Device, operands: Sequence[Any]
 ) -> Sequence[Hashable]:
-    """The configs of an implementation, the default one first; None alone if there is no choice."""
+    """Returns an implementation's configs, the default first; (None,) if there is no choice."""
     if not isinstance(kernel, HasConfigs):
         return (None,)
     return kernel.configs(implementation, device, *operands) or (None,)
@@ -564,10 +562,9 @@ def _lowered(
 
 @contextlib.contextmanager
 def jax_defaults(implementation: str) -> Iterator[None]:
-    """Within this context an implementation runs under JAX's defaults.
+    """Sets JAX's default promotions in this context, whatever the user has set.
 
-    Whatever promotions the user has forbidden or widened: a kernel's indices are 32 bits wide, and where
-    its arithmetic promotes dtypes, that is intended.
+    A kernel's indices are 32 bits wide, and promotions in its arithmetic are intended.
     """
     with (
         jax.numpy_rank_promotion("allow"),
@@ -593,7 +590,7 @@ def _run(
 
 @dataclass(frozen=True)
 class _ByPlatform:
-    """A stage by a kernel, and in XLA where that is not lowered for a GPU."""
+    """A stage that runs its kernel where lowered for a GPU, and XLA elsewhere."""
 
     kernel: Kernel
     implementation: str
@@ -630,8 +627,7 @@ def _run_here(
 def jitted(name: str) -> Any:
     """Returns the jitted `kernel.run` that carries the kernel's name in profiles.
 
-    It is called by (kernel, implementation, config, device, *operands), of which the first four are
-    static.
+    Its arguments are (kernel, implementation, config, device, *operands); the first four are static.
     """
 
     def run(kernel, implementation, config, device, *operands):
@@ -648,11 +644,11 @@ def _lowered_by_export(
     device: dispatch.Device,
     *operands: jax.Array | None,
 ) -> Results:
-    """Runs the kernel in a module of its own, which XLA requests at each place that it partitions.
+    """Runs the kernel in a separate module, which XLA requests wherever it partitions a call.
 
-    The lowered text is kept and inserted into each of these modules.
+    The lowered text is cached and inserted into each of these modules.
     """
-    # The reference is lowered quickly, and the interpreter's callbacks cannot be exported.
+    # XLA's implementation is lowered quickly, and an interpreted kernel's callbacks cannot be exported.
     if implementation == "xla" or jax.default_backend() != "gpu":
         return _lowered(kernel, implementation, config, device, *operands)
     return _call_exported(kernel, implementation, config, device, *operands)
@@ -665,7 +661,7 @@ def _call_exported(
     device: dispatch.Device,
     *operands: jax.Array | None,
 ) -> Results:
-    """Runs the kernel from a module of its own for GPUs, whose text is kept."""
+    """Runs the kernel from an exported module for GPUs, whose lowered text is cached."""
     present = [operand for operand in operands if operand is not None]
     exported = _exported(
         cast(Hashable, kernel),

@@ -1,12 +1,12 @@
-"""Sizes that a program is exported for without knowing them: `jax.export.symbolic_shape`."""
+"""Symbolic sizes of exported programs: `jax.export.symbolic_shape`."""
 
 from typing import Any
 
 
 def is_symbolic(*arrays: Any) -> bool:
-    """Whether a size of an array, which may be None, is known only where the exported program runs.
+    """Whether an array, which may be None, has a size that is only known when the program runs.
 
-    Such a size compares with no number.
+    Such a size cannot be compared with a number.
     """
     return any(
         not isinstance(size, int) for array in arrays if array is not None for size in array.shape
@@ -14,7 +14,7 @@ def is_symbolic(*arrays: Any) -> bool:
 
 
 def why_symbolic(*arrays: Any) -> str | None:
-    """Why no kernel runs on arrays of symbolic sizes, or None."""
+    """Returns why no kernel runs on the arrays if a size is symbolic, else None."""
     return (
         "kernels are made for known sizes, and these are symbolic" if is_symbolic(*arrays) else None
     )

@@ -1,4 +1,4 @@
-"""How an operator runs on sharded inputs, in whichever of JAX's ways the caller shards them.
+"""Operators on sharded inputs, for each of JAX's three kinds of mesh axes.
 
 A kernel is opaque to XLA, which by default gathers the kernel's operands on every device. `per_shard`
 runs the kernel on the shards instead. When the sharding is known depends on the mesh axes:
@@ -8,10 +8,9 @@ runs the kernel on the shards instead. When the sharding is known depends on the
 - Explicit (`jax.jit` too): in the types of the operands. The kernel runs in a `jax.shard_map`.
 - Manual (inside `jax.shard_map` and `jax.pmap`): the operands are the shards.
 
-One case is beyond JAX: Auto axes beside Manual or Explicit ones. There XLA passes no mesh to the
-partitioning function. Sums over shards cannot be expressed without a mesh, and with a mesh of our own a
-check in XLA's compiler fails. The operands of a kernel are therefore gathered along those Auto axes, and
-along no others.
+JAX does not support one case: Auto axes together with Manual or Explicit ones. There XLA passes no mesh
+to the partitioning function. Sums over shards cannot be expressed without a mesh, and with our own mesh a
+check in XLA's compiler fails. A kernel's operands are therefore gathered along those Auto axes only.
 """
 
 import functools
@@ -43,25 +42,25 @@ def per_shard(
     parts: str = "",
     in_own_module: Callable[..., tuple[jax.Array | None, ...]] | None = None,
 ) -> tuple[jax.Array | None, ...]:
-    """`f(*operands)`, computed by each device from the shards that it holds.
+    """Returns `f(*operands)`, computed by each device from its shards.
 
     A string names the axes of an array by letters, as in `jax.numpy.einsum`. Where mesh axes split a
     letter, `f` sees a part of it, in all operands and results alike; a result without the letter is
     a sum over it, and gets added up over the devices.
 
     Args:
-      f: a function that holds for any size of the axes that are not `whole`. What it computes must be
-        settled by its equality: outside of `jax.jit` it is compiled once for all functions that are
-        equal. A frozen dataclass with a `__call__` does that.
+      f: a function that holds for any size of the axes that are not `whole`. Equal functions must
+        compute the same, since outside of `jax.jit` they are compiled once. A frozen dataclass with a
+        `__call__` does that.
       operands: arrays of any rank, or None.
       operand_axes: the letters of each operand, also of one that is None.
       result_axes: the letters of each result of `f`, None for a result that is None.
       whole: letters that must not be split.
-      parts: letters over which `f` sums on the way to its results. They are split as the first operand
-        with such a letter is, and then `f.on_parts(names, *operands)` is called instead, which adds up
-        its sums over the mesh axes `names` itself.
-      in_own_module: what is called in the place of `f` where XLA partitions the call. It is lowered
-        there into a module of its own, anew at each place of the program.
+      parts: letters of contracted axes, over which `f` sums before its last step. They are split as the
+        first operand with such a letter is, and then `f.on_parts(names, *operands)` is called instead,
+        which adds up its sums over the mesh axes `names` itself.
+      in_own_module: the function to call in place of `f` where XLA partitions the call, which lowers it
+        anew, into a separate module, at each place of the program.
 
     Returns:
       The results of `f`. They have no gradient of their own: an operator's custom_vjp goes around this,
@@ -117,7 +116,7 @@ def per_shard(
 
 
 class Blocks(NamedTuple):
-    """An axis that consists of blocks of one size; it may be split between two of them."""
+    """An axis of blocks of one size, which may be split between blocks only."""
 
     name: str
     """The name of the axis that counts the blocks."""
@@ -129,7 +128,7 @@ AxisNames = tuple[str | Blocks, ...]
 
 
 class OnShards(NamedTuple):
-    """Where `per_array_shard` calls its function."""
+    """The split of the arrays for which `per_array_shard` calls its function."""
 
     places: Places
     by_partitioner: bool
@@ -147,13 +146,13 @@ def per_array_shard(
     operand_axes: Sequence[AxisNames],
     result_axes: Sequence[AxisNames],
 ) -> tuple[jax.Array, ...]:
-    """`f(on_shards, *operands)`, computed by each device from the shards that it holds of many arrays.
+    """Returns `f(on_shards, *operands)`, computed by each device from its shards of many arrays.
 
-    Unlike `per_shard` it names axes by words, so that arrays may be as many as they like.
+    Unlike `per_shard` it names axes by words, so that the number of arrays is not limited.
 
     Args:
-      f: a function that computes results elementwise. Sums are its own to add up over the devices, along
-        the mesh axes that `OnShards` tells, which are none in a `jax.shard_map` of the caller's own.
+      f: a function that computes results elementwise. It adds up sums over the devices itself, along the
+        mesh axes in its `OnShards`, which has none inside the caller's own `jax.shard_map`.
       operands: the arrays. Of those that share an axis, the last one decides how it is split.
       operand_axes: the names of the axes of each operand. An axis that must not be split has a name
         that starts with "whole".
@@ -180,7 +179,7 @@ def per_array_shard(
             axis_names=unsettled if mesh.manual_axes else set(),
             in_specs=in_specs,
             out_specs=tuple(_spec_by_names(axes, places) for axes in result_axes),
-            # Results that a kernel has written in place do not state along which axes they vary.
+            # The types of results written in place do not say along which axes they vary.
             check_vma=False,
         )(*operands)
     not_split = functools.partial(f, OnShards({}, False))
@@ -237,7 +236,7 @@ def _places_by_names(
     operand_axes: Sequence[AxisNames],
     mesh_shape: Mapping[str, int],
 ) -> Places:
-    """Returns the mesh axes of each named axis: those of the last operand with it, if even."""
+    """Returns the mesh axes of each named axis: those of the last operand with it, if even shards."""
     places: dict[str, tuple[str, ...]] = {}
     for spec, shape, axes in reversed([*zip(specs, shapes, operand_axes, strict=True)]):
         for entry, size, axis in zip(spec, shape, axes, strict=False):
@@ -255,9 +254,9 @@ def _spec_by_names(axes: AxisNames, places: Places) -> P:
 
 
 def leading_axes(count: int, taken: str = "") -> str:
-    """Returns `count` letters for leading axes, in upper case; lower case is left to the operator.
+    """Returns `count` letters for leading axes, in upper case and not among those `taken`.
 
-    They are none of those that are `taken`.
+    Operators name their own axes in lower case.
     """
     return "".join(sorted(set(string.ascii_uppercase) - set(taken))[:count])
 
@@ -271,15 +270,15 @@ def align(
 ) -> tuple[jax.Array | None, ...]:
     """Returns the operands with one sharding where their types state it, ahead of a custom_vjp.
 
-    A custom_vjp must give gradients of the very types of its operands. This step has a gradient by
-    JAX's own rules: it brings them back to the sharding of the caller's arrays and, in a
-    `jax.shard_map`, adds up those of an array that the devices share.
+    A custom_vjp must return gradients of its operands' exact types. JAX differentiates this step by its
+    own rules: gradients return to the sharding of the caller's arrays and, in a `jax.shard_map`, those
+    of an array that the devices share are added up.
 
     Args:
       operands: arrays, or None.
       operand_axes: the letters of each operand, as in `per_shard`.
       whole: letters that must not be split.
-      parts: letters that the first operand with them decides, as in `per_shard`.
+      parts: letters that are split as the first operand with them is, as in `per_shard`.
 
     Returns:
       The operands in their order.
@@ -307,7 +306,7 @@ def varying(*operands: jax.Array) -> frozenset[str]:
 
 
 def vary(arrays: Sequence[jax.Array], names: frozenset[str]) -> list[jax.Array]:
-    """Returns the arrays as ones that vary along these Manual axes, which a kernel's operands share."""
+    """Returns the arrays with types that vary along these Manual axes, as a kernel's operands must."""
     return _vary(arrays, names)
 
 
@@ -319,11 +318,10 @@ mlir.register_lowering(_untracked, lambda context, operand: [operand])
 
 
 def untracked(operands: Sequence[jax.Array | None]) -> tuple[jax.Array | None, ...]:
-    """Returns the operands as arrays whose types do not say along which Manual axes they vary.
+    """Returns the operands with types that do not say along which Manual axes they vary.
 
-    Pallas refuses such types of what single warps of a kernel read. Nothing is computed. JAX has no
-    cast in this direction, as it may hide that a result varies; a kernel's results never say so, and
-    `vary` states it of them again.
+    Pallas refuses varying types for operands that single warps read. Nothing is computed. JAX has no
+    such cast, because it may hide that a result varies; `vary` adds this to a kernel's results again.
     """
     return tuple(
         operand if operand is None or not _varying([operand]) else _untracked.bind(operand)
@@ -332,21 +330,21 @@ def untracked(operands: Sequence[jax.Array | None]) -> tuple[jax.Array | None, .
 
 
 def is_explicit(*operands: jax.Array) -> bool:
-    """Whether the operands' types say how they are sharded.
+    """Whether the operands' types state their sharding.
 
-    If they do, jax.numpy has to be told the sharding of a sum over a split axis, which `per_shard` does.
+    If they do, jax.numpy requires the sharding of a sum over a split axis, which `per_shard` states.
     """
     return bool(_mesh(operands).explicit_axes)
 
 
 def is_partitioned_by_xla(*operands: jax.Array) -> bool:
-    """Whether XLA's partitioner alone knows how the operands are split: no mesh axis is another's."""
+    """Whether only XLA's partitioner decides how the operands are split: all mesh axes are Auto."""
     mesh = _mesh(operands)
     return not (mesh.explicit_axes or mesh.manual_axes) and not is_in_one_piece(*operands)
 
 
 def is_in_one_piece(*operands: jax.Array) -> bool:
-    """Whether each operand is certain to be on one device: a whole array, or a shard of one."""
+    """Whether each operand is certainly on one device: an unsharded array, or one shard."""
     mesh = _mesh(operands)
     unsettled = set(mesh.axis_names) - set(mesh.manual_axes)
     if mesh.explicit_axes or (mesh.manual_axes and unsettled):
@@ -356,7 +354,7 @@ def is_in_one_piece(*operands: jax.Array) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """The static part of a call of `per_shard`; the axes of absent operands are None."""
+    """The static part of a call of `per_shard`; absent operands have None for their axes."""
 
     f: Callable[..., tuple[jax.Array | None, ...]]
     operand_axes: tuple[str | None, ...]
@@ -377,15 +375,14 @@ class _Call:
         """Returns the results that are not None, from the shards of the operands that are not None."""
         varying = _varying(shards)
         names = tuple(n for letter in self.parts for n in places.get(letter, ()))
-        # What is added once, after a sum of parts, must not vary over the devices that have the parts.
+        # An operand that is added once, after the sum of parts, must not vary along the parts' axes.
         remaining = iter(shards if names else _vary(shards, varying))
         operands = [None if letters is None else next(remaining) for letters in self.operand_axes]
         if names:
             f: Any = self.f
             present = [result for result in f.on_parts(names, *operands) if result is not None]
         else:
-            # A kernel's results do not state that they vary over the mesh axes of its operands, so this
-            # adds it.
+            # A kernel's results vary along the mesh axes of its operands, but their types do not say so.
             present = _vary([r for r in self.f(*operands) if r is not None], varying)
         return tuple(
             lax.psum(
@@ -475,7 +472,7 @@ def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _explicit_places(
     operands: Sequence[jax.Array], axes: Sequence[str], whole: str, parts: str
 ) -> Places:
-    """Computes `_places` from the types of the operands, which name Explicit axes only."""
+    """Returns `_places` by the types of the operands, which name Explicit axes only."""
     return _places(
         [jax.typeof(operand).sharding.spec for operand in operands],
         [operand.shape for operand in operands],

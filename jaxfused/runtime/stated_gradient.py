@@ -1,9 +1,9 @@
-"""Functions whose gradient is stated, and which have forward-mode derivatives as well.
+"""Functions with a stated gradient that have forward-mode derivatives as well.
 
-A `jax.custom_vjp` has no forward mode. A `jax.custom_jvp` has both modes where JAX can transpose what
-its tangents are made of. Here that is a primitive: it is evaluated as JAX's own derivative of the
-function, and transposed as it is stated. `jax.custom_derivatives.linear_call` would do, if it had a rule
-for `jax.vmap`.
+A `jax.custom_vjp` has no forward mode. A `jax.custom_jvp` has both modes if JAX can transpose the
+operations on its tangents. Here that operation is a primitive: its value is JAX's own derivative of the
+function, and its transpose is the stated gradient. `jax.custom_derivatives.linear_call` would do, if it
+had a rule for `jax.vmap`.
 """
 
 import functools
@@ -26,8 +26,8 @@ class stated_gradient:
     Args:
       f: the function.
       nondiff_argnums: the static arguments.
-      linear: the arguments in which the function is linear, in all of them at once. Their values are not
-        kept for a derivative by them alone.
+      linear: the arguments in which the function is jointly linear. Their values are not saved for a
+        derivative by them alone.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class _Call:
     operands: Any
     """The tree of the operands."""
     is_linear: tuple[bool, ...]
-    """Whether the function is linear in each leaf, by its argument."""
+    """Whether each leaf belongs to an argument in which the function is linear."""
 
     def __call__(self, f: Callable[..., Any], leaves: Arrays) -> Any:
         args = jax.tree.unflatten(self.operands, leaves)
@@ -70,7 +70,7 @@ class _Call:
         return f(*args)
 
     def gradients(self, saved: Any, cotangents: Any, leaves: Arrays) -> list[Any]:
-        """One for each leaf: the stated one, or zeros where None stands for them."""
+        """Returns the stated gradient of each leaf, with zeros in place of None."""
         stated = self.function.bwd(*self.static, saved, cotangents)
         gradients = []
         for operand, gradient in zip(
@@ -116,7 +116,7 @@ _evaluate.defjvp(_evaluate_jvp, symbolic_zeros=True)
 
 
 def _varying_alike(leaves: Arrays) -> Arrays:
-    """The arrays as ones that vary along the same Manual axes, so that sums over devices are JAX's."""
+    """Makes the arrays vary along the same Manual axes, so that JAX adds gradients over devices."""
     along = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
     missing = [sorted(frozenset().union(*along) - names) for names in along]
     return [
@@ -138,15 +138,15 @@ class _Map(Protocol):
 
 @dataclass(frozen=True)
 class _Derivative:
-    """The tangents of the results from those of the leaves `moving`.
+    """The linear map from tangents of the leaves `moving` to tangents of the results.
 
-    What is fixed are leaves and what the stated gradient reads.
+    Its fixed arrays are leaves, then the residuals of the stated gradient.
     """
 
     call: _Call
     moving: tuple[int, ...]
     leaves: tuple[jax.ShapeDtypeStruct | None, ...]
-    """None for a leaf that is fixed, and the type of one whose value makes no difference."""
+    """None for a leaf that is among the fixed arrays, or the type of one whose value is not needed."""
     saved: Any
     results: Any
 
@@ -171,7 +171,7 @@ class _Derivative:
         return jax.tree.leaves(self.call(self.call.function.f, leaves))
 
     def _split(self, fixed: Arrays) -> tuple[list[Any], Any]:
-        """The leaves, zeros for those without a value, and what was saved."""
+        """Returns the leaves, zeros for those without a value, and the residuals."""
         remaining = iter(fixed)
         leaves = [
             next(remaining) if leaf is None else jnp.zeros(leaf.shape, leaf.dtype)
@@ -182,11 +182,11 @@ class _Derivative:
 
 @dataclass(frozen=True)
 class _Batched:
-    """The map over a batch, the first axis of what `axes` has a 0 for, and of the results."""
+    """The map over a batch: the first axis of arrays with a 0 in `axes`, and of all results."""
 
     map: _Map
     axes: tuple[int | None, ...]
-    """The batch axis of each fixed operand, then of each tangent; None without one."""
+    """The batch axis of each fixed array, then of each tangent: 0, or None without a batch."""
 
     def value(self, fixed: Arrays, tangents: Arrays) -> list[Any]:
         axes = list(self.axes)

@@ -1,9 +1,9 @@
-"""Rounding up or down at random, by bits that depend on nothing but where an element is.
+"""Stochastic rounding, by random bits that do not depend on the sharding.
 
-A parameter in bfloat16 has 8 bits, and a step that is smaller than half of its last one would leave it
-as it is for ever. Rounded up with the probability of the part cut off, it takes the step in the mean.
-The bits depend on a seed, the step, the leaf, the array of the leaf and the element's index in the whole
-array, so that they are the same however the array is split over devices.
+A parameter in bfloat16 has 8 significant bits, and a step smaller than half of the last one would never
+change it. Rounded up with the probability of the part cut off, it takes the step in the mean. The bits
+depend on a seed, the step, the leaf, the array of the leaf and the element's index in the unsharded
+array.
 """
 
 import jax
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jaxfused.runtime.dropout import murmur
 
 ARRAYS = ("parameter", "first_moment", "second_moment")
-"""The arrays of a leaf that have random bits of their own."""
+"""The arrays of a leaf, each with its own random bits."""
 
 
 def leaf_seeds(words: jax.Array, leaf: jax.Array | int, array: str) -> jax.Array:
-    """Returns the two words [2, ...] from which an array's bits come.
+    """Returns the two seed words [2, ...] of an array's random bits.
 
     Args:
       words: uint32 [2], a seed and the number of the step.
@@ -28,9 +28,9 @@ def leaf_seeds(words: jax.Array, leaf: jax.Array | int, array: str) -> jax.Array
 
 
 def random_halves(seeds: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns 16 random bits for each element of a whole array, as uint32.
+    """Returns 16 random bits for each element of an unsharded array, as uint32.
 
-    A pair of neighbours, in the order of memory, shares a word: with i the index, modulo 2^32,
+    Two elements next to each other in memory share a word: with i the index, modulo 2^32,
     `x = seeds[0] ^ (i // 2)`, then `murmur(x, tweak=seeds[1])` as in `dropout.keep`; the even one has
     the lower half.
     """

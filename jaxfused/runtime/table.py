@@ -1,13 +1,13 @@
-"""Tables of what was measured to be fastest: by device, for a stage of an operator at its shapes.
+"""Autotuning tables: for each device, the measured ranking of a stage's implementations at its shapes.
 
-The tuner writes tables, and a kernel's call asks them before its cost model. Nothing here knows an
-operator: a stage is its name, its static parameters and the shapes and dtypes of its operands, and a
+The tuner writes tables, and a call looks them up before it uses the cost model. Nothing here depends on
+an operator: a stage is its name, its static parameters and the shapes and dtypes of its operands, and a
 config is compared by its text with the configs that are legal today.
 
-A device has up to two files of one form: the one that the package ships, and the user's, whose entries
-come first. They are read on first use. A file that is broken, of another device or of another version is
-refused with a sentence, and never used. Without a home folder that can be read, as in a container that
-runs under another user's number, there is no user's file.
+A device has up to two files of one format: the one that the package ships, and the user's, whose entries
+take precedence. They are read on first use. A file that is broken, or for another device or version, is
+refused with a message. Without a readable home folder, as in a container that runs under another user's
+number, there is no user's file.
 """
 
 import contextlib
@@ -32,51 +32,51 @@ from jax.experimental import multihost_utils
 from jaxfused import dispatch
 
 FORMAT = 2
-"""The version of the form of a file. From 2 on, statics leave out the fields that have their default."""
+"""Version of the files' format. From 2 on, statics leave out the fields that have their default."""
 
 SHIPPED = Path(__file__).parent / "tables"
 
 FARTHEST = 0.1
-"""How far a neighbour may be: the logarithms to base 2 of the ratios of all sizes, added up.
+"""Largest distance of a neighbour: the sum over the axes of |log2| of the ratio of the sizes.
 
-All sizes together then differ by 7 % at most. Farther away the rounds of tiles over the multiprocessors
-come out differently, and a cost model knows more than a neighbour: benchmarks/LAB.md has the figures.
+All sizes together then differ by 7 % at most. Farther away the number of waves differs, and the cost
+model is better than a neighbour: benchmarks/LAB.md has the figures.
 """
 
 _ALIGNMENT = 64
-"""Up to this power of two, the last axes of neighbours' matrices have the same divisor: on it depends
-how wide accesses are, and which instructions a tile takes."""
+"""Largest power of two by which the last axes of neighbours' matrices must be divisible alike, because
+the width of accesses and a tile's instructions depend on it."""
 
 
 # --- entries --------------------------------------------------------------------------------------
 
 
 class Ranked(NamedTuple):
-    """One way to run a stage, as it was measured."""
+    """One measured way to run a stage."""
 
     implementation: str
     config: str | None
-    """The text of the config, as `config_text` writes it; None for the implementation's own default."""
+    """The config's text, as `config_text` writes it; None for the implementation's default."""
     microseconds: float
 
 
 class Key(NamedTuple):
-    """What a stage was measured for."""
+    """A stage with its static parameters and operands, by which its measurements are found."""
 
     kernel: str
     """The name of the stage, such as "layer_norm forward"."""
     statics: str
-    """Its static parameters, as JSON, without the fields that have their default.
+    """The stage's static parameters as JSON, without the fields that have their default.
 
-    So an entry still matches after a field with a default was added. A field that gets another default
-    needs another name, because entries without the field were measured with the old default.
+    So an entry still matches after a field with a default is added. A field whose default changes needs
+    another name, because entries without the field were measured with the old default.
     """
     operands: tuple[tuple[str, tuple[int, ...]] | None, ...]
     """The dtype and shape of each operand, None for one that is absent."""
 
     @classmethod
     def of(cls, kernel: Any, operands: Sequence[Any]) -> "Key":
-        """The key of a kernel at the shapes that it sees."""
+        """Returns the key of a kernel at the shapes that it sees."""
         return cls(
             kernel.name,
             _canonical(_as_json(kernel, exact=False)),
@@ -87,25 +87,25 @@ class Key(NamedTuple):
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """What neighbours share: all but the sizes."""
+        """The part of the key that neighbours share: all but the sizes."""
         ranks = tuple(None if o is None else (o[0], len(o[1])) for o in self.operands)
         return self.kernel, self.statics, ranks
 
 
 Entries = Mapping[Key, tuple[Ranked, ...]]
-"""The rankings of all stages, each the fastest first."""
+"""The rankings of all stages, each fastest first."""
 
 
 def config_text(config: Any) -> str | None:
-    """The text by which a config is written and recognised: JSON of its fields, nested ones too."""
+    """Returns the text that identifies a config in a file: JSON of its fields, nested ones too."""
     return None if config is None else _canonical(_as_json(config, exact=True))
 
 
 def _as_json(value: Any, *, exact: bool) -> Any:
-    """A value of dataclasses, tuples, numbers, strings and dtypes in the types of JSON.
+    """Converts a value of dataclasses, tuples, numbers, strings and dtypes to the types of JSON.
 
-    Unless `exact`, fields that have their default are left out, and of a float only the sign is kept: an
-    epsilon, a scale or a rate is a constant of the kernel, whose time does not depend on it.
+    Unless `exact`, fields that have their default are left out, and floats are reduced to their sign,
+    because a kernel's time does not depend on constants such as an epsilon, a scale or a rate.
     """
     if dataclasses.is_dataclass(value):
         fields = {
@@ -127,7 +127,7 @@ def _as_json(value: Any, *, exact: bool) -> Any:
 
 
 def _has_default(value: Any, field: "dataclasses.Field[Any]") -> bool:
-    """Whether a field has the value that it has where nothing is passed for it."""
+    """Whether a field has its default."""
     if field.default is dataclasses.MISSING:
         return False
     mine, default = (_as_json(v, exact=False) for v in (getattr(value, field.name), field.default))
@@ -142,32 +142,32 @@ def _canonical(value: Any) -> str:
 
 
 class File(NamedTuple):
-    """A file that exists for a device."""
+    """An existing file of a device's table."""
 
     path: Path
     entries: int
     refusal: str | None
-    """The sentence that says why the file is not used, or None."""
+    """The message that says why the file is not used, or None."""
 
     def __str__(self) -> str:
         return self.refusal or f"{self.path} ({self.entries} entries)"
 
 
 class Found(NamedTuple):
-    """A ranking, and whether it was measured at these shapes or at a neighbour's."""
+    """A ranking, and whether it was measured at exactly these shapes."""
 
     ranking: tuple[Ranked, ...]
     exact: bool
 
 
 class Table:
-    """The entries of a device. Two tables are equal if every choice by them is the same."""
+    """The entries of a device. Equal tables make equal choices."""
 
     def __init__(self, entries: Entries, files: Sequence[File] = ()):
         self.entries = dict(entries)
         self.files = tuple(files)
         self.digest = _digest(self.entries)
-        """The SHA-256 of all that choices depend on, in hexadecimal digits."""
+        """The SHA-256, in hexadecimal digits, of everything that choices depend on."""
         self._families: dict[tuple[Any, ...], list[Key]] = {}
         for key in self.entries:
             self._families.setdefault(key.family, []).append(key)
@@ -182,7 +182,7 @@ class Table:
         return f"{self.digest[:12]}, {len(self.entries)} entries"
 
     def find(self, kernel: Any, operands: Sequence[Any]) -> Found | None:
-        """The ranking at these shapes, or at the nearest ones that are near enough, or None."""
+        """Returns the ranking at these shapes, or at the nearest ones within FARTHEST, or None."""
         key = Key.of(kernel, operands)
         if key in self.entries:
             return Found(self.entries[key], True)
@@ -190,7 +190,7 @@ class Table:
         if not family:
             return None
         letters = kernel.axes(*operands).operands
-        # Of equally near ones the first by their text, so that the order of entries does not matter.
+        # Ties are broken by the operands, so that the order of entries does not matter.
         nearest = min(family, key=lambda other: (_distance(letters, key, other), other.operands))
         if _distance(letters, key, nearest) > FARTHEST:
             return None
@@ -198,7 +198,7 @@ class Table:
 
 
 def _distance(letters: Sequence[str], one: Key, other: Key) -> float:
-    """How far two keys of a family are apart; an axis, known by its letter, counts once."""
+    """Returns the distance of two keys of a family; axes with the same letter count once."""
     apart: dict[str, float] = {}
     for names, mine, theirs in zip(letters, one.operands, other.operands, strict=True):
         if mine is None or theirs is None:
@@ -229,16 +229,16 @@ def _digest(entries: Entries) -> str:
 
 
 def file_name(device: dispatch.Device) -> str:
-    """The name of a device's file, such as "nvidia-h200-132.json": its name and multiprocessors."""
+    """Returns a device's file name, its name and number of SMs, such as "nvidia-h200-132.json"."""
     slug = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")
     return f"{slug}-{device.multiprocessors}.json"
 
 
 def user_path(device: dispatch.Device) -> Path:
-    """The user's file of a device, in $XDG_CACHE_HOME/jaxfused/tuning, or ~/.cache/jaxfused/tuning.
+    """Returns the user's file of a device, in jaxfused/tuning of $XDG_CACHE_HOME, or of ~/.cache.
 
     Raises:
-      Refused: nothing says where the user's home folder is.
+      Refused: the user's home folder is unknown.
     """
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -251,7 +251,7 @@ def user_path(device: dispatch.Device) -> Path:
 
 
 def _places(device: dispatch.Device) -> list[Path]:
-    """The files of a device that are there, the shipped one first."""
+    """Returns the existing files of a device, the shipped one first."""
     paths = [SHIPPED / file_name(device)]
     with contextlib.suppress(Refused):
         paths.append(user_path(device))
@@ -266,9 +266,9 @@ def _places(device: dispatch.Device) -> list[Path]:
 
 @functools.cache
 def load(device: dispatch.Device) -> Table:
-    """The table of a device, read once: the shipped file's entries, and before them the user's.
+    """Returns the table of a device, read once: the shipped file's entries, overridden by the user's.
 
-    Where several processes run one program, each of them must get here, and they compare their tables.
+    If several processes run one program, each of them must call this, since they compare their tables.
 
     Raises:
       RuntimeError: the processes have different tables, and would compile different programs.
@@ -295,7 +295,7 @@ def _compare_processes(table: Table, device: dispatch.Device) -> None:
     if jax.process_count() == 1:
         return
     digest = np.frombuffer(bytes.fromhex(table.digest), np.uint8)
-    # In a thread of its own, which knows nothing of a trace, mesh or default device of this one.
+    # A separate thread, because JAX's trace, mesh and default device belong to the current one.
     with ThreadPoolExecutor(1) as thread:
         digests = thread.submit(multihost_utils.process_allgather, digest).result()
     different = [i for i, other in enumerate(digests) if other.tobytes() != digest.tobytes()]
@@ -310,11 +310,11 @@ def _compare_processes(table: Table, device: dispatch.Device) -> None:
 
 
 class Refused(ValueError):
-    """A file is not what it should be; the message says why, and what to do."""
+    """A file cannot be used; the message says why, and the remedy."""
 
 
 def read(path: Path, device: dispatch.Device) -> dict[Key, tuple[Ranked, ...]]:
-    """The entries of a file.
+    """Returns the entries of a file.
 
     Raises:
       Refused: the file is broken, of another device or of another version.
@@ -385,11 +385,11 @@ def _typed(value: Any, wanted: type) -> Any:
 
 
 def check_can_write(path: Path, device: dispatch.Device) -> None:
-    """Checks that `write` would find no file or one that it can add to, and can write to the folder.
+    """Checks that `write` can write to the folder, and finds no file or one that it can add to.
 
     Raises:
-      Refused: there is a file that `read` refuses, for whoever saved it may want it back; or the folder
-        cannot be made or written to.
+      Refused: `read` refuses an existing file, which is not overwritten because it may still be needed;
+        or the folder cannot be made or written to.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -405,9 +405,9 @@ def check_can_write(path: Path, device: dispatch.Device) -> None:
 
 
 def write(path: Path, device: dispatch.Device, entries: Entries) -> None:
-    """Adds entries to a file, or makes it. Whoever reads it meanwhile sees it before or after.
+    """Adds entries to a file, or creates it. Concurrent readers see the old file or the new one.
 
-    Of several processes that add to one file, each waits for the one before.
+    Processes that add to one file wait for each other.
 
     Raises:
       Refused: there is a file that `read` refuses; it is left as it is.
@@ -420,7 +420,7 @@ def write(path: Path, device: dispatch.Device, entries: Entries) -> None:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Within this context no other process adds to a file. Its folder is locked, for it is replaced."""
+    """Locks out a file's other writers in this context, by its folder, because the file is replaced."""
     import fcntl  # Not on Windows, where there is no GPU to measure on.
 
     folder = os.open(path.parent, os.O_RDONLY)
@@ -478,5 +478,5 @@ def _version() -> str:
 
 
 def _minor(version: Any) -> list[str]:
-    """The parts of a version that kernels and their configs may change with."""
+    """Returns major and minor version; kernels and configs do not change between patch releases."""
     return str(version).split(".")[:2]

@@ -1,4 +1,4 @@
-"""`jax.vmap` over kernels that have no batching rule of their own.
+"""Batching rules of `jax.vmap` for kernels that have none of their own.
 
 A kernel over rows of any leading shape takes a batch as one more leading axis. If an operand that all
 rows share is batched too, such as the scale of a norm, the batch entries run one after another.
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 
 def is_batched(in_batched: Any) -> bool:
-    """Whether any leaf of an operand's `in_batched` tree is batched; an absent one has no leaves."""
+    """Whether any leaf of an operand's `in_batched` tree is batched; an absent operand has none."""
     return any(jax.tree.leaves(in_batched))
 
 
@@ -40,15 +40,15 @@ def one_by_one(f: Callable[..., Any], in_batched: Sequence[Any], args: Sequence[
 
 
 class OneByOne:
-    """The rule of a kernel that has no axis for a batch, as each entry has a scale of its own."""
+    """The batching rule of kernels without an axis for a batch, since each entry has its own scale."""
 
     def batched(self, call, axis_size, in_batched, *operands) -> None:
-        """None: the entries run one after the other."""
+        """Returns None, so that the entries run one after the other."""
         del call, axis_size, in_batched, operands
 
 
 def merged_batch(array: jax.Array) -> jax.Array:
-    """Returns [N, B, ...] as [N * B, ...], of which other axes may be empty."""
+    """Returns [N, B, ...] as [N * B, ...]; other axes may be empty, so that -1 would be ambiguous."""
     return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
 
