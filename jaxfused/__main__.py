@@ -1,4 +1,4 @@
-"""`python -m jaxfused`: which parts of jaxfused run on this machine, and why the others do not.
+"""`python -m jaxfused`: reports which parts of jaxfused run on this machine, and why others do not.
 
 `python -m jaxfused --check` exits with 1 where this machine has a GPU that the kernels cannot use.
 `python -m jaxfused tune` measures what is the fastest; see `jaxfused/tuning/command.py`.
@@ -26,7 +26,7 @@ from jaxfused.tuning import command
 
 
 class Example(NamedTuple):
-    """A call of an operator with the shapes of ViT-B/16 at 224 pixels, or of a model that has it."""
+    """A call of an operator with shapes of ViT-B/16 at 224 pixels, or of a model that uses it."""
 
     call: Callable[..., Any]
     shapes: tuple[Any, ...]
@@ -106,7 +106,7 @@ EXAMPLES: dict[str, Example] = {
 
 
 def operators(device: dispatch.Device) -> Iterator[tuple[str, jaxfused.Explanation]]:
-    """Yields each public function that takes `implementation`, and what runs its example on `device`."""
+    """Yields each public function that takes `implementation`, with its example's explanation."""
     for name, function in sorted(vars(jaxfused).items()):
         if inspect.isfunction(function) and "implementation" in _parameters(function):
             yield name, _explanation(EXAMPLES[name], device)
@@ -136,7 +136,7 @@ def describe(device: dispatch.Device) -> str:
 
 
 def versions() -> str:
-    """Returns the packages that decide what runs, with their versions."""
+    """Returns the versions of the packages on which the choices depend."""
     names = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "numpy")
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     found = [f"{name} {installed[name]}" for name in names if name in installed]
@@ -144,7 +144,7 @@ def versions() -> str:
 
 
 def measured_choices(device: dispatch.Device) -> list[str]:
-    """Returns the lines that name the tables of measured choices."""
+    """Returns the lines of the report about the autotuning table's files."""
     if device.compute_capability is None:
         return []
     measured = table.load(device)
@@ -161,10 +161,10 @@ def measured_choices(device: dispatch.Device) -> list[str]:
 
 
 def faults(device: dispatch.Device, driver: str | None, library: str | None) -> list[str]:
-    """Returns what keeps this machine's GPU from its kernels, each with its remedy.
+    """Returns the faults because of which kernels cannot use this machine's GPU, with remedies.
 
     Args:
-      device: what JAX computes on.
+      device: the device that JAX computes on.
       driver: the NVIDIA driver's version, None where there is none.
       library: why the CUDA library cannot be used, None where it can.
     """
@@ -181,7 +181,7 @@ def faults(device: dispatch.Device, driver: str | None, library: str | None) -> 
         found.append(library)
     with warnings.catch_warnings(record=True) as refused:
         warnings.simplefilter("always")
-        # Tables are read on first use, and a file that is refused is warned of then.
+        # Tables are read on first use, which warns of refused files.
         len(table.load(device).entries)
     return found + [str(warning.message) for warning in refused]
 
@@ -198,7 +198,7 @@ def driver_version() -> str | None:
 
 
 def check(device: dispatch.Device) -> int:
-    """Prints what keeps the GPU from its kernels, and returns 1 if anything does, else 0."""
+    """Prints the faults of `faults`, and returns 1 if there are any, else 0."""
     driver = driver_version()
     print(f"versions      {versions()}")
     print(f"driver        {driver or 'there is no NVIDIA driver'}")
@@ -213,7 +213,7 @@ def check(device: dispatch.Device) -> int:
 
 
 def report(device: dispatch.Device) -> str:
-    """Returns all that the command prints: each operator's stages at one shape, forward and backward."""
+    """Returns the command's report: each operator's stages at one shape, forward and backward."""
     lines = [
         f"versions      {versions()}",
         f"device        {describe(device)}",
@@ -248,12 +248,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run() -> int:
-    """`main`, for whoever reads its output, and stops to."""
+    """Runs `main`, and exits quietly if the reader of its output, such as `head`, has stopped."""
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes once more when it ends, and what is not written has no reader.
+        # Python flushes stdout again at exit, which would raise; nothing reads the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:

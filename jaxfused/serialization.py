@@ -1,7 +1,7 @@
-"""The states that `flax.serialization`, which saves `TrainState`, has of this package's pytrees.
+"""Support for this package's pytrees in `flax.serialization`, which saves `TrainState`.
 
-A state has the arrays by the names of their fields. What is static, such as how an array's bits lie, is
-that of the target which the state is read into.
+A state has the arrays under the names of their fields. Static fields, such as a quantised array's
+layout, are those of the target into which the state is read.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def _restored(target: Any, state: State) -> Any:
 
 
 def _parts(of: str, target: State, state: State) -> State:
-    """The parts of a target from a state, which may lack those of which the target has none."""
+    """Restores a target's parts from a state, which may lack parts that the target lacks too."""
     if not state.keys() <= target.keys():
         names, others = ", ".join(target), ", ".join(sorted(state.keys() - target.keys()))
         raise ValueError(
@@ -81,7 +81,7 @@ def _described(array: Any) -> str:
 
 
 def register() -> None:
-    """Tells Flax of this package's pytrees; the package does so itself when it is imported."""
+    """Registers this package's pytrees with Flax; importing the package calls it."""
     kinds = (
         QuantizedKernel,
         LoRAKernel,

@@ -1,1 +1,1 @@
-"""What `jaxfused.nnx` and `jaxfused.linen` share: one file for each operator, without parameters."""
+"""Code that `jaxfused.nnx` and `jaxfused.linen` share: one file an operator, without parameters."""

@@ -1,4 +1,4 @@
-"""What the `attention_fn` of nnx and of linen share: which calls the operator serves, and how."""
+"""Code that the `attention_fn` of nnx and linen share: calls of the operator, or of Flax's code."""
 
 import math
 from collections.abc import Callable
@@ -35,20 +35,20 @@ def check_rate(name: str, rate: Any) -> None:
 
 
 def of_attention(precision: Any) -> Any:
-    """The precision of attention's own products: float8 is for the projections around them."""
+    """Returns the precision of attention's own products; float8 is only for the projections."""
     return None if is_fp8(precision) else precision
 
 
 def why_flax(
     dtype: Any, *, precision: Any, dropout_is_active: bool = False, broadcast_dropout: bool = False
 ) -> str | None:
-    """Returns None where the operator can serve a call, else why Flax's own code runs.
+    """Returns None if the operator can serve a call, else why Flax's own code runs.
 
-    Sown weights are those before dropout, so active dropout is no obstacle for them.
+    Weights are sown before dropout, so that active dropout does not prevent it.
 
     Args:
-      dtype: of query, key and value once promoted.
-      precision: as for the other arguments, what the hook was given.
+      dtype: the dtype of query, key and value after promotion.
+      precision: the hook's argument, as are the others.
     """
     if dropout_is_active and broadcast_dropout:
         return "broadcast_dropout drops the same weights in every head"
@@ -64,13 +64,13 @@ def run_flax(
     is_causal: bool,
     implementation: str | None,
 ) -> jax.Array:
-    """Runs Flax's own attention, with 0 where a query may attend to nothing, as in the operator.
+    """Runs Flax's own attention, with 0 for queries that may attend to nothing, as in the operator.
 
     Args:
-      name: of the hook.
-      reason: which argument the operator cannot serve.
-      function: the call of Flax's code, whose result is [..., T, N, V].
-      mask: what Flax's code was given, [..., N, T, S]; nothing is known of the keys without one.
+      name: the hook's name.
+      reason: the argument that the operator cannot serve.
+      function: the call of Flax's code, which returns [..., T, N, V].
+      mask: the mask that Flax's code was given, [..., N, T, S]; without one the result is not changed.
       is_causal: whether query t attends to keys s <= t alone.
     """
     output = call_flax(name, reason, function, implementation=implementation)
@@ -107,7 +107,7 @@ def attend(
       value: [..., S, K, V].
       bias: broadcasts to [..., N, T, S].
       mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S].
-      segment_ids: [..., T], of queries and of as many keys.
+      segment_ids: [..., T], for the queries and as many keys.
     """
     batch = query.shape[:-3]
     segment_ids = None if segment_ids is None else _fold(batch, segment_ids, kept=1)
@@ -129,7 +129,7 @@ def attend(
 
 
 def why_three_projections(*layers: Any) -> str | None:
-    """Returns why the projections of queries, keys and values are not taken together, or None.
+    """Returns why queries, keys and values cannot be projected by one product, or None.
 
     Args:
       layers: (kernel [D, N, H], bias [N, H] or None) of queries, keys and values.
@@ -154,13 +154,13 @@ def project_heads(
     precision: jax.lax.PrecisionLike,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values of one x [..., T, D] by one product.
+    """Projects x [..., T, D] to queries, keys and values by one product.
 
     Args:
       query: kernel [D, N, H] and bias [N, H] or None.
       key: kernel [D, K, H] and bias.
       value: as for keys.
-      dtype: of the product; None for what x and the parameters promote to.
+      dtype: dtype of the product; None for the one to which x and the parameters promote.
       precision: as in `jaxfused.qkv_projection`.
       implementation: as in `jaxfused.qkv_projection`.
     """

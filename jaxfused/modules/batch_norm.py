@@ -1,4 +1,4 @@
-"""BatchNorm's two modes and its running averages, as nnx and linen share them."""
+"""BatchNorm's two modes and its running averages, for nnx and linen."""
 
 from typing import Any
 

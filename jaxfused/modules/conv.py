@@ -1,4 +1,4 @@
-"""What Conv and ConvNormAct of nnx and linen share: one call of the operator in Flax's terms."""
+"""The call of the operator that Conv and ConvNormAct of nnx and linen share, in Flax's terms."""
 
 import math
 from collections.abc import Sequence
@@ -52,8 +52,8 @@ def convolve(
 ) -> tuple[jax.Array, jax.Array, Statistics | None]:
     """Runs the operator with any number of batch axes; None stands for 1, as in Flax's `Conv`.
 
-    Returns (y, inputs, statistics of y or None); the inputs are handed on by the operator if `hand_on`,
-    where it reads them as they are.
+    Returns (y, inputs, statistics of y or None). With `hand_on` the operator returns the inputs if it
+    reads them unchanged.
     """
     x = promoted(as_array(inputs), kernel, bias, dtype=dtype)
     size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
@@ -117,7 +117,7 @@ def convolve(
 
 
 def image_inputs(kernel: QuantizedKernel, x: jax.Array) -> jax.Array | QuantizedArray:
-    """What a convolution reads in place of x [B, *spatial, I]; an image, or all, have one scale."""
+    """Returns x [B, *spatial, I] as the convolution reads it, with a scale an image or one for all."""
     if kernel.input_divisor is not None:
         x = x / along_last_axis(kernel.input_divisor, x).astype(x.dtype)
     if kernel.input_dtype is None:
@@ -142,11 +142,11 @@ def patches(
     input_dilation: Any,
     **geometry: Any,
 ) -> jax.Array | None:
-    """The values of each window of x [B, *spatial, I], [B, pixels, taps * I]; None for groups."""
+    """Returns each window's values of x [B, *spatial, I], [B, pixels, taps * I]; None for groups."""
     if feature_group_count > 1:
         return None
     channels = x.shape[-1]
-    # A kernel of ones for each number of the window: its channel is told apart by the groups.
+    # A one-hot kernel for each position of the window; the groups keep the channels apart.
     numbers = math.prod(size)
     taps = jnp.eye(numbers, dtype=x.dtype).reshape(*size, 1, numbers)
     y = conv.conv(
@@ -164,16 +164,16 @@ def patches(
 
 
 def inside_windows(x: jax.Array, size: tuple[int, ...], **geometry: Any) -> jax.Array | None:
-    """Which of the numbers of `patches` are of x, not padding around or between: [pixels, taps * I]."""
+    """Returns which numbers of `patches` are values of x and not padding, [pixels, taps * I]."""
     ones = jnp.ones((1, *x.shape[1:-1], 1), x.dtype)
     found = patches(ones, size, **geometry)
     return None if found is None else jnp.repeat(found[0] > 0, x.shape[-1], axis=-1)
 
 
 def fold_norm(kernel: Kernel, **norm: Any) -> tuple[Kernel, jax.Array]:
-    """Folds a batch norm into the kernel before it: `jaxfused.fold_batch_norm`, or of a quantised one.
+    """Folds a batch norm into the kernel before it, by `jaxfused.fold_batch_norm` if it is of floats.
 
-    A channel's scale takes the norm's factor, which is the same as to fold before rounding.
+    A quantised channel's scale is multiplied by the norm's factor, which equals folding before rounding.
     """
     if isinstance(kernel, ObservedKernel):
         array, bias = batch_norm.fold_batch_norm(kernel.array, **norm)

@@ -1,4 +1,4 @@
-"""What ConvTranspose of nnx and linen share: one call of the operator in Flax's terms."""
+"""The call of the operator that ConvTranspose of nnx and linen share, in Flax's terms."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jaxfused.ops.conv import conv_transpose
 
 
 def why_flax(layer: Any, default_promotion: Any, *dtypes: Any) -> str | None:
-    """Returns why only Flax's code can serve a call of a layer, such as an argument of it, or None."""
+    """Returns why only Flax's code can serve a call of a layer, such as an argument, or None."""
     named = isinstance(layer.padding, str) and layer.padding.upper() not in ("SAME", "VALID")
     return (
         why_intercepted()

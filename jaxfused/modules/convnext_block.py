@@ -1,4 +1,4 @@
-"""What ConvNeXtBlock of nnx and linen share: the perceptron with a scale, a dropped path and a sum."""
+"""The scaled perceptron with drop path and residual that ConvNeXtBlock of nnx and linen share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +20,9 @@ def scaled_mlp(
     drop: Callable[[jax.Array], jax.Array] | None,
     **options: Any,
 ) -> jax.Array:
-    """Residual + drop(scale * mlp(y)), in one operator where nothing is dropped.
+    """Returns residual + drop(scale * mlp(y)), by one operator if nothing is dropped.
 
-    The scale is then a part of the last layer's parameters: their product is a small array, where that
-    with the result is a large one.
+    The scale is then multiplied into the last layer's parameters, which are smaller than the result.
     """
     kernel, bias = down
     if drop is None and not isinstance(kernel, KernelStandIn):
@@ -42,7 +41,7 @@ def scaled_sum(
     residual: jax.Array,
     drop: Callable[[jax.Array], jax.Array] | None,
 ) -> jax.Array:
-    """Residual + drop(scale * branch)."""
+    """Returns residual + drop(scale * branch)."""
     branch = branch if scale is None else branch * along_last_axis(scale, branch)
     branch = branch if drop is None else drop(branch)
     return residual + branch.astype(residual.dtype)

@@ -1,4 +1,4 @@
-"""What a DiTBlock computes from its parameters: norms that a condition modulates, gated branches."""
+"""The computation of a DiTBlock from its parameters: norms with adaLN modulation, gated branches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +14,10 @@ from jaxfused.ops.norm import layer_norm
 from jaxfused.runtime.promotion import common_dtype
 
 CHUNKS = 6
-"""Of the modulation: shift, scale and gate of the attention, then of the perceptron."""
+"""Chunks of the modulation: shift, scale and gate of the attention, then of the perceptron."""
 
 Stream = tuple[jax.Array, jax.Array, jax.Array]
-"""The last branch, the stream to which it is to be added, and the gate that multiplies it."""
+"""The last branch, the residual stream to which it is to be added, and the branch's gate."""
 
 
 def dit_block(
@@ -45,8 +45,8 @@ def dit_block(
       qkv: the (kernel, bias) of queries, keys and values.
       out: the (kernel, bias) of the attention's projection.
       mlp: the perceptron.
-      residual: the stream, where x is a branch that is still to be added to it.
-      gate: of that branch, [..., D].
+      residual: the residual stream if x is a branch that is still to be added to it.
+      gate: the gate of that branch, [..., D].
 
     The other arguments are those of the block.
     """
@@ -81,8 +81,8 @@ def dit_block(
         implementation=implementation,
         attention_implementation=attention_implementation,
     )
-    # With a gate the norm sums three gradients over rows; that of this bias would be a fourth, for which
-    # its registers have no room.
+    # With a gate the norm's backward sums three gradients over rows. A fourth, that of this bias, would
+    # not fit into its registers.
     branch, _ = project(
         attended,
         *out,
@@ -109,7 +109,7 @@ def dit_block(
 
 
 def check_heads(features: int, num_heads: int) -> None:
-    """Checks that the heads share the features."""
+    """Checks that the number of heads divides the features."""
     if features % num_heads:
         raise ValueError(
             f"DiTBlock: {features} features are not shared evenly by {num_heads} heads; pass a num_heads"

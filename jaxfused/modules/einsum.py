@@ -1,13 +1,13 @@
-"""Which einsum of an input and a kernel is a product of two matrices, without a transposition."""
+"""The test whether an einsum of input and kernel is one product of matrices without transpositions."""
 
 from typing import NamedTuple
 
 
 class Split(NamedTuple):
-    """How an einsum is a product of matrices: the last axes of x with the first ones of the kernel."""
+    """An einsum as a product of matrices, over the last axes of x and the first ones of the kernel."""
 
     contracted: int
-    """The number of axes that are summed over."""
+    """The number of contracted axes."""
 
 
 def as_matrices(equation: str, x_axes: int, kernel_axes: int) -> Split | str:
@@ -23,7 +23,7 @@ def as_matrices(equation: str, x_axes: int, kernel_axes: int) -> Split | str:
     if "..." in right:
         return "the kernel has an ellipsis"
     if "..." in left:
-        # Letters that no user writes stand for the axes of the ellipsis.
+        # Characters that no user writes stand for the axes of the ellipsis.
         count = x_axes - (len(left) - 3)
         rows = "".join(chr(ord("\u4e00") + i) for i in range(count))
         left, result = left.replace("...", rows), result.replace("...", rows)

@@ -1,4 +1,4 @@
-"""When and how a module runs Flax's own code, because the operator cannot serve a call."""
+"""The fallback of modules to Flax's own code, for calls that the operator cannot serve."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,11 +23,10 @@ _PRODUCTS = {
 
 
 def why_intercepted() -> str | None:
-    """Names a product of JAX in whose place somebody has put another one, or None.
+    """Names a product of JAX that is replaced by another function now, or None.
 
-    Libraries that quantise models or adapt them (qwix is one) put their own products in JAX's place
-    while a model runs, where Flax's layers call them. The layers here do so then, whose operators do
-    not.
+    Libraries that quantise or adapt models (such as qwix) replace JAX's products while a model runs, so
+    that Flax's layers call theirs. Our operators would not, so our layers run Flax's code then.
     """
     now = {
         "jax.lax.dot_general": jax.lax.dot_general,
@@ -53,12 +52,12 @@ def why_complex(*dtypes: Any) -> str | None:
 
 
 def is_stock_product(dot_general: Any) -> bool:
-    """Whether an injected product is none, or the one that Flax takes by default."""
+    """Whether a layer's `dot_general` is None or Flax's default."""
     return dot_general is None or dot_general is jax.lax.dot_general
 
 
 def changes_dtype(preferred_element_type: Any, *arrays: Any, dtype: Any) -> bool:
-    """Whether a `preferred_element_type` asks for another dtype than that of the computation."""
+    """Whether a `preferred_element_type` differs from the dtype of the computation."""
     if preferred_element_type is None:
         return False
     floats = [array for array in arrays if isinstance(array, jax.Array)]
@@ -66,16 +65,15 @@ def changes_dtype(preferred_element_type: Any, *arrays: Any, dtype: Any) -> bool
 
 
 def _explicit_mesh(*arrays: Any) -> Any:
-    """The mesh of the first array whose type says how it is sharded, or None."""
+    """Returns the mesh of the first array whose type states its sharding, or None."""
     meshes = (jax.typeof(a).sharding.mesh for a in arrays if isinstance(a, jax.Array))
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
 def why_sharded(out_sharding: Any, *arrays: Any) -> str | None:
-    """Returns why only Flax's code can shard the result as a call asks for, or None.
+    """Returns why only Flax's code can give the result the requested sharding, or None.
 
-    Where the types of the arrays say how they are sharded, the operator's result is brought to the
-    sharding that is asked for by `resharded`.
+    If the arrays' types state their sharding, `resharded` gives the operator's result the requested one.
     """
     if out_sharding is None or _explicit_mesh(*arrays) is not None:
         return None
@@ -120,15 +118,15 @@ def call_flax(
     implementation: str | None = None,
     adds_first: bool = False,
 ) -> jax.Array:
-    """Runs Flax's `module` and the activation after it; raises where only the operator can serve.
+    """Runs Flax's `module` and the activation after it; raises if a call needs the operator.
 
-    Where products are intercepted, a residual is added in a pass of its own.
+    If JAX's products are intercepted, a residual is added in a separate pass.
 
     Args:
-      name: of the module, "jaxfused.nnx.Linear".
-      reason: which argument the operator cannot serve; `jaxfused.explain` lists it.
+      name: the module's name, such as "jaxfused.nnx.Linear".
+      reason: the argument that the operator cannot serve; `jaxfused.explain` lists it.
       module: the call of Flax's code.
-      residual: as for the other arguments, what only the operator can do, if it was given.
+      residual: an argument that only the operator supports, if given, as are the others.
       adds_first: whether the residual is added before the activation.
     """
     intercepted = reason == why_intercepted()
@@ -158,10 +156,10 @@ def call_flax(
 def followed(
     y: jax.Array, activation: str | None, residual: jax.Array | None, *, adds_first: bool
 ) -> jax.Array:
-    """A layer's result with what the operator does after it, in passes of their own.
+    """Applies an operator's activation and residual to a layer's result, in separate passes.
 
     Args:
-      y: the result, which may be of a wider dtype than the layer's.
+      y: the result, whose dtype may be wider than the layer's.
       adds_first: whether the residual is added before the activation, and the dtype stays y's.
     """
     wide = y.astype(accumulator_dtype(y.dtype))

@@ -1,4 +1,4 @@
-"""The submodules of flax.linen and flax.nnx under this package's names, with its layers in them."""
+"""Submodules of flax.linen and flax.nnx under this package's names, with this package's layers."""
 
 import importlib
 import pkgutil
@@ -10,9 +10,9 @@ from typing import Any
 def mirror(package: str, flax: ModuleType) -> list[str]:
     """Makes every submodule of `flax` importable as one of `package`.
 
-    A submodule that holds a layer which `package` has itself becomes a copy with that layer in its
-    place, as does a folder of submodules; any other is Flax's own, and nothing in Flax is changed.
-    Those that `package` has by the same name stay.
+    A submodule, or folder of submodules, with a layer that `package` has too becomes a copy with
+    `package`'s layer. Any other is Flax's own, and nothing in Flax is changed. Submodules of the same
+    name in `package` stay.
 
     Returns:
       The public names of both, for `__all__`.

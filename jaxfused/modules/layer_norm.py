@@ -1,8 +1,8 @@
-"""Which calls of a Flax norm the operator serves; Flax's own code runs the others.
+"""The test which calls of a Flax norm the operator serves; Flax's own code runs the others.
 
 Flax's norms reduce over any axes and across devices, and accept masks and complex numbers. The operator
-does not, so such a call runs `super().__call__`. It raises an error if it also needs what only the
-operator can do.
+does not, so such a call runs `super().__call__`, or raises if it also uses an option that only the
+operator has.
 """
 
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ def why_flax(
     reduction_axes: Any,
     feature_axes: Any,
 ) -> str | None:
-    """Returns None where the operator can serve a call, else why Flax's own code runs.
+    """Returns None if the operator can serve a call, else why Flax's own code runs.
 
     Args:
-      x: what the norm was called with.
-      *dtypes: every dtype that takes part beside x's; None is ignored.
-      mask: as for the other arguments, what the module was given.
+      x: the norm's input.
+      *dtypes: all dtypes of the computation except x's; None is ignored.
+      mask: the module's argument, as are the others.
     """
     if mask is not None:
         return "a mask is given"

@@ -1,4 +1,4 @@
-"""One linear layer for all modules, whose kernel is an array of floats or stands for one."""
+"""The linear layer of all modules; its kernel is a float array or a replacement of one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,14 +50,14 @@ class QuantizedKernel:
     def inputs(
         self, x: jax.Array, implementation: Implementation | None
     ) -> jax.Array | QuantizedArray:
-        """What the product reads in place of x."""
+        """Returns x as the product reads it: divided and quantised, as far as the kernel says."""
         if self.input_divisor is not None:
             x = x / along_last_axis(self.input_divisor, x).astype(x.dtype)
         if self.input_dtype is None:
             return x
         if self.input_scale is None:
             return quantize_rows(x, self.input_dtype, implementation=implementation)
-        # One scale for all rows; the kernels read one for each.
+        # The kernels read a scale for each row, so the common one is broadcast.
         scale = jnp.broadcast_to(self.input_scale, (*x.shape[:-1], 1))
         return quantize(x, self.input_dtype, axis=-1, scale=scale)
 
@@ -102,20 +102,20 @@ class LoRAKernel:
     dtype: Any = field(default=None, metadata=dict(static=True))
 
     def product(self, x: jax.Array) -> jax.Array:
-        """(x a) b, [..., F]."""
+        """Returns (x a) b, [..., F]."""
         dtype = x.dtype if self.dtype is None else self.dtype
         return (x.astype(dtype) @ self.a.astype(dtype)) @ self.b.astype(dtype)
 
 
 @dataclass(frozen=True)
 class CalledKernel:
-    """The replacement for a kernel of whose layer somebody sees the calls, and so it is called.
+    """The replacement for a kernel whose layer must be called, because its calls are intercepted.
 
     It is no pytree, and lives within one call of a model.
 
     Attributes:
       call: (x [..., D], precision) -> the layer's result [..., F], with its bias.
-      dtype: of the layer's parameters.
+      dtype: dtype of the layer's parameters.
     """
 
     call: Callable[[jax.Array, jax.lax.PrecisionLike], jax.Array]
@@ -127,7 +127,7 @@ Kernel = jax.Array | KernelStandIn
 
 
 def shape_of(kernel: Kernel) -> tuple[int, ...]:
-    """The shape of a kernel, or of the one that this stands for."""
+    """Returns the shape of a kernel, or of the kernel that this replaces."""
     if isinstance(kernel, LoRAKernel):
         return shape_of(kernel.base)
     assert not isinstance(kernel, CalledKernel)
@@ -158,7 +158,7 @@ def linear(
         y = kernel.call(x, precision).astype(x.dtype)
         return followed(y, activation, residual, adds_first=False)
     if isinstance(kernel, LoRAKernel):
-        # An activation comes after both products, so that only without one their sum is the epilogue's.
+        # The activation follows the sum of both products, so it cannot be in one product's epilogue.
         options: dict[str, Any] = dict(precision=precision, implementation=implementation)
         z = linear(x, kernel.base, bias, residual=kernel.product(x).astype(x.dtype), **options)
         y = activate(activation, z.astype(accumulator_dtype(x.dtype)))

@@ -11,7 +11,7 @@ from jaxfused.modules.linear import linear, promoted
 
 
 def why_not_a_matrix(x: jax.Array, axis: tuple[int, ...], batch_axes: int) -> str | None:
-    """Returns why the product over these axes of x is none of two matrices, or None."""
+    """Returns why the product over these axes of x is not one of two matrices, or None."""
     if batch_axes:
         return "each entry of a batch has a kernel of its own"
     axes = tuple(a % x.ndim for a in axis)
@@ -21,7 +21,7 @@ def why_not_a_matrix(x: jax.Array, axis: tuple[int, ...], batch_axes: int) -> st
 
 
 def _why_explicit(x: jax.Array, merged: int) -> str | None:
-    """Returns why JAX refuses to merge the last axes where types state shardings, or None."""
+    """Returns why JAX refuses to merge the last axes of an array with Explicit sharding, or None."""
     spec = jax.typeof(x).sharding.spec
     inner = spec[x.ndim - merged + 1 : x.ndim] if merged else ()
     if any(names is not None for names in inner):
@@ -48,10 +48,10 @@ def linear_general(
       kernel: [*inputs, *features].
       bias: [*features] or None.
       contracted: the number of inputs' axes.
-      dtype: of the product; None for what x and the parameters promote to.
-      activation: of the sum with the bias.
+      dtype: dtype of the product; None for the one to which x and the parameters promote.
+      activation: activation of the sum with the bias.
       residual: [..., *features], is added last.
-      precision: of the product.
+      precision: precision of the product.
       implementation: as in `jaxfused.linear`.
     """
     x = promoted(x, kernel, bias, dtype=dtype)

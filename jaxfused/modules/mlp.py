@@ -1,4 +1,4 @@
-"""The perceptrons of nnx and linen: one operator, or linear layers where a kernel is quantised."""
+"""The perceptrons of nnx and linen: one operator, or linear layers if a kernel is no float array."""
 
 from collections.abc import Callable
 from typing import Any
@@ -133,7 +133,7 @@ def gated_mlp(
 
 
 def _in_one_pass(gate: Kernel, up: Kernel) -> tuple[QuantizedArray, QuantizedArray] | None:
-    """The weights of kernels that are quantised alike and whose input is not, else None."""
+    """Returns the weights of two kernels that are quantised alike and read float inputs, else None."""
     if not (isinstance(gate, QuantizedKernel) and isinstance(up, QuantizedKernel)):
         return None
     as_it_is = all(k.input_dtype is None and k.input_divisor is None for k in (gate, up))
@@ -152,7 +152,7 @@ def check_layer_names(module: str, names: tuple[str, ...], count: int) -> None:
 
 
 def _dropout_words(rate: float, key: jax.Array | None, *kernels: Kernel) -> jax.Array | None:
-    """What says what is dropped. Layers with a quantised kernel are trained only with a LoRA."""
+    """Returns the seed words of dropout. Layers with a quantised kernel are only trained with a LoRA."""
     trained = LoRAKernel | CalledKernel
     if rate > 0.0 and not any(isinstance(kernel, trained) for kernel in kernels):
         raise ValueError(
@@ -165,10 +165,10 @@ def _dropout_words(rate: float, key: jax.Array | None, *kernels: Kernel) -> jax.
 def _saving(
     save: Save, layers: Callable[..., jax.Array], *kernels: Kernel
 ) -> Callable[..., jax.Array]:
-    """Returns `layers` such that only their inputs are kept for the backward if `save` says so.
+    """Returns `layers` with rematerialisation, so that only their inputs are saved, if `save` says so.
 
-    Of layers that are called, whoever sees that may keep what they compute, which must not be a tracer
-    of a program within the one that it is for.
+    Layers with a `CalledKernel` are excluded: an interceptor may keep their results, which must not be
+    tracers of `jax.checkpoint`'s inner program.
     """
     called = any(isinstance(kernel, CalledKernel) for kernel in kernels)
     return jax.checkpoint(layers) if save == "inputs" and not called else layers

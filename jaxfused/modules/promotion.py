@@ -1,4 +1,4 @@
-"""How Flax promotes the dtypes of parameters, where operators accept parameters of other dtypes."""
+"""Flax's promotion of parameters, for those whose dtypes operators do not accept."""
 
 from typing import Any
 

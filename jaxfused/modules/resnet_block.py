@@ -1,10 +1,10 @@
-"""What ResNetBlock of nnx and linen share: the convolutions of a block."""
+"""The convolutions of a block, for ResNetBlock of nnx and linen."""
 
 
 def widths(
     features: int, strides: int, *, bottleneck: bool
 ) -> tuple[tuple[int, tuple[int, int], int], ...]:
-    """(features, kernel size, strides) of each convolution of a block."""
+    """Returns (features, kernel size, strides) of each convolution of a block."""
     if bottleneck:
         return (
             (features, (1, 1), 1),
@@ -15,5 +15,5 @@ def widths(
 
 
 def needs_shortcut(before: int, after: int, strides: int) -> bool:
-    """Whether a block's input cannot be added to its result as it is."""
+    """Whether a block needs a convolution on its shortcut, as input and result differ in shape."""
     return before != after or strides > 1

@@ -1,4 +1,4 @@
-"""What a TransformerBlock computes between its first norm and its second."""
+"""The computation of a TransformerBlock between its first norm and its second."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
@@ -20,7 +20,7 @@ Norm = Literal["layer_norm", "rms_norm"]
 
 
 class HeadNorms(NamedTuple):
-    """The norms of queries and keys over each head, [H] parameters in the field's names."""
+    """The norms of queries and keys over each head, with parameters [H]."""
 
     kind: Norm
     query_scale: jax.Array
@@ -30,12 +30,12 @@ class HeadNorms(NamedTuple):
 
 
 class Rope(Protocol):
-    """The method that a block calls of either kind of `RotaryEmbedding`."""
+    """The method of nnx's or linen's `RotaryEmbedding` that a block calls."""
 
     interleaved: bool
 
     def tables(self, positions: jax.Array, head_size: int) -> tuple[jax.Array, jax.Array]:
-        """Cosines and sines."""
+        """Returns cosines and sines."""
 
 
 def check_norm(norm: str) -> None:
@@ -81,7 +81,7 @@ def tables_of(
 
 
 def check_rates(**rates: float) -> None:
-    """Checks that each rate, the fraction to be dropped, is between 0 and 1."""
+    """Checks that each rate, the fraction to drop, is between 0 and 1."""
     for name, rate in rates.items():
         # The comparison is written such that NaN is rejected too.
         if not 0.0 <= rate <= 1.0:
@@ -146,8 +146,8 @@ def self_attention(
     """Projects y [..., T, D] to heads and attends.
 
     Args:
-      norms: of queries and keys, where they pass one.
-      tables: the cosines and sines of the rotation, where there is one.
+      norms: the norms of queries and keys, if any.
+      tables: the cosines and sines of the rotation, if any.
 
     The other arguments are those of `jaxfused.qkv_projection` and `jaxfused.dot_product_attention`.
 
@@ -169,7 +169,7 @@ def self_attention(
 
     kernel, bias = floating(kernel, y.dtype), floating(bias, y.dtype)
     cos, sin = (None, None) if tables is None else tables
-    # The product's epilogue has an RMSNorm alone.
+    # The product's epilogue supports RMSNorm, but no LayerNorm.
     in_epilogue = norms is None or norms.kind == "rms_norm"
     if isinstance(kernel, KernelStandIn):
         in_epilogue = False
@@ -231,7 +231,7 @@ def project(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the output projection of the attention, and the bias that is still to be added to it.
 
-    The norm that follows adds the bias together with the stream, and sums the bias's gradient in the
+    The next norm adds the bias together with the residual stream, and sums the bias's gradient in the
     same pass as the gradients of its own parameters. With `drops`, the bias is added here, because it is
     dropped with the rest of the branch.
     """

@@ -1,4 +1,4 @@
-"""What Upsample of nnx and linen share."""
+"""The call of the operator that Upsample of nnx and linen share."""
 
 import math
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ def check_method(method: str, out_features: int | None) -> None:
 
 
 def of_learned(factor: int | Sequence[int], implementation: Implementation | None) -> Any:
-    """The arguments of the transposed convolution that enlarges by `factor`, one int for two axes."""
+    """Returns a transposed convolution's arguments to upsample by `factor`; one int is for two axes."""
     factors = (factor, factor) if isinstance(factor, int) else tuple(factor)
     named = {} if implementation is None else {"implementation": implementation}
     return dict(kernel_size=factors, strides=factors, padding="VALID", **named)
 
 
 def check_axes_of_learned(x: jax.Array, factor: int | Sequence[int]) -> None:
-    """Checks that one int as factor stands for the two axes that x has."""
+    """Checks that x has two spatial axes if the factor is one int."""
     if isinstance(factor, int) and x.ndim != 4:
         raise ValueError(
             f"Upsample: factor is {factor}, which is for two spatial axes where it is learned, but x has"
@@ -50,7 +50,7 @@ def enlarge(
     dtype: Any,
     implementation: Implementation | None,
 ) -> jax.Array:
-    """Runs the operator, with any number of batch axes where there is a factor for each spatial axis."""
+    """Runs the operator, with any number of batch axes if each spatial axis has its own factor."""
     x = jnp.asarray(x, dtype)
     batch: tuple[int, ...] = x.shape[:1]
     if not isinstance(factor, int) and x.ndim > len(factor):

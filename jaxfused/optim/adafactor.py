@@ -36,7 +36,7 @@ def adafactor(
     and then clipping of the root mean square of u, the learning rate, the parameter's scale, momentum
     and decay. Arguments, numbers and state are those of `optax.adafactor`.
 
-    Of leaves whose last two axes are factored, kernels on a GPU take the norm of all gradients and both
+    For leaves whose last two axes are factored, kernels on a GPU take the norm of all gradients and both
     means in one read of the gradients and the root mean square of u in a second one, in float32; the
     parameters are written in a third. All other leaves, such as vectors, are left to XLA.
 
@@ -111,7 +111,7 @@ def adafactor(
 
 
 class _Stages(NamedTuple):
-    """The transformations that Optax's Adafactor chains; those that its arguments leave out are None."""
+    """The transformations that Optax's Adafactor chains; those that the arguments omit are None."""
 
     factored: optax.GradientTransformation
     clip: optax.GradientTransformation | None
@@ -134,7 +134,7 @@ def _by_kernels(
     state: Any,
     params: Any,
 ) -> tuple[Any, Any]:
-    """`update`, in which kernels reduce the leaves whose last two axes are factored."""
+    """Implements `update`; kernels reduce the leaves whose last two axes are factored."""
     factored = state[0]
     gradients = jax.tree.leaves(grads)
     treedef: Any = jax.tree.structure(grads)
@@ -164,7 +164,7 @@ def _by_kernels(
         moments[i] = (
             (column, row, rows[i].v) if rows[i].normalizes_columns else (row, column, rows[i].v)
         )
-    # The remaining leaves are Optax's: a tree of its own, a list.
+    # Optax updates the remaining leaves, as a tree that is a list.
     tree = [factor.astype(g.dtype) * g for g in others]
     own = [[row[i] for i in rest] for row in zip(*(row[1:] for row in rows), strict=True)]
     of_rest, new = stages.factored.update(
@@ -184,7 +184,7 @@ def _by_kernels(
         if stage is None or name == "factored":
             continue
         place = len(new_state)
-        if name in ("clip", "parameter_scale"):  # They are in the updates already.
+        if name in ("clip", "parameter_scale"):  # The updates include them already.
             new_state.append(state[place])
             continue
         result, of_stage = stage.update(result, state[place], params)
@@ -203,7 +203,7 @@ class _Leaf(NamedTuple):
 
     @property
     def is_factored(self) -> bool:
-        """Whether its last two axes are factored, so that it is a batch of matrices for the kernels."""
+        """Whether the last two axes are factored, so that kernels take the leaf as matrices."""
         shape = self.parameter.shape
         moments = {self.v_row.shape, self.v_col.shape}
         return (
@@ -215,9 +215,9 @@ class _Leaf(NamedTuple):
 
     @property
     def normalizes_columns(self) -> bool:
-        """Whether `v_row`, which Optax divides by its mean, are the means of columns.
+        """Whether `v_row`, which Optax divides by its mean, has the means of the columns.
 
-        It lacks the largest axis, the last one of those that are equal.
+        Optax reduces `v_row` over the largest axis, or over the last of equal ones.
         """
         rows, columns = self.parameter.shape[-2:]
         return rows > columns

@@ -12,7 +12,7 @@ from jaxfused.ops.optimizer.optimizer_step import KernelRule, Scalars
 from jaxfused.optim.transformation import FusedTransformation, LeafRule, Moments, Rule, fuse, stored
 
 Nesterov = bool | Literal["timm", "torch", "keras"]
-"""Whose Nesterov momentum; True is Optax's."""
+"""The library whose Nesterov momentum is used; True is Optax's."""
 
 _MOMENTUM_DECAYS = {"torch": 0.004, "keras": 1.0}
 _WARMUP_STEPS = 512
@@ -101,7 +101,7 @@ def _weights(b1: Any, count: jax.Array, nesterov: Nesterov) -> tuple[Any, Any]:
 
 
 def _bias(decay: Any, count: jax.Array) -> jax.Array:
-    """Returns 1 - decay^count, of which a power near 1 would leave few correct digits."""
+    """Returns 1 - decay^count, without the cancellation of a power near 1."""
     if isinstance(decay, (int, float)):
         return -jnp.expm1(count * math.log(decay)) if decay > 0 else 1 - decay**count
     near_one = decay > 0.5
@@ -110,7 +110,7 @@ def _bias(decay: Any, count: jax.Array) -> jax.Array:
 
 
 def _divide(moment: jax.Array, bias: jax.Array) -> jax.Array:
-    # The bias itself is taken in float32: in bfloat16 it rounds to 0 and the quotient is infinite.
+    # The bias is computed in float32: in bfloat16 it rounds to 0 and the quotient is infinite.
     return moment / bias.astype(moment.dtype)
 
 

@@ -1,19 +1,19 @@
-"""Moments in 8 bits: codes, and a float32 scale for each block of 256 neighbours.
+"""Moments in 8 bits: codes, and a float32 scale for each block of 256 adjacent values.
 
 A first moment is a signed code, a second one an unsigned code, and the scale is the largest magnitude of
-the block. The distance of two codes grows with the value, since what matters about a moment is its size
-relative to itself::
+the block. The distance of two codes grows with the value, since the relative error of a moment counts::
 
     first moment  = scale * sign(code) * (code / 127)^2
     second moment = scale * (code / 255)^4
 
-A moment changes by less than half the distance of two codes in a step where its gradient is small
-beside the others of the block, and rounded to the nearest code it would never move. It is rounded at
-random to one of the two codes around it, such that the mean of the values is right, which is not the
-mean of the codes. A zero stays one.
+If its gradient is small compared with the others of the block, a moment changes by less than half the
+distance of two codes a step, and rounded to nearest it would never move. So it is rounded at random to
+one of the two codes around it, such that the mean of the decoded values, not of the codes, is right. A
+zero stays zero.
 
-No second moment but a zero becomes 0: a first moment that by chance is not 0 would be divided by the
-root of 0. The lowest codes of both have a quotient of (1 / 127)^2 to (1 / 255)^2, a step of 4.
+A second moment becomes 0 only if it is 0: otherwise a first moment that is not rounded to 0 would be
+divided by the root of 0. The lowest codes of both have a quotient of (1 / 127)^2 to (1 / 255)^2, a step
+of 4.
 """
 
 import math
@@ -27,7 +27,7 @@ from jaxfused.runtime import stochastic_rounding
 
 BLOCK = 256
 LEAST_SIZE = 4096
-"""Smaller leaves keep their moments in float32."""
+"""Fewest elements of a leaf with moments in 8 bits; smaller ones keep float32."""
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +38,7 @@ class EightBitMoment:
     codes: jax.Array
     """int8 or uint8, of the leaf's shape."""
     scales: jax.Array
-    """float32 [leading axes, blocks]; the blocks lie in the remaining axes, merged."""
+    """float32 [leading axes, blocks]; the remaining axes are merged and cut into blocks."""
 
 
 def is_coded(moment: Any) -> bool:
@@ -52,7 +52,7 @@ def codes_and_scales(moment: Any) -> tuple[Any, jax.Array | None]:
 
 
 def zero_moment(param: jax.Array, *, signed: bool) -> EightBitMoment | None:
-    """Returns a moment of zeros, or None for a leaf that does not consist of blocks or is small."""
+    """Returns a moment of zeros, or None for a leaf that is small or not a multiple of a block."""
     if (
         param.size < LEAST_SIZE
         or param.size % BLOCK
@@ -115,8 +115,8 @@ def _rounded(
 ) -> jax.Array:
     """Returns one of the two codes around `exact`: the mean of (code / largest)^power is `ratio`.
 
-    What would be rounded up less often than once in 131072 times never is: a chance too small for 16
-    bits is no reason for a step of the size of a code.
+    A value that would be rounded up less often than once in 131072 times never is, because 16 random
+    bits cannot express that probability.
     """
     low = jnp.minimum(jnp.floor(exact), largest - 1)
     below, above = low**power, (low + 1) ** power

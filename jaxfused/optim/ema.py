@@ -1,8 +1,8 @@
-"""Decays of an average of parameters that grow: what `init_step(ema_decay=...)` takes beside a number.
+"""Growing decays of an average of parameters, for `init_step(ema_decay=...)`.
 
 An average that starts at random parameters and keeps 0.9999 of itself is still random after a thousand
-steps. These decays let it follow at first. Each is a function of the number of updates that the average
-has had, from 0 up; a decay of 0 copies the parameters.
+steps. With these decays it follows the parameters faster at first. Each is a function of the number of
+updates that the average has had, from 0 up; a decay of 0 copies the parameters.
 """
 
 from collections.abc import Callable
@@ -109,7 +109,7 @@ class RationalWarmup:
 
 
 def check(what: str, decay: Decay) -> None:
-    """Checks that an average can have this decay; `what` names it."""
+    """Checks that a decay is valid; `what` is its name for messages."""
     if callable(decay):
         value = jax.eval_shape(decay, jax.ShapeDtypeStruct((), jnp.int32))
         leaves = jax.tree.leaves(value)

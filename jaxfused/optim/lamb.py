@@ -17,7 +17,7 @@ def _scale_by_trust_ratio(direction, param):
     direction_norm = optax.safe_norm(direction, 0.0)
     is_zero = (param_norm == 0) | (direction_norm == 0)
     one = jnp.ones([], param.dtype)
-    # Not even what is not taken divides by zero, which `jax_debug_nans` would report.
+    # The unused branch must not divide by zero either, because `jax_debug_nans` would report it.
     ratio = param_norm / jnp.where(direction_norm == 0, one, direction_norm)
     return direction * jnp.where(is_zero, one, ratio)
 

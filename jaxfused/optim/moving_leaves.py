@@ -1,4 +1,4 @@
-"""Trees in which leaves have no gradient: None, that of a parameter that a step leaves as it is."""
+"""Gradient trees with None for parameters that a step leaves unchanged."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,21 +7,21 @@ import jax
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Returns leaves and structure; None counts as a leaf, that of a parameter without a gradient."""
+    """Returns leaves and structure; None counts as a leaf, for a parameter without a gradient."""
     return jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
 
 
 def of_moving_leaves(
     init: Callable[[Any], Any], update_all: Callable[..., tuple[Any, Any]]
 ) -> Callable[..., tuple[Any, Any]]:
-    """Returns an update of trees in which leaves may have no gradient."""
+    """Returns `update_all` for trees in which leaves may have no gradient."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         leaves, treedef = flatten(updates)
         if params is None or not any(leaf is None for leaf in leaves):
             return update_all(updates, state, params, **extra_args)
-        # Some of Optax's transformations take no tree that lacks a leaf of the state. Without the
-        # parameters of these leaves, both lack it.
+        # Some of Optax's transformations reject gradients that lack leaves of the state. So these
+        # leaves are taken out of parameters and state too.
         parts = treedef.flatten_up_to(params)
         moving = treedef.unflatten(
             [None if g is None else p for g, p in zip(leaves, parts, strict=True)]

@@ -42,19 +42,19 @@ PRESETS: Mapping[str, Any] = {
         (1.8749994008682747, -1.2499988017229169, 0.3749994008546422),
     ),
 }
-"""Coefficients by name. Optax has the first two; those of Polar Express are of its authors' program,
-with their margin of a hundredth."""
+"""Coefficients by preset. Optax has the first two; those of Polar Express are from its authors'
+program, with their margin of a hundredth."""
 
 
 def _matrices(tree: Any) -> Any:
-    """Returns Optax's dimension numbers of the leaves with two axes, of which none is empty."""
+    """Returns Optax's dimension numbers for leaves with two axes, neither of them empty."""
     return jax.tree.map(
         lambda leaf: contrib.MuonDimensionNumbers() if leaf.ndim == 2 and leaf.size else None, tree
     )
 
 
 def _flattened(tree: Any) -> Any:
-    """Returns those of the leaves with two axes or more, all but the last of which are inputs."""
+    """Returns dimension numbers for leaves with two axes or more: the last is outputs, others inputs."""
 
     def numbers(leaf: jax.Array) -> contrib.MuonDimensionNumbers | None:
         if leaf.ndim < 2 or not leaf.size:
@@ -69,7 +69,7 @@ def _is_numbers(x: Any) -> bool:
 
 
 class _View(NamedTuple):
-    """A leaf as matrices [batch, fan in, fan out]: its axes in this order, and how many are of each."""
+    """A leaf as matrices [batch, fan in, fan out]: its axes in this order, and how many form each."""
 
     order: tuple[int, ...]
     batch_axes: int
@@ -97,13 +97,13 @@ class _View(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the leaf's axes are in this order as they are."""
+        """Whether the leaf's axes are in this order without a transposition."""
         return self.order == tuple(range(len(self.order)))
 
     def matrices(self, leaf: jax.Array) -> jax.Array:
         ordered = leaf.transpose(self.order)
         if explicit_mesh(leaf) is not None:
-            # Of axes that become one, types cannot say how they are split.
+            # Types cannot state the sharding of merged axes, so these are gathered first.
             of_leaf = jax.typeof(ordered).sharding
             groups = self.batch_axes, self.input_axes, leaf.ndim - self.batch_axes - self.input_axes
             alone = [size == 1 for size in groups for _ in range(size)]
@@ -305,7 +305,7 @@ def muon(
 
 
 def _coefficients(given: Any, steps: Any) -> Any:
-    """Returns a triple, or one for each iteration."""
+    """Returns checked coefficients: a triple, or one for each iteration."""
     is_known = not isinstance(steps, jax.core.Tracer)
     if isinstance(given, str):
         if given not in PRESETS:
@@ -329,12 +329,12 @@ def _coefficients(given: Any, steps: Any) -> Any:
 
 
 _power = jax.jit(operator.pow, inline=True)
-"""Outside of `jax.jit` the power of a known count would be compiled for each count."""
+"""Jitted power; outside of `jax.jit` it would be compiled again for each known count."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Momentum:
-    """The momentum of the matrices, made orthogonal and scaled by their shapes; Optax's MuonState."""
+    """The matrices' orthogonalised momentum, scaled by their shapes. Its state is Optax's MuonState."""
 
     numbers: Any
     steps: Any
@@ -357,7 +357,7 @@ class _Momentum:
         *,
         factor: Any = None,
     ) -> tuple[Any, contrib.MuonState]:
-        """Returns updates and state, of gradients times a factor."""
+        """Returns updates and state for the gradients, multiplied by `factor` if it is given."""
         del params
         gradients = jax.tree.leaves(grads)
         treedef: Any = jax.tree.structure(grads)
@@ -400,7 +400,7 @@ class _Momentum:
         return treedef.unflatten(scaled), state
 
     def _weights(self, count: jax.Array) -> tuple[Any, Any]:
-        """The weights of the new momentum and of the gradient in the matrix that is made orthogonal."""
+        """Returns the weights of new momentum and gradient in the matrix to orthogonalise."""
         now, ahead = 1.0, 1.0
         if self.bias_correction:
             now = 1 - _power(self.beta, count)
@@ -412,7 +412,7 @@ class _Momentum:
     def _moved(
         self, g: jax.Array, m: jax.Array, count: jax.Array, factor: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns what is made orthogonal, and the new momentum."""
+        """Returns the matrix to orthogonalise, and the new momentum."""
         if factor is not None:
             g = (g * factor).astype(g.dtype)
         moved = (1 - self.beta) * g + self.beta * m
@@ -441,7 +441,7 @@ class _Momentum:
     def _of_kernels(
         self, gradients: Sequence[Any], momenta: Sequence[Any], views: Sequence[_View]
     ) -> list[list[int]]:
-        """Returns which leaves kernels take together, wide ones first."""
+        """Returns the groups of leaves that kernels take together, wide ones first in each."""
         if self.adaptive or self.preconditioning != "frobenius" or not _is_known(self.steps):
             return []
         plain = [i for i, view in enumerate(views) if view.is_plain]
@@ -474,7 +474,7 @@ class _Momentum:
         return reason
 
     def _dtype(self, gradient: jax.Array, momentum: jax.Array) -> Any:
-        """The dtype of what the iterations multiply."""
+        """Returns the dtype of the iterations' operands."""
         if self.iteration_dtype is not None:
             return jnp.dtype(self.iteration_dtype)
         return jnp.result_type(gradient, momentum)
@@ -526,7 +526,7 @@ def _is_known(steps: Any) -> bool:
 
 
 def _spread(numbers: Any, tree: Any, f: Callable[[Any], Any]) -> Any:
-    """Returns `f` of each leaf's dimension numbers, which are given for a prefix, or by a function."""
+    """Returns `f` of each leaf's dimension numbers, given as a prefix or as a function of the tree."""
     prefix = numbers(tree) if callable(numbers) else numbers
     return jax.tree.map(
         lambda n, part: jax.tree.map(lambda _: f(n), part), prefix, tree, is_leaf=_is_numbers

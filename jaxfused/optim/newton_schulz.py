@@ -4,9 +4,9 @@ The products of a single matrix are too small for a GPU, and a model has many ma
 matrices of one shape, or of one shape and its transpose, are one batch of products here.
 
 Two of the three products of an iteration are symmetric. Their kernel multiplies the tiles on one side
-of the diagonal, and makes the polynomial of a Gram matrix in the pass that squares it. The third is
-with the matrices themselves, which are larger than their Gram matrices: wide ones are multiplied once
-for several iterations.
+of the diagonal, and computes the polynomial of a Gram matrix in the pass that squares it. The third
+multiplies the matrices themselves, which are larger than their Gram matrices: wide ones are multiplied
+once for several iterations.
 """
 
 import functools
@@ -22,18 +22,18 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
 _LEAST_SCALE = 1e-8
-"""Below it Optax does not scale by Gram matrices, whatever `eps` is."""
+"""Lower bound of a Gram matrix's size when matrices are scaled by it, as in Optax, whatever `eps` is."""
 _MOST_ELEMENTS = 2**28
-"""Of a batch. Larger ones make no GPU any fuller, but take memory for their copies."""
+"""Elements of a batch, at most. Larger ones would not fill a GPU better, but copying takes memory."""
 _MOST_AT_ONCE = 3
-"""Iterations between two products with matrices that are at least twice as wide as they are high. Small
-singular values grow up to 40-fold in three; in five, rounding turns them around."""
+"""Iterations per product with matrices that are at least twice as wide as they are high. Small singular
+values grow up to 40-fold in three iterations; in five, rounding can reverse them."""
 
 _product = functools.partial(symmetric_product, is_factor=True)
 
 
 def rows(coefficients: Any, steps: int) -> list[Any]:
-    """Returns (a, b, c) of each iteration: of an array of as many triples or more, or of one."""
+    """Returns (a, b, c) of each iteration, from one triple for all or an array of enough triples."""
     if coefficients.ndim == 1:
         return [coefficients] * int(steps)
     return list(coefficients[: int(steps)])
@@ -49,7 +49,7 @@ def orthogonalize(
     clamps_norm: bool = False,
     dtype: Any = None,
 ) -> list[jax.Array]:
-    r"""Returns arrays [B, M, N] after the iterations, all matrices of each for themselves.
+    r"""Returns arrays of matrices [B, M, N] after the iterations.
 
     .. math::
         X \leftarrow a X + b (X X^T) X + c (X X^T)^2 X
@@ -59,12 +59,12 @@ def orthogonalize(
       matrices: arrays of any numbers and sizes of matrices.
       coefficients: (a, b, c), [3], or those of each iteration, [steps, 3].
       steps: the number of iterations, which may be traced.
-      preconditioning: what is divided first, and by what: with "frobenius" or "spectral" a matrix by
-        this norm, with "aol" a row by the root of the sum of magnitudes in its row of G, with
-        "schatten" a matrix by the root of G's norm.
+      preconditioning: the first scaling: "frobenius" and "spectral" divide a matrix by this norm, "aol"
+        a row by the root of the sum of magnitudes in its row of G, "schatten" a matrix by the root of
+        G's norm.
       eps: is added to the norm.
       clamps_norm: take the norm as at least `eps` instead.
-      dtype: of what is multiplied; sums are in float32. None for the dtype of the matrices.
+      dtype: dtype of the products' operands; sums are in float32. None for the dtype of the matrices.
     """
     results: list[jax.Array | None] = [None] * len(matrices)
     for batch in batches(matrices):
@@ -81,10 +81,10 @@ def orthogonalize(
 
 
 def batches(matrices: Sequence[jax.Array]) -> list[list[int]]:
-    """Returns which arrays are computed together."""
+    """Returns the indices of the arrays that are computed together."""
     kinds: dict[Hashable, list[int]] = {}
     for i, x in enumerate(matrices):
-        # Arrays that are split over devices in different ways are not brought together.
+        # Arrays with different shardings are not concatenated.
         upright = _wide(x)
         kind = (upright.shape[1:], x.dtype, str(jax.typeof(upright).sharding))
         kinds.setdefault(kind, []).append(i)
@@ -92,7 +92,7 @@ def batches(matrices: Sequence[jax.Array]) -> list[list[int]]:
 
 
 def _parts(matrices: Sequence[jax.Array], indices: Sequence[int]) -> list[list[int]]:
-    """Arrays in as few parts as may be, of about the same size."""
+    """Splits arrays into the fewest parts below _MOST_ELEMENTS, of about the same size."""
     total = sum(matrices[i].size for i in indices)
     count = max(1, -(-total // _MOST_ELEMENTS))
     parts: list[list[int]] = [[]]
@@ -106,7 +106,7 @@ def _parts(matrices: Sequence[jax.Array], indices: Sequence[int]) -> list[list[i
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """Returns matrices of at least as many columns as rows: their Gram matrices are the smaller ones."""
+    """Returns tall matrices transposed, because wide ones have the smaller Gram matrices."""
     return x if x.shape[1] <= x.shape[2] else x.mT
 
 
@@ -138,7 +138,7 @@ def _iterate(
 
 
 def _counted(x: jax.Array, coefficients: jax.Array, steps: Any, preconditioning: str) -> jax.Array:
-    """Runs as many iterations as an array says, one after the other."""
+    """Runs a traced number of iterations, one after the other."""
     if coefficients.ndim == 1:
         coefficients = coefficients[None]
     first = jnp.where(steps > 0, _iterations(x, [coefficients[0]], preconditioning), x)
@@ -166,24 +166,24 @@ def orthogonalize_both_ways(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns matrices [B, M, N] and their transposes after the iterations, by kernels.
 
-    tf32 is multiplied along last axes, which both a Gram matrix's rows are and the columns that the
-    polynomial is multiplied with, if they come transposed. So a kernel makes the matrices both ways,
-    and none has to be transposed by a pass of its own, the tall ones among the leaves included.
+    Products in tf32 sum along the last axes of both operands. A Gram matrix reads the wide matrices in
+    this way, and the product with the polynomial the tall ones. So the kernel writes the matrices both
+    ways, and no separate pass transposes any, not even for the tall leaves.
 
     Args:
-      wide: [B, M, N] with M <= N, of which `why_not_both_ways` finds that kernels take them.
+      wide: [B, M, N] with M <= N, which kernels take according to `why_not_both_ways`.
       tall: [B, N, M], the same transposed.
       squares: [B], float32, the sums of their squares.
       coefficients: (a, b, c) of each iteration.
-      first_tall: of the matrices before this one the first result holds what is asked for, of the others
-        the second one.
+      first_tall: the first matrix that the caller reads from the second result; it reads those before
+        this one from the first.
       eps: is added to the norm that a matrix is divided by.
       clamps_norm: take the norm as at least `eps` instead.
     """
     size = _at_once(wide)
     scale = 1 / _divisor(jnp.sqrt(squares), eps, clamps_norm)
-    # What a matrix is divided by divides its Gram matrix, and then the product of the polynomials with
-    # it, which takes no pass.
+    # A matrix is not scaled in a pass of its own: the epilogues of its Gram matrix and of its product
+    # with the polynomials multiply by its scale.
     gram = _product(wide, scales=scale**2)
     last = len(coefficients) - size
     for first in range(0, len(coefficients), size):
@@ -201,12 +201,12 @@ def orthogonalize_both_ways(
 
 
 def _at_once(x: jax.Array) -> int:
-    """How many iterations multiply x once."""
+    """Returns the number of iterations per product with x."""
     return _MOST_AT_ONCE if x.shape[2] >= 2 * x.shape[1] else 1
 
 
 def _iterations(x: jax.Array, coefficients: Sequence[Any], preconditioning: str) -> jax.Array:
-    """Some iterations at once."""
+    """Runs some iterations with one product with x."""
     gram = _product(x)
     if preconditioning:
         wide = gram.astype(accumulator_dtype(gram.dtype))
@@ -216,10 +216,10 @@ def _iterations(x: jax.Array, coefficients: Sequence[Any], preconditioning: str)
 
 
 def _total(gram: jax.Array, coefficients: Sequence[Any]) -> jax.Array:
-    """The polynomial that some iterations multiply a matrix by, from its Gram matrix.
+    """Returns the product of some iterations' polynomials, from a matrix's Gram matrix.
 
-    With P the polynomial of an iteration, the next Gram matrix is P G P, and all of these commute and
-    are symmetric: only the product of the polynomials is multiplied by the matrix.
+    With P the polynomial of an iteration, the next Gram matrix is P G P. All of these are symmetric and
+    commute, so that only the product of the polynomials is multiplied by the matrix.
     """
     polynomial = _polynomial(gram, coefficients[0])
     total = polynomial
@@ -231,16 +231,16 @@ def _total(gram: jax.Array, coefficients: Sequence[Any]) -> jax.Array:
 
 
 def _polynomial(gram: jax.Array, abc: Sequence[Any]) -> jax.Array:
-    """What an iteration multiplies by: a I + b G + c G^2.
+    """Returns the polynomial of an iteration, a I + b G + c G^2.
 
-    With a on the diagonal, that product needs no sum with x, which would be one more pass.
+    With a on the diagonal, its product with x needs no separate sum with a x.
     """
     coefficients = jnp.stack([jnp.asarray(value) for value in abc])
     return _product(gram, matrix=gram, coefficients=coefficients)
 
 
 def _scale(gram: jax.Array, preconditioning: str) -> jax.Array:
-    """What the rows of matrices are multiplied by, from their Gram matrices."""
+    """Returns the factors of the matrices' rows, from their Gram matrices."""
     if preconditioning == "aol":
         size = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
     else:

@@ -1,4 +1,4 @@
-"""One step in place: an optimizer's update and what comes before and after it, as one function.
+"""One step in place, as one function: an optimizer's update and the work before and after it.
 
 Before the update come unscaling, the test for NaN and Inf, and clipping. After the update come the
 write, the average of the parameters, their low-precision copy, and the loss scale.
@@ -38,7 +38,7 @@ LARGEST_LOSS_SCALE = 2.0**127  # Twice this number is infinite in float32.
 class StepState:
     """The state that `step` keeps from step to step besides the parameters; made by `init_step`.
 
-    A pytree: it goes through jit, scan, sharding and checkpoints. What was not asked for is None.
+    A pytree: it goes through jit, scan, sharding and checkpoints. Fields that are not used are None.
     """
 
     optimizer: optax.OptState
@@ -150,7 +150,7 @@ def _why(
     kept = (state.optimizer, state.ema, state.compute) if isinstance(state, StepState) else state
     leaves = jax.tree.leaves((grads, params, kept), is_leaf=eight_bit.is_coded)
     arrays = [leaf for leaf in leaves if not eight_bit.is_coded(leaf)]
-    # The counts of steps and schedules are not the kernels' to read.
+    # Kernels do not read the counts of steps and schedules.
     dtypes = [
         jnp.result_type(array)
         for array in arrays
@@ -164,7 +164,7 @@ def _why(
 
 @dataclass(frozen=True)
 class _Reasons:
-    """The reasons of a choice, as a static argument that tells no two calls apart."""
+    """The reasons of a choice as a static argument; all compare equal, so that none causes a retrace."""
 
     why: dict[str, str | None] = field(compare=False)
 
@@ -172,14 +172,14 @@ class _Reasons:
 class _Numbers(NamedTuple):
     """The numbers of one step that are neither gradients nor state.
 
-    Whatever an optimizer closes over is among them, so that JAX differentiates and maps a step by them
-    too: the rules below see nothing but their arguments.
+    They include the values that an optimizer closes over. As arguments, JAX can differentiate and map a
+    step by them, which the rules below could not do for closed-over values.
     """
 
     max_norm: Any
     average_decay: Any
     hyper: "Hyperparameters | None"
-    """None for a transformation that is not made of a recipe."""
+    """The hyperparameters at this step, or None for a transformation without a recipe."""
 
 
 def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, reasons):
@@ -187,7 +187,7 @@ def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, re
     opt_state = state if kept is None else kept.optimizer
     _check_state(tx, opt_state, params)
     _check_gradients(grads, params)
-    # The promotions here are intended, whatever the user has forbidden.
+    # The promotions here are intended, even if the user has made JAX refuse them.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         numbers = _Numbers(
             max_norm,
@@ -195,7 +195,7 @@ def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, re
             None if tx.recipe is None else tx.recipe.hyperparameters(opt_state),
         )
         if implementation == "cuda" and tx.recipe is None:
-            # Its kernels have rules of their own.
+            # These kernels have their own rules for `jax.vmap` and differentiation.
             update = functools.partial(tx.kernel_update, max_norm=max_norm, why=reasons.why)
             return _by_update(tx, skip_nonfinite, grads, state, params, numbers, update)
         if implementation == "cuda":
@@ -211,21 +211,21 @@ def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, re
 
 
 _STATIC = ("tx", "skip_nonfinite", "implementation", "reasons")
-# Parameters and state have one order in arguments and results: JAX gives donated buffers to results of
-# the same shape in their order, and where that is another array's, XLA has to copy.
+# Parameters and state have the same order in arguments and results: JAX assigns donated buffers to
+# results of the same shape in order, and XLA has to copy if a result gets another array's buffer.
 _donating_step = jax.jit(
     _step,
     static_argnames=_STATIC,
     donate_argnames=("state", "params"),
     keep_unused=True,  # The old compute copy is unread, but its buffer is reused.
 )
-# Where JAX differentiates a function outside of jit, the backward reads the arrays of the forward.
+# Without donation: if JAX differentiates a step outside of jit, the backward reads the forward's arrays.
 _keeping_step = jax.jit(_step, static_argnames=_STATIC)
 
 
 def _state_without_a_trace() -> Any:
-    """Returns what tells code that runs at once from code that JAX traces, differentiates or maps."""
-    # This module may be imported under a trace; a new thread is under none.
+    """Returns JAX's trace state of code that is not traced, differentiated or mapped."""
+    # This module may be imported under a trace, but a new thread has none.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(get_opaque_trace_state).result()
 
@@ -242,7 +242,7 @@ def _with_rules(
         leaves = jax.tree.leaves(args)
         treedef: Any = jax.tree.structure(args)
         results: Any = jax.tree.structure((args[2], args[1]))  # of the same form as the arguments
-        # Python's numbers stay what they are: as arrays they would widen 16 bits.
+        # Python's numbers are not converted: as arrays they would promote 16-bit operands.
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
         def flat(f):
@@ -324,7 +324,7 @@ def _by_kernels(
 
 
 def _rows(leaves: "Leaves", kept: StepState | None) -> list[optimizer_step.Leaf]:
-    """Returns the arrays of each leaf; of one without a gradient they may be trees."""
+    """Returns the arrays of each leaf; those of a leaf without a gradient may be trees."""
     count = len(leaves.gradients)
     absent = [None] * count
 
@@ -351,7 +351,7 @@ def _moment(row: optimizer_step.Leaf, which: str) -> Any:
 
 
 def _at_rest(row: optimizer_step.Leaf, d: Any, taken: jax.Array) -> optimizer_step.Leaf:
-    """Returns a leaf without a gradient after a step: its average still comes closer to it."""
+    """Returns a leaf without a gradient after a step: only its average is updated."""
     if d is None:
         return row
     return row._replace(
@@ -462,7 +462,7 @@ def _average_decay(kept: StepState) -> Any:
 
 
 def _counted(kept: StepState, finite: jax.Array) -> StepState:
-    """Returns the state with all that counts steps, those taken and those skipped."""
+    """Returns the state with updated counts of steps taken and skipped."""
     kept = replace(_rescale_loss(kept, finite), skipped=kept.skipped + jnp.where(finite, 0, 1))
     if kept.rounding is not None:
         step = jnp.stack([jnp.uint32(0), finite.astype(jnp.uint32)])

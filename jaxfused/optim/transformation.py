@@ -1,8 +1,8 @@
-"""An optimizer as one formula per leaf: Optax's transformation, whose `step` also writes.
+"""Optax transformations from one formula per leaf, with a `step` that also writes the parameters.
 
-Optax chains transformations, each of which walks over the whole tree. Here an optimizer is a `Rule`,
-which is the formula for one leaf, and the few operations that all optimizers do around it: weight decay,
-a trust ratio, the learning rate. `update` and `step` run the same formula; the state is Optax's own.
+Optax chains transformations, each of which walks over the whole tree. Here an optimizer is a `Rule`, the
+formula for one leaf, with the few operations that all optimizers share: weight decay, a trust ratio, the
+learning rate. `update` and `step` run the same formula; the state is Optax's own.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ LeafRule = Callable[[jax.Array, Moments], tuple[jax.Array, Moments]]
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer's formula, with the constants it is made of: b1 and b2, for instance."""
+    """An optimizer's formula with its constants, such as b1 and b2."""
 
     at: Callable[[Any], LeafRule]
-    """The function from the number of the step, from 1 up, to the rule that all leaves then share.
+    """The function from the step's number, from 1 up, to the rule for each leaf at this step.
 
-    What the leaves share must be computed outside of the leaf rule: XLA rounds a division by a scalar
-    differently when each leaf computes the scalar anew, and the numbers would no longer be Optax's.
+    Scalars that the leaves share must be computed outside of the leaf rule: XLA rounds a division by a
+    scalar differently if each leaf computes the scalar, and the numbers would no longer be Optax's.
     """
     kernel: KernelRule
-    """The same formula in terms of the kernels."""
+    """The same formula for the kernels."""
 
 
 class FusedTransformation(optax.GradientTransformationExtraArgs):
@@ -48,10 +48,10 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """
 
     recipe: "Recipe | None" = None
-    """What `step` hands to the kernels; None for a transformation that is not one of this package."""
+    """The formula that `step` runs by kernels; None for a transformation that has no such formula."""
     kernel_update: Callable[..., tuple[Any, Any]] | None = None
-    """(grads, state, params, max_norm=, why=) -> (updates, state): `update` of gradients that are scaled
-    down to a norm on the way, by kernels; None where there are none but those of a recipe."""
+    """(grads, state, params, max_norm=, why=) -> (updates, state): `update` by kernels, with clipping to
+    a norm; None if there are no kernels, or those of a recipe."""
 
     def step(
         self,
@@ -213,8 +213,8 @@ def fuse(
         an optimizer that has no decay in its state.
       mask: which leaves decay, as in `optax.add_decayed_weights`.
       rescale: (direction, parameter) -> direction, after the decay.
-      coding: for an optimizer with moments in 8 bits, the number of the step -> the words that its
-        random bits come from.
+      coding: for an optimizer with moments in 8 bits, the number of the step -> the seed words of its
+        random bits.
     """
     recipe = Recipe(make_rule, tuple(constants), learning_rate, weight_decay, mask, rescale, coding)
     tx = FusedTransformation(like.init, recipe.update)
@@ -240,7 +240,7 @@ def from_optax(
 
 
 class Hyperparameters(NamedTuple):
-    """The numbers that an optimizer was made with, at one step: schedules are their values."""
+    """An optimizer's hyperparameters at one step, with the values of schedules."""
 
     learning_rate: Any
     weight_decay: Any
@@ -249,7 +249,7 @@ class Hyperparameters(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """The leaves of one step, side by side; a leaf without a gradient is None there."""
+    """The leaves of one step as parallel lists; the gradient of a leaf may be None."""
 
     treedef: Any
     gradients: list[Any]
@@ -262,7 +262,7 @@ class Leaves(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """An optimizer, taken apart into what differs from one to the other."""
+    """The parts in which this package's optimizers differ."""
 
     make_rule: Callable[..., Rule]
     constants: tuple[Any, ...]
@@ -292,7 +292,7 @@ class Recipe:
     def update_with(
         self, hyper: Hyperparameters, updates: optax.Updates, state: Any, params: Any
     ) -> tuple[optax.Updates, Any]:
-        """Returns what `update` returns, with these numbers."""
+        """Implements `update` with these hyperparameters."""
         if params is None and (self.weight_decay is not None or self.rescale is not None):
             raise ValueError(
                 "update: params is None, but this optimizer's update depends on the parameters;"
@@ -344,7 +344,7 @@ class Recipe:
         )
 
     def take_apart(self, updates: optax.Updates, state: Any, params: Any) -> Leaves:
-        """Returns the leaves of a step."""
+        """Returns gradients, parameters and state of a step as `Leaves`."""
         moments = state[0]._asdict()
         count = moments.pop("count", None)
         leaves, treedef = flatten(updates)
@@ -377,7 +377,7 @@ class Recipe:
         return (type(state[0])(**fields), *schedules)
 
     def _decayed(self, updates: optax.Updates) -> list[bool]:
-        """For each leaf, whether its weight decays."""
+        """Returns for each leaf whether it has weight decay."""
         leaves, treedef = flatten(updates)
         constant_zero = isinstance(self.weight_decay, (int, float)) and self.weight_decay == 0
         if self.weight_decay is None or constant_zero:
@@ -392,7 +392,7 @@ class Recipe:
 
 
 def stored(new: jax.Array, old: jax.Array, dtype: Any) -> jax.Array:
-    """Returns a moment in the dtype in which Optax stores it: the one requested, or else as computed."""
+    """Returns a moment in the dtype in which Optax stores it: the requested one, or as computed."""
     return new if dtype is None else new.astype(old.dtype)
 
 
@@ -403,6 +403,6 @@ def _at(value: optax.ScalarOrSchedule, state: Any) -> Any:
 
 @contextlib.contextmanager
 def _optax_promotions() -> Iterator[None]:
-    """Within this context Optax's numbers result, whatever promotions the user has forbidden."""
+    """Allows JAX's default promotions in this context, so that the numbers are Optax's."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

@@ -1,1 +1,1 @@
-"""Numbers in 8 and 4 bits: how they are stored, how arrays and whole models are quantised."""
+"""Quantisation of whole models to 8 and 4 bits: rules, calibration, smoothing, error feedback."""

@@ -1,4 +1,4 @@
-"""calibrate: quantisation that looks at what the layers of a model read, and says what it cost."""
+"""calibrate: quantisation of a model by statistics of its layers' inputs, with a report of errors."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -194,7 +194,7 @@ def _observed(
     call: Call,
     chosen: Mapping[str, QuantizationRule],
 ) -> tuple[Any, dict[str, Any]]:
-    """The first batch, and what the layers to be quantised read on all of them, by name."""
+    """Returns the first batch, and the statistics of the inputs of each layer to quantise, by name."""
     batches = iter(calibration.batches)
     first = next(batches, None)
     if first is None:
@@ -220,7 +220,7 @@ def _observed(
 def _choose(
     op: str, module_or_params: Any, rules: str | Sequence[QuantizationRule]
 ) -> tuple[dict[str, QuantizationRule], dict[str, Path]]:
-    """The rules and the paths of the layers that are to be quantised, by name; bad rules raise."""
+    """Returns rules and paths of the layers to quantise, by name; raises for bad rules."""
     choose = Chooser(as_rules(rules))
     chosen: dict[str, QuantizationRule] = {}
     paths: dict[str, Path] = {}

@@ -1,4 +1,4 @@
-"""One layer of a model, quantised by what it has read: its rounding, its divisors, its inputs' scale."""
+"""The quantisation of one layer by its calibration inputs: rounding, divisors, input scale, errors."""
 
 from dataclasses import dataclass
 
@@ -17,14 +17,14 @@ from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray
 
 
 def rounding_of(rule: QuantizationRule) -> str:
-    """How a rule rounds where a calibration can choose: integers with error feedback."""
+    """Returns a rule's rounding under calibration: by default integers use error feedback ("gptq")."""
     if rule.rounding is not None:
         return rule.rounding
     return "gptq" if rule.dtype in ("int8", "int4") else "nearest"
 
 
 def plain_array(kernel: jax.Array, rule: QuantizationRule) -> QuantizedArray:
-    """The kernel as the rule says, rounded to nearest."""
+    """Returns the kernel in the rule's format, rounded to nearest."""
     assert rule.dtype is not None
     return quantize(
         kernel,
@@ -37,24 +37,24 @@ def plain_array(kernel: jax.Array, rule: QuantizationRule) -> QuantizedArray:
 
 @dataclass(frozen=True)
 class CalibratedLayer:
-    """A layer that is quantised: one of a stack, where layers are stacked."""
+    """A layer to quantise; of stacked layers, a single one."""
 
     name: str
     rule: QuantizationRule
     kernel: jax.Array
     inputs: Inputs
     divisor: np.ndarray | None
-    """Of each feature of the inputs."""
+    """The smoothing divisor of each input feature, or None without smoothing."""
     is_folded: bool
-    """Whether a norm divides."""
+    """Whether a norm before the layer divides its inputs."""
     taps: int
-    """Weights of a convolution's window."""
+    """Positions of a convolution's window; 1 for a linear layer."""
     damping: float
+    """`damping` of `jaxfused.Calibration`, as is `sampled_rows`."""
     sampled_rows: int
-    """These two are those of `jaxfused.Calibration`."""
 
     def quantized(self) -> tuple[QuantizedKernel, LayerError]:
-        """The layer's new kernel, and its errors."""
+        """Returns the layer's new kernel and its errors."""
         truth = self.kernel.astype(jnp.float32)
         rows = self.inputs.rows(self.sampled_rows)
         if not np.isfinite(rows).all():
@@ -99,19 +99,19 @@ class CalibratedLayer:
             plain.zero_point,
             damping=self.damping,
         )
-        # What lies on the grid of its scale is rounded to itself.
+        # Weights that are already on the grid of their scale stay as they are.
         return rounding.encode(
             rounded, plain.dtype, plain.scale, plain.zero_point, plain.axis, plain.layout
         )
 
     def _input_scale(self, rows: np.ndarray, s: np.ndarray | None) -> jax.Array | None:
-        """One for all inputs, of the percentile of their magnitudes; padding is none of them."""
+        """Returns one scale for all inputs, from a percentile of magnitudes without padding, or None."""
         percentile = self.rule.input_percentile
         if percentile is None:
             return None
         magnitudes = self.inputs.magnitudes()
         magnitudes = magnitudes if s is None else magnitudes / s
-        # Of all rows, not only of those that were sampled, the largest magnitude is known.
+        # The largest magnitude is known for all rows, not only for the sampled ones.
         largest = magnitudes.max()
         inside = self.inputs.inside_rows(self.sampled_rows)
         read = abs(rows) if inside is None else abs(rows)[inside]
@@ -121,10 +121,10 @@ class CalibratedLayer:
         return jnp.asarray(scale / FORMATS[str(self.rule.input_dtype)].largest, jnp.float32)
 
     def _product(self, rows: np.ndarray, kernel: QuantizedKernel) -> np.ndarray:
-        """The product of rows that are divided already; of a convolution these are windows."""
+        """Returns the product of rows that are already divided; a convolution's rows are windows."""
         scale = kernel.input_scale
         if self.taps > 1 and kernel.input_dtype is not None and scale is None:
-            # Windows of one image share a scale, and of these rows nobody knows the image.
+            # Windows of one image share a scale, but the image of a sampled row is unknown.
             largest = max(float(np.abs(rows).max()), float(jnp.finfo(jnp.float32).tiny))
             scale = jnp.asarray(largest / FORMATS[kernel.input_dtype].largest, jnp.float32)
         kernel = QuantizedKernel(kernel.array, kernel.input_dtype, None, scale)

@@ -1,12 +1,12 @@
-"""Rounding with error feedback: what rounding a weight does to the result, later weights make up for.
+"""Rounding with error feedback: later weights compensate for the rounding errors of earlier ones.
 
-The squared error of a layer's result over the rows x that it has read is `tr(E^T H E)` of the error E of
-the weights, with H the sum of x^T x. Input features are rounded one after the other; each one's error is
-spread over the features that are still to be rounded such that the error of the result becomes smallest,
+The squared error of a layer's result over its input rows x is `tr(E^T H E)`, with E the error of the
+weights and H the sum of x^T x. Input features are rounded one after the other. The error of each is
+spread over the features that are not rounded yet, such that the error of the result becomes smallest,
 which takes rows of the Cholesky factor of the inverse of H.
 
-Scales are chosen from the weights as they come, so that the features can be rounded in any order: those
-with the largest inputs first, while there are many left to make up for their errors.
+Scales are chosen from the original weights, so that the features can be rounded in any order: those with
+the largest inputs first, while many others can still compensate for their errors.
 
 Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers", 2022, https://arxiv.org/abs/2210.17323
@@ -22,7 +22,7 @@ from jaxfused.runtime import rounding
 from jaxfused.runtime.quantized_array import spread
 
 _BLOCK = 128
-"""Features after which the errors of a block are spread over all that follow, in one product."""
+"""Features of a block, whose errors are spread over all later features in one product."""
 
 
 def rounded_weights(
@@ -36,7 +36,7 @@ def rounded_weights(
 ) -> jax.Array:
     """Returns the weights [D, F] on the grid of their scales, with the least error of the result.
 
-    A column whose result would be nearer to the truth by rounding to nearest is rounded to nearest.
+    A column whose result is more accurate with rounding to nearest is rounded to nearest.
 
     Args:
       w: [D, F], finite.
@@ -61,13 +61,13 @@ def rounded_weights(
 
 
 def _error(error: jax.Array, gram: np.ndarray) -> np.ndarray:
-    """[F], of each column of the result."""
+    """Returns the squared error of each column of the result, [F]."""
     wide = np.asarray(error, np.float64)
     return np.einsum("df,df->f", wide, gram @ wide)
 
 
 def _inverse_factor(gram: np.ndarray, damping: float) -> jax.Array:
-    """The upper triangle U of which U^T U is the inverse of gram, once that is damped."""
+    """Returns the upper triangle U with U^T U the inverse of the damped gram."""
     diagonal = np.diagonal(gram)
     mean = float(np.mean(diagonal))
     if not np.isfinite(mean):
@@ -75,14 +75,14 @@ def _inverse_factor(gram: np.ndarray, damping: float) -> jax.Array:
             "quantize_params: a layer reads numbers that are not finite, or whose squares are not, in"
             " the calibration; pass batches on which the model's activations are finite."
         )
-    # A feature that was always 0 says nothing of its weights, which are rounded to nearest.
+    # A feature that was always 0 gets the mean on the diagonal: its weights are rounded to nearest.
     mean = mean if mean > 0 else 1.0
     damped = np.array(gram, np.float64)
     damped[np.diag_indices_from(damped)] = np.where(diagonal > 0, diagonal, mean)
     share = max(damping, float(np.finfo(np.float32).eps))
     while True:
-        # With both axes turned around, a lower factor becomes an upper one of gram = R R^T, and the
-        # inverse of that is R^-T R^-1.
+        # With both axes reversed, the lower Cholesky factor becomes an upper R with gram = R R^T, whose
+        # inverse is R^-T R^-1.
         turned = damped[::-1, ::-1] + share * mean * np.eye(len(damped))
         with jax.enable_x64(True):
             lower = jnp.linalg.cholesky(jnp.asarray(turned, jnp.float64))
@@ -98,11 +98,11 @@ def _inverse_factor(gram: np.ndarray, damping: float) -> jax.Array:
 def _with_feedback(
     w: jax.Array, factor: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: str
 ) -> jax.Array:
-    """The weights on their grid; rows are rounded from first to last, scales are as large as w."""
+    """Returns the weights on their grid, rounded row by row from the first; scales have w's shape."""
     features = w.shape[0]
     block = min(_BLOCK, features)
     padding = -features % block
-    # Rows of zeros at the end take no part: they have no error, and those before give them theirs.
+    # Rows of zeros at the end do not change the others: errors only spread to later rows.
     w = jnp.pad(w, ((0, padding), (0, 0)))
     scales = jnp.pad(scales, ((0, padding), (0, 0)), constant_values=1.0)
     zeros = None if zeros is None else jnp.pad(zeros, ((0, padding), (0, 0)))

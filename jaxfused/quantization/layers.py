@@ -1,7 +1,7 @@
 """The linear layers and convolutions of a model, nnx or Linen, and the replacement of their kernels.
 
-A layer is known by its path: the keys of the mappings, lists and attributes that lead to it. A layer
-of an nnx module that is used in several places has one path, the first.
+A layer is identified by its path: the keys of the mappings, lists and attributes that lead to it. A
+layer of an nnx module that is used in several places has one path, the first.
 """
 
 import math
@@ -23,20 +23,20 @@ from jaxfused.runtime.quantized_array import assembled
 
 Path = tuple[Any, ...]
 Replace = Callable[[Path, jax.Array, int], KernelStandIn | None]
-"""What stands for a layer's kernel [..., D, F] from now on, or None for no change.
+"""(path, kernel, taps) -> the replacement of a layer's kernel [..., D, F], or None for no change.
 
-It is called with the layer's path, the kernel, and the weights of a convolution's window, which are 1 of
-a linear layer: a convolution's kernel is seen as that of the product with all numbers of a window.
+A convolution is treated as the product with all numbers of a window, which has `taps` positions; a
+linear layer has 1.
 """
 
 
 def name_of(path: Path) -> str:
-    """A path as rules search it."""
+    """Returns a path as text, which rules search."""
     return "/".join(str(key) for key in path)
 
 
 LeaveOut = Callable[[Path, str], None]
-"""Is told the path of a layer whose kernel stays as it is, and why."""
+"""(path, reason) -> None: called for a layer whose kernel stays as it is."""
 
 
 def replace_kernels(
@@ -62,11 +62,11 @@ def _replace_in_tree(
     replace: Replace,
     leave_out: LeaveOut,
 ) -> Any:
-    """A tree of Linen's parameters with other kernels.
+    """Returns a tree of Linen's parameters with other kernels.
 
     Args:
-      siblings: the names beside this tree's own.
-      depths: of the stacks that layers of the tree around this one tell of.
+      siblings: the names of the parent tree, this one's included.
+      depths: the numbers of stacked axes that the layers of the surrounding tree show.
     """
     if isinstance(tree, list | tuple) and type(tree) in (list, tuple):
         items = [
@@ -100,14 +100,14 @@ def _replace_in_tree(
 
 
 def _unboxed(leaf: Any) -> Any:
-    """The value in the box of a partitioned parameter, without its sharding being asked for."""
+    """Returns the value in a partitioned parameter's box, without applying its sharding."""
     if isinstance(leaf, linen.Partitioned):
         return leaf.value
     return leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
 
 
 def _why_no_layer(tree: Mapping[Any, Any], kernel: Any, box: Any) -> str | None:
-    """Returns why the kernel of these parameters cannot be replaced, whatever its axes are, or None."""
+    """Returns why the kernel of these parameters cannot be replaced, apart from its axes, or None."""
     if not isinstance(kernel, jax.Array | np.ndarray):
         return (
             f"its kernel is a {type(kernel).__name__} and no array; of shapes call quantize_params under"
@@ -122,10 +122,10 @@ def _why_no_layer(tree: Mapping[Any, Any], kernel: Any, box: Any) -> str | None:
 def _axes_of(
     tree: Mapping[Any, Any], path: Path, siblings: frozenset[str], depths: frozenset[int]
 ) -> int | str:
-    """The axes of a kernel's window, 0 of a linear layer; or why it is none of these layers'.
+    """Returns the number of a kernel's window axes (0 for a linear layer), or why it is no such layer.
 
-    Axes before the window and the last two are those of stacked layers, as `nn.scan` makes them. A bias
-    has these and the last axis, by which most kernels are told.
+    Axes before the window and the last two axes belong to stacked layers, as `nn.scan` makes them. A
+    bias has these axes and the last one, which identifies most kernels.
     """
     kernel = np.shape(_unboxed(tree["kernel"]))
     if len(kernel) < 2:
@@ -165,7 +165,7 @@ _PROJECTIONS = ("query", "key", "value", "out")
 
 
 def _depths_of_stacks(tree: Mapping[Any, Any]) -> frozenset[int]:
-    """How many axes of stacked layers the norms and biases of a tree of parameters tell of."""
+    """Returns the numbers of stacked axes that the norms and biases of a tree of parameters show."""
     found: set[int] = set()
     for value in tree.values():
         if not isinstance(value, Mapping):
@@ -187,10 +187,10 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _boxed(kernel: QuantizedKernel, box: Any, ndim: int) -> QuantizedKernel:
-    """The parts of a quantised kernel in boxes that name the axes which its floats had.
+    """Returns a quantised kernel whose parts are boxed with the axis names of the float kernel.
 
-    The numbers of a window are one axis, which has no name; nor has that of groups, whose scales are
-    few. A stack that was made without a name for it has none.
+    Three axes get no name: the merged axis of a convolution's window, the axis of groups, whose scales
+    are few, and that of a stack that was made without a name.
     """
     array = kernel.array
     names = (None,) * (ndim - len(box.names)) + tuple(box.names)
@@ -218,7 +218,7 @@ def _boxed(kernel: QuantizedKernel, box: Any, ndim: int) -> QuantizedKernel:
 
 
 def _as_matrix(kernel: jax.Array, axes: int) -> tuple[jax.Array, int]:
-    """A kernel [..., *window, I, O] with so many axes of a window as [..., D, O], and its weights."""
+    """Returns a kernel [..., *window, I, O] as [..., D, O], and the window's number of positions."""
     leading, window = kernel.shape[: kernel.ndim - axes - 2], kernel.shape[-axes - 2 : -2]
     return kernel.reshape(*leading, -1, kernel.shape[-1]), math.prod(window)
 
@@ -251,10 +251,10 @@ def _replace_in_module(module: nnx.Module, replace: Replace, leave_out: LeaveOut
 def _replace_in_layer(
     path: Path, layer: nnx.Linear | nnx.Conv, replace: Replace
 ) -> nnx.Module | None:
-    """A new layer, or None for no change."""
+    """Returns a new layer, or None for no change."""
     kernel = layer.kernel.get_value()
     if not isinstance(kernel, jax.Array):
-        return None  # It is quantised already.
+        return None  # The kernel is quantised already.
     if isinstance(layer, nnx.Linear):
         instead = replace(path, kernel, 1)
         return None if instead is None else _with_kernel(layer, instead)
@@ -272,7 +272,7 @@ def _children(parent: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _with_kernel(layer: nnx.Linear, kernel: KernelStandIn) -> nnx.Module:
-    """A `QuantizedLinear` with this kernel, and with what the layer does beside its product."""
+    """Returns a `QuantizedLinear` with this kernel and the layer's bias, activation and LoRA."""
     _check_plain(
         layer,
         f"a layer of {layer.in_features} inputs and {layer.out_features} outputs",
@@ -293,14 +293,14 @@ def _with_kernel(layer: nnx.Linear, kernel: KernelStandIn) -> nnx.Module:
     )
     if not isinstance(layer, nnx.LoRALinear):
         return quantized
-    # The layer's own product of low rank goes on around the quantised kernel.
+    # The layer's low-rank product is added to that of the quantised kernel.
     adapted = nnx.clone(layer.lora)
     adapted.base_module = nnx.data(quantized)
     return adapted
 
 
 def _conv_with_kernel(layer: nnx.Conv, kernel: KernelStandIn) -> Conv:
-    """The convolution with this kernel, as `jaxfused.nnx.Conv`."""
+    """Returns the convolution with this kernel, as `jaxfused.nnx.Conv`."""
     _check_plain(
         layer,
         f"a convolution of {layer.in_features} and {layer.out_features} channels",
@@ -332,7 +332,7 @@ def _conv_with_kernel(layer: nnx.Conv, kernel: KernelStandIn) -> Conv:
 
 
 def _check_plain(layer: nnx.Linear | nnx.Conv, name: str, **given: bool) -> None:
-    """Checks that a layer multiplies as usual; `given` says which arguments of its own it was given."""
+    """Checks that a layer has no product of its own; `given` says which other such arguments it has."""
     reason = why_given(
         **given,
         promote_dtype=layer.promote_dtype is not promote_dtype,

@@ -1,4 +1,4 @@
-"""Smoothing of a model: what divides the inputs of its layers, and whether norms may do it for them.
+"""Smoothing of a model: the divisors of its layers' inputs, and the check of folds into norms.
 
 The formula and the folding into norms are in `jaxfused.quantization.smoothing`.
 """
@@ -25,7 +25,7 @@ def divisors_of_model(
     inputs: Mapping[str, Any],
     groups: Sequence[tuple[Path, list[str]]],
 ) -> tuple[dict[str, np.ndarray], dict[Path, np.ndarray]]:
-    """What divides the inputs [..., D] of each smoothed layer, and the results of each folded norm."""
+    """Returns the divisors of smoothed layers' inputs [..., D], and those of folded norms' results."""
     kernels: dict[str, np.ndarray] = {}
     windows: dict[str, int] = {}
 
@@ -39,7 +39,7 @@ def divisors_of_model(
     alone = [[name] for name in kernels if not any(name in names for names in together)]
     divided: dict[str, np.ndarray] = {}
     for names in [*together, *alone]:
-        # Layers that share their inputs share what divides these, as the weights of a window do.
+        # Layers that share their inputs share the divisors, as do the positions of a window.
         ranges = [_largest_of_features(kernels[name], windows[name]) for name in names]
         of_kernels = np.max(ranges, axis=0)
         s = np.empty(of_kernels.shape, np.float32)
@@ -54,7 +54,7 @@ def divisors_of_model(
 
 
 def _largest_of_features(kernel: np.ndarray, taps: int) -> np.ndarray:
-    """[..., I], the largest magnitude by which a kernel [..., taps * I, O] multiplies each feature."""
+    """Returns [..., I], the largest weight magnitude of each feature in a kernel [..., taps * I, O]."""
     *leading, rows, _ = kernel.shape
     return np.abs(kernel).max(axis=-1).reshape(*leading, taps, rows // taps).max(axis=-2)
 
@@ -93,7 +93,7 @@ def check_folds(
 
 
 _SAME = 0.02
-"""The relative difference of results that bfloat16 may make."""
+"""Largest relative difference of two results that rounding to bfloat16 can explain."""
 
 
 def _look_away(layer: jax.Array, x: jax.Array | None, inside: jax.Array | None) -> None:

@@ -1,8 +1,8 @@
-"""What the layers of a model read while it runs: statistics of their inputs, layer by layer.
+"""Statistics of the inputs of a model's layers while it runs.
 
 The kernels are replaced by `ObservedKernel`s, which travel with the parameters: through `jax.jit`, into
-the blocks that read their layers' parameters, and through `jax.lax.scan` over stacked layers, where each
-layer's number is sliced with its kernel. The numbers leave the program by `jax.debug.callback`.
+blocks that read their layers' parameters, and through `jax.lax.scan` over stacked layers, where each
+layer's number is sliced with its kernel. The statistics leave the program by `jax.debug.callback`.
 """
 
 import functools
@@ -28,15 +28,15 @@ class Inputs:
     """Statistics of the rows that one layer has read.
 
     Attributes:
-      count: of the rows.
+      count: the number of rows.
       low: [D], the smallest value of each feature, not counting the padding of a convolution.
       high: [D], the largest.
-      gram: [D, D], the sum of the outer products of the rows with themselves, in float64; None where
-        nobody asked for it.
+      gram: [D, D], the sum of the outer products of the rows with themselves, in float64; None if it is
+        not needed.
       samples: pieces of [N, D], rows that were drawn evenly.
-      inside: pieces of [N, D], whether a number of the samples is an input and not padding; none of a
+      inside: pieces of [N, D], whether a number of the samples is an input and not padding; empty for a
         linear layer.
-      stride: of so many rows that a call hands over one is kept.
+      stride: one of this many reported rows is kept.
     """
 
     count: int
@@ -48,7 +48,7 @@ class Inputs:
     stride: int = 1
 
     def add_sample(self, rows: np.ndarray, inside: np.ndarray | None, most: int) -> None:
-        """Keeps some of the rows, and of all that were kept at most twice as many as wanted."""
+        """Keeps every `stride`-th row; if more than 2 * `most` are kept, halves them."""
         self.samples.append(rows[:: self.stride])
         if inside is not None:
             self.inside.append(inside[:: self.stride])
@@ -58,44 +58,44 @@ class Inputs:
             self.stride *= 2
 
     def rows(self, most: int) -> np.ndarray:
-        """At most so many sampled rows, drawn evenly."""
+        """Returns at most `most` of the sampled rows, drawn evenly."""
         rows = np.concatenate(self.samples)
         return rows[:: -(-len(rows) // most)]
 
     def inside_rows(self, most: int) -> np.ndarray | None:
-        """Which numbers of these rows are inputs and not padding; None where all are."""
+        """Returns which numbers of `rows` are inputs and not padding; None if all are."""
         if not self.inside:
             return None
         inside = np.concatenate(self.inside)
         return inside[:: -(-len(inside) // most)]
 
     def magnitudes(self) -> np.ndarray:
-        """[D], the largest magnitude of each feature."""
+        """Returns [D], the largest magnitude of each feature."""
         return np.maximum(np.abs(self.low), np.abs(self.high))
 
 
 @dataclass
 class _Recorder:
-    """Adds up what the calls of the layers report; layer i is `paths[i]`."""
+    """Accumulates the statistics that the calls of the layers report, by the layers' numbers."""
 
     with_gram: bool
     sampled_rows: int
     inputs: dict[int, Inputs] = field(default_factory=dict)
     in_groups: set[int] = field(default_factory=set)
-    """Layers that convolve channels in groups, of which nothing is known."""
+    """Numbers of the layers that convolve channels in groups, which have no statistics."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    # The instance is static in compiled programs: each is different from every other one.
+    # The instance is static in compiled programs, so that instances compare by identity.
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
         return self is other
 
     def observe(self, layer: jax.Array, x: jax.Array | None, inside: jax.Array | None) -> None:
-        """Reports the rows of x [..., D], which layer number `layer` reads, or that there are none.
+        """Reports the rows of x [..., D] that layer number `layer` reads; None for grouped channels.
 
         Args:
-          inside: broadcasts to x, whether a number is an input and not padding; None where all are.
+          inside: whether a number is an input and not padding, broadcasts to x; None if all are.
         """
         if x is None:
             jax.debug.callback(self._add_group, layer)
@@ -142,9 +142,9 @@ class _Recorder:
 
 
 def _drawn(count: int, most: int) -> np.ndarray | slice:
-    """Which rows are looked at: all, or so many, drawn at random and the same each time.
+    """Returns the rows to sample: all, or `most` of them, drawn at random with a fixed seed.
 
-    Every 16th window would always be one at the same columns of images whose width 16 divides.
+    A fixed stride would not do: every 16th window is at the same columns if 16 divides an image's width.
     """
     if count <= most:
         return slice(None)
@@ -152,7 +152,7 @@ def _drawn(count: int, most: int) -> np.ndarray | slice:
 
 
 def call_by_default(op: str, module_or_params: Any) -> Call:
-    """How a model is called where nobody says it: nnx modules with the batch alone."""
+    """Returns the default call of a model, that of an nnx module with the batch alone; else raises."""
     if isinstance(module_or_params, nnx.Module):
         return lambda module, batch: module(batch)
     raise ValueError(
@@ -162,7 +162,7 @@ def call_by_default(op: str, module_or_params: Any) -> Call:
 
 
 def compiled(call: Call, module_or_params: Any) -> Callable[[Any], Any]:
-    """The model as a compiled function of a batch; what it changes in its state is dropped."""
+    """Returns the model as a compiled function of a batch; changes of its state are dropped."""
     if not isinstance(module_or_params, nnx.Module):
         return functools.partial(jax.jit(call), module_or_params)
     graphdef, state = nnx.split(module_or_params)
@@ -179,19 +179,19 @@ def observe(
     wanted: Mapping[str, bool],
     sampled_rows: int,
 ) -> dict[str, Any]:
-    """Runs the model on the batches and returns what its layers have read.
+    """Runs the model on the batches and returns statistics of its layers' inputs.
 
     Args:
-      op: who asks, for messages.
+      op: the caller's name, for messages.
       module_or_params: the model.
       batches: at least one.
       call: runs the model on a batch.
       wanted: the names of the layers to look at, and whether their `gram` is needed.
-      sampled_rows: the most that are kept of a call of a layer.
+      sampled_rows: the number of rows to keep of a call of a layer, at most.
 
     Returns:
-      By the layer's name, an array of `Inputs` in the shape of the kernel's leading axes, or of None
-      where channels are convolved in groups.
+      By the layer's name, an array of `Inputs` in the shape of the kernel's leading axes; None for a
+      layer that convolves channels in groups.
     """
     recorders = {needed: _Recorder(needed, sampled_rows) for needed in (False, True)}
     numbers: dict[str, np.ndarray] = {}
@@ -213,7 +213,7 @@ def observe(
         try:
             jax.block_until_ready(run(batch))
         except ValueError as error:
-            # So Flax says of every effect within the body, such as the callbacks of a calibration.
+            # Flax raises this for every effect within the body, such as the callbacks of a calibration.
             if "data dependency on the scan body" not in str(error):
                 raise
             raise ValueError(
@@ -227,7 +227,7 @@ def observe(
     inputs: dict[int, Inputs | None] = dict(recorders[False].inputs | recorders[True].inputs)
     for found in inputs.values():
         assert found is not None
-        # Values that a convolution reads as padding only.
+        # Features that a convolution reads as padding only.
         unread = found.low > found.high
         found.low, found.high = (np.where(unread, 0.0, a) for a in (found.low, found.high))
     for recorder in recorders.values():

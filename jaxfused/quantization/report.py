@@ -1,4 +1,4 @@
-"""What quantisation costs, layer by layer: errors of the weights and of the results."""
+"""The report of quantisation errors, of weights and of results, layer by layer."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from jaxfused.quantization.rules import QuantizationRule
 
 @dataclass(frozen=True)
 class LayerError:
-    """The errors of one layer, each relative: of the norm of the difference to that of the truth.
+    """The relative errors of one layer: the norm of the difference over that of the truth.
 
     Attributes:
-      path: of the layer, with its number in brackets where layers are stacked.
-      format: of weights and inputs, and what was done to keep the error small.
-      weights: of the kernel.
-      nearest: of the layer's result on inputs from the calibration, with every weight rounded to nearest
-        and neither smoothing nor a fixed scale of the inputs.
-      result: of the layer's result as it is now.
+      path: the layer's path, with its number in brackets if layers are stacked.
+      format: the format of weights and inputs, and the methods that keep the error small.
+      weights: the error of the kernel.
+      nearest: the error of the layer's result on inputs from the calibration, with every weight rounded
+        to nearest and neither smoothing nor a fixed scale of the inputs.
+      result: the error of the layer's result as it is now.
     """
 
     path: str
@@ -58,7 +58,7 @@ class QuantizationReport:
 
 
 def describe(rule: QuantizationRule, *, rounding: str) -> str:
-    """A rule's format in words."""
+    """Returns a rule's format in words."""
     words = [str(rule.dtype)]
     if isinstance(rule.group_size, tuple):
         words[0] += f" blocks of {rule.group_size[0]} x {rule.group_size[1]}"
@@ -78,7 +78,7 @@ def describe(rule: QuantizationRule, *, rounding: str) -> str:
 
 
 def relative_error(actual: np.ndarray, truth: np.ndarray) -> float:
-    """The norm of the difference over that of the truth; 0 where both are zeros."""
+    """Returns the norm of the difference over that of the truth; 0 if both arrays are zeros."""
     actual, truth = np.asarray(actual, np.float64), np.asarray(truth, np.float64)
     error, size = np.linalg.norm(actual - truth), np.linalg.norm(truth)
     return float(error / size) if size > 0 else float(np.where(error == 0, 0.0, np.inf))

@@ -1,4 +1,4 @@
-"""Which layers of a model are quantised, and how: rules over their paths."""
+"""Rules over the paths of a model's layers, which say which of them are quantised, and how."""
 
 import re
 import warnings
@@ -78,7 +78,7 @@ class QuantizationRule:
 
     @property
     def needs_calibration(self) -> str | None:
-        """Names the first option that only a calibration can serve, or None."""
+        """Names the first option that needs a calibration, or None."""
         wanted = {
             "rounding='gptq'": self.rounding == "gptq",
             "smoothing": self.smoothing is not None,
@@ -88,25 +88,25 @@ class QuantizationRule:
 
 
 def as_rules(rules: str | Sequence[QuantizationRule]) -> Sequence[QuantizationRule]:
-    """The rules, of which one dtype for all layers may stand for a single one."""
+    """Returns the rules; a dtype stands for a single rule for all layers."""
     return [QuantizationRule("", rules)] if isinstance(rules, str) else rules
 
 
 class Chooser:
-    """The first rule that fits a path, and which rules never were."""
+    """Finds the first rule that fits a path, and keeps track of rules that never fit."""
 
     def __init__(self, rules: Sequence[QuantizationRule]):
         self.rules = rules
         self.used: set[QuantizationRule] = set()
         self.paths: list[str] = []
         self.left_out: dict[str, str] = {}
-        """Why layers stay in floats for which there is a rule, by their names."""
+        """The reasons why layers with a rule stay in floats, by the layers' names."""
 
     def _find(self, name: str) -> QuantizationRule | None:
         return next((rule for rule in self.rules if re.search(rule.pattern, name)), None)
 
     def leave_out(self, path: Sequence[Any], reason: str) -> None:
-        """Notes that the layer at `path` stays in floats, whatever the rules say."""
+        """Records that the layer at `path` stays in floats, whatever the rules say."""
         name = "/".join(str(key) for key in path)
         rule = self._find(name)
         if rule is not None and rule.dtype is None:
@@ -115,7 +115,7 @@ class Chooser:
             self.left_out[name] = reason
 
     def __call__(self, path: Sequence[Any]) -> QuantizationRule | None:
-        """The rule for the layer at `path`, or None where the layer stays as it is."""
+        """Returns the rule for the layer at `path`, or None if the layer stays as it is."""
         name = "/".join(str(key) for key in path)
         self.paths.append(name)
         rule = self._find(name)

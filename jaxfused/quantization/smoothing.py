@@ -1,7 +1,7 @@
 """Smoothing: the range of a layer's inputs is moved into its kernel, where rounding costs less.
 
-Input feature j is divided by s_j and row j of the kernel multiplied by it, which leaves the product as
-it is. Where the inputs come from a norm that only these layers read, its scale and bias are divided
+Input feature j is divided by s_j and row j of the kernel multiplied by it, which does not change the
+product. If the inputs come from a norm that only these layers read, its scale and bias are divided
 instead.
 
 Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
@@ -20,15 +20,15 @@ from flax.core import meta
 from jaxfused.quantization.layers import Path
 
 _LEAST = 1e-5
-"""Ranges below it count as it: a feature that is always 0 is not multiplied by infinity."""
+"""Lower bound of a range, so that a feature that is always 0 is not multiplied by infinity."""
 
 
 def divisors(magnitudes: np.ndarray, of_kernel: np.ndarray, share: float) -> np.ndarray:
-    """[D], of the largest magnitudes of the inputs [D], and of what multiplies each in the kernel."""
+    """Returns the divisors [D], from the largest magnitudes of each input feature and of its weights."""
     of_inputs = np.maximum(magnitudes, _LEAST)
     of_kernel = np.maximum(of_kernel, _LEAST)
     s = of_inputs**share / of_kernel ** (1.0 - share)
-    # What is never read, and what is not finite, stays as it is.
+    # A feature that is always 0, or whose divisor is not finite, stays as it is.
     return np.where((magnitudes > 0) & np.isfinite(s), s, 1.0).astype(np.float32)
 
 
@@ -56,12 +56,12 @@ class Fold:
 def folded_groups(
     module_or_params: Any, folds: Sequence[Fold], layers: Mapping[str, Path]
 ) -> list[tuple[Path, list[str]]]:
-    """The norms that exist with some of their layers, each with those layers' names.
+    """Returns the norms that exist together with some of their layers, each with these layers' names.
 
     Args:
       module_or_params: the model.
-      folds: what may be folded.
-      layers: the paths of all linear layers that smoothing is wanted for, by name.
+      folds: the allowed folds.
+      layers: the paths of all linear layers to smooth, by name.
     """
     groups: list[tuple[Path, list[str]]] = []
     for fold in folds:
@@ -90,7 +90,7 @@ def _split(name: str) -> Path:
 
 
 def _at(module_or_params: Any, path: Path) -> Any:
-    """What is at a path, or None."""
+    """Returns the part of a model at a path, or None."""
     here = module_or_params
     for key in path:
         if isinstance(here, Mapping):
@@ -109,7 +109,7 @@ def _scale_of(norm: Any) -> Any:
 
 
 def with_divided_norms(module_or_params: Any, norms: Mapping[Path, np.ndarray]) -> Any:
-    """A new model whose norms at these paths give results that are divided by s [..., D]."""
+    """Returns a new model, in which norms at these paths give results divided by s [..., D]."""
     if not isinstance(module_or_params, nnx.Module):
         return _divided_in_tree(module_or_params, (), norms)
     module = nnx.clone(module_or_params)
@@ -135,7 +135,7 @@ def _divided_in_tree(tree: Any, path: Path, norms: Mapping[Path, np.ndarray]) ->
 
 
 def _divided(parameter: Any, s: np.ndarray, offset: float = 0.0) -> Any:
-    """A norm's parameter; the norm multiplies by its scale plus an offset."""
+    """Returns a norm's parameter divided by s; the norm multiplies by parameter + offset."""
     if isinstance(parameter, meta.AxisMetadata):
         return parameter.replace_boxed(_divided(meta.unbox(parameter), s, offset))
     wide = (jnp.asarray(parameter, jnp.float32) + offset) / s - offset

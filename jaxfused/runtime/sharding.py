@@ -9,8 +9,8 @@ runs the kernel on the shards instead. When the sharding is known depends on the
 - Manual (inside `jax.shard_map` and `jax.pmap`): the operands are the shards.
 
 JAX does not support one case: Auto axes together with Manual or Explicit ones. There XLA passes no mesh
-to the partitioning function. Sums over shards cannot be expressed without a mesh, and with our own mesh a
-check in XLA's compiler fails. A kernel's operands are therefore gathered along those Auto axes only.
+to the partitioning function. Sums over shards cannot be expressed without a mesh, and with our own mesh
+a check in XLA's compiler fails. A kernel's operands are therefore gathered along those Auto axes only.
 """
 
 import functools

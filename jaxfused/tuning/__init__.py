@@ -1,1 +1,1 @@
-"""Choice by measurement: tables of what was fastest on a device, and the tuner that writes them."""
+"""The tuner, which measures implementations and configs and writes the autotuning tables."""

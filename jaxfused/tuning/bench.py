@@ -1,4 +1,4 @@
-"""Compiles, checks and times the ways to run a stage, on the GPU at hand."""
+"""Compiles, checks and times the implementations and configs of a stage on the local GPU."""
 
 import functools
 import os
@@ -17,16 +17,18 @@ from jaxfused.runtime import runner
 from jaxfused.tuning import timing
 
 _SECONDS = 0.1
-"""What the measurement of a stage takes, about, beside what CUPTI needs to start."""
+"""Seconds that measuring a stage takes, about, without the start of CUPTI."""
 _ERROR = 4.0
-"""How many units of the narrowest dtype a result may be off, of its largest value: what is computed
-wrong is off by much more, and roundings in another order by much less."""
+"""Largest error of a result, as a multiple of the narrowest dtype's eps times its largest value.
+
+Wrong results are off by much more, and other orders of rounding by much less.
+"""
 _COARSEST = 2.0**-10
-"""The unit at least: that of float16, and of float32 where it is multiplied as tf32."""
+"""Smallest eps that is assumed: float16's, which is also that of products of float32 in tf32."""
 
 
 class Candidate(NamedTuple):
-    """A way to run a stage."""
+    """An implementation of a stage with a config."""
 
     implementation: str
     config: Hashable = None
@@ -45,33 +47,33 @@ class Work:
     device: dispatch.Device
 
     def candidates(self, implementation: str) -> list[Candidate]:
-        """The ways to run it by an implementation, the default first."""
+        """Returns the candidates of an implementation, the default config first."""
         configs = runner.configs(self.kernel, implementation, self.device, self.operands)
         return [Candidate(implementation, config) for config in configs]
 
 
 class Bench(Protocol):
-    """What measures candidates; tests have one without a GPU."""
+    """An object that measures candidates; tests have one without a GPU."""
 
     def submit(self, work: Work, candidate: Candidate) -> None:
         """Begins to compile a candidate."""
 
     def wait(self) -> None:
-        """Returns when all that was submitted is compiled."""
+        """Waits until all submitted candidates are compiled."""
 
     def measure(self, work: Work, candidates: Sequence[Candidate]) -> dict[Candidate, float | str]:
-        """The microseconds of submitted candidates, or why one is left out.
+        """Returns the microseconds of submitted candidates, or why one was dropped.
 
-        The results of the first one that runs are those that the others have to give.
+        The results of the first candidate that runs are the reference for the others.
         """
 
     def close(self) -> None:
-        """Drops what is still being compiled."""
+        """Cancels pending compilations."""
 
 
 @dataclass
 class GpuBench:
-    """The bench on JAX's default GPU: what is lowered here is compiled in threads."""
+    """The bench on JAX's default GPU. It lowers in the calling thread and compiles in others."""
 
     pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(os.cpu_count() or 1)
@@ -102,7 +104,7 @@ class GpuBench:
         return self.pool.submit(lowered.compile)
 
     def wait(self) -> None:
-        # XLA runs kernels while it compiles, to choose among them; they would disturb a measurement.
+        # While it compiles, XLA's autotuning runs kernels, which would disturb a measurement.
         futures.wait([*self.inputs.values(), *self.errors.values(), *self.compiled.values()])
 
     def measure(self, work: Work, candidates: Sequence[Candidate]) -> dict[Candidate, float | str]:
@@ -139,7 +141,7 @@ class GpuBench:
 
 
 def _examples(work: Work, seed: jax.Array) -> Sequence[jax.Array | None]:
-    """Random operands: normal numbers, unsigned integers of any bits, others of 0 and 1."""
+    """Returns random operands: normal floats, unsigned integers of random bits, others of 0 and 1."""
     keys = iter(jax.random.split(jax.random.key(seed), 2 * len(work.operands)))
 
     def random(operand: Any) -> jax.Array:
@@ -160,7 +162,7 @@ def _in_xla(work: Work) -> Any:
 
 
 def _times(calls: Mapping[str, Any], sets: Sequence[Any]) -> dict[str, float | str]:
-    """The median microseconds of each call, or why there are none."""
+    """Returns the median microseconds of each call, or why it could not be timed."""
     if not calls:
         return {}
     try:
@@ -168,7 +170,7 @@ def _times(calls: Mapping[str, Any], sets: Sequence[Any]) -> dict[str, float | s
     except RuntimeError as error:
         if len(calls) == 1:
             return dict.fromkeys(calls, _brief(error))
-        # The marker does not tell their kernels apart: each by itself.
+        # The marker could not separate the calls' kernels, so each call is timed alone.
         alone = [_times({name: call}, sets) for name, call in calls.items()]
         return {name: time for times in alone for name, time in times.items()}
     return {name: statistics.median(s.microseconds) for name, s in samples.items()}
@@ -176,7 +178,7 @@ def _times(calls: Mapping[str, Any], sets: Sequence[Any]) -> dict[str, float | s
 
 @functools.partial(jax.jit, static_argnums=0)
 def _largest_error(work: Work, results: Any, wanted: Any) -> jax.Array:
-    """Of all results, in units of what is allowed; infinite for a misplaced NaN."""
+    """Returns the largest error of all results over the allowed one; infinite for a misplaced NaN."""
     axes = work.kernel.axes(*work.operands)
     sizes = {
         letter: size
@@ -202,6 +204,6 @@ def _largest_error(work: Work, results: Any, wanted: Any) -> jax.Array:
 
 
 def _brief(error: Exception) -> str:
-    """The first line of an error, not too long."""
+    """Returns the type and first line of an error, at most 200 characters."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:200]

@@ -64,7 +64,7 @@ def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # An import that fails inside of the module is the user's to see.
+        # An import that fails inside the module is shown to the user as it is.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(
@@ -85,7 +85,7 @@ def _function(module: ModuleType, place: str, name: str) -> Callable[..., Any]:
 
 
 def _run_program(name: str) -> tuple[Callable[..., Any], Sequence[Any]]:
-    """The function and its arguments that the named function returns."""
+    """Returns the function and arguments that the named function returns."""
     program = load_program(name)
     needed = [
         parameter.name

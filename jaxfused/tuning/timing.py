@@ -1,4 +1,4 @@
-"""Microseconds of kernels by CUPTI: the one clock of the tuner and of the benchmarks."""
+"""Microseconds of kernels by CUPTI, for the tuner and the benchmarks."""
 
 import collections
 import itertools
@@ -14,30 +14,30 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 SAMPLES = 12
-"""Calls per measurement; the runner measures each implementation in two rounds."""
+"""Calls per measurement; the benchmarks measure each implementation in two rounds."""
 
 COLD_BYTES = 256 * 2**20
-"""Input sets are taken in turn until they hold this much: several times any GPU's L2."""
+"""Bytes of the input sets that take turns, several times any GPU's L2, so that inputs are cold."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Microseconds of each call, and the kernels it ran (name, median microseconds)."""
+    """The microseconds of each call, and its kernels (name, median microseconds)."""
 
     microseconds: list[float]
     kernels: list[tuple[str, float]]
 
 
 def input_sets(bytes_per_set: int) -> int:
-    """How many input sets to take in turn so that none is still cached when it comes again."""
+    """Returns the number of input sets to take in turn, so that none is still cached when reused."""
     return min(16, max(2, math.ceil(COLD_BYTES / max(1, bytes_per_set))))
 
 
 class InTurn:
-    """Calls a function with one input set after the other, as a jitted one for `measure`.
+    """Calls a function with one input set after the other, in the form that `measure` accepts.
 
-    `measure` passes the same arguments to every iteration and asks for a jax.stages.Wrapped. This
-    is one by structure; so torch's kernels can be timed by the same clock as JAX's.
+    `measure` passes the same arguments to every iteration and asks for a jax.stages.Wrapped. This class
+    has the methods of one, so that torch's kernels can be timed in the same way as JAX's.
     """
 
     def __init__(self, call: Callable[..., Any], sets: Sequence[Any]):
@@ -55,7 +55,7 @@ class InTurn:
 
 
 def cupti(call: Callable[..., Any], sets: Sequence[Any], samples: int = SAMPLES) -> Samples:
-    """Kernel time of each call, the sum over its kernels. Copies by the copy engine are not in it.
+    """Returns the kernel time of each call, summed over its kernels, without the copy engine's copies.
 
     `measure` keeps every output alive, so each call writes to memory of its own.
     """
@@ -77,10 +77,10 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 4, 24
 def interleaved(
     calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any], seconds: float
 ) -> dict[str, Samples]:
-    """Kernel times of several programs that take turns, so that clocks and heat serve all alike.
+    """Returns the kernel times of programs that take turns, so that clocks and heat are the same.
 
-    Each call takes the next input set. A tiny kernel after each call, which no program here has, says
-    where the kernels of one end. Rounds are as many as fit in `seconds`, within limits.
+    Each call takes the next input set. A tiny marker kernel, which no program here contains, separates
+    the kernels of one call from the next. As many rounds run as fit in `seconds`, within limits.
 
     Raises:
       RuntimeError: CUPTI saw no kernel, or not the same ones in each round.
@@ -92,8 +92,8 @@ def interleaved(
         for call in calls.values():
             outputs.append(call(*next(turns)))
             last = _marker(flag)
-        # As in `cupti`, outputs stay alive, so that no call writes where the last one wrote; but no
-        # longer than the cache could remember them.
+        # As in `cupti`, outputs stay alive so that calls write to different memory, but only until
+        # they exceed twice COLD_BYTES.
         while sum(a.nbytes for out in outputs for a in jax.tree.leaves(out)) > 2 * COLD_BYTES:
             outputs.popleft()
         return last
@@ -128,7 +128,7 @@ def _marker(flag: jax.Array) -> jax.Array:
 def split_at_markers(
     timings: Sequence[tuple[str, float]], count: int
 ) -> list[list[tuple[str, float]]]:
-    """The kernels of each program; the last of all is the marker."""
+    """Returns the kernels of each program, separated by the marker, which is the last kernel of all."""
     marker = timings[-1][0]
     parts: list[list[tuple[str, float]]] = [[]]
     for name, milliseconds in timings:

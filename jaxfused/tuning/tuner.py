@@ -1,4 +1,4 @@
-"""tune: measures the ways to run the operators of a program, and keeps the fastest."""
+"""tune: measures the implementations and configs of a program's operators, and keeps the fastest."""
 
 import importlib
 import importlib.util
@@ -18,49 +18,49 @@ from jaxfused.runtime import table
 from jaxfused.tuning.bench import Bench, Candidate, GpuBench, Work
 
 _TIE = 1.02
-"""Within this factor, which two measurements differ by too, the default's order decides."""
+"""Ratio of times up to which the default order decides, since two measurements differ by as much."""
 _SLOW = 1.5
-"""An implementation whose default config takes so many times the fastest's is given up."""
+"""Ratio of its default config's time to the fastest above which an implementation is given up."""
 _KEPT = 4
-"""So many configs of an implementation are kept: one further down may be legal where others are not."""
+"""Configs kept of an implementation; a slower one may be legal at shapes where others are not."""
 _SHARE = 0.005
-"""A stage that takes less of all stages' time is not worth a second look."""
+"""Share of all stages' time below which a stage's other configs are not measured."""
 _CONFIGS_A_ROUND = 2
-"""Of each stage, so that no stage takes the time of another."""
+"""Configs measured of each stage in a round, so that no stage takes the time of another."""
 _RESERVE = 1.3
-"""A round may take so many times as long a candidate as the round before."""
+"""Factor by which a round may take longer per candidate than the round before."""
 
 
 @dataclass
 class TunedStage:
-    """What was measured of a stage."""
+    """The measurements of a stage."""
 
     choice: dispatch.Choice
-    """What ran before."""
+    """The choice before tuning."""
     count: int
-    """How often the program runs it, as far as its loops say."""
+    """How often the program runs the stage, counting the trips of loops of known length."""
     work: Work
     waiting: list[Candidate]
-    """What is not measured, in the order in which it would be."""
+    """The candidates that are still to be measured, in this order."""
     order: list[Candidate]
-    """All that there is, the most promising first: what ran before, then by the cost model."""
+    """All candidates, the most promising first: the choice before tuning, then by the cost model."""
     microseconds: dict[Candidate, float] = field(default_factory=dict)
     dropped: dict[Candidate, str] = field(default_factory=dict)
-    """What raised, or was wrong, with the reason."""
+    """The candidates that raised or returned wrong results, with the reason."""
 
     @property
     def has_choice(self) -> bool:
-        """Whether there is more than one way to run it."""
+        """Whether the stage has more than one candidate."""
         return len(self.order) > 1 or any(len(self.work.candidates(c[0])) > 1 for c in self.order)
 
     @property
     def before(self) -> float | None:
-        """The microseconds of what ran before."""
+        """The microseconds of the choice before tuning."""
         return self.microseconds.get(Candidate(self.choice.implementation, self.choice.config))
 
     @property
     def ranking(self) -> list[Candidate]:
-        """What was measured, the fastest first; what is about as fast, in the default's order."""
+        """The measured candidates, fastest first; those within `_TIE` in the default order."""
         left = [candidate for candidate in self.order if candidate in self.microseconds]
         result = []
         while left:
@@ -72,14 +72,14 @@ class TunedStage:
 
     @property
     def best(self) -> list[Candidate]:
-        """The ranking without those that several of the same implementation are ahead of."""
+        """The ranking with at most `_KEPT` candidates of each implementation."""
         ranking = self.ranking
         names = [candidate.implementation for candidate in ranking]
         return [c for i, c in enumerate(ranking) if names[:i].count(c.implementation) < _KEPT]
 
     @property
     def total(self) -> float:
-        """The microseconds that the program spends in the stage, by what is the fastest so far."""
+        """The microseconds that the program spends in the stage with the fastest candidate so far."""
         return self.count * min(self.microseconds.values(), default=0.0)
 
     @property
@@ -88,7 +88,7 @@ class TunedStage:
         return ", ".join(f"{o.dtype}{list(o.shape)}" for o in self.choice.operands if o is not None)
 
     def add(self, measured: dict[Candidate, float | str]) -> None:
-        """Takes over measurements; each has one of the first candidate in it, to compare with."""
+        """Adds measurements, scaled so that the first measured candidate keeps its earlier time."""
         reference = next((c for c in self.order if c in self.microseconds), None)
         again = None if reference is None else measured.get(reference)
         scale = 1.0
@@ -102,7 +102,7 @@ class TunedStage:
                 self.microseconds[candidate] = scale * result
 
     def look_closer(self) -> None:
-        """After the implementations' defaults: what waits now are the configs of the fast ones."""
+        """Queues the other configs of fast implementations, once the defaults are measured."""
         best = min(self.microseconds.values(), default=0.0)
         fast = {
             c.implementation: time for c, time in self.microseconds.items() if time <= _SLOW * best
@@ -120,7 +120,7 @@ class TuningReport:
     path: Path | None
     """The file that was written, or None if there was nothing to write."""
     seconds: float
-    """How long it took."""
+    """Seconds that tuning took."""
     stages: tuple[TunedStage, ...]
 
     def __str__(self) -> str:
@@ -215,7 +215,7 @@ def run(
     progress: bool,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuningReport:
-    """`tune` by any bench."""
+    """Implements `tune` with any bench."""
     begin = clock()
     device = dispatch.current_device()
     file = table.user_path(device) if path is None else Path(path)
@@ -237,7 +237,7 @@ def run(
             table.write(file, device, entries)
             written = file
         except OSError as error:
-            # The measurements are reported all the same.
+            # The measurements are still reported.
             warnings.warn(f"tune: {file} could not be written ({error})", stacklevel=2)
     if written is not None and path is None:
         table.load.cache_clear()
@@ -249,7 +249,7 @@ def run(
 def _stages(
     f: Callable[..., Any], args: Sequence[Any], device: dispatch.Device
 ) -> list[TunedStage]:
-    """Each distinct stage of a program where there is something to choose."""
+    """Returns the distinct stages of a program that have more than one candidate."""
     stages: dict[table.Key, TunedStage] = {}
     for choice, runs in traced(f, *args)[0]:
         if choice.kernel is None:
@@ -260,7 +260,7 @@ def _stages(
         work = Work(choice.kernel, tuple(choice.operands), device)
         can_run = [name for name, reason in choice.reasons.items() if reason is None]
         defaults = [work.candidates(name)[0] for name in can_run]
-        # A default is known by its config, whether the table has named it or not.
+        # None for the default config is replaced by the config itself, as candidates have it.
         if choice.config is None:
             choice = choice._replace(config=work.candidates(choice.implementation)[0].config)
         first = Candidate(choice.implementation, choice.config)
@@ -276,11 +276,11 @@ def _measure(
     clock: Callable[[], float],
     show: Callable[[str], None],
 ) -> None:
-    """Round by round until nothing waits or the time is up.
+    """Measures round by round until nothing waits or the time is up.
 
-    The first round has all implementations of all stages, and later ones some configs of each stage,
-    those first that the program spends most time in. A round is compiled in threads while it is lowered
-    here, and then measured.
+    The first round has all implementations of all stages. Later ones have some configs of each stage, of
+    the stages with the largest total time first. A round is lowered here while threads compile, and then
+    measured.
     """
     pace, is_first = 0.0, True
     while any(stage.waiting for stage in stages):
@@ -292,7 +292,7 @@ def _measure(
             batch: list[Candidate] = []
             count = len(stage.waiting) if is_first else _CONFIGS_A_ROUND
             while stage.waiting and len(batch) < count:
-                # What is submitted has still to be measured.
+                # Time is reserved for measuring the candidates that are already submitted.
                 if clock() + _RESERVE * pace * (submitted + 1) >= deadline:
                     break
                 batch.append(stage.waiting.pop(0))
@@ -315,7 +315,7 @@ def _measure(
 
 
 class _Progress:
-    """A bar of seconds where tqdm is installed and there is a terminal, else a line now and then."""
+    """A tqdm bar of seconds if tqdm is installed and there is a terminal, else a line every 5 s."""
 
     def __init__(self, seconds: float, wanted: bool):
         self._wanted, self._last, self._bar = wanted, 0.0, None

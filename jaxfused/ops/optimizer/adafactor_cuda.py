@@ -10,14 +10,14 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 _MAX_LEAVES = 256
-"""The most leaves of one launch."""
+"""Leaves of one launch, at most."""
 _MAX_IN_PLACE = 48
-"""Leaves of a launch that writes in place: see `optimizer_step.LEAVES_A_CALL`."""
+"""Leaves of a launch that writes in place, at most: see `optimizer_step_cuda.LEAVES_A_CALL`."""
 _TILE_ROWS, _TILE_COLUMNS = 64, 512
 
 
 class Sizes(NamedTuple):
-    """A leaf [..., rows, columns]."""
+    """The sizes of a leaf [..., rows, columns]."""
 
     batch: int
     rows: int
@@ -101,16 +101,16 @@ def new_moments(
     """Returns the second moments of rows and columns after a step, in the buffers of those before it.
 
     Args:
-      scalars: decay, one minus it, what squares are multiplied by, and what is added to them; float32.
+      scalars: decay, one minus it, the factor of the squares, and eps, which is added to them; float32.
       lines: from `sums_of_squares`.
       rows: the moments [..., rows] of each leaf, of one dtype.
       columns: the moments [..., columns], of the same dtype.
-      counts: of how many values a row is, and a column.
-      normalizes_columns: of which of the two moments a leaf's sums are wanted.
+      counts: the numbers of values in a row and in a column of each leaf.
+      normalizes_columns: whether a leaf's sums are those of its column moments, not of its row moments.
 
     Returns:
-      (rows, columns, sums): sums are those of one of the two kinds, float32, for all matrices of the
-      first leaf, of the second, and so on.
+      (rows, columns, sums): float32 sums of the chosen moments, for all matrices of the first leaf, of
+      the second, and so on.
     """
     cuda_library.register()
     new_rows: list[jax.Array] = []
@@ -151,7 +151,7 @@ def new_moments(
 def updates_squared(
     gradients: Sequence[jax.Array], rows: Sequence[jax.Array], columns: Sequence[jax.Array]
 ) -> jax.Array:
-    """Returns the sum of g^2 / (r c) over each matrix, float32, of all leaves one after the other.
+    """Returns the float32 sum of g^2 / (r c) over each matrix, leaf after leaf.
 
     Args:
       gradients: arrays [..., rows, columns] of one dtype.

@@ -1,8 +1,8 @@
 """Adafactor's moments and scales of matrices by kernels, on one device or on shards.
 
-The reference is Optax's `scale_by_factored_rms`. An update is here a gradient times a number for its
-row, one for its column and one for its matrix. So the updates themselves need no pass of their own:
-whoever writes the parameters multiplies.
+The reference is Optax's `scale_by_factored_rms`. An update is a gradient times a factor for its row, one
+for its column and one for its matrix. So the updates need no pass of their own: the code that writes the
+parameters multiplies.
 """
 
 import functools
@@ -27,17 +27,17 @@ LEAST_PARAMETER_SCALE = 1e-3
 
 
 class Leaf(NamedTuple):
-    """The arrays of a leaf, of which the axes before the last two count matrices.
+    """The arrays of a leaf; the axes before the last two count matrices.
 
-    Moments come first: of arrays that share an axis, the last one decides how it is split.
+    Moments come first, because the last array with an axis decides how it is split.
     """
 
     row_moment: jax.Array
-    """[..., rows], the mean of the squares of a row."""
+    """[..., rows], the decayed mean of the squares of each row."""
     column_moment: jax.Array
-    """[..., columns]."""
+    """[..., columns], the decayed mean of the squares of each column."""
     gradient: jax.Array
-    """[..., rows, columns]."""
+    """[..., rows, columns], as is the parameter."""
     parameter: jax.Array
 
 
@@ -47,7 +47,7 @@ class Scaled(NamedTuple):
     row_moment: jax.Array
     column_moment: jax.Array
     scale: jax.Array
-    """[...], float32."""
+    """The factor of each matrix, float32 [...]."""
 
 
 class Scalars(NamedTuple):
@@ -72,14 +72,14 @@ def step(
     multiplies_by_parameter: bool,
     why: Mapping[str, str | None],
 ) -> tuple[list[Scaled], jax.Array]:
-    """Returns the leaves after the step, and what all gradients of the tree are multiplied by.
+    """Returns the leaves after the step, and the clipping factor of all gradients of the tree.
 
     Args:
       scalars: the numbers of this step.
       leaves: leaves without empty ones.
-      normalizes_columns: of which leaves the moments of the columns are divided by their mean, and not
-        those of the rows.
-      clips: scale gradients down to the norm `max_norm` of those of all leaves, on all devices.
+      normalizes_columns: for each leaf, whether the moments of the columns are divided by their mean,
+        and not those of the rows.
+      clips: scale gradients down such that the norm over all leaves and devices is at most `max_norm`.
       clips_updates: scale a leaf's updates down to the root mean square `clipping_threshold`.
       multiplies_by_parameter: multiply a leaf's updates by the root mean square of the parameter.
       why: for each implementation, why it cannot run.
@@ -92,7 +92,7 @@ def step(
 
 
 def _axes(names: Sequence[str]) -> tuple[sharding.AxisNames, ...]:
-    """The names of the axes of each array of a leaf."""
+    """Returns the names of the axes of each array of a leaf."""
     *leading, rows, columns = names
     return (*leading, rows), (*leading, columns), tuple(names), tuple(names)
 
@@ -108,7 +108,7 @@ class _Call:
     why: Mapping[str, str | None] = field(compare=False)
 
     def by_reference(self, vector: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the factor of all gradients, and of each leaf the arrays of `Scaled`."""
+        """Returns the factor of all gradients, then the arrays of `Scaled` of each leaf."""
         scalars, leaves = Scalars(*vector), _leaves(arrays)
         squares = [jnp.square(leaf.gradient.astype(jnp.float32)) for leaf in leaves]
         factor = jnp.ones_like(scalars.max_norm)
@@ -147,7 +147,7 @@ class _Call:
         return Scaled(moments[0], moments[1], scale)
 
     def by_kernels(self, vector: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the same, computed by each device from its shards."""
+        """Returns the same by kernels, computed by each device from its shards."""
         names = [
             [f"leaf{i}_{axis}" for axis in range(leaf.parameter.ndim)]
             for i, leaf in enumerate(_leaves(arrays))
@@ -218,7 +218,7 @@ def _groups(leaves: Sequence[Leaf]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _Split:
-    """The mesh axes that split a leaf's matrices, their rows and their columns, and the whole sizes."""
+    """The mesh axes that split a leaf's matrices, their rows and columns, and the unsharded sizes."""
 
     matrices: tuple[str, ...]
     rows: tuple[str, ...]
@@ -242,7 +242,7 @@ class _Split:
 
 @dataclass(frozen=True)
 class _Group:
-    """Leaves of the same dtypes, of which the kernels take all at once."""
+    """Leaves of the same dtypes, which the kernels take together."""
 
     call: _Call
     leaves: Sequence[Leaf]
@@ -275,7 +275,7 @@ class _Group:
             [(s.column_count, s.row_count) for s in self.split],
             self.normalizes_columns,
         )
-        # Vectors with a number for each matrix, and others with one for each leaf.
+        # Vectors have one number for each matrix, or one for each leaf.
         matrices = [math.prod(leaf.parameter.shape[:-2]) for leaf in self.leaves]
         lengths, along, across = [], [], []
         for of_columns, s, count in zip(self.normalizes_columns, self.split, matrices, strict=True):
@@ -298,7 +298,7 @@ class _Group:
         if self.call.multiplies_by_parameter:
             root = jnp.sqrt(totals[:, 1] / sizes)
             scale = scale * _repeated(jnp.maximum(root, LEAST_PARAMETER_SCALE), matrices)
-        # Without the barrier XLA computes the scale again for each element that it writes.
+        # Without the barrier XLA recomputes the scale for each element that it writes.
         scales = _parts(lax.optimization_barrier(scale), matrices)
         return [
             Scaled(row, column, part.reshape(leaf.parameter.shape[:-2]))
@@ -306,7 +306,7 @@ class _Group:
         ]
 
     def _varying(self, call: Any) -> Any:
-        """A kernel's call whose operands and results all vary along the same Manual axes."""
+        """Wraps a kernel's call so that operands and results vary along the same Manual axes."""
 
         def wrapped(*operands: Any) -> Any:
             leaves = jax.tree.leaves(operands)
@@ -330,7 +330,7 @@ class _Group:
 
 
 def _added_up(array: jax.Array, parts: Sequence[tuple[int, tuple[str, ...]]]) -> jax.Array:
-    """An array whose parts along its first axis have been added up over the devices along mesh axes."""
+    """Adds up parts of an array's first axis over devices; `parts` has (size, mesh axes) of each."""
     if not any(names for _, names in parts):
         return array
     split = _parts(array, [size for size, _ in parts])
@@ -340,12 +340,12 @@ def _added_up(array: jax.Array, parts: Sequence[tuple[int, tuple[str, ...]]]) ->
 
 
 def _vector(values: Sequence[float]) -> jax.Array:
-    # XLA's partitioner takes no function with arrays in it, but scalars it does.
+    # XLA's partitioner accepts no functions with constant arrays, only with scalars.
     return jnp.stack([lax.full((), value, jnp.float32) for value in values])
 
 
 def _repeated(vector: jax.Array, counts: Sequence[int]) -> jax.Array:
-    """A vector in which each element stands as often as `counts` says."""
+    """Returns a vector with each element repeated as often as `counts` says."""
     if all(count == 1 for count in counts):
         return vector
     return jnp.concatenate(
@@ -354,6 +354,6 @@ def _repeated(vector: jax.Array, counts: Sequence[int]) -> jax.Array:
 
 
 def _parts(array: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    """The parts of an array along its first axis."""
+    """Splits an array along its first axis into parts of these sizes."""
     ends = np.cumsum(sizes).tolist()
     return [array[end - size : end] for end, size in zip(ends, sizes, strict=True)]

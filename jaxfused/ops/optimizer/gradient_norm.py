@@ -25,7 +25,7 @@ def squared_norm(gradients: Sequence[jax.Array]) -> jax.Array:
 
 
 def clipping_factor(norm: jax.Array, max_norm: jax.Array) -> jax.Array:
-    """Returns what gradients of a norm are multiplied by so that it is `max_norm` at most."""
+    """Returns the factor that scales gradients of this norm down to `max_norm`, at most 1."""
     return jnp.where(norm < max_norm, 1.0, max_norm / norm)
 
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jaxfused.runtime import cuda_library
 
 _MAX_LEAVES = 256
-"""Gradients of one launch."""
+"""Gradients of one launch, at most."""
 _MOST_BLOCKS = 2048
 
 
 def sum_of_squares(factor: jax.Array, gradients: Sequence[jax.Array]) -> jax.Array:
-    """Returns (sum of (factor g)^2, the number of calls that saw a value that is not finite).
+    """Returns (sum of (factor g)^2, the number of launches that saw a non-finite value).
 
     Args:
       factor: a float32 scalar.

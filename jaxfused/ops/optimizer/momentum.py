@@ -1,4 +1,4 @@
-"""Muon's momentum of matrices of one shape, each as it is and transposed: gradients and kernel."""
+"""Muon's momentum of matrices of one shape, both as they are and transposed, by a kernel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from jaxfused.runtime.reference_rules import with_reference_rules
 def why_unsupported(
     device: dispatch.Device, matrices: Sequence[jax.Array], momenta: Sequence[jax.Array]
 ) -> str | None:
-    """None where the kernel takes gradients [B, M, N] and [B, N, M] and momenta, else the reason."""
+    """Returns None if the kernel takes gradients [B, M, N] or [B, N, M] and momenta, else the reason."""
     reason = cuda_library.why_unfit(device.compute_capability)
     if not sharding.is_in_one_piece(*matrices, *momenta):
         reason = reason or "its matrices may be spread over several devices"
@@ -40,7 +40,7 @@ def momentum_both_ways(
     of_gradient: Any,
     dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
-    r"""Returns what is made orthogonal, its transposes, the sums of its squares, and the new momenta.
+    r"""Returns the matrices to orthogonalise, their transposes, sums of squares, and the new momenta.
 
     .. math::
         m &\leftarrow \beta m + (1 - \beta) f g \\
@@ -77,7 +77,7 @@ class _Call:
     """The static part of a call."""
 
     count: int
-    """The number of gradients, and of momenta behind them."""
+    """The number of gradients, and of the momenta that follow them."""
     dtype: Any
 
     def by_kernel(self, scalars: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:

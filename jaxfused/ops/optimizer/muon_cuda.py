@@ -10,9 +10,9 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 _SIDE = 64
-"""The rows and columns of a tile."""
+"""Rows and columns of a tile."""
 MAX_LEAVES = 256
-"""The most arrays of one launch."""
+"""Arrays of one launch, at most."""
 
 
 def momentum_both_ways(
@@ -23,11 +23,11 @@ def momentum_both_ways(
     dtype: Any,
     is_factor: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
-    """Returns what is made orthogonal, its transposes, the sums of its squares, and the momenta.
+    """Returns the matrices to orthogonalise, their transposes, sums of squares, and the momenta.
 
     Args:
-      scalars: beta, 1 - beta, what gradients are multiplied by, and what the new momentum and the
-        gradient are multiplied by in what is made orthogonal; float32.
+      scalars: beta, 1 - beta, the factor of the gradients, and the weights of new momentum and gradient
+        in the matrix to orthogonalise; float32.
       gradients: arrays [B, M, N] with M <= N, and then ones [B, N, M], of one dtype.
       momenta: as many of the same shapes and one dtype; their buffers become the results'.
       dtype: of the first two results.

@@ -23,13 +23,13 @@ from jaxfused.runtime import sharding, stochastic_rounding
 
 @dataclass(frozen=True)
 class KernelRule:
-    """How the kernels compute an optimizer's formula."""
+    """An optimizer's formula for the kernels."""
 
     name: str
     """The rule "adam", "lion", "sgd" or "lamb"."""
     nesterov: bool
     scalars: Callable[[Any], Scalars]
-    """The function from the number of the step to the scalars of the formula."""
+    """The function from the step's number to the scalars of the formula."""
 
     @property
     def stage(self) -> str:
@@ -52,7 +52,7 @@ def record(
     why: Mapping[str, str | None],
     by_partitioner: bool = False,
 ) -> None:
-    """Records what was chosen; the operands are, for each dtype, all parameters as one vector."""
+    """Records the choice; its operands are the parameters of each dtype, as one vector."""
     sizes: dict[Any, int] = {}
     for leaf in leaves:
         dtype = leaf.parameter.dtype
@@ -81,13 +81,12 @@ def step(
       scalars: the numbers of this step.
       leaves: leaves with elements, whose arrays become those of the result.
       decays: for each leaf, whether its weight decays.
-      clips: scale gradients down to the norm `scalars.max_norm` of all of them, on all devices.
+      clips: scale gradients down such that their norm over all devices is at most `scalars.max_norm`.
       skips_nonfinite: change nothing if a gradient is not finite.
       why: for each implementation, why it cannot run.
       numbers: each leaf's number in its tree, for random bits.
-      rounding: uint32 [2], from which the bits come that round arrays in bfloat16; None to round them
-        to the nearest.
-      coding: uint32 [2], from which the bits come that round moments in 8 bits, if there are any.
+      rounding: uint32 [2], the seed of the bits that round bfloat16 arrays; None to round to nearest.
+      coding: uint32 [2], the seed of the bits that round moments in 8 bits, if there are any.
     """
     if not leaves:
         return [], jnp.array(True)
@@ -122,7 +121,7 @@ def sharding_axes(index: int, leaf: Leaf) -> dict[str, sharding.AxisNames]:
     names = [f"leaf{index}_{axis}" for axis in range(leaf.parameter.ndim)]
     if leaf.first_scale is None:
         return dict.fromkeys(Leaf._fields, tuple(names))
-    # The last axis is split between two blocks of an 8-bit moment; merged axes are not split.
+    # The last axis may be split between blocks of an 8-bit moment; merged axes are not split.
     leading = leaf.first_scale.ndim - 1
     axes: sharding.AxisNames
     if leading == leaf.parameter.ndim - 1:
@@ -141,7 +140,7 @@ def _each(rows: Sequence[Any], fields: Sequence[Sequence[str]]) -> list[tuple[An
 
 
 def _present(leaf: Leaf) -> list[str]:
-    """Returns the arrays that a leaf has, scales first: the others decide how they are split."""
+    """Returns the names of a leaf's arrays, scales first, because the last array decides the split."""
     present = [field for field, array in leaf._asdict().items() if array is not None]
     return sorted(present, key=lambda field: not field.endswith("scale"))
 
@@ -159,13 +158,13 @@ class _Call:
     rule: KernelRule
     decays: tuple[bool, ...]
     fields: tuple[tuple[str, ...], ...]
-    """The arrays that each leaf has."""
+    """The names of each leaf's arrays."""
     clips: bool
     skips_nonfinite: bool
     why: Mapping[str, str | None]
     numbers: tuple[int, ...]
     rounds: bool
-    """Whether arrays in bfloat16 are rounded at random."""
+    """Whether bfloat16 arrays are rounded at random."""
 
     @property
     def written(self) -> tuple[tuple[str, ...], ...]:
@@ -184,7 +183,7 @@ class _Call:
         words: jax.Array,
         *arrays: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        """Returns whether the step is taken, and the arrays that have been written."""
+        """Returns whether the step is taken, and the written arrays."""
         leaves = self.leaves(arrays, self.fields)
         record(self.rule.stage, leaves, "cuda", self.why, where.by_partitioner)
         names = [where.names(of_leaf["parameter"]) for of_leaf in axes]
@@ -208,13 +207,13 @@ class _Call:
     def _launches(
         self, leaves: Sequence[Leaf], names: Sequence[tuple[str, ...]]
     ) -> list[list[int]]:
-        """Returns the indices of the leaves that one call updates."""
+        """Returns lists of the leaves that one call updates."""
 
         def kind(i: int) -> Hashable:
             leaf = leaves[i]
             dtypes = tuple(None if array is None else array.dtype for array in leaf)
             varying = sharding.varying(*(a for a in leaf if a is not None))
-            # Sums over a leaf are added up over the devices for the leaves of a call together.
+            # LAMB's sums over a leaf are added up over devices for all leaves of a call together.
             return dtypes, varying, names[i] if self.rule.name == "lamb" else ()
 
         return _grouped(kind, len(leaves))
@@ -280,10 +279,10 @@ def _has_float32_moments(leaf: Leaf) -> bool:
 def _place(
     where: sharding.OnShards, axes: sharding.AxisNames, shard: jax.Array
 ) -> list[jax.Array | int]:
-    """Returns where a shard is in its array: base, three chunks and three skips, modulo 2^32.
+    """Returns a shard's place in its array: base, three chunks and three skips, modulo 2^32.
 
-    The element with index l on this device has index base + l + sum of (l // chunk) * skip in the array,
-    where the terms are those of the axes that are split, but the first of all axes needs none.
+    The element with index l on this device has index base + l + sum of (l // chunk) * skip in the array.
+    Each split axis has a term, except the array's first axis.
     """
     base: jax.Array | int = 0
     terms = []
@@ -314,12 +313,12 @@ def _random(
     places: Sequence[Sequence[jax.Array | int]],
     like: Leaf,
 ) -> jax.Array:
-    """Returns what the kernels' random bits depend on, for each leaf: [leaves, RANDOM_WORDS]."""
+    """Returns the seeds and places for the kernels' random bits, [leaves, RANDOM_WORDS]."""
     rounding, coding = words
     codes = like.first_scale is not None
 
     def vector(values: Sequence[jax.Array | int]) -> jax.Array:
-        # XLA's partitioner takes no function with arrays in it, but scalars it does.
+        # XLA's partitioner accepts no functions with constant arrays, only with scalars.
         return jnp.stack(
             [v if isinstance(v, jax.Array) else lax.full((), v, jnp.uint32) for v in values]
         )
@@ -337,7 +336,7 @@ def _random(
 def sum_of_squares(
     factor: jax.Array, gradients: Sequence[Any], names: Sequence[tuple[str, ...]]
 ) -> jax.Array:
-    """Returns the sum of the squares of all gradients, and whether one is not finite, as 0 or more."""
+    """Returns the sum of squares of all gradients, and a count that is 0 if all are finite."""
 
     def kind(i: int) -> Hashable:
         return gradients[i].dtype, names[i], sharding.varying(gradients[i])
@@ -357,7 +356,7 @@ def sum_of_squares(
 
 
 def _grouped(kind: Callable[[int], Hashable], count: int) -> list[list[int]]:
-    """Returns the numbers below `count` in lists of one kind each."""
+    """Returns the numbers below `count`, in lists of equal `kind`."""
     groups: dict[Hashable, list[int]] = {}
     for i in range(count):
         groups.setdefault(kind(i), []).append(i)

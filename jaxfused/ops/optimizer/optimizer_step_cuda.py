@@ -10,16 +10,16 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 LEAVES_A_CALL = 32
-"""Further leaves are handed to another launch. One launch could take all of a large tree, but XLA's
-search for copies between operands and results that share a buffer takes longer than in proportion to
-their number: with 256 leaves a call, ViT-L/16's step compiles for minutes."""
+"""Leaves of one launch, at most. One launch could take all of a large tree, but XLA's search for copies
+between operands and results that share a buffer takes time that grows faster than their number: with 256
+leaves a call, ViT-L/16's step compiles for minutes."""
 _WARPS = 8
 _TILE = 1024
-"""Values of a tile in which each thread has one vector."""
+"""Values of a tile if each thread has one vector."""
 
 
 class Leaf(NamedTuple):
-    """The arrays of one leaf, all of one shape; what is absent is None."""
+    """The arrays of one leaf, all but the scales of one shape; absent ones are None."""
 
     gradient: jax.Array | None
     parameter: jax.Array
@@ -33,7 +33,7 @@ class Leaf(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """What a step reads from device memory, in the kernel's order; what a rule lacks is 0."""
+    """The scalars that a step reads from device memory, in the kernel's order; unused ones are 0."""
 
     learning_rate: Any = 0.0
     weight_decay: Any = 0.0
@@ -65,9 +65,9 @@ _WRITTEN = {
 _TAKING_NORMS = ("lamb_moments", "lamb_norms")
 _ALL_WRITTEN = tuple(field for field in Leaf._fields if field != "gradient")
 RANDOM_WORDS = 16
-"""The words for each leaf of `random`: see LeafRandom in ffi/common/stochastic_rounding.cuh."""
+"""Words of `random` for each leaf: see LeafRandom in ffi/common/stochastic_rounding.cuh."""
 BLOCK = 256
-"""Values that share a scale."""
+"""Values of an 8-bit moment that share a scale."""
 
 
 def why_unsupported(
@@ -84,9 +84,9 @@ def why_unsupported(
 
 
 def _vectors(leaf: Leaf) -> int:
-    """Returns the vectors of a thread in a tile; more of them where values have few bytes."""
+    """Returns the number of vectors of a thread in a tile, more if an element has few bytes."""
     read = sum(array.dtype.itemsize for array in leaf[:5] if array is not None)
-    # With two vectors, a warp has a whole block of an 8-bit moment.
+    # With two vectors a thread, a warp has a whole block of an 8-bit moment.
     return 1 if read >= 12 and leaf.first_scale is None else 2
 
 
@@ -115,11 +115,11 @@ def step(
     """Returns the leaves after the step, whose arrays have the buffers of those before it.
 
     Args:
-      rule: "adam", "adam_8bit", "lion", "sgd", or one of LAMB's two passes, of which the first returns
-        the squares of the norms of each leaf's parameter and direction, and the second reads them.
-        With moments in float32 they are "lamb_moments", which updates these, and "lamb_write", which
-        reads them instead of the gradient. With narrower moments they are "lamb_norms", which writes
-        nothing, and "lamb_whole", since a direction from rounded moments would have another norm.
+      rule: "adam", "adam_8bit", "lion", "sgd", or one of LAMB's two passes. The first returns the
+        squared norms of each leaf's parameter and direction, and the second reads them. With moments in
+        float32 they are "lamb_moments", which updates the moments, and "lamb_write", which reads these
+        instead of the gradient. With narrower moments they are "lamb_norms", which writes nothing, and
+        "lamb_whole", since a direction from rounded moments would have another norm.
       scalars: `Scalars.stacked`.
       stats: from `gradient_norm.sum_of_squares`, if the step clips or skips.
       leaves: leaves that have the same arrays, in the same dtypes.
