@@ -1,7 +1,7 @@
 """Flax Linen modules with Flax's own names, attributes and parameters, on this package's operators.
 
-What an operator cannot serve, such as a mask of a norm, runs Flax's own code: each class says for which
-arguments, and `jaxfused.explain` lists such calls of a program.
+A call that an operator cannot serve, such as a norm with a mask, runs Flax's own code: each class says
+for which arguments, and `jaxfused.explain` lists such calls of a program.
 
 Every other name of `flax.linen` is here too, and is Flax's own: `import jaxfused.linen as nn` is all
 that changes in a model, and its submodules may be imported as Flax's: `jaxfused.linen.spmd`.
@@ -47,7 +47,7 @@ __all__ = _mirror(__name__, _flax)
 
 
 def __getattr__(name: str) -> Any:
-    """What is not ours is Flax's."""
+    """Returns Flax's object for a name that this package does not define."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

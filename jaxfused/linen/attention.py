@@ -68,7 +68,7 @@ def attention_fn(
     - A `precision` other than the default, products other than Flax's and complex numbers run Flax's
       code, and `jaxfused.explain` lists the call. Together with a named kernel such a call raises an
       error.
-    - Weights that are sown (`module`) are computed beside the kernel, by XLA.
+    - Weights that are sown (`module`) are computed in addition to the kernel, by XLA.
 
     Args:
       query: [..., T, N, H].
@@ -257,7 +257,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         )
         if sow_weights:
             options["module"] = self
-        # As in Flax, a function of the caller's own need not take all of them.
+        # As in Flax, the caller's own function need not accept all of them.
         taken = inspect.signature(self.attention_fn).parameters
         options = {name: option for name, option in options.items() if name in taken}
         attended = self.attention_fn(query, key, value, **options)
@@ -353,5 +353,5 @@ class SelfAttention(MultiHeadDotProductAttention):
 
 
 def __getattr__(name: str) -> Any:
-    """`nn.attention` is a module of Flax too: what is not ours in it is Flax's."""
+    """Returns Flax's object, because `nn.attention` is a module of Flax too."""
     return getattr(linen.attention, name)

@@ -74,7 +74,7 @@ class Conv(linen.Conv):
     def forked(
         self, inputs: ConvInput, *, residual: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Convolves inputs [..., *spatial, I] that somebody else reads too.
+        """Convolves inputs [..., *spatial, I] that other code reads too.
 
         Args:
           inputs: [..., *spatial, I], any number of batch axes.
@@ -98,18 +98,17 @@ class Conv(linen.Conv):
         hand_on: bool = False,
         statistics: bool = False,
     ) -> tuple[jax.Array, jax.Array, Statistics | None]:
-        """A call, and what else there is of it.
+        """Implements a call, and returns the inputs and statistics too.
 
         Args:
           inputs: [..., *spatial, I], any number of batch axes.
           residual: of the result's shape, is added before the activation.
           hand_on: whether the gradient of the inputs that are returned is added where the convolution
             computes its own.
-          statistics: whether those of y are wanted.
+          statistics: whether to compute statistics of y.
 
         Returns:
-          `(y, inputs, statistics)`; the statistics are what `jaxfused.batch_norm` takes by this name, or
-          None.
+          `(y, inputs, statistics)`; the statistics are the argument of `jaxfused.batch_norm`, or None.
 
         Raises:
           ValueError: as for a call.
@@ -167,7 +166,7 @@ class Conv(linen.Conv):
 
 
 def conv_kernel(layer: Any, shape: tuple[int, ...]) -> Kernel:
-    """The kernel of a `Conv`, which may be quantised: [weights of the window * I, O] then."""
+    """Returns the kernel of a `Conv`; a quantised one has the shape [window positions * I, O]."""
     kernel = stand_in(layer)
     if kernel is None:
         return layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)

@@ -103,7 +103,7 @@ class ConvNormAct(linen.Module):
     def forked(
         self, x: ConvInput, *, use_running_average: bool | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Applies the layer to x [..., *spatial, I] that somebody else reads too, such as a shortcut.
+        """Applies the layer to x [..., *spatial, I] that other code reads too, such as a shortcut.
 
         Args:
           x: [..., *spatial, I].
@@ -122,7 +122,7 @@ class ConvNormAct(linen.Module):
         residual: jax.Array | None = None,
         use_running_average: bool | None = None,
     ) -> Rectified:
-        """Applies the layer, whose activation is relu; whoever reads y masks its gradient.
+        """Applies the layer, with a relu whose gradient is masked by the readers of y.
 
         Args:
           x: [..., *spatial, I].

@@ -1,7 +1,7 @@
-"""Flax's own code as a part of a module of this package, and whether somebody looks at its calls.
+"""Flax's own code inside modules of this package, and the check whether calls of layers are watched.
 
 Flax wraps each method of a module: interceptors see its calls, and `capture_intermediates` and tables
-keep what it returns. Where a module here runs Flax's code for a call, that is one call to all of these.
+keep its results. If a module here runs Flax's code for a call, all of these must see a single call.
 """
 
 import inspect
@@ -15,16 +15,16 @@ from jaxfused.ops.fp8.fp8 import DELAYED, is_fp8, is_named
 
 
 def unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The code of a method of Flax's, which takes the module first and which nobody intercepts."""
+    """Returns a Flax method, a function of the module, without the wrapper that is intercepted."""
     return inspect.unwrap(method)
 
 
 def why_watched(precision: Any = None) -> str | None:
-    """Returns who sees the calls of single layers, which one operator would leave out, or None.
+    """Returns why layers must be called one by one, as their calls or results are watched, or None.
 
     Args:
-      precision: of the products. Those in float8 have one state for several layers, and stay together
-        where only Flax looks on.
+      precision: precision of the products. Products in float8 have one state for several layers, and
+        stay together unless JAX's products are intercepted.
     """
     intercepted = why_intercepted()
     if intercepted is not None or is_named(precision, DELAYED) or is_fp8(precision):

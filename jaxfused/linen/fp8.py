@@ -1,4 +1,4 @@
-"""The scales of float8 that a Linen module remembers, where its precision is "fp8_delayed"."""
+"""The float8 history that a Linen module with precision "fp8_delayed" stores."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from jaxfused.ops.fp8.fp8 import DELAYED, Fp8State, is_named
 
 
 def precision_of(module: linen.Module, operator: str, name: str = "fp8") -> Any:
-    """A module's precision as its operator takes it: with a state where scaling is delayed.
+    """Returns a module's precision for its operator: with delayed scaling, an `Fp8State`.
 
-    The state's history is a variable of Flax's collection of what is overwritten with its gradient,
-    which `flax.training.train_state.TrainState` does.
+    The state's history is in Flax's collection of variables that are overwritten with their gradients,
+    as `flax.training.train_state.TrainState` does.
 
     Args:
-      module: with an attribute `precision`.
-      operator: that it runs, "mlp" or another one of `jaxfused.ops.fp8.fp8.MATRICES`.
-      name: of the variable.
+      module: a module with an attribute `precision`.
+      operator: the operator that it runs, one of `jaxfused.ops.fp8.fp8.MATRICES`, such as "mlp".
+      name: the variable's name.
     """
     precision = getattr(module, "precision", None)
     if not is_named(precision, DELAYED):

@@ -115,7 +115,7 @@ def normalised(
     image_scale: jax.Array | None,
     image_shift: jax.Array | None,
 ) -> jax.Array:
-    """The call of a GroupNorm or an InstanceNorm that the operator serves, with their parameters."""
+    """Runs a GroupNorm or InstanceNorm by the operator, and creates its parameters."""
     scale = bias = None
     if module.use_scale:
         scale = module.param("scale", module.scale_init, (x.shape[-1],), module.param_dtype)

@@ -116,10 +116,10 @@ def affine(
     kernel_init: Initializer = default_kernel_init,
     bias_init: Initializer = linen.initializers.zeros,
 ) -> Callable[[int], tuple[Kernel, jax.Array | None]]:
-    """A function of the input features to the (kernel, bias) of the `Dense` of this name.
+    """Returns a function from the input features to the (kernel, bias) of the `Dense` of this name.
 
-    Where somebody sees the calls of single layers, a `Dense` is called when its result is needed: see
-    `CalledKernel`.
+    If calls of single layers are watched (see `why_watched`), a `Dense` is called when its result is
+    needed: see `CalledKernel`.
     """
     options: dict[str, Any] = dict(
         use_bias=use_bias,
@@ -164,7 +164,7 @@ class Affine(linen.Module):
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = linen.initializers.zeros
 
-    # Results of `__call__` are what a capture of intermediates keeps, and these are none.
+    # Not `__call__`, because `capture_intermediates` would keep the parameters as its results.
     @linen.compact
     def parameters(self, in_features: int) -> tuple[Kernel, jax.Array | None]:
         """Returns (kernel [in_features, F], bias [F] or None)."""
@@ -172,7 +172,7 @@ class Affine(linen.Module):
 
 
 def stand_in(layer: Any) -> KernelStandIn | None:
-    """The object that stands for a kernel of floats in a layer's parameters, or None."""
+    """Returns the replacement of a float kernel in a layer's parameters, or None."""
     kernel = layer.get_variable("params", "kernel")
     return meta.unbox(kernel) if isinstance(kernel, KernelStandIn) else None
 
@@ -195,5 +195,5 @@ def _parameters(layer: Any, in_features: int) -> tuple[Kernel, jax.Array | None]
 
 
 def __getattr__(name: str) -> Any:
-    """`nn.linear` is a module of Flax too: what is not ours in it is Flax's."""
+    """Returns Flax's object, because `nn.linear` is a module of Flax too."""
     return getattr(linen.linear, name)

@@ -136,7 +136,7 @@ class GeneralAffine(linen.Module):
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = linen.initializers.zeros
 
-    # The same field as that of `Affine`.
+    # A method for the same reason as that of `Affine`.
     @linen.compact
     def parameters(self, inputs: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
         """Returns (kernel [*inputs, *features], bias [*features] or None)."""
@@ -164,9 +164,9 @@ def general_parameters(
 
 
 def _flattened(initialise: Initializer, flat: tuple[int, ...]) -> Initializer:
-    """Returns an initialiser that draws an array of shape `flat` and gives it the shape asked for.
+    """Returns an initialiser that draws an array of shape `flat` and reshapes it to the requested shape.
 
-    The metadata of a partitioned parameter, which name the axes of the final shape, stay.
+    The metadata of a partitioned parameter, which name the axes of the final shape, are kept.
     """
 
     def init(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> Any:

@@ -235,7 +235,7 @@ class GatedMLP(linen.Module):
 
 
 def _dropout_key(module: MLP | GatedMLP, deterministic: bool | None) -> jax.Array | None:
-    """Returns the key that says what a call drops, or None where it drops nothing."""
+    """Returns the dropout key of a call, or None if nothing is dropped."""
     check_rate("jaxfused.linen.MLP", module.dropout_rate)
     if module.dropout_rate == 0.0 or linen.merge_param(
         "deterministic", module.deterministic, deterministic

@@ -99,7 +99,7 @@ class ResNetBlock(linen.Module):
           use_running_average: of the batch norms, as in Flax.
 
         Returns:
-          What a call returns, as a `jaxfused.Rectified`: its `array()` is for all that is no block.
+          What a call returns, as a `jaxfused.Rectified`; code other than a block reads its `array()`.
 
         Raises:
           ValueError: the activation is another one.

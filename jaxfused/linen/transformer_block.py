@@ -1,4 +1,4 @@
-"""The Transformer block for Flax Linen: every residual sum is part of a kernel beside it."""
+"""The Transformer block for Flax Linen: each residual sum runs in an adjacent kernel."""
 
 import functools
 from collections.abc import Callable
@@ -160,7 +160,7 @@ class TransformerBlock(linen.Module):
 
         def drop(branch: jax.Array) -> jax.Array:
             branch = linen.Dropout(self.dropout_rate)(branch, deterministic=False)
-            # The choice is the same for all positions and features of an example.
+            # A path is dropped for a whole example.
             drop_path = linen.Dropout(self.drop_path_rate, broadcast_dims=(-2, -1))
             return drop_path(branch, deterministic=False)
 

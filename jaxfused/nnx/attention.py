@@ -64,7 +64,7 @@ def attention_fn(
       pass False for the kernel's dropout.
     - A `precision` other than the default and complex numbers run Flax's code, and
       `jaxfused.explain` lists the call. Together with a named kernel such a call raises an error.
-    - Weights that are sown (`module`) are computed beside the kernel, by XLA.
+    - Weights that are sown (`module`) are computed in addition to the kernel, by XLA.
 
     Args:
       query: [..., T, N, H].
@@ -209,7 +209,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           is_causal: whether query t attends to keys s <= t alone.
           out_sharding: as in Flax.
           qkv_sharding: as in Flax.
-          input_positions: is handed to the attention_fn, as in Flax.
+          input_positions: is passed to the attention_fn, as in Flax.
 
         Returns:
           [..., T, out_features].
@@ -287,7 +287,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 qkv_promote_dtype=self.qkv_promote_dtype is not stock,
                 out_promote_dtype=self.out_promote_dtype is not stock,
                 one_axis=jnp.ndim(inputs) < 2,
-                # Flax's code has the words for what does not fit.
+                # Flax's code raises its own error if sizes do not fit.
                 features=jnp.shape(inputs)[-1:] != (self.in_features,)
                 or self.in_kv_features != self.in_features,
             )
@@ -302,7 +302,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     def _dropout(
         self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
     ) -> tuple[bool, jax.Array | None]:
-        """Returns whether weights are dropped, and the key that says which."""
+        """Returns whether weights are dropped, and the dropout key."""
         if self.dropout_rate <= 0.0:
             return False, None
         deterministic = self.deterministic if deterministic is None else deterministic

@@ -166,7 +166,7 @@ class BatchNorm(nnx.BatchNorm):
             )
         dtype = dtypes.canonicalize_dtype(x, mean, var, scale, bias, dtype=self.dtype)
         if dtype != x.dtype:
-            # Those of what is rounded are others.
+            # The statistics are of x before rounding, so they are dropped.
             x, statistics = x.astype(dtype), None
         options: dict[str, Any] = dict(
             epsilon=self.epsilon,

@@ -160,7 +160,7 @@ class Conv(nnx.Conv):
     def forked(
         self, inputs: ConvInput, *, residual: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Convolves inputs [..., *spatial, I] that somebody else reads too.
+        """Convolves inputs [..., *spatial, I] that other code reads too.
 
         Args:
           inputs: [..., *spatial, I], any number of batch axes.
@@ -184,7 +184,7 @@ class Conv(nnx.Conv):
         hand_on: bool = False,
         statistics: bool = False,
     ) -> tuple[jax.Array, jax.Array, Statistics | None]:
-        """A call, and what else there is of it.
+        """Implements a call, and returns the inputs and statistics too.
 
         Args:
           inputs: [..., *spatial, I], any number of batch axes.
@@ -192,11 +192,10 @@ class Conv(nnx.Conv):
           residual: of the result's shape, is added before the activation.
           hand_on: whether the gradient of the inputs that are returned is added where the convolution
             computes its own.
-          statistics: whether those of y are wanted.
+          statistics: whether to compute statistics of y.
 
         Returns:
-          `(y, inputs, statistics)`; the statistics are what `jaxfused.batch_norm` takes by this name, or
-          None.
+          `(y, inputs, statistics)`; the statistics are the argument of `jaxfused.batch_norm`, or None.
 
         Raises:
           ValueError: as for a call.

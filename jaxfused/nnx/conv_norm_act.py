@@ -144,7 +144,7 @@ class ConvNormAct(nnx.Module):
     def forked(
         self, x: ConvInput, *, use_running_average: bool | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Applies the layer to x [..., *spatial, I] that somebody else reads too, such as a shortcut.
+        """Applies the layer to x [..., *spatial, I] that other code reads too, such as a shortcut.
 
         Args:
           x: [..., *spatial, I].
@@ -163,7 +163,7 @@ class ConvNormAct(nnx.Module):
         residual: jax.Array | None = None,
         use_running_average: bool | None = None,
     ) -> Rectified:
-        """Applies the layer, whose activation is relu; whoever reads y masks its gradient.
+        """Applies the layer, with a relu whose gradient is masked by the readers of y.
 
         Args:
           x: [..., *spatial, I].
@@ -217,7 +217,7 @@ class ConvNormAct(nnx.Module):
         use_running_average: bool | None,
         mask_gradient: bool,
     ) -> tuple[jax.Array, jax.Array]:
-        """The layers each on its own, where somebody sees the convolution's product."""
+        """Runs the layers one by one, because the convolution's product is intercepted."""
         y, norm = self.conv(x), self.norm
         if norm is None:
             return followed(y, self.activation, residual, adds_first=True), x

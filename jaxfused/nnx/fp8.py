@@ -1,4 +1,4 @@
-"""The scales of float8 that an NNX module remembers, where its precision is "fp8_delayed"."""
+"""The float8 history that an NNX module with precision "fp8_delayed" stores."""
 
 from typing import Any
 
@@ -24,14 +24,14 @@ class Fp8History(nnx.Variable):
 
 
 def history_for(precision: Any, operator: str) -> Any:
-    """What a module with this precision remembers of its operator, or None."""
+    """Returns the history variable of a module with this precision, or None."""
     if not is_named(precision, DELAYED):
         return nnx.data(None)
     return Fp8History(Fp8State.zeros(operator).history)
 
 
 def precision_of(module: nnx.Module) -> Any:
-    """A module's precision as its operator takes it: with a state where scaling is delayed."""
+    """Returns a module's precision for its operator: with delayed scaling, an `Fp8State`."""
     history = getattr(module, "fp8_history", None)
     if history is None:
         return getattr(module, "precision", None)

@@ -172,7 +172,7 @@ def affine(layer: nnx.Module) -> tuple[Kernel, jax.Array | None]:
     are intercepted, the layers are called: see `CalledKernel`.
 
     Raises:
-      TypeError: a layer of another class, whose own call would be passed over.
+      TypeError: a layer of another class, whose own call would be bypassed.
       ValueError: a LoRA with a promote_dtype of its own.
     """
     if why_intercepted() is not None:
@@ -194,7 +194,7 @@ def affine(layer: nnx.Module) -> tuple[Kernel, jax.Array | None]:
 
 
 def layer_dtype(layer: nnx.Module) -> Any:
-    """The dtype of a layer's parameters, of whatever class they are now."""
+    """Returns the dtype of a layer's parameters, also if they are quantised or have a LoRA."""
     layer = getattr(layer, "base_module", layer)
     return getattr(layer, "param_dtype", jnp.float32)
 

@@ -27,14 +27,14 @@ def _add_layers(
     first: Mapping[str, Any],
     last: Mapping[str, Any],
 ) -> None:
-    """Gives a module its layers, under its names for them, the one from the hidden features last.
+    """Adds a module's layers under its names for them; the layer from the hidden features is last.
 
     Args:
-      module: with its `layer_names`.
-      sizes: features of x, of the hidden layer, and of the result, where None is as many as x has.
+      module: the module, which has its `layer_names`.
+      sizes: features of x, of the hidden layer, and of the result; None stands for those of x.
       linear: makes a layer.
-      first: what it is told of the layers to the hidden features.
-      last: of the last one; what is None is as for the others.
+      first: its options for the layers to the hidden features.
+      last: its options for the last layer; None stands for the option in `first`.
     """
     features, hidden_features, out_features = sizes
     *names, down = module.layer_names
@@ -321,7 +321,7 @@ class GatedMLP(nnx.Module):
 def _dropout_key(
     module: MLP | GatedMLP, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
 ) -> jax.Array | None:
-    """Returns the key that says what a call drops, or None where it drops nothing."""
+    """Returns the dropout key of a call, or None if nothing is dropped."""
     if module.dropout_rate == 0.0:
         return None
     deterministic = module.deterministic if deterministic is None else deterministic

@@ -135,7 +135,7 @@ class ResNetBlock(nnx.Module):
           use_running_average: of the batch norms, as in Flax.
 
         Returns:
-          What a call returns, as a `jaxfused.Rectified`: its `array()` is for all that is no block.
+          What a call returns, as a `jaxfused.Rectified`; code other than a block reads its `array()`.
 
         Raises:
           ValueError: the activation is another one.
@@ -157,7 +157,7 @@ class ResNetBlock(nnx.Module):
     def _until_last(
         self, x: jax.Array | Rectified, use_running_average: bool | None
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """What the last layer reads, and the arguments of its call."""
+        """Returns the last layer's input, and the arguments of its call."""
         options: dict[str, Any] = dict(use_running_average=use_running_average)
         first, *inner = (getattr(self, f"layer{index}") for index in range(1, self.layers))
         y, residual = first.forked(x, **options)

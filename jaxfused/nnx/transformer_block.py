@@ -1,4 +1,4 @@
-"""The Transformer block for Flax NNX: every residual sum is part of a kernel beside it."""
+"""The Transformer block for Flax NNX: each residual sum runs in an adjacent kernel."""
 
 import functools
 from collections.abc import Callable
@@ -168,7 +168,7 @@ class TransformerBlock(nnx.Module):
             activation = "silu" if gated else "gelu_tanh"
         self.mlp = make_mlp(features, hidden_features, activation=activation, save=save, **layer)
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs if dropout_rate > 0 else None)
-        # The choice is the same for all positions and features of an example.
+        # A path is dropped for a whole example.
         self.drop_path = nnx.Dropout(
             drop_path_rate, broadcast_dims=(-2, -1), rngs=rngs if drop_path_rate > 0 else None
         )
