@@ -2,7 +2,7 @@
 
 An operator gives `choose` one reason for each implementation, in order of preference: None if the
 implementation can run, or a sentence that says why it cannot. `jaxfused.runtime.runner` then prefers
-what the autotuning table has. No environment variable or registry takes part.
+the autotuning table's choice (see `jaxfused.runtime.table`). Nothing else decides.
 """
 
 import contextlib

@@ -292,7 +292,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         )
 
     def _projections(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns queries, keys and values [..., T, N, H], normalised where that is asked for."""
+        """Returns queries, keys and values [..., T, N, H], normalised if the attribute says so."""
         features = self.qkv_features or inputs.shape[-1]
         if features % self.num_heads:
             raise ValueError(

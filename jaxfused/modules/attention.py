@@ -44,7 +44,7 @@ def why_flax(
 ) -> str | None:
     """Returns None if the operator can serve a call, else why Flax's own code runs.
 
-    Weights are sown before dropout, so that active dropout does not prevent it.
+    Sown weights are those before dropout, so that active dropout does not prevent sowing.
 
     Args:
       dtype: the dtype of query, key and value after promotion.

@@ -1,4 +1,4 @@
-"""The test which calls of a Flax norm the operator serves; Flax's own code runs the others.
+"""The test whether the operator can serve a call of a Flax norm; Flax's own code runs the others.
 
 Flax's norms reduce over any axes and across devices, and accept masks and complex numbers. The operator
 does not, so such a call runs `super().__call__`, or raises if it also uses an option that only the

@@ -92,7 +92,7 @@ class MLP(nnx.Module):
     Source: `jaxfused.mlp`.
     """
 
-    # Under these names unless `layer_names` says otherwise.
+    # The default names; `layer_names` may give others.
     up: Linear
     down: Linear
 
@@ -228,7 +228,7 @@ class GatedMLP(nnx.Module):
     Source: `jaxfused.gated_mlp`.
     """
 
-    # Under these names unless `layer_names` says otherwise.
+    # The default names; `layer_names` may give others.
     gate: Linear
     up: Linear
     down: Linear

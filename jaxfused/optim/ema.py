@@ -43,7 +43,7 @@ class CopyFirst:
         check("CopyFirst: decay", self.decay)
 
     def __call__(self, updates: jax.Array) -> jax.Array:
-        """Returns the decay of an average that has had so many updates."""
+        """Returns the decay of an average after `updates` updates."""
         return jnp.where(updates == 0, 0.0, self.decay)
 
 
@@ -76,7 +76,7 @@ class PowerWarmup:
             )
 
     def __call__(self, updates: jax.Array) -> jax.Array:
-        """Returns the decay of an average that has had so many updates."""
+        """Returns the decay of an average after `updates` updates."""
         return jnp.minimum(self.decay, -jnp.expm1(-self.power * jnp.log1p(updates)))
 
 
@@ -103,7 +103,7 @@ class RationalWarmup:
         check("RationalWarmup: decay", self.decay)
 
     def __call__(self, updates: jax.Array) -> jax.Array:
-        """Returns the decay of an average that has had so many updates."""
+        """Returns the decay of an average after `updates` updates."""
         growing = jnp.minimum(self.decay, (1 + updates) / (10 + updates))
         return jnp.where(updates == 0, 0.0, growing)
 

@@ -54,7 +54,7 @@ def _matrices(tree: Any) -> Any:
 
 
 def _flattened(tree: Any) -> Any:
-    """Returns dimension numbers for leaves with two axes or more: the last is outputs, others inputs."""
+    """Returns dimension numbers for leaves with two axes or more: only the last axis is outputs."""
 
     def numbers(leaf: jax.Array) -> contrib.MuonDimensionNumbers | None:
         if leaf.ndim < 2 or not leaf.size:

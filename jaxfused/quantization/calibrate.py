@@ -21,7 +21,7 @@ from jaxfused.quantization.smoothing import Fold, folded_groups, with_divided_no
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a calibration runs, beside the rules.
+    """The batches and options of a calibration.
 
     Attributes:
       batches: what the model is called with, one after another. A few hundred rows a layer are enough
@@ -73,7 +73,7 @@ class LayerInputs:
     inside: np.ndarray | None = None
 
     def percentile(self, percent: float) -> np.ndarray:
-        """[D], of each feature the magnitude below which so many percent of its values lie."""
+        """Returns [D], the magnitude below which `percent` percent of each feature's values lie."""
         if self.inside is None:
             return np.percentile(np.abs(self.rows), percent, axis=0)
         read = self.inside.any(axis=0)

@@ -81,8 +81,8 @@ def _inverse_factor(gram: np.ndarray, damping: float) -> jax.Array:
     damped[np.diag_indices_from(damped)] = np.where(diagonal > 0, diagonal, mean)
     share = max(damping, float(np.finfo(np.float32).eps))
     while True:
-        # With both axes reversed, the lower Cholesky factor becomes an upper R with gram = R R^T, whose
-        # inverse is R^-T R^-1.
+        # With both axes reversed, the lower Cholesky factor becomes an upper R with gram = R R^T, and
+        # gram's inverse is R^-T R^-1.
         turned = damped[::-1, ::-1] + share * mean * np.eye(len(damped))
         with jax.enable_x64(True):
             lower = jnp.linalg.cholesky(jnp.asarray(turned, jnp.float64))

@@ -1,7 +1,7 @@
 """The activation functions that fused operators accept by name.
 
 Names are those of `jax.nn`, and say which formula is meant where there are several: `gelu_tanh` is
-`jax.nn.gelu`'s default, `gelu_erf` the exact one, `quick_gelu` the one of a logistic function
+`jax.nn.gelu`'s default, `gelu_erf` the exact one, `quick_gelu` the one with a logistic function
 (Hendrycks, Gimpel, 2016, https://arxiv.org/abs/1606.08415), `relu2` the square of relu (So et al.,
 "Primer", 2021, https://arxiv.org/abs/2109.08668). `leaky_relu` has the derivative 0.01 below 0. Where a
 derivative jumps it is that of `jax.nn`: the lesser one, but 1 for leaky_relu.
@@ -62,7 +62,8 @@ BOUNDED_FROM_ABOVE = {
 }
 """Bounds, rounded up, of an activation's magnitude below 0; above 0 these activations grow.
 
-So their largest magnitude follows from the largest input. For the others the magnitudes decide.
+So their largest magnitude follows from the largest input; for the others it follows from the largest
+magnitude of an input.
 """
 
 

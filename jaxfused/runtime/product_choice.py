@@ -16,7 +16,7 @@ _DOUBT = 1.06
 _START = 0.5
 """Microseconds added to those times: XLA has many tiles and epilogues for the smallest products."""
 _CONVERTED_ANEW = 0.3
-"""Fraction of a small-M gradient's weights that its program's forward has not converted already."""
+"""Fraction of the weights' conversion that a small-M gradient pays; the forward has done the rest."""
 _HOPPER = 9
 
 

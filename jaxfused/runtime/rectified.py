@@ -36,17 +36,17 @@ class Rectified:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As an array has it."""
+        """The shape of the values."""
         return self.values.shape
 
     @property
     def dtype(self) -> Any:
-        """As an array has it."""
+        """The dtype of the values."""
         return self.values.dtype
 
     @property
     def ndim(self) -> int:
-        """As an array has it."""
+        """The number of axes of the values."""
         return self.values.ndim
 
     def array(self) -> jax.Array:

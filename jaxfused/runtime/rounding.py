@@ -51,14 +51,14 @@ def scales(
 
     def extreme(reduction, values):
         result = reduction(values, axis=over, keepdims=per_tensor, initial=0.0)
-        # On a CPU XLA's largest number of an array may leave out NaN (jax 0.11.2).
+        # On a CPU XLA's maximum may ignore NaN (jax 0.11.2).
         has_nan = jnp.any(jnp.isnan(values), axis=over, keepdims=per_tensor)
         return jnp.where(has_nan, jnp.nan, result.astype(jnp.float32))
 
     def divisible(scale):
         # Groups of (almost) zeros get the smallest scale that can be divided by. An infinite scale,
-        # which would make some of its group NaN, some infinite and some 0, becomes NaN. The sum does
-        # it because XLA would run a `jnp.where` as a kernel of its own.
+        # which would make some of its group NaN, some infinite and some 0, becomes NaN, by a sum
+        # because XLA would run a `jnp.where` as a separate kernel.
         scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
         return scale + 0 * scale
 
@@ -113,7 +113,7 @@ def encode(
     layout: Layout = "rows",
     group_size: int | tuple[int, int] | None = None,
 ) -> QuantizedArray:
-    """Rounds x to the nearest value of each scale; what lies outside the range is clipped to it."""
+    """Rounds x to the nearest value of each scale; values outside the range are clipped to it."""
     units = in_units(x, scale, zero_point, axis, group_size)
     values = codes(units, dtype, symmetric=zero_point is None)
     values = values.mT if layout == "columns" else values

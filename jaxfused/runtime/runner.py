@@ -562,7 +562,7 @@ def _lowered(
 
 @contextlib.contextmanager
 def jax_defaults(implementation: str) -> Iterator[None]:
-    """Sets JAX's default promotions in this context, whatever the user has set.
+    """Sets JAX's default promotions, and for kernels 32-bit types, whatever the user has set.
 
     A kernel's indices are 32 bits wide, and promotions in its arithmetic are intended.
     """

@@ -102,7 +102,7 @@ def per_shard(
         results = jax.shard_map(
             functools.partial(call.on_shards, places),
             mesh=mesh,
-            # Without names: all but those that an enclosing `jax.vmap` has taken for its batch.
+            # An empty set means all axes but those that an enclosing `jax.vmap` uses for its batch.
             axis_names=unsettled if mesh.manual_axes else set(),
             in_specs=tuple(_spec(letters, places) for letters in call.present_operands),
             out_specs=tuple(_spec(letters, places) for letters in call.present_results),
@@ -236,7 +236,7 @@ def _places_by_names(
     operand_axes: Sequence[AxisNames],
     mesh_shape: Mapping[str, int],
 ) -> Places:
-    """Returns the mesh axes of each named axis: those of the last operand with it, if even shards."""
+    """Returns the mesh axes of each named axis: those of the last operand with it, if they divide it."""
     places: dict[str, tuple[str, ...]] = {}
     for spec, shape, axes in reversed([*zip(specs, shapes, operand_axes, strict=True)]):
         for entry, size, axis in zip(spec, shape, axes, strict=False):
@@ -448,7 +448,7 @@ def _places(
     whole: str,
     parts: str,
 ) -> Places:
-    """Returns the mesh axes of each letter: those of the first operand that can be split so."""
+    """Returns the mesh axes of each letter: those of the first operand that can be split by them."""
     places: dict[str, tuple[str, ...]] = {}
     decided: set[str] = set()
     for spec, shape, letters in zip(specs, shapes, axes, strict=True):

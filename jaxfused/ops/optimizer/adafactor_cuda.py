@@ -62,7 +62,7 @@ def sums_of_squares(
     """Returns the sums of squares of rows and columns, and those of whole leaves.
 
     Args:
-      gradients: arrays [..., rows, columns] of one dtype, without empty ones.
+      gradients: non-empty arrays [..., rows, columns] of one dtype.
       parameters: as many of the same shapes and one dtype, or none.
 
     Returns:

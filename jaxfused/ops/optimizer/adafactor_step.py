@@ -76,7 +76,7 @@ def step(
 
     Args:
       scalars: the numbers of this step.
-      leaves: leaves without empty ones.
+      leaves: non-empty leaves.
       normalizes_columns: for each leaf, whether the moments of the columns are divided by their mean,
         and not those of the rows.
       clips: scale gradients down such that the norm over all leaves and devices is at most `max_norm`.
