@@ -81,8 +81,8 @@ class Conv(linen.Conv):
           residual: of the result's shape, is added before the activation.
 
         Returns:
-          `(y, inputs)`: the gradient of the inputs that are returned is added where the convolution
-          computes its own, as `hand_on` of `jaxfused.conv` has it.
+          `(y, inputs)`: the convolution's backward adds the gradient of the returned inputs to its own,
+          as with `hand_on` of `jaxfused.conv`.
 
         Raises:
           ValueError: as for a call.
@@ -103,8 +103,7 @@ class Conv(linen.Conv):
         Args:
           inputs: [..., *spatial, I], any number of batch axes.
           residual: of the result's shape, is added before the activation.
-          hand_on: whether the gradient of the inputs that are returned is added where the convolution
-            computes its own.
+          hand_on: whether the backward adds the gradient of the returned inputs to its own.
           statistics: whether to compute statistics of y.
 
         Returns:

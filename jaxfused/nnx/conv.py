@@ -167,8 +167,8 @@ class Conv(nnx.Conv):
           residual: of the result's shape, is added before the activation.
 
         Returns:
-          `(y, inputs)`: the gradient of the inputs that are returned is added where the convolution
-          computes its own, as `hand_on` of `jaxfused.conv` has it.
+          `(y, inputs)`: the convolution's backward adds the gradient of the returned inputs to its own,
+          as with `hand_on` of `jaxfused.conv`.
 
         Raises:
           ValueError: as for a call.
@@ -190,8 +190,7 @@ class Conv(nnx.Conv):
           inputs: [..., *spatial, I], any number of batch axes.
           out_sharding: as in Flax.
           residual: of the result's shape, is added before the activation.
-          hand_on: whether the gradient of the inputs that are returned is added where the convolution
-            computes its own.
+          hand_on: whether the backward adds the gradient of the returned inputs to its own.
           statistics: whether to compute statistics of y.
 
         Returns:

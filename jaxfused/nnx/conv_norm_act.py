@@ -151,8 +151,8 @@ class ConvNormAct(nnx.Module):
           use_running_average: of the batch norm, as in Flax.
 
         Returns:
-          `(y, x)`: the gradient of the x that is returned is added where the convolution computes its
-          own, as `hand_on` of `jaxfused.conv` has it.
+          `(y, x)`: the convolution's backward adds the gradient of the returned x to its own, as with
+          `hand_on` of `jaxfused.conv`.
         """
         return self._apply(x, None, use_running_average, hand_on=True)
 

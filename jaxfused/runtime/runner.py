@@ -124,7 +124,7 @@ class HasConfigs(Protocol):
 
 
 class HasParts(Protocol):
-    """A kernel whose `Axes.parts` may be split over devices."""
+    """A kernel that can sum over contracted axes, its `Axes.parts`, that are split over devices."""
 
     def on_parts(
         self, names: Sequence[str], call: Callable[..., Results], *operands: Any
