@@ -37,7 +37,7 @@ class Format(NamedTuple):
     smallest: float
     storage: Any
     clipped_from: float
-    """Magnitude from which a number counts as clipped; smaller ones are rounded, at most to `largest`."""
+    """Magnitude from which a number counts as clipped; smaller ones are rounded, `largest` at most."""
 
     @property
     def unit(self) -> float:
