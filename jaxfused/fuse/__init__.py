@@ -1,4 +1,4 @@
-"""fuse: a model as it is written, with this package's operators in the places of its own operations.
+"""fuse: runs a model as it is written, with operators of this package in place of its operations.
 
 `fuse(f)` traces f to a jaxpr (`trace`), makes a graph of it that looks through calls of `jax.jit`
 (`graph`), and asks one recogniser after the other, in `recognisers`, what it finds there:
@@ -15,28 +15,28 @@
 9. `patches`: a convolution whose windows do not overlap.
 10. `conv`: any other, with what follows each channel (a bias, BatchNorm in inference), the residual sum
     and the activation.
-11. `short_conv`: the same of shifts of one array, each times a number a channel.
+11. `short_conv`: a depthwise convolution written as shifts of one array, each times a number a channel.
 12. `max_pool`: the largest value of each window of an image.
 13. `upsample`: `jax.image.resize`, bilinear by 2.
-14. `rotation`: a rotation of neighbours, or of a part of the features, that no projection has taken in.
+14. `rotation`: a rotation of interleaved pairs, or of a part of the features, outside any projection.
 
 A recogniser starts at an operation that its operator cannot do without (the root of a norm, the
-softmax of an attention), and asks for the algebra around it (`algebra`), not for a spelling: a product
-of powers, a sum of terms, a mean, seen through casts and broadcasts; of images through reshapes and
-transpositions too (`frame`, `moments`). Activations are told by their values (`activation`). What it
-finds is a `site`: inputs, outputs, and the operations between them, none of which anything else may
-use. `evaluate` runs the program with the sites in place, and everything else as it was.
+softmax of an attention), and asks for the algebra around it (`algebra`), however it is written: a
+product of powers, a sum of terms, a mean, seen through casts and broadcasts, and for images through
+reshapes and transpositions (`frame`, `moments`). Activations are recognised by their values
+(`activation`). What it finds is a `site`: inputs, outputs and the operations between them, whose
+results nothing else may use. `evaluate` runs the program with its sites, and the rest unchanged.
 
 The rules are these:
 
 - Only a program that is not differentiated yet is changed. Its gradients are then the operators' own.
-- An operator takes a place only where it rounds no earlier than the program does: with bfloat16
-  arguments where the program's result is bfloat16 too. Dtypes stay.
-- A custom_vjp, a custom_jvp other than of a known activation, and a stop_gradient are walls.
-- A query without keys gets what the program gives it: where masked logits are one finite number, the
-  mean of the values. Masks of -inf are taken only where each query provably has a key.
-- On a GPU it takes only what has a kernel for its shapes and dtypes, and never what an operator refuses.
-- Random bits are the program's own: where probabilities are dropped, the attention stays.
+- An operator replaces operations only if it rounds no earlier than they do: with bfloat16 arguments
+  only if the program's result is bfloat16 too. Dtypes stay.
+- Nothing is replaced across a custom_vjp, a stop_gradient, or a custom_jvp of no known activation.
+- A query without keys gets the program's result: the mean of the values if masked logits are one
+  finite number. Masks of -inf are replaced only if each query provably has a key.
+- On a GPU, operations are replaced only if a kernel takes their shapes and dtypes.
+- Random bits stay the program's own: an attention that drops probabilities is not replaced.
 """
 
 import functools
@@ -111,5 +111,5 @@ def fuse[F: Callable[..., Any]](f: F, *, without: Collection[str] = ()) -> F:
 
 
 def name_of(f: Callable[..., Any]) -> str:
-    """The name of a function, or of the class of a module."""
+    """Returns the name of a function, or of the class of a module."""
     return getattr(f, "__qualname__", type(f).__name__)

@@ -1,8 +1,8 @@
-"""Tells an activation by its values, however it is written.
+"""Recognises an activation by its values, however it is written.
 
-The operations that follow from one array alone are a function of a number. It is evaluated in float64
-at a few numbers and compared with the activations that operators have. Constants of the program may be
-rounded to its dtype, as 0.044715 is in bfloat16: it may be as far off as that makes it, and no farther.
+Elementwise operations that read one array alone are a function of a number. It is evaluated in float64
+at a few points and compared with the activations of the operators. Constants of the program may be
+rounded to its dtype, as 0.044715 is in bfloat16: the values may be off by that much, and no more.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jaxfused.fuse.graph import Node, Value
 from jaxfused.runtime.activation import FUNCTIONS
 
 POINTS = np.concatenate([np.linspace(-6.0, 6.0, 41), [-1e-3, 1e-3, 11.0, -11.0]])
-"""Where functions are compared."""
+"""Arguments at which functions are compared."""
 _LONGEST = 24
 
 
@@ -34,10 +34,10 @@ class Activated(NamedTuple):
 
 
 def activation_of(z: Value) -> Activated | None:
-    """The activation that all readers of `z` are part of, or None."""
+    """Returns the longest activation that contains all readers of `z`, or None."""
     best = None
     for result, covered in _functions_of(z):
-        # What only rounds after the activation belongs to it; what only rounds is no activation.
+        # A cast after an activation belongs to it, but casts alone are no activation.
         if any(passed_on(node) is None for node in covered):
             name = _name(z, result, covered)
             if name is not None:
@@ -46,7 +46,7 @@ def activation_of(z: Value) -> Activated | None:
 
 
 def why_no_activation(z: Value) -> str:
-    """Why what follows from `z` is none of the activations, or "" where it does not look like one."""
+    """Returns why the operations after `z` are no known activation, or "" if they look like none."""
     for result, covered in _functions_of(z):
         names = {node.name for node in covered}
         if "max" in names and _values(z, result, covered) is not None:
@@ -60,7 +60,7 @@ def why_no_activation(z: Value) -> str:
 
 
 def _functions_of(z: Value) -> Iterator[tuple[Value, set[Node]]]:
-    """The values on which all that is made of `z` alone comes down, and the operations between."""
+    """Yields each value through which all uses of `z` pass, and the operations between the two."""
     inside: set[Node] = set()
     made = {z}
     live = {z}
@@ -86,7 +86,7 @@ def _functions_of(z: Value) -> Iterator[tuple[Value, set[Node]]]:
 
 
 def _is_function(node: Node, made: set[Value]) -> bool:
-    """Whether the operation makes of each element one element, of `made` and numbers alone."""
+    """Whether the operation is elementwise, with operands that are in `made` or single numbers."""
     if len(node.outs) != 1 or node.name == "stop_gradient":
         return False
     if not node.out.is_floating and node.name not in ("gt", "ge", "lt", "le"):
@@ -99,7 +99,7 @@ def _is_function(node: Node, made: set[Value]) -> bool:
 
 
 def is_relu(node: Node) -> bool:
-    """Whether the operation is `jax.nn.relu`, by value and by derivative."""
+    """Whether the operation is `jax.nn.relu`, in its values and its derivative."""
     if node.eqn.primitive is not primitives.custom_jvp_call_p or len(node.ins) != 1:
         return False
     inner = graph.build(node.params["call_jaxpr"])
@@ -113,7 +113,7 @@ def is_relu(node: Node) -> bool:
 
 
 def _has_slope_of_relu(node: Node) -> bool:
-    """Whether the derivative, which may be of the user's own making, is that of `jax.nn.relu`."""
+    """Whether the derivative, which may be a custom_jvp of the user, is that of `jax.nn.relu`."""
     x = node.ins[0].struct
     derivative = jax.make_jaxpr(
         lambda x, dx: jax.jvp(lambda x: graph.bind(node.eqn, [x])[0], (x,), (dx,))[1]
@@ -127,7 +127,7 @@ def _has_slope_of_relu(node: Node) -> bool:
 
 
 def _values(z: Value, result: Value, covered: set[Node]) -> np.ndarray | None:
-    """The function from `z` to `result` at the points, or None where it cannot be evaluated."""
+    """Returns the function from `z` to `result` at POINTS, or None if it cannot be evaluated."""
     return _evaluated({z: POINTS}, result, covered)
 
 
@@ -157,7 +157,7 @@ def _name(z: Value, result: Value, covered: set[Node]) -> str | None:
         node.name in ("max", "min", "select_n", "abs", "sign") and passed_on(node) is None
         for node in covered
     ):
-        # Their derivative at a corner is a choice, which only JAX's own relu is known to share.
+        # The derivative at a kink is a convention, and only that of `jax.nn.relu` is known to agree.
         return None
     values = _values(z, result, covered)
     if values is None:
@@ -177,13 +177,13 @@ def _name(z: Value, result: Value, covered: set[Node]) -> str | None:
 
 _FAR = 0.1
 _ARITHMETIC = 1e-13
-"""How far two spellings are apart at the points in float64."""
+"""Largest difference between two forms of one activation at POINTS, in float64."""
 
 
 def _slack(z: Value, result: Value, covered: set[Node], values: np.ndarray) -> np.ndarray:
-    """How far the rounding of its constants may have moved a function at each point.
+    """Returns how far rounded constants may have moved a function at each point.
 
-    Numbers such as 0.5, 1 and 3 are what they say.
+    Constants of few bits, such as 0.5, 1 and 3, are taken to be exact.
     """
     slack = np.full(POINTS.shape, _ARITHMETIC)
     for constant in {v for node in covered for v in node.ins if scalar(v) is not None}:
@@ -191,7 +191,7 @@ def _slack(z: Value, result: Value, covered: set[Node], values: np.ndarray) -> n
         assert number is not None
         is_exact = (math.frexp(number)[0] * 8).is_integer()
         if not is_exact:
-            # A number that was computed has been rounded more than once.
+            # A computed constant has been rounded more than once, hence 1.25 roundings.
             moved = number * (1 + 1.25 * rounding(number, constant))
             shifted = _evaluated({z: POINTS, constant: np.asarray(moved)}, result, covered)
             assert shifted is not None
@@ -209,15 +209,15 @@ _MADE_OF: dict[str, set[str]] = {
     "relu": {"custom_jvp_call"},
     "relu2": {"custom_jvp_call"},
 }
-"""An operation that an activation is not written without.
+"""Operations of which each activation contains at least one.
 
-Values alone would not tell the two gelus apart where constants are rounded to 16 bits.
+By values alone, the two gelus could not be told apart if constants are rounded to 16 bits.
 """
 
 
 @functools.cache
 def _activation_values(name: str) -> np.ndarray:
-    """An activation at the points, with its constants in float64."""
+    """Returns an activation at POINTS, with its constants in float64."""
     with jax.core.ensure_compile_time_eval(), jax.enable_x64(True):
         jaxpr = jax.make_jaxpr(FUNCTIONS[name])(jax.ShapeDtypeStruct((1,), "float64"))
         program = graph.build(jaxpr)

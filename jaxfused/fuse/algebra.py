@@ -1,8 +1,8 @@
-"""What a value is in terms of others: products of powers, sums, means, seen through views.
+"""Values as products of powers, sums and means of other values, seen through views.
 
-Real code writes one formula in a dozen ways: x * rsqrt(v), x / sqrt(v), (scale * rsqrt(v)) * x, with
-casts and broadcasts anywhere between. A product with powers and a sum with factors are the same for all
-of them, and recognisers ask for those.
+Programs write one formula in a dozen ways: x * rsqrt(v), x / sqrt(v), (scale * rsqrt(v)) * x, with
+casts and broadcasts anywhere between. All of them are one product of powers or one sum of terms, and
+recognisers compare those.
 """
 
 import math
@@ -16,24 +16,24 @@ from jaxfused.fuse.constants import scalar
 from jaxfused.fuse.graph import Node, Value
 
 TRANSPARENT = frozenset({"copy", "copy_p", "name", "sharding_constraint"})
-"""Operations that hand on what they get."""
+"""Operations that return their operand."""
 
 _DTYPES = tuple(jnp.dtype(name) for name in ("float64", "float32", "bfloat16", "float16"))
-"""A convert to one of these only rounds; to 8 bits it quantises, which is meant."""
+"""Dtypes between which a convert only rounds. A convert to 8 bits quantises, and is not ignored."""
 
 
 def is_transparent(node: Node) -> bool:
-    """Whether the operation hands on the numbers that it gets, but for rounding."""
+    """Whether the operation returns its operand, but for rounding."""
     if node.name == "convert_element_type":
         return node.ins[0].dtype in _DTYPES and node.out.dtype in _DTYPES
     return node.name in TRANSPARENT
 
 
 def passed_on(node: Node) -> Value | None:
-    """The operand that the operation hands on, or None where it computes something.
+    """Returns the operand that the operation returns unchanged, or None if it computes something.
 
-    A choice is transparent where it is always the same one, as of `jnp.var`'s degrees of freedom or of
-    dropout at rate 0.
+    A select whose condition is constant returns one operand, as in `jnp.var`'s check of its degrees of
+    freedom or in dropout at rate 0.
     """
     if is_transparent(node):
         return node.ins[0]
@@ -52,11 +52,11 @@ def passed_on(node: Node) -> Value | None:
 
 
 _NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}
-"""The number with which an operation changes nothing, as the mean that Flax's RMSNorm subtracts."""
+"""Operand with which each operation changes nothing. Flax's RMSNorm subtracts a mean of 0."""
 
 
 def core(value: Value) -> Value:
-    """What the value is before converts, names and sharding constraints."""
+    """Returns the value before converts, names, sharding constraints and the like (`passed_on`)."""
     while value.node is not None:
         operand = passed_on(value.node)
         if operand is None:
@@ -66,20 +66,20 @@ def core(value: Value) -> Value:
 
 
 class View(NamedTuple):
-    """A value and where its axes are among those of the value that is looked at."""
+    """A value, and the axis that each of its axes is in the value that it was reached from."""
 
     base: Value
     axes: tuple[Any, ...]
-    """For each axis of `base` the axis that it is; None for an axis of length 1. In a frame
-    (`frame`) it is the parts that the axis is made of."""
+    """Axis of that value for each axis of `base`; None for an axis of length 1. In a `frame` it is
+    the parts of which the axis consists."""
 
 
 Look = Callable[[Value, tuple[Any, ...] | None], View]
-"""What a value is behind operations that only show it: `view`, or that of a frame."""
+"""Finds the value behind casts, broadcasts and other views: `view`, or the `look` of a frame."""
 
 
 def view(value: Value, axes: tuple[int | None, ...] | None = None) -> View:
-    """The value before all that only converts, repeats or adds axes of length 1."""
+    """Returns the value before operations that only convert, broadcast or add axes of length 1."""
     if axes is None:
         axes = tuple(i if size != 1 else None for i, size in enumerate(value.shape))
     while value.node is not None:
@@ -96,7 +96,7 @@ def view(value: Value, axes: tuple[int | None, ...] | None = None) -> View:
 
 
 def _moved_axes(node: Node, axes: tuple[int | None, ...]) -> tuple[int | None, ...] | None:
-    """The axes of a view's operand, or None where the operation is no view."""
+    """Returns the axes of a view's operand, or None if the operation is no view."""
     if node.name not in ("broadcast_in_dim", "reshape", "squeeze", "tile") or len(node.ins) != 1:
         return None
     shape = node.ins[0].shape
@@ -117,12 +117,12 @@ def _moved_axes(node: Node, axes: tuple[int | None, ...]) -> tuple[int | None, .
 
 
 class Term(NamedTuple):
-    """One summand: a factor times what a view shows."""
+    """One summand: a factor times a value."""
 
     factor: float
     view: View
     slack: float = 0.0
-    """The relative rounding error that the factor may have: see `rounding`."""
+    """Largest relative rounding error of the factor: see `rounding`."""
 
 
 @dataclass
@@ -134,7 +134,7 @@ class Sum:
 
 
 def total(value: Value, axes: tuple[Any, ...] | None = None, *, look: Look = view) -> Sum:
-    """The value as a sum, as far as additions and subtractions are written one after the other."""
+    """Returns the value as a sum: nested additions, negations and constant factors are expanded."""
     result = Sum()
     _add(result, 1.0, 0.0, look(value, axes), look)
     return result
@@ -167,10 +167,9 @@ def _add(result: Sum, factor: float, slack: float, seen: View, look: Look) -> No
 
 
 def rounding(number: float, value: Value) -> float:
-    """The relative rounding error that a constant value may have.
+    """Returns the largest relative rounding error of a constant.
 
-    It is half of a unit in its last place, so that of all numbers of the dtype only the nearest one to
-    what was meant is as near as that.
+    It is half a unit in the last place: only the dtype's number nearest to the intended one is as close.
     """
     if not value.is_floating or number == 0.0 or not math.isfinite(number):
         return 0.0
@@ -180,11 +179,11 @@ def rounding(number: float, value: Value) -> float:
 
 
 _ARITHMETIC = 1e-14
-"""Our own factors are products in float64."""
+"""Relative error of factors that are multiplied here, in float64."""
 
 
 def is_one(number: float, slack: float) -> bool:
-    """Whether a number is 1 but for what was rounded in it."""
+    """Whether a number is 1 within its rounding error."""
     return abs(number - 1.0) <= slack + _ARITHMETIC
 
 
@@ -193,7 +192,7 @@ def _same_shape(node: Node) -> bool:
 
 
 def _operand_axes(node: Node, index: int, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The axes of an elementwise operation's operand, of which some may be of length 1."""
+    """Returns the axes of an elementwise operation's operand, with None for those of length 1."""
     operand = node.ins[index]
     if operand.ndim == 0:
         return ()
@@ -204,12 +203,12 @@ def _operand_axes(node: Node, index: int, axes: tuple[Any, ...]) -> tuple[Any, .
 
 @dataclass
 class Product:
-    """A constant times powers of what views show."""
+    """A constant times powers of values."""
 
     constant: float = 1.0
     powers: dict[View, float] = field(default_factory=dict)
     slack: float = 0.0
-    """The relative rounding error that the constant may have: see `rounding`."""
+    """Largest relative rounding error of the constant: see `rounding`."""
 
     def multiply(self, view: View, power: float) -> None:
         self.powers[view] = self.powers.get(view, 0.0) + power
@@ -218,7 +217,7 @@ class Product:
 
 
 Stop = Callable[[View], View | None]
-"""Whether a product is not taken apart further, and as what it is seen then."""
+"""Returns the factor to record in place of a value, or None if the value is to be expanded."""
 
 
 def product(
@@ -228,7 +227,7 @@ def product(
     stop: Stop = lambda view: None,
     look: Look = view,
 ) -> Product:
-    """The value as a product of powers."""
+    """Returns the value as a product of powers."""
     result = Product()
     _multiply(result, 1.0, look(value, axes), stop, look)
     return result
@@ -251,7 +250,7 @@ def _multiply(result: Product, power: float, seen: View, stop: Stop, look: Look)
     node = value.node
     inner = None if node is None else exponent(node)
     if node is not None and inner is not None:
-        # The root of a square is an absolute value, so that a root is taken of one thing as it is.
+        # sqrt(x**2) is |x|, not x: the argument of a fractional power is not expanded.
         if power.is_integer() and inner.is_integer():
             _multiply(
                 result, power * inner, look(node.ins[0], _operand_axes(node, 0, axes)), stop, look
@@ -272,7 +271,7 @@ def _multiply(result: Product, power: float, seen: View, stop: Stop, look: Look)
 
 
 def exponent(node: Node) -> float | None:
-    """The power to which an operation raises its argument, or None."""
+    """Returns the power to which an operation raises its argument, or None."""
     if node.name == "integer_pow":
         return float(node.params["y"])
     if node.name == "pow":
@@ -292,17 +291,17 @@ class Mean(NamedTuple):
     argument: Value
     axes: tuple[int, ...]
     placed: tuple[int, ...]
-    """The places of the remaining axes among those of the array that was reduced."""
+    """Axes of the result that the remaining axes of `argument` are, in order."""
 
     @property
     def is_in_place(self) -> bool:
-        """Whether each mean stands where it was taken, in an array of the argument's rank."""
+        """Whether the remaining axes are where they are in the argument, as with keepdims."""
         sizes = enumerate(self.argument.shape)
         return self.placed == tuple(i for i, size in sizes if i not in self.axes and size != 1)
 
 
 def mean(seen: View, factor: float = 1.0, slack: float = 0.0) -> Mean | None:
-    """The mean that `factor` times the value is, or None."""
+    """Returns the mean that equals `factor` times the value, or None."""
     parts = product(*seen)
     if len(parts.powers) != 1:
         return None
@@ -319,20 +318,20 @@ def mean(seen: View, factor: float = 1.0, slack: float = 0.0) -> Mean | None:
 
 
 def vector(seen: View, rank: int) -> Value | None:
-    """The array [D] that the value repeats over all axes but the last of `rank`, or None."""
+    """Returns the array [D] that is broadcast along all axes but the last of `rank`, or None."""
     axes = [axis for axis in seen.axes if axis is not None]
     return seen.base if axes == [rank - 1] and seen.base.is_floating else None
 
 
 def per_image(seen: View, rank: int) -> Value | None:
-    """The array [B, D] that the value repeats over all axes of `rank` between the two, or None."""
+    """Returns the array [B, D] that is broadcast along the inner axes of `rank`, or None."""
     axes = [axis for axis in seen.axes if axis is not None]
     is_of_images = rank >= 3 and axes == [0, rank - 1]
     return seen.base if is_of_images and seen.base.is_floating else None
 
 
 def trailing(value: Value, shape: tuple[int, ...]) -> Value | None:
-    """The array of `shape` that the value repeats over its axes before, or None."""
+    """Returns the array of `shape` that the value broadcasts along its leading axes, or None."""
     seen = view(value)
     first = value.ndim - len(shape)
     expected = [first + i for i, size in enumerate(shape) if size != 1]
@@ -341,7 +340,7 @@ def trailing(value: Value, shape: tuple[int, ...]) -> Value | None:
 
 
 def stages(value: Value) -> list[Value]:
-    """The value and what it is before each convert, name or sharding constraint."""
+    """Returns the value, and the value before each convert, name or sharding constraint."""
     found = [value]
     while value.node is not None:
         operand = passed_on(value.node)
@@ -353,19 +352,19 @@ def stages(value: Value) -> list[Value]:
 
 
 def is_reshape(node: Node) -> bool:
-    """Whether the operation only cuts the same elements, in the same order, into other axes."""
+    """Whether the operation only reshapes."""
     if node.name == "broadcast_in_dim":
         return len(node.ins) == 1 and math.prod(node.ins[0].shape) == math.prod(node.out.shape)
     return node.name in ("reshape", "squeeze")
 
 
 def at_dtype(value: Value, dtype: object) -> Value | None:
-    """The earliest stage of the value that has this dtype, or None."""
+    """Returns the earliest of the value's `stages` that has this dtype, or None."""
     return next((v for v in reversed(stages(value)) if v.dtype == dtype), None)
 
 
 def between(root: Value, leaves: set[Value]) -> set[Node]:
-    """The operations that make `root` of `leaves` and of what is constant."""
+    """Returns the operations that compute `root` from `leaves` and constants."""
     found: set[Node] = set()
     pending = [root]
     while pending:
@@ -381,9 +380,9 @@ _LARGEST_COMPARED = 64
 
 
 def same(first: Value, second: Value) -> bool:
-    """Whether two values are made by the same operations of the same values.
+    """Whether two values are computed by the same operations from the same values.
 
-    A model that makes its angles once for queries and once for keys makes one array.
+    Models often compute the same rotation angles once for queries and once for keys.
     """
     pending = [(first, second)]
     for _ in range(_LARGEST_COMPARED):

@@ -1,4 +1,4 @@
-"""Which axes of an array are its images, its pixels and its channels."""
+"""Finds which axes of an array are its images, its pixels and its channels."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from jaxfused.fuse.moments import Moments
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The axes of an array by what they are to a norm of images."""
+    """The roles of an array's axes in a norm of images."""
 
     layout: Layout
     images: tuple[int, ...]
-    """The parts along which every image has moments of its own."""
+    """Parts that count images, each of which has its own moments."""
     pixels: Layout
-    """The axes that are averaged over."""
+    """Axes that are averaged over."""
     channels: tuple[int, ...]
-    """The parts of the axis of channels: groups first, then the channels of a group."""
+    """Parts of the channel axis: groups first, then the channels of a group."""
     groups: tuple[int, ...]
 
     @property
@@ -29,23 +29,23 @@ class Arrangement:
 
     @property
     def is_of_batch(self) -> bool:
-        """Whether each channel has moments of its own, over all of several images."""
+        """Whether each channel has moments over all images, as in BatchNorm."""
         if self.images or self.groups != self.channels:
             return False
         return self.layout[0] not in ((), self.channels)
 
     @property
     def is_last(self) -> bool:
-        """Whether the channels are the last axis, so that nothing has to be transposed."""
+        """Whether the axes are in the order of `operand`, so that nothing has to be transposed."""
         parts = tuple(part for axis in self.operand for part in axis)
         return parts == tuple(part for axis in self.layout for part in axis)
 
     def of_channels(self, seen: View) -> Value | None:
-        """The array of one number for each channel that a view shows, or None."""
+        """Returns the view's array if it has one number for each channel, or None."""
         return _along(seen, self.channels)
 
     def of_images(self, seen: View) -> Value | None:
-        """The array [B, C] that a view shows, or None."""
+        """Returns the view's array if it is [B, C], or None."""
         return _along(seen, (*self.images, *self.channels)) if self.images else None
 
 
@@ -55,7 +55,7 @@ def _along(seen: View, parts: tuple[int, ...]) -> Value | None:
 
 
 def arrangements(moments: Moments, layout: Layout) -> Iterator[Arrangement]:
-    """The ways to read the axes of an array, the one with the channels last first."""
+    """Yields the possible roles of an array's axes, first with the last axis as channels."""
     axes = [parts for parts in layout if parts]
     for last in reversed(range(len(axes))):
         channels = axes[last]
@@ -71,16 +71,16 @@ def arrangements(moments: Moments, layout: Layout) -> Iterator[Arrangement]:
 
 
 def is_of_rows(moments: Moments) -> bool:
-    """Whether the moments are those of the last axis, of each row by itself."""
+    """Whether the moments are over the last axis, one pair for each row."""
     last = next((parts for parts in reversed(moments.frame.source.layout) if parts), ())
     return moments.reduced == set(last)
 
 
 def why_no_channels_first(value: Value, axes: int) -> str:
-    """Why images [B, C, H, W] are not transposed for an operator, or "".
+    """Returns why images [B, C, H, W] are not transposed for an operator, or "".
 
-    XLA's convolutions of 16-bit pictures have the channels last in memory, whatever the order of the
-    axes is: the transposition is a view then.
+    XLA's convolutions of 16-bit images keep the channels last in memory, whatever the order of the axes.
+    The transposition is then a view.
     """
     if value.dtype.itemsize == 2 and axes == 2:
         return ""

@@ -1,7 +1,7 @@
-"""Which columns of a table of cosines or sines are provably the same numbers.
+"""Finds columns of tables of cosines and sines that are provably equal.
 
-Each column gets a number, by what it is made of. Two columns with one number are equal, and with
-opposite numbers they are each other's negatives.
+Each column gets an integer label that depends on how it is computed. Columns with equal labels are
+equal, and columns with opposite labels are negatives of each other.
 """
 
 from typing import Any
@@ -13,22 +13,22 @@ from jaxfused.fuse.constants import elementwise, evaluate
 from jaxfused.fuse.graph import Node, Value, cuts
 
 Axes = tuple[int | None, ...]
-"""For each axis of an array the one that it is of what is multiplied; None for an axis of length 1."""
+"""For each axis of a table, the axis of the multiplied array; None for an axis of length 1."""
 
 _FUNCTIONS = frozenset({"complex", "cos", "imag", "real", "sin"})
-"""Functions of each element that `constants` does not evaluate."""
+"""Elementwise functions that `constants` does not evaluate."""
 _DEEPEST = 40
 
 
 class Columns:
-    """The numbers of columns in all tables of a program."""
+    """The labels of columns, of all tables of a program."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._known: dict[Any, np.ndarray] = {}
 
     def of(self, seen: View, leading: int, depth: int = 0) -> np.ndarray:
-        """The numbers of all columns, with the axes of the table that come after `leading` ones."""
+        """Returns the labels of a table's columns, shaped as its axes from `leading` on."""
         key = (seen, leading)
         if key not in self._known:
             base, axes = view(*seen)
@@ -115,7 +115,7 @@ class Columns:
     def _of_cut(
         self, value: Value, axes: Axes, columns: list[int], leading: int, depth: int
     ) -> np.ndarray:
-        """The numbers of a part of a table, of which an axis may be cut to length 1."""
+        """Returns the labels of a slice of a table, which may cut an axis to length 1."""
         assert value.node is not None
         whole, taken = value.node.ins[0], cuts(value)
         inner = tuple(
@@ -134,7 +134,7 @@ class Columns:
         return self._one_by_one(tuple(of_rows), [numbers]) if of_rows else numbers
 
     def _one_by_one(self, made_of: tuple[Any, ...], operands: list[np.ndarray]) -> np.ndarray:
-        """The numbers of what an operation makes of each column of its operands."""
+        """Returns the labels of an operation's columns, given those of its operands."""
         operands = list(np.broadcast_arrays(*operands))
         numbers = [self._number(*made_of, *each) for each in zip(*map(np.ravel, operands))]  # noqa: B905
         return np.reshape(numbers, operands[0].shape)
@@ -145,7 +145,7 @@ def _is_column(axis: int | None, leading: int) -> bool:
 
 
 def _picks_rows(node: Node, columns: list[int]) -> bool:
-    """Whether the operation takes whole rows of a table, as by positions."""
+    """Whether the operation takes whole rows of a table, such as those of given positions."""
     last = node.ins[0].ndim - 1 if node.ins else -1
     if columns != [node.out.ndim - 1] or last < 0:
         return False

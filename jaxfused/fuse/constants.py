@@ -1,8 +1,8 @@
-"""Numbers and arrays of a program that do not depend on its arguments.
+"""Evaluates numbers and arrays of a program that do not depend on its arguments.
 
-Masks are built of them: `jnp.tril`, comparisons of two `iota`s, Flax's `make_causal_mask`. They are
-evaluated in NumPy, with axes along which an array only repeats kept at length 1, so that a causal mask
-for a batch costs what it costs for one example.
+Masks are built from them: `jnp.tril`, comparisons of two `iota`s, Flax's `make_causal_mask`. They are
+evaluated in NumPy. Axes along which an array is broadcast keep length 1, so that a causal mask costs
+the same for a batch as for one example.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 from jaxfused.fuse.graph import Node, Value, cuts, known_array
 
 LARGEST = 1 << 26
-"""The most elements of an array that is evaluated: a mask of 8192 queries and keys."""
+"""Most elements of an array that is evaluated: a mask of 8192 queries and keys."""
 
 _ERF = np.vectorize(math.erf, otypes=[float])
 _ERFC = np.vectorize(math.erfc, otypes=[float])
@@ -26,7 +26,7 @@ def _logistic(x):
 
 
 def _quotient(x, y):
-    """Division of integers that rounds towards zero, as XLA does."""
+    """Divides, rounding quotients of integers towards zero as XLA does."""
     if np.result_type(x, y).kind == "f":
         return x / y
     return (np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))).astype(np.result_type(x, y))
@@ -69,11 +69,11 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "sub": np.subtract,
     "tanh": np.tanh,
 }
-"""What operations compute of each element, in float64."""
+"""Function that each operation applies to elements, in float64."""
 
 
 def elementwise(node: Node) -> Callable[..., Any] | None:
-    """The function of NumPy arrays that an operation applies to each element, or None."""
+    """Returns the function of NumPy arrays that an operation applies to each element, or None."""
     if node.name == "integer_pow":
         exponent = node.params["y"]
         return lambda x: np.asarray(x, np.float64) ** exponent
@@ -98,7 +98,7 @@ def elementwise(node: Node) -> Callable[..., Any] | None:
 
 
 def scalar(value: Value) -> float | None:
-    """The number that all elements of the value are."""
+    """Returns the number that all elements of the value are, or None."""
     array = evaluate(value, scalars_only=True)
     if array is None or array.size != 1 or array.dtype.kind == "c":
         return None
@@ -106,9 +106,9 @@ def scalar(value: Value) -> float | None:
 
 
 def evaluate(value: Value, *, scalars_only: bool = False) -> np.ndarray | None:
-    """The value in NumPy, of its rank and with length 1 where it repeats; None if it is not constant.
+    """Returns the value in NumPy, with broadcast axes of length 1; None if it is not constant.
 
-    Floating-point numbers are float64, and rounded to each dtype that they have in the program.
+    Floating-point numbers are float64, rounded to each dtype that they have in the program.
     """
     if not value.is_constant:
         return None
@@ -152,13 +152,13 @@ def _evaluate(value: Value, scalars_only: bool) -> np.ndarray | None:
 
 
 def rounded(number: float, dtype: Any) -> float:
-    """A number as it is in a floating dtype."""
+    """Returns a number rounded to a floating dtype."""
     with np.errstate(over="ignore"):
         return float(np.asarray(number, np.float64).astype(dtype))
 
 
 def _rounded(value: Value, array: np.ndarray) -> np.ndarray:
-    """The array with the numbers that the value's dtype has, but of float64 where they are floating."""
+    """Returns the array rounded to the value's dtype; floating-point numbers stay float64."""
     if not value.is_floating:
         return array
     if value.dtype != array.dtype and value.dtype != np.float64:
@@ -211,7 +211,7 @@ def _reduce_sum(node: Node, x: np.ndarray) -> np.ndarray:
 
 
 def _tile(node: Node, x: np.ndarray) -> np.ndarray:
-    # An axis of length 1 repeats, here as in the program.
+    # An axis of length 1 stays 1: it stands for any length.
     return np.tile(
         x, [1 if size == 1 else r for size, r in zip(x.shape, node.params["reps"], strict=True)]
     )

@@ -1,6 +1,6 @@
-"""Runs a program with operators in the places that were found for them.
+"""Runs a program with operators at its sites.
 
-Whatever no operator replaces is the program's own operation with its own parameters: the same bits.
+Operations that no operator replaces run with their own parameters, and give the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class Plan:
     graph: Graph
     steps: list[Step]
     bodies: dict[Node, tuple["Plan", ...]]
-    """The plans of the bodies of operations, for those in which something is replaced."""
+    """Plans of the bodies of operations in which something is replaced."""
 
     @property
     def changes(self) -> bool:
@@ -33,7 +33,7 @@ class Plan:
 
 
 class Cyclic(Exception):
-    """A site needs what is computed from its own results."""
+    """An input of a site depends on the site's own results."""
 
     def __init__(self, site: Site):
         super().__init__(site.label)
@@ -41,7 +41,7 @@ class Cyclic(Exception):
 
 
 class Refused(Exception):
-    """An operator does not take what the program has, with its own words."""
+    """An operator raised an error at a site; the words are the error's."""
 
     def __init__(self, site: Site, words: str):
         super().__init__(words)
@@ -117,7 +117,7 @@ def _in_order(items: Sequence[Node | Call], open_calls: set[Call]):
 
 
 def _open_calls(graph, sites, covered, bodies) -> set[Call]:
-    """The calls whose operations are evaluated one by one, as something inside is replaced or read."""
+    """Returns the calls to evaluate operation by operation: something inside is replaced or read."""
     found: set[Call] = set()
 
     def open_from(call: Call | None) -> None:
@@ -142,9 +142,9 @@ def run(plan: Plan, arguments: Sequence[Any], captured: Sequence[Any] | None = N
     """Evaluates a plan.
 
     Args:
-      plan: of a graph.
-      arguments: of the graph's inputs.
-      captured: the arrays that the function closed over, where they are not those of the graph.
+      plan: the plan of a graph.
+      arguments: arrays of the graph's inputs.
+      captured: not used.
     """
     graph = plan.graph
     arrays: dict[Value, Any] = dict(zip(graph.inputs, arguments, strict=True))
@@ -183,14 +183,14 @@ def _call(site: Site, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def _run_bodies(node: Node, bodies: Sequence[Plan], ins: Sequence[Any]) -> Sequence[Any]:
-    """The results of a loop, a branch or a `jax.checkpoint` with replacements in its bodies."""
+    """Returns the results of a loop, branch or `jax.checkpoint` with operators in its bodies."""
     eqn = node.eqn
 
     def body(plan: Plan) -> Callable[..., list[Any]]:
         return lambda *arguments: run(plan, arguments)
 
     if eqn.primitive is primitives.remat_p:
-        # What a body closed over would be an argument to differentiate by, which it is already.
+        # The body closes over no arrays: JAX has already made them arguments of the checkpoint.
         return jax.checkpoint(
             body(bodies[0]), prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
         )(*ins)
@@ -211,7 +211,7 @@ def _of_platforms(
     branches: Sequence[Callable[..., list[Any]]],
     operands: Sequence[Any],
 ) -> Sequence[Any]:
-    """The results of `lax.platform_dependent`; None stands for the platforms that are not named."""
+    """Returns the results of `lax.platform_dependent`; None stands for all other platforms."""
     named = {
         name: branch
         for names, branch in zip(platforms, branches, strict=True)

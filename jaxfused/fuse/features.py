@@ -1,8 +1,8 @@
-"""What each feature of a value is of the features of another: a sum of them, times numbers of tables.
+"""Each feature of a value as a sum of features of x, times numbers from tables such as cosines.
 
-A rotation is written in many ways: halves or neighbours, cut off or reshaped, turned and negated, as
-complex numbers. All of them are read as one thing here, by doing to the numbers of the features what
-the program does to the features.
+Rotations are written in many ways: by halves or interleaved pairs, sliced or reshaped, reversed and
+negated, as complex numbers. All of them give the same sums here, because every operation of the program
+is applied to arrays of feature indices instead of the features.
 """
 
 import math
@@ -21,24 +21,24 @@ PARTS = ("", "real", "imag")
 
 
 class Factors(NamedTuple):
-    """An array of the program that features are multiplied by."""
+    """A table: an array of the program by which features are multiplied."""
 
     seen: View
     part: str
-    """One of PARTS: of complex numbers, "real" or "imag"."""
+    """One of PARTS: "real" or "imag" of a complex table, else ""."""
 
 
 class Terms(NamedTuple):
     """One summand of each feature: factor * table[entry] * x[source]."""
 
     factor: np.ndarray
-    """Complex, since the program's numbers may be; 0 where a feature has no such summand."""
+    """Complex factors; 0 for a feature without such a summand."""
     source: np.ndarray
-    """Which feature of x."""
+    """Indices of features of x."""
     table: np.ndarray
-    """Which table, or NO_TABLE."""
+    """Indices of tables, or NO_TABLE."""
     entry: np.ndarray
-    """Which of its columns."""
+    """Indices of columns of the tables."""
 
     def moved(self, move: Callable[[np.ndarray], np.ndarray]) -> "Terms":
         return Terms(*map(move, self))
@@ -48,7 +48,7 @@ class Terms(NamedTuple):
 
 
 Sums = list[Terms]
-"""All summands of a value's features, in an array of the shape of its axes of features."""
+"""All summands of a value's features. Arrays of `Terms` have the shape of its feature axes."""
 
 STEPS = frozenset(
     {
@@ -77,19 +77,19 @@ STEPS = frozenset(
         "sub",
     }
 )
-"""Operations that are read."""
+"""Operations that `Reader` follows."""
 
 
 @dataclass
 class Reader:
-    """Reads the features of values as sums of the features of x, after `leading` axes of both."""
+    """Reads values as sums of features of x. The first `leading` axes of both are no features."""
 
     x: Value
     leading: int
     tables: list[Factors] = field(default_factory=list)
 
     def read(self, nodes: Sequence[Node], result: Value) -> Sums | None:
-        """The features of `result`, which these operations make, or None where they do more."""
+        """Returns the features of `result`, or None if these operations are not such a sum."""
         shape = self.x.shape[self.leading :]
         source = np.arange(math.prod(shape)).reshape(shape)
         none = np.full(shape, NO_TABLE)
@@ -106,7 +106,7 @@ class Reader:
         return value.shape[: self.leading] == self.x.shape[: self.leading]
 
     def _made(self, node: Node, ins: list[Sums | None]) -> list[Sums] | None:
-        """The features of the results of an operation, of those of its operands."""
+        """Returns the features of an operation's results, given those of its operands."""
         shape = node.out.shape[self.leading :]
         to_complex = node.name == "convert_element_type" and node.out.dtype.kind == "c"
         if is_transparent(node) or to_complex:
@@ -161,7 +161,7 @@ class Reader:
         ]
 
     def _product(self, node: Node, ins: list[Sums | None]) -> Sums | None:
-        """Features times a number, an array of numbers, or a table."""
+        """Returns features times a number, an array of constants, or a table; None for others."""
         sums, other = (ins[0], node.ins[1]) if ins[1] is None else (ins[1], node.ins[0])
         if sums is None or (ins[0] is not None and ins[1] is not None):
             return None
@@ -190,7 +190,7 @@ class Reader:
         return product
 
     def _constant(self, value: Value, rank: int) -> np.ndarray | None:
-        """The numbers of a constant that is the same for all but the features, or None."""
+        """Returns the numbers of a constant that is the same along all leading axes, or None."""
         array = evaluate(value, scalars_only=value.ndim != rank)
         if array is None or math.prod(array.shape[: self.leading]) != 1:
             return None
@@ -208,7 +208,7 @@ class Reader:
         return [[t.times(which == i) for i, sums in enumerate(cases) for t in sums or ()]]
 
 
-# --- what only moves features ---------------------------------------------------------------------
+# --- operations that only move features -----------------------------------------------------------
 
 
 def _reshape(reader: Reader, node: Node, sums: Sums) -> list[Sums] | None:

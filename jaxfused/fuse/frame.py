@@ -1,9 +1,9 @@
-"""One array and its axes, cut into parts that every other array of a formula is told by.
+"""An array's axes, cut into parts in which the axes of every other array of a formula are expressed.
 
-A norm over groups is computed of an array [B, H, W, C] as [B, H, W, G, S], its statistics are [B, G] and
-become [B, 1, 1, C] again, and another library has the same as [B, C, H, W]. With the axes of all of them
-made of the same parts (B, H, W, G and S), reshapes that cut or join axes and transpositions are views
-like others.
+A norm over groups views an array [B, H, W, C] as [B, H, W, G, S]. Its statistics are [B, G] and become
+[B, 1, 1, C] again, and another library has the same as [B, C, H, W]. The axes of all these arrays
+consist of the same parts (B, H, W, G and S), so that transpositions and reshapes that cut or merge axes
+are views too.
 """
 
 import math
@@ -17,19 +17,19 @@ from jaxfused.fuse.algebra import View, is_reshape, passed_on
 from jaxfused.fuse.graph import Node, Value
 
 Layout = tuple[tuple[int, ...], ...]
-"""For each axis of an array the parts that it is made of, outermost first; () for length 1."""
+"""Parts of each axis of an array, outermost first; () for an axis of length 1."""
 
 
 class _Cut(NamedTuple):
-    """A part that has to be cut in two, as a reshape does."""
+    """A part that has to be cut in two, because a reshape does so."""
 
     part: int
     outer: int
-    """The length of the first of the two."""
+    """Length of the first of the two."""
 
 
 class Stage(NamedTuple):
-    """A value with the same elements as the array, and what its axes are."""
+    """A value with the same elements as the array, and the parts of its axes."""
 
     value: Value
     layout: Layout
@@ -40,33 +40,32 @@ class Frame:
     """An array's axes in parts."""
 
     sizes: tuple[int, ...]
-    """The lengths of the parts."""
+    """Lengths of the parts."""
     stages: tuple[Stage, ...]
-    """The array as a moment is taken of it, and what it is before each convert, reshape and
-    transposition."""
+    """The array whose moments are taken, then the same before each convert, reshape, transposition."""
 
     @property
     def source(self) -> Stage:
-        """The array before all of that."""
+        """The array before all converts, reshapes and transpositions."""
         return self.stages[-1]
 
     def length(self, parts: Iterable[int]) -> int:
-        """The number of elements along the parts."""
+        """Returns the number of elements along the parts."""
         return math.prod(self.sizes[part] for part in parts)
 
     def layouts(self, shape: tuple[int, ...]) -> list[Layout]:
-        """What the axes of an array of this shape may be, if it has the same elements."""
+        """Returns the possible layouts of an array of this shape with the same elements."""
         orders = [[part for parts in stage.layout for part in parts] for stage in self.stages]
         found = [self.of_parts(order, shape) for order in orders]
         return list(dict.fromkeys(layout for layout in found if layout is not None))
 
     def of_parts(self, parts: Sequence[int], shape: tuple[int, ...]) -> Layout | None:
-        """The layout of an array of this shape whose elements are those along the parts, in order."""
+        """Returns the layout of an array of this shape that has the parts in this order, or None."""
         cut = _regrouped(parts, shape, self.sizes)
         return None if isinstance(cut, _Cut) else cut
 
     def look(self, value: Value, axes: tuple[Any, ...] | None = None) -> View:
-        """The value before all that converts, repeats, cuts, joins or transposes."""
+        """Returns the value before converts, broadcasts, reshapes and transpositions."""
         assert axes is not None, "in a frame each axis has its parts"
         layout: Layout = tuple(parts or () for parts in axes)
         node = value.node
@@ -81,11 +80,11 @@ class Frame:
         return View(value, layout)
 
     def is_source(self, seen: View) -> bool:
-        """Whether a view shows the array itself, each element at its place."""
+        """Whether a view is the array itself, with each element at its place."""
         return seen.base is self.source.value and seen.axes == self.source.layout
 
     def arranged(self, array: jax.Array, start: Layout, end: Layout) -> jax.Array:
-        """An array of one layout in another."""
+        """Returns an array of one layout in another."""
         if start == end:
             return array
         order = [part for parts in start for part in parts]
@@ -97,7 +96,7 @@ class Frame:
 
 
 def frame(value: Value) -> Frame:
-    """The frame of an array, with as many parts as its own axes and the reshapes before it ask for."""
+    """Returns the frame of an array, with the parts into which its axes and earlier reshapes cut it."""
     sizes = [size for size in value.shape if size != 1]
     while True:
         stages = _stages(value, sizes)
@@ -131,7 +130,7 @@ def _stages(value: Value, sizes: Sequence[int]) -> list[Stage] | _Cut:
 
 
 def _layout_before(node: Node, layout: Layout, sizes: Sequence[int]) -> Layout | _Cut | None:
-    """The layout of a view's operand, or None where the operation is no view."""
+    """Returns the layout of a view's operand, or None if the operation is no view."""
     if len(node.ins) != 1:
         return None
     shape = node.ins[0].shape
@@ -151,7 +150,7 @@ def _layout_before(node: Node, layout: Layout, sizes: Sequence[int]) -> Layout |
 def _regrouped(
     parts: Sequence[int], shape: tuple[int, ...], sizes: Sequence[int]
 ) -> Layout | _Cut | None:
-    """The parts, in this order, as axes of these lengths; a cut where a part ends within no axis."""
+    """Groups parts in order into axes of these lengths; returns a cut if a part must be cut first."""
     remaining = list(parts)
     layout = []
     for size in shape:

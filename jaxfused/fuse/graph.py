@@ -1,12 +1,12 @@
-"""A program as a graph: values, the operations that make them, and who reads them.
+"""A program as a graph: values, the operations that make them, and the operations that read them.
 
-The graph is made from the jaxpr of a function. Calls of `jax.jit` are looked through: their operations
-stand in the graph beside the others and remember the call. The call itself is kept, because a call in
-which nothing is replaced is evaluated as the call that it was. Bodies of `scan`, `cond`, `while` and
-`jax.checkpoint` are graphs of their own, with an operation of the outer graph for each.
+The graph is made from the jaxpr of a function. Calls of `jax.jit` are looked through: the graph holds
+their operations like all others, each with a reference to its call. A call in which nothing is replaced
+is evaluated as it was. Bodies of `scan`, `cond`, `while` and `jax.checkpoint` are graphs of their own,
+each attached to an operation of the outer graph.
 
-Two views of one value (a convert, a reshape, a broadcast) that are written twice are one value here, so
-that recognisers see one input where the program's author wrote it three times.
+A view (a convert, a reshape, a broadcast) that the program applies to one value several times is one
+operation here, so that recognisers see one input.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,22 +40,22 @@ class Value:
     def __init__(self, aval: Any, node: "Node | None" = None, index: int = 0):
         self.aval = aval
         self.node = node
-        """The operation that makes it; None for inputs and constants."""
+        """Operation that makes it; None for inputs and constants."""
         self.index = index
-        """Which result of the operation it is."""
+        """Position among the results of its operation."""
         self.uses: list[Node] = []
-        """The operations that read it, each as often as it does."""
+        """Operations that read it, one entry for each operand that it is."""
         self.is_output = False
         self.constant: Any = None
-        """The array, where it is known."""
+        """The array of a literal or of a closed-over array; None for other values."""
         self.origin: Value | None = None
-        """The value of the outer graph that an input of a body always is."""
+        """The outer graph's value that this input of a body has in every step, or None."""
         self.is_constant = False
-        """Whether it does not depend on the arguments, so that it might be evaluated now."""
+        """Whether it is independent of the arguments, so that it could be evaluated now."""
         self.facts: dict[Any, Any] = {}
-        """What was found of a constant, by who asked, such as its array by `constants.evaluate`."""
+        """Cache of results about a constant, such as its array by `constants.evaluate`."""
         self.twin: Value | None = None
-        """An earlier constant that is made by the same operations, as each layer's mask."""
+        """An earlier constant made by the same operations, such as the mask of an earlier layer."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ class Value:
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """What stands for it where a function is traced, sharded as its type says."""
+        """Its shape, dtype and explicit sharding, for tracing a function."""
         sharding = getattr(self.aval, "sharding", None)
         if sharding is None or not sharding.mesh.explicit_axes:
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
@@ -83,7 +83,7 @@ class Value:
 
     @property
     def made_by(self) -> str:
-        """The name of the operation that makes it, or ""."""
+        """Name of the operation that makes it, or ""."""
         return "" if self.node is None else self.node.name
 
     @property
@@ -92,7 +92,7 @@ class Value:
 
 
 class Call:
-    """A call of `jax.jit`, or one that is the same to us, which the graph looks through."""
+    """A call of `jax.jit` or another plain call, which the graph looks through."""
 
     __slots__ = ("eqn", "ins", "items", "outs", "parent")
 
@@ -115,10 +115,10 @@ class Node:
         self.ins = list(ins)
         self.outs = [Value(v.aval, self, i) for i, v in enumerate(eqn.outvars)]
         self.call = call
-        """The innermost call that it stands in."""
+        """Innermost call that contains it, or None."""
         self.order = order
         self.bodies: tuple[Graph, ...] = ()
-        """The graphs of its bodies, where it is a loop, a branch or a `jax.checkpoint`."""
+        """Graphs of the bodies of a loop, a branch or a `jax.checkpoint`."""
 
     @property
     def params(self) -> dict[str, Any]:
@@ -130,19 +130,19 @@ class Node:
 
 
 class Graph:
-    """A jaxpr's operations in their order."""
+    """The operations of a jaxpr, in program order."""
 
     def __init__(self) -> None:
         self.inputs: list[Value] = []
         self.outputs: list[Value] = []
         self.nodes: list[Node] = []
         self.items: list[Node | Call] = []
-        """The same with calls in place of what stands in them."""
+        """Operations outside of calls, and calls, which hold their own items."""
         self.captured: list[Value] = []
         """Arrays that the function closed over."""
 
     def everywhere(self) -> "Iterator[Graph]":
-        """This graph and those of all bodies inside it."""
+        """Yields this graph and the graphs of all bodies inside it."""
         yield self
         for node in self.nodes:
             for body in node.bodies:
@@ -150,12 +150,12 @@ class Graph:
 
 
 def opened(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
-    """The jaxpr with its variables, and the arrays that it closed over."""
+    """Returns the open jaxpr and the arrays that it closed over."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 _VIEWS = frozenset({"convert_element_type", "reshape", "broadcast_in_dim", "squeeze", "transpose"})
-"""Operations that are one where they are written twice: they cost nothing, or a copy."""
+"""Operations that are merged if they are applied to one value twice. Each costs at most a copy."""
 
 
 class _Builder:
@@ -181,14 +181,14 @@ class _Builder:
             value.is_output = True
         self._pair_constants()
         for node in reversed(graph.nodes):
-            # What nothing reads uses nothing.
+            # Reads by dead operations do not count as uses.
             if node.eqn.effects or any(value.is_output or value.uses for value in node.outs):
                 for value in node.ins:
                     value.uses.append(node)
         return graph
 
     def _pair_constants(self) -> None:
-        """Finds constants that are made twice: what is known of one is known of the other."""
+        """Links each constant to an earlier one made in the same way, so that it is evaluated once."""
         first: dict[Any, Value] = {}
         for node in self.graph.nodes:
             if len(node.outs) == 1 and node.out.is_constant:
@@ -227,7 +227,7 @@ class _Builder:
             names |= zip(eqn.outvars, outs, strict=True)
 
     def _enter(self, eqn: Any, body: Jaxpr, ins: list[Value], parent: Call | None):
-        """The results of a call and the call, whose operations are now in the graph."""
+        """Adds the operations of a call to the graph, and returns its results and the call."""
         call = Call(eqn, ins, parent)
         inner, constants = opened(body)
         captured = self._captured(inner, constants)
@@ -256,7 +256,7 @@ class _Builder:
 
 
 def _identity(value: Value) -> Any:
-    """What a constant is told by: its twin, its number or its array."""
+    """Returns a key that equal constants share: the twin, the number or the array's id."""
     if value.node is None and value.constant is not None:
         array = value.constant
         is_number = not isinstance(array, jax.Array) and np.ndim(array) == 0
@@ -265,7 +265,7 @@ def _identity(value: Value) -> Any:
 
 
 def cuts(value: Value) -> list[slice]:
-    """Which part of its operand the result of a slice or a split is, for each axis."""
+    """Returns, for each axis of its operand, the slice that a result of a slice or split takes."""
     node = value.node
     assert node is not None
     if node.name == "split":
@@ -285,10 +285,10 @@ def build(jaxpr: Jaxpr) -> Graph:
 
 
 def _transparent_body(eqn: Any) -> Jaxpr | None:
-    """The jaxpr of a call that does nothing but call, or None."""
+    """Returns the jaxpr of a call that has no shardings or other effect of its own, or None."""
     if eqn.primitive is primitives.jit_p:
         shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
-        # A sharding that the user asked of the call would be lost with it.
+        # Without the call, shardings that the user gave it would be lost.
         if all(repr(sharding) == "UnspecifiedValue" for sharding in shardings):
             return eqn.params["jaxpr"]
         return None
@@ -298,7 +298,7 @@ def _transparent_body(eqn: Any) -> Jaxpr | None:
 
 
 def _bodies(eqn: Any, ins: list[Value]) -> Iterator[tuple[Jaxpr, list[Value | None]]]:
-    """The jaxprs inside of an operation that may be replaced, with what their inputs always are."""
+    """Yields the bodies in which operators may be placed, with the `origin` of each of their inputs."""
     if eqn.primitive is primitives.remat_p:
         yield eqn.params["jaxpr"], list(ins)
     elif eqn.primitive is primitives.scan_p:
@@ -313,35 +313,35 @@ def _bodies(eqn: Any, ins: list[Value]) -> Iterator[tuple[Jaxpr, list[Value | No
 
 
 def scan_constants(eqn: Any) -> int:
-    """How many inputs of a scan are the same in every step."""
+    """Returns how many inputs of a scan are the same in every step."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"]
     return len(eqn.params["ft_in"].unpack()[0])
 
 
 def scan_carries(eqn: Any) -> int:
-    """How many inputs of a scan are carried from step to step."""
+    """Returns how many inputs of a scan are carried from step to step."""
     if "num_carry" in eqn.params:
         return eqn.params["num_carry"]
     return len(eqn.params["ft_in"].unpack()[1])
 
 
 def known_array(value: Value) -> np.ndarray | None:
-    """The array of a literal, or of one that was closed over and is at hand."""
+    """Returns the array of a literal or closed-over constant, or None if it cannot be read here."""
     array = value.constant
     if isinstance(array, jax.Array):
         if not array.is_fully_addressable or jax.dtypes.issubdtype(
             array.dtype, jax.dtypes.extended
         ):
             return None
-        # Under a trace too, reading an array is no operation of the program.
+        # Under a trace, reading the array must not become an operation of the program.
         with jax.core.ensure_compile_time_eval():
             return np.asarray(array)
     return np.asarray(array)
 
 
 def bind(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """The results of an operation of the program, as JAX itself evaluates it."""
+    """Returns the results of an operation of the program, evaluated by JAX."""
     variables = {}
     for atom, array in zip(eqn.invars, ins, strict=True):
         if not isinstance(atom, core.Literal):

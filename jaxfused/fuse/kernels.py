@@ -1,4 +1,4 @@
-"""Which sites have a kernel: on a GPU, what XLA would run in every stage stays the program's own."""
+"""Drops sites without a kernel: on a GPU, sites that XLA would run stay as the program wrote them."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from jaxfused.fuse.site import Book, Site
 
 
 def drop_what_xla_runs(book: Book) -> None:
-    """Takes out the sites of which no stage, forward or gradient, has a kernel that is to run.
+    """Removes the sites for which no kernel is chosen, neither in the forward nor in the gradient.
 
-    An operator in plain jax.numpy is no faster than the program. Elsewhere than on a GPU there are no
-    kernels at all, and the operators' references show what would be found.
+    An operator in plain jax.numpy is no faster than the program. On other devices than GPUs, which have
+    no kernels, all sites stay, so that reports show what would be found.
     """
     if dispatch.current_device().platform != "gpu":
         return
@@ -31,7 +31,7 @@ def drop_what_xla_runs(book: Book) -> None:
 
 
 def _has_kernel(site: Site) -> bool:
-    """Whether a stage is chosen to run in a kernel, or nothing is known before XLA compiles."""
+    """Whether a kernel is chosen for some stage, or no choice is recorded before XLA compiles."""
     shapes = [v.struct for v in site.inputs]
     floating = [i for i, v in enumerate(site.inputs) if v.is_floating]
 

@@ -1,9 +1,9 @@
-"""Which logits a program masks, and how an operator is told.
+"""Reads a program's attention masks, and turns them into arguments of the operator.
 
 Masks are conjunctions of parts. A part that does not depend on the arguments is evaluated: it may be
-the causal mask, a window, or any other. The other parts are arrays of the program. A query that may
-attend to nothing gets the mean of all values where the program gives its logits one finite number,
-which is what the softmax of equal logits makes of them; the operator would give 0.
+the causal mask, a window, or any other. The other parts are arrays of the program. A query without keys
+gets the mean of all values if its masked logits are one finite number, since the softmax of equal
+logits is uniform. The operator would return 0.
 """
 
 import itertools
@@ -21,31 +21,31 @@ from jaxfused.fuse.constants import ELEMENTWISE, elementwise, evaluate, rounded,
 from jaxfused.fuse.graph import Node, Value
 
 BIG = -998244352.0
-"""A masked logit is no more than -1e9 in bfloat16: no other is near it, and its exponential is 0."""
+"""Largest logit that counts as masked: -1e9 rounded to bfloat16. Its exponential is 0."""
 BIG_IN_FLOAT16 = -6e4
-"""The same where logits are in float16, which has no larger numbers."""
+"""The same limit for float16, whose largest magnitude is 65504."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the axes of an attention's logits are those of [B, N, T, S].
+    """Maps the axes of an attention's logits to [B, N, T, S].
 
-    An axis of the logits is made of one or several atoms: batch axes, heads, groups of heads, queries,
+    An axis of the logits consists of one or several atoms: batch axes, heads, groups of heads, queries,
     keys.
     """
 
     sizes: dict[str, int]
-    """The size of each atom."""
+    """Size of each atom."""
     batch: tuple[str, ...]
     heads: tuple[str, ...]
-    """Of the keys and, last, of a group that shares keys."""
+    """Heads of the keys and, last, the query heads of a group that shares keys."""
     query: str
     key: str
 
     def spread(self, array, axes: tuple[int | None, ...], logits: Sequence[tuple[str, ...]]):
-        """An array, at the given axes of the logits, as one that broadcasts to [B, N, T, S].
+        """Returns an array, given its `axes` among those of the logits, broadcastable to [B, N, T, S].
 
-        It is of NumPy or of JAX.
+        The array may be NumPy's or JAX's.
         """
         order = [axis for axis in axes if axis is not None]
         kept = array.reshape(
@@ -83,19 +83,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a mask: where it is True, a logit counts."""
+    """One part of a mask, True for logits that count."""
 
     seen: View
     """The program's array and its axes among those of the logits."""
     logits: tuple[tuple[str, ...], ...]
-    """The atoms of the logits' axes where it stands."""
+    """Atoms of each axis of the logits that it masks."""
     constant: np.ndarray | None
-    """Its value, of the rank of the logits, where it is known."""
+    """Its value, negated if need be, with the logits' rank; None if it depends on the arguments."""
     negated: bool
 
 
 def truth(value: Value) -> Value:
-    """The booleans that a value is after converts to numbers and comparisons with 0."""
+    """Returns the booleans behind converts to numbers and comparisons with 0."""
     while value.node is not None:
         node = value.node
         if node.name == "convert_element_type" and value.dtype != np.bool_:
@@ -115,7 +115,7 @@ def truth(value: Value) -> Value:
 def parts_of(
     value: Value, axes: tuple[int | None, ...], logits: tuple[tuple[str, ...], ...], negated: bool
 ) -> list[Part]:
-    """The parts whose conjunction a mask is."""
+    """Returns the parts whose conjunction a mask is."""
     rank = len(logits)
     value = truth(value)
     seen = view(value, axes)
@@ -133,7 +133,7 @@ def parts_of(
         ]
     constant = evaluate(seen.base)
     if constant is not None:
-        # In the order of the axes, and with length 1 where there is none.
+        # In the order of the logits' axes, with length 1 for those that it lacks.
         shape = [1] * rank
         for axis, size in zip(seen.axes, constant.shape, strict=True):
             if axis is not None:
@@ -147,7 +147,7 @@ def _operand_axes(operand: Value, axes: tuple[int | None, ...]) -> tuple[int | N
 
 
 class OfBooleans(NamedTuple):
-    """An array that has one number where another one is False, and one where that is True."""
+    """An array of two numbers: one for each False of a boolean array, one for each True."""
 
     booleans: View
     of_false: float
@@ -155,7 +155,7 @@ class OfBooleans(NamedTuple):
 
 
 def of_booleans(seen: View) -> OfBooleans | None:
-    """The two numbers that an array is made of, as `(1 - mask) * -1e9` is, or None."""
+    """Reads an array such as `(1 - mask) * -1e9` as two numbers chosen by booleans, or returns None."""
     seen = view(*seen)
     node = seen.base.node
     if seen.base.dtype == np.bool_:
@@ -194,12 +194,12 @@ def _operand(node: Node, index: int, seen: View) -> View:
 
 
 _ORDINARY = 1e4
-"""The largest magnitude of what is learned, counted or given, where nothing is known of it."""
+"""Largest magnitude assumed of weights, positions and arguments whose range is unknown."""
 _DEEPEST = 24
 
 
 def bounds(value: Value, depth: int = 0) -> tuple[float, float]:
-    """Between which numbers an array is, where what it is made of is of ordinary size."""
+    """Returns the bounds of an array, if the inputs of unknown range are within `_ORDINARY`."""
     ordinary = (-_ORDINARY, _ORDINARY)
     if value.dtype == np.bool_:
         return 0.0, 1.0
@@ -228,17 +228,17 @@ _BOUNDED: dict[str, Callable[..., float]] = {
     **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "transpose"), lambda x, *_: x),
     **dict.fromkeys(("convert_element_type", "copy", "name"), lambda x: x),
 }
-"""The function of numbers of each monotone operation; the other operations choose or move values."""
+"""Functions whose values at the corners of the operands' bounds bound the result of an operation."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a mask before the program runs."""
+    """The constant part of a mask."""
 
     is_causal: bool
     window: tuple[int, int] | None
     explicit: np.ndarray | None
-    """bool [B or 1, N or 1, T, S], where it is neither of the two nor everything."""
+    """bool [B or 1, N or 1, T, S]; None if `is_causal` and `window` describe the mask."""
     always_has_key: bool
 
     def words(self) -> list[str]:
@@ -248,7 +248,7 @@ class Known:
 
 
 def known(layout: Layout, parts: Sequence[Part]) -> Known:
-    """What the constant parts of a mask are together, which all layers ask of the same ones."""
+    """Returns the conjunction of a mask's constant parts, cached since layers share their masks."""
     constants = [part for part in parts if part.constant is not None]
     if not constants:
         return Known(False, None, None, True)
@@ -287,7 +287,7 @@ def _known(layout: Layout, parts: Sequence[Part]) -> Known:
 
 
 def _window(allowed: np.ndarray) -> tuple[int, int] | None:
-    """How far before and behind a query [T, S] its keys are, where all of those between are keys."""
+    """Returns how many keys before and after its position each query attends to; None if no band."""
     queries, keys = allowed.shape
     rows = np.flatnonzero(allowed.any(axis=1))
     if not rows.size:
@@ -302,7 +302,7 @@ def _window(allowed: np.ndarray) -> tuple[int, int] | None:
 
 
 def has_key(explicit: jax.Array, known: Known, queries: int, keys: int) -> jax.Array:
-    """For each query whether it may attend to some key: [B or 1, N or 1, T or 1]."""
+    """Returns for each query whether it may attend to some key, as [B or 1, N or 1, T or 1]."""
     allowed = explicit
     if known.explicit is not None:
         allowed = allowed & jnp.asarray(known.explicit)

@@ -1,7 +1,8 @@
-"""Mean and variance over any axes of an array, and what is made of the array with them.
+"""Mean and variance over any axes of an array, and the values that are normalised with them.
 
-`statistics` reads them off a root. `affine` says of a value which normalised array it is, times what
-and plus what. Both speak of a frame's parts, and so of norms over groups, channels and batches alike.
+`statistics` reads the moments off a square root. `normalised` and `scaled` read a value as the
+normalised array times factors plus summands. Axes are a frame's parts, so that norms over groups,
+channels and batches are read in the same way.
 """
 
 import math
@@ -27,23 +28,23 @@ from jaxfused.fuse.graph import Node, Value
 
 @dataclass(frozen=True)
 class Moments:
-    """An array, and over which of its parts its mean and variance are taken."""
+    """An array, and the parts over which its mean and variance are taken."""
 
     frame: Frame
     reduced: frozenset[int]
 
     def is_mean(self, seen: View) -> bool:
-        """Whether what a view shows is the mean of the array."""
+        """Whether a view is the mean of the array."""
         argument = self._averaged(seen)
         return argument is not None and self.frame.is_source(argument)
 
     def epsilon(self, seen: View) -> float | None:
-        """What is added to the variance to make what a view shows, or None where it is none."""
+        """Returns epsilon if a view is the variance plus epsilon, or None."""
         look = self.frame.look
         parts = total(*seen, look=look)
         constant = parts.constant
         if len(parts.terms) == 1 and parts.terms[0].factor == 1.0:
-            # A variance that rounding made negative is often lifted to 0.
+            # Rounding may make a variance negative, so that programs clamp it at 0.
             lifted = parts.terms[0].view
             node = lifted.base.node
             if node is not None and node.name == "max":
@@ -73,7 +74,7 @@ class Moments:
         return constant if power == 2.0 and self.is_mean(seen_mean) else None
 
     def is_deviation(self, seen: View) -> bool:
-        """Whether a view shows the array less its mean."""
+        """Whether a view is the array minus its mean."""
         node = seen.base.node
         if node is None or node.name != "sub":
             return False
@@ -81,7 +82,7 @@ class Moments:
         return self.frame.is_source(array) and self.is_mean(mean)
 
     def _averaged(self, seen: View, factor: float = 1.0, slack: float = 0.0) -> View | None:
-        """The array whose mean over the reduced parts is `factor` times a view, or None."""
+        """Returns the array whose mean over the reduced parts is `factor` times a view, or None."""
         parts = product(*seen, look=self.frame.look)
         if len(parts.powers) != 1:
             return None
@@ -102,7 +103,7 @@ class Moments:
         return None
 
     def _root_of_square(self, seen: View) -> View | None:
-        """What a view shows the square of, or None."""
+        """Returns the value whose square a view is, or None."""
         node = seen.base.node
         if node is None:
             return None
@@ -128,7 +129,7 @@ class Moments:
 
 
 def statistics(root: Node) -> Moments | None:
-    """The moments whose variance a root is taken of, or None."""
+    """Returns the moments whose variance a square root is taken of, or None."""
     sums = list(_sums_before(root))
     for node in sums:
         square = core(node.ins[0]).node
@@ -146,7 +147,7 @@ def statistics(root: Node) -> Moments | None:
 
 
 def _of_deviations(summed: Node, squared: Value) -> Moments | None:
-    """Where the squares of the differences from the mean are summed."""
+    """Returns the moments if the variance is the mean of squared deviations, or None."""
     node = core(squared).node
     if node is None or node.name != "sub" or node.ins[0].shape != squared.shape:
         return None
@@ -156,7 +157,7 @@ def _of_deviations(summed: Node, squared: Value) -> Moments | None:
 
 
 def _of_two_means(summed: Node, squared: Value, sums: Sequence[Node]) -> Moments | None:
-    """Where the squares and the array itself are summed."""
+    """Returns the moments if the variance is E[x^2] - E[x]^2, or None."""
     moments = _moments(summed, squared)
     source = moments.frame.source.value
     stages = {stage.value for stage in moments.frame.stages}
@@ -179,7 +180,7 @@ _LARGEST_BEFORE = 48
 
 
 def _sums_before(root: Node) -> Iterator[Node]:
-    """The sums that a root is made of, without those inside other sums."""
+    """Yields the sums that a root is computed from, without sums inside other sums."""
     pending = [root.ins[0]]
     seen: set[Node] = set()
     while pending and len(seen) < _LARGEST_BEFORE:
@@ -197,24 +198,24 @@ def _sums_before(root: Node) -> Iterator[Node]:
             pending += node.ins
 
 
-# --- what is made of it ---------------------------------------------------------------------------
+# --- values computed from the moments -------------------------------------------------------------
 
 _ARRAY, _MEAN, _DEVIATION, _EARLIER = Value(None), Value(None), Value(None), Value(None)
-"""Stand for the array, its mean, their difference, and a value that is matched already."""
+"""Placeholders for the array, its mean, their difference, and a value that is matched already."""
 
 
 @dataclass(frozen=True)
 class Affine:
-    """A value: the normalised array, or an earlier value, times factors and plus summands."""
+    """A value: the normalised array or an earlier value, times factors, plus summands."""
 
     factors: tuple[View, ...]
     summands: tuple[View, ...]
     epsilon: float | None
-    """None where the value is made of an earlier one."""
+    """Epsilon of the norm; None if the value is computed from an earlier one."""
 
 
 def normalised(moments: Moments, value: Value, layout: Layout) -> Affine | None:
-    """The value as what the moments normalise, or None where it is something else."""
+    """Returns the value as the normalised array times factors plus summands, or None."""
     look = moments.frame.look
 
     def stop(seen: View) -> View | None:
@@ -256,7 +257,7 @@ def normalised(moments: Moments, value: Value, layout: Layout) -> Affine | None:
 
 
 def _deviation_of(products: list[Product]) -> Product | None:
-    """What the array's difference from its mean is multiplied by, in one term of a sum or in two."""
+    """Returns the factor of (x - mean), written as one term or as `a * x - a * mean`, or None."""
 
     def taken_out(powers: Product, base: Value) -> Product | None:
         rest = dict(powers.powers)
@@ -278,7 +279,7 @@ def _deviation_of(products: list[Product]) -> Product | None:
 def scaled(
     moments: Moments, earlier: Value, at: Layout, value: Value, layout: Layout
 ) -> Affine | None:
-    """The value as an earlier one, whose layout is `at`, with factors and summands, or None."""
+    """Returns the value as an earlier one, of layout `at`, times factors plus summands, or None."""
     start = moments.frame.look(earlier, at)
 
     def look(value: Value, axes: tuple[Any, ...] | None = None) -> View:
@@ -316,7 +317,7 @@ _LONGEST = 32
 
 
 def made_of(value: Value) -> list[Value]:
-    """The values that products, views, and sums with smaller arrays make of one, in their order."""
+    """Returns the values computed from one by products, views and sums with smaller arrays, in order."""
     found: set[Node] = set()
     made = {value}
     pending = [value]

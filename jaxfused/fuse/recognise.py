@@ -44,15 +44,15 @@ RECOGNISERS: Sequence[Callable[[Book], None]] = (
     upsample.find,
     rotation.find,
 )
-"""In the order in which they are asked: a later one may take in what an earlier one found."""
+"""Recognisers in the order of their calls: a later one may replace the sites of an earlier one."""
 
 _CLOSED = {"jit": "a jax.jit with shardings of its own", "shard_map": "a jax.shard_map"}
-"""Operations with a body that is not looked into. Other calls of jax.jit are no operations."""
+"""Operations with a body in which nothing is replaced. Other calls of jax.jit are looked through."""
 
 
 @dataclass(frozen=True)
 class Recognised:
-    """A graph's plan, and what there is to report of it."""
+    """A graph's plan and its report."""
 
     plan: Plan
     report: Report
@@ -64,10 +64,10 @@ def recognise(
     """Finds the sites of a graph and of the bodies inside it.
 
     Args:
-      graph: of the whole program.
-      name: of the function.
-      without: what the user leaves out.
-      refused: labels of sites that an operator did not take, with its words.
+      graph: the graph of the whole program.
+      name: the name of the function.
+      without: operators, labels or lines to leave out.
+      refused: error messages of operators that refused a site, by the site's label.
     """
     why = _why_left_alone(graph)
     if why:
@@ -121,9 +121,9 @@ def _recognise(
 
 
 def _run_here(node: Node) -> list[bool]:
-    """Whether each body of an operation may run on this machine's device.
+    """Returns for each body of an operation whether it may run on this machine's device.
 
-    The branches of `lax.platform_dependent` for other devices stay: operators have been chosen for this.
+    Branches of `lax.platform_dependent` for other devices stay: operators are chosen for this device.
     """
     of_branches = node.params.get("branches_platforms")
     if of_branches is None:
@@ -135,7 +135,7 @@ def _run_here(node: Node) -> list[bool]:
 
 
 def _why_left_alone(graph: Graph) -> str:
-    """Why no operation of the program may be replaced, or ""."""
+    """Returns why no operation of the program may be replaced, or ""."""
     if any(
         shapes.is_symbolic(value.aval) for value in graph.inputs if hasattr(value.aval, "shape")
     ):

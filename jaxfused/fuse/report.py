@@ -1,4 +1,4 @@
-"""What was found in a program, for `jaxfused.explain`."""
+"""Reports of what `fuse` found in a program, for `jaxfused.explain`."""
 
 import contextlib
 from collections import Counter
@@ -10,15 +10,15 @@ from jaxfused.fuse.site import Miss
 
 @dataclass(frozen=True)
 class Found:
-    """An operator in the place of a program's own operations."""
+    """An operator in place of operations of the program."""
 
     label: str
-    """What `without` takes to leave it out."""
+    """Name by which `without` leaves it out."""
     operator: str
     line: str
     detail: str
     replaced: int
-    """How many operations it replaces."""
+    """Number of operations that it replaces."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Report:
     """What `fuse` did with a program."""
 
     name: str
-    """Of the function."""
+    """Name of the function."""
     found: tuple[Found, ...] = ()
     misses: tuple[Miss, ...] = ()
     left_alone: str = ""
-    """Why the whole program is left as it is, or ""."""
+    """Reason why the whole program is left as it is, or ""."""
 
     def counts(self) -> dict[str, int]:
-        """How many sites there are of each operator."""
+        """Returns the number of sites of each operator."""
         return dict(Counter(site.operator for site in self.found))
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ def record(report: Report) -> None:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Report]]:
-    """Within this context, the reports of all functions that `fuse` traces are in the yielded list."""
+    """Yields a list to which the reports of all functions that `fuse` traces in it are added."""
     recording: list[Report] = []
     _recordings.append(recording)
     try:

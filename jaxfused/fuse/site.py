@@ -1,4 +1,4 @@
-"""What recognisers find: the places of a program where an operator stands, and those where none does."""
+"""Results of the recognisers: places where an operator replaces operations, and near misses."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,30 +18,30 @@ class Site:
     operator: str
     """The public name of the operator."""
     anchor: Node
-    """An operation of it that tells where it is in the source."""
+    """An operation of the site, whose source line is reported."""
     inputs: Sequence[Value]
     outputs: Sequence[Value]
     call: Callable[..., Sequence[jax.Array]]
-    """Computes the outputs of the inputs."""
+    """Computes the outputs from the inputs."""
     covered: set[Node]
-    """The operations that it replaces."""
+    """Operations that it replaces."""
     detail: str
     """The call in words."""
     label: str = ""
     parts: tuple["Site", ...] = ()
-    """Sites that this one has taken in."""
+    """Earlier sites that this one replaces."""
     facts: Any = None
-    """What later recognisers want to know of it."""
+    """Details for later recognisers; the type depends on the operator."""
 
     def run(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """Calls it under the mesh of its place, as inside of `jax.sharding.auto_axes`."""
+        """Calls the operator under the mesh that is active at its anchor (`jax.sharding.auto_axes`)."""
         with self.anchor.eqn.ctx.manager:
             return self.call(*operands)
 
 
 @dataclass(frozen=True)
 class Miss:
-    """A place that looks like an operator and is left alone."""
+    """A place that looks like an operator and is not replaced."""
 
     operator: str
     line: str
@@ -57,11 +57,11 @@ class Book:
     sites: list[Site] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     owner: dict[Node, Site] = field(default_factory=dict)
-    """For each operation the site that replaces it."""
+    """The site that replaces each operation."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Labels of sites that an operator did not take when the program ran, with its words."""
+    """Error messages of operators that refused a site when the program ran, by the site's label."""
     counts: dict[str, int] = field(default_factory=dict)
-    """How many sites there are of each operator, in all graphs of the program."""
+    """Number of sites of each operator, in all graphs of the program."""
 
     def is_free(self, nodes: Iterable[Node]) -> bool:
         """Whether no site replaces any of the operations."""
@@ -102,7 +102,7 @@ class Book:
         return True
 
     def take_out(self, sites: Iterable[Site]) -> list[Site]:
-        """Removes sites; those that they had taken in are back, and returned."""
+        """Removes sites, and restores and returns the earlier sites that they had replaced."""
         back: list[Site] = []
         for site in sites:
             self._remove(site)
@@ -119,12 +119,12 @@ class Book:
                 del self.owner[node]
 
     def miss(self, operator: str, node: Node, reason: str) -> None:
-        """Notes why a place is left alone."""
+        """Records why a place is not replaced."""
         self.misses.append(Miss(operator, line_of(node), reason))
 
 
 def leaking(site: Site) -> Value | None:
-    """A value inside the site that something else uses too, or None."""
+    """Returns a value inside the site that something outside uses too, or None."""
     for node in sorted(site.covered, key=lambda node: node.order):
         for value in node.outs:
             if value in site.outputs:
@@ -135,7 +135,7 @@ def leaking(site: Site) -> Value | None:
 
 
 def _free(site: Site) -> set[Node]:
-    """Operations that cost nothing, which anything may share: constants and views of the inputs."""
+    """Returns the operations that may also be used outside, as they cost nothing: constants, views."""
     free: set[Node] = set()
     for node in sorted(site.covered, key=lambda node: node.order):
         if any(value in site.outputs for value in node.outs):

@@ -1,4 +1,4 @@
-"""Where in the source an operation of a program stands."""
+"""Source lines of a program's operations."""
 
 import importlib.util
 from functools import cache
@@ -21,7 +21,7 @@ _LIBRARIES = (
 
 @cache
 def _folders() -> tuple[str, ...]:
-    """The folders of JAX and of the libraries of layers, whose lines tell a user nothing."""
+    """Returns the folders of JAX and of libraries of layers, whose lines a user does not look for."""
     folders = []
     for name in _LIBRARIES:
         found = importlib.util.find_spec(name)
@@ -32,7 +32,7 @@ def _folders() -> tuple[str, ...]:
 
 
 def line_of(node: Node) -> str:
-    """The user's line that an operation comes from, as "file.py:12", or "" where it is not known."""
+    """Returns the user's line that an operation comes from, as "file.py:12", or "" if unknown."""
     traceback = node.eqn.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
         if not frame.file_name.startswith(_folders()) and not frame.file_name.startswith("<"):

@@ -1,9 +1,9 @@
-"""From a call of a function to its jaxpr, and back from the jaxpr's results to what the call returns.
+"""Traces a call of a function to a jaxpr, and makes the call's result of the jaxpr's results.
 
 Arrays among the arguments are inputs of the jaxpr, and arrays that the function returns its results.
-Everything else (flags, names, modules' static fields) is what it is. Modules of `flax.nnx` and its
-other objects with state, as `nnx.Rngs`, are split into their state, which is an input, and the rest;
-what the function changed in them is written back after the call.
+Everything else (flags, names, static fields of modules) is static. Modules of `flax.nnx` and its other
+objects with state, such as `nnx.Rngs`, are split into their state, which is an input, and the rest.
+State that the function changed is written back after the call.
 """
 
 import sys
@@ -22,9 +22,9 @@ class Trace:
 
     jaxpr: Any
     arguments: Sequence[Any]
-    """The arrays of this call, in the order of the jaxpr's inputs."""
+    """Arrays of this call, in the order of the jaxpr's inputs."""
     finish: Callable[[Sequence[Any]], Any]
-    """Makes what the call returns of the jaxpr's results."""
+    """Makes the call's result of the jaxpr's results."""
 
 
 class _Slot:
@@ -36,7 +36,7 @@ _ARRAY, _OBJECT = _Slot(), _Slot()
 
 def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """Traces `f(*args, **kwargs)`."""
-    # Loading nnx takes longer than tracing, and where it is not loaded there are no objects of it.
+    # Importing nnx takes longer than tracing, and without an import there are no nnx objects.
     nnx: Any = sys.modules.get("flax.nnx")
     bound = getattr(f, "__self__", f)
     if not _is_object(nnx, bound):
@@ -50,7 +50,7 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     ]
     graphdef, state = nnx.split(objects) if objects else (None, None)
     state_leaves, state_tree = jax.tree.flatten(state)
-    # Written by the trace, once it has run.
+    # Assigned by `flat` when it is traced.
     out_tree: Any = None
     out_slots: list[Any] = []
     changed: list[int] = []
@@ -100,18 +100,18 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _filled(slots: Sequence[Any], arrays: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
-    """The leaves with arrays and objects in their places."""
+    """Returns the leaves, with arrays and objects in place of their slots."""
     fill = {id(_ARRAY): iter(arrays), id(_OBJECT): iter(objects)}
     return [next(fill[id(s)]) if isinstance(s, _Slot) else s for s in slots]
 
 
 def _is_object(nnx: Any, leaf: Any) -> bool:
-    """Whether the leaf is a module of nnx or another object of its that has state, as `nnx.Rngs`."""
+    """Whether the leaf is a module of nnx or another nnx object with state, such as `nnx.Rngs`."""
     return nnx is not None and isinstance(leaf, nnx.Pytree)
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether the leaf is an array; a Python number is a flag of the function's own."""
+    """Whether the leaf is an array. Python numbers are static, as they may be flags."""
     if isinstance(leaf, np.ndarray):
         return leaf.dtype != object
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)

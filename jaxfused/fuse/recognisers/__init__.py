@@ -1,1 +1,1 @@
-"""What is looked for in a program: an operator, or a few that are alike, in each file."""
+"""Recognisers of operators in a program: one operator, or a few similar ones, in each file."""

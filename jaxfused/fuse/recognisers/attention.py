@@ -1,8 +1,8 @@
 """Finds dot_product_attention: two products with a softmax between them.
 
 It starts at the softmax, goes forward to the product with the values and back to the product of
-queries and keys. The axes of the logits are told apart by what the two products do with them, so that
-any order of axes, any grouping of heads and any transposition is one attention.
+queries and keys. The roles of the logits' axes follow from the two products, so that any order of axes,
+grouping of heads and transposition is recognised.
 """
 
 import functools
@@ -33,15 +33,15 @@ from jaxfused.ops.attention.attention import dot_product_attention
 from jaxfused.runtime.promotion import accumulator_dtype
 
 Axes = tuple[tuple[str, ...], ...]
-"""The atoms of each axis of an array: see `mask.Layout`."""
+"""Atoms of each axis of an array: see `mask.Layout`."""
 
 
 ABSORBING = -1e30
-"""The sum of this, or less, and a logit or a bias is this, in float64 too."""
+"""Number to which a logit or a bias can be added without changing it, even in float64."""
 
 
 class _NoAttention(Exception):
-    """A softmax between two products that is not the operator's, with the reason."""
+    """A softmax between two products cannot be the operator's, for this reason."""
 
 
 def find(book: Book) -> None:
@@ -72,7 +72,7 @@ class _Softmax:
 
 
 def _softmax(node: Node) -> _Softmax | None:
-    """The softmax that a division is, or None."""
+    """Returns the softmax whose last operation is this division, or None."""
     if node.name != "div" or not node.out.is_floating:
         return None
     exponentials = core(node.ins[0])
@@ -96,15 +96,15 @@ def _softmax(node: Node) -> _Softmax | None:
 
 
 def stands_at_rows(seen: View, shape: tuple[int, ...], axis: int) -> bool:
-    """Whether a view shows one number for each row along an axis of an array, at its row."""
+    """Whether a view is one number for each row, broadcast along the given axis of an array."""
     rows = [i for i, size in enumerate(shape) if i != axis and size != 1]
     return [place for place in seen.axes if place is not None] == rows
 
 
 def is_maximum(value: Value, logits: Value, axis: int) -> bool:
-    """Whether a value is the maximum of the logits along an axis, whatever is transposed between.
+    """Whether a value is the maximum of the logits along an axis, also through transpositions.
 
-    It stands at its rows, in an array of the logits' axes or of all but the one.
+    Its axes are those of the logits, with or without the reduced one.
     """
     if not 0 <= axis < logits.ndim or logits.ndim - value.ndim not in (0, 1):
         return False
@@ -136,7 +136,7 @@ def is_maximum(value: Value, logits: Value, axis: int) -> bool:
         elif node.name == "stop_gradient":
             value = node.ins[0]
         elif node.name == "select_n" and node.ins[0].made_by == "is_finite":
-            # A maximum that is infinite is taken as 0, by `jax.nn.logsumexp`.
+            # `jax.nn.logsumexp` replaces an infinite maximum by 0.
             value = node.ins[2]
         elif node.name == "max" and scalar(node.ins[0]) == -np.inf:
             value = node.ins[1]
@@ -147,7 +147,7 @@ def is_maximum(value: Value, logits: Value, axis: int) -> bool:
 
 
 def _before_transpositions(value: Value) -> tuple[Value, tuple[int, ...]]:
-    """The array that a value is the transposition of, and which of its axes each of the value's is."""
+    """Returns the array before transpositions, and its axis for each axis of the value."""
     places = tuple(range(value.ndim))
     while value.made_by == "transpose" and value.node is not None:
         permutation = value.node.params["permutation"]
@@ -157,9 +157,9 @@ def _before_transpositions(value: Value) -> tuple[Value, tuple[int, ...]]:
 
 
 def _moves(node: Node) -> bool:
-    """Whether the operation only orders the elements anew.
+    """Whether the operation only transposes or reshapes.
 
-    `jnp.matmul` takes off axes of length 1 before its product, and puts them on again after it.
+    `jnp.matmul` drops axes of length 1 before its product, and adds them after it.
     """
     return node.name == "transpose" or is_reshape(node)
 
@@ -168,7 +168,7 @@ _DROPPING = frozenset({"mul", "div", "select_n"})
 
 
 def _product_after(value: Value) -> Node | None:
-    """The product of probabilities and values, or None."""
+    """Returns the product of probabilities and values, or None."""
     pending = [(value, 0)]
     while pending:
         value, steps = pending.pop()
@@ -184,9 +184,9 @@ def _product_after(value: Value) -> Node | None:
 
 
 def _by_ones(node: Node) -> tuple[int, tuple[int, ...]] | None:
-    """Of a product with ones that sums over nothing: the other operand, and its axes in the result.
+    """Returns which operand a product with ones multiplies, and its axes in the result's order, or None.
 
-    That is what a mask of heads is that masks none.
+    The product sums over no axis. A mask of heads that masks none is such a product.
     """
     if node.name != "dot_general":
         return None
@@ -212,33 +212,33 @@ class _Masking:
 
     parts: tuple[mask.Part, ...]
     number: float
-    """The value that masked logits are set to."""
+    """Value of masked logits."""
     is_added: bool
-    """Whether the number was added to them, so that they still have their gradient."""
+    """Whether the number is added to the logits, which then still get a gradient."""
 
 
 @dataclass
 class _Logits:
-    """What happens to the product of queries and keys before the softmax, from the last step on."""
+    """The steps between the product of queries and keys and the softmax."""
 
     product: Node
     axes: Axes
-    """Of the softmax's argument."""
+    """Atoms of the softmax's argument."""
     scale: float = 1.0
     soft_cap: float | None = None
     shift: float = 0.0
-    """The number added to all logits: a softmax ignores it, and a cap or a mask does not."""
+    """Number added to all logits. A softmax ignores it, but a cap or a mask does not."""
     masks: list[_Masking] = field(default_factory=list)
     biases: list[tuple[View, Axes, bool]] = field(default_factory=list)
-    """With whether they are subtracted."""
+    """Biases, the atoms of the logits that they are added to, and whether they are subtracted."""
     is_biased_last: bool = False
-    """Whether a bias came after a mask."""
+    """Whether a bias is added after a mask."""
     added: list[Value] = field(default_factory=list)
-    """Masks and biases as they meet the logits: what makes them, other attentions may share."""
+    """Masks and biases as the program applies them. Other attentions may share their computation."""
 
 
 def _regroup(axes: Axes, sizes: dict[str, int], shape: Sequence[int]) -> Axes:
-    """The atoms of an array's axes after a reshape."""
+    """Returns the atoms of an array's axes after a reshape."""
     atoms = [name for group in axes for name in group if sizes[name] != 1]
     ones = [name for group in axes for name in group if sizes[name] == 1]
     result: list[tuple[str, ...]] = []
@@ -255,12 +255,12 @@ def _regroup(axes: Axes, sizes: dict[str, int], shape: Sequence[int]) -> Axes:
         result.append(tuple(group))
     if atoms:
         raise _NoAttention("a reshape cuts an axis of the logits in parts")
-    # The softmax is taken over the last axis, which has to be of keys alone.
+    # Atoms of length 1 go to the first axis: the last one, of the softmax, must be keys alone.
     return tuple(result) if not ones else ((*ones, *result[0]), *result[1:])
 
 
 def _atoms_of_product(node: Node) -> tuple[Axes, Axes, Axes, dict[str, int]]:
-    """Atoms of a product's left operand, right operand and result."""
+    """Returns the atoms of a product's left operand, right operand and result, and their sizes."""
     (left, right), (left_batch, right_batch) = node.params["dimension_numbers"]
     sizes: dict[str, int] = {}
     names: list[Axes] = []
@@ -285,7 +285,7 @@ def _atoms_of_product(node: Node) -> tuple[Axes, Axes, Axes, dict[str, int]]:
 
 
 def _walk(value: Value, limit: int = 24) -> tuple[Node, list[Node]] | None:
-    """The product that the logits come from, and the operations from it to them, first ones first."""
+    """Returns the product before the logits and the operations between the two in order, or None."""
     path: list[Node] = []
     while value.node is not None and len(path) < limit:
         node = value.node
@@ -316,7 +316,7 @@ def _walk(value: Value, limit: int = 24) -> tuple[Node, list[Node]] | None:
 
 
 def _leads_to_product(value: Value) -> bool:
-    """Whether the value is a product but for steps that logits take."""
+    """Whether only steps that are allowed between a product and its logits lead to the value."""
     for _ in range(16):
         node = value.node
         if node is None:
@@ -335,7 +335,7 @@ def _leads_to_product(value: Value) -> bool:
 
 
 def _read_logits(node: Node, path: Sequence[Node], axes: Axes, sizes: dict[str, int]) -> _Logits:
-    """What the operations from the product of queries and keys to the softmax do."""
+    """Reads the operations between the product of queries and keys and the softmax."""
     found = _Logits(node, axes)
     value = node.out
     inside_tanh: float | None = None
@@ -381,7 +381,7 @@ def _bias(found: _Logits, step: Node, value: Value) -> None:
     if number is not None:
         if not np.isfinite(number):
             raise _NoAttention(f"{number} is added to the logits")
-        # The same number for all logits of a row changes no probability.
+        # A number that is added to all logits of a row changes no probability.
         number = -number if step.name == "sub" else number
         found.shift += number
         found.masks = [
@@ -402,7 +402,7 @@ def _bias(found: _Logits, step: Node, value: Value) -> None:
 def _as_mask(
     value: Value, axes: tuple[int | None, ...], logits: Axes, sign: int
 ) -> _Masking | None:
-    """The mask that a bias of zeros and large negative numbers is, or None."""
+    """Returns the mask if a bias is only zeros and large negative numbers, or None."""
     seen = view(value, axes)
     found = mask.of_booleans(seen)
     if found is not None:
@@ -469,7 +469,7 @@ def _site(book: Book, node: Node, softmax: _Softmax, after: Node) -> Site | None
     key_atoms = logits.axes[softmax.axis]
     if len(key_atoms) != 1:
         raise _NoAttention("the softmax is taken over several axes in one")
-    # The query's side is the one that the keys are not on.
+    # Queries are the operand of the product that is not the keys.
     query_side = 0
     if key_atoms[0].startswith("q"):
         query_side = 1
@@ -492,7 +492,7 @@ def _site(book: Book, node: Node, softmax: _Softmax, after: Node) -> Site | None
 
 
 def _probabilities(softmax: Node, after: Node) -> tuple[int, list[Node]] | None:
-    """Which operand of a product the probabilities are, and the steps that only order their axes."""
+    """Returns the index of the operand that is the probabilities, and the views of them, or None."""
     for side, operand in enumerate(after.ins):
         steps: list[Node] = []
         value = operand
@@ -514,7 +514,7 @@ def _probabilities(softmax: Node, after: Node) -> tuple[int, list[Node]] | None:
 def _values(
     after: Node, side: int, p_axes: Axes, key: str, sizes: dict[str, int]
 ) -> tuple[Axes, Axes, str]:
-    """Atoms of the values, of the result, and the one of the values' features."""
+    """Returns the atoms of the values and of the result, and the atom of the values' features."""
     contracted, batch = after.params["dimension_numbers"]
     p_contracted, v_contracted = (list(map(int, contracted[s])) for s in (side, 1 - side))
     p_batch, v_batch = (list(map(int, batch[s])) for s in (side, 1 - side))
@@ -548,7 +548,7 @@ def _layout(
     sizes: dict[str, int],
     logits: _Logits,
 ) -> mask.Layout:
-    """Which atoms are batch, heads, queries and keys."""
+    """Returns which atoms are batch, heads, queries and keys."""
     features = [a for (a,) in q_axes if a.startswith("h")]
     if len(features) != 1:
         raise _NoAttention("queries and keys have more than one axis of features")
@@ -573,9 +573,9 @@ def _layout(
 def _which_is_queries(
     order: list[str], free: list[str], sizes: dict[str, int], keys: int, logits: _Logits
 ) -> str:
-    """Which of two axes counts queries; the other counts heads that share keys.
+    """Returns which of two axes counts queries; the other counts heads that share keys.
 
-    The sum is the same either way, but a causal mask has to vary with the queries.
+    The result is the same either way, but a causal mask has to vary with the queries.
     """
     for part in (part for masking in logits.masks for part in masking.parts):
         axes = [axis for axis in part.seen.axes if axis is not None]
@@ -599,7 +599,7 @@ def _which_is_queries(
 
 
 def _written_order(query: Value, axes: Axes) -> Axes:
-    """The axes in the order in which they are in memory, before transpositions."""
+    """Returns the axes in their order in memory, before transpositions."""
     while query.node is not None:
         node = query.node
         if node.name == "transpose":
@@ -619,7 +619,7 @@ def _written_order(query: Value, axes: Axes) -> Axes:
 
 
 def _without_ones(axes: Axes, shape: Sequence[int], before: Sequence[int]) -> Axes | None:
-    """The atoms of an array's axes before axes of length 1 were put on or taken off, or None."""
+    """Returns the atoms of axes before a reshape that only adds or drops axes of length 1, or None."""
     if [size for size in before if size != 1] != [size for size in shape if size != 1]:
         return None
     ones = tuple(a for group, size in zip(axes, shape, strict=True) if size == 1 for a in group)
@@ -637,7 +637,7 @@ def _by_number(node: Node) -> bool:
 
 
 def _unscaled(value: Value) -> tuple[Value, float]:
-    """The value before it is scaled by numbers, and their product."""
+    """Returns the value before it is multiplied by numbers, and their product."""
     factor = 1.0
     while True:
         inner = core(value)
@@ -782,13 +782,13 @@ def _make(
 
 
 def _may_mask(seen: View, axes: Axes, is_subtracted: bool) -> bool:
-    """Whether a bias may be a mask that is not told from one, as with a mask of floating numbers."""
+    """Whether a bias may be an unrecognised mask, such as an argument of floating-point numbers."""
     least, most = mask.bounds(seen.base)
     return (-most if is_subtracted else least) <= mask.BIG / 10
 
 
 def _check_queries_without_keys(logits: _Logits) -> None:
-    """Raises `_NoAttention` unless what a query without keys gets is told by its masks alone."""
+    """Raises `_NoAttention` unless the masks alone determine the result of a query without keys."""
     numbers = {masking.number for masking in logits.masks}
     if -np.inf in numbers:
         raise _NoAttention("masked logits are -inf, and a query may have no key: its result is NaN")
@@ -810,7 +810,7 @@ def _check_queries_without_keys(logits: _Logits) -> None:
 def _unrepeated(
     key: tuple[Value, Axes], value: tuple[Value, Axes], layout: mask.Layout
 ) -> tuple[Value, Value, dict[str, int]] | None:
-    """Keys and values before each of their heads was repeated, and the sizes of their atoms then."""
+    """Returns keys and values before their heads were repeated, and the atoms' sizes then, or None."""
     if len(layout.heads) != 1:
         return None
     (head,) = layout.heads
@@ -828,7 +828,7 @@ def _unrepeated(
 
 
 def _before_repeat(value: Value, axis: int) -> Value | None:
-    """The array of which each entry along an axis is repeated, next to itself, or None."""
+    """Returns the array whose entries along an axis are repeated as by `jnp.repeat`, or None."""
     merged = core(value).node
     if merged is None or merged.name != "reshape":
         return None
@@ -860,9 +860,9 @@ def _before_repeat(value: Value, axis: int) -> Value | None:
 
 
 def _root(after: Node, operands: Sequence[Value]) -> tuple[Value, tuple[Value, ...]]:
-    """The last convert of the output for which queries, keys and values are there in its dtype.
+    """Returns the output after its last convert to a dtype that the operands have, and the operands.
 
-    Where the program multiplies a narrower array as it is, that one is widened.
+    Operands of a narrower dtype are returned as they are, and widened in the call.
     """
     candidates = [after.out]
     while candidates[-1].used_once and is_transparent(candidates[-1].uses[0]):
@@ -888,7 +888,7 @@ def _arranged(
     rows: tuple[str, ...],
     heads: tuple[str, ...],
 ) -> jax.Array:
-    """An operand as [B, length, heads, features]."""
+    """Returns an operand as [B, length, heads, features]."""
     atoms = [name for group in axes for name in group]
     array = array.reshape([sizes[name] for name in atoms])
     features = [a for a in atoms if a not in (*batch, *rows, *heads)]
@@ -901,7 +901,7 @@ def _arranged(
 
 
 def _ordered(output: jax.Array, layout: mask.Layout, axes: Axes, feature: str) -> jax.Array:
-    """The output [B, T, N, V] with the axes of the program's result."""
+    """Returns the output [B, T, N, V] with the axes of the program's result."""
     atoms = [*layout.batch, layout.query, *layout.heads, feature]
     output = output.reshape([layout.sizes[name] for name in atoms])
     wanted = [name for group in axes for name in group]
@@ -909,9 +909,9 @@ def _ordered(output: jax.Array, layout: mask.Layout, axes: Axes, feature: str) -
 
 
 def _mean(value: jax.Array, heads: int) -> jax.Array:
-    """The mean of the values [B, S, K, V] over the keys, as [B, 1, N, V].
+    """Returns the mean of the values [B, S, K, V] over the keys, as [B, 1, N, V].
 
-    It is what a query gets whose logits are all the same.
+    It is the result of a query whose logits are all equal.
     """
     dtype = accumulator_dtype(value.dtype)
     mean = jnp.mean(value, axis=1, keepdims=True, dtype=dtype)
@@ -922,16 +922,16 @@ def _mean(value: jax.Array, heads: int) -> jax.Array:
 def _of_absorbed_logits(
     query: jax.Array, key: jax.Array, value: jax.Array, scale: float
 ) -> jax.Array:
-    """The mean of the values [B, T, N, V] with the derivative of a softmax of logits that are all 0.
+    """Returns the mean of the values as [B, T, N, V], with the derivative of a softmax of zero logits.
 
-    The sum of a logit and a large number is that number, but its derivative by the logit is 1.
+    A logit plus a large number is that number, but its derivative to the logit is 1.
     """
     return jnp.broadcast_to(_mean(value, query.shape[2]), (*query.shape[:-1], value.shape[-1]))
 
 
 @_of_absorbed_logits.defjvp
 def _of_absorbed_logits_jvp(scale: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """The derivative of rows without keys: p = 1 / S changes by p (dl - mean dl)."""
+    """Returns the derivative of rows without keys, where p = 1 / S changes by p (dl - mean dl)."""
     (query, key, value), (dq, dk, dv) = primals, tangents
     result = _of_absorbed_logits(query, key, value, scale)
     dtype = accumulator_dtype(value.dtype)
@@ -940,7 +940,7 @@ def _of_absorbed_logits_jvp(scale: float, primals: Any, tangents: Any) -> tuple[
     heads = (value.shape[2], query.shape[2] // value.shape[2])
 
     def by_logits(query: jax.Array, key: jax.Array) -> jax.Array:
-        """The sum over keys of the logits' changes times the values, of queries in groups."""
+        """Returns the sum over keys of the logits' changes times the values, for grouped queries."""
         of_keys = jnp.einsum("bskh,bskv->bkhv", key.astype(dtype), centred) * (
             scale / value.shape[1]
         )

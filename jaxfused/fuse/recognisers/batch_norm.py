@@ -1,8 +1,8 @@
 """Finds batch_norm in training, with the residual sum and the activation after it.
 
-The statistics of the batch are results too, of which the program makes its running averages. Inference
-by running averages is arithmetic of single values, which XLA fuses by itself; after a convolution it is
-that site's (`conv`).
+The statistics of the batch are results too, since the program updates its running averages with them.
+Inference by running averages is elementwise, and XLA fuses it by itself. After a convolution it is part
+of that site (`conv`).
 """
 
 import jax
@@ -16,7 +16,7 @@ from jaxfused.ops.norm.batch_norm import batch_norm
 
 
 def find(book: Book) -> None:
-    """Adds all batch norms of the graph that take statistics."""
+    """Adds all batch norms of the graph that compute statistics of the batch."""
     image_norm.find(book, _site, of_batch=True)
 
 
@@ -52,7 +52,7 @@ def _site(root: Node, found: Match) -> Site:
 
 
 def _statistics(found: Match, covered: set[Node]) -> tuple[list[Value], list[Value]]:
-    """The means and the variances among the values that are used outside of the site."""
+    """Returns the means and the variances that are used outside of the site."""
     moments, channels = found.moments, found.arrangement.channels
     means, variances = [], []
     for node in sorted(covered, key=lambda node: node.order):

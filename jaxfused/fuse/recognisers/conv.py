@@ -1,9 +1,9 @@
-"""Finds conv: a convolution with what follows each channel, the residual sum and the activation.
+"""Finds conv: a convolution with a scale and bias of each channel, the residual sum and the activation.
 
-Bias and the inference form of BatchNorm multiply each channel by a number and add one. The factor is
-folded into the weights, the rest is the bias of the operator. A BatchNorm in training gets its
-statistics from the convolution, where a kernel takes them. Two arrays that are concatenated along their
-channels for nobody else are read as they are.
+A bias, or BatchNorm in inference, multiplies each channel by a number and adds one. The factor is
+folded into the weights, and the rest is the operator's bias. A BatchNorm in training gets its statistics
+from the convolution, if a kernel computes them. Two arrays that only this convolution reads concatenated
+along their channels are read without the concatenation.
 """
 
 import math
@@ -27,7 +27,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 
 def find(book: Book) -> None:
-    """Adds all convolutions that no other site has taken."""
+    """Adds all convolutions that no other site covers."""
     for node in book.graph.nodes:
         if node.name == "conv_general_dilated" and node not in book.owner and _is_dense(node):
             why = _why_not(node)
@@ -38,7 +38,7 @@ def find(book: Book) -> None:
 
 
 def _is_dense(node: Node) -> bool:
-    """Whether the operation is the convolution of images with one kernel, in one floating dtype."""
+    """Whether the operation convolves images of at least one spatial axis, in one floating dtype."""
     x, w = node.ins
     return x.is_floating and x.ndim >= 3 and x.dtype == w.dtype == node.out.dtype
 
@@ -53,15 +53,15 @@ def _why_not(node: Node) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """An operation that does the same to all numbers of a channel."""
+    """An operation with one number, or one for each channel."""
 
     name: str
     operand: Value
     """One number, or one for each channel."""
     dtype: Any
-    """In which the program computes it."""
+    """Dtype in which the program computes it."""
     is_reversed: bool
-    """Whether the operand comes first."""
+    """Whether the operand comes first, as in `operand - x`."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Followed:
     activation: str | None = None
 
     def words(self) -> str:
-        """The bias, residual and activation that follow, as the operator takes them."""
+        """Returns a description of the scale, bias, residual and activation."""
         is_scaled = any(step.name in ("mul", "div") or step.is_reversed for step in self.steps)
         is_added = any(step.name in ("add", "sub") for step in self.steps)
         words = ["scaled weights"] * is_scaled + ["bias"] * is_added
@@ -84,9 +84,9 @@ class Followed:
 
 
 def _steps(book: Book, result: Value, first: int) -> Followed:
-    """The last value of the result's dtype that differs from it by steps alone.
+    """Returns the last value in the result's dtype that only `Step`s separate from the result.
 
-    The axis `first` of the result has the channels.
+    The channels are the axis `first` of the result.
     """
     channel: int | None = first
     channels = result.shape[first]
@@ -119,7 +119,7 @@ def _steps(book: Book, result: Value, first: int) -> Followed:
 
 
 def _rounds_weights(result: Value, factor: Value) -> bool:
-    """Whether weights of 16 bits are rounded again by a number: results near 0 lose what it enlarges."""
+    """Whether folding a number into 16-bit weights rounds them again, which shows in results near 0."""
     number = scalar(factor)
     if number is None or result.dtype.itemsize > 2:
         return False
@@ -127,7 +127,7 @@ def _rounds_weights(result: Value, factor: Value) -> bool:
 
 
 def _moved(axis: int | None, node: Node) -> int | None:
-    """Where an axis is after axes of length 1 came or went, or None where more has changed."""
+    """Returns the axis after a reshape that only adds or drops axes of length 1, or None."""
     before, after = node.ins[0].shape, node.out.shape
     if axis is None or [size for size in before if size != 1] != [n for n in after if n != 1]:
         return None
@@ -138,7 +138,7 @@ def _moved(axis: int | None, node: Node) -> int | None:
 
 
 def _of_channels(value: Value, channel: int, channels: int) -> Value | None:
-    """The numbers, one for each channel or one for all, that an operand repeats, or None."""
+    """Returns the operand before broadcasts, if it is one number or one for each channel, or None."""
     seen = view(value)
     axes = [axis for axis in seen.axes if axis is not None]
     is_vector = axes == ([channel] if channels != 1 else [])
@@ -147,7 +147,7 @@ def _of_channels(value: Value, channel: int, channels: int) -> Value | None:
 
 
 def followed_by(book: Book, node: Node, result: Value, channel: int) -> Followed:
-    """The operations after the convolution of `node` that the operator can do itself."""
+    """Returns the operations after a convolution that the operator can do itself."""
     found = _steps(book, result, channel)
     added = residual_of(book, found.value)
     if added is not None and added.value.dtype == result.dtype:
@@ -173,7 +173,7 @@ def _find_at(book: Book, node: Node) -> None:
 
 
 def _join_batch_norm(book: Book, site: Site) -> None:
-    """Adds the batch norm in training that follows, whose statistics the convolution may take."""
+    """Merges a following batch norm in training into the site: the convolution sums its statistics."""
     node, (y,) = site.anchor, site.outputs
     norm = next((s for s in book.sites if s.operator == "batch_norm" and s.inputs[0] is y), None)
     if norm is None:
@@ -251,9 +251,9 @@ def _site(book: Book, node: Node, followed: Followed) -> Site:
 
 
 def _parts(book: Book, node: Node) -> tuple[Sequence[Value], set[Node]]:
-    """What a convolution reads, and what that covers.
+    """Returns the arrays that a convolution reads, and the operations that this covers.
 
-    Two arrays of which its operand is the concatenation, which nobody else reads, or that itself.
+    They are two arrays if its operand is their concatenation and nothing else reads it.
     """
     x = node.ins[0]
     joined = x.node
@@ -268,7 +268,7 @@ def _parts(book: Book, node: Node) -> tuple[Sequence[Value], set[Node]]:
 def folded(
     w: jax.Array, steps: Sequence[Step], arrays: Sequence[jax.Array], dtype: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Weights [..., C] and bias [C] of a convolution that does what the steps do."""
+    """Returns weights [..., C] and a bias [C] with which the convolution includes the steps."""
     channels = w.shape[-1:]
     vectors = [array.reshape(-1) for array in arrays[: len(steps)]]
     if [step.name for step in steps] == ["add"]:

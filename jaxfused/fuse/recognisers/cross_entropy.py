@@ -1,8 +1,7 @@
 """Finds linear_softmax_cross_entropy: the loss of a product whose logits would fill the memory.
 
-It starts at the logarithm of a sum of exponentials and looks for the logit of the label beside it:
-gathered, or as a sum with a one-hot array. Where the logits are few, keeping them is faster than making
-them again.
+It starts at a log-sum-exp and looks for the label's logit: gathered, or as a sum with a one-hot array.
+If the logits are few, keeping them is faster than computing them again.
 """
 
 import math
@@ -21,18 +20,18 @@ from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.loss.linear_cross_entropy import linear_softmax_cross_entropy
 
 FEWEST_LOGITS = 2**24
-"""From so many logits on they are made again for the gradient, in chunks of as many as this."""
+"""Fewest logits of a site. Its gradient computes them again, in chunks of this many."""
 
 
 @dataclass(frozen=True)
 class _Loss:
-    """A loss for each token, or its negative."""
+    """The loss of each token, or its negative."""
 
     value: Value
     sign: float
     labels: Value
     outside: str
-    """What a label outside the classes gives: "nan" or "zero"."""
+    """Result for a label outside the classes: "nan" or "zero"."""
 
 
 def find(book: Book) -> None:
@@ -61,7 +60,7 @@ def find(book: Book) -> None:
 
 
 def _logits_of(node: Node) -> Value | None:
-    """What the sum of exponentials is taken of whose logarithm an operation is, or None."""
+    """Returns the logits if the operation is the logarithm of their softmax's denominator, or None."""
     total = view(node.ins[0])
     if total.base.made_by == "abs" and total.base.node is not None:
         total = view(total.base.node.ins[0], total.axes)
@@ -83,9 +82,10 @@ def _logits_of(node: Node) -> Value | None:
 
 
 def _loss(node: Node, logits: Value) -> _Loss | None:
-    """The loss that follows from the logarithm, or None."""
+    """Returns the loss that is computed with the logarithm, or None."""
     value = node.out
-    # The logarithm is of exponentials less the maximum, which is added to it or taken off the logits.
+    # The exponentials are of logits minus their maximum, which is added to the logarithm
+    # (`is_whole`) or subtracted from the logits (`is_log_softmax`).
     is_whole = is_log_softmax = False
     for _ in range(6):
         readers = set(value.uses)
@@ -116,7 +116,7 @@ def _loss(node: Node, logits: Value) -> _Loss | None:
 
 
 def _loss_by_one_hot(node: Node, other: Value) -> _Loss | None:
-    """The negative loss that a sum of log-probabilities times a one-hot array is, or None."""
+    """Returns the negative loss, a sum of log-probabilities times a one-hot array, or None."""
     labels = _one_hot(other) if node.name == "mul" else None
     after = node.out.uses[0] if node.out.used_once else None
     if labels is None or after is None or after.name != "reduce_sum":
@@ -137,7 +137,7 @@ def _is_shifted(value: Value, logits: Value) -> bool:
 
 
 def _gathered(value: Value, logits: Value) -> Value | None:
-    """The classes [...] whose logits a value is, or None."""
+    """Returns the classes [...] if a value is their logits, gathered, or None."""
     for _ in range(6):
         value = core(value)
         node = value.node
@@ -152,7 +152,7 @@ def _gathered(value: Value, logits: Value) -> Value | None:
         numbers = node.params["dimension_numbers"]
         last = operand.ndim - 1
         if operand.shape == (*value.shape, 1) and tuple(numbers.start_index_map) == (last,):
-            # The only element of the last axis.
+            # A gather of the only element of the last axis.
             index = evaluate(indices)
             if index is None or index.any():
                 return None
@@ -171,7 +171,7 @@ def _gathered(value: Value, logits: Value) -> Value | None:
 
 
 def _one_hot(value: Value) -> Value | None:
-    """The classes [...] whose one-hot array a value is, or None."""
+    """Returns the classes [...] if a value is their one-hot array, or None."""
     value = core(value)
     node = value.node
     if node is None or node.name != "convert_element_type" or node.ins[0].made_by != "eq":

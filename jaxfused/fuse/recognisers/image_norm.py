@@ -1,4 +1,4 @@
-"""A norm of images with what follows it, as group_norm and batch_norm both have it."""
+"""Matches norms of images and the operations after them, for group_norm and batch_norm."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,25 +29,25 @@ class Match:
     epsilon: float
     value: Value
     operands: dict[str, Value] = field(default_factory=dict)
-    """By name: scale, bias, image_scale (with the 1 that the operator adds), image_shift, residual."""
+    """Operands by name: scale, bias, image_scale (here 1 + scale), image_shift, residual."""
     activation: str | None = None
 
     @property
     def x(self) -> Stage:
-        """What is normalised, in the dtype of the result, and in its layout where that is at hand."""
+        """The normalised array in the result's dtype, and in its layout if there is such a stage."""
         stages = [s for s in self.moments.frame.stages if s.value.dtype == self.value.dtype]
         alike = [stage for stage in stages if stage.layout == self.arrangement.layout]
         return (alike or stages)[-1]
 
     def covered(self) -> set[Node]:
-        """The operations that make the value of x and the operands."""
+        """Returns the operations that compute the value from x and the operands."""
         stages = self.moments.frame.stages
         earlier = stages[stages.index(self.x) :]
         leaves = {stage.value for stage in earlier} | set(self.operands.values())
         return between(self.value, leaves)
 
     def operand(self, name: str, array: jax.Array) -> jax.Array:
-        """An operand as the operator takes it: channels last."""
+        """Returns an operand as the operator takes it: channels last."""
         frame, arrangement = self.moments.frame, self.arrangement
         if name == "x":
             return frame.arranged(array, self.x.layout, arrangement.operand)
@@ -58,27 +58,27 @@ class Match:
         return array.reshape(frame.length(arrangement.images), -1)
 
     def operands_of(self, arrays: Sequence[jax.Array]) -> dict[str, Any]:
-        """All operands as the operator takes them, of the arrays of x and the others in their order."""
+        """Returns all operands as the operator takes them, given the arrays of x and `operands`."""
         names = ["x", *self.operands]
         return {name: self.operand(name, a) for name, a in zip(names, arrays, strict=True)}
 
     def result(self, y: jax.Array) -> jax.Array:
-        """The operator's result as the program has it."""
+        """Returns the operator's result with the program's axes and dtype."""
         arrangement = self.arrangement
         y = self.moments.frame.arranged(y, arrangement.operand, arrangement.layout)
         return y.reshape(self.value.shape).astype(self.value.dtype)
 
     def words(self) -> str:
-        """The call without the operator's name."""
+        """Returns a description of the call without the operator's name."""
         names = [*self.operands, *([self.activation] if self.activation else [])]
         return f"({', '.join(names)}) of {self.x.value.aval.str_short()}"
 
 
 def widened(found: Match, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """What a norm is of in its sums' dtype, where a rounding of it would count; else as it is.
+    """Returns the norm's input in the dtype of its sums if its rounding matters, else unchanged.
 
-    Through few values a rounding may change the gradient by a tenth. Elsewhere than on a GPU, where
-    kernels write what they have rounded, XLA leaves it out of the program as it was written.
+    If a norm is over few values, rounding its input may change the gradient by a tenth. On other devices
+    than GPUs, XLA drops that rounding from the program. Kernels on a GPU write rounded results.
     """
     frame, arrangement = found.moments.frame, found.arrangement
     norms = frame.length(arrangement.images) * frame.length(arrangement.groups)
@@ -108,13 +108,13 @@ def find(book: Book, make: Callable[[Node, Match], Site], *, of_batch: bool) -> 
 
 
 def match(moments: Moments, root: Node, *, of_batch: bool) -> Match | str:
-    """The last value that is a norm's result and no more, or why there is none.
+    """Returns the last value that is a norm's result, or why there is none.
 
-    The reason is "" where the root does not look like a norm's.
+    The reason is "" if the root does not look like a norm's.
     """
     found: Match | None = None
     modulated: Match | None = None
-    # A root of the variance alone is a standard deviation, of weights for example.
+    # A root of a variance without epsilon is a standard deviation, for example of weights.
     is_norms = view(root.ins[0]).base.made_by == "add"
     reason = "nothing is multiplied by it and by the normalised array" if is_norms else ""
     for value in made_of(root.out):
@@ -138,7 +138,7 @@ def match(moments: Moments, root: Node, *, of_batch: bool) -> Match | str:
 
 
 def _read(affine: Affine, arrangement: Arrangement, moments: Moments, value: Value) -> Match | str:
-    """The norm of an arrangement that a value is, or why it is none."""
+    """Returns the value as a norm of this arrangement, or why it is none."""
     operands = _operands(affine, arrangement)
     if isinstance(operands, str):
         return operands
@@ -149,7 +149,7 @@ def _read(affine: Affine, arrangement: Arrangement, moments: Moments, value: Val
 
 
 def _operands(affine: Affine, arrangement: Arrangement) -> dict[str, Value] | str:
-    """Scale and bias, of channels or of images, that factors and summands are."""
+    """Returns the factors and summands as scale and bias of channels or images, or why they are not."""
     operands: dict[str, Value] = {}
     names = {"scale": "image_scale", "bias": "image_shift"}
     for name, views in (("scale", affine.factors), ("bias", affine.summands)):
@@ -166,7 +166,7 @@ def _operands(affine: Affine, arrangement: Arrangement) -> dict[str, Value] | st
 
 
 def _modulated(found: Match, value: Value, layout: Layout) -> Match | None:
-    """A match and the scale and shift of each image that follow it, or None."""
+    """Returns a match extended by a scale and shift of each image, or None."""
     if {"image_scale", "image_shift"} & found.operands.keys():
         return None
     before = found.arrangement
@@ -181,7 +181,7 @@ def _modulated(found: Match, value: Value, layout: Layout) -> Match | None:
 
 
 def why_not(found: Match) -> str:
-    """Why the operator is no better than the program, or ""."""
+    """Returns why the operator is no better than the program, or ""."""
     frame, value = found.moments.frame, found.value
     x = frame.source.value
     narrow = any(stage.value.dtype == value.dtype for stage in frame.stages)
@@ -193,7 +193,7 @@ def why_not(found: Match) -> str:
 
 
 def add(book: Book, root: Node, found: Match, make: Callable[[Node, Match], Site]) -> None:
-    """Adds the site of a match, with as much of what follows it as the operator can do."""
+    """Adds the site of a match, with as many of the operations after it as the operator can do."""
     operator = "batch_norm" if found.arrangement.is_of_batch else "group_norm"
     longer = [found, *_followed_by(book, found, operator)]
     whys = [why_not(each) for each in longer]
@@ -205,7 +205,7 @@ def add(book: Book, root: Node, found: Match, make: Callable[[Node, Match], Site
 
 
 def _followed_by(book: Book, found: Match, operator: str) -> Iterator[Match]:
-    """What the match is with the residual sum and with the activation after it."""
+    """Yields the match with the residual sum after it, then with the activation too."""
     added = residual_of(book, found.value)
     if added is not None and added.value.dtype == found.value.dtype:
         operands = found.operands | {"residual": added.residual}

@@ -1,4 +1,4 @@
-"""Finds max_pool, whose gradient is one pass in a kernel and a scatter of XLA's."""
+"""Finds max_pool. Its gradient is one pass in a kernel, but a scatter in XLA."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def find(book: Book) -> None:
 
 
 def _is_pool(node: Node) -> bool:
-    """Whether the windows are of pixels alone, each next to the other."""
+    """Whether windows are only along the axes of pixels, and not dilated."""
     params, (x,) = node.params, node.ins
     dilations = (*params["base_dilation"], *params["window_dilation"])
     return (

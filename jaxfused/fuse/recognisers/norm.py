@@ -1,7 +1,7 @@
 """Finds layer_norm and rms_norm, with the residual sum and the bias before them.
 
 It starts at a root or a reciprocal root of `mean square + epsilon`, or of `variance + epsilon`, and
-follows what is made of it: u * rstd * scale + bias in any order of products and quotients.
+follows its uses: u * rstd * scale + bias in any order of products and quotients.
 """
 
 from collections.abc import Iterator
@@ -39,16 +39,16 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a root is taken of."""
+    """The statistics of a norm, as its root shows them."""
 
     operator: str
     x: Value
-    """What is normalised, before converts."""
+    """The normalised array, before converts."""
     converted: Value
-    """The same as the mean is taken of it."""
+    """The normalised array as the mean reads it, after converts."""
     epsilon: float
     argument: View
-    """The variance or mean square with epsilon."""
+    """Argument of the root: the variance or mean square plus epsilon."""
 
 
 def find(book: Book) -> None:
@@ -83,11 +83,11 @@ def _find_at(book: Book, root: Node) -> None:
 
 
 def statistics(root: Node) -> Statistics | Mean | None:
-    """What a root says of the norm around it: the mean alone where it is not over the last axis."""
+    """Returns the statistics whose root it is; a mean if it is not over the last axis; else None."""
     argument = view(root.ins[0])
     parts = total(root.ins[0])
     if len(parts.terms) == 1:
-        # A variance that rounding made negative is often lifted to 0.
+        # Rounding may make a variance negative, so that programs clamp it at 0.
         term = parts.terms[0]
         node = term.view.base.node
         if node is not None and node.name == "max" and term.factor == 1.0:
@@ -111,7 +111,7 @@ def statistics(root: Node) -> Statistics | Mean | None:
 
 
 def _variance(parts: Sum) -> tuple[str, Mean] | None:
-    """Which norm a variance or mean square belongs to, and the mean over the rows of its argument."""
+    """Returns the operator to which a variance or mean square belongs, and the mean in it, or None."""
     if len(parts.terms) == 1:
         return _of_squares(parts.terms[0])
     return _of_two_means(parts) if len(parts.terms) == 2 else None
@@ -131,7 +131,7 @@ def _of_squares(term: Term) -> tuple[str, Mean] | None:
 
 
 def _squared(value: Value) -> Value | None:
-    """What the value is the square of, or None."""
+    """Returns the value whose square this one is, or None."""
     node = core(value).node
     if node is None:
         return None
@@ -143,7 +143,7 @@ def _squared(value: Value) -> Value | None:
 
 
 def _deviation(value: Value) -> Mean | None:
-    """The mean over an array that the value is the difference from, or None."""
+    """Returns the mean if the value is an array minus its mean, or None."""
     node = core(value).node
     if node is None or node.name != "sub":
         return None
@@ -154,7 +154,7 @@ def _deviation(value: Value) -> Mean | None:
 
 
 def _of_two_means(parts: Sum) -> tuple[str, Mean] | None:
-    """The mean of squares less the squared mean."""
+    """Returns the norm if the variance is E[x^2] - E[x]^2, or None."""
     first, second = sorted(parts.terms, key=lambda term: -term.factor)
     of_squares = _of_squares(first)
     squared = product(*second.view, stop=lambda seen: seen if mean(seen) is not None else None)
@@ -173,7 +173,7 @@ def _of_two_means(parts: Sum) -> tuple[str, Mean] | None:
 def _miss_axes(book: Book, root: Node, moment: Mean) -> None:
     rank = moment.argument.ndim
     if (rank - 1 in moment.axes) != (0 in moment.axes):
-        # Groups of channels and batches are other operators', who say what keeps them.
+        # Norms over groups of channels or the batch belong to group_norm and batch_norm.
         return
     reason = (
         f"the mean is taken over axes {moment.axes} of {rank}, and the operator takes the last one"
@@ -181,7 +181,7 @@ def _miss_axes(book: Book, root: Node, moment: Mean) -> None:
     book.miss("layer_norm", root, reason)
 
 
-# --- what is made of it ---------------------------------------------------------------------------
+# --- the normalised result ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class _Match:
     scale_offset: float
     bias: Value | None
     image_factor: Value | None = None
-    """[B, D], what each image is multiplied by after scale and bias."""
+    """[B, D], the factor of each image after scale and bias."""
     image_shift: Value | None = None
 
 
@@ -203,7 +203,7 @@ _LONGEST = 16
 
 
 def _made_of(value: Value) -> Iterator[Value]:
-    """The values that are made of one, each of the one before, nearest first."""
+    """Yields the values computed from one by a chain of single readers, nearest first."""
     for _ in range(_LONGEST):
         readers = set(value.uses)
         if len(readers) != 1 or value.is_output:
@@ -216,7 +216,7 @@ def _made_of(value: Value) -> Iterator[Value]:
 
 
 def _match(value: Value, found: Statistics) -> _Match | str:
-    """The norm that a value is, why it is none, or ""."""
+    """Returns the norm that a value is, why it is none, or "" if it does not look like one."""
     x = found.x
     if value.shape != x.shape:
         return ""
@@ -290,12 +290,12 @@ def _match(value: Value, found: Statistics) -> _Match | str:
 
 
 _NORMALISED = Value(None)
-"""Stands for what is normalised: the array, or its difference from the mean."""
+"""Placeholder for the array, or its difference from the mean, before it is multiplied by rstd."""
 
 
 def _as_normalised(seen: View, found: Statistics) -> View | None:
     if found.operator == "rms_norm":
-        # Taking off an axis of length 1 is a view, which a product is seen through.
+        # `product` looks through views, such as one that drops an axis of length 1.
         is_normalised = core(seen.base) is found.x or seen == view(found.x)
     else:
         moment = _deviation(seen.base)
@@ -304,7 +304,7 @@ def _as_normalised(seen: View, found: Statistics) -> View | None:
 
 
 def _over_rows(seen: View, value: Value) -> bool:
-    """Whether a number for each row stands at its row."""
+    """Whether a view is one number for each row, broadcast along the last axis."""
     rows = [axis for axis, size in enumerate(value.shape[:-1]) if size != 1]
     return [axis for axis in seen.axes if axis is not None] == rows
 
@@ -333,9 +333,9 @@ def _add(book: Book, root: Node, found: Statistics, match: _Match) -> None:
 
 
 def _cut_after(y: Value, h: Value | None, covered: set[Node]) -> Node | None:
-    """The slice that takes some rows of the norm, where the others are used by nothing.
+    """Returns the slice of a norm's rows that are used, if the others are not, or None.
 
-    A model that reads its class from one token normalises all of them.
+    A model that classifies by one token normalises all of them.
     """
     if not y.used_once or (h is not None and (h.is_output or not set(h.uses) <= covered)):
         return None
@@ -347,7 +347,7 @@ def _cut_after(y: Value, h: Value | None, covered: set[Node]) -> Node | None:
 
 @dataclass(frozen=True)
 class _Before:
-    """A residual sum, whose result is normalised."""
+    """A residual sum before a norm."""
 
     x: Value
     residual: Value
@@ -379,7 +379,7 @@ def _sum_before(book: Book, h: Value) -> _Before | None:
 
 
 def _branch(book: Book, value: Value) -> tuple[Value, Value | None, set[Node]] | None:
-    """A product that is added to the residual stream: it, its bias, and what adds the bias."""
+    """Returns the product that a residual sum adds, its bias and the bias's operations, or None."""
     if _is_product(value):
         return value, None, set()
     node = value.node
@@ -398,7 +398,7 @@ def _branch(book: Book, value: Value) -> tuple[Value, Value | None, set[Node]] |
 
 
 def _gated(book: Book, value: Value) -> tuple[Value, Value, Value | None, set[Node]] | None:
-    """A branch times a gate of each image: the gate, the branch and its bias, and what multiplies."""
+    """Returns the gate [B, D] of a gated branch, the branch, its bias and their operations, or None."""
     node = value.node
     if node is None:
         return None
@@ -437,7 +437,7 @@ class Norm:
             if name in operands:
                 operands[name] = operands[name].reshape(x.shape[0], x.shape[-1])
         if "image_factor" in operands:
-            # The program has added 1 already, in its own dtype.
+            # The operator adds 1, as the program has already done in its own dtype.
             factor = operands.pop("image_factor").astype(accumulator_dtype(x.dtype))
             operands["image_scale"] = factor - 1.0
         if self.operator == "layer_norm":

@@ -1,7 +1,7 @@
 """Finds linear in a convolution whose windows do not overlap: the embedding of an image's patches.
 
-Such a convolution is a product of patches and a matrix. It has few input channels, which the kernels
-of convolutions are slow with, most of all for the gradient to its weights.
+Such a convolution is a product of patches and a matrix. Kernels of convolutions are slow with its few
+input channels, most of all in wgrad.
 """
 
 import math

@@ -38,7 +38,7 @@ def find(book: Book) -> None:
 
 
 def _input(p: Projection) -> Value:
-    """What the product is taken of, before views that only cut features into several axes."""
+    """Returns the product's input before converts and reshapes."""
     value = core(p.x)
     while value.node is not None and value.node.name == "reshape":
         value = core(value.node.ins[0])
@@ -78,14 +78,14 @@ def _find_at(
         branches = [(first, affine), up]
         whole = whole_of([first, up[0]])
         if whole is not None and affine.bias is None and up[1].bias is None:
-            # The matrix has the gate's columns and then the others, as the operator takes them.
+            # The matrix has the gate's columns first, as the operator takes them.
             covered |= first.covered | affine.covered | up[0].covered | up[1].covered
             branches = [(whole, Biased(whole.result, None, frozenset()))]
         _add_gated(book, branches, activated.name, set(covered), last)
 
 
 def _product_with(value: Value) -> tuple[Node, Value] | None:
-    """The multiplication that is all that is made of a value, and its other factor."""
+    """Returns the multiplication that is the only use of a value, and its other factor, or None."""
     value = _last(value)
     if not value.used_once or value.uses[0].name != "mul":
         return None
@@ -95,14 +95,14 @@ def _product_with(value: Value) -> tuple[Node, Value] | None:
 
 
 def _last(value: Value) -> Value:
-    """The value after converts and names that are all that is made of it."""
+    """Returns the value after converts and names, as long as each is the only use."""
     while value.used_once and is_transparent(value.uses[0]):
         value = value.uses[0].out
     return value
 
 
 def _stages_between(value: Value, last: Projection) -> set[Node]:
-    """The converts and reshapes from a value to the product that is taken of it."""
+    """Returns the converts and reshapes from a value to the product that reads it."""
     found: set[Node] = set()
     end = last.x
     while end is not value and end.node is not None:
@@ -114,7 +114,7 @@ def _stages_between(value: Value, last: Projection) -> set[Node]:
 def _projection_of(
     value: Value, book: Book, by_result: dict[Value, Projection]
 ) -> tuple[Projection, Biased] | None:
-    """The product with its bias that a value is."""
+    """Returns the product, and its bias, that a value is, or None."""
     candidates = [value]
     if value.made_by == "add" and value.node is not None:
         candidates += [core(operand) for operand in value.node.ins]
@@ -128,7 +128,7 @@ def _projection_of(
 
 
 def _fits(first: Projection, hidden: Value, last: Projection) -> bool:
-    """Whether the hidden layer is of the same dtype on both sides, and has one axis of rows less."""
+    """Whether two products agree on the hidden layer's dtype, precision, features and rows."""
     features = math.prod(first.features)
     return (
         last.x.dtype == first.x.dtype
@@ -140,7 +140,7 @@ def _fits(first: Projection, hidden: Value, last: Projection) -> bool:
 
 @dataclass(frozen=True)
 class _Ending:
-    """What follows the last product."""
+    """The value after the last product, its bias and the residual."""
 
     value: Value
     bias: Value | None
@@ -205,7 +205,7 @@ def _add_gated(
     covered: set[Node],
     last: Projection,
 ) -> None:
-    """Adds a gated perceptron whose gate and other factor are two products, or one of both."""
+    """Adds a gated perceptron. Its gate and other factor are two products, or halves of one."""
     end = _ending(book, last)
     gate = branches[0][0]
     names = ("gate", "up")[: len(branches)]
@@ -254,7 +254,7 @@ def _add_gated(
     )
 
 
-# --- one product with the gate and the other factor side by side -----------------------------------
+# --- one product with the gate and the other factor concatenated -----------------------------------
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class _Halves:
 
 
 def _halves(value: Value) -> _Halves | None:
-    """The two halves of the last axis, where a value is cut into them and used for nothing else."""
+    """Returns the halves of a value's last axis, if they are its only uses, or None."""
     readers = set(value.uses)
     width = value.shape[-1] if value.shape else 0
     if value.is_output or width % 2 or not readers:
@@ -325,7 +325,7 @@ def _gated_of_one(
 
 
 class _Swapped(Projection):
-    """A product whose matrix has the gate's columns second."""
+    """A product whose gate is the second half of the columns. The operator takes it as the first."""
 
     def matrix(self, w: jax.Array) -> jax.Array:
         return jnp.roll(super().matrix(w), math.prod(self.features) // 2, axis=1)

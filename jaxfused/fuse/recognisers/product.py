@@ -1,6 +1,6 @@
 """Finds linear: a product of rows and a matrix with its bias, activation and residual.
 
-A product alone, or one with a bias, is XLA's to run; it is a site where there is more to do with it.
+A product alone, or with a bias, is left to XLA. Only one with an activation or a residual is a site.
 """
 
 import math
@@ -19,26 +19,26 @@ from jaxfused.ops.linear.linear import linear
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A product x [..., D] times a matrix [D, F], either of whose axes may be several of an array."""
+    """A product x [..., D] times a matrix [D, F]. D and F may each be several axes of an array."""
 
     node: Node
     x: Value
     w: Value
-    """Before converts, unless it has to be transposed."""
+    """The matrix before converts, unless it has to be transposed."""
     contracted: tuple[int, ...]
-    """The axes of w that make D; the same number of trailing axes of x do."""
+    """Axes of w that make up D, in the order of the trailing axes of x that do."""
     result: Value
-    """[..., *features], after the axes are put in this order."""
+    """The product [..., *features], after a transposition to this order."""
     covered: frozenset[Node]
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The axes of w that make F."""
+        """Sizes of the axes of w that make up F."""
         return tuple(size for axis, size in enumerate(self.w.shape) if axis not in self.contracted)
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The shape of x before the features."""
+        """Sizes of the axes of x before its features."""
         return self.x.shape[: self.x.ndim - len(self.contracted)]
 
     @property
@@ -46,33 +46,33 @@ class Projection:
         return self.node.params["precision"]
 
     def matrix(self, w: jax.Array) -> jax.Array:
-        """W as [D, F]."""
+        """Returns w as [D, F]."""
         free = [axis for axis in range(w.ndim) if axis not in self.contracted]
         if (*self.contracted, *free) != tuple(range(w.ndim)):
             w = w.transpose(*self.contracted, *free)
         return w.reshape(-1, math.prod(self.features))
 
     def inputs(self, x: jax.Array) -> jax.Array:
-        """X as [..., D]."""
+        """Returns x as [..., D]."""
         return x if len(self.contracted) == 1 else x.reshape(*self.rows, -1)
 
     def bias(self, bias: jax.Array) -> jax.Array:
-        """A bias as [F]."""
+        """Returns a bias as [F]."""
         return bias.reshape(-1)
 
 
 def projections(book: Book) -> list[Projection]:
-    """All products of the graph with a matrix that no site has taken, in order."""
+    """Returns all products of the graph with a matrix that no site covers, in order."""
     parsed = (projection(n) for n in book.graph.nodes if n.name == "dot_general")
     return [p for p in parsed if p is not None and book.is_free(p.covered)]
 
 
 def projection(node: Node) -> Projection | None:
-    """The product with a matrix that an operation is, or None."""
+    """Returns the operation as a product with a matrix, or None."""
     (left, right), (left_batch, right_batch) = node.params["dimension_numbers"]
     if left_batch or right_batch or not node.out.is_floating:
         return None
-    # A matrix times each of many vectors leaves the rows last, and a transposition brings them forward.
+    # The matrix may be the left operand: the rows come last, and a transposition brings them forward.
     w, x = node.ins
     rows = x.ndim - len(right)
     if rows == 0:
@@ -101,7 +101,7 @@ def _oriented(
 ) -> Projection | None:
     if x.dtype != w.dtype or not x.is_floating:
         return None
-    # The contracted axes of x are its last ones; in their order stand those of w.
+    # The contracted axes of x are its last ones; those of w are sorted in the same order.
     pairs = sorted(zip(of_x, of_w, strict=True))
     if [int(a) for a, _ in pairs] != list(range(x.ndim - len(pairs), x.ndim)):
         return None
@@ -120,10 +120,10 @@ def _oriented(
 
 
 def earliest_matrix(w: Value, contracted: tuple[int, ...]) -> Value:
-    """A matrix before converts, unless it has to be transposed.
+    """Returns the matrix before converts, unless it has to be transposed.
 
-    Its gradient leaves the product in the dtype of the matrix that the operator gets. Where it is then
-    transposed, that is the narrow one, as it is in the program.
+    The operator writes the matrix's gradient in the dtype that it gets. If the gradient is transposed
+    afterwards, that dtype should be the narrow one, as in the program.
     """
     in_order = contracted == tuple(range(len(contracted))) and core(w).made_by != "transpose"
     return core(w) if in_order else w
@@ -131,7 +131,7 @@ def earliest_matrix(w: Value, contracted: tuple[int, ...]) -> Value:
 
 @dataclass(frozen=True)
 class Biased:
-    """A product's result with its bias."""
+    """A product's result after its bias."""
 
     value: Value
     bias: Value | None
@@ -139,10 +139,10 @@ class Biased:
 
 
 def biased(book: Book, p: Projection) -> Biased:
-    """The last value that is the product and its bias alone, as far as no site has taken it.
+    """Returns the last value, not covered by a site, that is the product with at most its bias.
 
-    Of converts after it, it takes those that lead to the dtype of x. A bias may be added after the
-    features were put into other axes.
+    Converts after it are included if they lead to the dtype of x. A bias may be added after the features
+    are reshaped.
     """
     current = best = Biased(p.result, None, frozenset())
     while current.value.used_once:
@@ -164,7 +164,7 @@ def biased(book: Book, p: Projection) -> Biased:
         current = Biased(node.out, bias, covered)
         if bias is None and node.out.shape != p.result.shape:
             continue
-        # A result that stays wide is as good where none has x's dtype.
+        # Without a convert to x's dtype, the last wide result is taken.
         if node.out.dtype == p.x.dtype or best.value.dtype != p.x.dtype:
             best = current
     return best
@@ -180,7 +180,7 @@ class Residual:
 
 
 def residual_of(book: Book, value: Value) -> Residual | None:
-    """The sum that adds the residual stream to a value, or None."""
+    """Returns the sum that adds the residual stream to a value, or None."""
     if not value.used_once:
         return None
     node = value.uses[0]
@@ -192,7 +192,7 @@ def residual_of(book: Book, value: Value) -> Residual | None:
 
 
 def find(book: Book) -> None:
-    """Adds the products that have an activation or a residual, and are part of nothing larger."""
+    """Adds the products with an activation or a residual that are not part of a larger site."""
     for p in projections(book):
         _find_at(book, p)
 

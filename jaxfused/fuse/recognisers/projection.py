@@ -1,8 +1,8 @@
-"""Finds qkv_projection: the products that make queries, keys and values of one array.
+"""Finds qkv_projection: the products that compute queries, keys and values from one array.
 
 It starts at an attention and goes back from its three operands, through rotations, norms of heads and
-changes of shape, to their products. Where those are of one array, they become one product, with norm
-and rotation in it.
+reshapes, to their products. If all three read one array, they become one product that includes norm and
+rotation.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ from jaxfused.ops.linear.qkv_projection import qkv_projection
 
 @dataclass
 class _Branch:
-    """The way from a product to an operand of an attention."""
+    """The operations from a product to an operand of an attention."""
 
     product: Projection
     affine: Biased
     result: Value
-    """After norm and rotation."""
+    """The value after norm and rotation."""
     views: list[Node] = field(default_factory=list)
-    """The changes of shape from the product to `result`, in order."""
+    """Reshapes and transpositions from the product to `result`, in order."""
     norm: Site | None = None
     rotation: Rotation | None = None
 
@@ -67,7 +67,7 @@ def _branch(
     norms: dict[Value, Site],
     columns: Columns,
 ) -> _Branch | None:
-    """The way back from an operand to a product, or None where something else is on it."""
+    """Returns the operations from a product to an operand, or None if there are others between."""
     value = operand
     views: list[Node] = []
     turned: Rotation | None = None
@@ -98,7 +98,7 @@ def _branch(
         if node is None or node in book.owner:
             return None
         if result is None and node.name in ("mul", "div") and scalar(node.ins[1]) is not None:
-            # A query that is scaled: the program goes on with the product as it is.
+            # The scale of a query stays in the program, after the site.
             value = node.ins[0]
             continue
         if node.name != "transpose" and not (is_reshape(node) or is_transparent(node)):
@@ -209,14 +209,14 @@ def _columns(branch: _Branch) -> int:
 
 
 def _head_size(q: _Branch, k: _Branch) -> int:
-    """Of a product alone any cut into heads is the same: the axes of the weights tell it, or nothing."""
+    """Returns a head size for a product without norm or rotation, where any cut into heads will do."""
     if len(q.product.features) > 1:
         return q.product.features[-1]
     return min(_columns(q), _columns(k))
 
 
 def _why_not(q: _Branch, k: _Branch, v: _Branch) -> str:
-    """Why three products of one array are no qkv_projection, or ""."""
+    """Returns why three products of one array are no qkv_projection, or ""."""
     if _columns(k) != _columns(v):
         return f"keys have {_columns(k)} features and values {_columns(v)}"
     for b in (q, k, v):
@@ -246,7 +246,7 @@ def _why_not(q: _Branch, k: _Branch, v: _Branch) -> str:
 
 
 def _heads_axis(branch: _Branch, found: Rotation) -> int | None:
-    """Which axis of what is rotated has the heads: the one before the features, or before positions."""
+    """Returns the heads' axis of the rotated array, before the features or the positions, or None."""
     rows, shape, rank = branch.product.rows, found.x.shape, found.x.ndim
     turned = [node for node in branch.views if node.name == "transpose"]
     in_front = not isinstance(branch.product, Part) or branch.product.has_rows_in_front
@@ -261,7 +261,7 @@ def _heads_axis(branch: _Branch, found: Rotation) -> int | None:
 
 
 def _shaped(branch: _Branch, y: jax.Array) -> jax.Array:
-    """What the operator returned [..., T, N, H], as the program goes on with it."""
+    """Returns the operator's result [..., T, N, H] in the shape that the program reads."""
     product, shape = branch.product, branch.affine.value.shape
     y = product.shaped(y) if isinstance(product, Part) else y.reshape(shape)
     for node in branch.views:

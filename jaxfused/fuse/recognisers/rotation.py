@@ -1,9 +1,8 @@
-"""Recognises rotations of queries and keys by their position, in halves and in neighbours.
+"""Recognises rotations of queries and keys by their position, in halves or interleaved pairs.
 
-They are read from their result back to the value that all its features are made of, as sums of its
-features times tables (`features`): cos x_a - sin x_b and sin x_a + cos x_b for each pair, and the
-features behind the rotated ones as they are. A rotation of whole halves alone is XLA's to run;
-`projection` takes it in with the product before it.
+A result is read back to a value as sums of its features times tables (`features`): cos x_a - sin x_b
+and sin x_a + cos x_b for each pair, then the features that are not rotated. A rotation of all features
+in halves is left to XLA, unless `projection` fuses it with the product before it.
 """
 
 import math
@@ -25,17 +24,17 @@ from jaxfused.ops.rope.rope import rope
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Cosines or sines and where their axes are among those of what is rotated."""
+    """Cosines or sines, with the axis of the rotated array that each of their axes is."""
 
     seen: View
     part: str
-    """One of PARTS: of complex numbers, "real" or "imag"."""
+    """One of PARTS: "real" or "imag" of a complex table, else ""."""
     columns: np.ndarray
-    """Which columns have the numbers of the pairs."""
+    """Indices of the columns, one for each pair."""
     sign: int
 
     def array(self, table: jax.Array, rank: int) -> jax.Array:
-        """The table with `rank` axes, of length 1 where it repeats, and the pairs last."""
+        """Returns the table with `rank` axes, the pairs last, with length 1 where it is broadcast."""
         shape = [1] * (rank - 1)
         for axis, size in zip(self.seen.axes, table.shape, strict=True):
             if axis is not None and axis < rank - 1:
@@ -63,7 +62,7 @@ def _columns_of(table: jax.Array, columns: np.ndarray) -> jax.Array:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """A value that is another one rotated."""
+    """A value that is a rotation of another."""
 
     x: Value
     result: Value
@@ -71,17 +70,17 @@ class Rotation:
     sin: Table
     interleaved: bool
     tables: frozenset[Value]
-    """All arrays that the program multiplies by."""
+    """All tables by which the program multiplies."""
     covered: frozenset[Node]
 
     @property
     def is_whole(self) -> bool:
-        """Whether no features stay as they are."""
+        """Whether all features are rotated."""
         return 2 * len(self.cos.columns) == self.x.shape[-1]
 
 
 def rotation(value: Value, columns: Columns) -> Rotation | None:
-    """The rotation that a value is, or None."""
+    """Returns the value as a rotation of another, or None."""
     whole = core(value)
     if not whole.is_floating or whole.ndim < 2 or not _may_rotate(whole):
         return None
@@ -104,7 +103,7 @@ def rotation(value: Value, columns: Columns) -> Rotation | None:
 
 
 def _may_rotate(value: Value) -> bool:
-    """Whether the last operation is one with which a rotation ends."""
+    """Whether the operation that makes the value may be the last one of a rotation."""
     node = value.node
     if node is None:
         return False
@@ -119,13 +118,13 @@ def _may_rotate(value: Value) -> bool:
 
 _ENDS = ("add", "concatenate", "reshape", "sub")
 _PAIRED = ("add", "concatenate", "stack", "sub")
-"""What makes pairs, which a reshape then lays side by side."""
+"""Operations that make pairs, which a reshape then interleaves."""
 _MOST_STEPS = 64
 _MOST_FORKS = 4
 
 
 def _steps_to(value: Value) -> list[Node]:
-    """The operations before a value that a rotation may be made of, in their order."""
+    """Returns the operations before a value that may be part of a rotation, in order."""
     found: dict[Node, None] = {}
     pending = [value]
     while pending and len(found) < _MOST_STEPS:
@@ -137,7 +136,7 @@ def _steps_to(value: Value) -> list[Node]:
 
 
 def _forks(nodes: list[Node], result: Value) -> Iterator[Value]:
-    """Values that have all features of the result, and from which several ways lead to it."""
+    """Yields values with all features of the result that several of the operations read, last first."""
     readers = Counter(value for node in nodes for value in set(node.ins))
     split = {node.ins[0] for node in nodes if node.name == "split"}
     rows = result.ndim - 1
@@ -154,7 +153,7 @@ def _forks(nodes: list[Node], result: Value) -> Iterator[Value]:
 
 
 def _whole(forked: Value, result: Value) -> Value | None:
-    """What is rotated, before its features were cut into pairs."""
+    """Returns the rotated array before its features were cut into pairs, or None."""
     value = forked
     while value.shape != result.shape:
         cut = core(value).node
@@ -165,7 +164,7 @@ def _whole(forked: Value, result: Value) -> Value | None:
 
 
 def _pairs(reader: Reader, sums: Sums, columns: Columns) -> tuple[Table, Table, bool] | None:
-    """The tables of a rotation and whether its pairs are neighbours, or None."""
+    """Returns the tables of a rotation and whether its pairs are interleaved, or None."""
     terms = [np.stack(arrays) for arrays in zip(*sums, strict=True)]
     counts = (terms[0] != 0).sum(axis=0)
     rotated, features = int((counts == 2).sum()), np.arange(len(counts))
@@ -200,7 +199,7 @@ def _pairs(reader: Reader, sums: Sums, columns: Columns) -> tuple[Table, Table, 
 
 
 def _numbers(reader: Reader, terms: Terms, columns: Columns) -> np.ndarray:
-    """A number for each feature: equal ones, or opposite ones, where it is multiplied by equal ones."""
+    """Returns a label for each feature: equal or opposite for equal or opposite table entries."""
     numbers = np.zeros(terms.table.shape, int)
     for index in np.unique(terms.table):
         seen, part = reader.tables[index]
@@ -211,7 +210,7 @@ def _numbers(reader: Reader, terms: Terms, columns: Columns) -> np.ndarray:
 
 
 def _table(reader: Reader, terms: Terms, at: np.ndarray) -> Table | None:
-    """The table whose columns features are multiplied by, where it is one."""
+    """Returns the table that multiplies the features `at`, or None if there are several."""
     index, sign = np.unique(terms.table[at]), np.unique(terms.factor[at])
     if len(index) != 1 or len(sign) != 1:
         return None
@@ -219,11 +218,11 @@ def _table(reader: Reader, terms: Terms, at: np.ndarray) -> Table | None:
     return Table(seen, part, terms.entry[at], int(sign[0].real))
 
 
-# --- a site of its own ----------------------------------------------------------------------------
+# --- rotations outside of projections -------------------------------------------------------------
 
 
 def find(book: Book) -> None:
-    """Adds the rotations of neighbours, or of a part of the features, that no product has taken in."""
+    """Adds rotations of interleaved pairs, or of a part of the features, that no projection covers."""
     columns = Columns()
     for node in reversed(book.graph.nodes):
         if node.name not in _ENDS or node in book.owner or not _may_rotate(node.out):
@@ -243,16 +242,16 @@ def find(book: Book) -> None:
 
 
 def differs_along(found: Rotation, axis: int) -> bool:
-    """Whether the tables differ along an axis of what is rotated."""
+    """Whether the tables vary along an axis of the rotated array."""
     return any(axis in table.seen.axes for table in (found.cos, found.sin))
 
 
 def tables_of_rows(
     found: Rotation, cos: jax.Array, sin: jax.Array, rows: tuple[int, ...], heads: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The tables as [T, R/2], or with all axes of the rows where they differ beyond the position.
+    """Returns the tables as [T, R/2], or [*rows, R/2] if they vary by more than the position.
 
-    The axis `heads` of what is rotated has the heads, for which they are the same.
+    They are the same for all heads, which are the axis `heads` of the rotated array.
     """
     rank = len(rows) + 2
 
@@ -270,7 +269,7 @@ def tables_of_rows(
 
 
 def _site(node: Node, found: Rotation) -> Site | None:
-    """Of x [..., length, heads, features], or with the heads before the positions."""
+    """Returns the site for x [..., length, heads, features] or [..., heads, length, features]."""
     rank = found.x.ndim
     heads = next((i for i in (rank - 2, rank - 3) if i >= 1 and not differs_along(found, i)), None)
     if rank < 3 or heads is None:

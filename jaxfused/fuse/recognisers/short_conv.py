@@ -1,7 +1,7 @@
 """Finds conv in a sum of shifted products: y_t = sum over k of w_k * x_(t - k), for each channel.
 
-State-space models write their short causal convolution so, as XLA's own is slow where each channel has a
-kernel of its own. The shifts are slices of a padded array, or padded slices of an array.
+State-space models write their short causal convolution so, because XLA's depthwise convolutions are
+slow. The shifts are slices of a padded array, or padded slices of an array.
 """
 
 import itertools
@@ -32,19 +32,19 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 
 class Window(NamedTuple):
-    """An array as a part of another: along an axis its entry t is entry t + shift, or 0."""
+    """A shifted part of an array: along an axis its entry t is the source's entry t + shift, or 0."""
 
     source: Value
     axis: int | None
-    """None where it is the other array itself."""
+    """Axis of the shift; None if it is the source itself."""
     shift: int
     first: int
-    """From this entry of the other array on there are no zeros,"""
+    """First entry of the source that is not replaced by zero."""
     last: int
-    """and before this one."""
+    """End (exclusive) of the source's entries that are not replaced by zero."""
 
     def has_all(self, length: int) -> bool:
-        """Whether only what lies outside of the other array is 0, of a window of this length."""
+        """Whether a window of this length has zeros only for entries outside of the source."""
         if self.axis is None:
             return True
         size = self.source.shape[self.axis]
@@ -60,7 +60,7 @@ class _Taps:
     x: Value
     axis: int
     weights: dict[int, Value]
-    """The weights by the shift of their window."""
+    """Weights by the shift of their window."""
     bias: Value | None
 
 
@@ -83,11 +83,11 @@ def find(book: Book) -> None:
 
 _LONGEST = 24
 _FEWEST, _MOST = 2, 8
-"""Taps: with more of them the sum is another algorithm's, as a filter's."""
+"""Bounds of the number of taps. A longer sum is another algorithm, such as a filter."""
 
 
 def _longest(value: Value) -> _Taps | None:
-    """The last sum of windows that a product is part of."""
+    """Returns the last sum of windows that a product is part of, or None."""
     best: _Taps | None = None
     for _ in range(_LONGEST):
         found = _taps(value)
@@ -104,7 +104,7 @@ def _longest(value: Value) -> _Taps | None:
 
 
 def _taps(value: Value) -> _Taps | None:
-    """The windows that a value is the sum of, or None."""
+    """Returns the value as a sum of windows, or None."""
     rank = value.ndim
     windows: list[tuple[Value, Value]] = []
     bias: Value | None = None
@@ -133,7 +133,7 @@ def _taps(value: Value) -> _Taps | None:
 def _of_one_array(
     value: Value, windows: Sequence[tuple[Value, Value]], bias: Value | None
 ) -> _Taps | None:
-    """The windows as those of one array, each at another place, or None."""
+    """Returns the windows as different shifts of one array, or None."""
     chains = [list(_windows(array)) for array, _ in windows]
     for source in reversed([window.source for window in chains[0]] if chains else []):
         of_source = [next((w for w in chain if w.source is source), None) for chain in chains]
@@ -150,7 +150,7 @@ def _of_one_array(
 
 
 def _windows(value: Value) -> Iterator[Window]:
-    """The arrays that a value is a window of: itself, and those before cuts and pads along one axis."""
+    """Yields the value as a window of itself, then of each array before slices and pads of one axis."""
     axis: int | None = None
     value = core(value)
     window = Window(value, None, 0, 0, 0)
@@ -164,7 +164,7 @@ def _windows(value: Value) -> Iterator[Window]:
 
 
 def _moved(node: Node, window: Window, axis: int | None) -> Window | None:
-    """The window as one of what an operation cuts or pads, or None where it does something else."""
+    """Returns the window as one of the array that an operation slices or pads, or None."""
     if node.name == "slice":
         taken = cuts(node.out)
         whole = [slice(0, size, 1) for size in node.ins[0].shape]
@@ -195,7 +195,7 @@ def _moved(node: Node, window: Window, axis: int | None) -> Window | None:
 
 
 def _padded(node: Node) -> tuple[Value, list[int]] | None:
-    """The array that an operation pads with zeros, and the zeros before it along each axis, or None."""
+    """Returns the array that an operation pads with zeros, and the zeros before each axis, or None."""
     if node.name == "pad":
         config = node.params["padding_config"]
         if scalar(node.ins[1]) != 0.0 or any(inner for _, _, inner in config):
@@ -217,7 +217,7 @@ def _is_zero(value: Value) -> bool:
 
 
 def _without_shared(covered: set[Node]) -> set[Node]:
-    """Without the cuts and pads that the program needs for something else too, as for its next state."""
+    """Drops slices and pads that the program also uses elsewhere, for example for its next state."""
     kept = set(covered)
     for node in sorted(covered, key=lambda node: -node.order):
         is_window = node.name in ("slice", "pad", "concatenate")

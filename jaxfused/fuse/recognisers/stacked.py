@@ -1,7 +1,7 @@
-"""The parts of a product that several readers share among them: queries, keys and values of one matrix.
+"""Parts of a product's features, such as the queries, keys and values of one matrix.
 
-Such a product is cut along its features, after its axes were put into another order or cut into heads.
-What is done to the features is done to the columns of the matrix instead.
+Such a product is sliced along its features, often after a transposition or a reshape into heads. The
+operations on its features are applied to the columns of the matrix instead.
 """
 
 import math
@@ -18,7 +18,7 @@ from jaxfused.fuse.recognisers.product import Biased, Projection, earliest_matri
 from jaxfused.fuse.site import Book
 
 Move = Callable[[jax.Array], jax.Array]
-"""Does to the columns of an array, after one axis, what the program does to features."""
+"""Applies an operation on features to the columns of an array, whose first axis stays."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +27,9 @@ class Part(Projection):
 
     whole: Projection
     columns: np.ndarray
-    """Which columns of the matrix, in the shape of the part's axes of features."""
+    """Indices of columns of the matrix, in the shape of the part's feature axes."""
     rows_at: tuple[int, ...]
-    """The axes of the rows in `result`."""
+    """Axes of the rows in `result`."""
     moves: tuple[Move, ...]
 
     @property
@@ -60,7 +60,7 @@ class Part(Projection):
 
 
 def whole_of(products: Sequence[Projection]) -> Projection | None:
-    """The product of which these are all parts, with their columns one after the other, or None."""
+    """Returns the product whose columns these parts are, in order and without gaps, or None."""
     cut = [p for p in products if isinstance(p, Part)]
     if len(cut) < len(products) or len({p.whole.node for p in cut}) > 1:
         return None
@@ -71,7 +71,7 @@ def whole_of(products: Sequence[Projection]) -> Projection | None:
 
 @dataclass(frozen=True)
 class _State:
-    """A value on the way from a product to its parts."""
+    """A value between a product and its parts."""
 
     value: Value
     rows_at: tuple[int, ...]
@@ -81,7 +81,7 @@ class _State:
     covered: frozenset[Node] = frozenset()
 
     def moved(self, node: Node, rows_at: tuple[int, ...], move: Callable, out: int = 0) -> "_State":
-        """The state after an operation, which does `move` to arrays with one axis before features."""
+        """Returns the state after an operation that does `move` to features, after one leading axis."""
         return replace(
             self,
             value=node.outs[out],
@@ -93,7 +93,7 @@ class _State:
 
 
 def parts(book: Book) -> Iterator[tuple[Part, Biased]]:
-    """The parts of all products that no site has taken and that are cut along their features."""
+    """Yields the parts, with their biases, of all products without a site that are cut into parts."""
     for node in book.graph.nodes:
         if node.name == "dot_general" and node not in book.owner and node.out.is_floating:
             yield from _parts_of(book, node)
@@ -147,7 +147,7 @@ _LONGEST = 12
 
 
 def _cut(book: Book, state: _State, dtype: Any) -> list[_State]:
-    """The parts into which a product is cut, if it is."""
+    """Returns the parts into which a product is cut, or none if it is not."""
     for _ in range(_LONGEST):
         readers = list(dict.fromkeys(state.value.uses))
         if state.value.is_output or not readers or not book.is_free(readers):
@@ -163,7 +163,7 @@ def _cut(book: Book, state: _State, dtype: Any) -> list[_State]:
 
 
 def _to_the_end(book: Book, state: _State, dtype: Any) -> _State:
-    """The part after its bias and what takes off an axis of length 1, or rounds it to the dtype."""
+    """Returns the part after its bias, squeezes and converts, preferably in this dtype."""
     best = state
     while state.value.used_once and book.is_free(state.value.uses):
         node = state.value.uses[0]
@@ -173,14 +173,14 @@ def _to_the_end(book: Book, state: _State, dtype: Any) -> _State:
         if following is None:
             break
         state = following
-        # A result that stays wide is as good where none has this dtype.
+        # Without a convert to this dtype, the last wide result is taken.
         if state.value.dtype == dtype or best.value.dtype != dtype:
             best = state
     return best
 
 
 def _following(state: _State, node: Node) -> _State | None:
-    """The state after an operation that keeps all features, or None where it is another one."""
+    """Returns the state after an operation that keeps all features, or None if it does not."""
     if is_transparent(node):
         return replace(state, value=node.out, covered=state.covered | {node})
     if node.name == "add":
@@ -227,7 +227,7 @@ def _features_at(state: _State) -> list[int]:
 
 
 def _pieces(state: _State, node: Node) -> list[_State]:
-    """The parts that an operation cuts off along an axis of features."""
+    """Returns the parts that an operation cuts off along a feature axis."""
     features = _features_at(state)
     shape = state.value.shape
 

@@ -1,7 +1,7 @@
 """Finds upsample: `jax.image.resize`, which multiplies each axis by a matrix of weights.
 
-Nearly all of the weights are zero, and the matrices do not depend on the arguments, so that they are
-told by their numbers.
+Nearly all of the weights are zero. The matrices do not depend on the arguments, and are recognised by
+their values.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.pool.upsample import upsample
 
 _FACTOR = 2
-"""What the operator's kernels enlarge by."""
+"""Factor by which the operator's kernels enlarge each axis."""
 
 
 def find(book: Book) -> None:
@@ -35,11 +35,11 @@ class _Enlarged(NamedTuple):
     x: Value
     axis: int
     is_first: bool
-    """Whether the enlarged axis is the result's first one; else it is the last."""
+    """Whether the enlarged axis is the first axis of the result. Otherwise it is the last."""
 
 
 def _enlarged(node: Node) -> _Enlarged | None:
-    """The array and the axis that an operation enlarges, or None."""
+    """Returns the array and the axis that an operation enlarges, or None."""
     if node.name != "dot_general":
         return None
     contracted, batch = node.params["dimension_numbers"]
@@ -57,14 +57,14 @@ def _enlarged(node: Node) -> _Enlarged | None:
         if matrix is None or matrix.shape != w.shape:
             continue
         off = np.abs((matrix if along == 0 else matrix.T) - _weights(size)).max()
-        # The weights are quarters, which `jax.image.resize` makes by a division.
+        # The weights are multiples of 1/4, but `jax.image.resize` rounds them in a division.
         if off <= 2 * jnp.finfo(w.dtype).eps:
             return _Enlarged(x, int(axis), weights == 0)
     return None
 
 
 def _weights(size: int) -> np.ndarray:
-    """The matrix [size, 2 size] of bilinear interpolation between the centres of pixels."""
+    """Returns the matrix [size, 2 size] of bilinear interpolation between the centres of pixels."""
     centres = (np.arange(_FACTOR * size) + 0.5) / _FACTOR - 0.5
     distances = np.abs(np.clip(centres, 0, size - 1) - np.arange(size)[:, None])
     return np.maximum(0.0, 1.0 - distances)
