@@ -1,6 +1,6 @@
-"""precision="fp8": what callers may pass, and what an operator remembers where scaling is delayed.
+"""precision="fp8": the values that callers may pass, and the state of delayed scaling.
 
-The products themselves are in `jaxfused.ops.fp8.fp8_products`, and how their operands become float8 in
+The products are in `jaxfused.ops.fp8.fp8_products`, and the quantisation of their operands in
 `jaxfused.ops.fp8.fp8_operands`.
 """
 
@@ -64,11 +64,11 @@ class Fp8State:
         return cls(jnp.zeros((len(MATRICES[operator]), calls), jnp.float32))
 
     def of(self, operator: str, matrix: str) -> jax.Array:
-        """The history of a matrix, [calls]."""
+        """Returns the history of a matrix, [calls]."""
         return self.history[MATRICES[operator].index(matrix)]
 
     def after(self, operator: str, found: Mapping[str, jax.Array]) -> "Fp8State":
-        """The next state, of the magnitudes that a call has found."""
+        """Returns the next state, given the largest magnitudes that a call has found."""
         newest = jnp.stack([found[matrix].reshape(()) for matrix in MATRICES[operator]])
         return Fp8State(jnp.concatenate([newest[:, None], self.history[:, :-1]], axis=1))
 
@@ -82,7 +82,7 @@ MATRICES: Mapping[str, tuple[str, ...]] = {
     "mlp": _OF_TWO_PRODUCTS,
     "gated_mlp": _OF_TWO_PRODUCTS,
 }
-"""What the rows of a state are of, by operator."""
+"""Matrices of each operator, in the order of the rows of its state's history."""
 
 
 def is_fp8(precision: Any) -> bool:
@@ -99,15 +99,15 @@ DELAYED = "fp8_delayed"
 
 
 def is_named(precision: Any, name: str) -> bool:
-    """Whether a precision is that string; arrays are not compared."""
+    """Whether a precision is that string. Arrays are not compared with it."""
     return isinstance(precision, str) and precision == name
 
 
 def state_of(op: str, precision: Any) -> Fp8State | None:
-    """The state that a caller has passed as `precision`, or None.
+    """Returns the state that a caller has passed as `precision`, or None.
 
     Raises:
-      ValueError: it is of another operator.
+      ValueError: the state belongs to another operator.
     """
     if not isinstance(precision, Fp8State):
         return None
@@ -121,10 +121,10 @@ def state_of(op: str, precision: Any) -> Fp8State | None:
 
 
 def runner(op: str, implementation: str | None, device: dispatch.Device, x: jax.Array) -> Runner:
-    """The Runner of an operator in float8.
+    """Returns the Runner of an operator in float8.
 
     Raises:
-      ValueError: x is of another dtype than float8 products are made of, or the implementation has none.
+      ValueError: x has a dtype that is not made float8, or the implementation has no such product.
     """
     if x.dtype not in DTYPES:
         raise ValueError(

@@ -1,10 +1,9 @@
-"""Matrices in float8, and the scale of each: what float8 products are made of.
+"""Quantises the operands of float8 products, each with one scale.
 
-Each matrix that is multiplied is quantised with one scale, its largest magnitude over the largest
-number of its float8: e4m3 for what goes forward and for weights, e5m2 for gradients. The tensor cores
-want the sums of a float8 product along the last axis of both operands. A gradient sums over the other
-axis of what the forward has multiplied, and so the pass that quantises a matrix also writes it
-transposed. The backward keeps these copies in place of the arrays.
+The scale of a matrix is its largest magnitude over the largest number of its float8: e4m3 for
+activations and weights, e5m2 for gradients. Tensor cores sum a float8 product along the last axis of
+both operands. dgrad and wgrad sum over the other axis of an operand of the forward, so that the pass
+that quantises a matrix also writes it transposed. The backward keeps these copies instead of the arrays.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +24,8 @@ from jaxfused.runtime.vmap import OneByOne
 FORWARD = jnp.dtype(jnp.float8_e4m3fn)
 GRADIENT = jnp.dtype(jnp.float8_e5m2)
 SLOPE_STEPS = 112.0
-"""What stands for a derivative of 1. A byte reaches as far as the derivative of every activation but
-relu2, in steps finer than those of the float8 to which the gradient is rounded that they multiply."""
+"""Integer that stands for a derivative of 1. An int8 then holds the derivatives of all activations but
+relu2, in steps finer than those of float8, to which their product with the gradient is rounded."""
 
 
 class Copies(NamedTuple):
@@ -39,16 +38,16 @@ class Copies(NamedTuple):
     scale: jax.Array
     """A scalar."""
     largest: Any
-    """[P]: magnitudes, the largest of which the scale is made of."""
+    """Magnitudes [P]; the scale is computed from their maximum."""
     sums: Any = None
-    """[N], float32, over all rows of the matrix before it was quantised; or None."""
+    """Sums over all rows of the matrix before quantisation, float32 [N], or None."""
     found: Any = None
-    """[1], the largest magnitude, where the scale is of another; or None."""
+    """Largest magnitude [1] of the matrix if a history determines the scale, else None."""
     slope: Any = None
-    """[..., N], int8, the derivative of the activation in steps of 1 / SLOPE_STEPS; or None."""
+    """Derivative of the activation in steps of 1 / SLOPE_STEPS, int8 [..., N], or None."""
 
     def kept(self, *names: str) -> "Copies":
-        """What a backward needs: the scale, and what is named."""
+        """Returns what a backward needs: the scale, the magnitudes and the named fields."""
         wanted = {"scale", "largest", "found", *names}
         fields: Any = {name: a if name in wanted else None for name, a in self._asdict().items()}
         return Copies(**fields)
@@ -67,19 +66,19 @@ def copies(
     largest: jax.Array | None = None,
     history: jax.Array | None = None,
 ) -> Copies:
-    """Matrices [..., N_i] in float8, side by side and with one scale.
+    """Returns matrices [..., N_i] in float8, concatenated and with one scale.
 
     Args:
       dtype: FORWARD or GRADIENT.
-      activation: is applied to them first.
-      gated: there are two, and the activation of the first is multiplied by the second.
-      straight: whether the values as they lie are wanted.
-      transposes: whether the transposed ones are.
-      sums: whether the matrices' sums over their rows are, as gradients of biases.
-      slope: whether the activation's derivative is.
-      largest: [P], magnitudes, the largest of which is that of what is quantised, where it is known;
-        needed with an activation.
-      history: [calls], of the matrix, by which it is scaled instead where there is one.
+      activation: an activation that is applied to them first.
+      gated: whether the activation of the first of two matrices is multiplied by the second.
+      straight: whether to return the values untransposed.
+      transposes: whether to return the values transposed.
+      sums: whether to return the sums over rows, which are gradients of biases.
+      slope: whether to return the activation's derivative.
+      largest: magnitudes [P], whose maximum is that of the quantised values, if it is known; needed
+        with an activation.
+      history: past magnitudes [calls] of the matrix, which then determine its scale.
     """
     in_one_piece = sharding.is_in_one_piece(*matrices)
     padded = (*matrices, *[None] * (3 - len(matrices)))
@@ -100,7 +99,7 @@ def copies(
         observes=history is not None and largest is None and in_one_piece,
         matrices=len(matrices),
         returns_scale=in_one_piece,
-        # Who knows the magnitudes has just written the matrices, and the cache holds what came last.
+        # If the magnitudes are known, the matrices were just written: the L2 still holds their end.
         from_end=largest is not None,
     )
     values, transposed, scale, total, parts, derivative = run(stage, *padded, fitting)
@@ -116,15 +115,15 @@ def copies(
 def copies_of(
     run: Runner, state: Fp8State | None, op: str, matrix: str, *arrays: jax.Array, **wanted: Any
 ) -> Copies:
-    """`copies` of what MATRICES calls `matrix`, scaled by its history where there is a state."""
+    """Returns `copies` of the matrix named `matrix` in MATRICES, scaled by its history if it has one."""
     history = None if state is None else state.of(op, matrix)
     return copies(run, *arrays, history=history, **wanted)
 
 
 def largest_of(run: Runner, *arrays: jax.Array, activation: str | None = None) -> jax.Array:
-    """Magnitudes [P], the largest of which is that of arrays [..., N_i].
+    """Returns magnitudes [P] whose maximum is the largest magnitude of arrays [..., N_i].
 
-    With an activation, a bound of its magnitudes where it reads numbers no larger than theirs.
+    With an activation, it bounds the activation's magnitude at arguments no larger than the arrays'.
     """
     if sharding.is_in_one_piece(*arrays):
         stage = _Largest(len(arrays), activation)
@@ -133,16 +132,16 @@ def largest_of(run: Runner, *arrays: jax.Array, activation: str | None = None) -
 
 
 def _of_all_shards(largest: jax.Array) -> jax.Array:
-    """In a shard_map that tracks what varies, the shards of a matrix have one scale as under jit."""
+    """Takes the maximum over shards, if a shard_map tracks what varies, so that they have one scale."""
     names = tuple(sorted(sharding.varying(largest)))
     return jax.lax.pmax(largest, names) if names else largest
 
 
 def _from_history(history: jax.Array, dtype: Any) -> jax.Array:
-    """[1], the largest magnitude that has been seen, or that of scale 1.
+    """Returns the largest magnitude [1] in the history, or that of scale 1 if there is none.
 
-    What was not finite says nothing of the next call, such as the gradients of a step whose loss was
-    scaled too high.
+    Magnitudes that are not finite are ignored. They may come from one step with too large a loss scale,
+    and do not predict the next call.
     """
     largest = jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), keepdims=True)
     return jnp.where(largest > 0.0, largest, FORMATS[jnp.dtype(dtype).name].largest)
@@ -152,13 +151,13 @@ def _from_history(history: jax.Array, dtype: Any) -> jax.Array:
 
 
 _BLOCKS, _BLOCK_BYTES = 2, 2**16
-"""Blocks of the kernel that finds the largest magnitude: at most for each multiprocessor, and what each
-reads at least, as what they find is read again for each tile that is quantised by it."""
+"""Most blocks per SM of the kernel that finds the largest magnitude, and fewest bytes that each reads.
+Every tile that is quantised reads the results of all blocks again."""
 
 
 @dataclass(frozen=True)
 class _Largest(OneByOne):
-    """(magnitudes [P],) of matrices [M, N_i], which are in one piece, as `largest_of` returns them."""
+    """Computes (magnitudes [P],) of unsharded matrices [M, N_i], as `largest_of` returns them."""
 
     matrices: int
     activation: str | None
@@ -189,7 +188,7 @@ class _Largest(OneByOne):
 
 
 def _largest_by_xla(arrays: Sequence[jax.Array], activation: str | None) -> jax.Array:
-    """A scalar."""
+    """Returns the largest magnitude of the arrays, or the activation's bound, as a scalar."""
     if activation is None:
         return fp8_xla.largest_magnitude(*arrays)
     (maxima,) = arrays
@@ -198,7 +197,7 @@ def _largest_by_xla(arrays: Sequence[jax.Array], activation: str | None) -> jax.
 
 @dataclass(frozen=True)
 class _Quantize(OneByOne):
-    """What `cuda.quantize.quantize` returns, found before slope; of matrices [M, N_i], magnitudes."""
+    """Computes the results of `quantize_cuda.quantize`, with `found` before `slope`."""
 
     dtype: Any
     activation: str | None
@@ -210,7 +209,7 @@ class _Quantize(OneByOne):
     observes: bool
     matrices: int
     returns_scale: bool
-    """Devices that share the matrices would add the scale up."""
+    """Whether the scale is a result. Devices that split the matrices would sum their scales."""
     from_end: bool
 
     @property
@@ -219,7 +218,7 @@ class _Quantize(OneByOne):
 
     def axes(self, *operands) -> Axes:
         del operands
-        # Side by side they have an axis of their own, which devices cannot split.
+        # Concatenated columns are another axis, which devices cannot split.
         apart = self.matrices > 1 and not self.gated
         sources = "deg" if apart else "ddd"
         columns = "c" if apart else "d"
@@ -272,7 +271,7 @@ class _Quantize(OneByOne):
         return values, transposed, scale if self.returns_scale else None, total, found, slope
 
     def _found(self, matrices: Sequence[jax.Array]) -> jax.Array:
-        """As many magnitudes as the kernel finds."""
+        """Returns the largest magnitude, repeated to the shape of the kernel's result."""
         columns = sum(matrix.shape[1] for matrix in matrices)
         tiles = quantize_cuda.tiles(matrices[0].shape[0], columns)
         return jnp.full((tiles,), fp8_xla.largest_magnitude(*matrices))

@@ -1,4 +1,4 @@
-"""Products of matrices in float8: a layer, the gradients of one, and that of a hidden layer."""
+"""Products of float8 matrices: a layer, its gradients, and the gradient of a hidden layer."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,11 +33,11 @@ def layer(
     saves: bool = False,
     maximised: pallas_fp8.Maximised | None = None,
 ) -> Any:
-    """(activation(z) + residual, z, maxima of rows) of z = x @ w + bias, of w's transposed copy.
+    """Returns (activation(z) + residual, z, row maxima) for z = x @ w + bias, from w's transposed copy.
 
     The options are those of `pallas_kernels.gemm.fp8.LayerOptions`.
     """
-    # Devices that share the columns would add their maxima up; z is then read once more.
+    # Devices that split the columns would sum their maxima, which are taken from z instead.
     observed = maximised if sharding.is_in_one_piece(x.values, w.transposed) else None
     options = LayerOptions(activation, out_dtype, narrow_dtype, saves, observed)
     scales = _scales(x, w)
@@ -50,12 +50,12 @@ def layer(
 def hidden_magnitude(
     run: Runner, activation: str | None, maxima: jax.Array, up: Any = None
 ) -> jax.Array:
-    """[P], the largest of which bounds the magnitudes of a hidden layer, which is nowhere written.
+    """Returns bounds [P], whose maximum bounds the magnitudes of a hidden layer before it is computed.
 
     Args:
-      activation: of the hidden layer.
-      maxima: of the values that the activation reads; without one, of their magnitudes.
-      up: of the magnitudes by which it is multiplied, where it is.
+      activation: the hidden layer's activation.
+      maxima: maxima of the activation's arguments or of their magnitudes, as `maximised_of` says.
+      up: maxima of the magnitudes of `up`, or None without a gate.
     """
     if up is None:
         return largest_of(run, maxima, activation=activation)
@@ -64,12 +64,12 @@ def hidden_magnitude(
 
 
 def maximised_of(activation: str | None) -> pallas_fp8.Maximised:
-    """Which maxima `hidden_magnitude` wants."""
+    """Returns which maxima `hidden_magnitude` takes."""
     return "value" if activation in BOUNDED_FROM_ABOVE else "magnitude"
 
 
 def input_gradient(run: Runner, op: str, dy: Copies, w: Copies, dtype: Any) -> jax.Array:
-    """The gradient dy @ w^T of x [..., D], in x's dtype, of dy [..., F] and w [D, F]."""
+    """Returns the gradient dy @ w^T of x [..., D] in `dtype`, for dy [..., F] and w [D, F]."""
     stage = _Layer(f"{op} input gradient", LayerOptions(None, dtype, dtype, False, None))
     scales = _scales(dy, w)
     dx, _, _ = run(stage, dy.values, w.values, *scales, None, None)
@@ -77,19 +77,19 @@ def input_gradient(run: Runner, op: str, dy: Copies, w: Copies, dtype: Any) -> j
 
 
 def weight_gradient(run: Runner, op: str, x: Copies, dy: Copies, dtype: Any) -> jax.Array:
-    """The gradient x^T @ dy [D, F] of weights, of both transposed copies."""
+    """Returns the gradient x^T @ dy [D, F] of weights, from both transposed copies."""
     scales = _scales(x, dy)
     (dw,) = run(_WeightGradient(op, dtype), x.transposed, dy.transposed, *scales)
     return dw
 
 
 class HiddenGradient(NamedTuple):
-    """What comes of the gradient of a hidden layer, in z's dtype; None for what there is not."""
+    """Gradients of a hidden layer's preactivation z and of up, in z's dtype; dup is None without up."""
 
     dz: jax.Array
     dup: Any
     largest: jax.Array
-    """[P], magnitudes, the largest of which is that of both."""
+    """Magnitudes [P], whose maximum is the largest of dz and dup."""
 
 
 def hidden_gradient(
@@ -102,7 +102,7 @@ def hidden_gradient(
     *,
     activation: str | None,
 ) -> HiddenGradient:
-    """The gradients to z [..., F] and up, of which the hidden layer activation(z) [* up] was made."""
+    """Returns the gradients to z [..., F] and up of the hidden layer activation(z) [* up]."""
     observes = sharding.is_in_one_piece(dy.values, w.values)
     stage = _HiddenGradient(op, activation, observes)
     scales = _scales(dy, w)
@@ -121,9 +121,9 @@ def hidden_gradient_by_slope(
     *,
     dtype: Any,
 ) -> HiddenGradient:
-    """The gradient to z [..., F], from the activation's derivative in steps of 1 / SLOPE_STEPS."""
+    """Returns the gradient to z [..., F], given the derivative `slope` in steps of 1 / SLOPE_STEPS."""
     observes = sharding.is_in_one_piece(dy.values, w.values)
-    # The integers of a slope have no NaN. Where the hidden layer had one, what was found of it says so.
+    # An int8 derivative has no NaN. If the hidden layer had one, its scale or magnitude is not finite.
     seen = hidden.scale if hidden.found is None else hidden.found
     unit = jnp.where(jnp.isfinite(seen.reshape(1)), jnp.float32(1.0 / SLOPE_STEPS), jnp.nan)
     stage = _HiddenGradientBySlope(op, jnp.dtype(dtype), observes)
@@ -133,7 +133,7 @@ def hidden_gradient_by_slope(
 
 
 def _scales(a: Copies, b: Copies) -> tuple[jax.Array, jax.Array]:
-    """The scales [1] of both matrices of a product."""
+    """Returns the scales [1] of both matrices of a product."""
     return a.scale.reshape(1), b.scale.reshape(1)
 
 
@@ -143,7 +143,7 @@ def _scales(a: Copies, b: Copies) -> tuple[jax.Array, jax.Array]:
 def _product_reasons(
     device: dispatch.Device, x: Any, w: Any, others: Mapping[str, Any]
 ) -> dict[str, str | None]:
-    """Why each implementation cannot multiply x [M, K] and w [N, K] in float8."""
+    """Returns why each implementation cannot multiply x [M, K] and w [N, K] in float8."""
     reason = pallas_fp8.why_unsupported(
         compute_capability=device.compute_capability,
         x_dtype=x.dtype,
@@ -161,7 +161,7 @@ def _bytes(*dtypes: Any) -> int:
 
 @dataclass(frozen=True)
 class _Layer(OneByOne):
-    """(activation(z) + residual, z, maxima [P, M]) of x [M, K], w [N, K] and two scales [1]."""
+    """Computes (activation(z) + residual, z, maxima [P, M]) from x [M, K], w [N, K], two scales [1]."""
 
     op: str
     options: LayerOptions
@@ -231,7 +231,7 @@ class _Layer(OneByOne):
 
 @dataclass(frozen=True)
 class _HiddenGradient(OneByOne):
-    """(dz, dup, maxima [P, M] of both) of dy [M, K], w [N, K], two scales [1], z and up [M, N]."""
+    """Computes (dz, dup, maxima [P, M] of both) from dy [M, K], w [N, K], two scales, z, up [M, N]."""
 
     op: str
     activation: str | None
@@ -290,7 +290,7 @@ class _HiddenGradient(OneByOne):
 
 @dataclass(frozen=True)
 class _HiddenGradientBySlope(OneByOne):
-    """(dz, maxima of |dz| [P, M]) of dy [M, K], w [N, K], three scales [1] and slope [M, N]."""
+    """Computes (dz, maxima of |dz| [P, M]) from dy [M, K], w [N, K], three scales [1], slope [M, N]."""
 
     op: str
     dtype: Any
@@ -339,7 +339,7 @@ class _HiddenGradientBySlope(OneByOne):
 
 @dataclass(frozen=True)
 class _WeightGradient(OneByOne):
-    """(scales * x @ dy^T,) [K, N] of x [K, M], dy [N, M] and two scales [1]."""
+    """Computes (scales * x @ dy^T,) [K, N] from x [K, M], dy [N, M] and two scales [1]."""
 
     op: str
     dtype: Any

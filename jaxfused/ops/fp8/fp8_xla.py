@@ -1,4 +1,4 @@
-"""Products of float8 matrices with one scale each, in plain JAX: the truth for the kernels."""
+"""Products of float8 matrices with one scale each, in plain JAX: the kernels' reference."""
 
 import functools
 import operator
@@ -15,10 +15,10 @@ from jaxfused.runtime.quantized_array import FORMATS
 
 
 def largest_magnitude(*arrays: jax.Array) -> jax.Array:
-    """The largest magnitude of all, a float32 scalar; NaN where there is a NaN.
+    """Returns the largest magnitude of all arrays, a float32 scalar; NaN if there is a NaN.
 
-    Without its sign a float is ordered as its bits are, and a NaN comes after infinity. On a CPU XLA's
-    largest float may leave NaN out (jax 0.11.2).
+    Without their signs, floats are ordered as their bits are, with NaN after infinity. On a CPU, XLA's
+    maximum of floats may ignore NaN (jax 0.11.2).
     """
     maxima = []
     for array in arrays:
@@ -33,7 +33,7 @@ def largest_magnitude(*arrays: jax.Array) -> jax.Array:
 
 
 def scale_for(largest: jax.Array, dtype: Any) -> jax.Array:
-    """The scale that makes `largest` the largest number of a float8; NaN where it is not finite."""
+    """Returns the scale that maps `largest` to the largest number of a float8; NaN if not finite."""
     scale = largest * FORMATS[jnp.dtype(dtype).name].unit
     scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
     return jnp.where(jnp.isfinite(scale), scale, jnp.nan)
@@ -51,7 +51,7 @@ def quantize(
     sums: bool,
     slope_steps: float | None = None,
 ) -> tuple[jax.Array | None, ...]:
-    """(values [M, N], values^T [N, M], scale [1], sums [N], slope [M, N]); see `cuda.quantize`."""
+    """Returns (values [M, N], values^T [N, M], scale [1], sums [N], slope [M, N]): `quantize_cuda`."""
     parts = [matrix.astype(jnp.float32) for matrix in matrices]
     slope = None
     if slope_steps is not None:
@@ -62,8 +62,8 @@ def quantize(
     else:
         values = activate(activation, jnp.concatenate(parts, axis=-1))
     limit = FORMATS[jnp.dtype(dtype).name].largest
-    # A conversion alone makes NaN or Inf of what is too large. The barrier keeps the rounding, which
-    # XLA may leave out where the values are widened again.
+    # A conversion alone would turn numbers that are too large into NaN or Inf. The barrier keeps the
+    # rounding, which XLA may leave out if the values are widened again.
     scale = scale_for(largest_magnitude(largest), dtype)
     units = values * (1.0 / scale)
     values = lax.optimization_barrier(jnp.clip(units, -limit, limit).astype(dtype))
@@ -72,15 +72,15 @@ def quantize(
 
 
 def sums(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The product of float8 operands, accumulated in float32."""
-    # Every float8 is a bfloat16. Where XLA sees float8 under a scale it may call cuBLASLt's scaled
-    # product, whose accumulators are short.
+    """Returns the product of float8 operands, accumulated in float32."""
+    # bfloat16 holds every float8. If XLA sees scaled float8, it may call cuBLASLt's scaled product,
+    # whose accumulators have fewer bits.
     a, b = lax.optimization_barrier((a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)))
     return product(subscripts, a, b, out_dtype=jnp.float32)
 
 
 def _scaled(total: jax.Array, scales: Sequence[jax.Array]) -> jax.Array:
-    """Sums times the product of scales of [1]."""
+    """Returns sums times the product of scales [1]."""
     return total * functools.reduce(operator.mul, scales)
 
 
@@ -92,7 +92,7 @@ def layer(
     residual: jax.Array | None,
     options: Any,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(activation(z) + residual, z, maxima of rows) of z = scales * x @ w^T + bias.
+    """Returns (activation(z) + residual, z, row maxima) for z = scales * x @ w^T + bias.
 
     The arguments are those of `pallas_kernels.gemm.fp8.layer`.
     """
@@ -111,17 +111,17 @@ def layer(
 
 
 def _row_maxima(values: jax.Array) -> jax.Array:
-    """[1, M]; a kernel has several for each row, of parts of the columns."""
+    """Returns the rows' maxima [1, M]. A kernel returns several per row, each of some columns."""
     largest = jnp.max(values, axis=1, initial=-jnp.inf)
-    # On a CPU XLA's largest number of an array may leave NaN out (jax 0.11.2).
+    # On a CPU, XLA's maximum may ignore NaN (jax 0.11.2).
     return jnp.where(jnp.any(jnp.isnan(values), axis=1), jnp.nan, largest)[None]
 
 
 def largest_activation(activation: str | None, maxima: jax.Array) -> jax.Array:
-    """A bound of an activation's magnitude, of the largest values that it reads; NaN of NaN.
+    """Returns a bound of an activation's magnitude, given maxima of its arguments; NaN if one is NaN.
 
-    It is the magnitude itself wherever some value is larger than a few tenths. Below 0 most activations
-    have a bound of their own. Without one, and without an activation, the maxima are magnitudes.
+    The bound is exact if some argument is larger than a few tenths. Below 0 most activations have a
+    constant bound. Without one, and without an activation, the maxima must be of magnitudes.
     """
     largest = jnp.max(maxima, initial=0.0)
     largest = jnp.where(jnp.any(jnp.isnan(maxima)), jnp.nan, largest)
@@ -139,7 +139,7 @@ def hidden_gradient(
     activation: str | None,
     maximise: bool,
 ) -> tuple[jax.Array | None, ...]:
-    """(dz, dup, the largest magnitudes of their rows), each None unless it is wanted.
+    """Returns (dz, dup, the largest magnitudes of their rows), each None unless it is asked for.
 
     The arguments are those of `pallas_kernels.gemm.fp8.hidden_gradient`.
     """
@@ -167,7 +167,7 @@ def hidden_gradient_by_slope(
     dtype: Any,
     maximise: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(dz, maxima of its rows) of dz = scales * dy @ w^T * slope.
+    """Returns dz = scales * dy @ w^T * slope and, with `maximise`, its rows' largest magnitudes.
 
     The arguments are those of `pallas_kernels.gemm.fp8.hidden_gradient_by_slope`.
     """
@@ -179,5 +179,5 @@ def hidden_gradient_by_slope(
 def weight_gradient(
     x: jax.Array, dy: jax.Array, scales: Sequence[jax.Array], *, out_dtype: Any
 ) -> jax.Array:
-    """Scales * x @ dy^T [K, N] of x [K, M] and dy [N, M]."""
+    """Returns scales * x @ dy^T [K, N] for x [K, M] and dy [N, M]."""
     return _scaled(sums("km,nm->kn", x, dy), scales).astype(out_dtype)

@@ -1,9 +1,9 @@
 """mlp and gated_mlp in float8: their gradient.
 
-The first product writes what the activation is of and finds the largest of it on the way, of which a
-bound of the activation's magnitude follows. The pass that quantises the hidden layer evaluates the
-activation, so that the hidden layer itself is nowhere written. The same pass writes the activation's
-derivative in bytes, which the backward reads in place of what the activation was of.
+The first product writes the preactivation and its maxima, from which a bound of the activation's
+magnitude follows. The pass that quantises the hidden layer evaluates the activation, so that the hidden
+layer is written in float8 only. The same pass writes the activation's derivative as int8, which the
+backward reads instead of the preactivation.
 """
 
 import functools
@@ -19,25 +19,25 @@ from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Runner
 
 SLOPES = ("relu", "gelu_tanh", "gelu_erf", "quick_gelu", "silu")
-"""Activations whose derivative a byte can hold. That of relu2 has no bound, and takes little to find."""
+"""Activations whose derivative fits into an int8. That of relu2 is unbounded, and cheap to compute."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is static in a call besides the way to run kernels."""
+    """Static arguments of a call, except for the Runner."""
 
     activation: str | None
     save: str
     out_dtype: Any
     dtypes: tuple[Any, ...]
-    """Of x, of the first layer's weights, of the last one's, and of residual, or None."""
+    """Dtypes of x, the first layer's weights, the last layer's weights, and residual (or None)."""
     keeps_slope: bool = False
-    """Whether the activation's derivative is kept for the backward in place of what it is of."""
+    """Whether the activation's derivative is kept for the backward instead of the preactivation."""
 
     @classmethod
     def of_mlp(cls, activation: str | None, save: str, out_dtype: Any, dtypes: Any) -> "Options":
-        """Those of `mlp`, in the form that has been measured."""
-        # In bytes slope and hidden layer take what the preactivation does, whose gradient takes longer.
+        """Returns the options of `mlp`, in the form that has been measured."""
+        # In 8 bits, derivative and hidden layer take the preactivation's memory; its gradient is slower.
         keeps_slope = save != "inputs" and activation in SLOPES
         return cls(activation, save, out_dtype, dtypes, keeps_slope)
 
@@ -49,16 +49,16 @@ class _MlpResiduals(NamedTuple):
     w2: fp8_operands.Copies
     b2: jax.Array | None
     hidden: fp8_operands.Copies
-    """Its transposed copy where that is saved; the scale in any case."""
+    """The hidden layer's scale, and its transposed copy if that is saved."""
     preactivation: jax.Array | None
     slope: jax.Array | None
-    """In place of the preactivation."""
+    """The activation's derivative, saved in place of the preactivation."""
     state: fp8.Fp8State | None
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="mlp", in_float8=True)
 def mlp(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
-    """`jaxfused.mlp` in float8."""
+    """Computes `jaxfused.mlp` in float8."""
     copies = functools.partial(fp8_operands.copies_of, run, state, "mlp")
     xs, w1s = copies("x", x, transposes=False), copies("w1", w1, straight=False)
     z, largest = _first_layer(run, options, xs, w1s, b1)
@@ -116,7 +116,7 @@ def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
         what: Any = options.save
         slope, hs = named((slope, hs), "mlp", what)
     if options.save == "inputs" or options.keeps_slope:
-        # Of the inputs the product is taken again, of the very operands.
+        # The backward reads the derivative, or repeats the product with the same operands.
         z = None
     if options.save != "inputs":
         xs, w1s = xs.kept("transposed"), w1s.kept("values")
@@ -161,7 +161,7 @@ def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
 
 
 def _found(*copies: fp8_operands.Copies) -> dict[str, Any]:
-    """The largest magnitudes of x, w1, hidden, w2, dy and dhidden."""
+    """Returns the largest magnitudes of x, w1, hidden, w2, dy and dhidden."""
     return {name: c.found for name, c in zip(fp8.MATRICES["mlp"], copies, strict=True)}
 
 
@@ -171,7 +171,7 @@ mlp.defvjp(_mlp_fwd, _mlp_bwd)
 class _GatedResiduals(NamedTuple):
     x: fp8_operands.Copies
     w1: fp8_operands.Copies
-    """Of both layers before the activation, side by side."""
+    """Weights of gate and up, concatenated."""
     biases: tuple[jax.Array | None, jax.Array | None]
     w_down: fp8_operands.Copies
     b_down: jax.Array | None
@@ -184,7 +184,7 @@ class _GatedResiduals(NamedTuple):
 def gated_mlp(
     run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, state
 ):
-    """`jaxfused.gated_mlp` in float8, of weights apart."""
+    """Computes `jaxfused.gated_mlp` in float8, with separate weights of gate and up."""
     copies = functools.partial(fp8_operands.copies_of, run, state, "gated_mlp")
     xs, ws = copies("x", x, transposes=False), copies("w1", w_gate, w_up, straight=False)
     gate, up, largest = _gate_and_up(run, options, xs, ws, (b_gate, b_up))
@@ -195,7 +195,7 @@ def gated_mlp(
 
 
 def _gate_and_up(run: Runner, options: Options, xs, ws, biases) -> tuple[Any, Any, jax.Array]:
-    """(gate, up, a bound of the hidden layer's magnitudes)."""
+    """Returns gate, up and a bound of the hidden layer's magnitudes."""
     of_gate = fp8_products.maximised_of(options.activation)
     halves = zip(jnp.split(ws.transposed, 2), biases, (of_gate, "magnitude"), strict=True)
     (gate, gate_maxima), (up, up_maxima) = (

@@ -14,10 +14,10 @@ _OP = "qkv_projection"
 
 
 class Options(NamedTuple):
-    """What is static in a call besides the way to run kernels."""
+    """Static arguments of a call, except for the Runner."""
 
     widths: tuple[int, int, int]
-    """Columns of queries, keys and values."""
+    """Numbers of columns of queries, keys and values."""
     x_dtype: Any
     w_dtype: Any
     in_one: bool
@@ -25,7 +25,7 @@ class Options(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Where the columns of one end and the next ones begin."""
+        """Ends of the columns of queries and of keys."""
         return self.widths[0], self.widths[0] + self.widths[1]
 
 
@@ -36,15 +36,15 @@ class Options(NamedTuple):
     in_float8=True,
 )
 def projections(run: Runner, options: Options, x, weights, biases, state):
-    """X @ w + b, in x's dtype, of the columns of queries, of keys and of values.
+    """Returns x @ w + b in x's dtype, for the columns of queries, of keys and of values.
 
     Args:
-      run: the way to run kernels.
-      options: static.
+      run: the Runner.
+      options: the static arguments.
       x: [..., D].
-      weights: one matrix [D, C], or those of queries, keys and values; they get one scale.
-      biases: of queries, keys and values, or None three times.
-      state: of the operator, or None.
+      weights: one matrix [D, C], or one each for queries, keys and values; they get one scale.
+      biases: biases of queries, keys and values, or None three times.
+      state: the operator's state, or None.
     """
     xs = fp8_operands.copies_of(run, state, _OP, "x", x, transposes=False)
     ws = fp8_operands.copies_of(run, state, _OP, "w", *weights, straight=False)

@@ -1,4 +1,4 @@
-"""Matrices in float8 and their transposes, by the kernel of ffi/quantized/quantize.cu."""
+"""Quantises matrices to float8 and transposes them, by the kernel of ffi/quantized/quantize.cu."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 GRAIN = 16
-"""What rows and columns must be multiples of: rows of a result then begin at multiples of 16 bytes."""
+"""Divisor of rows and columns, so that rows of a result start at multiples of 16 bytes."""
 _TILE_ROWS = 128
 _TILE_COLUMNS = 64
 _MOST_COLUMNS = 64 * 65535
@@ -24,7 +24,7 @@ def why_unsupported(
     widths: Sequence[int],
     transposes: bool,
 ) -> str | None:
-    """Returns None where matrices [rows, width] of a dtype can be quantised, else the reason."""
+    """Returns None if matrices [rows, width] of a dtype can be quantised, else the reason."""
     reason = cuda_library.why_unfit(compute_capability) or cuda_library.why_dtype_unfit(dtype)
     if reason is not None:
         return reason
@@ -52,24 +52,23 @@ def quantize(
     observes: bool = False,
     from_end: bool = False,
 ) -> tuple[jax.Array | None, ...]:
-    """(values [M, N], values^T [N, M], scale [1], sums [N], slope [M, N], found [P]).
+    """Returns (values [M, N], values^T [N, M], scale [1], sums [N], slope [M, N], found [P]).
 
-    What is not wanted is None.
+    Results that are not asked for are None.
 
     Args:
-      matrices: up to three [M, N_i], which lie side by side in the results; or with `gated` two [M, N],
-        of which the activation of the first is multiplied by the second.
-      largest: [P], magnitudes, the largest of which becomes the largest number of `dtype`.
-      dtype: of the results, float8_e4m3fn or float8_e5m2.
-      activation: of the matrices.
-      gated: as above.
-      straight: whether the values as they lie are wanted.
-      transposes: whether their transpose is.
-      sums: whether the matrices' sums over their rows are wanted, in float32.
-      slope_steps: what stands for 1 in the activation's derivative, as int8, where that is wanted: of
-        one matrix, and without sums.
-      observes: whether magnitudes [P] are, the largest of which is that of the values.
-      from_end: whether the last rows come first, which the cache may still hold.
+      matrices: up to three [M, N_i], which are concatenated in the results; or two [M, N] if `gated`.
+      largest: magnitudes [P], whose maximum becomes the largest number of `dtype`.
+      dtype: dtype of the results, float8_e4m3fn or float8_e5m2.
+      activation: an activation that is applied to the matrices first.
+      gated: whether the activation of the first matrix is multiplied by the second.
+      straight: whether to return the values.
+      transposes: whether to return their transpose.
+      sums: whether to return the matrices' sums over their rows, in float32.
+      slope_steps: the integer that stands for 1 in the activation's derivative, returned as int8; None
+        for no derivative. It takes one matrix, and no sums.
+      observes: whether to return magnitudes [P] whose maximum is that of the values.
+      from_end: whether the last rows are read first, which the L2 may still hold.
     """
     cuda_library.register()
     rows = matrices[0].shape[0]
@@ -106,17 +105,17 @@ def quantize(
 
 
 def tiles(rows: int, columns: int) -> int:
-    """How many magnitudes `quantize` finds."""
+    """Returns the number of magnitudes that `quantize` finds."""
     return -(-rows // _TILE_ROWS) * -(-columns // _TILE_COLUMNS)
 
 
 def largest(
     arrays: Sequence[jax.Array], blocks: int, activation: str | None = None, least: float = 0.0
 ) -> jax.Array:
-    """Magnitudes [blocks] of up to three arrays of one dtype, the largest of which is that of all.
+    """Returns magnitudes [blocks] of up to three arrays of one dtype, whose maximum is that of all.
 
-    With an activation they are bounds of its magnitudes, where it reads numbers no larger than the
-    arrays': it grows above 0, and is never below -`least`.
+    With an activation they bound its magnitudes at arguments no larger than the arrays'. It must grow
+    above 0, and never be below -`least`.
     """
     cuda_library.register()
     call = jax.ffi.ffi_call("jaxfused_largest", jax.ShapeDtypeStruct((blocks,), jnp.float32))
@@ -124,5 +123,5 @@ def largest(
 
 
 def _three(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays and empty ones, which stand for those that there are not."""
+    """Returns the arrays, with empty ones in place of missing ones."""
     return [*arrays, *[jnp.zeros_like(arrays[0], shape=(0,))] * (3 - len(arrays))]

@@ -1,4 +1,4 @@
-"""The operations around a matrix product that XLA computes, by the kernels of bias_activation.cu.
+"""Bias and activation around a matrix product of XLA, by the kernels of bias_activation.cu.
 
 A plain activation is applied to one product. A gated activation is also multiplied by a second product,
 `up`.
@@ -13,7 +13,7 @@ from jaxfused.runtime import cuda_library
 
 
 def why_unsupported(*, compute_capability: tuple[int, int] | None, dtype: Any) -> str | None:
-    """Returns None where forward and backward can run, else the reason."""
+    """Returns None if forward and backward can run, else the reason."""
     reason = cuda_library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -98,7 +98,7 @@ def backward(
 def _blocks(rows: int, features: int) -> int:
     """Returns the number of partial sums of a column, so few that they cost little.
 
-    A partial sum is of 128 rows, or of down to 32 where that leaves too few blocks to fill a GPU.
+    A partial sum covers 128 rows, or down to 32 if there would be too few blocks to fill a GPU.
     """
     columns = -(-features // _BLOCK_COLUMNS)
     rows_each = next(n for n in (128, 64, 32) if n == 32 or -(-rows // n) * columns >= _MANY_BLOCKS)
@@ -106,7 +106,7 @@ def _blocks(rows: int, features: int) -> int:
 
 
 _BLOCK_COLUMNS = 256
-"""Of a block of the kernel, at 16 bits."""
+"""Columns of a block of the kernel, at 16 bits."""
 _MANY_BLOCKS = 512
 
 

@@ -137,11 +137,10 @@ def _gains_from_stages(
     residual: jax.Array | None,
     precision: Any,
 ) -> bool:
-    """Whether a layer without bias and activation gains from stages of its own, its forward in XLA's.
+    """Whether a layer without bias and activation gains from a custom gradient, with its forward in XLA.
 
-    It does where the gradient of its weights is faster in a kernel, and where XLA's product can add the
-    residual in the residual's 16 bits, as only a gradient of our own allows. Elsewhere its program is
-    the one that JAX makes of a product, with derivatives of every order.
+    It does if wgrad is faster in a kernel, or if XLA's product can add the residual in 16 bits, which
+    needs a custom gradient. Otherwise JAX differentiates the product itself, to every order.
     """
     if x.dtype.itemsize != 2 or not is_modelled(device) or not sharding.is_in_one_piece(x, w):
         return False
@@ -189,13 +188,13 @@ def check_affine(
 
 
 def check_residual(op: str, residual: jax.Array | None, x: jax.Array, features: int) -> None:
-    """Checks that the residual, where there is one, has the shape of the result."""
+    """Checks that the residual, if there is one, has the shape of the result."""
     rule = f"x has shape {x.shape} and the result has {features} features"
     check_shape(op, "residual", residual, (*x.shape[:-1], features), rule)
 
 
 def resolve_out_dtype(op: str, out_dtype: Any, x: jax.Array, residual: jax.Array | None) -> Any:
-    """What the caller asked for, else the residual stream's dtype, else x's."""
+    """Returns the caller's `out_dtype`, else the residual stream's dtype, else x's."""
     if out_dtype is None:
         return x.dtype if residual is None else residual.dtype
     if not jnp.issubdtype(out_dtype, jnp.floating):
@@ -211,17 +210,17 @@ def resolve_out_dtype(op: str, out_dtype: Any, x: jax.Array, residual: jax.Array
 
 @dataclass(frozen=True)
 class _Options:
-    """What is static in a call."""
+    """Static arguments of a call."""
 
     activation: str | None
     out_dtype: Any
     residual_dtype: Any
     precision: Any
     forward_in_xla: bool = False
-    """The forward is XLA's whatever the gradient's stages are."""
+    """Whether XLA runs the forward, whatever runs the gradient's stages."""
 
     def forward(self, *, save_preactivation: bool, weights_read_again: bool = False) -> "Layer":
-        """The kernel of the forward."""
+        """Returns the stage of the forward."""
         return Layer(
             "linear forward",
             self.activation,
@@ -237,7 +236,7 @@ class _Residuals(NamedTuple):
     w: jax.Array
     bias: jax.Array | None
     preactivation: jax.Array | None
-    """x @ w + bias in x's dtype, where there is an activation."""
+    """x @ w + bias in x's dtype; None without an activation."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="linear")
@@ -298,7 +297,7 @@ class _Fp8Residuals(NamedTuple):
     preactivation: jax.Array | None
     state: fp8.Fp8State | None
     no_x: jax.Array
-    """Without elements, of x's dtype."""
+    """Empty array that keeps x's dtype."""
     no_w: jax.Array
 
 
@@ -358,7 +357,7 @@ _linear_in_fp8.defvjp(_linear_in_fp8_fwd, _linear_in_fp8_bwd)
 
 
 def are_weights_converted(x: jax.Array, w: jax.Array) -> bool:
-    """Whether XLA makes a copy in x's dtype of the weights of few rows."""
+    """Whether XLA converts the weights to x's dtype for a product of few rows."""
     are_few = math.prod(x.shape[:-1]) <= small_m.MAX_ROWS
     return are_few and x.dtype.itemsize == 2 and weight_itemsize(x, w) != x.dtype.itemsize
 
@@ -366,15 +365,15 @@ def are_weights_converted(x: jax.Array, w: jax.Array) -> bool:
 def input_gradient(
     run: Runner, dy: jax.Array, w: jax.Array, dtype: Any, precision: Any
 ) -> jax.Array:
-    """The gradient of x where y = x @ w: dy [..., F] times the transpose of w [D, F]."""
-    # A kernel wants F whole. Where devices may split it, XLA's product adds their parts.
+    """Returns the gradient of x for y = x @ w: dy [..., F] times the transpose of w [D, F]."""
+    # A kernel needs F unsplit. If devices may split it, XLA's product adds their parts.
     are_few = math.prod(dy.shape[:-1]) <= small_m.MAX_ROWS and dy.dtype.itemsize == 2
     may_run = sharding.is_in_one_piece(dy, w) and run.implementation in (None, "pallas")
     if are_few and may_run and dy.dtype == dtype:
         (dx,) = run(_InputGradient(precision), dy, w)
         return dx
     rows = sharding.leading_axes(dy.ndim - 1)
-    # As in the forward, an activation's parts are added in its own dtype: float32 is twice the bytes.
+    # As in the forward, devices add their parts in x's dtype, which is half the bytes of float32.
     return _product(f"{rows}f,df->{rows}d", dy, w, dtype, precision, parts_dtype=dtype)
 
 
@@ -386,7 +385,7 @@ def _product(
     precision: Any,
     parts_dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """`product` in a's dtype; where explicit axes split the sum, its parts are added in their dtype."""
+    """Returns `product` in a's dtype. Where explicit axes split the sum, parts have `parts_dtype`."""
     if not sharding.is_explicit(a, b):
         return _ProductOfShards(subscripts, dtype, precision)(a, b)[0]
     operand_axes, result_axes = subscripts.split("->")
@@ -420,13 +419,13 @@ class _Product(Protocol):
     """A kernel that is one product with an epilogue in Pallas."""
 
     def work(self, *operands: Any) -> cost.Work:
-        """The product and its epilogue."""
+        """Returns the product and its epilogue."""
 
 
 def product_configs(
     kernel: _Product, implementation: str, device: dispatch.Device, *operands: Any
 ) -> Sequence[Hashable]:
-    """The method `HasConfigs.configs` of such a kernel."""
+    """Returns the configs of such a kernel: its method `HasConfigs.configs`."""
     if implementation != "pallas":
         return ()
     return pallas_matmul.fitting(kernel.work(*operands), device.multiprocessors)
@@ -434,9 +433,9 @@ def product_configs(
 
 @dataclass(frozen=True)
 class Layer:
-    """(activation(x @ w + bias) + residual, x @ w + bias if it is saved) of x [M, D] and w [D, F].
+    """Computes (activation(x @ w + bias) + residual, x @ w + bias if saved) of x [M, D] and w [D, F].
 
-    `mlp` and `gated_mlp` have it for their layers too.
+    `mlp` and `gated_mlp` use it for their layers too.
     """
 
     name: str
@@ -445,7 +444,7 @@ class Layer:
     save_preactivation: bool
     precision: Any
     weights_read_again: bool = False
-    """The gradient of few rows reads the weights, which XLA converts to x's dtype once for both."""
+    """Whether a gradient of few rows reads the weights too, so that XLA converts them once for both."""
 
     def axes(self, *operands) -> Axes:
         del operands
@@ -456,7 +455,7 @@ class Layer:
         )
 
     def on_parts(self, names, call, x, w, bias, residual) -> Results:
-        """Of the features that a device has: the product is summed, what is added to it comes after."""
+        """Sums the products of the devices' features before bias, activation and residual."""
         product = Layer(self.name, None, x.dtype, False, self.precision)
         z, _ = call(product, x, w, None, None)
         return linear_xla.finish(
@@ -477,7 +476,7 @@ class Layer:
             out_dtype=self.out_dtype,
         )
         work = self.work(x, w, bias, residual)
-        # It is not measured where there are few tiles.
+        # cuBLASLt is not measured for few tiles.
         large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
         in_one_product = reasons["cuda"] is None and large
         in_one_product = in_one_product and linear_cuda.in_one_product(
@@ -512,14 +511,14 @@ class Layer:
         )
 
     def _passes(self, x, bias, residual) -> Passes:
-        """What XLA cannot have its product do."""
+        """Returns XLA's passes over the result, for what its product cannot do."""
         in_product = linear_xla.sums_in_product(x, bias, residual, self.out_dtype)
         is_plain = self.activation is None and not self.save_preactivation
         if is_plain and (in_product or (bias is None and residual is None)):
             return Passes(bytes_in_product=0 if residual is None else residual.dtype.itemsize)
         only_relu = self.activation == "relu" and residual is None and not self.save_preactivation
         if only_relu and in_product:
-            return Passes()  # XLA has an epilogue for it.
+            return Passes()  # XLA's product has an epilogue for relu.
         streams = (x.dtype, self.out_dtype, *(() if residual is None else (residual.dtype,)))
         return Passes(
             bytes_of_element=sum(jnp.dtype(dtype).itemsize for dtype in streams),
@@ -549,7 +548,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ActivationGradient:
-    """(dz, dz summed over the rows) of dy and the preactivation z [M, F]; sums are float32 [F]."""
+    """Computes dz and its row sums (float32 [F]) from dy and the preactivation z [M, F]."""
 
     activation: str
     has_bias: bool
@@ -604,7 +603,7 @@ class ActivationGradient:
 
 @dataclass(frozen=True)
 class _InputGradient:
-    """(dy @ w^T,) of few rows dy [M, F] and w [D, F]; products of many are XLA's."""
+    """Computes (dy @ w^T,) for few rows dy [M, F] and w [D, F]. XLA multiplies many rows."""
 
     precision: Any
 
@@ -649,15 +648,15 @@ class _InputGradient:
 
 
 def weight_itemsize(x: jax.Array, w: jax.Array) -> int:
-    """Bytes of a number in w [K, N] or [N, K] where that is to count: if x [M, K] has few rows.
+    """Returns the bytes of a number in w if x [M, K] has few rows, else 0.
 
-    Converting w then takes longer than the product.
+    For few rows, converting w takes longer than the product.
     """
     return w.dtype.itemsize if x.shape[0] <= cost.CONVERTED_ROWS else 0
 
 
 def weights_for(implementation: str, w: Any, dtype: Any) -> Any:
-    """Weights as an implementation takes them for x of a dtype; the Pallas kernels convert their own."""
+    """Returns weights in the given dtype, or unchanged for Pallas, whose kernels convert them."""
     return w if implementation == "pallas" or w is None else w.astype(dtype)
 
 
@@ -669,14 +668,14 @@ def product_reasons(
     *,
     out_dtype: Any = None,
 ) -> dict[str, str | None]:
-    """Why an implementation cannot take a product with an epilogue.
+    """Returns why each implementation cannot take a product with an epilogue.
 
     Args:
-      device: that it would run on.
-      precision: of the product.
-      operands: those whose dtypes matter, by name; "x" is multiplied.
-      features: the sizes of the axes of which a product is taken or made, rows aside.
-      out_dtype: of the result.
+      device: the device that it would run on.
+      precision: the product's precision.
+      operands: operands whose dtypes matter, by name; "x" is multiplied.
+      features: sizes of the product's summed and resulting axes, except rows.
+      out_dtype: the result's dtype.
     """
     dtypes = {name: None if a is None else a.dtype for name, a in operands.items()}
     return {
@@ -694,7 +693,7 @@ def product_reasons(
 
 
 CHEAP_ACTIVATIONS = (*ARITHMETIC, "quick_gelu", "silu", "sigmoid")
-"""Those that XLA evaluates faster than it reads their argument."""
+"""Activations that XLA evaluates faster than it reads their argument."""
 
 
 def in_order(
@@ -709,20 +708,20 @@ def in_order(
     cuda_in_one_product: bool = False,
     weights_read_again: bool = False,
 ) -> dict[str, str | None]:
-    """The reasons of a product with an epilogue, the implementation that is likely fastest first.
+    """Returns the reasons of a product with an epilogue, the implementation predicted fastest first.
 
     Args:
-      dtype: of the product.
+      dtype: the product's dtype.
       work: the product and its epilogue.
-      passes: what XLA does after its product.
-      terms: products of this size that are added.
-      pallas_time: the predicted time of the Pallas kernels, where they are not one product.
+      passes: XLA's passes after its product.
+      terms: number of products of this size that are added.
+      pallas_time: predicted microseconds of the Pallas kernels, if they are not one product.
       cuda_in_one_product: whether cuBLASLt takes the epilogue too.
-      weights_read_again: whether a gradient needs the weights in `dtype` anyway, which XLA's product
-        then finds converted.
+      weights_read_again: whether a gradient needs the weights in `dtype` anyway, so that XLA's product
+        does not pay for their conversion.
     """
     if dtype == jnp.float32:
-        # That is not measured.
+        # Float32 is not measured.
         return dispatch.preferring("xla", reasons)
     if not is_modelled(device):
         large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
@@ -730,7 +729,7 @@ def in_order(
         return reasons if large and fuses else dispatch.preferring("xla", reasons)
     by_xla = replace(work, w_itemsize=0) if weights_read_again else work
     xla = terms * xla_time(device, by_xla, Passes()) + passes.time(work.m * work.n)
-    # Its own pass does what XLA's does, in one kernel.
+    # The CUDA pass after XLA's product is counted like XLA's passes.
     times = {"xla": xla, "cuda": xla}
     if cuda_in_one_product:
         moved = replace(passes, bytes_of_element=work.read_bytes, evaluations=0)

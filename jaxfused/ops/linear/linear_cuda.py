@@ -1,8 +1,8 @@
-"""linear where the Pallas kernel does not serve: XLA's product, and one pass of our own around it.
+"""linear as implementation "cuda": XLA's product with one CUDA pass around it.
 
 If cuBLASLt has the epilogue, it computes the product and the epilogue at once (ffi/linear/linear.cu).
 Otherwise XLA computes the product and ffi/linear/bias_activation.cu the rest, forward and backward.
-That needs nothing but the driver and supports every shape.
+That needs only the driver, and supports every shape.
 
 All functions are over rows: x [M, D], w [D, F], bias [F], residual, y and z [M, F].
 """
@@ -17,7 +17,7 @@ from jaxfused.ops.linear import bias_activation_cuda, cublaslt
 from jaxfused.runtime import cuda_library
 
 WORKSPACE_BYTES = 32 * 2**20
-"""The size of workspace that NVIDIA recommends for cuBLASLt on Hopper."""
+"""Bytes of workspace that NVIDIA recommends for cuBLASLt on Hopper."""
 
 why_unsupported = bias_activation_cuda.why_unsupported
 
@@ -66,7 +66,7 @@ def forward(
 
 
 def add_input_gradient(dx: jax.Array, dy: jax.Array, w: jax.Array, *, precision: Any) -> jax.Array:
-    """Returns dx [M, D] + dy w^T for dy [M, F] and w [D, F]: another product's part of x's gradient."""
+    """Returns dx [M, D] + dy w^T for dy [M, F] and w [D, F], where dx is dgrad of another product."""
     if in_one_product(
         dtype=dy.dtype,
         w_shape=w.shape,
@@ -79,9 +79,9 @@ def add_input_gradient(dx: jax.Array, dy: jax.Array, w: jax.Array, *, precision:
 
 
 def add_weight_gradient(dw: jax.Array, x: jax.Array, dy: jax.Array) -> jax.Array:
-    """Returns dw [D, F] + x^T dy for x [M, D] and dy [M, F], rounded once, in dw's place in memory.
+    """Returns dw [D, F] + x^T dy for x [M, D] and dy [M, F], rounded once and written over dw.
 
-    XLA leaves the sum to a pass of its own where dw is another product's result.
+    XLA adds in a separate pass if dw is another product's result.
     """
     sizes = (*dw.shape, len(x))
     if (
@@ -152,8 +152,8 @@ def _cublaslt(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (y, preactivation), the second if `saves`.
 
-    With `transpose_w`, w is [F, D], and with `transpose_x`, x is [D, M]. With `in_place`, y takes the
-    residual's place.
+    With `transpose_w`, w is [F, D], and with `transpose_x`, x is [D, M]. With `in_place`, y overwrites
+    the residual.
     """
     cuda_library.register()
     result = jax.ShapeDtypeStruct(
@@ -173,7 +173,7 @@ def _cublaslt(
     y, preactivation, _ = call(
         x,
         w,
-        # cuBLASLt accepts no float32 bias beside 16-bit operands.
+        # cuBLASLt accepts no float32 bias with 16-bit operands.
         absent if bias is None else bias.astype(x.dtype),
         absent if residual is None else residual,
         activation=activation or "none",

@@ -1,4 +1,4 @@
-"""linear in plain jax.numpy: the truth for the kernels, and `implementation="xla"`."""
+"""linear in plain jax.numpy: the kernels' reference, and `implementation="xla"`."""
 
 import string
 from typing import Any
@@ -12,7 +12,7 @@ from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
 
 PREACTIVATION = "jaxfused_preactivation"
-"""The name under which `preactivation` marks its result for the policies of `jax.checkpoint`."""
+"""Name that `preactivation` gives its result, for policies of `jax.checkpoint`."""
 
 save_preactivation = jax.checkpoint_policies.save_only_these_names(PREACTIVATION)
 
@@ -49,10 +49,10 @@ def linear(
 def affine(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, *, precision: Any, rounded_to: Any = None
 ) -> jax.Array:
-    """Returns x @ w + bias in float32, for a caller who rounds the sum to `rounded_to`.
+    """Returns x @ w + bias in float32, for a caller that rounds the sum to `rounded_to`.
 
-    If that is x's dtype, the product is rounded to it already: it is written to memory before the
-    bias is added, and in float32 takes twice as long.
+    If that is x's dtype, the product is rounded to it too. It is written to memory before the bias is
+    added, which would take twice as long in float32.
     """
     out_dtype = x.dtype if rounded_to == x.dtype else None
     y = _product_of_rows(x, w, out_dtype=out_dtype, precision=precision)
@@ -61,24 +61,23 @@ def affine(
 
 
 def _product_of_rows(x: jax.Array, w: jax.Array, *, out_dtype: Any, precision: Any) -> jax.Array:
-    """The product of x [..., D] and w [D, F], rounded once to `out_dtype`."""
+    """Returns the product of x [..., D] and w [D, F], rounded once to `out_dtype`."""
     rows = letters_of_rows(x)
     subscripts = f"{rows}D,DF->{rows}F"
     return product(subscripts, x, w, out_dtype=out_dtype, precision=precision, of_weights=True)
 
 
 def letters_of_rows(x: jax.Array) -> str:
-    """A letter for each axis of x [..., D] but the last, for `product`."""
+    """Returns a letter for each axis of x [..., D] but the last, for `product`."""
     return string.ascii_lowercase[: x.ndim - 1]
 
 
 def preactivation(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, *, precision: Any
 ) -> jax.Array:
-    """Returns x @ w + bias in x's dtype: what an activation reads and a backward may keep.
+    """Returns x @ w + bias in x's dtype, which an activation reads and a backward may keep.
 
-    The activation reads it as it was rounded, so that a backward that kept it sees the very numbers
-    of the forward.
+    The activation reads it after rounding, so that a backward that keeps it has the forward's numbers.
     """
     z = affine(x, w, bias, precision=precision, rounded_to=x.dtype)
     return checkpoint_name(z.astype(x.dtype), PREACTIVATION)
@@ -89,7 +88,7 @@ def add_residual(y: jax.Array, residual: jax.Array | None, out_dtype: Any) -> ja
     return (y if residual is None else y + residual.astype(y.dtype)).astype(jnp.dtype(out_dtype))
 
 
-# --- the stages of the gradient, where XLA takes them beside kernels ------------------------------
+# --- the stages of the gradient, which XLA may run next to kernels --------------------------------
 
 
 def layer(
@@ -103,18 +102,18 @@ def layer(
     save_preactivation: bool,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(y, z): y as `linear` returns it, and with `save_preactivation` the preactivation in x's dtype."""
+    """Returns `linear`'s y and, with `save_preactivation`, the preactivation in x's dtype."""
     if activation is None and not save_preactivation:
         if sums_in_product(x, bias, residual, out_dtype):
-            # XLA has its product add both before the one rounding, where sums in float32 take a pass
-            # over the result. Their gradients would sum in 16 bits: `linear` above keeps float32.
+            # XLA's product adds both before its one rounding, but sums in float32 would take a pass
+            # over the result. JAX's gradients would sum in 16 bits, so `linear` above keeps float32.
             y = _product_of_rows(x, w, out_dtype=out_dtype, precision=precision)
             y = y if bias is None else y + along_last_axis(bias, y)
             return y if residual is None else y + residual, None
         y = affine(x, w, bias, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype), None
     z = narrow_preactivation(x, w, bias, precision=precision)
-    # No dtype is too narrow for relu and one sum after it, which XLA then has its product evaluate.
+    # relu and one sum after it are exact enough in x's dtype, and XLA's product then evaluates them.
     keeps_dtype = activation == "relu" and sums_in_product(x, None, residual, out_dtype)
     y = activate(activation, z if keeps_dtype else z.astype(accumulator_dtype(x.dtype)))
     y = written_first(activation, add_residual(y, residual, out_dtype))
@@ -122,9 +121,9 @@ def layer(
 
 
 def written_first(activation: str | None, arrays: Any) -> Any:
-    """The arrays, which XLA writes before products read them where they are made of gelu_erf.
+    """Makes XLA write the results of gelu_erf before products read them.
 
-    Else it evaluates a part of it in each of these products, and writes the other parts for them.
+    Otherwise XLA evaluates a part of gelu_erf in each of these products, and writes the other parts.
     """
     return jax.lax.optimization_barrier(arrays) if activation == "gelu_erf" else arrays
 
@@ -132,7 +131,7 @@ def written_first(activation: str | None, arrays: Any) -> Any:
 def sums_in_product(
     x: jax.Array, bias: jax.Array | None, residual: jax.Array | None, out_dtype: Any
 ) -> bool:
-    """Whether XLA's product can add bias and residual: it does where all have its dtype."""
+    """Whether XLA's product can add bias and residual: it does if all have its dtype."""
     added = [a.dtype for a in (bias, residual) if a is not None]
     return all(dtype == x.dtype for dtype in (jnp.dtype(out_dtype), *added))
 
@@ -146,11 +145,11 @@ def finish(
     out_dtype: Any,
     save_preactivation: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """What `layer` returns, from the product z = x @ w in x's dtype."""
+    """Returns the results of `layer`, given the product z = x @ w in x's dtype."""
     wide = z.astype(accumulator_dtype(z.dtype))
     if bias is not None:
         wide = wide + along_last_axis(bias, wide)
-    # As in `preactivation`, an activation reads what a backward may keep.
+    # As in `preactivation`, the activation reads the rounded value that a backward may keep.
     kept = wide.astype(z.dtype)
     y = wide if activation is None else activate(activation, kept.astype(wide.dtype))
     return add_residual(y, residual, out_dtype), kept if save_preactivation else None
@@ -159,10 +158,10 @@ def finish(
 def narrow_preactivation(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, *, precision: Any
 ) -> jax.Array:
-    """Returns what `preactivation` does, for a caller who states its gradient.
+    """Returns the same as `preactivation`, for a caller that defines the gradient.
 
-    A bias of x's dtype is added in it: then XLA has the product add it before the one rounding, where
-    a sum of its own would round twice and turn the sign of some preactivations next to 0.
+    A bias of x's dtype is added in that dtype, and XLA's product adds it before its one rounding. A
+    separate sum would round twice, and change the sign of some preactivations near 0.
     """
     if bias is None or bias.dtype != x.dtype:
         return preactivation(x, w, bias, precision=precision)
@@ -173,11 +172,10 @@ def narrow_preactivation(
 def activation_gradient(
     activation: str | None, dy: jax.Array, z: jax.Array, *, has_bias: bool
 ) -> jax.Array:
-    """The gradient of the preactivation z from that of activation(z), in float32.
+    """Returns the gradient of the preactivation z from that of activation(z), in float32.
 
-    A small product leaves XLA's kernel in parts, which are added up in whatever reads it. With the
-    barrier they are added up once more for the backward, in a kernel of their own where that adds no
-    bias.
+    XLA splits the sums of a small product, and its readers add the parts. A barrier would have them
+    added again for the backward, in a separate kernel if that adds no bias.
     """
     wide = accumulator_dtype(z.dtype)
     if has_bias or z.size > _SIZE_IN_PARTS:
@@ -187,14 +185,14 @@ def activation_gradient(
 
 
 _SIZE_IN_PARTS = 2**17
-"""Elements of a product of so few tiles that XLA splits its sums."""
+"""Most elements of a product of so few tiles that XLA splits its sums."""
 
 
 def saved_alone(activation: str | None, saved: Any) -> Any:
-    """What a forward saved of an activation's operands, as its backward reads it.
+    """Returns the saved operands of an activation, behind a barrier if it has exponentials.
 
-    Without the barrier XLA finds the exponentials of the forward in the backward, and keeps them all the
-    while in float32, twice the bytes of what was meant to be saved.
+    Without the barrier XLA reuses the forward's exponentials in the backward, and keeps them in float32:
+    twice the bytes of the operands.
     """
     without_exponentials = (None, *ARITHMETIC)
     return saved if activation in without_exponentials else jax.lax.optimization_barrier(saved)

@@ -286,7 +286,7 @@ def gated_mlp(
     operands: Sequence[Any] = sharding.align(
         (x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual),
         operand_axes=(rows + "d", "d" + gate_axis, gate_axis, "df", "f", "fe", "e", rows + "e"),
-        # A part of the columns of both matrices side by side has no two halves.
+        # A device's part of the columns of two concatenated matrices is not two halves.
         whole="de" if w_up is not None else "dfge",
     )
     x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual = operands
@@ -300,7 +300,7 @@ def gated_mlp(
 
 
 def _fp8_runner(op, implementation, device, x, words) -> Runner:
-    """The Runner of products in float8, which drop nothing."""
+    """Returns the Runner of products in float8. Dropout is refused."""
     if words is not None:
         raise ValueError(
             f'{op}: dropout_rate is not 0 and precision is "fp8", but the pass that quantises the hidden'
@@ -316,17 +316,17 @@ def _fp8_dtypes(x, w1, w2, residual) -> tuple[Any, ...]:
 def _zero_features(
     implementation: str | None, device: dispatch.Device, x: jax.Array, hidden: int, features: int
 ) -> int:
-    """How many hidden features of zero weights make the products of Pallas's kernels possible.
+    """Returns how many hidden features of zero weights to append, so that Pallas's kernels can run.
 
-    The kernels, and XLA's fastest products, want rows of the hidden layer that begin at multiples of 16
-    bytes. The weights are copied, which costs little beside products of many rows, and a feature whose
-    weights to the result are zero adds nothing to it.
+    The kernels, and XLA's fastest products, need rows of the hidden layer that start at multiples of 16
+    bytes. Copying the weights costs little compared with products of many rows, and a feature with zero
+    weights to the result adds nothing to it.
     """
     grain = matmul.GRAIN
     if implementation not in (None, "pallas") or x.dtype.itemsize != 2 or hidden % grain == 0:
         return 0
     if sharding.is_explicit(x):
-        return 0  # Hidden features that devices share cannot be padded on each of them.
+        return 0  # Hidden features that devices split cannot be padded on each device.
     can_run = matmul.why_unsupported(
         compute_capability=device.compute_capability,
         dtypes=dict(x=x.dtype),
@@ -337,16 +337,16 @@ def _zero_features(
         return 0
     if implementation is None and rows * hidden < _SMALLEST_TO_PAD:
         return 0
-    # Whole steps of the sums, and whole instructions, where they are not much more.
+    # Padded to whole steps of the sums, or only to whole instructions if that is many more features.
     step = SWIZZLE_BYTES // x.dtype.itemsize
     zeros = -hidden % step
     return zeros if zeros <= hidden // _LARGEST_SHARE_OF_ZEROS else -hidden % grain
 
 
 _SMALLEST_TO_PAD = 2**21
-"""Elements of a hidden layer whose products gain more from whole steps than copies of weights take."""
+"""Fewest elements of a hidden layer that is padded. Below, copying weights costs more than it saves."""
 _LARGEST_SHARE_OF_ZEROS = 8
-"""More than a part of so many features of zeros takes longer than it saves."""
+"""Divisor of the features: more zeros than an eighth of them take longer than whole steps save."""
 
 
 def _append_zeros(a: Any, zeros: int, parts: int = 1, axis: int = -1) -> Any:
@@ -380,7 +380,7 @@ def _check_save(op: str, save: str) -> None:
 
 @dataclass(frozen=True)
 class _Options:
-    """What is static in a call besides the way to run kernels."""
+    """Static arguments of a call, except for the Runner."""
 
     op: str
     activation: str | None
@@ -399,9 +399,9 @@ class _Options:
         return self.save != "inputs"
 
     def saves_slope(self, run: Runner) -> bool:
-        """Whether the hidden layer is kept with its derivative in place of the preactivation.
+        """Whether the hidden layer and the activation's derivative are saved, not the preactivation.
 
-        There is no CUDA C kernel for that.
+        CUDA C has no kernel for that.
         """
         has_derivative = self.activation is not None
         return self.save == "hidden" and run.implementation != "cuda" and has_derivative
@@ -409,12 +409,12 @@ class _Options:
     def first_layer(
         self, x: jax.Array, *, activation: str | None, saves: bool, again: bool = False
     ) -> Layer:
-        """The kernel of the layer before the activation; `again` as `Layer.weights_read_again`."""
+        """Returns the stage of the first layer; `again` is `Layer.weights_read_again`."""
         return Layer(f"{self.op} first layer", activation, x.dtype, saves, self.precision, again)
 
     @property
     def last_layer(self) -> Layer:
-        """The kernel of the layer after the activation."""
+        """The stage of the last layer."""
         return Layer(f"{self.op} last layer", None, self.out_dtype, False, self.precision)
 
 
@@ -534,7 +534,7 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
     input_gradient = _GatedInputGradient(options.precision)
     joined = False
     if w_up is None and sharding.is_in_one_piece(x, w_gate):
-        # Whether the cotangents of gate and up are written side by side, for XLA's gradient of x.
+        # The cotangents of gate and up are concatenated if XLA computes the gradient of x.
         by_xla = _is_by_xla(run, hidden_gradient, dy_narrow, w_down, gate, up)
         input_gradient = replace(input_gradient, finds_joined=by_xla)
         joined = _is_by_xla(run, input_gradient, gate, up, w_gate, None)
@@ -582,7 +582,7 @@ _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
 
 
 def _is_by_xla(run: Runner, kernel: Any, *operands: jax.Array | None) -> bool:
-    """Whether XLA is chosen for a stage whose operands [..., F] become matrices."""
+    """Whether XLA is chosen for a stage, with the leading axes of its operands [..., F] flattened."""
     matrices = (
         None if a is None else jax.ShapeDtypeStruct((math.prod(a.shape[:-1]), a.shape[-1]), a.dtype)
         for a in operands
@@ -594,13 +594,13 @@ def _is_by_xla(run: Runner, kernel: Any, *operands: jax.Array | None) -> bool:
 
 
 def _are_joined_faster(x, gate, w_gate) -> bool:
-    """Whether joining the cotangents moves fewer bytes than joining the halves of their gradient."""
+    """Whether concatenating the cotangents moves fewer bytes than concatenating their wgrads."""
     rows = math.prod(x.shape[:-1])
     return rows * gate.dtype.itemsize <= x.shape[-1] * w_gate.dtype.itemsize
 
 
 def _gate_axis(w_up: jax.Array | None) -> str:
-    """The last axis of w_gate: another one if it holds both, as a shard of it has no two halves."""
+    """Returns the letter of w_gate's last axis: "g" if it holds both, as a shard is not two halves."""
     return "g" if w_up is None else "f"
 
 
@@ -609,7 +609,7 @@ def _gate_axis(w_up: jax.Array | None) -> str:
 
 @dataclass(frozen=True)
 class _HiddenAndSlope:
-    """The activation of x @ w1 + b1 and its derivative there, [M, F], of x [M, D] and w1 [D, F]."""
+    """Computes the activation of x @ w1 + b1 and its derivative [M, F], of x [M, D] and w1 [D, F]."""
 
     activation: str
     precision: Any
@@ -651,7 +651,7 @@ class _HiddenAndSlope:
 
 @dataclass(frozen=True)
 class _HiddenGradientBySlope:
-    """(dz, dz summed over the rows) of dy [M, E], w2 [F, E] and the activation's derivative [M, F]."""
+    """Computes dz and its row sums from dy [M, E], w2 [F, E] and the activation's derivative [M, F]."""
 
     sums_rows: bool
     precision: Any
@@ -693,7 +693,7 @@ class _HiddenGradientBySlope:
 
 @dataclass(frozen=True)
 class _HiddenGradient:
-    """(dz, activation(z), dz summed over the rows) of dy [M, E], w2 [F, E] and z [M, F]."""
+    """Computes (dz, activation(z), row sums of dz) from dy [M, E], w2 [F, E] and z [M, F]."""
 
     activation: str | None
     sums_rows: bool
@@ -740,7 +740,7 @@ class _HiddenGradient:
 
 @dataclass(frozen=True)
 class _GatedUnit:
-    """(activation(gate) * up, gate, up) of x [M, D] and weights [D, F]; the latter two if saved.
+    """Computes (activation(gate) * up, gate, up) from x [M, D] and weights [D, F]; gate and up if saved.
 
     Without w_up, w_gate [D, 2 F] and b_gate [2 F] hold both.
     """
@@ -780,7 +780,7 @@ class _GatedUnit:
 
     def reasons(self, device, x, w_gate, w_up, b_gate, b_up) -> Mapping[str, str | None]:
         work = self.work(x, w_gate, w_up, b_gate, b_up)
-        # XLA writes gate and up in any case, and again where they are the halves of one array.
+        # XLA writes gate and up in any case, and again if they are the halves of one array.
         moved = 3 if w_up is not None or not self.saves_preactivations else 5
         passes = _passes(work, self.activation, evaluations=1, matrices=moved)
         time = None
@@ -815,9 +815,9 @@ class _GatedUnit:
 
 @dataclass(frozen=True)
 class _GatedHiddenGradient:
-    """(dgate, dup, h, sums of the former two over the rows) of dy [M, E], w_down, gate and up [M, F].
+    """Computes (dgate, dup, h, row sums of dgate and dup) from dy [M, E], w_down, gate and up [M, F].
 
-    h, activation(gate) * up, if it `returns_hidden`.
+    h = activation(gate) * up is None unless `returns_hidden`.
     """
 
     activation: str | None
@@ -825,7 +825,7 @@ class _GatedHiddenGradient:
     returns_hidden: bool
     precision: Any
     joined: bool = False
-    """Whether dgate and dup are one result side by side, as are their sums, and the second is None."""
+    """Whether dgate and dup are concatenated, as are their sums. The second results are then None."""
 
     @property
     def name(self) -> str:
@@ -893,11 +893,11 @@ class _GatedHiddenGradient:
 
 @dataclass(frozen=True)
 class _GatedInputGradient:
-    """(dgate @ w_gate^T + dup @ w_up^T,) of [M, F] and [D, F]."""
+    """Computes (dgate @ w_gate^T + dup @ w_up^T,) from cotangents [M, F] and weights [D, F]."""
 
     precision: Any
     finds_joined: bool = False
-    """Whether XLA makes dgate and dup, which it then writes side by side where that is asked for."""
+    """Whether XLA computes dgate and dup, and so can write them concatenated."""
 
     @property
     def name(self) -> str:
@@ -918,10 +918,10 @@ class _GatedInputGradient:
         del dup
         work = _work(dgate, w_gate, w_gate.shape[0], k_last=True)
         if w_up is not None:
-            # Two products, which XLA then adds.
+            # Two products, which XLA adds in a pass.
             passes = _passes(work, None, matrices=3)
             return _reasons(device, self.precision, dgate, work, passes, terms=2)
-        # One, for which it puts the cotangents side by side, unless the weights' gradient did.
+        # One product. XLA concatenates the cotangents for it, unless the weights' gradient has.
         is_free = self.finds_joined or work.m <= work.n
         matrices = 0 if is_free else math.ceil(4 * work.k / work.n)
         features = {"what is multiplied": work.k, "the result": work.n}
@@ -957,7 +957,7 @@ def _work(
     activations: int = 0,
     k_last: bool = False,
 ) -> cost.Work:
-    """X [M, K] @ w [K, columns], whose epilogue reads and writes so many matrices of x's dtype."""
+    """Returns x [M, K] @ w [K, columns] as work; `read` and `written` count matrices of x's dtype."""
     size = x.dtype.itemsize
     return cost.Work(
         x.shape[0],
@@ -975,7 +975,7 @@ def _work(
 def _passes(
     work: cost.Work, activation: str | None, *, evaluations: int = 0, matrices: int = 0
 ) -> Passes:
-    """XLA's passes over what the epilogue reads and writes and the product itself, or `matrices`."""
+    """Returns XLA's passes over the product and the epilogue's operands, or over `matrices`."""
     epilogue = work.read_bytes + work.written_bytes + work.itemsize
     return Passes(
         bytes_of_element=matrices * work.itemsize or epilogue,
@@ -995,12 +995,12 @@ def _reasons(
     pallas_time: float | None = None,
     cuda_kernel: bool = True,
 ) -> dict[str, str | None]:
-    """Why an implementation cannot take a product of x [M, K] with its epilogue, the fastest first.
+    """Returns the reasons of a product of x [M, K] with its epilogue, the fastest implementation first.
 
     Args:
-      terms: products of this size that are added.
-      pallas_time: predicted, where the Pallas kernels are not one product.
-      cuda_kernel: whether there is one.
+      terms: number of products of this size that are added.
+      pallas_time: predicted microseconds of the Pallas kernels, if they are not one product.
+      cuda_kernel: whether there is a CUDA kernel.
     """
     features = {"what is multiplied": work.k, "the result": work.n}
     reasons = product_reasons(device, precision, {"x": x}, features)
@@ -1012,7 +1012,7 @@ def _reasons(
 def _product_keywords(
     implementation: str, device: dispatch.Device, precision: Any, config: Any
 ) -> Any:
-    """What each implementation of a product is told besides."""
+    """Returns further keyword arguments of each implementation of a product."""
     if implementation == "pallas":
         return {"multiprocessors": device.multiprocessors, "config": config}
     return {"precision": precision}

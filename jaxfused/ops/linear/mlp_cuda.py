@@ -43,7 +43,7 @@ def gated_forward(
     save_preactivations: bool,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns (activation(gate) * up, gate, up) for x [M, D]; the latter two only if they are saved.
+    """Returns (activation(gate) * up, gate, up) for x [M, D]; gate and up only if they are saved.
 
     Without `w_up`, w_gate [D, 2 F] and b_gate [2 F] hold the weights and biases of both.
     """

@@ -1,6 +1,6 @@
-"""mlp and gated_mlp in plain jax.numpy: the truth for the kernels, and `implementation="xla"`.
+"""mlp and gated_mlp in plain jax.numpy: the kernels' reference, and `implementation="xla"`.
 
-Each of the two is one `jax.checkpoint`, whose policy says what the backward keeps besides the inputs.
+Each of the two is one `jax.checkpoint`. Its policy decides what the backward keeps besides the inputs.
 """
 
 from typing import Any
@@ -77,7 +77,7 @@ def gated_mlp(
     """Returns dropout(act(x @ w_gate + b_gate) * (x @ w_up + b_up)) @ w_down + b_down + residual.
 
     The result is in `out_dtype`. Without `w_up`, w_gate and b_gate hold both: the gate's features, then
-    the others.
+    those of `up`.
     """
 
     def f(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, words):
@@ -97,17 +97,17 @@ def gated_mlp(
 
 
 def dropped(h: jax.Array, words: jax.Array | None, rate: float) -> jax.Array:
-    """The hidden layer with what dropout keeps of it; without words all of it."""
+    """Returns the hidden layer after dropout, or unchanged without words."""
     if words is None:
         return h
     return jnp.where(keep_rows(words, h.shape, rate), h / keep_probability(rate), 0)
 
 
-# --- the stages of the gradient, where XLA takes them beside kernels ------------------------------
+# --- the stages of the gradient, which XLA may run next to kernels --------------------------------
 #
 # The shapes are: rows x [..., D], dy [..., E], z, gate and up [..., F]; weights w1 [D, F] and w2 [F, E].
-# Rows stay in the caller's axes: XLA computes no value twice, and writes values that are read alike in
-# one pass, where shapes are the same in forward and backward.
+# Rows keep the caller's axes: if shapes are the same in forward and backward, XLA computes no value
+# twice, and writes values that are read alike in one pass.
 
 
 def hidden_and_slope(
@@ -122,7 +122,7 @@ def hidden_and_slope(
 def hidden_gradient_by_slope(
     dy: jax.Array, w2: jax.Array, slope: jax.Array, *, sum_rows: bool, precision: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns dz from the activation's derivative [..., F], and the sum of dz over the rows."""
+    """Returns dz from the activation's derivative [..., F], and dz summed over the rows."""
     dz = _gradient_of_hidden(dy, w2, precision) * slope.astype(jnp.float32)
     narrow = dz.astype(slope.dtype)
     return narrow, sum_written_rows(narrow) if sum_rows else None
@@ -158,9 +158,9 @@ def gated_unit(
     precision: Any,
     converted: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns (activation(gate) * up, gate, up), the latter two only if they are to be saved.
+    """Returns (activation(gate) * up, gate, up), the last two only if they are to be saved.
 
-    `converted` says that the weights had another dtype; it changes no number.
+    `converted` says that the weights had another dtype. It changes no result.
     """
     gate = narrow_preactivation(x, w_gate, b_gate, precision=precision)
     if w_up is None:
@@ -187,7 +187,7 @@ def gated_hidden_gradient(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Returns dgate, dup, activation(gate) * up if wanted, and dgate and dup summed over the rows.
 
-    Where they are `joined`, dgate holds both side by side, as does its sum, and dup is None.
+    If `joined`, dgate holds both concatenated, as does its sum, and dup is None.
     """
     activated, slope = value_and_slope(activation, gate.astype(jnp.float32))
     wide_up = up.astype(jnp.float32)
@@ -212,7 +212,7 @@ def gated_input_gradient(
     *,
     precision: Any,
 ) -> tuple[jax.Array]:
-    """Returns dgate @ w_gate^T + dup @ w_up^T; w_gate holds both weights where there is no w_up."""
+    """Returns dgate @ w_gate^T + dup @ w_up^T; w_gate holds both weights if there is no w_up."""
     rows = letters_of_rows(dgate)
 
     def gradient(d: jax.Array, w: jax.Array) -> jax.Array:
@@ -220,8 +220,8 @@ def gated_input_gradient(
 
     if w_up is None:
         return (gradient(side_by_side([dgate, dup]), w_gate),)
-    # Both products are rounded before they are added, which lets XLA add the second one to the result of
-    # the first in the same kernel.
+    # Both products are rounded before they are added, so that XLA's second product adds the result of
+    # the first in its kernel.
     return (gradient(dgate, w_gate) + gradient(dup, w_up),)
 
 

@@ -135,7 +135,7 @@ def qkv_projection(
     if cos is not None or sin is not None:
         cos, sin = check_tables(op, (*x.shape[:-1], heads, head_size), cos, sin)
         if cos.ndim == x.ndim + 1:
-            # The kernels rotate all heads of a position alike.
+            # The kernels rotate all heads of a position by the same angles.
             q, k, v = qkv_projection(
                 x,
                 w,
@@ -198,10 +198,10 @@ def qkv_projection(
     weights: Sequence[Any]
     biases: Sequence[Any]
     if sharding.is_in_one_piece(x, w):
-        # XLA's products take the array as it is, and a kernel's stage takes it apart.
+        # XLA's products take the array whole, and a kernel's stage splits it.
         options, weights, biases = of_one, (w, None, None), (bias, None, None)
     else:
-        # Queries with the keys that they share: by these groups devices can split all three.
+        # Queries are grouped by the keys that they share, so that devices can split all three alike.
         ends = (heads * head_size, (heads + key_heads) * head_size)
         weights, biases = (
             [None] * 3 if array is None else of_one.grouped(_split(ends, array))
@@ -221,15 +221,15 @@ def separate_projections(
     precision: jax.lax.PrecisionLike | fp8.Precision,
     implementation: dispatch.Implementation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`qkv_projection` of weights [D, N, H], [D, K, H] and [D, K, H], which nothing puts side by side.
+    """Returns `qkv_projection` of weights [D, N, H], [D, K, H] and [D, K, H] without concatenating them.
 
-    So modules hold them. Devices may split the heads, where the columns of one matrix would have to be
-    brought together first.
+    Modules hold such weights. Devices may split their heads, but the columns of one matrix would have to
+    be gathered first.
 
     Args:
       x: [..., T, D].
-      weights: of queries, keys and values, of one dtype.
-      biases: of the same, [N, H] and twice [K, H], or None three times.
+      weights: weights of queries, keys and values, of one dtype.
+      biases: their biases, [N, H] and twice [K, H], or None three times.
       precision: as in `qkv_projection`.
       implementation: as in `qkv_projection`.
     """
@@ -279,7 +279,7 @@ def _in_fp8(
     device: dispatch.Device,
     state: fp8.Fp8State | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Heads [..., T, N, H] of x [..., T, D], multiplied in float8 by one matrix or by three."""
+    """Returns heads [..., T, N, H] of x [..., T, D], multiplied in float8 by one matrix or by three."""
     run = fp8.runner("qkv_projection", implementation, device, x)
     weight_axes = ("dc",) if len(weights) == 1 else ("de", "df", "dg")
     aligned: Any = sharding.align(
@@ -301,7 +301,7 @@ def _in_fp8(
 def _aligned(
     run: Runner, options: "_Options", operands: Sequence[jax.Array | None]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values of the kernels' operands, whose sharding is settled here."""
+    """Aligns the sharding of the operands, and returns queries, keys and values."""
     aligned = sharding.align(operands, operand_axes=_operand_axes(operands), whole=options.whole)
     q, k, v = _qkv_projection(run, options, *aligned)
     return ungrouped(q), ungrouped(k), ungrouped(v)
@@ -310,12 +310,12 @@ def _aligned(
 # --- gradient -------------------------------------------------------------------------------------
 
 _HEADS = ("ngh", "nkh", "nkh")
-"""The letters of queries, keys and values: groups that share keys, heads of a group, features."""
+"""Letters of queries, keys and values: groups that share keys, heads of a group, features."""
 
 
 @dataclass(frozen=True)
 class _Options:
-    """What is static in a call besides the way to run kernels."""
+    """Static arguments of a call, except for the Runner."""
 
     head_size: int
     epsilon: float
@@ -323,18 +323,17 @@ class _Options:
     interleaved: bool
     precision: Any
     one_array: tuple[int, int] | None = None
-    """The numbers of groups that share a key head and of query heads in a group, where one array has the
-    columns of all weights and one those of all biases. It stands in the place of the queries' array, and
-    nothing in the places of the other two."""
+    """Numbers of key heads, and of query heads that share one, if one array has all weights and one all
+    biases. They are passed as the queries' arrays, and None as those of keys and values."""
 
     @property
     def whole(self) -> str:
-        """The axes that a device must have whole."""
-        # The kernel takes columns in sixteens, which the groups of narrower heads may not be.
+        """Letters of axes that devices must not split."""
+        # The kernel takes multiples of 16 columns, which groups of narrower heads may not be.
         return "dgkhsrc" if self.head_size % 16 == 0 else "dngkhsrc"
 
     def grouped(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
-        """The columns of queries, keys and values in the axes [groups, heads, H]."""
+        """Returns the columns of queries, keys and values with axes [groups, heads, H]."""
         groups, _ = cast(tuple[int, int], self.one_array)
         width = groups * self.head_size
         return [
@@ -344,25 +343,25 @@ class _Options:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Where the columns of the queries end, and those of the keys, in one array of all."""
+        """Ends of the queries' and the keys' columns in one array of all."""
         groups, heads = cast(tuple[int, int], self.one_array)
         return groups * heads * self.head_size, groups * (heads + 1) * self.head_size
 
     def apart(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """The weights, or the biases, of queries, keys and values, as a kernel takes them."""
+        """Returns the weights, or the biases, of queries, keys and values, as a kernel takes them."""
         if self.one_array is None or arrays[0] is None:
             return arrays
         return self.grouped(jnp.split(arrays[0], self.ends, axis=-1))
 
     def shapes(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """The shapes of the same, by which an implementation is chosen."""
+        """Returns the shapes of `apart`, by which an implementation is chosen."""
         return jax.eval_shape(self.apart, list(arrays))
 
     def finish(self, y, scale, cos, sin):
-        """The norm and the rotation of grouped heads, by XLA."""
+        """Returns grouped heads after norm and rotation by XLA."""
         heads = ungrouped(y)
         if cos is None or cos.ndim == 2:
-            # With more leading axes than one XLA (jax 0.11.2) tiles some norms wrongly.
+            # With more than one leading axis, XLA (jax 0.11.2) tiles some norms wrongly.
             heads = heads.reshape(math.prod(heads.shape[:-3]), *heads.shape[-3:])
         finished = qkv_projection_xla.finish(
             heads,
@@ -383,7 +382,7 @@ class _Residuals(NamedTuple):
     scales: Sequence[jax.Array | None]
     tables: Sequence[jax.Array | None]
     projections: Sequence[jax.Array | None]
-    """Queries and keys before norm and rotation, where gradients need them."""
+    """Queries and keys before norm and rotation, or None if gradients do not need them."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="qkv_projection")
@@ -419,7 +418,7 @@ def _qkv_projection_bwd(run: Runner, options: _Options, saved: _Residuals, cotan
         def finish(q, k, scales, tables):
             return options.finish(q, scales[0], *tables), options.finish(k, scales[1], *tables)
 
-        # Where they are not saved, nothing reads them.
+        # Zeros stand for projections that are not saved, as nothing reads them.
         q, k = (
             jnp.zeros_like(dy) if projection is None else projection
             for projection, dy in zip(projections, (dq, dk), strict=True)
@@ -437,7 +436,7 @@ _qkv_projection.defvjp(_qkv_projection_fwd, _qkv_projection_bwd, symbolic_zeros=
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _split(ends: tuple[int, ...], columns: jax.Array) -> Sequence[jax.Array]:
-    """`jnp.split` along the last axis, whose gradient is written once instead of padded and added."""
+    """Returns `jnp.split` along the last axis, with a gradient that is one concatenation."""
     return jnp.split(columns, ends, axis=-1)
 
 
@@ -448,7 +447,7 @@ _split.defvjp(
 
 
 def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys):
-    """The gradients of the weights and of the biases, which may all be None."""
+    """Returns the gradients of the weights and of the biases; the latter may all be None."""
     flat = [dy.reshape(*dy.shape[:-3], math.prod(dy.shape[-3:])) for dy in dys]
     dtype, has_biases = weights[0].dtype, biases[0] is not None
     dws: Sequence[Any]
@@ -457,7 +456,7 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
     if sharding.is_in_one_piece(x, *(w for w in weights if w is not None)):
         joined, for_x = options.one_array is not None, _joins_for_x(run, x, shapes)
         if joined and for_x:
-            # In the very form that XLA's gradient of x takes, so that it alone is written.
+            # In the form that XLA's gradient of x reads, so that only one form is written.
             flat = [side_by_side(flat, options.head_size)]
         dws, dbs = weight_gradients(
             run,
@@ -472,7 +471,7 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
             joined=joined and len(flat) > 1,
         )
     else:
-        # Devices may split the heads, and what lies side by side would have to be exchanged.
+        # Devices may split the heads, and would have to exchange concatenated cotangents.
         pairs = ((x, flat[0]), *(unshared(x, dy) for dy in flat[1:]))
         gradients = [
             weight_and_bias_gradients(run, "qkv_projection", *pair, dtype, bias, options.precision)
@@ -490,19 +489,19 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
 
 
 def _joins_for_x(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) -> bool:
-    """Whether XLA's gradient of x is taken, for which the cotangents lie side by side."""
+    """Whether XLA computes the gradient of x, for which the cotangents are concatenated."""
     reasons = _gradient_first(run.device, x, weights, _reasons(run.device, x, weights))
     return dispatch.choose("qkv_projection", run.implementation, reasons) == "xla"
 
 
 def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) -> bool:
-    """Whether XLA's gradients of the weights are one product, of cotangents copied side by side."""
+    """Whether one product of concatenated cotangents is predicted to be XLA's fastest wgrad."""
     rows, features = math.prod(x.shape[:-1]), x.shape[-1]
     widths = [math.prod(w.shape[1:]) for w in weights]
     itemsize = x.dtype.itemsize
 
     def product_and_pads(columns: int, *padded: int) -> float:
-        """Of the product with so many columns, whose operands may have to be padded first."""
+        """Returns the microseconds of a product of so many columns, and of padding its operands."""
         work = cost.Work(features, columns, rows)
         time = xla_time(run.device, work, Passes())
         if cost.xla_pads(work, run.device.multiprocessors):
@@ -519,9 +518,9 @@ def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) 
 
 @dataclass(frozen=True)
 class _Forward:
-    """Queries, keys and values, and the former two before their norms where they are saved.
+    """Computes queries, keys and values, and queries and keys before their norms if those are saved.
 
-    Of x [..., T, D], weights [D, n, heads, H], biases [n, heads, H], scales and tables.
+    Operands are x [..., T, D], weights [D, n, heads, H], biases [n, heads, H], scales and tables.
     """
 
     options: _Options
@@ -603,7 +602,7 @@ class _Forward:
         )
 
     def _run_in_xla(self, x, weights, biases, scales, cos, sin) -> Results:
-        # One product, for which weights of their own are put side by side.
+        # One product, for which separate weights are concatenated.
         w, bias = weights[0], biases[0]
         if self.options.one_array is None:
             flat = [w.reshape(len(w), math.prod(w.shape[1:])) for w in weights]
@@ -620,7 +619,7 @@ class _Forward:
             save_preactivation=False,
             precision=self.options.precision,
         )
-        # Heads get their axis before they are split: XLA copies slices of columns into their layout.
+        # Heads get their axis before the split: XLA would copy slices of columns into their layout.
         counts = [math.prod(w.shape[1:-1]) for w in shapes]
         y = y.reshape(*x.shape[:-1], sum(counts), self.options.head_size)
         parts = jnp.split(y, (counts[0], counts[0] + counts[1]), axis=-2)
@@ -643,7 +642,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _InputGradient:
-    """The sum of the cotangents of queries, keys and values, each times its weights' transpose."""
+    """Computes the sum of the cotangents of q, k and v, each times its weights' transpose."""
 
     options: _Options
 
@@ -710,7 +709,7 @@ class _InputGradient:
 def _reasons(
     device, x, weights, *, norm=False, rotary_dim=0, interleaved=False
 ) -> dict[str, str | None]:
-    """Why an implementation cannot take x [..., D] and weights [D, n, heads, H], forward and back."""
+    """Returns why each implementation cannot take x [..., D] and weights [D, n, heads, H]."""
     (*_, groups, q_heads, head_size), (*_, k_heads, _) = weights[0].shape, weights[1].shape
     return {
         "pallas": pallas_qkv_projection.why_unsupported(
@@ -732,12 +731,12 @@ def _reasons(
 def _forward_first(
     device, x, weights, reasons, *, norm, rotary_dim, interleaved
 ) -> Mapping[str, str | None]:
-    """The reasons of the forward, the implementation that is likely fastest first."""
+    """Returns the reasons of the forward, the implementation predicted fastest first."""
     widths = [math.prod(w.shape[1:]) for w in weights]
     work = cost.Work(math.prod(x.shape[:-1]), sum(widths), x.shape[-1])
     if not _is_modelled(device, x):
         return _where_large(device, work, reasons)
-    # XLA cuts the product into three, norms two of them, and turns the pairs of heads.
+    # XLA splits the product into three, normalises two of them, and rotates their heads.
     moved = 2 * x.dtype.itemsize
     rotated = moved * (_OF_NEIGHBOURS if rotary_dim and interleaved else 1.0)
     passes = sum(
@@ -766,18 +765,18 @@ def _forward_first(
 
 
 _OF_NEIGHBOURS = 2.4
-"""The time of XLA's rotation of neighbours, which it reads one by one, of that of halves (an H200)."""
+"""Time of XLA's rotation of interleaved pairs, read one by one, relative to that of halves (an H200)."""
 _OF_CONVERSION, _FEW_FOR_XLA = 2 / 3, 1024
-"""What converting the weights adds to XLA's product of so many rows, which may do it itself, of what it
-takes in a kernel of its own: [512, 4096] to 8,192 columns take 77 us, of bfloat16 weights about 45."""
+"""Part of a conversion kernel's time that converting weights adds to XLA's product of up to 1,024 rows,
+which may fuse it. [512, 4096] to 8,192 columns take 77 us, with bfloat16 weights about 45."""
 
 
 def _gradient_first(device, x, weights, reasons) -> Mapping[str, str | None]:
-    """The reasons of the input gradient, the implementation that is likely fastest first."""
+    """Returns the reasons of the input gradient, the implementation predicted fastest first."""
     work = _gradient_work(math.prod(x.shape[:-1]), x.shape[-1], weights)
     if not _is_modelled(device, x):
         return _where_large(device, work, reasons)
-    # XLA first puts the cotangents side by side.
+    # XLA first concatenates the cotangents.
     moved = 2 * x.dtype.itemsize
     times = {"xla": xla_time(device, work, Passes()) + cost.xla_pass(work.m * work.k, moved)}
     if reasons["pallas"] is None:
@@ -787,7 +786,7 @@ def _gradient_first(device, x, weights, reasons) -> Mapping[str, str | None]:
 
 
 def _weight_copies(weights, dtype) -> float:
-    """Microseconds in which XLA copies the weights apart for a kernel."""
+    """Returns the microseconds in which XLA copies each of the weights for a kernel."""
     moved = 2 * jnp.dtype(dtype).itemsize
     return sum(cost.xla_pass(len(w) * math.prod(w.shape[1:]), moved) for w in weights)
 
@@ -798,7 +797,7 @@ def _gradient_work(rows: int, features: int, weights: Sequence[Any]) -> cost.Wor
 
 
 def _norm_and_rotation(parameters: Sequence[Any]) -> tuple[bool, int]:
-    """Whether there is a norm, and how many features rotate, of the operands of `_Forward` but x."""
+    """Returns whether there is a norm and how many features rotate, given `_Forward`'s parameters."""
     q_scale, k_scale, cos, _ = parameters[-4:]
     norm = q_scale is not None or k_scale is not None
     return norm, 0 if cos is None else 2 * cos.shape[-1]
@@ -814,7 +813,7 @@ def _where_large(device, work, reasons) -> Mapping[str, str | None]:
 
 
 def _operand_axes(operands: Sequence[Any]) -> Sequence[str]:
-    """The letters of x, the weights, the biases, the scales and the tables, for `sharding`."""
+    """Returns the letters of x, the weights, the biases, the scales and the tables, for `sharding`."""
     rows = sharding.leading_axes(operands[0].ndim - 1)
     cos = operands[-1]
     table = "" if cos is None else rows[len(rows) - (cos.ndim - 1) :] + "r"
@@ -825,5 +824,5 @@ def _operand_axes(operands: Sequence[Any]) -> Sequence[str]:
 
 
 def _weight_axes(weights: Sequence[Any]) -> Sequence[str]:
-    """The letters of three weights, or of one that has the columns of all and two that are absent."""
+    """Returns the letters of three weights, or of one with all columns and two absent ones."""
     return ("dc", "", "") if weights[1] is None else tuple("d" + group for group in _HEADS)

@@ -1,4 +1,4 @@
-"""qkv_projection in plain jax.numpy: the truth for the kernels, and `implementation="xla"`."""
+"""qkv_projection in plain jax.numpy: the kernels' reference, and `implementation="xla"`."""
 
 import functools
 from typing import Any
@@ -27,7 +27,7 @@ def qkv_projection(
     interleaved: bool,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(q, k, v) of [..., T, D] and [D, (N + 2 K) H], each [..., T, heads, H] in x's dtype.
+    """Returns (q, k, v) for x [..., T, D] and w [D, (N + 2 K) H], each [..., T, heads, H] in x's dtype.
 
     The gradient keeps the inputs, and for the norms the projection in x's dtype.
     """
@@ -56,7 +56,7 @@ def finish(
     scale_offset: float,
     interleaved: bool,
 ) -> jax.Array:
-    """The norm and the rotation, where they are wanted, of projected heads [..., T, N, H]."""
+    """Returns projected heads [..., T, N, H] after norm and rotation, if their operands are given."""
     if scale is not None:
         y, _ = norm(
             y,

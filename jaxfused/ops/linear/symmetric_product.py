@@ -1,4 +1,4 @@
-"""Products of many matrices, symmetric ones and both ways: gradients, the choice of implementation."""
+"""Symmetric products, and products with their transposes, of batches: choice and gradients."""
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
@@ -17,7 +17,7 @@ from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
 from pallas_kernels.gemm import symmetric
 
 _FEWEST_ROWS = 512
-"""Of a matrix, below which little of it lies on one side of the diagonal's tiles."""
+"""Fewest rows of a matrix for the kernel. In smaller ones, most tiles are on the diagonal."""
 
 
 def symmetric_product(
@@ -30,7 +30,7 @@ def symmetric_product(
     is_factor: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
-    r"""Returns products of matrices that are known to be symmetric, or more of them.
+    r"""Returns symmetric products of matrices, or a polynomial of them.
 
     .. math:: Z = a I + b S + c X Y^T
 
@@ -40,7 +40,7 @@ def symmetric_product(
         both are polynomials of one symmetric matrix. None for x.
       matrix: S, [B, M, M] of x's dtype, each of them symmetric. With None the result is X Y^T.
       coefficients: (a, b, c), [3], with `matrix`.
-      scales: [B], float32, what each X Y^T is multiplied by, without `matrix`; None for 1.
+      scales: [B], float32, the factor of each X Y^T, only without `matrix`; None for 1.
       is_factor: whether the result is for further products alone, so that the kernel may round float32
         to the 10 bits of tf32 that these take.
       implementation: None for the fastest that can run, or "pallas", "xla".
@@ -99,7 +99,10 @@ _run.defvjp(_run_fwd, _run_bwd)
 
 @dataclass(frozen=True)
 class _Symmetric:
-    """(Z [B, M, M],) of x, y [B, M, K], S [B, M, M] and the coefficients [3]; all but x may be None."""
+    """Computes (Z [B, M, M],) from x, y [B, M, K], S [B, M, M], coefficients [3] and scales [B].
+
+    All but x may be None.
+    """
 
     is_factor: bool
 
@@ -141,12 +144,12 @@ class _Symmetric:
         return (_by_reference(*operands),)
 
     def batched(self, call, axis_size, in_batched, *operands) -> None:
-        """The entries of a batch of batches run one by one."""
+        """Returns None: the entries of a batch of batches run one by one."""
         del call, axis_size, in_batched, operands
 
 
 def why_not_both_ways(device: dispatch.Device, shape: Sequence[int], dtype: Any) -> str | None:
-    """None where kernels multiply wide matrices of a shape [B, M, N], else the reason."""
+    """Returns None if kernels take wide matrices of a shape [B, M, N], else the reason."""
     batch, rows, columns = shape
     for side, length in ((rows, columns), (columns, rows)):
         reason = symmetric.why_unsupported(
@@ -175,11 +178,11 @@ def product_both_ways(
     .. math:: Z = s X Y^T, \quad Z^T
 
     Args:
-      x: [B, M, K], the matrices X, of which `why_not_both_ways` finds that kernels take them.
+      x: [B, M, K], the matrices X, for which `why_not_both_ways` returns None.
       y: [B, N, K] of x's dtype, the matrices Y.
       scales: s, float32 [B]; None for 1.
-      first_turned: of the matrices before this one only Z is wanted, of the others only its transpose;
-        what is not wanted may be anything. None for both of all.
+      first_turned: the first matrix of which only Z^T is computed; of those before, only Z is. The
+        other results are undefined. None for both of all.
       is_factor: as in `symmetric_product`.
 
     Returns:
@@ -227,7 +230,7 @@ def _both_ways_by_reference(
 
 @dataclass(frozen=True)
 class _BothWays:
-    """(Z [B, M, N], Z^T [B, N, M]) of x [B, M, K], y [B, N, K] and scales [B], which may be None."""
+    """Computes (Z [B, M, N], Z^T [B, N, M]) from x [B, M, K], y [B, N, K] and scales [B] or None."""
 
     first_turned: int | None
     is_factor: bool
@@ -261,5 +264,5 @@ class _BothWays:
         return _both_ways_by_reference(*operands)
 
     def batched(self, call, axis_size, in_batched, *operands) -> None:
-        """The entries of a batch of batches run one by one."""
+        """Returns None: the entries of a batch of batches run one by one."""
         del call, axis_size, in_batched, operands

@@ -1,4 +1,4 @@
-"""The gradients of weights and biases: products and sums over all rows, a stage of several operators."""
+"""Gradients of weights and biases: products and sums over all rows, a stage of several operators."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ from pallas_kernels.gemm import weight_gradient as pallas_weight_gradient
 def weight_gradient(
     run: Runner, op: str, x: jax.Array, dy: jax.Array, dtype: Any, precision: Any
 ) -> jax.Array:
-    """The transpose of x [..., D] times dy [..., F], over all rows."""
+    """Returns the transpose of x [..., D] times dy [..., F], over all rows."""
     (dw,), _ = weight_gradients(run, op, x, (dy,), dtype, precision)
     return dw
 
@@ -41,16 +41,16 @@ def weight_and_bias_gradients(
     bias: jax.Array | None,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The transpose of x [..., D] times dy [..., F], and the sum of dy, over all rows.
+    """Returns the transpose of x [..., D] times dy [..., F], and the sum of dy, over all rows.
 
     Args:
-      run: of the operator.
+      run: the operator's Runner.
       op: the operator's name.
-      x: rounded to the dtype of the product.
-      dy: of any dtype; it is rounded for the product, but not for the sum.
-      dtype: of the weights' gradient.
-      bias: whose dtype the sum takes; without a bias there is none.
-      precision: of the product.
+      x: the layer's input, in the dtype of the product.
+      dy: the cotangent, of any dtype; it is rounded for the product, but not for the sum.
+      dtype: dtype of the weights' gradient.
+      bias: the bias, whose dtype the sum has; None for no sum.
+      precision: the product's precision.
     """
     narrow = dy.astype(x.dtype)
     rounds = narrow.dtype != dy.dtype
@@ -75,19 +75,19 @@ def weight_gradients(
     piece: int | None = None,
     joined: bool = False,
 ) -> tuple[list[jax.Array], list[jax.Array] | None]:
-    """The transpose of x [..., D] times each dy [..., F], and if asked the sums of each dy in float32.
+    """Returns the transpose of x [..., D] times each dy [..., F], and if asked float32 sums of each dy.
 
     Args:
-      run: of the operator.
+      run: the operator's Runner.
       op: the operator's name.
-      x: of one dtype with the dys.
-      dys: the cotangents of what x was multiplied to. Where devices share them, of one width.
-      dtype: of the products.
-      precision: of the products, as in `jax.numpy.matmul`.
+      x: the layer's input, of the dys' dtype.
+      dys: the cotangents of x's products. If devices split them, they have one width.
+      dtype: dtype of the results.
+      precision: the products' precision, as in `jax.numpy.matmul`.
       sums_rows: whether each dy is summed over all of its rows.
-      side_by_side: whether XLA takes one product of the dys, copied side by side.
-      piece: the columns of the pieces in which they are copied, as in `reference.product.side_by_side`.
-      joined: whether the caller wants one product, and one sum, of all dys side by side.
+      side_by_side: whether XLA takes one product of the dys, concatenated.
+      piece: columns of the pieces in which they are concatenated, as in `product_xla.side_by_side`.
+      joined: whether to return one product, and one sum, of all dys concatenated.
     """
     in_one_piece = sharding.is_in_one_piece(x, *dys)
     kernel = WeightGradients(
@@ -101,18 +101,18 @@ def weight_gradients(
         piece,
     )
     if sharding.is_explicit(x, *dys):
-        # Devices add their parts before these are rounded. Where they share x's features, they would
-        # add the same sums of dy as often.
+        # Devices add their parts before rounding. The sums of dy are taken separately: devices that
+        # split x's features would each add the same ones.
         alone = replace(kernel, dtype=jnp.dtype(jnp.float32), sums_rows=False)
         sums = [sum_rows(dy, jnp.float32) for dy in dys] if sums_rows else []
         results = (*run(alone, x, *dys), *sums)
     elif in_one_piece:
         results = run(kernel, x, *dys)
     elif _would_run_on_rows(run, kernel, x, dys):
-        # Devices may share the columns too, such that a named kernel does not fit a shard.
+        # Devices may split the columns too, so that a named kernel might not fit a shard.
         results = replace(run, implementation=None)(kernel, x, *dys)
     else:
-        # XLA's partitioner knows products: it may leave each device its part of the sums.
+        # XLA's partitioner can split a product, and may leave each device its part of the sums.
         results = kernel.in_xla(x, *dys)
     count = 1 if kernel.joined else len(dys)
     dws = [dw.astype(dtype) for dw in results[:count]]
@@ -126,11 +126,11 @@ def weight_gradients(
 def _would_run_on_rows(
     run: Runner, kernel: "WeightGradients", x: jax.Array, dys: Sequence[jax.Array]
 ) -> bool:
-    """Whether a kernel would run if devices shared the rows evenly, as in data parallel training.
+    """Whether a kernel would run if devices split the rows evenly, as in data parallel training.
 
-    Under Auto axes only XLA's partitioner knows how they share them, and the kernel of each shard is
-    chosen then. Where it would not be the kernel, the partitioner is left the product that it knows, and
-    beside Manual axes too: there a kernel's operands would be gathered.
+    Under Auto axes only XLA's partitioner decides how devices split them, and each shard's kernel is
+    chosen afterwards. If no kernel would run, the partitioner gets a plain product. It does so next to
+    Manual axes too, where a kernel's operands would be gathered.
     """
     if not sharding.is_partitioned_by_xla(x, *dys):
         return False
@@ -142,13 +142,13 @@ def _would_run_on_rows(
 
 
 def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
-    """The gradient of a bias: dy [..., F] summed over all of its rows in float32.
+    """Returns the gradient of a bias: dy [..., F] summed over all of its rows in float32.
 
-    XLA gives such a sum too few threads where there are few rows, and there takes a product with ones.
+    XLA gives a sum over few rows too few threads, so that a product with ones is faster there.
     """
     rows = math.prod(dy.shape[:-1])
     if _is_product_with_ones(rows, dy) and not sharding.is_explicit(dy):
-        # The barrier keeps XLA from merging it with a product of the weight's gradient.
+        # The barrier keeps XLA from merging this product with that of the weights' gradient.
         flat = jax.lax.optimization_barrier(dy.reshape(rows, dy.shape[-1]))
         ones = jnp.ones((_TILE_ROWS, rows), dy.dtype)
         return jnp.matmul(ones, flat, preferred_element_type=jnp.float32)[0].astype(dtype)
@@ -162,31 +162,31 @@ def _is_product_with_ones(rows: int, dy: Any) -> bool:
 
 _ROWS_OF_SLOW_SUMS = 2**14
 _SPLIT_ROWS = 256
-"""XLA splits such a product along the rows, and writes a padded copy of what it cannot split evenly."""
+"""Divisor of the rows: XLA splits such a product along them, and otherwise writes a padded copy."""
 _SIZE_OF_SLOW_SUMS = 2**20
 _TILE_ROWS = 8
-"""The rows of the smallest tile of a product."""
+"""Rows of the smallest tile of a product."""
 
 
 @dataclass(frozen=True)
 class WeightGradients:
-    """(x^T @ dy of each dy, dy summed over the rows of each) of x [M, D] and several dy [M, F].
+    """Computes x^T @ dy and the row sums of each dy, from x [M, D] and several dys [M, F].
 
-    The products are of a dtype, the sums in float32 if they are wanted.
+    The products have `dtype`. The sums are float32, and computed if `sums_rows`.
     """
 
     op: str
     dtype: Any
     precision: Any
     count: int
-    """Of dys."""
+    """Number of dys."""
     sums_rows: bool
     side_by_side: bool
-    """Whether XLA takes one product of the dys, copied side by side."""
+    """Whether XLA takes one product of the dys, concatenated."""
     joined: bool = False
-    """Whether all products are one result, side by side, as are the sums."""
+    """Whether all products are one concatenated result, and the sums too."""
     piece: int | None = None
-    """The columns of the pieces in which XLA puts the dys side by side."""
+    """Columns of the pieces in which XLA concatenates the dys."""
 
     @property
     def name(self) -> str:
@@ -227,7 +227,7 @@ class WeightGradients:
         return pallas_or_xla(device, reason, times)
 
     def _pallas_time(self, device: dispatch.Device, x, *dys) -> float:
-        """Predicted microseconds of the kernel, and of the copy of its parts into one array."""
+        """Returns the predicted microseconds of the kernel, and of concatenating its results."""
         work = self.work(x, *dys)
         config = pallas_weight_gradient.fitting(work, device.multiprocessors)[0]
         time = pallas_weight_gradient.predicted_time(work, config, device.multiprocessors)
@@ -237,7 +237,7 @@ class WeightGradients:
         return time
 
     def _xla_time(self, device: dispatch.Device, x, *dys) -> float:
-        """Predicted microseconds of XLA's products, and of its sums."""
+        """Returns the predicted microseconds of XLA's products and sums."""
         work = self.work(x, *dys)
         time = cost.xla_weight_gradient(
             work, device.multiprocessors, side_by_side=self.side_by_side
@@ -267,7 +267,7 @@ class WeightGradients:
         return (*self._as_wanted(dws), *self._as_wanted(sums or ()))
 
     def in_xla(self, x, *dys) -> tuple[jax.Array, ...]:
-        """The same in XLA, of any number of leading axes."""
+        """Returns the results of XLA, for any number of leading axes."""
         gradient = functools.partial(weight_product, out_dtype=self.dtype, precision=self.precision)
         dws: Sequence[jax.Array]
         if self.side_by_side and len(dys) > 1:
@@ -287,19 +287,19 @@ class WeightGradients:
         return (*dws, *sums)
 
     def _as_wanted(self, columns: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Side by side where they are one result, else as they are."""
+        """Returns the columns concatenated if they are one result, else unchanged."""
         if not self.joined or len(columns) < 2:
             return columns
         return (jnp.concatenate(columns, axis=-1),)
 
     def _summed_in_xla(self, dys: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """What XLA sums: what its product reads, where that is side by side and one result."""
+        """Returns the arrays that XLA sums: the concatenated dys if they are one result, else each."""
         if not self.side_by_side or not self.joined or len(dys) < 2:
             return dys
         return (side_by_side(dys, self.piece),)
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results:
-        """A batch of products is one product in XLA."""
+        """Runs a batch of products as one product in XLA."""
         del call, axis_size
         in_axes = [0 if batched else None for batched in in_batched]
         return jax.vmap(self.in_xla, in_axes=in_axes)(*operands)

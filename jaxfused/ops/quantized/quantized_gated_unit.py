@@ -1,4 +1,4 @@
-"""The gated unit of a perceptron whose weights are quantised: both products in one pass over x."""
+"""The gated unit of an MLP with quantised weights: both products in one pass over x."""
 
 import functools
 import math
@@ -32,8 +32,8 @@ def gated_unit(
 ) -> jax.Array:
     """Returns activation(x @ gate + b_gate) * (x @ up + b_up), [..., F], in x's dtype.
 
-    The weights are frozen. They are of layout "columns", of one dtype and with scales of one shape, and
-    have no zero points or both have: see `why_apart`.
+    The weights are frozen. They have layout "columns", one dtype and scales of one shape, and both or
+    neither have zero points: see `why_apart`.
     """
     op = "quantized_matmul"
     gate, up = as_operand(op, "gate", gate), as_operand(op, "up", up)
@@ -55,7 +55,7 @@ def gated_unit(
 
 
 def why_apart(gate: QuantizedArray, up: QuantizedArray) -> str | None:
-    """Why the two weights cannot be multiplied in one pass, or None where they can."""
+    """Returns why the two weights cannot be multiplied in one pass, or None if they can."""
     gate, up = gate.as_read(), up.as_read()
     for name, of_gate, of_up in (
         ("dtype", gate.dtype, up.dtype),
@@ -81,7 +81,7 @@ def _gated_unit_fwd(run: Runner, unit: "_Unit", x, *weights_and_biases):
 
 
 def _gated_unit_bwd(run: Runner, unit: "_Unit", saved, dh):
-    """The preactivations are computed again, by XLA, which would keep those of its own forward."""
+    """Has XLA compute the preactivations again. Without the barrier it would keep the forward's."""
     (x, (*weights, b_gate, b_up)), dh = jax.lax.optimization_barrier((saved, dh))
     gate, up = unit.arrays(*weights)
     _, vjp = jax.vjp(
@@ -96,7 +96,7 @@ _gated_unit.defvjp(_gated_unit_fwd, _gated_unit_bwd)
 
 @dataclass(frozen=True)
 class _Unit:
-    """activation(x @ gate + b_gate) * (x @ up + b_up) of x [M, D] and weights [D, F]."""
+    """Computes activation(x @ gate + b_gate) * (x @ up + b_up) from x [M, D] and weights [D, F]."""
 
     activation: str | None
     w_dtype: str
@@ -107,7 +107,7 @@ class _Unit:
 
     @property
     def letters(self) -> str:
-        """The axes of the stored values; "k" are words of several numbers."""
+        """Letters of the stored values' axes; "k" counts words of several numbers."""
         return "fk" if self.w_dtype == "int4" else "fd"
 
     def axes(self, *operands) -> Axes:
@@ -134,7 +134,7 @@ class _Unit:
             w=quantized_matmul_cuda.Weights(values, scale, zero_point),
         )
         reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
-        # As of one product.
+        # The limit on rows is that of a single product.
         are_few = x.shape[0] <= MAX_ROWS
         reasons = reasons if are_few else dispatch.preferring("xla", reasons)
         fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])
@@ -170,7 +170,7 @@ class _Unit:
         return (h,)
 
     def arrays(self, *weights: Any) -> tuple[QuantizedArray, QuantizedArray]:
-        """Both weights, of their arrays."""
+        """Returns both weights, assembled from their arrays."""
 
         def array(values, scale, zero_point):
             return assembled(values, scale, zero_point, -2, "columns")
@@ -178,12 +178,12 @@ class _Unit:
         return array(*weights[:3]), array(*weights[3:])
 
     def by_reference(self, x, gate, up, b_gate, b_up) -> jax.Array:
-        """The same in jax.numpy."""
+        """Returns the gated unit in plain jax.numpy."""
         unit = quantized_matmul_xla.gated_unit
         return unit(x, gate, up, b_gate, b_up, activation=self.activation)
 
     def is_left_to_xla(self, device: dispatch.Device, x: jax.Array, gate: QuantizedArray) -> bool:
-        """Whether XLA takes the forward, whose preactivations its gradient then keeps."""
+        """Whether XLA runs the forward, and keeps its preactivations for the gradient."""
         if not sharding.is_in_one_piece(x, gate.values):
             return False
         rows = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)

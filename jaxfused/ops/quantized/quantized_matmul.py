@@ -166,7 +166,7 @@ def _takes_reference(
     x: jax.Array | QuantizedArray,
     w: QuantizedArray,
 ) -> bool:
-    """Whether a product is plain jax.numpy, whatever its shapes are; `array` is like x in floats."""
+    """Whether plain jax.numpy runs the product, whatever its shapes; `array` is x as floats."""
     why_xla = why_no_kernel_reads(w)
     if (
         why_xla is None
@@ -186,7 +186,7 @@ _OF_8_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def why_no_kernel_reads(w: QuantizedArray) -> str | None:
-    """Returns why weights, as they are read, are multiplied by XLA alone, or None."""
+    """Returns why no kernel reads these weights, or None."""
     if w.layout != "columns":
         return (
             "its kernels read weights whose columns are contiguous: pass"
@@ -204,7 +204,7 @@ def why_no_kernel_reads(w: QuantizedArray) -> str | None:
 
 
 def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
-    """The scale and the zero point [G, F]: what columns share is repeated for each."""
+    """Returns the scale and the zero point [G, F], repeated for columns that share one."""
     zero_point, columns = w.zero_point, w.shape[1]
     return (
         of_each_column(w.scale, columns),
@@ -213,12 +213,12 @@ def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _of_rows(x: QuantizedArray) -> jax.Array:
-    """The scales [..., G]: what rows share is repeated for each."""
+    """Returns the scales [..., G], repeated for rows that share one."""
     return jnp.broadcast_to(x.scale, (*x.shape[:-1], x.groups))
 
 
 def _check_scale_has_gradient(op: str, w: Any) -> None:
-    """Checks that the dtype of the scales, which is that of their gradient, has fractions and signs."""
+    """Checks that the dtype of the scales, and so of their gradient, has fractions and signs."""
     if isinstance(w, QuantizedArray) and jnp.dtype(w.scale.dtype).itemsize < 2:
         raise ValueError(
             f"{op}: scale_gradient=True was passed with a w.scale of {w.scale.dtype}, which cannot hold"
@@ -227,7 +227,7 @@ def _check_scale_has_gradient(op: str, w: Any) -> None:
 
 
 def _operand(op: str, name: str, array: Any, axis: int, remedy: str) -> QuantizedArray:
-    """The operand as it is read, once it is checked."""
+    """Returns the operand in the form that kernels read, after checks."""
     if not isinstance(array, QuantizedArray):
         raise ValueError(
             f"{op}: {name} is a {type(array).__name__}, but it has to be a QuantizedArray;"
@@ -262,30 +262,30 @@ def _check_sums_fit(op: str, x: jax.Array | QuantizedArray, w: QuantizedArray) -
 
 @dataclass(frozen=True)
 class _Options:
-    """What is static in a call."""
+    """Static arguments of a call."""
 
     activation: str | None
     out_dtype: Any
     layout: Layout
     w_dtype: str
     columns_alike: int
-    """How many neighbouring columns of w have the same scales."""
+    """Number of adjacent columns of w that share a scale."""
     x_dtype: Any
-    """None where x is quantised."""
+    """The dtype of x; None if x is quantised."""
     residual_dtype: Any
     scale_gradient: bool
 
     @property
     def letters(self) -> str:
-        """The axes of the stored values; "k" are words of several numbers."""
+        """Letters of the stored values' axes; "k" counts words of several numbers."""
         return "fk" if self.w_dtype == "int4" else "fd"
 
     def forward(self, *, save_preactivation: bool) -> "_Layer":
-        """The kernel of the forward."""
+        """Returns the stage of the forward."""
         return (_Layer if self.x_dtype else _LayerOfBoth)(self, save_preactivation)
 
     def weights(self, values: jax.Array, scale: jax.Array, zero_point: Any) -> QuantizedArray:
-        """The weights of which these are the arrays."""
+        """Returns the weights, assembled from their arrays."""
         return assembled(values, scale, zero_point, -2, self.layout)
 
 
@@ -293,9 +293,9 @@ class _Residuals(NamedTuple):
     w: QuantizedArray
     bias: jax.Array | None
     preactivation: jax.Array | None
-    """x @ w + bias in x's dtype, or float32 if x is quantised; where there is an activation."""
+    """x @ w + bias in x's dtype, or float32 if x is quantised; None without an activation."""
     x: jax.Array | None
-    """Where the scales want a gradient."""
+    """The input, if the scales get a gradient."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="quantized_matmul")
@@ -339,7 +339,7 @@ _quantized_matmul.defvjp(_quantized_matmul_fwd, _quantized_matmul_bwd)
 
 
 def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.Array) -> jax.Array:
-    """The gradient of x, from dz in x's dtype."""
+    """Returns the gradient of x, given dz in x's dtype."""
     weights = Packed(w.values, w.scale, w.zero_point)
     reason = pallas_quantized.why_gradient_unsupported(
         compute_capability=run.device.compute_capability,
@@ -347,7 +347,7 @@ def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.A
         k=w.shape[0],
         w=weights,
     )
-    # A kernel wants F whole. Where devices may split it, XLA's product adds their parts.
+    # A kernel needs F unsplit. If devices may split it, XLA's product adds their parts.
     in_one_piece = sharding.is_in_one_piece(dz, w.values)
     if reason is None and in_one_piece and run.implementation in (None, "pallas"):
         (dx,) = run(_InputGradient(options, w.shape[0]), dz, w.values, w.scale, w.zero_point)
@@ -364,7 +364,7 @@ def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.A
 def cuda_configs(
     device: dispatch.Device, x: Any, values: Any, scale: Any, zero_point: Any, *, products: int
 ) -> list[quantized_matmul_cuda.Config]:
-    """The configs of the CUDA kernel, predicted fastest first."""
+    """Returns the configs of the CUDA kernel, predicted fastest first."""
     return quantized_matmul_cuda.candidates(
         x.shape,
         quantized_matmul_cuda.Weights(values, scale, zero_point),
@@ -380,7 +380,7 @@ _WHOLE = "dkgh"
 
 @dataclass(frozen=True)
 class _Layer:
-    """(activation(x @ w + bias) + residual, x @ w + bias if it is saved) of x [M, D] and w [D, F]."""
+    """Computes (activation(x @ w + bias) + residual, x @ w + bias if saved) of x [M, D] and w [D, F]."""
 
     options: _Options
     save_preactivation: bool
@@ -419,7 +419,7 @@ class _Layer:
         )
         reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
         if x.shape[0] > MAX_ROWS_QUANTIZED:
-            # XLA copies the weights in x's dtype, which takes less than the slower product here.
+            # XLA dequantises the weights first, and its faster product makes up for that copy.
             reasons = dispatch.preferring("xla", reasons)
         elif reason is None and is_modelled(device):
             w = Packed(values, scale, zero_point)
@@ -491,7 +491,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _LayerOfBoth(_Layer):
-    """The same of quantised x, whose preactivation is float32."""
+    """Computes the same for quantised x (W8A8). The preactivation is float32."""
 
     @property
     def name(self) -> str:
@@ -520,15 +520,15 @@ class _LayerOfBoth(_Layer):
         )
         reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
         if x.shape[0] <= MAX_ROWS:
-            # XLA reads the weights as fast as memory gives them, and tiles have many more rows.
+            # XLA reads the weights at memory bandwidth, and a kernel's tile has many more rows.
             reasons = dispatch.preferring("xla", reasons)
         elif reason is None and is_modelled(device):
             reasons = dict(fastest_first(reasons, self._times(device, x, w, residual)))
-        # XLA's product is faster than that of CUDA C on the GPU that has timed both.
+        # XLA's product is faster than that of CUDA C on the only GPU where both were timed.
         return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=False)
 
     def _times(self, device, x, w: Packed, residual) -> dict[str, float]:
-        """Predicted microseconds."""
+        """Returns the predicted microseconds of Pallas and XLA."""
         work = pallas_quantized.both_work(
             x, w, *self._bytes(residual), int(self.options.activation is not None)
         )
@@ -542,7 +542,7 @@ class _LayerOfBoth(_Layer):
         return {"pallas": ours, "xla": xla}
 
     def _bytes(self, residual: Any) -> tuple[int, int]:
-        """Of an element in the matrices that the epilogue reads, and in those that it writes."""
+        """Returns the bytes per element that the epilogue reads, and those that it writes."""
         read = 0 if residual is None else residual.dtype.itemsize
         return read, self.options.out_dtype.itemsize + (4 if self.save_preactivation else 0)
 
@@ -594,11 +594,11 @@ class _LayerOfBoth(_Layer):
 
 @dataclass(frozen=True)
 class _InputGradient:
-    """(dz @ w^T,) of dz [M, F] and w [D, F]."""
+    """Computes (dz @ w^T,) from dz [M, F] and w [D, F]."""
 
     options: _Options
     features: int
-    """D."""
+    """The size of D."""
 
     @property
     def name(self) -> str:
@@ -616,7 +616,7 @@ class _InputGradient:
             k=self.features,
             w=Packed(values, scale, zero_point),
         )
-        # XLA copies the weights in x's dtype: more memory, and somewhat less time.
+        # XLA dequantises the weights first, which takes more memory and somewhat less time.
         return dispatch.preferring("xla", {"pallas": reason, "xla": None})
 
     def configs(self, implementation, device, dz, values, scale, zero_point) -> Sequence[Hashable]:

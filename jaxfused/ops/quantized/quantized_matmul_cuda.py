@@ -1,6 +1,6 @@
 """Products with quantised weights: ffi/quantized/quantized_matmul.cu, and w8a8_matmul.cu if x is too.
 
-They serve the GPUs that have no Pallas kernel, from Turing on, and read the same layout "columns". All
+They are for GPUs without a Pallas kernel, from Turing on, and read the same layout "columns". All
 functions are over rows: x [M, K], weights [N, K], bias [N], residual and y [M, N].
 """
 
@@ -23,7 +23,7 @@ _MOST_TILES = 65535
 _MOST_ROWS = 2**30
 _PARTS = (1, 2, 4, 8, 16)
 _FEW_ROWS = 64
-"""Up to so many rows blocks may share the sums: more rows are more blocks, and more sums to add up."""
+"""Most rows for split-K. More rows are more blocks anyway, and more partial sums to add."""
 _BOTH_TILE = 128
 """Rows and columns of a block, and features of a step."""
 _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -37,7 +37,7 @@ class Weights(NamedTuple):
     scale: jax.Array
     """float32 [G, N], for G groups along K."""
     zero_point: jax.Array | None
-    """int8 [G, N], or None where 0 stands for 0."""
+    """int8 [G, N], or None for symmetric weights."""
 
     @property
     def columns(self) -> int:
@@ -50,14 +50,14 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """How a product is spread over warps and blocks."""
+    """The split of a product over warps and blocks."""
 
     row_tiles: int
-    """Of 8 rows of x, that a block has; 1, 2, 4 or 8."""
+    """Tiles of 8 rows of x in a block: 1, 2, 4 or 8."""
     sum_warps: int
-    """Of a block's 8 warps, how many share the sums of a column; the others have other columns."""
+    """Warps of a block's 8 that share the sums of a column; the others compute other columns."""
     parts: int
-    """Blocks that share the sums of a column."""
+    """Blocks that share the sums of a column (split-K)."""
 
 
 # --- what can run ---------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def why_unsupported(
     x_shape: tuple[int, int],
     w: Weights,
 ) -> str | None:
-    """Returns None where float x [M, K] can be multiplied with quantised weights, else the reason."""
+    """Returns None if float x [M, K] can be multiplied with quantised weights, else the reason."""
     reason = cuda_library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -103,7 +103,7 @@ def why_both_unsupported(
     x_scale: jax.Array,
     w: Weights,
 ) -> str | None:
-    """Returns None where quantised x [M, K] can be multiplied with the weights, else the reason."""
+    """Returns None if quantised x [M, K] can be multiplied with the weights, else the reason."""
     reason = cuda_library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -161,15 +161,15 @@ def _why_shapes_unfit(
     return None
 
 
-# --- how it is spread -----------------------------------------------------------------------------
+# --- configs --------------------------------------------------------------------------------------
 
 _LITTLE_MEMORY_ROWS, _MEMORY_ROWS = 32, 64
-"""Rows of x times warps that share the sums, of which two stages fit into a block's shared memory: on
-Turing, and on later GPUs."""
+"""Most rows of x times `sum_warps` for which two pipeline stages fit into a block's shared memory, on
+Turing and on later GPUs."""
 _BUSY_BLOCKS = 1.5
-"""Blocks of a multiprocessor that convert weights as fast as they come from memory."""
+"""Blocks per SM that convert weights as fast as memory delivers them."""
 _LAUNCH_BYTES = 8e6
-"""What a GPU reads, roughly, while the second kernel starts; in half of that time a block starts."""
+"""Bytes that a GPU reads, roughly, while the second kernel starts. A block starts in half that time."""
 
 
 def candidates(
@@ -200,7 +200,7 @@ def candidates(
     slots = multiprocessors * resident
 
     def cost(config: Config) -> float:
-        """In bytes from memory; x and the sums come from the L2 cache, twice as fast."""
+        """Returns the time in bytes read from memory. x and the sums come from the L2, twice as fast."""
         columns = _WARPS // config.sum_warps * _WARP_COLUMNS // products
         row_blocks = -(-rows // (row_tiles * _TILE_ROWS))
         blocks = -(-w.columns // columns) * row_blocks
@@ -302,7 +302,7 @@ def both_forward(
     save_preactivation: bool,
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As `forward`, of quantised x with scales [M, G]; the preactivation is float32."""
+    """Returns `forward` of quantised x with scales [M, G]. The preactivation is float32."""
     cuda_library.register()
     shape = (x.shape[0], w.columns)
     call = jax.ffi.ffi_call(

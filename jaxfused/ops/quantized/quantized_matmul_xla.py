@@ -1,4 +1,4 @@
-"""quantized_matmul in plain JAX: the truth against which the kernels are tested."""
+"""quantized_matmul in plain JAX: the reference against which the kernels are tested."""
 
 import functools
 import math
@@ -62,13 +62,13 @@ def layer(
     save_preactivation: bool = False,
     scale_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(y, z): y as `matmul` returns it, and if it is saved what the activation reads."""
+    """Returns `matmul`'s y and, with `save_preactivation`, the preactivation."""
     if isinstance(x, QuantizedArray):
         z = quantized_product(x, w, out_dtype)
         narrow = z.dtype
     else:
-        # As of `linear`: the product leaves in x's dtype where its sums are rounded to it anyway, and
-        # XLA has it add a bias and a residual of that dtype before the one rounding.
+        # As in `linear`, the product has x's dtype if its sums are rounded to it anyway. XLA's product
+        # then adds a bias and a residual of that dtype before its one rounding.
         narrow = x.dtype
         rounds = activation is not None or out_dtype == narrow
         joins = rounds and narrow.itemsize == 2 and bias is not None and bias.dtype == narrow
@@ -79,7 +79,7 @@ def layer(
         z = z.astype(wide) + along_last_axis(bias, z.astype(wide))
     if activation is not None:
         z = checkpoint_name(z.astype(narrow), PREACTIVATION)
-    # No dtype is too narrow for relu and one sum after it.
+    # relu and one sum after it are exact enough in any dtype.
     keeps_dtype = activation in (None, "relu") and sums_in_product(z, None, residual, out_dtype)
     y = z if keeps_dtype else z.astype(wide)
     y = y if activation is None else activate(activation, y)
@@ -121,10 +121,10 @@ def frozen_product(
     w: QuantizedArray,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """Returns x @ w in `out_dtype`, or if it is None in float32; plus a bias of the result's 16 bits.
+    """Returns x @ w plus a bias of the result's 16 bits, in `out_dtype` or, if it is None, float32.
 
-    x and the bias get a gradient, and the scale of w where it is wanted. The backward dequantises w
-    again: to keep the dequantised weights for it would take the memory that quantisation has saved.
+    Gradients go to x and the bias, and with `scale_gradient` to the scale of w. The backward dequantises
+    w again: keeping the dequantised weights would take the memory that quantisation has saved.
     """
     del scale_gradient
     rows = linear_xla.letters_of_rows(x)
@@ -163,29 +163,29 @@ frozen_product.defvjp(_frozen_product_fwd, _frozen_product_bwd)
 
 
 _MOST_SCALED_ROWS = 512
-"""Rows up to which a product of Triton's that converts the weights is expected to be the faster.
+"""Most rows for which XLA's Triton product, which converts the weights, is expected to be faster.
 
-A dequantised copy takes as long at 2.5 TB/s as the product of this many rows loses to cuBLAS in Triton
-at 55 % of its speed.
+For this many rows, writing a dequantised copy at 2.5 TB/s takes as long as Triton loses to cuBLAS, at
+55 % of its speed.
 """
 
 
 def is_scaled_last(x: jax.Array, w: QuantizedArray) -> bool:
-    """Whether the stored numbers of w are multiplied, and the scales of its columns with the sums.
+    """Whether the stored numbers of w are multiplied, and the scales of its columns applied to the sums.
 
     Every float dtype of x holds these numbers, so that nothing is rounded before the sums. XLA converts
-    them inside a product of few rows, where it would write a dequantised copy; and inside the sum that
-    one row is to it, where dequantising takes six times as long as reading them.
+    them inside a product of few rows, but would write a dequantised copy. It runs one row as a sum, in
+    which dequantising would take six times as long as reading the numbers.
     """
     is_few = not is_symbolic(x) and math.prod(x.shape[:-1]) <= _MOST_SCALED_ROWS
     return w.groups == 1 and w.zero_point is None and is_few
 
 
 def _is_by_groups(x: jax.Array, w: QuantizedArray) -> bool:
-    """Whether the sums of each group are taken apart, and scaled before they are added up.
+    """Whether each group is summed separately, and scaled before the sums are added.
 
-    They move fewer bytes than a dequantised copy of the weights up to half as many rows as a group has
-    numbers. Where types say how features are split, they are not cut into groups.
+    Up to half as many rows as a group has numbers, that moves fewer bytes than a dequantised copy of the
+    weights. Features that Explicit mesh axes split are not cut into groups.
     """
     group = w.shape[0] // w.groups
     is_few = not is_symbolic(x) and 2 * math.prod(x.shape[:-1]) <= group
@@ -193,7 +193,7 @@ def _is_by_groups(x: jax.Array, w: QuantizedArray) -> bool:
 
 
 def _product_by_groups(rows: str, x: jax.Array, w: QuantizedArray) -> jax.Array:
-    """The product of x [*rows, D] with w in float32, scaled group by group."""
+    """Returns the product of x [*rows, D] with w in float32, scaled group by group."""
     (features, columns), groups = w.shape, w.groups
     numbers = w.unpacked().reshape(groups, features // groups, columns)
     if w.zero_point is not None:
@@ -213,14 +213,14 @@ def _scale_of_columns(w: QuantizedArray, like: jax.Array) -> jax.Array:
 
 
 def input_gradient(w: QuantizedArray, dy: jax.Array) -> jax.Array:
-    """The gradient dy @ w^T of x, in dy's dtype, which is x's."""
+    """Returns the gradient dy @ w^T of x in dy's dtype, which is x's."""
     rows = linear_xla.letters_of_rows(dy)
     axes = f"{rows}F,DF->{rows}D"
     if not is_scaled_last(dy, w):
         wide, dy = dequantized_again(w, dy)
         return product(axes, dy, wide, out_dtype=dy.dtype)
     w = lax.optimization_barrier(w)
-    # Scales and gradients are small numbers, whose products float16 might not hold.
+    # Products of scales and gradients may be too small for float16.
     dtype = jnp.float32 if dy.dtype == jnp.float16 else dy.dtype
     scaled = dy.astype(accumulator_dtype(dtype))
     scaled = (scaled * _scale_of_columns(w, scaled)).astype(dtype)
@@ -228,23 +228,23 @@ def input_gradient(w: QuantizedArray, dy: jax.Array) -> jax.Array:
 
 
 def dequantized_again(w: QuantizedArray, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The weights in the dtype of dy, for a backward; and dy.
+    """Returns the weights in dy's dtype for a backward, and dy, both behind a barrier.
 
-    XLA sees that a forward has dequantised them too, and would keep that copy for the backward.
+    Without it, XLA would keep the forward's dequantised copy for the backward.
     """
     w, dy = lax.optimization_barrier((w, dy))
     return w.dequantize(dy.dtype), dy
 
 
 _MOST_FEATURES = 512
-"""Input features whose part of the weights' gradient exists at a time."""
+"""Most input features for which the weights' gradient exists at a time."""
 
 
 def gradient_of_scale(x: jax.Array, w: QuantizedArray, dy: jax.Array) -> jax.Array:
-    """The gradient of w's scale, in its shape, of x [..., D] and dy [..., F].
+    """Returns the gradient of w's scale, in its shape, for x [..., D] and dy [..., F].
 
-    The gradient of the weights would be x^T dy; each part of it is summed over its groups before the
-    next one is taken, so that nothing of the weights' size is made.
+    It follows from the weights' gradient x^T dy. Each part of that is summed over its groups before the
+    next one is computed, so that no array of the weights' size exists.
     """
     features, columns = w.shape
     rows, dy = x.reshape(-1, features), dy.reshape(-1, columns)
@@ -269,7 +269,7 @@ def gradient_of_scale(x: jax.Array, w: QuantizedArray, dy: jax.Array) -> jax.Arr
 
 
 def _features_at_a_time(w: QuantizedArray, group: int) -> int:
-    """How many features one part has: whole groups, or a part of one, as the values are packed."""
+    """Returns the features of one part: whole groups or a fraction of one, in whole packed words."""
     features = w.shape[0]
     grain = {"int8": 1, "int4": WORD_BLOCK if w.layout == "columns" else 2}.get(w.dtype, 1)
     fitting = [
@@ -281,7 +281,7 @@ def _features_at_a_time(w: QuantizedArray, group: int) -> int:
 
 
 def _rows_of(w: QuantizedArray, start: jax.Array, count: int) -> jax.Array:
-    """The values of `count` rows of w, [count, F], one to a byte."""
+    """Returns the values of `count` rows of w, [count, F], one to a byte."""
     axis = -1 if w.layout == "columns" else -2
     per_row = w.values.shape[axis] / w.shape[0]
     packed = round(count * per_row)
@@ -294,12 +294,12 @@ def _rows_of(w: QuantizedArray, start: jax.Array, count: int) -> jax.Array:
 
 
 def quantized_product(x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> jax.Array:
-    """Returns x @ w in float32, for a caller who rounds what becomes of it to `out_dtype`.
+    """Returns x @ w in float32, for a caller that rounds its result to `out_dtype`.
 
     With one scale for each row of x and each column of w (or one for all), the stored values themselves
     are multiplied: integers are summed in int32, float8 in float32, and the scales multiply the sum.
-    Groups, integers with float8, and zero points that are no int8 beside integers, are dequantised
-    first, to `out_dtype` if that has 16 bits and else to float32.
+    Other operands are dequantised first, to `out_dtype` if that has 16 bits and else to float32: groups,
+    integers with float8, float8 with zero points, and zero points of integers that are not int8.
     """
     of_integers = sums_integers(x, w)
     floats = not (_has_integers(x) or _has_integers(w))
@@ -326,7 +326,7 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> j
 
 
 def sums_integers(x: QuantizedArray, w: QuantizedArray) -> bool:
-    """Whether the product, where it has no groups, is of the integers themselves, in int32."""
+    """Whether a product without groups multiplies the integers themselves, in int32."""
     zeros = (q.zero_point for q in (x, w) if q.zero_point is not None)
     return _has_integers(x) and _has_integers(w) and all(z.dtype == jnp.int8 for z in zeros)
 
@@ -336,24 +336,24 @@ def _has_integers(q: QuantizedArray) -> bool:
 
 
 def scaled(total: jax.Array, x: QuantizedArray, w: QuantizedArray) -> jax.Array:
-    """A product of stored values times the scales of its rows and columns."""
+    """Returns a product of stored values times the scales of its rows and columns."""
     return total * x.scale * _scale_of_columns(w, total)
 
 
 _GRAIN = 16
-"""Of the sizes of which cuBLAS multiplies int8."""
+"""Divisor of the sizes for which cuBLAS multiplies int8."""
 
 
 def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the product of [..., D] and [D, F] in int32, for which XLA gets no ragged int8 product.
+    """Returns the product of [..., D] and [D, F] in int32, giving XLA only multiples of 16 in int8.
 
     Some of the int8 kernels that XLA tries on a GPU return twice the product (jax 0.11.2, an H200).
-    XLA's autotuning rejects these kernels only where cuBLAS can compute the product as well, which it
-    can where D and F are multiples of 16; [5, 17] x [17, 3] was doubled. Without autotuning
+    XLA's autotuning rejects these kernels only if cuBLAS can compute the product as well, which it can
+    if D and F are multiples of 16; [5, 17] x [17, 3] was doubled. Without autotuning
     (--xla_gpu_autotune_level=0) every int8 product of JAX is doubled, unless
     --xla_gpu_enable_triton_gemm=false excludes those kernels.
 
-    One row needs none of these kernels: XLA sums its products itself.
+    One row needs none of these kernels: XLA sums its products in a reduction.
     """
     rows, (d, n) = a.reshape(-1, a.shape[-1]), b.shape
     has_rows = is_symbolic(rows) or rows.shape[0] > 1
@@ -365,23 +365,23 @@ def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 _EXACT_PRODUCTS = 1024
-"""How many products of int8, each of at most 2^14, float32 sums exactly."""
+"""Number of int8 products, each of at most 2^14, that float32 sums exactly."""
 _FEWEST_PRODUCTS = 256
-"""In a part of the sums. Shorter parts would be read and written too often."""
+"""Fewest products in a part of the sums. Shorter parts would be read and written too often."""
 _LAUNCH_BYTES = 2**23
-"""What memory moves while the kernels that pad x and cut the result to size start."""
+"""Bytes that memory moves while the kernels that pad x and slice the result start."""
 
 
 def _ragged_int8_matmul(a: jax.Array, b: jax.Array, copied: int) -> jax.Array:
-    """`_int8_matmul` of [M, D] and [D, F]: in parts of the sums in bfloat16, or padded with zeros.
+    """Returns `_int8_matmul` of [M, D] and [D, F]: in parts of the sums in bfloat16, or zero-padded.
 
-    bfloat16 holds every int8, so that the parts are exact in float32. XLA converts within a product,
-    where it would write `copied` bytes with padding.
+    bfloat16 holds every int8, so that the parts are exact in float32. XLA converts inside a product,
+    but would write `copied` bytes to pad.
     """
     (m, d), n = a.shape, b.shape[1]
     lengths = [size for size in range(_FEWEST_PRODUCTS, _EXACT_PRODUCTS + 1) if d % size == 0]
     length = d if d <= _EXACT_PRODUCTS else max(lengths, default=0)
-    # Of a size that is not known yet, it is the form that suits many rows.
+    # Symbolic sizes take the form that suits many rows.
     if length and not is_symbolic(a) and 8 * (d // length) * m * n <= _LAUNCH_BYTES + 2 * copied:
         parts = jnp.einsum(
             "mgd,gdf->gmf",
@@ -398,9 +398,9 @@ def _ragged_int8_matmul(a: jax.Array, b: jax.Array, copied: int) -> jax.Array:
 def _float8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns the product in float32, with operands in bfloat16, which represents every float8 exactly.
 
-    Of operands that it sees were float8, XLA may call cuBLASLt's product, which returned NaN for [3, 9]
-    x [9, 7] on an H200 with jax 0.11.2. It looks through conversions, and not through a change of sign,
-    which both operands get. The product of one row is a sum of XLA's own.
+    If XLA sees that operands were float8, it may call cuBLASLt's product, which returned NaN for [3, 9]
+    x [9, 7] on an H200 with jax 0.11.2. XLA looks through conversions but not through a change of sign,
+    so both operands are negated. It runs one row as a reduction, without cuBLASLt.
     """
     a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     if is_symbolic(a) or math.prod(a.shape[:-1]) > 1:
