@@ -46,7 +46,7 @@ def activation_of(z: Value) -> Activated | None:
 
 
 def why_no_activation(z: Value) -> str:
-    """Returns why the operations after `z` are no known activation, or "" if they look like none."""
+    """Returns why the operations after `z` are no known activation; "" if they resemble none."""
     for result, covered in _functions_of(z):
         names = {node.name for node in covered}
         if "max" in names and _values(z, result, covered) is not None:
@@ -209,7 +209,7 @@ _MADE_OF: dict[str, set[str]] = {
     "relu": {"custom_jvp_call"},
     "relu2": {"custom_jvp_call"},
 }
-"""Operations of which each activation contains at least one.
+"""Operations that name each activation: it contains at least one of them.
 
 By values alone, the two gelus could not be told apart if constants are rounded to 16 bits.
 """

@@ -66,12 +66,12 @@ def core(value: Value) -> Value:
 
 
 class View(NamedTuple):
-    """A value, and the axis that each of its axes is in the value that it was reached from."""
+    """A value behind views, and the places of its axes in the viewed value."""
 
     base: Value
     axes: tuple[Any, ...]
-    """Axis of that value for each axis of `base`; None for an axis of length 1. In a `frame` it is
-    the parts of which the axis consists."""
+    """Axis of the viewed value for each axis of `base`; None for an axis of length 1. In a `frame` it
+    is the parts of which the axis consists."""
 
 
 Look = Callable[[Value, tuple[Any, ...] | None], View]
@@ -291,7 +291,7 @@ class Mean(NamedTuple):
     argument: Value
     axes: tuple[int, ...]
     placed: tuple[int, ...]
-    """Axes of the result that the remaining axes of `argument` are, in order."""
+    """Axes at which the viewed value has the remaining axes of `argument`, in order."""
 
     @property
     def is_in_place(self) -> bool:

@@ -15,7 +15,7 @@ class Arrangement:
 
     layout: Layout
     images: tuple[int, ...]
-    """Parts that count images, each of which has its own moments."""
+    """Parts (see `frame`) that count images, each of which has its own moments."""
     pixels: Layout
     """Axes that are averaged over."""
     channels: tuple[int, ...]
@@ -71,7 +71,7 @@ def arrangements(moments: Moments, layout: Layout) -> Iterator[Arrangement]:
 
 
 def is_of_rows(moments: Moments) -> bool:
-    """Whether the moments are over the last axis, one pair for each row."""
+    """Whether the moments are over the last axis alone."""
     last = next((parts for parts in reversed(moments.frame.source.layout) if parts), ())
     return moments.reduced == set(last)
 

@@ -13,7 +13,7 @@ from jaxfused.fuse.constants import elementwise, evaluate
 from jaxfused.fuse.graph import Node, Value, cuts
 
 Axes = tuple[int | None, ...]
-"""For each axis of a table, the axis of the multiplied array; None for an axis of length 1."""
+"""Axis of the multiplied array for each axis of a table; None for an axis of length 1."""
 
 _FUNCTIONS = frozenset({"complex", "cos", "imag", "real", "sin"})
 """Elementwise functions that `constants` does not evaluate."""

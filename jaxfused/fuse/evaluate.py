@@ -41,7 +41,7 @@ class Cyclic(Exception):
 
 
 class Refused(Exception):
-    """An operator raised an error at a site; the words are the error's."""
+    """An operator raised an error at a site, with this message."""
 
     def __init__(self, site: Site, words: str):
         super().__init__(words)
@@ -117,7 +117,7 @@ def _in_order(items: Sequence[Node | Call], open_calls: set[Call]):
 
 
 def _open_calls(graph, sites, covered, bodies) -> set[Call]:
-    """Returns the calls to evaluate operation by operation: something inside is replaced or read."""
+    """Returns the calls to evaluate operation by operation, since sites replace or read a part."""
     found: set[Call] = set()
 
     def open_from(call: Call | None) -> None:

@@ -37,7 +37,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """An array's axes in parts."""
+    """An array, with its axes cut into parts."""
 
     sizes: tuple[int, ...]
     """Lengths of the parts."""

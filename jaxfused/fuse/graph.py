@@ -137,7 +137,7 @@ class Graph:
         self.outputs: list[Value] = []
         self.nodes: list[Node] = []
         self.items: list[Node | Call] = []
-        """Operations outside of calls, and calls, which hold their own items."""
+        """Top-level operations and calls, in order. Calls hold their own items."""
         self.captured: list[Value] = []
         """Arrays that the function closed over."""
 

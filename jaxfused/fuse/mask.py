@@ -133,7 +133,7 @@ def parts_of(
         ]
     constant = evaluate(seen.base)
     if constant is not None:
-        # In the order of the logits' axes, with length 1 for those that it lacks.
+        # The array gets the axes of the logits, with length 1 for those that it lacks.
         shape = [1] * rank
         for axis, size in zip(seen.axes, constant.shape, strict=True):
             if axis is not None:

@@ -23,7 +23,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Report:
-    """What `fuse` did with a program."""
+    """The sites and near misses that `fuse` found in a program."""
 
     name: str
     """Name of the function."""

@@ -13,7 +13,7 @@ from jaxfused.fuse.source import line_of
 
 @dataclass(eq=False)
 class Site:
-    """A place where an operator computes what the program's own operations did."""
+    """A place where an operator replaces operations of the program."""
 
     operator: str
     """The public name of the operator."""

@@ -184,7 +184,7 @@ def _product_after(value: Value) -> Node | None:
 
 
 def _by_ones(node: Node) -> tuple[int, tuple[int, ...]] | None:
-    """Returns which operand a product with ones multiplies, and its axes in the result's order, or None.
+    """Returns the index and the result's axes of the operand that a product multiplies by ones, or None.
 
     The product sums over no axis. A mask of heads that masks none is such a product.
     """

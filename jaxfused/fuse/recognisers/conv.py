@@ -53,7 +53,7 @@ def _why_not(node: Node) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """An operation with one number, or one for each channel."""
+    """An elementwise operation whose other operand is one number, or one for each channel."""
 
     name: str
     operand: Value
@@ -84,7 +84,7 @@ class Followed:
 
 
 def _steps(book: Book, result: Value, first: int) -> Followed:
-    """Returns the last value in the result's dtype that only `Step`s separate from the result.
+    """Follows `Step`s after a convolution's result, to the last value in the result's dtype.
 
     The channels are the axis `first` of the result.
     """
@@ -147,7 +147,7 @@ def _of_channels(value: Value, channel: int, channels: int) -> Value | None:
 
 
 def followed_by(book: Book, node: Node, result: Value, channel: int) -> Followed:
-    """Returns the operations after a convolution that the operator can do itself."""
+    """Follows the operations after a convolution that the operator can do itself."""
     found = _steps(book, result, channel)
     added = residual_of(book, found.value)
     if added is not None and added.value.dtype == result.dtype:

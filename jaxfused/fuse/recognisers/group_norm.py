@@ -27,7 +27,7 @@ def _site(root: Node, found: Match) -> Site:
         operands = found.operands_of([*widened(found, arrays[:1]), *arrays[1:]])
         x = operands.pop("x")
         if "image_scale" in operands:
-            # The operator adds 1, as the program has already done in its own dtype.
+            # The operator adds 1, which this factor has already, added in the program's dtype.
             factor = operands["image_scale"].astype(accumulator_dtype(x.dtype))
             operands["image_scale"] = factor - 1.0
         y = group_norm(

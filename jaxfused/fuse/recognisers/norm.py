@@ -83,7 +83,7 @@ def _find_at(book: Book, root: Node) -> None:
 
 
 def statistics(root: Node) -> Statistics | Mean | None:
-    """Returns the statistics whose root it is; a mean if it is not over the last axis; else None."""
+    """Returns the statistics under a root, only their mean if it is not over the last axis, or None."""
     argument = view(root.ins[0])
     parts = total(root.ins[0])
     if len(parts.terms) == 1:
@@ -333,7 +333,7 @@ def _add(book: Book, root: Node, found: Statistics, match: _Match) -> None:
 
 
 def _cut_after(y: Value, h: Value | None, covered: set[Node]) -> Node | None:
-    """Returns the slice of a norm's rows that are used, if the others are not, or None.
+    """Returns the slice that is the only use of a norm's result, or None.
 
     A model that classifies by one token normalises all of them.
     """
@@ -437,7 +437,7 @@ class Norm:
             if name in operands:
                 operands[name] = operands[name].reshape(x.shape[0], x.shape[-1])
         if "image_factor" in operands:
-            # The operator adds 1, as the program has already done in its own dtype.
+            # The operator adds 1, which this factor has already, added in the program's dtype.
             factor = operands.pop("image_factor").astype(accumulator_dtype(x.dtype))
             operands["image_scale"] = factor - 1.0
         if self.operator == "layer_norm":

@@ -325,7 +325,7 @@ def _gated_of_one(
 
 
 class _Swapped(Projection):
-    """A product whose gate is the second half of the columns. The operator takes it as the first."""
+    """A product with the gate in the second half of its columns. The operator takes it in the first."""
 
     def matrix(self, w: jax.Array) -> jax.Array:
         return jnp.roll(super().matrix(w), math.prod(self.features) // 2, axis=1)

@@ -708,7 +708,7 @@ def in_order(
     cuda_in_one_product: bool = False,
     weights_read_again: bool = False,
 ) -> dict[str, str | None]:
-    """Returns the reasons of a product with an epilogue, the implementation predicted fastest first.
+    """Returns `reasons` in the order in which implementations should run, predicted fastest first.
 
     Args:
       dtype: the product's dtype.

@@ -346,7 +346,7 @@ def _zero_features(
 _SMALLEST_TO_PAD = 2**21
 """Fewest elements of a hidden layer that is padded. Below, copying weights costs more than it saves."""
 _LARGEST_SHARE_OF_ZEROS = 8
-"""Divisor of the features: more zeros than an eighth of them take longer than whole steps save."""
+"""Whole steps are padded with zeros for up to 1/8 of the features: more cost more than they save."""
 
 
 def _append_zeros(a: Any, zeros: int, parts: int = 1, axis: int = -1) -> Any:
@@ -995,7 +995,7 @@ def _reasons(
     pallas_time: float | None = None,
     cuda_kernel: bool = True,
 ) -> dict[str, str | None]:
-    """Returns the reasons of a product of x [M, K] with its epilogue, the fastest implementation first.
+    """Returns why each implementation cannot run x [M, K] times w, the one predicted fastest first.
 
     Args:
       terms: number of products of this size that are added.

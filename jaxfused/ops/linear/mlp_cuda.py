@@ -77,7 +77,7 @@ def gated_hidden_gradient(
     """Returns dgate, dup, activation(gate) * up, and the row sums of dgate and dup.
 
     dy is [M, E] and w_down [F, E]. The third result is None unless `returns_hidden`, and the sums are
-    None unless they are wanted.
+    None unless they are asked for.
     """
     dgate, dup, h, sums = bias_activation_cuda.backward(
         product(dy, w_down, "me,fe->mf", gate.dtype, precision),

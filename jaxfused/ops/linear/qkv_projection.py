@@ -354,7 +354,7 @@ class _Options:
         return self.grouped(jnp.split(arrays[0], self.ends, axis=-1))
 
     def shapes(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Returns the shapes of `apart`, by which an implementation is chosen."""
+        """Returns the shapes of the results of `apart`, by which an implementation is chosen."""
         return jax.eval_shape(self.apart, list(arrays))
 
     def finish(self, y, scale, cos, sin):
@@ -731,7 +731,7 @@ def _reasons(
 def _forward_first(
     device, x, weights, reasons, *, norm, rotary_dim, interleaved
 ) -> Mapping[str, str | None]:
-    """Returns the reasons of the forward, the implementation predicted fastest first."""
+    """Returns why each implementation cannot run the forward, the one predicted fastest first."""
     widths = [math.prod(w.shape[1:]) for w in weights]
     work = cost.Work(math.prod(x.shape[:-1]), sum(widths), x.shape[-1])
     if not _is_modelled(device, x):
@@ -772,7 +772,7 @@ which may fuse it. [512, 4096] to 8,192 columns take 77 us, with bfloat16 weight
 
 
 def _gradient_first(device, x, weights, reasons) -> Mapping[str, str | None]:
-    """Returns the reasons of the input gradient, the implementation predicted fastest first."""
+    """Returns why each implementation cannot run dgrad, the one predicted fastest first."""
     work = _gradient_work(math.prod(x.shape[:-1]), x.shape[-1], weights)
     if not _is_modelled(device, x):
         return _where_large(device, work, reasons)

@@ -17,7 +17,7 @@ from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
 from pallas_kernels.gemm import symmetric
 
 _FEWEST_ROWS = 512
-"""Fewest rows of a matrix for the kernel. In smaller ones, most tiles are on the diagonal."""
+"""Fewest rows of a matrix for the kernel. In smaller ones, symmetry saves few of the tiles."""
 
 
 def symmetric_product(

@@ -491,7 +491,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _LayerOfBoth(_Layer):
-    """Computes the same for quantised x (W8A8). The preactivation is float32."""
+    """Computes the results of `_Layer` for quantised x (W8A8), with a float32 preactivation."""
 
     @property
     def name(self) -> str:
@@ -598,7 +598,7 @@ class _InputGradient:
 
     options: _Options
     features: int
-    """The size of D."""
+    """Number of input features of w (D)."""
 
     @property
     def name(self) -> str:

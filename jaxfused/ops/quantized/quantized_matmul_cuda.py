@@ -55,7 +55,7 @@ class Config:
     row_tiles: int
     """Tiles of 8 rows of x in a block: 1, 2, 4 or 8."""
     sum_warps: int
-    """Warps of a block's 8 that share the sums of a column; the others compute other columns."""
+    """Number of a block's 8 warps that share the sums of a column. The others compute other columns."""
     parts: int
     """Blocks that share the sums of a column (split-K)."""
 
