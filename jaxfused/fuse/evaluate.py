@@ -138,13 +138,12 @@ def _open_calls(graph, sites, covered, bodies) -> set[Call]:
     return found
 
 
-def run(plan: Plan, arguments: Sequence[Any], captured: Sequence[Any] | None = None) -> list[Any]:
+def run(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
     """Evaluates a plan.
 
     Args:
       plan: the plan of a graph.
       arguments: arrays of the graph's inputs.
-      captured: not used.
     """
     graph = plan.graph
     arrays: dict[Value, Any] = dict(zip(graph.inputs, arguments, strict=True))
