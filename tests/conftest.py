@@ -15,13 +15,13 @@ from jaxfused import dispatch
 from jaxfused.runtime import cuda_library, platforms, table
 from tests.support import mosaic_interpreter, uncut_stores
 
-# The threads of an interpreted kernel wait for one another inside callbacks of XLA's CPU client. Where
-# the client has fewer threads than wait, one a core unless NPROC says more, or runs programs on them
-# instead of on the callers', they wait for ever.
+# Threads of an interpreted kernel wait for one another inside callbacks of XLA's CPU client. The client
+# has one thread per core unless NPROC asks for more. They deadlock if it has fewer threads than wait, or
+# if it runs programs on its threads instead of the callers'.
 os.environ["NPROC"] = "64"
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
-# Where there is no GPU, `make test-all` compiles the library quickly, and it is not the checkout's.
+# Without a GPU, `make test-all` compiles the library quickly into a folder of its own.
 QUICK_LIBRARY = Path(__file__).parents[1] / "build/ffi-quick/libjaxfused.so"
 if QUICK_LIBRARY.exists() and (
     not cuda_library.PATH.exists()
@@ -30,7 +30,7 @@ if QUICK_LIBRARY.exists() and (
     cuda_library.PATH = QUICK_LIBRARY
 
 HOPPER = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=4)
-"""An H200 with few multiprocessors, so that small inputs too give each of them several tiles."""
+"""An H200 with few SMs, so that small inputs too give each SM several tiles."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,16 +45,16 @@ OF_LIBRARY = {"library_path", "loadable", "built_library"}
 
 @pytest.fixture
 def built_library():
-    """The test needs the CUDA library, if only to be told that its kernels can be taken."""
+    """Skips the test unless the CUDA library is built, which `why_unavailable` checks too."""
     if reason := cuda_library.why_unavailable():
         pytest.skip(reason)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tests that take long start first, so that at the end no process waits for another's last test.
+    """Starts long tests first, so that at the end no process waits for another's last test.
 
-    Those of the CUDA library itself are left to `make test-all`, which compiles it.
+    `make test-all` runs the tests of the CUDA library itself, which it compiles.
     """
     for item in items:
         if OF_LIBRARY & set(item.fixturenames):
@@ -67,10 +67,10 @@ _crashed: set[str] = set()
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_handlecrashitem(crashitem, report, sched):
-    """A test whose process died, or waited for ever, gets a second try where only interpreters run.
+    """Repeats a test whose process died or hung, where only interpreters run.
 
-    On rare occasions JAX's interpreter of GPU kernels waits for itself, or its compiler crashes.
-    The summary counts such tests as "rerun".
+    On rare occasions JAX's interpreter of GPU kernels deadlocks, or its compiler crashes. The summary
+    counts such tests as "rerun".
     """
     if os.environ.get("JAX_PLATFORMS") == "cpu" and crashitem not in _crashed:
         _crashed.add(crashitem)
@@ -79,9 +79,10 @@ def pytest_handlecrashitem(crashitem, report, sched):
 
 
 def pytest_collection_finish():
-    """Objects imported by now live on, so the garbage collector need not visit them each time.
+    """Exempts imported objects from garbage collection, because they live until the end.
 
-    What tests leave behind is freed as it is; cycles may wait. Tracing makes millions of small objects.
+    Most objects of tests are freed by their reference counts, and cycles may wait. Tracing makes
+    millions of small objects.
     """
     gc.collect()
     gc.freeze()
@@ -108,34 +109,34 @@ def _gpu_where_marked(request):
 
 @pytest.fixture(autouse=True)
 def _nothing_measured_here(monkeypatch):
-    """What whoever runs the tests has measured on this machine changes no test."""
+    """Hides tables that were measured on this machine, so that they change no test."""
     nowhere = Path(__file__).parent / "no-such-folder"
     monkeypatch.setattr(table, "user_path", lambda device: nowhere / table.file_name(device))
 
 
 @pytest.fixture(autouse=True)
 def _kernels_need_not_be_named(monkeypatch):
-    """Tests take operators to their kernels before a GPU has measured those."""
+    """Lets tests use kernels that have not been measured on a GPU yet."""
     monkeypatch.setattr(dispatch, "UNMEASURED", frozenset())
 
 
-# Muon takes a third of the steps that AdamW takes to learn as much.
+# Muon learns as much in a third of AdamW's steps.
 DIGITS_FLAGS = ("--optimizer", "muon", "--epochs", "3", "--warmup-epochs", "1")
 DIGITS_FLAGS += ("--held-out", "0.4", "--checkpoint-every", "1")
 
 
 @pytest.fixture(scope="session")
 def made_once(request, tmp_path_factory):
-    """Returns a function that has one of pytest's processes make a directory, which all of them read."""
+    """Returns a function with which one of pytest's processes makes a directory for all of them."""
     common = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):
-        # A worker of pytest-xdist has a folder of its own in that of the run.
+        # A worker of pytest-xdist has its own folder within that of the run.
         common = common.parent
 
     def directory(name, make):
         out = common / name
         with open(common / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # Released as the file is closed, or its process dies.
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed or the process dies
             if not (common / f"{name}.made").exists():
                 shutil.rmtree(out, ignore_errors=True)
                 make(out)
@@ -147,10 +148,10 @@ def made_once(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def digits_run(made_once):
-    """The directory of one short training of the ViT, shared by all tests that read it."""
+    """Returns the directory of one short training of the ViT, which all tests share."""
 
     def make(out):
-        # Imported here: the tests of operators need no checkpoints and no pictures.
+        # Imported here, because the tests of operators need neither checkpoints nor pictures.
         from examples.vit import train
 
         train.main([*DIGITS_FLAGS, "--out", str(out)])
@@ -160,7 +161,7 @@ def digits_run(made_once):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Operators assume a Hopper GPU, so that they can be lowered for one without having it."""
+    """Makes operators assume a Hopper GPU, so that they can be lowered without one."""
     monkeypatch.setattr(dispatch, "current_device", lambda *arrays: HOPPER)
     monkeypatch.setattr(platforms, "KERNELS_RUN_EVERYWHERE", True)
     return HOPPER
@@ -176,8 +177,11 @@ EMULATED = {
 
 @pytest.fixture
 def emulated_gpu(request, monkeypatch):
-    """Operators assume an emulated GPU, whose CUDA C kernels run on the CPU: see tests/cuda_emulator."""
-    # Imported here: nothing else needs what compiles it.
+    """Makes operators assume an emulated GPU, whose CUDA C kernels run on the CPU.
+
+    See tests/cuda_emulator.
+    """
+    # Imported here, because only this fixture needs the compiler.
     from tests.cuda_emulator import build
 
     architecture = request.config.getoption("--emulated-cuda")
@@ -191,7 +195,7 @@ def emulated_gpu(request, monkeypatch):
 
 @pytest.fixture
 def interpreted_hopper(hopper, monkeypatch):
-    """Like `hopper`, and Pallas kernels run in Mosaic's interpreter on the CPU."""
+    """Like `hopper`, and runs Pallas kernels in Mosaic's interpreter on the CPU."""
     mosaic_interpreter.prepare(monkeypatch)
     with plgpu.force_gpu_interpret_mode():
         yield hopper
@@ -199,9 +203,9 @@ def interpreted_hopper(hopper, monkeypatch):
 
 @pytest.fixture
 def race_detector(hopper, capfd, monkeypatch):
-    """Like `interpreted_hopper`, and the test fails if threads of a kernel race."""
+    """Like `interpreted_hopper`, and fails the test if threads of a kernel race."""
     mosaic_interpreter.prepare(monkeypatch)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield hopper
-    # The interpreter reports races on its standard output and nowhere else that is public.
+    # The interpreter has no public report of races other than its standard output.
     assert "RACE DETECTED" not in capfd.readouterr().out

@@ -1,10 +1,10 @@
-"""`python -m tests.fuzz emulated|interpreted|programs`: what the fuzz can look for on the CPU.
+"""`python -m tests.fuzz emulated|interpreted|programs`: random tests that run on the CPU.
 
-`emulated` computes each case by the CUDA C kernels, as tests/cuda_emulator runs them, and `interpreted`
-by the Pallas kernels, in Mosaic's interpreter. `programs` has programs of its own, for `jaxfused.fuse`
-(tests/program_fuzz). Of the other two, what follows are options of `python -m benchmarks fuzz`;
-sizes are bounded, as both are slow. The environment's EMULATED_ARCHITECTURE, 90 by default, says whose
-paths the CUDA C kernels take.
+`emulated` runs each case by the CUDA C kernels in the emulator of tests/cuda_emulator, and `interpreted`
+by the Pallas kernels in Mosaic's interpreter. Both take the options of `python -m benchmarks fuzz`, with
+bounded sizes, because they are slow. `programs` judges random programs under `jaxfused.fuse`
+(tests/program_fuzz). The environment variable EMULATED_ARCHITECTURE, 90 by default, is the architecture
+of the CUDA C kernels.
 """
 
 import functools
@@ -27,13 +27,13 @@ from tests.support import mosaic_interpreter
 
 
 def emulated(options: Options) -> judge.Verdict:
-    """The verdict on a case of CUDA C kernels."""
+    """Returns the verdict on a case by CUDA C kernels."""
     _emulate()
     return judge.judge(options)
 
 
 def interpreted(options: Options) -> judge.Verdict:
-    """The verdict on a case of Pallas kernels."""
+    """Returns the verdict on a case by Pallas kernels."""
     _interpret()
     with plgpu.force_gpu_interpret_mode():
         return judge.judge(options)
@@ -58,14 +58,14 @@ def _interpret() -> None:
 def _assume(device: dispatch.Device) -> None:
     dispatch.current_device = lambda *arrays: device
     platforms.KERNELS_RUN_EVERYWHERE = True
-    # As in other tests, kernels need not have run on a GPU.
+    # As in tests, kernels need not have been measured on a GPU.
     dispatch.UNMEASURED = frozenset()
-    # A kernel runs once, and need not be fast.
+    # Each kernel runs only once, so that compiling fast matters more than running fast.
     jax.config.update("jax_disable_most_optimizations", True)
 
 
 _WAYS = {"emulated": (emulated, "cuda", 100), "interpreted": (interpreted, "pallas", 50)}
-"""By name: the judge, the implementation that it can run, and what bounds sizes by default."""
+"""By name: the judge, the implementation that it runs, and the default bound of sizes."""
 _QUICK_COMPILES = (
     "--xla_cpu_parallel_codegen_split_count=1"
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"

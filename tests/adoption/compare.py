@@ -1,4 +1,4 @@
-"""Compares a model that others wrote with itself under `jaxfused.fuse`."""
+"""Compares a model of another library with itself under `jaxfused.fuse`."""
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,11 @@ from tests.support.tolerances import FACTOR, ulp
 
 
 def assert_adopts(model, params, *args, into, into_float32=None):
-    """`model(dtype)` is a function of params and `args`, of which `fuse` makes these operators.
+    """Asserts that `fuse` finds these operators in `model(dtype)`, a function of params and `args`.
 
-    `into_float32` are those of the model in float32, where they differ.
-
-    In float32 results and gradients are the model's own to rounding. In bfloat16 their errors against
-    float32 are at most twice the model's own.
+    `into_float32` are the model's operators in float32, if they differ. In float32, results and
+    gradients equal the model's own up to rounding. In bfloat16 their errors against float32 are at most
+    twice the model's own.
     """
     wide, narrow = model(jnp.float32), model(jnp.bfloat16)
     for f, operators in ((wide, into if into_float32 is None else into_float32), (narrow, into)):
@@ -29,11 +28,14 @@ def assert_adopts(model, params, *args, into, into_float32=None):
 
 
 DIRECTIONS = 4
-"""The error of 16 bits in one gradient is luck, the largest over a few a yardstick."""
+"""Directions of gradients.
+
+A 16-bit error in one gradient is luck; the largest of a few is a yardstick.
+"""
 
 
 def results(f, params, *args):
-    """The model's result and its gradients along random directions."""
+    """Returns the model's result and its gradients along random directions."""
     y = f(params, *args)
 
     @jax.jit
@@ -46,14 +48,14 @@ def results(f, params, *args):
 
 
 def assert_near(ours, plain, truth, tolerance):
-    """Errors against the truth, in parts of the largest gradient, are twice the model's own or less."""
+    """Asserts that errors are at most twice the model's own, relative to the largest gradient."""
     largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(truth["gradients"]))
     for (path, a), b, t in zip(
         jax.tree.leaves_with_path(ours), jax.tree.leaves(plain), jax.tree.leaves(truth), strict=True
     ):
         assert a.dtype == b.dtype, jax.tree_util.keystr(path)
         a, b, t = (np.asarray(array, np.float64) for array in (a, b, t))
-        # Of a gradient that is zero but for rounding, the size is that of what cancelled.
+        # A gradient that cancels to rounding errors is compared with the size of its terms.
         scale = max(np.abs(t).max(), 1e-2 * largest)
         unit = ulp(scale, jnp.dtype(jnp.bfloat16)) if tolerance == 0.0 else 0.0
         allowed = FACTOR * np.abs(b - t).max() + tolerance * scale + unit

@@ -1,4 +1,4 @@
-"""A Transformer, a Vision Transformer and a U-Net's block of Equinox's layers."""
+"""A Transformer, a Vision Transformer and a U-Net block of Equinox's layers."""
 
 import equinox as eqx
 import jax

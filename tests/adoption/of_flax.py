@@ -1,4 +1,4 @@
-"""A decoder as in the examples of Flax: logical axes, masks of segments, a tied embedding."""
+"""A decoder as in the examples of Flax: logical axes, segment masks, a tied embedding."""
 
 import flax.linen as nn
 import jax

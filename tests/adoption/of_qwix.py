@@ -1,4 +1,4 @@
-"""qwix quantises every kernel of our layers, as of Flax's: weights of int8 alone, and inputs too."""
+"""qwix quantises every kernel of our layers, as of Flax's: int8 weights with or without int8 inputs."""
 
 import flax.linen
 import flax.nnx
@@ -21,7 +21,7 @@ CONVOLVES = (
     "ConvNeXtBlock",
     "SeparableConv",
 )
-"""qwix multiplies windows of int8 with inputs of int8 alone."""
+"""Layers with convolutions, where qwix multiplies int8 weights only by int8 inputs."""
 
 
 def provider(act_qtype):
@@ -30,7 +30,7 @@ def provider(act_qtype):
 
 
 def quantized(library, name, act_qtype):
-    """(the quantised model's result, the float one's, the dtypes of the kernels)."""
+    """Returns (the quantised model's result, the float one's, the dtypes of the kernels)."""
     options, shapes, residual = LAYERS[name]
     args = [normal(i, *shape) for i, shape in enumerate(shapes)]
     more = {} if residual is None else {residual: normal(9, *shapes[0])}

@@ -66,14 +66,14 @@ def test_bert(padding):
 
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
 def test_gpt2(padding):
-    """Its queries, keys and values are parts of one product."""
+    """GPT-2's queries, keys and values are parts of one product."""
     config = GPT2Config(vocab_size=50, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=16)
     into = BLOCK | {"layer_norm": 2 * LAYERS + 1, "mlp": LAYERS}
     assert_language_model_adopts(FlaxGPT2Model, config, into, padding)
 
 
 def test_clip():
-    """Its activation is quick_gelu."""
+    """CLIP's activation is quick_gelu."""
     config = CLIPTextConfig(
         vocab_size=50,
         hidden_size=32,

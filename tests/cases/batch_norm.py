@@ -30,7 +30,7 @@ class Case:
         )
 
     def statistics(self, dtype, seed=1):
-        """Returns (mean, var) to normalise by in inference."""
+        """Returns the (mean, var) of inference."""
         rng = np.random.default_rng(seed)
         mean = rng.normal(size=self.shape[-1])
         return put(mean, dtype), put(rng.uniform(0.5, 2.0, mean.shape), dtype)

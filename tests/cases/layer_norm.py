@@ -135,7 +135,7 @@ class Case:
             return jax.tree.map(np.asarray, results)
 
     def evaluate(self, inputs: Inputs, dtype: Any) -> Results:
-        """Computes the formula and its gradients in `dtype` throughout, without rounding afterwards."""
+        """Computes the formula and its gradients in `dtype`, without rounding results."""
         x, scale, bias, residual, pre_bias, dy, dnext_residual = (
             None if a is None else a.astype(dtype) for a in inputs
         )

@@ -1,4 +1,4 @@
-"""What holds for every public function: derivatives of both modes, and no compilation twice."""
+"""All public functions have derivatives of both modes, and compile nothing twice."""
 
 import contextlib
 
@@ -27,7 +27,7 @@ each_function = parametrize(
 
 @each_function
 def test_forward_mode_on_a_cpu(name, dtype):
-    """Of the function, and of its gradient."""
+    """Both the function and its gradient have forward-mode derivatives."""
     f, args = FUNCTIONS[name][1](jnp.dtype(dtype))
 
     def loss(*args):
@@ -44,7 +44,7 @@ def test_forward_mode_on_a_cpu(name, dtype):
 
 @contextlib.contextmanager
 def no_compilation():
-    """Within this context nothing is traced or compiled."""
+    """Asserts that nothing is traced or compiled within this context."""
     events = []
 
     def note(name, seconds, **_):
@@ -60,7 +60,7 @@ def no_compilation():
 
 @each_function
 def test_no_second_call_compiles_outside_of_jit(name, dtype):
-    """Forward and gradient: what is compiled anew at each call takes long, and its memory is kept."""
+    """Neither forward nor gradient is compiled anew, which would be slow and leak memory."""
     f, args = FUNCTIONS[name][1](jnp.dtype(dtype))
 
     def value_and_gradients():

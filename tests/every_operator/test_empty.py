@@ -115,10 +115,10 @@ OF_ROWS = {
 
 @pytest.fixture(params=["cpu", "H200", pytest.param("T4", marks=pytest.mark.exhaustive)])
 def device(request, monkeypatch):
-    """A CPU, or a GPU for which all kernels are there."""
+    """Assumes a CPU, or a GPU for which all kernels are there."""
     monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
     monkeypatch.setattr(cuda_library, "register", lambda: None)
-    jax.clear_caches()  # Traces do not know of the assumed device.
+    jax.clear_caches()  # Cached traces do not depend on the assumed device.
     assumed = {
         "cpu": dispatch.Device("cpu", "cpu", None, 0),
         "H200": dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132),
@@ -155,7 +155,7 @@ def test_without_rows(device, shape):
 
 
 def test_values():
-    """No images give none, and no rows no gradient to the parameters."""
+    """Without images or rows, the gradients of the parameters are zero."""
     gradient = jax.jit(jax.grad(lambda s: jaxfused.group_norm(IMAGES, s, num_groups=4).sum()))
     assert not gradient(PARAMETERS.astype(jnp.bfloat16)).any()
     w = jnp.ones((D, 8))

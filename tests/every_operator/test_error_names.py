@@ -1,4 +1,4 @@
-"""An operator's errors are its own: they name it and what was passed to it, not what it calls inside."""
+"""An operator's errors name the operator and its own arguments, not those of inner calls."""
 
 import inspect
 
@@ -80,7 +80,7 @@ WRONG_OPTIONS = dict(
 
 
 def bad_calls(name):
-    """Calls of which each has one operand or option that does not fit."""
+    """Yields calls that each have one wrong operand or option."""
     args, options = CALLS[name]
     for i, given in enumerate(args):
         for wrong in WRONG:

@@ -1,4 +1,4 @@
-"""Options that are numbers: scalars of NumPy and known arrays are taken as Python's, others refused."""
+"""Numeric options accept NumPy's scalars and concrete arrays like Python's numbers, and no others."""
 
 import inspect
 import math
@@ -76,7 +76,7 @@ OTHERS = {
     "group_norm": {"group_size"},
     "rope_from_config": {"layer", "head_size"},
 }
-"""Numbers that cannot be said beside those above, or whose function returns no arrays."""
+"""Numbers that are excluded: they conflict with other options, or the function returns no arrays."""
 
 
 def numbers_of(function):
@@ -84,7 +84,7 @@ def numbers_of(function):
 
 
 def with_numbers(options, kinds, made):
-    """The options with their numbers as `made` makes them."""
+    """Returns the options with each number converted by `made`."""
 
     def number(value, kind):
         if isinstance(value, tuple):
@@ -236,7 +236,7 @@ OTHER_CALLS = {
 
 @pytest.mark.parametrize("name", CALLS | OTHER_CALLS)
 def test_an_option_of_another_kind_is_refused_by_name(name):
-    """Numbers, switches, words, dtypes, precisions and axes: whatever is no operand."""
+    """Options of all kinds: numbers, booleans, strings, dtypes, precisions and axes."""
     function, (args, options) = getattr(jaxfused, name), (CALLS | OTHER_CALLS)[name]
     for option, parameter in list(inspect.signature(function).parameters.items())[len(args) :]:
         if jax.Array in _leaves(parameter.annotation) or option in {

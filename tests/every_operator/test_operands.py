@@ -1,4 +1,4 @@
-"""Operands of every public operator that are no arrays of JAX: NumPy's, and variables of libraries."""
+"""Operands of every public operator that are not JAX arrays: NumPy arrays and libraries' variables."""
 
 import contextlib
 
@@ -15,7 +15,7 @@ from tests.every_operator.test_strict_modes import FUNCTIONS
 
 
 class Variable:
-    """What has `__jax_array__`, a shape, and a dtype by name, as a variable of Keras."""
+    """An object with `__jax_array__`, a shape, and a dtype given by name, like a variable of Keras."""
 
     def __init__(self, value):
         self.value = value
@@ -26,7 +26,7 @@ class Variable:
 
 
 KINDS = (flax.nnx.Param, Variable, np.asarray)
-# What is fused is a program, whose operations take what JAX's take.
+# `fuse` takes a program, and its operations accept what JAX's own accept.
 OPERATORS = {name: case for name, (of, case) in FUNCTIONS.items() if of != "fuse"}
 
 
@@ -54,7 +54,7 @@ def test_the_cases_are_of_all_operators():
         and not name.startswith("_")
         and getattr(getattr(jaxfused, name), "__module__", "").startswith("jaxfused.ops")
     }
-    assert with_operands - of_cases == {"rope_from_config"}  # Its operand is no array.
+    assert with_operands - of_cases == {"rope_from_config"}  # It takes a config, no array.
 
 
 def test_parts_of_wrappers():

@@ -1,4 +1,4 @@
-"""What the policies of jax.checkpoint save of operators: kernels counted in differentiated programs."""
+"""Values that jax.checkpoint's policies save: counts of kernels in differentiated programs."""
 
 import collections
 
@@ -29,9 +29,9 @@ FORWARDS = (
     "mlp first layer",
     "mlp last layer",
 )
-# How often the forward kernels run in a block's gradient: norms run twice in a block.
+# Runs of forward kernels in a block's gradient if all is saved: a block has two norms.
 ONCE = dict(zip(FORWARDS, (2, 1, 1, 1, 1, 1), strict=True))
-# Nothing of the backward needs the last result of a block.
+# The backward needs no recomputation of a block's last product.
 AGAIN = {name: count * (1 + (name != "mlp last layer")) for name, count in ONCE.items()}
 RUNS = {
     "none": AGAIN,
@@ -41,13 +41,13 @@ RUNS = {
     "dots and attention": ONCE | {"layer_norm forward": 4},
     "attention": AGAIN | {"dot_product_attention forward": 1},
     "context": AGAIN,
-    # The sum that a norm is of, and what an activation is of, are no outputs.
+    # A norm's input sum and an activation's preactivation are not outputs, and are recomputed.
     "outputs": ONCE | {"mlp first layer": 2, "layer_norm forward": 3},
 }
 
 
 def block(x, params):
-    """A Transformer's block of this package's operators."""
+    """Computes a Transformer block with this package's operators."""
     qkv, out, bias, w1, w2 = params
     y = jaxfused.layer_norm(x)
     q, k, v = jaxfused.qkv_projection(y, qkv, heads=2)
@@ -64,7 +64,7 @@ X = jax.ShapeDtypeStruct((2, 128, 256), jnp.bfloat16)
 
 
 def counted(f, *args) -> collections.Counter:
-    """How often each kernel is called in the program of `f`, after what nothing reads is gone."""
+    """Returns how often each kernel is called in the program of `f`, without unused operations."""
     jaxpr = jax.make_jaxpr(f)(*args)
     found: collections.Counter = collections.Counter()
 
@@ -96,7 +96,7 @@ def test_forward_kernels_run_as_often_as_the_policy_says(hopper, policy):
 
 
 def stock_block(x, params):
-    """The same block as its authors write it."""
+    """Computes the same block in plain JAX."""
     qkv, out, bias, w1, w2 = params
 
     def norm(x):
@@ -110,7 +110,7 @@ def stock_block(x, params):
 
 
 def saved_bytes(f, policy) -> int:
-    """What the backward of `f` keeps besides the parameters."""
+    """Returns the bytes that `f` saves for its backward, except vectors and matrices."""
 
     def residuals(x, params):
         return jax.vjp(jax.checkpoint(f, policy=policy), x, params)[1]
@@ -123,7 +123,7 @@ def test_the_policy_saves_no_more_than_of_a_stock_block(hopper):
     policy = remat_policies.dots_with_no_batch_dims_saveable
     stock = saved_bytes(stock_block, jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
     assert saved_bytes(stock_block, policy) == stock
-    small = 2 * 2 * 128 * 4 * 4  # Means, 1 / standard deviations and logarithms of sums.
+    small = 2 * 2 * 128 * 4 * 4  # Means, 1 / standard deviations and log-sum-exps.
     assert X.size * 2 < saved_bytes(block, policy) <= stock + small
     assert saved_bytes(block, jax.checkpoint_policies.dots_with_no_batch_dims_saveable) < stock / 2
 

@@ -1,6 +1,6 @@
-"""Every operator where devices share its operands, under `jax.vmap` too: kernels lower, numbers hold.
+"""Every operator with operands split over devices, under `jax.vmap` too: lowering and numbers.
 
-As tests/runtime/test_sharding.py, this file runs itself in a process with several devices.
+Like tests/runtime/test_sharding.py, this file runs itself in a process with several devices.
 """
 
 import itertools
@@ -27,7 +27,7 @@ on_eight_devices = pytest.mark.skipif(
 )
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
 FEW, MANY = 64, 8192
-"""Rows of which each device has 8, which products take without tiles of rows, or 1024."""
+"""Numbers of rows. Each device has 8, for which products have a kernel of their own, or 1024."""
 NAMES = list(calls())
 
 
@@ -45,8 +45,8 @@ def typed(mesh, specs, operands):
 
 
 def lower(f, mesh, specs, operands):
-    """Lowers a program for GPUs as if they were there."""
-    jax.clear_caches()  # Traces do not know of the assumed device.
+    """Lowers a program for GPUs that need not be present."""
+    jax.clear_caches()  # Cached traces do not depend on the assumed device.
     with jax.set_mesh(mesh), dispatch.assume(H200):
         jax.jit(f).trace(*typed(mesh, specs, operands)).lower(lowering_platforms=("cuda",))
 
@@ -98,10 +98,10 @@ def test_it_lowers_with_its_gradient(monkeypatch, name, how, rows):
 
 
 def batched(operands, kind):
-    """(operands, specs, in_axes) with a batch of 4, which the devices along "d" share.
+    """Returns (operands, specs, in_axes) with a batch of 4, which is split along "d".
 
-    In an "ensemble" each entry has weights of its own, and in "per example" all share them. Where
-    entries are "whole", no device has a part of the batch, but one of each entry's rows.
+    In an "ensemble" each entry has its own weights, and in "per example" all share them. For "whole" the
+    batch is not split, but the rows of each entry are.
     """
     entries, inner = (None, "d") if kind == "whole" else ("d", "e")
     new, specs, axes = [], [], []
@@ -167,7 +167,7 @@ NUMBERS = list(
     ],
 )
 def test_vmap_over_a_split_axis_has_the_numbers_of_one_device(monkeypatch, name, kind, axis_type):
-    """The stages of an operator run in XLA, which is what tests have in the place of kernels."""
+    """The stages run in XLA, which replaces the kernels here."""
     call = calls(rows=16)[name]
     if "conv" in name and axis_type == AxisType.Explicit:
         pytest.skip("in float32 it is JAX's own convolution, which refuses that vmap")

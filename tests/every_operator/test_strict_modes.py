@@ -48,7 +48,7 @@ def gradients(f, *args):
 
     def loss(*args):
         leaves = jax.tree.leaves(f(*args))
-        # Cotangents differ from element to element; what stands for no log-sum-exp has no square.
+        # Squares give each element its own cotangent; EMPTY_LSE is bounded, as its square overflows.
         return sum(jnp.sum(jnp.square(jnp.maximum(y.astype(jnp.float32), -1e3))) for y in leaves)
 
     return jax.value_and_grad(loss, argnums=tuple(range(len(args))))(*args)
@@ -62,7 +62,7 @@ FUNCTIONS = {}
 
 
 def case(of, name=None):
-    """Adds a case of the public function `of`: x's dtype -> (function, its float arguments)."""
+    """Registers a case of the public function `of`: x's dtype to (function, its float arguments)."""
 
     def add(make):
         FUNCTIONS[of if name is None else f"{of}-{name}"] = (of, make)
@@ -72,7 +72,7 @@ def case(of, name=None):
 
 
 def attention(name, arrays=(), **options):
-    """A case of dot_product_attention with further float arguments and options."""
+    """Registers a case of dot_product_attention with further float arguments and options."""
 
     @case("dot_product_attention", name)
     def make(dtype):
@@ -337,7 +337,7 @@ def _(dtype):
 def _(dtype):
     def f(p):
         cos, sin = jaxfused.rope_tables(p, 8, scaling=jaxfused.Llama3Rope())
-        # The sum of both squares is 1, and its gradient nothing but rounding.
+        # With equal factors the sum of squares is 1, and its gradient is only rounding.
         return 2 * cos, sin
 
     return f, (normal(0, T, dtype=dtype),)
@@ -522,7 +522,7 @@ def quantised_input(dtype):
     return f, (normal(0, B, T, D, dtype=dtype), normal(1, 8), normal(2, 3 * D, 8))
 
 
-# bfloat16 beside float32 parameters with 32 bits; float64 beside float32 parameters with 64.
+# (x64, dtype of x): bfloat16 or float64, with float32 parameters.
 MODES = ((False, "bfloat16"), (True, "float64"))
 NAMES_AND_MODES = [(name, *mode) for name in FUNCTIONS for mode in MODES]
 
@@ -534,10 +534,10 @@ def test_function(name, x64, dtype):
         f, args = make(dtype)
         expected = jax.jit(functools.partial(gradients, f))(*args)
     with strictly(x64):
-        # Not jitted: of a program XLA shows its results alone, in which there may be no infinity.
+        # Not jitted: in a jitted program, JAX would check only results, where infinities may not occur.
         actual = gradients(f, *args)
 
-    # A jitted program may round less often on its way.
+    # A jitted program may round less often.
     def assert_near(actual, expected):
         actual, expected = (np.asarray(a, np.float64) for a in (actual, expected))
         largest = np.abs(expected).max(initial=0.0)
@@ -548,7 +548,8 @@ def test_function(name, x64, dtype):
 
 
 def test_every_function_has_a_case():
-    # They take functions, or a model: see test_tuning.py, test_quantize_params and test_calibration.py.
+    # These functions take functions or a model, and have tests of their own: test_tuning.py,
+    # test_quantize_params_trees.py and test_calibration.py.
     without_arrays = {"calibrate", "explain", "quantize_params", "rope_from_config", "tune"}
     functions = {
         n for n, f in vars(jaxfused).items() if inspect.isfunction(f) and not n.startswith("_")
@@ -561,7 +562,7 @@ def test_every_function_has_a_case():
 RNGS = {"params": 0, "dropout": 1}
 BLOCK = dict(num_kv_heads=2, normalize_qk=True, gated=True, drop_path_rate=0.5)
 
-# For each module: arguments of nnx, arguments of Linen with the class's name there, shape of x.
+# By module: nnx's arguments and options, Linen's class and options, shape of x.
 MODULES = {
     "BatchNorm": ((D,), {}, ("BatchNorm", dict(use_running_average=False)), (B, T, D)),
     "Conv": ((D, 8, 3), {}, ("Conv", dict(features=8, kernel_size=3)), (B, T, D)),
@@ -592,7 +593,7 @@ MODULES = {
     "GatedMLP": ((D, 32), {}, ("GatedMLP", dict(hidden_features=32)), (B, T, D)),
     "MultiHeadAttention": (
         (4, D),
-        dict(decode=False),  # Not normalize_qk: Flax's own norm refuses to promote dtypes.
+        dict(decode=False),  # Not normalize_qk: Flax's norm refuses to promote dtypes.
         ("MultiHeadAttention", dict(num_heads=4)),
         (B, T, D),
     ),
@@ -636,12 +637,12 @@ def modules_of(package, base):
 
 
 def test_every_module_has_a_case():
-    # What these make is as Linear or Dense is; a DiT block takes a condition too.
+    # Einsum and LinearGeneral behave like Linear; a DiT block needs a condition too.
     others = {"DiTBlock", "Einsum", "LinearGeneral"}
     assert modules_of(jaxfused.nnx, flax.nnx.Module) - others == set(MODULES)
     names = {linen for _, _, (linen, _), _ in MODULES.values()}
     own = modules_of(jaxfused.linen, flax.linen.Module)
-    # The same class under Flax's two names, and with queries as keys; Flax's own code.
+    # Attention under another name, attention with queries as keys, and Flax's own code.
     others |= {"ConvLocal", "DenseGeneral", "MultiHeadDotProductAttention", "SelfAttention"}
     assert own - others == names
 
@@ -715,7 +716,7 @@ def test_quantize_params(x64, dtype):
 )
 def test_optimizer(monkeypatch, implementation, name, mode):
     x64, dtype = mode
-    dtype = "float32" if implementation == "cuda" else dtype  # Kernels take no float64.
+    dtype = "float32" if implementation == "cuda" else dtype  # Kernels do not support float64.
     with strictly(x64), optimizer_kernels.stood_in_for(monkeypatch):
         params = {"w": normal(0, 16, 256).astype(dtype), "b": normal(1, 3).astype(dtype)}
         grads = {"w": normal(2, 16, 256).astype(dtype), "b": normal(3, 3).astype(dtype)}

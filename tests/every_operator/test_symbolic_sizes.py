@@ -1,4 +1,4 @@
-"""Programs that are exported for any batch: XLA runs what kernels, made for one, cannot."""
+"""Programs exported for any batch size, where XLA replaces kernels that need known sizes."""
 
 import contextlib
 import itertools
@@ -29,9 +29,9 @@ def any_batch(operands):
 
 
 def exported(f, operands, place):
-    jax.clear_caches()  # Traces do not know of the assumed device.
+    jax.clear_caches()  # Cached traces do not depend on the assumed device.
     with dispatch.assume(H200) if place == "cuda" else contextlib.nullcontext():
-        # Weights have known sizes, whose passes may run in CUDA C.
+        # Weights have known sizes, so that CUDA C kernels may process them.
         unchecked = [jax.export.DisabledSafetyCheck.custom_call(n) for n in cuda_library.TARGETS]
         return jax.export.export(jax.jit(f), platforms=[place], disabled_checks=unchecked)(
             *any_batch(operands)
@@ -107,7 +107,7 @@ def test_fuse_leaves_it_to_xla():
 
 @pytest.mark.parametrize("chunk_size", (None, 4))
 def test_weights_of_classes_with_label_smoothing(chunk_size):
-    """The loss and its gradients of an exported program are those of a known batch, under x64 too."""
+    """An exported program has the loss and gradients of a known batch, under x64 too."""
     random = np.random.default_rng(0)
     weights = random.uniform(0.5, 1.5, 10)
 

@@ -1,4 +1,4 @@
-"""examples/classify: sizes against their papers', short trainings on real digits, what flags refuse."""
+"""examples/classify: sizes as in the papers, short trainings on real digits, rejected flags."""
 
 import json
 
@@ -21,7 +21,7 @@ from tests.support.grids import parametrize
 
 @parametrize(
     ("name", "parameters"),
-    # As timm counts them, at 224 pixels and 1,000 classes.
+    # Counts of timm, at 224 pixels and 1,000 classes.
     [
         ("convnext-t", 28_589_128),
         ("convnext-b", 88_591_464),
@@ -70,14 +70,14 @@ def metrics(run):
 @pytest.mark.long
 @parametrize("name", ["resnet-digits", "convnext-digits"], quick=())
 def test_a_short_training_learns_and_predicts(name, tmp_path, capsys, monkeypatch):
-    # The branches of a ConvNeXt start at almost nothing.
+    # A ConvNeXt learns late, because its branches start near 0.
     epochs = "2" if name in RESNETS else "6"
     flags = ["--model", name, "--epochs", epochs, "--warmup-epochs", "0.5", "--held-out", "0.4"]
     train.main([*flags, "--out", str(tmp_path / "run")])
     result = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert result["test_accuracy"] > 0.5
     losses = [r["loss"] for r in metrics(tmp_path / "run") if "loss" in r]
-    assert abs(losses[0] - np.log(10)) < 1e-3  # the head starts at zero: all classes alike
+    assert abs(losses[0] - np.log(10)) < 1e-3  # the head starts at zero, so all classes are equal
 
     digits = vit_data.digits(batch_size=8, seed=0, image_size=8, held_out=0.4)
     path = tmp_path / "digit.png"

@@ -1,4 +1,4 @@
-"""Faults of the surroundings, in the examples: each ends in a sentence, and nothing saved is lost."""
+"""Faults of the environment in the examples: each ends in one line, and no saved data is lost."""
 
 import contextlib
 import errno
@@ -29,7 +29,7 @@ VIT = dict(model="vit-digits", image_size=8, dtype="float32")
 
 @contextlib.contextmanager
 def full_disk():
-    """No file grows beyond some bytes, as on a disk without room."""
+    """Limits the size of files, as a full disk would."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
@@ -70,7 +70,7 @@ time.sleep(600)
     finally:
         owner.kill()
         owner.wait()
-    # A lock does not outlive its process.
+    # A lock ends with its process.
     assert fit(training.Run.load(tmp_path))[1]["steps"] == 12
 
 

@@ -1,6 +1,6 @@
-"""examples/multi_gpu: many devices, and several processes, train to the numbers of one.
+"""examples/multi_gpu: many devices, or several processes, train to the numbers of one device.
 
-The devices have to be there before JAX starts, so this file runs itself in a process of its own.
+The devices must exist before JAX starts, so this file runs itself in a process of its own.
 """
 
 import argparse
@@ -42,7 +42,7 @@ TWO_STEPS += ["--unroll", "1"]
 def test_on_four_devices(selection):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        # Those that are not skipped here have no need of several devices, and run in the other process.
+        # Tests without the mark need one device, and run in the outer process only.
         [*command, "-m", f"skipif and {selection}", __file__],
         env=ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(DEVICES)},
         capture_output=True,
@@ -96,7 +96,7 @@ def test_a_mesh_of_data_and_tensor_with_fsdp_resumes_on_another(one_device, tmp_
 @pytest.mark.exhaustive
 @on_four_devices
 def test_a_mesh_splits_blocks_that_no_loop_runs(tmp_path):
-    """They have parameters of their own, where the other tests' loop has a stack."""
+    """Unrolled blocks have separate parameters, where the loop of the other tests has a stack."""
     flags = [*TWO_STEPS, "--unroll", "4"]
     train.main([*flags, "--out", str(tmp_path / "one")])
     jit_vit.main([*flags, "--out", str(tmp_path / "mesh"), "--tensor", "2", "--fsdp"])
@@ -107,7 +107,7 @@ def test_a_mesh_splits_blocks_that_no_loop_runs(tmp_path):
 
 
 def two_processes(*command):
-    """Runs `command` as process 0 and process 1; returns their exit codes and what they printed."""
+    """Runs `command` as process 0 and process 1; returns their exit codes and output."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     command = [sys.executable, *command, "--coordinator", address, "--processes", "2"]
@@ -129,7 +129,7 @@ def two_processes(*command):
     return [process.returncode for process in processes], printed
 
 
-# The mesh of jit_vit has the test above, in one process.
+# The test above covers the mesh of jit_vit in one process.
 @on_four_devices
 @parametrize(
     "command",
@@ -145,7 +145,7 @@ def test_two_processes_find_each_other(one_device, tmp_path, command):
     assert codes == [0, 0], printed
     assert_same_numbers(tmp_path / "run", one_device)
     assert "held-out accuracy" in printed[0] and "held-out accuracy" not in printed[1]
-    # XLA says so where it finds no way to partition but to gather all.
+    # XLA warns of this if it can only partition by gathering everything.
     assert "rematerialization" not in printed[0]
 
 

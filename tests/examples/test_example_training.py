@@ -1,7 +1,7 @@
-"""examples/training.py and examples/images.py: what every example leans on, without a model.
+"""examples/training.py and examples/images.py: the shared code of the examples, without a model.
 
-The "training" here is a running sum: exact, compiled in no time, and wrong as soon as a step, a batch
-or a checkpoint is lost or repeated.
+The "training" here is a running sum. It is exact, compiles at once, and is wrong as soon as a step, a
+batch or a checkpoint is lost or repeated.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def flags(**changed):
 
 
 def initial():
-    # Large enough that a checkpoint being written in the background would see a donated buffer.
+    # Large enough that a checkpoint written in the background would see donated buffers.
     return dict(params={"total": jnp.zeros((512, 512))}, opt_state=jnp.int32(0))
 
 
@@ -323,7 +323,7 @@ def test_weight_decay_reaches_kernels_only(name):
     assert moved == {
         "positions": False,
         "blocks": {"norm": {"scale": False}, "mlp": {"kernel": True}},
-        "head": {"kernel": name != "muon", "bias": False},  # Muon decays what is a matrix to it.
+        "head": {"kernel": name != "muon", "bias": False},  # Muon decays its matrices.
     }
 
 
@@ -343,7 +343,7 @@ def test_the_learning_rate_warms_up_and_falls_to_zero():
     rates = []
     for _ in range(51):
         updates, state = update({"kernel": jnp.zeros(())}, state, params)
-        rates.append(-float(updates["kernel"]))  # no gradient: the update is rate * decay
+        rates.append(-float(updates["kernel"]))  # without a gradient, the update is rate * decay
     assert rates[0] == 0 and np.argmax(rates) == 10
     np.testing.assert_allclose(rates[10], 0.1, rtol=1e-6)
     np.testing.assert_allclose(rates[30], 0.05, rtol=1e-5)
@@ -372,7 +372,7 @@ def test_a_step_clips_the_gradients_and_reports_their_norm():
 
 @parametrize("name", list(OPTIMIZERS), quick=(0, 6))
 def test_a_checkpoint_of_a_stack_is_read_by_layers_of_their_own(tmp_path, name):
-    """Moments of every kind: in 8 bits or too small for them, factored, and placeholders."""
+    """Moments of every kind: in 8 bits, in float32 for small leaves, factored, placeholders."""
     rng = np.random.default_rng(0)
     optimizer = training.make_optimizer(
         argparse.Namespace(
@@ -415,7 +415,7 @@ def test_a_checkpoint_of_a_stack_is_read_by_layers_of_their_own(tmp_path, name):
         wanted = stack if number is None or stack.shape == array.shape else stack[int(number[1])]
         np.testing.assert_array_equal(array, wanted, err_msg=path)
     buffers = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(new) if a.size]
-    assert len(set(buffers)) == len(buffers)  # Each is donated to the next step.
+    assert len(set(buffers)) == len(buffers)  # Each buffer is donated to the next step.
 
 
 def test_a_stack_of_another_model_is_refused(tmp_path):
@@ -429,7 +429,7 @@ def test_a_stack_of_another_model_is_refused(tmp_path):
 
 
 def small_model():
-    """Parameters of each kind that optimizers tell apart: a stack, a convolution, 8-bit moments."""
+    """Parameters that optimizers treat differently: a stack, a convolution, 8-bit moments."""
     return {
         "blocks": {"kernel": jnp.full((2, 16, 8), 0.5), "bias": jnp.zeros((2, 8))},
         "conv": {"kernel": jnp.full((3, 3, 2, 4), 0.5)},
@@ -595,7 +595,7 @@ def test_a_broken_image_is_named(tmp_path):
 def test_images_come_upright_in_8_bits_and_sorted(tmp_path):
     turned = Image.new("L", (4, 2))
     exif = turned.getexif()
-    exif[0x0112] = 6  # orientation: turn by 90 degrees
+    exif[0x0112] = 6  # orientation: rotate by 90 degrees
     turned.save(tmp_path / "b.jpg", exif=exif)
     Image.fromarray(np.array([[0, 32768, 65535]], np.uint16)).save(tmp_path / "a.png")
     (tmp_path / "notes.txt").touch()

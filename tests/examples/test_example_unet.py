@@ -48,7 +48,7 @@ def plain_logits(params, images, *, groups):
         y = jnp.zeros((len(x), 2 * x.shape[1], 2 * x.shape[2], x.shape[-1] // 2))
         for i in range(2):
             for j in range(2):
-                # As in JAX, the weights are turned around.
+                # As in JAX, the weights are flipped.
                 y = y.at[:, i::2, j::2].set(x @ p["kernel"][1 - i, 1 - j] + p["bias"])
         return y
 
@@ -131,7 +131,7 @@ def test_weights_are_smooth_and_small_where_a_tile_knows_least():
 
 
 def tiled(image, function, *, tile, overlap, batch_size=3):
-    """Returns the rows of `predict_rows` as one array, and checks what is asked of `function`."""
+    """Returns the rows of `predict_rows` as one array, and checks the arguments of `function`."""
 
     def checked(tiles):
         assert tiles.shape == (batch_size, tile, tile, image.shape[2]) and tiles.dtype == np.uint8
@@ -205,7 +205,7 @@ def short_run(made_once):
 
 @pytest.fixture
 def small_run(tmp_path_factory):
-    """A run of two steps, for what does not depend on what the network has learnt."""
+    """A run of two steps, for tests that do not need a trained network."""
     out = tmp_path_factory.mktemp("small") / "run"
     flags = ["--base", "4", "--levels", "2", "--groups", "2", "--crops", "8", "--batch-size", "4"]
     train.main([*flags, "--epochs", "1", "--warmup-epochs", "0", "--out", str(out)])
@@ -226,7 +226,7 @@ def held_out():
 
 
 def model_of(run_directory):
-    """Maps whole images or tiles, uint8 [N, H, W, 1], to probabilities."""
+    """Returns a function from whole images or tiles, uint8 [N, H, W, 1], to probabilities."""
     run = Run.load(run_directory)
     flags = argparse.Namespace(**run.config["flags"])
     graphdef, params = train.create(flags, channels=1, size=flags.crop)
@@ -240,10 +240,10 @@ def model_of(run_directory):
 def test_a_short_training_learns_and_draws_its_pictures(short_run):
     losses = [r["loss"] for r in metrics(short_run) if "loss" in r]
     assert len(losses) == 4 * (80 // 8)
-    # A network that has learnt nothing stays at what it began with, some 1.5.
+    # A network that learns nothing keeps its first loss, about 1.5.
     assert np.mean(losses[-10:]) < 0.65 * losses[0]
     dice, iou = result(short_run)["test_dice"], result(short_run)["test_iou"]
-    assert dice > 0.8  # everything foreground would have 0.29
+    assert dice > 0.8  # predicting foreground everywhere would give 0.29
     assert iou == pytest.approx(dice / (2 - dice))
     for name in ("curve.png", "predictions.png"):
         with Image.open(short_run / name) as image:
@@ -364,7 +364,7 @@ def test_the_right_quarter_is_held_out():
 def test_scores_are_the_definitions():
     prediction, truth = np.array([[1, 1, 0, 0]]), np.array([[1, 0, 1, 0]])
     assert train.scores([(prediction, truth)]) == dict(test_dice=1 / 2, test_iou=1 / 3)
-    # Over all pixels together, not the mean over images.
+    # Scores are over all pixels together, not the mean over images.
     pairs = [(prediction, truth), (truth, truth), (truth * 0, truth * 0)]
     assert train.scores(pairs) == dict(test_dice=6 / 8, test_iou=3 / 5)
     assert train.scores([(truth * 0, truth * 0)]) == dict(test_dice=1.0, test_iou=1.0)
@@ -418,7 +418,7 @@ FOLDER += ["--epochs", "2", "--warmup-epochs", "1", "--held-out", "0.2", "--eval
 
 @pytest.fixture
 def folder(tmp_path):
-    """Ten images of different sizes in colour, one in a subfolder; masks with labels over 255."""
+    """Writes ten color images of different sizes, one in a subfolder, and masks with labels over 255."""
     rng = np.random.default_rng(0)
     root = tmp_path / "data"
     for i in range(10):
@@ -462,13 +462,13 @@ def test_a_folder_trains_with_a_worker_to_the_numbers_without(folder, tmp_path, 
     assert metrics(tmp_path / "1") == metrics(tmp_path / "0")
     assert len([r for r in metrics(tmp_path / "1") if "loss" in r]) == 2 * (8 // 4)
 
-    # A grey array serves a model of colours.
+    # A model for color images accepts a grey array.
     np.save(tmp_path / "grey.npy", np.zeros((10, 50), np.uint8))
     paths = [str(tmp_path / "grey.npy"), str(tmp_path / "out.png")]
     predict.main([*paths, "--checkpoint", str(tmp_path / "1")])
     assert "50 x 10 pixels" in capsys.readouterr().out
 
-    # A run says so when its data changes.
+    # A resumed run warns if its data has changed.
     for kind, suffix in (("images", "bmp"), ("masks", "png")):
         (folder / kind / f"0.{suffix}").rename(folder / kind / f"new.{suffix}")
     train.main(["--data", str(folder), "--resume", "--out", str(tmp_path / "1")])
@@ -494,7 +494,7 @@ def test_masks_of_any_kind_are_foreground_where_they_are_not_0(
         size = image.size
     mask = Image.new(mode, size, background)
     if mode == "P":
-        mask.putpalette([255, 255, 255] * 3 + [0, 0, 0])  # colours do not count, indices do
+        mask.putpalette([255, 255, 255] * 3 + [0, 0, 0])  # colors do not count, indices do
     mask.paste(foreground, (2, 3, 6, 8))
     mask.save(path)
     _, read = dataset._read_pair([(folder / "images/0.bmp", path)], "RGB", 0)

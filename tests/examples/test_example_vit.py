@@ -27,7 +27,7 @@ from tests.support.grids import parametrize
 
 
 class PlainBlock(nnx.Module):
-    """The block as its paper draws it, built from Flax's own layers."""
+    """A block as in the paper's figure, built from Flax's own layers."""
 
     def __init__(self, size, rngs):
         width, heads = size.width, size.heads
@@ -121,7 +121,7 @@ def test_patches_go_row_by_row():
 
 @parametrize(
     ("name", "parameters"),
-    # As timm counts them, at 224 pixels and 1,000 classes.
+    # Counts of timm, at 224 pixels and 1,000 classes.
     [
         ("vit-ti16", 5_717_416),
         ("vit-s16", 22_050_664),
@@ -155,7 +155,7 @@ def test_stochastic_depth_keeps_the_expectation_of_a_branch():
     branch = jnp.ones((20_000, 1, 3))
     dropped = block._drop(branch, jax.random.key(0), jnp.float32(0.4))
     assert set(np.unique(dropped.round(4))) == {0, np.float32(1.6667)}
-    assert (dropped == dropped[:, :, :1]).all()  # an image keeps its branch whole or not at all
+    assert (dropped == dropped[:, :, :1]).all()  # an image keeps or drops its whole branch
     assert abs(float(dropped.mean()) - 1) < 0.02
 
 
@@ -166,11 +166,11 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_parameters():
     logits, half_logits = model(IMAGES), half(IMAGES.astype(jnp.bfloat16))
     assert half_logits.dtype == jnp.float32
     error = np.abs(half_logits - logits).max() / np.abs(logits).max()
-    assert 1e-5 < error < 0.05  # it is bfloat16, and it is the same model
+    assert 1e-5 < error < 0.05  # near enough for the same model, and too far for float32
 
 
 def in_a_loop(params):
-    """The parameters of a model whose blocks a loop runs."""
+    """Returns parameters for the model whose blocks run in a loop."""
     blocks = [params["blocks"][i] for i in range(SMALL.depth)]
     return params | {"blocks": jax.tree.map(lambda *p: jnp.stack(p), *blocks)}
 
@@ -211,7 +211,7 @@ def test_a_step_puts_no_gradients_together_and_copies_no_parameter():
     )
     sizes = {tuple(map(int, shape.split(","))) for shape, _ in made if shape}
     assert not {size for size in sizes if size[-2:] in blocks}
-    # Each array of the state is written where it was.
+    # Each array of the state is updated in place.
     assert compiled.as_text().count("may-alias") >= len(jax.tree.leaves(state))
 
 
@@ -225,7 +225,7 @@ def metrics(run):
 def assert_learnt(run, *, epochs):
     losses = [r["loss"] for r in metrics(run) if "loss" in r]
     assert len(losses) == epochs * (1078 // 32)
-    assert abs(losses[0] - np.log(10)) < 1e-3  # the head starts at zero: all classes alike
+    assert abs(losses[0] - np.log(10)) < 1e-3  # the head starts at zero, so all classes are equal
     assert np.mean(losses[-20:]) < 0.75 * losses[0]
     result = json.loads((run / "metrics.json").read_text())
     assert result["test_accuracy"] > 0.5
@@ -251,10 +251,10 @@ def test_a_training_draws_its_pictures(digits_run):
             assert image.width > 1000 and len(image.convert("RGB").getcolors(1 << 24)) > 50
 
 
-# What continues is examples/training.py, for the U-Net too, whose interruption `make test-all` runs.
+# examples/training.py resumes runs, for the U-Net too, whose interruption `make test-all` tests.
 @pytest.mark.exhaustive
 def test_same_seed_same_result_also_when_interrupted(digits_run, tmp_path, monkeypatch):
-    """Data order, augmentation, dropout keys, optimizer and schedule all continue where they were."""
+    """Data order, augmentation, dropout keys, optimizer and schedule continue where they were."""
     make_train_step = train.make_train_step
 
     class PowerCut(Exception):
@@ -293,7 +293,7 @@ def test_predict_is_as_good_as_the_evaluation(digits_run, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     guesses = [int(line.split()[1]) for line in lines]
     result = json.loads((digits_run / "metrics.json").read_text())
-    # A picture between two digits may fall to either side: the batches are not of one size.
+    # Batches differ in size, so a picture between two digits may be classified either way.
     assert abs(np.sum(guesses == labels) - result["test_accuracy"] * len(labels)) <= 1.01
 
     Image.fromarray(255 - digits.held_out.image(0)[..., 0]).save(tmp_path / "dark.png")
@@ -302,7 +302,7 @@ def test_predict_is_as_good_as_the_evaluation(digits_run, tmp_path, capsys):
 
 
 def saved_as_a_stack(run, out):
-    """Writes a run's checkpoint in the form in which all blocks were one stack; returns its step."""
+    """Writes a run's checkpoint in the old form, with all blocks as one stack; returns its step."""
     run = training.Run.load(run)
     flags = argparse.Namespace(**run.config["flags"])
     _, params = train.create_vit(flags, channels=1, classes=10)
@@ -411,7 +411,7 @@ def test_a_folder_trains_with_a_worker_to_the_numbers_without(digit_folder, tmp_
     predict.main([str(tmp_path / "1"), str(next((digit_folder / "one").iterdir()))])
     assert {"zero", "one", "two"} <= set(capsys.readouterr().out.split())
 
-    # A run keeps its classes.
+    # A resumed run keeps its classes.
     for name in ("three", "four"):
         (tmp_path / "other" / name).mkdir(parents=True)
         for i in range(10):

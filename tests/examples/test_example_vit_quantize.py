@@ -1,4 +1,4 @@
-"""examples/vit/quantize: what the table says of a trained network, and what is rejected."""
+"""examples/vit/quantize: its table for a trained network, and rejected arguments."""
 
 import argparse
 import json
@@ -44,13 +44,13 @@ def test_the_table_has_a_row_for_each_format(table):
 
 @pytest.mark.exhaustive
 def test_sizes_are_those_of_the_arrays(table):
-    """The kernels of 77 thousand float32 parameters shrink to one byte a weight, or half a byte."""
+    """The kernels, 77 thousand float32 parameters, shrink to 8 or 4 bits per weight."""
     megabytes = {name: size for name, (size, *_) in table.items()}
     assert megabytes["float"] == pytest.approx(0.31, abs=0.005)
     kernels = 4 * (48 * 144 + 48 * 48 + 2 * 48 * 96) + 4 * 48 + 48 * 10
     for name, bytes_each in {"int8": 1, "fp8": 1, "int4": 0.5}.items():
         saved = kernels * (4 - bytes_each)
-        channels = 4 * (144 + 48 + 96 + 48) + 48 + 10  # a scale of four bytes for each
+        channels = 4 * (144 + 48 + 96 + 48) + 48 + 10  # each with a scale of four bytes
         expected = megabytes["float"] - (saved - 4 * channels) / 1e6
         assert megabytes[name] == pytest.approx(expected, abs=0.011)
 
@@ -67,7 +67,7 @@ def test_accuracy_is_the_runs_and_survives_fewer_bits(digits_run, table):
 
 
 class Constant(nnx.Module):
-    """A model that predicts class 3 for every image."""
+    """Returns class 3 for every image."""
 
     def __init__(self):
         self.logits = nnx.Param(jax.nn.one_hot(3, 10))
@@ -88,7 +88,7 @@ def test_the_repeated_images_of_the_last_batch_do_not_count(monkeypatch):
 
 
 def test_speed_is_the_best_of_three_timings(monkeypatch):
-    now = iter([0.0, 0.5, 1.0, 2.0, 3.0, 3.5, 4.0, 6.0])  # one call, then three times two calls
+    now = iter([0.0, 0.5, 1.0, 2.0, 3.0, 3.5, 4.0, 6.0])  # one call, then 3 timings of 2 calls
     monkeypatch.setattr(quantization.time, "perf_counter", lambda: next(now))
     calls = []
     rate = quantization.calls_per_second(lambda: calls.append(1) or jnp.zeros(()))
@@ -120,7 +120,7 @@ def trained(digits_run):
 @pytest.mark.exhaustive
 @pytest.mark.long
 def test_calibration_brings_int4_nearer_to_the_network(trained):
-    """In each layer that is rounded by what it reads, and in the logits of images held out."""
+    """Errors fall in each layer with error feedback, and in the logits of held-out images."""
     model, data = trained
     rules = quantization.in_groups(model, quantization.RULES["int4"][0], 32)
     assert [rule.group_size for rule in rules] == [32, None]

@@ -1,9 +1,9 @@
-"""Blocks and tables of diffusers, rebuilt from the public operators and held to its own numbers.
+"""Blocks and tables of diffusers, rebuilt from the public operators and compared with its numbers.
 
-tests/recorded/record_diffusion.py ran the blocks of diffusers 0.42.1, with parameters that come from
-their names; tests/recorded/diffusion.npz has what they returned. Each function here says how a
-family is written with this package: which chunks its modulation has and in which order, which norms,
-which tokens turn.
+tests/recorded/record_diffusion.py ran the blocks of diffusers 0.42.1, with parameters that depend on
+their names; tests/recorded/diffusion.npz has the results. Each function here shows how a family is
+written with this package: the order of its modulation's chunks, its norms, and the tokens that are
+rotated.
 """
 
 import functools
@@ -32,7 +32,7 @@ def chunks(row, name, condition, number):
 
 
 def table_chunks(row, time):
-    """A learned table [6, D] plus what all blocks share."""
+    """Returns six chunks: a learned table [6, D] plus the modulation that all blocks share."""
     values = row["scale_shift_table"].reshape(6, D) + time.reshape(*time.shape[:-1], -1, D)
     return [values[..., i, :] for i in range(6)]
 
@@ -51,7 +51,7 @@ def heads(x, number=HEADS):
 
 
 def perceptron(row, name, x, activation="gelu_tanh"):
-    """FeedForward of diffusers: "gelu-approximate" is the one by a tanh."""
+    """Computes FeedForward of diffusers; "gelu-approximate" is the GELU by a tanh."""
     bias = [
         row.bias(f"{name}.{n}") if f"{name}.{n}.bias" in row else None
         for n in ("net.0.proj", "net.2")
@@ -61,7 +61,7 @@ def perceptron(row, name, x, activation="gelu_tanh"):
 
 
 def value_first(row, name, x, activation):
-    """Its "geglu" and "swiglu": one matrix, the value's columns first, those of the gate behind."""
+    """Computes its "geglu" and "swiglu": one matrix, with the value's columns before the gate's."""
     up, gate = jnp.split(row.kernel(f"{name}net.0.proj"), 2, axis=-1)
     b_up = b_gate = b_down = None
     if f"{name}net.0.proj.bias" in row:
@@ -76,7 +76,7 @@ IMAGE_NAMES, TEXT_NAMES = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj",
 
 
 def qkv(row, name, x, names=IMAGE_NAMES, norms=("norm_q", "norm_k"), norm=None, context=None):
-    """Queries of x, keys and values of the context, with a norm of each head where there is one."""
+    """Returns queries of x, and keys and values of the context, with a norm per head if there is one."""
     context = x if context is None else context
     q, k, v = (
         heads(dense(row, f"{name}.{n}", source))
@@ -108,7 +108,7 @@ def tables(row, tokens, *more):
 
 
 def joint(row, name, x, text, *, norm=None, turn=lambda q, k, number: (q, k)):
-    """Attention over text and image; `turn` rotates the first `number` tokens' text and the rest."""
+    """Returns joint attention of text and image; `turn` rotates q and k, with `number` text tokens."""
     of_text = qkv(row, name, text, TEXT_NAMES, ("norm_added_q", "norm_added_k"), norm)
     of_image = qkv(row, name, x, norm=norm)
     q, k, v = (jnp.concatenate(pair, axis=1) for pair in zip(of_text, of_image, strict=True))
@@ -123,7 +123,7 @@ def all_turn(row, **options):
 
 
 def image_turns(row, *more, **options):
-    """Text stands first and does not turn: angles of zero."""
+    """Returns a rotation of the image only: the text comes first, with angles of 0."""
     found = tables(row, T, *more) | options
 
     def turn(q, k, number):
@@ -136,7 +136,7 @@ def image_turns(row, *more, **options):
 
 
 def second_half(stream, branch, gate1, shift, scale, gate2, feed, epsilon=1e-6):
-    """The gated sum within the norm before the perceptron, and the perceptron's own gated sum."""
+    """Computes the second half of a block: the norm adds the gated branch, then a gated MLP."""
     y, stream = jaxfused.layer_norm(
         branch, residual=stream, gate=gate1, image_scale=scale, image_shift=shift, epsilon=epsilon
     )
@@ -147,7 +147,7 @@ def second_half(stream, branch, gate1, shift, scale, gate2, feed, epsilon=1e-6):
 
 
 def dit(row, x, text, time):
-    """The module itself, whose two norms differ here."""
+    """Calls the module itself, whose two norms differ here."""
     layers = {
         name: {"kernel": kernel, "bias": bias}
         for name, kernel, bias in (
@@ -187,7 +187,7 @@ def of_unet(row, x, text, time):
 
 
 def two_streams(row, x, text, time, *, norm, turn, names, epsilon=1e-6):
-    """Flux, SD3, Qwen-Image, HunyuanVideo: shift, scale, gate, twice, for either stream."""
+    """Flux, SD3, Qwen-Image, HunyuanVideo: shift, scale, gate, twice, for each stream."""
     of_image, of_text, feed_image, feed_text = names
     image, context = (chunks(row, n, time, 6) for n in (of_image, of_text))
     y, y_text = joint(
@@ -219,7 +219,7 @@ def flux(row, x, text, time):
 
 
 def flux_of_one_stream(row, x, text, time):
-    """Attention and perceptron side by side, into one product."""
+    """Attention and MLP are concatenated, and share an output product."""
     x = jnp.concatenate([text, x], axis=1)
     shift, scale, gate = chunks(row, "norm.linear", time, 3)
     y = modulated(x, shift, scale)
@@ -231,13 +231,13 @@ def flux_of_one_stream(row, x, text, time):
 
 
 def gate_first(row, name, x):
-    """Flux 2 packs the gate's columns first, as `gated_mlp` takes them."""
+    """Flux 2 concatenates the gate's columns first, as `gated_mlp` takes them."""
     w, down = row.kernel(f"{name}.linear_in"), row.kernel(f"{name}.linear_out")
     return jaxfused.gated_mlp(x, w, None, down, activation="silu")
 
 
 def flux2(row, x, text, time):
-    """No biases; the modulation is that of all blocks, made outside."""
+    """There are no biases, and all blocks share a modulation that is computed outside."""
     image, context = (
         jnp.split(row.input(f"{name} modulation", (B, 6 * D)), 6, axis=-1)
         for name in ("image", "text")
@@ -260,7 +260,7 @@ def flux2(row, x, text, time):
 
 
 def flux2_of_one_stream(row, x, text, time):
-    """One product gives queries, keys, values and both halves of the perceptron."""
+    """One product gives queries, keys, values and both halves of the MLP."""
     x = jnp.concatenate([text, x], axis=1)
     shift, scale, gate = jnp.split(row.input("modulation", (B, 3 * D)), 3, axis=-1)
     y = dense(row, "attn.to_qkv_mlp_proj", modulated(x, shift, scale))
@@ -274,7 +274,7 @@ def flux2_of_one_stream(row, x, text, time):
 
 
 def z_image(row, x, text, time):
-    """As Lumina 2, without a SiLU before the modulation."""
+    """Like Lumina 2, but without a SiLU before the modulation."""
     scale1, gate1, scale2, gate2 = jnp.split(dense(row, "adaLN_modulation.0", time), 4, axis=-1)
     norm = functools.partial(jaxfused.rms_norm, epsilon=1e-5)
     y = norm(x, row["attention_norm1.weight"], image_scale=scale1)
@@ -289,7 +289,7 @@ def z_image(row, x, text, time):
 
 
 def last_of_sd3(row, x, text, time):
-    """The text is not carried on; the scale of its norm stands before the shift."""
+    """The text is not returned, and its norm has the scale before the shift."""
     image = chunks(row, LINEARS[0], time, 6)
     scale, shift = chunks(row, LINEARS[1], time, 2)
     y, _ = joint(row, "attn", modulated(x, *image[:2]), modulated(text, shift, scale))
@@ -302,7 +302,7 @@ def sd3(row, x, text, time):
 
 
 def sd35(row, x, text, time):
-    """A second attention, of the image alone, whose three chunks are the last."""
+    """A second attention reads the image only; its three chunks come last."""
     image, context = chunks(row, LINEARS[0], time, 9), chunks(row, LINEARS[1], time, 6)
     y, y_text = joint(
         row, "attn", modulated(x, *image[:2]), modulated(text, *context[:2]), norm=rms(1e-6)
@@ -319,7 +319,7 @@ def sd35(row, x, text, time):
 
 
 def auraflow(row, x, text, time):
-    """The perceptron is added to the block's input: attention reaches it alone."""
+    """Attention's branch enters the MLP only, whose result is added to the block's input."""
     image, context = (chunks(row, n, time, 6) for n in LINEARS[:2])
     y, y_text = joint(
         row,
@@ -352,7 +352,7 @@ def hunyuan_video(row, x, text, time):
 
 
 def over_all_heads(row, name, x, epsilon, context=None, turn=lambda x: x):
-    """The norm of queries and keys is of all heads at once: Wan and LTX."""
+    """The norm of queries and keys spans all heads: Wan and LTX."""
     context = x if context is None else context
     q = jaxfused.rms_norm(
         dense(row, f"{name}.to_q", x), row[f"{name}.norm_q.weight"], epsilon=epsilon
@@ -379,7 +379,7 @@ def wan(row, x, text, time):
 
 
 def ltx(row, x, text, time):
-    """A modulation of each token, RMS norms without a scale, all heads turned as one."""
+    """Each token has a modulation, RMS norms have no scale, and all heads rotate as one."""
     shift1, scale1, gate1, shift2, scale2, gate2 = table_chunks(
         row, row.input("time", (B, T, 6 * D))
     )
@@ -399,7 +399,7 @@ def ltx(row, x, text, time):
 
 
 def cogvideox(row, x, text, time):
-    """The image's three chunks, then the text's; one modulation for either norm."""
+    """The image's three chunks, then the text's; both norms share a modulation."""
 
     def both(name, x, text):
         image, context = jnp.split(jnp.stack(chunks(row, f"{name}.linear", time, 6)), 2)
@@ -420,7 +420,7 @@ def cogvideox(row, x, text, time):
 
 
 def cogview4(row, x, text, time):
-    """Twelve chunks, of image and text in turns, without a SiLU; pairs are halves."""
+    """Twelve chunks alternate between image and text, without a SiLU; rope pairs halves."""
     of_both = jnp.split(dense(row, "norm1.linear", time), 12, axis=-1)
     image, context = of_both[::2], of_both[1::2]
     y = jnp.concatenate(
@@ -437,7 +437,7 @@ def cogview4(row, x, text, time):
 
 
 def lumina2(row, x, text, time):
-    """Scales and gates, no shift; the gate is a tanh, and multiplies a norm of the branch."""
+    """The modulation has scales and gates, no shift; tanh(gate) multiplies a norm of the branch."""
     scale1, gate1, scale2, gate2 = chunks(row, "norm1.linear", time, 4)
     norm = functools.partial(jaxfused.rms_norm, epsilon=1e-5)
     y = norm(x, row["norm1.norm.weight"], image_scale=scale1)
@@ -456,7 +456,7 @@ def lumina2(row, x, text, time):
 
 
 def mochi(row, x, text, time):
-    """Scales and gates of RMS norms without a scale; angles of each head; the value first."""
+    """RMS norms with modulated scales only, gates, angles per head; in the MLP the value comes first."""
     image, context = (chunks(row, n, time, 4) for n in LINEARS[:2])
     norm = functools.partial(jaxfused.rms_norm, epsilon=1e-6)
     y, y_text = joint(
@@ -479,7 +479,7 @@ def mochi(row, x, text, time):
 
 
 def hunyuan_dit(row, x, text, time):
-    """A skip across blocks, a shift alone, and queries of the cross attention that turn."""
+    """A skip across blocks, a modulation by a shift only, and rope on the cross attention's queries."""
     norm = functools.partial(affine_norm, row, epsilon=1e-6)
     skip = row.input("skip", (B, T, D))
     x = dense(row, "skip_linear", norm("skip_norm", jnp.concatenate([x, skip], axis=-1)))
@@ -493,7 +493,7 @@ def hunyuan_dit(row, x, text, time):
 
 
 def cosmos(row, x, text, time):
-    """A modulation of low rank plus a shared one, for each of three branches; an exact GELU."""
+    """Three branches, each with a low-rank modulation plus a shared one; an exact GELU."""
     shared = row.input("shared", (B, 3 * D))
 
     def branch(name):
@@ -515,7 +515,7 @@ def cosmos(row, x, text, time):
 
 
 def last_of_flux(row, x, text, time):
-    """The scale stands before the shift here, as in SD3, Qwen-Image and HunyuanVideo."""
+    """The scale comes before the shift here, as in SD3, Qwen-Image and HunyuanVideo."""
     scale, shift = chunks(row, "linear", time, 2)
     return {"y": modulated(x, shift, scale)}
 
@@ -555,7 +555,7 @@ BLOCKS = {
     "last norm of Flux": last_of_flux,
     "perceptron geglu": feed("gelu_erf", gated=True),
     "perceptron swiglu": feed("silu", gated=True),
-    # Not gated in spite of its name.
+    # This activation is not gated, in spite of its name.
     "perceptron geglu-approximate": feed("quick_gelu", gated=False),
     "perceptron gelu": feed("gelu_erf", gated=False),
 }
@@ -575,7 +575,7 @@ def group_norm(row, name, x, epsilon, **options):
 
 
 def residual_block(row, x, *, scale_shift=False, factor=1.0):
-    """The time is added before the second norm, or scales and shifts what it gives."""
+    """The time is added before the second norm, or scales and shifts its result."""
     time = jax.nn.silu(row.input("time", (B, 12)))
     time = dense(row, "time_emb_proj", time)
     y = conv(row, "conv1", group_norm(row, "norm1", x, 1e-6, activation="silu"))
@@ -593,7 +593,7 @@ def residual_block(row, x, *, scale_shift=False, factor=1.0):
 
 
 def vae_attention(row, x):
-    """One head over the pixels, with its residual inside, divided by a factor."""
+    """Attention of one head over the pixels adds its residual inside, and divides by a factor."""
     y = group_norm(row, "group_norm", x, 1e-6).reshape(B, -1, 16)
     q, k, v = (dense(row, n, y)[:, :, None] for n in IMAGE_NAMES)
     return (x + dense(row, "to_out.0", attend(q, k, v)).reshape(x.shape)) / 2.0
@@ -628,14 +628,14 @@ def flux_tables():
 
 
 def qwen_tables():
-    """Rows and columns are centred; text counts on from the larger half on all axes."""
+    """Rows and columns are centred; the text continues from the larger half, on all axes."""
     grid = np.stack(np.meshgrid([0], centred(3), centred(4), indexing="ij"), -1).reshape(-1, 3)
     text = np.repeat(2 + np.arange(TEXT)[:, None], 3, axis=1)
     return dict(positions=np.concatenate([text, grid]), features=(4, 6, 6), theta=1e4)
 
 
 def ltx_tables():
-    """Frequencies rise, the axes take turns, and what 6 does not divide stays still, in front."""
+    """Frequencies rise and alternate between axes; the remainder of 6 comes first, without rotation."""
     rising = 1e4 ** np.linspace(0, 1, 5) * np.pi / 2
     frequencies = np.zeros((3, 16))
     for axis in range(3):
@@ -646,7 +646,7 @@ def ltx_tables():
 
 
 def mochi_tables():
-    """Learned frequencies of each head, of all axes at once; centred positions of one area."""
+    """Learned frequencies per head for all axes at once; centred positions, scaled to one area."""
     scale = (192 * 192 / 12) ** 0.5
     centres = [(np.arange(n) + 0.5 - n / 2) * scale for n in (3, 4)]
     learned = ROWS["tables of Mochi"].input("learned", (3, HEADS, H // 2))
@@ -699,7 +699,7 @@ def test_convolutions_of_diffusers(name):
 def test_tables_of_diffusers(name):
     wanted = ROWS[name].results
     cos, sin = jaxfused.axial_rope_tables(**TABLES[name]())
-    # LTX and Mochi have angles of thousands of radians, of which float32 knows three digits.
+    # LTX and Mochi have angles of thousands of radians, which float32 resolves to three digits.
     size = {"tables of LTX": 2e-2, "tables of Mochi": 1e-3}.get(name, 1e-5)
     np.testing.assert_allclose(cos, wanted["cos"], atol=size)
     np.testing.assert_allclose(sin, wanted["sin"], atol=size)

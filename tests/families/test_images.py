@@ -1,8 +1,8 @@
-"""Blocks and tables of timm, rebuilt from the public operators and modules and held to its numbers.
+"""Blocks and tables of timm, rebuilt from public operators and modules and compared with its numbers.
 
-tests/recorded/record_images.py ran the blocks of timm 1.0.31, with parameters that come from their
-names; tests/recorded/images.npz has what they returned. Each function here says how a family is
-written with this package.
+tests/recorded/record_images.py ran the blocks of timm 1.0.31, with parameters that depend on their
+names; tests/recorded/images.npz has the results. Each function here shows how a family is written with
+this package.
 """
 
 import functools
@@ -45,7 +45,7 @@ def of_layer(row, name):
 
 
 def biases_without_the_keys(row):
-    """BEiT, EVA and Swin v2 have none for keys."""
+    """BEiT, EVA and Swin v2 have no bias for keys."""
     q, v = row["attn.q_bias"], row["attn.v_bias"]
     return jnp.concatenate([q, jnp.zeros_like(q), v])
 
@@ -54,7 +54,7 @@ def biases_without_the_keys(row):
 
 
 def vit(row, x, **options):
-    """LayerScale multiplies either branch; timm's norms of queries and keys are LayerNorms."""
+    """LayerScale multiplies each branch; timm's norms of queries and keys are LayerNorms."""
     parameters = {
         "norm1": of_norm(row, "norm1"),
         "norm2": of_norm(row, "norm2"),
@@ -79,7 +79,7 @@ def dinov3_tables(height, width, prefix=0):
 
 
 def dinov3(row, x):
-    """Halves turn, by centred positions in whole turns; a class token does not."""
+    """Rope pairs halves, at centred positions in full turns; a class token does not rotate."""
     kernels = [row.kernel(f"attn.{n}_proj") for n in "qkv"]
     biases = [row.bias("attn.q_proj"), jnp.zeros(D), row.bias("attn.v_proj")]
     parameters = {
@@ -107,7 +107,7 @@ def eva_tables(height, width, prefix=0):
 
 
 def eva02(row, x):
-    """Neighbours turn; a LayerNorm stands inside of the gated perceptron."""
+    """Rope interleaves pairs, and the gated MLP contains a LayerNorm."""
     cos, sin = eva_tables(2, 3, prefix=1)
     q, k, v = jaxfused.qkv_projection(
         norm(row, "norm1", x),
@@ -128,14 +128,14 @@ def eva02(row, x):
 
 
 def relative(height, width):
-    """The row of a window's table for each query and key: (dy + h - 1)(2 w - 1) + dx + w - 1."""
+    """Returns the row of a window's table for each query and key: (dy + h - 1)(2 w - 1) + dx + w - 1."""
     row, column = (axis.reshape(-1) for axis in np.mgrid[:height, :width])
     dy, dx = (axis[:, None] - axis[None] for axis in (row, column))
     return (dy + height - 1) * (2 * width - 1) + dx + width - 1
 
 
 def beit(row, x):
-    """A table of distances, with three more rows: class token to the patches, back, to itself."""
+    """Returns table rows of distances, with three more: class token to patches, back, and to itself."""
     table = row["attn.relative_position_bias_table"]
     index = np.empty((T, T), int)
     index[1:, 1:] = relative(2, 3)
@@ -156,7 +156,7 @@ WINDOW = 4
 
 
 def in_windows(x):
-    """[B, H, W, ...] as [B * windows, tokens of a window, ...]."""
+    """Converts [B, H, W, ...] to [B * windows, tokens of a window, ...]."""
     b, h, w, *rest = x.shape
     x = x.reshape(b, h // WINDOW, WINDOW, w // WINDOW, WINDOW, *rest)
     return x.swapaxes(2, 3).reshape(-1, WINDOW * WINDOW, *rest)
@@ -169,7 +169,7 @@ def from_windows(x, shape):
 
 
 def regions(shape, shift):
-    """Which of the nine parts of a picture that is rolled a token is of: its segment."""
+    """Returns which of the nine parts of a rolled picture each token belongs to: its segment."""
     parts = [np.digitize(np.arange(n), (n - WINDOW, n - shift)) for n in shape[1:3]]
     whole = parts[0][:, None] * 3 + parts[1]
     return in_windows(np.broadcast_to(whole, shape[:3]))
@@ -200,14 +200,14 @@ def swin(row, x, shift=0):
 
 
 def swin_v2(row, x):
-    """Cosines with a learned scale, a bias from a perceptron of distances, norms behind branches."""
+    """Cosine attention with a learned scale, a bias from an MLP of distances, norms after branches."""
 
     def qkv(windows):
         q, k, v = jaxfused.qkv_projection(
             windows, row.kernel("attn.qkv"), biases_without_the_keys(row), heads=HEADS
         )
         q, k = (a / jnp.linalg.norm(a, axis=-1, keepdims=True) for a in (q, k))
-        # What the operator divides by is multiplied here, with the scale of each head.
+        # The operator's own division is cancelled here, and the scale of each head is applied.
         scale = jnp.exp(jnp.minimum(row["attn.logit_scale"], math.log(100.0)))[:, 0]
         return q * scale * math.sqrt(H), k, v
 
@@ -221,7 +221,7 @@ def swin_v2(row, x):
 
 
 def merged(x):
-    """Patches of four as features: (row, column) 00, 10, 01, 11."""
+    """Concatenates 2 x 2 patches as features, in the order (row, column) 00, 10, 01, 11."""
     b, h, w, d = x.shape
     return (
         x.reshape(b, h // 2, 2, w // 2, 2, d)
@@ -231,7 +231,7 @@ def merged(x):
 
 
 def sam(row, x):
-    """A bias of rows plus one of columns, both of the queries as they are without their scale."""
+    """Returns a bias of rows plus one of columns, both products of the unscaled queries."""
     height, width = x.shape[1:3]
     tokens = x.reshape(1, height * width, D)
     q, k, v = jaxfused.qkv_projection(tokens, row.kernel("qkv"), row.bias("qkv"), heads=HEADS)
@@ -248,7 +248,7 @@ def sam(row, x):
 
 
 def siglip_pool(row, x):
-    """A learned query, then a norm and a perceptron that is added."""
+    """Pools by a learned query, followed by a norm and a residual MLP."""
     q = dense(row, "q", jnp.broadcast_to(row["latent"], (B, 1, D))).reshape(B, 1, HEADS, H)
     k, v = (a.reshape(B, T, HEADS, H) for a in jnp.split(dense(row, "kv", x), 2, axis=-1))
     y = dense(row, "proj", jaxfused.dot_product_attention(q, k, v).reshape(B, 1, D))
@@ -265,7 +265,7 @@ def mixer(row, x):
 
 
 def resmlp(row, x):
-    """An affine map in the place of norms."""
+    """An affine map replaces the norms."""
 
     def affine(name, x):
         return row[f"{name}.beta"] + row[f"{name}.alpha"] * x
@@ -307,7 +307,7 @@ def convnext_v2(row, x):
 
 
 def resnet(row, x):
-    """In evaluation, with the statistics that a model starts with."""
+    """The norm is in evaluation, with a new model's statistics."""
 
     def normed(name, y, residual=None):
         weight, bias = row[f"{name}.weight"], row.bias(name)
@@ -353,7 +353,7 @@ BLOCKS = {
 TABLES = {
     "tables of DINOv3": functools.partial(dinov3_tables, 3, 4),
     "tables of EVA-02": functools.partial(eva_tables, 3, 4),
-    # Positions count from 1, and columns stand before rows.
+    # Positions count from 1, and columns come before rows.
     "tables of Perception Encoder": lambda: jaxfused.axial_rope_tables(
         positions=tuple((np.arange(n) + 1) * 24 / n for n in (3, 4)),
         features=(H // 2, H // 2),

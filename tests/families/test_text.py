@@ -1,8 +1,8 @@
-"""Layers of transformers' text models, rebuilt from the public operators and held to its own numbers.
+"""Layers of transformers' text models, rebuilt from public operators and compared with its numbers.
 
-tests/recorded/record_text.py ran the layers of transformers 5.23.0, with parameters that come from
-their names; tests/recorded/text.npz has what they returned. Each function here says how a family is
-written with this package.
+tests/recorded/record_text.py ran the layers of transformers 5.23.0, with parameters that depend on their
+names; tests/recorded/text.npz has the results. Each function here shows how a family is written with
+this package.
 """
 
 import math
@@ -58,7 +58,7 @@ def norm_of_each_head(row, x, *, epsilon=1e-6, scale_offset=0.0, **options):
 
 
 def olmo2(row, x):
-    """The norm is of all heads at once."""
+    """The norm spans all heads."""
     q, k, v = (dense(row, f"{name}_proj", x) for name in "qkv")
     q = in_heads(jaxfused.rms_norm(q, row["q_norm.weight"], epsilon=1e-5), HEADS)
     k = in_heads(jaxfused.rms_norm(k, row["k_norm.weight"], epsilon=1e-5), KEY_HEADS)
@@ -67,7 +67,7 @@ def olmo2(row, x):
 
 
 def cohere(row, x):
-    """A LayerNorm of each head with a scale of its own, [heads, features]."""
+    """Each head has a LayerNorm with its own scale, [heads, features]."""
     q, k, v = qkv(row, x)
     q = jaxfused.layer_norm(q, row["q_norm.weight"], epsilon=1e-5)
     k = jaxfused.layer_norm(k, row["k_norm.weight"], epsilon=1e-5)
@@ -76,7 +76,7 @@ def cohere(row, x):
 
 
 def gpt_neox(row, x):
-    """One matrix, whose columns are the query, key and value of one head after another."""
+    """One matrix has the query, key and value of one head after another as columns."""
     heads = in_heads(dense(row, "query_key_value", x), HEADS)
     q, k, v = jnp.split(heads, 3, axis=-1)
     q, k = jaxfused.rope(q, k, **rope_of(row))
@@ -84,7 +84,7 @@ def gpt_neox(row, x):
 
 
 def phi3(row, x):
-    """One matrix as `qkv_projection` takes it."""
+    """One matrix, as `qkv_projection` takes it."""
     options = rope_of(row)
     rotary_dim = options.pop("rotary_dim")
     cos, sin = jaxfused.rope_tables(jnp.arange(T), rotary_dim, **options)
@@ -95,7 +95,7 @@ def phi3(row, x):
 
 
 def nanochat(row, x):
-    """Angles of the other sign, and norms without a scale behind the rotation."""
+    """Angles are negative, and norms without a scale follow the rotation."""
     options = rope_of(row)
     cos, sin = jaxfused.rope_tables(jnp.arange(T), options.pop("rotary_dim"), **options)
     q, k, v = qkv(row, x)
@@ -115,7 +115,7 @@ def qwen3_next(row, x):
 
 
 def deepseek(row, x):
-    """The last features of a head turn, interleaved, and all heads share the key's."""
+    """The last features of a head rotate in interleaved pairs, and all heads share the rotated key."""
     nope, turned, rank = 12, 8, 20
     options = rope_of(row)
     q = jaxfused.rms_norm(dense(row, "q_a_proj", x), row["q_a_layernorm.weight"])
@@ -127,7 +127,7 @@ def deepseek(row, x):
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
     k = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope, q_rope.shape)], axis=-1)
     scale = options["scaling"].logit_factor() / math.sqrt(nope + turned)
-    # Values are narrower than keys: zeros beside them, which leave the result.
+    # Values are narrower than keys, so that zeros are appended and cut off the result.
     width = v.shape[-1]
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, q.shape[-1] - width)))
     y = jaxfused.dot_product_attention(q, k, v, is_causal=True, scale=scale)[..., :width]
@@ -135,7 +135,7 @@ def deepseek(row, x):
 
 
 def gemma4(row, x):
-    """Values pass a norm without a scale, logits have none, few pairs of the whole head turn."""
+    """Values have a norm without a scale, logits no scale, and only a few pairs of a head rotate."""
     q, k, v = qkv(row, x)
     q = jaxfused.rms_norm(q, row["q_norm.weight"])
     k = jaxfused.rms_norm(k, row["k_norm.weight"])
@@ -144,21 +144,21 @@ def gemma4(row, x):
 
 
 def gptj(row, x):
-    """Neighbours turn, of the first half of a head."""
+    """Interleaved pairs of a head's first half rotate."""
     q, k, v = (in_heads(dense(row, f"{name}_proj", x), HEADS) for name in "qkv")
     q, k = jaxfused.rope(q, k, rotary_dim=4, interleaved=True)
     return attend(row, q, k, v, out="out_proj")
 
 
 def modernbert(row, x):
-    """local_attention=4 is two tokens to either side."""
+    """local_attention=4 is two tokens on each side."""
     q, k, v = (in_heads(y, HEADS) for y in jnp.split(dense(row, "Wqkv", x), 3, axis=-1))
     q, k = jaxfused.rope(q, k, theta=row.options["theta"])
     return attend(row, q, k, v, out="Wo", is_causal=False, local_window_size=(2, 2))
 
 
 def t5(row, x):
-    """Logits without a scale, with a bias by distance."""
+    """Logits have no scale, and a bias by distance."""
     q, k, v = (in_heads(dense(row, name, x), HEADS) for name in "qkv")
     return attend(row, q, k, v, out="o", is_causal=False, scale=1.0, bias=row.results["bias"])
 
@@ -195,7 +195,7 @@ ATTENTIONS = {
 
 
 def group_norm_of_mamba(row, x):
-    """silu(gate) x, normed in groups of 8, with a scale for every feature."""
+    """silu(gate) x is normalised in groups of 8, with a scale for every feature."""
     gated = (x * jax.nn.silu(row.input("gate", x.shape))).reshape(B, T, 4, 8)
     return jaxfused.rms_norm(gated, row["weight"].reshape(4, 8)).reshape(x.shape)
 
@@ -278,20 +278,20 @@ def test_norms_have_the_bits_of_transformers_in_bfloat16(name):
     row = ROWS[name]
     x = jnp.asarray(row.input("x", (B, T, D)), jnp.bfloat16)
     y = jax.jit(lambda x: LAYERS[name](row, x))(x)
-    # One order of a sum may be another's neighbour.
+    # Another order of a sum may give a neighbouring value.
     assert np.mean(np.asarray(y, np.float32) != row.results["y16"]) < 0.005
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_of_three_axes(name):
-    """Pair i has the frequency of the whole head, and turns by the axis that a model says."""
+    """Pair i has the frequency it would have in the whole head, and its axis depends on the model."""
     row = ROWS[name]
     inverse = jaxfused.RopeScaling().frequencies(16, 1e4)
     t, h, w = row.options["section"]
     if name == "Qwen2-VL":
         axis = np.repeat(np.arange(3), (t, h, w))
     else:
-        # Time, row and column take turns, and what is left over is time's.
+        # Time, row and column alternate, and the remaining pairs belong to time.
         axis = np.zeros(8, int)
         axis[1 : 3 * h : 3], axis[2 : 3 * w : 3] = 1, 2
     frequencies = np.where(axis == np.arange(3)[:, None], inverse, 0.0)

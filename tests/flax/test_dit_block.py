@@ -1,4 +1,4 @@
-"""The block of a diffusion Transformer, against the formula as its authors write it."""
+"""The block of a diffusion Transformer, compared with the formula in its authors' form."""
 
 import functools
 
@@ -27,7 +27,7 @@ def layer_norm(x, epsilon=1e-6):
 
 
 def formula(params, x, condition, num_heads=4, mlp_epsilon=1e-6):
-    """DiT's block with the parameters of ours."""
+    """Computes DiT's block with the parameters of ours."""
 
     def dense(name, x):
         return x @ params[name]["kernel"] + params[name]["bias"]
@@ -82,7 +82,7 @@ def test_block_is_the_formula(make, gradients):
 
 @pytest.mark.parametrize("make", [linen_block, nnx_block])
 def test_two_epsilons(make):
-    """As in diffusers' DiT; the difference is that of small activations."""
+    """The second epsilon, as in diffusers' DiT, matters for small activations."""
     params, block = make(mlp_epsilon=1e-2)
     small = X * 0.01
     actual, expected, other = (

@@ -1,4 +1,4 @@
-"""Whatever Flax's modules accept, these accept too, even where the operators' rules are narrower."""
+"""These modules accept all that Flax's accept, even where the operators are narrower."""
 
 import flax.linen
 import flax.nnx
@@ -92,7 +92,7 @@ def test_parameters_of_integers_promote_as_in_flax(
 
 
 def test_modules_of_flax_have_all_their_names():
-    """Models write `nn.attention.make_causal_mask`, and `nn.attention` is a module of ours too."""
+    """Models write `nn.attention.make_causal_mask`, and our `nn.attention` is a module too."""
     ours, theirs = jaxfused.linen, flax.linen
     assert ours.attention.make_causal_mask is theirs.attention.make_causal_mask
     assert ours.linear.default_embed_init is theirs.linear.default_embed_init
@@ -118,7 +118,7 @@ def test_queries_of_integers():
 )
 @pytest.mark.parametrize("strides", [1, 2])
 def test_paddings_of_conv(padding, strides):
-    # An even kernel: its padding is not the same on both sides.
+    # The padding of an even kernel differs between both sides.
     x = normal(0, B, 7, D)
     assert_same_modules(
         "Conv",
@@ -154,7 +154,7 @@ def test_group_norm_of_a_vector():
     )
     assert_same(ours, theirs)
     norm = jaxfused.nnx.GroupNorm(D, 2, rngs=flax.nnx.Rngs(0))
-    assert_same(norm(x), theirs)  # Flax's NNX module cannot.
+    assert_same(norm(x), theirs)  # Flax's NNX module does not support this.
     assert_same(norm(x, residual=residual), theirs + residual)
 
 
@@ -173,7 +173,7 @@ def test_rates_that_are_no_fractions_are_refused(rate):
         lambda: nnx_call(jaxfused.nnx, "MultiHeadAttention", (2, D), x, decode=False, **block),
         lambda: linen_call(jaxfused.linen, "MultiHeadAttention", x, num_heads=2, **block),
     ]
-    if rate != 1.0:  # A block may drop a branch altogether, as Flax's Dropout does.
+    if rate != 1.0:  # A block may drop a whole branch, like Flax's Dropout.
         calls += [
             lambda: nnx_call(jaxfused.nnx, "TransformerBlock", (D, 2), x, dropout_rate=rate),
             lambda: linen_call(jaxfused.linen, "TransformerBlock", x, num_heads=2, **block),
@@ -185,7 +185,7 @@ def test_rates_that_are_no_fractions_are_refused(rate):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sowing_the_weights_changes_nothing(is_causal):
-    """The output is the same, also for queries that may attend to nothing: it is 0 there."""
+    """The output stays the same, also where it is 0 because a query has no keys."""
     x = normal(0, B, T, D)
     mask = jnp.ones((B, 1, T, T)).at[0, :, 2].set(0).at[1, :, 1, :2].set(0)
     masked = np.zeros((B, 1, T), bool)

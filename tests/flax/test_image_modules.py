@@ -1,4 +1,4 @@
-"""Pooling and enlarging layers, separable and local convolutions, beside what Flax has or composes."""
+"""Pooling, upsampling, separable and local convolutions, compared with Flax's layers."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_pools_are_flax(ours, shape, options, dtype):
             actual = getattr(ours, name)(x, **options, **more)
             expected = getattr(flax.linen, name)(x, **options, **more)
             assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-            # Flax sums in bfloat16.
+            # Flax sums in bfloat16, which is less exact.
             np.testing.assert_allclose(
                 np.asarray(actual, np.float32),
                 np.asarray(expected, np.float32),

@@ -1,4 +1,4 @@
-"""The norms of jaxfused.nnx and jaxfused.linen are Flax's: parameters, outputs, gradients, errors."""
+"""Norms of jaxfused.nnx and jaxfused.linen equal Flax's: parameters, outputs, gradients, errors."""
 
 import flax.linen
 import flax.nnx
@@ -52,7 +52,7 @@ def linen_pair(norm, **arguments):
     return getattr(jaxfused.linen, norm)(**arguments), getattr(flax.linen, norm)(**arguments)
 
 
-# Dtypes of x and of the parameters, and the result's dtype as Flax takes it.
+# Dtypes of x and of the parameters, and the result's dtype in Flax.
 each_dtype = pytest.mark.parametrize(
     ("x_dtype", "arguments"),
     [
@@ -80,7 +80,7 @@ def test_nnx_is_flax(norm, x_dtype, arguments):
         )
     )
     x = normal(1, 2, 5, D).astype(x_dtype)
-    # With rounded parameters Flax rounds more often than ours does.
+    # With parameters of 16 bits, Flax rounds more often than our norms.
     assert_near(ours(x), flaxs(x))
 
 

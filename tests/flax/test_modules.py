@@ -1,4 +1,4 @@
-"""nnx = linen = Flax for each module: parameters, outputs and gradients, compared in float64."""
+"""Each module equals Flax's in nnx and linen: parameters, outputs and gradients, in float64."""
 
 import chex
 import flax.linen
@@ -52,7 +52,7 @@ def assert_same_trees(actual, expected):
 
 
 def shared_params(nnx, linen, *inputs):
-    """Returns random parameters in the tree that both modules have."""
+    """Returns random parameters in the tree that both modules share."""
     params = params_of(nnx)
     shapes = jax.eval_shape(linen.init, jax.random.key(0), *inputs)["params"]
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, params)
@@ -60,9 +60,9 @@ def shared_params(nnx, linen, *inputs):
 
 
 def assert_same(nnx, linen, stock, params, *inputs, **options):
-    """Both modules are as near to `stock(params, *inputs)` in float64 as the rule asks.
+    """Asserts that both modules are as near to `stock(params, *inputs)` in float64 as the rule requires.
 
-    Gradients are sums over both, and so the stock module is called as often.
+    Gradients sum over both modules, so the stock module is called twice as well.
     """
     ours = (nnx_apply(nnx), linen_apply(linen))
     assert_values_and_gradients(
@@ -170,7 +170,7 @@ def test_rotary_embedding():
 
 
 def plain_block(params, x, residual):
-    """A causal block with LayerNorm, as one writes it in stock Flax."""
+    """A causal block with LayerNorm in stock Flax."""
 
     def norm(name, x):
         return linen_apply(flax.linen.LayerNorm(use_fast_variance=False))(params[name], x)
@@ -352,7 +352,7 @@ def test_instance_norm(options):
 
 
 def batch_norm_calls(nnx, linen, stock):
-    """Yields functions `f(params, statistics, x, training, ...)` with y and the next statistics."""
+    """Yields functions `f(params, statistics, x, training, ...)`, which return (y, next statistics)."""
     graphdef, params_state, stats_state = flax.nnx.split(nnx, flax.nnx.Param, flax.nnx.BatchStat)
 
     def of_nnx(params, statistics, x, training, **options):
@@ -386,7 +386,7 @@ def test_batch_norm():
 
     def both_modes(f):
         def g(params, statistics, x):
-            # No gradient flows into the running averages here, and in Flax it may.
+            # Here no gradient flows into the running averages, while Flax allows one.
             y, moved = f(params, statistics, x, True)
             return y, jax.lax.stop_gradient(moved), f(params, statistics, x, False)
 
@@ -415,7 +415,7 @@ def test_folded_batch_norms_answer_as_before():
             return x
 
     model, x = Model(flax.nnx.Rngs(0)), normal(0, B, 5, 5, 8)
-    model(x + 1, use_running_average=False)  # moves the averages
+    model(x + 1, use_running_average=False)  # updates the averages
     before = model(x, use_running_average=True)
     jaxfused.nnx.fold_batch_norms(model)
     assert not jax.tree.leaves(flax.nnx.state(model, flax.nnx.BatchStat))

@@ -1,4 +1,4 @@
-"""Options of the modules: dtypes, dropout, caches, and calls that only Flax's code can serve."""
+"""Options of the modules: dtypes, dropout, caches, and calls that fall back on Flax's code."""
 
 import functools
 
@@ -77,7 +77,7 @@ def test_attention_fn_takes_any_batch_axes(batch):
     mask = np.random.default_rng(3).normal(size=(*batch[1:], 1, T, T + 2)) > 0
     mask[..., 0] = True
     arrays = (*qkv(*batch), normal(4, *batch, 4, T, T + 2), mask.astype(np.float32))
-    # jax.nn's attention, which Flax's calls, does not broadcast over more than one batch axis.
+    # jax.nn's attention, which Flax's layer calls, broadcasts over one batch axis only.
     expected, *ours = (
         jax.jit(f)(*arrays)
         for f in (
@@ -133,7 +133,7 @@ def test_dropout_of_single_weights(ours, flaxs):
     kept = ours(query, jnp.zeros_like(value), value, **options)[..., 0]
     assert np.unique(kept).size > 3
     assert not np.array_equal(kept[0], kept[1])
-    # 16,384 weights are kept with probability 3/4: four standard deviations of their mean.
+    # 16,384 weights are kept with probability 3/4; the tolerance is four deviations of their mean.
     np.testing.assert_allclose(kept.mean(), 1.0, atol=4 * np.sqrt(0.25 / 0.75 / 16_384))
     options["deterministic"] = True
     plain = ours(query, jnp.zeros_like(value), value, **options)
@@ -340,12 +340,12 @@ def test_dropping_branches(kind):
         gone = np.all(part == kept_as, axis=(1, 2))
         np.testing.assert_array_equal(gone, np.any(part == kept_as, axis=(1, 2)))
         assert 0 < gone.sum() < 16
-    # The bias of the projection is kept and dropped with the rest of the branch.
+    # The projection's bias is kept or dropped with the rest of the branch.
     near(stream, 2 * x + jnp.where(gone[:, None, None], 0, 2 * (plain_stream - 2 * x)))
 
 
 def test_blocks_pass_the_stream_on():
-    """A stack of blocks in the form (branch, stream) equals a stack of whole blocks, in jit and scan."""
+    """A stack of blocks that return (branch, stream) equals a stack of whole blocks, in jit and scan."""
 
     @flax.nnx.vmap
     def stack(rngs):

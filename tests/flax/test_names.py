@@ -1,4 +1,4 @@
-"""jaxfused.linen and jaxfused.nnx in the place of flax.linen and flax.nnx, and which layers are ours."""
+"""jaxfused.linen and jaxfused.nnx in place of flax.linen and flax.nnx, and which layers are ours."""
 
 import functools
 import importlib
@@ -178,7 +178,7 @@ def test_other_equations_are_no_product_of_matrices(equation):
 
 
 def test_what_changes_nothing_keeps_the_operator():
-    """Flax's own product, its default precision and the dtype that there would be anyway."""
+    """Options with Flax's default values: its own product, precision and dtype."""
     with dispatch.recorded_fallbacks() as fallbacks:
         linen_call(jaxfused.linen, "Dense", X, features=4, dot_general=jax.lax.dot_general)
         linen_call(jaxfused.linen, "DenseGeneral", X, features=4, dot_general=jax.lax.dot_general)
@@ -233,7 +233,7 @@ def test_grouped_heads_of_nnx_attention():
 
 @parametrize("library", ["linen", "nnx"], quick=(1,))
 def test_attention_is_three_kernels(hopper, library):
-    """One product for queries, keys and values, the attention, and one product with its bias."""
+    """The kernels are one product for q, k and v, the attention, and one product with its bias."""
     x = jax.ShapeDtypeStruct((2, 128, 256), jnp.bfloat16)
 
     def layer(x):
@@ -263,7 +263,7 @@ def test_self_attention_of_linen():
 
 
 class Perceptron(flax.linen.Module):
-    """The MLP of a Vision Transformer as its authors write it."""
+    """Computes a Vision Transformer's MLP as its authors write it."""
 
     @flax.linen.compact
     def __call__(self, x):
@@ -318,7 +318,7 @@ def test_mlp_drops(name):
     still = linen.apply(variables, x, deterministic=True)
     np.testing.assert_array_equal(still, getattr(jaxfused.linen, name)(32).apply(variables, x))
     dropped = linen.apply(variables, x, deterministic=False, rngs={"dropout": KEY})
-    assert np.unique(dropped[:, 0]).size > 8  # All rows were equal.
+    assert np.unique(dropped[:, 0]).size > 8  # All rows of x are equal.
     with pytest.raises(flax.errors.InvalidRngError):
         linen.apply(variables, x, deterministic=False)
     nnx = getattr(jaxfused.nnx, name)(8, 32, dropout_rate=0.5, rngs=flax.nnx.Rngs(0))

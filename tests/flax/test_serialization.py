@@ -77,7 +77,7 @@ def test_round_trips(name):
 
 
 def test_every_state_of_the_package_is_known():
-    """Of pytrees, all but those that live within a call."""
+    """All pytree classes are registered, except those that exist only within a call."""
     within = {"ObservedKernel", "Mask"}
     source = Path(jaxfused.__file__).parent
     registered = r"@jax\.tree_util\.register_\w+\n(?:@.*\n)*class (\w+)"
@@ -125,7 +125,7 @@ def test_targets_that_are_made_otherwise():
     del state["ema"]
     with pytest.raises(ValueError, match="StepState: the state has no ema"):
         flax.serialization.from_state_dict(TREES["step"](), state)
-    # What the target has none of may be missing: older versions did not write it.
+    # Parts that are None in the target may be missing, because older versions did not write them.
     state = flax.serialization.to_state_dict(TREES["step"]())
     missing = [name for name, part in list(state.items()) if part is None]
     for name in missing:

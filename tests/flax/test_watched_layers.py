@@ -1,6 +1,6 @@
-"""What others see of our layers: products put in JAX's place, Flax's interceptors, captured results.
+"""Our layers under replaced products, Flax's interceptors and captured results.
 
-A stand-in replaces `jax.lax.dot_general` as libraries do that quantise models while they run (qwix); the
+A stand-in replaces `jax.lax.dot_general`, like libraries that quantise models while they run (qwix); the
 real one is in tests/adoption.
 """
 
@@ -21,7 +21,7 @@ from tests.flax.test_modules import normal
 from tests.support.grids import parametrize
 
 SEEN = []
-"""The right operands of products, while they are intercepted."""
+"""Right operands of the products that were intercepted."""
 
 
 def see(x, w, *args, **options):
@@ -57,7 +57,7 @@ STOCK = {name: _copy(getattr(jax.lax, name)) for name in ("dot_general", "conv_g
 
 @contextlib.contextmanager
 def intercepted():
-    """JAX's products run other code, as every name of theirs then does."""
+    """Makes JAX's products run other code under every name that refers to them."""
     del SEEN[:]
     codes = {"dot_general": _dot_general_code, "conv_general_dilated": _conv_code}
     for name, other in codes.items():
@@ -133,7 +133,7 @@ LINEN = {
 
 
 def filled(tree):
-    """The parameters with random numbers, so that results depend on each."""
+    """Returns the parameters with random numbers, so that results depend on each of them."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(
         structure,
@@ -142,7 +142,7 @@ def filled(tree):
 
 
 def call_of(library, name):
-    """(a call of a layer, the kernels that it has)."""
+    """Returns (a call of a layer, its kernels)."""
     options, shapes, residual = LAYERS[name]
     args = [normal(i, *shape) for i, shape in enumerate(shapes)]
     more = {} if residual is None else {residual: normal(9, *shapes[0])}
@@ -180,11 +180,11 @@ CASES = [(library, name) for library in ("nnx", "linen") for name in LAYERS]
 def test_every_kernel_reaches_a_product_put_in_jaxs_place(library, name):
     call, kernels = call_of(library, name)
     expected = call()
-    # JAX's einsum is a program of its own, in which the kernel has no values yet.
+    # JAX's einsum is jitted, so that its operands would be tracers.
     eager = jax.disable_jit() if name == "Einsum" else contextlib.nullcontext()
     with intercepted() as seen, eager:
         actual = call()
-    # They come as they are: what replaces the product may put something else into the parameters.
+    # Kernels arrive unchanged, because the replaced product may transform the parameters themselves.
     arrays = [np.asarray(w) for w in seen if not isinstance(w, jax.core.Tracer)]
     for kernel in kernels:
         assert any(
@@ -277,7 +277,7 @@ def test_captured_results_of_our_blocks_are_no_parameters(name):
     assert mlp["down"]["__call__"][0].shape == shapes[0]
     if name == "TransformerBlock":
         assert seen["intermediates"]["qkv"]["__call__"][0].shape == (2, 5, 96)
-    # Where nobody looks on, the parameters alone are read, by modules of their own.
+    # `tabulate` reads the parameters only, and lists them by inner modules.
     assert flax.linen.tabulate(LINEN[name], jax.random.key(0))(*args).count("up") >= 1
 
 

@@ -1,4 +1,4 @@
-"""fuse as a transformation: what it may be put around and into, what it reports and leaves alone."""
+"""fuse as a transformation: its nesting, its report, and the code that it leaves alone."""
 
 import itertools
 import sys
@@ -102,7 +102,7 @@ def test_it_looks_into(f):
 
 
 def test_weights_of_a_batch_are_no_vectors():
-    """Under `vmap` over the parameters, a scale is an array for each example."""
+    """Under `vmap` over the parameters, each example has its own scale."""
     ours, plain = jaxfused.fuse(under_vmap)(stacked(), X), under_vmap(stacked(), X)
     np.testing.assert_allclose(ours, plain, atol=1e-5)
 
@@ -143,7 +143,7 @@ def test_it_works_under(transform):
 
 @pytest.mark.parametrize("named", [{"tpu": 2.0}, {"tpu": 2.0, "cpu": 3.0}])
 def test_branches_of_other_platforms_stay_what_they_are(named):
-    """They need not even compile here."""
+    """Branches of other platforms need not even compile here."""
 
     def on_tpu(x):
         kernel = lambda x_ref, y_ref: y_ref.__setitem__(..., x_ref[...])  # noqa: E731
@@ -167,7 +167,7 @@ H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=132)
 
 
 def of_a_gpu():
-    """Arguments of a size that kernels are chosen for."""
+    """Returns arguments of a size for which kernels are chosen."""
     arguments = jax.eval_shape(lambda: (params(features=768, hidden=3072), jnp.zeros((4096, 768))))
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), arguments)
 
@@ -192,7 +192,7 @@ def test_kernels_run_what_was_found():
 
 
 def test_what_has_no_kernel_on_a_gpu_stays_the_programs_own():
-    """Attention in float32 with heads of seven features is XLA's on any GPU."""
+    """Attention in float32 with heads of seven features runs in XLA on any GPU."""
     x = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.float16)
     odd = jax.ShapeDtypeStruct((2, 64, 4, 7), jnp.float32)
     with dispatch.assume(H200):
@@ -203,7 +203,7 @@ def test_what_has_no_kernel_on_a_gpu_stays_the_programs_own():
 
 
 def test_it_looks_into_programs_whose_types_are_sharded():
-    """An activation is told by its derivative, and a kernel asked for, with arrays of these types."""
+    """Recognising an activation by its derivative and choosing kernels both work on sharded types."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
 
     def f(x, w):
@@ -222,7 +222,7 @@ def test_it_looks_into_programs_whose_types_are_sharded():
 
 
 def test_an_operator_runs_under_the_mesh_of_its_place():
-    """Inside of `auto_axes` the operations of a program have types without shardings."""
+    """Within `auto_axes`, the operations of a program have types without shardings."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
 
     def f(q, k, v):
@@ -363,7 +363,7 @@ def test_arrays_that_are_closed_over_have_their_gradients():
 
 
 class LinenBlock(nn.Module):
-    """A block of a Transformer of stock layers, in our own words."""
+    """A Transformer block of stock layers."""
 
     dtype: str
     dropout: float = 0.0
@@ -401,7 +401,7 @@ def test_a_stock_linen_block(causal, dtype):
     tree = linen_params(LinenBlock(dtype), x)
 
     def f(tree, x):
-        # For the float64 truth the layers compute in the dtype of what they get.
+        # The layers compute in x's dtype, so that there is a float64 truth.
         model = LinenBlock(str(x.dtype))
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2])) if causal else None
         return model.apply(tree, x, mask)
@@ -492,7 +492,10 @@ def test_random_streams_of_nnx_go_on_where_the_call_left_them():
 
 @pytest.mark.exhaustive
 def test_finding_costs_little_for_many_layers():
-    """It is linear in the operations, counted in calls of functions, which no other process slows."""
+    """Finding takes time linear in the operations.
+
+    Function calls are counted, because other processes do not change their number.
+    """
     x = jnp.zeros((2, 6, 32), jnp.bfloat16)
 
     def calls(layers):
@@ -512,5 +515,5 @@ def test_finding_costs_little_for_many_layers():
         assert found == {name: layers * count for name, count in LINEN_BLOCK.items()}
         return made
 
-    calls(1)  # Fills JAX's caches.
+    calls(1)  # This fills JAX's caches.
     assert calls(8) < 5 * calls(2)

@@ -40,14 +40,14 @@ def bthd(q, k, v, mask=None, number=-1e9):
 
 
 def bhtd(q, k, v):
-    """Heads before positions, and the scale on the queries."""
+    """Attention with heads before positions, and the scale on the queries."""
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q * H**-0.5, k, v))
     p = jax.nn.softmax(q @ k.swapaxes(-1, -2), axis=-1)
     return (p @ v).transpose(0, 2, 1, 3)
 
 
 def by_hand(q, k, v):
-    """A softmax without its maximum subtracted twice, as JAX would."""
+    """Attention whose softmax subtracts the maximum once; JAX's own would subtract it twice."""
     logits = jnp.einsum("bthd,bshd->bhts", wide(q), wide(k)) * 0.3
     logits = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     e = jnp.exp(logits)
@@ -56,14 +56,14 @@ def by_hand(q, k, v):
 
 
 def merged_heads(q, k, v):
-    """One axis for batch and heads, as in the first Transformers."""
+    """Attention with one axis for batch and heads, as in the first Transformers."""
     q, k, v = (x.swapaxes(1, 2).reshape(B * N, -1, H) for x in (q, k, v))
     p = jax.nn.softmax(jnp.matmul(q, k.transpose(0, 2, 1)) / H**0.5)
     return jnp.matmul(p, v).reshape(B, N, -1, H).swapaxes(1, 2)
 
 
 def capped(q, k, v):
-    """Gemma 2's soft cap."""
+    """Attention with Gemma 2's soft cap."""
     logits = jnp.einsum("bthd,bshd->bhts", q, k) * 0.35
     logits = 5.0 * jnp.tanh(logits / 5.0)
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
@@ -95,7 +95,7 @@ def grouped_by_einsum(q, k, v):
 
 
 def gemma(q, k, v):
-    """Logits of grouped heads that are one axis for the softmax."""
+    """Attention of grouped heads, whose logits have one axis of heads for the softmax."""
     q = q.reshape(B, T, 2, 2, H) * H**-0.5
     logits = jnp.einsum("BTKGH,BSKH->BTKGS", q, k).reshape(B, T, N, S)
     logits = jnp.where(causal()[None, :, None, :], logits, -2.3819763e38)
@@ -108,7 +108,7 @@ def repeated(q, k, v):
 
 
 def tiled(q, k, v):
-    """einops.repeat's."""
+    """Attention with keys and values repeated as by einops.repeat."""
     k, v = (jnp.tile(x[:, :, :, None], (1, 1, 1, 2, 1)).reshape(B, S, N, H) for x in (k, v))
     return bthd(q, k, v, causal())
 
@@ -133,7 +133,7 @@ def test_heads_that_share_keys(attention, dtype):
 
 
 def heads_first(q, k, v):
-    """Heads before positions; keys and values have an axis that the queries of a group share."""
+    """Attention with heads before positions; keys and values have an axis for the group's queries."""
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
     q = q.reshape(len(q), k.shape[1], -1, *q.shape[2:])
     logits = jnp.matmul(q, k[:, :, None].swapaxes(-1, -2)) / H**0.5
@@ -194,7 +194,7 @@ def of_padding(lengths):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", [(6, 4), (3, 0)])
 def test_queries_without_keys_get_what_they_got(lengths, dtype):
-    """Of equal logits the probabilities are equal, and the result is the mean of the values."""
+    """Equal logits give equal probabilities, so that the result is the mean of the values."""
     padding = of_padding(lengths)
     args = qkv(dtype)
     f = lambda q, k, v, p=padding: bthd(q, k, v, p[:, None, None, :])  # noqa: E731
@@ -327,7 +327,7 @@ def test_a_softmax_over_queries_is_another_operator():
 
 
 def with_logits(change):
-    """An attention whose logits are changed before its softmax."""
+    """Returns an attention whose logits are changed before its softmax."""
 
     def f(q, k, v):
         p = jax.nn.softmax(change(jnp.einsum("bthd,bshd->bhts", q, k) / 3))
@@ -375,7 +375,7 @@ def test_what_a_query_without_keys_gets_is_not_told_by_the_mask_alone(change):
 @pytest.mark.parametrize("heads", [2, N])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_mask_that_is_added_leaves_logits_their_gradient(dtype, heads):
-    """Of a query without keys the logits are one number, but they are sums with the query's products."""
+    """Adding -1e30 hides a query's logits, but their gradient still reaches the product."""
     padding = of_padding((3, 0))[:, None, None]
 
     def f(q, k, v):
@@ -405,7 +405,7 @@ def test_a_number_that_float16_has_not_is_minus_infinity():
 
 @pytest.mark.parametrize("part", ["maximum", "sum"])
 def test_the_parts_of_a_softmax_stand_at_their_rows(part):
-    """As many queries as keys, so that one broadcasts in the place of the other."""
+    """There are as many queries as keys, so a transposed row statistic would still broadcast."""
 
     def f(q, k, v):
         x = jnp.einsum("bthd,bshd->bhts", q, k)
@@ -419,13 +419,13 @@ def test_the_parts_of_a_softmax_stand_at_their_rows(part):
 
 
 def test_blocks_of_a_constant_mask_are_counted_from_below_zero():
-    """The quotient of a negative integer: XLA's goes towards zero."""
+    """A division of a negative integer, which XLA rounds towards zero."""
     rows, columns = jnp.arange(T)[:, None], jnp.arange(S)[None]
     f = partial(bthd, mask=(rows - 3 - columns) // 2 <= 0)
     assert_fuses(lambda *args: f(*args), *qkv("float32"), into={"dot_product_attention": 1})
 
     def g(q, k, v):
-        # Traced, so that `fuse` reads the mask's operations and not its array.
+        # The mask is traced, so that `fuse` reads its operations and not its values.
         rows, columns = jnp.arange(T)[:, None], jnp.arange(S)[None]
         return bthd(q, k, v, (rows - 3 - columns) // 2 <= -1)
 
@@ -446,7 +446,7 @@ def half_rotation(x, cos, sin):
 
 
 def rotate_half(x, cos, sin):
-    """Hugging Face's, with tables for both halves."""
+    """Rotates as Hugging Face does, by tables for both halves."""
     cos, sin = (jnp.concatenate([t, t], -1) for t in (cos, sin))
     x1, x2 = jnp.split(x, 2, axis=-1)
     return (wide(x) * cos + wide(jnp.concatenate([-x2, x1], -1)) * sin).astype(x.dtype)
@@ -556,7 +556,7 @@ def nano_gpt(x, w, b):
 
 
 def timm(x, w, b):
-    """Heads before positions."""
+    """Self-attention as in timm, with heads before positions."""
     q, k, v = (x @ columns_of(w) + b).reshape(B, T, 3, N, H).transpose(2, 0, 3, 1, 4)
     cos, sin = (table.swapaxes(1, 2) for table in tables(wide(x)))
     q, k = (half_rotation(y, cos, sin) for y in (q, k))
@@ -565,12 +565,12 @@ def timm(x, w, b):
 
 
 def neox(x, w, b):
-    """Each head's query, key and value side by side."""
+    """Self-attention as in GPT-NeoX, with each head's query, key and value concatenated."""
     return with_rotation(*jnp.split((x @ columns_of(w) + b).reshape(B, T, N, 3 * H), 3, -1))
 
 
 def transposed(x, w, b):
-    """The same of three products."""
+    """The same as timm's with three products."""
     bias = b.reshape(3, 1, N * H)
     w = w.transpose(0, 2, 1, 3).reshape(3, 32, N * H)
     q, k, v = ((x @ w[i] + bias[i]).reshape(B, T, N, H).swapaxes(1, 2) for i in range(3))
@@ -643,14 +643,14 @@ def gpt_j(x, cos, sin):
 
 
 def easy_lm(x, cos, sin):
-    """Complex numbers."""
+    """Rotates pairs as complex numbers."""
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     y = jax.lax.complex(pairs[..., 0], pairs[..., 1]) * (cos + 1j * sin)
     return jnp.stack((jnp.real(y), jnp.imag(y)), axis=-1).reshape(x.shape)
 
 
 def wan(x, cos, sin):
-    """Real and imaginary parts of complex tables."""
+    """Rotates by the real and imaginary parts of complex tables."""
     turns = jnp.exp(1j * jnp.arctan2(sin, cos))
     return by_pairs(x, jnp.real(turns), jnp.imag(turns))
 
@@ -669,7 +669,7 @@ def maxtext_shifts(x, cos, sin):
 
 
 def flux_turns(cos, sin):
-    """A matrix of 2 x 2 for each pair, of several axes of an image."""
+    """Returns a 2 x 2 matrix for each pair, for positions on several axes of an image."""
     turns = jnp.stack([cos, -sin, sin, cos], -1)
     turns = jnp.concatenate([turns[..., :1, :], turns[..., 1:, :]], axis=-2)
     return turns.reshape(*cos.shape, 2, 2)
@@ -718,11 +718,11 @@ def test_a_rotation_of_a_part_of_the_features(rotate):
 @pytest.mark.parametrize(
     "rotate",
     [
-        # The tables differ between the two of a pair.
+        # The two members of a pair have different tables.
         lambda x, cos, sin: x * jnp.concatenate([cos, cos], -1) + every_two(x) * sin.repeat(2, 3),
-        # Both of a pair are turned the same way.
+        # Both members of a pair turn in the same direction.
         lambda x, cos, sin: x * cos.repeat(2, 3) + jnp.abs(every_two(x)) * sin.repeat(2, 3),
-        # What comes in as neighbours goes out as halves.
+        # The input has interleaved pairs, and the output halves.
         lambda x, cos, sin: jnp.concatenate(
             [x[..., ::2] * cos - x[..., 1::2] * sin, x[..., 1::2] * cos + x[..., ::2] * sin], -1
         ),

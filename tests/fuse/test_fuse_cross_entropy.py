@@ -51,7 +51,7 @@ def test_the_loss_of_a_product(loss, dtype):
 
 @pytest.mark.parametrize("loss", [of_optax, by_one_hot])
 def test_labels_outside_the_classes_give_what_they_gave(loss):
-    """Optax counts a negative one from the end and makes NaN of a large one; a one-hot row is 0."""
+    """In Optax, negative labels count from the end, large ones give NaN, and one-hot rows are 0."""
     assert counts(loss, *args("float32"), LABELS) == INTO
     ours, plain = (f(*args("float32"), LABELS) for f in (jaxfused.fuse(loss), loss))
     np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)

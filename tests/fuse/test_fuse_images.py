@@ -46,7 +46,7 @@ def by_reshape(x, scale, bias):
 
 
 def in_rows(x, scale, bias):
-    """Each group as one row of numbers, as ports of channels-first code have it."""
+    """Normalises each group as one row of numbers, like ports of channels-first code."""
     images, channels = x.shape[0], x.shape[-1]
     y = wide(x).reshape(images, -1, 4, channels // 4).transpose(0, 2, 1, 3).reshape(images, 4, -1)
     y = y - y.mean(-1, keepdims=True)
@@ -56,7 +56,7 @@ def in_rows(x, scale, bias):
 
 
 def with_factor_and_offset(x, scale, bias):
-    """One product and one sum for each number: x * factor + offset."""
+    """Normalises by one product and one sum for each number: x * factor + offset."""
     y = wide(x).reshape(*x.shape[:-1], 4, -1)
     axes = (*range(1, x.ndim - 1), x.ndim)
     mean = y.mean(axes, keepdims=True)
@@ -84,7 +84,7 @@ def of_channels(x, scale, bias):
 
 
 def of_images(x, scale, bias):
-    """One group."""
+    """Group norm of a single group."""
     y = wide(x)
     y = y - y.mean((1, 2, 3), keepdims=True)
     y = y * jax.lax.rsqrt(jnp.square(y).mean((1, 2, 3), keepdims=True) + EPSILON)
@@ -148,7 +148,7 @@ def test_channels_that_come_first_in_float32_are_left_alone():
 
 @pytest.mark.parametrize("after", [jnp.square, lambda y: y**3, lambda y: 1.0 / (y + 3.0)])
 def test_a_power_of_a_norm_stays_outside(after):
-    """It is no factor of each image."""
+    """The power of a norm is not mistaken for a factor per image."""
     f = lambda *args: after(of_linen(*args))  # noqa: E731
     assert_fuses(f, *inputs("float32"), into={"group_norm": 1})
 
@@ -195,7 +195,7 @@ def test_batch_norm_returns_what_the_running_averages_need(dtype):
         y, averages = train(*args)
         return jax.nn.relu(y + args[0][::-1]), averages
 
-    # In float32 the sums of few squares of 16-bit numbers have no error, which is no yardstick.
+    # In float32, few squares of 16-bit numbers sum exactly, so the plain error would be no yardstick.
     args = (*inputs(dtype, 4, 12, 10, 8), normal(3, 8), normal(4, 8) ** 2)
     assert_fuses(block, *args, into={"batch_norm": 1})
     assert "batch_norm(scale, bias, residual, relu)" in str(fusion(block, *args))
@@ -208,7 +208,7 @@ def test_a_convolution_takes_the_statistics_of_the_batch_norm_after_it(dtype):
         return jax.nn.relu(y), averages
 
     x, scale, bias = inputs(dtype)
-    # XLA need not round what only the norm sees; here there is nothing to round.
+    # XLA may skip a rounding before the norm; this convolution's result needs none.
     w = jnp.zeros((3, 3, 8, 8)).at[0, 2].set(jnp.eye(8) / 2)
     args = (x, w, scale, bias, normal(3, 8), normal(4, 8) ** 2)
     assert_fuses(block, *args, into={"conv": 1})
@@ -377,7 +377,7 @@ def of_padded(x, w, b):
 
 
 def of_padded_parts(x, w, b):
-    """Griffin's, with the latest first."""
+    """Causal convolution as in Griffin, from the latest step backwards."""
     y = 0.0
     for back in range(4):
         part = jnp.pad(x[:, : x.shape[1] - back], ((0, 0), (back, 0), (0, 0)))
@@ -463,7 +463,7 @@ def test_zeros_inside_of_the_array_are_no_padding():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_value_of_each_window(dtype):
     def f(x):
-        # Of zeros, which are equal, the gradient goes to the first.
+        # All zeros are equal, and the gradient goes to the first.
         return nn.max_pool(jax.nn.relu(x), (3, 2), strides=(2, 1), padding="SAME")
 
     assert_fuses(f, inputs(dtype)[0] - 1, into={"max_pool": 1})
@@ -507,7 +507,7 @@ def test_images_that_are_enlarged_otherwise_are_left_alone(options):
 
 
 def test_the_hot_path_of_a_diffusion_u_net():
-    """GroupNorm, SiLU, convolution, time embedding, twice, and the sum of the block."""
+    """The block is GroupNorm, SiLU, convolution and time embedding, twice, and the block's sum."""
 
     def block(x, embedding, scale, bias, w1, w2):
         y = convolved(jax.nn.silu(of_linen(x, scale, bias)), w1.astype(x.dtype))

@@ -118,7 +118,7 @@ def test_rms_norm_in_its_spellings(norm, dtype):
 
 
 def test_a_norm_of_what_an_axis_was_taken_off():
-    """A part of the queries, keys and values of one product."""
+    """Queries are normalised after they are sliced from one product for q, k and v."""
     x, scale, _ = inputs("float32", 3, 5, 1, 4, 16)
     assert_fuses(lambda x, s: times_rsqrt(x[:, :, 0], s), x, scale, into={"rms_norm": 1})
 
@@ -161,13 +161,13 @@ def test_one_value_written_in_several_converts_is_one_input():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_are_not_used_are_not_normalised(dtype):
-    """A class token is one row of each image; of the sum before the norm too."""
+    """Only the class token's row of each image is used, also in the sum before the norm."""
 
     def f(x, residual, scale, bias):
         return flax_fast_variance(x + residual, scale, bias)[:, 0]
 
     x, scale, bias = inputs(dtype)
-    # XLA need not round the sum that no one sees; here there is nothing to round.
+    # XLA may skip the rounding of an inner sum; this sum needs none.
     x = jnp.round(x * 8) / 8
     args = (x, x[::-1], scale, bias)
     assert_fuses(f, *args, into={"layer_norm": 1})
@@ -182,7 +182,7 @@ def test_every_other_row_is_cut_by_the_program():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_modulation_by_image_follows_the_norm(dtype):
-    """AdaLN of a DiT: the norm has no parameters, and the scale differs from image to image."""
+    """AdaLN of a DiT: the norm has no parameters, and the scale differs between images."""
 
     def f(x, scale, shift, gate, w):
         y = wide(x)
@@ -274,7 +274,7 @@ def test_the_users_own_gradient_is_a_wall():
 
 
 def test_square_shapes_tell_rows_from_features():
-    """A scale along the rows is not the norm's, though it has as many numbers."""
+    """A scale along the rows is not the norm's scale, although it has as many numbers."""
 
     def f(x, scale):
         return times_rsqrt(x, scale[:, None])
@@ -287,7 +287,7 @@ def test_square_shapes_tell_rows_from_features():
 @pytest.mark.parametrize("count", [299, 301, 300.001])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_sum_over_nearly_as_many_is_no_mean(count, dtype):
-    """As of `ddof=1`, which torch's standard deviation has."""
+    """`ddof=1` gives such a count, as in torch's standard deviation."""
 
     def f(x):
         return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) / count + 1e-6)
@@ -363,7 +363,7 @@ def test_a_factor_near_1_stays():
 
 
 def modulated(x, shift, scale):
-    """The norm of a diffusion Transformer, as its authors write it."""
+    """The norm of a diffusion Transformer, in its authors' form."""
     y = without_parameters(x, None, None)
     return y * (1 + scale[:, None]) + shift[:, None]
 

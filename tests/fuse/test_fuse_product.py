@@ -319,7 +319,7 @@ def test_an_active_dropout_stays_between_two_products():
 
 
 def test_a_quantised_weight_is_not_looked_through():
-    """A convert to 8 bits and back is meant: the weight is the rounded one."""
+    """A conversion to 8 bits and back stays, because it rounds the weight on purpose."""
 
     def f(x, w):
         return jax.nn.gelu(x @ w.astype(jnp.float8_e4m3fn).astype(x.dtype))

@@ -1,4 +1,4 @@
-"""The fuzz over programs: some of its programs, and faults of `fuse` that it has to find."""
+"""The fuzz over programs: some programs, and faults of `fuse` that it must find."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def takes_a_count_for_another(monkeypatch):
 
 
 def takes_a_sum_for_a_choice(monkeypatch):
-    """Of a logit and a mask's number."""
+    """Makes `fuse` mistake adding a mask's number to the logits for replacing them."""
     monkeypatch.setattr(attention, "_check_queries_without_keys", lambda logits: None)
     monkeypatch.setattr(
         attention, "_of_absorbed_logits", lambda q, k, v, scale: attention._mean(v, q.shape[2])
@@ -47,7 +47,7 @@ FOUND = {
     takes_a_count_for_another: 509,
     takes_a_sum_for_a_choice: 31,
 }
-"""By fault, a program of seed 1 that shows it. Where the fuzz draws others, look for the first again."""
+"""By fault, the number of a program of seed 1 that shows it. If the fuzz changes, find new numbers."""
 
 
 @pytest.mark.parametrize("fault", FOUND)

@@ -1,4 +1,4 @@
-"""jaxfused.optim against Optax: the same bits, the same state, in every wrapper."""
+"""jaxfused.optim compared with Optax: the same bits and state, in every wrapper."""
 
 import chex
 import jax
@@ -56,7 +56,7 @@ def train(tx, params, steps):
 
 
 def assert_same_as_optax(train_with):
-    """`train_with(library)` ends with the same bits for Optax's optimizers and for ours."""
+    """Asserts that `train_with(library)` gives the same bits with Optax's optimizers and with ours."""
     assert_same_bits(train_with(optim), train_with(optax))
 
 
@@ -129,7 +129,7 @@ def test_weight_decay_schedule(name):
     ],
 )
 def test_is_as_near_to_float64_as_float32_allows(monkeypatch, name, options):
-    """Optax's own float32 is off by up to 7e-4 of a step, in its powers of the decays."""
+    """Optax's own float32 is off by up to 7e-4 of a step, because of its powers of the decays."""
     monkeypatch.undo()
     grads = [np.random.default_rng(i).normal(size=7) for i in range(20)]
 
@@ -146,7 +146,7 @@ def test_is_as_near_to_float64_as_float32_allows(monkeypatch, name, options):
         truth = moved(optax, name, jnp.float64, options)
     error = np.abs(moved(optim, name, jnp.float32, options) - truth).max()
     optaxs = np.abs(moved(optax, name, jnp.float32, options) - truth).max()
-    unit = 2.0**-24  # of parameters near 1, of which each step rounds one
+    unit = 2.0**-24  # parameters are near 1, and each step rounds one
     assert error <= min(20 * unit, 2 * optaxs + unit), (error, optaxs)
 
 

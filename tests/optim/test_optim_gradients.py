@@ -29,7 +29,7 @@ WITH_KERNELS = ("adam", "adamw", "adamw8bit", "lamb", "lion", "sgd")
 
 @pytest.fixture
 def stood_in(monkeypatch):
-    """Steps take the kernels' way, with jax.numpy in the kernels' place."""
+    """Makes steps take the kernels' path, with jax.numpy in the place of the kernels."""
     with optimizer_kernels.stood_in_for(monkeypatch):
         yield
 
@@ -40,13 +40,13 @@ def of_ours(name):
 
 
 def of_optax(name):
-    if name == "muon":  # Optax gives its Adam the same Nesterov momentum, and ours has none there.
+    if name == "muon":  # Optax uses nesterov for its Adam too, ours by default does not.
         return functools.partial(optax.contrib.muon, nesterov=False)
     return getattr(optax, "adamw" if name == "adamw8bit" else name)
 
 
 def after_two_steps(tx, implementation=None):
-    """A number that two steps lead to, of which the second starts from the first one's result."""
+    """Returns a number after two steps, the second of which starts from the first one's result."""
     params = {"w": jnp.linspace(-1.0, 1.0, 12).reshape(3, 4), "b": jnp.linspace(1.0, 2.0, 3)}
     state = tx.init(params)
     for i in range(2):
@@ -60,7 +60,7 @@ def after_two_steps(tx, implementation=None):
 
 
 def gradients(make, values, implementation=None):
-    """The gradients to all hyperparameters, and to what a schedule of the learning rate closes over."""
+    """Returns gradients to all hyperparameters, and to a value that the schedule closes over."""
 
     def scheduled(value):
         rest = {k: v for k, v in values.items() if k != "learning_rate"}
@@ -107,7 +107,7 @@ def test_hyperparameters_are_mapped_where_kernels_run(stood_in, name):
 
 
 def test_a_gradient_that_is_zero_leaves_other_gradients_finite(stood_in):
-    """The direction has an infinite slope there, which nothing asks for."""
+    """The direction's derivative is infinite there, but the gradient of the rate does not need it."""
 
     def loss(learning_rate, implementation):
         tx, params = optim.adamw(learning_rate), jnp.ones(2)
@@ -127,7 +127,7 @@ def test_the_decay_of_an_average_has_a_gradient(stood_in):
             params, state = step(jnp.array([-1.0]), state, params)
         return state.ema[0]
 
-    # (1 - d) * 1 * d + (1 - d) * 2 of the values 1 and 2.
+    # The average of 1 and 2 is (1 - d) * 1 * d + (1 - d) * 2.
     for implementation in ("cuda", "xla"):
         np.testing.assert_allclose(jax.grad(average)(0.5, implementation), -2.0, rtol=1e-6)
 
@@ -147,7 +147,7 @@ def test_a_gradient_outside_of_jit(name):
     eager = jax.grad(loss)(1.0)
     np.testing.assert_allclose(eager, jax.jit(jax.grad(loss))(1.0), rtol=1e-5, atol=1e-6)
     if name == "sgd":
-        # p is (1 - 0.2 s)^n after n steps; the average 1/4 + p_1 / 4 + p_2 / 2.
+        # p is (1 - 0.2 s)^n after n steps; the average is 1/4 + p_1 / 4 + p_2 / 2.
         np.testing.assert_allclose(eager, -0.32 * 4 * 1.5 - 0.05 * 4, rtol=1e-5)
 
 
@@ -169,7 +169,7 @@ def test_what_a_differentiated_function_closes_over_is_kept():
 @pytest.mark.parametrize("name", HYPERPARAMETERS)
 def test_leaves_without_a_gradient_stay(name):
     tx = of_ours(name)(0.1)
-    # "w" has its gradient; the names repeat further in, so that no path may be mistaken for another.
+    # "w" has a gradient. Inner names repeat the outer ones, so that mistaken paths would show.
     params = {
         "w": jnp.ones((4, 4)),
         "v": jnp.ones((4, 4)),
@@ -187,7 +187,7 @@ def test_leaves_without_a_gradient_stay(name):
     for leaf in (new["v"], new["b"], new["inner"]["w"]):
         np.testing.assert_array_equal(leaf, np.full(leaf.shape, 2.0))
     assert (np.asarray(new["w"]) != 2).all() and (np.asarray(new["inner"]["b"]) != 2).all()
-    # A leaf that moved does so as if the others did not exist.
+    # The leaves that moved do so as if the others did not exist.
     alone = {"w": jnp.full((4, 4), 2.0), "inner": {"b": jnp.full(3, 2.0)}}
     few = {"w": jnp.ones((4, 4)), "inner": {"b": jnp.ones(3)}}
     expected, _ = tx.step(few, tx.init(alone), alone, max_norm=1.0)
@@ -218,7 +218,8 @@ def test_leaves_without_a_gradient_stay_in_a_transformation_of_the_users_own():
     ("decay", "values"),
     [
         (0.9, [0.1, 0.29, 0.561, 0.9049, 1.31441, 1.782969]),
-        # Of timm 1.0.31 (ModelEmaV3), torch 2.13.0 (AveragedModel) and diffusers 0.42.1 (EMAModel).
+        # Values from timm 1.0.31 (ModelEmaV3), torch 2.13.0 (AveragedModel), diffusers 0.42.1
+        # (EMAModel).
         (ema.CopyFirst(0.9), [1, 1.1, 1.29, 1.561, 1.9049, 2.31441]),
         (ema.PowerWarmup(0.9), [1, 1.630, 2.289, 2.968, 3.663, 4.371]),
         (ema.RationalWarmup(0.9), [1, 1.818, 2.705, 3.601, 4.501, 5.400]),
@@ -230,7 +231,7 @@ def test_averages_warm_up(stood_in, implementation, decay, values):
     tx, params = optim.sgd(1.0), {"a": jnp.zeros(2), "b": None}
     state = tx.init_step(params, ema_decay=decay)
     for i, value in enumerate(values):
-        if i == 2:  # A step that is not taken is no update.
+        if i == 2:  # A skipped step does not count as an update.
             bad = {"a": jnp.full(2, np.nan), "b": None}
             params, state = tx.step(
                 bad, state, params, skip_nonfinite=True, implementation=implementation
@@ -241,7 +242,7 @@ def test_averages_warm_up(stood_in, implementation, decay, values):
 
 
 def test_a_state_saved_without_a_count_has_none():
-    """Checkpoints name the parts of a state: those of a decay that is a number stay what they were."""
+    """Checkpoints name the parts of a state, so a constant decay must not add a count."""
     tx, params = optim.sgd(1.0), jnp.zeros(1)
     names = ("optimizer", "ema", "compute", "loss_scale", "good_steps", "skipped", "rounding")
 
@@ -289,7 +290,7 @@ def test_decays_that_cannot_be(make):
 
 @pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
 def test_updates_in_strict_modes(name):
-    """Promotions are Optax's, and leaves of zeros or without elements divide nothing by zero."""
+    """Promotion of dtypes is Optax's; leaves of zeros or without elements cause no division by zero."""
     params = {"w": jnp.ones((4, 8)), "zero": jnp.zeros((3,)), "none": jnp.zeros((0, 5))}
     grads = {"w": jnp.ones((4, 8), jnp.bfloat16), "zero": jnp.zeros((3,)), "none": params["none"]}
     tx = getattr(optim, name)(0.1)

@@ -1,4 +1,4 @@
-"""jaxfused.optim.muon against Optax's: numbers up to rounding, the same state, and few products."""
+"""jaxfused.optim.muon compared with Optax's: numbers up to rounding, the same state, few products."""
 
 import sys
 
@@ -16,7 +16,7 @@ from tests.support.arrays import put
 from tests.support.grids import parametrize
 from tests.support.optim_training import make_grads, optax_step
 
-# The name in the package is that of the function.
+# `optim.muon` is the function; this is its module.
 muon_module = sys.modules[optim.muon.__module__]
 NUMBERS = contrib.MuonDimensionNumbers
 SHAPES = {
@@ -67,14 +67,14 @@ CASES = [
 
 
 def pair(**options):
-    """Ours and Optax's, which gives all leaves the same `nesterov`."""
+    """Returns our muon and Optax's, which has one `nesterov` for all leaves."""
     schedule = optax.cosine_decay_schedule(0.02, 100)
     ours = optim.muon(schedule, adam_nesterov=options.get("nesterov", True), **options)
     return ours, contrib.muon(schedule, **options)
 
 
 def train_both(options, params, steps, grads=make_grads):
-    """Returns (parameters, state) of both after some steps, ours by turns of `step` and `update`."""
+    """Returns (parameters, state) of both after some steps; ours alternates `step` and `update`."""
     ours, theirs = pair(**options)
     our_update, their_update = optax_step(ours), optax_step(theirs)
     p, q = jax.tree.map(jnp.copy, params), params
@@ -101,13 +101,13 @@ def assert_close(actual, expected, tolerance):
 
 @parametrize("options", CASES, quick=(1,), ids=lambda options: "-".join(options) or "default")
 def test_as_optax(options):
-    """Iterations raise small singular values up to 480-fold, and roundings with them."""
+    """Iterations enlarge small singular values, and their roundings, up to 480-fold."""
     assert_close(*train_both(options, make_params(), 6), 2e-5)
 
 
 @pytest.mark.exhaustive
 def test_momentum_of_16_bits():
-    """Optax rounds after each operation of an iteration, and by other orders of operations."""
+    """Optax rounds after each operation of an iteration, and in another order."""
     options = dict(mu_dtype=jnp.bfloat16)
     assert_close(*train_both(options, make_params(), 4), 2e-5)
     actual, expected = train_both({}, make_params(jnp.bfloat16), 4)
@@ -115,10 +115,9 @@ def test_momentum_of_16_bits():
 
 
 def least_squares(seed=0):
-    """A problem with two layers, whose gradients depend on the parameters.
+    """Returns a problem with two layers, whose gradients depend on the parameters.
 
-    With noise in what is to be learned, the last loss depends on the optimizer, not on how a rounding
-    turned its way close to 0.
+    The targets have noise. So the last loss depends on the optimizer, not on roundings near 0.
     """
     rng = np.random.default_rng(seed)
     x = put(rng.normal(size=(1024, 12)), jnp.float32)
@@ -162,10 +161,10 @@ def test_1000_steps_lose_as_much(iteration_dtype):
 
 
 def test_matrices_of_a_shape_are_one_batch():
-    """For all of them, transposed ones and stacks of layers included.
+    """Matrices of one shape are multiplied in one batch, with their transposes and stacks of layers.
 
-    Three products an iteration where they are square; where they are wide, eleven for the first three
-    iterations and seven for the last two, of which two each are not of the size of Gram matrices.
+    Square ones take three products per iteration. Wide ones take eleven for the first three iterations
+    and seven for the last two; in each group two products are larger than Gram matrices.
     """
     shapes = [(8, 16), (16, 8), (4, 8, 16), (8, 16), (8, 8)]
     params = {str(i): jnp.ones(shape) for i, shape in enumerate(shapes)}
@@ -176,7 +175,7 @@ def test_matrices_of_a_shape_are_one_batch():
 
 @parametrize("dtype", ["float32", "bfloat16"], quick=(0,))
 def test_iterations_at_once_are_as_accurate(dtype):
-    """Of wide matrices whose singular values go down to nothing, against one iteration after another."""
+    """Wide matrices with singular values down to 1e-6: merged iterations compared with single ones."""
     rng = np.random.default_rng(0)
     u, _, v = np.linalg.svd(rng.normal(size=(2, 32, 96)), full_matrices=False)
     x = put(u * np.logspace(0, -6, 32) @ v, jnp.float32)
@@ -201,7 +200,7 @@ def test_iterations_at_once_are_as_accurate(dtype):
 
 def test_batches_are_bounded(monkeypatch):
     monkeypatch.setattr(newton_schulz, "_MOST_ELEMENTS", 2 * 35)
-    """And are of about the same size."""
+    """Batches also have about the same size."""
     matrices = [jnp.ones((1, 5, 7))] * 5
     assert [len(batch) for batch in newton_schulz.batches(matrices)] == [1, 2, 2]
     assert [len(batch) for batch in newton_schulz.batches(matrices[:4])] == [2, 2]
@@ -222,7 +221,7 @@ def test_matrices_become_nearly_orthogonal(dtype):
 
 
 def test_leaves_of_adam_are_as_in_adamw():
-    """Without Nesterov momentum, unless it is asked for: then the first step is 1.47 times as long."""
+    """Nesterov momentum is off by default. With it, the first step is 1.47 times as long."""
     params = {"kernel": jnp.eye(4), "bias": jnp.zeros(4)}
     grads = {"kernel": jnp.eye(4), "bias": jnp.array([1.0, -2.0, 0.5, 3.0])}
     adamw = optax.adamw(0.01, weight_decay=0.1)
@@ -248,9 +247,10 @@ def numpy_orthogonal(x, norm, triples):
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [(12, 7), (7, 12)])
 def test_torchs_muon_in_float64(nesterov, rows, columns):
-    """As in torch 2.13, torch/optim/_muon.py: m.lerp_(g, 1 - beta), g.lerp(m, beta), max(norm, 1e-7).
+    """Follows torch 2.13, torch/optim/_muon.py.
 
-    Of transposed weights, [in, out], whose columns then are what torch calls rows.
+    m.lerp_(g, 1 - beta), g.lerp(m, beta), max(norm, 1e-7). Our weights are transposed, [in, out], so
+    that their columns are torch's rows.
     """
     lr, beta, decay, abc = 0.02, 0.95, 0.1, (3.4445, -4.775, 2.0315)
     tx = optim.muon(
@@ -276,7 +276,7 @@ def test_torchs_muon_in_float64(nesterov, rows, columns):
 
 
 def test_norms_are_clamped():
-    """A norm of 5e-8 is divided by 1e-7, where Optax divides it by the sum of both."""
+    """A norm of 5e-8 is replaced by 1e-7, where Optax divides by the sum of both."""
     g = 5e-8 * jnp.eye(2)[:1]
     for clamp, norm in ((True, 1e-7), (False, 1.5e-7)):
         tx = optim.muon(
@@ -287,7 +287,7 @@ def test_norms_are_clamped():
 
 
 def test_kerass_and_torchs_match_of_adams_root_mean_square():
-    """0.2 sqrt(max(rows, columns)), which is Keras' rms_rate and torch's "match_rms_adamw"."""
+    """The factor is 0.2 sqrt(max(rows, columns)): Keras' rms_rate, torch's "match_rms_adamw"."""
     g = put(np.random.default_rng(0).normal(size=(6, 10)), jnp.float32)
     plain, scaled = (optim.muon(1.0, consistent_rms=rms) for rms in (None, 0.2))
     u, v = (tx.update(g, tx.init(g), g)[0] for tx in (plain, scaled))
@@ -297,7 +297,7 @@ def test_kerass_and_torchs_match_of_adams_root_mean_square():
 @pytest.mark.parametrize("name", ["standard", "dion", "quintic", "polar_express"])
 @pytest.mark.parametrize("steps", [3, 5, 9])
 def test_as_many_coefficients_as_iterations(name, steps):
-    """Of a preset of more, the first ones are taken; of one of fewer, the last is taken again."""
+    """Longer presets are cut after the last iteration; shorter ones repeat their last coefficients."""
     g = put(np.random.default_rng(0).normal(size=(6, 10)), jnp.float32)
     tx = optim.muon(1.0, ns_coeffs=name, ns_steps=steps, nesterov=False)
     state = tx.init(g)
@@ -319,7 +319,7 @@ def test_polar_express_is_close_to_orthogonal():
 
 
 def test_kernels_of_convolutions_are_flattened():
-    """As timm and pytorch-optimizer flatten [O, I, H, W], whose outputs are the last axis in Flax."""
+    """As timm and pytorch-optimizer do with [O, I, H, W], they are flattened to [H W I, O]."""
     params = {"conv": jnp.ones((3, 3, 2, 8)), "dense": jnp.ones((4, 5)), "bias": jnp.ones(8)}
     grads = make_grads(params)
     flat = {**grads, "conv": grads["conv"].reshape(18, 8)}
@@ -334,7 +334,7 @@ def test_kernels_of_convolutions_are_flattened():
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("options", [{}, dict(ns_coeffs="quintic", preconditioning="aol")])
 def test_under_inject_hyperparams(jitted, options):
-    """Also inside jit, where the number of iterations is traced."""
+    """This holds also inside jit, where the number of iterations is traced."""
     params = {
         "w": put(np.random.default_rng(0).normal(size=(4, 10)), jnp.float32),
         "b": jnp.ones(3),

@@ -1,4 +1,4 @@
-"""Which optimizer of which library equals which of ours: the rows of "Port from" in the docs."""
+"""Equal optimizers of other libraries and ours: the rows of "Port from" in the docs."""
 
 import functools
 from pathlib import Path
@@ -12,23 +12,23 @@ from tests.cases.optimizer_ports import RECORDED, STEPS, parameters_and_gradient
 from tests.support.grids import parametrize
 
 ROUNDING = 3e-7
-"""After 20 steps of about 0.01, in parameters of about 0.1."""
+"""Tolerance after 20 steps of about 0.01, for parameters of about 0.1."""
 BFLOAT16 = 2e-4
-"""The iterations of torch's, timm's and pytorch-optimizer's Muon are in bfloat16."""
+"""Tolerance for Muon of torch, timm and pytorch-optimizer, whose iterations are in bfloat16."""
 
 
 adamw = functools.partial(optim.adamw, 0.01, weight_decay=0.1)
 adafactor = functools.partial(optim.adafactor, 0.01, min_dim_size_to_factor=1)
 muon = functools.partial(optim.muon, 0.01)
 torchs = functools.partial(muon, bias_correction=False, clamp_norm=True, eps=1e-7, adam_eps=1e-8)
-# The other library's optimizer, ours, and how far apart they are at most.
+# By other library's optimizer: ours, and the largest difference.
 ROWS = {
     # "torch AdamW" is timm's AdamWLegacy and pytorch-optimizer's AdamW, bit for bit.
     "torch AdamW": (adamw, ROUNDING),
     "torch Adam": (lambda: optim.adam(0.01), ROUNDING),
     "timm NAdamW": (lambda: adamw(nesterov="timm"), ROUNDING),
     "torch NAdam": (lambda: adamw(nesterov="torch"), ROUNDING),
-    # Keras has powers of beta in float32.
+    # Keras computes powers of beta in float32.
     "keras Nadam": (lambda: optim.adam(0.01, nesterov="keras"), 1e-6),
     # "lion-pytorch Lion" is timm's, bit for bit.
     "lion-pytorch Lion": (lambda: optim.lion(1e-3, weight_decay=0.1), ROUNDING),
@@ -47,7 +47,7 @@ ROWS = {
         lambda: optax.chain(optax.clip_by_global_norm(1.0), optim.adam(0.01, eps=1e-6)),
         ROUNDING,
     ),
-    # Keras' eps is added before the bias correction.
+    # Keras adds eps before the bias correction.
     "keras Lamb": (
         lambda: optax.chain(optim.lamb(0.01), optax.add_decayed_weights(-0.01 * 0.1)),
         3e-5,
@@ -81,7 +81,7 @@ ROWS = {
 
 
 def distances(name, tx):
-    """The largest differences to what is recorded, after the first step and after the last."""
+    """Returns the largest differences from the recorded values, after the first and the last step."""
     params, grads = parameters_and_gradients()
     recorded = RECORDED[name]
     params = {k: params[k] for k in recorded}
@@ -115,7 +115,7 @@ def test_equals(name):
 
 
 def test_cannot_agree():
-    """Keras' Adam adds eps to the root before the bias correction: 32 times as much in a first step."""
+    """Keras' Adam adds eps before the bias correction, so it is 32 times as large in the first step."""
     first, last = distances("keras AdamW", adamw())
     assert 1e-6 < first < 1e-3 and 1e-6 < last < 1e-3
 

@@ -1,4 +1,4 @@
-"""Moments in 8 bits and random rounding: what codes and bits are, and that training stays as it was."""
+"""8-bit moments and stochastic rounding: codes, random bits, and the effect on training."""
 
 import functools
 
@@ -58,7 +58,7 @@ def test_codes_keep_values(signed):
     blocks = values.reshape(-1, 256)
     largest = np.abs(blocks).max(axis=1, keepdims=True)
     np.testing.assert_array_equal(np.asarray(moment.scales).reshape(-1, 1), largest)
-    # The distance of the two codes that they are chosen from at random.
+    # The distance of the two codes between which stochastic rounding chooses.
     relative = np.abs(blocks) / np.maximum(largest, 1e-30)
     count, power = (127, 2) if signed else (255, 4)
     low = np.floor(count * relative ** (1 / power))
@@ -66,7 +66,7 @@ def test_codes_keep_values(signed):
     error = np.abs(decoded.reshape(-1, 256) - blocks)
     assert np.all(error <= largest * (distance + 1e-6))
     assert not decoded[0, :256].any()
-    # What has a code keeps it, but for a rounding of float32 that is next to a random choice.
+    # Decoded values keep their code, unless float32 rounding meets a random choice.
     again = eight_bit.encode(decoded, moment, seeds())
     np.testing.assert_allclose(again.scales, moment.scales, rtol=1e-6)
     assert np.mean(np.asarray(again.codes) != np.asarray(moment.codes)) < 1e-3
@@ -89,14 +89,14 @@ def test_moments_are_right_in_the_mean(signed):
     mean = np.mean([decoded(jnp.uint32(i)) for i in range(400)], axis=0)
     largest = np.abs(values).reshape(-1, 256).max(axis=1).repeat(256)
     relative = np.abs(values) / largest
-    # About the distance of two codes, of which the mean of 400 is off by a fortieth.
+    # About the distance of two codes; the mean of 400 draws is off by a fortieth of it.
     distance = largest * (2 / 127 * relative**0.5 if signed else 4 / 255 * relative**0.75)
     assert np.all(np.abs(mean - values) < 0.15 * distance)
     assert abs(np.mean((mean - values) / distance)) < 2e-3
 
 
 def test_zeros_and_what_is_next_to_them():
-    """A chance of one in 65536 is too much for 1e-12 of a block's largest value: a code is far more."""
+    """1e-12 of a block's maximum becomes 0: rounding it up once in 65536 times would be far too much."""
     values = np.zeros(2**18, np.float32)
     values[::256] = 1.0
     values[1::2] = 1e-12
@@ -104,7 +104,7 @@ def test_zeros_and_what_is_next_to_them():
     second = eight_bit.zero_moment(jnp.zeros(2**18), signed=False)
     codes = np.asarray(eight_bit.encode(values, first, seeds()).codes)
     assert not codes[1::2].any() and (codes[::256] == 127).all()
-    # A second moment is divided by: only a zero is 0.
+    # A second moment is a divisor, so that only zero has the code 0.
     codes = np.asarray(eight_bit.encode(values**2, second, seeds()).codes)
     assert (codes[1::2] == 1).all() and (codes[::256] == 255).all()
     assert not np.delete(codes[::2], np.s_[::128]).any()
@@ -120,7 +120,10 @@ def test_zeros_and_what_is_next_to_them():
     ],
 )
 def test_small_gradients_in_a_block_move_as_far(b1, ratio, least, most):
-    """They set in after 100 steps, beside one of 1: rounded to the nearest, moments would not follow."""
+    """Small gradients start after 100 steps, in a block with one of 1.
+
+    With rounding to nearest, their moments would stay 0.
+    """
 
     def moved(make):
         tx, params = make(0.01, b1=b1, weight_decay=0.0), jnp.zeros((16, 256))
@@ -136,7 +139,7 @@ def test_small_gradients_in_a_block_move_as_far(b1, ratio, least, most):
 
     ours, theirs = moved(optim.adamw8bit), moved(optim.adamw)
     assert least < float(ours.mean() / theirs.mean()) < most
-    # None goes astray: a first moment that is rounded up is not divided by a second one of 0.
+    # No value moves too far: a first moment that is rounded up is not divided by a second moment of 0.
     assert float(jnp.abs(ours).max()) < 4 * float(jnp.abs(theirs).max())
 
 
@@ -243,7 +246,7 @@ def test_a_seed_has_32_bits(seed):
 
 
 def losses(tx, dtype, rounding_seed, steps):
-    """Trains a small network on real digits, with noise so that there is something left to learn."""
+    """Trains a small network on real digits, with noise so that the loss does not vanish."""
     digits = load_digits()
     images, labels = put(digits.data / 16, jnp.float32), put(digits.target)
     sizes = [(64, 256), (256, 256), (256, 10)]
@@ -286,5 +289,5 @@ def test_1000_steps_lose_as_much():
         (optim.adamw8bit(1e-3), jnp.bfloat16, 0),
     ):
         np.testing.assert_allclose(curve(tx, dtype, seed), expected, rtol=0.01)
-    # Rounded to the nearest, training in bfloat16 falls behind.
+    # With rounding to nearest, training in bfloat16 falls behind.
     assert curve(optim.adamw(1e-3), jnp.bfloat16, None)[-1] > 1.02 * expected[-1]

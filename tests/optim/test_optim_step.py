@@ -1,4 +1,4 @@
-"""jaxfused.optim's `step`: Optax's numbers in place, and what a StepState adds to them."""
+"""jaxfused.optim's `step`: Optax's numbers in place, and the additions of a StepState."""
 
 import functools
 import os
@@ -33,7 +33,7 @@ OPTIMIZERS = {
     "sgd": {"momentum": 0.9},
     "lamb": {"weight_decay": 0.1},
     "adafactor": {"min_dim_size_to_factor": 4},
-    "muon": {"nesterov": False},  # Optax gives its Adam the same.
+    "muon": {"nesterov": False},  # Optax uses the same Nesterov momentum for its Adam.
 }
 
 
@@ -59,7 +59,7 @@ optimizers = pytest.mark.parametrize("name, options", OPTIMIZERS.items())
 
 
 def copy_of(tree):
-    """Copies a tree that a test still reads after a step has donated it."""
+    """Copies a tree that a test reads after a step has donated it."""
     return jax.tree.map(np.array, tree)
 
 
@@ -73,7 +73,7 @@ def assert_close(actual, expected, tolerance=1e-6):
 # --- Optax's numbers ------------------------------------------------------------------------------
 
 
-# Other tests take each optimizer a few steps.
+# Other tests run a few steps of each optimizer.
 @parametrize(("name", "options"), [*OPTIMIZERS.items()], quick=(1, 6))
 def test_1000_steps(name, options):
     schedule = optax.cosine_decay_schedule(0.02, 1000)
@@ -86,7 +86,7 @@ def test_1000_steps(name, options):
         grads = make_grads(params, i)
         params, state = ours.step(grads, state, params)
         expected, their_state = their_step(grads, their_state, expected)
-    if name == "muon":  # Its products are batched, and so add up in another order.
+    if name == "muon":  # Its products are batched, and thus summed in another order.
         assert_close((params, state), (expected, their_state), 1e-5)
     else:
         assert_same_bits((params, state), (expected, their_state))
@@ -151,7 +151,7 @@ def test_the_norm_of_float16_gradients_does_not_overflow():
 
 
 def test_dtypes_stay():
-    """Optax lets float32 gradients widen bfloat16 moments, which an in-place step cannot do."""
+    """Optax lets float32 gradients widen bfloat16 moments, which a step in place cannot do."""
     tx = optim.adamw(0.1)
     params = make_params(jnp.bfloat16)
     state = tx.init(params)
@@ -271,7 +271,7 @@ def test_nonfinite_gradients_are_skipped(name, options):
         params, state = step(grads, state, params)
         assert_same_bits((params, state), before)
 
-    # The next good step is taken as if the bad ones had never been.
+    # The next good step is as if there had been no bad ones.
     grads = make_grads(params, 1)
     after = step(grads, state, params)
     params, state = jax.tree.map(jnp.array, before)
@@ -343,7 +343,7 @@ def test_float16_gradients_are_unscaled_in_float32():
     tx = optim.sgd(1.0)
     params = jnp.zeros(1)
     state = tx.init_step(params, compute_dtype=jnp.float16, loss_scale=2.0**15)
-    tiny = 2.0**-30  # Below float16's smallest number, and 2**-15 when scaled.
+    tiny = 2.0**-30  # below float16's smallest number; 2**-15 when scaled
     params, state = tx.step(put([tiny * 2.0**15], jnp.float16), state, params)
     assert float(params[0]) == -tiny
 

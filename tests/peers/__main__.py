@@ -32,7 +32,7 @@ SUITES = (
 
 
 def flax_sources() -> Path:
-    """The folder of the released sources of the Flax that is installed."""
+    """Returns the folder with the released sources of the installed Flax."""
     version = importlib.metadata.version("flax")
     folder = BUILD / f"flax-{version}"
     if not folder.exists():
@@ -47,10 +47,10 @@ def flax_sources() -> Path:
 
 
 def run(folder: Path, tests: tuple[str, ...], options: list[str], **environment: str) -> int:
-    """The exit status of pytest for tests in `folder`, under that folder's own settings."""
+    """Returns pytest's exit status for tests in `folder`, under that folder's own settings."""
     path = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-q", "-p", points_at_jaxfused.__name__]
-    # Compiled programs and pytest's notes stay out of a checkout that is not ours.
+    # Compiled programs and pytest's cache are kept out of that checkout.
     command += ["-p", "no:cacheprovider", "-p", "no:benchmark", *tests, *options]
     return subprocess.run(
         command, cwd=folder, env={**os.environ, "PYTHONPATH": path, **environment}
@@ -63,7 +63,7 @@ def main() -> int:
     arguments, options = parser.parse_known_args()
     for name, reason in points_at_jaxfused.DESELECTED.items():
         print(f"left out: {name.split('::')[-1]}: {reason}")
-    # They compare float32 with NumPy's, which JAX's default precision on a GPU is not.
+    # The tests compare float32 with NumPy, for which JAX's default precision on a GPU is too low.
     precision = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     status = run(flax_sources(), SUITES, options, **precision)
     if arguments.jax_tests is not None:

@@ -44,7 +44,7 @@ LINEN = (
     "max_pool",
 )
 POINTS_JAX = "JAXFUSED_POINTS_JAX"
-"""The environment variable that is set for JAX's own tests, which leave Flax as it is."""
+"""Environment variable that is set for JAX's own tests, which leave Flax unchanged."""
 
 BITS = (
     "compares bits of float32: linen runs the operator, nnx is given a promote_dtype of its own, so that"
@@ -54,23 +54,23 @@ CONSISTENCY = "tests/nnx/nn/normalization_test.py::TestLinenConsistency"
 DESELECTED = {
     f"{CONSISTENCY}::test_nnx_linen_{norm}_equivalence{i}": BITS
     for norm in ("batchnorm", "layernorm", "groupnorm")
-    # float32 with parameters of float32 and of float16, use_fast_variance, and no mask.
+    # Cases in float32, with parameters in float32 and in float16, use_fast_variance, and no mask.
     for i in (0, 4)
 }
-"""Tests that are left out, each with the reason."""
+"""Tests that are left out, with the reason."""
 if jax.default_backend() == "gpu":
     DESELECTED |= {
         f"{CONSISTENCY}::test_nnx_linen_{norm}_equivalence{i}": (
             "compares bits of float32, which a kernel sums in another order than XLA's passes"
         )
-        # Those of float32.
+        # the cases in float32
         for norm, count in (("batchnorm", 16), ("groupnorm", 8), ("layernorm", 8), ("rmsnorm", 8))
         for i in range(0, count, 2)
     }
 
 
 def pytest_configure(config):
-    """Swaps the names, once this package holds Flax's own classes."""
+    """Replaces the names, after this package has imported Flax's own classes."""
     del config
     if POINTS_JAX in os.environ:
         jax.nn.dot_product_attention = jaxfused.dot_product_attention
@@ -85,7 +85,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out `DESELECTED`, each of which has to be there."""
+    """Leaves out `DESELECTED`, and raises an error if one of them no longer exists."""
     out = [item for item in items if item.nodeid in DESELECTED]
     files = {item.nodeid.split("::")[0] for item in items}
     expected = {name for name in DESELECTED if name.split("::")[0] in files}

@@ -41,7 +41,7 @@ class Verdict:
 
 def judge(program: Program, dtype: str, seed: int = 0) -> Verdict:
     """Judges whether `fuse` keeps the program's values and gradients."""
-    # Otherwise fuse would ignore losses of few logits.
+    # Without this, fuse would ignore losses of few logits.
     cross_entropy.FEWEST_LOGITS = 0
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")

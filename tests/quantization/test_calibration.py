@@ -25,7 +25,7 @@ FOLDS = (Fold("norm1", ("qkv",)), Fold("norm2", ("mlp/up", "mlp/gate")))
 
 
 def correlated(rows, features=D, *, outliers=0, seed=0):
-    """Returns rows whose features depend on each other, some of them fifty times as large."""
+    """Returns rows whose features are correlated, some of them fifty times as large."""
     rng = np.random.default_rng(seed)
     few = rng.normal(size=(rows, features // 4)) @ rng.normal(size=(features // 4, features))
     x = few + 0.3 * rng.normal(size=(rows, features))
@@ -43,7 +43,7 @@ def only_error(layer, x, **options):
 
 
 def naive_gptq(w, gram, scale, low, high, damping):
-    """Rounds feature by feature by the definition: the rest is fitted anew after each, in float64."""
+    """Rounds feature by feature in float64, and refits all remaining weights after each."""
     w, order = np.array(w, np.float64), np.argsort(-np.diag(gram), kind="stable")
     gram = gram + damping * np.diag(gram).mean() * np.eye(len(gram))
     rest = list(order)
@@ -52,7 +52,7 @@ def naive_gptq(w, gram, scale, low, high, damping):
         before = w[first].copy()
         w[first] = np.clip(np.round(before / scale[first]), low, high) * scale[first]
         if rest:
-            # The best change of the rest: H_rr dw_r = -H_rf dw_f.
+            # The best change of the remaining weights: H_rr dw_r = -H_rf dw_f.
             effect = np.linalg.solve(gram[np.ix_(rest, rest)], gram[rest, first])
             w[rest] -= np.outer(effect, w[first] - before)
     return w
@@ -60,7 +60,7 @@ def naive_gptq(w, gram, scale, low, high, damping):
 
 @parametrize("features", [24, 300], quick=(0,))
 def test_error_feedback_is_that_of_its_definition(features):
-    """300 features are three blocks, of which the last is not full."""
+    """300 features are three blocks, the last of them partial."""
     x = np.asarray(correlated(4 * features, features), np.float64)
     w = np.random.default_rng(1).normal(size=(features, 5)).astype(np.float32)
     gram = x.T @ x
@@ -68,12 +68,12 @@ def test_error_feedback_is_that_of_its_definition(features):
     actual = rounded_weights(put(w), gram, "int4", q.scale, None, damping=0.01)
     scale = np.broadcast_to(np.asarray(q.scale, np.float64), w.shape)
     expected = naive_gptq(w, gram, scale, -7, 7, 0.01)
-    # In float32 a number next to the middle of two may be rounded to the other one.
+    # float32 may round a value halfway between two codes to the other one.
     differs = ~np.isclose(actual, expected, rtol=1e-5)
     errors = [np.linalg.norm(x @ (a - w)) for a in (np.asarray(actual), expected)]
     assert errors[0] <= 1.05 * errors[1]
     assert differs.mean() < 0.2
-    # Every weight lies on the grid.
+    # All weights are multiples of the scale.
     np.testing.assert_allclose(
         np.asarray(actual) / scale, np.round(np.asarray(actual) / scale), atol=1e-3
     )
@@ -96,14 +96,14 @@ def test_error_feedback_halves_the_error_of_the_result(options):
     x = correlated(512)
     error = only_error(linear_layer(), x, **options)
     assert error.result < 0.5 * error.nearest
-    # The weights themselves are further away: their errors cancel in the result.
+    # The weights themselves have larger errors, which cancel in the result.
     assert (
         error.weights > only_error(linear_layer(), x, **options | dict(rounding="nearest")).weights
     )
 
 
 def test_error_feedback_survives_what_says_nothing():
-    """Features that are always 0, two that are alike, and fewer rows than features."""
+    """Some features are always 0, two are equal, and there are fewer rows than features."""
     x = correlated(20).at[:, 3].set(0.0)
     x = x.at[:, 5].set(x[:, 4])
     layer = linear_layer()
@@ -212,7 +212,7 @@ def test_nnx_and_linen_are_calibrated_alike(gated, folds):
     y = of_module.quantized(x)
     np.testing.assert_array_equal(linen.apply({"params": of_tree.quantized}, x), y)
     assert jnp.linalg.norm(y - block(x)) < 0.1 * jnp.linalg.norm(block(x))
-    # What was passed is as it was, and folding leaves nothing to divide.
+    # The block that was passed is unchanged, and after folding no divisor is left.
     chex.assert_trees_all_equal(params_of(block), params)
     up = of_tree.quantized["mlp"]["up"]["kernel"]
     assert (up.input_divisor is None) == bool(folds)
@@ -228,7 +228,7 @@ def test_a_fold_that_changes_the_model_is_refused():
     wrong = Calibration([batch], folds=(Fold("norm2", ("qkv",)),))
     with pytest.raises(ValueError, match=r"folded into 'norm2' .* changes by"):
         jaxfused.calibrate(block, rules, wrong)
-    # A norm that is not there, or that a layer without smoothing reads too, is left alone.
+    # Nothing is folded into a missing norm, or into one that a layer without smoothing reads too.
     only_qkv = [QuantizationRule("qkv", "int8", smoothing=0.5)]
     for chosen, fold in (
         (rules, Fold("norm3", ("qkv",))),
@@ -306,7 +306,7 @@ def test_the_report_says_what_was_done():
     lines = str(calibrated.report).splitlines()
     assert lines[0].split() == ["layer", "format", "weights", "nearest", "result"]
     assert len(lines) == 3 and len({len(line) for line in lines}) == 1
-    # Errors are those of the arrays.
+    # The reported errors are those of the arrays.
     kernel = calibrated.quantized.up.kernel.get_value()
     truth = mlp.up.kernel[...]
     weights = kernel.array.dequantize() / kernel.input_divisor[:, None]
@@ -423,7 +423,7 @@ def test_convolutions_are_calibrated_by_their_windows():
         calibrated = jaxfused.calibrate(conv, [rule], [images[:3], images[3:]])
         (layer,) = calibrated.report.layers
         errors[name] = float(jnp.linalg.norm(calibrated.quantized(images) - y) / jnp.linalg.norm(y))
-        # What the report says of sampled windows is nearly what the images show.
+        # The report's error over sampled windows is close to that over the images.
         assert layer.result == pytest.approx(errors[name], rel=0.3)
     assert errors["smooth"] < 0.6 * errors["nearest"]
     assert errors["gptq"] < 1.05 * errors["nearest"]
@@ -457,7 +457,7 @@ def test_windows_are_those_that_a_convolution_reads():
     quick=(0, 1),
 )
 def test_percentiles_of_a_convolution_are_of_its_inputs_and_not_of_padding(shape, size, options):
-    """Each input counts as often as it is read, which is the gradient of a sum of windows of ones."""
+    """Each input counts as often as it is read: the gradient of a sum of windows of ones."""
     layer = flax.nnx.Conv(4, 8, size, rngs=flax.nnx.Rngs(0), **options)
     x = normal(0, *shape) + 3.0
     rule = QuantizationRule(
@@ -471,7 +471,7 @@ def test_percentiles_of_a_convolution_are_of_its_inputs_and_not_of_padding(shape
     values = np.repeat(np.abs(np.ravel(x)), np.ravel(counts))
     scale = calibrated.quantized.kernel.get_value().input_scale
     np.testing.assert_allclose(127 * scale, np.percentile(values, 90.0), rtol=1e-5)
-    # So do ranges and percentiles of features: no window's number is below the smallest input.
+    # Padding is excluded from ranges and percentiles too, so they are not below the smallest input.
     inputs = calibrated.inputs[""]
     read = inputs.inside.any(axis=0)
     assert (inputs.low[read] >= np.min(x)).all() and (inputs.low[~read] == 0).all()

@@ -1,4 +1,4 @@
-"""Quantised layers of nnx and linen agree, and are close to the layers that they were made from."""
+"""Quantised layers of nnx and linen agree, and are close to the original layers."""
 
 import chex
 import flax.linen
@@ -20,7 +20,7 @@ FORMATS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
 
 
 def dequantized(tree):
-    """Returns the tree with floats in the place of quantised kernels."""
+    """Returns the tree with dequantised kernels."""
     return jax.tree.map(
         lambda leaf: (
             leaf.array.dequantize() if isinstance(leaf, jaxfused.QuantizedKernel) else leaf
@@ -50,7 +50,7 @@ def test_layers_are_the_product_with_the_dequantised_kernel(kernel_dtype):
     np.testing.assert_array_equal(linen.apply({"params": params}, x, residual=residual), y)
     fresh = linen.init(jax.random.key(0), x)["params"]
     assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, params)
-    # Dense reads what stands for its kernel.
+    # Dense accepts a quantised kernel.
     dense = jaxfused.linen.Dense(5, activation="silu")
     np.testing.assert_array_equal(dense.apply({"params": params}, x, residual=residual), y)
 
@@ -100,7 +100,7 @@ def test_quantize_params_of_a_block(gated):
     assert isinstance(tree["project"]["kernel"], jax.Array)
 
     np.testing.assert_array_equal(apply({"params": tree}, x), call(quantised, x))
-    # Without the rounding of inputs, the block of the dequantised kernels.
+    # If inputs are not quantised, the block equals that with dequantised kernels.
     weights_only = [QuantizationRule("", "int4")]
     tree = jaxfused.quantize_params(params, weights_only)
     np.testing.assert_allclose(
@@ -132,7 +132,7 @@ def test_quantize_params_reaches_lists_and_shared_layers():
     y = flax.nnx.jit(lambda m, x: m(x))(quantised, x)
     np.testing.assert_allclose(y, model(x), atol=0.1)
     assert not np.array_equal(y, model(x))
-    # Kernels are frozen: gradients are of what is left to train.
+    # Kernels are frozen, so only the bias has a gradient.
     gradients = flax.nnx.grad(lambda m: m(x).var())(quantised)
     assert set(flax.nnx.to_pure_dict(gradients)["first"]) == {"bias"}
 
@@ -241,7 +241,7 @@ def test_batch_norm_is_folded_into_the_scales():
     quantised = jaxfused.quantize_params(layer, [QuantizationRule("", "int8", input_dtype="int8")])
     y = quantised(x, residual=residual, use_running_average=True)
     assert jnp.linalg.norm(y - expected) < 0.02 * jnp.linalg.norm(expected)
-    # As if it had been folded before.
+    # The result is as if the norm had been folded before.
     kernel, bias = jaxfused.fold_batch_norm(
         layer.conv.kernel[...],
         mean=layer.norm.mean[...],
@@ -263,7 +263,7 @@ def test_batch_norm_is_folded_into_the_scales():
     np.testing.assert_array_equal(linen.apply(variables, x, residual=residual), y)
     np.testing.assert_array_equal(
         quantised(x), layer.norm(quantised.conv(x))
-    )  # In training the batch's statistics follow the convolution.
+    )  # In training, the norm uses the batch's statistics after the convolution.
 
 
 def test_convolutions_refuse_what_is_not_plain():

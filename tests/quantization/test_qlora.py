@@ -1,4 +1,4 @@
-"""Training around frozen weights: gradients to scales, layers with a LoRA, and what memory they take."""
+"""Training around frozen weights: gradients to scales, layers with a LoRA, and memory."""
 
 import re
 
@@ -96,7 +96,7 @@ def wrapped(mlp, names, *, own_class=False, seed=5):
 
 
 def merged(mlp, names):
-    """The same with the products of low rank added to the kernels."""
+    """Returns the module with its low-rank products added to the kernels."""
     mlp = flax.nnx.clone(mlp)
     for name in names:
         lora = getattr(mlp, name)
@@ -152,7 +152,7 @@ def test_lora_in_a_block_and_around_quantised_layers():
                 base = base if isinstance(base, jax.Array) else base.array.dequantize()
                 layer.kernel[...] = base + factors.lora_a[...] @ factors.lora_b[...]
         np.testing.assert_allclose(y, kernels(x), rtol=2e-4, atol=2e-4)
-    # What is quantised later keeps its LoRA, of either of Flax's classes.
+    # A layer that is quantised later keeps its LoRA, of either of Flax's classes.
     for own_class in (False, True):
         lora = flax.nnx.clone(block)
         lora.mlp = wrapped(block.mlp, ("up",), own_class=own_class)
@@ -212,7 +212,7 @@ def test_refuses_what_it_would_pass_over():
 @pytest.mark.exhaustive
 @parametrize("rows", [128, 16], quick=(1,))
 def test_training_a_lora_makes_nothing_of_the_weights_size(hopper, rows):
-    """In the program for a GPU, forward and gradient, with scales' gradients too."""
+    """This holds for forward and gradient on a GPU, and with gradients to the scales."""
     features, hidden, rank = 1024, 384, 8
     w = jaxfused.quantize(normal(0, features, hidden), "int4", group_size=64, layout="columns")
     a, b = (

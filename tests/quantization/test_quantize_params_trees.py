@@ -1,4 +1,4 @@
-"""quantize_params of Linen's trees: stacks, partitioned parameters, windows, and what stays."""
+"""quantize_params of Linen's trees: stacks, partitioned parameters, windows, and unchanged leaves."""
 
 import warnings
 
@@ -24,7 +24,7 @@ def is_kernel(leaf):
 
 
 def floats_of(tree, params):
-    """The parameters with the numbers that the quantised kernels of a tree stand for."""
+    """Returns the parameters with the dequantised kernels of a tree."""
     return jax.tree.map(
         lambda q, w: q.array.dequantize().reshape(w.shape) if isinstance(q, QuantizedKernel) else w,
         nn.meta.unbox(tree),
@@ -34,7 +34,7 @@ def floats_of(tree, params):
 
 
 def assert_quantised(model, args, count, rules="int8", **options):
-    """All of the tree's kernels are quantised, and the model's result is that of their numbers."""
+    """Asserts that all kernels are quantised, and that the model computes with their values."""
     variables = model.init(jax.random.key(0), *args)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -31,7 +31,7 @@ B, T, TEXT, D, HEADS, H = 2, 6, 4, 32, 2, 16
 
 
 def tables(name: str, tokens: int, repeat: str, *, heads: int | None = None) -> Any:
-    """Cosines and sines of a row's own angles, each twice as a library lays pairs out."""
+    """Records cosines and sines of a row's own angles, repeated in the library's layout of pairs."""
     shape = (tokens, H // 2) if heads is None else (tokens, heads, H // 2)
     angles = given(name, "angles", *shape)
     if repeat == "neighbours":
@@ -44,7 +44,7 @@ def tables(name: str, tokens: int, repeat: str, *, heads: int | None = None) -> 
 def block(
     name: str, module: torch.nn.Module, *, names: tuple[str, ...] = (), **inputs: Any
 ) -> None:
-    """Records a block called with x, text and time as far as it takes them."""
+    """Records a block, called with those of x, text and time that it accepts."""
     x, text = given(name, "x", B, T, D), given(name, "text", B, TEXT, D)
     time = given(name, "time", B, D)
     taken = inspect.signature(module.forward).parameters
@@ -66,7 +66,7 @@ def block(
 
 
 class Given(torch.nn.Module):
-    """An embedding of time and class that is a row's own."""
+    """Replaces the embedding of time and class by a row's own numbers."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -85,7 +85,7 @@ def transformers() -> None:
         num_embeds_ada_norm=3,
         norm_elementwise_affine=False,
     )
-    # The embedding of time and class is given, where the block would look it up.
+    # The block would look the embedding up; here it is given.
     dit.norm1.emb = Given("DiT")
     block("DiT", dit)
     pixart = attention.BasicTransformerBlock(

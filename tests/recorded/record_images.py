@@ -72,7 +72,7 @@ def convolutions() -> None:
 
 def tables() -> None:
     def sines_and_cosines(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        # Both are twice as wide as the pairs: neighbours or halves.
+        # Both have two columns per pair, either interleaved or in halves.
         sin, cos = module.get_embed().chunk(2, dim=-1)
         half = getattr(module, "rotate_half", False)
         kept = slice(0, H // 2) if half else slice(0, None, 2)

@@ -119,7 +119,7 @@ def attentions() -> None:
 
 
 def mrope(name: str, model: str, config_name: str, rotary_class: str, section: list[int]) -> None:
-    """Tables of positions on three axes, through the models' own choice of pairs."""
+    """Records tables of positions on three axes, by the model's own choice of pairs."""
     rope = dict(rope_type="default", rope_theta=1e4, mrope_section=section)
     config = config_of(config_name, rope_parameters=rope)
     code = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
@@ -171,7 +171,7 @@ def others() -> None:
     config = config_of("modernbert", head_dim=8, local_attention=4)
     rotary = modernbert.ModernBertRotaryEmbedding(config)
     tables = rotary(torch.zeros(1), torch.arange(T)[None], layer_type="sliding_attention")
-    # local_attention=4 is a distance of at most 2 to either side.
+    # local_attention=4 is a distance of at most 2 on each side.
     record(
         "ModernBERT",
         modernbert.ModernBertAttention(config, 1),

@@ -1,4 +1,4 @@
-"""What the recorders share: modules of torch with the parameters of a row, and their results."""
+"""Shared code of the recorders: torch modules with the parameters of a row, and their results."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -42,6 +42,6 @@ def record(
 
 
 def save(file: str, library: ModuleType) -> None:
-    """Writes the rows recorded so far with the versions of what computed them."""
+    """Writes the rows recorded so far, with the versions of the libraries."""
     versions = {library.__name__: library.__version__, "torch": torch.__version__}
     values.save(file, versions, ROWS)

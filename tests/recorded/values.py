@@ -1,4 +1,4 @@
-"""Numbers that both a recorder and a test make: of NumPy's frozen generator, by name."""
+"""Numbers that both recorders and tests make by name, with NumPy's frozen generator."""
 
 import json
 import zlib
@@ -11,13 +11,13 @@ FOLDER = Path(__file__).parent
 
 
 def numbers(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Normal numbers that depend on the name and the shape alone."""
+    """Returns normal numbers that depend only on the name and the shape."""
     generator = np.random.RandomState(zlib.crc32(name.encode()))
     return generator.standard_normal(shape).astype(np.float32)
 
 
 def parameter(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Numbers as a trained network has: around one for a norm's scale, products of size one."""
+    """Returns numbers like those of a trained network: norm scales around 1, weights of unit gain."""
     normal = numbers(name, shape)
     if len(shape) == 1:
         return 1 + 0.3 * normal if name.endswith("weight") else 0.3 * normal
@@ -25,7 +25,7 @@ def parameter(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class Row:
-    """One recorded block: the shapes of its parameters, its options and what it returned."""
+    """A recorded block: the shapes of its parameters, its options and its results."""
 
     def __init__(self, name: str, described: dict[str, Any], results: dict[str, np.ndarray]):
         self.name = name
@@ -34,14 +34,14 @@ class Row:
         self._shapes = {key: tuple(shape) for key, shape in described.get("shapes", {}).items()}
 
     def __getitem__(self, key: str) -> np.ndarray:
-        """The parameter of that name, in the library's own layout."""
+        """Returns the parameter of that name, in the library's own layout."""
         return parameter(f"{self.name}/{key}", self._shapes[key])
 
     def __contains__(self, key: str) -> bool:
         return key in self._shapes
 
     def kernel(self, key: str) -> np.ndarray:
-        """The weight of torch's nn.Linear of that name as [inputs, outputs]."""
+        """Returns the weight of torch's nn.Linear of that name as [inputs, outputs]."""
         return self[f"{key}.weight"].T
 
     def bias(self, key: str) -> np.ndarray:
@@ -52,7 +52,7 @@ class Row:
 
 
 def load(file: str) -> dict[str, Row]:
-    """The rows of a file that `save` has written."""
+    """Returns the rows of a file that `save` has written."""
     with np.load(FOLDER / file) as stored:
         header = json.loads(bytes(stored["header"]).decode())
         results: dict[str, dict[str, np.ndarray]] = {name: {} for name in header["rows"]}
@@ -64,7 +64,7 @@ def load(file: str) -> dict[str, Row]:
 
 
 def save(file: str, versions: dict[str, str], rows: dict[str, Any]) -> None:
-    """Writes {name: (described, results)} with the versions of what computed them."""
+    """Writes {name: (described, results)} with the versions of the libraries."""
     header = {"versions": versions, "rows": {name: row[0] for name, row in rows.items()}}
     arrays = {
         f"{name}|{key}": np.asarray(value, np.float32)

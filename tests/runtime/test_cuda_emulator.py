@@ -1,4 +1,4 @@
-"""CUDA C becomes C++ for the emulator: what tests/cuda_emulator/build.py writes."""
+"""Translation of CUDA C into C++ for the emulator, by tests/cuda_emulator/build.py."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which implementation runs, and what the error says where a named one cannot run."""
+"""Choice of an implementation, and errors if a named one cannot run."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def test_an_unknown_name_raises_with_the_choice():
 
 
 def test_the_device_is_that_of_the_first_concrete_array():
-    # The CPU is the only device that every machine has.
+    # The CPU is a device of every machine.
     cpu = jax.local_devices(backend="cpu")[0]
     device = dispatch.current_device(None, jax.device_put(jnp.ones(3), cpu))
     assert device == dispatch.Device("cpu", cpu.device_kind, None, 0)
@@ -74,7 +74,7 @@ def test_every_device_has_an_implementation_and_a_sentence_for_the_others(capabi
         assert choice.reasons[choice.implementation] is None
         assert choice.reasons["xla"] is None
         for reason in choice.reasons.values():
-            # It ends a message: "... cannot run here: {reason}. Pass ..."
+            # A reason ends the message "... cannot run here: {reason}. Pass ...".
             assert reason is None or (reason.strip() and not reason.endswith("."))
         if capability != (9, 0):
             assert "Hopper" in choice.reasons["pallas"]

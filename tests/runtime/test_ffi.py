@@ -1,4 +1,4 @@
-"""The CUDA library: it builds, contains all targets of the table, and says why it cannot be used."""
+"""The CUDA library: it builds, contains all targets of the table, and reports why it is unusable."""
 
 import ctypes
 import functools
@@ -41,7 +41,7 @@ def library_path(tmp_path_factory) -> Path:
     if shutil.which("nvcc") is None:
         pytest.skip("there is no nvcc on PATH to build the CUDA library")
     build = tmp_path_factory.mktemp("ffi")
-    # cmake and ninja stand beside the interpreter when it is a virtual environment's.
+    # In a virtual environment, cmake and ninja are in the interpreter's folder.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     options = ["-DJAXFUSED_CUDA_ARCHITECTURES=90-real", f"-DPython_EXECUTABLE={sys.executable}"]
     for command in (
@@ -57,7 +57,7 @@ def library_path(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def loadable(library_path, monkeypatch):
-    """All calls of the kernels use the library of `library_path`."""
+    """Makes all calls of the kernels use the library of `library_path`."""
     monkeypatch.setattr(cuda_library, "PATH", library_path)
     forget()
     yield library_path
@@ -151,7 +151,7 @@ def test_an_installation_without_nvcc_says_so(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("target", cuda_library.TARGETS)
 def test_a_handler_refuses_a_call_of_another_form(library_path, target):
-    # Registered for the CPU, where a call gets as far as the check of its form.
+    # A call on the CPU gets as far as the check of its arguments' number.
     handler = jax.ffi.pycapsule(getattr(ctypes.CDLL(str(library_path)), target))
     name = f"{target}_on_cpu"
     jax.ffi.register_ffi_target(name, handler, platform="cpu")
@@ -554,7 +554,7 @@ POOL = {
     ],
 )
 def test_handlers_refuse_what_does_not_fit(target, operands, results, attributes, message):
-    """Shapes without a dtype beside them are float32."""
+    """Shapes without a dtype are float32."""
     if target == "linear" and (reason := cublaslt.why_unavailable()):
         pytest.skip(reason)
     cuda_library.register()
@@ -755,7 +755,7 @@ FLOAT16 = "float16"
 def test_the_handlers_of_losses_refuse_what_does_not_fit(
     target, operands, results, attributes, message
 ):
-    """Shapes without a dtype beside them are float32."""
+    """Shapes without a dtype are float32."""
     cuda_library.register()
     call = jax.ffi.ffi_call(f"jaxfused_{target}", [_described(shape) for shape in results])
     arrays = [jnp.ones(a.shape, a.dtype) for a in map(_described, operands)]
@@ -764,7 +764,10 @@ def test_the_handlers_of_losses_refuse_what_does_not_fit(
 
 
 def test_calls_of_handlers_have_the_form_that_is_declared():
-    """Else a handler refuses them for their form, on a GPU alone, and not for what does not fit."""
+    """Calls in the tests above must match their handlers, else they would fail for another reason.
+
+    Only a GPU would show that.
+    """
     declared = {}
     for path in (ROOT / "ffi").glob("*/*.cu"):
         for block in path.read_text().split("DEFINE_HANDLER(jaxfused_")[1:]:
@@ -789,7 +792,7 @@ def test_calls_of_handlers_have_the_form_that_is_declared():
 @pytest.mark.gpu
 @pytest.mark.parametrize("alias", ({0: 0}, {}))
 def test_rows_are_scaled_in_place_and_elsewhere(alias):
-    """XLA hands over a place of its own for the result where x is a slice of another array."""
+    """XLA allocates a new buffer for the result if x is a slice of another array."""
     cuda_library.register()
     x, factors = jnp.arange(32.0).reshape(4, 8), jnp.array([1.0, 0.5, 0.0, -2.0])
     call = jax.ffi.ffi_call("jaxfused_scale_rows", jax.typeof(x), input_output_aliases=alias)
@@ -998,9 +1001,9 @@ def test_gated_mlp_lowers_for_cuda(loadable, monkeypatch, packed, bias, save):
     ],
 )
 def test_bias_activation(activation, gated, wide, shape, dtype):
-    """Compares values and gradients; `wide` is for float32 around a product of another dtype."""
+    """Compares values and gradients; `wide` makes all but the product float32."""
     rows, features = shape
-    # The largest error of plain jax.numpy in a few columns is a matter of luck: several draws are taken.
+    # Over few columns the largest error of plain jax.numpy is luck, so several draws are taken.
     draws = 8 if features < 8 else 1
     beside = "float32" if wide else dtype
 
@@ -1025,7 +1028,7 @@ def test_bias_activation(activation, gated, wide, shape, dtype):
         def preactivation(product, bias):
             info = jnp.finfo(product.dtype)
             z = product.astype(accumulator) + bias.astype(accumulator)
-            # Unlike a conversion and one back, XLA never leaves this out.
+            # XLA never removes this, while it may remove a conversion and its inverse.
             return jax.lax.reduce_precision(z, info.nexp, info.nmant)
 
         y = activate(activation, preactivation(product, bias))

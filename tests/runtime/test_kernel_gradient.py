@@ -1,4 +1,4 @@
-"""Derivatives that kernels do not have end in a sentence with the remedy, whatever asks for them."""
+"""Missing derivatives of kernels raise an error that names the remedy, in every transformation."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_sentences_of_operators(hopper, name):
     with pytest.raises(TypeError, match=op + FORWARD):
         jax.jvp(f, args, args)
     if op == "rope":
-        jax.eval_shape(jax.grad(norm_of_gradients), *args)  # Its gradient is another rotation.
+        jax.eval_shape(jax.grad(norm_of_gradients), *args)  # Its gradient is rope again.
         return
     with pytest.raises(TypeError, match=op + SECOND):
         jax.eval_shape(lambda *args: jax.jvp(gradients, args, args), *args)

@@ -1,4 +1,4 @@
-"""The one way from an operator to its kernels: what is chosen, for which shapes, and lowered once."""
+"""The path from operators to kernels: choices, shapes, and that each kernel is lowered once."""
 
 import functools
 import re
@@ -39,13 +39,13 @@ def h200():
 
 
 def kernels_lowered(f, *args) -> int:
-    """Returns how many kernels the lowered text of a jitted function holds, however often called."""
+    """Returns the number of kernels in a jitted function's lowered text, not of their calls."""
     text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     return len(re.findall(r"custom_call @mosaic_gpu", text))
 
 
 def block(x, w):
-    """A Transformer block without its projections: five operators."""
+    """Computes a Transformer block without its projections: five operators."""
     heads = x.reshape(*x.shape[:-1], HEADS, -1)
     x = x + jaxfused.dot_product_attention(heads, heads, heads, implementation="pallas").reshape(
         x.shape
@@ -112,7 +112,7 @@ def test_a_kernel_is_lowered_once_on_many_devices(h200, manual):
 
 
 def test_a_layer_is_traced_once(h200):
-    """Equal kernels with equal shapes are lowered once, also across calls of `jax.jit`."""
+    """Equal layers with equal shapes are traced once, also across calls of `jax.jit`."""
     traces = []
 
     class Counted(linear.Layer):
@@ -129,7 +129,7 @@ def test_a_layer_is_traced_once(h200):
 
 
 def test_what_xla_partitions_is_lowered_once(h200, monkeypatch):
-    """XLA requests a module for each place of the program, and the lowered text is reused in it."""
+    """XLA requests a module for each use in the program, and the lowered text is reused."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     x = jnp.ones((64, D), BF16)
     forward = layer_norm._Forward(
@@ -162,7 +162,7 @@ def test_jit_of_an_operator_traces_once():
 
 
 def test_the_choice_is_made_on_the_rows_of_a_whole_batch(h200):
-    """The kernel sees all rows that `jax.vmap` maps over, not single rows."""
+    """The kernel gets all rows that `jax.vmap` maps over, not single rows."""
     x = jax.ShapeDtypeStruct((64, 768), BF16)
     norm = functools.partial(jaxfused.layer_norm, implementation="pallas")
     assert why_not(jax.vmap(norm), x) is None
@@ -171,7 +171,7 @@ def test_the_choice_is_made_on_the_rows_of_a_whole_batch(h200):
 @pytest.mark.parametrize("rows", (0, 8, 16, 24, 40))
 @pytest.mark.parametrize("features", (768, 257))
 def test_shards_of_any_size_have_an_implementation(h200, rows, features):
-    """Eight devices have 0, 1, 2, 3 and 5 rows each, limited by the kernels' own rules."""
+    """Each of eight devices has 0, 1, 2, 3 or 5 rows; the kernels' own limits decide."""
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     sharding = NamedSharding(mesh, P("data"))
     x = jax.ShapeDtypeStruct((rows, features), BF16, sharding=sharding)
@@ -222,7 +222,7 @@ def test_explain_says_what_runs_after_the_function_was_traced_before(h200):
 
 
 def ones(shape, dtype=jnp.float32):
-    """Like jax.numpy's, which compiles a program for each shape, in every process of pytest."""
+    """Returns NumPy's ones: jax.numpy would compile a program per shape in each pytest process."""
     return np.ones(shape, dtype)
 
 
@@ -310,7 +310,7 @@ KERNELS = list(kernels_and_operands())
     ("kernel", "operands"), KERNELS, ids=[kernel.name.replace(" ", "_") for kernel, _ in KERNELS]
 )
 def test_implementations_return_the_same_shapes_and_dtypes(h200, kernel, operands):
-    """Lengths agree, so that the forward of one may be followed by the backward of another."""
+    """Implementations agree on lengths, so that a forward of one can precede a backward of another."""
 
     def of(implementation):
         return jax.eval_shape(lambda *args: kernel.run(implementation, H200, *args), *operands)
@@ -326,7 +326,7 @@ def test_implementations_return_the_same_shapes_and_dtypes(h200, kernel, operand
 @pytest.mark.parametrize("residual", (False, True))
 @pytest.mark.parametrize("op", (jaxfused.layer_norm, jaxfused.rms_norm))
 def test_the_norms_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypatch, op, residual):
-    """Single stages run in XLA beside kernels, where no kernel supports the shapes."""
+    """Single stages run in XLA next to kernels if no kernel supports their shapes."""
     monkeypatch.setattr(runner._OnShard, "_choose", lambda self, operands: ("xla", None))
     keys = jax.random.split(jax.random.key(0), 6)
     x, stream, dy, dstream = (jax.random.normal(key, (3, 5, 24)) for key in keys[:4])

@@ -1,8 +1,8 @@
-"""Operators over sharded inputs: no gather, one sum over the shards, the numbers of one device.
+"""Operators with sharded inputs: no gather, one sum over the shards, the numbers of one device.
 
-The kernels are replaced by stand-ins that loop over rows, which XLA cannot partition either: it gathers
-their operands wherever they are not run on shards. Eight devices have to be there before JAX starts, so
-this file runs itself in a process of its own.
+Stand-ins replace the kernels. They loop over rows, which XLA cannot partition either: outside of shards
+it would gather their operands. The devices must exist before JAX starts, so this file runs itself in a
+process of its own.
 """
 
 import functools
@@ -99,7 +99,7 @@ def stand_in_backward(
     del mean, rstd, multiprocessors, config
 
     def norm(h, scale, bias, pre_bias):
-        # With a residual, h has pre_bias in it; its gradient is then that of h.
+        # With a residual, h already contains pre_bias, whose gradient is then that of h.
         return layer_norm_xla.norm(h, scale, bias, None, pre_bias, **options)[0]
 
     def gradients(row):
@@ -146,7 +146,7 @@ def specs(rows: P, parameters: P = SHARED) -> Inputs:
 
 
 def loss_and_gradients(implementation, inputs):
-    """Returns (y, gradients of a scalar by x, residual, scale, bias, pre_bias)."""
+    """Returns (y, gradients of a scalar loss to x, residual, scale, bias, pre_bias)."""
 
     def loss(x, residual, scale, bias, pre_bias):
         y, h = jaxfused.layer_norm(
@@ -182,7 +182,7 @@ def place(mesh, specs, arrays):
 
 
 def results_and_text(f, *args):
-    """Returns what `f`, compiled once, returns, and its program."""
+    """Compiles `f` once; returns its results and its program."""
     compiled = jax.jit(f).lower(*args).compile()
     return compiled(*args), compiled.as_text()
 
@@ -192,7 +192,7 @@ def count(collective: str, text: str) -> int:
 
 
 def check(f, arguments, *, gathers: bool = False, shape=(4, 8, 64)):
-    """Asserts one device's numbers, one sum for all parameters, and gathers only where allowed."""
+    """Asserts one device's numbers, one sum for all parameters, and gathers only if allowed."""
     results, text = results_and_text(f, arguments)
     assert (count("all-gather", text) > 0) == gathers
     for actual, wanted in zip(results, expected(shape), strict=True):
@@ -206,7 +206,7 @@ def manual(mesh, names, check_vma):
 
     def shard(inputs):
         y, dx, dresidual, *parameters = kernel(inputs)
-        # With check_vma the gradient of what the devices share is summed already.
+        # With check_vma, gradients of replicated values are summed already.
         return y, dx, dresidual, *(p if check_vma else lax.psum(p, names) for p in parameters)
 
     return jax.shard_map(
@@ -243,7 +243,7 @@ def test_jit(stand_ins, axis_type, set_mesh):
             text = check(kernel, arguments)
     else:
         text = check(kernel, arguments)
-    # dscale, dbias and dpre_bias travel together.
+    # The sums of dscale, dbias and dpre_bias are one all-reduce.
     assert count("all-reduce", text) == 1
 
 
@@ -295,10 +295,10 @@ def test_pmap(stand_ins):
     quick=(0, 3),
 )
 def test_statistics_of_split_features_are_summed(stand_ins, axis_type, parameters):
-    """Nothing as large as an activation is exchanged: numbers of each row, and sums for parameters."""
+    """The exchange has a few numbers per row and sums for parameters, but no activations."""
     mesh = make_mesh(axis_type, axis_type)
     placed = place(mesh, specs(P("data", None, "sequence"), parameters), inputs())
-    # By its type, the gradient of a parameter that all devices have is on all of them.
+    # The type of a replicated parameter makes its gradient replicated too.
     gathers = axis_type == AxisType.Explicit and parameters == SHARED
     text = check(functools.partial(loss_and_gradients, None), placed, gathers=gathers)
     assert all(line.count("f32[64]") for line in text.splitlines() if " all-gather(" in line)
@@ -321,7 +321,7 @@ def test_operands_sharded_unlike_each_other(stand_ins):
     unlike = specs(ROWS)._replace(residual=P(None, "data"), scale=P("sequence"))
     placed = place(mesh, unlike, inputs())
     check(kernel, placed, gathers=True)
-    # A gradient is sharded as the array that it belongs to.
+    # A gradient has the sharding of its array.
     _, dx, dresidual, dscale, _, _ = jax.eval_shape(kernel, placed)
     assert dx.sharding.spec == P("data", "sequence", None)
     assert dresidual.sharding.spec == P(None, "data", None)
@@ -345,7 +345,7 @@ def test_auto_axes_beside_explicit_ones(stand_ins):
 
 @on_eight_devices
 def test_rows_that_do_not_divide(stand_ins):
-    """XLA pads uneven shards, and the sums over rows must not count the padding."""
+    """XLA pads uneven shards, and sums over rows must not include the padding."""
     mesh = make_mesh(AxisType.Auto, AxisType.Auto)
     shape = (5, 3, 64)
 
@@ -362,7 +362,7 @@ def test_rows_that_do_not_divide(stand_ins):
 @parametrize("axis_type", AXIS_TYPES, quick=(0,))
 def test_vmap_scan_and_checkpoint(stand_ins, axis_type):
     mesh = make_mesh(axis_type, axis_type)
-    # A width of which the kernel takes the two rows that a device has of one entry of the batch.
+    # With this width, the kernel supports the two rows that a device has of one batch entry.
     unplaced = inputs((4, 8, 256))
     placed = place(mesh, ROWS, unplaced.x)
     scale = place(mesh, P(), unplaced.scale)
@@ -389,7 +389,7 @@ def test_vmap_scan_and_checkpoint(stand_ins, axis_type):
 
 @pytest.fixture
 def adaptive_stand_ins(hopper, monkeypatch):
-    """The kernels of a norm with parameters of each image, as loops over images."""
+    """Replaces the kernels of a norm with parameters per image by loops over images."""
     gradients = layer_norm_xla.gradients
 
     def forward(x, scale, bias, residual, pre_bias, *, gate, segments, save_statistics, **options):
@@ -451,7 +451,7 @@ def test_norm_with_parameters_of_each_image(adaptive_stand_ins, axis_type, rows)
     placed = place(mesh, (rows, rows, P(None, rows[0]), rows), (x, residual, images, dy))
     actual, text = results_and_text(functools.partial(gradients, "pallas"), *placed)
     assert count("all-gather", text) == 0
-    # An image whose rows are split needs one sum over their devices, and no image any other.
+    # Images with split rows need one sum over their devices; whole images need none.
     assert count("all-reduce", text) == (1 if "sequence" in rows else 0)
     for a, w in zip(actual, wanted, strict=True):
         np.testing.assert_allclose(a, w, rtol=2e-5, atol=2e-5)
@@ -541,7 +541,7 @@ def test_linear(monkeypatch, hopper, axis_type, split):
 
 
 def by_rows(f, *rows):
-    """What `f` makes of each row alone, in a loop."""
+    """Applies `f` to each row alone, in a loop."""
     return lax.map(lambda row: f(*(None if a is None else a[None] for a in row)), rows)
 
 
@@ -620,7 +620,7 @@ PERCEPTRONS = {
 
 
 def reduced_bytes(text: str) -> list[int]:
-    """The bytes of each all-reduce of a program, the largest first."""
+    """Returns the bytes of each all-reduce of a program, the largest first."""
     found = []
     for line in text.splitlines():
         if re.search(r"= \S+.* all-reduce(-start)?\(", line):
@@ -637,7 +637,7 @@ def reduced_bytes(text: str) -> list[int]:
     quick=(1, 2),
 )
 def test_perceptron_with_split_hidden_features(perceptron_stand_ins, axis_type, op):
-    """Each device multiplies its hidden features; one sum a direction, and no weight is gathered."""
+    """Each device multiplies its hidden features: one sum per direction, and no gathered weight."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
     arguments = {
         name: 0.1 * jax.random.normal(next(keys), shape)
@@ -667,7 +667,7 @@ def test_perceptron_with_split_hidden_features(perceptron_stand_ins, axis_type, 
 
     actual, text = results_and_text(functools.partial(gradients, "pallas"), *placed)
     assert not any(count(other, text) for other in others)
-    # The result, the gradient of x, and each device's part of the parameters' gradients.
+    # Returns the result, the gradient of x, and each device's part of the parameters' gradients.
     parameters = sum(
         4 * int(np.prod(shape)) // (4 if "sequence" in str(spec) else 1)
         for shape, spec in PERCEPTRONS[op].values()
@@ -686,7 +686,7 @@ def test_perceptron_with_split_hidden_features(perceptron_stand_ins, axis_type, 
     quick=(2,),
 )
 def test_reference_of_split_hidden_features(op, dtype):
-    """Plain jax.numpy has to say how the sum over Explicit axes is sharded."""
+    """With Explicit axes, plain jax.numpy must state the sharding of the sum."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
     arguments = {
         name: (0.1 * jax.random.normal(next(keys), shape)).astype(dtype)
@@ -717,7 +717,7 @@ def test_reference_of_split_hidden_features(op, dtype):
 @parametrize("axis_type", AXIS_TYPES, quick=(1,))
 @parametrize("activation", (None, "silu"), quick=(1,))
 def test_linear_sums_over_split_features(perceptron_stand_ins, axis_type, activation):
-    """The projection after split heads: its bias, activation and residual come once, after the sum."""
+    """The projection after split heads adds bias, activation and residual once, after the sum."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((4, 8, HIDDEN), (HIDDEN, WIDTH), (WIDTH,), (4, 8, WIDTH))
     arguments = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
@@ -790,7 +790,7 @@ def stand_in_weight_gradient(x, dys, *, out_dtype, sums_rows, multiprocessors, c
 @parametrize(
     ("split", "axis_type"),
     list(itertools.product(("length", "heads"), AXIS_TYPES)),
-    # Projections of split heads have a test of their own below.
+    # A test below covers projections to split heads.
     quick=(0,),
 )
 def test_qkv_projection(monkeypatch, hopper, split, axis_type):
@@ -837,12 +837,12 @@ def test_qkv_projection(monkeypatch, hopper, split, axis_type):
     wanted = jax.jit(functools.partial(heads_and_gradients, "xla"))(*arguments)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         a, b = np.float32(a), np.float32(b)
-        # A few roundings to bfloat16.
+        # The tolerance allows a few roundings to bfloat16.
         assert np.linalg.norm(a - b) < 2e-2 * np.linalg.norm(b)
 
 
 def collectives(text):
-    """(kind, bytes of all results) of each collective operation of a compiled program, sorted."""
+    """Returns sorted (kind, bytes of all results) of a compiled program's collective operations."""
     sizes = {"f32": 4, "bf16": 2}
     found = []
     for results, kind in re.findall(
@@ -865,7 +865,7 @@ def collectives(text):
     ids=("data parallel", "rows of both axes", "columns too"),
 )
 def test_gradients_of_weights_run_on_shards(monkeypatch, hopper, x_spec, dy_spec, shard):
-    """Of the collectives there are those of stock's product, and nothing is gathered."""
+    """The collectives are at most those of stock's product, and nothing is gathered."""
     seen = []
 
     def kernel(x, dys, **options):
@@ -880,7 +880,7 @@ def test_gradients_of_weights_run_on_shards(monkeypatch, hopper, x_spec, dy_spec
     )
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
     run = runner.Runner(None, hopper)
-    # The least product takes longer in a kernel than in XLA.
+    # So small a product is faster in XLA than in a kernel, so the choice is overridden.
     monkeypatch.setattr(product_choice, "fastest_first", lambda reasons, times: reasons)
 
     def ours(x, dy):
@@ -900,7 +900,7 @@ def test_gradients_of_weights_run_on_shards(monkeypatch, hopper, x_spec, dy_spec
     for a, b in zip(actual, wanted, strict=True):
         np.testing.assert_array_equal(a, b)
     assert seen[-1] == shard
-    # The product and the sums, together or apart; stock reduces along one mesh axis after the other.
+    # The product and the sums may be reduced together or apart; stock reduces along one axis at a time.
     moved, by_stock = (sum(size for _, size in collectives(t)) for t in (text, stock_text))
     assert moved <= by_stock, (collectives(text), collectives(stock_text))
     assert {kind for kind, _ in collectives(text)} == {"all-reduce"}
@@ -935,7 +935,7 @@ def test_gradients_of_weights_beside_manual_axes_are_left_to_the_partitioner(mon
 @on_eight_devices
 @parametrize("axis_type", AXIS_TYPES, quick=(1,))
 def test_projections_of_split_heads(monkeypatch, hopper, axis_type):
-    """Kernels [D, N, H], as attention modules have them: each device projects to its own heads."""
+    """Kernels [D, N, H] of attention modules: each device projects to its own heads."""
 
     def forward(x, weights, biases, scales, cos, sin, **options):
         del scales, cos, sin, options
@@ -971,7 +971,7 @@ def test_projections_of_split_heads(monkeypatch, hopper, axis_type):
     wanted = jax.jit(functools.partial(gradients, "xla"))(x, weights, biases)
 
     def near(a, b):
-        """Up to roundings to bfloat16, in another order."""
+        """Asserts closeness up to roundings to bfloat16 in another order."""
         a, b = (np.asarray(z, np.float32) for z in (a, b))
         np.testing.assert_allclose(a, b, atol=2**-6 * np.abs(b).max())
 
@@ -1015,7 +1015,7 @@ def test_equal_functions_compile_once(monkeypatch):
         traces.append(x.shape)
         return (x * 2,)
 
-    # As on a machine of several devices, where a call outside of jit is compiled by itself.
+    # Several devices, where a call outside of jit is compiled by itself.
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     for _ in range(3):
         sharding.per_shard(double, (jnp.ones(3),), operand_axes=("m",), result_axes=("m",))
@@ -1305,7 +1305,7 @@ def test_kernels_of_losses_lower_for_many_gpus_without_one(hopper, cotangent, ma
     names.append("scale_rows" if cotangent is None else "cross_entropy_backward")
     for name in names:
         assert f"@jaxfused_{name}(" in program
-    # Each device has 16 rows, and one image.
+    # Each device has 16 rows and one image.
     assert "tensor<16x1000xbf16>" in program
     assert "tensor<1x256x1xbf16>" in program
 
@@ -1345,7 +1345,7 @@ def test_kernels_lower_for_many_gpus_without_one(hopper, implementation, manual)
         ],
     )(arguments)
     assert exported.nr_devices == DEVICES
-    # Each device works on 32 x 32 rows of its own.
+    # Each device has 32 x 32 rows.
     assert target in exported.mlir_module()
     assert "tensor<1024x768xbf16>" in exported.mlir_module()
 
@@ -1355,7 +1355,7 @@ def test_kernels_lower_for_many_gpus_without_one(hopper, implementation, manual)
 
 @pytest.fixture
 def group_norm_stand_ins(hopper, monkeypatch):
-    """One image after the other, which XLA cannot partition."""
+    """Computes one image after the other, which XLA cannot partition."""
 
     def forward(
         x, residual, scale, bias, *, groups, save_statistics, epsilon, activation, **options
@@ -1422,7 +1422,7 @@ def test_group_norm(group_norm_stand_ins, axis_type, images, parameters, gathers
         return y, vjp(dy)
 
     mesh = make_mesh(axis_type, axis_type)
-    # With Explicit axes, y is as the kernel has it: its pixels are not split.
+    # With Explicit axes, y has the kernel's sharding: its pixels are not split.
     cotangent = P("data") if gathers else images
     placed = place(mesh, (images, cotangent, parameters, parameters), (x, dy, scale, bias))
     actual, text = results_and_text(functools.partial(results, "cuda"), *placed)
@@ -1437,7 +1437,7 @@ def test_group_norm(group_norm_stand_ins, axis_type, images, parameters, gathers
 
 @pytest.fixture
 def image_stand_ins(hopper, monkeypatch):
-    """One image after the other, which XLA cannot partition."""
+    """Computes one image after the other, which XLA cannot partition."""
 
     def convolve(window, x, w):
         return lax.conv_general_dilated(
@@ -1500,7 +1500,7 @@ def image_stand_ins(hopper, monkeypatch):
     ids=("batch", "channels"),
 )
 def test_depthwise_and_pooling(image_stand_ins, monkeypatch, axis_type, images, weights, kernels):
-    """Without kernels, the reference computes the same stages."""
+    """If there are no kernels, the reference computes the same stages."""
     if not kernels:
         for module in (depthwise_conv_cuda, max_pool_cuda, upsample_cuda):
             monkeypatch.setattr(module, "why_unsupported", lambda **_: "it is not there")
@@ -1521,7 +1521,7 @@ def test_depthwise_and_pooling(image_stand_ins, monkeypatch, axis_type, images, 
                 implementation=implementation,
             )
             y = jaxfused.max_pool(y, 2, strides=2, implementation=implementation)
-            # Of upsample there is no stand-in, for XLA can split it.
+            # There is no stand-in for upsample, because XLA can split it.
             return y if kernels else jaxfused.upsample(y, implementation=implementation), x
 
         y, vjp = jax.vjp(f, x, w)
@@ -1541,7 +1541,7 @@ def test_depthwise_and_pooling(image_stand_ins, monkeypatch, axis_type, images, 
 @on_eight_devices
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
 def test_means_and_cells_of_images(axis_type):
-    """No operator that XLA runs gathers the batch."""
+    """Operators that XLA runs do not gather the batch."""
     x = np.random.default_rng(0).normal(size=(8, 7, 6, 5)).astype(np.float32)
 
     def results(x):
@@ -1573,7 +1573,7 @@ def test_means_and_cells_of_images(axis_type):
 
 @pytest.fixture
 def dense_stand_ins(hopper, monkeypatch):
-    """One image after the other, which XLA cannot partition, for any dtype."""
+    """Computes one image after the other, which XLA cannot partition, for any dtype."""
 
     def convolve(x, w, window):
         return lax.conv_general_dilated(
@@ -1644,7 +1644,7 @@ def test_dense_convolution(dense_stand_ins, axis_type, images, weights, result):
     placed = place(mesh, specs, (x, w, bias, dy))
     actual, text = results_and_text(functools.partial(results, "pallas"), *placed)
     split = weights != P()
-    # The gradient to x wants all features.
+    # The gradient to x sums over all features.
     assert (count("all-gather", text) > 0) == split
     expected = jax.jit(functools.partial(results, "xla"))(x, w, bias, dy)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -1735,7 +1735,7 @@ def test_the_example_trains_on_a_mesh(axis_type, pool):
 
 
 def fp8_operands():
-    # Shards differ in their largest magnitudes, so that scales of their own would be seen.
+    # Shards differ in their largest magnitudes, so that scales per shard would change results.
     random = np.random.default_rng(1)
     x = random.standard_normal((4, 8, 32)).astype(np.float32)
     x *= np.linspace(0.1, 30.0, 4, dtype=np.float32)[:, None, None]
@@ -1744,12 +1744,12 @@ def fp8_operands():
 
 
 def fp8_gradients(x, w1, b1, w2, b2):
-    """(y, gradients) of an mlp, and of a projection and a linear layer after it."""
+    """Returns (y, gradients) of an mlp, followed by a projection and a linear layer."""
 
     def loss(x, w1, b1, w2, b2):
         y = jaxfused.mlp(x, w1, b1, w2, b2, residual=x, precision="fp8", save="hidden")
-        # As many heads as devices can share: of fewer, XLA takes a part of a mesh axis, which the
-        # specs of JAX's custom partitioning cannot name.
+        # There are as many heads as devices. For fewer, XLA splits a mesh axis, which the specs of JAX's
+        # custom partitioning cannot express.
         q, k, v = jaxfused.qkv_projection(y, w1, b1, heads=8, key_heads=4, precision="fp8")
         heads = jnp.concatenate([q, k, v], axis=-2).reshape(*y.shape[:-1], -1)
         y = jaxfused.linear(heads, w2, b2, activation="silu", precision="fp8")
@@ -1766,7 +1766,7 @@ def fp8_on_one_device():
 
 def assert_same_fp8(actual):
     for a, b in zip(actual, fp8_on_one_device(), strict=True):
-        # The order of a sum decides between neighbouring float8 now and then.
+        # The order of a sum may choose between neighbouring float8.
         assert np.linalg.norm(a - b) <= 2e-3 * np.linalg.norm(b)
 
 

@@ -1,4 +1,4 @@
-"""Gradients that are stated, in both modes, to the second order, and under JAX's transformations."""
+"""Stated gradients in both modes, to the second order, and under JAX's transformations."""
 
 import functools
 
@@ -16,7 +16,7 @@ from tests.support.arrays import put
 
 @stated_gradient
 def _times(x, w):
-    """A product whose stated gradient to x is twice what it is, so that it is seen to be taken."""
+    """Returns a product whose stated gradient to x is twice the true one, so that its use shows."""
     return x * w["scale"]
 
 
@@ -48,7 +48,7 @@ def test_under_transformations():
     expected = jax.jit(gradients)(X, SCALE)
     by_rows = jax.vmap(gradients)(X, SCALE)
     chex.assert_trees_all_close(by_rows, expected, rtol=1e-6)
-    # A scale that the batch shares gets the sum over it.
+    # A scale that the batch shares gets the sum of gradients over it.
     _, vjp = jax.vjp(jax.vmap(lambda x, s: _times(x, {"scale": s}), (0, None)), X, SCALE[0])
     chex.assert_trees_all_close(vjp(jnp.ones_like(X))[1], X.sum(0), rtol=1e-6)
     remat = jax.checkpoint(lambda x, s: _times(x, {"scale": s}))
@@ -65,7 +65,7 @@ def test_under_transformations():
 
 @pytest.mark.parametrize("subscripts", ["md,df->mf", "btd,dbf->btf"])
 def test_derivatives_of_a_product_of_rounded_operands(subscripts):
-    """In both modes and to the second order; what is rounded is rounded to float32."""
+    """Checks both modes to the second order; rounded operands are rounded to float32."""
     sizes = dict(m=3, d=4, f=5, b=2, t=3)
     axes = subscripts.split("->")[0].split(",")
     with jax.enable_x64(True):

@@ -1,4 +1,4 @@
-"""Tables of measured choices, what a call makes of them, and the tuner with a bench that pretends."""
+"""Tables of measured choices, their use by calls, and the tuner with a fake bench."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ BF16 = jnp.bfloat16
 
 @pytest.fixture
 def users_folder(monkeypatch, tmp_path):
-    """A user's folder without a file."""
+    """Makes a user's folder without a file."""
     monkeypatch.setattr(table, "user_path", lambda device: tmp_path / table.file_name(device))
     table.load.cache_clear()
     yield tmp_path
@@ -45,7 +45,7 @@ def users_folder(monkeypatch, tmp_path):
 
 @pytest.fixture
 def device(users_folder):
-    """A GPU of which nothing is shipped, and a user's folder without a file."""
+    """Assumes a GPU without a shipped table, and a user's folder without a file."""
     with dispatch.assume(DEVICE):
         yield DEVICE
 
@@ -97,7 +97,7 @@ def test_entries_of_every_kernel_survive_a_file(device):
     assert measured.digest == table.Table(entries).digest
     for kernel, operands in KERNELS:
         assert measured.find(kernel, operands) == (entries[table.Key.of(kernel, operands)], True)
-    # A line for each entry, one for the header and one for the end.
+    # One line for each entry, one for the header and one for the end.
     lines = table.user_path(device).read_text().splitlines()
     assert len(lines) == len(entries) + 2
 
@@ -134,9 +134,9 @@ FLOATS = {"< 0.0": -1.0, "0.0": 0.0, "> 0.0": 1.0}
 
 
 def rebuilt(stage, statics):
-    """A stage of the class of `stage` that has the statics of an entry.
+    """Returns a stage of the class of `stage` with the statics of an entry.
 
-    Raises TypeError where the class lacks one of the fields, or needs another one.
+    Raises TypeError if the class lacks one of the fields, or needs another one.
     """
     values = {}
     for name, value in statics.items():
@@ -152,7 +152,7 @@ def rebuilt(stage, statics):
 
 
 def stage_of(key, operands):
-    """The stage of today's operators that an entry is of; None if no call can match the entry."""
+    """Returns the stage of today's operators that matches an entry, or None if no call can match it."""
     statics = json.loads(key.statics)
     for like, _ in KERNELS:
         # The name of a layer is one of its fields.
@@ -168,7 +168,7 @@ def stage_of(key, operands):
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_each_shipped_entry_is_of_a_stage_of_today_and_its_configs_are_legal(path):
-    """An entry that no call can match would never be used, and nobody would be told."""
+    """An entry that no call can match would silently never be used."""
     device = owner_of(path)
     for key, ranking in table.read(path, device).items():
         operands = [None if o is None else array(*o[1], dtype=o[0]) for o in key.operands]
@@ -179,14 +179,14 @@ def test_each_shipped_entry_is_of_a_stage_of_today_and_its_configs_are_legal(pat
             assert operand is None or len(names) == operand.ndim
         reasons = stage.reasons(device, *operands)
         for ranked in ranking:
-            # Whether the CUDA library is built is another matter.
+            # The test does not need a built CUDA library.
             assert ranked.implementation == "cuda" or reasons[ranked.implementation] is None
             configs = runner.configs(stage, ranked.implementation, device, operands)
             assert ranked.config in (None, *map(table.config_text, configs)), (key, ranked)
 
 
 def step_of_vit_b16():
-    """The training step that the shipped table was measured for, and its arguments."""
+    """Returns the training step for which the shipped table was measured, and its arguments."""
     from benchmarks.whole import end_to_end_jax
 
     workload = end_to_end_jax.workloads()["vit-b16"]
@@ -196,7 +196,7 @@ def step_of_vit_b16():
 
 
 def projection_of_vit_b16_on_eight_devices():
-    """The gradient of its projection, which takes weights apart where there are several devices."""
+    """Returns the gradient of the step's projection, which splits weights on several devices."""
     mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
 
     def operand(*shape, dtype, axis=None):
@@ -216,9 +216,9 @@ def projection_of_vit_b16_on_eight_devices():
 
 
 def layers_of_vit_b16_with_their_own_biases():
-    """The gradient of its layers where each adds its bias itself, as they do in many a model.
+    """Returns the gradient of layers that each add their own bias, as in many models.
 
-    So did those of the step when the table was measured; the norms add most of them since.
+    The step did so when the table was measured; since then its norms add most biases.
     """
 
     def loss(delta, stream, scale, bias, w1, b1, w2, b2, patches, w, b):
@@ -270,7 +270,7 @@ def corrupted(name, value):
 
 
 def entry(**fields):
-    """One entry, most of it right."""
+    """Returns an entry that is right except for the given fields."""
     return [dict(kernel="k", statics={}, operands=[["float32", [2]]], ranking=[]) | fields]
 
 
@@ -349,7 +349,7 @@ for i in range(10):
 
 @pytest.mark.parametrize("home", [None, "of another user"])
 def test_without_a_home_that_can_be_read_there_is_no_table(device, monkeypatch, home):
-    """As in a container that runs under a number that no user has."""
+    """No home folder can be read, like in a container with an unknown user id."""
     monkeypatch.setattr(table, "user_path", USER_PATH)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(table, "SHIPPED", Path("nowhere"))
@@ -407,7 +407,7 @@ def test_the_digest_is_that_of_the_choices(device):
 
 
 def test_another_table_is_another_key_of_jaxs_caches(device):
-    """What is traced below an operator is traced anew, without `jax.clear_caches`."""
+    """Inner functions of an operator are traced anew, without `jax.clear_caches`."""
     kernel, operands = norm(64)
     args = tuple(o for o in operands if o is not None)
     old = runner.Runner(None, device)
@@ -425,7 +425,7 @@ def test_processes_compare_their_tables_even_while_tracing(device, monkeypatch, 
     digest = np.frombuffer(bytes.fromhex(table.Table({}).digest), np.uint8)
 
     def gather(mine):
-        # A jitted function, as the real one is, of what must not be traced.
+        # Calls a jitted function on a value that must not be traced, as the real function does.
         assert np.array_equal(jax.jit(lambda x: x)(mine), digest)
         return np.stack([digest, digest if same else digest[::-1]])
 
@@ -495,13 +495,13 @@ def test_what_is_not_legal_or_cannot_run_is_passed_over(device):
 
 @pytest.mark.exhaustive
 def test_a_config_of_the_table_reaches_the_kernel(device):
-    """The kernel is traced as it is where its config is passed."""
+    """The kernel is traced as if its config were passed."""
     kernel, operands = norm(4096)
     args = tuple(o for o in operands if o is not None)
     config = runner.configs(kernel, "pallas", device, operands)[1]
 
     def launched(f, *args):
-        """The text of the kernel, which is the only one with references to memory."""
+        """Returns the text of the kernel, the only one with references to memory."""
         text = without_addresses(jax.make_jaxpr(f)(*args))
         [start] = [m.start() for m in re.finditer(r"lambda a:Ref<gmem>", text)]
         depth, end = 1, start
@@ -555,14 +555,14 @@ def test_a_new_field_with_a_default_leaves_entries_as_they_were():
     ]
     others.append(dataclasses.replace(new, saves=True))
     assert len({old, *(table.Key.of(other, (array(64),)) for other in others)}) == 4
-    # Any rate is the same constant of the kernel.
+    # All rates give the same constant of the kernel.
     other_rate = NewStage(NewOptions(True, rate=0.2))
     assert table.Key.of(other_rate, (array(64),)) == old
 
 
 @pytest.mark.parametrize("rows", (64, 67))
 def test_a_constant_of_the_kernel_is_no_part_of_the_key(device, rows):
-    """An epsilon does not change a kernel's time; whether there is a statistic to save does."""
+    """An epsilon does not change a kernel's time, but saving statistics does."""
     kernel, operands = norm(rows)
     assert table.Key.of(*norm(rows, epsilon=1e-5)) == table.Key.of(kernel, operands)
     saving = dataclasses.replace(kernel, save_statistics=True)
@@ -583,13 +583,13 @@ def test_the_nearest_neighbour_within_bounds(device):
     assert found(1026) == ("2", False)
     assert found(1029) == ("3", False)
     assert found(int(4096 * 2**0.09)) == ("4", False)
-    # Too far, one row, another width, or one that accesses another way.
+    # Not found: too far, one row, another width, and widths whose accesses differ.
     assert found(int(4096 * 2**0.11)) is None
     assert found(2) is None
     assert found(1024, 1536) is None
     assert found(1024, 776) is None
     assert found(1024, 736) is None
-    # An axis counts once, whether one operand has it or three.
+    # An axis counts once, even if three operands have it.
     kernel, (x, *_others) = norm(1026)
     assert measured.find(kernel, (x, x, *_others[1:])) is None
 
@@ -617,7 +617,7 @@ WITH_CONFIGS = [k for k in KERNELS if isinstance(k[0], runner.HasConfigs)]
 @parametrize(
     "kernel_and_operands",
     WITH_CONFIGS,
-    # A row's statistics, attention.
+    # The quick cases: statistics of rows, and attention.
     quick=(2, 32),
     ids=lambda kernel: kernel[0].name.replace(" ", "_"),
 )
@@ -639,7 +639,7 @@ def test_configs_are_legal_and_the_first_is_the_default(device, kernel_and_opera
 
 
 class FakeBench:
-    """Measures nothing: each new candidate takes what `microseconds` says, and compiles in a second."""
+    """Measures nothing: a candidate takes `microseconds`, and each new one compiles in a second."""
 
     def __init__(self, microseconds):
         self.microseconds = microseconds
@@ -698,7 +698,7 @@ STAGES = {
 
 
 def test_tune_finds_the_stages_of_a_program_and_makes_them_its_choice(device):
-    """Each stage gets the last config that it measures of its second implementation."""
+    """Each stage gets the last measured config of its second implementation."""
     numbers = itertools.count()
     fast = {}
 
@@ -714,7 +714,7 @@ def test_tune_finds_the_stages_of_a_program_and_makes_them_its_choice(device):
     assert {stage.choice.stage for stage in report.stages} == STAGES
     assert {stage.count for stage in report.stages} == {3}
     assert report.path == table.user_path(device)
-    # A table of one process is that of the next one, and of functions compiled before.
+    # The table is also used by later processes, and by functions that were compiled before.
     kept = jaxfused.explain(step, *BLOCK)
     for choice, _ in kept.calls:
         assert choice.source == "table"
@@ -754,13 +754,13 @@ def test_tune_drops_what_fails_and_says_so(device):
     assert {c.implementation for c in stage.dropped} == {"cuda"}
     assert {c.implementation for c in stage.ranking} == {"pallas", "xla"}
     assert "dropped 'cuda' ForwardConfig(" in str(report)
-    # XLA's config is none, and a slow implementation's configs are not tried.
+    # XLA has one config, None, and configs of a slow implementation are not tried.
     ranking = table.load(device).find(stage.work.kernel, stage.work.operands).ranking
     assert [r.implementation for r in ranking] == ["pallas"] * 4 + ["xla"]
 
 
 def test_tune_compares_within_a_round(device):
-    """Clocks fall: the second round finds all candidates slower, its reference too."""
+    """Clocks fall, so that the second round measures longer times, for its reference too."""
     fake = FakeBench(lambda work, c: 10.0 * (1 + fake.now // 4) - (0.3 if fake.now > 4 else 0.0))
     fake.microseconds = lambda work, c: 10.0 if fake.now < 4 else 20.0
     report = tune(jaxfused.layer_norm, array(4096, 768), fake=fake)
@@ -770,11 +770,11 @@ def test_tune_compares_within_a_round(device):
 
 @parametrize("seconds", (0.0, 5.0, 20.0, 60.0), quick=(1,))
 def test_tune_ends_in_time(device, seconds):
-    """A candidate takes a second and the end of a round half of one."""
+    """A candidate takes one second, and the end of a round half a second."""
     fake = FakeBench(lambda work, candidate: 10.0)
     report = tune(gradients, *BLOCK, fake=fake, seconds=seconds)
     assert seconds <= report.seconds <= seconds + 1.5 or not any(s.waiting for s in report.stages)
-    # What was not reached is not in the table.
+    # Stages that were not reached are not in the table.
     assert (report.path is None) == (seconds == 0.0)
     assert len(fake.submitted) == len(set(fake.submitted))
     if seconds == 0.0:
@@ -799,7 +799,7 @@ def test_tune_measures_the_shards_that_kernels_see(device):
 
 
 def test_tune_and_explain_list_what_runs(device):
-    """JAX traces forwards that save nothing, and runs those that save; a loop runs its body often."""
+    """JAX traces forwards that save nothing, but runs those that save; a loop runs its body often."""
 
     def loss(x, scale):
         def body(x, _):
@@ -819,7 +819,7 @@ def test_tune_and_explain_list_what_runs(device):
 
 
 def test_what_jax_strips_of_results_is_still_listed(device):
-    """`jax.checkpoint` leaves out what the gradient does not need of a stage that it runs again."""
+    """`jax.checkpoint` drops results that the gradient does not need from a stage that runs again."""
 
     def loss(x, w):
         y = jax.checkpoint(lambda x: jaxfused.mlp(x, w, None, w.T, activation="gelu_tanh"))(x)
@@ -847,7 +847,7 @@ def test_tune_needs_a_gpu():
 
 
 def lengths_and_segments():
-    """Attention's operands that random numbers would be no good for."""
+    """Returns operands of attention for which random numbers would be invalid."""
     from jaxfused.ops.attention import attention
 
     options = attention._Options(False, None, 0.125, None, 0.1)
@@ -877,7 +877,7 @@ def test_examples_fit_together(device):
     made = attention._Arrays(*examples[4:])
     assert list(made.key_lengths) == [64, 64]
     assert np.all(np.diff(made.key_segments) >= 0) and np.all(made.explicit == 1)
-    # The output and the log-sum-exp are the forward's.
+    # The output and the log-sum-exp come from the forward.
     output, saved = jax.jit(lambda made: attention._Forward(options).run("xla", cpu, *made))(made)
     np.testing.assert_allclose(np.float32(examples[0]), np.float32(output), rtol=0.02, atol=0.02)
     np.testing.assert_allclose(examples[1], saved, rtol=1e-3, atol=1e-3)

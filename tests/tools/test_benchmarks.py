@@ -1,4 +1,4 @@
-"""The benchmarks' bookkeeping on any machine: what is counted, checked, merged, judged, drawn."""
+"""The benchmarks' bookkeeping on any machine: counts, checks, merged results, verdicts, plots."""
 
 import json
 import sys
@@ -65,7 +65,7 @@ ALL_CASES = QUANTIZED_CONV_CASES | CASES | PRODUCT_CASES | LOSS_CASES | CONV_CAS
 
 
 def result_of(case, times, **rows):
-    """Returns what the runner would save for `case` if these were the times."""
+    """Returns what the runner would save for `case` with these times."""
     rows |= {
         name: {"microseconds": time, "least": 0.99 * time, "most": 1.01 * time}
         for name, time in times.items()
@@ -158,8 +158,8 @@ def test_truth_of_attention_is_the_same_a_few_heads_at_a_time(monkeypatch):
     case = PRODUCT_CASES["causal attention forward+backward"]
     inputs = [a.astype(jnp.float32) for a in case.make_inputs(jax.random.key(0))]
     at_once = jax.jit(case.truth)(*inputs)
-    monkeypatch.setattr(attention, "_TRUTH_LOGITS", 3 * 2 * 24 * 24)  # 3 of 4, then the last
-    in_parts = jax.jit(lambda *inputs: case.truth(*inputs))(*inputs)  # traced again
+    monkeypatch.setattr(attention, "_TRUTH_LOGITS", 3 * 2 * 24 * 24)  # 3 of 4 heads, then the last
+    in_parts = jax.jit(lambda *inputs: case.truth(*inputs))(*inputs)  # a new trace
     assert runner.distance(in_parts, at_once) < 1e-5
     of_reference = jax.jit(case.jax["reference"])(*inputs)
     assert runner.distance(in_parts, of_reference) < 1e-5
@@ -272,7 +272,7 @@ def test_wrong_and_failing_implementations_are_reported_not_timed(monkeypatch):
     assert "failed" in rows["liger"]
     assert rows["cudnn"] == {"skipped": "too large"}
     assert rows[BARE]["microseconds"] == 2.0 and "error" not in rows[BARE]
-    assert len(timed) == 4  # two rounds of the one that is right, and of the bare product
+    assert len(timed) == 4  # two rounds of the correct variant, and of the bare product
 
 
 def test_the_clock_that_says_less_is_taken():
@@ -421,7 +421,7 @@ def test_table_names_what_went_wrong():
 
 
 def pages_of(directory):
-    """The arguments of `plot` for empty pages beside a folder of results."""
+    """Returns arguments of `plot` for empty pages next to a folder of results."""
     readme, page = directory.parent / "README.md", directory / "README.md"
     directory.mkdir(exist_ok=True)
     for path, parts in ((readme, ("models", "operators")), (page, ("benchmarks",))):
@@ -469,7 +469,7 @@ def test_readme_has_medians_of_the_sweep(tmp_path):
         (directory / f"{gpu}-sweep.json").write_text(text)
     plot.main([*arguments, "--tables"])
     text = readme.read_text()
-    # The same case on two GPUs is two cases.
+    # The same case on two GPUs counts as two.
     line = "| `layer_norm` | 1 instead of 3 | 2.50x (1.15x) | 5.00x (5.00x) | 4 |"
     assert line in text
     assert "5 timings on one and two with jax 0.11.2, from 2026-11-27 to 2026-11-27" in text
@@ -557,7 +557,7 @@ def test_networks_that_only_answer(variant):
 
 @pytest.mark.exhaustive
 def test_a_step_that_reads_copies_of_the_kernels_is_the_same_step():
-    """Its forward reads the same numbers; its gradients of kernels are rounded to bfloat16."""
+    """The forward reads equal numbers; gradients of kernels are rounded to bfloat16."""
     states, losses = [], []
     for variant in ("ours", "ours-copies"):
         program = TINY_VIT.programs[variant]()
@@ -570,14 +570,14 @@ def test_a_step_that_reads_copies_of_the_kernels_is_the_same_step():
     assert losses[0] == losses[2]
     assert losses[1] == pytest.approx(losses[3], rel=1e-3)
     chex.assert_trees_all_equal(kept.compute, jax.tree.map(lambda p: p.astype("bfloat16"), others))
-    # Adam's first steps have the size of the rate, whatever small gradients were rounded to.
+    # Adam's first steps are as large as the rate, however small gradients were rounded.
     chex.assert_trees_all_close(params, others, atol=4e-3)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workload", [TINY_VIT, TINY_UNET, TINY_CONVNEXT], ids=lambda w: w.name)
 def test_a_fused_step_is_that_of_stock(workload):
-    """Its forward is the same but for rounding; both have float32 parameters and bfloat16 values."""
+    """The forward differs by rounding only; both have float32 parameters and compute in bfloat16."""
     losses = []
     for variant in ("stock", "fused"):
         program = workload.programs[variant]()
@@ -591,7 +591,7 @@ def test_a_fused_step_is_that_of_stock(workload):
 def test_flops_are_those_of_the_formula():
     size, batch, tokens = MODELS["vit-b16"], 3, 197
     block = tokens * (4 * size.width**2 + 2 * size.width * size.hidden)
-    block += 2 * tokens**2 * size.width  # the logits, and what they weigh
+    block += 2 * tokens**2 * size.width  # logits, and their products with the values
     total = 196 * 16 * 16 * 3 * size.width + size.depth * block + size.width * 1000
     workload = end_to_end_jax.vit("b", size, batch=batch)
     assert workload.forward_flops() == 2 * batch * total
@@ -604,14 +604,14 @@ def test_flops_of_loops_and_convolutions():
         return jax.lax.conv_transpose(x, up, (2, 2), "SAME")
 
     jaxpr = jax.make_jaxpr(f)(jnp.ones((16, 8)), jnp.ones((8, 8)), jnp.ones((2, 2, 8, 3)))
-    # Each of 16 pixels becomes 4 of 3 channels.
+    # Each of 16 pixels becomes 4 pixels of 3 channels.
     expected = 5 * 2 * 16 * 8 * 8 + 2 * 16 * 4 * 8 * 3
     assert end_to_end_jax.product_flops(jaxpr.jaxpr) == expected
 
 
 @pytest.fixture(scope="module")
 def steps_section():
-    """Returns what the command would save on a CPU, where cuDNN's attention and CUPTI are missing."""
+    """Returns the command's results on a CPU, where cuDNN's attention and CUPTI are missing."""
     rows = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "_ROUND_MILLISECONDS", 30.0)
@@ -631,7 +631,7 @@ def test_steps_train_and_are_timed(steps_section):
     assert "cuDNN" in rows["cudnn"]["failed"]
     for name in ("ours", "stock"):
         row = rows[name]
-        assert abs(row["losses"][0] - 1.9) < 0.2  # log(7) after the warm-up's few steps
+        assert abs(row["losses"][0] - 1.9) < 0.2  # log(7), less what the few warm-up steps gained
         assert row["losses"][-1] < 0.9 * row["losses"][0]
         assert min(row["rounds"]) <= row["milliseconds"] <= max(row["rounds"])
         assert row["planned_bytes"] > 3 * 4 * count_parameters(TINY_VIT, name)
@@ -640,7 +640,7 @@ def test_steps_train_and_are_timed(steps_section):
 
 
 def test_steps_wait_for_the_device_and_take_the_median(monkeypatch):
-    now = iter([0, 3, 3, 6, 6, 16, 16, 46, 46, 66])  # seconds: warm-up, probe, three rounds
+    now = iter([0, 3, 3, 6, 6, 16, 16, 46, 46, 66])  # seconds of warm-up, probe and three rounds
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
     monkeypatch.setattr(timing, "_ROUND_MILLISECONDS", 10_000.0)
     counts = []
@@ -704,7 +704,7 @@ def test_steps_are_reported_from_the_file_alone(steps_section, tmp_path, capsys)
         "stock (Flax or Equinox) + Optax",
     ]
 
-    # Its figures are rounded.
+    # The saved figures are rounded.
     written = results.load(directory / "some-gpu.json")["benchmarks"]["end_to_end"]
     end_to_end_report.print_report(written)
     text = capsys.readouterr().out
@@ -712,7 +712,7 @@ def test_steps_are_reported_from_the_file_alone(steps_section, tmp_path, capsys)
     assert all(len(row) == len(header) for row in cells)
     assert "cuDNN" in text and "failed" in text
     ours = written["models"][0]["rows"]["ours"]["milliseconds"]
-    assert f"{4e3 / ours:.0f}" in text  # images a second
+    assert f"{4e3 / ours:.0f}" in text  # images per second
 
 
 def test_memory_is_the_allocators_or_in_brackets_the_plan():
@@ -722,7 +722,7 @@ def test_memory_is_the_allocators_or_in_brackets_the_plan():
 
 @pytest.mark.exhaustive
 def test_torch_that_fails_says_why():
-    """The result is the same whether timm is installed or not."""
+    """The result does not depend on whether timm is installed."""
     reason = end_to_end._run_torch("no_such_model", 1)["failed"]
     assert "torch" in reason or "no_such_model" in reason
 
@@ -739,7 +739,7 @@ def test_unknown_models_and_variants_are_refused(arguments, capsys):
 
 @pytest.mark.exhaustive
 def test_parallel_measures_steps_and_layers(monkeypatch):
-    """On as many devices as there are, here one: its share of itself is about 1."""
+    """All devices, here one, run the workload, whose scaling efficiency is then about 1."""
     monkeypatch.setattr(timing, "_ROUND_MILLISECONDS", 1.0)
     tiny = ViTSize(patch=112, depth=1, width=16, heads=2, hidden=32)
     monkeypatch.setitem(parallel.MODELS, "tiny", tiny)

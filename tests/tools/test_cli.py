@@ -1,4 +1,4 @@
-"""`python -m jaxfused` says what runs on this machine, for every operator."""
+"""`python -m jaxfused` lists what runs on this machine, for every operator."""
 
 import inspect
 import os

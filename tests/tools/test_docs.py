@@ -1,4 +1,7 @@
-"""The documentation: its programs run, and every public name has a page; `make docs` checks links."""
+"""The documentation: its programs run, and every public name has a page.
+
+`make docs` checks the links within docs/.
+"""
 
 import importlib.util
 import inspect
@@ -21,7 +24,7 @@ WITH_PROGRAMS = [page for page in PAGES if "```python" in page.read_text()]
     ids=lambda page: str(page.relative_to(DOCS).with_suffix("")),
 )
 def test_programs_run(page):
-    """The blocks marked `python` are one program; those marked `py` need what the tests do not have."""
+    """Blocks marked `python` form one program; those marked `py` need more than the tests have."""
     program = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
     namespace: dict = {}
     exec(compile(program, str(page), "exec"), namespace)
@@ -53,12 +56,12 @@ def test_every_module_has_a_page():
             if isinstance(value, type) and value.__module__.startswith("jaxfused.")
         }
         missing = {n for n in ours if f"::: jaxfused.{name}.{n}\n" not in page + "\n"}
-        # They are another class under another name.
+        # These are other names of a documented class.
         assert missing <= {"SelfAttention"}, f"{name}: {sorted(missing)}"
 
 
 def test_links_of_other_pages_lead_somewhere():
-    """`make docs` checks those of docs/."""
+    """`make docs` checks the links of docs/."""
     root = DOCS.parent
     pages = [*root.glob("*.md"), *(root / "benchmarks").rglob("*.md"), *root.glob("findings/*.md")]
     assert len(pages) > 5
@@ -69,7 +72,7 @@ def test_links_of_other_pages_lead_somewhere():
 
 
 def test_replaced_words_do_not_come_back():
-    """The glossary's first table has the words; it alone may use them."""
+    """The glossary's first table lists the older words, and no other page may use them."""
     root, glossary = DOCS.parent, DOCS / "glossary.md"
     table = glossary.read_text().partition("| older word | term |")[2].partition("\n\n")[0]
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]

@@ -1,4 +1,4 @@
-"""The design's arrows, read from the import statements: a layer imports only layers below it."""
+"""The layers of the design, checked by import statements: a layer imports only lower layers."""
 
 import ast
 import functools
@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# What a folder's files may import of this repository, by prefix. A file may always import from its own
-# layer. The order is that of the design: examples -> modules and optimisers -> operators -> kernels.
+# Prefixes of what files of a folder may import from this repository, besides their own layer. The order
+# is that of the design: examples -> modules and optimisers -> operators -> kernels.
 _OPERATORS = ("jaxfused.ops", "jaxfused.dispatch", "jaxfused.runtime")
 _KERNELS = ("jaxfused.dispatch", "jaxfused.runtime", "pallas_kernels")
 LAYERS = {
@@ -20,9 +20,9 @@ LAYERS = {
     "jaxfused/modules": _OPERATORS,
     "jaxfused/fuse": _OPERATORS,
     "jaxfused/optim": _OPERATORS,
-    # Rules over a model name its layers.
+    # Rules for a model refer to its layers.
     "jaxfused/quantization": ("jaxfused.modules", "jaxfused.nnx", *_OPERATORS),
-    # Operators ask the table; the tuner asks the operators.
+    # Operators call the table, and the tuner calls the operators.
     "jaxfused/tuning": (
         "jaxfused.__version__",
         "jaxfused.dispatch",
@@ -101,7 +101,7 @@ def test_the_packages_use_public_jax_and_no_triton(folder):
 
 
 def test_no_import_is_tried():
-    """A missing dependency raises an error where it is needed, and selects no other path in silence."""
+    """A missing dependency raises an error where it is needed; code must not silently switch paths."""
     for folder in ("jaxfused", "pallas_kernels"):
         for path in files(folder):
             for node in ast.walk(parsed(path)):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks lowered`: equal programs have equal hashes, and what differs is named."""
+"""`python -m benchmarks lowered`: equal programs have equal hashes, and differences are named."""
 
 import functools
 import json
@@ -27,7 +27,7 @@ def test_the_same_program_has_the_same_record():
     assert (stage, implementation) == ("rms_norm forward", "pallas")
     assert {name for name, _ in reasons} == {"pallas", "cuda", "xla"}
     assert [key.operands[0] for key in first["keys"]] == [("bfloat16", (256, 512))]
-    # Without a built library too.
+    # This works without a built library too.
     assert lowered.record(norm("cuda"), H200)["text"] != first["text"]
     refused = lowered.record(norm("pallas"), A100)
     assert refused["raised"].startswith("ValueError: rms_norm: implementation='pallas' cannot run")
@@ -50,7 +50,7 @@ def test_files_lines_and_counts_of_kernels_are_left_out():
     for place in (".py", "dump_basename", "kernel_hash"):
         assert place in text
         assert place not in left
-    # What a kernel computes, and its name in a profile, are there.
+    # The kernel's instructions and its name in a profile are kept.
     assert "module @layer_norm_forward" in left
     assert "nvvm.mbarrier" in left
 

@@ -1,4 +1,4 @@
-"""The sweep, the fuzz and the compile benchmark at CPU sizes: what they draw, judge and print."""
+"""The sweep, the fuzz and the compile benchmark at CPU sizes: their cases, verdicts and output."""
 
 import dataclasses
 import itertools
@@ -93,7 +93,7 @@ def test_sweep_of_tiny_shapes(tmp_path, capsys):
     capsys.readouterr()
     assert __main__.main(["sweep", "--report", str(path), str(path)]) == 0
     printed = capsys.readouterr().out
-    # Of a case that is in two files, or comes twice in one, the last counts.
+    # If a case is in two files, or twice in one, the last entry counts.
     row = next(line for line in printed.splitlines() if line.startswith("rms_norm "))
     assert int(row.split()[3]) == len({e["case"] for e in run["entries"]})
     case = run["entries"][-1]["case"]
@@ -105,7 +105,7 @@ QUANTISED = [name for name in configs.OPERATORS if name.startswith(("quantize", 
 
 @parametrize("operator", QUANTISED, quick=(2,))
 def test_sweep_of_quantised_operators_is_right_in_every_form(operator):
-    """By the judge's own rule, which in a sweep asks our function alone."""
+    """Stock's forms are judged by the rule that a sweep applies to our function."""
     for index in range(4):
         config = configs.drawn(operator, 3, index).tiny()
         written = programs.of(config)
@@ -136,7 +136,7 @@ def test_quantised_results_are_compared_in_steps_of_their_format(name):
         codes = np.arange(256, dtype=np.uint8).view(jnp.dtype(name))
         numbers = np.unique(codes[np.isfinite(codes.astype(np.float32))].astype(np.float32))
     (steps,) = quantized_programs.in_steps(name, (put(numbers, jnp.float32),))
-    # -0 and 0 are one number, and all others lie one step apart.
+    # -0 and 0 are one number, and all others are one step apart.
     np.testing.assert_array_equal(np.diff(steps), 1)
     halfway = (numbers[:-1].astype(np.float32) + numbers[1:]) / 2
     (between,) = quantized_programs.in_steps(name, (put(halfway, jnp.float32),))
@@ -145,7 +145,7 @@ def test_quantised_results_are_compared_in_steps_of_their_format(name):
 
 @pytest.mark.parametrize(("steps", "wrong"), [(0, False), (1, True), (-2, True)])
 def test_a_number_that_is_rounded_to_the_wrong_side_is_wrong(steps, wrong):
-    """Stock's largest error is half a step here, and so a whole step is allowed."""
+    """Stock's largest error is half a step here, so a whole step is allowed."""
     true = put([3.3, 127.0, -5.5], jnp.float32)
     plain = put([3, 127, -6], jnp.int8)
     ours = plain.at[0].add(-steps)
@@ -161,7 +161,7 @@ def test_weights_come_from_memory_however_few_they_are():
     assert judge._count_of_sets(3 * mebibyte, 2 * mebibyte) == 64
     assert judge._count_of_sets(40 * mebibyte, 32 * mebibyte) == timing.input_sets(40 * mebibyte)
     assert judge._count_of_sets(mebibyte // 8, mebibyte // 16) == 64
-    # Where every call reads much else, no more memory is taken than that needs.
+    # If each call reads large other arrays, fewer sets of inputs suffice.
     assert judge._count_of_sets(256 * mebibyte, mebibyte // 16) == 4
 
 
@@ -172,7 +172,7 @@ def test_sweep_says_what_raised(monkeypatch, capsys):
 
 
 def test_sweep_lowers_again_what_a_dead_process_took_along(monkeypatch):
-    """A pool whose first process dies at the second case, twice: that case is lost, and no other."""
+    """If the first process of the pool dies twice at the second case, only that case is lost."""
     started = []
 
     class Pool:
@@ -202,7 +202,8 @@ def test_sweep_lowers_again_what_a_dead_process_took_along(monkeypatch):
 @pytest.mark.parametrize(
     ("figures", "wrong"),
     [
-        # error, that of plain jax.numpy, the largest value, values that are not finite, what is excused
+        # error, plain jax.numpy's error, largest value, count of values that are not finite, excused
+        # error
         ((0.0, 0.0, 1.0, 0.0, 0.0), False),
         ((0.01, 0.005, 1.0, 0.0, 0.0), False),
         ((0.0078125, 0.0, 1.0, 0.0, 0.0), False),
@@ -225,7 +226,7 @@ def test_compare_sees_errors_and_misplaced_nans():
     np.testing.assert_array_equal(
         figures[:, :4], [[0.5, 0.25, 4.0, 1.0], [0.5 / 2, 0.25 / 2, 4.0, 1.0]]
     )
-    # A kink excuses a share of the root of the mean square of 1, 2, 0 and -4.
+    # A kink excuses a share of the root mean square of 1, 2, 0 and -4.
     np.testing.assert_allclose(figures[:, 4], [0.0, 2.0**-11 * (21 / 4) ** 0.5], rtol=1e-6)
 
 
@@ -263,7 +264,7 @@ def entry(microseconds, same_program=None, status="ok", direction="forward"):
 def test_report_counts_the_fastest_form_and_half_a_microsecond():
     entries = [
         entry({"ours": 10.0, "stock a": 20.0, "stock b": 30.0}),
-        # One program with the fastest form, whatever the clock says.
+        # If ours is the same program as the fastest form, times do not matter.
         entry({"ours": 10.0, "stock a": 9.0}, same_program="stock a"),
         # Less than half a microsecond is no loss.
         entry({"ours": 2.4, "stock a": 2.0}),
@@ -284,7 +285,7 @@ def test_report_counts_the_fastest_form_and_half_a_microsecond():
 
 
 def test_kernels_are_split_at_markers(monkeypatch):
-    """Two programs take turns; the kernels of each lie between markers, and the median is taken."""
+    """Two programs alternate; the kernels of each are between markers, and the median is taken."""
     milliseconds = itertools.count(1)
 
     def measure(f, *, aggregate, iterations):
@@ -314,11 +315,11 @@ def test_kernels_are_split_at_markers(monkeypatch):
 
 
 def test_fuzz_of_a_few_cases(monkeypatch, capsys):
-    # It changes the environment for the processes that it starts, and here it has to be changed back.
+    # The fuzz changes the environment for its processes; monkeypatch restores it.
     for name in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     run = ["fuzz", "rms_norm", "rope", "--cases", "3", "--jobs", "0", "--verbose"]
-    # What is named otherwise is refused without a GPU.
+    # Other implementations are refused without a GPU.
     run += ["--implementation", "xla"]
     assert __main__.main(run) == 0
     printed = capsys.readouterr().out
@@ -331,7 +332,7 @@ def test_fuzz_of_a_few_cases(monkeypatch, capsys):
 def test_fuzz_draws_every_operator_and_traces_it():
     names = [*fuzz_operators.OPERATORS]
     known = {*EXAMPLES} - {"dot_product_attention"} | {"attention", "depthwise_conv", "optimizer"}
-    # conv draws transposed convolutions too; these pools are XLA's on every device.
+    # conv also draws transposed convolutions; the pools run in XLA on every device.
     known -= {"conv_transpose", "avg_pool", "global_avg_pool", "spatial_pyramid_pool"}
     assert {*names} == known
     seen = {}
@@ -365,7 +366,7 @@ OPTIONS = {"operator": "relu", "data": 3, "vmap": None, "vmap_size": 1, "gradien
 
 
 def verdict(monkeypatch, function, **more):
-    """Returns the verdict on a case whose `function` is (x, bias, is_ours)."""
+    """Returns the verdict on a case whose `function` takes (x, bias, is_ours)."""
 
     def run(operands, constants, how):
         del constants

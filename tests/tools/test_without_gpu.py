@@ -1,4 +1,7 @@
-"""What `python -m benchmarks kernels` reads from a program; compiling one needs JAX's CUDA plugin."""
+"""The kernels that `python -m benchmarks kernels` reads from a program.
+
+Compiling a program would need JAX's CUDA plugin.
+"""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +66,7 @@ def test_kernels_are_read_in_their_order():
     assert (pad.results, pad.operands) == (("bf16[4,8]",), ("bf16[4,6]",))
     assert pad.source == "jit(run)/dot_general"
     assert pad.megabytes == pytest.approx((64 + 48) / 1e6)
-    # Scratch memory of a library is no result, and an operand that stands twice is read once.
+    # A library's scratch memory is no result, and an operand that occurs twice is read once.
     assert product.results == ("bf16[4,16]",)
     assert following.operands == ("f32[4]",)
 

@@ -46,7 +46,7 @@ def who_attends(case):
 
 
 def plain_attention(case, allowed, kept=None, rate=0.0):
-    """Attention as one writes it in jax.numpy: repeated heads, a float32 softmax, a sink as a column."""
+    """Computes attention in plain jax.numpy: repeated heads, a float32 softmax, a sink as a column."""
 
     def f(query, key, value, bias, sinks):
         dtype = query.dtype
@@ -81,7 +81,7 @@ def fused_attention(case, **more):
         output, lse = jaxfused.dot_product_attention(
             query, key, value, bias, sinks=sinks, return_lse=True, **options
         )
-        # EMPTY_LSE would drown the others' errors.
+        # Queries without keys have EMPTY_LSE, which would hide errors of the others.
         return output, jnp.where(lse < -1e4, 0.0, lse)
 
     return f
@@ -128,7 +128,7 @@ def test_has_the_signature_of_jax_nn():
 
 @pytest.mark.parametrize("key_heads", [4, 2])
 def test_bfloat16_that_was_transposed_runs_on_a_cpu(key_heads):
-    """XLA's CPU backend lacks a 16-bit product into float32 with operands in this order."""
+    """XLA's CPU backend lacks a product of 16 bits into float32 with operands in this order."""
 
     def heads_first(query, key):
         query, key = (x.transpose(0, 2, 1, 3) for x in (query, key.swapaxes(2, 3)))
@@ -156,7 +156,10 @@ def test_without_batch():
 
 
 def test_the_gradient_of_the_residual_is_that_of_jax():
-    """The residual gets no gradient; else, swapping the functions would change gradients in silence."""
+    """The residual gets no gradient.
+
+    Otherwise replacing JAX's function would silently change gradients.
+    """
     qkv = np.random.default_rng(0).normal(size=(3, 2, 5, 2, 8)).astype(np.float32)
 
     def gradient(function, **options):
@@ -174,7 +177,7 @@ def test_the_gradient_of_the_residual_is_that_of_jax():
 
 
 def test_xla_saves_that_queries_beyond_the_length_attend_to_nothing():
-    """Their sink is not saved: a backward of a kernel knows them by EMPTY_LSE alone."""
+    """The sink of such a query is not saved: a backward kernel recognises it by EMPTY_LSE alone."""
     query, key = np.ones((2, 5, 1, 2, 8), np.float32), np.ones((2, 3, 1, 8), np.float32)
     sinks, lengths = np.full((1, 2), -7.0, np.float32), np.array([2, 0], np.int32)
     arrays = attention._Arrays(query, key, key, sinks=sinks, query_lengths=lengths)
@@ -417,7 +420,7 @@ def test_what_cudnn_is_asked_to_do(fitting, monkeypatch):
 
 
 def test_what_runs_without_kernels_of_ours_is_explained(monkeypatch):
-    """cuDNN, and XLA for a scale that is an array, which no stage of a Runner runs."""
+    """One call runs in cuDNN, one with an array as scale in XLA; neither is a stage of a `Runner`."""
     monkeypatch.setattr(attention, "_cudnn", lambda query, key, value, *others: query)
     x = jax.ShapeDtypeStruct((1, 192, 2, 64), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((), jnp.float32)
@@ -445,7 +448,7 @@ CUDNN_CASES = [
 
 
 def cudnn_and_plain(case, lowest=None):
-    """Attention by cuDNN and as one writes it, of which a bias masks a query, if `lowest` is given."""
+    """Returns (cuDNN's, plain) attention. If `lowest` is given, the bias masks query 3 with it."""
     options = case.options()
     hidden = np.zeros((case.queries, case.keys), bool)
     hidden[3] = lowest is not None
@@ -466,7 +469,7 @@ def cudnn_and_plain(case, lowest=None):
 
 
 def softmax_of_infinite_logits(query, key, value, bias, mask, **options):
-    """A stand-in for cuDNN, of which a query without keys has NaN in values and in gradients."""
+    """Replaces cuDNN; a query without keys gets NaN in its values and gradients."""
     assert options["implementation"] == "cudnn"
     left, right = options["local_window_size"] or (None, None)
     allowed = Mask(

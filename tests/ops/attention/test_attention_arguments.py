@@ -1,4 +1,4 @@
-"""What dot_product_attention makes of arguments: shapes that broadcast, dtypes, numbers out of range."""
+"""Arguments of dot_product_attention: shapes that broadcast, dtypes, numbers out of range."""
 
 import itertools
 
@@ -57,7 +57,7 @@ def test_arrays_broadcast_to_the_logits_as_in_jax(pattern):
 
 
 def test_a_scale_of_each_query_head():
-    """Also where several query heads share a key head, which `jax.nn` refuses."""
+    """The heads also differ where several query heads share a key head, which `jax.nn` refuses."""
     q, k, v = qkv(heads=4, key_heads=2)
     scale = np.array([0.1, 1.0, 3.0, -2.0], np.float32)
     by_head = jax.jit(
@@ -145,7 +145,7 @@ def test_segment_ids_of_64_bits_that_differ_above_the_32nd():
 
 
 def test_lengths_beyond_what_there_is_do_not_reach_kernels(interpreted_hopper, monkeypatch):
-    """Keys beyond the last are zeros to a kernel, and would count."""
+    """A kernel reads keys beyond the last one as zeros. A longer length would count them."""
     mosaic_interpreter.complete(monkeypatch)
     q, k, v = (put(a, jnp.float16) for a in qkv(queries=9, keys=70))
 

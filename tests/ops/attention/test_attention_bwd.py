@@ -125,7 +125,7 @@ def test_other_configs_lower(size, query_config, key_config):
     quick=(0,),
 )
 def test_matrices_are_not_copied_to_fit(queries, keys, head_size, value_size):
-    """Only the statistics of queries are padded, whatever the lengths and head sizes are."""
+    """No matrix is padded for any length or head size, only the statistics of queries."""
     query, key, value, dout = (
         jax.ShapeDtypeStruct((2, *sizes), jnp.bfloat16)
         for sizes in (
@@ -149,12 +149,12 @@ def test_matrices_are_not_copied_to_fit(queries, keys, head_size, value_size):
 
 @parametrize(
     ("queries", "keys", "head_size"),
-    # The last has few keys, and thus other kernels.
+    # The last shape has few keys, which other kernels take.
     [(512, 512, 64), (256, 320, 64), (512, 448, 128), (320, 832, 256), (192, 192, 64)],
     quick=(0,),
 )
 def test_bias_and_mask_are_not_padded_where_multiples_of_64_meet(queries, keys, head_size):
-    """Padding takes a copy; its gradient would come out padded, too, and take another."""
+    """Padding would copy the bias, and then its gradient."""
     batch, heads = 4, 64
     shape = (batch, heads, queries, keys)
     query, key = (
@@ -239,7 +239,7 @@ def problem(batch, queries, keys, heads, key_heads, head_size, value_size, dtype
 def truth(query, key, value, dout, bias, sinks, mask, words, logits):
     """Returns out, lse [B, N, T] and the gradients of the float32 reference on the rounded inputs."""
 
-    # One program: in the interpreter's tests, compiling it operation by operation took a quarter.
+    # One jitted program: compiling operation by operation took a quarter of the interpreter's tests.
     @jax.jit
     def results(arrays, dout, mask):
         def f(*arrays):
@@ -268,7 +268,10 @@ def distance(actual, expected):
 
 
 def assert_close(actual, expected, tolerance, name):
-    """Asserts an error within `tolerance` of the truth's Euclidean norm, or of 1 where that is less."""
+    """Asserts that the error's norm is at most `tolerance` times the truth's norm, or times 1.
+
+    The larger of both bounds holds.
+    """
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert np.linalg.norm(actual - expected) <= tolerance * max(np.linalg.norm(expected), 1), name
 
@@ -303,12 +306,12 @@ def test_bias_gradient(interpreted_hopper, monkeypatch, shape, is_causal, soft_c
         dtype=jnp.dtype(dtype),
     )
     assert actual.dtype == dtype
-    # Nothing is rounded on the way but by exp2.
+    # Only exp2 and the final rounding lose accuracy.
     assert distance(actual, gradients[3]) < 1e-5 + jnp.finfo(dtype).eps / 2
 
 
 def every_option(names, shape):
-    """Returns (mask, operands, words) for the reference and the kernels, given the options by name.
+    """Returns (mask, operands, words) for the reference and the kernels, with the named options.
 
     The bias is shared by the batch entries, unless "own" is among the names.
     """
@@ -320,7 +323,7 @@ def every_option(names, shape):
             np.float32
         ),
         sinks=rng.normal(size=heads).astype(np.float32),
-        # The last batch entry without keys.
+        # The last batch entry has no keys.
         query_lengths=np.arange(1, batch + 1, dtype=np.int32) * (queries // 2),
         key_lengths=np.arange(batch, dtype=np.int32)[::-1] * (keys // 2),
         query_segments=np.sort(rng.integers(4, size=(batch, queries), dtype=np.int32)),
@@ -357,7 +360,7 @@ def block_mask(mask, queries, keys):
     )
 
 
-# Either way to split the work, both kernels with padding, and options that touch every tile.
+# Both ways to split the work, both kernels with padding, and options that affect every tile.
 @parametrize(
     ("counts", "sizes", "names", "config"),
     [
@@ -410,7 +413,7 @@ def block_mask(mask, queries, keys):
 def test_accurate_without_races_in_the_interpreter(
     race_detector, monkeypatch, counts, sizes, names, config
 ):
-    """One CTA has several tiles, some without visits, so that barriers are used again."""
+    """One CTA has several tiles, some of them without visits, so that its barriers are reused."""
     mosaic_interpreter.complete(monkeypatch)
     names = names.split()
     batch, heads, key_heads = 2 if "key_lengths" in names else 1, 2, 1
@@ -426,7 +429,7 @@ def test_accurate_without_races_in_the_interpreter(
         query, key, value, dout, operands.bias, operands.sinks, mask, words, logits
     )
     if mask.query_lengths is not None:
-        # What the forward writes there, sinks or not.
+        # The forward writes EMPTY_LSE there, with or without sinks.
         within = np.arange(counts[0]) < np.asarray(mask.query_lengths)[:, None, None]
         lse = np.where(within, lse, np.float32(EMPTY_LSE))
     backward = functools.partial(
@@ -440,7 +443,7 @@ def test_accurate_without_races_in_the_interpreter(
         assert_close(a, e, 2.0**-9, name)
 
 
-# Blocks that some or all rows do not visit, a second consumer without rows, and each key block's width.
+# Blocks that some or all rows do not visit, a consumer without rows, and each width of a key block.
 @parametrize(
     ("counts", "names", "dtype", "config"),
     [
@@ -459,7 +462,7 @@ def test_accurate_without_races_in_the_interpreter(
 def test_the_gradient_of_a_bias_of_its_own_for_each_logit(
     race_detector, monkeypatch, counts, names, dtype, config
 ):
-    """The kernel of the queries' gradient writes it, zeros included."""
+    """The kernel of the queries' gradient writes the bias gradient, zeros included."""
     mosaic_interpreter.complete(monkeypatch)
     names = [*names.split(), "own", "bias"]
     batch, heads, key_heads = 2 if "key_lengths" in names else 1, 2, 1
@@ -496,7 +499,7 @@ def test_the_gradient_of_a_bias_of_its_own_for_each_logit(
     dquery, dlogits = gradients(operands, out, lse)
     assert dlogits.dtype == dtype
     assert_close(dquery, expected[0], 2.0**-7, "query")
-    # Nothing but the result is rounded.
+    # Only the result is rounded.
     assert_close(dlogits, expected[3], 1e-5 + jnp.finfo(dtype).eps / 2, "bias")
 
 
@@ -513,9 +516,9 @@ SHARES = [
 @pytest.mark.exhaustive
 @parametrize(("heads", "sizes", "shares"), SHARES, quick=(2,))
 def test_shares_of_a_tile_add_up(interpreted_hopper, monkeypatch, heads, sizes, shares):
-    """Few tiles of keys leave CTAs idle, so that shares of their visits have tiles of their own.
+    """If few tiles of keys leave CTAs idle, shares of their visits become tiles of their own.
 
-    Causal tiles have different numbers of visits, and one of 3 blocks leaves the fourth share nothing.
+    Causal tiles differ in their visits, and one of 3 blocks leaves nothing to the fourth share.
     """
     mosaic_interpreter.complete(monkeypatch)
     counts = (170, 140)

@@ -1,4 +1,4 @@
-"""dot_product_attention by the CUDA kernels: limits, lowering, and on a GPU values and rejections."""
+"""dot_product_attention by the CUDA kernels: limits, lowering, values and rejected calls on a GPU."""
 
 import chex
 import jax
@@ -176,7 +176,7 @@ def test_modules_in_float32_take_the_kernel_at_the_default_precision(built):
 
 @pytest.fixture
 def products_as_tf32(monkeypatch):
-    """The reference rounds float32 as the kernels do: XLA takes some products with all their bits."""
+    """Makes the reference round float32 as the kernels do; XLA does not round in some products."""
     plain = attention_xla.product
 
     def product(subscripts, a, b, **options):

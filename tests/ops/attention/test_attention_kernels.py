@@ -1,4 +1,4 @@
-"""The attention kernels for any number of keys: the mask in blocks, the schedule, forward."""
+"""Attention kernels for any number of keys: blocks of the mask, the schedule, the forward."""
 
 import itertools
 
@@ -74,7 +74,7 @@ def test_blocks_are_empty_partial_or_full(change, counts):
             assert not mine[:, : start * columns].any() and not mine[:, stop * columns :].any()
             if full_start == full_stop:
                 continue
-            # Queries beyond their length are not masked; keys are, also beyond the array.
+            # Queries beyond their length are not masked. Keys beyond theirs are, also beyond the array.
             if transposed:
                 assert first + rows <= lengths[1]
                 mine = mine[:, : lengths[0]]
@@ -95,7 +95,7 @@ def test_blocks_are_the_same_when_traced(change):
 
 @pytest.mark.parametrize("change", MASKS, ids=str)
 def test_kernels_may_leave_masking_out(change):
-    """`is_always_full` and `right_partial_blocks` say correctly where a kernel needs less masking."""
+    """`is_always_full` and `right_partial_blocks` are right about where a kernel may skip masking."""
     for counts, (rows, columns) in itertools.product(COUNTS, ((4, 8), (8, 4), (8, 8), (8, 6))):
         mask, lengths = block_mask_of(change, counts)
         for first in range(0, lengths[0], rows):
@@ -290,7 +290,7 @@ def plain(case, dropout_rate=0.0):
     return jax.jit(f)
 
 
-# Head sizes 128 and an odd one, and every option at once.
+# Head sizes 128 and an odd one, and one case with every option.
 @parametrize("case", CASES, quick=(0, 10, len(CASES) - 1))
 def test_lowers(case):
     assert kernels(kernel(case), *case.arrays(jnp.bfloat16)) == ["attention_forward"]
@@ -357,7 +357,7 @@ INTERPRETED = (
     Case("segments", 250, 200, segments=2, **SMALL),
     Case("segments of one key", 70, 1, segments=2, **SMALL),
 )
-# The third consumer of the second tile has no rows, and no bias or mask to load.
+# The third consumer has no rows in the second tile, and no bias or mask to load.
 BEYOND = Case("consumer without rows", 320, 128, bias=(320, 128), mask=(320, 128), **SMALL)
 RAGGED = (
     Case("head size 72", 65, 203, is_causal=True, **SMALL | dict(head_size=72, batch=2)),
@@ -371,7 +371,7 @@ RAGGED = (
 @parametrize(
     ("case", "config"),
     [
-        # Each mask with turns, and without them in each way to place the blocks.
+        # Each mask with warpgroups that take turns; without turns, each block layout in memory.
         *((case, CONFIGS[0]) for case in INTERPRETED),
         *((case, CONFIGS[1]) for case in INTERPRETED[::2]),
         *((case, CONFIGS[2]) for case in INTERPRETED[1::2]),
@@ -383,7 +383,7 @@ RAGGED = (
     quick=(8, 12),
 )
 def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, case, config):
-    """One CTA has several tiles, so that memory and barriers are used again."""
+    """One CTA has several tiles, so that memory and barriers are reused."""
     mosaic_interpreter.complete(monkeypatch)
     assert_as_accurate(case, "float16", config=config, multiprocessors=1)
 
@@ -419,7 +419,7 @@ def test_same_bits_twice(case):
 
 
 def random_case(seed):
-    """Draws any shape with any of the options, and whether it has dropout."""
+    """Draws a shape and options, and whether there is dropout."""
     rng = np.random.default_rng(seed)
 
     def maybe(value, otherwise=None):
@@ -463,7 +463,7 @@ RANDOM_SEEDS = range(24)
 
 
 def operator(case, implementation, **more):
-    """Returns dot_product_attention and its log-sum-exp, with 0 in the place of EMPTY_LSE."""
+    """Returns a function for dot_product_attention and its log-sum-exp, with EMPTY_LSE replaced by 0."""
     options = case.options()
 
     def f(query, key, value, bias, sinks):
@@ -478,7 +478,7 @@ def operator(case, implementation, **more):
             **options,
             **more,
         )
-        # In float16 what stands for an empty row is -inf, as is -1e30.
+        # In float16, EMPTY_LSE is -inf, as is -1e30.
         return output, jnp.where(lse.astype(jnp.float32) < -1e30, 0.0, lse)
 
     return f
@@ -528,7 +528,7 @@ def test_only_a_bias_that_is_shared_has_a_kernel_for_its_gradient(hopper, bias, 
     args = case.arrays(jnp.bfloat16)
     program = lowered(lambda *args: gradients(operator(case, "pallas"), args), *args)
     assert ("attention_bias_gradient" in kernels_in(program)) == has_own_kernel
-    # A gradient that devices do not add up is rounded as it is written.
+    # A gradient that needs no sum over devices is rounded as it is written.
     assert ("x640xf32>" in program) == has_own_kernel
 
 
@@ -541,7 +541,7 @@ def test_only_a_bias_that_is_shared_has_a_kernel_for_its_gradient(hopper, bias, 
     quick=(),
 )
 def test_the_gradient_of_a_bias_alike_for_all_keys(interpreted_hopper, monkeypatch, case):
-    """This gradient is 0 without a sink and without a use of the log-sum-exp."""
+    """The gradient of such a bias is 0 without a sink and without a use of the log-sum-exp."""
     mosaic_interpreter.complete(monkeypatch)
 
     def output(implementation):

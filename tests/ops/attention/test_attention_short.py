@@ -29,7 +29,7 @@ DROPOUT_RATE = 0.2
 VIT = Case("vit", 197, 197, heads=3, key_heads=3, head_size=64)
 LENGTHS = (1, 7, 64, 77, 128, 197, 200, 255, 256)
 SHAPES = tuple(
-    # Each count of queries once, each count of keys once, and both at their ends.
+    # Each count of queries once, each count of keys once, and the largest and smallest of both.
     Case(f"{queries} queries, {keys} keys", queries, keys, heads=4, head_size=64)
     for queries, keys in [*zip(LENGTHS, LENGTHS[3:] + LENGTHS[:3], strict=True), (256, 256), (1, 1)]
 )
@@ -116,7 +116,7 @@ def plain(case: Case, dropout_rate: float = 0.0):
             dropout_rate=dropout_rate,
         )
         if case.query_lengths is not None:
-            # The kernels leave the sink of a query beyond its length to the operator.
+            # The kernels leave sinks of queries beyond their length to the operator.
             within = np.arange(case.queries) < np.array(case.query_lengths)[:, None]
             lse = jnp.where(within[..., None], lse, -jnp.inf)
         return output, jnp.where(lse < -1e30, 0.0, lse).astype(query.dtype)
@@ -232,7 +232,7 @@ def why_unsupported(case: Case, **more):
 
 
 def packed_and_separate(key_heads: int):
-    """Returns the results of both ways for (packed, dout), under the same names."""
+    """Returns results of packed and of separate arrays for (packed, dout), under the same names."""
     mask = BlockMask(197, 197)
     shared = dict(logits=Logits(scale=0.125, mask=mask), multiprocessors=132)
 
@@ -261,7 +261,7 @@ def assert_lowers(case: Case, dtype, dropout_rate: float = 0.0) -> None:
 # --- without a GPU --------------------------------------------------------------------------------
 
 
-# Of SHAPES those with keys in one, two and four tiles; VIT fills a part of the fourth.
+# Shapes with keys in one, two and four tiles; VIT fills only a part of its fourth tile.
 @parametrize(
     "case",
     (VIT, *SHAPES[:2], *SHAPES[5:9], *HEADS, *OPTIONS),
@@ -321,7 +321,7 @@ def test_says_why_not(change, reason):
 @pytest.mark.gpu
 @pytest.mark.parametrize("beyond", [EMPTY_LSE, 0.0, -1e30, 1e30])
 def test_what_is_saved_beyond_the_queries_does_not_count(beyond):
-    """The entries hold whatever finite numbers another implementation's forward has left there."""
+    """The entries hold any finite numbers that another implementation's forward left there."""
     case = Case("beyond", 5, 9, heads=1, key_heads=1, head_size=16, batch=1)
     query, key, value, *_ = case.arrays(jnp.float16)
     shared = dict(logits=Logits(scale=0.25, mask=BlockMask(5, 9)), multiprocessors=1)
@@ -355,13 +355,13 @@ def test_drops_what_the_reference_drops(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [VIT, SHAPES[0], SHAPES[-2], HEADS[-2], OPTIONS[-1]], ids=str)
 def test_gives_the_same_bits_twice_and_in_every_config(case):
-    """There may be more heads than workers, so that a multiprocessor's memory is used again."""
+    """There may be more heads than workers, so that the memory of an SM is reused."""
     args = [None if a is None else put(a) for a in case.arrays(jnp.bfloat16)]
     f = kernels(case)
     cotangents = cotangents_of(f, args)
     expected = value_and_gradients(f)(args, cotangents)
     tiles = -(-case.keys // 64)
-    # Workers, tiles of queries a worker, slots of keys and of queries.
+    # (workers, tiles of queries per worker, stages of keys, stages of queries)
     numbers = ((1, 1, 1, 2), (1, 2, 2, 2), (1, 4, 1, 3), (2, 1, 2, 3), (2, 2, 1, 2))
     configs: list[tuple[Any, Any]] = [(None, None)]
     for workers, count, *slots in numbers:

@@ -1,4 +1,4 @@
-"""The attention kernels for few queries, which split the keys over CTAs: lowering, interpreter, GPU."""
+"""Attention kernels for few queries, which split the keys over CTAs: lowering, interpreter, GPU."""
 
 import functools
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.exhaustive
 
 FORWARD = ["attention_split_forward", "attention_merge_splits"]
 ONE_PART = FORWARD[:1]
-"""A single part needs no kernel that merges."""
+"""Kernels of a call with one part, which needs no merge."""
 CASES = (
     Case("one query", 1, 5000, heads=8, key_heads=8, head_size=128),
     Case("one query, grouped", 1, 5000, heads=16, key_heads=2, head_size=64),
@@ -148,7 +148,7 @@ def test_accurate_in_the_interpreter(interpreted_hopper, monkeypatch, case, conf
 
 @parametrize("stages", [1, 2, 3], quick=())
 def test_without_races_in_the_interpreter(race_detector, monkeypatch, stages):
-    """The detector takes the accumulators of different CTAs for the same, so there is one CTA."""
+    """The race detector confuses the accumulators of different CTAs, so there is only one CTA."""
     mosaic_interpreter.complete(monkeypatch)
     case = Case("one CTA", 3, 300, heads=4, key_heads=1, batch=1, head_size=40)
     how = dict(config=SplitForwardConfig(1, stages=stages), forward=split_keys.forward)
@@ -215,7 +215,7 @@ def backward_problem(shape, names, dtype=jnp.float16):
         query, key, value, dout, operands.bias, operands.sinks, mask, words, logits
     )
     if mask.query_lengths is not None:
-        # What the forward writes there, sinks or not.
+        # The forward writes EMPTY_LSE there, with or without sinks.
         within = np.arange(counts[0]) < np.asarray(mask.query_lengths)[:, None, None]
         lse = np.where(within, lse, np.float32(EMPTY_LSE))
     missing = saved_length(counts[0]) - counts[0]

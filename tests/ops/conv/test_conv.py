@@ -38,7 +38,7 @@ from tests.support.transforms import assert_transforms
 
 
 def plain_conv(x, w, bias, residual, *, activation=None, strides=1, padding="SAME", **groups):
-    """The convolution as one writes it, with all arithmetic in x's dtype."""
+    """Computes the convolution in plain JAX, with all arithmetic in x's dtype."""
     y = jax.lax.conv_general_dilated(
         x,
         w.astype(x.dtype),
@@ -53,7 +53,7 @@ def plain_conv(x, w, bias, residual, *, activation=None, strides=1, padding="SAM
 
 @pytest.mark.parametrize("activation", [None, "relu", "silu"])
 def test_gradient_of_a_bias_in_16_bits_is_summed_in_float32(activation):
-    """Also where the sum itself is one in 16 bits, which cuDNN's kernel then takes."""
+    """The gradient is float32 also where cuDNN's kernel computes the forward's sum in 16 bits."""
     x, w = jnp.ones((3, 100, 1), jnp.bfloat16), jnp.ones((1, 1, 2), jnp.bfloat16)
     bias, residual = jnp.full(2, 100, jnp.bfloat16), jnp.zeros((3, 100, 2), jnp.bfloat16)
 
@@ -64,7 +64,7 @@ def test_gradient_of_a_bias_in_16_bits_is_summed_in_float32(activation):
         return y.astype(jnp.float32).sum()
 
     dbias, dresidual = jax.grad(total, (0, 1))(bias, residual)
-    # bfloat16 has 8 bits: it counts in twos beyond 256.
+    # bfloat16 has 8 bits: beyond 256 it holds even numbers only.
     np.testing.assert_array_equal(dbias, 300.0)
     np.testing.assert_array_equal(dresidual, 1.0)
     _, tangent = jax.jvp(lambda b: total(b, residual), (bias,), (jnp.ones_like(bias),))
@@ -89,7 +89,7 @@ def test_is_as_accurate_as_jax_numpy(case, dtype):
 
 
 def naive_conv(x, w, *, strides, padding, kernel_dilation, input_dilation, groups):
-    """Loops in float64 over the weights of a kernel along one axis."""
+    """Sums over a kernel's weights along one axis, in float64, by loops."""
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     spread = np.zeros((x.shape[0], (x.shape[1] - 1) * input_dilation + 1, x.shape[2]))
     spread[:, ::input_dilation] = x
@@ -309,7 +309,7 @@ def dense(case, implementation="pallas"):
 
 @pytest.mark.parametrize("kernels_are_faster", [False, True])
 def test_stages_of_a_strided_window(hopper, monkeypatch, kernels_are_faster):
-    """Where the model gives XLA every stage, derivatives of every kind remain."""
+    """If the model gives all stages to XLA, derivatives of every order and mode remain."""
     cudnn = math.inf if kernels_are_faster else 0.0
     monkeypatch.setattr(dense_conv, "_cudnn_time", lambda *call, **options: cudnn)
     monkeypatch.setattr(cudnn_cost, "strided_input_gradient", lambda *sizes: cudnn)
@@ -325,7 +325,7 @@ def test_stages_of_a_strided_window(hopper, monkeypatch, kernels_are_faster):
         jax.eval_shape(gradient, x, w)
     chosen = {choice.stage: choice.implementation for choice in choices}
     if kernels_are_faster:
-        # There is no kernel for the gradient of w.
+        # The gradient of w has no kernel.
         assert chosen == {
             "conv dense forward": "pallas",
             "conv dense input gradient": "pallas",
@@ -401,7 +401,7 @@ POINTWISE_CASES = (
 
 @pytest.mark.parametrize("case", POINTWISE_CASES, ids=str)
 def test_one_weight_a_window_makes_a_product(case, hopper, monkeypatch):
-    """A device whose products are XLA's: what is tested is the path, not a kernel."""
+    """Assumes a device whose products run in XLA: the test is about the path, not a kernel."""
     monkeypatch.setattr(product_choice, "is_modelled", lambda device: False)
     x, w, bias, residual = case.arguments(jnp.bfloat16)
 
@@ -464,7 +464,7 @@ def test_of_what_is_rewritten_the_gradient_keeps_what_the_caller_has(
 
 @pytest.fixture
 def dense_stand_ins(hopper, monkeypatch):
-    """The operator's way to its dense kernels, with XLA in their place and for any dtype."""
+    """Replaces the dense kernels by XLA, for any dtype, to test the operator around them."""
 
     def convolve(x, w, window):
         x = jnp.concatenate(x, axis=-1) if isinstance(x, tuple) else x
@@ -538,7 +538,7 @@ def test_large_windows_lower(hopper, kernel, dilation):
 
     assert kernels(conv, x, w) == ["conv"]
     launched = kernels(jax.grad(lambda *args: conv(*args).astype(jnp.float32).sum(), (0, 1)), x, w)
-    # The gradient of the weights has no kernel for a window with many rows, or rows far apart.
+    # The gradient of the weights has no kernel for windows of many or widely spaced rows.
     small = kernel[0] <= 5 and (kernel[0] - 1) * dilation <= 48
     assert launched == ["conv_input_gradient", *["conv_weight_gradient"] * small]
 
@@ -583,7 +583,7 @@ TILES, TILES_WEIGHTS = "jaxfused_depthwise_conv_mma", "jaxfused_depthwise_conv_m
 
 @pytest.fixture
 def with_library(hopper, monkeypatch):
-    """The operator is lowered as if the CUDA library were there, which test_ffi.py looks at."""
+    """Pretends that the CUDA library is loaded, for lowering; test_ffi.py tests the library itself."""
     monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
     monkeypatch.setattr(cuda_library, "register", lambda: None)
     monkeypatch.setattr(cuda_library, "architectures", lambda: ("75-real", "80-real", "90"))
@@ -606,7 +606,7 @@ def stand_in(window):
 
 @pytest.fixture
 def stand_ins(with_library, monkeypatch):
-    """The operator's way to its kernels, with XLA in their place."""
+    """Replaces the depthwise kernels by XLA, to test the operator around them."""
 
     def conv(x, w, bias, residual, *, window, activation, save_preactivation, config, turned=False):
         z = stand_in(window)(x, w[::-1, ::-1] if turned else w)
@@ -737,9 +737,9 @@ def test_configs_of_the_depthwise_kernels(with_library):
     for kernel, operands in kernels:
         first, *_, last = kernel.configs("cuda", with_library, *operands)
         assert last == Strips()
-        # Two rows of two blocks waste the fewest products.
+        # Blocks in two rows and two columns waste the fewest products.
         assert (first.images, first.blocks_down, first.blocks_across) == (4, 2, 2)
-        # Where most of a tile's products would be for nothing, strips are the default.
+        # Strips are the default if most of a tile's products would be wasted.
         assert kernel.configs("cuda", with_library, few, few)[0] == Strips()
     narrow = jax.ShapeDtypeStruct((128, 14, 14, 12), jnp.bfloat16)
     kernel, _ = kernels[0]
@@ -848,5 +848,5 @@ def test_tiles_of_the_depthwise_kernels(case, place, monkeypatch):
     ours, plain = depthwise(case, "cuda")
     args = case.arguments(jnp.bfloat16)
     assert_values_and_gradients(ours, plain, *args, cotangents=1)
-    # What saves nothing for a gradient has a kernel of its own.
+    # A call that saves nothing for a gradient has its own kernel.
     np.testing.assert_array_equal(ours(*args), jax.vjp(ours, *args)[0])

@@ -1,4 +1,4 @@
-"""The Hopper convolution by itself: plans, windows, odd sizes, every form of epilogue."""
+"""The Hopper convolution alone: plans, windows, odd sizes, every form of epilogue."""
 
 from dataclasses import dataclass, replace
 
@@ -32,7 +32,7 @@ class Case:
     strides: tuple[int, ...] = (1, 1)
     dilation: tuple[int, ...] = (1, 1)
     epilogue: bool = False
-    """Bias and residual are added, and the sum is returned in two dtypes."""
+    """Whether bias and residual are added, and the sum is returned in two dtypes."""
     flipped: bool = False
     config: ConvConfig = SMALL
     dtype: str = "bfloat16"
@@ -42,7 +42,7 @@ class Case:
         return Window(self.kernel, self.padding, self.strides, self.dilation)
 
     def operands(self):
-        """Small integers, whose sums float32 holds in whatever order they are added."""
+        """Returns small integers, whose sums are exact in float32 in any order."""
         rng = np.random.default_rng(0)
 
         def array(*shape):
@@ -102,22 +102,22 @@ INTERPRETED = (
     Case((1, 9, 11, 64), epilogue=True),
     Case((2, 7, 8, 24), 40, epilogue=True, config=ROWS),
     Case((1, 10, 9, 72), 64, config=replace(RESIDENT, stages=3)),
-    # Two images in a box, whose rows are two parts of a tile.
+    # A box of two images, whose rows are two parts of a tile.
     Case((3, 8, 8, 64), config=replace(RESIDENT, tile_m=128)),
     Case((3, 8, 8, 64), epilogue=True, config=replace(SMALL, tile_m=128, ping_pong=False)),
     Case((3, 8, 8, 64), config=replace(ROWS, ping_pong=False)),
     Case((2, 8, 8, 64), 128, config=replace(SMALL, cluster=2)),
-    # Strides: of even and of odd pictures, with padding on both sides or none.
+    # Strides: images of even and odd sizes, with padding on both sides or none.
     Case((2, 8, 10, 64), strides=(2, 2)),
     Case((1, 9, 7, 64), padding=((0, 1), (2, 0)), strides=(2, 2), kernel=(3, 2)),
     Case((1, 8, 9, 64), strides=(1, 2), kernel=(1, 1), padding=((0, 0), (0, 0))),
     Case((1, 9, 8, 16), dilation=(2, 3), padding=((2, 1), (3, 0))),
     Case((1, 9, 8, 16), dilation=(2, 1), padding=((2, 2), (-1, 1)), config=ROWS),
-    # The gradient of x, whose weights are turned around.
+    # The gradient of x, which reads the weights flipped.
     Case((1, 8, 9, 24), 40, flipped=True, config=replace(SMALL, tile_n=48, epilogue_columns=16)),
     Case((1, 8, 9, 64), flipped=True, config=RESIDENT),
     Case((3, 8, 9, 64), 72, epilogue=True, config=replace(SMALL, tile_n=96, turns_weights=True)),
-    # One axis and three.
+    # Windows of one axis and of three.
     Case((2, 1, 100, 16), kernel=(1, 4), padding=((0, 0), (3, 0)), dilation=(1, 2)),
     Case((1, 3, 5, 8, 64), kernel=(3, 3, 3), padding=((1, 1),) * 3, **CUBE),
     Case((1, 3, 5, 8, 16), kernel=(2, 3, 1), padding=((1, 0), (1, 1), (0, 0)), **CUBE, config=ROWS),
@@ -131,7 +131,7 @@ def test_in_the_interpreter(case, interpreted_hopper):
 
 @parametrize("plan", ["taps", "rows", "resident"], quick=(2,))
 def test_two_arrays_in_the_interpreter(plan, interpreted_hopper):
-    """Channels of the first are whole steps of the sums, those of the second a ragged one more."""
+    """The first array's channels fill whole steps of K, and the second's end in a partial step."""
     first = 64 if plan == "resident" else 128
     case = Case((1, 9, 8, first + 40), config=replace(SMALL, plan=plan), epilogue=True)
     x, *others = case.operands()
@@ -198,7 +198,7 @@ WEIGHTS = (
     ("sizes", "box"), [((3, 9, 20), (1, 8, 8)), ((1, 9, 20), (1, 8, 8)), ((1, 1, 70), (1, 1, 64))]
 )
 def test_boxes_beyond_the_last_begin_beyond_an_axis_that_copies_have(sizes, box):
-    """A copy leaves out axes of one element, and would not notice that it begins beyond them."""
+    """A TMA copy drops axes of size 1, so a start beyond such an axis would not be noticed."""
     boxes = Boxes(sizes, box)
     for index in range(2 * boxes.count):
         beyond = [
@@ -213,7 +213,7 @@ def test_axes_of_one_element_are_not_padded():
     plain = Window((3, 3), ((0, 0), (1, 1)), (1, 1), (1, 1))
     assert plain.why_unfit((1, 5)) is None
     assert "an axis of 1," in plain.why_unfit((5, 1))
-    # The gradient of x pads what a valid convolution has left of it.
+    # The gradient of x pads the smaller result of a valid convolution.
     assert "an axis of 1," in plain.transposed().why_unfit((1, 5))
     strided = replace(plain, padding=((0, 1), (0, 1)), strides=(2, 2))
     assert strided.why_unfit((3, 3)) is None
@@ -242,7 +242,7 @@ def test_threads_do_not_race(case, race_detector):
     ],
 )
 def test_predicted_times_are_those_measured(sizes, channels, bare, silu, weights):
-    """Microseconds on an H200, of 3 x 3 and 3 x 3 x 3; benchmarks/LAB.md, 2026-11-22."""
+    """Measured microseconds of 3 x 3 and 3 x 3 x 3 on an H200; benchmarks/LAB.md, 2026-11-22."""
     axes = len(sizes) - 1
     window = Window((3,) * axes, ((1, 1),) * axes, (1,) * axes, (1,) * axes)
     call = ConvCall(sizes, channels, channels, window, jnp.bfloat16, 132)
@@ -270,7 +270,7 @@ LARGE = (
     Case((2, 9, 20, 21, 64), kernel=(3, 3, 3), padding=((1, 1),) * 3, **CUBE, config=ROWS),
     WeightsCase((5, 57, 61, 64), config=ConvWeightGradientConfig(64, 64, 8)),
     WeightsCase((2, 64, 64, 320), 320, config=ConvWeightGradientConfig(64, 128, 4)),
-    # Parts that do not go into the steps of the only image: the last one goes on beyond its end.
+    # The steps of the single image do not divide evenly into parts: the last part ends beyond the image.
     WeightsCase((1, 128, 128, 128), 256, config=ConvWeightGradientConfig(128, 64, 4, parts=5)),
     WeightsCase(
         (1, 1, 900, 64),
@@ -280,7 +280,7 @@ LARGE = (
         config=ConvWeightGradientConfig(64, 64, 4, parts=4),
     ),
 )
-"""With as many tiles as keep all multiprocessors busy."""
+"""Cases with enough tiles to keep all SMs busy."""
 
 
 @pytest.mark.gpu

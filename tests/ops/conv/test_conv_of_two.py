@@ -1,4 +1,4 @@
-"""conv of `jaxfused.Concatenated`: two arrays whose channels follow one another."""
+"""conv of `jaxfused.Concatenated`: two arrays whose channels are concatenated."""
 
 import flax.nnx
 import jax
@@ -29,11 +29,11 @@ ONE_ARRAY = (
     (64, Case((1, 6, 8, 128), (3, 3), 64, {"strides": 2})),
     (64, Case((1, 6, 8, 128), (1, 1), 64)),
 )
-"""What the kernels do not read as two: channels that no step ends with, strides, a single weight."""
+"""Cases that are concatenated first: channels that split a step, strides, a window of one weight."""
 
 
 def of_two(case, first, implementation=None):
-    """(ours, plain) of (first, second, w, bias, residual)."""
+    """Returns (ours, plain), functions of (first, second, w, bias, residual)."""
 
     def ours(a, b, w, bias, residual):
         x = Concatenated(a, b)

@@ -1,4 +1,4 @@
-"""Mean and variance of a convolution's result from its epilogue, and the batch norm that takes them."""
+"""Mean and variance of a convolution's result from its epilogue, and the batch norm that reads them."""
 
 from dataclasses import dataclass, replace
 
@@ -33,7 +33,7 @@ class Case:
     padding: tuple[tuple[int, int], ...] = ((1, 1), (1, 1))
     strides: tuple[int, ...] = (1, 1)
     mean: float = 0.0
-    """Is added to every result, whose deviation is near 1."""
+    """Constant added to every result; the standard deviation is about 1."""
     residual: bool = False
     config: ConvConfig | MatmulConfig | None = None
     dtype: str = "bfloat16"
@@ -66,7 +66,7 @@ class Case:
         y = np.asarray(y, np.float64).reshape(-1, self.features)
         size = np.abs(y).max()
         np.testing.assert_allclose(mean, y.mean(0), rtol=0, atol=1e-6 * size)
-        # What float32 rounds off the means is squared.
+        # The rounding error of the mean enters the variance squared.
         np.testing.assert_allclose(variance, y.var(0), rtol=2e-5, atol=10 * (1e-6 * size) ** 2)
 
 
@@ -113,7 +113,7 @@ def test_on_a_gpu(case):
 
 @pytest.fixture
 def all_stand_ins(dense_stand_ins, stand_ins, monkeypatch):
-    """XLA in the place of the convolution's kernels and of the norm's."""
+    """Replaces the kernels of the convolution and of the norm by XLA."""
 
     def forward_and_statistics(*args, **options):
         y, _ = pallas_conv.forward(*args, save_preactivation=False, **options)
@@ -170,7 +170,7 @@ def test_who_has_none_says_so():
     assert statistics is None and y.shape == handed_on.shape
     scale = jnp.ones(8)
     taken = jnp.zeros(8), jnp.zeros(8)
-    # The plain operator takes its own, whose gradient JAX finds.
+    # The plain operator computes its own statistics, so that JAX can differentiate them.
     chex.assert_trees_all_equal(
         jaxfused.batch_norm(y, scale, statistics=taken), jaxfused.batch_norm(y, scale)
     )

@@ -1,4 +1,4 @@
-"""conv_transpose: shapes and numbers of JAX's, the kernel that enlarges, and the layers of Flax."""
+"""conv_transpose: JAX's shapes and numbers, the kernel that enlarges, and Flax's layers."""
 
 import itertools
 
@@ -25,7 +25,7 @@ from tests.support.transforms import assert_transforms
 
 
 def plain(x, w, bias=None, residual=None, *, strides, padding="SAME", activation=None, **options):
-    """The transposed convolution as one writes it, with all arithmetic in x's dtype."""
+    """Computes the transposed convolution in plain JAX, with all arithmetic in x's dtype."""
     axes = "DHW"[-(x.ndim - 2) :]
     numbers = (f"N{axes}C", f"{axes}IO", f"N{axes}C")
     y = jax.lax.conv_transpose(
@@ -82,7 +82,7 @@ def test_groups_with_the_kernel_of_what_is_transposed(groups):
     options = dict(strides=2, transpose_kernel=True, feature_group_count=groups)
     y = jaxfused.conv_transpose(x, w, **options)
     chex.assert_trees_all_close(y, transpose(x)[0], atol=1e-5)
-    # And with the kernel of each group on its own.
+    # The same with one call per group.
     plain = put(rng.normal(size=(3, 2, 4 // groups, 8)), jnp.float32)
     parts = zip(jnp.split(x, groups, -1), jnp.split(plain, groups, -1), strict=True)
     apart = [jaxfused.conv_transpose(a, b, strides=2) for a, b in parts]
@@ -99,7 +99,7 @@ CASES = (
     ((1, 3, 5, 8), (1, 2), 32, "gelu_tanh", True),
     ((1, 3, 5, 8), (3, 1), 32, None, True),
 )
-"""The shape of x, kernel and strides, features, activation, and whether there is a residual."""
+"""Shape of x, kernel and strides, features, activation, and whether there is a residual."""
 
 
 def arguments(shape, block, features, has_residual, dtype):
@@ -115,7 +115,7 @@ def arguments(shape, block, features, has_residual, dtype):
 
 
 def enlarging(block, activation, implementation):
-    """(ours, plain) of (x, w, bias, residual)."""
+    """Returns (ours, plain), functions of (x, w, bias, residual)."""
 
     def ours(x, w, bias, residual):
         return jaxfused.conv_transpose(
@@ -169,7 +169,7 @@ def test_kernel_is_as_accurate_as_jax(
 
 @pytest.mark.parametrize("block", [(2,), (2, 2), (3, 2), (2, 2, 2)], ids=str)
 def test_xla_moves_products_where_they_belong(block):
-    """What runs where the kernel does not: the kernel's operands, of any number of axes."""
+    """XLA's implementation takes the kernel's operands, of any number of axes."""
     args = arguments((*(2, 3, 4, 2)[: len(block) + 1], 5), block, 4, True, jnp.float32)
     runner = Runner("xla", dispatch.current_device(args[0]))
 
@@ -183,7 +183,7 @@ def test_kernel_moves_nothing(hopper):
     args = jax.eval_shape(lambda: arguments((4, 32, 32, 64), (2, 2), 64, False, jnp.bfloat16))
     ours, _ = enlarging((2, 2), "silu", "pallas")
     assert kernels(ours, *args) == ["conv"]
-    # Of the weights alone.
+    # The only transpose is that of the weights.
     program = lowered(ours, *args)
     assert program.count("stablehlo.transpose") == 1
 

@@ -19,14 +19,14 @@ FORWARD, BACKWARD = "jaxfused_depthwise_conv1d", "jaxfused_depthwise_conv1d_back
 
 @pytest.fixture
 def with_library(hopper, monkeypatch):
-    """The operator is lowered as if the CUDA library were there, which test_ffi.py looks at."""
+    """Pretends that the CUDA library is loaded, for lowering; test_ffi.py tests the library itself."""
     have_library(monkeypatch)
     return hopper
 
 
 @pytest.fixture
 def stand_ins(with_library, monkeypatch):
-    """The operator's way to its kernels, with XLA in their place."""
+    """Replaces the kernels by XLA, to test the operator around them."""
 
     def conv(x, w, bias, residual, *, padding, activation, multiprocessors):
         del multiprocessors

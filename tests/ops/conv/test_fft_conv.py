@@ -1,4 +1,4 @@
-"""conv of long windows through Fourier transforms, and where that is taken."""
+"""conv with long windows by Fourier transforms, and when that is chosen."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ __all__ = ["with_library"]
 
 STAGE = "conv by Fourier transforms"
 
-# x, the window, options.
+# (shape of x, window, options)
 CASES = (
     ((2, 13, 11, 3), (9, 11), {}),
     ((2, 40, 5), (40,), dict(padding="CAUSAL", activation="silu")),
@@ -31,7 +31,7 @@ CASES = (
 
 @pytest.fixture
 def transforms(with_library, monkeypatch):
-    """Transforms are taken wherever they can be."""
+    """Makes transforms free, so that they are chosen wherever they can run."""
     monkeypatch.setattr(fft_conv, "_START", 0.0)
     monkeypatch.setattr(fft_conv, "_OF_VALUE", 0.0)
 
@@ -97,11 +97,12 @@ def test_what_stands_beside_the_result(transforms):
         ((64, 28, 28, 192), (9, 9), {}, True),
         ((8, 2048, 768), (128,), dict(padding="CAUSAL"), True),
         ((8, 2048, 768), (2048,), dict(padding="CAUSAL"), True),
-        # There are kernels of these, or XLA has.
+        # A kernel of ours or of XLA is fast for these windows.
         ((32, 56, 56, 96), (7, 7), {}, False),
         ((32, 56, 56, 96), (5, 3), {}, False),
         ((8, 2048, 768), (4,), dict(padding="CAUSAL"), False),
-        # Too small for ten kernels, and what transforms compute for nothing.
+        # Ten kernels cost more than so few values, or transforms would compute values that are not
+        # needed.
         ((1, 64, 32), (9,), {}, False),
         ((32, 56, 56, 96), (31, 31), dict(strides=2), False),
         ((32, 56, 56, 96), (31, 31), dict(kernel_dilation=2), False),
@@ -109,7 +110,7 @@ def test_what_stands_beside_the_result(transforms):
         ((32, 56, 56, 96), (31, 31), dict(padding=31), False),
         ((2**12, 256, 256, 96), (31, 31), {}, False),
         ((32, 56, 56, 96), (31, 31), dict(implementation="xla"), False),
-        # Without values.
+        # Results without elements.
         ((0, 56, 56, 96), (31, 31), {}, False),
         ((32, 28, 28, 96), (31, 31), dict(padding="VALID"), False),
     ],

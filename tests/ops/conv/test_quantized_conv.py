@@ -1,4 +1,4 @@
-"""quantized_conv: against the dequantised convolution, in its kernel, and with bad input."""
+"""quantized_conv: compared with the dequantised convolution, in its kernel, and with bad input."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ LETTERS = {1: ("NHC", "HIO", "NHC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "
 
 
 def float64_conv(x, kernel, bias, residual, activation, **options):
-    """The plain convolution in float64."""
+    """Computes the plain convolution in float64."""
 
     @jax.jit
     def convolved(x, kernel, bias, residual):
@@ -101,7 +101,7 @@ def test_is_the_dequantised_convolution(shape, size, features, options, dtype, f
 
 
 def test_integers_are_summed_exactly():
-    """With every number at its largest magnitude, in a window with more of them than float32 can add."""
+    """All magnitudes are maximal, and their sum has more bits than float32."""
     x = jaxfused.quantize(jnp.full((1, 3, 3, 1024), 127.0), axis=-1, scale=1.0)
     x = QuantizedArray(x.values.at[0, 1, 1, 0].set(126), x.scale.reshape(1, 1, 1, 1), None, -1)
     w = jaxfused.quantize(jnp.full((9 * 1024, 2), -127.0), scale=1.0)
@@ -199,7 +199,7 @@ def test_kernel_under_vmap(interpreted_hopper):
 
 
 def check_sixteen_bits(case, x_dtype, out_dtype, implementation):
-    """Checks a result and its gradient; returns the function of the bias that makes it, and the bias."""
+    """Checks a result and its gradient. Returns it as a function of the bias, and the bias."""
     shape, size, features, options, dtype, format = case
     kernel = normal(0, *size, shape[-1] // options.get("feature_group_count", 1), features)
     w = quantized_weights(kernel, dtype, **format)
@@ -280,7 +280,7 @@ def test_few_channels_take_the_kernel_of_sixteen_bits(hopper):
             dict(w=jnp.ones((144, 8))),
             "w has to be a QuantizedArray .* ArrayImpl; pass jaxfused.quantize",
         ),
-        # Arrays are quantised by the test, not by each process that imports this file.
+        # The test quantises the arrays, so that processes that only import this file need not.
         (lambda: dict(w=jaxfused.quantize(jnp.ones((144, 8)), axis=-1)), "it has axis -1"),
         (
             lambda: dict(x=jaxfused.quantize_rows(jnp.ones((2, 5, 6, 16)))),
@@ -342,7 +342,7 @@ SMALL = ConvConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32, turns_we
 
 
 def check_config(channels, features, config, strides=(1, 1)):
-    """Sums of integers are exact in every plan, and the scales and the bias are added in float32."""
+    """Integer sums are exact in every plan, and scales and bias are applied in float32."""
     rng = np.random.default_rng(0)
     x = put(rng.integers(-127, 128, (3, 8, 10, channels)), jnp.int8)
     w = put(rng.integers(-127, 128, (3, 3, channels, features)), jnp.int8)

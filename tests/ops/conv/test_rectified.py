@@ -1,4 +1,4 @@
-"""An input that two read: who computes its gradient adds both, and masks the sum behind a relu."""
+"""Inputs that two layers read: one of them adds both gradients, and applies the mask of a relu."""
 
 import math
 
@@ -47,7 +47,7 @@ def rectified_arguments(case, dtype):
 
 
 def forked(case, implementation, *, rectified=True):
-    """The convolution and what it hands on, of an x that is not negative."""
+    """Returns functions that give the convolution and the handed-on input, for x >= 0."""
 
     def ours(x, w, bias, residual):
         return jaxfused.conv(
@@ -75,7 +75,7 @@ def test_the_reference_is_as_accurate_as_jax_numpy(rectified):
 
 @parametrize("size", [1, 3], quick=(0,))
 def test_the_kernel_in_the_interpreter(size, interpreted_hopper):
-    """Small integers, whose sums are the same in whatever order they are added."""
+    """Returns small integers, whose sums are exact in any order."""
     rng = np.random.default_rng(0)
     dz, w, other, x = (
         put(rng.integers(-2, 3, size=shape), jnp.bfloat16)
@@ -163,7 +163,7 @@ def test_one_kernel_adds_and_masks(hopper):
 
 @pytest.mark.parametrize("name", ["batch_norm", "group_norm"])
 def test_a_norm_takes_the_gradient_as_masked(name, hopper, monkeypatch):
-    """By XLA's stages on the way to the kernels."""
+    """XLA computes the stages, on the path that leads to the kernels."""
     monkeypatch.setattr(jaxfused.runtime.cuda_library, "why_unavailable", lambda: None)
     monkeypatch.setattr(jaxfused.runtime.cuda_library, "architectures", lambda: ("90",))
     monkeypatch.setattr(jaxfused.ops.norm.group_norm, "_GAIN", 0.0)
@@ -263,14 +263,14 @@ def test_what_is_handed_on_keeps_its_dtype(dtype):
 
 
 def saved_bytes(f, *args):
-    """What lies between the forward and the backward of `f`."""
+    """Returns the bytes that `f` saves between its forward and its backward."""
     saved = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args))
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in saved)
 
 
 @pytest.mark.parametrize("strides", [1, 2])
 def test_a_block_keeps_no_more_than_its_layers_read_and_return(with_library, strides):
-    """Each convolution's input and output once, which the norm's gradient reads, and small things."""
+    """Only each convolution's input, its output for the norm's gradient, and small arrays are saved."""
     images, pixels, width = 64, 56, 64
     block = flax.nnx.eval_shape(
         lambda: jaxfused.nnx.ResNetBlock(
@@ -285,8 +285,8 @@ def test_a_block_keeps_no_more_than_its_layers_read_and_return(with_library, str
 
     small = pixels // strides
     unit, smaller = (2 * images * p**2 * width for p in (pixels, small))
-    # x; of the first layer the convolution's result and y; of the second; of the last its result.
+    # x; the first layer's convolution result and y; the same of the second; the last layer's result.
     expected = 4 * unit + 2 * unit + 2 * smaller + 4 * smaller
-    expected += 4 * smaller if strides > 1 else 0  # Of the shortcut.
+    expected += 4 * smaller if strides > 1 else 0  # The shortcut's x and result.
     saved = saved_bytes(run, params, rest, x)
     assert expected <= saved <= 1.01 * expected

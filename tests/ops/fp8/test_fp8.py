@@ -1,4 +1,4 @@
-"""precision="fp8": linear, mlp, gated_mlp and qkv_projection in float8, against float64."""
+"""precision="fp8": linear, mlp, gated_mlp and qkv_projection in float8, compared with float64."""
 
 import chex
 import flax.linen as nn
@@ -28,7 +28,7 @@ def normal(seed, shape, dtype=jnp.float32, scale=1.0):
 
 
 def dequantised(x, dtype) -> np.ndarray:
-    """What the float8 of a matrix stand for, in float64."""
+    """Returns the float64 values of a matrix after rounding to float8."""
     x = np.asarray(x, np.float32)
     scale = np.maximum(np.abs(x).max() / LARGEST[dtype], np.finfo(np.float32).tiny)
     inverse = np.float32(1.0) / scale
@@ -37,7 +37,7 @@ def dequantised(x, dtype) -> np.ndarray:
 
 
 def as_bfloat16(*arrays):
-    """The same values for a product of bfloat16, up to the last bits of a scale."""
+    """Returns quantised values in bfloat16, which differ from float8 and scale by the last bits."""
     return [put(array, jnp.float32).astype(jnp.bfloat16) for array in arrays]
 
 
@@ -60,7 +60,7 @@ def test_linear_is_the_product_of_the_quantised_values(dtype):
 
 
 def test_mlp_is_made_of_the_quantised_values():
-    """Straight through in float64: what is rounded in between is quantised again, and no more."""
+    """A float64 MLP that quantises each product's operands, straight through, gives the same results."""
     x, w1, b1 = normal(0, (64, 32)), normal(1, (32, 48), scale=0.2), normal(2, (48,))
     w2, b2, dy = normal(3, (48, 16), scale=0.2), normal(4, (16,)), normal(5, (64, 16))
     f = lambda *a: jaxfused.mlp(*a, activation="silu", precision="fp8", save="inputs")  # noqa: E731
@@ -81,7 +81,7 @@ def test_mlp_is_made_of_the_quantised_values():
         ("dw2", dw2, hq.T @ dyq),
         ("db2", db2, np.asarray(dy, np.float64).sum(0)),
     ):
-        # A value at the middle between two float8 may go either way after another order of a sum.
+        # A value halfway between two float8 may round either way if sums have another order.
         error = np.linalg.norm(ours - truth) / np.linalg.norm(truth)
         assert error < 5e-3, f"{name}: {error}"
 
@@ -107,7 +107,7 @@ def gradients(f, *operands):
     ("save", "activation"), [("hidden", "relu2"), ("inputs", "relu2"), ("hidden", "silu")]
 )
 def test_what_is_saved_changes_no_bit(save, activation):
-    """But for the derivative in bytes, which relu2 has not, nor "inputs"."""
+    """Only the derivative in 8 bits changes bits; relu2 and "inputs" do not have it."""
 
     def f(save):
         return lambda x, w1, b1, w2, b2: jaxfused.mlp(
@@ -187,7 +187,7 @@ def test_zeros_stay_zeros():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_largest_value_saturates_and_tiny_ones_vanish(dtype):
-    # Half of the largest, which the product's last bit may carry beyond it.
+    # Half of the largest number, because the last bit of a product may exceed the range.
     big = float(jnp.finfo(dtype).max) / 2
     x = jnp.zeros((16, 16), dtype).at[0, 0].set(big).at[1, 1].set(-big).at[2, 2].set(1e-4)
     y = jaxfused.linear(x, jnp.eye(16), precision="fp8", out_dtype=jnp.float32)
@@ -351,7 +351,7 @@ def test_what_is_larger_than_its_history_saturates_once():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_was_not_finite_is_not_remembered(bad):
-    """A step whose gradients overflow, which is skipped, spoils no later one."""
+    """A skipped step whose gradients overflow does not spoil later ones."""
     state = jaxfused.Fp8State(put([[bad, 2.0], [1.0, 1.0], [bad, bad]]))
     x = jnp.ones((16, 16))
     y, vjp = jax.vjp(lambda x, s: jaxfused.linear(x, jnp.eye(16), precision=s), x, state)
@@ -399,7 +399,7 @@ def test_modules_of_nnx_remember():
     assert sorted(h.shape for h in histories) == [(3, 16), (3, 16), (6, 16)]
     assert all(bool((h[:, 0] > 0).all()) for h in histories)
     now = jaxfused.nnx.TransformerBlock(32, num_heads=4, precision="fp8", rngs=nnx.Rngs(0))
-    # The first calls had other scales, and so other values to remember: what is rounded differs.
+    # The first calls used other scales and remembered other magnitudes, so roundings differ.
     expected, result = (nnx.jit(lambda m: m(x))(m) for m in (now, block))
     assert np.linalg.norm(result - expected) < 5e-2 * np.linalg.norm(expected)
 
@@ -416,7 +416,7 @@ def test_modules_of_linen_remember():
     assert set(histories) == {"fp8_qkv", "fp8_project", "mlp"}
     now = jaxfused.linen.TransformerBlock(num_heads=4, precision="fp8", gated=True)
     expected = jax.jit(now.apply)({"params": variables["params"]}, x)
-    # As above.
+    # Roundings differ, as in the test above.
     assert np.linalg.norm(jax.jit(block.apply)(variables, x) - expected) < 5e-2 * np.linalg.norm(
         expected
     )

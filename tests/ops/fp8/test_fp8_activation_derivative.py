@@ -1,4 +1,4 @@
-"""The derivative of an activation, kept in a byte in place of what the activation is of."""
+"""The derivative of an activation, saved in 8 bits instead of the preactivation."""
 
 from functools import partial
 
@@ -53,7 +53,7 @@ def relative(ours, truth):
 
 @parametrize("activation", [*mlp_fp8.SLOPES, "relu2"], quick=(1,))
 def test_the_slope_makes_no_difference_that_float8_does_not(activation, monkeypatch):
-    """Nearer to the gradient that reads z than that is to float32."""
+    """Compared with the gradient that reads z, the error is smaller than z's own against float32."""
     by_slope = everything(gradients("fp8", activation))
     monkeypatch.setattr(mlp_fp8, "SLOPES", ())
     by_z = everything(gradients("fp8", activation))
@@ -117,7 +117,7 @@ def test_gradient_by_slope_in_the_interpreter(rows, columns, interpreted_hopper)
 
 
 def test_the_reference_quantises_with_a_slope():
-    """The bytes are the derivative's, and the values those of the activation."""
+    """The bytes are those of the derivative, and the values those of the activation."""
     (z,) = normal(4, (16, 48))
     largest = fp8_xla.largest_activation("silu", z)[None]
     keywords = dict(dtype=E4M3, gated=False, straight=True, transposes=False, sums=False)
@@ -158,7 +158,7 @@ def launched_by_gradient(save, hidden):
 
 @pytest.mark.exhaustive
 def test_a_slope_whose_rows_no_kernel_can_copy(hopper):
-    """40 columns are rows of 40 bytes, which is no multiple of 16."""
+    """Rows of 40 bytes are misaligned: 40 is no multiple of 16."""
     assert "fp8_hidden_gradient_by_slope" not in launched_by_gradient("preactivation", 40)
     assert "fp8_hidden_gradient_by_slope" in launched_by_gradient("preactivation", 48)
 

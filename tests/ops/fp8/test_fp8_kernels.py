@@ -1,4 +1,4 @@
-"""The kernels of products in float8, in Mosaic's interpreter and lowered for a GPU."""
+"""Kernels of float8 products, in Mosaic's interpreter and lowered for a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def arrays(seed, *shapes, dtype=jnp.bfloat16):
 
 
 def both_gradients(f, *operands):
-    """(value, gradients) of f(implementation, *operands) by the kernels and by XLA."""
+    """Returns (value, gradients) of f(implementation, *operands) by the kernels and by XLA."""
     results = []
     for implementation in ("pallas", "xla"):
 
@@ -36,7 +36,7 @@ def both_gradients(f, *operands):
 
 
 def assert_alike(ours, xla):
-    """The same sums in another order, of float8 some of which are rounded to a neighbour."""
+    """Asserts closeness up to the order of sums, which rounds some float8 to a neighbour."""
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(xla), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b) + 1e-6
@@ -76,7 +76,7 @@ def test_gated_mlp_in_the_interpreter(interpreted_hopper):
     assert_alike(*both_gradients(f, x, w_gate / 8, w_up / 8, w_down / 8))
 
 
-# Of the operators in one block `make test` runs the least.
+# `make test` runs the smallest case that uses one block.
 @parametrize("activation", [None, "gelu_tanh"], quick=(0,))
 def test_linear_in_the_interpreter(activation, interpreted_hopper):
     x, w, bias, residual = arrays(3, (2, 72, 64), (64, 48), (48,), (2, 72, 48))
@@ -127,7 +127,7 @@ def test_promoted_sums_in_the_interpreter(length, steps, interpreted_hopper):
 
 
 def test_maxima_of_rows_in_the_interpreter(interpreted_hopper):
-    """Rows beyond the last one do not count, nor columns."""
+    """Neither rows nor columns beyond the last one count."""
     x, w = arrays(6, (80, 64), (72, 64))
     x, w = x.astype(E4M3), w.astype(E4M3)
     bias = jnp.full(72, 3.0)
@@ -182,7 +182,7 @@ def test_what_a_gradient_launches(hopper):
 def test_delayed_scaling_reads_nothing_for_a_scale(hopper):
     state = jaxfused.Fp8State.zeros("mlp")
     launched = lowering.kernels(gradient_of_mlp(state), *arrays(0, *SHAPES))
-    # The one says whether the hidden layer is finite, which its derivative's bytes do not.
+    # That one pass checks that the hidden layer is finite, which the derivative's bytes cannot tell.
     assert "jaxfused_quantize" in launched and launched.count("jaxfused_largest") == 1
 
 
@@ -278,7 +278,7 @@ def test_quantised_bits_on_a_gpu(rows, widths, dtype, out):
 @parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], quick=())
 @parametrize(("rows", "width"), [(144, 208), (1040, 1024)], quick=())
 def test_quantised_slope_on_a_gpu(rows, width, dtype, activation):
-    """A byte is its neighbour at most where the formula is at the middle between the two."""
+    """A byte differs by at most one, and only where the formula is halfway between two bytes."""
     (z,) = arrays(7, (rows, width), dtype=dtype)
     z = 3 * z
     largest = fp8_xla.largest_activation(activation, z.astype(jnp.float32))[None]
@@ -319,7 +319,7 @@ def test_gradients_on_a_gpu(rows, precision, activation, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [384, 16384])
 def test_promoted_sums_on_a_gpu(length):
-    """As exact as a product of bfloat16 of the same values, whose result is bfloat16."""
+    """The result is as exact as a bfloat16 product of the same values that returns bfloat16."""
     x, dy = arrays(10, (128, length), (256, length))
     x, dy = x.astype(E4M3), dy.astype(E5M2)
     ours = pallas_fp8.weight_gradient(

@@ -1,4 +1,4 @@
-"""The activations of the kernels against float64, in both precisions and at extreme x."""
+"""Activations of the kernels, compared with float64, in both precisions and at extreme x."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ TAILED = ("gelu_erf", "gelu_tanh", "quick_gelu", "silu")
 
 
 def truth(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The activation and its derivative in float64."""
+    """Returns the activation and its derivative in float64."""
     with jax.enable_x64(True):
         f = jax.jit(lambda x: jax.jvp(FUNCTIONS[name], (x,), (jnp.ones_like(x),)))
         return jax.tree.map(np.asarray, f(np.float64(x)))

@@ -1,4 +1,4 @@
-"""The registers that the interpreter does not have: sums over the rows of a warp, thread by thread."""
+"""Sums over a warp's rows, thread by thread, since the interpreter does not model registers."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_a_warp_sums_its_rows(rows, columns):
         assert sums.shape == (column_sums.WARPS, columns)
         known = (*registers.reshape(count, 32, 2), LANES)
         actual = np.stack(computed(block, known, list(sums.registers.flat)))
-    # Threads of a warp in the order of what they hold: 8 columns, one of two, thread of four.
+    # The order of threads by what they hold: 8 columns, one of two, four threads.
     threads = actual.reshape(columns // 32, 4, 2, 4).transpose(0, 1, 3, 2).reshape(columns)
     of_warp = tile.reshape(-1, 4, 16, columns)[:, 0].sum(axis=(0, 1))
     np.testing.assert_array_equal(threads, of_warp)

@@ -1,4 +1,4 @@
-"""The registers that the interpreter does not have: integers of 8 and 4 bits that become floats."""
+"""Integers of 8 and 4 bits converted to floats, since the interpreter does not model registers."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ SHAPE = (64, 128)
 
 
 def of_first_warp(tile, layout, length):
-    """What its threads have of a tile, register by register [registers, 32, length]."""
+    """Returns the first warp's part of a tile by register: [registers, 32, length]."""
     with mlir.make_ir_context():
         shape = layout.registers_shape(tile.shape)
     registers = []
@@ -70,7 +70,7 @@ def test_registers_become_what_the_interpreter_has(bits, dtype, parts, monkeypat
     expected = getattr(dequantize, stated)(jnp.asarray(stored), list(map(jnp.asarray, shifts)))
     expected = of_first_warp(np.asarray(expected), mgpu.WGMMA_LAYOUT, 2)
     np.testing.assert_array_equal(np.array(actual), np.array(expected))
-    # What the kernel multiplies is the integer itself, over a power of two.
+    # The kernel multiplies the integer divided by a power of two.
     columns = np.arange(SHAPE[1]) * parts // SHAPE[1]
     integers = (
         numbers + 2.0 ** (bits - 1) + shifts[columns].T.astype(float) * dequantize.unit(dtype)

@@ -23,7 +23,7 @@ from tests.support.transforms import assert_transforms
 
 
 def plain_linear(x, w, bias, residual, activation):
-    """The layer as one writes it in jax.numpy, with all arithmetic in x's dtype."""
+    """Computes the layer in plain jax.numpy, with all arithmetic in x's dtype."""
     y = product(x, w.astype(x.dtype))
     y = y if bias is None else y + bias.astype(x.dtype)
     y = activate(activation, y)
@@ -32,7 +32,7 @@ def plain_linear(x, w, bias, residual, activation):
 
 @pytest.mark.parametrize("bias", [None, jnp.ones(50)], ids=["plain", "bias"])
 def test_the_gradient_of_tied_weights_runs_on_a_cpu(bias):
-    """XLA's CPU backend lacks the 16-bit product into float32 whose result is transposed."""
+    """XLA's CPU backend lacks a product of 16 bits into float32 with a transposed result."""
     x, embedding = jnp.ones((2, 8, 32), jnp.bfloat16), jnp.ones((50, 32))
 
     def loss(embedding):
@@ -78,7 +78,7 @@ def test_gradient_of_a_float32_weight_keeps_the_float32_sums():
     x = jnp.ones((300, 1), jnp.bfloat16)
     dw = jax.grad(lambda w: jaxfused.linear(x, w, out_dtype=jnp.float32).sum())(jnp.ones((1, 1)))
     assert dw.dtype == jnp.float32
-    # bfloat16 has 8 bits: it counts in twos beyond 256.
+    # bfloat16 has 8 bits: beyond 256 it holds even numbers only.
     assert dw[0, 0] == 300.0
     x = x.at[0].set(2.0)
     dw = jax.grad(lambda w: jaxfused.linear(x, w, out_dtype=jnp.float32).sum())(jnp.ones((1, 1)))
@@ -216,7 +216,7 @@ KERNEL_WAYS = (
 each_kernel_case = pytest.mark.parametrize(("case", "dtype"), KERNEL_WAYS, ids=str)
 
 
-# Of `make test`, float32 with a residual; test_mlp.py has several tiles, of which the last are not full.
+# `make test` runs float32 with a residual. test_mlp.py has several tiles, the last of them partial.
 @pytest.mark.usefixtures("interpreted_hopper")
 @parametrize(("case", "dtype"), KERNEL_WAYS, quick=(5,))
 def test_pallas_accurate_in_the_interpreter(case, dtype):
@@ -226,7 +226,7 @@ def test_pallas_accurate_in_the_interpreter(case, dtype):
 @pytest.mark.usefixtures("interpreted_hopper")
 @parametrize("axes", [(0, None, None), (0, 0, 0)], quick=(0,))
 def test_pallas_vmap_in_the_interpreter(axes):
-    """The sum runs over the rows alone, which takes one product, or over the weights too."""
+    """Shared weights have a gradient from one product; else each batch entry has its own weights."""
     case = KERNEL_CASES[0]
     x, w, bias, _ = case.arguments(jnp.bfloat16)
 
@@ -259,7 +259,7 @@ def stand_in_forward(
 
 @pytest.fixture
 def gradient_calls(hopper, monkeypatch):
-    """Replaces the kernels of implementation "cuda" by jax.numpy, and notes what is differentiated."""
+    """Replaces the kernels of implementation "cuda" by jax.numpy, and records the backward calls."""
     noted = []
 
     def backward(dy, z, up_z, *, activation, want_y, want_sums):
@@ -331,7 +331,7 @@ def test_sums_of_rows_are_those_of_float32(shape, dtype):
 @pytest.mark.parametrize("rows, width", [(1, 215), (4, 271), (28, 512)])
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_gradients_have_their_operands_dtypes(implementation, rows, width):
-    """Whichever implementation the sizes call for."""
+    """This holds for every implementation that the sizes select."""
 
     def loss(x, w, b):
         h = jaxfused.linear(x, w, b, activation="silu", implementation=implementation)

@@ -1,4 +1,4 @@
-"""The product with a traced epilogue, by itself: operand orders, odd sizes, every form of epilogue."""
+"""The product with a traced epilogue, alone: operand orders, odd sizes, every form of epilogue."""
 
 import functools
 import re
@@ -19,9 +19,9 @@ from tests.support.lowering import kernels
 from tests.support.tolerances import assert_accurate
 
 SMALL = MatmulConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32)
-"""Little shared memory, so that small products too have several tiles."""
+"""A config with little shared memory, so that small products have several tiles."""
 WIDE = replace(SMALL, tile_n=192)
-"""An instruction that takes all of a tile's columns differs from one that takes a block of 64."""
+"""A config whose WGMMA takes all columns of a tile, where others take a block of 64."""
 ORDERS = {
     "NN": {},
     "NT": {"b_transposed": True},
@@ -39,16 +39,16 @@ class Case:
     terms: int = 1
     products: int = 1
     one_array: bool = False
-    """Whether the b of all terms and products are blocks of one array."""
+    """Whether b of all terms and products are blocks of one array."""
     epilogue: bool = False
-    """The product of the products, plus bias and residual; in two dtypes, and summed."""
+    """Whether the product of products plus bias and residual is returned, in two dtypes and summed."""
     config: MatmulConfig = SMALL
     dtype: str = "bfloat16"
 
     def operands(self, seed=0):
-        """Small integers, whose sums float32 holds in whatever order they are added.
+        """Returns small integers, whose sums are exact in float32 in any order.
 
-        So one result is right, and a wrong element cannot hide in a tolerance.
+        There is only one right result, so that a tolerance cannot hide a wrong element.
         """
         rng = np.random.default_rng(seed)
 
@@ -96,7 +96,7 @@ class Case:
         )
 
     def expected(self, a, b, bias, residual, dtype, narrow):
-        """The same product in jax.numpy, with arithmetic in `dtype` and rounding to `narrow`."""
+        """Computes the same in jax.numpy, with arithmetic in `dtype` and rounding to `narrow`."""
         a_transposed, b_transposed = (letter == "T" for letter in self.order)
         if dtype == jnp.float64:
             a, b = jax.tree.map(lambda x: x.astype(dtype), (a, b))
@@ -110,7 +110,7 @@ class Case:
         if not self.epilogue:
             return {"y": y}
         bias, residual = bias.astype(dtype), residual.astype(dtype)
-        # A cast alone XLA leaves out where the sum casts back.
+        # XLA drops a mere cast if the sum casts back.
         kept = jnp.finfo(narrow)
         rounded = jax.lax.reduce_precision(y + bias, kept.nexp, kept.nmant).astype(narrow)
         sums = jnp.sum(rounded.astype(dtype), axis=0)
@@ -148,7 +148,7 @@ INTERPRETED = (
         for terms, products in ((2, 1), (1, 2))
         for one_array in (False, True)
     ),
-    # Sizes that are no multiples of a block of 64: rows 1 to 130, sums 24 to 200, columns 8 to 200.
+    # Sizes that are no multiples of 64: rows from 1 to 130, K from 24 to 200, columns from 8 to 200.
     Case(1, 24, 8),
     Case(5, 40, 24, epilogue=True),
     Case(17, 72, 40, "NT", epilogue=True),
@@ -160,7 +160,7 @@ INTERPRETED = (
     Case(130, 72, 136, "NT", config=replace(WIDE, cluster=2)),
     Case(200, 72, 136, "TN", config=replace(SMALL, ping_pong=False)),
     Case(17, 12, 20, epilogue=True, dtype="float32"),
-    # Of the configs that `candidates` has, forms that no case above has.
+    # Forms of configs that `candidates` yields and no case above has.
     Case(130, 72, 136, "NT", epilogue=True, config=replace(WIDE, ping_pong=False, read_slots=2)),
     Case(130, 72, 72, epilogue=True, config=replace(SMALL, ping_pong=False, pads_columns=True)),
     *(
@@ -172,8 +172,8 @@ INTERPRETED = (
 )
 
 
-# One that every order of operands shares the code of, rows that end within a tile, float32, one
-# warpgroup after the other in a cluster; two terms of one array and two products.
+# The quick cases: code that all operand orders share; rows that end within a tile; float32; a cluster
+# without ping-pong; two terms of one array with two products.
 @pytest.mark.usefixtures("interpreted_hopper")
 @parametrize("case", INTERPRETED, quick=(4, 14, 16, 22))
 def test_accurate_in_the_interpreter(case):
@@ -286,7 +286,7 @@ def test_candidates_lower_for_cuda(case, which):
 @pytest.mark.parametrize(
     ("work", "tiles"),
     [
-        # A tile for each multiprocessor, and not two for a third of them.
+        # One tile for each SM, instead of two tiles for a third of the SMs.
         (Work(512, 8192, 8192), (64, 256)),
         (Work(1568, 2048, 5456, read_bytes=2, activations=1), (64, 256)),
         (Work(8448, 3072, 4096, read_bytes=2, written_bytes=4, activations=2), (128, 192)),
@@ -442,9 +442,9 @@ STREAMING = (
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", STREAMING, ids=str)
 def test_every_number_of_large_streams_on_gpu(config):
-    """What one warp in 10^5 reads or stores too late shows in large matrices alone.
+    """A rare race, of one warp in 10^5, shows only in large matrices.
 
-    The numbers are small integers, so that there is one right result, to the bit.
+    The numbers are small integers, so that the result is exact to the bit.
     """
 
     def integers(seed, *shape, most):

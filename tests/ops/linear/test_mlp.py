@@ -124,7 +124,7 @@ def test_save_says_what_is_kept(gated, dtype):
         results[save] = jax.tree.leaves(program.compile()(*args))
         assert all(a.dtype == dtype for a in kept)
         assert len(wide) == (0 if save == "inputs" else 1 + gated)
-        # One product forward for each weight, two backward; "inputs" takes the first layer's again.
+        # Each weight has one product forward and two backward; "inputs" recomputes the first layer's.
         products, weights = program.as_text().count("stablehlo.dot_general"), 2 + gated
         assert products == 3 * weights + (weights - 1) * (save == "inputs")
     for save in ("hidden", "inputs"):
@@ -290,7 +290,7 @@ KERNEL_WAYS = (
     (KERNEL_CASES[1], "bfloat16", "hidden"),
 )
 each_kernel_case = pytest.mark.parametrize(("case", "dtype", "save"), KERNEL_WAYS, ids=str)
-# The first case in bfloat16 takes the way of float16, and of one matrix below.
+# The first bfloat16 case takes the same path as float16 and as the single matrix below.
 INTERPRETED_WAYS = KERNEL_WAYS[1:]
 
 
@@ -312,7 +312,7 @@ def test_pallas_mlp_in_the_interpreter(case, dtype, save):
     check_mlp_kernel(case, dtype, save, "pallas", cotangents=1)
 
 
-# Of `make test`, one tile with all that may be around it, in half of the time.
+# `make test` runs one tile with every option, which takes half the time of the others.
 @pytest.mark.usefixtures("interpreted_hopper")
 @parametrize(("case", "dtype", "save"), INTERPRETED_WAYS, quick=(2,))
 def test_pallas_gated_mlp_in_the_interpreter(case, dtype, save):
@@ -331,7 +331,7 @@ def test_pallas_gated_mlp_of_one_matrix_in_the_interpreter(save):
     [(938, 960, None), (21, 24, "pallas"), (2736, 2736, None)],
 )
 def test_odd_hidden_features_are_filled_up_with_zeros(hidden, filled, implementation):
-    """So that Pallas's kernels can run, the gradient's too: `explain` says what they see."""
+    """Filling lets Pallas's kernels run, for gradients too; `explain` shows the filled sizes."""
     rows = 2**14
     x, w, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, 64), (64, hidden), (hidden,)))
     both, down = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 2 * hidden), (hidden, 64)))
@@ -362,7 +362,7 @@ def test_zero_features_change_no_result():
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("rows", [3, 24])
 def test_gradient_of_one_matrix_is_that_of_two(rows):
-    """Fewer rows than features, and more: what is put side by side differs."""
+    """With fewer rows than features, other arrays are concatenated than with more."""
     rng = np.random.default_rng(0)
     x, w_gate, w_up, w_down = (
         put(rng.normal(size=shape), jnp.float32)

@@ -1,4 +1,4 @@
-"""What products are predicted to cost, against times on an H200 (benchmarks/LAB.md, 2026-11-24)."""
+"""Predicted times of products, compared with times on an H200 (benchmarks/LAB.md, 2026-11-24)."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_gradient_of_weights(rows, features, widths, sums, tile_n, parts, measur
     work = WeightWork(rows, features, widths, sums=sums)
     config = weight_gradient.WeightGradientConfig(tile_n=tile_n, parts=parts)
     predicted = weight_gradient.predicted_time(work, config, H200.multiprocessors)
-    # The times are those of the kernel alone.
+    # The measured times are those of the kernel alone, without XLA's sum of the parts.
     if parts > 1:
         moved = work.elements * (4 * parts + work.out_bytes)
         added = len(widths) * cost.H200.xla_pass + moved * cost.H200.weights_sum_byte
@@ -37,7 +37,8 @@ def test_gradient_of_weights(rows, features, widths, sums, tile_n, parts, measur
 @pytest.mark.parametrize(
     "work,measured",
     [
-        # Weights of 4,304 or 7,696 rows are padded, of 8,192 not; two matrices are put side by side.
+        # Weights with 4,304 or 7,696 rows are padded, with 8,192 not; separate matrices are
+        # concatenated.
         (Work(48, 5120, 4304), 43.3),
         (Work(16, 16384, 7696), 217.3),
         (Work(48, 4096, 8192), 20.1),

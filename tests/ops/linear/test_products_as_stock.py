@@ -1,4 +1,4 @@
-"""Where all stages of a product are XLA's, its program has no more products and copies than stock's."""
+"""If XLA runs all stages of a product, its program has no more products and copies than stock's."""
 
 import collections
 import functools
@@ -28,9 +28,9 @@ def h200(monkeypatch):
 
 
 def compiled(f, *args):
-    """How often the program that XLA compiles for a CPU holds each kind of operation, before fusion.
+    """Returns the counts of operations in the program that XLA compiles for a CPU, before fusion.
 
-    With what an operation is fused, and how often then, is a choice of XLA's.
+    Fusion is off, because it may duplicate operations.
     """
     options = {"xla_disable_hlo_passes": "fusion,ynn-fusion"}
     text = jax.jit(f).lower(*args).compile(compiler_options=options).as_text()
@@ -39,7 +39,7 @@ def compiled(f, *args):
 
 
 def qkv(rows, width, heads, size, param_dtype="same", **options):
-    # No kernel takes such widths of x or of heads.
+    # No kernel supports these widths of x or of heads.
     options = dict(bias=False, norm=False, rope=False, interleaved=False) | options
     return QKVProjection(*rows, width, *heads, size, "bfloat16", param_dtype, **options)
 
@@ -49,7 +49,7 @@ def linear(rows, width, out, param_dtype="same", *, bias=True, activation=None, 
 
 
 def mlp(rows, *, bias=True, residual=False, save="preactivation", param_dtype="same"):
-    # No kernel takes rows of so many bytes.
+    # No kernel supports rows of 100 values.
     return MLP("mlp", *rows, 100, 100, "bfloat16", param_dtype, bias, "silu", residual, save)
 
 
@@ -98,7 +98,7 @@ def test_xla_is_handed_what_stock_hands_it(config, h200):
         assert found["concatenate"] <= wanted["concatenate"]
         assert found["transpose"] <= wanted["transpose"]
         if not config.bias and getattr(config, "activation", None) is None:
-            # With more than a product, sums and activations are float32 here, and there as they come.
+            # In other cases sums and activations are float32 here, and in x's dtype in stock layers.
             converts = (text, lowered(stock[0], *args))
             ours_count, stock_count = (text.count("stablehlo.convert") for text in converts)
             assert ours_count <= stock_count
@@ -113,7 +113,7 @@ STACKED = (
 
 @parametrize("config", STACKED, quick=(1,))
 def test_cotangents_side_by_side_give_the_gradients(config, monkeypatch):
-    """Where the weights are one array, and XLA runs all stages."""
+    """XLA runs all stages, and the weights are one array."""
     both = programs.of(config)
     args = both.make_inputs(jax.random.key(0))
     wanted = jax.jit(both.whole(both.ours, True))(*args)
@@ -129,7 +129,7 @@ def test_cotangents_side_by_side_give_the_gradients(config, monkeypatch):
 
 
 def test_a_bare_layer_runs_its_weights_gradient_in_a_kernel(h200):
-    """Where that is the faster: few columns, rows that XLA would pad."""
+    """The kernel is faster for few columns, and for rows that XLA would pad."""
 
     def gradients(x, w, dy):
         return jax.vjp(jaxfused.linear, x, w)[1](dy)
@@ -175,7 +175,7 @@ def _prefer_pallas(choose, op, implementation, reasons):
 
 @pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
 def test_layers_of_xla_have_the_rows_of_the_caller(h200, activation):
-    """XLA evaluates [M, F] of odd F value by value, and an array of more axes in vectors."""
+    """XLA evaluates [M, F] of odd F value by value, but an array of more axes in vectors."""
     x, w = jnp.ones((5, 7, 24), jnp.bfloat16), jnp.ones((24, 9), jnp.bfloat16)
     residual = jnp.ones((5, 7, 9), jnp.bfloat16)
 
@@ -187,7 +187,7 @@ def test_layers_of_xla_have_the_rows_of_the_caller(h200, activation):
         text.index("func.func private @jaxfused_linear_forward(%arg0: tensor<5x7x24xbf16>") :
     ]
     assert "-> tensor<5x7x9xbf16>" in body.splitlines()[0]
-    # After relu the sum is in x's dtype, so that a product of XLA's evaluates both.
+    # After relu the sum is in x's dtype, so that one of XLA's products evaluates both.
     added = re.findall(r"stablehlo.add .* : tensor<5x7x9x(\w+)>", body.partition("return")[0])
     assert added[-1] == ("bf16" if activation == "relu" else "f32")
     report = jaxfused.explain(layer, x, w, residual)

@@ -48,7 +48,7 @@ def fused_qkv(case, implementation=None, angles=None):
 
 
 def plain_qkv(case):
-    """Computes three projections, each from its own columns, as three Dense layers would."""
+    """Computes three projections from their own columns, as three Dense layers would."""
     cos, sin = tables(case)
     size = case.head_size
 
@@ -169,14 +169,14 @@ ROTATING_CASES = (
     Case((140,), 32, 1, 1, 256, rotary_dim=256),
     Case((2, 20), 32, 2, 1, 256, norm=True, rotary_dim=256),
 )
-"""Heads whole and in parts, angles for all heads at once and not, tiles across the last position."""
+"""Whole and split heads, angles for all heads or for each, tiles that span the last position."""
 
 NEIGHBOUR_CASES = (
     Case((2, 21), 32, 2, 1, 80, bias=True, norm=True, rotary_dim=48, interleaved=True),
     Case((3, 8), 32, 2, 2, 96, rotary_dim=96, w_dtype="float32", interleaved=True),
     *(replace(case, interleaved=True) for case in (KERNEL_CASES[0], *ROTATING_CASES)),
 )
-"""Heads with features that stay, of which no half could turn, and what the halves have."""
+"""Heads with features that are not rotated, which halves could not have, and the cases of halves."""
 
 KERNEL_WAYS = (
     *((case, "bfloat16") for case in (*KERNEL_CASES, *ROTATING_CASES)),
@@ -185,7 +185,7 @@ KERNEL_WAYS = (
     *((case, "float16") for case in NEIGHBOUR_CASES[:4]),
 )
 each_kernel_case = pytest.mark.parametrize(("case", "dtype"), KERNEL_WAYS, ids=str)
-# The interpreter runs both dtypes alike: there one case of each order of pairs has float16.
+# The interpreter treats both dtypes alike, so that one float16 case per order of pairs suffices.
 INTERPRETED_WAYS = (
     *(way for way in KERNEL_WAYS if way[1] == "bfloat16"),
     (KERNEL_CASES[0], "float16"),
@@ -193,7 +193,7 @@ INTERPRETED_WAYS = (
 )
 
 
-# Of all ways `make test` takes that with norm and rope.
+# `make test` runs only the case with norm and rope.
 @pytest.mark.usefixtures("interpreted_hopper")
 @parametrize(("case", "dtype"), INTERPRETED_WAYS, quick=(0,))
 def test_pallas_accurate_in_the_interpreter(case, dtype):
@@ -204,7 +204,7 @@ def test_pallas_accurate_in_the_interpreter(case, dtype):
 @pytest.mark.usefixtures("interpreted_hopper")
 @parametrize("case", (KERNEL_CASES[0], KERNEL_CASES[1]), quick=())
 def test_pallas_takes_one_array_apart_in_the_interpreter(monkeypatch, case):
-    """On one device its stages are given the array as it is."""
+    """On one device, the stages read the single array itself."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     args = case.arguments(jnp.dtype("bfloat16"))
     assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)
@@ -213,7 +213,7 @@ def test_pallas_takes_one_array_apart_in_the_interpreter(monkeypatch, case):
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_stages_in_xla_on_one_device_are_three_products(monkeypatch, case):
-    """The weights' gradients are one product there, as the input gradient and the forward are."""
+    """On one device the gradients of the weights are one product, as are dgrad and forward."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     args = case.arguments(jnp.dtype("bfloat16"))
     assert_values_and_gradients(fused_qkv(case), plain_qkv(case), *args)
@@ -348,7 +348,7 @@ FEW_ROWS = (
         )
     ),
 )
-"""Rows beyond a table and beyond x, heads in blocks of columns alone and in pairs, and as they come."""
+"""Rows beyond a table and beyond x, one head or two in a block of columns, and plain heads."""
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
@@ -508,7 +508,7 @@ def test_limits_of_the_kernel(change, reason):
 def test_there_is_no_cuda_kernel():
     f = functools.partial(jaxfused.qkv_projection, heads=2, key_heads=1, implementation="cuda")
     x, w = jnp.ones((3, 16), jnp.bfloat16), jnp.ones((16, 128))
-    # Without the library of CUDA kernels that is what is said first.
+    # Without the CUDA library, its absence is the first reason given.
     assert why_not(f, x, w) is not None
 
 
@@ -545,7 +545,7 @@ def test_accurate_on_gpu(case, dtype):
     ids=str,
 )
 def test_every_tile_on_gpu(case):
-    """A warpgroup has several tiles and rows beyond the last, and two runs give the same bits."""
+    """A warpgroup has several tiles and rows beyond the last; two runs give the same bits."""
     args = case.arguments(jnp.bfloat16)
     ours = jax.jit(fused_qkv(case, "pallas"))
     assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)

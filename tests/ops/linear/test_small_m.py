@@ -1,4 +1,4 @@
-"""The product for few rows with a traced epilogue: odd sizes, orders of operands, clusters."""
+"""The product of few rows with a traced epilogue: odd sizes, orders of operands, clusters."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -36,15 +36,15 @@ class Case:
     terms: int = 1
     products: int = 1
     one_array: bool = False
-    """Whether the w of all terms and products are blocks of one array."""
+    """Whether w of all terms and products are blocks of one array."""
     epilogue: bool = True
-    """The product of the products, plus bias and residual; in two dtypes, and summed."""
+    """Whether the product of products plus bias and residual is returned, in two dtypes and summed."""
     dtype: str = "bfloat16"
     w_dtype: str = ""
-    """x's, if it is not another one."""
+    """Dtype of w; empty for x's."""
 
     def operands(self, seed=0):
-        """Small integers, whose sums float32 holds in whatever order they are added."""
+        """Returns small integers, whose sums are exact in float32 in any order."""
         rng = np.random.default_rng(seed)
 
         def array(*shape, dtype=self.dtype):
@@ -86,7 +86,7 @@ class Case:
         )
 
     def expected(self, x, w, bias, residual, dtype, narrow):
-        """The same in jax.numpy, with arithmetic in `dtype` and rounding to `narrow`."""
+        """Computes the same in jax.numpy, with arithmetic in `dtype` and rounding to `narrow`."""
         if dtype == jnp.float64:
             x, w = jax.tree.map(lambda a: a.astype(dtype), (x, w))
         elif self.w_dtype:
@@ -101,7 +101,7 @@ class Case:
         if not self.epilogue:
             return {"y": y}
         y = y + bias
-        # A cast alone XLA leaves out where the sum casts back.
+        # XLA drops a mere cast if the sum casts back.
         kept = jnp.finfo(narrow)
         rounded = jax.lax.reduce_precision(y, kept.nexp, kept.nmant).astype(narrow)
         sums = jnp.sum(rounded.astype(dtype), axis=0)
@@ -149,7 +149,7 @@ CONVERTED = (
     Case(9, 200, 96, C(64, 2, 2), w_dtype="float32"),
     Case(17, 160, 200, C(128, 2, 3), True, 2, 1, w_dtype="float32", dtype="float16"),
     Case(8, 72, 160, C(64, 1, 2), products=2, one_array=True, w_dtype="float32"),
-    # Rows of w that no copy can tile are converted by XLA first.
+    # XLA first converts w if its rows cannot be copied in tiles.
     Case(8, 72, 72, C(64, 1, 2), w_dtype="float32"),
 )
 
@@ -177,7 +177,7 @@ def test_no_races_in_the_interpreter(case):
 
 @pytest.mark.usefixtures("interpreted_hopper")
 def test_same_bits_twice_in_the_interpreter():
-    """The parts of a cluster are added in one order, whichever of them is ready first."""
+    """The parts of a cluster are added in a fixed order, whichever is ready first."""
     case = Case(9, 520, 72, C(64, 8, 2))
     x, w = (
         jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
@@ -266,7 +266,7 @@ OPERATORS = {linear_loss: "linear", mlp_loss: "mlp", gated_loss: "gated_mlp"}
 
 @parametrize("loss", list(LOSSES), quick=(0, 2), ids=lambda loss: loss.__name__)
 def test_operators_launch_it(loss):
-    """For all products but those of the weights' gradients, whose sums are short."""
+    """All products use it except those of wgrad, which sum over few rows."""
 
     def gradients(x, w, b):
         y, vjp = jax.vjp(loss, x, w, b)

@@ -1,4 +1,4 @@
-"""Symmetric products of many matrices: tiles on one side of the diagonal, ragged sizes, the gradient."""
+"""Symmetric products of many matrices: tiles on one side of the diagonal, odd sizes, the gradient."""
 
 import functools
 from dataclasses import dataclass
@@ -32,14 +32,14 @@ class Case:
     adds: bool = True
     """Whether a I + b S is added."""
     two: bool = False
-    """Whether Y is another matrix than X: X times a diagonal one."""
+    """Whether Y differs from X: it is X times a diagonal matrix."""
     is_factor: bool = False
     scales: bool = False
-    """Whether each product is multiplied by a number."""
+    """Whether each product is multiplied by a scalar."""
     config: MatmulConfig | None = None
 
     def operands(self) -> list[Any]:
-        """Small integers, whose sums float32 holds in whatever order they are added."""
+        """Returns small integers, whose sums are exact in float32 in any order."""
         rng = np.random.default_rng(0)
         x = rng.integers(-3, 4, size=(self.batch, self.rows, self.columns))
         half = rng.integers(-3, 4, size=(self.batch, self.rows, self.rows))
@@ -47,7 +47,7 @@ class Case:
         return self.all_of(put(x, self.dtype), put(s, self.dtype))
 
     def all_of(self, x: Any, s: Any) -> list[Any]:
-        """x, y, S and the coefficients, None for what is absent."""
+        """Returns x, y, S and the coefficients, with None for absent ones."""
         y = x * (jnp.arange(self.columns) % 3 - 1).astype(self.dtype) if self.two else None
         scales = 2.0 ** -jnp.arange(self.batch) if self.scales else None
         return [x, y, *([s, jnp.asarray(COEFFICIENTS)] if self.adds else [None, None]), scales]
@@ -80,7 +80,7 @@ def by_definition(x, y, s, coefficients, scales, dtype, numpy=jnp):
 
 
 def rounded_to_tf32(x):
-    """To 11 bits, and from the middle away from zero."""
+    """Rounds to 11 bits, and halfway cases away from zero."""
     mantissa, exponent = np.frexp(x)
     return np.ldexp(np.trunc(mantissa * 2**11 + np.copysign(0.5, mantissa)), exponent - 11)
 
@@ -113,7 +113,7 @@ def test_threads_do_not_race(case, race_detector):
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("tiles", range(1, 12))
 def test_each_tile_on_one_side_of_the_diagonal_is_taken_once(tiles, cluster):
-    """Of squares of tiles, with clusters, of which those on the diagonal have one tile above it."""
+    """With clusters, squares of tiles are taken; those on the diagonal have one tile above it."""
     config = MatmulConfig(128, 128, cluster=cluster)
     launch = symmetric._launch((1, 128 * tiles, 64), jnp.bfloat16, config, 1)
     down, across = launch.product.tile_grid
@@ -126,7 +126,7 @@ def test_each_tile_on_one_side_of_the_diagonal_is_taken_once(tiles, cluster):
 
 @dataclass(frozen=True)
 class BothWays:
-    """A product [B, M, K] with [B, N, K]; one of the rows of `product_candidates`."""
+    """A product of [B, M, K] with [B, N, K], by one config of `product_candidates`."""
 
     batch: int
     rows: int
@@ -137,7 +137,7 @@ class BothWays:
     config: int = 0
 
     def check(self, multiprocessors: int = 4) -> None:
-        """Of small integers, the product or its transpose where they are wanted."""
+        """Checks products of small integers, transposed for some matrices if asked for."""
         rng = np.random.default_rng(0)
         x, y = (
             put(rng.integers(-3, 4, size=(self.batch, rows, self.sums)), self.dtype)
@@ -188,7 +188,7 @@ def test_every_config_of_both_ways_lowers(dtype):
 
 
 def test_nan_stays_when_it_is_rounded():
-    """A GPU's own NaN has all bits set, to which half a unit may not be added."""
+    """A GPU's own NaN has all bits set, so adding half a unit would overflow it."""
     bits = np.array([0x7FFFFFFF, 0x7FC00000, 0x7F800000, 0x3F801FFF], np.uint32)
     rounded = np.asarray(symmetric._rounded_to_tf32(jnp.asarray(bits.view(np.float32))))
     assert np.isnan(rounded[:2]).all() and np.isinf(rounded[2])
@@ -260,13 +260,13 @@ def normal(case):
     quick=(1, 2),
 )
 def test_accurate_with_its_gradient(case, interpreted_hopper):
-    """In XLA, and in the kernel where it can run, whose gradient is XLA's."""
+    """XLA computes it, and the kernel where it can run; the gradient is XLA's."""
     operands = normal(case)
     given = [index for index, operand in enumerate(operands) if operand is not None]
     weights = jax.random.normal(jax.random.key(2), (case.batch, case.rows, case.rows))
 
     def both(f):
-        """The result and the gradients of its weighted sum."""
+        """Returns the result and the gradients of its weighted sum."""
 
         def loss(*present):
             every = [None] * len(operands)
@@ -313,7 +313,7 @@ def test_refuses_what_no_kernel_can_run(hopper):
 
 @pytest.mark.exhaustive
 def test_muon_multiplies_half(hopper):
-    """Of matrices that are large enough, by kernels that are lowered once for each form of product."""
+    """Only large matrices take kernels, which are lowered once for each form of product."""
     params = {"a": jnp.zeros((512, 1024)), "b": jnp.zeros((1024, 512)), "c": jnp.zeros((64, 64))}
     tx = optim.muon(0.1, ns_steps=5)
     found = kernels(tx.update, params, tx.init(params), params)
@@ -330,7 +330,7 @@ def test_both_ways_on_a_gpu(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*INTERPRETED, *LARGE], ids=str)
 def test_on_a_gpu_twice_the_same(case):
-    """Integers have one result; of other numbers the sums must be the same bits each time."""
+    """Integers have one exact result; for other numbers two runs must agree bit for bit."""
     multiprocessors = jax.devices()[0].core_count
     case.check(multiprocessors)
     run = jax.jit(symmetric.symmetric_product, static_argnames=("multiprocessors", "config"))

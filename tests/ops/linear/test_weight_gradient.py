@@ -1,4 +1,4 @@
-"""The stage of weights' and biases' gradients: what it sums in which dtype, its choices, batches."""
+"""The stage that computes the gradients of weights and bias: dtypes of its sums, choices, batches."""
 
 import functools
 
@@ -52,14 +52,14 @@ def test_several_cotangents(side_by_side, interpreted_hopper):
 
 @pytest.mark.parametrize("shape", [(8, 96, 5), (700, 5), (2, 350, 5), (521, 5), (5000, 5), (0, 5)])
 def test_sums_of_rows_in_parts(shape):
-    """The rows are a batch's parts, a divisor's, none where there is no divisor, too many, or none."""
+    """Parts come from the batch axis or from a divisor of the rows; other counts have no parts."""
     dy = integers(*shape)
     expected = np.asarray(dy, np.float32).reshape(-1, 5).sum(0)
     np.testing.assert_array_equal(sum_over_rows(dy), expected)
 
 
 def test_a_wide_cotangent_is_summed_as_it_is(interpreted_hopper):
-    """The product rounds it to x's dtype, in which 257 is 256."""
+    """The bias gradient sums dy as it is; the product rounds it to bfloat16, where 257 becomes 256."""
     x, dy = jnp.ones((64, 16), jnp.bfloat16), jnp.full((64, 8), 257.0)
     dw, dbias = weight_and_bias_gradients(
         Runner("pallas", interpreted_hopper), "linear", x, dy, jnp.float32, jnp.zeros(8), None
@@ -69,13 +69,13 @@ def test_a_wide_cotangent_is_summed_as_it_is(interpreted_hopper):
 
 
 def test_a_batch_is_one_product(hopper):
-    """Of models or of examples: no loop over them."""
+    """A batch of models or of examples takes no loop."""
 
     def gradient(x, dy):
         run = Runner("pallas", hopper)
         return weight_and_bias_gradients(run, "linear", x, dy, jnp.float32, jnp.zeros(8), None)
 
-    # XLA's CPU client has no batch of products of bfloat16.
+    # XLA's CPU client lacks batched bfloat16 products.
     x, dy = (integers(3, 40, n, dtype="float32", seed=n) for n in (16, 8))
     program = str(jax.make_jaxpr(jax.vmap(gradient))(x, dy))
     assert "scan" not in program and "while" not in program

@@ -1,4 +1,4 @@
-"""The gradient of weights by itself: ragged rows, parts, clusters, several cotangents, sums of rows."""
+"""The gradient of weights alone: odd rows, parts, clusters, several cotangents, sums of rows."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class Case:
     out_dtype: str = "float32"
 
     def operands(self):
-        """Small integers, whose sums float32 holds in whatever order they are added."""
+        """Returns small integers, whose sums are exact in float32 in any order."""
         rng = np.random.default_rng(0)
         return [
             put(rng.integers(-3, 4, size=(self.rows, width)), self.dtype)
@@ -159,7 +159,7 @@ def test_why_unsupported(capability, dtypes, features, words):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_on_a_gpu_twice_the_same(case):
-    """Integers have one result; of other numbers the sums must be the same bits each time."""
+    """Integers have one exact result; for other numbers two runs must agree bit for bit."""
     work = WeightWork(case.rows, case.features, case.widths, sums=case.sums)
     multiprocessors = jax.devices()[0].core_count
     x, *dys = case.operands()

@@ -29,7 +29,7 @@ def plain_cross_entropy(
     ignore_index=None,
     reduction="mean",
 ):
-    """The loss as one writes it in jax.numpy, with all arithmetic in the dtype of the logits."""
+    """Computes the loss in plain jax.numpy, with all arithmetic in the dtype of the logits."""
     counts, of_labels = jnp.ones(logits.shape[:-1], logits.dtype), None
     if not jnp.issubdtype(labels.dtype, jnp.floating):
         if ignore_index is not None:
@@ -59,7 +59,7 @@ _CASES_AND_DTYPES = [(case, "float32") for case in CASES] + [
 def test_is_as_accurate_as_jax_numpy(case, dtype):
     dtype = jnp.dtype(dtype)
     args = (case.logits(dtype), case.token_weights(dtype), case.labels(dtype))
-    # Soft labels are differentiated, classes are not.
+    # Soft labels have a gradient, classes have none.
     arrays, classes = (args, None) if case.soft else (args[:2], args[2])
 
     def of(f):
@@ -143,7 +143,7 @@ def test_no_array_of_all_logits_exists():
                 yield from largest(inner)
 
     sizes = list(largest(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(x, w).jaxpr))
-    # The gradient of w is larger than the logits of a chunk, and nothing is larger than it.
+    # The gradient of w, which is larger than a chunk's logits, is the largest array.
     assert max(sizes) == w.size
     assert 4 * 1000 in sizes
 
@@ -280,7 +280,7 @@ def test_derivatives(case):
 # --- class weights --------------------------------------------------------------------------------
 
 _TORCH_WEIGHTS = put([1.0, 2.0, 0.5, 3.0, 1.5], jnp.float32)
-# Of torch 2.13.0: the arguments, its loss, and its gradient to the first row of logits.
+# Results of torch 2.13.0: the options, the loss, and its gradient to the first row of logits.
 _TORCHS = [
     ({}, 1.8630445, [-0.0803865, 0.001282, 0.0040779, 0.050902, 0.0241246]),
     (
@@ -308,7 +308,7 @@ _TORCHS = [
 
 
 def class_weighted(options):
-    """(logits, labels, options) of a case of torch."""
+    """Returns (logits, labels, options) of a case of torch."""
     options = dict(options)
     logits = put(np.random.RandomState(0).randn(6, 5) * 2, jnp.float32)
     if options.pop("soft", False):
@@ -393,7 +393,7 @@ def test_class_weights_of_labels_out_of_range_and_infinite_logits(smoothing):
         ignore_index=-1,
         reduction="none",
     )
-    # A class with weight 0 and logit -inf is left out; what does not count may have any logits.
+    # A class with weight 0 may have the logit -inf, and ignored tokens may have any logits.
     logits = put([[0.0, 1.0, -np.inf], [np.nan, 0.0, 0.0], [0.0, 1.0, 2.0]], jnp.float32)
 
     @jax.jit
@@ -426,7 +426,7 @@ def test_class_weights_of_classes_spread_over_devices(options, loss, gradient):
     if soft := labels.ndim == 2:
         labels = labels.T
 
-    # Each device has one class; vmap's axis stands for that of the devices.
+    # Each device has one class; the axis of vmap stands for that of the devices.
     def one(logits, weight, labels):
         return jaxfused.softmax_cross_entropy(
             logits[:, None],

@@ -1,4 +1,4 @@
-"""The paths of the cross-entropies over kernels, which jax.numpy stands in for where there is no GPU."""
+"""The cross-entropies' paths over kernels, which jax.numpy replaces where there is no GPU."""
 
 import functools
 import re
@@ -58,7 +58,7 @@ def take_kernels_for_all_sizes(monkeypatch):
 
 @pytest.fixture
 def stand_ins(hopper, monkeypatch):
-    """Kernels are called for rows of any length, and jax.numpy computes what they would."""
+    """Takes kernels for rows of any length, and replaces them by jax.numpy."""
     monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
     monkeypatch.setattr(cublaslt, "why_unavailable", lambda: "jax.numpy adds")
     take_kernels_for_all_sizes(monkeypatch)
@@ -178,7 +178,7 @@ def test_a_cotangent_for_each_token(stand_ins):
 
     plain, ahead = vjp(implementation="xla"), vjp(cotangent=expected)
     np.testing.assert_allclose(*(f(expected)[0] for f in (plain, ahead)), rtol=1e-6, atol=1e-7)
-    # A token without an expected gradient has none.
+    # The backward also scales tokens whose expected gradient was 0.
     others = put([3.0, 1.0, 0.0, -1.0])
     np.testing.assert_allclose(*(f(others)[0] for f in (plain, ahead)), rtol=1e-6, atol=1e-7)
 
@@ -215,7 +215,7 @@ FORWARD, BACKWARD, SCALE = (
 
 @pytest.fixture
 def loadable(hopper, built_library):
-    """An H200 for which the kernels can be taken."""
+    """An H200, for which the library of kernels has been built."""
 
 
 def loss_of(dtype="bfloat16", tokens=500, classes=1000, soft=False, **options):
@@ -258,7 +258,7 @@ def test_a_linear_loss_of_no_token_launches_nothing(loadable, chunk_size):
             x, w, labels, chunk_size=chunk_size, reduction="sum", implementation="cuda"
         )
 
-    # The gradient of w, which is zero, is still multiplied by the cotangent.
+    # The gradient of w is zero, and is still multiplied by the cotangent.
     assert set(kernels(jax.value_and_grad(loss, (0, 1)), x, w, labels)) <= {SCALE}
 
 
@@ -268,7 +268,7 @@ def test_a_linear_loss_of_no_token_launches_nothing(loadable, chunk_size):
         (dict(chunk_size=10), [*3 * [FORWARD], *2 * [SCALE]]),
         (dict(), [FORWARD, *2 * [SCALE]]),
         (dict(chunk_size=16, cotangent="any"), [*2 * [FORWARD], *2 * [BACKWARD]]),
-        # Of many chunks the first and the last are not in the loop.
+        # In a loop over many chunks, the first and the last are computed outside of it.
         (dict(chunk_size=2), [*2 * [FORWARD], *2 * [SCALE]]),
         (dict(chunk_size=4, cotangent="any"), [*8 * [FORWARD], *8 * [BACKWARD]]),
         (dict(chunk_size=3, cotangent="any"), [*2 * [FORWARD], *2 * [BACKWARD]]),
@@ -299,13 +299,13 @@ def test_what_a_linear_loss_launches(loadable, monkeypatch, options, launched):
     ids=str,
 )
 def test_sums_of_the_gradient_of_w_are_float32_where_terms_may_cancel(loadable, options, narrow):
-    """Of one chunk there are no sums, and so none in float32."""
+    """A single chunk needs no sums of chunks, and thus no float32 array."""
     x = jax.ShapeDtypeStruct((30, 16), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
     labels = jax.ShapeDtypeStruct((30,), jnp.int32)
     loss = functools.partial(jaxfused.linear_softmax_cross_entropy, **dict(chunk_size=10) | options)
     text = lowered(jax.grad(loss, (0, 1)), x, w, labels)
-    # What scales the gradient afterwards does so in float32 too.
+    # The kernel that scales the gradient afterwards uses float32 too.
     sums = re.search(r"(add|dot_general|custom_call).*tensor<16x1000xf32>", text)
     assert (sums is None) == narrow
 
@@ -325,7 +325,7 @@ def test_sums_in_16_bits_are_as_accurate_as_jax_numpy(stand_ins):
 
 
 def test_gradients_take_the_place_of_logits(loadable):
-    """The kernels of a linear loss write in place, and so does the one that scales."""
+    """The kernels of a linear loss write in place, and so does the kernel that scales."""
     x = jax.ShapeDtypeStruct((30, 16), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
     labels = jax.ShapeDtypeStruct((30,), jnp.int32)
@@ -381,7 +381,7 @@ def test_configs_validate_themselves(change):
 
 ON_GPU = (
     *CASES,
-    # Rows of a warp, of a block and of clusters; rows that start anywhere; rows beyond shared memory.
+    # Rows per warp, block and cluster; misaligned rows; rows that exceed shared memory.
     Case((300,), 4, 1001),
     Case((2, 450), 4, 32000, options={"z_loss": 1e-4}),
     Case((70,), 4, 50257, weights=True, options={"label_smoothing": 0.1}),

@@ -38,7 +38,7 @@ def plain_loss(
     ignore_index=None,
     reduction="mean",
 ):
-    """The loss image by image, with all arithmetic but the result in the dtype of the logits."""
+    """Computes the loss image by image, with all arithmetic but the result in the logits' dtype."""
     dtype = logits.dtype
     if logits.ndim == labels.ndim:
         logits = jnp.stack([jnp.zeros_like(logits), logits], axis=-1)
@@ -192,7 +192,7 @@ def test_one_hot_labels_are_refused_where_they_are_seen():
         with pytest.raises(ValueError, match=r"are one-hot.*argmax"):
             jaxfused.segmentation_loss(logits, one_hot)
     assert np.isfinite(jaxfused.segmentation_loss(logits, classes))
-    # Masks of several structures, or a volume of a few pixels.
+    # Labels of several overlapping structures, and a volume of a few pixels.
     assert np.isfinite(jaxfused.segmentation_loss(logits, np.ones((2, 4, 4, 3), np.int32)))
     assert np.isfinite(jaxfused.segmentation_loss(jnp.zeros((1, 1, 2, 2)), np.eye(2)[None, None]))
 
@@ -253,7 +253,7 @@ def test_errors(change, message):
 
 @pytest.fixture
 def stand_ins(hopper, monkeypatch):
-    """Kernels are called, and jax.numpy computes what they would."""
+    """Replaces the kernels by jax.numpy."""
     packed = jaxfused.ops.loss.segmentation_loss._packed_sums
 
     def forward(logits, labels, weights, *, compute_capability, multiprocessors, **options):
@@ -361,7 +361,7 @@ def test_the_gradient_of_many_masks_is_multiplied_only_by_what_is_not_1(stand_in
         loss = lambda z: factor * jaxfused.segmentation_loss(z, labels)  # noqa: E731
         return jax.jit(jax.grad(loss)).lower(logits).compile().as_text()
 
-    # The stand-in kernel has the same instructions in both.
+    # The stand-in for the kernel adds the same instructions to both.
     assert gradient(3.0).count(" multiply(") == gradient(1.0).count(" multiply(") + 1
 
 
@@ -389,7 +389,7 @@ def test_masks_that_have_sums_and_gradient_apart(stand_ins, changes, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_shard_s_masks_by_one_kernel_or_two(stand_ins, hopper, dtype):
-    """Which of them it is does not change what comes out; float16 stands for a shard of few images."""
+    """Both ways give the same result; float16 represents a shard of few images."""
     case = MANY_MASKS[1]
     logits, _ = case.arguments(jnp.dtype(dtype))
     op = jaxfused.ops.loss.segmentation_loss

@@ -33,7 +33,7 @@ def plain(
     ignore_index=None,
     reduction="mean",
 ):
-    """The loss as one writes it in jax.numpy, with all arithmetic in the dtype of the logits."""
+    """Computes the loss in plain jax.numpy, with all arithmetic in the dtype of the logits."""
     counts = jnp.ones(logits.shape, logits.dtype)
     if ignore_index is not None:
         counts = (labels != ignore_index).astype(logits.dtype)

@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm with parameters of each image and a gate, against their float64 truth."""
+"""layer_norm and rms_norm with parameters per image and a gate, compared with their float64 truth."""
 
 import functools
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One call: the shape, how many axes images have, and which operands there are not."""
+    """One call: the shape, how many axes images have, and which operands are absent."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Case:
     activation: str | None = None
 
     def inputs(self, dtype: str) -> tuple[Inputs, tuple[Any, Any]]:
-        """The operands, and the cotangents of y and of the next residual."""
+        """Returns the operands, and the cotangents of y and of the next residual."""
         random = np.random.default_rng(0)
         *leading, features = self.shape
         images = (*leading[: self.image_axes], features)
@@ -71,7 +71,7 @@ class Case:
         return Inputs(**arrays), (dy, None if "residual" in self.absent else dh)
 
     def plain(self, inputs: Inputs, rounded_to: Any):
-        """(y, next residual or None) by the formula in the dtype of `inputs`.
+        """Returns (y, next residual or None) by the formula, in the dtype of `inputs`.
 
         By definition the norm reads the next residual as rounded to its dtype, `rounded_to`.
         """
@@ -116,7 +116,7 @@ class Case:
 
 
 def results(f, inputs: Inputs, cotangents) -> dict[str, Any]:
-    """Results and gradients by their names."""
+    """Returns results and gradients by their names."""
     (y, h), vjp = jax.vjp(f, inputs)
     (gradients,) = vjp(cotangents)
     found = {"y": y, "next_residual": h}
@@ -188,7 +188,7 @@ def test_pallas_does_not_race(features):
 
 
 def test_the_backward_keeps_multiprocessors_busy():
-    """A hundred images leave no config in which each CTA has a multiprocessor of its own."""
+    """No config gives each CTA an SM of its own for a hundred images."""
     kernels = pallas_layer_norm
     guesses = kernels.backward_candidates(256, 1152, 2, 2, 1)
     for segments in (16, 64, 100, 131, 140, 1000):
@@ -207,7 +207,7 @@ IMPLEMENTATIONS = [
 
 
 def check_vmap(implementation: str) -> None:
-    """A model that is written for one image and vmapped takes the kernels' images, gradients too."""
+    """A model of one image under vmap calls the kernels for all images, for gradients too."""
     case = by_name["two_image_axes"]
     inputs, cotangents = case.inputs("float32")
     axes = Inputs(0, None, None, 0, 0, 0, None, 0)

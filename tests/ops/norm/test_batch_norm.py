@@ -49,7 +49,7 @@ def test_moments_in_one_pass_are_accurate_whatever_some_rows_are(rows, first, me
     np.testing.assert_array_less(
         np.abs(found[0] - truth[0]), 1e-6 * (np.abs(truth[0]) + 8 * spread) + of_far_off + 1e-12
     )
-    # Both terms of the difference may be so many times as large, with some roundings of float32 each.
+    # Both terms of the difference may be this many times as large, each with a few float32 roundings.
     times = rows if first == "middle far off" else 16
     np.testing.assert_array_less(
         np.abs(found[1] - truth[1]), max(16, times) * 5e-7 * truth[1] + 1e-12

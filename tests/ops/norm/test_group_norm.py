@@ -37,7 +37,7 @@ def plain_group_norm(
     activation=None,
     epsilon=1e-6,
 ):
-    """The norm as one writes it in jax.numpy, with all arithmetic in x's dtype."""
+    """Computes the norm in plain jax.numpy, with all arithmetic in x's dtype."""
     images = jnp.moveaxis(x.reshape(*x.shape[:-1], num_groups, x.shape[-1] // num_groups), -2, 1)
     axes = tuple(range(2, images.ndim))
     mean, var = images.mean(axes, keepdims=True), images.var(axes, keepdims=True)
@@ -185,7 +185,7 @@ SLAB = "jaxfused_group_norm_slab"
 
 @dataclass(frozen=True)
 class Once:
-    """A case whose images are read once, in so many slices each, and so many images at a time."""
+    """A case in a single pass: (slices per image, images at a time) for forward and backward."""
 
     case: Case
     forward: tuple[int, int]
@@ -207,12 +207,12 @@ ONCE = (
     Once(Case((3, 331, 64), 1, scale=False, bias=False), (2, 2), (4, 1), "float16"),
     Once(Case((3, 5, 8), 4, activation="quick_gelu"), (4, 1), (1, 3)),
 )
-"""Slices that differ in length, rows that do not fill a crew, more images than teams and fewer."""
+"""Slices of different lengths, rows that leave threads idle, and more or fewer images than teams."""
 
 
 @pytest.fixture
 def with_library(hopper, monkeypatch):
-    """The operator is lowered as if the CUDA library were there, which test_ffi.py looks at."""
+    """Pretends that the CUDA library is loaded, for lowering; test_ffi.py tests the library itself."""
     monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
     monkeypatch.setattr(cuda_library, "architectures", lambda: ("90",))
     monkeypatch.setattr(cuda_library, "register", lambda: None)
@@ -239,7 +239,7 @@ def stand_in_backward(
 
 @pytest.fixture
 def stand_ins(with_library, monkeypatch):
-    """The operator's way to its kernels, with the reference in their place."""
+    """Replaces the kernels by the reference, to test the operator around them."""
     for module in (group_norm_cuda, group_norm_slab_cuda):
         monkeypatch.setattr(module, "forward", stand_in_forward)
     monkeypatch.setattr(group_norm_cuda, "backward", stand_in_backward)
@@ -414,10 +414,10 @@ def test_slabs_are_legal(images, pixels, vectors, groups, itemsize, multiprocess
     [
         ((64, 14 * 14, 384, 2), 32, (24, 1)),
         ((8, 28 * 28, 512, 2), 32, (4, 1)),
-        # A batch of batch_norm, which all blocks share.
+        # The batch of a batch norm, which all blocks share.
         ((1, 184 * 331, 128, 2), 128, (4, 33)),
         ((1, 64 * 49, 2048, 2), 2048, (4, 2)),
-        # Slabs that are too large, and channels that are no whole vectors.
+        # Slabs that exceed shared memory, and channels that do not divide into vectors.
         ((8, 128 * 128, 128, 2), 32, None),
         ((8, 14 * 14, 30, 2), 10, None),
     ],
@@ -434,7 +434,7 @@ def test_what_stays_on_chip(with_library, shape, groups, slabs):
 
 @pytest.mark.parametrize(("channels", "itemsize"), [(1024, 2), (512, 4)])
 def test_only_pixels_that_a_crew_can_take_are_read_once(channels, itemsize):
-    """The crew of the forward's sums has 128 threads, of which each takes 16 bytes of a pixel."""
+    """The forward sums pixels by crews of 128 threads, each of which takes 16 bytes."""
 
     def reads_once(channels):
         size = (4, 1024, channels, itemsize, 1)
@@ -515,7 +515,7 @@ def test_every_config_computes_the_same(slices, chunk):
 
 @pytest.fixture
 def read_once(request, monkeypatch):
-    """The operator takes the configs of a case of ONCE."""
+    """Makes the operator use the configs of a case of ONCE."""
     if not group_norm_cuda.reads_once(dispatch.current_device().compute_capability):
         pytest.skip("this GPU does not read images once")
     once = request.param
@@ -540,7 +540,7 @@ SLAB_CASES = (
     (Case((2, 97, 320), 32, scale=False, bias=False), "bfloat16", 2),
     (Case((1, 130, 128), 1, **_SILU), "bfloat16", 4),
 )
-"""Slabs of every size: a power of two of vectors or not; groups of one channel, of several, of all."""
+"""Slabs of all sizes: a power of two of vectors or not; groups of one channel, several, or all."""
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm against their float64 truth, on every level."""
+"""layer_norm and rms_norm on every level, compared with their float64 truth."""
 
 import functools
 import math
@@ -58,10 +58,10 @@ def skip_unless_supported(case: Case, dtype: str, implementation: str) -> None:
 
 @functools.cache
 def expectation(case: Case, dtype: str) -> tuple[Inputs, Results, Results]:
-    """Inputs, plain results and truth, computed once for all implementations.
+    """Returns inputs, plain results and truth, computed once for all implementations.
 
-    The truth is the CPU's; the plain results are those of the device that is tested, whose own
-    square roots and exponentials are part of what low precision costs there.
+    The truth is computed on the CPU. The plain results are those of the device under test, because its
+    own square roots and exponentials are part of the cost of low precision.
     """
     with jax.default_device(jax.devices("cpu")[0]):
         inputs = case.inputs(dtype)
@@ -86,7 +86,7 @@ def check(case: Case, dtype: str, implementation: str) -> None:
 
 
 def numpy_norm(case: Case, x, scale, bias, residual, pre_bias):
-    """The definition, written in NumPy and float64."""
+    """Computes the definition in NumPy, in float64."""
     erf = np.vectorize(math.erf, otypes=[np.float64])
     activations = {
         None: lambda x: x,
@@ -134,7 +134,7 @@ def test_reference_and_truth_are_the_definition(case):
 
 KERNEL_SHAPES = {"D64", "D64_one_tile", "D64_many_rows", "D768", "D1000", "D4096", "D16384"}
 KERNEL_SHAPES |= {"rms_D128_many_rows", "rms_D768", "rms_D8192"}
-"""Cases that differ from others by a kernel's tiles alone, of which the reference has none."""
+"""Cases that differ only in a kernel's tiles, which the reference does not have."""
 
 
 @parametrize(
@@ -181,11 +181,12 @@ def test_statistics_of_the_result(shape, features, dtype, op, seed):
     y = np.asarray(y, np.float64)
     x = np.asarray(x, np.float64)
     power = x.var(-1) if op == "layer_norm" else (x**2).mean(-1)
-    # A mean of `features` roundings, each of at most half a unit at the largest |y| <= sqrt(D).
+    # The mean of `features` roundings, each at most half a unit at the largest |y| <= sqrt(D).
     unit = float(jnp.finfo(dtype).eps) * features**0.5
     np.testing.assert_allclose((y**2).mean(-1), power / (power + 1e-6), atol=4 * unit)
     if op == "layer_norm":
-        # The mean of x is rounded too, and that is divided by the deviation: much, of two near numbers.
+        # Rounding the mean of x is an error relative to the deviation, which is small if values are
+        # close.
         of_mean = float(jnp.finfo(jnp.float32).eps) * np.abs(x).max(-1) / np.sqrt(power + 1e-6)
         assert (np.abs(y.mean(-1)) <= unit + of_mean).all()
 
@@ -195,7 +196,7 @@ def test_statistics_of_the_result(shape, features, dtype, op, seed):
     pairwise(["layer_norm", "rms_norm"], [False, True], [0.0, 1000.0]),
 )
 def test_statistics_that_xla_takes_apart(op, with_residual, mean):
-    """Those that the backward of a kernel reads, beside a result that XLA makes in one kernel."""
+    """XLA computes the statistics for a kernel's backward apart from the result."""
     random = np.random.default_rng(0)
     x = random.normal(mean, 3.0, (4, 75, 2051)).astype(np.float32)
     residual, pre_bias = random.normal(size=x.shape), random.normal(size=x.shape[-1])
@@ -237,7 +238,7 @@ def test_residual_form_is_the_norm_of_the_sum(rows, features, dtype, with_pre_bi
 
 @pytest.mark.parametrize("implementation", ["xla", pytest.param(None, marks=on_gpu)])
 def test_statistics_are_those_of_the_sum_as_it_is_rounded(implementation):
-    """Of one feature the mean is the number itself, so that the scale has no gradient."""
+    """With one feature the mean equals the value, so that the gradient of the scale is 0."""
     norm = functools.partial(jaxfused.layer_norm, implementation=implementation)
     x, residual = (jax.random.normal(jax.random.key(seed), (100, 1)) for seed in range(2))
     residual = residual.astype("bfloat16")
@@ -265,7 +266,7 @@ def same(actual, expected):
 
 
 def batch_of(case: Case, batched: set[str], size: int = 3) -> tuple[Inputs, Inputs, list[Inputs]]:
-    """(stacked inputs, in_axes, the entries one by one); what is not in `batched` is shared."""
+    """Returns (stacked inputs, in_axes, entries); inputs not in `batched` are shared."""
     entries = [case.inputs("float32", seed) for seed in range(size)]
     shared = entries[0]
     entries = [
@@ -279,7 +280,7 @@ def batch_of(case: Case, batched: set[str], size: int = 3) -> tuple[Inputs, Inpu
 
 
 def check_vmap(case: Case, batched: set[str], implementation: str) -> None:
-    """Per-example results and gradients of a vmapped call equal those of the entries one by one."""
+    """Checks that results and gradients of a vmapped call equal those of the entries one by one."""
     stacked, axes, entries = batch_of(case, batched)
     results = functools.partial(case.results, implementation=implementation)
     actual = jax.jit(jax.vmap(results, in_axes=(axes,)))(stacked)
@@ -288,7 +289,7 @@ def check_vmap(case: Case, batched: set[str], implementation: str) -> None:
 
 
 def check_gradient_of_vmapped_loss(case: Case, implementation: str) -> None:
-    """The gradient of a loss over a vmapped call sums over the batch for what the batch shares."""
+    """Checks that shared inputs get the sum of their gradients over the batch."""
     batched = {"x", "residual", "dy", "dnext_residual"}
     stacked, axes, _ = batch_of(case, batched)
 
@@ -408,12 +409,12 @@ def test_no_rows(shape, implementation):
 @each_implementation
 @pytest.mark.parametrize("size", [1e4, 1e-4])
 def test_large_mean_or_small_values(size, implementation):
-    """The variance is that of the deviations, so neither a large nor a small mean costs accuracy."""
+    """The variance is taken of the deviations, so that the size of the mean does not cost accuracy."""
     x = put(np.random.default_rng(0).normal(size=(8, 256)), jnp.float32) * min(size, 1.0)
     y = jaxfused.layer_norm(x + size * (size > 1), epsilon=0.0, implementation=implementation)
     shifted = np.asarray(x + size * (size > 1), np.float64)
     expected = (shifted - shifted.mean(-1, keepdims=True)) / shifted.std(-1, keepdims=True)
-    # The mean itself is rounded to float32: half a unit at 1e4, against deviations of 1.
+    # The mean itself is rounded to float32: half a unit at 1e4, compared with deviations of 1.
     np.testing.assert_allclose(y, expected, atol=2e-3 if size > 1 else 1e-5)
 
 
@@ -422,7 +423,7 @@ def test_large_mean_or_small_values(size, implementation):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounding_before_the_scale_has_the_bits_of_llama(dtype):
-    """LlamaRMSNorm multiplies what is rounded, Olmo2RMSNorm rounds what is multiplied."""
+    """LlamaRMSNorm multiplies the rounded norm, Olmo2RMSNorm rounds the product."""
     random = np.random.RandomState(0)
     x, w = put(random.randn(64, 256) * 3, dtype), put(random.randn(256) * 0.3 + 1, dtype)
 
@@ -437,7 +438,7 @@ def test_rounding_before_the_scale_has_the_bits_of_llama(dtype):
     llama, olmo = llama_and_olmo(x, w)
     norm = jax.jit(jaxfused.rms_norm, static_argnames="round_before_scale")
     rounded = norm(x, w, round_before_scale=True)
-    # A statistic that is summed in another order may move one value in a thousand by a step.
+    # Statistics summed in another order may change one value in a thousand by one step.
     assert np.mean(rounded != llama) < 1e-3
     assert np.mean(norm(x, w) != olmo) < 1e-3
     assert np.mean(rounded != olmo) > 0.1
@@ -457,7 +458,7 @@ def test_rounding_before_the_scale_has_the_bits_of_llama(dtype):
 
 @each_op
 def test_a_scale_for_every_feature_of_groups(op):
-    """[G, D] beside the groups' own statistics: Mamba 2's gated norm, Qwen 4's norm over groups."""
+    """Groups have their own statistics and a scale [G, D]: Mamba 2's gated norm, Qwen 4's group norm."""
     random = np.random.default_rng(0)
     x, cotangent = (random.normal(size=(2, 3, 4, 16)) for _ in range(2))
     scale, bias = random.normal(size=(4, 16)), random.normal(size=(4, 16))
@@ -491,7 +492,7 @@ def test_a_scale_for_every_feature_of_groups(op):
 
 
 def test_offset_of_the_scale():
-    """LayerNorm1P of Nemotron, which stores scale - 1."""
+    """LayerNorm1P of Nemotron stores scale - 1."""
     x, scale, bias = (put(np.random.RandomState(i).randn(5, 16), "float32") for i in range(3))
     y = jaxfused.layer_norm(x, scale[0], bias[0], scale_offset=1.0)
     np.testing.assert_allclose(y, jaxfused.layer_norm(x, scale[0] + 1, bias[0]), atol=1e-6)
@@ -561,7 +562,7 @@ INTERPRETED = (
 )
 
 
-# A row a warp and a row a CTA, with all that a norm may have around it.
+# One row per warp and one row per CTA, with every option of a norm.
 @pytest.mark.usefixtures("interpreted_hopper")
 @parametrize("case", INTERPRETED, quick=(5, 6, 11), ids=lambda case: case.name)
 def test_pallas_in_the_interpreter(case):
@@ -576,7 +577,7 @@ def test_pallas_float32_in_the_interpreter():
 
 @pytest.fixture
 def large(monkeypatch):
-    """Counts every array as one that the forward reads without a ring."""
+    """Makes the forward read arrays of every size directly, without a ring buffer."""
     monkeypatch.setattr(layer_norm.pallas_layer_norm, "_DIRECT_BYTES", 0)
 
 
@@ -607,7 +608,7 @@ def test_pallas_without_a_ring_in_the_interpreter(case):
 @pytest.mark.usefixtures("race_detector", "large")
 @each_without_ring
 def test_pallas_without_a_ring_does_not_race(case):
-    case = replace(case, shape=(8, case.shape[1]))  # Whole tiles, as below.
+    case = replace(case, shape=(8, case.shape[1]))  # Only whole tiles, for the reason given below.
     check_that_it_has_no_ring(case)
     y, _ = case.call(*case.inputs("bfloat16")[:5], implementation="pallas")
     jax.block_until_ready(y)
@@ -617,8 +618,8 @@ def test_pallas_without_a_ring_does_not_race(case):
 @pytest.mark.usefixtures("race_detector")
 @pytest.mark.parametrize("features", [256, 2048])
 def test_pallas_does_not_race(features):
-    # Whole tiles only: the last tile of a ragged matrix writes rows of its neighbour's again, with the
-    # same values, and the detector cannot know that they are the same.
+    # Only whole tiles: the last tile of another matrix rewrites rows of its neighbour with the same
+    # values, which the detector reports as a race.
     case = replace(by_name["everything"], shape=(8, features))
     jax.block_until_ready(case.results(case.inputs("bfloat16"), implementation="pallas"))
 
@@ -632,7 +633,7 @@ def test_pallas_vmap_in_the_interpreter(batched):
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("interpreted_hopper")
 def test_pallas_vmap_over_few_rows_in_the_interpreter():
-    """Per-example gradients are right where no example fills the tiles that it takes."""
+    """Per-example gradients are right even if no example fills a tile."""
     check_vmap(Case("", (5, 64), residual=True, pre_bias=True), {*ROWS}, "pallas")
 
 
@@ -648,10 +649,10 @@ def test_pallas_vmap_over_single_rows_in_the_interpreter():
 
 
 def kernel_calls(draw):
-    """(forward, backward, operands) of the Pallas kernels at a shape that they say they support.
+    """Returns (forward, backward, operands) of the Pallas kernels at a shape that they support.
 
-    None where they do not. Shapes are those of shards and of what `vmap` folds into rows: few rows, odd
-    numbers of them, as many segments as rows.
+    Returns None for other shapes. Shapes are those of shards and of rows folded by `vmap`: few rows, odd
+    numbers of rows, and as many segments as rows.
     """
     rows_of_segment, segments = draw(st.integers(1, 40)), draw(st.sampled_from([1, 1, 2, 3, 17]))
     rows = rows_of_segment * segments
@@ -848,7 +849,7 @@ STARTS_ANYWHERE = (
     *(1, 33, 65, 151, 257, 513, 769, 1001, 1309, 2001, 3023, 4095, 4097, 6002),
     *(8193, 9001, 9650, 14963, 16383, 20001),
 )
-"""Features of rows that are no multiple of 16 bytes: each number of words of a thread, and beyond."""
+"""Features of misaligned rows: each number of words per thread, and beyond."""
 
 
 @on_gpu
@@ -863,7 +864,7 @@ def test_rows_that_start_anywhere_on_gpu(residual, dtype):
 
 LARGE = (
     *(Case(f"residual_{shape}", shape, residual=True, pre_bias=True) for shape in BENCHMARK_SHAPES),
-    # More than the L2 holds, and no multiple of what a CTA takes.
+    # Larger than the L2, and no multiple of a CTA's rows.
     Case("layer_norm_D768", (50435, 768)),
     Case("layer_norm_D8192", (5003, 8192)),
     Case("layer_norm_D16384", (2503, 16384)),
@@ -878,7 +879,7 @@ LARGE = (
 @pytest.mark.parametrize("implementation", (*KERNELS, None))
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
 def test_large_on_gpu(case, implementation):
-    """At full size, two runs give the same bits; the truth is computed on the GPU for sampled rows."""
+    """At full size two runs give the same bits. The GPU computes the truth of sampled rows."""
     if implementation is not None:
         skip_unless_supported(case, "bfloat16", implementation)
     shapes, tree = jax.tree.flatten(case.shapes("bfloat16"))
@@ -922,7 +923,7 @@ def test_same_bits_twice_on_gpu(name, implementation):
 @on_gpu
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_random_shapes_on_gpu(implementation):
-    """Sizes that no table lists give the results of "xla", wherever the kernel supports them."""
+    """Sizes outside the tables give the results of "xla" wherever the kernel supports them."""
     random = np.random.default_rng(0)
     tried = 0
     for _ in range(24):

@@ -1,7 +1,7 @@
-"""Norms over few values, as the last blocks of a ResNet have them for small images.
+"""Norms over few values, as in the last blocks of a ResNet for small images.
 
-The gradient through two values is what a cancellation leaves, a hundred thousandth of its terms, and
-through up to a dozen it depends on every bit of what is normalised.
+The gradient through two values is a cancellation's remainder, a hundred thousandth of its terms. Through
+up to a dozen values it depends on every bit of the normalised input.
 """
 
 import jax
@@ -19,7 +19,7 @@ EPSILON = 1e-5
 
 
 def layer(x, w, scale, bias):
-    """A convolution and a batch norm as Flax computes them."""
+    """Computes a convolution and a batch norm as Flax does."""
     y = jax.lax.conv_general_dilated(
         x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
@@ -30,7 +30,7 @@ def layer(x, w, scale, bias):
 
 
 def arguments(values, ratio, dtype):
-    """Of a layer whose channels have `values` values, of a mean of `ratio` deviations."""
+    """Returns a layer's arguments: `values` per channel, whose mean is `ratio` deviations."""
     rng = np.random.default_rng(values)
     x = rng.normal(size=(values, 1, 1, 16))
     x[..., 0] = ratio * 16**0.5
@@ -64,7 +64,7 @@ def test_what_a_fused_convolution_hands_to_the_norm_is_not_rounded(values):
     found = gradient(jaxfused.fuse(layer), args, dy)
     with jax.enable_x64(True):
         truth = gradient(layer, *jax.tree.map(lambda a: np.asarray(a, np.float64), (args, dy)))
-    # One rounding to bfloat16, where a rounding in between made it 0.1.
+    # One rounding to bfloat16 gives this error; a rounding in between gave 0.1.
     near_zero = 1e-5 * np.abs(truth).max()
     np.testing.assert_allclose(np.asarray(found, np.float64), truth, rtol=5e-3, atol=near_zero)
 
@@ -94,7 +94,7 @@ def spread(*shape):
 
 
 def assert_pairs(norm, x, axis):
-    """Of pairs half a difference h apart from the mean the gradient is epsilon / (h^2 + epsilon)^1.5."""
+    """Checks pairs at h from their mean, whose derivative is epsilon / (h^2 + epsilon)^1.5."""
     dy = put(np.random.default_rng(1).normal(size=x.shape))
     found = np.asarray(jax.jit(lambda x, dy: jax.vjp(norm, x)[1](dy)[0])(x, dy), np.float64)
     pairs = (-1, 2, x.shape[-1]) if axis == 0 else (3, 2, 8) if axis == 1 else (3, 4, 2)
@@ -116,7 +116,7 @@ def test_convolution_then_norm_by_hand(case):
 
 
 def group_norm_layer(x, w, scale, bias):
-    """A convolution and a group norm as Flax computes them."""
+    """Computes a convolution and a group norm as Flax does."""
     y = jax.lax.conv_general_dilated(
         x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
@@ -130,7 +130,7 @@ def group_norm_layer(x, w, scale, bias):
 @pytest.mark.parametrize("f", [layer, group_norm_layer])
 def test_nothing_keeps_xla_from_leaving_out_the_rounding_before_a_norm(f):
     args = arguments(64, 1, "bfloat16")
-    # With a reshape between them, two conversions round: bfloat16 is converted as it is.
+    # A bfloat16 reshape between conv and norm would keep XLA from leaving out the rounding.
     program = jax.make_jaxpr(jaxfused.fuse(f))(*args)
     results = [
         eqn

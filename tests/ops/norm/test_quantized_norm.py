@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm with quantize_rows: the bits of the norm followed by quantize_rows."""
+"""layer_norm and rms_norm with quantize_rows, compared bit by bit with both in sequence."""
 
 import chex
 import jax
@@ -17,7 +17,7 @@ DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def operands(shape, dtype="bfloat16", *, residual=True):
-    """(x, scale, bias, residual), with rows of zeros, of tiny numbers, with a NaN and an infinity."""
+    """Returns (x, scale, bias, residual), with rows of zeros, tiny numbers, a NaN and an infinity."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=shape).astype(np.float32)
     r = rng.normal(size=shape).astype(np.float32) if residual else None
@@ -31,7 +31,7 @@ def operands(shape, dtype="bfloat16", *, residual=True):
 
 
 def assert_same(ours, expected):
-    """The same bits; NumPy takes no two NaN of a float8 to be equal."""
+    """Asserts equality of all bits, in float32, because NumPy compares NaN of float8 as unequal."""
     chex.assert_trees_all_equal_shapes_and_dtypes(ours, expected)
     wide = lambda a: a.astype(jnp.float32)  # noqa: E731
     chex.assert_trees_all_equal(jax.tree.map(wide, ours), jax.tree.map(wide, expected))
@@ -70,7 +70,7 @@ def test_one_pass_has_the_bits_of_two(norm, shape, dtype, x_dtype, residual, int
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("norm", NORMS)
 def test_two_warpgroups_that_share_a_row_do_not_race(norm, race_detector):
-    """Their exchanges alternate, also from row to row."""
+    """The warpgroups alternate between two buffers of exchanged sums, also from row to row."""
     x, scale, bias, r = operands((9, 8192))
     NORMS[norm](x, scale, bias, residual=r, quantize_rows="int8", implementation="pallas")
 
@@ -203,8 +203,8 @@ def test_one_pass_on_a_gpu(norm, dtype, shape, residual):
     two = jax.jit(
         lambda x, r: two_passes(NORMS[norm], x, scale, bias, r, dtype, implementation="pallas")
     )(x, r)
-    # The two kernels are compiled apart: a last bit of a sum may fall out otherwise, and with it a
-    # number between two others.
+    # The two kernels are compiled apart: the last bit of a sum may differ, and change a value that is
+    # halfway between two codes.
     (q, *h), (p, *g) = (a if isinstance(a, tuple) else (a,) for a in (one, two))
     assert_same(h, g)
     chex.assert_trees_all_close(q.scale, p.scale, rtol=2**-7)

@@ -1,4 +1,4 @@
-"""The kernels of adafactor and muon: what calls them, against Optax's formulas; themselves on a GPU."""
+"""Kernels of adafactor and muon: their callers, compared with Optax, and the kernels on a GPU."""
 
 import contextlib
 import os
@@ -86,7 +86,7 @@ def momentum_both_ways(scalars, gradients, momenta, *, dtype, is_factor):
 
 @contextlib.contextmanager
 def stood_in_for(monkeypatch):
-    """Within this context steps take the kernels' way, with jax.numpy in the kernels' place."""
+    """Makes steps take the kernels' path, with jax.numpy in the place of the kernels."""
     for function in (sums_of_squares, new_moments, updates_squared):
         monkeypatch.setattr(adafactor_cuda, function.__name__, function)
     monkeypatch.setattr(muon_cuda, "momentum_both_ways", momentum_both_ways)
@@ -105,7 +105,7 @@ def stood_in(monkeypatch):
 
 @pytest.fixture
 def lowerable(monkeypatch):
-    """Steps can be lowered for a GPU, without the library."""
+    """Pretends that the library is loaded, so that steps can be lowered for a GPU."""
     monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
     monkeypatch.setattr(cuda_library, "register", lambda: None)
     with dispatch.assume(optimizer_kernels.HOPPER):
@@ -152,7 +152,7 @@ def test_adafactor_as_optax(stood_in, options, how):
 
 @pytest.mark.exhaustive
 def test_adafactors_rules(stood_in):
-    """Batches and derivatives are those of the reference, also by numbers that are closed over."""
+    """Batches and derivatives equal the reference's, also to values that are closed over."""
     params = {"w": make()["wide"], "v": make()["vector"]}
 
     def loss(rate, grads, implementation):
@@ -176,7 +176,7 @@ def test_adafactors_rules(stood_in):
 
 
 def test_adafactor_reads_gradients_thrice(lowerable):
-    """Two kernels do, and then whoever writes the parameters."""
+    """Two kernels read the gradients, and then the kernel that writes the parameters."""
     tx, params = optim.adafactor(0.1), {"w": jnp.ones((128, 256)), "b": jnp.ones(128)}
     step = lambda g, s, p: tx.step(g, s, p, max_norm=1.0)  # noqa: E731
     found = kernels(step, params, tx.init(params), params)
@@ -243,7 +243,7 @@ MUON = [
 
 @parametrize(("options", "how"), MUON, quick=(0,))
 def test_muon_as_the_reference(stood_in, monkeypatch, options, how):
-    """Matrices of a shape, transposed ones and stacks, one momentum for all, and products both ways."""
+    """Matrices of one shape, their transposes and stacks are one batch, with products both ways."""
     module = sys.modules[optim.muon.__module__]
     numbers = optax.contrib.MuonDimensionNumbers
 
@@ -328,12 +328,12 @@ with tests.stood_in_for(pytest.MonkeyPatch()):
 
 @pytest.mark.exhaustive
 def test_muon_on_shards():
-    """Explicit axes too: of matrices that are split in different ways, and of split axes."""
+    """Matrices are split along different axes, with Auto and Explicit axes."""
     run_on_shards(SHARDED_MUON)
 
 
 def test_muons_program_is_of_kernels(lowerable):
-    """Of a group of matrices one momentum, and products of which none is XLA's."""
+    """A group of matrices has one momentum kernel, and none of its products is XLA's."""
     params = {"a": jnp.zeros((512, 1024)), "b": jnp.zeros((1024, 512)), "c": jnp.zeros(64)}
     tx = optim.muon(0.1, ns_steps=5)
     found = kernels(lambda g, s, p: tx.step(g, s, p, max_norm=1.0), params, tx.init(params), params)
@@ -344,7 +344,7 @@ def test_muons_program_is_of_kernels(lowerable):
 
 @pytest.mark.exhaustive
 def test_muons_norm_has_rules(stood_in):
-    """Batches and derivatives are those of the sum in jax.numpy."""
+    """Batches and derivatives equal those of the sum in jax.numpy."""
     grads = {"w": make()["wide"], "v": make()["vector"]}
     batch = jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads)
 
@@ -394,7 +394,7 @@ def test_adafactors_kernels(monkeypatch, dtype, options, how):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("momentum_dtype", [jnp.float32, jnp.bfloat16])
 def test_the_momentums_kernel(dtype, momentum_dtype):
-    """Wide and tall ones, stacks, and sides that are no whole number of tiles."""
+    """Wide and tall matrices, stacks, and sides that are no multiple of a tile."""
     shapes = [(1, 64, 200), (2, 64, 200), (1, 200, 64)]
     rng = np.random.default_rng(0)
     gradients = [put(rng.normal(size=shape), jnp.float32) for shape in shapes]

@@ -1,4 +1,4 @@
-"""Steps by kernels: what calls them, against the reference; the kernels themselves on a GPU."""
+"""Steps by kernels: their callers, compared with the reference, and the kernels on a GPU."""
 
 import functools
 import os
@@ -50,14 +50,14 @@ NAMES = [f"{case[0]}-{number}" for number, case in enumerate(CASES)]
 
 @pytest.fixture
 def stood_in(monkeypatch):
-    """Steps take the kernels' way, with jax.numpy in the kernels' place."""
+    """Makes steps take the kernels' path, with jax.numpy in the place of the kernels."""
     with optimizer_kernels.stood_in_for(monkeypatch):
         yield
 
 
 @pytest.fixture
 def lowerable(monkeypatch):
-    """Steps can be lowered for a GPU, without the library."""
+    """Pretends that the library is loaded, so that steps can be lowered for a GPU."""
     monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
     monkeypatch.setattr(cuda_library, "register", lambda: None)
     with dispatch.assume(optimizer_kernels.HOPPER):
@@ -66,7 +66,7 @@ def lowerable(monkeypatch):
 
 
 def large_params():
-    """Leaves that adamw8bit codes, in blocks within one axis and over several, and bfloat16."""
+    """Returns leaves that adamw8bit codes, in blocks of one axis and of several, and bfloat16."""
     tree = make_params()
     tree["rows"] = jax.random.normal(jax.random.key(1), (12, 512))
     tree["merged"] = jax.random.normal(jax.random.key(2), (3, 16, 96))
@@ -75,7 +75,7 @@ def large_params():
 
 
 def train(case, implementation, params=large_params, grads=make_grads, steps=4):
-    """Takes steps, one with a NaN where that is skipped, and one in which a leaf has no gradient."""
+    """Takes steps: one has a NaN if such steps are skipped, and in one a leaf has no gradient."""
     name, options, extras, how = case
     tx = getattr(optim, name)(optax.linear_schedule(0.1, 0.0, 10), **options)
     params = params()
@@ -91,7 +91,7 @@ def train(case, implementation, params=large_params, grads=make_grads, steps=4):
 
 
 def decoded(tree):
-    """Returns a tree with 8-bit moments as values, in float64 by which they are known here."""
+    """Returns a tree with its 8-bit moments decoded, as float64, so that they can be told apart."""
     return jax.tree.map(
         lambda leaf: np.float64(eight_bit.decode(leaf)) if is_coded(leaf) else leaf,
         tree,
@@ -100,16 +100,18 @@ def decoded(tree):
 
 
 def assert_close(actual, expected, tolerance=2e-5, few=0.0, other_codes=0.0):
-    """`few` of the numbers of 16 or 8 bits may be far off, and `other_codes` of the parameters.
+    """Asserts closeness, except for some numbers that rounding may change.
 
-    A moment between two codes of 8 bits may take the other one, and its parameter another step then.
+    `few` is the share of numbers of 16 or 8 bits that may be far off, and `other_codes` that of the
+    parameters. An 8-bit moment halfway between two codes may take either, which changes its parameter's
+    step.
     """
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     actual, expected = decoded(actual), decoded(expected)
     for (path, a), e in zip(
         jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
     ):
-        # A rounding to 8 or 16 bits may go the other way, with all that follows from it.
+        # Roundings to 8 or 16 bits may differ, and so may all that follows from them.
         name = jax.tree_util.keystr(path)
         coarse = a.dtype.itemsize != 4 or re.search(r"bf|hf", name)
         t = max(tolerance, 2e-2) if coarse else tolerance
@@ -129,16 +131,16 @@ def assert_close(actual, expected, tolerance=2e-5, few=0.0, other_codes=0.0):
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_as_the_reference(stood_in, case):
-    # Optax multiplies a momentum of 16 bits in its own dtype.
+    # Optax multiplies a 16-bit momentum in its own dtype.
     tolerance = 1e-2 if "mu_dtype" in case[1] else 2e-5
-    # In 16 bits Optax rounds after each operation, and lion takes the sign of a difference.
+    # In 16 bits Optax rounds after each operation, which may flip the sign that lion takes.
     few = 0.02 if case[0] == "lion" else 0.0
     assert_close(train(case, "cuda"), train(case, "xla"), tolerance, few)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_lambs_step_is_as_long_as_the_leaf(stood_in, dtype):
-    """A second moment that is 0 in float16 must not change the direction whose norm was taken."""
+    """A second moment that is 0 in float16 must not change the direction after its norm is taken."""
     params = jax.random.normal(jax.random.key(0), (4000,), dtype)
     grads = (1e-3 * jax.random.normal(jax.random.key(1), (4000,))).astype(dtype)
     tx = optim.lamb(0.5)
@@ -393,7 +395,7 @@ def test_without_a_gpu():
 
 
 def odd_params():
-    """Leaves of the sizes at which tiles and vectors end, and in each dtype."""
+    """Returns leaves of the sizes where tiles and vectors end, in each dtype."""
     tree = make_params()
     sizes = [1, 3, 1023, 1024, 1025, (257, 129), (4096, 40)]
     for i, size in enumerate(sizes):

@@ -43,7 +43,7 @@ CASES = (
     ),
 )
 each_case = parametrize(("shape", "options"), CASES, quick=(0, 1, 2, 3), ids=str)
-# Of what follows from the definition, `make test` holds uneven strides with `ceil_mode`, and weights.
+# For properties of the definition, `make test` runs uneven strides with `ceil_mode`, and weights.
 each_second_case = parametrize(("shape", "options"), CASES, quick=(2, 3), ids=str)
 
 
@@ -58,7 +58,7 @@ def pairs_of(padding, shape, window, strides):
 
 
 def torch_count(n, size, step, low, high, ceil_mode):
-    """How many windows PyTorch's `pooling_output_shape` has."""
+    """Returns the number of windows by PyTorch's `pooling_output_shape`."""
     count = (n + low + high - size + (step - 1 if ceil_mode else 0)) // step + 1
     return count - 1 if ceil_mode and (count - 1) * step >= n + low else count
 
@@ -74,7 +74,7 @@ def loops(
     weights=None,
     largest=False,
 ):
-    """One window after the other, in float64."""
+    """Computes one window after the other, in float64."""
     spatial = x.shape[1:-1]
     window, strides = each_axis(window, len(spatial)), each_axis(strides, len(spatial))
     pairs = pairs_of(padding, spatial, window, strides)
@@ -119,7 +119,7 @@ def test_is_the_mean_of_each_window(shape, options):
 
 @each_second_case
 def test_the_gradient_is_the_transpose(shape, options):
-    """Of a linear function the loops compute the matrix, which is held against the gradient."""
+    """The loops give the matrix of this linear function, whose transpose is the gradient."""
     shape = (1, *(min(n, 7) for n in shape[1:-1]), 1)
     size = int(np.prod(shape))
     with jax.enable_x64(True):
@@ -127,14 +127,14 @@ def test_the_gradient_is_the_transpose(shape, options):
         y, vjp = jax.vjp(ours(options), x)
         dy = put(np.random.default_rng(1).normal(size=y.shape))
         (dx,) = vjp(dy)
-    # One image of the batch for each pixel.
+    # The batch has one image for each pixel.
     units = np.eye(size).reshape(size, *shape[1:])
     matrix = loops(units, **options).reshape(size, -1)
     np.testing.assert_allclose(dx.reshape(-1), matrix @ np.asarray(dy).reshape(-1), atol=1e-12)
 
 
 def axes(least, most):
-    """A number for each spatial axis."""
+    """Draws a number for each spatial axis."""
     return st.tuples(*[st.integers(least, most)] * 3)
 
 
@@ -156,7 +156,7 @@ def test_any_windows(
 ):
     size, strides = size[:spatial], strides[:spatial]
     padding = tuple(zip(low, high, strict=True))[:spatial]
-    # Padding may be wider than the window, which is then in the padding alone.
+    # Padding may exceed the window, which then lies in the padding alone.
     window = tuple(min(w, n + a + b) for w, n, (a, b) in zip(window, size, padding, strict=False))
     rng = np.random.default_rng(0)
     options = dict(window=window, strides=strides, padding=padding, ceil_mode=ceil_mode)
@@ -207,13 +207,13 @@ def test_max_pool_has_the_last_windows_of_torch(shape, window, strides, padding,
 
 
 def test_a_window_beyond_the_edge_divides_by_what_is_inside_the_padding():
-    """As PyTorch has it: of three values in steps of two the second window has one."""
+    """In PyTorch too, the second window of stride 2 has one of three values."""
     x = put([2.0, 4.0, 6.0]).reshape(1, 3, 1)
     y = jaxfused.avg_pool(x, 2, strides=2, ceil_mode=True)
     np.testing.assert_array_equal(y[0, :, 0], [3.0, 6.0])
     y = jaxfused.avg_pool(x, 2, strides=2, padding=((0, 1),), ceil_mode=True)
     np.testing.assert_array_equal(y[0, :, 0], [3.0, 3.0])
-    # A window that would begin behind x is none.
+    # A window that would begin beyond x does not exist.
     y = jaxfused.avg_pool(x[:, :2], 2, strides=3, padding=1, ceil_mode=True)
     np.testing.assert_array_equal(y[0, :, 0], [1.0])
 
@@ -221,7 +221,7 @@ def test_a_window_beyond_the_edge_divides_by_what_is_inside_the_padding():
 @parametrize("dtype", ["float32", "bfloat16", "float16"], quick=(1,))
 @each_second_case
 def test_is_as_accurate_as_jax_numpy(shape, options, dtype):
-    """Plain: the windows as one more axis, whose sum and divisor are in x's dtype."""
+    """Plain jax.numpy has an axis of windows, and sums and divides in x's dtype."""
     spatial = len(shape) - 2
     window = each_axis(options["window"], spatial)
     strides = each_axis(options.get("strides", 1), spatial)
@@ -386,7 +386,7 @@ def test_errors_of_global_avg_pool(x, message):
 @parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], quick=(1,))
 @parametrize(("shape", "options"), CASES, quick=(1, 3), ids=str)
 def test_the_type_of_a_sharded_batch(shape, options, axis_type):
-    """Of one device, whose types say the same; tests/runtime/test_sharding.py has several."""
+    """The mesh has one device and the same types; tests/runtime/test_sharding.py has several devices."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(axis_type,))
     sharding = NamedSharding(mesh, P("data"))
     x = normal(np.random.default_rng(0), "float32", *shape)

@@ -28,11 +28,11 @@ CASES = (
     ((2, 11, 11, 8), dict(window=2, strides=3)),
 )
 OTHER_CASE = ((2, 6, 6, 3, 8), dict(window=(3, 3, 2), strides=(2, 2, 1), padding="SAME"))
-"""The kernels do not take three axes."""
+"""Shapes with three spatial axes, which the kernels do not support."""
 
 
 def with_ties(*shape, seed=0):
-    """Few different values, so that windows have several largest ones."""
+    """Returns few different values, so that windows have ties."""
     return put(np.random.default_rng(seed).integers(0, 4, size=shape), jnp.float32)
 
 
@@ -59,12 +59,12 @@ def test_is_flax_max_pool(shape, options):
 
 
 def axes(least, most):
-    """A number for each spatial axis."""
+    """Draws a number for each spatial axis."""
     return st.tuples(*[st.integers(least, most)] * 3)
 
 
 def stock(x, *, window, strides, padding):
-    """What XLA makes of it, select-and-scatter in the gradient."""
+    """Computes the pool by XLA's operations; the gradient is a select-and-scatter."""
     return jax.lax.reduce_window(
         x,
         -jnp.inf,
@@ -76,7 +76,7 @@ def stock(x, *, window, strides, padding):
 
 
 def of_integers(y, seed):
-    """A cotangent whose sums are exact."""
+    """Returns a cotangent of integers, whose sums are exact."""
     return put(np.random.default_rng(seed).integers(-8, 9, size=y.shape), y.dtype)
 
 
@@ -93,14 +93,14 @@ def of_integers(y, seed):
 def test_the_gradient_goes_where_that_of_xla_goes(spatial, size, window, strides, low, high, seed):
     size, strides = size[:spatial], strides[:spatial]
     padding = tuple(zip(low, high, strict=True))[:spatial]
-    # Padding may be wider than the window, which is then in the padding alone.
+    # Padding may exceed the window, which then lies in the padding alone.
     window = tuple(min(w, n + a + b) for w, n, (a, b) in zip(window, size, padding, strict=False))
     options = dict(window=window, strides=strides, padding=padding)
     x = np.asarray(with_ties(2, *size, 3, seed=seed))
     minus_infinity, nan = np.random.default_rng(seed).random((2, *x.shape)) < 0.1
 
     def of(pool):
-        """One program for the result and its gradient."""
+        """Returns one jitted program for the result and its gradient."""
 
         @jax.jit
         def f(x, dy):
@@ -114,7 +114,7 @@ def test_the_gradient_goes_where_that_of_xla_goes(spatial, size, window, strides
     dy = np.asarray(of_integers(jax.eval_shape(lambda x: stock(x, **options), x), seed))
     y = np.asarray(stocks(x, dy)[0])
     np.testing.assert_array_equal(ours(x, dy)[0], y)
-    # Where all of a window is minus infinity, XLA may take the padding.
+    # If a whole window is minus infinity, XLA may select the padding.
     finite = np.where(np.isfinite(y), dy, 0.0)
     np.testing.assert_array_equal(ours(x, finite)[1], stocks(x, finite)[1])
 
@@ -123,7 +123,7 @@ def test_the_gradient_goes_where_that_of_xla_goes(spatial, size, window, strides
         y, places = max_pool_xla.pool_and_places(x, **options)
         return y, max_pool_xla.gradient(dy, places, size=size, **options)
 
-    # XLA takes what comes after a NaN. Here and in the kernels the first NaN is the largest.
+    # XLA ignores a NaN if values follow it. Here and in the kernels the first NaN is the maximum.
     x = np.where(nan, np.nan, x).astype(np.float32)
     chex.assert_trees_all_equal(by_places(x, dy), ours(x, dy))
 
@@ -238,7 +238,7 @@ def test_errors(change, message):
 
 @pytest.fixture
 def with_library(hopper, monkeypatch):
-    """The operator is lowered as if the CUDA library were there, which test_ffi.py looks at."""
+    """Pretends that the CUDA library is loaded, for lowering; test_ffi.py tests the library itself."""
     monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
     monkeypatch.setattr(cuda_library, "register", lambda: None)
     return hopper
@@ -246,7 +246,7 @@ def with_library(hopper, monkeypatch):
 
 @pytest.fixture
 def stand_ins(with_library, monkeypatch):
-    """The operator's way to its kernels, with the stages of the reference in their place."""
+    """Replaces the kernels by the reference's stages, to test the operator around them."""
 
     def options(window):
         return dict(window=window.size, strides=window.strides, padding=window.padding)
@@ -284,7 +284,7 @@ def test_the_forward_is_a_kernel_where_there_is_a_backward(with_library):
 
 
 def test_windows_that_no_kernel_takes(with_library):
-    """A place in them does not fit in a byte."""
+    """A position in such a window does not fit in a byte."""
 
     def f(x):
         return jaxfused.max_pool(x, 16).sum()

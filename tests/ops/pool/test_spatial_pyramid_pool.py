@@ -24,13 +24,13 @@ METHODS = ("max", "avg")
 each_way = parametrize(
     ("shape", "levels", "method"),
     [(*case, method) for case in CASES for method in METHODS],
-    # Cells that meet in a row and maxima; more cells than rows and means.
+    # Cells that share pixels, with maxima; more cells than rows, with means.
     quick=(2, 5),
 )
 
 
 def cells(shape, level):
-    """The slices of each cell, in the order of rows."""
+    """Yields the slices of each cell, in row-major order."""
     for place in np.ndindex(*(level,) * len(shape)):
         yield tuple(
             slice(int(np.floor(i * n / level)), int(np.ceil((i + 1) * n / level)))
@@ -39,7 +39,7 @@ def cells(shape, level):
 
 
 def loops(x, levels, method):
-    """One cell after the other."""
+    """Computes one cell after the other."""
     axes = tuple(range(1, x.ndim - 1))
     reduce = np.max if method == "max" else np.mean
     parts = [reduce(x[:, *cell], axes) for level in levels for cell in cells(x.shape[1:-1], level)]
@@ -63,7 +63,7 @@ def test_is_one_value_of_each_cell(shape, levels, method):
 
 @each_way
 def test_the_gradient_goes_to_its_cells(shape, levels, method):
-    """To the first of equal values, in the order of rows, or to all of a cell alike."""
+    """A maximum passes its gradient to the first of equal values; a mean spreads it over the cell."""
     x = np.random.default_rng(0).integers(0, 3, shape).astype(np.float32)
     y, vjp = jax.vjp(ours(levels, method), put(x))
     dy = np.random.default_rng(1).integers(-4, 5, y.shape).astype(np.float32)

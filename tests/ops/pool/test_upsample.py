@@ -18,7 +18,7 @@ SHAPES = ((2, 5, 7, 8), (1, 1, 1, 3), (2, 1, 4, 5), (1, 6, 2, 16))
 
 
 def plain_upsample(x):
-    """Bilinear upsampling by 2 as the docstring states it, in x's dtype."""
+    """Computes bilinear upsampling by 2 as the docstring states it, in x's dtype."""
     for axis in (1, 2):
         first, last = (jax.lax.slice_in_dim(x, i, i + 1, axis=axis) for i in (0, x.shape[axis] - 1))
         before = jnp.concatenate([first, jax.lax.slice_in_dim(x, 0, -1, axis=axis)], axis)
@@ -84,7 +84,7 @@ def test_errors(change, message):
 
 @pytest.fixture
 def with_library(hopper, monkeypatch):
-    """The operator is lowered as if the CUDA library were there, which test_ffi.py looks at."""
+    """Pretends that the CUDA library is loaded, for lowering; test_ffi.py tests the library itself."""
     monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
     monkeypatch.setattr(cuda_library, "register", lambda: None)
     return hopper

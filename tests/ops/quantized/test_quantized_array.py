@@ -98,8 +98,8 @@ def test_error_is_at_most_half_a_step(shape, dtype, symmetric, data):
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     integers = dtype.startswith("int")
     q = jaxfused.quantize(x, dtype, axis=axis, symmetric=symmetric or not integers)
-    # float8 keeps 3 or 2 bits after the first of every number; below the normal numbers the step
-    # is that of the smallest of them.
+    # float8 keeps 3 or 2 bits of the mantissa; below the normal numbers, steps are the smallest
+    # subnormal.
     step = np.broadcast_to(q.scale, shape)
     if not integers:
         info = jnp.finfo(dtype)
@@ -116,7 +116,7 @@ def test_layout_of_int4():
     packed = pack_int4(values, axis=-1)
     np.testing.assert_array_equal(packed, [[0xF1], [0x78], [0x30], [0xE5]])
     np.testing.assert_array_equal(unpack_int4(packed, -1), values)
-    # The order is that of XLA's own packing, so that a bitcast reads it.
+    # The order is XLA's own packing, so that a bitcast can read it.
     bitcast = jax.lax.bitcast_convert_type(packed, jnp.int4).reshape(values.shape)
     np.testing.assert_array_equal(bitcast.astype(jnp.int8), values)
 
@@ -274,7 +274,7 @@ def test_columns_stand_for_what_rows_do(shape, dtype, options):
 
 
 def test_checkpoint_of_columns(tmp_path):
-    """Of a square matrix the shapes alone would not tell the layouts apart."""
+    """In a square matrix, shapes do not distinguish the layouts."""
     rows, columns = (jaxfused.quantize(jnp.eye(8), layout=layout) for layout in LAYOUTS)
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "checkpoint", {"w": columns})
@@ -326,7 +326,7 @@ def test_gradient_of_fake_quantize_is_zero_where_it_clips(dtype):
     y, dx = f(x)
     np.testing.assert_array_equal(y, 0.25 * largest * np.array([0, 1, -1, 1, -1, 1]))
     np.testing.assert_array_equal(dx, dy * np.array([1, 1, 1, 0, 0, 0]))
-    # A scale that is chosen clips nothing.
+    # Scales that `quantize` chooses clip nothing.
     x = np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32)
     dx = jax.jit(jax.grad(lambda x: jaxfused.fake_quantize(x, dtype).sum()))(x)
     np.testing.assert_array_equal(dx, jnp.ones_like(x))
@@ -345,7 +345,7 @@ def test_quantize_has_no_gradient():
 
 def test_fake_quantize_transforms():
     assert_transforms(lambda x: jaxfused.fake_quantize(x, "int4", symmetric=False), CASES[0].x())
-    # check_grads would compare with the derivative of a staircase; forward mode is the identity too.
+    # check_grads would differentiate a staircase; forward mode is the identity as well.
     x = CASES[0].x()
     _, dy = jax.jvp(jaxfused.fake_quantize, (x,), (2.0 * x,))
     np.testing.assert_array_equal(dy, 2.0 * x)

@@ -1,4 +1,4 @@
-"""What quantised operators do with arrays put together wrongly, bad scales, zeros and saturation."""
+"""Quantised operators with inconsistent arrays, bad scales, zeros and saturation."""
 
 import functools
 from dataclasses import fields, replace
@@ -15,7 +15,7 @@ from tests.flax.test_modules import normal
 from tests.support.arrays import put
 
 
-# Made by the tests that need them: pytest has every process import this file.
+# The tests that need these arrays make them, because every pytest process imports this file.
 @functools.cache
 def int4():
     return jaxfused.quantize(normal(0, 256, 8), "int4", group_size=64, symmetric=False)
@@ -90,7 +90,7 @@ def test_parts_that_do_not_belong_together(whole, change, message):
 
 
 def unchecked(array, **change):
-    """The array with other parts, as a transformation puts it together: without its constructor."""
+    """Returns the array with other parts, built without its constructor, as transformations do."""
     parts = {field.name: getattr(array, field.name) for field in fields(array)}
     return assembled(**(parts | change))
 
@@ -114,7 +114,7 @@ def test_scales_that_nothing_can_be_divided_by(bad, dtype):
     for function in (jaxfused.quantize, jaxfused.fake_quantize):
         with pytest.raises(ValueError, match=rf"scale has the value {bad!r}.*positive, finite"):
             function(x, dtype, scale=scale)
-    # Where the scale is known only later, its column is NaN and no other.
+    # If the scale is traced, only the column with the bad scale is NaN.
     y = jax.jit(lambda scale: jaxfused.quantize(x, dtype, scale=scale).dequantize())(scale)
     np.testing.assert_array_equal(np.isnan(y), [[False, True, False]] * 4)
 

@@ -1,4 +1,4 @@
-"""CUDA C kernels of quantised products: what they refuse, how they are lowered, and results on a GPU."""
+"""CUDA C kernels of quantised products: limits, lowering, and results on a GPU."""
 
 import functools
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ ADA = dispatch.Device("gpu", "NVIDIA L4", (8, 9), 58)
 
 @pytest.fixture
 def built(monkeypatch):
-    """The operators assume that the CUDA library is there; nothing of it is called."""
+    """Pretends that the CUDA library is loaded; nothing in it is called."""
     monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
     monkeypatch.setattr(cuda_library, "register", lambda: None)
     monkeypatch.setattr(
@@ -41,21 +41,21 @@ def built(monkeypatch):
 
 @dataclass(frozen=True)
 class Case:
-    """activation(x @ w + bias) + residual."""
+    """A call of activation(x @ w + bias) + residual."""
 
     m: int
     k: int
     n: int
     dtype: str = "int8"
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of quantize."""
+    """Keyword arguments of `quantize`."""
     x_dtype: str = "bfloat16"
-    """Of x, which is quantised as the weights where it is their dtype."""
+    """Dtype of x, which is quantised as the weights are if it has their dtype."""
     activation: str | None = "gelu_tanh"
     plain: bool = False
-    """There is no bias and no residual."""
+    """Whether bias and residual are absent."""
     parts: int | None = None
-    """Blocks that share the sums of a column, or None for what is chosen."""
+    """Number of blocks that share the sums of a column, or None for the default."""
 
     def __str__(self):
         options = " ".join(f"{name}={value}" for name, value in self.options.items())
@@ -88,7 +88,7 @@ class Case:
         )
 
     def kernel(self, x, q, bias, residual):
-        """The kernel itself, spread over blocks as the case says."""
+        """Runs the kernel itself, split over as many blocks as the case says."""
         scale, zero_point = (
             None if a is None else jnp.broadcast_to(a, (q.groups, self.n))
             for a in (q.scale, q.zero_point)
@@ -112,7 +112,7 @@ class Case:
         return {"y": y, "z": z}
 
     def expected(self, x, w, bias, residual, dtype):
-        """The same in jax.numpy, of dequantised operands, with arithmetic in `dtype`."""
+        """Computes the same in jax.numpy from dequantised operands, with arithmetic in `dtype`."""
         z = jnp.matmul(x.astype(dtype), w.astype(dtype), preferred_element_type=dtype)
         z = z if bias is None else z + bias.astype(dtype)
         y = activate(self.activation, z)
@@ -326,7 +326,7 @@ def test_configs_fit(device, products, rows):
         multiprocessors=device.multiprocessors,
     )
     assert len(set(configs)) == len(configs) > 0
-    # Weights, scales and zero points of 8 warps, and x in rows of 320 bytes: two stages.
+    # Shared memory of two stages: 8 warps' weights, scales and zero points, and rows of x of 320 bytes.
     most = {TURING: 64, AMPERE: 99}[device] * 1024
     for config in configs:
         of_x = config.sum_warps * config.row_tiles * 8 * 320
@@ -405,7 +405,7 @@ def test_zero_and_nan_stay_where_they_are_on_gpu(dtype):
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_every_float8_is_the_same_number_on_gpu(dtype, x_dtype):
     bits = jnp.tile(jnp.arange(256, dtype=jnp.uint8), (256, 1)).T
-    # Column n holds, as its only number, the byte n at feature n.
+    # Column n has one nonzero entry, the byte n at feature n.
     values = jnp.where(jnp.eye(256, dtype=bool), bits, 0)
     values = jax.lax.bitcast_convert_type(values, jnp.dtype(dtype))
     q = jaxfused.QuantizedArray(values, jnp.ones((1, 256)), None, -2, "columns")
@@ -427,7 +427,7 @@ def test_rows_on_gpu(shape, dtype, x_dtype):
     expected = jaxfused.quantize_rows(x, dtype, implementation="xla")
     np.testing.assert_allclose(q.scale, expected.scale, rtol=1e-6)
     np.testing.assert_array_equal(jnp.isnan(q.values), jnp.isnan(expected.values))
-    # Half a unit in the last place, and half of the smallest number, beside the division's error.
+    # Half a unit in the last place, half of the smallest number, and the error of the division.
     relative, absolute = {
         "int8": (0.0, 0.5),
         "float8_e4m3fn": (2.0**-4, 2.0**-10),

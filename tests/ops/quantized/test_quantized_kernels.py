@@ -1,4 +1,4 @@
-"""Kernels of quantised products and of row quantisation: in the interpreter, and lowered for CUDA."""
+"""Kernels of quantised products and of row quantisation, in the interpreter and lowered for CUDA."""
 
 import functools
 import re
@@ -35,7 +35,7 @@ C, T = QuantizedConfig, MatmulConfig
 
 @pytest.fixture
 def interpreted(interpreted_hopper, monkeypatch):
-    """As `interpreted_hopper`, for operands in registers."""
+    """Adds products with operands in registers to `interpreted_hopper`."""
     mosaic_interpreter.complete(monkeypatch)
     mosaic_interpreter.upcast_integers(monkeypatch)
     return interpreted_hopper
@@ -43,7 +43,7 @@ def interpreted(interpreted_hopper, monkeypatch):
 
 @dataclass(frozen=True)
 class Case:
-    """activation(x @ w + bias) + residual, with quantised weights."""
+    """A call of activation(x @ w + bias) + residual, with quantised weights."""
 
     m: int
     k: int
@@ -51,11 +51,11 @@ class Case:
     config: Any
     dtype: str = "int8"
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of quantize."""
+    """Keyword arguments of `quantize`."""
     x_dtype: str = "bfloat16"
     activation: str | None = "gelu_tanh"
     plain: bool = False
-    """There is no bias and no residual."""
+    """Whether bias and residual are absent."""
 
     def __str__(self):
         options = " ".join(f"{name}={value}" for name, value in self.options.items())
@@ -86,7 +86,7 @@ class Case:
         return {"y": y, "z": z}
 
     def expected(self, x, w, bias, residual, dtype):
-        """The same in jax.numpy, of dequantised weights, with arithmetic in `dtype`."""
+        """Computes the same in jax.numpy from dequantised weights, with arithmetic in `dtype`."""
         z = jnp.matmul(x.astype(dtype), w.astype(dtype), preferred_element_type=dtype)
         z = z if bias is None else z + bias.astype(dtype)
         y = activate(self.activation, z)
@@ -247,7 +247,7 @@ GRADIENTS = (
         {"group_size": 64, "symmetric": False},
     ),
     Case(9, 272, 72, None, "float8_e4m3fn"),
-    # The scales, some 5e-6, are subnormal in float16.
+    # The scales, about 5e-6, are subnormal in float16.
     Case(9, 272, 72, None, "float8_e5m2", x_dtype="float16"),
 )
 
@@ -375,7 +375,7 @@ def test_rows_in_the_interpreter(shape, dtype):
     expected = jaxfused.quantize_rows(x, dtype)
     np.testing.assert_array_equal(scale, expected.scale[:, 0])
     units = jnp.abs(values.astype(jnp.float32) - expected.values.astype(jnp.float32))
-    # A quotient next to the middle of two numbers may be rounded to either.
+    # A quotient nearly halfway between two numbers may round to either.
     np.testing.assert_array_equal(jnp.isnan(values), jnp.isnan(expected.values))
     assert jnp.nanmax(units) <= (1 if dtype == "int8" else 0)
     assert (units > 0).mean() < 1e-3
@@ -465,7 +465,7 @@ def test_what_a_call_of_few_rows_takes(dtype, options, x_dtype):
     large = jax.eval_shape(lambda: operands(dtype, options, x_dtype, k=4096, n=4096))
     with dispatch.assume(H200):
         taken = chosen(loss, *large)
-    # Of few rows XLA multiplies quantised x.
+    # XLA multiplies few rows of quantised x.
     assert set(taken.values()) == {"pallas" if x_dtype is None else "xla"}
 
 
@@ -482,7 +482,7 @@ def test_backward_of_many_rows_reads_the_quantized_weights(hopper):
         "quantized_linear",
         "quantized_input_gradient",
     ]
-    # XLA's program for the same makes the weights in floats.
+    # XLA's program for the same would contain the weights as floats.
     shape = re.compile(r"tensor<256x80x(bf16|f32)>")
     assert not shape.search(lowered(gradients, x, q, bias, residual))
 

@@ -18,7 +18,7 @@ from tests.support.transforms import assert_transforms
 
 
 def plain_matmul(x, w, bias, residual, activation):
-    """The product as one writes it with dequantised weights, with all arithmetic in x's dtype."""
+    """Computes the product with dequantised weights, with all arithmetic in x's dtype."""
     y = x @ w.astype(x.dtype)
     y = activate(activation, y if bias is None else y + bias)
     return y if residual is None else y + residual
@@ -70,7 +70,7 @@ def assert_integer_product_is_exact(rows, features, out_features):
     rng = np.random.default_rng(0)
     sizes = ((rows, features), (features, out_features))
     a, b = (rng.choice([-127, -126, 126, 127], size) for size in sizes)
-    # The first sum is the largest that there is.
+    # The first sum is the largest possible one.
     a[0], b[:, 0] = 127, 127
     scales = np.ones((rows, 1), np.float32), np.ones((1, out_features), np.float32)
     x, w = (
@@ -90,7 +90,7 @@ SIZES_OF_INTEGER_PRODUCTS = (
     (16, 1025, 16),
     (300, 40, 5000),
 )
-"""One row, one part of the sums, several, and too many, or too large, where operands are padded."""
+"""One row; one part of the sums, or several; too many parts or too large ones, which are padded."""
 
 
 @pytest.mark.parametrize("sizes", SIZES_OF_INTEGER_PRODUCTS, ids=str)
@@ -110,7 +110,7 @@ def test_integer_products_are_exact_on_gpu(sizes):
 def test_products_of_any_size_on_gpu(sizes, dtype):
     rows, features, out_features = sizes
     rng = np.random.default_rng(0)
-    # Small integers: every dtype holds them, and every order of summing them gives the same.
+    # Small integers, which are exact in every dtype and have the same sum in any order.
     x, w = (
         rng.integers(-2, 3, size).astype(np.float32)
         for size in ((rows, features), (features, out_features))
@@ -201,7 +201,7 @@ def test_backward_keeps_the_weights_quantized(dtype):
 
 @pytest.mark.parametrize("number_format", ["int8", "float8_e4m3fn", "float8_e5m2"])
 def test_small_gradients_of_float16(number_format):
-    """Products of gradients and scales are smaller than what float16 holds."""
+    """Products of gradients and scales are below the range of float16."""
     rng = np.random.default_rng(0)
     w = jaxfused.quantize(jnp.asarray(rng.normal(0, 0.02, (24, 40)), jnp.float32), number_format)
     x, dy = (jnp.asarray(rng.normal(0, 1e-3, (3, size)), jnp.float16) for size in (24, 40))
@@ -314,7 +314,7 @@ def test_derivatives_of_both_orders():
     ],
 )
 def test_errors(change, message):
-    # Arrays are quantised here, not by each process that imports this file.
+    # The test quantises the arrays, because every pytest process imports this file.
     change = change() if callable(change) else change
     arguments = {"x": jnp.ones((2, 4)), "w": jaxfused.quantize(jnp.ones((4, 6)))} | change
     with pytest.raises(ValueError, match=f"quantized_matmul: .*{message}"):

@@ -1,4 +1,4 @@
-"""Arrays that somebody else put together: blocks whose last one is smaller, and dtypes of all kinds."""
+"""Arrays built from their parts: blocks with a smaller last one, and any dtype."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ from tests.support.lowering import kernels
 
 
 def blocks(features, columns, dtype=jnp.float8_e4m3fn, side=128):
-    """A checkpoint's weights in square blocks with one scale each, and what they stand for."""
+    """Returns a checkpoint's weights in square blocks with one scale each, and their float64 values."""
     rng = np.random.default_rng(features)
     values = rng.integers(-7, 8, (columns, features))
     grid = (-(-columns // side), -(-features // side))
@@ -31,7 +31,7 @@ def blocks(features, columns, dtype=jnp.float8_e4m3fn, side=128):
 
 
 SHAPES = ((576, 256), (192, 256), (256, 192), (200, 130), (193, 129), (64, 320))
-"""DeepSeek-V3's projection to keys first."""
+"""Shapes of weights; the first is DeepSeek-V3's projection to keys."""
 
 
 @parametrize(("features", "columns"), SHAPES, quick=(0, 3))
@@ -147,7 +147,7 @@ def test_quantize_with_the_scales_of_partial_blocks():
     np.testing.assert_array_equal(q.dequantize(), np.round(x / each) * each)
     fake = jaxfused.fake_quantize(x, scale=scale, group_size=(128, 128))
     np.testing.assert_array_equal(fake, q.dequantize())
-    # What a quantisation by groups of 96 has chosen says so, and can be put together again.
+    # Quantising by groups of 96 records the group size, with which the parts build the same array.
     q = jaxfused.quantize(x, group_size=96)
     again = QuantizedArray(q.values, q.scale, None, -2, group_size=q.group_size)
     np.testing.assert_array_equal(again.dequantize(), q.dequantize())
@@ -260,7 +260,7 @@ def integers(seed, *shape):
 @pytest.mark.parametrize("rows", [3, 70, 200])
 @pytest.mark.parametrize(("features", "columns"), SHAPES)
 def test_products_of_partial_blocks_on_gpu(features, columns, rows):
-    """Of small integers and powers of two, which every implementation sums without rounding."""
+    """Operands are small integers and powers of two, which every implementation sums exactly."""
     w, right = blocks(features, columns)
     x = integers(1, rows, features)
     scale = 2.0 ** integers(2, rows, -(-features // 128))
@@ -346,7 +346,7 @@ def test_parts_are_checked_where_they_are_put_together(parts, words):
     good = dict(values=ONES, scale=np.ones((1, 2), np.float32), zero_point=None, axis=-2)
     with pytest.raises(ValueError, match=f"^QuantizedArray: .*{words}"):
         QuantizedArray(**(good | parts))
-    # A transformation may have put them together.
+    # A transformation may have built such an array.
     if "axis" in parts or "group_size" in parts:
         return
     with pytest.raises(ValueError, match=f"^quantized_matmul: w.*{words}"):

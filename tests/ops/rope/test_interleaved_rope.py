@@ -1,4 +1,4 @@
-"""The registers that the interpreter does not have: what a kernel is lowered to, computed op by op."""
+"""Lowered operations of the kernel, computed one by one, since the interpreter lacks registers."""
 
 from types import SimpleNamespace
 

@@ -26,7 +26,7 @@ INTERPRETED = (
     Case((2, 4), 2, 2, 96, rotary_dim=64, first=(7, 1000)),
     Case((6,), 8, 0, 64, rotary_dim=32),
 )
-"""Small cases among those that the Pallas kernel supports in float32."""
+"""Small cases that the Pallas kernel supports in float32."""
 
 KERNEL_CASES = (
     *CASES,
@@ -35,7 +35,7 @@ KERNEL_CASES = (
     Case((2, 37), 32, 8, 128, interleaved=True),
     Case((2, 37), 32, 8, 128, rotary_dim=64, first=(3, 1000)),
     Case((3, 50), 7, 1, 80, rotary_dim=32),
-    # Vectors of two values and of four, an odd number of those that are passed on, single values.
+    # Vectors of two and of four values, an odd number of features that are not rotated, single values.
     Case((2, 37), 6, 2, 72, rotary_dim=36),
     Case((2, 37), 6, 2, 80, rotary_dim=20, interleaved=True),
     Case((2, 37), 6, 2, 28, rotary_dim=16),
@@ -119,7 +119,7 @@ def test_is_a_rotation_and_its_gradient_the_inverse(case):
 
 
 def check(case, dtype, implementation):
-    """Compares values and gradients of q and k with a rotation that is stated pair by pair."""
+    """Compares values and gradients of q and k with a rotation written pair by pair."""
     rotary_dim = case.rotary_dim or case.head_size
     cos, sin = jaxfused.rope_tables(case.positions(), rotary_dim)
     a, b = pairs(case)
@@ -186,8 +186,8 @@ def test_pallas_bfloat16_in_the_interpreter():
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("race_detector")
 def test_pallas_does_not_race():
-    # Whole tiles only: the last tile of another length writes positions of its neighbour's again, with
-    # the same values, and the detector cannot know that they are the same.
+    # Only whole tiles: the last tile of another length rewrites positions of its neighbour with the same
+    # values, which the detector reports as a race.
     case = Case((1, 8), 4, 2, 32)
     jax.block_until_ready(fused_rope(case, "pallas")(*case.arguments(jnp.float32)))
 
@@ -255,7 +255,7 @@ def test_backward_keeps_the_angles_alone(implementation):
     case = INTERPRETED[0]
     q, k = case.arguments(jnp.float32)
     _, vjp = jax.vjp(fused_rope(case, implementation), q, k)
-    # XLA may have those of both halves of a head.
+    # XLA may save the angles of both halves of a head.
     assert all(a.size <= case.rows[-1] * case.head_size for a in jax.tree.leaves(vjp))
 
 
@@ -513,7 +513,7 @@ def test_scalings_without_frequencies(make, message):
 
 
 def test_a_step_in_place_of_llama3s_ramp():
-    """Llama 4 Scout's config has 1.0 twice."""
+    """Llama 4 Scout's config has 1.0 for both factors, so that the ramp has no width."""
     scaling = jaxfused.Llama3Rope(16.0, 8192, 1.0, 1.0)
     plain = 5e5 ** (-np.arange(0, 128, 2) / 128)
     expected = np.where(8192 * plain / (2 * np.pi) > 1.0, plain, plain / 16.0)

@@ -1,4 +1,4 @@
-"""The tables that rope rotates by: scalings and configs of transformers, positions on several axes."""
+"""Tables of rope: scalings and configs of transformers, positions on several axes."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ import jaxfused
 from tests.recorded.values import load
 
 ROPE = load("rope.npz")
-"""What transformers 5.23.0 computed from the same configs; tests/recorded/record_rope.py."""
+"""Tables that transformers 5.23.0 computed from the same configs; tests/recorded/record_rope.py."""
 
 
 @pytest.mark.parametrize("name", ROPE)
@@ -22,7 +22,7 @@ def test_tables_of_transformers(name):
     positions = jnp.asarray(row.options["positions"])
     rotary_dim = options.pop("rotary_dim")
     cos, sin = jaxfused.rope_tables(positions, rotary_dim, **options)
-    # Frequencies of float32 are 6e-8 off, positions are up to 4095 and transformers has two products.
+    # float32 frequencies are 6e-8 off, positions reach 4095, and transformers multiplies twice.
     np.testing.assert_allclose(cos, row.results["cos"], atol=1e-3 if positions[-1] > 999 else 1e-4)
     np.testing.assert_allclose(sin, row.results["sin"], atol=1e-3 if positions[-1] > 999 else 1e-4)
     np.testing.assert_allclose(cos[:3], row.results["cos"][:3], rtol=2e-6, atol=2e-6)
@@ -43,7 +43,7 @@ def test_factors_of_deepseek():
     assert scaling.attention_factor() == 1.0
     np.testing.assert_allclose(scaling.logit_factor(), 1.3688879**2, rtol=1e-6)
     assert jaxfused.YarnRope(40.0, 4096).logit_factor() == 1.0
-    # As in transformers, one of the two alone says nothing about cos and sin.
+    # As in transformers, one of the two factors alone does not scale cos and sin.
     np.testing.assert_allclose(
         jaxfused.YarnRope(40.0, 4096, mscale=2.0).attention_factor(), 1.3688879, rtol=1e-6
     )
@@ -57,7 +57,7 @@ def test_factors_of_deepseek():
     ],
 )
 def test_frequencies_that_depend_on_the_length(scaling):
-    """The last position of a call decides, in jit too; a length that is named decides in its place."""
+    """The call's last position decides, in jit too, unless a length is given."""
     tables = jax.jit(lambda positions: jaxfused.rope_tables(positions, 8, scaling=scaling))
     found = {}
     for length in (16, 17, 40):
@@ -160,7 +160,7 @@ LISTED = ["sliding_attention", "full_attention"] * 2
     ],
 )
 def test_layers_that_do_not_rotate(config, still):
-    """Which they are, the configurations and attentions of transformers 5.23.0 say."""
+    """The configurations and attention layers of transformers 5.23.0 say which layers rotate."""
     config = MODEL | config
     layers = range(len(config.get("layer_types", range(8))))
     found = [i for i in layers if jaxfused.rope_from_config(config, layer=i) is None]
@@ -220,7 +220,7 @@ def test_axial_tables_of_dinov3():
 
 
 def test_axes_of_unlike_width_in_any_order():
-    """Three axes, the positions of each token given; and a grid whose columns come first."""
+    """Three axes with given positions per token, and a grid whose columns come first."""
     places = np.random.RandomState(0).randint(-5, 20, (2, 7, 3))
     cos, sin = jaxfused.axial_rope_tables(
         positions=places, features=(4, 6, 2), theta=50.0, prefix=2
@@ -249,7 +249,7 @@ def test_axes_of_unlike_width_in_any_order():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_angles_of_each_head(interleaved):
-    """Learned frequencies [axes, heads, pairs], as Mochi's; with gradients to them."""
+    """Learned frequencies [axes, heads, pairs], as in Mochi, and their gradients."""
     q = jax.random.normal(jax.random.key(0), (2, 6, 3, 8))
     places = np.random.RandomState(1).randn(6, 2).astype(np.float32)
     learned = np.random.RandomState(2).randn(2, 3, 4).astype(np.float32)
@@ -285,7 +285,7 @@ def test_angles_of_each_head(interleaved):
 
 
 def test_which_axes_tables_have():
-    """[T, N, R/2] where nothing else fits, [B, T, R/2] where that does, the whole rank always."""
+    """Tables of rank 3 are [B, T, R/2] if that fits, else [T, N, R/2]; full rank is also accepted."""
     for heads, shape in ((3, (6, 3, 4)), (6, (6, 6, 4)), (6, (2, 6, 6, 4)), (6, (1, 6, 6, 4))):
         q, tables = jnp.ones((2, 6, heads, 8)), jnp.ones(shape)
         assert jaxfused.rope(q, cos=tables, sin=tables).shape == q.shape
