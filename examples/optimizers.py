@@ -26,9 +26,9 @@ class Entry:
     make: Callable[[optax.Schedule, float], FusedTransformation]
     """The function (learning rate, weight decay) -> optimizer."""
     rate: float = 1.0
-    """Its default learning rate, as a multiple of AdamW's."""
+    """Default learning rate of the optimizer, as a multiple of AdamW's."""
     decay: float = 1.0
-    """Its default weight decay, as a multiple of AdamW's; 0 where it has none."""
+    """Default weight decay of the optimizer, as a multiple of AdamW's; 0 where it has none."""
 
 
 def make(name: str, schedule: optax.Schedule, weight_decay: float) -> FusedTransformation:

@@ -31,7 +31,7 @@ constexpr int kTogetherElements = 16;
 
 struct Device {
   int multiprocessors;
-  int shared_bytes;  // most shared memory of one block
+  int shared_bytes;  // limit on the shared memory of a block
   int l2_bytes;
   int clusters;  // whether blocks can be launched in clusters
 };
@@ -483,7 +483,7 @@ inline int steps_of_one_shift(int rows, int features, int vec) {
   return vec / std::gcd(vec, static_cast<int>(int64_t{rows} * features % vec));
 }
 
-// Most threads of a block for which registers suffice, for each choice of elements.
+// Largest blocks, in threads, for which registers suffice, for each choice of elements.
 using ThreadLimits = std::array<int, kElementChoices>;
 
 constexpr int threads_limit(const ThreadLimits& limits, int elements) {

@@ -11,7 +11,7 @@ constexpr int kFlatThreads = 256;
 constexpr int kFlatVectors = 4;            // vectors of a tile that a thread copies
 constexpr int kFlatRingBytes = 16 * 1024;  // bytes of a tile in a ring
 constexpr int kFlatBarrierBytes = 128;     // bytes for an mbarrier of each stage
-// Most features if a kernel also sums columns over rows, which halves a lane's columns.
+// Limit on the features if a kernel also sums columns over rows, which halves a lane's columns.
 constexpr int kMostFlatSums = 512;
 
 // Rows whose bytes are a multiple of 16, whatever their width.

@@ -36,7 +36,7 @@ constexpr int kBlocks = 16;       // blocks of a tile
 constexpr int kBlockColumns = 8;  // output columns of a block
 constexpr int kBandColumns = 16;  // input columns of a block
 constexpr int kGranule = 16;      // bytes of 8 values of a plane, one row of a matrix
-constexpr int kMostColumns = kBandColumns + 1 - kBlockColumns;  // most columns of a kernel
+constexpr int kMostColumns = kBandColumns + 1 - kBlockColumns;  // limit on the columns of a kernel
 
 constexpr int kOctets = 2;  // groups of 8 channels in a thread block
 constexpr int kChannels = 8 * kOctets;

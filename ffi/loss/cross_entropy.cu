@@ -76,7 +76,7 @@ struct LossArgs {
   void* dlogits;
   int64_t rows;
   int features;
-  int slice;    // most vectors of a row that a block has; in the backward, threads of a team
+  int slice;    // limit on the vectors of a row in a block; in the backward, threads of a team
   int cluster;  // blocks that share a row; in the backward, teams
 };
 
@@ -1063,7 +1063,7 @@ __global__ void __launch_bounds__(kScaleThreads)
 // here, or -1 to read rows twice instead of keeping them in shared memory.
 struct ForwardConfig {
   int cluster;
-  int threads;  // most threads of a block
+  int threads;  // limit on the threads of a block
 };
 
 // kWarpVectors: most vectors of a thread whose warp has a row of its own. kKeptVectors: vectors of

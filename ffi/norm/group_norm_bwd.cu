@@ -24,7 +24,7 @@ using namespace group_norm;
 struct BackwardArgs {
   Images images;
   Plan plan;
-  Ring ring;  // used by the single pass
+  Ring ring;  // read by the single pass only
   const void* x;
   const void* dy;
   const void* residual;  // nullptr unless the activation's derivative depends on it

@@ -15,7 +15,7 @@ using namespace group_norm;
 struct ForwardArgs {
   Images images;
   Plan plan;
-  Ring ring;  // used by the single pass
+  Ring ring;  // read by the single pass only
   const void* x;
   const void* residual;  // may be nullptr
   void* y;

@@ -21,9 +21,9 @@ namespace group_norm {
 template <int kFirst, int kSecond, int kThird, int kSlotArrays, int kChunk>
 struct Crews {
   static constexpr int kLoader = 32;
-  static constexpr int kSums = kFirst;    // most threads of the first crew
+  static constexpr int kSums = kFirst;    // limit on the threads of the first crew
   static constexpr int kMerge = kSecond;  // threads of the second crew
-  static constexpr int kWrite = kThird;   // most threads of the third crew
+  static constexpr int kWrite = kThird;   // limit on the threads of the third crew
   static constexpr int kArrays = kSlotArrays;
   static constexpr int kChunkBytes = kChunk;  // approximate bytes of a chunk of one array
   static constexpr int kThreads = kLoader + kSums + kMerge + kWrite;

@@ -532,7 +532,7 @@ __global__ void __launch_bounds__(kWideThreads)
 
 // --- long misaligned rows ------------------------------------------------------------------------
 
-constexpr int kStagedColumns = 32;  // most columns of a thread; each has two sums in registers
+constexpr int kStagedColumns = 32;  // limit on columns of a thread; each has two sums in registers
 
 // Bytes of a row's slot in shared memory.
 template <typename T>
@@ -892,7 +892,7 @@ struct BackwardPlan {
   BackwardKernel kernel = nullptr;  // nullptr if the row is too long
   Spread spread;                    // spread of a row over one block
   int parameters;                   // parameters in shared memory
-  int threads;                      // most threads of a block
+  int threads;                      // limit on the threads of a block
 };
 
 template <typename T, Chain kChain, bool kMean = true, bool kResidual = true, bool kShifted = false>
@@ -963,8 +963,8 @@ BackwardPlan plan_backward(const BackwardArgs& args, bool shifted, int blocks) {
 // Options of the backward's launch.
 struct BackwardConfig {
   bool few_rows;  // whether to use backward_few_rows where it can run
-  int threads;    // most threads of a block
-  int blocks;     // most blocks of an SM
+  int threads;    // limit on the threads of a block
+  int blocks;     // limit on the blocks of an SM
 };
 
 // Launches backward_few_rows, if it can run: then `done` is set.

@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements))
 // --- few rows, only a norm -----------------------------------------------------------------------
 
 constexpr int kPlainThreads = 128;   // threads of a block whose warps have a row each
-constexpr int kMostPlainWarps = 16;  // most warps of a row
+constexpr int kMostPlainWarps = 16;  // limit on the warps of a row
 constexpr int kMostPlainVectors = 4;
 
 // Returns the sum over the threads of a row. Each call uses its own floats of `shared`, one per
@@ -799,7 +799,7 @@ int neighbouring_rows(const ForwardArgs& args, int shared_parameters, int reside
 // Options of the forward's launch.
 struct ForwardConfig {
   bool few_rows;  // whether to use forward_few_rows where it can hold a row
-  int threads;    // most threads of a block
+  int threads;    // limit on the threads of a block
   int run;        // rows per team, or -1 to call neighbouring_rows
 };
 

@@ -14,8 +14,8 @@
 constexpr int kLeafThreads = 256;
 constexpr int kLeafWarps = kLeafThreads / kWarpSize;
 constexpr int kLeafVec = 4;  // values that a thread handles at a time
-// Most leaves of one launch. A kernel's parameters have room for 500, but XLA's compile time grows
-// with the square of a call's results.
+// Limit on the leaves of a launch. A kernel's parameters have room for 500, but XLA's compile time
+// grows with the square of a call's results.
 constexpr int kMaxLeaves = 256;
 constexpr int kMaxStreams = 8;  // arrays of one leaf
 

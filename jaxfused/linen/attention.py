@@ -154,7 +154,7 @@ def attention_fn(
                 attn_weights_value_einsum,
             ),
             mask,
-            is_causal=False,  # The mask contains it.
+            is_causal=False,  # The mask includes causality.
             implementation=implementation,
         )
     output = attend(

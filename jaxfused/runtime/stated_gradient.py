@@ -146,7 +146,7 @@ class _Derivative:
     call: _Call
     moving: tuple[int, ...]
     leaves: tuple[jax.ShapeDtypeStruct | None, ...]
-    """None for a leaf that is among the fixed arrays, or the type of one whose value is not needed."""
+    """Type of each leaf whose value is not needed; None for leaves among the fixed arrays."""
     saved: Any
     results: Any
 

@@ -22,7 +22,7 @@ from pallas_kernels.hopper import LANES, WARPS
 from pallas_kernels.store import store_unoptimized
 
 MOST_SPLITS = 96
-"""Most parts whose outputs for four queries, 128 columns at a time, fit in shared memory."""
+"""Limit on the parts whose outputs for four queries, 128 columns at a time, fit in shared memory."""
 
 _WIDEST = 128
 """Columns that a CTA merges at most."""

@@ -1,10 +1,10 @@
 """Sums over the rows of a tile, from the registers in which its warpgroup has it.
 
 In the layout of WGMMA eight threads of a warp have the same columns, in different rows. They sum by
-halves: of what two threads have, each sums one half of the columns and gives the other its values of the
-rest, so that after three such exchanges each thread has one column of 32, and nothing was summed twice.
-The sums of the four warps are added in shared memory. Mosaic's own sum over rows would give every thread
-every column, through one buffer that the warpgroups of a CTA share.
+halves: of two threads, each sums one half of the columns and sends the other its values of the other
+half. After three such exchanges each thread has one column of 32, and nothing was summed twice. The sums
+of the four warps are added in shared memory. Mosaic's own sum over rows would give every thread every
+column, through one buffer that the warpgroups of a CTA share.
 """
 
 from typing import Any
@@ -21,9 +21,9 @@ from pallas_kernels import store
 
 WARPS = 4
 COLUMNS = 32
-"""Columns of a block, of which each thread of a warp ends with the sum of one."""
+"""Columns of a block; each thread of a warp ends with the sum of one of them."""
 _ROW_BITS = 3
-"""Bits of a thread's number in its warp that tell its rows, above the two that tell columns."""
+"""Bits of a thread's index in its warp that select its rows, above the two bits for its columns."""
 
 
 def of_warps(values: jax.Array) -> jax.Array:

@@ -28,11 +28,11 @@ ADDED_TO_BYTES, ADDED_TO_WORDS = 128, 8
 
 
 _FACTORS = {"bf16x2": 2.0**127, "f16x2": 2.0**15}
-"""Largest power of two of each dtype, by PTX's name for two numbers of it."""
+"""Largest power of two of each dtype, by PTX's name for a pair of its numbers."""
 
 
 def unit(dtype: Any) -> float:
-    """Returns the divisor of integers that become floats: no float is a factor large enough for 1."""
+    """Returns the divisor that dequantised integers keep: the largest factor is too small for 1."""
     factor = _FACTORS["bf16x2" if dtype == jnp.bfloat16 else "f16x2"]
     return 1 / (float(jnp.finfo(dtype).smallest_subnormal) * factor)
 

@@ -32,7 +32,7 @@ half, if halves are the pairs) and of the others: the narrowest piece that is sw
 _STRIP = 32
 """Features of either half that the epilogue processes at a time, where it can."""
 _ANGLES_AHEAD = 128
-"""Most angles of a row to read ahead, 16 bits each: for 128 rows, 64 registers of a thread."""
+"""Limit on the angles of a row to read ahead, 16 bits each: for 128 rows, 64 registers of a thread."""
 _ROUNDS_ANGLES = jnp.bfloat16
 """Dtype of x for which angles are rounded to float16."""
 _VALUES = 2

@@ -30,9 +30,10 @@ from pallas_kernels.gemm.weights import Weights, weights
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 MAX_ROWS = 64
-"""Most rows of x. For more, products of large tiles read their operands less often."""
+"""Largest number of rows of x. For more, products of large tiles read their operands less often."""
 MAX_ROWS_QUANTIZED = 128
-"""Most rows of x with quantised weights, which tiles would dequantise again for each 64 or 128 rows."""
+"""Largest number of rows of x with quantised weights, which tiles would dequantise again for each 64 or
+128 rows."""
 MAX_PARTS = 8
 """CTAs of the largest cluster that every Hopper GPU can place."""
 _CHUNK = 8
@@ -141,7 +142,7 @@ class FewRows:
 
     @property
     def chunks_of_cta(self) -> int:
-        """Most chunks that one CTA finishes."""
+        """Largest number of chunks that one CTA finishes."""
         return pl.cdiv(self.chunks, self.config.parts)
 
     @property
@@ -570,7 +571,7 @@ class _Cta:
 
     @property
     def segment(self) -> jax.Array:
-        """Index, among the arrays of an output, of the one that has this CTA's columns."""
+        """Index of the array with this CTA's columns, among the arrays of an output."""
         ends = itertools.accumulate(self.product.segments[:-1])
         past = [(self.n_start >= end).astype(jnp.int32) for end in ends]
         return sum(past, 0 * self.n_start)
@@ -597,7 +598,7 @@ class _Cta:
             self._store(chunk, self._own(self.out_smem[name], chunk)[1], arrays)
 
     def _store(self, chunk: int, memory: Any, arrays: Sequence[Any]) -> None:
-        """Starts the copies of rows to that one of an output's arrays that has this CTA's columns."""
+        """Starts the copies of rows to the output's array that has this CTA's columns."""
         start = 0
         for array in arrays:
             first = self.n_start - start

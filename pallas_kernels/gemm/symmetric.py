@@ -299,7 +299,7 @@ class _BatchedProduct(Product):
         return m_idx, n_idx
 
     def place_of(self, m_start: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the matrix, and the row in it, that a first row of all matrices stands for."""
+        """Converts a tile's first row, counted over all matrices, to its matrix and the row in it."""
         rows = jnp.int32(self.sides * self.config.cluster * TILE)
         return lax.div(m_start, rows), lax.rem(m_start, rows)
 

@@ -152,9 +152,9 @@ def fitting(work: WeightWork, multiprocessors: int) -> tuple[WeightGradientConfi
 
 
 _MOST_ROUNDS = 4
-"""Most waves of parts into which tiles are split."""
+"""Largest number of waves of parts into which tiles are split."""
 _MOST_BYTES_OF_PARTS = 2**28
-"""Most bytes of a gradient's parts before they are added."""
+"""Largest number of bytes of a gradient's parts before they are added."""
 
 
 def _most_stages(work: WeightWork, config: WeightGradientConfig) -> int:
@@ -352,7 +352,7 @@ class _WeightProduct(Product):
         return (part * down + m_idx) * c.cta_tile_m, n_idx
 
     def place_of(self, m_start: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the part, and the row of the result, that a first row of all parts stands for."""
+        """Converts a tile's first row, counted over all parts, to its part and the row of the result."""
         rows = jnp.int32(self.down * self.config.cta_tile_m)
         return lax.div(m_start, rows), lax.rem(m_start, rows)
 
@@ -390,7 +390,7 @@ class _WeightProduct(Product):
         self.each_dy(step.n_idx, b_gmem, copy)
 
     def each_dy(self, n_idx: Any, arrays: Sequence[Any], do: Any) -> None:
-        """Calls `do` with the array that has a column of tiles, and with its first column of tiles."""
+        """Calls `do` with the dy that has a column of tiles, and with the first column of this dy."""
         for array, (first, last) in zip(arrays, itertools.pairwise(self.first_tiles), strict=True):
             if len(arrays) == 1:
                 do(array, first)
@@ -560,7 +560,7 @@ class _StoreOfTile:
         self._meet("read")
 
     def _meet(self, name: str) -> None:
-        """Waits until this warpgroup's counterparts in the cluster have come as far."""
+        """Waits until the same warpgroup of every CTA in the cluster has reached this point."""
         plgpu.barrier_arrive(self.smem[name].at[self.place.wg_idx])
         plgpu.barrier_wait(self.smem[name].at[self.place.wg_idx])
 

@@ -56,7 +56,10 @@ def _forward_guesses(
     vectors: int,
     all_rows: int | None = None,
 ) -> list[RowConfig]:
-    """Returns the same without the check that they can run; `rows` may be a segment of `all_rows`."""
+    """Returns the configs of `forward_candidates` without checking them.
+
+    `rows` may be a segment of `all_rows`.
+    """
     row_bytes = features * itemsize * matrices
     narrow = _direct(row_per_warp=True, lines=2 * WARPS, chunks=max(1, features // 256))
     short = _direct(row_per_warp=True, lines=WARPS, chunks=max(1, features // 512))
@@ -171,7 +174,7 @@ _BUSY_ENOUGH = 0.9
 def _backward_guesses(
     rows: int, features: int, itemsize: int, matrices: int, vectors: int
 ) -> list[RowConfig]:
-    """Returns the same without the check that they can run."""
+    """Returns the configs of `backward_candidates` without checking them."""
     row_bytes = features * itemsize * matrices
     if _row_per_warp(rows, features):
         lines = _lines(rows, 8192 // (features * itemsize))
@@ -749,7 +752,7 @@ def gradients(
 
 
 _FEW_CTAS = 16
-"""Most CTAs whose partial sums XLA adds up element by element, without a reduction kernel."""
+"""Limit on the CTAs whose partial sums XLA adds up element by element, without a reduction kernel."""
 
 
 def _over_ctas(partials: jax.Array, are_rounded: bool) -> Sequence[jax.Array]:

@@ -195,7 +195,7 @@ class RowTiles:
     # --- device side ------------------------------------------------------------------------------
 
     def place(self) -> Place:
-        """Returns the place of the warpgroup that runs this."""
+        """Returns the indices of the current warpgroup in the grid and in its CTA."""
         return Place(lax.axis_index("cta"), lax.axis_index("wg"))
 
     def lines(self, place: Place) -> pl.Slice:

@@ -400,7 +400,7 @@ def _broadcastable(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.A
 
 
 _FEW_QUERIES = 64
-"""Most queries for which XLA may be faster; with more, its logits take too much memory."""
+"""Largest number of queries for which XLA may be faster; with more, its logits take too much memory."""
 
 
 _LIKE_CUDA = ForwardConfig(consumers=1)

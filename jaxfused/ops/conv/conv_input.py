@@ -41,7 +41,7 @@ class Concatenated:
 
     @property
     def parts(self) -> tuple[jax.Array, jax.Array]:
-        """Both arrays."""
+        """The two arrays."""
         return self.first, self.second
 
     @property
@@ -60,7 +60,7 @@ class Concatenated:
         return self.first.ndim
 
     def array(self) -> jax.Array:
-        """Returns both as one array."""
+        """Returns the concatenation of the two arrays."""
         return jnp.concatenate(self.parts, axis=-1)
 
 

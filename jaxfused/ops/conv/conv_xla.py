@@ -49,14 +49,14 @@ def conv(
 def finish(
     y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, *, activation: str | None
 ) -> jax.Array:
-    """Applies what follows a convolution, and rounds the result to y's dtype."""
+    """Applies a convolution's bias, residual and activation, and rounds the result to y's dtype."""
     if adds_in_convolution(y.dtype, residual, activation):
         return activate(activation, _sum(y, bias, residual))
     return activate(activation, _wide_sum(y, bias, residual)).astype(y.dtype)
 
 
 def adds_in_convolution(dtype: Any, residual: jax.Array | None, activation: str | None) -> bool:
-    """Whether XLA lets cuDNN's kernel do what follows a convolution, before the one rounding.
+    """Whether cuDNN's kernel applies the epilogue of a convolution in XLA, before the one rounding.
 
     cuDNN adds arrays of the result's dtype and evaluates relu, without a pass over the result. A bias is
     rounded to that dtype, as Flax rounds it.

@@ -81,7 +81,7 @@ class Simplification(Protocol):
 
 
 def simplified(window: Window | str, x: Any) -> tuple[Simplification, Window | str]:
-    """Returns how a convolution of x is rewritten for the kernels, and the window after that."""
+    """Returns how a convolution of x is rewritten for the kernels, and the rewritten window."""
     if isinstance(window, str) or sharding.is_explicit(x):
         return AsItIs(), window
     if x.ndim == 4 and space_to_depth.can_join(window, x.shape[-1]):
@@ -198,7 +198,7 @@ def dense_conv(
     activation: str | None,
     precision: Any,
 ) -> "Convolved":
-    """Returns the convolution of x [B, *spatial, C] with w [*kernel, C, F], and what follows it.
+    """Returns the convolution of x [B, *spatial, C] with w [*kernel, C, F], with its epilogue.
 
     `window` is that of x and w after `request.simplify`.
     """
@@ -324,7 +324,7 @@ def _conv_bwd(run: Runner, options: Options, request: Request, saved: Residuals,
 
 
 def gradients_after(run: Runner, options: Options, saved: Residuals, dy):
-    """Returns (dz, dbias, dresidual): the gradients of what follows the products."""
+    """Returns (dz, dbias, dresidual): the gradients of the epilogue."""
     bias = saved.bias
     if saved.z is None:
         dz, dbias = dy, None if bias is None else sum_rows(dy, bias.dtype)
@@ -460,7 +460,7 @@ class Forward:
         return _in_order(device, call, reason, after=after, **self.streams(x, residual))
 
     def after_cudnn(self, call: pallas_conv.ConvCall, x, residual) -> float:
-        """Returns the microseconds of what follows cuDNN's convolution."""
+        """Returns the microseconds of the epilogue after cuDNN's convolution."""
         elements = math.prod(call.result) * call.features
         after = cudnn_cost.epilogue(
             elements, x.dtype.itemsize, self.options.activation, residual=residual is not None
@@ -801,7 +801,7 @@ class _WeightGradient:
                 config=config,
             )
             return (dw,)
-        # Like x: in a `jax.shard_map`, the gradient of an array that the devices share would be summed.
+        # w varies like x. In a `jax.shard_map`, a replicated w would get a gradient summed over devices.
         options = Options(self.window, None, self.precision)
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[-1], dz.shape[-1]))
         (dw,) = jax.vjp(lambda w: _reference(options, x, w), w)[1](dz)

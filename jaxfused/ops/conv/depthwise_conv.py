@@ -338,7 +338,7 @@ class _WeightGradient:
                 multiprocessors=device.multiprocessors,
                 config=config or _default(device, x, self.window, of_weights=True),
             )
-        # Like x: in a `jax.shard_map`, the gradient of an array that the devices share would be summed.
+        # w varies like x. In a `jax.shard_map`, a replicated w would get a gradient summed over devices.
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[3]))
         (dw,) = jax.vjp(lambda w: _reference(self.window, x, w), w)[1](dz)
         dtype = accumulator_dtype(x.dtype)

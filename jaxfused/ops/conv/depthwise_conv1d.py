@@ -186,7 +186,7 @@ class _Backward:
             _, slope = value_and_slope(self.options.activation, z.astype(dtype))
             dz = (dy.astype(dtype) * slope).astype(dy.dtype)
         (dx,) = jax.vjp(lambda x: convolve(x, w), x)[1](dz)
-        # Like x: in a `jax.shard_map`, the gradient of an array that the devices share would be summed.
+        # w varies like x. In a `jax.shard_map`, a replicated w would get a gradient summed over devices.
         (dw,) = jax.vjp(lambda w: convolve(x, w), jnp.zeros_like(x, shape=w.shape))[1](dz)
         return (
             dx if other is None else dx + other,

@@ -16,7 +16,7 @@ from jaxfused.runtime import cuda_library
 TAPS = (2, 3, 4, 5, 7)
 """Lengths of windows for which there are kernels, at stride 1."""
 MAX_STEPS = 2**28
-"""Limit on the steps of all images together, and on the channels, which must be fewer."""
+"""Limit on the steps of all images together. The number of channels must be below it too."""
 
 _FORWARD_THREADS, _GRADIENT_THREADS = 512, 384
 """Threads of an SM for which there are registers, in the forward and in the gradient."""
@@ -124,7 +124,7 @@ def gradient(
         pieces=np.int64(pieces),
         activation=activation or "none",
     )
-    # The parts are cut before they are summed: XLA would cut the sum by a kernel for each piece.
+    # Parts are sliced before they are summed: XLA would slice the sum in a separate kernel for each.
     dw, dbias = jnp.sum(parts[:, :taps], axis=0), jnp.sum(parts[:, taps], axis=0)
     return dx, dw, dbias, None if residual is None else dz
 
@@ -134,6 +134,6 @@ def _or_absent(operand: jax.Array | None) -> jax.Array:
 
 
 def _pieces(images: int, steps: int, channels: int, resident: int) -> int:
-    """Returns the pieces of an image's steps: as many as the resident threads take at once."""
+    """Returns the pieces of an image's steps: as many as resident threads can take at a time."""
     of_image = math.ceil(channels / _CHANNELS_OF_THREAD)
     return max(1, min(resident // (images * of_image), steps // _LEAST_STEPS))

@@ -73,7 +73,7 @@ class Strips:
 
     @staticmethod
     def useful(channels: int, width: int, window: Window) -> float:
-        """Returns the share of a 3 x 3 kernel's results in a row that is not computed for nothing."""
+        """Returns the share of a 3 x 3 kernel's results in a row that lie inside the output."""
         block, columns = 2 * Strips.lanes(channels), 8 if window.stride == 1 else 4
         _, out_width = window.result(window.kernel[0], width)
         computed = -(-channels // block) * block * -(-out_width // columns) * columns
@@ -145,7 +145,7 @@ _TILE_CHANNELS = 16
 _TILE_HEIGHTS = (5, 7)
 """Rows of the windows for which there are kernels on tensor cores."""
 _MOST_TILE_COLUMNS = 9
-"""Most columns of such a window."""
+"""Largest number of columns of the windows for which there are kernels on tensor cores."""
 
 
 def why_unsupported(
@@ -190,7 +190,7 @@ def why_unsupported(
 def why_no_tiles(
     *, compute_capability: tuple[int, int] | None, channels: int, window: Window, dtype: Any
 ) -> str | None:
-    """Returns None if what `why_unsupported` allows can run on tensor cores too, else the reason."""
+    """Returns None if tensor cores can run what `why_unsupported` allows, else the reason."""
     if compute_capability is None or compute_capability < (8, 0):
         return "it needs compute capability 8.0 or later"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -270,10 +270,10 @@ def _cycles_of(
 
 _MOST_CANDIDATES = 8
 _AHEAD_PIXELS = 1536
-"""Most pixels of a tile's input for which a block of 7 rows has room during the previous tile."""
+"""Largest number of pixels of a tile's input for which a block of 7 rows has room during the previous
+tile."""
 _BY_TWO = 0.85
-"""Factor on the time of tiles that are worked on two at a time, or all at once, compared with three at a
-time."""
+"""Factor on the time of tiles that are processed two at a time or all at once, not three at a time."""
 _TILE_CYCLES = 600
 """Cycles of a tile for its barriers and waits."""
 _SHARED_BYTES = 226 * 1024
@@ -346,7 +346,7 @@ def weight_gradient(
     shape = (blocks, taps + 1, channels)
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32))
     parts = call(x, dy, **_attributes(window, config))
-    # The parts are cut before they are summed: XLA would cut the sum by a kernel for each piece.
+    # Parts are sliced before they are summed: XLA would slice the sum in a separate kernel for each.
     dw = jnp.sum(parts[:, :taps], axis=0)
     return dw.reshape(*window.kernel, channels), jnp.sum(parts[:, taps], axis=0)
 

@@ -55,7 +55,7 @@ def fourier_conv(
     window: Window,
     activation: str | None,
 ) -> jax.Array:
-    """Returns the convolution of x [B, *spatial, C] with w [*kernel, 1, C], and what follows it."""
+    """Returns the convolution of x [B, *spatial, C] with w [*kernel, 1, C], with its epilogue."""
     reasons = dict.fromkeys(("pallas", "cuda"), "transforms are XLA's") | {"xla": None}
     operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w)]
     dispatch.record(dispatch.Choice("conv by Fourier transforms", operands, "xla", reasons))
@@ -83,4 +83,4 @@ _OF_LINE, _OF_WEIGHT_OF_LINE = 31e-6, 2.6e-6
 XLA's own convolution: at least, each value, and each value per weight; the latter two for short windows
 along one axis. Its gradient of the weights takes a millisecond even of few values."""
 _MOST_VALUES = 2**28
-"""Values with transforms of 4 GB, which is the limit."""
+"""Largest number of values, whose transforms take 4 GB."""

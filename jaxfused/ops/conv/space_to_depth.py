@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.conv.window import GROUP, Window
 
 MOST_JOINED = 64
-"""Most channels of the new image, which is what one step of the kernel multiplies."""
+"""Largest number of channels of the new image, which is what one step of the kernel multiplies."""
 
 
 def can_join(window: Window, channels: int) -> bool:

@@ -692,7 +692,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """Computes (dlogits,) from logits [N, V], classes or soft labels, statistics [N, 5], pulls."""
+    """Computes (dlogits,) from logits [N, V], classes or soft labels, statistics, `Pulls` [N, 3]."""
 
     soft_cap: float | None
 

@@ -27,7 +27,7 @@ class ForwardConfig:
     """Blocks that share a row in shared memory: 1, 2, 4 or 8; 0 if the kernel may choose, -1 for rows
     that are read twice."""
     threads: int = 512
-    """Most threads of a block."""
+    """Largest number of threads of a block."""
 
     def __post_init__(self) -> None:
         if self.cluster not in (-1, 0, 1, 2, 4, 8):

@@ -381,12 +381,15 @@ read and written more often, and the products would be too short to hide it."""
 _NARROW_ROWS = 2048
 """Fewest rows of a default chunk if w's gradient is summed in w's 16-bit dtype."""
 _NARROW_CHUNKS = 3
-"""Most default chunks of 16-bit sums. So few roundings stay well within the error that tests/support
-grants, if the terms of different chunks do not cancel."""
+"""Largest number of default chunks of 16-bit sums.
+
+So few roundings stay well within the error that tests/support grants, if the terms of different chunks
+do not cancel.
+"""
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
 """Tile of a product in cuBLAS."""
 _UNROLLED_CHUNKS = 8
-"""Most chunks for which the program has a copy of the step each, in place of a loop."""
+"""Largest number of chunks for which the program has a copy of the step each, in place of a loop."""
 
 
 @dataclass(frozen=True)
@@ -607,7 +610,7 @@ class _Layer:
             return min(self.rows, math.ceil(even / _TILE_ROWS) * _TILE_ROWS)
         wanted = min(max(math.ceil(self.rows / _NARROW_CHUNKS), _NARROW_ROWS), most)
         fewest = math.ceil(wanted / _TILE_ROWS) * _TILE_ROWS
-        # Up to a third more rows, if they fill the SMs better.
+        # A chunk may have up to a third more rows, if they fill the SMs better.
         sizes = range(fewest, min(self.rows, 4 * wanted // 3 + 1), _TILE_ROWS)
         return min(sizes, key=self._waves, default=min(fewest, self.rows))
 

@@ -478,7 +478,7 @@ def _fastest_first(kernel, device, x, residual, vectors, microseconds) -> dict[s
 
 
 _XLA_OF_IMAGES = 1.2
-"""Factor by which XLA takes longer, at least, than for a norm whose parameters all images share."""
+"""Factor by which XLA takes longer, at least, than for a norm whose images share all parameters."""
 
 
 def _present(*arrays: Any) -> int:

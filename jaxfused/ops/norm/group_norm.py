@@ -661,7 +661,8 @@ def _megabytes(x: Any) -> float:
 
 
 _SUMMED_IN_A_LOOP = 128
-"""Most rows that a few threads of XLA sum in a loop: all passes of a gradient take 6 or 7 us."""
+"""Largest number of rows that a few threads of XLA sum in a loop: all passes of a gradient take 6 or 7
+us."""
 _OUR_MEGABYTE, _XLA_MEGABYTE = 0.25, 0.3
 """Microseconds that our kernel and XLA's take to read or write a megabyte."""
 _GAIN = 0.85

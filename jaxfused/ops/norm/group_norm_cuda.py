@@ -95,7 +95,7 @@ def why_unsupported(
 _CACHED_BYTES = 28e6
 """Bytes read by a pass that the next pass finds in the L2."""
 _MOST_SUMS = 4096
-"""Most sums in all slices of an image without a launch of its own to merge them."""
+"""Largest number of sums in all slices of an image without a launch of its own to merge them."""
 _LAUNCH = 7.0
 """Microseconds of a launch, with the first loads and the sums of a block."""
 _MERGE_LAUNCH = 3.5
@@ -122,12 +122,16 @@ _ONCE_IMAGE, _ONCE_ROUND = 1.5, 0.3
 _ONCE_ALONE = 3.0
 """Microseconds of a block with a single image, which has nothing to read while it awaits its sums."""
 _ONCE_BYTES = 140 * 1024
-"""Most bytes of a slice. The sums and the data in flight need the rest of the shared memory."""
+"""Largest number of bytes of a slice.
+
+The sums and the data in flight need the rest of the shared memory.
+"""
 _ONCE_PIXEL_BYTES = 2048
-"""Most bytes of a pixel's channels, which the forward's summing warps read 16 bytes a thread."""
+"""Largest number of bytes of a pixel's channels, which the forward's summing warps read 16 bytes a
+thread."""
 _ONCE_GROUPS = 512
 _ONCE_SUMS = 8192
-"""Most sums in all slices of an image, each of which every block merges."""
+"""Largest number of sums in all slices of an image, each of which every block merges."""
 
 
 def reads_once(compute_capability: tuple[int, int] | None) -> bool:
@@ -226,7 +230,7 @@ def microseconds(
         of_blocks = count * rounds * slice_bytes / _BLOCK_TERABYTES_A_SECOND
         return max(of_all, of_blocks) / 1e6
 
-    # A block that has a whole image reads it again at once.
+    # A block with a whole image reads it again at once, so the L2 holds only the running blocks' images.
     whole = config.slices == 1
     live = running * slice_bytes if whole else chunk * image_bytes
     again = min(1.0, _CACHED_BYTES / max(1, arrays * live))

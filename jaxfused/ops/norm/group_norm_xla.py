@@ -84,7 +84,7 @@ def centered_statistics(groups: jax.Array, epsilon: float) -> Statistics:
 
 
 def statistics_in_one_pass(groups: jax.Array, epsilon: float) -> Statistics:
-    """Returns those of [B, P, groups, S] in one pass over the values, which is not differentiated."""
+    """Returns the statistics of [B, P, groups, S] in one pass, which is not differentiated."""
     images, pixels, num_groups, size = groups.shape
     # A few images have too few groups to keep a GPU busy.
     parts = parts_of(pixels, images * num_groups) if images <= _FEW_IMAGES else 1
@@ -196,7 +196,10 @@ def _sums_over_pixels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 _FEW_SUMS = 2**13
-"""Most sums to split. XLA gives each block of threads 64 sums: fewer blocks than a large GPU has SMs."""
+"""Largest number of sums to split.
+
+XLA gives each block of threads 64 sums: fewer blocks than a large GPU has SMs.
+"""
 
 
 def _groups(x: jax.Array, num_groups: int) -> jax.Array:

@@ -432,7 +432,7 @@ def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
 
 
 _ROWS_OF_A_TILE = 16
-"""Most rows that XLA takes at a time, which it does with narrow ones."""
+"""Largest number of rows that XLA takes at a time, which it does with narrow ones."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class ForwardConfig:
     few_rows: bool = False
     """Use of a kernel for few rows, which holds rows of 4,096 features, or 8,192 of a norm alone."""
     threads: int = 128
-    """Most threads of a block. Smaller blocks have fewer warps to exchange sums with."""
+    """Largest number of threads of a block. Smaller blocks have fewer warps to exchange sums with."""
     run: int = -1
     """Neighbouring rows of each team; 0 for teams that take turns, -1 if the kernel may choose."""
 
@@ -47,9 +47,9 @@ class BackwardConfig:
     """Use of the kernel for few rows, which needs no second launch. It has no gradient of pre_bias and
     takes up to 4,096 features. Otherwise a second kernel adds up the blocks' sums over rows."""
     threads: int = 512
-    """Most threads of a block."""
+    """Largest number of threads of a block."""
     blocks: int = 1
-    """Most blocks of an SM. Each has sums of its own over its rows."""
+    """Largest number of blocks of an SM. Each has sums of its own over its rows."""
 
     def __post_init__(self) -> None:
         if not 32 <= self.threads <= 512 or self.threads % 32:
@@ -63,13 +63,15 @@ class BackwardConfig:
 _FEW_BYTES_FORWARD = 2**19
 _FEW_BYTES_PLAIN = 2**21
 _FEW_BYTES_BACKWARD = 4 * 2**20
-"""Most bytes for which a kernel for few rows is the first guess: read by the forward, by a norm alone
-(fewest instructions), and of one matrix of the backward (one launch instead of two)."""
+"""Largest number of bytes for which a kernel for few rows is the first guess: read by the forward, by a
+norm alone (fewest instructions), and of one matrix of the backward (one launch instead of two)."""
 FEW_ROWS_FEATURES = 4096
 _COLUMN_ROWS = 8192
 _FEW_ODD_ROWS = 3072
-"""Most rows, aligned and misaligned, for which the backward for few rows is the first guess. Its sums
-over more rows take too long."""
+"""Limit on the rows, aligned and misaligned, up to which the backward for few rows is the first guess.
+
+Its sums over more rows take too long.
+"""
 
 
 def forward_candidates(

@@ -171,7 +171,7 @@ class Gradients(NamedTuple):
 
     x: jax.Array
     residual: jax.Array | None
-    """None if it equals the gradient of x."""
+    """Gradient of the residual; None if it equals the gradient of x."""
     scale: jax.Array | None
     bias: jax.Array | None
     pre_bias: jax.Array | None

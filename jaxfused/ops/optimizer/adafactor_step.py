@@ -147,7 +147,7 @@ class _Call:
         return Scaled(moments[0], moments[1], scale)
 
     def by_kernels(self, vector: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the same by kernels, computed by each device from its shards."""
+        """Returns what `by_reference` does, by kernels that each device runs on its shards."""
         names = [
             [f"leaf{i}_{axis}" for axis in range(leaf.parameter.ndim)]
             for i, leaf in enumerate(_leaves(arrays))

@@ -11,7 +11,7 @@ from jaxfused.ops.pool.max_pool_xla import Pairs, each_place
 from jaxfused.runtime.promotion import accumulator_dtype
 
 _IN_ONE_PASS = 16
-"""Most values of a window that are summed in one pass over x, and not axis by axis."""
+"""Largest number of values of a window that are summed in one pass over x, and not axis by axis."""
 
 
 def pool(

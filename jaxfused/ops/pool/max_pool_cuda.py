@@ -12,7 +12,7 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 MAX_ELEMENTS = 2**31 - 2**10
-"""Most elements of the images and of the result: threads are counted in 31 bits."""
+"""Largest number of elements of the images and of the result: threads are counted in 31 bits."""
 
 
 @dataclass(frozen=True)
