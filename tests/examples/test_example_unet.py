@@ -418,7 +418,7 @@ FOLDER += ["--epochs", "2", "--warmup-epochs", "1", "--held-out", "0.2", "--eval
 
 @pytest.fixture
 def folder(tmp_path):
-    """Writes ten color images of different sizes, one in a subfolder, and masks with labels over 255."""
+    """Writes ten colour images of different sizes, one in a subfolder, and masks with labels over 255."""
     rng = np.random.default_rng(0)
     root = tmp_path / "data"
     for i in range(10):
@@ -462,7 +462,7 @@ def test_a_folder_trains_with_a_worker_to_the_numbers_without(folder, tmp_path, 
     assert metrics(tmp_path / "1") == metrics(tmp_path / "0")
     assert len([r for r in metrics(tmp_path / "1") if "loss" in r]) == 2 * (8 // 4)
 
-    # A model for color images accepts a grey array.
+    # A model for colour images accepts a grey array.
     np.save(tmp_path / "grey.npy", np.zeros((10, 50), np.uint8))
     paths = [str(tmp_path / "grey.npy"), str(tmp_path / "out.png")]
     predict.main([*paths, "--checkpoint", str(tmp_path / "1")])
@@ -494,7 +494,7 @@ def test_masks_of_any_kind_are_foreground_where_they_are_not_0(
         size = image.size
     mask = Image.new(mode, size, background)
     if mode == "P":
-        mask.putpalette([255, 255, 255] * 3 + [0, 0, 0])  # colors do not count, indices do
+        mask.putpalette([255, 255, 255] * 3 + [0, 0, 0])  # colours do not count, indices do
     mask.paste(foreground, (2, 3, 6, 8))
     mask.save(path)
     _, read = dataset._read_pair([(folder / "images/0.bmp", path)], "RGB", 0)

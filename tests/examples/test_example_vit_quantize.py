@@ -67,7 +67,7 @@ def test_accuracy_is_the_runs_and_survives_fewer_bits(digits_run, table):
 
 
 class Constant(nnx.Module):
-    """Returns class 3 for every image."""
+    """A model that predicts class 3 for every image."""
 
     def __init__(self):
         self.logits = nnx.Param(jax.nn.one_hot(3, 10))

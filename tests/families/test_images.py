@@ -135,7 +135,7 @@ def relative(height, width):
 
 
 def beit(row, x):
-    """Returns table rows of distances, with three more: class token to patches, back, and to itself."""
+    """Adds three rows to the table of distances: class token to patches, back, and to itself."""
     table = row["attn.relative_position_bias_table"]
     index = np.empty((T, T), int)
     index[1:, 1:] = relative(2, 3)
@@ -231,7 +231,7 @@ def merged(x):
 
 
 def sam(row, x):
-    """Returns a bias of rows plus one of columns, both products of the unscaled queries."""
+    """Attention with a bias of rows plus one of columns, both products of the unscaled queries."""
     height, width = x.shape[1:3]
     tokens = x.reshape(1, height * width, D)
     q, k, v = jaxfused.qkv_projection(tokens, row.kernel("qkv"), row.bias("qkv"), heads=HEADS)

@@ -277,7 +277,7 @@ def test_captured_results_of_our_blocks_are_no_parameters(name):
     assert mlp["down"]["__call__"][0].shape == shapes[0]
     if name == "TransformerBlock":
         assert seen["intermediates"]["qkv"]["__call__"][0].shape == (2, 5, 96)
-    # `tabulate` reads the parameters only, and lists them by inner modules.
+    # Calls that are not watched read only the parameters, through modules that `tabulate` lists.
     assert flax.linen.tabulate(LINEN[name], jax.random.key(0))(*args).count("up") >= 1
 
 

@@ -1355,7 +1355,7 @@ def test_kernels_lower_for_many_gpus_without_one(hopper, implementation, manual)
 
 @pytest.fixture
 def group_norm_stand_ins(hopper, monkeypatch):
-    """Computes one image after the other, which XLA cannot partition."""
+    """Replaces the kernels by loops over images, which XLA cannot partition."""
 
     def forward(
         x, residual, scale, bias, *, groups, save_statistics, epsilon, activation, **options
@@ -1437,7 +1437,7 @@ def test_group_norm(group_norm_stand_ins, axis_type, images, parameters, gathers
 
 @pytest.fixture
 def image_stand_ins(hopper, monkeypatch):
-    """Computes one image after the other, which XLA cannot partition."""
+    """Replaces the kernels by loops over images, which XLA cannot partition."""
 
     def convolve(window, x, w):
         return lax.conv_general_dilated(
@@ -1573,7 +1573,7 @@ def test_means_and_cells_of_images(axis_type):
 
 @pytest.fixture
 def dense_stand_ins(hopper, monkeypatch):
-    """Computes one image after the other, which XLA cannot partition, for any dtype."""
+    """Replaces the kernels by loops over images, which XLA cannot partition, for any dtype."""
 
     def convolve(x, w, window):
         return lax.conv_general_dilated(
@@ -1748,7 +1748,7 @@ def fp8_gradients(x, w1, b1, w2, b2):
 
     def loss(x, w1, b1, w2, b2):
         y = jaxfused.mlp(x, w1, b1, w2, b2, residual=x, precision="fp8", save="hidden")
-        # There are as many heads as devices. For fewer, XLA splits a mesh axis, which the specs of JAX's
+        # The mesh axes divide the heads. For fewer heads, XLA splits a mesh axis, which the specs of JAX's
         # custom partitioning cannot express.
         q, k, v = jaxfused.qkv_projection(y, w1, b1, heads=8, key_heads=4, precision="fp8")
         heads = jnp.concatenate([q, k, v], axis=-2).reshape(*y.shape[:-1], -1)

@@ -371,7 +371,7 @@ RAGGED = (
 @parametrize(
     ("case", "config"),
     [
-        # Each mask with warpgroups that take turns; without turns, each block layout in memory.
+        # Each mask with warpgroups that take turns, and each without, in one of two other configs.
         *((case, CONFIGS[0]) for case in INTERPRETED),
         *((case, CONFIGS[1]) for case in INTERPRETED[::2]),
         *((case, CONFIGS[2]) for case in INTERPRETED[1::2]),

@@ -75,7 +75,7 @@ def test_the_reference_is_as_accurate_as_jax_numpy(rectified):
 
 @parametrize("size", [1, 3], quick=(0,))
 def test_the_kernel_in_the_interpreter(size, interpreted_hopper):
-    """Returns small integers, whose sums are exact in any order."""
+    """Operands are small integers, whose sums are exact in any order."""
     rng = np.random.default_rng(0)
     dz, w, other, x = (
         put(rng.integers(-2, 3, size=shape), jnp.bfloat16)

@@ -178,7 +178,7 @@ def test_a_cotangent_for_each_token(stand_ins):
 
     plain, ahead = vjp(implementation="xla"), vjp(cotangent=expected)
     np.testing.assert_allclose(*(f(expected)[0] for f in (plain, ahead)), rtol=1e-6, atol=1e-7)
-    # The backward also scales tokens whose expected gradient was 0.
+    # A token with an expected cotangent of 0 has no gradient, so its actual cotangent is 0 here.
     others = put([3.0, 1.0, 0.0, -1.0])
     np.testing.assert_allclose(*(f(others)[0] for f in (plain, ahead)), rtol=1e-6, atol=1e-7)
 
