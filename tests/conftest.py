@@ -81,7 +81,7 @@ def pytest_handlecrashitem(crashitem, report, sched):
 def pytest_collection_finish():
     """Exempts imported objects from garbage collection, because they live until the end.
 
-    Most objects of tests are freed by their reference counts, and cycles may wait. Tracing makes
+    Most objects of tests are freed by their reference counts, and cycles may wait: tracing makes
     millions of small objects.
     """
     gc.collect()
@@ -177,10 +177,7 @@ EMULATED = {
 
 @pytest.fixture
 def emulated_gpu(request, monkeypatch):
-    """Makes operators assume an emulated GPU, whose CUDA C kernels run on the CPU.
-
-    See tests/cuda_emulator.
-    """
+    """Makes operators assume a GPU whose CUDA C kernels run on the CPU: see tests/cuda_emulator."""
     # Imported here, because only this fixture needs the compiler.
     from tests.cuda_emulator import build
 

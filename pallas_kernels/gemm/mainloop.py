@@ -25,10 +25,8 @@ from pallas_kernels.hopper import REDUCTION_BYTES, SHARED_MEMORY_BYTES
 CONSUMERS = 2
 """Consumer warpgroups of a CTA; the warpgroup after them is the producer."""
 ACCUMULATOR_ELEMENTS = 128 * 192
-"""Largest number of elements of a warpgroup's tile: 192 of a thread's 232 registers.
-
-With 256 they spill.
-"""
+"""Largest number of elements of a warpgroup's tile: 192 of a thread's 232 registers. With 256 they
+spill."""
 
 RAW_STEP = 128
 """Elements along K of quantised weights that are dequantised at a time."""

@@ -28,10 +28,8 @@ def assert_adopts(model, params, *args, into, into_float32=None):
 
 
 DIRECTIONS = 4
-"""Directions of gradients.
-
-A 16-bit error in one gradient is luck; the largest of a few is a yardstick.
-"""
+"""Directions of gradients. A 16-bit error in one gradient is luck; the largest of a few is a
+yardstick."""
 
 
 def results(f, params, *args):

@@ -418,7 +418,7 @@ FOLDER += ["--epochs", "2", "--warmup-epochs", "1", "--held-out", "0.2", "--eval
 
 @pytest.fixture
 def folder(tmp_path):
-    """Writes ten colour images of different sizes, one in a subfolder, and masks with labels over 255."""
+    """Writes ten colour images of unequal sizes, one in a subfolder, and masks with labels over 255."""
     rng = np.random.default_rng(0)
     root = tmp_path / "data"
     for i in range(10):

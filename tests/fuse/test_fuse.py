@@ -492,10 +492,7 @@ def test_random_streams_of_nnx_go_on_where_the_call_left_them():
 
 @pytest.mark.exhaustive
 def test_finding_costs_little_for_many_layers():
-    """Finding takes time linear in the operations.
-
-    Function calls are counted, because other processes do not change their number.
-    """
+    """Finding is linear in the operations, by calls of functions: times depend on other processes."""
     x = jnp.zeros((2, 6, 32), jnp.bfloat16)
 
     def calls(layers):

@@ -218,8 +218,7 @@ def test_leaves_without_a_gradient_stay_in_a_transformation_of_the_users_own():
     ("decay", "values"),
     [
         (0.9, [0.1, 0.29, 0.561, 0.9049, 1.31441, 1.782969]),
-        # Values from timm 1.0.31 (ModelEmaV3), torch 2.13.0 (AveragedModel), diffusers 0.42.1
-        # (EMAModel).
+        # By timm 1.0.31 (ModelEmaV3), torch 2.13.0 (AveragedModel) and diffusers 0.42.1 (EMAModel).
         (ema.CopyFirst(0.9), [1, 1.1, 1.29, 1.561, 1.9049, 2.31441]),
         (ema.PowerWarmup(0.9), [1, 1.630, 2.289, 2.968, 3.663, 4.371]),
         (ema.RationalWarmup(0.9), [1, 1.818, 2.705, 3.601, 4.501, 5.400]),

@@ -120,10 +120,7 @@ def test_zeros_and_what_is_next_to_them():
     ],
 )
 def test_small_gradients_in_a_block_move_as_far(b1, ratio, least, most):
-    """Small gradients start after 100 steps, in a block with one of 1.
-
-    With rounding to nearest, their moments would stay 0.
-    """
+    """Small gradients start after 100 steps, next to one of 1: rounding to nearest would ignore them."""
 
     def moved(make):
         tx, params = make(0.01, b1=b1, weight_decay=0.0), jnp.zeros((16, 256))

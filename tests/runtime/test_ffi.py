@@ -764,10 +764,7 @@ def test_the_handlers_of_losses_refuse_what_does_not_fit(
 
 
 def test_calls_of_handlers_have_the_form_that_is_declared():
-    """Calls in the tests above must match their handlers, else they would fail for another reason.
-
-    Only a GPU would show that.
-    """
+    """Calls that do not match their handlers would fail for another reason, and only on a GPU."""
     declared = {}
     for path in (ROOT / "ffi").glob("*/*.cu"):
         for block in path.read_text().split("DEFINE_HANDLER(jaxfused_")[1:]:

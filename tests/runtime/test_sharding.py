@@ -1748,8 +1748,8 @@ def fp8_gradients(x, w1, b1, w2, b2):
 
     def loss(x, w1, b1, w2, b2):
         y = jaxfused.mlp(x, w1, b1, w2, b2, residual=x, precision="fp8", save="hidden")
-        # The mesh axes divide the heads. For fewer heads, XLA splits a mesh axis, which the specs of JAX's
-        # custom partitioning cannot express.
+        # The mesh axes divide the heads. For fewer heads, XLA splits a mesh axis, which the specs of
+        # JAX's custom partitioning cannot express.
         q, k, v = jaxfused.qkv_projection(y, w1, b1, heads=8, key_heads=4, precision="fp8")
         heads = jnp.concatenate([q, k, v], axis=-2).reshape(*y.shape[:-1], -1)
         y = jaxfused.linear(heads, w2, b2, activation="silu", precision="fp8")

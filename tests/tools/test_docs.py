@@ -1,7 +1,4 @@
-"""The documentation: its programs run, and every public name has a page.
-
-`make docs` checks the links within docs/.
-"""
+"""The documentation: its programs run, and public names have pages; `make docs` checks links."""
 
 import importlib.util
 import inspect

@@ -202,8 +202,7 @@ def test_sweep_lowers_again_what_a_dead_process_took_along(monkeypatch):
 @pytest.mark.parametrize(
     ("figures", "wrong"),
     [
-        # error, plain jax.numpy's error, largest value, count of values that are not finite, excused
-        # error
+        # error, plain jax.numpy's error, largest value, count of non-finite values, excused error
         ((0.0, 0.0, 1.0, 0.0, 0.0), False),
         ((0.01, 0.005, 1.0, 0.0, 0.0), False),
         ((0.0078125, 0.0, 1.0, 0.0, 0.0), False),

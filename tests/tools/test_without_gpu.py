@@ -1,7 +1,4 @@
-"""The kernels that `python -m benchmarks kernels` reads from a program.
-
-Compiling a program would need JAX's CUDA plugin.
-"""
+"""Kernels that `python -m benchmarks kernels` reads from a program, without JAX's CUDA plugin."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor

@@ -381,11 +381,8 @@ read and written more often, and the products would be too short to hide it."""
 _NARROW_ROWS = 2048
 """Fewest rows of a default chunk if w's gradient is summed in w's 16-bit dtype."""
 _NARROW_CHUNKS = 3
-"""Largest number of default chunks of 16-bit sums.
-
-So few roundings stay well within the error that tests/support grants, if the terms of different chunks
-do not cancel.
-"""
+"""Largest number of default chunks of 16-bit sums. So few roundings stay well within the error that
+tests/support grants, if the terms of different chunks do not cancel."""
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
 """Tile of a product in cuBLAS."""
 _UNROLLED_CHUNKS = 8

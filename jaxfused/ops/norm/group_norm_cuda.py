@@ -122,10 +122,8 @@ _ONCE_IMAGE, _ONCE_ROUND = 1.5, 0.3
 _ONCE_ALONE = 3.0
 """Microseconds of a block with a single image, which has nothing to read while it awaits its sums."""
 _ONCE_BYTES = 140 * 1024
-"""Largest number of bytes of a slice.
-
-The sums and the data in flight need the rest of the shared memory.
-"""
+"""Largest number of bytes of a slice. The sums and the data in flight need the rest of the shared
+memory."""
 _ONCE_PIXEL_BYTES = 2048
 """Largest number of bytes of a pixel's channels, which the forward's summing warps read 16 bytes a
 thread."""

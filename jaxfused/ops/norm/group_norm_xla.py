@@ -196,10 +196,8 @@ def _sums_over_pixels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 _FEW_SUMS = 2**13
-"""Largest number of sums to split.
-
-XLA gives each block of threads 64 sums: fewer blocks than a large GPU has SMs.
-"""
+"""Largest number of sums to split. XLA gives each block of threads 64 sums: fewer blocks than a large
+GPU has SMs."""
 
 
 def _groups(x: jax.Array, num_groups: int) -> jax.Array:

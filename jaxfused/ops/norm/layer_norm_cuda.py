@@ -69,9 +69,7 @@ FEW_ROWS_FEATURES = 4096
 _COLUMN_ROWS = 8192
 _FEW_ODD_ROWS = 3072
 """Limit on the rows, aligned and misaligned, up to which the backward for few rows is the first guess.
-
-Its sums over more rows take too long.
-"""
+Its sums over more rows take too long."""
 
 
 def forward_candidates(

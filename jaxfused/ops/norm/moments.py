@@ -31,12 +31,9 @@ def shifted_moments(
 
 
 FEW_VALUES = 16
-"""Largest number of values of a norm that is left to XLA.
-
-Its gradient is what a cancellation leaves, and rounding x can change it by a tenth. Such a norm has no
-checkpoint, so XLA can keep x unrounded through the norm and back, as it does in the same lines of
-jax.numpy.
-"""
+"""Largest number of values of a norm that is left to XLA. Its gradient is what a cancellation leaves,
+and rounding x can change it by a tenth. Such a norm has no checkpoint, so XLA can keep x unrounded
+through the norm and back, as it does in the same lines of jax.numpy."""
 
 
 def is_few(values: Any) -> bool:

@@ -156,10 +156,7 @@ def test_without_batch():
 
 
 def test_the_gradient_of_the_residual_is_that_of_jax():
-    """The residual gets no gradient.
-
-    Otherwise replacing JAX's function would silently change gradients.
-    """
+    """The residual gets no gradient, else replacing JAX's function would silently change gradients."""
     qkv = np.random.default_rng(0).normal(size=(3, 2, 5, 2, 8)).astype(np.float32)
 
     def gradient(function, **options):

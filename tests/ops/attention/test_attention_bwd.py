@@ -268,10 +268,7 @@ def distance(actual, expected):
 
 
 def assert_close(actual, expected, tolerance, name):
-    """Asserts that the error's norm is at most `tolerance` times the truth's norm, or times 1.
-
-    The larger of both bounds holds.
-    """
+    """Asserts that the error's norm is at most `tolerance` times max(the truth's norm, 1)."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert np.linalg.norm(actual - expected) <= tolerance * max(np.linalg.norm(expected), 1), name
 

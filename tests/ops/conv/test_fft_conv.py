@@ -101,8 +101,7 @@ def test_what_stands_beside_the_result(transforms):
         ((32, 56, 56, 96), (7, 7), {}, False),
         ((32, 56, 56, 96), (5, 3), {}, False),
         ((8, 2048, 768), (4,), dict(padding="CAUSAL"), False),
-        # Ten kernels cost more than so few values, or transforms would compute values that are not
-        # needed.
+        # Ten kernels cost more than so few values, or transforms compute values that nothing needs.
         ((1, 64, 32), (9,), {}, False),
         ((32, 56, 56, 96), (31, 31), dict(strides=2), False),
         ((32, 56, 56, 96), (31, 31), dict(kernel_dilation=2), False),

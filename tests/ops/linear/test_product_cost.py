@@ -37,8 +37,7 @@ def test_gradient_of_weights(rows, features, widths, sums, tile_n, parts, measur
 @pytest.mark.parametrize(
     "work,measured",
     [
-        # Weights with 4,304 or 7,696 rows are padded, with 8,192 not; separate matrices are
-        # concatenated.
+        # Weights with 4,304 or 7,696 rows are padded, not with 8,192; two matrices are concatenated.
         (Work(48, 5120, 4304), 43.3),
         (Work(16, 16384, 7696), 217.3),
         (Work(48, 4096, 8192), 20.1),

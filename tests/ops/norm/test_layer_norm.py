@@ -185,8 +185,7 @@ def test_statistics_of_the_result(shape, features, dtype, op, seed):
     unit = float(jnp.finfo(dtype).eps) * features**0.5
     np.testing.assert_allclose((y**2).mean(-1), power / (power + 1e-6), atol=4 * unit)
     if op == "layer_norm":
-        # Rounding the mean of x is an error relative to the deviation, which is small if values are
-        # close.
+        # The mean's own rounding is divided by the deviation, which is small if two values are close.
         of_mean = float(jnp.finfo(jnp.float32).eps) * np.abs(x).max(-1) / np.sqrt(power + 1e-6)
         assert (np.abs(y.mean(-1)) <= unit + of_mean).all()
 
