@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,6 +21,10 @@ from tests.support import mosaic_interpreter, uncut_stores
 # if it runs programs on its threads instead of the callers'.
 os.environ["NPROC"] = "64"
 jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+# Draws are the same in every run: a commit fails or passes by what it changes.
+hypothesis.settings.register_profile("same_draws", derandomize=True)
+hypothesis.settings.load_profile("same_draws")
 
 # Without a GPU, `make test-all` compiles the library quickly into a folder of its own.
 QUICK_LIBRARY = Path(__file__).parents[1] / "build/ffi-quick/libjaxfused.so"

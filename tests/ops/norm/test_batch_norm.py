@@ -322,8 +322,10 @@ def test_fold_batch_norm_keeps_dtypes():
     ],
 )
 def test_errors(change, message):
+    arguments = {"x": jnp.ones((2, 3, 4))} | change
+    call = jax.vmap(lambda _: jaxfused.batch_norm(**arguments), axis_name="i")
     with pytest.raises(ValueError, match=f"batch_norm: .*{message}"):
-        jaxfused.batch_norm(**({"x": jnp.ones((2, 3, 4))} | change))
+        call(jnp.zeros(1))
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,8 @@ def test_the_gradient_goes_where_that_of_xla_goes(spatial, size, window, strides
     # If a whole window is minus infinity, XLA may select the padding.
     finite = np.where(np.isfinite(y), dy, 0.0)
     np.testing.assert_array_equal(ours(x, finite)[1], stocks(x, finite)[1])
+    if max_pool_cuda.why_window_unfit(window):
+        return  # A place is a byte.
 
     @jax.jit
     def by_places(x, dy):
