@@ -19,7 +19,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
@@ -31,6 +31,7 @@ from jax.custom_batching import custom_vmap
 from jaxfused import dispatch
 from jaxfused.runtime import cuda_library, platforms, sharding
 from jaxfused.runtime import table as tables
+from jaxfused.runtime.estimate import Estimate, in_order
 from jaxfused.runtime.shapes import why_symbolic
 from jaxfused.runtime.vmap import batch_all, is_batched, one_by_one
 from pallas_kernels import hopper
@@ -85,12 +86,12 @@ class Kernel(Protocol):
         """
 
     @property
-    def reasons(self) -> Callable[..., Mapping[str, str | None]]:
-        """The function `reasons(device, *operands)`: why each implementation cannot run these operands.
+    def why_not(self) -> Callable[..., Mapping[str, str | None]]:
+        """The function `why_not(device, *operands)`: why each implementation cannot run these operands.
 
-        The implementations are ordered fastest first, and the reason is None for one that can run. The
-        rows of the operands are one axis here, as in `run`. XLA can always run; an implementation that
-        leaves this stage to XLA is not listed.
+        The reason is None for an implementation that can run. Where the kernel has no estimate, the
+        implementations run in this order. The rows of the operands are one axis here, as in `run`. XLA
+        can always run; an implementation that leaves this stage to XLA is not listed.
         """
 
     @property
@@ -121,6 +122,25 @@ class HasConfigs(Protocol):
         They are hashable and consist of dataclasses, tuples, numbers and strings. None stands for a
         default that equals none of the others; no configs mean that there is no choice.
         """
+
+
+@runtime_checkable
+class HasEstimate(Protocol):
+    """A kernel that expects one implementation to be faster than another."""
+
+    def estimate(self, device: dispatch.Device, able: Collection[str], *operands: Any) -> Estimate:
+        """Returns the expected times, or the rule that decides, for the implementations `able` to run."""
+
+
+def reasons(
+    kernel: Kernel, device: dispatch.Device, *operands: Any
+) -> Mapping[str, str | None]:
+    """Returns why each implementation cannot run a kernel's operands, the fastest expected first."""
+    why_not = kernel.why_not(device, *operands)
+    if not isinstance(kernel, HasEstimate):
+        return why_not
+    able = [name for name, reason in why_not.items() if reason is None]
+    return in_order(why_not, kernel.estimate(device, able, *operands))
 
 
 class HasParts(Protocol):
@@ -459,20 +479,20 @@ class _OnShard:
         # Without elements a kernel has nothing to do, and CUDA rejects an empty launch.
         if unknown is None and any(o is not None and o.size == 0 for o in operands):
             return "xla", None
-        reasons: Mapping[str, str | None]
+        why: Mapping[str, str | None]
         if unknown is None:
-            reasons = call.kernel.reasons(call.runner.device, *operands)
+            why = reasons(call.kernel, call.runner.device, *operands)
         else:
-            reasons = {"pallas": unknown, "cuda": unknown, "xla": None}
+            why = {"pallas": unknown, "cuda": unknown, "xla": None}
         named = call.runner.implementation
-        if named is not None and named not in reasons:
+        if named is not None and named not in why:
             named = "xla"
         operator = call.kernel.name.split(" ")[0]
         choice = dispatch.Choice(
             call.kernel.name,
             _shapes(operands),
-            dispatch.choose(operator, named, reasons),
-            dict(reasons),
+            dispatch.choose(operator, named, why),
+            dict(why),
             self.in_own_module,
             source="model" if named is None else "named",
             kernel=call.kernel,

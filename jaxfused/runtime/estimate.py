@@ -1,0 +1,40 @@
+"""The order of a stage's implementations, from what the stage expects of them.
+
+A stage says why an implementation cannot run (`why_not`) and, where it can tell, what it expects of those
+that can (`estimate`). The order follows from both here, and nowhere else.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+class Times(NamedTuple):
+    """Predicted times, of which the shortest comes first."""
+
+    microseconds: Mapping[str, float]
+    """The time of each implementation, the model's error included; those without one come last."""
+
+
+class Rule(NamedTuple):
+    """A rule in the place of predicted times."""
+
+    first: Sequence[str]
+    """The implementations that come before the others, in this order."""
+    why: str
+    """The reason as part of a sentence, such as "the rows are short"."""
+
+
+Estimate = Times | Rule | None
+"""None where the order of `why_not` stands."""
+
+
+def in_order(why_not: Mapping[str, str | None], estimate: Estimate) -> dict[str, str | None]:
+    """Returns `why_not` in the order in which implementations should run."""
+    names = list(why_not)
+    if isinstance(estimate, Rule):
+        first = [name for name in estimate.first if name in why_not]
+        names = [*first, *(name for name in names if name not in first)]
+    elif estimate is not None:
+        names.sort(key=lambda name: estimate.microseconds.get(name, math.inf))
+    return {name: why_not[name] for name in names}
