@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxfused import dispatch
-from jaxfused.runtime.estimate import Times
+from jaxfused.runtime.estimate import Rule, Times
 from pallas_kernels.gemm import cost, small_m
 
 _DOUBT = 1.06
@@ -19,6 +19,8 @@ _START = 0.5
 _CONVERTED_ANEW = 0.3
 """Fraction of the weights' conversion that a small-M gradient pays; the forward has done the rest."""
 _HOPPER = 9
+UNMODELLED = Rule(("xla",), "the cost model of products covers only Hopper GPUs")
+"""The order on a device for which `is_modelled` is false."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def is_modelled(device: dispatch.Device) -> bool:
 
 
 def product_times(microseconds: Mapping[str, float]) -> Times:
-    """Returns the times with the model's error added to all but XLA's, which wins where it is as fast."""
+    """Returns the times with the model's error added to all but XLA's."""
     return Times(
         {
             name: time if name == "xla" else time * _DOUBT + _START
