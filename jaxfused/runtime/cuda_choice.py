@@ -4,9 +4,8 @@ Unless named, they run only on GPUs that the Pallas kernels do not support, if "
 in `dispatch.UNMEASURED`, and at sizes where they measured faster than XLA.
 """
 
-from collections.abc import Mapping
-
 from jaxfused import dispatch
+from jaxfused.runtime.estimate import Rule
 from pallas_kernels import hopper
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
@@ -32,23 +31,16 @@ def missing(op: str, implementation: str | None) -> dict[str, str]:
     return {} if reason is None else {"cuda": reason}
 
 
-def among(
-    op: str,
-    reasons: Mapping[str, str | None],
-    device: dispatch.Device,
-    reason: str | None,
-    *,
-    fast: bool = True,
-) -> dict[str, str | None]:
-    """Returns the reasons with the CUDA kernel's: first if it should run by default, else last.
+def rule(op: str, device: dispatch.Device, *, fast: bool) -> Rule | None:
+    """Returns the rule that puts the CUDA kernel first, or None if it runs only when named.
 
     Args:
       fast: whether the kernel is expected to be faster than XLA at these shapes.
     """
     pallas_serves = hopper.why_unfit(device.compute_capability) is None
     if pallas_serves or dispatch.why_unmeasured(_name(op)) is not None or not fast:
-        return {**reasons, "cuda": reason}
-    return {"cuda": reason, **reasons}
+        return None
+    return Rule(("cuda",), "CUDA C is faster than XLA at this size")
 
 
 def _name(op: str) -> str:

@@ -170,7 +170,7 @@ class _Largest(OneByOne):
         rows = sharding.leading_axes(operands[0].ndim - 1)
         return Axes([rows + letter for letter in "deg"], ("p",), whole=rows + "degp")
 
-    def reasons(self, device, *operands) -> Mapping[str, str | None]:
+    def why_not(self, device, *operands) -> Mapping[str, str | None]:
         reason = cuda_library.why_unfit(device.compute_capability)
         reason = reason or cuda_library.why_dtype_unfit(operands[0].dtype)
         if len({operand.dtype for operand in operands if operand is not None}) > 1:
@@ -235,7 +235,7 @@ class _Quantize(OneByOne):
             whole="degcpsq" if apart else "psq",
         )
 
-    def reasons(self, device, *operands) -> Mapping[str, str | None]:
+    def why_not(self, device, *operands) -> Mapping[str, str | None]:
         matrices = [operand for operand in operands[:-1] if operand is not None]
         reason = quantize_cuda.why_unsupported(
             compute_capability=device.compute_capability,

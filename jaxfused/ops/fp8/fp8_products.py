@@ -140,7 +140,7 @@ def _scales(a: Copies, b: Copies) -> tuple[jax.Array, jax.Array]:
 # --- kernels --------------------------------------------------------------------------------------
 
 
-def _product_reasons(
+def _product_why_not(
     device: dispatch.Device, x: Any, w: Any, others: Mapping[str, Any]
 ) -> dict[str, str | None]:
     """Returns why each implementation cannot multiply x [M, K] and w [N, K] in float8."""
@@ -183,7 +183,7 @@ class _Layer(OneByOne):
             whole="kp",
         )
 
-    def reasons(self, device, x, w, scale, w_scale, bias, residual) -> Mapping[str, str | None]:
+    def why_not(self, device, x, w, scale, w_scale, bias, residual) -> Mapping[str, str | None]:
         del scale, w_scale
         others = {
             "bias": None if bias is None else bias.dtype,
@@ -191,7 +191,7 @@ class _Layer(OneByOne):
             "the result": self.options.out_dtype,
             "what is saved": self.options.narrow_dtype,
         }
-        return _product_reasons(device, x, w, others)
+        return _product_why_not(device, x, w, others)
 
     def work(self, x, w, residual) -> cost.Work:
         return pallas_fp8.work(
@@ -255,9 +255,9 @@ class _HiddenGradient(OneByOne):
             whole="kp",
         )
 
-    def reasons(self, device, dy, w, scale, w_scale, z, up) -> Mapping[str, str | None]:
+    def why_not(self, device, dy, w, scale, w_scale, z, up) -> Mapping[str, str | None]:
         del scale, w_scale, up
-        return _product_reasons(device, dy, w, {"z": z.dtype})
+        return _product_why_not(device, dy, w, {"z": z.dtype})
 
     def work(self, dy, w, z, up) -> cost.Work:
         moved = z.dtype.itemsize * (1 if up is None else 2)
@@ -309,10 +309,10 @@ class _HiddenGradientBySlope(OneByOne):
             whole="kp",
         )
 
-    def reasons(self, device, dy, w, *others) -> Mapping[str, str | None]:
-        reasons = _product_reasons(device, dy, w, {"dz": self.dtype})
+    def why_not(self, device, dy, w, *others) -> Mapping[str, str | None]:
+        why_not = _product_why_not(device, dy, w, {"dz": self.dtype})
         slope = pallas_fp8.why_slope_unsupported(columns=others[-1].shape[1])
-        return reasons | {"pallas": reasons["pallas"] or slope}
+        return why_not | {"pallas": why_not["pallas"] or slope}
 
     def work(self, dy, w, slope) -> cost.Work:
         read, written = slope.dtype.itemsize, _bytes(self.dtype)
@@ -352,9 +352,9 @@ class _WeightGradient(OneByOne):
         del x, dy, scale
         return Axes(("k" + ROWS, "n" + ROWS, "s", "t"), ("kn",))
 
-    def reasons(self, device, x, dy, scale, dy_scale) -> Mapping[str, str | None]:
+    def why_not(self, device, x, dy, scale, dy_scale) -> Mapping[str, str | None]:
         del scale, dy_scale
-        return _product_reasons(device, x, dy, {"the gradient": self.dtype})
+        return _product_why_not(device, x, dy, {"the gradient": self.dtype})
 
     def work(self, x, dy) -> cost.Work:
         return pallas_fp8.work(x, dy, read_bytes=0, written_bytes=_bytes(self.dtype))

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -27,10 +27,19 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import Passes, fastest_first, is_modelled, xla_time
+from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.product_xla import product, sum_written_rows
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.runtime.runner import (
+    ROWS,
+    Axes,
+    Results,
+    Runner,
+    batched_rows,
+    reasons,
+    takes_reference,
+)
 from jaxfused.runtime.shapes import why_symbolic
 from pallas_kernels.gemm import cost, small_m
 from pallas_kernels.gemm import linear as pallas_linear
@@ -151,7 +160,7 @@ def _gains_from_stages(
     rows = math.prod(x.shape[:-1])
     operands = [jax.ShapeDtypeStruct((rows, n), x.dtype) for n in (x.shape[-1], w.shape[1])]
     kernel = WeightGradients("linear", jnp.dtype(w.dtype), precision, 1, False, False)
-    return dispatch.choose("linear", None, kernel.reasons(device, *operands)) != "xla"
+    return dispatch.choose("linear", None, reasons(kernel, device, *operands)) != "xla"
 
 
 def allows_tf32(precision: Any) -> bool:
@@ -252,9 +261,9 @@ def _forward(
     if not options.forward_in_xla:
         return run(layer, *operands)
     x, w, *_ = operands
-    reasons = {"pallas": _WHY_BARE, "cuda": _WHY_BARE, "xla": None}
+    why_not = {"pallas": _WHY_BARE, "cuda": _WHY_BARE, "xla": None}
     shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in (x, w)]
-    dispatch.record(dispatch.Choice(layer.name, shapes, "xla", reasons))
+    dispatch.record(dispatch.Choice(layer.name, shapes, "xla", why_not))
     return layer.run("xla", run.device, *operands)
 
 
@@ -467,29 +476,35 @@ class Layer:
             save_preactivation=self.save_preactivation,
         )
 
-    def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
-        reasons = product_reasons(
+    def why_not(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        del bias
+        return product_why_not(
             device,
             self.precision,
             {"x": x, "residual": residual},
             {"x": x.shape[1], "the result": w.shape[1]},
             out_dtype=self.out_dtype,
         )
+
+    def estimate(self, device, able, x, w, bias, residual) -> Estimate:
         work = self.work(x, w, bias, residual)
         # cuBLASLt is not measured for few tiles.
         large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
-        in_one_product = reasons["cuda"] is None and large
-        in_one_product = in_one_product and linear_cuda.in_one_product(
-            dtype=x.dtype,
-            w_shape=w.shape,
-            activation=self.activation,
-            residual_dtype=None if residual is None else residual.dtype,
-            out_dtype=self.out_dtype,
+        in_one_product = (
+            "cuda" in able
+            and large
+            and linear_cuda.in_one_product(
+                dtype=x.dtype,
+                w_shape=w.shape,
+                activation=self.activation,
+                residual_dtype=None if residual is None else residual.dtype,
+                out_dtype=self.out_dtype,
+            )
         )
-        return in_order(
+        return product_estimate(
             device,
+            able,
             x.dtype,
-            reasons,
             work,
             self._passes(x, bias, residual),
             cuda_in_one_product=in_one_product,
@@ -561,13 +576,17 @@ class ActivationGradient:
         del operands
         return Axes((ROWS + "f", ROWS + "f"), (ROWS + "f", "f" if self.has_bias else None))
 
-    def reasons(self, device, dy, z) -> Mapping[str, str | None]:
+    def why_not(self, device, dy, z) -> Mapping[str, str | None]:
+        del dy
         reason = linear_cuda.why_unsupported(
             compute_capability=device.compute_capability, dtype=z.dtype
         )
-        reasons = {"cuda": reason, "xla": None}
+        return {"cuda": reason, "xla": None}
+
+    def estimate(self, device, able, dy, z) -> Estimate:
+        del able
         if not is_modelled(device):
-            return reasons
+            return None
         moved = dy.dtype.itemsize + 2 * z.dtype.itemsize
         # XLA evaluates the activation and its derivative.
         evaluations = 0 if self.activation in CHEAP_ACTIVATIONS else 2
@@ -583,7 +602,7 @@ class ActivationGradient:
             sums=self.has_bias,
             slow_activation=slow,
         )
-        return fastest_first(reasons, {"xla": xla, "cuda": ours})
+        return product_times({"xla": xla, "cuda": ours})
 
     def run(self, implementation, device, dy, z) -> Results:
         del device
@@ -626,11 +645,14 @@ class _InputGradient:
             k_last=True,
         )
 
-    def reasons(self, device, dy, w) -> Mapping[str, str | None]:
+    def why_not(self, device, dy, w) -> Mapping[str, str | None]:
         features = {"the gradient": w.shape[1], "x": w.shape[0]}
-        reasons = product_reasons(device, self.precision, {"x": dy}, features)
-        del reasons["cuda"]
-        return in_order(device, dy.dtype, reasons, self.work(dy, w), Passes())
+        why_not = product_why_not(device, self.precision, {"x": dy}, features)
+        del why_not["cuda"]
+        return why_not
+
+    def estimate(self, device, able, dy, w) -> Estimate:
+        return product_estimate(device, able, dy.dtype, self.work(dy, w), Passes())
 
     def run(self, implementation, device, dy, w, config=None) -> Results:
         if implementation == "pallas":
@@ -660,7 +682,7 @@ def weights_for(implementation: str, w: Any, dtype: Any) -> Any:
     return w if implementation == "pallas" or w is None else w.astype(dtype)
 
 
-def product_reasons(
+def product_why_not(
     device: dispatch.Device,
     precision: Any,
     operands: Mapping[str, jax.Array | None],
@@ -696,37 +718,40 @@ CHEAP_ACTIVATIONS = (*ARITHMETIC, "quick_gelu", "silu", "sigmoid")
 """Activations that XLA evaluates faster than it reads their argument."""
 
 
-def in_order(
+def product_estimate(
     device: dispatch.Device,
+    able: Collection[str],
     dtype: Any,
-    reasons: dict[str, str | None],
     work: cost.Work,
     passes: Passes,
     *,
     terms: int = 1,
-    pallas_time: float | None = None,
+    pallas_time: Callable[[], float] | None = None,
     cuda_in_one_product: bool = False,
     weights_read_again: bool = False,
-) -> dict[str, str | None]:
-    """Returns `reasons` in the order in which implementations should run, predicted fastest first.
+) -> Estimate:
+    """Returns what is expected of a product with an epilogue: a stage's `estimate`.
 
     Args:
+      device: the device that it would run on.
+      able: the implementations that can run.
       dtype: the product's dtype.
       work: the product and its epilogue.
       passes: XLA's passes after its product.
       terms: number of products of this size that are added.
-      pallas_time: predicted microseconds of the Pallas kernels, if they are not one product.
+      pallas_time: predicts the microseconds of the Pallas kernels, if they are not one product.
       cuda_in_one_product: whether cuBLASLt takes the epilogue too.
       weights_read_again: whether a gradient needs the weights in `dtype` anyway, so that XLA's product
         does not pay for their conversion.
     """
     if dtype == jnp.float32:
-        # Float32 is not measured.
-        return dispatch.preferring("xla", reasons)
+        return Rule(("xla",), "kernels are not timed in float32")
     if not is_modelled(device):
         large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
         fuses = bool(passes.bytes_of_element)
-        return reasons if large and fuses else dispatch.preferring("xla", reasons)
+        if large and fuses:
+            return None
+        return Rule(("xla",), "its product includes the epilogue, or has few tiles")
     by_xla = replace(work, w_itemsize=0) if weights_read_again else work
     xla = terms * xla_time(device, by_xla, Passes()) + passes.time(work.m * work.n)
     # The CUDA pass after XLA's product is counted like XLA's passes.
@@ -737,7 +762,9 @@ def in_order(
         times["cuda"] = cost.cublaslt_product(
             xla_time(device, work, moved), work.m * work.n, work.activations, saves=saves
         )
-    if reasons["pallas"] is None:
+    if "pallas" in able and pallas_time is not None:
+        times["pallas"] = pallas_time()
+    elif "pallas" in able:
         fused = replace(work, k=terms * work.k, terms=terms)
-        times["pallas"] = pallas_time or predicted_time(fused, device.multiprocessors)
-    return fastest_first(reasons, times)
+        times["pallas"] = predicted_time(fused, device.multiprocessors)
+    return product_times(times)

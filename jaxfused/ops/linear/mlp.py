@@ -18,10 +18,10 @@ from jaxfused.ops.linear.linear import (
     are_weights_converted,
     check_affine,
     check_residual,
-    in_order,
     input_gradient,
     product_configs,
-    product_reasons,
+    product_estimate,
+    product_why_not,
     resolve_out_dtype,
     weight_itemsize,
     weights_for,
@@ -41,10 +41,19 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.dropout_arguments import dropout_words, without_kernels
+from jaxfused.runtime.estimate import Estimate
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import Passes, is_modelled
+from jaxfused.runtime.product_choice import Passes
 from jaxfused.runtime.product_xla import side_by_side, sums_side_by_side
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.runtime.runner import (
+    ROWS,
+    Axes,
+    Results,
+    Runner,
+    batched_rows,
+    reasons,
+    takes_reference,
+)
 from pallas_kernels.gemm import cost, matmul, small_m
 from pallas_kernels.gemm import mlp as pallas_mlp
 from pallas_kernels.gemm.operands import SWIZZLE_BYTES
@@ -587,10 +596,8 @@ def _is_by_xla(run: Runner, kernel: Any, *operands: jax.Array | None) -> bool:
         None if a is None else jax.ShapeDtypeStruct((math.prod(a.shape[:-1]), a.shape[-1]), a.dtype)
         for a in operands
     )
-    return (
-        dispatch.choose("gated_mlp", run.implementation, kernel.reasons(run.device, *matrices))
-        == "xla"
-    )
+    why = reasons(kernel, run.device, *matrices)
+    return dispatch.choose("gated_mlp", run.implementation, why) == "xla"
 
 
 def _are_joined_faster(x, gate, w_gate) -> bool:
@@ -626,10 +633,13 @@ class _HiddenAndSlope:
         del b1
         return _work(x, w1, w1.shape[1], written=2, activations=2)
 
-    def reasons(self, device, x, w1, b1) -> Mapping[str, str | None]:
+    def why_not(self, device, x, w1, b1) -> Mapping[str, str | None]:
+        return _why_not(device, self.precision, x, self.work(x, w1, b1), cuda_kernel=False)
+
+    def estimate(self, device, able, x, w1, b1) -> Estimate:
         work = self.work(x, w1, b1)
         passes = _passes(work, self.activation, evaluations=1)
-        return _reasons(device, self.precision, x, work, passes, cuda_kernel=False)
+        return product_estimate(device, able, x.dtype, work, passes)
 
     def run(self, implementation, device, x, w1, b1, config=None) -> Results:
         operands = (x, weights_for(implementation, w1, x.dtype), b1)
@@ -668,10 +678,13 @@ class _HiddenGradientBySlope:
     def work(self, dy, w2, slope) -> cost.Work:
         return _work(dy, w2, slope.shape[1], read=1, k_last=True)
 
-    def reasons(self, device, dy, w2, slope) -> Mapping[str, str | None]:
+    def why_not(self, device, dy, w2, slope) -> Mapping[str, str | None]:
+        return _why_not(device, self.precision, dy, self.work(dy, w2, slope), cuda_kernel=False)
+
+    def estimate(self, device, able, dy, w2, slope) -> Estimate:
         work = self.work(dy, w2, slope)
         passes = _passes(work, None, evaluations=int(self.sums_rows))
-        return _reasons(device, self.precision, dy, work, passes, cuda_kernel=False)
+        return product_estimate(device, able, dy.dtype, work, passes)
 
     def run(self, implementation, device, dy, w2, slope, config=None) -> Results:
         operands = (dy, weights_for(implementation, w2, dy.dtype), slope)
@@ -712,11 +725,14 @@ class _HiddenGradient:
         activations = 0 if self.activation is None else 2
         return _work(dy, w2, z.shape[1], read=1, written=2, activations=activations, k_last=True)
 
-    def reasons(self, device, dy, w2, z) -> Mapping[str, str | None]:
+    def why_not(self, device, dy, w2, z) -> Mapping[str, str | None]:
+        return _why_not(device, self.precision, dy, self.work(dy, w2, z))
+
+    def estimate(self, device, able, dy, w2, z) -> Estimate:
         work = self.work(dy, w2, z)
         evaluations = work.activations + int(self.sums_rows)
         passes = _passes(work, self.activation, evaluations=evaluations)
-        return _reasons(device, self.precision, dy, work, passes)
+        return product_estimate(device, able, dy.dtype, work, passes)
 
     def run(self, implementation, device, dy, w2, z, config=None) -> Results:
         functions: Mapping[str, Callable[..., Results]] = {
@@ -778,20 +794,22 @@ class _GatedUnit:
             multiprocessors=device.multiprocessors,
         )
 
-    def reasons(self, device, x, w_gate, w_up, b_gate, b_up) -> Mapping[str, str | None]:
-        work = self.work(x, w_gate, w_up, b_gate, b_up)
+    def why_not(self, device, x, *parameters) -> Mapping[str, str | None]:
+        return _why_not(device, self.precision, x, self.work(x, *parameters))
+
+    def estimate(self, device, able, x, w_gate, w_up, *biases) -> Estimate:
+        work = self.work(x, w_gate, w_up, *biases)
         # XLA writes gate and up in any case, and again if they are the halves of one array.
         moved = 3 if w_up is not None or not self.saves_preactivations else 5
         passes = _passes(work, self.activation, evaluations=1, matrices=moved)
-        time = None
-        if is_modelled(device) and x.dtype != jnp.float32:
-            time = pallas_mlp.gated_forward_time(
-                work,
-                stacked=w_up is None,
-                save_preactivations=self.saves_preactivations,
-                multiprocessors=device.multiprocessors,
-            )
-        return _reasons(device, self.precision, x, work, passes, pallas_time=time)
+        time = functools.partial(
+            pallas_mlp.gated_forward_time,
+            work,
+            stacked=w_up is None,
+            save_preactivations=self.saves_preactivations,
+            multiprocessors=device.multiprocessors,
+        )
+        return product_estimate(device, able, x.dtype, work, passes, pallas_time=time)
 
     def run(self, implementation, device, x, w_gate, w_up, b_gate, b_up, config=None) -> Results:
         functions: Mapping[str, Callable[..., Results]] = {
@@ -858,11 +876,14 @@ class _GatedHiddenGradient:
             k_last=True,
         )
 
-    def reasons(self, device, dy, w_down, gate, up) -> Mapping[str, str | None]:
+    def why_not(self, device, dy, w_down, gate, up) -> Mapping[str, str | None]:
+        return _why_not(device, self.precision, dy, self.work(dy, w_down, gate, up))
+
+    def estimate(self, device, able, dy, w_down, gate, up) -> Estimate:
         work = self.work(dy, w_down, gate, up)
         evaluations = work.activations + sum(self.sums_rows)
         passes = _passes(work, self.activation, evaluations=evaluations)
-        return _reasons(device, self.precision, dy, work, passes)
+        return product_estimate(device, able, dy.dtype, work, passes)
 
     def run(self, implementation, device, dy, w_down, gate, up, config=None) -> Results:
         functions: Mapping[str, Callable[..., Results]] = {
@@ -911,23 +932,28 @@ class _GatedInputGradient:
 
     def work(self, dgate, dup, w_gate, w_up) -> cost.Work:
         del dup, w_up
-        one = _work(dgate, w_gate, w_gate.shape[0], k_last=True)
+        one = self._one_product(dgate, w_gate)
         return replace(one, k=2 * one.k, terms=2)
 
-    def reasons(self, device, dgate, dup, w_gate, w_up) -> Mapping[str, str | None]:
+    def _one_product(self, dgate, w_gate) -> cost.Work:
+        return _work(dgate, w_gate, w_gate.shape[0], k_last=True)
+
+    def why_not(self, device, dgate, dup, w_gate, w_up) -> Mapping[str, str | None]:
+        del dup, w_up
+        return _why_not(device, self.precision, dgate, self._one_product(dgate, w_gate))
+
+    def estimate(self, device, able, dgate, dup, w_gate, w_up) -> Estimate:
         del dup
-        work = _work(dgate, w_gate, w_gate.shape[0], k_last=True)
+        work = self._one_product(dgate, w_gate)
         if w_up is not None:
             # Two products, which XLA adds in a pass.
             passes = _passes(work, None, matrices=3)
-            return _reasons(device, self.precision, dgate, work, passes, terms=2)
+            return product_estimate(device, able, dgate.dtype, work, passes, terms=2)
         # One product. XLA concatenates the cotangents for it, unless the weights' gradient has.
         is_free = self.finds_joined or work.m <= work.n
         matrices = 0 if is_free else math.ceil(4 * work.k / work.n)
-        features = {"what is multiplied": work.k, "the result": work.n}
-        reasons = product_reasons(device, self.precision, {"x": dgate}, features)
         passes = Passes(bytes_of_element=matrices * work.itemsize)
-        return in_order(device, dgate.dtype, reasons, replace(work, k=2 * work.k), passes)
+        return product_estimate(device, able, dgate.dtype, replace(work, k=2 * work.k), passes)
 
     def run(self, implementation, device, dgate, dup, w_gate, w_up, config=None) -> Results:
         functions: Mapping[str, Callable[..., Results]] = {
@@ -984,29 +1010,20 @@ def _passes(
     )
 
 
-def _reasons(
+def _why_not(
     device: dispatch.Device,
     precision: Any,
     x: jax.Array,
     work: cost.Work,
-    passes: Passes,
     *,
-    terms: int = 1,
-    pallas_time: float | None = None,
     cuda_kernel: bool = True,
-) -> dict[str, str | None]:
-    """Returns why each implementation cannot run x [M, K] times w, the one predicted fastest first.
-
-    Args:
-      terms: number of products of this size that are added.
-      pallas_time: predicted microseconds of the Pallas kernels, if they are not one product.
-      cuda_kernel: whether there is a CUDA kernel.
-    """
+) -> Mapping[str, str | None]:
+    """Returns why each implementation, CUDA's only if `cuda_kernel`, cannot run x [M, K] times w."""
     features = {"what is multiplied": work.k, "the result": work.n}
-    reasons = product_reasons(device, precision, {"x": x}, features)
+    why_not = product_why_not(device, precision, {"x": x}, features)
     if not cuda_kernel:
-        del reasons["cuda"]
-    return in_order(device, x.dtype, reasons, work, passes, terms=terms, pallas_time=pallas_time)
+        del why_not["cuda"]
+    return why_not
 
 
 def _product_keywords(

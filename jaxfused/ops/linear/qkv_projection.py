@@ -26,10 +26,11 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import Passes, fastest_first, is_modelled, xla_time
+from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.product_xla import product, side_by_side, unshared
-from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
+from jaxfused.runtime.runner import Axes, Results, Runner, reasons, takes_reference
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm import matmul as pallas_matmul
@@ -454,7 +455,7 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
     dbs: Sequence[Any] | None
     shapes = options.shapes(weights)
     if sharding.is_in_one_piece(x, *(w for w in weights if w is not None)):
-        joined, for_x = options.one_array is not None, _joins_for_x(run, x, shapes)
+        joined, for_x = options.one_array is not None, _joins_for_x(run, options, dys, weights)
         if joined and for_x:
             # In the form that XLA's gradient of x reads, so that only one form is written.
             flat = [side_by_side(flat, options.head_size)]
@@ -488,10 +489,12 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
     return [*dweights, *absent], [*dbiases, *absent]
 
 
-def _joins_for_x(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) -> bool:
+def _joins_for_x(
+    run: Runner, options: _Options, dys: Sequence[Any], weights: Sequence[Any]
+) -> bool:
     """Whether XLA computes the gradient of x, for which the cotangents are concatenated."""
-    reasons = _gradient_first(run.device, x, weights, _reasons(run.device, x, weights))
-    return dispatch.choose("qkv_projection", run.implementation, reasons) == "xla"
+    why = reasons(_InputGradient(options), run.device, *dys, *weights)
+    return dispatch.choose("qkv_projection", run.implementation, why) == "xla"
 
 
 def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) -> bool:
@@ -551,26 +554,51 @@ class _Forward:
             multiprocessors=device.multiprocessors,
         )
 
-    def reasons(self, device, x, *parameters) -> Mapping[str, str | None]:
+    def why_not(self, device, x, *parameters) -> Mapping[str, str | None]:
+        norm, rotary_dim = _norm_and_rotation(parameters)
+        return _why_not(
+            device,
+            x,
+            self.options.shapes(parameters[:3]),
+            norm=norm,
+            rotary_dim=rotary_dim,
+            interleaved=self.options.interleaved,
+        )
+
+    def estimate(self, device, able, x, *parameters) -> Estimate:
         weights = self.options.shapes(parameters[:3])
         norm, rotary_dim = _norm_and_rotation(parameters)
-        reasons = _reasons(
-            device,
-            x,
-            weights,
-            norm=norm,
-            rotary_dim=rotary_dim,
-            interleaved=self.options.interleaved,
+        widths = [math.prod(w.shape[1:]) for w in weights]
+        work = cost.Work(math.prod(x.shape[:-1]), sum(widths), x.shape[-1])
+        if not _is_modelled(device, x):
+            return _unmodelled(device, work)
+        # XLA splits the product into three, normalises two of them, and rotates their heads.
+        interleaved = self.options.interleaved
+        moved = 2 * x.dtype.itemsize
+        rotated = moved * (_OF_NEIGHBOURS if rotary_dim and interleaved else 1.0)
+        passes = sum(
+            cost.xla_pass(work.m * width, of_one)
+            for width, of_one in zip(widths, (rotated, rotated, moved), strict=True)
         )
-        return _forward_first(
-            device,
-            x,
-            weights,
-            reasons,
-            norm=norm,
-            rotary_dim=rotary_dim,
-            interleaved=self.options.interleaved,
-        )
+        passes *= 1 + int(norm and rotary_dim > 0)
+        w_itemsize = weights[0].dtype.itemsize
+        if w_itemsize != x.dtype.itemsize:
+            converts = cost.xla_pass(work.k * work.n, w_itemsize + x.dtype.itemsize)
+            passes += converts * (_OF_CONVERSION if work.m <= _FEW_FOR_XLA else 1.0)
+        times = {"xla": xla_time(device, work, Passes()) + passes}
+        if "pallas" in able:
+            times["pallas"] = pallas_qkv_projection.predicted_time(
+                work.m,
+                work.k,
+                widths,
+                head_size=weights[0].shape[-1],
+                norm=norm,
+                rotary_dim=rotary_dim,
+                interleaved=interleaved,
+                w_itemsize=w_itemsize,
+                multiprocessors=device.multiprocessors,
+            )
+        return product_times(times)
 
     def run(self, implementation, device, x, *parameters, config=None) -> Results:
         *weights_and_biases, q_scale, k_scale, cos, sin = parameters
@@ -665,10 +693,26 @@ class _InputGradient:
         work = _gradient_work(rows, features, self.options.shapes(operands[3:]))
         return pallas_matmul.fitting(work, device.multiprocessors)
 
-    def reasons(self, device, *operands) -> Mapping[str, str | None]:
+    def why_not(self, device, *operands) -> Mapping[str, str | None]:
+        return _why_not(device, *self._x_and_weights(*operands))
+
+    def estimate(self, device, able, *operands) -> Estimate:
+        x, weights = self._x_and_weights(*operands)
+        work = _gradient_work(math.prod(x.shape[:-1]), x.shape[-1], weights)
+        if not _is_modelled(device, x):
+            return _unmodelled(device, work)
+        # XLA first concatenates the cotangents.
+        moved = 2 * x.dtype.itemsize
+        times = {"xla": xla_time(device, work, Passes()) + cost.xla_pass(work.m * work.k, moved)}
+        if "pallas" in able:
+            copies = _weight_copies(weights, x.dtype)
+            times["pallas"] = copies + predicted_time(work, device.multiprocessors)
+        return product_times(times)
+
+    def _x_and_weights(self, *operands) -> tuple[Any, Sequence[Any]]:
+        """Returns the shapes and dtypes of x [..., D] and of the weights [D, n, heads, H]."""
         x = jax.ShapeDtypeStruct((*operands[0].shape[:-3], len(operands[3])), operands[0].dtype)
-        weights = self.options.shapes(operands[3:])
-        return _gradient_first(device, x, weights, _reasons(device, x, weights))
+        return x, self.options.shapes(operands[3:])
 
     def run(self, implementation, device, *operands, config=None) -> Results:
         before = operands[0].shape[:-3]
@@ -706,7 +750,7 @@ class _InputGradient:
         return call(self, *batch_all(axis_size, in_batched[:3], operands[:3]), *operands[3:])
 
 
-def _reasons(
+def _why_not(
     device, x, weights, *, norm=False, rotary_dim=0, interleaved=False
 ) -> dict[str, str | None]:
     """Returns why each implementation cannot take x [..., D] and weights [D, n, heads, H]."""
@@ -728,61 +772,11 @@ def _reasons(
     }
 
 
-def _forward_first(
-    device, x, weights, reasons, *, norm, rotary_dim, interleaved
-) -> Mapping[str, str | None]:
-    """Returns why each implementation cannot run the forward, the one predicted fastest first."""
-    widths = [math.prod(w.shape[1:]) for w in weights]
-    work = cost.Work(math.prod(x.shape[:-1]), sum(widths), x.shape[-1])
-    if not _is_modelled(device, x):
-        return _where_large(device, work, reasons)
-    # XLA splits the product into three, normalises two of them, and rotates their heads.
-    moved = 2 * x.dtype.itemsize
-    rotated = moved * (_OF_NEIGHBOURS if rotary_dim and interleaved else 1.0)
-    passes = sum(
-        cost.xla_pass(work.m * width, of_one)
-        for width, of_one in zip(widths, (rotated, rotated, moved), strict=True)
-    )
-    passes *= 1 + int(norm and rotary_dim > 0)
-    w_itemsize = weights[0].dtype.itemsize
-    if w_itemsize != x.dtype.itemsize:
-        converts = cost.xla_pass(work.k * work.n, w_itemsize + x.dtype.itemsize)
-        passes += converts * (_OF_CONVERSION if work.m <= _FEW_FOR_XLA else 1.0)
-    times = {"xla": xla_time(device, work, Passes()) + passes}
-    if reasons["pallas"] is None:
-        times["pallas"] = pallas_qkv_projection.predicted_time(
-            work.m,
-            work.k,
-            widths,
-            head_size=weights[0].shape[-1],
-            norm=norm,
-            rotary_dim=rotary_dim,
-            interleaved=interleaved,
-            w_itemsize=w_itemsize,
-            multiprocessors=device.multiprocessors,
-        )
-    return fastest_first(reasons, times)
-
-
 _OF_NEIGHBOURS = 2.4
 """Time of XLA's rotation of interleaved pairs, read one by one, relative to that of halves (an H200)."""
 _OF_CONVERSION, _FEW_FOR_XLA = 2 / 3, 1024
 """Part of a conversion kernel's time that converting weights adds to XLA's product of up to 1,024 rows,
 which may fuse it. [512, 4096] to 8,192 columns take 77 us, with bfloat16 weights about 45."""
-
-
-def _gradient_first(device, x, weights, reasons) -> Mapping[str, str | None]:
-    """Returns why each implementation cannot run dgrad, the one predicted fastest first."""
-    work = _gradient_work(math.prod(x.shape[:-1]), x.shape[-1], weights)
-    if not _is_modelled(device, x):
-        return _where_large(device, work, reasons)
-    # XLA first concatenates the cotangents.
-    moved = 2 * x.dtype.itemsize
-    times = {"xla": xla_time(device, work, Passes()) + cost.xla_pass(work.m * work.k, moved)}
-    if reasons["pallas"] is None:
-        copies = _weight_copies(weights, x.dtype)
-        times["pallas"] = copies + predicted_time(work, device.multiprocessors)
-    return fastest_first(reasons, times)
 
 
 def _weight_copies(weights, dtype) -> float:
@@ -807,9 +801,10 @@ def _is_modelled(device: dispatch.Device, x: jax.Array) -> bool:
     return is_modelled(device) and x.dtype in (jnp.bfloat16, jnp.float16)
 
 
-def _where_large(device, work, reasons) -> Mapping[str, str | None]:
+def _unmodelled(device: dispatch.Device, work: cost.Work) -> Rule | None:
+    """Returns the rule where the cost model does not apply."""
     large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
-    return reasons if large else dispatch.preferring("xla", reasons)
+    return None if large else Rule(("xla",), "the product has fewer tiles than the GPU has SMs")
 
 
 def _operand_axes(operands: Sequence[Any]) -> Sequence[str]:

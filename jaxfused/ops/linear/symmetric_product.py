@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.linear.linear import allows_tf32
 from jaxfused.runtime import sharding
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
@@ -114,7 +115,7 @@ class _Symmetric:
         del operands
         return Axes(("bmk", "bnk", "bmn", "c", "b"), ("bmn",), whole="mnkc")
 
-    def reasons(self, device, x, *others) -> Mapping[str, str | None]:
+    def why_not(self, device, x, *others) -> Mapping[str, str | None]:
         del others
         reason = symmetric.why_unsupported(
             compute_capability=device.compute_capability,
@@ -122,10 +123,12 @@ class _Symmetric:
             dtype=x.dtype,
             allows_tf32=allows_tf32(None),
         )
-        reasons = {"pallas": reason, "xla": None}
-        if x.shape[1] < _FEWEST_ROWS:
-            return dispatch.preferring("xla", reasons)
-        return reasons
+        return {"pallas": reason, "xla": None}
+
+    def estimate(self, device, able, x, *others) -> Estimate:
+        del device, able, others
+        small = x.shape[1] < _FEWEST_ROWS
+        return Rule(("xla",), f"the matrices have less than {_FEWEST_ROWS} rows") if small else None
 
     def configs(self, implementation, device, x, *others) -> Sequence[Hashable]:
         del device, others
@@ -243,7 +246,7 @@ class _BothWays:
         del operands
         return Axes(("bmk", "bnk", "b"), ("bmn", "bnm"), whole="bmnk")
 
-    def reasons(self, device, x, y, *others) -> Mapping[str, str | None]:
+    def why_not(self, device, x, y, *others) -> Mapping[str, str | None]:
         del others
         shape = (x.shape[0], x.shape[1], y.shape[1])
         return {"pallas": why_not_both_ways(device, shape, x.dtype), "xla": None}

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.runtime import sharding
-from jaxfused.runtime.product_choice import pallas_or_xla
+from jaxfused.runtime.estimate import Estimate
+from jaxfused.runtime.product_choice import UNMODELLED, is_modelled, product_times
 from jaxfused.runtime.product_xla import (
     side_by_side,
     sum_over_rows,
@@ -19,7 +20,7 @@ from jaxfused.runtime.product_xla import (
     unshared,
     weight_product,
 )
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, reasons
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm import weight_gradient as pallas_weight_gradient
 
@@ -138,7 +139,7 @@ def _would_run_on_rows(
     if rows == 0 or run.implementation not in (None, "pallas"):
         return False
     shards = [jax.ShapeDtypeStruct((rows, a.shape[-1]), a.dtype) for a in (x, *dys)]
-    return dispatch.choose(kernel.op, None, kernel.reasons(run.device, *shards)) != "xla"
+    return dispatch.choose(kernel.op, None, reasons(kernel, run.device, *shards)) != "xla"
 
 
 def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
@@ -207,7 +208,7 @@ class WeightGradients:
             sums=self.sums_rows,
         )
 
-    def reasons(self, device, x, *dys) -> Mapping[str, str | None]:
+    def why_not(self, device, x, *dys) -> Mapping[str, str | None]:
         if x.dtype.itemsize != 2 or any(dy.dtype != x.dtype for dy in dys):
             return {"xla": None}
         names = [f"cotangent {index}" for index in range(len(dys))]
@@ -217,14 +218,15 @@ class WeightGradients:
             features={"x": x.shape[1]}
             | {name: dy.shape[1] for name, dy in zip(names, dys, strict=True)},
         )
+        return {"pallas": reason, "xla": None}
 
-        def times() -> Mapping[str, float]:
-            return {
-                "pallas": self._pallas_time(device, x, *dys),
-                "xla": self._xla_time(device, x, *dys),
-            }
-
-        return pallas_or_xla(device, reason, times)
+    def estimate(self, device, able, x, *dys) -> Estimate:
+        if not is_modelled(device):
+            return UNMODELLED
+        times = {"xla": self._xla_time(device, x, *dys)}
+        if "pallas" in able:
+            times["pallas"] = self._pallas_time(device, x, *dys)
+        return product_times(times)
 
     def _pallas_time(self, device: dispatch.Device, x, *dys) -> float:
         """Returns the predicted microseconds of the kernel, and of concatenating its results."""

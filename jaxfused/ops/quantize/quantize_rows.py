@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.quantize import quantize_rows_cuda
 from jaxfused.runtime import cuda_choice, rounding, sharding
+from jaxfused.runtime.estimate import Estimate
 from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray, assembled
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
 from pallas_kernels.rows import quantize as pallas_quantize
@@ -59,7 +60,7 @@ class _Rows:
         del operands
         return Axes((ROWS + "d",), (ROWS + "d", ROWS), whole="d")
 
-    def reasons(self, device, x) -> Mapping[str, str | None]:
+    def why_not(self, device, x) -> Mapping[str, str | None]:
         rows, features = x.shape
         reason = pallas_quantize.why_unsupported(
             compute_capability=device.compute_capability,
@@ -73,9 +74,13 @@ class _Rows:
             features=features,
             dtype=x.dtype,
         )
-        reasons = {"pallas": reason, "xla": None}
-        fast = cuda_choice.is_fast_for_rows(rows, features)
-        return cuda_choice.among("quantize_rows", reasons, device, of_cuda, fast=fast)
+        return {"pallas": reason, "xla": None, "cuda": of_cuda}
+
+    def estimate(self, device, able, x) -> Estimate:
+        del able
+        return cuda_choice.rule(
+            "quantize_rows", device, fast=cuda_choice.is_fast_for_rows(*x.shape)
+        )
 
     def configs(self, implementation, device, x) -> Sequence[Hashable]:
         del device

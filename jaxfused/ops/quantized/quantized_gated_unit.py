@@ -12,9 +12,18 @@ from jaxfused import dispatch
 from jaxfused.ops.quantized import quantized_matmul_cuda, quantized_matmul_xla
 from jaxfused.ops.quantized.quantized_matmul import cuda_configs, of_columns, why_no_kernel_reads
 from jaxfused.runtime import cuda_choice, sharding
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.quantized_array import QuantizedArray, as_operand, assembled
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.runtime.runner import (
+    ROWS,
+    Axes,
+    Results,
+    Runner,
+    batched_rows,
+    reasons,
+    takes_reference,
+)
 from pallas_kernels.gemm import quantized as pallas_quantized
 from pallas_kernels.gemm.quantized import Packed
 from pallas_kernels.gemm.small_m import MAX_ROWS
@@ -115,7 +124,7 @@ class _Unit:
         weights = (self.letters, "gf", "gf")
         return Axes((ROWS + "d", *weights, *weights, "f", "f"), (ROWS + "f",), whole=_WHOLE)
 
-    def reasons(self, device, x, values, scale, zero_point, *others) -> Mapping[str, str | None]:
+    def why_not(self, device, x, values, scale, zero_point, *others) -> Mapping[str, str | None]:
         del others
         reason = pallas_quantized.why_unsupported(
             compute_capability=device.compute_capability,
@@ -133,12 +142,15 @@ class _Unit:
             x_shape=x.shape,
             w=quantized_matmul_cuda.Weights(values, scale, zero_point),
         )
-        reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
+        return {"pallas": reason, "xla": None, "cuda": of_cuda}
+
+    def estimate(self, device, able, x, values, *others) -> Estimate:
+        del able, others
         # The limit on rows is that of a single product.
-        are_few = x.shape[0] <= MAX_ROWS
-        reasons = reasons if are_few else dispatch.preferring("xla", reasons)
+        if x.shape[0] > MAX_ROWS:
+            return Rule(("xla",), "its faster product makes up for dequantising the weights first")
         fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])
-        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=fast)
+        return cuda_choice.rule("quantized_matmul", device, fast=fast)
 
     def run(self, implementation, device, x, *weights_and_biases) -> Results:
         *weights, b_gate, b_up = weights_and_biases
@@ -187,10 +199,10 @@ class _Unit:
         if not sharding.is_in_one_piece(x, gate.values):
             return False
         rows = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-        reasons = self.reasons(device, rows, gate.values, *of_columns(gate))
-        if dispatch.choose(self.name, None, reasons) != "xla":
+        why = reasons(self, device, rows, gate.values, *of_columns(gate))
+        if dispatch.choose(self.name, None, why) != "xla":
             return False
-        dispatch.record(dispatch.Choice(self.name, [rows], "xla", reasons))
+        dispatch.record(dispatch.Choice(self.name, [rows], "xla", why))
         return True
 
     batched = batched_rows

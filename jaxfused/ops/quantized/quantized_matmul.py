@@ -20,8 +20,9 @@ from jaxfused.ops.linear.weight_gradient import sum_rows
 from jaxfused.ops.quantized import quantized_matmul_cuda, quantized_matmul_xla
 from jaxfused.runtime import cuda_choice, sharding
 from jaxfused.runtime.checks import as_arrays, check_activation, check_floating, python_numbers
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import Passes, fastest_first, is_modelled, xla_time
+from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.quantized_array import (
     FORMATS,
     Layout,
@@ -397,10 +398,10 @@ class _Layer:
             whole=_WHOLE,
         )
 
-    def reasons(
+    def why_not(
         self, device, x, x_scale, values, scale, zero_point, bias, residual
     ) -> Mapping[str, str | None]:
-        del x_scale
+        del x_scale, bias
         reason = pallas_quantized.why_unsupported(
             compute_capability=device.compute_capability,
             x_dtype=x.dtype,
@@ -417,16 +418,21 @@ class _Layer:
             x_shape=x.shape,
             w=quantized_matmul_cuda.Weights(values, scale, zero_point),
         )
-        reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
+        return {"pallas": reason, "xla": None, "cuda": of_cuda}
+
+    def estimate(
+        self, device, able, x, x_scale, values, scale, zero_point, bias, residual
+    ) -> Estimate:
+        del x_scale
         if x.shape[0] > MAX_ROWS_QUANTIZED:
-            # XLA dequantises the weights first, and its faster product makes up for that copy.
-            reasons = dispatch.preferring("xla", reasons)
-        elif reason is None and is_modelled(device):
+            return Rule(("xla",), "its faster product makes up for dequantising the weights first")
+        if "pallas" in able and is_modelled(device):
             w = Packed(values, scale, zero_point)
-            times = pallas_quantized.times(x, w, (bias, residual), device.multiprocessors)
-            reasons = dict(fastest_first(reasons, times))
+            return product_times(
+                pallas_quantized.times(x, w, (bias, residual), device.multiprocessors)
+            )
         fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])
-        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=fast)
+        return cuda_choice.rule("quantized_matmul", device, fast=fast)
 
     def configs(
         self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
@@ -497,7 +503,7 @@ class _LayerOfBoth(_Layer):
     def name(self) -> str:
         return "quantized_matmul forward of both"
 
-    def reasons(
+    def why_not(
         self, device, x, x_scale, values, scale, zero_point, bias, residual
     ) -> Mapping[str, str | None]:
         del bias
@@ -518,17 +524,18 @@ class _LayerOfBoth(_Layer):
             x_scale=x_scale,
             w=quantized_matmul_cuda.Weights(values, scale, zero_point),
         )
-        reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
-        if x.shape[0] <= MAX_ROWS:
-            # XLA reads the weights at memory bandwidth, and a kernel's tile has many more rows.
-            reasons = dispatch.preferring("xla", reasons)
-        elif reason is None and is_modelled(device):
-            reasons = dict(fastest_first(reasons, self._times(device, x, w, residual)))
         # XLA's product is faster than that of CUDA C on the only GPU where both were timed.
-        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=False)
+        return {"pallas": reason, "xla": None, "cuda": of_cuda}
 
-    def _times(self, device, x, w: Packed, residual) -> dict[str, float]:
-        """Returns the predicted microseconds of Pallas and XLA."""
+    def estimate(
+        self, device, able, x, x_scale, values, scale, zero_point, bias, residual
+    ) -> Estimate:
+        del x_scale, bias
+        if x.shape[0] <= MAX_ROWS:
+            return Rule(("xla",), "a kernel's tile has many more rows than x")
+        if "pallas" not in able or not is_modelled(device):
+            return None
+        w = Packed(values, scale, zero_point)
         work = pallas_quantized.both_work(
             x, w, *self._bytes(residual), int(self.options.activation is not None)
         )
@@ -539,7 +546,7 @@ class _LayerOfBoth(_Layer):
             # XLA pads both operands in 16 bits, and its product of them takes twice as long (LAB).
             pads = sum(cost.xla_pass(operand.size, 1 + 2) for operand in (x, w.values))
             xla = 2 * xla + pads
-        return {"pallas": ours, "xla": xla}
+        return product_times({"pallas": ours, "xla": xla})
 
     def _bytes(self, residual: Any) -> tuple[int, int]:
         """Returns the bytes per element that the epilogue reads, and those that it writes."""
@@ -609,7 +616,7 @@ class _InputGradient:
         whole = "f" + _WHOLE
         return Axes((ROWS + "f", self.options.letters, "gf", "gf"), (ROWS + "d",), whole=whole)
 
-    def reasons(self, device, dz, values, scale, zero_point) -> Mapping[str, str | None]:
+    def why_not(self, device, dz, values, scale, zero_point) -> Mapping[str, str | None]:
         reason = pallas_quantized.why_gradient_unsupported(
             compute_capability=device.compute_capability,
             dtype=dz.dtype,
@@ -617,7 +624,7 @@ class _InputGradient:
             w=Packed(values, scale, zero_point),
         )
         # XLA dequantises the weights first, which takes more memory and somewhat less time.
-        return dispatch.preferring("xla", {"pallas": reason, "xla": None})
+        return {"xla": None, "pallas": reason}
 
     def configs(self, implementation, device, dz, values, scale, zero_point) -> Sequence[Hashable]:
         del values, scale, zero_point

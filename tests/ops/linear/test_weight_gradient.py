@@ -97,7 +97,7 @@ def test_a_batch_is_one_product(hopper):
 )
 def test_what_runs_it(rows, dtype, features, width, words):
     x, dy = (jax.ShapeDtypeStruct((rows, n), dtype) for n in (features, width))
-    reasons = stage().reasons(H200, x, dy)
+    reasons = stage().why_not(H200, x, dy)
     assert set(reasons) == {"pallas", "xla"}
     reason = reasons["pallas"]
     assert reason is None if words is None else words in reason
@@ -105,7 +105,7 @@ def test_what_runs_it(rows, dtype, features, width, words):
 
 def test_float32_is_left_to_xla():
     x = jax.ShapeDtypeStruct((200, 64), jnp.float32)
-    assert stage().reasons(H200, x, x) == {"xla": None}
+    assert stage().why_not(H200, x, x) == {"xla": None}
 
 
 @pytest.mark.parametrize("sums_rows", (False, True))
