@@ -67,11 +67,6 @@ def _describe(device: jax.Device) -> Device:
     return Device(device.platform, device.device_kind, (int(major), int(minor)), device.core_count)
 
 
-def preferring(first: str, reasons: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Returns the reasons, with implementation `first` moved ahead of the others."""
-    return {first: reasons[first], **reasons}
-
-
 UNMEASURED: frozenset[str] = frozenset()
 """Operators whose kernels no GPU has run in their present form. They run only when named."""
 

@@ -4,8 +4,7 @@ Where the times are within the model's error, XLA comes first: its program is wh
 without this package.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxfused import dispatch
@@ -89,31 +88,3 @@ def product_times(microseconds: Mapping[str, float]) -> Times:
             for name, time in microseconds.items()
         }
     )
-
-
-def fastest_first(
-    reasons: Mapping[str, str | None], microseconds: Mapping[str, float]
-) -> dict[str, str | None]:
-    """Returns the reasons in the order of predicted times; XLA is ahead where it is about as fast."""
-
-    def time(name: str) -> float:
-        predicted = microseconds.get(name, math.inf)
-        return predicted if name == "xla" else predicted * _DOUBT + _START
-
-    return {name: reasons[name] for name in sorted(reasons, key=time)}
-
-
-def pallas_or_xla(
-    device: dispatch.Device, reason: str | None, microseconds: Callable[[], Mapping[str, float]]
-) -> dict[str, str | None]:
-    """Returns the reasons of a Pallas kernel and of XLA, the one that is predicted faster first.
-
-    Args:
-      device: the device to run on; XLA is first on devices that the cost model does not cover.
-      reason: why the kernel cannot run, or None.
-      microseconds: predicts both times; called only where they decide.
-    """
-    reasons = {"pallas": reason, "xla": None}
-    if reason is not None or not is_modelled(device):
-        return dispatch.preferring("xla", reasons)
-    return fastest_first(reasons, microseconds())
