@@ -1,7 +1,7 @@
 """The order of a stage's implementations, from what the stage expects of them.
 
-A stage says why an implementation cannot run (`why_not`) and, where it can tell, what it expects of those
-that can (`estimate`). The order follows from both here, and nowhere else.
+A stage says why an implementation cannot run (`why_not`) and, where it can tell, what it expects of
+those that can (`estimate`). The order follows from both here, and nowhere else.
 """
 
 import math

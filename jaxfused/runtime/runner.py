@@ -129,12 +129,10 @@ class HasEstimate(Protocol):
     """A kernel that expects one implementation to be faster than another."""
 
     def estimate(self, device: dispatch.Device, able: Collection[str], *operands: Any) -> Estimate:
-        """Returns the expected times, or the rule that decides, for the implementations `able` to run."""
+        """Returns the times of the implementations `able` to run, or the rule that decides, or None."""
 
 
-def reasons(
-    kernel: Kernel, device: dispatch.Device, *operands: Any
-) -> Mapping[str, str | None]:
+def reasons(kernel: Kernel, device: dispatch.Device, *operands: Any) -> Mapping[str, str | None]:
     """Returns why each implementation cannot run a kernel's operands, the fastest expected first."""
     why_not = kernel.why_not(device, *operands)
     if not isinstance(kernel, HasEstimate):

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
@@ -26,12 +26,14 @@ from jaxfused.runtime.checks import (
     check_soft_cap,
     python_numbers,
 )
+from jaxfused.runtime.estimate import Estimate, Rule, Times
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import (
     Axes,
     Results,
     Runner,
     choose_without_stages,
+    reasons,
     takes_reference,
 )
 from jaxfused.runtime.vmap import batch_all, is_batched
@@ -403,8 +405,14 @@ _FEW_QUERIES = 64
 """Largest number of queries for which XLA may be faster; with more, its logits take too much memory."""
 
 
+_KERNELS = ("pallas", "cuda")
 _LIKE_CUDA = ForwardConfig(consumers=1)
 """Config of the Pallas kernel whose estimated time stands for that of the CUDA kernels."""
+
+
+def _times(by_kernels: float, by_xla: float) -> Times:
+    """Returns the times of XLA and of both kernels, of which the first that can run is taken."""
+    return Times(dict.fromkeys(_KERNELS, by_kernels) | {"xla": by_xla})
 
 
 @dataclass(frozen=True)
@@ -419,58 +427,59 @@ class _Options:
     allows_tf32: bool = False
     """Whether the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
 
-    def xla_is_faster_forward(self, device: dispatch.Device, arrays: "_Arrays") -> bool:
-        """Whether XLA's passes over the logits cost less, as with a few queries and many keys.
+    def forward_times(
+        self, device: dispatch.Device, able: Collection[str], arrays: "_Arrays"
+    ) -> Times:
+        """Returns the times of a forward; benchmarks/LAB.md says what they were fitted to.
 
-        In float32 this may be true of any work that is too small to fill the GPU. Times are estimates in
-        microseconds; benchmarks/LAB.md says what they were fitted to.
+        XLA's passes over the logits cost less with a few queries and many keys, and in float32 for any
+        work that is too small to fill the GPU.
         """
-        known = self._xla_is_faster_anyway(device, arrays)
-        if known is not None:
-            return known
         if arrays.query.dtype == jnp.float32:
             work = self._work_of_float32(device, arrays)
-            return work.xla_forward() < work.forward()
+            return _times(work.forward(), work.xla_forward())
         batch, queries, key_heads, groups, _ = arrays.query.shape
         keys = self.visited_keys(queries, arrays.key.shape[1])
         heads = batch * key_heads * groups
         by_xla = 8 + self._bytes_of_keys(arrays) / 1.2e6 + heads * queries * keys * 12 / 3e6
-        shape, logits, runs_pallas = self._for_estimate(device, arrays)
+        shape, logits = arrays.shape(), self.logits(arrays.query, arrays.key, arrays)
         config: pallas_attention.ForwardConfig = _LIKE_CUDA
-        if runs_pallas:
+        if "pallas" in able:
             config = pallas_attention.forward_candidates(
                 shape, arrays.query.dtype, logits=logits, multiprocessors=device.multiprocessors
             )[0]
-        return by_xla < estimate.forward(shape, logits, config, device.multiprocessors)
+        return _times(estimate.forward(shape, logits, config, device.multiprocessors), by_xla)
 
-    def xla_is_faster_backward(self, device: dispatch.Device, arrays: "_Arrays") -> bool:
-        """Whether XLA is expected to be faster in the backward."""
-        known = self._xla_is_faster_anyway(device, arrays)
-        if known is not None:
-            return known
+    def backward_estimate(
+        self, device: dispatch.Device, able: Collection[str], arrays: "_Arrays"
+    ) -> Estimate:
+        """Returns the times of a backward, or the rule where the Pallas kernels cannot run."""
         if arrays.query.dtype == jnp.float32:
             work = self._work_of_float32(device, arrays)
-            return work.xla_backward() < work.backward()
+            return _times(work.backward(), work.xla_backward())
         batch, queries, key_heads, groups, _ = arrays.query.shape
         keys = self.visited_keys(queries, arrays.key.shape[1])
-        shape, logits, runs_pallas = self._for_estimate(device, arrays)
-        if not runs_pallas:
-            return queries <= 16 and keys >= 64
+        if "pallas" not in able:
+            why = "up to 16 queries over 64 keys or more are faster in XLA than in CUDA"
+            return Rule(("xla",), why) if queries <= 16 and keys >= 64 else None
+        shape, logits = arrays.shape(), self.logits(arrays.query, arrays.key, arrays)
         heads = batch * key_heads * groups
         by_xla = 20 + self._bytes_of_keys(arrays) / 0.8e6 + heads * queries * keys * 24 / 3e6
         config = pallas_attention.backward_candidates(
             shape, arrays.query.dtype, logits=logits, multiprocessors=device.multiprocessors
         )[0]
-        return by_xla < estimate.backward(shape, logits, config, device.multiprocessors)
+        return _times(estimate.backward(shape, logits, config, device.multiprocessors), by_xla)
 
-    def _xla_is_faster_anyway(self, device: dispatch.Device, arrays: "_Arrays") -> bool | None:
-        """Returns whether XLA is faster in both directions, or None if that takes an estimate."""
+    def rule(self, device: dispatch.Device, arrays: "_Arrays") -> Rule | None:
+        """Returns the rule for both directions, or None if times decide."""
         if device.multiprocessors == 0:
-            return False
+            return Rule(_KERNELS, "the device's number of SMs is unknown")
         if arrays.key.shape[1] == 1:
-            return True  # All weights are 1.
-        many = arrays.query.dtype != jnp.float32 and arrays.query.shape[1] > _FEW_QUERIES
-        return False if many else None
+            return Rule(("xla",), "a single key, whose weight is always 1, is faster in XLA")
+        if arrays.query.dtype != jnp.float32 and arrays.query.shape[1] > _FEW_QUERIES:
+            why = f"XLA's logits of more than {_FEW_QUERIES} queries take too much memory"
+            return Rule(_KERNELS, why)
+        return None
 
     def _work_of_float32(self, device: dispatch.Device, arrays: "_Arrays") -> costs_float32.Work:
         batch, queries, key_heads, groups, head_size = arrays.query.shape
@@ -499,18 +508,7 @@ class _Options:
         keys = self.visited_keys(queries, arrays.key.shape[1])
         return 2.0 * batch * keys * key_heads * (head_size + arrays.value.shape[3])
 
-    def _for_estimate(
-        self, device: dispatch.Device, arrays: "_Arrays"
-    ) -> tuple[Shape, Logits, bool]:
-        """Returns the inputs of an estimate, and whether the Pallas kernels can run."""
-        batch, queries, key_heads, groups, head_size = arrays.query.shape
-        keys, _, value_size = arrays.value.shape[1:]
-        shape = Shape(batch, queries, keys, key_heads * groups, key_heads, head_size, value_size)
-        # The options depend only on which operands there are.
-        logits = self.logits(arrays.query, arrays.key, Operands(*arrays[3:]))
-        return shape, logits, self.reasons(device, arrays)["pallas"] is None
-
-    def reasons(self, device: dispatch.Device, arrays: "_Arrays") -> Mapping[str, str | None]:
+    def why_not(self, device: dispatch.Device, arrays: "_Arrays") -> Mapping[str, str | None]:
         """Returns why each implementation cannot run, in both directions, or None if it can."""
         call = dict(
             compute_capability=device.compute_capability,
@@ -752,12 +750,12 @@ class _Forward:
     def axes(self, *operands) -> Axes:
         return Axes(_Arrays(*operands).axes(), ("btkgv", "bkgr"), _WHOLE, {"r": "t"})
 
-    def reasons(self, device, *operands) -> Mapping[str, str | None]:
-        arrays = _Arrays(*operands)
-        return _xla_first_if(
-            self.options.xla_is_faster_forward(device, arrays),
-            self.options.reasons(device, arrays),
-        )
+    def why_not(self, device, *operands) -> Mapping[str, str | None]:
+        return self.options.why_not(device, _Arrays(*operands))
+
+    def estimate(self, device, able, *operands) -> Estimate:
+        arrays, options = _Arrays(*operands), self.options
+        return options.rule(device, arrays) or options.forward_times(device, able, arrays)
 
     def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
         arrays = _Arrays(*operands)
@@ -829,12 +827,12 @@ class _Backward:
         )
         return Axes(("btkgv", "bkgr", "btkgv", "bkgr", *axes), results, _WHOLE)
 
-    def reasons(self, device, *operands) -> Mapping[str, str | None]:
-        arrays = _Arrays(*operands[4:])
-        return _xla_first_if(
-            self.options.xla_is_faster_backward(device, arrays),
-            self.options.reasons(device, arrays),
-        )
+    def why_not(self, device, *operands) -> Mapping[str, str | None]:
+        return self.options.why_not(device, _Arrays(*operands[4:]))
+
+    def estimate(self, device, able, *operands) -> Estimate:
+        arrays, options = _Arrays(*operands[4:]), self.options
+        return options.rule(device, arrays) or options.backward_estimate(device, able, arrays)
 
     def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
         arrays = _Arrays(*operands[4:])
@@ -850,8 +848,8 @@ class _Backward:
     def examples(self, random, device, *operands) -> Sequence[Any]:
         arrays = _examples(random, _Arrays(*operands[4:]))
         forward = _Forward(self.options)
-        reasons = forward.reasons(device, *arrays)
-        implementation = next(name for name, reason in reasons.items() if reason is None)
+        why_not = reasons(forward, device, *arrays)
+        implementation = next(name for name, reason in why_not.items() if reason is None)
         output, lse = forward.run(implementation, device, *arrays)
         return output, lse, random(operands[2]), random(operands[3]), *arrays
 
@@ -933,10 +931,6 @@ def _examples(random: Callable[[Any], Any], arrays: _Arrays) -> _Arrays:
         key_segments=segments(arrays.key_segments),
         explicit=None if explicit is None else jnp.ones_like(explicit),
     )
-
-
-def _xla_first_if(is_faster: bool, reasons: Mapping[str, str | None]) -> Mapping[str, str | None]:
-    return dispatch.preferring("xla", reasons) if is_faster else reasons
 
 
 def _grouped(arrays: _Arrays, output: jax.Array, lse: jax.Array) -> Results:

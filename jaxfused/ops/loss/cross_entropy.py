@@ -39,6 +39,7 @@ from jaxfused.runtime.checks import (
     check_soft_cap,
     python_numbers,
 )
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
@@ -641,6 +642,18 @@ _FEW_BYTES = 2**22
 """Bytes of all logits below which small kernels around ours cost more than passes over the logits."""
 
 
+def _estimate(kernel, device, able, logits, *others) -> Estimate:
+    """Implements `HasEstimate.estimate` for the logits [N, V] of all stages."""
+    del kernel, device, able, others
+    rows, features = logits.shape
+    row_bytes = features * logits.dtype.itemsize
+    if row_bytes < _SHORT_ROW_BYTES:
+        return Rule(("xla",), f"rows of less than {_SHORT_ROW_BYTES} bytes are faster in XLA")
+    if rows * row_bytes < _FEW_BYTES:
+        return Rule(("xla",), f"logits of less than {_FEW_BYTES} bytes are faster in XLA")
+    return None
+
+
 @dataclass(frozen=True)
 class _Forward:
     """Computes (dlogits, statistics [N, 5]) from logits [N, V], classes or soft labels, coefficients.
@@ -662,8 +675,8 @@ class _Forward:
             whole="vs",
         )
 
-    def reasons(self, device, logits, classes, soft, coefficients) -> Mapping[str, str | None]:
-        return _reasons(device, logits, soft)
+    def why_not(self, device, logits, classes, soft, coefficients) -> Mapping[str, str | None]:
+        return _why_not(device, logits, soft)
 
     def run(self, implementation, device, logits, classes, soft, coefficients) -> Results:
         options = self.options
@@ -687,6 +700,7 @@ class _Forward:
         dlogits = cross_entropy_xla.row_gradients(logits, labels, statistics, pulls, cap)
         return dlogits.astype(logits.dtype), packed
 
+    estimate = _estimate
     batched = batched_rows
 
 
@@ -704,8 +718,8 @@ class _Backward:
         row = ROWS + "v"
         return Axes((row, ROWS, row, ROWS + "s", ROWS + "p"), (row,), whole="vsp")
 
-    def reasons(self, device, logits, classes, soft, statistics, pulls) -> Mapping[str, str | None]:
-        return _reasons(device, logits, soft)
+    def why_not(self, device, logits, classes, soft, statistics, pulls) -> Mapping[str, str | None]:
+        return _why_not(device, logits, soft)
 
     def run(self, implementation, device, logits, classes, soft, statistics, pulls) -> Results:
         if implementation == "cuda":
@@ -722,6 +736,7 @@ class _Backward:
         )
         return (dlogits.astype(logits.dtype),)
 
+    estimate = _estimate
     batched = batched_rows
 
 
@@ -736,18 +751,19 @@ class Scale:
     def axes(self, x, factors) -> Axes:
         return Axes((ROWS + "v", ROWS), (ROWS + "v",), whole="v")
 
-    def reasons(self, device, x, factors) -> Mapping[str, str | None]:
-        return _reasons(device, x, None)
+    def why_not(self, device, x, factors) -> Mapping[str, str | None]:
+        return _why_not(device, x, None)
 
     def run(self, implementation, device, x, factors) -> Results:
         if implementation == "cuda":
             return (cross_entropy_cuda.scale_rows(x, factors),)
         return ((x * factors[:, None]).astype(x.dtype),)
 
+    estimate = _estimate
     batched = batched_rows
 
 
-def _reasons(device, logits, soft) -> dict[str, str | None]:
+def _why_not(device, logits, soft) -> dict[str, str | None]:
     """Returns why each implementation cannot run logits [N, V], forward or backward."""
     rows, features = logits.shape
     reason = cross_entropy_cuda.why_unsupported(
@@ -757,7 +773,4 @@ def _reasons(device, logits, soft) -> dict[str, str | None]:
         dtype=logits.dtype,
         soft_dtype=None if soft is None else soft.dtype,
     )
-    reasons: dict[str, str | None] = {"cuda": reason, "xla": None}
-    row_bytes = features * logits.dtype.itemsize
-    is_small = row_bytes < _SHORT_ROW_BYTES or rows * row_bytes < _FEW_BYTES
-    return dispatch.preferring("xla", reasons) if is_small else reasons
+    return {"cuda": reason, "xla": None}

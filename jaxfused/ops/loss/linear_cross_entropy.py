@@ -411,8 +411,8 @@ class _Forward:
             whole="dvs",
         )
 
-    def reasons(self, device, x, w, *others) -> Mapping[str, str | None]:
-        return _reasons(device, x, w)
+    def why_not(self, device, x, w, *others) -> Mapping[str, str | None]:
+        return _why_not(device, x, w)
 
     def run(self, implementation, device, x, w, bias, classes, coefficients) -> Results:
         options = self.constants.options
@@ -476,8 +476,8 @@ class _Backward:
             whole="dvsp",
         )
 
-    def reasons(self, device, x, w, *others) -> Mapping[str, str | None]:
-        return _reasons(device, x, w)
+    def why_not(self, device, x, w, *others) -> Mapping[str, str | None]:
+        return _why_not(device, x, w)
 
     def run(self, implementation, device, x, w, bias, classes, statistics, pulls) -> Results:
         cap = self.constants.options.logits_soft_cap
@@ -507,7 +507,7 @@ class _Backward:
     batched = batched_rows
 
 
-def _reasons(device, x, w) -> dict[str, str | None]:
+def _why_not(device, x, w) -> dict[str, str | None]:
     """Returns why each implementation cannot run x [N, D] and w [D, V], forward or backward."""
     reason = cross_entropy_cuda.why_unsupported(
         compute_capability=device.compute_capability,

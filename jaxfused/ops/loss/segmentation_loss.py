@@ -296,8 +296,8 @@ class _Forward:
     def axes(self, logits, labels, weights) -> Axes:
         return Axes(_AXES, ("bs",), whole="cs")
 
-    def reasons(self, device, logits, labels, weights) -> Mapping[str, str | None]:
-        return _reasons(device, logits)
+    def why_not(self, device, logits, labels, weights) -> Mapping[str, str | None]:
+        return _why_not(device, logits)
 
     def run(self, implementation, device, logits, labels, weights) -> Results:
         if implementation == "cuda":
@@ -330,8 +330,8 @@ class _Backward:
     def axes(self, logits, labels, weights, cotangents) -> Axes:
         return Axes((*_AXES, "bs"), ("bnc",), whole="cs")
 
-    def reasons(self, device, logits, labels, weights, cotangents) -> Mapping[str, str | None]:
-        return _reasons(device, logits)
+    def why_not(self, device, logits, labels, weights, cotangents) -> Mapping[str, str | None]:
+        return _why_not(device, logits)
 
     def run(self, implementation, device, logits, labels, weights, cotangents) -> Results:
         if implementation == "cuda":
@@ -369,8 +369,8 @@ class _Masks:
     def axes(self, logits, labels) -> Axes:
         return Axes(_AXES[:2], ("b", "bnc"), whole="cn")
 
-    def reasons(self, device, logits, labels) -> Mapping[str, str | None]:
-        return _reasons(device, logits)
+    def why_not(self, device, logits, labels) -> Mapping[str, str | None]:
+        return _why_not(device, logits)
 
     def run(self, implementation, device, logits, labels) -> Results:
         # A shard may have too few of the images.
@@ -421,7 +421,7 @@ def _packed_sums(options: PixelOptions, logits, labels, weights) -> jax.Array:
     return jnp.concatenate([sums.total[:, None], sums.losses[:, None], *sums[2:]], axis=-1)
 
 
-def _reasons(device, logits) -> dict[str, str | None]:
+def _why_not(device, logits) -> dict[str, str | None]:
     """Returns why each implementation cannot run logits [B, N, C], forward or backward."""
     reason = segmentation_loss_cuda.why_unsupported(
         compute_capability=device.compute_capability,

@@ -20,6 +20,7 @@ from jaxfused.ops.norm import layer_norm_costs, layer_norm_xla
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import check_floating, check_shape
+from jaxfused.runtime.estimate import Estimate, Times
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, takes_reference
@@ -274,17 +275,14 @@ class _Forward:
             parts_by="xla",
         )
 
-    def reasons(self, device, x, residual, *vectors) -> Mapping[str, str | None]:
-        return _fastest_first(
-            self,
-            device,
-            x,
-            residual,
-            _Vectors(*vectors),
-            functools.partial(
-                layer_norm_costs.forward_microseconds, saves_statistics=self.save_statistics
-            ),
+    def why_not(self, device, x, residual, *vectors) -> Mapping[str, str | None]:
+        return _why_not(self, device, x, residual, _Vectors(*vectors))
+
+    def estimate(self, device, able, x, residual, *vectors) -> Estimate:
+        costs = functools.partial(
+            layer_norm_costs.forward_microseconds, saves_statistics=self.save_statistics
         )
+        return _estimate(self, device, able, x, residual, vectors, costs)
 
     def configs(self, implementation, device, x, residual, *vectors) -> Sequence[Hashable]:
         del device
@@ -359,12 +357,15 @@ class _Backward:
             parts_by="xla",
         )
 
-    def reasons(
+    def why_not(
         self, device, dy, dnext_residual, h, mean, rstd, x, *vectors
     ) -> Mapping[str, str | None]:
         residual = None if dnext_residual is None else h
+        return _why_not(self, device, dy, residual, _Vectors(*vectors))
+
+    def estimate(self, device, able, dy, dnext_residual, h, mean, rstd, x, *vectors) -> Estimate:
         costs = layer_norm_costs.backward_microseconds
-        return _fastest_first(self, device, dy, residual, _Vectors(*vectors), costs)
+        return _estimate(self, device, able, dy, dnext_residual, vectors, costs)
 
     def configs(
         self, implementation, device, dy, dnext_residual, h, mean, rstd, x, *vectors
@@ -443,38 +444,38 @@ def _tiled_shape(x: Any, image_axes: int) -> tuple[int, int, int]:
     return math.prod(x.shape[image_axes:-1]), x.shape[-1], x.dtype.itemsize
 
 
-def _fastest_first(kernel, device, x, residual, vectors, microseconds) -> dict[str, str | None]:
-    """Returns why each implementation cannot run rows [*images, M, D], the fastest first."""
-    rows, features, segments = x.size // x.shape[-1], x.shape[-1], x.shape[: kernel.image_axes]
+def _why_not(kernel, device, x, residual, vectors) -> dict[str, str | None]:
+    """Returns why each implementation cannot run rows [*images, M, D], forward or backward."""
     reason = pallas_layer_norm.why_unsupported(
         compute_capability=device.compute_capability,
-        rows=rows,
-        features=features,
+        rows=x.size // x.shape[-1],
+        features=x.shape[-1],
         dtype=x.dtype,
         residual_dtype=None if residual is None else residual.dtype,
-        segments=math.prod(segments),
+        segments=math.prod(x.shape[: kernel.image_axes]),
         vectors_of_segments=kernel.image_axes > 0,
         gated=vectors.gate is not None,
     )
-    reasons = {"pallas": reason, "xla": None}
-    if reason is not None:
-        return reasons
+    return {"pallas": reason, "xla": None}
+
+
+def _estimate(kernel, device, able, x, residual, vectors, microseconds) -> Estimate:
+    """Returns the times for rows [*images, M, D] by the costs of a norm without images."""
+    if "pallas" not in able:
+        return None
     norm = layer_norm_costs.Norm(
-        rows=rows,
-        features=features,
+        rows=x.size // x.shape[-1],
+        features=x.shape[-1],
         itemsize=x.dtype.itemsize,
         residual=residual is not None,
         subtract_mean=kernel.options.subtract_mean,
         parameters=_present(*vectors),
         general=kernel.options.activation is not None,
         multiprocessors=device.multiprocessors,
-        segments=math.prod(segments),
+        segments=math.prod(x.shape[: kernel.image_axes]),
     )
-    expected = {
-        "pallas": microseconds("pallas", norm),
-        "xla": _XLA_OF_IMAGES * microseconds("xla", norm),
-    }
-    return {name: reasons[name] for name in sorted(expected, key=expected.__getitem__)}
+    by_xla = _XLA_OF_IMAGES * microseconds("xla", norm)
+    return Times({"pallas": microseconds("pallas", norm), "xla": by_xla})
 
 
 _XLA_OF_IMAGES = 1.2

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
+from jaxfused.runtime.estimate import Estimate, Rule, Times
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.rectified import check_mask, masked_gradient
@@ -331,15 +332,19 @@ class Forward:
             whole=_whole(x),
         )
 
-    def reasons(self, device, x, residual, scale, bias) -> Mapping[str, str | None]:
+    def why_not(self, device, x, residual, scale, bias) -> Mapping[str, str | None]:
+        del scale, bias
+        return _why_not(self.options, device, x, residual)
+
+    def estimate(self, device, able, x, residual, scale, bias) -> Estimate:
         del scale, bias
         moved = self._moved(residual)
 
-        def time() -> float:
+        def ours() -> float:
             slab = self._slab(device, x, residual)
             return _time_of_passes(device, x, moved) if slab is None else slab[1]
 
-        return _fastest_first(self.options, device, x, residual, moved, _XLA_FORWARD, time)
+        return _estimate(self.options, able, x, moved, _XLA_FORWARD, ours)
 
     def _moved(self, residual: Any) -> "_Moved":
         return _Moved(in_both=1, in_one=int(residual is not None), kept=1)
@@ -452,18 +457,19 @@ class Backward:
             whole=_whole(x),
         )
 
-    def reasons(self, device, dy, x, residual, *others) -> Mapping[str, str | None]:
+    def why_not(self, device, dy, x, residual, *others) -> Mapping[str, str | None]:
+        del dy, others
+        return _why_not(self.options, device, x, residual)
+
+    def estimate(self, device, able, dy, x, residual, *others) -> Estimate:
         del dy, others
         # Without an activation the gradient of the residual is dy.
         further = int(residual is not None and self.options.activation is not None)
         moved = _Moved(
             in_both=2 + further, in_one=further, more_in_both=further, kept=0 if further else 2
         )
-
-        def time() -> float:
-            return _time_of_passes(device, x, moved)
-
-        return _fastest_first(self.options, device, x, residual, moved, _XLA_BACKWARD, time)
+        ours = functools.partial(_time_of_passes, device, x, moved)
+        return _estimate(self.options, able, x, moved, _XLA_BACKWARD, ours)
 
     def run(
         self, implementation, device, dy, x, residual, mean, rstd, dmean, dvariance, scale, bias
@@ -610,19 +616,8 @@ _XLA_BACKWARD = {
 start; the last fits large images, which take less per megabyte."""
 
 
-def _fastest_first(
-    options: Options,
-    device,
-    x,
-    residual,
-    moved: _Moved,
-    xla: Mapping[str, Sequence[_Cost]],
-    ours: Callable[[], float],
-) -> Mapping[str, str | None]:
-    """Returns why each implementation cannot run images [B, P, G, S], the fastest expected first.
-
-    `ours` returns the expected microseconds of the CUDA kernels.
-    """
+def _why_not(options: Options, device, x, residual) -> dict[str, str | None]:
+    """Returns why each implementation cannot run images [B, P, G, S], forward or backward."""
     images, pixels, groups, size = x.shape
     reason = group_norm_cuda.why_unsupported(
         compute_capability=device.compute_capability,
@@ -633,16 +628,28 @@ def _fastest_first(
         dtype=x.dtype,
         residual_dtype=None if residual is None else residual.dtype,
     )
-    reasons = {"cuda": reason, "pallas": why_no_pallas(options.op), "xla": None}
-    if reason is not None:
-        return reasons
-    if options.op == "batch_norm" and pixels <= _SUMMED_IN_A_LOOP:
-        return dispatch.preferring("xla", reasons)
+    return {"cuda": reason, "pallas": why_no_pallas(options.op), "xla": None}
+
+
+def _estimate(
+    options: Options,
+    able: Collection[str],
+    x: Any,
+    moved: _Moved,
+    xla: Mapping[str, Sequence[_Cost]],
+    ours: Callable[[], float],
+) -> Estimate:
+    """Returns the times for images [B, P, G, S]; `ours` returns that of the CUDA kernels."""
+    if "cuda" not in able:
+        return None
+    if options.op == "batch_norm" and x.shape[1] <= _SUMMED_IN_A_LOOP:
+        return Rule(("xla",), f"sums over {_SUMMED_IN_A_LOOP} rows or fewer are faster in XLA")
     megabytes = _megabytes(x)
     more = (moved.in_one + 2 * moved.more_in_both) * _XLA_MEGABYTE
     theirs = min(cost.start + cost.per_megabyte * megabytes for cost in xla[options.op])
     theirs += more * megabytes
-    return reasons if ours() <= _GAIN * theirs else dispatch.preferring("xla", reasons)
+    # Pallas, which has no kernel, keeps its place after CUDA.
+    return Times(dict.fromkeys(("cuda", "pallas"), ours()) | {"xla": _GAIN * theirs})
 
 
 def _time_of_passes(device: dispatch.Device, x: Any, moved: _Moved) -> float:

@@ -32,6 +32,7 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
+from jaxfused.runtime.estimate import Estimate, Times
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
 from jaxfused.runtime.vmap import batch_all, is_batched
@@ -348,16 +349,17 @@ class _Forward:
             parts_by="xla",
         )
 
-    def reasons(self, device, x, residual, scale, bias, pre_bias) -> Mapping[str, str | None]:
+    def why_not(self, device, x, residual, *vectors) -> Mapping[str, str | None]:
+        del vectors
         residual_dtype = None if residual is None else residual.dtype
-        reasons = _reasons(self.options, device, x, residual_dtype)
-        norm = _costed(self.options, device, x, residual is not None, (scale, bias, pre_bias))
-        return _fastest_first(
-            reasons,
-            lambda implementation: layer_norm_costs.forward_microseconds(
-                implementation, norm, saves_statistics=self.save_statistics
-            ),
+        return _why_not(self.options, device, x, residual_dtype)
+
+    def estimate(self, device, able, x, residual, *vectors) -> Estimate:
+        norm = _costed(self.options, device, x, residual is not None, vectors)
+        microseconds = functools.partial(
+            layer_norm_costs.forward_microseconds, norm=norm, saves_statistics=self.save_statistics
         )
+        return Times({name: microseconds(name) for name in able})
 
     def configs(self, implementation, device, x, residual, *vectors) -> Sequence[Hashable]:
         del device
@@ -463,19 +465,19 @@ class _Backward:
             parts_by="xla",
         )
 
-    def reasons(
-        self, device, dy, dnext_residual, h, mean, rstd, *vectors
-    ) -> Mapping[str, str | None]:
-        del mean, rstd
-        batch = math.prod(h.shape[: self.batch_axes])
+    def why_not(self, device, dy, dnext_residual, h, *others) -> Mapping[str, str | None]:
+        del others
+        residual_dtype = None if dnext_residual is None else h.dtype
+        return _why_not(self.options, device, dy, residual_dtype, self._batch(h))
+
+    def estimate(self, device, able, dy, dnext_residual, h, mean, rstd, *vectors) -> Estimate:
+        del dy, mean, rstd
         has_residual = dnext_residual is not None
-        residual_dtype = h.dtype if has_residual else None
-        reasons = _reasons(self.options, device, dy, residual_dtype, batch)
-        norm = _costed(self.options, device, h, has_residual, vectors, batch)
-        return _fastest_first(
-            reasons,
-            lambda implementation: layer_norm_costs.backward_microseconds(implementation, norm),
-        )
+        norm = _costed(self.options, device, h, has_residual, vectors, self._batch(h))
+        return Times({name: layer_norm_costs.backward_microseconds(name, norm) for name in able})
+
+    def _batch(self, h: Any) -> int:
+        return math.prod(h.shape[: self.batch_axes])
 
     def configs(
         self, implementation, device, dy, dnext_residual, h, mean, rstd, scale, bias, pre_bias
@@ -551,7 +553,7 @@ class _Backward:
         return call(replace(self, batch_axes=self.batch_axes + 1), *rows, *operands[5:])
 
 
-def _reasons(options, device, x, residual_dtype, segments=1) -> dict[str, str | None]:
+def _why_not(options, device, x, residual_dtype, segments=1) -> dict[str, str | None]:
     """Returns why each implementation cannot run rows [..., D], forward or backward."""
     limits = dict(
         compute_capability=device.compute_capability,
@@ -587,17 +589,3 @@ def _costed(options, device, x, has_residual, vectors, segments=1) -> layer_norm
         multiprocessors=device.multiprocessors,
         segments=segments,
     )
-
-
-def _fastest_first(
-    reasons: Mapping[str, str | None], microseconds: Callable[[str], float]
-) -> dict[str, str | None]:
-    """Returns the reasons, ordered by the expected microseconds of those that can run."""
-    expected = {
-        implementation: microseconds(implementation) if reason is None else math.inf
-        for implementation, reason in reasons.items()
-    }
-    return {
-        implementation: reasons[implementation]
-        for implementation in sorted(expected, key=expected.__getitem__)
-    }

@@ -118,7 +118,7 @@ class _Forward:
             whole="d",
         )
 
-    def reasons(self, device, x, residual, *vectors) -> Mapping[str, str | None]:
+    def why_not(self, device, x, residual, *vectors) -> Mapping[str, str | None]:
         del vectors
         return {"pallas": _why_unsupported(device, x, residual), "xla": None}
 

@@ -13,6 +13,7 @@ from jaxfused.ops.pool.max_pool_cuda import Window
 from jaxfused.ops.pool.pool_window import windows
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import check_floating, check_images, python_numbers
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
 from jaxfused.runtime.vmap import merged_batch, merged_images, unmerged_images
@@ -131,12 +132,13 @@ class _Forward:
     def axes(self, x) -> Axes:
         return Axes((_IMAGES,), (_RESULT, _RESULT if self.save_places else None), whole=_WHOLE)
 
-    def reasons(self, device, x) -> Mapping[str, str | None]:
-        found = _reasons(device, self.window, x.shape, x.dtype)
+    def why_not(self, device, x) -> Mapping[str, str | None]:
+        return _why_not(device, self.window, x.shape, x.dtype)
+
+    def estimate(self, device, able, x) -> Estimate:
         if self.save_places:
-            return found
-        # XLA fuses what computes x and what reads y into a maximum that saves nothing else.
-        return {"xla": None} | {name: found[name] for name in ("cuda", "pallas")}
+            return None
+        return Rule(("xla",), "XLA fuses a maximum that saves nothing else with what is around it")
 
     def run(self, implementation, device, x) -> Results:
         if implementation == "cuda":
@@ -164,9 +166,9 @@ class _Backward:
     def axes(self, dy, places) -> Axes:
         return Axes((_RESULT, _RESULT), (_IMAGES,), whole=_WHOLE)
 
-    def reasons(self, device, dy, places) -> Mapping[str, str | None]:
+    def why_not(self, device, dy, places) -> Mapping[str, str | None]:
         shape = (dy.shape[0], *self.size, dy.shape[3])
-        return _reasons(device, self.window, shape, dy.dtype)
+        return _why_not(device, self.window, shape, dy.dtype)
 
     def run(self, implementation, device, dy, places) -> Results:
         if implementation == "cuda":
@@ -185,7 +187,7 @@ def _options(window: Window) -> dict[str, tuple]:
     return dict(window=window.size, strides=window.strides, padding=window.padding)
 
 
-def _reasons(device, window, shape, dtype) -> dict[str, str | None]:
+def _why_not(device, window, shape, dtype) -> dict[str, str | None]:
     reason = max_pool_cuda.why_unsupported(
         compute_capability=device.compute_capability, shape=shape, window=window, dtype=dtype
     )

@@ -118,7 +118,7 @@ class _Stage:
         letters = (_LARGE, _SMALL) if self.backward else (_SMALL, _LARGE)
         return Axes(letters[:1], letters[1:], whole=_WHOLE)
 
-    def reasons(self, device, x) -> Mapping[str, str | None]:
+    def why_not(self, device, x) -> Mapping[str, str | None]:
         reason = upsample_cuda.why_unsupported(
             compute_capability=device.compute_capability, shape=self._small(x), dtype=x.dtype
         )

@@ -22,6 +22,7 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import along_last_axis
 from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
@@ -446,6 +447,10 @@ def _grouped(q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | 
     return grouped(q), None if k is None else grouped(k)
 
 
+def _heads(x: Any) -> int:
+    return 0 if x is None else math.prod(x.shape[-3:-1])
+
+
 def ungrouped(x: jax.Array) -> jax.Array:
     """Returns [..., T, n, N/n, H] as [..., T, N, H]."""
     return x.reshape(*x.shape[:-3], math.prod(x.shape[-3:-1]), x.shape[-1])
@@ -467,35 +472,38 @@ class _Rotation:
         axes = _axes(q, cos)
         return Axes(axes, (axes[0], None if k is None else axes[1]), _WHOLE)
 
-    def reasons(self, device, q, k, cos, sin) -> Mapping[str, str | None]:
+    def why_not(self, device, q, k, cos, sin) -> Mapping[str, str | None]:
         del sin
         limits = dict(
             compute_capability=device.compute_capability,
             length=q.shape[-4],
-            heads=math.prod(q.shape[-3:-1]),
-            key_heads=0 if k is None else math.prod(k.shape[-3:-1]),
+            heads=_heads(q),
+            key_heads=_heads(k),
             head_size=q.shape[-1],
             rotary_dim=2 * cos.shape[-1],
             interleaved=self.interleaved,
             dtype=q.dtype,
             k_dtype=q.dtype if k is None else k.dtype,
         )
-        reasons = {
+        return {
             "pallas": pallas_rope.why_unsupported(**limits),
             "cuda": rope_cuda.why_unsupported(**limits),
             "xla": None,
         }
-        head = (limits["head_size"], limits["rotary_dim"], q.dtype.itemsize)
-        in_pallas = pallas_rope.access_bytes(limits["heads"], limits["key_heads"], *head)
+
+    def estimate(self, device, able, q, k, cos, sin) -> Estimate:
+        del device, able, sin
+        head = (q.shape[-1], 2 * cos.shape[-1], q.dtype.itemsize)
         in_cuda = rope_cuda.access_bytes(*head, interleaved=self.interleaved)
-        size = q.size * q.dtype.itemsize
-        single_values = in_cuda < _XLA_BYTES and not self.interleaved
-        little = size <= (_FEW_BYTES_ALONE if k is None else _FEW_BYTES)
-        if single_values or little:
-            # CUDA is slower than XLA with single 16-bit values, and no faster with little data.
-            return {name: reasons[name] for name in ("pallas", "xla", "cuda")}
+        if in_cuda < _XLA_BYTES and not self.interleaved:
+            return Rule(("pallas", "xla"), "CUDA is slower than XLA with single 16-bit values")
+        few = _FEW_BYTES_ALONE if k is None else _FEW_BYTES
+        if q.size * q.dtype.itemsize <= few:
+            return Rule(("pallas", "xla"), f"CUDA is no faster than XLA with {few} bytes or less")
+        in_pallas = pallas_rope.access_bytes(_heads(q), _heads(k), *head)
         # Both kernels only move data, so that the one with larger accesses is faster.
-        return dispatch.preferring("cuda", reasons) if in_pallas < in_cuda else reasons
+        first = "cuda" if in_pallas < in_cuda else "pallas"
+        return Rule((first,), f"accesses have {in_pallas} bytes in Pallas and {in_cuda} in CUDA")
 
     def run(self, implementation, device, q, k, cos, sin) -> Results:
         del device
@@ -510,9 +518,7 @@ class _Rotation:
             else pallas_rope.rotate
         )
         q_heads, k_heads = (
-            None
-            if x is None
-            else x.reshape(-1, x.shape[-4], math.prod(x.shape[-3:-1]), x.shape[-1])
+            None if x is None else x.reshape(-1, x.shape[-4], _heads(x), x.shape[-1])
             for x in (q, k)
         )
         cos, sin = (table.reshape(-1, *table.shape[-2:]) for table in (cos, sin))
