@@ -7,7 +7,7 @@ GEMM libraries, most of all at wgrad.
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -22,12 +22,19 @@ from jaxfused.ops.linear.weight_gradient import sum_rows, weight_gradient
 from jaxfused.ops.norm import batch_norm_xla
 from jaxfused.runtime import sharding
 from jaxfused.runtime.activation import ARITHMETIC, SLOPE_OF_RESULT
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import Passes, pallas_or_xla, xla_time
+from jaxfused.runtime.product_choice import (
+    UNMODELLED,
+    Passes,
+    is_modelled,
+    product_times,
+    xla_time,
+)
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.rectified import masked_gradient
-from jaxfused.runtime.runner import Axes, Results, Runner
+from jaxfused.runtime.runner import Axes, Results, Runner, reasons
 from jaxfused.runtime.shapes import why_symbolic
 from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 from pallas_kernels.conv import conv as pallas_conv
@@ -161,7 +168,7 @@ def why_xla(device: dispatch.Device, window: Window, dense: Window, x: Any, w: A
         (_WeightGradient(dense, None), (x, dz)),
     )
     for stage, operands in stages:
-        if dispatch.choose("conv", None, stage.reasons(device, *operands)) != "xla":
+        if dispatch.choose("conv", None, reasons(stage, device, *operands)) != "xla":
             return None
     return "cuDNN is predicted to be faster at a convolution of this shape and at its gradients"
 
@@ -430,8 +437,17 @@ class Letters:
         return "dhwcxyijktuv"
 
 
+class Timed:
+    """A stage whose kernel runs where the predicted `times` of XLA are longer."""
+
+    def estimate(self: Any, device, able: Collection[str], *operands) -> Estimate:
+        if "pallas" not in able:
+            return None
+        return product_times(self.times(device, *operands)) if is_modelled(device) else UNMODELLED
+
+
 @dataclass(frozen=True)
-class Forward:
+class Forward(Timed):
     """Computes (y, z) from x [B, *spatial, C], w [*kernel, C, F], bias and residual."""
 
     options: Options
@@ -450,14 +466,18 @@ class Forward:
             whole=letters.whole,
         )
 
-    def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+    def why_not(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
         window = self.options.window
-        call = call_of(device, window, x.shape[:-1], x.dtype, w)
-        reason = why_unsupported(device, window, x, w, residual)
-        if window.is_pointwise:
-            return self._pointwise_reasons(device, call, reason, x, bias, residual)
-        after = self.after_cudnn(call, x, residual)
-        return _in_order(device, call, reason, after=after, **self.streams(x, residual))
+        return {"xla": None, "pallas": why_unsupported(device, window, x, w, residual)}
+
+    def times(self, device, x, w, bias, residual) -> Mapping[str, float]:
+        call = call_of(device, self.options.window, x.shape[:-1], x.dtype, w)
+        streams = self.streams(x, residual)
+        if self.options.window.is_pointwise:
+            xla = xla_time(device, call.as_product(**streams), self._passes(x, bias, residual))
+        else:
+            xla = _cudnn_time(call) + self.after_cudnn(call, x, residual)
+        return {"pallas": pallas_conv.predicted_time(call, **streams), "xla": xla}
 
     def after_cudnn(self, call: pallas_conv.ConvCall, x, residual) -> float:
         """Returns the microseconds of the epilogue after cuDNN's convolution."""
@@ -468,20 +488,18 @@ class Forward:
         in_convolution = conv_xla.adds_in_convolution(x.dtype, residual, self.options.activation)
         return after * _EPILOGUE_IN_CUDNN if in_convolution else after
 
-    def _pointwise_reasons(self, device, call, reason, x, bias, residual) -> dict[str, str | None]:
+    def _passes(self, x, bias, residual) -> Passes:
+        """Returns the kernels after XLA's product of a window of one weight."""
         streams = self.streams(x, residual)
-        passes = Passes()
         if bias is not None or self.options.activation is not None:
-            passes = Passes(
+            return Passes(
                 bytes_of_element=streams["read_bytes"]
                 + x.dtype.itemsize
                 + streams["written_bytes"],
                 evaluations=int(self.options.activation not in (None, *CHEAP_ACTIVATIONS)),
                 slow=self.options.activation == "gelu_erf",
             )
-        elif residual is not None:
-            passes = Passes(bytes_in_product=residual.dtype.itemsize)
-        return _pointwise_in_order(device, call, reason, passes, **streams)
+        return Passes(bytes_in_product=streams["read_bytes"])
 
     def streams(self, x, residual) -> dict[str, int]:
         """Returns the epilogue's bytes read and written, and its activations, of an element."""
@@ -525,7 +543,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class _ForwardOfTwo:
+class _ForwardOfTwo(Timed):
     """Computes `Forward` of x in two arrays: a kernel reads both, XLA concatenates them."""
 
     alone: Forward
@@ -543,14 +561,19 @@ class _ForwardOfTwo:
         call = call_of(device, self.alone.options.window, first.shape[:-1], first.dtype, w)
         return replace(call, first_channels=first.shape[-1])
 
-    def reasons(self, device, first, second, w, bias, residual) -> Mapping[str, str | None]:
-        options = self.alone.options
+    def why_not(self, device, first, second, w, bias, residual) -> Mapping[str, str | None]:
         whole = jax.ShapeDtypeStruct((*first.shape[:-1], w.shape[-2]), first.dtype)
-        reason = why_unsupported(device, options.window, whole, w, residual)
-        call, itemsize = self._call(device, first, w), first.dtype.itemsize
+        return self.alone.why_not(device, whole, w, bias, residual)
+
+    def times(self, device, first, second, w, bias, residual) -> Mapping[str, float]:
+        call, streams = self._call(device, first, w), self.alone.streams(first, residual)
         after = self.alone.after_cudnn(call, first, residual)
-        after += xla_pass(math.prod(whole.shape), 2 * itemsize, 0)
-        return _in_order(device, call, reason, after=after, **self.alone.streams(first, residual))
+        elements = math.prod(first.shape[:-1]) * w.shape[-2]
+        after += xla_pass(elements, 2 * first.dtype.itemsize, 0)
+        return {
+            "pallas": pallas_conv.predicted_time(call, **streams),
+            "xla": _cudnn_time(call) + after,
+        }
 
     def configs(
         self, implementation: str, device: dispatch.Device, first, second, w, bias, residual
@@ -584,14 +607,14 @@ def _takes_statistics(
         return False
     like_x, like_w = jax.eval_shape(request.simplify, x, w)
     stage = _ForwardWithStatistics(options)
-    reasons = stage.reasons(run.device, like_x, like_w, bias, residual)
+    ordered = reasons(stage, run.device, like_x, like_w, bias, residual)
     if run.implementation is not None:
-        return run.implementation == "pallas" and reasons["pallas"] is None
-    return next(name for name, reason in reasons.items() if reason is None) == "pallas"
+        return run.implementation == "pallas" and ordered["pallas"] is None
+    return next(name for name, reason in ordered.items() if reason is None) == "pallas"
 
 
 @dataclass(frozen=True)
-class _ForwardWithStatistics:
+class _ForwardWithStatistics(Timed):
     """Computes (y, mean, variance) from x [B, *spatial, C], w [*kernel, C, F], bias and residual.
 
     Mean and variance [F] are those of y over all pixels, in float32.
@@ -611,22 +634,25 @@ class _ForwardWithStatistics:
         axes = self._alone.axes(x, w, bias, residual)
         return axes._replace(results=(axes.results[0], "f", "f"), whole=axes.whole + "b")
 
-    def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
-        window = self.options.window
+    def why_not(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        return self._alone.why_not(device, x, w, bias, residual)
+
+    def times(self, device, x, w, bias, residual) -> Mapping[str, float]:
+        window, itemsize = self.options.window, x.dtype.itemsize
         call = call_of(device, window, x.shape[:-1], x.dtype, w)
-        reason = why_unsupported(device, window, x, w, residual)
-        elements, itemsize = math.prod(call.result) * call.features, x.dtype.itemsize
         streams = self._alone.streams(x, residual)
         # XLA's statistics read the result once more; our kernel merges those of its tiles.
-        theirs = xla_pass(elements, itemsize, 0)
-        if not window.is_pointwise:
-            after = theirs + cudnn_cost.epilogue(
+        if window.is_pointwise:
+            read = streams["read_bytes"] + itemsize
+            passes = Passes(bytes_of_element=read + itemsize * (residual is not None))
+            xla = xla_time(device, call.as_product(**streams), passes)
+        else:
+            elements = math.prod(call.result) * call.features
+            after = xla_pass(elements, itemsize, 0) + cudnn_cost.epilogue(
                 elements, itemsize, self.options.activation, residual=residual is not None
             )
-            return _in_order(device, call, reason, after=after, **streams)
-        read = streams["read_bytes"] + itemsize
-        after_product = Passes(bytes_of_element=read + itemsize * (residual is not None))
-        return _pointwise_in_order(device, call, reason, after_product, **streams)
+            xla = _cudnn_time(call) + after
+        return {"pallas": pallas_conv.predicted_time(call, **streams), "xla": xla}
 
     def configs(
         self, implementation: str, device: dispatch.Device, x, w, bias, residual
@@ -655,7 +681,7 @@ class _ForwardWithStatistics:
 
 
 @dataclass(frozen=True)
-class _InputGradient:
+class _InputGradient(Timed):
     """Computes (dx,) [B, *spatial, C] from dz and w: dgrad."""
 
     window: Window
@@ -682,36 +708,37 @@ class _InputGradient:
             )
         return call_of(device, self.window.transposed(), dz.shape[:-1], dz.dtype, w, flipped=True)
 
-    def reasons(self, device, dz, w) -> Mapping[str, str | None]:
-        if self.window.is_strided:
-            return self._strided_reasons(device, dz, w)
-        reason = why_unsupported(device, self.window.transposed(), dz, w)
+    def why_not(self, device, dz, w) -> Mapping[str, str | None]:
+        if not self.window.is_strided:
+            reason = why_unsupported(device, self.window.transposed(), dz, w)
+        else:
+            reason = pallas_strided.why_unsupported(
+                compute_capability=device.compute_capability,
+                dtypes={"dy": dz.dtype},
+                channels=w.shape[-2],
+                features=w.shape[-1],
+                images=dz.shape[0],
+                sizes=self.sizes,
+                window=self.window,
+            )
+        return {"xla": None, "pallas": reason}
+
+    def estimate(self, device, able: Collection[str], dz, w) -> Estimate:
         if self.window.is_pointwise:
-            return {"xla": None, "pallas": reason}
-        return _in_order(device, self._call(device, dz, w), reason, written_bytes=2)
+            return Rule(("xla",), "nothing is fused with the product")
+        return super().estimate(device, able, dz, w)
 
-    def _strided_reasons(self, device, dz, w) -> Mapping[str, str | None]:
-        def times() -> Mapping[str, float]:
-            call, itemsize = self._call(device, dz, w), dz.dtype.itemsize
-            arranged = xla_pass(math.prod(w.shape), 4 * itemsize)
-            multiplications = math.prod(dz.shape[:-1]) * math.prod(w.shape)
-            return {
-                "pallas": pallas_conv.predicted_time(call, written_bytes=itemsize) + arranged,
-                "xla": cudnn_cost.strided_input_gradient(multiplications, w.shape[-2]),
-            }
-
-        return pallas_or_xla(device, self._why_not_in_blocks(device, dz, w), times)
-
-    def _why_not_in_blocks(self, device, dz, w) -> str | None:
-        return pallas_strided.why_unsupported(
-            compute_capability=device.compute_capability,
-            dtypes={"dy": dz.dtype},
-            channels=w.shape[-2],
-            features=w.shape[-1],
-            images=dz.shape[0],
-            sizes=self.sizes,
-            window=self.window,
-        )
+    def times(self, device, dz, w) -> Mapping[str, float]:
+        call = self._call(device, dz, w)
+        ours = pallas_conv.predicted_time(call, written_bytes=dz.dtype.itemsize)
+        if not self.window.is_strided:
+            return {"pallas": ours, "xla": _cudnn_time(call)}
+        arranged = xla_pass(math.prod(w.shape), 4 * dz.dtype.itemsize)
+        multiplications = math.prod(dz.shape[:-1]) * math.prod(w.shape)
+        return {
+            "pallas": ours + arranged,
+            "xla": cudnn_cost.strided_input_gradient(multiplications, w.shape[-2]),
+        }
 
     def configs(self, implementation: str, device: dispatch.Device, dz, w) -> Sequence[Hashable]:
         if implementation != "pallas":
@@ -755,7 +782,7 @@ class _InputGradient:
 
 
 @dataclass(frozen=True)
-class _WeightGradient:
+class _WeightGradient(Timed):
     """Computes (dw,) [*kernel, C, F] from x and dz, in float32: wgrad."""
 
     window: Window
@@ -769,20 +796,20 @@ class _WeightGradient:
         letters = Letters(x.ndim - 2)
         return Axes((letters.images, letters.result), (letters.weights,), whole=letters.whole)
 
-    def reasons(self, device, x, dz) -> Mapping[str, str | None]:
-        w = jax.ShapeDtypeStruct((*self.window.kernel, x.shape[-1], dz.shape[-1]), x.dtype)
-        reason = why_unsupported(device, self.window, x, w)
+    def why_not(self, device, x, dz) -> Mapping[str, str | None]:
         if pallas_weight_gradient.why_unsupported(self.window) is not None:
             return {"xla": None}
+        return {"xla": None, "pallas": why_unsupported(device, self.window, x, self._like_w(x, dz))}
 
-        def times() -> Mapping[str, float]:
-            ours = pallas_weight_gradient.predicted_time(
-                x, dz, window=self.window, multiprocessors=device.multiprocessors
-            )
-            call = call_of(device, self.window, x.shape[:-1], x.dtype, w)
-            return {"pallas": ours, "xla": _cudnn_time(call, of_weights=True)}
+    def _like_w(self, x, dz) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*self.window.kernel, x.shape[-1], dz.shape[-1]), x.dtype)
 
-        return pallas_or_xla(device, reason, times)
+    def times(self, device, x, dz) -> Mapping[str, float]:
+        ours = pallas_weight_gradient.predicted_time(
+            x, dz, window=self.window, multiprocessors=device.multiprocessors
+        )
+        call = call_of(device, self.window, x.shape[:-1], x.dtype, self._like_w(x, dz))
+        return {"pallas": ours, "xla": _cudnn_time(call, of_weights=True)}
 
     def configs(self, implementation: str, device: dispatch.Device, x, dz) -> Sequence[Hashable]:
         if implementation != "pallas":
@@ -812,7 +839,7 @@ class _WeightGradient:
 
 
 @dataclass(frozen=True)
-class _JoinedInputGradient:
+class _JoinedInputGradient(Timed):
     """Computes (dx,) from dz, w, the other part of x's gradient, and x if it is rectified.
 
     The last two may be None. It is a stage of its own, so that `_InputGradient` keeps its timings.
@@ -829,24 +856,27 @@ class _JoinedInputGradient:
         images = Letters(dz.ndim - 2).images
         return axes._replace(operands=(*axes.operands, images, images))
 
-    def reasons(self, device, dz, w, other, y) -> Mapping[str, str | None]:
+    def why_not(self, device, dz, w, other, y) -> Mapping[str, str | None]:
         window = self.gradient.window
         if window.is_strided:
             return {"xla": None}
-        reason = why_unsupported(device, window.transposed(), dz, w, other)
-        call = self.gradient._call(device, dz, w)
-        streams = self.streams(dz, other, y)
-        elements = math.prod(call.result) * call.features
+        return {"xla": None, "pallas": why_unsupported(device, window.transposed(), dz, w, other)}
+
+    def times(self, device, dz, w, other, y) -> Mapping[str, float]:
+        call, streams = self.gradient._call(device, dz, w), self.streams(dz, other, y)
         # XLA writes its gradient, which a second kernel reads with the rest.
         moved = streams["read_bytes"] + 2 * dz.dtype.itemsize
-        if window.is_pointwise:
+        if self.gradient.window.is_pointwise:
             passes = Passes(bytes_of_element=moved)
-            return _pointwise_in_order(device, call, reason, passes, **streams, activations=0)
-        return _in_order(device, call, reason, after=xla_pass(elements, moved, 0), **streams)
+            xla = xla_time(device, call.as_product(**streams), passes)
+        else:
+            elements = math.prod(call.result) * call.features
+            xla = _cudnn_time(call) + xla_pass(elements, moved, 0)
+        return {"pallas": pallas_conv.predicted_time(call, **streams), "xla": xla}
 
     def streams(self, dz, other, y) -> dict[str, int]:
         read = sum(a.dtype.itemsize for a in (other, y) if a is not None)
-        return dict(read_bytes=read, written_bytes=dz.dtype.itemsize)
+        return dict(read_bytes=read, written_bytes=dz.dtype.itemsize, activations=0)
 
     def configs(
         self, implementation: str, device: dispatch.Device, dz, w, other, y
@@ -919,48 +949,6 @@ def _cudnn_time(call: pallas_conv.ConvCall, *, of_weights: bool = False) -> floa
         dilated=max(call.window.dilation) > 1,
     )
     return cudnn_cost.convolution(work, call.multiprocessors)
-
-
-def _in_order(
-    device: dispatch.Device,
-    call: pallas_conv.ConvCall,
-    reason: str | None,
-    *,
-    after: float = 0.0,
-    **streams: int,
-) -> dict[str, str | None]:
-    """Returns the reasons, with the implementation that is predicted to be faster first."""
-    return _beside(device, call, reason, lambda: _cudnn_time(call) + after, streams)
-
-
-def _pointwise_in_order(
-    device: dispatch.Device,
-    call: pallas_conv.ConvCall,
-    reason: str | None,
-    passes: Passes,
-    **streams: int,
-) -> dict[str, str | None]:
-    """Returns the order for a convolution that is a product, followed by `passes` in XLA's program."""
-
-    def xla() -> float:
-        return xla_time(device, call.as_product(**streams), passes)
-
-    return _beside(device, call, reason, xla, streams)
-
-
-def _beside(
-    device: dispatch.Device,
-    call: pallas_conv.ConvCall,
-    reason: str | None,
-    xla: Callable[[], float],
-    streams: Mapping[str, int],
-) -> dict[str, str | None]:
-    """Returns the order of the call's kernel and an XLA program of `xla()` microseconds."""
-    return pallas_or_xla(
-        device,
-        reason,
-        lambda: {"pallas": pallas_conv.predicted_time(call, **streams), "xla": xla()},
-    )
 
 
 def _reference(options: Options, x, w, bias=None, residual=None, activation=None) -> jax.Array:

@@ -193,8 +193,8 @@ class _Forward:
             whole=_WHOLE,
         )
 
-    def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
-        return _reasons(device, x, self.options.window, residual)
+    def why_not(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        return _why_not(device, x, self.options.window, residual)
 
     def configs(self, implementation, device, x, w, bias, residual) -> Sequence[Strips | Tile]:
         return _configs(implementation, device, x, self.options.window, **self._sums(residual))
@@ -241,13 +241,12 @@ class _InputGradient:
     def axes(self, dz, w) -> Axes:
         return Axes((_RESULT, _WEIGHTS), (_IMAGES,), whole=_WHOLE)
 
-    def reasons(self, device, dz, w) -> Mapping[str, str | None]:
+    def why_not(self, device, dz, w) -> Mapping[str, str | None]:
+        if self.window.stride > 1:
+            # With zeros between the values of dz, most products would be with zeros.
+            return {"xla": None}
         x = jax.ShapeDtypeStruct((dz.shape[0], *self.size, dz.shape[3]), dz.dtype)
-        reasons = _reasons(device, x, self.window)
-        if self.window.stride == 1:
-            return reasons
-        # With zeros between the values of dz, most products would be with zeros.
-        return {"xla": None}
+        return _why_not(device, x, self.window)
 
     def configs(self, implementation, device, dz, w, other=None) -> Sequence[Strips | Tile]:
         window = self.window.transposed()
@@ -294,8 +293,8 @@ class _JoinedInputGradient:
     def axes(self, dz, w, other) -> Axes:
         return Axes((_RESULT, _WEIGHTS, _IMAGES), (_IMAGES,), whole=_WHOLE)
 
-    def reasons(self, device, dz, w, other) -> Mapping[str, str | None]:
-        return self.gradient.reasons(device, dz, w)
+    def why_not(self, device, dz, w, other) -> Mapping[str, str | None]:
+        return self.gradient.why_not(device, dz, w)
 
     def configs(self, implementation, device, dz, w, other) -> Sequence[Strips | Tile]:
         return self.gradient.configs(implementation, device, dz, w, other)
@@ -323,8 +322,8 @@ class _WeightGradient:
     def axes(self, x, dz) -> Axes:
         return Axes((_IMAGES, _RESULT), (_WEIGHTS, "c"), whole=_WHOLE)
 
-    def reasons(self, device, x, dz) -> Mapping[str, str | None]:
-        return _reasons(device, x, self.window)
+    def why_not(self, device, x, dz) -> Mapping[str, str | None]:
+        return _why_not(device, x, self.window)
 
     def configs(self, implementation, device, x, dz) -> Sequence[Strips | Tile]:
         return _configs(implementation, device, x, self.window, of_weights=True)
@@ -398,7 +397,9 @@ def _reference(window: Window, x, w, bias=None, residual=None, activation=None) 
     )
 
 
-def _reasons(device: dispatch.Device, x: Any, window: Window, residual=None) -> dict[str, Any]:
+def _why_not(
+    device: dispatch.Device, x: Any, window: Window, residual=None
+) -> Mapping[str, str | None]:
     """Returns why each implementation cannot run the convolution of x [B, H, W, C] or its gradients."""
     images, height, width, channels = x.shape
     return {

@@ -117,8 +117,8 @@ class _Forward:
     def axes(self, x, w, bias, residual) -> Axes:
         return Axes(_OPERANDS, (_Y,), whole=_WHOLE)
 
-    def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
-        return _reasons(device, self.options, x, residual)
+    def why_not(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        return _why_not(device, self.options, x, residual)
 
     def run(self, implementation, device, x, w, bias, residual) -> Results:
         if implementation == "cuda":
@@ -162,8 +162,8 @@ class _Backward:
             whole=_WHOLE,
         )
 
-    def reasons(self, device, x, w, bias, residual, dy, other) -> Mapping[str, str | None]:
-        return _reasons(device, self.options, x, residual)
+    def why_not(self, device, x, w, bias, residual, dy, other) -> Mapping[str, str | None]:
+        return _why_not(device, self.options, x, residual)
 
     def run(self, implementation, device, x, w, bias, residual, dy, other) -> Results:
         if implementation == "cuda":
@@ -215,7 +215,9 @@ def _reference(options: _Options, x, w, bias=None, residual=None, activation=Non
     )
 
 
-def _reasons(device: dispatch.Device, options: _Options, x: Any, residual: Any) -> dict[str, Any]:
+def _why_not(
+    device: dispatch.Device, options: _Options, x: Any, residual: Any
+) -> Mapping[str, str | None]:
     """Returns why each implementation cannot run the convolution of x [B, T, C] or its gradient."""
     images, length, channels = x.shape
     return {

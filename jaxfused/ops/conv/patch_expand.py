@@ -22,6 +22,7 @@ from jaxfused.ops.conv.dense_conv import (
     Letters,
     Options,
     Residuals,
+    Timed,
     gradients_after,
     images,
     pointwise_gradients,
@@ -30,7 +31,7 @@ from jaxfused.ops.conv.dense_conv import (
 )
 from jaxfused.runtime import sharding
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import Passes, pallas_or_xla, xla_time
+from jaxfused.runtime.product_choice import Passes, xla_time
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.shapes import why_symbolic
@@ -164,7 +165,7 @@ _enlarging.defvjp(_enlarging_fwd, _enlarging_bwd)
 
 
 @dataclass(frozen=True)
-class _Enlarging:
+class _Enlarging(Timed):
     """Computes `dense_conv.Forward` with w [*block, C, F], which makes a block of each pixel of x."""
 
     alone: Forward
@@ -187,21 +188,20 @@ class _Enlarging:
             block=w.shape[:2],
         )
 
-    def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
-        def times() -> Mapping[str, float]:
-            call, streams = self._call(device, x, w), self.alone.streams(x, residual)
-            written = x.dtype.itemsize + streams["written_bytes"]
-            # XLA reads its product once more to move it, and does the rest in that pass.
-            moving = Passes(
-                bytes_of_element=streams["read_bytes"] + written,
-                evaluations=streams["activations"],
-            )
-            return {
-                "pallas": pallas_conv.predicted_time(call, **streams),
-                "xla": xla_time(device, call.as_product(**streams), moving),
-            }
+    def why_not(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        return {"xla": None, "pallas": why_unsupported(device, x, w, residual)}
 
-        return pallas_or_xla(device, why_unsupported(device, x, w, residual), times)
+    def times(self, device, x, w, bias, residual) -> Mapping[str, float]:
+        call, streams = self._call(device, x, w), self.alone.streams(x, residual)
+        # XLA reads its product once more to move it, and does the rest in that pass.
+        moving = Passes(
+            bytes_of_element=streams["read_bytes"] + x.dtype.itemsize + streams["written_bytes"],
+            evaluations=streams["activations"],
+        )
+        return {
+            "pallas": pallas_conv.predicted_time(call, **streams),
+            "xla": xla_time(device, call.as_product(**streams), moving),
+        }
 
     def configs(
         self, implementation: str, device: dispatch.Device, x, w, bias, residual

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.product_choice import is_modelled
 from jaxfused.runtime.quantized_array import QuantizedArray, as_operand, assembled, of_each_column
@@ -398,7 +399,7 @@ class _Forward:
             whole=letters.whole,
         )
 
-    def reasons(self, device, x, w, scale, bias, residual) -> Mapping[str, str | None]:
+    def why_not(self, device, x, w, scale, bias, residual) -> Mapping[str, str | None]:
         out = self.options.out_dtype
         reason = pallas_conv.why_quantized_unsupported(
             compute_capability=device.compute_capability,
@@ -411,10 +412,12 @@ class _Forward:
             sizes=x.shape[:-1],
             window=self.options.window,
         )
-        reasons = {"pallas": reason, "xla": None}
-        if reason is None and is_modelled(device):
-            return reasons
-        return dispatch.preferring("xla", reasons)
+        return {"xla": None, "pallas": reason}
+
+    def estimate(self, device, able: Collection[str], *operands) -> Estimate:
+        if "pallas" not in able or not is_modelled(device):
+            return None
+        return Rule(("pallas",), "XLA convolves the integers in float32")
 
     def configs(
         self, implementation: str, device: dispatch.Device, x, w, scale, bias, residual
