@@ -177,7 +177,7 @@ def test_each_shipped_entry_is_of_a_stage_of_today_and_its_configs_are_legal(pat
         letters = stage.axes(*operands).operands
         for names, operand in zip(letters, operands, strict=True):
             assert operand is None or len(names) == operand.ndim
-        reasons = stage.reasons(device, *operands)
+        reasons = stage.why_not(device, *operands)
         for ranked in ranking:
             # The test does not need a built CUDA library.
             assert ranked.implementation == "cuda" or reasons[ranked.implementation] is None
