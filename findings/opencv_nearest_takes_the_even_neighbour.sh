@@ -6,8 +6,7 @@
 # Expected: Half up everywhere, as SciPy: a mask moved by half a pixel is moved by one.
 # Seen: 10 12 12 14 14 16 16 for a row of 10, 11, 12 ... read at 0.5, 1.5, 2.5 ...: every second
 #   label is lost. SciPy gives 11 12 13 14 15 16 17.
-# In jaxfused: jaxfused.upsample by nearest repeats pixels by whole factors
-#   (jaxfused/ops/pool/upsample.py).
+# In jaxfused: upsample by nearest repeats pixels by whole factors (docs/operators/images.md).
 set -euo pipefail
 
 folder=$(mktemp -d)

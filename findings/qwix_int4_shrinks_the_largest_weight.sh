@@ -5,8 +5,7 @@
 # Version: qwix==0.1.8, jax==0.11.2, flax==0.12.12; a CPU, Python 3.12 or newer.
 # Expected: The largest magnitude comes back as it is, as with the scale amax / 7.
 # Seen: 1.0 becomes 0.9333; int8, by 127.5, shrinks it by 0.4 %.
-# In jaxfused: docs/quantisation.md: jaxfused.ops.quantize.quantize scales by amax / 7 and amax /
-#   127.
+# In jaxfused: quantize scales by amax / 7 and amax / 127 (docs/quantisation.md).
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -165,7 +165,7 @@ def linear_softmax_cross_entropy(
         class_weights = class_weights.astype(accumulator_dtype(x.dtype))
         of_labels = weights_of_labels(class_weights, labels, options)
         if several_terms:
-            chunk_size = _chunk_rows(x, w, chunk_size)
+            chunk_size = _chunk_of_tokens(x, w, chunk_size)
             losses = _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights)
             return reduce_losses(losses, counts, weights, reduction, of_labels)
         weights = times(weights, of_labels)
@@ -297,7 +297,7 @@ def _reference_losses(options, chunk_size, x, w, bias, labels):
     rows = math.prod(leading)
     losses = _linear_token_losses(
         options,
-        _chunk_rows(x, w, chunk_size),
+        _chunk_of_tokens(x, w, chunk_size),
         x.reshape(rows, x.shape[-1]),
         w,
         bias,
@@ -306,17 +306,17 @@ def _reference_losses(options, chunk_size, x, w, bias, labels):
     return losses.reshape(leading)
 
 
-def _chunk_rows(x: jax.Array, w: jax.Array, chunk_size: int | None) -> int:
-    """Returns the tokens of a chunk of x [..., D], for weights w [D, V]."""
+def _chunk_of_tokens(x: jax.Array, w: jax.Array, chunk_size: int | None) -> int:
+    """Returns the tokens of a chunk of x [..., D], for weights w [D, V], in the reference.
+
+    Chunks are equal by default, so that the last one needs little padding.
+    """
     rows = math.prod(x.shape[:-1])
     if is_symbolic(x):  # A loop has chunks of one size, and an exact number of them.
         return rows
-    return chunk_size or _default_chunk_size(rows, w.shape[1])
-
-
-def _default_chunk_size(rows: int, features: int) -> int:
-    """Returns the tokens of a chunk: chunks are equal, so that the last one needs little padding."""
-    chunks = max(1, math.ceil(rows * features / _CHUNK_LOGITS))
+    if chunk_size:
+        return chunk_size
+    chunks = max(1, math.ceil(rows * w.shape[1] / _CHUNK_LOGITS))
     return max(1, math.ceil(rows / chunks))
 
 

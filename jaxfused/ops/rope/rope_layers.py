@@ -57,14 +57,9 @@ def layers_of(config: Mapping[str, Any]) -> list[Layer]:
         types = [None] * len(turning or ())
     turning = turning or [1] * len(types)
     return [
-        Layer(kind, bool(turns) and _type_rotates(config, kind, index))
+        Layer(kind, bool(turns) and type_rotates(config, kind, index))
         for index, (kind, turns) in enumerate(zip(types, turning, strict=True))
     ]
-
-
-def type_rotates(config: Mapping[str, Any], layer_type: str | None) -> bool:
-    """Whether layers of a type rotate, as far as their type decides that."""
-    return layer_type is None or _type_rotates(config, layer_type, None)
 
 
 def _types(config: Mapping[str, Any]) -> list[str]:
@@ -82,7 +77,8 @@ def _types(config: Mapping[str, Any]) -> list[str]:
     return ["sliding_attention" if window else "full_attention" for window in windows]
 
 
-def _type_rotates(config: Mapping[str, Any], kind: str | None, index: int | None) -> bool:
+def type_rotates(config: Mapping[str, Any], kind: str | None, index: int | None = None) -> bool:
+    """Returns whether layers of a type rotate, or layer `index` of it where that decides too."""
     if kind is None:
         return True
     if not kind.endswith("attention") or kind == "linear_attention":
