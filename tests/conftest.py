@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxfused import dispatch
 from jaxfused.runtime import cuda_library, platforms, table
 from tests.support import mosaic_interpreter, uncut_stores
+from tests.support.calls import have_library
 
 # Threads of an interpreted kernel wait for one another inside callbacks of XLA's CPU client. The client
 # has one thread per core unless NPROC asks for more. They deadlock if it has fewer threads than wait, or
@@ -170,6 +171,13 @@ def hopper(monkeypatch):
     monkeypatch.setattr(dispatch, "current_device", lambda *arrays: HOPPER)
     monkeypatch.setattr(platforms, "KERNELS_RUN_EVERYWHERE", True)
     return HOPPER
+
+
+@pytest.fixture
+def with_library(hopper, monkeypatch):
+    """Pretends that the CUDA library is loaded, for lowering; test_ffi.py tests the library itself."""
+    have_library(monkeypatch)
+    return hopper
 
 
 EMULATED = {

@@ -14,12 +14,12 @@ from pallas_kernels.conv.conv import ConvConfig, forward_and_statistics
 from pallas_kernels.conv.window import Window
 from pallas_kernels.gemm.matmul import MatmulConfig
 from tests.ops.conv.test_conv import dense_stand_ins, plain_conv
-from tests.ops.norm.test_group_norm import stand_ins, with_library
+from tests.ops.norm.test_group_norm import stand_ins
 from tests.support.against_float64 import assert_values_and_gradients
 from tests.support.arrays import put
 from tests.support.grids import parametrize
 
-__all__ = ["dense_stand_ins", "stand_ins", "with_library"]
+__all__ = ["dense_stand_ins", "stand_ins"]
 
 SMALL = ConvConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32)
 PRODUCT = MatmulConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32)

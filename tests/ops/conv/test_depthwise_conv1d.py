@@ -10,18 +10,10 @@ from jaxfused.ops.conv import depthwise_conv1d_cuda
 from tests.cases.conv import CONV1D_CASES, CONV1D_KERNEL_CASES
 from tests.ops.conv.test_conv import plain_conv
 from tests.support.against_float64 import assert_values_and_gradients
-from tests.support.calls import have_library
 from tests.support.lowering import kernels
 from tests.support.transforms import assert_transforms
 
 FORWARD, BACKWARD = "jaxfused_depthwise_conv1d", "jaxfused_depthwise_conv1d_backward"
-
-
-@pytest.fixture
-def with_library(hopper, monkeypatch):
-    """Pretends that the CUDA library is loaded, for lowering; test_ffi.py tests the library itself."""
-    have_library(monkeypatch)
-    return hopper
 
 
 @pytest.fixture

@@ -8,13 +8,10 @@ import pytest
 import jaxfused
 from jaxfused import dispatch
 from jaxfused.ops.conv import fft_conv
-from tests.ops.norm.test_group_norm import with_library
 from tests.support.against_float64 import assert_values_and_gradients
 from tests.support.arrays import put
 from tests.support.grids import parametrize
 from tests.support.transforms import assert_transforms
-
-__all__ = ["with_library"]
 
 STAGE = "conv by Fourier transforms"
 

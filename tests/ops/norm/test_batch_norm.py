@@ -13,7 +13,7 @@ from jaxfused.ops.norm import batch_norm_xla
 from jaxfused.runtime.activation import activate
 from jaxfused.runtime.promotion import accumulator_dtype
 from tests.cases.batch_norm import CASES, Case
-from tests.ops.norm.test_group_norm import BACKWARD, FORWARD, SLAB, stand_ins, with_library
+from tests.ops.norm.test_group_norm import BACKWARD, FORWARD, SLAB, stand_ins
 from tests.support.against_float64 import assert_values_and_gradients
 from tests.support.arrays import put
 from tests.support.lowering import kernels
@@ -21,7 +21,7 @@ from tests.support.transforms import assert_transforms
 
 pytestmark = pytest.mark.exhaustive
 
-__all__ = ["stand_ins", "with_library"]
+__all__ = ["stand_ins"]
 
 
 def plain_normalise(x, scale, bias, residual, mean, var, activation):

@@ -14,7 +14,6 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused import dispatch
 from jaxfused.ops.norm import group_norm_cuda, group_norm_slab_cuda, group_norm_xla
-from jaxfused.runtime import cuda_library
 from jaxfused.runtime.activation import activate
 from tests.cases.group_norm import CASES, KERNEL_CASES, Case
 from tests.support.against_float64 import assert_values_and_gradients
@@ -208,15 +207,6 @@ ONCE = (
     Once(Case((3, 5, 8), 4, activation="quick_gelu"), (4, 1), (1, 3)),
 )
 """Slices of different lengths, rows that leave threads idle, and more or fewer images than teams."""
-
-
-@pytest.fixture
-def with_library(hopper, monkeypatch):
-    """Pretends that the CUDA library is loaded, for lowering; test_ffi.py tests the library itself."""
-    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda_library, "architectures", lambda: ("90",))
-    monkeypatch.setattr(cuda_library, "register", lambda: None)
-    return hopper
 
 
 def stand_in_forward(x, residual, scale, bias, *, groups, save_statistics, **options):

@@ -11,7 +11,6 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused.ops.pool import max_pool_cuda, max_pool_xla
 from jaxfused.ops.pool.max_pool_cuda import Window
-from jaxfused.runtime import cuda_library
 from tests.support.arrays import put
 from tests.support.lowering import kernels
 from tests.support.transforms import assert_transforms
@@ -236,14 +235,6 @@ def test_errors(change, message):
 
 
 # --- kernels --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def with_library(hopper, monkeypatch):
-    """Pretends that the CUDA library is loaded, for lowering; test_ffi.py tests the library itself."""
-    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda_library, "register", lambda: None)
-    return hopper
 
 
 @pytest.fixture

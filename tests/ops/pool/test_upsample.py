@@ -6,7 +6,6 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused.ops.pool import upsample_cuda
-from jaxfused.runtime import cuda_library
 from tests.cases.normal import normal
 from tests.support.against_float64 import assert_values_and_gradients
 from tests.support.lowering import kernels
@@ -80,14 +79,6 @@ def test_errors(change, message):
 
 
 # --- kernels --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def with_library(hopper, monkeypatch):
-    """Pretends that the CUDA library is loaded, for lowering; test_ffi.py tests the library itself."""
-    monkeypatch.setattr(cuda_library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda_library, "register", lambda: None)
-    return hopper
 
 
 @pytest.fixture
