@@ -127,6 +127,8 @@ def why_not_built_from(
 
     Code for earlier GPUs, which later ones can run too, lacks the features of `least`.
     """
+    if reason := why_unavailable():
+        return reason
     built = architectures()
     if compute_capability is None or any(
         divmod(int(name.partition("-")[0]), 10) >= least and runs_on(name, compute_capability)

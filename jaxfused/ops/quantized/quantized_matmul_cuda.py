@@ -87,7 +87,6 @@ def why_unsupported(
     return (
         _why_results_unfit(out_dtype, residual_dtype)
         or _why_shapes_unfit(rows, features, w.columns, w.values.dtype, _WARP_COLUMNS)
-        or cuda_library.why_unavailable()
         or cuda_library.why_not_built_from(
             (8, 0) if x_dtype == jnp.bfloat16 else (7, 5), compute_capability
         )
@@ -127,7 +126,6 @@ def why_both_unsupported(
     return (
         _why_results_unfit(out_dtype, residual_dtype)
         or _why_shapes_unfit(x.shape[0], features, w.columns, x.dtype, _BOTH_TILE)
-        or cuda_library.why_unavailable()
         or cuda_library.why_not_built_from(
             (8, 9) if x.dtype in _FLOAT8 else (7, 5), compute_capability
         )

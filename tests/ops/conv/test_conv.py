@@ -581,6 +581,16 @@ CONV, WEIGHTS = "jaxfused_depthwise_conv", "jaxfused_depthwise_conv_weights"
 TILES, TILES_WEIGHTS = "jaxfused_depthwise_conv_mma", "jaxfused_depthwise_conv_mma_weights"
 
 
+@pytest.mark.parametrize("size", [3, 5, 7, 31])
+def test_depthwise_windows_where_no_library_is_built(hopper, monkeypatch, tmp_path, size):
+    """XLA convolves, as an installation without nvcc asks for."""
+    monkeypatch.setattr(cuda_library, "PATH", tmp_path / "libjaxfused.so")
+    x, w = jnp.ones((2, 40, 40, 64), jnp.bfloat16), jnp.ones((size, size, 1, 64), jnp.bfloat16)
+    with dispatch.recorded() as choices:
+        jax.eval_shape(lambda x, w: jaxfused.conv(x, w, feature_group_count=64), x, w)
+    assert [choice.implementation for choice in choices] == ["xla"]
+
+
 @pytest.fixture
 def with_library(with_library, monkeypatch):
     """The same for a library that was built for Turing and Ampere GPUs too."""
