@@ -30,7 +30,7 @@ class Source:
     index: int | None = None
     """Index into the saved arrays if they are stacks."""
     is_shared: bool = False
-    """Whether several arrays of the model are each a copy of the whole saved array."""
+    """True if several arrays of the model are each a copy of the whole saved array."""
 
     def read(self, restored: Mapping[str, Any]) -> Any:
         if len(self.names) == 2:

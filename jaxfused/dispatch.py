@@ -122,7 +122,7 @@ class Choice(NamedTuple):
     reasons: Mapping[str, str | None]
     """The implementations, fastest first, each with None or why it cannot run."""
     by_partitioner: bool = False
-    """Whether the choice was made for one shard while XLA partitioned the operation."""
+    """True if the choice was made for one shard while XLA partitioned the operation."""
     source: Literal["named", "model", "table", "neighbour"] | None = None
     """The basis of the choice: the caller's name, the cost model, or the autotuning table at these
     shapes or at near ones. None for a choice that does not depend on shapes."""

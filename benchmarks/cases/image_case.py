@@ -27,7 +27,7 @@ class Operation:
     deviation: float = 1.0
     """Standard deviation of the parameters."""
     is_norm: bool = False
-    """Whether the first parameter is a scale, whose mean is 1."""
+    """True if the first parameter is a scale, whose mean is 1."""
 
 
 def cases(

@@ -36,7 +36,7 @@ class How(NamedTuple):
     implementation: str | None
     """Implementation to name: the drawn one for what is judged, "xla" for what it is compared with."""
     exact: bool
-    """Whether operands are float32, and results too, even if the call names a dtype."""
+    """True if operands are float32, and results too, even if the call names a dtype."""
 
     def out_dtype(self, dtype: str | None) -> str | None:
         return "float32" if self.exact and dtype else dtype
@@ -66,7 +66,7 @@ class Problem:
     kinks: tuple[str, ...] = ()
     """Operands that are added to a relu's input; shifting them shows what crossing its kink changes."""
     tf32: bool = False
-    """Whether float32 products may round their operands to 11 bits."""
+    """True if float32 products may round their operands to 11 bits."""
     with_gradient: bool = True
     noise: Callable[[Any, Any, Any, Any], Mapping[str, jax.Array]] | None = None
     """Function of (operands, constants, results, cotangents) that returns further errors to allow, by

@@ -53,7 +53,7 @@ class Judgement:
 
     @property
     def met(self) -> bool | None:
-        """Whether `must` (or, without one, `aim`) is reached; None if not measured."""
+        """True if `must` (or, without one, `aim`) is reached; None if not measured."""
         goal = self.must if self.must is not None else self.aim
         return None if self.ratio is None or goal is None else self.ratio >= goal
 

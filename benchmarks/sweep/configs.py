@@ -163,7 +163,7 @@ class Rope:
     dtype: str
     interleaved: bool
     tables: bool
-    """Whether cos and sin are operands; else the operator computes them for positions 0, 1, 2, ..."""
+    """True if cos and sin are operands; else the operator computes them for positions 0, 1, 2, ..."""
     operator: ClassVar[str] = "rope"
 
     def fits(self) -> bool:
@@ -232,7 +232,7 @@ class CrossEntropy:
     dtype: str
     smoothing: float
     ignored: bool
-    """Whether some labels are ignored."""
+    """True if some labels are ignored."""
     operator: ClassVar[str] = "softmax_cross_entropy"
 
     def fits(self) -> bool:

@@ -102,7 +102,7 @@ class QuantizedProduct:
     group: int
     """Features that share a scale in x and in the weights; 0 for one scale a row and a column."""
     per_tensor: bool
-    """Whether x has one scale."""
+    """True if x has one scale."""
     out_dtype: str
     bias: bool
     activation: str | None
@@ -212,7 +212,7 @@ class QuantizedConv(Conv):
     """Format of x."""
     weights: str
     scale_of_image: bool
-    """Whether each image has its own scale; else all share one."""
+    """True if each image has its own scale; else all share one."""
     operator: ClassVar[str] = "quantized_conv"
 
 

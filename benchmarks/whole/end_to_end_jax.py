@@ -59,7 +59,7 @@ class Workload:
     forward_flops: Callable[[], int]
     """Function that returns the operations of the matrix products of a forward pass over the batch."""
     answers: bool = False
-    """Whether a step is a forward pass only, without gradients."""
+    """True if a step is a forward pass only, without gradients."""
 
     def flops(self) -> int:
         """Returns the operations of the matrix products of a step."""

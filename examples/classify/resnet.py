@@ -31,7 +31,7 @@ class ResNetSize:
     groups: int = 32
     """Groups of channels in each norm."""
     is_small: bool = False
-    """Whether images are small: the first layer is then 3 x 3 and does not shrink them."""
+    """True if images are small: the first layer is then 3 x 3 and does not shrink them."""
 
 
 # digits: a size that learns 8 x 8 pixels in a minute or two on two CPU cores.

@@ -183,7 +183,7 @@ class VisionTransformer(nnx.Module):
 
     @property
     def has_loop(self) -> bool:
-        """Whether a loop runs the blocks, which are then one stack."""
+        """True if a loop runs the blocks, which are then one stack."""
         return self.unroll < self.depth
 
     def _loop(self, carry: Carry, keys: jax.Array | None, drop_path: jax.Array) -> Carry:

@@ -99,7 +99,7 @@ def _is_function(node: Node, made: set[Value]) -> bool:
 
 
 def is_relu(node: Node) -> bool:
-    """Whether the operation is `jax.nn.relu`, in its values and its derivative."""
+    """Returns whether the operation is `jax.nn.relu`, in its values and its derivative."""
     if node.eqn.primitive is not primitives.custom_jvp_call_p or len(node.ins) != 1:
         return False
     inner = graph.build(node.params["call_jaxpr"])

@@ -23,7 +23,7 @@ _DTYPES = tuple(jnp.dtype(name) for name in ("float64", "float32", "bfloat16", "
 
 
 def is_transparent(node: Node) -> bool:
-    """Whether the operation returns its operand, but for rounding."""
+    """Returns whether the operation returns its operand, but for rounding."""
     if node.name == "convert_element_type":
         return node.ins[0].dtype in _DTYPES and node.out.dtype in _DTYPES
     return node.name in TRANSPARENT
@@ -183,7 +183,7 @@ _ARITHMETIC = 1e-14
 
 
 def is_one(number: float, slack: float) -> bool:
-    """Whether a number is 1 within its rounding error."""
+    """Returns whether a number is 1 within its rounding error."""
     return abs(number - 1.0) <= slack + _ARITHMETIC
 
 
@@ -280,7 +280,7 @@ def exponent(node: Node) -> float | None:
 
 
 def is_root(node: Node) -> bool:
-    """Whether the operation takes a square root, or the reciprocal of one."""
+    """Returns whether the operation takes a square root, or the reciprocal of one."""
     power = exponent(node) if node.name in ("rsqrt", "sqrt", "pow") else None
     return power in (0.5, -0.5) and node.out.is_floating
 
@@ -295,7 +295,7 @@ class Mean(NamedTuple):
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the remaining axes are where they are in the argument, as with keepdims."""
+        """True if the remaining axes are where they are in the argument, as with keepdims."""
         sizes = enumerate(self.argument.shape)
         return self.placed == tuple(i for i, size in sizes if i not in self.axes and size != 1)
 
@@ -352,7 +352,7 @@ def stages(value: Value) -> list[Value]:
 
 
 def is_reshape(node: Node) -> bool:
-    """Whether the operation only reshapes."""
+    """Returns whether the operation only reshapes."""
     if node.name == "broadcast_in_dim":
         return len(node.ins) == 1 and math.prod(node.ins[0].shape) == math.prod(node.out.shape)
     return node.name in ("reshape", "squeeze")
@@ -380,7 +380,7 @@ _LARGEST_COMPARED = 64
 
 
 def same(first: Value, second: Value) -> bool:
-    """Whether two values are computed by the same operations from the same values.
+    """Returns whether two values are computed by the same operations from the same values.
 
     Models often compute the same rotation angles once for queries and once for keys.
     """

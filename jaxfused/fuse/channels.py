@@ -29,14 +29,14 @@ class Arrangement:
 
     @property
     def is_of_batch(self) -> bool:
-        """Whether each channel has moments over all images, as in BatchNorm."""
+        """True if each channel has moments over all images, as in BatchNorm."""
         if self.images or self.groups != self.channels:
             return False
         return self.layout[0] not in ((), self.channels)
 
     @property
     def is_last(self) -> bool:
-        """Whether the axes are in the order of `operand`, so that nothing has to be transposed."""
+        """True if the axes are in the order of `operand`, so that nothing has to be transposed."""
         parts = tuple(part for axis in self.operand for part in axis)
         return parts == tuple(part for axis in self.layout for part in axis)
 
@@ -71,7 +71,7 @@ def arrangements(moments: Moments, layout: Layout) -> Iterator[Arrangement]:
 
 
 def is_of_rows(moments: Moments) -> bool:
-    """Whether the moments are over the last axis alone."""
+    """Returns whether the moments are over the last axis alone."""
     last = next((parts for parts in reversed(moments.frame.source.layout) if parts), ())
     return moments.reduced == set(last)
 

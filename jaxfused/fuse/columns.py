@@ -145,7 +145,7 @@ def _is_column(axis: int | None, leading: int) -> bool:
 
 
 def _picks_rows(node: Node, columns: list[int]) -> bool:
-    """Whether the operation takes whole rows of a table, such as those of given positions."""
+    """Returns whether the operation takes whole rows of a table, such as those of given positions."""
     last = node.ins[0].ndim - 1 if node.ins else -1
     if columns != [node.out.ndim - 1] or last < 0:
         return False

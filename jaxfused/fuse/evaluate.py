@@ -28,7 +28,7 @@ class Plan:
 
     @property
     def changes(self) -> bool:
-        """Whether anything is replaced."""
+        """True if anything is replaced."""
         return bool(self.bodies) or any(isinstance(step, Site) for step in self.steps)
 
 

@@ -80,7 +80,7 @@ class Frame:
         return View(value, layout)
 
     def is_source(self, seen: View) -> bool:
-        """Whether a view is the array itself, with each element at its place."""
+        """Returns whether a view is the array itself, with each element at its place."""
         return seen.base is self.source.value and seen.axes == self.source.layout
 
     def arranged(self, array: jax.Array, start: Layout, end: Layout) -> jax.Array:

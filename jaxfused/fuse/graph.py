@@ -51,7 +51,7 @@ class Value:
         self.origin: Value | None = None
         """The outer graph's value that this input of a body has in every step, or None."""
         self.is_constant = False
-        """Whether it is independent of the arguments, so that it could be evaluated now."""
+        """True if it is independent of the arguments, so that it could be evaluated now."""
         self.facts: dict[Any, Any] = {}
         """Cache of results about a constant, such as its array by `constants.evaluate`."""
         self.twin: Value | None = None

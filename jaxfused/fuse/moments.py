@@ -34,7 +34,7 @@ class Moments:
     reduced: frozenset[int]
 
     def is_mean(self, seen: View) -> bool:
-        """Whether a view is the mean of the array."""
+        """Returns whether a view is the mean of the array."""
         argument = self._averaged(seen)
         return argument is not None and self.frame.is_source(argument)
 
@@ -74,7 +74,7 @@ class Moments:
         return constant if power == 2.0 and self.is_mean(seen_mean) else None
 
     def is_deviation(self, seen: View) -> bool:
-        """Whether a view is the array minus its mean."""
+        """Returns whether a view is the array minus its mean."""
         node = seen.base.node
         if node is None or node.name != "sub":
             return False
@@ -332,7 +332,7 @@ def made_of(value: Value) -> list[Value]:
 
 
 def _adds_array(node: Node, made: set[Value]) -> bool:
-    """Whether the operation adds an array of the result's size, as a residual sum does."""
+    """Returns whether the operation adds an array of the result's size, as a residual sum does."""
     return node.name in ("add", "sub") and any(
         operand not in made and math.prod(view(operand).base.shape) >= math.prod(node.out.shape)
         for operand in node.ins

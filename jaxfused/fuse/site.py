@@ -64,7 +64,7 @@ class Book:
     """Number of sites of each operator, in all graphs of the program."""
 
     def is_free(self, nodes: Iterable[Node]) -> bool:
-        """Whether no site replaces any of the operations."""
+        """Returns whether no site replaces any of the operations."""
         return not any(node in self.owner for node in nodes)
 
     def add(self, site: Site) -> bool:

@@ -111,7 +111,7 @@ def _is_object(nnx: Any, leaf: Any) -> bool:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether the leaf is an array. Python numbers are static, as they may be flags."""
+    """Returns whether the leaf is an array. Python numbers are static, as they may be flags."""
     if isinstance(leaf, np.ndarray):
         return leaf.dtype != object
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)

@@ -52,12 +52,12 @@ def why_complex(*dtypes: Any) -> str | None:
 
 
 def is_stock_product(dot_general: Any) -> bool:
-    """Whether a layer's `dot_general` is None or Flax's default."""
+    """Returns whether a layer's `dot_general` is None or Flax's default."""
     return dot_general is None or dot_general is jax.lax.dot_general
 
 
 def changes_dtype(preferred_element_type: Any, *arrays: Any, dtype: Any) -> bool:
-    """Whether a `preferred_element_type` differs from the dtype of the computation."""
+    """Returns whether a `preferred_element_type` differs from the dtype of the computation."""
     if preferred_element_type is None:
         return False
     floats = [array for array in arrays if isinstance(array, jax.Array)]

@@ -203,7 +203,7 @@ class _Leaf(NamedTuple):
 
     @property
     def is_factored(self) -> bool:
-        """Whether the last two axes are factored, so that kernels take the leaf as matrices."""
+        """True if the last two axes are factored, so that kernels take the leaf as matrices."""
         shape = self.parameter.shape
         moments = {self.v_row.shape, self.v_col.shape}
         return (
@@ -215,7 +215,7 @@ class _Leaf(NamedTuple):
 
     @property
     def normalizes_columns(self) -> bool:
-        """Whether `v_row`, which Optax divides by its mean, has the means of the columns.
+        """True if `v_row`, which Optax divides by its mean, has the means of the columns.
 
         Optax reduces `v_row` over the largest axis, or over the last of equal ones.
         """

@@ -42,7 +42,7 @@ class EightBitMoment:
 
 
 def is_coded(moment: Any) -> bool:
-    """Whether a moment is in 8 bits."""
+    """Returns whether a moment is in 8 bits."""
     return isinstance(moment, EightBitMoment)
 
 

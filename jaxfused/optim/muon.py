@@ -97,7 +97,7 @@ class _View(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the leaf's axes are in this order without a transposition."""
+        """True if the leaf's axes are in this order without a transposition."""
         return self.order == tuple(range(len(self.order)))
 
     def matrices(self, leaf: jax.Array) -> jax.Array:

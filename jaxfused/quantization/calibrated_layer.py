@@ -46,7 +46,7 @@ class CalibratedLayer:
     divisor: np.ndarray | None
     """The smoothing divisor of each input feature, or None without smoothing."""
     is_folded: bool
-    """Whether a norm before the layer divides its inputs."""
+    """True if a norm before the layer divides its inputs."""
     taps: int
     """Positions of a convolution's window; 1 for a linear layer."""
     damping: float

@@ -140,7 +140,7 @@ def _leaves(annotation: Any) -> set[Any]:
 
 
 def _is_of_several(annotation: Any) -> bool:
-    """Whether an annotation allows a sequence."""
+    """Returns whether an annotation allows a sequence."""
     origin = get_origin(annotation)
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return True

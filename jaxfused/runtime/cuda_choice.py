@@ -21,7 +21,7 @@ def is_fast_for_weights(rows: int, features: int, columns: int) -> bool:
 
 
 def is_fast_for_rows(rows: int, features: int) -> bool:
-    """Whether CUDA C quantises rows faster than XLA does."""
+    """Returns whether CUDA C quantises rows faster than XLA does."""
     return rows * features >= _LEAST_VALUES
 
 

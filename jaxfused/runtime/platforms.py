@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 Arrays = Sequence[jax.Array | None]
 
 KERNELS_RUN_EVERYWHERE = False
-"""Whether kernels stay on all platforms, for tests that interpret, emulate or replace them."""
+"""True if kernels stay on all platforms, for tests that interpret, emulate or replace them."""
 
 
 class Stage(Protocol):

@@ -31,7 +31,7 @@ class Passes:
     evaluations: int = 0
     """Functions that they evaluate per element: an activation, its derivative, a sum."""
     slow: bool = False
-    """Whether the activation is gelu_erf, which takes XLA many instructions."""
+    """True if the activation is gelu_erf, which takes XLA many instructions."""
     bytes_in_product: int = 0
     """Bytes per element of a residual that XLA's product adds itself."""
 
@@ -75,7 +75,7 @@ def xla_time(device: dispatch.Device, work: cost.Work, passes: Passes) -> float:
 
 
 def is_modelled(device: dispatch.Device) -> bool:
-    """Whether the cost model covers the device: Hopper GPUs only."""
+    """Returns whether the cost model covers the device: Hopper GPUs only."""
     capability = device.compute_capability
     return capability is not None and capability[0] == _HOPPER and device.multiprocessors > 0
 

@@ -197,7 +197,7 @@ def parts_of_rows(rows: int, columns: int) -> int | None:
 
 
 def _is_slow(rows: int, columns: int) -> bool:
-    """Whether XLA sums the rows in one kernel where two kernels would be faster."""
+    """Returns whether XLA sums the rows in one kernel where two kernels would be faster."""
     of_block = rows * min(columns, _COLUMNS_OF_BLOCK)
     return rows <= 4096 and of_block >= 512 * _COLUMNS_OF_BLOCK
 
@@ -265,7 +265,7 @@ def _rounded(subscripts, dtype, out_dtype, precision, a, b, spec=None):
 
 
 def _is_batched(subscripts: str) -> bool:
-    """Whether both operands and the result have an axis in common."""
+    """Returns whether both operands and the result have an axis in common."""
     operands, y_axes = subscripts.split("->")
     a_axes, b_axes = operands.split(",")
     return bool(set(a_axes) & set(b_axes) & set(y_axes))

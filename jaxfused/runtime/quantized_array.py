@@ -396,7 +396,7 @@ def _check_group_size(op: str, part: str, array: QuantizedArray) -> None:
 
 
 def is_group_size(group_size: int | tuple[int, int] | None, axis: int) -> bool:
-    """Whether `group_size` is valid for an array of this axis, counted from the last."""
+    """Returns whether `group_size` is valid for an array of this axis, counted from the last."""
     if isinstance(group_size, tuple):
         return axis == -2 and len(group_size) == 2 and min(group_size) > 0
     return group_size is None or group_size > 0
@@ -443,7 +443,7 @@ def scale_fits(
     axis: int,
     group_size: int | tuple[int, int] | None = None,
 ) -> bool:
-    """Whether an array of shape `shape` can have scales of shape `scale`.
+    """Returns whether an array of shape `shape` can have scales of shape `scale`.
 
     Args:
       axis: the array's axis, counted from the last.

@@ -212,7 +212,7 @@ def takes_reference(
     why_xla: str | None = None,
     missing: Mapping[str, str] | None = None,
 ) -> bool:
-    """Whether a call of an operator is plain jax.numpy, whatever the shapes are.
+    """Returns whether a call of an operator is plain jax.numpy, whatever the shapes are.
 
     This is decided before the operator's custom_vjp, so that forward-mode differentiation works wherever
     no kernel can run: on this platform, for the dtype of `x`, for symbolic sizes of `x` or `others`, for
@@ -375,7 +375,7 @@ class _OnShard:
 
     call: _Call
     in_own_module: bool
-    """Whether XLA lowers the call into a separate module, where cached `jax.jit`s cannot be reused."""
+    """True if XLA lowers the call into a separate module, where cached `jax.jit`s cannot be reused."""
 
     def __call__(self, *operands: jax.Array | None) -> Results:
         return self._over_batches(_OnShard._entry, operands)

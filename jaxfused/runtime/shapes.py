@@ -4,7 +4,7 @@ from typing import Any
 
 
 def is_symbolic(*arrays: Any) -> bool:
-    """Whether an array, which may be None, has a size that is only known when the program runs.
+    """Returns whether an array, which may be None, has a size that is only known when the program runs.
 
     Such a size cannot be compared with a number.
     """

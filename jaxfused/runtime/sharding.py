@@ -132,7 +132,7 @@ class OnShards(NamedTuple):
 
     places: Places
     by_partitioner: bool
-    """Whether XLA is partitioning the program."""
+    """True if XLA is partitioning the program."""
 
     def names(self, axes: AxisNames) -> tuple[str, ...]:
         """Returns the mesh axes that split an array with these axes."""
@@ -330,7 +330,7 @@ def untracked(operands: Sequence[jax.Array | None]) -> tuple[jax.Array | None, .
 
 
 def is_explicit(*operands: jax.Array) -> bool:
-    """Whether the operands' types state their sharding.
+    """Returns whether the operands' types state their sharding.
 
     If they do, jax.numpy requires the sharding of a sum over a split axis, which `per_shard` states.
     """
@@ -344,7 +344,7 @@ def is_partitioned_by_xla(*operands: jax.Array) -> bool:
 
 
 def is_in_one_piece(*operands: jax.Array) -> bool:
-    """Whether each operand is certainly on one device: an unsharded array, or one shard."""
+    """Returns whether each operand is certainly on one device: an unsharded array, or one shard."""
     mesh = _mesh(operands)
     unsettled = set(mesh.axis_names) - set(mesh.manual_axes)
     if mesh.explicit_axes or (mesh.manual_axes and unsettled):

@@ -61,7 +61,7 @@ class _Call:
     operands: Any
     """The tree of the operands."""
     is_linear: tuple[bool, ...]
-    """Whether each leaf belongs to an argument in which the function is linear."""
+    """True if each leaf belongs to an argument in which the function is linear."""
 
     def __call__(self, f: Callable[..., Any], leaves: Arrays) -> Any:
         args = jax.tree.unflatten(self.operands, leaves)

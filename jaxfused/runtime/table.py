@@ -127,7 +127,7 @@ def _as_json(value: Any, *, exact: bool) -> Any:
 
 
 def _has_default(value: Any, field: "dataclasses.Field[Any]") -> bool:
-    """Whether a field has its default."""
+    """Returns whether a field has its default."""
     if field.default is dataclasses.MISSING:
         return False
     mine, default = (_as_json(v, exact=False) for v in (getattr(value, field.name), field.default))

@@ -50,7 +50,7 @@ class TunedStage:
 
     @property
     def has_choice(self) -> bool:
-        """Whether the stage has more than one candidate."""
+        """True if the stage has more than one candidate."""
         return len(self.order) > 1 or any(len(self.work.candidates(c[0])) > 1 for c in self.order)
 
     @property

@@ -46,17 +46,17 @@ class KeyGradientConfig:
     dout_stages: int = 2
     """Pipeline stages of dO: blocks of queries that shared memory holds."""
     splits_roles: bool = False
-    """Whether both warpgroups own the same keys, one computing dV and the other dK (for wide heads)."""
+    """True if both warpgroups own the same keys, one computing dV and the other dK (for wide heads)."""
     tile_stages: int = 2
     """Pipeline stages of K and V: tiles that shared memory holds; with 2 the next is copied early."""
     heads_together: int = 4
     """Key heads whose tiles are scheduled together, so that Q and dO stay in the L2 cache."""
     multiplies_early: bool = True
-    """Whether dP^T is multiplied while the exponentials of P^T are computed. Otherwise it is multiplied
+    """True if dP^T is multiplied while the exponentials of P^T are computed. Otherwise it is multiplied
     afterwards, in the registers that S^T has left free, which allows blocks of more queries. Split
     roles do not use this option."""
     keeps_keys: bool = False
-    """Whether K is an operand in registers, which saves reading it from shared memory. Split roles do
+    """True if K is an operand in registers, which saves reading it from shared memory. Split roles do
     not use this option."""
 
     def __post_init__(self):
@@ -238,7 +238,7 @@ class _Visit(NamedTuple):
     """Blocks that the CTA has processed before this one."""
     tile: TransposedTile
     is_partial: Any
-    """Whether the mask forbids some elements of the block."""
+    """True if the mask forbids some elements of the block."""
     key_length: Any
 
 

@@ -47,7 +47,7 @@ class QueryGradientConfig:
     value_stages: int = 2
     """Pipeline stages of V: blocks of keys that shared memory holds."""
     separate_output: bool = True
-    """Whether dQ has shared memory of its own; otherwise it overwrites Q."""
+    """True if dQ has shared memory of its own; otherwise it overwrites Q."""
     heads_together: int = 4
     """Heads whose tiles are scheduled together, so that K and V stay in the L2 cache."""
 

@@ -43,13 +43,13 @@ class ForwardConfig:
     stages: int = 2
     """Pipeline stages of K, and also of V: blocks of keys that shared memory holds."""
     takes_turns: bool = False
-    """Whether consumers issue their products, and so compute exponentials, in turns (ping-pong)."""
+    """True if consumers issue their products, and so compute exponentials, in turns (ping-pong)."""
     separate_output: bool = True
-    """Whether the output has shared memory of its own; otherwise it overwrites Q if it is as wide."""
+    """True if the output has shared memory of its own; otherwise it overwrites Q if it is as wide."""
     heads_together: int = 1
     """Heads whose tiles are scheduled together, so that K and V stay in the L2 cache."""
     wide_blocks: bool = False
-    """Whether the last columns of a head take a block of 64, padded with zeros, instead of narrower
+    """True if the last columns of a head take a block of 64, padded with zeros, instead of narrower
     blocks, each of which takes separate products."""
 
     def __post_init__(self):

@@ -187,12 +187,12 @@ class Logits:
 
     @property
     def needs_registers(self) -> bool:
-        """Whether computing a logit takes so many registers that tiles should be smaller."""
+        """True if computing a logit takes so many registers that tiles should be smaller."""
         return self.soft_cap is not None or self.dropout_rate > 0
 
     @property
     def has_matrices(self) -> bool:
-        """Whether there are operands with a number for each logit: a bias or an explicit mask."""
+        """True if there are operands with a number for each logit: a bias or an explicit mask."""
         return self.has_bias or self.mask.has_explicit
 
     def pads_keys(self, key_block: int) -> bool:

@@ -50,7 +50,7 @@ class BlockMask:
 
     @property
     def has_left_edge(self) -> bool:
-        """Whether the first visited blocks may be partial; if not, full_start equals start."""
+        """True if the first visited blocks may be partial; if not, full_start equals start."""
         return self.window is not None or self.has_segments or self.has_explicit
 
     def is_always_full(self, query_block: int, key_block: int) -> bool:
@@ -223,7 +223,7 @@ def segment_blocks(
 
 
 def _divides(x: int, y: int) -> bool:
-    """Whether one of the numbers is a multiple of the other."""
+    """Returns whether one of the numbers is a multiple of the other."""
     return x % y == 0 or y % x == 0
 
 

@@ -47,7 +47,7 @@ class Columns:
     swizzled: int
     """Columns of a swizzle; less than the width only for a single block that TMA copies by tiles."""
     copies_tiles: bool = False
-    """Whether TMA copies through tiles of 8 rows."""
+    """True if TMA copies through tiles of 8 rows."""
 
     @classmethod
     def of(

@@ -51,7 +51,7 @@ class ConvConfig(MatmulConfig):
 
     plan: Plan = "taps"
     turns_weights: bool = False
-    """Whether XLA transposes the weights to [taps, features, channels] first. A tile may then be any
+    """True if XLA transposes the weights to [taps, features, channels] first. A tile may then be any
     multiple of 8 features wide, and the tensor cores take 8-bit weights in this layout alone."""
 
 
@@ -69,7 +69,7 @@ class ConvProduct(Product):
     window: Window
     boxes: Boxes
     flipped: bool
-    """Whether the window is rotated by 180 degrees, as in dgrad."""
+    """True if the window is rotated by 180 degrees, as in dgrad."""
     first_channels: int = 0
     """Channels of the first array where x is two concatenated ones; 0 where x is one array."""
     block: tuple[int, int] = (1, 1)
@@ -330,7 +330,7 @@ class ConvCall:
     dtype: Any
     multiprocessors: int
     flipped: bool = False
-    """Whether the window is rotated by 180 degrees, as in dgrad; the weights are then [taps, F, C]."""
+    """True if the window is rotated by 180 degrees, as in dgrad; the weights are then [taps, F, C]."""
     first_channels: int = 0
     """Channels of the first array where x is two concatenated ones; 0 where x is one array."""
     block: tuple[int, int] = (1, 1)

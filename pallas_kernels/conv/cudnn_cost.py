@@ -78,9 +78,9 @@ class Work:
     padded_bytes: int = 0
     """Of a picture that XLA pads before, as cuDNN pads alike on both sides."""
     of_weights: bool = False
-    """Whether this is the gradient of the weights."""
+    """True if this is the gradient of the weights."""
     of_input: bool = False
-    """Whether this is the gradient of the picture, whose weights are turned for the forward."""
+    """True if this is the gradient of the picture, whose weights are turned for the forward."""
     dilated: bool = False
 
 

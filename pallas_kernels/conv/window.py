@@ -55,7 +55,7 @@ class Window:
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether each pixel of the result reads one pixel of x, and each pixel of x is read once."""
+        """True if each pixel of the result reads one pixel of x, and each pixel of x is read once."""
         return self.taps == 1 and not self.is_strided and not any(map(any, self.padding))
 
     def result(self, sizes: tuple[int, ...]) -> tuple[int, ...]:

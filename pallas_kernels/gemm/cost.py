@@ -241,7 +241,7 @@ class Work:
 
     @property
     def shifts_rows(self) -> bool:
-        """Whether rows of b begin anywhere in a line of memory."""
+        """True if rows of b begin anywhere in a line of memory."""
         length = self.k // self.terms if self.k_last else self.n
         return length * self.b_bytes % _STEP_BYTES != 0
 

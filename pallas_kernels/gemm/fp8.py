@@ -150,7 +150,7 @@ class LayerOptions:
     narrow_dtype: Any
     """Dtype of the second result, to which the activation's input is rounded too."""
     saves: bool
-    """Whether the second result is returned."""
+    """True if the second result is returned."""
     maximised: Maximised | None
     """Largest "value" or "magnitude" to return of each row of the second result, or None."""
 

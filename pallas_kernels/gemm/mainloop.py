@@ -45,7 +45,7 @@ class MatmulConfig:
     stages: int = 4
     """Pipeline stages: tiles of the operands in flight or in use."""
     ping_pong: bool = True
-    """Whether the consumers hold different output tiles, not the halves of one twice as high."""
+    """True if the consumers hold different output tiles, not the halves of one twice as high."""
     cluster: int = 1
     """CTAs, one below the other, that share the tiles of b: each multicasts a part of them to all."""
     epilogue_columns: int = 64
@@ -57,7 +57,7 @@ class MatmulConfig:
     band: int = 8
     """Rows of tiles in a group of the raster order, which keeps shared operands in L2."""
     pads_columns: bool = False
-    """Whether XLA first pads b to whole blocks of columns, where its width is not a multiple of one. A
+    """True if XLA first pads b to whole blocks of columns, where its width is not a multiple of one. A
     WGMMA then takes all of a tile's columns and not one block of them, which pays for many rows."""
 
     def __post_init__(self) -> None:
@@ -170,7 +170,7 @@ class Product:
 
     @property
     def scales_columns_alike(self) -> bool:
-        """Whether columns share a step's scales, which are then few enough to be loaded when needed."""
+        """True if columns share a step's scales, which are then few enough to be loaded when needed."""
         return self.scaled_columns > 1
 
     @property
@@ -205,7 +205,7 @@ class Product:
 
     @property
     def shares_b(self) -> bool:
-        """Whether the CTAs of a cluster share the tiles of b: each multicasts a part of them to all."""
+        """True if the CTAs of a cluster share the tiles of b: each multicasts a part of them to all."""
         return self.config.cluster > 1
 
     @property

@@ -322,7 +322,7 @@ class _Call:
 
     @property
     def few_rows_convert(self) -> bool:
-        """Whether the small-M kernel takes b in its own dtype."""
+        """True if the small-M kernel takes b in its own dtype."""
         first = self.bs[0]
         reason = weights.why_unsupported(first.dtype, self.dtype, first.shape[-1])
         return reason is None and all(b.dtype == first.dtype for b in self.bs)
@@ -384,7 +384,7 @@ class _Call:
 
     @property
     def mixes_float8(self) -> bool:
-        """Whether a and b have the two different float8 dtypes, which are multiplied as they are."""
+        """True if a and b have the two different float8 dtypes, which are multiplied as they are."""
         dtypes = {jnp.dtype(self.dtype), jnp.dtype(self.bs[0].dtype)}
         return self.b_format is None and dtypes == {*map(jnp.dtype, _FLOAT8)}
 

@@ -73,9 +73,9 @@ class OperandTile:
     span: int
     """Rows of a or columns of b in the tile."""
     k_last: bool
-    """Whether K is the array's last axis."""
+    """True if K is the array's last axis."""
     whole_blocks: bool
-    """Whether the array is a whole number of pieces wide, so that a copy may cover several."""
+    """True if the array is a whole number of pieces wide, so that a copy may cover several."""
     dtype: Any
     depth: int = 0
     """Elements along K, where K is the last axis and they are fewer than a piece holds; else 0."""
@@ -86,7 +86,7 @@ class OperandTile:
 
     @property
     def one_copy(self) -> bool:
-        """Whether the tile is more than one piece wide and nevertheless copied at once.
+        """True if the tile is more than one piece wide and nevertheless copied at once.
 
         One WGMMA then reads all of it; otherwise each reads one block.
         """

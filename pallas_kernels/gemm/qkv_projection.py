@@ -407,13 +407,13 @@ class _Epilogue:
     splits_heads: bool
     rotary_dim: int
     interleaved: bool
-    """Whether pairs are interleaved, so that one piece has both features of a pair."""
+    """True if pairs are interleaved, so that one piece has both features of a pair."""
     period: int
     """Rows after which the angles repeat."""
     bias_dtype: Any
     """Dtype of the biases; None where there are none."""
     has_norms: tuple[bool, ...]
-    """Whether there are norms of queries and of keys."""
+    """True if there are norms of queries and of keys."""
     epsilon: float
 
     @property
@@ -571,7 +571,7 @@ class _HeadsOfTile:
 
     @property
     def _reads_ahead(self) -> bool:
-        """Whether a unit's angles are all read at once, and reused for further units where possible.
+        """True if a unit's angles are all read at once, and reused for further units where possible.
 
         Angles that are read again for each head and piece come from L2, for which a warpgroup waits:
         50432 x 768 to 3 x 12 heads of 64 took 270 us on an H200, 240 read ahead, and 231 without

@@ -38,7 +38,7 @@ class Format:
 
     @property
     def in_words(self) -> bool:
-        """Whether the weights are int4, packed in words of 32 bits [N, K / 8]: see `BLOCK`."""
+        """True if the weights are int4, packed in words of 32 bits [N, K / 8]: see `BLOCK`."""
         return self.dtype == jnp.int4
 
     @property

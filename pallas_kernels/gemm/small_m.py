@@ -98,7 +98,7 @@ class FewRows:
     products: int
     w_dtype: Any
     w_transposed: bool
-    """Whether w is [N, K]."""
+    """True if w is [N, K]."""
     function: Callable[..., Mapping[str, Any]]
     """The epilogue, which returns each output's tile or its pieces by name."""
     vectors: Mapping[str, jax.ShapeDtypeStruct]

@@ -337,11 +337,11 @@ class _Launch:
 
     product: _BatchedProduct
     adds: bool
-    """Whether a I and b S are added."""
+    """True if a I and b S are added."""
     scales: bool
-    """Whether each matrix's product is multiplied by a scale."""
+    """True if each matrix's product is multiplied by a scale."""
     rounds: bool
-    """Whether the result is rounded to tf32."""
+    """True if the result is rounded to tf32."""
     first_turned: int | None
     """The first matrix of which only the transpose is stored; None where both are of all."""
 

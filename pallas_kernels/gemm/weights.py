@@ -29,7 +29,7 @@ class Weights(Protocol):
 
     @property
     def in_registers(self) -> bool:
-        """Whether WGMMAs read registers, which must not change before they have ended."""
+        """True if WGMMAs read registers, which must not change before they have ended."""
 
     def memory(self, stages: int) -> Any:
         """Returns shared memory for `stages` tiles."""

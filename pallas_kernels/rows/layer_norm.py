@@ -265,7 +265,7 @@ def _legal(
 
 
 def _room_for(vectors: int, values: int) -> bool:
-    """Whether the backward can keep the vectors in registers, `values` of each in a thread.
+    """Returns whether the backward can keep the vectors in registers, `values` of each in a thread.
 
     Next to the tile and the sums there is room for 48 values; with more the registers spill.
     """

@@ -29,7 +29,7 @@ class RowConfig:
     """Launch and tiling of a kernel over rows."""
 
     row_per_warp: bool
-    """Whether each warp has a row; otherwise each CTA has one."""
+    """True if each warp has a row; otherwise each CTA has one."""
     warpgroups: int
     """Warpgroups in a CTA: independent of one another with a row per warp, else sharing a row."""
     slots: int
@@ -42,9 +42,9 @@ class RowConfig:
     chunks: int = 1
     """Column blocks into which a line is cut, so that fewer registers are live at once."""
     keeps_tile: bool = True
-    """Whether a tile stays in registers; otherwise each pass reads it from shared memory again."""
+    """True if a tile stays in registers; otherwise each pass reads it from shared memory again."""
     keeps_vectors: bool = True
-    """Whether per-feature vectors stay in registers; otherwise each tile reads them from the cache."""
+    """True if per-feature vectors stay in registers; otherwise each tile reads them from the cache."""
 
     def __post_init__(self) -> None:
         for name in ("warpgroups", "ctas_per_multiprocessor", "chunks"):
@@ -141,12 +141,12 @@ class RowTiles:
 
     @property
     def ragged(self) -> bool:
-        """Whether a segment's rows are no multiple of a tile's, so that tiles overlap."""
+        """True if a segment's rows are no multiple of a tile's, so that tiles overlap."""
         return self.config.row_per_warp and (self.rows // self.segments) % self.config.lines != 0
 
     @property
     def stays_in_segment(self) -> bool:
-        """Whether each tile holds rows of one segment alone, as vectors that differ by segment need."""
+        """True if each tile holds rows of one segment alone, as vectors that differ by segment need."""
         return not self.config.row_per_warp or self.rows // self.segments >= self.config.lines
 
     def layout(self, itemsize: int) -> plgpu.Layout:

@@ -19,7 +19,7 @@ class Case:
     parameter_dtype: str | None = None
     """Dtype of the parameters; None for x's."""
     modulated: bool = False
-    """Whether each image has its own scale and shift."""
+    """True if each image has its own scale and shift."""
 
     def arguments(self, dtype, seed=0):
         """Returns (x, scale, bias, residual, image_scale, image_shift); x's mean is not zero."""

@@ -16,7 +16,7 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any = jnp.bfloat16
     has_batch: bool = False
-    """Whether the first axis is rows or images, which may be split over devices."""
+    """True if the first axis is rows or images, which may be split over devices."""
 
 
 class Call(NamedTuple):
@@ -25,7 +25,7 @@ class Call(NamedTuple):
     others: tuple[Operand, ...] = ()
     """Operands without a gradient."""
     is_mean: bool = False
-    """Whether the result is one number for all rows."""
+    """True if the result is one number for all rows."""
 
     @property
     def gradients(self) -> Callable[..., Any]:

@@ -96,13 +96,13 @@ def _softmax(node: Node) -> _Softmax | None:
 
 
 def stands_at_rows(seen: View, shape: tuple[int, ...], axis: int) -> bool:
-    """Whether a view is one number for each row, broadcast along the given axis of an array."""
+    """Returns whether a view is one number for each row, broadcast along the given axis of an array."""
     rows = [i for i, size in enumerate(shape) if i != axis and size != 1]
     return [place for place in seen.axes if place is not None] == rows
 
 
 def is_maximum(value: Value, logits: Value, axis: int) -> bool:
-    """Whether a value is the maximum of the logits along an axis, also through transpositions.
+    """Returns whether a value is the maximum of the logits along an axis, also through transpositions.
 
     Its axes are those of the logits, with or without the reduced one.
     """
@@ -157,7 +157,7 @@ def _before_transpositions(value: Value) -> tuple[Value, tuple[int, ...]]:
 
 
 def _moves(node: Node) -> bool:
-    """Whether the operation only transposes or reshapes.
+    """Returns whether the operation only transposes or reshapes.
 
     `jnp.matmul` drops axes of length 1 before its product, and adds them after it.
     """
@@ -214,7 +214,7 @@ class _Masking:
     number: float
     """Value of masked logits."""
     is_added: bool
-    """Whether the number is added to the logits, which then still get a gradient."""
+    """True if the number is added to the logits, which then still get a gradient."""
 
 
 @dataclass
@@ -232,7 +232,7 @@ class _Logits:
     biases: list[tuple[View, Axes, bool]] = field(default_factory=list)
     """Biases, the atoms of the logits that they are added to, and whether they are subtracted."""
     is_biased_last: bool = False
-    """Whether a bias is added after a mask."""
+    """True if a bias is added after a mask."""
     added: list[Value] = field(default_factory=list)
     """Masks and biases as the program applies them. Other attentions may share their computation."""
 
@@ -316,7 +316,7 @@ def _walk(value: Value, limit: int = 24) -> tuple[Node, list[Node]] | None:
 
 
 def _leads_to_product(value: Value) -> bool:
-    """Whether only steps that are allowed between a product and its logits lead to the value."""
+    """Returns whether only steps that are allowed between a product and its logits lead to the value."""
     for _ in range(16):
         node = value.node
         if node is None:

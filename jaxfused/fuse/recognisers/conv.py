@@ -61,7 +61,7 @@ class Step:
     dtype: Any
     """Dtype in which the program computes it."""
     is_reversed: bool
-    """Whether the operand comes first, as in `operand - x`."""
+    """True if the operand comes first, as in `operand - x`."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def find(book: Book) -> None:
 
 
 def _is_pool(node: Node) -> bool:
-    """Whether windows are only along the axes of pixels, and not dilated."""
+    """Returns whether windows are only along the axes of pixels, and not dilated."""
     params, (x,) = node.params, node.ins
     dilations = (*params["base_dilation"], *params["window_dilation"])
     return (

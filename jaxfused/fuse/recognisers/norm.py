@@ -304,7 +304,7 @@ def _as_normalised(seen: View, found: Statistics) -> View | None:
 
 
 def _over_rows(seen: View, value: Value) -> bool:
-    """Whether a view is one number for each row, broadcast along the last axis."""
+    """Returns whether a view is one number for each row, broadcast along the last axis."""
     rows = [axis for axis, size in enumerate(value.shape[:-1]) if size != 1]
     return [axis for axis in seen.axes if axis is not None] == rows
 

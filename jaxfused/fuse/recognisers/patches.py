@@ -23,7 +23,7 @@ def find(book: Book) -> None:
 
 
 def _cuts(node: Node) -> bool:
-    """Whether each pixel is in exactly one window of several pixels."""
+    """Returns whether each pixel is in exactly one window of several pixels."""
     params = node.params
     numbers = params["dimension_numbers"]
     x, w = node.ins

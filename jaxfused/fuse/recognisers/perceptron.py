@@ -128,7 +128,7 @@ def _projection_of(
 
 
 def _fits(first: Projection, hidden: Value, last: Projection) -> bool:
-    """Whether two products agree on the hidden layer's dtype, precision, features and rows."""
+    """Returns whether two products agree on the hidden layer's dtype, precision, features and rows."""
     features = math.prod(first.features)
     return (
         last.x.dtype == first.x.dtype

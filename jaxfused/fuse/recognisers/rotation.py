@@ -45,7 +45,7 @@ class Table:
         return table if self.sign > 0 else -table
 
     def is_the_same(self, other: "Table") -> bool:
-        """Whether another table has provably the same numbers."""
+        """Returns whether another table has provably the same numbers."""
         return (
             (self.seen.axes, self.part, self.sign) == (other.seen.axes, other.part, other.sign)
             and np.array_equal(self.columns, other.columns)
@@ -75,7 +75,7 @@ class Rotation:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all features are rotated."""
+        """True if all features are rotated."""
         return 2 * len(self.cos.columns) == self.x.shape[-1]
 
 
@@ -103,7 +103,7 @@ def rotation(value: Value, columns: Columns) -> Rotation | None:
 
 
 def _may_rotate(value: Value) -> bool:
-    """Whether the operation that makes the value may be the last one of a rotation."""
+    """Returns whether the operation that makes the value may be the last one of a rotation."""
     node = value.node
     if node is None:
         return False
@@ -242,7 +242,7 @@ def find(book: Book) -> None:
 
 
 def differs_along(found: Rotation, axis: int) -> bool:
-    """Whether the tables vary along an axis of the rotated array."""
+    """Returns whether the tables vary along an axis of the rotated array."""
     return any(axis in table.seen.axes for table in (found.cos, found.sin))
 
 

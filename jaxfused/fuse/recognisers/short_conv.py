@@ -44,7 +44,7 @@ class Window(NamedTuple):
     """End (exclusive) of the source's entries that are not replaced by zero."""
 
     def has_all(self, length: int) -> bool:
-        """Whether a window of this length has zeros only for entries outside of the source."""
+        """Returns whether a window of this length has zeros only for entries outside of the source."""
         if self.axis is None:
             return True
         size = self.source.shape[self.axis]

@@ -35,7 +35,7 @@ class _Enlarged(NamedTuple):
     x: Value
     axis: int
     is_first: bool
-    """Whether the enlarged axis is the first axis of the result. Otherwise it is the last."""
+    """True if the enlarged axis is the first axis of the result. Otherwise it is the last."""
 
 
 def _enlarged(node: Node) -> _Enlarged | None:

@@ -425,7 +425,7 @@ class _Options:
     soft_cap: float | None
     dropout_rate: float
     allows_tf32: bool = False
-    """Whether the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
+    """True if the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
 
     def forward_times(
         self, device: dispatch.Device, able: Collection[str], arrays: "_Arrays"
@@ -811,7 +811,7 @@ class _Backward:
 
     options: _Options
     own_bias: bool = False
-    """Whether each device owns a part of the bias. If so, dbias has the bias's dtype if kernels support
+    """True if each device owns a part of the bias. If so, dbias has the bias's dtype if kernels support
     it. Else it is float32, because devices may add up their parts."""
 
     @property

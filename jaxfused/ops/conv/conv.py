@@ -311,7 +311,7 @@ def _enlarges(
     w: jax.Array,
     residual: jax.Array | None,
 ) -> bool:
-    """Whether a kernel may make a block of pixels of each pixel of x; else the call is XLA's."""
+    """Returns whether a kernel may make a block of pixels of each pixel of x; else the call is XLA's."""
     missing = {"cuda": "the CUDA kernels of conv are depthwise, and the input is dilated"}
     images = dense_conv.images
     weights = w[None] if x.ndim == 3 else w

@@ -264,7 +264,7 @@ class Options:
 
     @property
     def keeps_preactivation(self) -> bool:
-        """Whether the gradient reads the activation's input; that of relu reads its result."""
+        """True if the gradient reads the activation's input; that of relu reads its result."""
         return self.activation not in (None, *SLOPE_OF_RESULT)
 
 
@@ -276,7 +276,7 @@ class Request:
     hands_on: bool = False
     """Return of x as a second result; its cotangent is then a part of x's gradient."""
     rectified: bool = False
-    """Whether x holds the values of a `Rectified`."""
+    """True if x holds the values of a `Rectified`."""
     statistics: bool = False
     """Statistics of y, for the norm that follows. No gradient flows through them."""
 
@@ -599,7 +599,7 @@ class _ForwardOfTwo(Timed):
 def _takes_statistics(
     run: Runner, options: Options, request: Request, x, w, bias, residual
 ) -> bool:
-    """Whether a kernel computes the statistics of y with the convolution; else the norm does.
+    """Returns whether a kernel computes the statistics of y with the convolution; else the norm does.
 
     This is decided while the call is traced, before it is split over devices.
     """

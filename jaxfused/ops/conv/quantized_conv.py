@@ -179,7 +179,7 @@ def quantized_conv(
 
 
 def _integers_in_xla(device: dispatch.Device) -> bool:
-    """Whether XLA convolves integers; its GPU compiler takes only some windows and channels."""
+    """Returns whether XLA convolves integers; its GPU compiler takes only some windows and channels."""
     return device.platform == "cpu"
 
 
@@ -314,7 +314,7 @@ class _Options:
     activation: str | None
     out_dtype: Any
     is_line: bool
-    """Whether x has one spatial axis, which the kernels see as an image of one row."""
+    """True if x has one spatial axis, which the kernels see as an image of one row."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="quantized_conv", once=False)

@@ -18,7 +18,7 @@ MOST_JOINED = 64
 
 
 def can_join(window: Window, channels: int) -> bool:
-    """Whether the squares of a row of the window fit into the channels of one step."""
+    """Returns whether the squares of a row of the window fit into the channels of one step."""
     if channels % GROUP == 0 or window.taps == 1 or set(window.dilation) != {1}:
         return False
     columns = _blocks(window)[1]

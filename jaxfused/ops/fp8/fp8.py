@@ -86,7 +86,7 @@ MATRICES: Mapping[str, tuple[str, ...]] = {
 
 
 def is_fp8(precision: Any) -> bool:
-    """Whether a caller's `precision` asks for products in float8."""
+    """Returns whether a caller's `precision` asks for products in float8."""
     if is_named(precision, DELAYED):
         raise ValueError(
             f'precision is "{DELAYED}", which is for modules, as these remember scales; pass an operator'
@@ -99,7 +99,7 @@ DELAYED = "fp8_delayed"
 
 
 def is_named(precision: Any, name: str) -> bool:
-    """Whether a precision is that string. Arrays are not compared with it."""
+    """Returns whether a precision is that string. Arrays are not compared with it."""
     return isinstance(precision, str) and precision == name
 
 

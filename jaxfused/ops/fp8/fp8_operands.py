@@ -209,7 +209,7 @@ class _Quantize(OneByOne):
     observes: bool
     matrices: int
     returns_scale: bool
-    """Whether the scale is a result. Devices that split the matrices would sum their scales."""
+    """True if the scale is a result. Devices that split the matrices would sum their scales."""
     from_end: bool
 
     @property

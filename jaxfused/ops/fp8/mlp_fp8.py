@@ -32,7 +32,7 @@ class Options:
     dtypes: tuple[Any, ...]
     """Dtypes of x, the first layer's weights, the last layer's weights, and residual (or None)."""
     keeps_slope: bool = False
-    """Whether the activation's derivative is kept for the backward instead of the preactivation."""
+    """True if the activation's derivative is kept for the backward instead of the preactivation."""
 
     @classmethod
     def of_mlp(cls, activation: str | None, save: str, out_dtype: Any, dtypes: Any) -> "Options":

@@ -21,7 +21,7 @@ class Options(NamedTuple):
     x_dtype: Any
     w_dtype: Any
     in_one: bool
-    """Whether one matrix holds the weights of all."""
+    """True if one matrix holds the weights of all."""
 
     @property
     def ends(self) -> tuple[int, int]:

@@ -164,7 +164,7 @@ def _gains_from_stages(
 
 
 def allows_tf32(precision: Any) -> bool:
-    """Whether `precision` lets a product round float32 to tf32, as XLA's do by default."""
+    """Returns whether `precision` lets a product round float32 to tf32, as XLA's do by default."""
     if precision is None:
         precision = jax.config.jax_default_matmul_precision
     preset = jax.lax.DotAlgorithmPreset
@@ -226,7 +226,7 @@ class _Options:
     residual_dtype: Any
     precision: Any
     forward_in_xla: bool = False
-    """Whether XLA runs the forward, whatever runs the gradient's stages."""
+    """True if XLA runs the forward, whatever runs the gradient's stages."""
 
     def forward(self, *, save_preactivation: bool, weights_read_again: bool = False) -> "Layer":
         """Returns the stage of the forward."""
@@ -366,7 +366,7 @@ _linear_in_fp8.defvjp(_linear_in_fp8_fwd, _linear_in_fp8_bwd)
 
 
 def are_weights_converted(x: jax.Array, w: jax.Array) -> bool:
-    """Whether XLA converts the weights to x's dtype for a product of few rows."""
+    """Returns whether XLA converts the weights to x's dtype for a product of few rows."""
     are_few = math.prod(x.shape[:-1]) <= small_m.MAX_ROWS
     return are_few and x.dtype.itemsize == 2 and weight_itemsize(x, w) != x.dtype.itemsize
 
@@ -453,7 +453,7 @@ class Layer:
     save_preactivation: bool
     precision: Any
     weights_read_again: bool = False
-    """Whether a gradient of few rows reads the weights too, so that XLA converts them once for both."""
+    """True if a gradient of few rows reads the weights too, so that XLA converts them once for both."""
 
     def axes(self, *operands) -> Axes:
         del operands

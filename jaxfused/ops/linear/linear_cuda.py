@@ -127,7 +127,7 @@ def in_one_product(
     residual_dtype: Any = None,
     out_dtype: Any = None,
 ) -> bool:
-    """Whether cuBLASLt is available and has the epilogue for operands of `dtype`."""
+    """Returns whether cuBLASLt is available and has the epilogue for operands of `dtype`."""
     others = {jnp.dtype(other) for other in (residual_dtype, out_dtype) if other is not None}
     return (
         dtype in (jnp.bfloat16, jnp.float16)

@@ -131,7 +131,7 @@ def written_first(activation: str | None, arrays: Any) -> Any:
 def sums_in_product(
     x: jax.Array, bias: jax.Array | None, residual: jax.Array | None, out_dtype: Any
 ) -> bool:
-    """Whether XLA's product can add bias and residual: it does if all have its dtype."""
+    """Returns whether XLA's product can add bias and residual: it does if all have its dtype."""
     added = [a.dtype for a in (bias, residual) if a is not None]
     return all(dtype == x.dtype for dtype in (jnp.dtype(out_dtype), *added))
 

@@ -601,7 +601,7 @@ def _is_by_xla(run: Runner, kernel: Any, *operands: jax.Array | None) -> bool:
 
 
 def _are_joined_faster(x, gate, w_gate) -> bool:
-    """Whether concatenating the cotangents moves fewer bytes than concatenating their wgrads."""
+    """Returns whether concatenating the cotangents moves fewer bytes than concatenating their wgrads."""
     rows = math.prod(x.shape[:-1])
     return rows * gate.dtype.itemsize <= x.shape[-1] * w_gate.dtype.itemsize
 
@@ -843,7 +843,7 @@ class _GatedHiddenGradient:
     returns_hidden: bool
     precision: Any
     joined: bool = False
-    """Whether dgate and dup are concatenated, as are their sums. The second results are then None."""
+    """True if dgate and dup are concatenated, as are their sums. The second results are then None."""
 
     @property
     def name(self) -> str:
@@ -918,7 +918,7 @@ class _GatedInputGradient:
 
     precision: Any
     finds_joined: bool = False
-    """Whether XLA computes dgate and dup, and so can write them concatenated."""
+    """True if XLA computes dgate and dup, and so can write them concatenated."""
 
     @property
     def name(self) -> str:

@@ -492,13 +492,13 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
 def _joins_for_x(
     run: Runner, options: _Options, dys: Sequence[Any], weights: Sequence[Any]
 ) -> bool:
-    """Whether XLA computes the gradient of x, for which the cotangents are concatenated."""
+    """Returns whether XLA computes the gradient of x, for which the cotangents are concatenated."""
     why = reasons(_InputGradient(options), run.device, *dys, *weights)
     return dispatch.choose("qkv_projection", run.implementation, why) == "xla"
 
 
 def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) -> bool:
-    """Whether one product of concatenated cotangents is predicted to be XLA's fastest wgrad."""
+    """Returns whether one product of concatenated cotangents is predicted to be XLA's fastest wgrad."""
     rows, features = math.prod(x.shape[:-1]), x.shape[-1]
     widths = [math.prod(w.shape[1:]) for w in weights]
     itemsize = x.dtype.itemsize

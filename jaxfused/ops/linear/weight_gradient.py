@@ -127,7 +127,7 @@ def weight_gradients(
 def _would_run_on_rows(
     run: Runner, kernel: "WeightGradients", x: jax.Array, dys: Sequence[jax.Array]
 ) -> bool:
-    """Whether a kernel would run if devices split the rows evenly, as in data parallel training.
+    """Returns whether a kernel would run if devices split the rows evenly, as in data parallel training.
 
     Under Auto axes only XLA's partitioner decides how devices split them, and each shard's kernel is
     chosen afterwards. If no kernel would run, the partitioner gets a plain product. So it does if there
@@ -183,9 +183,9 @@ class WeightGradients:
     """Number of dys."""
     sums_rows: bool
     side_by_side: bool
-    """Whether XLA takes one product of the dys, concatenated."""
+    """True if XLA takes one product of the dys, concatenated."""
     joined: bool = False
-    """Whether all products are one concatenated result, and the sums too."""
+    """True if all products are one concatenated result, and the sums too."""
     piece: int | None = None
     """Columns of the pieces in which XLA concatenates the dys."""
 

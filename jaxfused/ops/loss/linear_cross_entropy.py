@@ -612,7 +612,7 @@ class _Layer:
         return min(sizes, key=self._waves, default=min(fewest, self.rows))
 
     def _is_narrow(self) -> bool:
-        """Whether w's gradient is summed over chunks in its own 16-bit dtype."""
+        """Returns whether w's gradient is summed over chunks in its own 16-bit dtype."""
         if not self.w.dtype == self.dtype != jnp.float32:
             return False
         if self.constants.sum_dtype is not None:

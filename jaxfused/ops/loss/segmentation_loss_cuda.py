@@ -160,7 +160,7 @@ def losses_and_gradient(
 def _have_clusters(
     images: int, compute_capability: tuple[int, int] | None, multiprocessors: int
 ) -> bool:
-    """Whether each image of a mask gets a cluster of blocks."""
+    """Returns whether each image of a mask gets a cluster of blocks."""
     clusters = compute_capability is not None and compute_capability >= (9, 0)
     return clusters and images * _CLUSTER >= multiprocessors
 

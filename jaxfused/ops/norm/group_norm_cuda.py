@@ -31,7 +31,7 @@ class Config:
     chunk: int
     """Images of a pass, or at a time if they are read once."""
     once: bool = False
-    """Whether a slice stays in shared memory between the passes: group_norm_single_pass.cuh."""
+    """True if a slice stays in shared memory between the passes: group_norm_single_pass.cuh."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.slices <= 65536:
@@ -133,7 +133,7 @@ _ONCE_SUMS = 8192
 
 
 def reads_once(compute_capability: tuple[int, int] | None) -> bool:
-    """Whether a GPU has bulk copies, and enough shared memory for images that are read once."""
+    """Returns whether a GPU has bulk copies, and enough shared memory for images that are read once."""
     return (
         compute_capability is not None
         and compute_capability[0] in (9, 10)

@@ -257,7 +257,7 @@ def _validate(options, x, scale, bias, images, residual, pre_bias) -> None:
 
 
 def _of_groups(*parameters: Any) -> bool:
-    """Whether a scale or bias has several axes, which are the last ones of x."""
+    """Returns whether a scale or bias has several axes, which are the last ones of x."""
     return any(array is not None and array.ndim > 1 for array in parameters)
 
 

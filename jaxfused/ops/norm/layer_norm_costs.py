@@ -25,7 +25,7 @@ class Norm:
     parameters: int
     """Vectors that the forward reads; as many sums over rows does the backward make."""
     general: bool
-    """Whether there is an activation that the CUDA kernels choose at run time."""
+    """True if there is an activation that the CUDA kernels choose at run time."""
     multiprocessors: int
     segments: int = 1
 
@@ -35,19 +35,19 @@ class Norm:
 
     @property
     def is_small_for_xla(self) -> bool:
-        """Whether XLA's program without a mean starts sooner than a kernel that others cannot join."""
+        """True if XLA's program without a mean starts sooner than a kernel that others cannot join."""
         few = self.rows <= (1 if self.features <= layer_norm_cuda.FEW_ROWS_FEATURES else 2)
         few = few or (not self.aligned and self.rows * self.features <= _SMALL)
         return few and not self.subtract_mean
 
     @property
     def aligned(self) -> bool:
-        """Whether each row starts at a multiple of 16 bytes."""
+        """True if each row starts at a multiple of 16 bytes."""
         return self.features * self.itemsize % 16 == 0
 
     @property
     def is_coalesced(self) -> bool:
-        """Whether XLA's threads, a value each, read memory as fast as vectors do."""
+        """True if XLA's threads, a value each, read memory as fast as vectors do."""
         return self.aligned or self.itemsize >= 4
 
 
@@ -244,7 +244,7 @@ def backward_shares(norm: Norm) -> bool:
 
 
 def _backward_is_xla(norm: Norm) -> bool:
-    """Whether no kernel is expected to be faster in the backward."""
+    """Returns whether no kernel is expected to be faster in the backward."""
     kernels = ["cuda"]
     matrices = 3 if norm.residual else 2
     if pallas_layer_norm.backward_candidates(

@@ -37,7 +37,7 @@ through the norm and back, as it does in the same lines of jax.numpy."""
 
 
 def is_few(values: Any) -> bool:
-    """Whether a norm is over few values; False for a number that is not known."""
+    """Returns whether a norm is over few values; False for a number that is not known."""
     return isinstance(values, int) and values <= FEW_VALUES
 
 

@@ -28,7 +28,7 @@ QuantizedOutput = QuantizedArray | tuple[QuantizedArray, jax.Array]
 
 
 def is_one_pass(implementation: str | None, device: dispatch.Device, x, residual) -> bool:
-    """Whether one kernel normalises and quantises, in place of two kernels in sequence."""
+    """Returns whether one kernel normalises and quantises, in place of two kernels in sequence."""
     if implementation == "pallas":
         return True
     return implementation is None and _why_unsupported(device, x, residual) is None

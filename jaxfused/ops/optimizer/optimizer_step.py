@@ -164,7 +164,7 @@ class _Call:
     why: Mapping[str, str | None]
     numbers: tuple[int, ...]
     rounds: bool
-    """Whether bfloat16 arrays are rounded at random."""
+    """True if bfloat16 arrays are rounded at random."""
 
     @property
     def written(self) -> tuple[tuple[str, ...], ...]:

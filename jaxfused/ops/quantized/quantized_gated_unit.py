@@ -195,7 +195,7 @@ class _Unit:
         return unit(x, gate, up, b_gate, b_up, activation=self.activation)
 
     def is_left_to_xla(self, device: dispatch.Device, x: jax.Array, gate: QuantizedArray) -> bool:
-        """Whether XLA runs the forward, and keeps its preactivations for the gradient."""
+        """Returns whether XLA runs the forward, and keeps its preactivations for the gradient."""
         if not sharding.is_in_one_piece(x, gate.values):
             return False
         rows = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)

@@ -167,7 +167,7 @@ def _takes_reference(
     x: jax.Array | QuantizedArray,
     w: QuantizedArray,
 ) -> bool:
-    """Whether plain jax.numpy runs the product, whatever its shapes; `array` is x as floats."""
+    """Returns whether plain jax.numpy runs the product, whatever its shapes; `array` is x as floats."""
     why_xla = why_no_kernel_reads(w)
     if (
         why_xla is None

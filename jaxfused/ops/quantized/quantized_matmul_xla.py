@@ -182,7 +182,7 @@ def is_scaled_last(x: jax.Array, w: QuantizedArray) -> bool:
 
 
 def _is_by_groups(x: jax.Array, w: QuantizedArray) -> bool:
-    """Whether each group is summed separately, and scaled before the sums are added.
+    """Returns whether each group is summed separately, and scaled before the sums are added.
 
     Up to half as many rows as a group has numbers, that moves fewer bytes than a dequantised copy of the
     weights. Features that Explicit mesh axes split are not cut into groups.
@@ -326,7 +326,7 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> j
 
 
 def sums_integers(x: QuantizedArray, w: QuantizedArray) -> bool:
-    """Whether a product without groups multiplies the integers themselves, in int32."""
+    """Returns whether a product without groups multiplies the integers themselves, in int32."""
     zeros = (q.zero_point for q in (x, w) if q.zero_point is not None)
     return _has_integers(x) and _has_integers(w) and all(z.dtype == jnp.int8 for z in zeros)
 

@@ -171,7 +171,7 @@ def _type_of(layers: list[Layer], layer: int, layer_type: str | None) -> str | N
 def _rotates(
     config: Mapping[str, Any], layers: list[Layer], layer: int | None, layer_type: str | None
 ) -> bool:
-    """Whether the chosen layer rotates; if the layers differ, the caller has to choose one."""
+    """Returns whether the chosen layer rotates; if the layers differ, the caller has to choose one."""
     parameters = config.get("rope_parameters") or {}
     if layer_type in parameters and parameters[layer_type] is None:
         return False

@@ -41,7 +41,7 @@ class RopeScaling:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether `at_length` gives the frequencies, from the last position of a call."""
+        """True if `at_length` gives the frequencies, from the last position of a call."""
         return False
 
     def at_length(self, rotary_dim: int, theta: float, length: jax.Array) -> jax.Array:

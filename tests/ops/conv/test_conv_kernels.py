@@ -32,7 +32,7 @@ class Case:
     strides: tuple[int, ...] = (1, 1)
     dilation: tuple[int, ...] = (1, 1)
     epilogue: bool = False
-    """Whether bias and residual are added, and the sum is returned in two dtypes."""
+    """True if bias and residual are added, and the sum is returned in two dtypes."""
     flipped: bool = False
     config: ConvConfig = SMALL
     dtype: str = "bfloat16"

@@ -39,9 +39,9 @@ class Case:
     terms: int = 1
     products: int = 1
     one_array: bool = False
-    """Whether b of all terms and products are blocks of one array."""
+    """True if b of all terms and products are blocks of one array."""
     epilogue: bool = False
-    """Whether the product of products plus bias and residual is returned, in two dtypes and summed."""
+    """True if the product of products plus bias and residual is returned, in two dtypes and summed."""
     config: MatmulConfig = SMALL
     dtype: str = "bfloat16"
 

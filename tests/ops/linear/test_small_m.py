@@ -36,9 +36,9 @@ class Case:
     terms: int = 1
     products: int = 1
     one_array: bool = False
-    """Whether w of all terms and products are blocks of one array."""
+    """True if w of all terms and products are blocks of one array."""
     epilogue: bool = True
-    """Whether the product of products plus bias and residual is returned, in two dtypes and summed."""
+    """True if the product of products plus bias and residual is returned, in two dtypes and summed."""
     dtype: str = "bfloat16"
     w_dtype: str = ""
     """Dtype of w; empty for x's."""

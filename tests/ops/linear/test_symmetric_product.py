@@ -30,12 +30,12 @@ class Case:
     columns: int
     dtype: str = "float32"
     adds: bool = True
-    """Whether a I + b S is added."""
+    """True if a I + b S is added."""
     two: bool = False
-    """Whether Y differs from X: it is X times a diagonal matrix."""
+    """True if Y differs from X: it is X times a diagonal matrix."""
     is_factor: bool = False
     scales: bool = False
-    """Whether each product is multiplied by a scalar."""
+    """True if each product is multiplied by a scalar."""
     config: MatmulConfig | None = None
 
     def operands(self) -> list[Any]:

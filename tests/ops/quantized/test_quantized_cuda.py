@@ -53,7 +53,7 @@ class Case:
     """Dtype of x, which is quantised as the weights are if it has their dtype."""
     activation: str | None = "gelu_tanh"
     plain: bool = False
-    """Whether bias and residual are absent."""
+    """True if bias and residual are absent."""
     parts: int | None = None
     """Number of blocks that share the sums of a column, or None for the default."""
 

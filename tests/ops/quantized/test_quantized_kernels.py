@@ -55,7 +55,7 @@ class Case:
     x_dtype: str = "bfloat16"
     activation: str | None = "gelu_tanh"
     plain: bool = False
-    """Whether bias and residual are absent."""
+    """True if bias and residual are absent."""
 
     def __str__(self):
         options = " ".join(f"{name}={value}" for name, value in self.options.items())
