@@ -1,6 +1,8 @@
 // Matrices in float8 and their transposes from one read. A product and its gradients need both,
 // since they sum along the last axis of their operands.
 //
+// Their rows end in zeros, up to a multiple of 16 bytes.
+//
 // A tile has 128 rows and 64 columns. A thread reads 8 adjacent values, writes them in float8 in
 // the same order, and stores them in shared memory, from which 8 rows of a column become 8 bytes.
 #include <cuda_fp8.h>
@@ -41,13 +43,15 @@ struct QuantizeArgs {
   float slope_steps;    // code of a derivative of 1
   bool from_end;        // whether blocks start with the last rows, which L2 may still hold
   float* scale;         // [1], or nullptr
-  uint8_t* values;      // [rows, columns], or nullptr
-  uint8_t* transposed;  // [columns, rows], or nullptr
+  uint8_t* values;      // [rows, pitch], zeros behind the columns, or nullptr
+  uint8_t* transposed;  // [columns, row_pitch], zeros behind the rows, or nullptr
   float* sums;          // [row blocks of 128, columns]: column sums, or nullptr
   float* found;         // [tiles]: a tile's largest magnitude before scaling, or nullptr
   int8_t* slope;        // [rows, columns]: codes of the activation's derivative, or nullptr
   int rows;
   int columns;
+  int pitch;
+  int row_pitch;
   int down;    // tiles along the rows
   int across;  // tiles along the columns
   Activation activation;
@@ -329,8 +333,8 @@ __device__ __forceinline__ void store_transposed(const QuantizeArgs& args, const
   uint32_t words[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) words[i] = tile[places.of_row(i)];
-  if (row >= args.rows || column >= args.columns) return;
-  uint8_t* to = args.transposed + static_cast<int64_t>(column) * args.rows + row;
+  if (row >= args.row_pitch || column >= args.columns) return;
+  uint8_t* to = args.transposed + static_cast<int64_t>(column) * args.row_pitch + row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     // Takes bytes 2 half and 2 half + 1 of two rows into the lower and the upper half of a word.
@@ -345,7 +349,7 @@ __device__ __forceinline__ void store_transposed(const QuantizeArgs& args, const
       const uint32_t halves = i ? 0x7632u : 0x5410u;
       *reinterpret_cast<uint2*>(to) = {__byte_perm(pairs[0], pairs[1], halves),
                                        __byte_perm(pairs[2], pairs[3], halves)};
-      to += args.rows;
+      to += args.row_pitch;
     }
   }
 }
@@ -413,13 +417,13 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, const Ti
   const int row_start = place.row * kTileRows, column_start = place.column * kTileColumns;
   const int column = column_start + static_cast<int>(threadIdx.x % kRowThreads) * kVec;
   const int first_row = threadIdx.x / kRowThreads;
-  // Beyond the end, results are computed from other values and not stored.
-  const int rows = column < args.columns ? args.rows - row_start - first_row : 0;
-  const int stored_rows = args.values == nullptr ? 0 : rows;
-  const int64_t pitch = int64_t{kPassRows} * args.columns;
-  const int64_t offset = static_cast<int64_t>(row_start + first_row) * args.columns + column;
-  uint8_t* stored = args.values + offset;
-  int8_t* stored_slope = args.slope + offset;
+  // Beyond the end, results are computed from other values; they become zeros or are not stored.
+  const int rows_left = args.rows - row_start - first_row;
+  const int rows = column < args.columns ? rows_left : 0;
+  const int stored_rows = args.values != nullptr && column < args.pitch ? rows_left : 0;
+  const int64_t row = row_start + first_row;
+  uint8_t* stored = args.values + row * args.pitch + column;
+  int8_t* stored_slope = args.slope + row * args.columns + column;
   const Places places;
   float sums[kVec] = {};
   uint32_t found = 0;
@@ -438,7 +442,7 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, const Ti
       activate_with_slope(args.activation, values, slope);
       const uint2 steps = to_int8(slope, args.slope_steps);
       if (pass * kPassRows < rows) *reinterpret_cast<uint2*>(stored_slope) = steps;
-      stored_slope += pitch;
+      stored_slope += int64_t{kPassRows} * args.columns;
     } else {
       activate_for_fp8(args.activation, values);
     }
@@ -454,10 +458,11 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, const Ti
     }
 #pragma unroll
     for (float& value : values) value *= inverse;
-    const uint2 packed = {to_fp8<kFormat>(values[0], values[1], values[2], values[3]),
-                          to_fp8<kFormat>(values[4], values[5], values[6], values[7])};
+    uint2 packed = {to_fp8<kFormat>(values[0], values[1], values[2], values[3]),
+                    to_fp8<kFormat>(values[4], values[5], values[6], values[7])};
+    if (pass * kPassRows >= rows) packed = {0, 0};
     if (pass * kPassRows < stored_rows) *reinterpret_cast<uint2*>(stored) = packed;
-    stored += pitch;
+    stored += int64_t{kPassRows} * args.pitch;
     words[places.even(pass)] = packed.x;
     words[places.odd(pass)] = packed.y;
   }
@@ -554,6 +559,9 @@ Kernel kernel_of(Dtype dtype, Form form) {
   return nullptr;
 }
 
+// Returns the pitch of float8 rows of `length` numbers: TMA takes multiples of 16 bytes.
+int64_t padded(int64_t length) { return (length + 15) / 16 * 16; }
+
 // Reads the matrices and how they are combined.
 ffi::Error parse_sources(const ffi::AnyBuffer* const (&buffers)[kMaxSources], bool gated,
                          QuantizeArgs* args) {
@@ -584,6 +592,8 @@ ffi::Error parse_sources(const ffi::AnyBuffer* const (&buffers)[kMaxSources], bo
     args->ends[i] = static_cast<int>(columns);
   }
   args->columns = static_cast<int>(columns);
+  args->pitch = static_cast<int>(padded(columns));
+  args->row_pitch = static_cast<int>(padded(args->rows));
   const void* const* data = args->sources.data;
   if (columns > kMaxRows || (gated && (data[1] == nullptr || data[2] != nullptr))) {
     return ffi::Error::InvalidArgument("there are too many columns, or a gate without its matrix");
@@ -624,15 +634,12 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer se
   }
   args.reciprocal = 1.0f / (format == ffi::DataType::F8E4M3FN ? 448.0f : 57344.0f);
   if (!is_absent(*values)) {
-    RETURN_IF_ERROR(check_shape("values", *values, {rows, columns}));
+    RETURN_IF_ERROR(check_shape("values", *values, {rows, padded(columns)}));
     args.values = static_cast<uint8_t*>(values->untyped_data());
   }
   if (!is_absent(*transposed)) {
-    RETURN_IF_ERROR(check_shape("transposed", *transposed, {columns, rows}));
+    RETURN_IF_ERROR(check_shape("transposed", *transposed, {columns, padded(rows)}));
     RETURN_IF_ERROR(check_dtype("transposed", *transposed, format));
-    if (rows % 8 != 0) {
-      return ffi::Error::InvalidArgument("the transpose takes rows that are a multiple of 8");
-    }
     args.transposed = static_cast<uint8_t*>(transposed->untyped_data());
   }
   Form form = gated ? Form::kGated : Form::kPlain;

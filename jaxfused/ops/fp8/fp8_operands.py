@@ -32,9 +32,9 @@ class Copies(NamedTuple):
     """A matrix [..., N] in float8: values times a scale."""
 
     values: Any
-    """[..., N], or None."""
+    """[..., N], or None. Zeros may follow the last axis's values, up to whole `fp8_xla.PITCH`."""
     transposed: Any
-    """[N, ...], or None."""
+    """[N, ...], or None. In one piece [N, M], with the same zeros behind the M rows."""
     scale: jax.Array
     """A scalar."""
     largest: Any
@@ -99,6 +99,7 @@ def copies(
         observes=history is not None and largest is None and in_one_piece,
         matrices=len(matrices),
         returns_scale=in_one_piece,
+        pads=in_one_piece,
         # If the magnitudes are known, the matrices were just written: the L2 still holds their end.
         from_end=largest is not None,
     )
@@ -210,6 +211,8 @@ class _Quantize(OneByOne):
     matrices: int
     returns_scale: bool
     """True if the scale is a result. Devices that split the matrices would sum their scales."""
+    pads: bool
+    """True if zeros follow each row's values. Devices that split the rows would have them between."""
     from_end: bool
 
     @property
@@ -226,13 +229,13 @@ class _Quantize(OneByOne):
             (*(ROWS + source for source in sources), "p"),
             (
                 ROWS + columns if self.straight else None,
-                columns + ROWS if self.transposes else None,
+                columns + ("m" if self.pads else ROWS) if self.transposes else None,
                 "s" if self.returns_scale else None,
                 columns if self.sums else None,
                 "q" if self.observes else None,
                 ROWS + columns if self.slope_steps is not None else None,
             ),
-            whole="degcpsq" if apart else "psq",
+            whole="degcpsqm" if apart else "psqm",
         )
 
     def why_not(self, device, *operands) -> Mapping[str, str | None]:
@@ -240,11 +243,23 @@ class _Quantize(OneByOne):
         reason = quantize_cuda.why_unsupported(
             compute_capability=device.compute_capability,
             dtype=matrices[0].dtype,
-            rows=matrices[0].shape[0],
             widths=[matrix.shape[1] for matrix in matrices],
-            transposes=self.transposes,
         )
+        if not self.pads:
+            reason = reason or self._why_ragged(matrices)
         return {"cuda": reason, "xla": None}
+
+    def _why_ragged(self, matrices: Sequence[jax.Array]) -> str | None:
+        """Returns why the kernel, which pads its rows, cannot write these matrices; None if it can."""
+        widths = [matrix.shape[1] for matrix in matrices]
+        columns = widths[0] if self.gated else sum(widths)
+        for length in (columns, *([matrices[0].shape[0]] if self.transposes else [])):
+            if length != fp8_xla.padded(length):
+                return (
+                    f"of matrices split over devices it writes rows of multiples of {fp8_xla.PITCH} "
+                    f"numbers, and one has {length}"
+                )
+        return None
 
     def run(self, implementation, device, *operands) -> Results:
         del device
@@ -265,7 +280,7 @@ class _Quantize(OneByOne):
             )
         else:
             values, transposed, scale, total, slope = fp8_xla.quantize(
-                matrices, largest, **keywords
+                matrices, largest, **keywords, pads=self.pads
             )
             found = self._found(matrices) if self.observes else None
         return values, transposed, scale if self.returns_scale else None, total, found, slope

@@ -40,8 +40,8 @@ def layer(
     # Devices that split the columns would sum their maxima, which are taken from z instead.
     observed = maximised if sharding.is_in_one_piece(x.values, w.transposed) else None
     options = LayerOptions(activation, out_dtype, narrow_dtype, saves, observed)
-    scales = _scales(x, w)
-    y, z, maxima = run(_Layer(op, options), x.values, w.transposed, *scales, bias, residual)
+    factors = _factors(x.values, w.transposed)
+    y, z, maxima = run(_Layer(op, options), *factors, *_scales(x, w), bias, residual)
     if maximised is not None and maxima is None:
         maxima = z if maximised == "value" else jnp.abs(z)
     return y, z, maxima
@@ -71,15 +71,14 @@ def maximised_of(activation: str | None) -> pallas_fp8.Maximised:
 def input_gradient(run: Runner, op: str, dy: Copies, w: Copies, dtype: Any) -> jax.Array:
     """Returns the gradient dy @ w^T of x [..., D] in `dtype`, for dy [..., F] and w [D, F]."""
     stage = _Layer(f"{op} input gradient", LayerOptions(None, dtype, dtype, False, None))
-    scales = _scales(dy, w)
-    dx, _, _ = run(stage, dy.values, w.values, *scales, None, None)
+    dx, _, _ = run(stage, *_factors(dy.values, w.values), *_scales(dy, w), None, None)
     return dx
 
 
 def weight_gradient(run: Runner, op: str, x: Copies, dy: Copies, dtype: Any) -> jax.Array:
     """Returns the gradient x^T @ dy [D, F] of weights, from both transposed copies."""
-    scales = _scales(x, dy)
-    (dw,) = run(_WeightGradient(op, dtype), x.transposed, dy.transposed, *scales)
+    factors = _factors(x.transposed, dy.transposed)
+    (dw,) = run(_WeightGradient(op, dtype), *factors, *_scales(x, dy))
     return dw
 
 
@@ -105,8 +104,8 @@ def hidden_gradient(
     """Returns the gradients to z [..., F] and up of the hidden layer activation(z) [* up]."""
     observes = sharding.is_in_one_piece(dy.values, w.values)
     stage = _HiddenGradient(op, activation, observes)
-    scales = _scales(dy, w)
-    dz, dup, max_dz, max_dup = run(stage, dy.values, w.values, *scales, z, up)
+    factors = _factors(dy.values, w.values)
+    dz, dup, max_dz, max_dup = run(stage, *factors, *_scales(dy, w), z, up)
     largest = [m for m in ((max_dz, max_dup) if observes else (dz, dup)) if m is not None]
     return HiddenGradient(dz, dup, largest_of(run, *largest))
 
@@ -128,8 +127,14 @@ def hidden_gradient_by_slope(
     unit = jnp.where(jnp.isfinite(seen.reshape(1)), jnp.float32(1.0 / SLOPE_STEPS), jnp.nan)
     stage = _HiddenGradientBySlope(op, jnp.dtype(dtype), observes)
     scales = *_scales(dy, w), unit
-    dz, maxima = run(stage, dy.values, w.values, *scales, slope)
+    dz, maxima = run(stage, *_factors(dy.values, w.values), *scales, slope)
     return HiddenGradient(dz, None, largest_of(run, maxima if observes else dz))
+
+
+def _factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns both factors with sums of one length, where only one of them has zeros at its end."""
+    length = max(a.shape[-1], b.shape[-1])
+    return fp8_xla.of_length(a, length), fp8_xla.of_length(b, length)
 
 
 def _scales(a: Copies, b: Copies) -> tuple[jax.Array, jax.Array]:

@@ -13,6 +13,21 @@ from jaxfused.runtime.activation import BOUNDED_FROM_ABOVE, activate, value_and_
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.quantized_array import FORMATS
 
+PITCH = 16
+"""Numbers of which the rows of float8 matrices hold whole multiples, as the kernels' TMA copies do."""
+
+
+def padded(length: int) -> int:
+    """Returns `length` rounded up to whole `PITCH`."""
+    return -(-length // PITCH) * PITCH
+
+
+def of_length(values: jax.Array, length: int) -> jax.Array:
+    """Returns values [..., K] with zeros behind them, up to `length`."""
+    if values.shape[-1] == length:
+        return values
+    return jnp.pad(values, [*[(0, 0)] * (values.ndim - 1), (0, length - values.shape[-1])])
+
 
 def largest_magnitude(*arrays: jax.Array) -> jax.Array:
     """Returns the largest magnitude of all arrays, a float32 scalar; NaN if there is a NaN.
@@ -50,8 +65,12 @@ def quantize(
     transposes: bool,
     sums: bool,
     slope_steps: float | None = None,
+    pads: bool = True,
 ) -> tuple[jax.Array | None, ...]:
-    """Returns (values [M, N], values^T [N, M], scale [1], sums [N], slope [M, N]): `quantize_cuda`."""
+    """Returns (values, values^T, scale [1], sums [N], slope [M, N]) as `quantize_cuda` does.
+
+    Without `pads`, values and their transpose have no zeros behind them.
+    """
     parts = [matrix.astype(jnp.float32) for matrix in matrices]
     slope = None
     if slope_steps is not None:
@@ -68,7 +87,12 @@ def quantize(
     units = values * (1.0 / scale)
     values = lax.optimization_barrier(jnp.clip(units, -limit, limit).astype(dtype))
     total = jnp.sum(jnp.concatenate(parts, axis=-1), axis=0) if sums else None
-    return values if straight else None, values.T if transposes else None, scale[None], total, slope
+    forms = [values if straight else None, values.T if transposes else None]
+    if pads:
+        forms = [
+            None if form is None else of_length(form, padded(form.shape[-1])) for form in forms
+        ]
+    return *forms, scale[None], total, slope
 
 
 def sums(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfused.ops.fp8 import fp8_xla
 from jaxfused.runtime import cuda_library
 
-GRAIN = 16
-"""Divisor of rows and columns, so that rows of a result start at multiples of 16 bytes."""
+_GRAIN = 8
+"""Divisor of columns: a thread reads this many."""
 _TILE_ROWS = 128
 _TILE_COLUMNS = 64
 _MOST_COLUMNS = 64 * 65535
@@ -20,19 +21,15 @@ def why_unsupported(
     *,
     compute_capability: tuple[int, int] | None,
     dtype: Any,
-    rows: int,
     widths: Sequence[int],
-    transposes: bool,
 ) -> str | None:
-    """Returns None if matrices [rows, width] of a dtype can be quantised, else the reason."""
+    """Returns None if matrices [M, width] of a dtype can be quantised, else the reason."""
     reason = cuda_library.why_unfit(compute_capability) or cuda_library.why_dtype_unfit(dtype)
     if reason is not None:
         return reason
     for width in widths:
-        if width % GRAIN:
-            return f"it takes a multiple of {GRAIN} columns, and a matrix has {width}"
-    if transposes and rows % GRAIN:
-        return f"it transposes a multiple of {GRAIN} rows, and there are {rows}"
+        if width % _GRAIN:
+            return f"it takes a multiple of {_GRAIN} columns, and a matrix has {width}"
     if sum(widths) > _MOST_COLUMNS:
         return f"it takes at most {_MOST_COLUMNS} columns, and there are {sum(widths)}"
     return cuda_library.why_unavailable()
@@ -52,9 +49,10 @@ def quantize(
     observes: bool = False,
     from_end: bool = False,
 ) -> tuple[jax.Array | None, ...]:
-    """Returns (values [M, N], values^T [N, M], scale [1], sums [N], slope [M, N], found [P]).
+    """Returns (values [M, N'], values^T [N, M'], scale [1], sums [N], slope [M, N], found [P]).
 
-    Results that are not asked for are None.
+    N' and M' are N and M rounded up to whole `fp8_xla.PITCH`, with zeros in the places behind the
+    values. Results that are not asked for are None.
 
     Args:
       matrices: up to three [M, N_i], which are concatenated in the results; or two [M, N] if `gated`.
@@ -78,8 +76,8 @@ def quantize(
         return jax.ShapeDtypeStruct(shape if is_wanted else (0,), dtype)
 
     types = (
-        wanted(straight, (rows, columns), dtype),
-        wanted(transposes, (columns, rows), dtype),
+        wanted(straight, (rows, fp8_xla.padded(columns)), dtype),
+        wanted(transposes, (columns, fp8_xla.padded(rows)), dtype),
         wanted(True, (1,)),
         wanted(sums, (-(-rows // _TILE_ROWS), columns)),
         wanted(observes, (tiles(rows, columns),)),

@@ -78,10 +78,12 @@ def test_gated_mlp_in_the_interpreter(interpreted_hopper):
 
 # `make test` runs the smallest case that uses one block.
 @parametrize("activation", [None, "gelu_tanh"], quick=(0,))
-def test_linear_in_the_interpreter(activation, interpreted_hopper):
-    x, w, bias, residual = arrays(3, (2, 72, 64), (64, 48), (48,), (2, 72, 48))
+@parametrize(("rows", "d", "f"), [(72, 64, 48), (37, 40, 24)], quick=(1,))
+def test_linear_in_the_interpreter(rows, d, f, activation, interpreted_hopper):
+    """Also where neither the features nor the rows are whole multiples of 16."""
+    x, w, bias, residual = arrays(3, (2, rows, d), (d, f), (f,), (2, rows, f))
 
-    def f(implementation, x, w, bias, residual):
+    def layer(implementation, x, w, bias, residual):
         return jaxfused.linear(
             x,
             w,
@@ -92,7 +94,7 @@ def test_linear_in_the_interpreter(activation, interpreted_hopper):
             implementation=implementation,
         )
 
-    assert_alike(*both_gradients(f, x, w / 8, bias, residual))
+    assert_alike(*both_gradients(layer, x, w / 8, bias, residual))
 
 
 @pytest.mark.exhaustive
@@ -179,6 +181,15 @@ def test_what_a_gradient_launches(hopper):
 
 
 @pytest.mark.usefixtures("built_library")
+def test_features_of_no_multiple_of_16_launch_the_same(hopper):
+    """A matrix of 5776 x 3192 has 3192 = 199.5 * 16 features."""
+    operands = arrays(0, (250, 136), (136, 256), (256,), (256, 136))
+    launched = lowering.kernels(gradient_of_mlp("fp8"), *operands)
+    expected = lowering.kernels(gradient_of_mlp("fp8"), *arrays(0, *SHAPES))
+    assert sorted(launched) == sorted(expected)
+
+
+@pytest.mark.usefixtures("built_library")
 def test_delayed_scaling_reads_nothing_for_a_scale(hopper):
     state = jaxfused.Fp8State.zeros("mlp")
     launched = lowering.kernels(gradient_of_mlp(state), *arrays(0, *SHAPES))
@@ -187,10 +198,10 @@ def test_delayed_scaling_reads_nothing_for_a_scale(hopper):
 
 
 def test_widths_that_no_kernel_takes_are_left_to_xla(hopper):
-    x, w = arrays(0, (64, 40), (40, 24))
+    x, w = arrays(0, (64, 40), (40, 20))
     f = lambda x, w: jaxfused.linear(x, w, precision="fp8")  # noqa: E731
     assert "fp8_layer" not in lowering.kernels(f, x, w)
-    with pytest.raises(ValueError, match="whole multiples of 16 bytes"):
+    with pytest.raises(ValueError, match="a multiple of 8 columns"):
         jaxfused.linear(x, w, precision="fp8", implementation="pallas")
 
 
@@ -252,8 +263,8 @@ def test_default_configs_fit_into_shared_memory(m, k, n, residual, hopper):
 @pytest.mark.gpu
 @parametrize("out", [E4M3, E5M2], quick=())
 @parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], quick=())
-@parametrize("widths", [(80,), (208,), (48, 80, 16)], quick=())
-@parametrize("rows", [144, 1040], quick=())
+@parametrize("widths", [(80,), (208,), (48, 80, 16), (72,), (40, 16, 8)], quick=())
+@parametrize("rows", [144, 1040, 149], quick=())
 def test_quantised_bits_on_a_gpu(rows, widths, dtype, out):
     matrices = [3 * a for a in arrays(7, *((rows, width) for width in widths), dtype=dtype)]
     keywords = dict(
