@@ -181,8 +181,12 @@ def fold_norm(kernel: Kernel, **norm: Any) -> tuple[Kernel, jax.Array]:
     if not isinstance(kernel, QuantizedKernel):
         return batch_norm.fold_batch_norm(jnp.asarray(kernel), **norm)
     read = kernel.array.as_read()
-    columns, zeros = read.shape[-1], read.zero_point
+    columns, zeros, offset = read.shape[-1], read.zero_point, read.offset
     scale, bias = batch_norm.fold_batch_norm(of_each_column(read.scale, columns), **norm)
+    if offset is not None:
+        offset, _ = batch_norm.fold_batch_norm(of_each_column(offset, columns), **norm)
     zeros = None if zeros is None else of_each_column(zeros, columns)
-    folded = assembled(read.values, scale, zeros, read.axis, read.layout)
+    folded = assembled(
+        read.values, scale, zeros, read.axis, read.layout, offset=offset, codebook=read.codebook
+    )
     return replace(kernel, array=folded), bias

@@ -14,14 +14,19 @@ The layout of the bits, unless `layout` is "columns":
 - scale and zero_point have the rank of the values and broadcast to them, except along `axis`: there
   entry g belongs to the g-th group, and groups are equal runs of neighbouring values. In weights
   [..., D, F] of axis -2 the columns may form groups too, so that a block of the matrix shares a scale.
-  With a `group_size`, groups have this size, and the last one has the remaining values.
+  With a `group_size`, groups have this size, and the last one has the remaining values. An offset has
+  the shape of the scale.
+- codes of a `codebook` of 16 or 4 numbers: two or four in a uint8, along `axis`, which layout "columns"
+  has last; the first code is in the lowest bits. Codes of dtype uint4 are one an element.
 
-A value stands for `scale * (q - zero_point)`.
+A value stands for `scale * (q - zero_point) + offset`, where q is the stored number, or the entry of
+the codebook that the stored code names.
 """
 
+import functools
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -62,6 +67,26 @@ FORMATS = {
 }
 
 
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4 = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)
+CODEBOOKS: dict[str, tuple[float, ...]] = {
+    name: tuple(float(np.float32(number)) for number in numbers)
+    for name, numbers in {
+        "nf4": (
+            *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+            *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+            *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+            *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+        ),
+        "fp4": (*_FP4, *(-number for number in _FP4)),
+        "e2m1": (*_E2M1, *(-number for number in _E2M1)),
+        "ternary": (-1.0, 0.0, 1.0, 2.0),
+    }.items()
+}
+"""Codebooks of checkpoints: QLoRA's NF4, bitsandbytes' FP4, E2M1 of MXFP4 and NVFP4, ternary numbers,
+whose fourth code is 2, as BitNet's files have it."""
+
+
 Layout = Literal["rows", "columns"]
 LAYOUTS: tuple[Layout, ...] = ("rows", "columns")
 
@@ -69,7 +94,7 @@ LAYOUTS: tuple[Layout, ...] = ("rows", "columns")
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class QuantizedArray:
-    """An array in 8 or 4 bits: `scale * (values - zero_point)`, made by `jaxfused.quantize`.
+    """An array in 8, 4 or 2 bits: `scale * (values - zero_point) + offset`, made by `jaxfused.quantize`.
 
     It is a pytree, so that it goes through `jax.jit`, `jax.lax.scan` over stacked layers, `jax.vmap`,
     donation, `jax.device_put` with a sharding, and checkpoints. The module's docstring says how the
@@ -86,6 +111,10 @@ class QuantizedArray:
       layout: "rows", or "columns" for weights as the kernels read them.
       group_size: how many neighbouring values along `axis` share a scale, the last of them perhaps
         fewer; of axis -2 also a pair, of the sides of a block. None where all groups are equal.
+      offset: floats of the scale's shape, which are added last; None for none. XLA reads it.
+      codebook: the 16 or 4 numbers that the values are codes of, such as
+        `jaxfused.quantization.CODEBOOKS["nf4"]`; values are then uint8 with two or four codes each, or
+        uint4. None where the values are the numbers. XLA reads it.
 
     Raises:
       ValueError: parts that are arrays do not belong to each other, or have dtypes that are not read.
@@ -105,6 +134,14 @@ class QuantizedArray:
       >>> q = jaxfused.QuantizedArray(values, scale, None, axis=-2, group_size=(128, 128))
       >>> q.dequantize()[jnp.array([127, 128]), 0]
       Array([1., 3.], dtype=float32)
+
+      Numbers of a codebook, two codes a byte, plus an offset:
+
+      >>> codes, one = jnp.array([[0x7F]], jnp.uint8), jnp.ones((1, 1))
+      >>> nf4 = jaxfused.quantization.CODEBOOKS["nf4"]
+      >>> jaxfused.QuantizedArray(codes, one, None, axis=-2, offset=one, codebook=nf4).dequantize()
+      Array([[2.],
+             [1.]], dtype=float32)
     """
 
     values: jax.Array
@@ -113,12 +150,17 @@ class QuantizedArray:
     axis: int
     layout: Layout = "rows"
     group_size: int | tuple[int, int] | None = None
+    offset: jax.Array | None = None
+    codebook: tuple[float, ...] | None = None
+    _has_offset: bool = field(init=False, repr=False)
+    """Whether a tree of this structure has an offset; a transformation may have put None there."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_has_offset", self.offset is not None)
         # Pytrees of partition specs, of axes or of None are QuantizedArrays too.
         if not _is_array(self.values):
             return
-        for name in ("values", "scale", "zero_point"):
+        for name in ("values", "scale", "zero_point", "offset"):
             part = getattr(self, name)
             if hasattr(part, "__jax_array__"):
                 object.__setattr__(self, name, jnp.asarray(part))
@@ -130,36 +172,35 @@ class QuantizedArray:
         elif sides is not None:
             sides = _integer(op, "group_size", sides)
         object.__setattr__(self, "group_size", sides)
+        if self.codebook is not None:
+            object.__setattr__(self, "codebook", _codebook(op, self.codebook))
         check_parts(op, "", self)
         _check_groups_are_clear(op, self)
 
     def tree_flatten_with_keys(self) -> tuple[Any, "_Static"]:
         """Returns the arrays with their names, and the static fields."""
         name = "values" if self.layout == "rows" else "columns"
-        keys = (jax.tree_util.GetAttrKey(key) for key in (name, "scale", "zero_point"))
-        arrays = (self.values, self.scale, self.zero_point)
-        return tuple(zip(keys, arrays, strict=True)), (self.axis, self.layout, self.group_size)
+        name = name if self.codebook is None else f"codes_in_{name}"
+        arrays = {name: self.values, "scale": self.scale, "zero_point": self.zero_point}
+        if self._has_offset:  # Checkpoints of arrays without one have no entry for it.
+            arrays["offset"] = self.offset
+        keyed = tuple((jax.tree_util.GetAttrKey(key), part) for key, part in arrays.items())
+        return keyed, tuple(getattr(self, name) for name in _STATIC)
 
     @classmethod
     def tree_unflatten(cls, static: "_Static", arrays: Any) -> "QuantizedArray":
         """Rebuilds the array unchecked, from whatever parts a transformation returned."""
         array = object.__new__(cls)
-        (values, scale, zero_point), (axis, layout, group_size) = arrays, static
-        parts = dict(
-            values=values,
-            scale=scale,
-            zero_point=zero_point,
-            axis=axis,
-            layout=layout,
-            group_size=group_size,
-        )
-        for name, part in parts.items():
+        arrays = (*arrays, None)[: len(_ARRAYS)]
+        for name, part in zip(_ARRAYS + _STATIC, (*arrays, *static), strict=True):
             object.__setattr__(array, name, part)
         return array
 
     @property
     def dtype(self) -> str:
-        """The format of the values: one of FORMATS, or "float4_e2m1fn"."""
+        """The format of the values: one of FORMATS, "float4_e2m1fn", or of codes "uint4" or "uint2"."""
+        if self.codebook is not None:
+            return f"uint{_code_bits(self.codebook)}"
         return "int4" if self.values.dtype in _INT4 else str(self.values.dtype)
 
     @property
@@ -168,12 +209,24 @@ class QuantizedArray:
         shape = list(self.values.shape)
         if self.layout == "columns":
             shape[-2:] = shape[:-3:-1]
-        shape[self.axis] *= _packed(self.values.dtype)
+        shape[self.axis] *= self.packed
         return tuple(shape)
 
     @property
     def ndim(self) -> int:
         return self.values.ndim
+
+    @property
+    def packed(self) -> int:
+        """Number of values along `axis` in one element."""
+        if self.values.dtype == jnp.uint8:
+            return 2 if self.codebook is None else 8 // _code_bits(self.codebook)
+        return _NIBBLES if self.values.dtype == jnp.int32 else 1
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a value stands for `scale * q` of the stored number q."""
+        return self.zero_point is None and self.offset is None and self.codebook is None
 
     @property
     def groups(self) -> int:
@@ -188,15 +241,25 @@ class QuantizedArray:
         return self.shape[-1] // self.scale.shape[-1] if self.scale.size else 1
 
     def unpacked(self) -> jax.Array:
-        """Returns the values, one a byte, in the shape of the array; int4 become int8."""
+        """Returns the values, one a byte, in the shape of the array: int4 as int8, codes as uint8."""
         values = jnp.asarray(self.values)
-        if values.dtype == jnp.int32:
+        if self.codebook is not None:
+            axis = -1 if self.layout == "columns" else self.axis
+            if values.dtype == jnp.uint8:
+                values = unpack_codes(values, axis, _code_bits(self.codebook))
+            values = values.astype(jnp.uint8)
+        elif values.dtype == jnp.int32:
             values = unpack_words(values)
         elif values.dtype == jnp.uint8:
             values = unpack_int4(values, self.axis)
         elif self.dtype == "int4":
             values = values.astype(jnp.int8)
         return values.mT if self.layout == "columns" else values
+
+    def numbers(self) -> jax.Array:
+        """Returns what scales multiply: the values, or the codebook's entries that they are codes of."""
+        values = self.unpacked()
+        return values if self.codebook is None else _entries(self.codebook, values)
 
     def as_read(self) -> "QuantizedArray":
         """Returns the same numbers in the form that products read.
@@ -206,6 +269,7 @@ class QuantizedArray:
         """
         scale: Any = jnp.asarray(self.scale)
         zero_point: Any = self.zero_point
+        offset: Any = self.offset
         if scale.dtype.itemsize < 4:
             scale = scale.astype(jnp.float32)
         if zero_point is not None:
@@ -213,16 +277,27 @@ class QuantizedArray:
             zero_point = zero_point.astype(
                 jnp.int8 if zero_point.dtype in _WITHIN_INT8 else jnp.float32
             )
+        if offset is not None:
+            offset = jnp.asarray(offset).astype(scale.dtype)
         shape, grid = self.shape, list(scale.shape)
         for axis, side in _sides(self.axis, self.group_size).items():
             if grid[axis] > 1:
                 equal = math.gcd(side, shape[axis])
                 grid[axis] = shape[axis] // equal
-                scale, zero_point = (
+                scale, zero_point, offset = (
                     None if a is None else _repeated(a, axis, side // equal, grid[axis])
-                    for a in (scale, zero_point)
+                    for a in (scale, zero_point, offset)
                 )
-        return assembled(jnp.asarray(self.values), scale, zero_point, self.axis, self.layout)
+        values = jnp.asarray(self.values)
+        return assembled(
+            values,
+            scale,
+            zero_point,
+            self.axis,
+            self.layout,
+            offset=offset,
+            codebook=self.codebook,
+        )
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
         """Returns the array that the values stand for; arithmetic is in float32.
@@ -231,13 +306,18 @@ class QuantizedArray:
           dtype: a float dtype for the result.
         """
         read = self.as_read()
-        values = read.unpacked().astype(jnp.float32)
+        values = read.numbers().astype(jnp.float32)
         if read.zero_point is not None:
             values = values - spread(read.zero_point, self.shape).astype(jnp.float32)
-        return (values * spread(read.scale, self.shape)).astype(dtype)
+        values = values * spread(read.scale, self.shape)
+        if read.offset is not None:
+            values = values + spread(read.offset, self.shape)
+        return values.astype(dtype)
 
 
-_Static = tuple[int, Layout, int | tuple[int, int] | None]
+_ARRAYS = ("values", "scale", "zero_point", "offset")
+_STATIC = ("axis", "layout", "group_size", "codebook", "_has_offset")
+_Static = tuple[Any, ...]
 _INT4 = (jnp.uint8, jnp.int32, jnp.int4)
 _READABLE = (
     *(format.storage for format in FORMATS.values()),
@@ -256,9 +336,14 @@ def assembled(
     axis: int,
     layout: Layout,
     group_size: int | tuple[int, int] | None = None,
+    *,
+    offset: Any = None,
+    codebook: tuple[float, ...] | None = None,
 ) -> QuantizedArray:
     """Returns an array of parts that are known to fit together, without checking them again."""
-    return QuantizedArray.tree_unflatten((axis, layout, group_size), (values, scale, zero_point))
+    arrays = (values, scale, zero_point, *(() if offset is None else (offset,)))
+    static = (axis, layout, group_size, codebook, offset is not None)
+    return QuantizedArray.tree_unflatten(static, arrays)
 
 
 def as_operand(op: str, name: str, array: QuantizedArray) -> QuantizedArray:
@@ -281,9 +366,36 @@ def _integer(op: str, name: str, number: Any) -> int:
         raise ValueError(f"{op}: {name} has {number!r}; pass integers there.") from None
 
 
-def _packed(values: Any) -> int:
-    """Returns how many numbers an element of this dtype packs along the axis."""
-    return {jnp.dtype(jnp.uint8): 2, jnp.dtype(jnp.int32): _NIBBLES}.get(jnp.dtype(values), 1)
+def _codebook(op: str, codebook: Any) -> tuple[float, ...]:
+    """Returns a codebook's numbers as float32 holds them."""
+    try:
+        numbers = np.asarray(codebook, np.float64)
+    except (TypeError, ValueError):
+        numbers = np.zeros(0)
+    if numbers.shape not in ((16,), (4,)) or not np.isfinite(numbers).all():
+        raise ValueError(
+            f"{op}: codebook is {codebook!r}, but it has to be 16 or 4 finite numbers; pass such, or one"
+            f" of jaxfused.quantization.CODEBOOKS: {', '.join(CODEBOOKS)}."
+        )
+    return tuple(numbers.astype(np.float32).tolist())
+
+
+def _code_bits(codebook: tuple[float, ...]) -> int:
+    return len(codebook).bit_length() - 1
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _entries(codebook: tuple[float, ...], codes: jax.Array) -> jax.Array:
+    """Returns the codebook's entries by the bits of their codes, in float32.
+
+    Selects fuse with what reads the entries, and need no sharding rule, both unlike a gather.
+    """
+    entries: list[Any] = [jnp.float32(number) for number in codebook]
+    for bit in range(_code_bits(codebook)):
+        is_odd = (codes >> bit) & 1 == 1
+        pairs = zip(entries[::2], entries[1::2], strict=True)
+        entries = [jnp.where(is_odd, odd, even) for even, odd in pairs]
+    return entries[0]
 
 
 def _sides(axis: int, group_size: int | tuple[int, int] | None) -> dict[int, int]:
@@ -294,10 +406,19 @@ def _sides(axis: int, group_size: int | tuple[int, int] | None) -> dict[int, int
     return dict(zip((axis, -1), sizes, strict=False))
 
 
-def _why_unreadable(values: Any) -> str | None:
+def _readable(codebook: tuple[float, ...] | None) -> tuple[Any, ...]:
+    """Returns the dtypes that values may have."""
+    if codebook is None:
+        return _READABLE
+    return (jnp.uint8, jnp.uint4) if _code_bits(codebook) == 4 else (jnp.uint8,)
+
+
+def _why_unreadable(values: Any, codebook: tuple[float, ...] | None) -> str | None:
     """Returns the remedy for values of a dtype that cannot be read, or None."""
-    if values in _READABLE:
+    if values in _readable(codebook):
         return None
+    if codebook is not None:
+        return f"pack {8 // _code_bits(codebook)} codes into a byte, the first in the lowest bits"
     if values in (jnp.uint4, jnp.uint2):
         return (
             "pass them as jnp.int4, with 8 (of uint2: 2) taken from them and from their zero points"
@@ -315,18 +436,21 @@ def check_parts(op: str, name: str, array: QuantizedArray) -> None:
     Args:
       name: the operand's name for messages; empty in the array's own constructor.
     """
-    values, scale, zero_point = array.values, array.scale, array.zero_point
+    values, scale = array.values, array.scale
+    zero_point, offset = array.zero_point, array.offset
     part, name = (f"{name}.", name) if name else ("", "the array")
     remedy = "pass what jaxfused.quantize returns"
-    for key, found in (("values", values), ("scale", scale), ("zero_point", zero_point)):
-        if not _is_array(found) and not (key == "zero_point" and found is None):
+    for key in _ARRAYS:
+        found = getattr(array, key)
+        if not _is_array(found) and not (key in ("zero_point", "offset") and found is None):
             raise ValueError(
                 f"{op}: {part}{key} is a {type(found).__name__}, but it has to be an array of JAX or"
                 f" NumPy; {remedy}."
             )
-    instead = _why_unreadable(values.dtype)
+    instead = _why_unreadable(values.dtype, array.codebook)
     if instead is not None:
-        names = ", ".join(str(jnp.dtype(dtype)) for dtype in _READABLE)
+        readable = _readable(array.codebook)
+        names = ", ".join(str(jnp.dtype(dtype)) for dtype in readable)
         raise ValueError(
             f"{op}: {part}values has dtype {values.dtype}, not one of {names}; {instead}."
         )
@@ -347,13 +471,20 @@ def check_parts(op: str, name: str, array: QuantizedArray) -> None:
             f"{op}: {part}zero_point has dtype {zero_point.dtype}, but it is subtracted from values;"
             " pass integers, such as int8, or floats."
         )
+    if offset is not None and not jnp.issubdtype(offset.dtype, jnp.floating):
+        raise ValueError(
+            f"{op}: {part}offset has dtype {offset.dtype}, but it is added to floats; pass floats, or"
+            " integers that are subtracted from the values as zero_point."
+        )
     if array.layout not in LAYOUTS or (array.layout == "columns") < (values.dtype == jnp.int32):
         raise ValueError(
             f"{op}: {name} has layout {array.layout!r} and values of {values.dtype}, but int32 are int4"
             f" in words of layout 'columns'; {remedy}."
         )
     if array.layout == "columns" and (
-        array.axis != -2 or values.ndim < 2 or values.dtype == jnp.uint8
+        array.axis != -2
+        or values.ndim < 2
+        or (values.dtype == jnp.uint8 and array.codebook is None)
     ):
         raise ValueError(
             f"{op}: {name} has layout 'columns', axis {array.axis} and values of shape {values.shape}"
@@ -380,11 +511,12 @@ def check_parts(op: str, name: str, array: QuantizedArray) -> None:
             " elsewhere for one value or all; pass a scale that fits, or the group_size of blocks whose"
             " last one is smaller, such as (128, 128)."
         )
-    if zero_point is not None and zero_point.shape != scale.shape:
-        raise ValueError(
-            f"{op}: {part}zero_point has shape {zero_point.shape}, but {part}scale has shape"
-            f" {scale.shape}; {remedy}."
-        )
+    for key, found in (("zero_point", zero_point), ("offset", offset)):
+        if found is not None and found.shape != scale.shape:
+            raise ValueError(
+                f"{op}: {part}{key} has shape {found.shape}, but {part}scale has shape"
+                f" {scale.shape}; {remedy}."
+            )
 
 
 def _check_group_size(op: str, part: str, array: QuantizedArray) -> None:
@@ -482,6 +614,25 @@ def unpack_int4(packed: jax.Array, axis: int) -> jax.Array:
     return numbers.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
 
 
+def pack_codes(codes: jax.Array, axis: int, bits: int) -> jax.Array:
+    """Packs codes of 4 or 2 bits into uint8 along an axis, the first in the lowest bits."""
+    axis, count = axis % codes.ndim, 8 // bits
+    parts = (
+        jax.lax.slice_in_dim(codes, start, None, stride=count, axis=axis) for start in range(count)
+    )
+    shifted = [part.astype(jnp.uint8) << (bits * i) for i, part in enumerate(parts)]
+    return functools.reduce(operator.or_, shifted)
+
+
+def unpack_codes(packed: jax.Array, axis: int, bits: int) -> jax.Array:
+    """Returns the codes that `pack_codes` packed, as uint8."""
+    axis, count = axis % packed.ndim, 8 // bits
+    shape = [count if i == axis + 1 else 1 for i in range(packed.ndim + 1)]
+    shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8).reshape(shape)
+    codes = (jnp.expand_dims(packed, axis + 1) >> shifts) & (2**bits - 1)
+    return codes.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
+
+
 _NIBBLES = 8
 """Number of int4 in a word."""
 WORD_BLOCK = 128
@@ -543,10 +694,14 @@ def spread(
 
 def _repeated(scale: jax.Array, axis: int, times: int, size: int) -> jax.Array:
     """Repeats each entry `times` times along the axis, the last one as often as `size` leaves room."""
-    longer = jnp.repeat(scale, times, axis=axis)
+    axis = axis % scale.ndim
+    # Unlike jnp.repeat, this keeps the sharding in the types of Explicit mesh axes.
+    each = jnp.expand_dims(scale, axis + 1)
+    longer = jnp.broadcast_to(each, (*scale.shape[: axis + 1], times, *scale.shape[axis + 1 :]))
+    longer = longer.reshape(*scale.shape[:axis], -1, *scale.shape[axis + 1 :])
     if longer.shape[axis] == size:
         return longer
-    return jax.lax.slice_in_dim(longer, 0, size, axis=axis % scale.ndim)
+    return jax.lax.slice_in_dim(longer, 0, size, axis=axis)
 
 
 def of_each_column(scale: jax.Array, columns: int) -> jax.Array:

@@ -47,6 +47,17 @@ TREES = {
             jnp.ones((192, 4), jnp.int8), jnp.ones((2, 1)), None, -2, group_size=128
         )
     },
+    "codes and offsets": lambda: {
+        "w": QuantizedArray(
+            jnp.ones((4, 96), jnp.uint8),
+            jnp.ones((3, 4)),
+            None,
+            -2,
+            "columns",
+            offset=jnp.ones((3, 4)),
+            codebook=jaxfused.quantization.CODEBOOKS["nf4"],
+        )
+    },
     "adamw8bit": lambda: optim.adamw8bit(1e-3).init(WEIGHTS),
     "muon": lambda: optim.muon(1e-3).init(WEIGHTS),
     "adafactor": lambda: optim.adafactor(1e-3).init(WEIGHTS),

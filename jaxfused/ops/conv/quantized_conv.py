@@ -237,9 +237,10 @@ def _operands(
                 f" over pixels and channels; pass one with axis -1 and a scale of shape {batch} or"
                 f" {(x.shape[0], *batch[1:])}."
             )
-        if x.zero_point is not None:
+        if x.zero_point is not None or x.offset is not None:
+            added = "offsets" if x.zero_point is None else "zero points"
             raise ValueError(
-                f"{op}: x has zero points, but the padding is of zeros that stand for 0; pass a"
+                f"{op}: x has {added}, but the padding is of zeros that stand for 0; pass a"
                 " symmetric one, such as jaxfused.quantize(x, axis=-1, per_tensor=True)."
             )
     else:
@@ -287,9 +288,10 @@ def _why_unsupported(
 ) -> str | None:
     if isinstance(window, str):
         return f"the Pallas kernels of quantized_conv are dense, and {window}"
-    if x.scale.size != 1 or w.groups != 1 or w.zero_point is not None:
+    if x.scale.size != 1 or w.groups != 1 or not w.is_scaled:
         return (
-            "it takes one scale for all of x, and one for each output channel without zero points"
+            "it takes one scale for all of x, and one for each output channel without zero points,"
+            " offsets and codebooks"
         )
     channels, features = _matrix(w, size)
     return why_symbolic(x.values) or pallas_conv.why_quantized_unsupported(

@@ -52,12 +52,7 @@ def product(
     feature_group_count: int,
 ) -> jax.Array:
     """Returns the convolution in float32, of the stored numbers if each output has one scale."""
-    by_scales = (
-        w.groups == 1
-        and w.zero_point is None
-        and x.zero_point is None
-        and math.prod(x.scale.shape[1:]) == 1
-    )
+    by_scales = w.groups == 1 and w.is_scaled and x.is_scaled and math.prod(x.scale.shape[1:]) == 1
     if by_scales:
         values, weights = x.unpacked(), w.unpacked()
     else:

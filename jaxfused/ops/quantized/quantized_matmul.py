@@ -172,7 +172,7 @@ def _takes_reference(
     if (
         why_xla is None
         and isinstance(x, QuantizedArray)
-        and (x.dtype not in _OF_8_BITS or x.zero_point is not None)
+        and (x.dtype not in _OF_8_BITS or not x.is_scaled)
     ):
         why_xla = "its kernels take symmetric x of 8 bits: pass jaxfused.quantize_rows(x)"
     missing = cuda_choice.missing(op, implementation)
@@ -193,6 +193,10 @@ def why_no_kernel_reads(w: QuantizedArray) -> str | None:
             "its kernels read weights whose columns are contiguous: pass"
             " jaxfused.quantize(w, layout='columns')"
         )
+    if w.offset is not None:
+        return "its kernels read no offsets, which w has"
+    if w.codebook is not None:
+        return f"its kernels read no codebooks, of which w.values has {w.dtype} codes"
     if w.dtype not in FORMATS or w.values.dtype == jnp.int4:
         return f"its kernels read int4 in words, int8 and float8, and w.values is {w.values.dtype}"
     if w.zero_point is not None and (

@@ -155,7 +155,15 @@ def _frozen_product_bwd(out_dtype, scale_gradient, saved, dy):
     dw = None
     if scale_gradient:
         values: Any = None
-        dw = assembled(values, gradient_of_scale(x, w, dy), None, w.axis, w.layout)
+        dw = assembled(
+            values,
+            gradient_of_scale(x, w, dy),
+            None,
+            w.axis,
+            w.layout,
+            offset=None if w.offset is None else jnp.zeros_like(w.offset),
+            codebook=w.codebook,
+        )
     return input_gradient(w, dy), dw, dbias
 
 
@@ -178,7 +186,7 @@ def is_scaled_last(x: jax.Array, w: QuantizedArray) -> bool:
     which dequantising would take six times as long as reading the numbers.
     """
     is_few = not is_symbolic(x) and math.prod(x.shape[:-1]) <= _MOST_SCALED_ROWS
-    return w.groups == 1 and w.zero_point is None and is_few
+    return w.groups == 1 and w.is_scaled and is_few
 
 
 def _is_by_groups(x: jax.Array, w: QuantizedArray) -> bool:
@@ -189,13 +197,14 @@ def _is_by_groups(x: jax.Array, w: QuantizedArray) -> bool:
     """
     group = w.shape[0] // w.groups
     is_few = not is_symbolic(x) and 2 * math.prod(x.shape[:-1]) <= group
-    return w.groups > 1 and is_few and explicit_mesh(x, w.values) is None
+    by_scale = w.groups > 1 and w.offset is None
+    return by_scale and is_few and explicit_mesh(x, w.values) is None
 
 
 def _product_by_groups(rows: str, x: jax.Array, w: QuantizedArray) -> jax.Array:
     """Returns the product of x [*rows, D] with w in float32, scaled group by group."""
     (features, columns), groups = w.shape, w.groups
-    numbers = w.unpacked().reshape(groups, features // groups, columns)
+    numbers = w.numbers().reshape(groups, features // groups, columns)
     if w.zero_point is not None:
         # A zero point may have a fraction, which 16 bits would round before the difference.
         wide = accumulator_dtype(x.dtype)
@@ -271,7 +280,7 @@ def gradient_of_scale(x: jax.Array, w: QuantizedArray, dy: jax.Array) -> jax.Arr
 def _features_at_a_time(w: QuantizedArray, group: int) -> int:
     """Returns the features of one part: whole groups or a fraction of one, in whole packed words."""
     features = w.shape[0]
-    grain = {"int8": 1, "int4": WORD_BLOCK if w.layout == "columns" else 2}.get(w.dtype, 1)
+    grain = WORD_BLOCK if w.values.dtype == jnp.int32 else w.packed
     fitting = [
         part
         for part in range(grain, min(features, _MOST_FEATURES) + 1, grain)
@@ -287,7 +296,7 @@ def _rows_of(w: QuantizedArray, start: jax.Array, count: int) -> jax.Array:
     packed = round(count * per_row)
     first = start * packed // count
     values = jax.lax.dynamic_slice_in_dim(w.values, first, packed, axis=axis % w.ndim)
-    return assembled(values, w.scale, None, w.axis, w.layout).unpacked()
+    return assembled(values, w.scale, None, w.axis, w.layout, codebook=w.codebook).numbers()
 
 
 # --- quantised x ----------------------------------------------------------------------------------
@@ -299,12 +308,12 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> j
     With one scale for each row of x and each column of w (or one for all), the stored values themselves
     are multiplied: integers are summed in int32, float8 in float32, and the scales multiply the sum.
     Other operands are dequantised first, to `out_dtype` if that has 16 bits and else to float32: groups,
-    integers with float8, float8 with zero points, and zero points of integers that are not int8.
+    integers with float8, float8 with zero points, zero points of integers that are not int8, offsets and
+    codebooks.
     """
     of_integers = sums_integers(x, w)
-    floats = not (_has_integers(x) or _has_integers(w))
-    has_zeros = x.zero_point is not None or w.zero_point is not None
-    if x.groups > 1 or w.groups > 1 or not (of_integers or (floats and not has_zeros)):
+    of_floats = x.is_scaled and w.is_scaled and not (_has_integers(x) or _has_integers(w))
+    if x.groups > 1 or w.groups > 1 or not (of_integers or of_floats):
         dtype = out_dtype if jnp.dtype(out_dtype).itemsize == 2 else jnp.float32
         wide = x.dequantize(dtype), w.dequantize(dtype)
         return jnp.matmul(*wide, preferred_element_type=jnp.float32)
@@ -328,7 +337,13 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> j
 def sums_integers(x: QuantizedArray, w: QuantizedArray) -> bool:
     """Returns whether a product without groups multiplies the integers themselves, in int32."""
     zeros = (q.zero_point for q in (x, w) if q.zero_point is not None)
-    return _has_integers(x) and _has_integers(w) and all(z.dtype == jnp.int8 for z in zeros)
+    return (
+        _has_integers(x)
+        and _has_integers(w)
+        and x.offset is None
+        and w.offset is None
+        and all(z.dtype == jnp.int8 for z in zeros)
+    )
 
 
 def _has_integers(q: QuantizedArray) -> bool:

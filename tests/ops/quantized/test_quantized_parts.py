@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import jaxfused.nnx
 from benchmarks.without_gpu.target import H200
 from jaxfused import QuantizedArray, dispatch
 from jaxfused.ops.quantized.quantized_gated_unit import gated_unit
-from jaxfused.runtime.quantized_array import assembled, pack_int4, pack_words
+from jaxfused.runtime.quantized_array import assembled, pack_codes, pack_int4, pack_words
 from tests.support.arrays import put
 from tests.support.grids import parametrize
 from tests.support.lowering import kernels
@@ -414,3 +415,147 @@ def test_partial_blocks_in_layers(layer):
         h = jaxfused.quantized_matmul(q, gate)
         truth = np.asarray(q.dequantize(), np.float64) @ of_gate
     np.testing.assert_allclose(h, truth, rtol=1e-4, atol=1e-3)
+
+
+# --- codebooks and offsets ------------------------------------------------------------------------
+
+
+def coded(name, layout, features=96, columns=40, groups=6, dtype=jnp.uint8, offset=True):
+    """Returns weights in codes with all that an array may have, and their float64 values."""
+    rng, book = np.random.default_rng(3), jaxfused.quantization.CODEBOOKS[name]
+    bits = len(book).bit_length() - 1
+    codes = rng.integers(0, len(book), (features, columns)).astype(np.uint8)
+    shape = (groups, columns)
+    scale = (2.0 ** rng.integers(-3, 4, shape)).astype(np.float32)
+    zeros, offsets = (rng.integers(-8, 9, shape).astype(np.float32) / 16 for _ in range(2))
+    stored = codes.T if layout == "columns" else codes
+    if dtype == jnp.uint8:
+        stored = pack_codes(put(stored), -1 if layout == "columns" else -2, bits)
+    w = QuantizedArray(
+        put(stored, dtype),
+        put(scale),
+        put(zeros),
+        -2,
+        layout,
+        offset=put(offsets) if offset else None,
+        codebook=book,
+    )
+    numbers = np.asarray(book, np.float32)[codes]
+    of_rows = [np.repeat(part, features // groups, 0) for part in (zeros, scale, offsets)]
+    right = (numbers - of_rows[0]) * of_rows[1] + (of_rows[2] if offset else 0)
+    return w, right.astype(np.float64)
+
+
+CODED = [
+    *itertools.product(("nf4", "fp4", "e2m1", "ternary"), ("rows", "columns"), (1, 6)),
+    ("e2m1", "columns", 3),
+]
+
+
+@parametrize(("name", "layout", "groups"), CODED, quick=(1, 12, 16))
+@pytest.mark.parametrize("offset", [True, False])
+def test_products_and_gradients_of_codes(name, layout, groups, offset):
+    w, right = coded(name, layout, groups=groups, offset=offset)
+    rng = np.random.default_rng(1)
+    x, dy = (rng.normal(size=size).astype(np.float32) for size in ((70, 96), (70, 40)))
+    x8 = rng.integers(-7, 8, (6, 96))
+
+    @jax.jit
+    def results(x, x8, dy, w):
+        def product(x, scale):
+            q = replace(w, scale=scale)
+            return jaxfused.quantized_matmul(x, q, scale_gradient=True)
+
+        y, vjp = jax.vjp(product, x, w.scale)
+        rows = [
+            QuantizedArray(x8.astype(t), jnp.ones((6, 1)), None, -1)
+            for t in (jnp.int8, "float8_e4m3fn")
+        ]
+        image = QuantizedArray(x8.astype(jnp.int8)[:, None], jnp.ones((1, 1, 1)), None, -1)
+        return (
+            w.dequantize(),
+            (
+                y,
+                jaxfused.quantized_matmul(x[:2], w),
+                *(jaxfused.quantized_matmul(a, w) for a in rows),
+            ),
+            jaxfused.quantized_conv(image, w, kernel_size=1)[:, 0],
+            vjp(dy),
+        )
+
+    of_w, products, convolved, (dx, dscale) = results(x, put(x8, jnp.float32), dy, w)
+    np.testing.assert_allclose(of_w, right, rtol=1e-6, atol=1e-6)
+    for result, rows in zip((*products, convolved), (x, x[:2], x8, x8, x8), strict=True):
+        truth = rows.astype(np.float64) @ right
+        np.testing.assert_allclose(result, truth, rtol=1e-5, atol=1e-5 * abs(truth).max())
+    np.testing.assert_allclose(dx, dy @ right.T, rtol=1e-4, atol=1e-3)
+    plain = replace(w, scale=jnp.ones_like(w.scale), offset=None).dequantize()
+    parts = ((x.T.astype(np.float64) @ dy) * plain).reshape(groups, -1, 40).sum(1)
+    np.testing.assert_allclose(dscale, parts, rtol=1e-4, atol=1e-3)
+
+
+def test_codes_under_transformations():
+    w, right = coded("nf4", "columns")
+    stack = jax.tree.map(lambda a: jnp.stack([a, a]), w)
+    x = np.random.default_rng(0).normal(size=(2, 3, 96)).astype(np.float32)
+    truth = x.astype(np.float64) @ right
+    both = jax.vmap(jaxfused.quantized_matmul)(x, stack)
+    _, scanned = jax.lax.scan(lambda c, xw: (c, jaxfused.quantized_matmul(*xw)), 0, (x, stack))
+    for result in (both, scanned):
+        np.testing.assert_allclose(result, truth, rtol=1e-4, atol=1e-3)
+    assert stack.shape == (2, 96, 40) and (stack.groups, stack.packed, stack.dtype) == (
+        6,
+        2,
+        "uint4",
+    )
+
+
+def test_codes_one_an_element_and_an_odd_number_of_them():
+    for name, dtype in (("nf4", jnp.uint4), ("fp4", jnp.uint4)):
+        w, right = coded(name, "rows", 9, 5, 3, dtype, offset=False)
+        np.testing.assert_array_equal(w.dequantize(), right)
+        y = jaxfused.quantized_matmul(jnp.eye(9), w)
+        np.testing.assert_allclose(y, right, rtol=1e-6)
+
+
+def test_no_kernel_reads_codes_and_offsets():
+    q = jaxfused.quantize(jnp.ones((256, 128)), "int8", layout="columns")
+    codes, _ = coded("nf4", "columns", 256, 128, 4, offset=False)
+    for w, words in (
+        (replace(q, offset=q.scale), "no offsets"),
+        (codes, "no codebooks.*uint4 codes"),
+    ):
+        with dispatch.assume(H200), pytest.raises(ValueError, match=f"its kernels read {words}"):
+            jaxfused.quantized_matmul(jnp.ones((8, 256)), w, implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (dict(codebook=(1.0, 2.0)), r"codebook is \(1.0, 2.0\).*16 or 4 .*CODEBOOKS: nf4, fp4"),
+        (dict(codebook="nf4"), "codebook is 'nf4'"),
+        (dict(codebook=[np.nan] * 4), "codebook is .*finite"),
+        (
+            dict(codebook=range(16), values=ONES),
+            "values has dtype int8, not one of uint8, uint4; pack 2",
+        ),
+        (dict(codebook=range(4), values=ONES), "not one of uint8; pack 4 codes into a byte"),
+        (dict(offset=np.ones((1, 2), int)), "offset has dtype int64.*as zero_point"),
+        (dict(offset=np.ones((2, 2), np.float32)), r"offset has shape \(2, 2\)"),
+        (dict(offset=0.5), "offset is a float, but it has to be an array"),
+        (
+            dict(scale=np.ones((3, 2), np.float32), codebook=range(4)),
+            r"the array has shape \(16, 2\)",
+        ),
+    ],
+    ids=str,
+)
+def test_codebooks_and_offsets_are_checked(parts, words):
+    good = dict(
+        values=np.ones((4, 2), np.uint8),
+        scale=np.ones((1, 2), np.float32),
+        zero_point=None,
+        axis=-2,
+    )
+    with pytest.raises(ValueError, match=f"^QuantizedArray: .*{words}"):
+        QuantizedArray(**(good | parts))
