@@ -1,0 +1,1 @@
+"""Language models on the fused layers of jaxfused: checkpoints, training, generation, a server."""

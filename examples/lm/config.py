@@ -1,0 +1,360 @@
+"""The shape of a language model, read from its config.json in the form of Hugging Face transformers.
+
+Every key of the file is used, or known to leave the logits as they are, or refused by name: a key that
+was passed over in silence could be another model.
+
+Source: the configuration files of transformers 5.23.0.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jaxfused
+from examples.errors import ExampleError
+
+
+class Rope(NamedTuple):
+    """The rotation of a layer's queries and keys: the arguments of `jaxfused.rope_tables`."""
+
+    rotary_dim: int
+    theta: float
+    scaling: jaxfused.RopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a decoder, whichever family it is of."""
+
+    vocabulary: int
+    width: int
+    depth: int
+    heads: int
+    key_heads: int
+    head_size: int
+    hidden: int
+    """The number of features inside the gated MLP."""
+    max_length: int
+    ropes: tuple[Rope | None, ...]
+    """Of each layer; None where a layer does not rotate."""
+    windows: tuple[int | None, ...]
+    """How many tokens a query of each layer sees, itself included; None for all."""
+    scale: float
+    """Factor of the attention's logits."""
+    epsilon: float = 1e-6
+    activation: str = "silu"
+    is_tied: bool = False
+    """True if the head is the transposed embedding."""
+    qkv_bias: bool = False
+    project_bias: bool = False
+    mlp_bias: bool = False
+    head_norms: bool = False
+    """True if the queries and keys of each head pass a norm."""
+    branch_norms: bool = False
+    """True if the results of attention and MLP pass a norm before they are added."""
+    scale_offset: float = 0.0
+    """Number added to the norms' scales: Gemma stores scale - 1."""
+    embedding_scale: float = 1.0
+    attention_cap: float | None = None
+    final_cap: float | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """The keys that a family of models has besides those of all."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that a file may leave out."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of which this program knows one value; any other is refused."""
+    features: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Config` that the family has whatever the file says."""
+    every: int | None = None
+    """Of so many layers all but the last have a window, where the file does not list them."""
+
+
+_WINDOW = "sliding_window"
+_ATTENTION_CAP, _FINAL_CAP = "attn_logit_softcapping", "final_logit_softcapping"
+
+_USED = frozenset(
+    {
+        _WINDOW,
+        _ATTENTION_CAP,
+        _FINAL_CAP,
+        "attention_bias",
+        "head_dim",
+        "hidden_act",
+        "hidden_activation",
+        "hidden_size",
+        "intermediate_size",
+        "layer_types",
+        "max_position_embeddings",
+        "max_window_layers",
+        "mlp_bias",
+        "model_type",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "query_pre_attn_scalar",
+        "rms_norm_eps",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "tie_word_embeddings",
+        "use_sliding_window",
+        "vocab_size",
+        # These are read by jaxfused.rope_from_config.
+        "no_rope_layer_interval",
+        "no_rope_layers",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "rope_local_base_freq",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+    }
+)
+
+_HARMLESS = frozenset(
+    {
+        "add_cross_attention",
+        "architectures",
+        "attention_dropout",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "finetuning_task",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "is_llama_config",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "problem_type",
+        "return_dict",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    }
+)
+"""Keys that do not change the logits: of training, of texts, of the file itself."""
+_HARMLESS_NAME = re.compile(r"_|\w+_token_id$")
+
+_FIXED: Mapping[str, Any] = {"pretraining_tp": 1, "rope_interleaved": False}
+
+_GEMMA = Family(
+    defaults=dict(tie_word_embeddings=True, head_dim=256, query_pre_attn_scalar=256),
+    fixed={"use_bidirectional_attention": False},
+    features=dict(branch_norms=True, scale_offset=1.0),
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "qwen2": Family(features=dict(qkv_bias=True), fixed={"use_mrope": False}),
+    "qwen3": Family(defaults=dict(head_dim=128), features=dict(head_norms=True)),
+    "smollm3": Family(defaults=dict(tie_word_embeddings=True)),
+    "gemma2": Family(
+        defaults=dict(
+            _GEMMA.defaults,
+            sliding_window=4096,
+            attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
+        ),
+        fixed=_GEMMA.fixed,
+        features=_GEMMA.features,
+        every=2,
+    ),
+    "gemma3_text": Family(
+        defaults=dict(_GEMMA.defaults, sliding_window=4096),
+        fixed=_GEMMA.fixed,
+        features=dict(_GEMMA.features, head_norms=True),
+        every=6,
+    ),
+}
+
+_LATER = {"gpt_oss": "its experts and sinks are not part of this example yet"}
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu_erf",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+def read_config(config: Mapping[str, Any]) -> Config:
+    """Returns the shape of the model that a config.json describes, by the keys of transformers 4 or 5.
+
+    Raises:
+      ExampleError: the family is not known, a key is missing, or one is not known.
+    """
+    name = config.get("model_type")
+    if name == "gemma3" and "text_config" in config:
+        # Its images are left out: this is the language model inside.
+        return read_config({"model_type": "gemma3_text", **config["text_config"]})
+    if name not in FAMILIES:
+        why = f" ({_LATER[name]})" if name in _LATER else ""
+        raise ExampleError(
+            f"model_type must be one of {', '.join(FAMILIES)}, but config.json has {name!r}{why}; pass a"
+            " model of one of these families."
+        )
+    family = FAMILIES[name]
+    given = {key: value for key, value in config.items() if value is not None}
+    _check_keys(name, given, _FIXED | family.fixed)
+    # A cap or window that is null in the file is none, also where the family has one by default.
+    none = (config.keys() - given.keys()) & {_WINDOW, _ATTENTION_CAP, _FINAL_CAP}
+    read = _Reader({k: v for k, v in family.defaults.items() if k not in none} | given)
+
+    width, heads = read.size("hidden_size"), read.size("num_attention_heads")
+    head_size = read.size("head_dim", width // heads)
+    bias = read.flag("attention_bias")
+    features: dict[str, Any] = dict(qkv_bias=bias, project_bias=bias) | dict(family.features)
+    windows = _windows(read, family.every)
+    scalar = read.number("query_pre_attn_scalar", head_size)
+    is_gemma = bool(features.get("branch_norms"))
+    return Config(
+        vocabulary=read.size("vocab_size"),
+        width=width,
+        depth=len(windows),
+        heads=heads,
+        key_heads=read.size("num_key_value_heads", heads),
+        head_size=head_size,
+        hidden=read.size("intermediate_size"),
+        max_length=read.size("max_position_embeddings"),
+        ropes=tuple(_rope(read.given, layer, windows, head_size) for layer in range(len(windows))),
+        windows=windows,
+        scale=scalar**-0.5,
+        epsilon=read.number("rms_norm_eps", 1e-6),
+        activation=_activation(read.given, is_gemma),
+        is_tied=read.flag("tie_word_embeddings"),
+        mlp_bias=read.flag("mlp_bias"),
+        embedding_scale=width**0.5 if is_gemma else 1.0,
+        attention_cap=read.number(_ATTENTION_CAP, None),
+        final_cap=read.number(_FINAL_CAP, None),
+        **features,
+    )
+
+
+class _Reader:
+    """Reads keys of a config, and refuses those that are missing."""
+
+    def __init__(self, given: Mapping[str, Any]):
+        self.given = given
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.given.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ExampleError(
+                f"config.json must have a positive integer as {key}, but has {value!r}; pass the file"
+                " that belongs to the weights."
+            )
+        return value
+
+    def number(self, key: str, default: Any) -> Any:
+        value = self.given.get(key, default)
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise ExampleError(
+                f"config.json must have a positive number as {key}, but has {value!r}; pass the file"
+                " that belongs to the weights."
+            )
+        return value
+
+    def flag(self, key: str) -> bool:
+        return bool(self.given.get(key, False))
+
+
+def _check_keys(name: str, given: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    for key, value in given.items():
+        if key == "quantization_config":
+            raise ExampleError(
+                "the weights must be floats, but config.json has a quantization_config of"
+                f" {value.get('quant_method') if isinstance(value, Mapping) else value!r}; pass the"
+                " checkpoint that it was made from, and quantise that with --format."
+            )
+        if key in fixed:
+            if value != fixed[key]:
+                raise ExampleError(
+                    f"config.json has {key}={value!r}, which changes the results, and this program"
+                    f" computes only {fixed[key]!r}; pass another model."
+                )
+        elif not (key in _USED or key in _HARMLESS or _HARMLESS_NAME.match(key)):
+            raise ExampleError(
+                f"config.json has {key}={value!r}, which models of {name!r} are not known to have, and"
+                " leaving it out may be another model; remove the key if it says nothing about the"
+                " logits."
+            )
+
+
+def _windows(read: _Reader, every: int | None) -> tuple[int | None, ...]:
+    """Returns the window of each layer."""
+    depth, window = read.size("num_hidden_layers"), read.given.get(_WINDOW)
+    has_switch = "use_sliding_window" in read.given or "max_window_layers" in read.given
+    if window is None or (has_switch and not read.flag("use_sliding_window")):
+        return (None,) * depth
+    kinds = read.given.get("layer_types")
+    if kinds is None and every is not None:
+        for key in ("sliding_window_pattern", "_sliding_window_pattern"):
+            every = read.given.get(key, every)
+        kinds = [_SLIDING if (i + 1) % every else _FULL for i in range(depth)]
+    elif kinds is None and has_switch:
+        first = read.given.get("max_window_layers", 28)
+        kinds = [_SLIDING if i >= first else _FULL for i in range(depth)]
+    elif kinds is None:
+        raise ExampleError(
+            f"config.json has sliding_window={window!r}, but says nothing of which layers have it; add"
+            " layer_types."
+        )
+    if len(kinds) != depth or not set(kinds) <= {_SLIDING, _FULL}:
+        raise ExampleError(
+            f"layer_types must name {_FULL!r} or {_SLIDING!r} for each of {depth} layers, but is"
+            f" {kinds!r}; pass a model with such layers."
+        )
+    return tuple(read.size(_WINDOW) if kind == _SLIDING else None for kind in kinds)
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _rope(
+    config: Mapping[str, Any], layer: int, windows: tuple[int | None, ...], head_size: int
+) -> Rope | None:
+    kind = _FULL if windows[layer] is None else _SLIDING
+    # Without its windows a model has one kind of layer, whatever its list says.
+    config = dict(config, layer_types=[_FULL if w is None else _SLIDING for w in windows])
+    try:
+        options = jaxfused.rope_from_config(
+            config, layer=layer, layer_type=kind, head_size=head_size
+        )
+    except ValueError as error:
+        raise ExampleError(str(error)) from error
+    if options is None:
+        return None
+    rope = Rope(**options)
+    if rope.scaling is not None and rope.scaling.depends_on_length:
+        raise ExampleError(
+            "the rotation must be the same for texts of all lengths, as a cache keeps rotated keys, but"
+            f" config.json asks for a {type(rope.scaling).__name__}; pass another model."
+        )
+    return rope
+
+
+def _activation(config: Mapping[str, Any], is_gemma: bool) -> str:
+    # Gemma reads hidden_activation alone; a hidden_act beside it is a remnant.
+    name = (
+        config.get("hidden_activation", "gelu_pytorch_tanh")
+        if is_gemma
+        else config.get("hidden_act", "silu")
+    )
+    if name not in _ACTIVATIONS:
+        raise ExampleError(
+            f"the activation must be one of {', '.join(_ACTIVATIONS)}, but config.json has {name!r};"
+            " pass another model."
+        )
+    return _ACTIVATIONS[name]

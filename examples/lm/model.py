@@ -1,0 +1,298 @@
+"""A decoder-only language model, of any of the families in `config`, on the fused layers of jaxfused.
+
+Each block returns the residual stream and what its last branch adds to it, so that the addition happens
+inside the next norm: `y, stream = norm(branch, residual=stream)`.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxfused.nnx
+from examples.lm.cache import Cache, LayerCache
+from examples.lm.config import Config
+
+Tables = tuple[jax.Array, jax.Array]
+"""Cosines and sines of the rotation, [T, R/2] or [B, T, R/2] each."""
+
+
+class LanguageModel(nnx.Module):
+    """Maps tokens to the features from which the next token is read.
+
+    Args:
+      config: the shape, as `read_config` returns it.
+      dtype: of the computation.
+      param_dtype: of the parameters.
+      precision: "fp8" for the blocks' linear layers in float8.
+      rngs: makes the parameters.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from examples.lm.config import read_config
+      >>> from examples.lm.model import LanguageModel
+      >>> config = read_config(dict(
+      ...     model_type="qwen3", vocab_size=100, hidden_size=32, intermediate_size=64,
+      ...     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+      ...     max_position_embeddings=64, rope_theta=1e4))
+      >>> model = LanguageModel(config, rngs=nnx.Rngs(0))
+      >>> features, _ = model(jnp.zeros((3, 7), int))
+      >>> model.logits(features).shape
+      (3, 7, 100)
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        precision: Literal["fp8"] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.dtype = dtype
+        self.embed = nnx.Embed(
+            config.vocabulary,
+            config.width,
+            embedding_init=nnx.initializers.normal(0.02),
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        options = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.blocks = nnx.List(
+            [Block(config, layer, precision=precision, **options) for layer in range(config.depth)]
+        )
+        self.norm = _norm(config, config.width, **options)
+        if not config.is_tied:
+            self.head = jaxfused.nnx.Linear(
+                config.width,
+                config.vocabulary,
+                use_bias=False,
+                kernel_init=nnx.initializers.normal(0.02),
+                **options,
+            )
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """Returns the features [B, T, width] of tokens [B, T], and the cache that has them too.
+
+        Args:
+          tokens: integers below the vocabulary's size.
+          positions: [B, T], by default 0, 1, 2, ... after what the cache holds.
+          segments: [B, T], the document of each token: a token sees those of its own. Not with a cache.
+          cache: what was read before; its lengths stay as they are, so that the caller may count fewer
+            tokens than T.
+        """
+        if positions is None:
+            start = jnp.arange(tokens.shape[1])
+            positions = start if cache is None else cache.positions(tokens.shape[1])
+        tables = {
+            rope: jaxfused.rope_tables(
+                positions, rope.rotary_dim, theta=rope.theta, scaling=rope.scaling
+            )
+            for rope in dict.fromkeys(self.config.ropes)
+            if rope is not None
+        }
+        stream = self.embed(tokens)
+        stream *= jnp.asarray(self.config.embedding_scale, stream.dtype)
+        branch = jnp.zeros_like(stream)
+
+        # Equal blocks are traced and differentiated once.
+        @functools.partial(jax.jit, static_argnums=0)
+        def run(graphdef, state, *arguments):
+            return nnx.merge(graphdef, state)(*arguments)
+
+        layers = []
+        for i, block in enumerate(self.blocks):
+            table = tables.get(self.config.ropes[i])
+            layer = None if cache is None else (cache.layers[i], cache.lengths)
+            stream, branch, layer = run(*nnx.split(block), stream, branch, table, segments, layer)
+            layers.append(layer)
+        features, _ = self.norm(branch, residual=stream)
+        return features, None if cache is None else Cache(tuple(layers), cache.lengths)
+
+    def logits(self, features: jax.Array) -> jax.Array:
+        """Returns the logits [..., vocabulary] in float32 of features [..., width]."""
+        if self.config.is_tied:
+            embedding = self.embed.embedding[...].astype(features.dtype)
+            logits = jnp.einsum(
+                "...d,vd->...v", features, embedding, preferred_element_type=jnp.float32
+            )
+        else:
+            logits = self.head(features).astype(jnp.float32)
+        cap = self.config.final_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def loss(self, features: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+        """Returns the mean cross-entropy of labels, weighed; both are [B, T], as are the features."""
+        head = self.embed.embedding[...].T if self.config.is_tied else self.head.kernel[...]
+        return jaxfused.linear_softmax_cross_entropy(
+            features, head, labels, weights=weights, logits_soft_cap=self.config.final_cap
+        )
+
+
+class Block(nnx.Module):
+    """Attention, then a gated MLP, each behind a norm and added to the residual stream by the next."""
+
+    def __init__(
+        self,
+        config: Config,
+        layer: int,
+        *,
+        dtype: jax.typing.DTypeLike,
+        param_dtype: jax.typing.DTypeLike,
+        precision: Literal["fp8"] | None,
+        rngs: nnx.Rngs,
+    ):
+        self.heads, self.key_heads = config.heads, config.key_heads
+        self.head_size = config.head_size
+        self.window = config.windows[layer]
+        self.scale = config.scale
+        self.cap = config.attention_cap
+        self.precision = precision
+        options = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        norm = functools.partial(_norm, config, **options)
+        linear = functools.partial(
+            jaxfused.nnx.Linear,
+            kernel_init=nnx.initializers.normal(0.02),
+            precision=precision,
+            **options,
+        )
+        self.norm1 = norm(config.width)
+        columns = (config.heads + 2 * config.key_heads) * config.head_size
+        self.qkv = linear(config.width, columns, use_bias=config.qkv_bias)
+        self.q_norm, self.k_norm = (
+            norm(config.head_size) if config.head_norms else nnx.data(None) for _ in "qk"
+        )
+        self.project = linear(
+            config.heads * config.head_size, config.width, use_bias=config.project_bias
+        )
+        self.norm2 = norm(config.width)
+        self.mlp = jaxfused.nnx.GatedMLP(
+            config.width,
+            config.hidden,
+            activation=config.activation,
+            use_bias=config.mlp_bias,
+            kernel_init=nnx.initializers.normal(0.02),
+            precision=precision,
+            **options,
+        )
+        self.norm_of_attention, self.norm_of_mlp = (
+            norm(config.width) if config.branch_norms else nnx.data(None) for _ in range(2)
+        )
+
+    def __call__(
+        self,
+        stream: jax.Array,
+        branch: jax.Array,
+        tables: Tables | None,
+        segments: jax.Array | None,
+        cache: tuple[LayerCache, jax.Array] | None,
+    ) -> tuple[jax.Array, jax.Array, LayerCache | None]:
+        """Returns the next (stream, branch), both [B, T, width], and the cache with these tokens."""
+        y, stream = self.norm1(branch, residual=stream)
+        query, key, value = self._qkv(y, tables)
+        if cache is None:
+            attended, layer = self._attend(query, key, value, segments), None
+        else:
+            attended, layer = self._attend_cached(query, key, value, *cache)
+        branch = self.project(attended.reshape(*y.shape[:-1], -1))
+        if self.norm_of_attention is not None:
+            branch = self.norm_of_attention(branch)
+        y, stream = self.norm2(branch, residual=stream)
+        branch = self.mlp(y)
+        if self.norm_of_mlp is not None:
+            branch = self.norm_of_mlp(branch)
+        return stream, branch, layer
+
+    def _qkv(self, y: jax.Array, tables: Tables | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        cos, sin = (None, None) if tables is None else tables
+        if isinstance(self.qkv, jaxfused.nnx.QuantizedLinear):
+            heads = self.qkv(y).reshape(*y.shape[:-1], -1, self.head_size)
+            query, key, value = jnp.split(heads, [self.heads, self.heads + self.key_heads], axis=-2)
+            if self.q_norm is not None:
+                query, key = self.q_norm(query), self.k_norm(key)
+            if tables is not None:
+                query, key = jaxfused.rope(query, key, cos=cos, sin=sin)
+            return query, key, value
+        norms = {}
+        if self.q_norm is not None:
+            norms = dict(
+                q_scale=self.q_norm.scale[...],
+                k_scale=self.k_norm.scale[...],
+                epsilon=self.q_norm.epsilon,
+                scale_offset=self.q_norm.scale_offset,
+            )
+        return jaxfused.qkv_projection(
+            y,
+            self.qkv.kernel[...],
+            None if self.qkv.bias is None else self.qkv.bias[...],
+            heads=self.heads,
+            key_heads=self.key_heads,
+            cos=cos,
+            sin=sin,
+            precision=self.precision,
+            **norms,
+        )
+
+    def _attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None
+    ) -> jax.Array:
+        return jaxfused.dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            local_window_size=None if self.window is None else (self.window - 1, 0),
+            query_segment_ids=segments,
+            key_value_segment_ids=segments,
+            scale=self.scale,
+            logits_soft_cap=self.cap,
+        )
+
+    def _attend_cached(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        layer: LayerCache,
+        lengths: jax.Array,
+    ) -> tuple[jax.Array, LayerCache]:
+        layer = layer.append(
+            key.astype(layer.keys.dtype), value.astype(layer.values.dtype), lengths
+        )
+        place = jnp.arange(layer.keys.shape[1])
+        position = lengths[:, None, None] + jnp.arange(query.shape[1])[:, None]
+        seen = place <= position
+        if self.window is not None:
+            seen &= place > position - self.window
+        attended = jaxfused.dot_product_attention(
+            query,
+            layer.keys,
+            layer.values,
+            mask=seen[:, None],
+            scale=self.scale,
+            logits_soft_cap=self.cap,
+        )
+        return attended, layer
+
+
+def _norm(config: Config, features: int, **options) -> jaxfused.nnx.RMSNorm:
+    return jaxfused.nnx.RMSNorm(
+        features,
+        epsilon=config.epsilon,
+        scale_offset=config.scale_offset,
+        scale_init=nnx.initializers.constant(1 - config.scale_offset),
+        **options,
+    )

@@ -1,0 +1,203 @@
+"""Parameters of a `LanguageModel` from a checkpoint with the names of Hugging Face transformers.
+
+Linear layers are stored there as [out, in], queries, keys and values apart; here their kernels are
+[in, out], and those three are one.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from examples.errors import ExampleError
+from examples.lm.config import Config, read_config
+from examples.lm.model import LanguageModel
+from examples.lm.packages import needed
+
+Read = Callable[[], np.ndarray]
+"""Reads one array of a checkpoint."""
+
+_LAYER = {
+    "norm1": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "project": ("self_attn.o_proj",),
+    "mlp.gate": ("mlp.gate_proj",),
+    "mlp.up": ("mlp.up_proj",),
+    "mlp.down": ("mlp.down_proj",),
+}
+_NORMS = {"norm2": ("post_attention_layernorm",)}
+_GEMMA_NORMS = {
+    "norm_of_attention": ("post_attention_layernorm",),
+    "norm2": ("pre_feedforward_layernorm",),
+    "norm_of_mlp": ("post_feedforward_layernorm",),
+}
+_ENDINGS = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
+
+_NOT_OF_TEXT = ("vision_tower.", "multi_modal_projector.")
+_COMPUTED = ("rotary_emb.inv_freq",)
+"""Ends of names of tables that old checkpoints hold, though they follow from config.json."""
+
+
+def load_model(
+    directory: Path, *, dtype: jax.typing.DTypeLike, param_dtype: jax.typing.DTypeLike | None = None
+) -> LanguageModel:
+    """Returns the model of a directory with config.json and *.safetensors, as its publisher made it.
+
+    Args:
+      directory: of the files.
+      dtype: of the computation.
+      param_dtype: of the parameters, by default `dtype`.
+
+    Raises:
+      ExampleError: a file is missing or cannot be read, or is no model of these families.
+    """
+    config = read_config(_read_json(directory / "config.json"))
+    return assemble(config, open_safetensors(directory), dtype=dtype, param_dtype=param_dtype)
+
+
+def assemble(
+    config: Config,
+    arrays: Mapping[str, Read],
+    *,
+    dtype: jax.typing.DTypeLike,
+    param_dtype: jax.typing.DTypeLike | None = None,
+) -> LanguageModel:
+    """Returns a model with the arrays of a checkpoint, which are read one by one.
+
+    Raises:
+      ExampleError: an array is missing, has another shape, or has no place in the model.
+    """
+    param_dtype = dtype if param_dtype is None else param_dtype
+    model = nnx.eval_shape(
+        lambda: LanguageModel(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    )
+    graphdef, shapes = nnx.split(model)
+    arrays = _text_only(arrays)
+    used: set[str] = set()
+
+    def parameter(path: tuple[Any, ...], shape: Any) -> jax.Array:
+        names = _names(jax.tree_util.keystr(path, simple=True, separator="."), config)
+        used.update(names)
+        return _parameter(names, arrays, shape)
+
+    state = jax.tree_util.tree_map_with_path(parameter, nnx.to_pure_dict(shapes))
+    if config.is_tied:
+        used.add("lm_head.weight")
+    if unknown := sorted(name for name in arrays.keys() - used if not name.endswith(_COMPUTED)):
+        raise ExampleError(
+            f"every array of a checkpoint must have a place in the model, but {unknown[0]!r} has none;"
+            " pass the config.json that belongs to the weights."
+        )
+    nnx.replace_by_pure_dict(shapes, state)
+    return nnx.merge(graphdef, shapes)
+
+
+def open_safetensors(directory: Path) -> dict[str, Read]:
+    """Returns the arrays of the *.safetensors of a directory; their files are mapped into memory.
+
+    Of several files model.safetensors.index.json says which array is in which.
+
+    Raises:
+      ExampleError: there are none, or one cannot be read.
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted(set(_read_json(index).get("weight_map", {}).values()))
+    else:
+        files = ["model.safetensors"]
+    arrays: dict[str, Read] = {}
+    for name in files:
+        try:
+            file = needed("safetensors").safe_open(directory / name, framework="numpy")
+            arrays |= {key: _reader(file, key) for key in file.keys()}  # noqa: SIM118
+        except ExampleError:
+            raise
+        except Exception as error:  # It has an exception of its own for files that are cut short.
+            raise ExampleError(
+                f"the weights must be in model.safetensors, or in the files that {index.name} names, but"
+                f" {directory / name} cannot be read ({error}); pass a directory with all of them."
+            ) from error
+    return arrays
+
+
+def _reader(file: Any, key: str) -> Read:
+    return lambda: file.get_tensor(key)
+
+
+def _text_only(arrays: Mapping[str, Read]) -> dict[str, Read]:
+    """Returns the arrays of the decoder, under their names within it.
+
+    They are "model.layers...", of a model with images "model.language_model.layers..." by transformers 5
+    and "language_model.model.layers..." by 4, and of a decoder alone "layers...".
+    """
+    short = {
+        name.replace("language_model.", "").removeprefix("model."): read
+        for name, read in arrays.items()
+    }
+    return {name: read for name, read in short.items() if not name.startswith(_NOT_OF_TEXT)}
+
+
+def _names(path: str, config: Config) -> tuple[str, ...]:
+    """Returns the names in a checkpoint of the arrays that one parameter is made of."""
+    *owner, leaf = path.split(".")
+    ending = _ENDINGS[leaf]
+    if owner[0] == "blocks":
+        layer, name = owner[1], ".".join(owner[2:])
+        table = _LAYER | (_GEMMA_NORMS if config.branch_norms else _NORMS)
+        return tuple(f"layers.{layer}.{part}.{ending}" for part in table[name])
+    return {
+        "embed": (f"embed_tokens.{ending}",),
+        "norm": (f"norm.{ending}",),
+        "head": (f"lm_head.{ending}",),
+    }[owner[0]]
+
+
+def _parameter(
+    names: tuple[str, ...], arrays: Mapping[str, Read], like: jax.ShapeDtypeStruct
+) -> jax.Array:
+    for name in names:
+        if name not in arrays:
+            raise ExampleError(
+                f"the checkpoint must hold {name!r}, but does not; pass the config.json that belongs to"
+                " the weights, and all of their files."
+            )
+    parts = [arrays[name]() for name in names]
+    is_kernel = len(like.shape) == 2 and "embed_tokens" not in names[0]
+    array = _joined(parts, is_kernel, like.dtype) if len({p.ndim for p in parts}) == 1 else None
+    if array is None or array.shape != like.shape:
+        raise ExampleError(
+            f"{' and '.join(names)} must make an array of {list(like.shape)}, but"
+            f" {'their shapes are' if len(parts) > 1 else 'its shape is'}"
+            f" {', '.join(str(list(part.shape)) for part in parts)}; pass the config.json that belongs"
+            " to the weights."
+        )
+    return array
+
+
+def _joined(parts: list[np.ndarray], is_kernel: bool, dtype: Any) -> jax.Array:
+    """Returns [out, in] parts as one kernel [in, out], or vectors as one."""
+    array = jnp.asarray(parts[0]) if len(parts) == 1 else jnp.concatenate(parts)
+    return (array.T if is_kernel else array).astype(dtype)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ExampleError(
+            f"a model's directory must hold a readable {path.name}, but {path} is not ({error}); pass"
+            " the directory of a downloaded checkpoint."
+        ) from error
+    if not isinstance(found, dict):
+        raise ExampleError(
+            f"{path} must hold an object, but holds a {type(found).__name__}; pass the directory of a"
+            " downloaded checkpoint."
+        )
+    return found

@@ -1,0 +1,206 @@
+"""examples/lm: the models against transformers' own, configs, checkpoints and caches.
+
+tests/recorded/record_lm.py ran transformers, with parameters that depend on their names;
+tests/recorded/lm.npz has the config.json that it saved, and its logits.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from examples.errors import ExampleError
+from examples.lm.cache import Cache
+from examples.lm.config import read_config
+from examples.lm.weights import assemble, load_model
+from tests.recorded.values import load
+from tests.support.grids import parametrize
+
+ROWS = load("lm.npz")
+
+
+def arrays_of(row):
+    """Returns the arrays of a recorded model as a checkpoint has them."""
+    return {name: lambda name=name: row[name] for name in row._shapes}
+
+
+def model_of(row, **changes):
+    config = read_config(row.options["config"] | changes)
+    return assemble(config, arrays_of(row), dtype=jnp.float32)
+
+
+@nnx.jit
+def logits_of(model, tokens):
+    return model.logits(model(tokens)[0])
+
+
+@nnx.jit
+def step(model, tokens, cache, count):
+    features, cache = model(tokens, cache=cache)
+    return model.logits(features), cache.counted(count)
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_logits_are_those_of_transformers(name):
+    row = ROWS[name]
+    expected = row.results["y"]
+    assert np.std(expected) > 0.1
+    found = logits_of(model_of(row), jnp.array(row.options["tokens"]))
+    np.testing.assert_allclose(found, expected, atol=3e-5 * np.abs(expected).max())
+
+
+@parametrize("name", ["Llama 3", "Gemma 2", "Gemma 3", "SmolLM3"], quick=(1, 3))
+def test_a_cache_changes_nothing(name):
+    row = ROWS[name]
+    model, tokens = model_of(row), np.array(row.options["tokens"])
+    cache = Cache.zeros(model.config, batch=2, length=16, dtype=jnp.float32)
+    found = []
+    # The second sequence is one token behind, and four tokens are read of which three count.
+    padded = np.pad(tokens, ((0, 0), (0, 4)))
+    counts = np.array([4, 3])
+    logits, cache = step(model, padded[:, :4], cache, counts)
+    found.append(logits[0, :4])
+    for i in range(4, 12):
+        at = np.array([i, i - 1])
+        logits, cache = step(model, padded[np.arange(2), at][:, None], cache, np.ones(2, int))
+        found.append(logits[0])
+        np.testing.assert_allclose(logits[1, 0], row.results["y"][1, i - 1], atol=1e-4)
+    assert cache.lengths.tolist() == [12, 11]
+    np.testing.assert_allclose(np.concatenate(found), row.results["y"][0], atol=1e-4)
+
+
+# --- configs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "older"),
+    [
+        (
+            "Llama 3",
+            dict(
+                rope_parameters=None,
+                rope_theta=5e5,
+                rope_scaling=dict(
+                    rope_type="llama3",
+                    factor=8.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=4.0,
+                    original_max_position_embeddings=16,
+                ),
+                head_dim=None,
+                torch_dtype="bfloat16",
+            ),
+        ),
+        (
+            "Gemma 3",
+            dict(
+                rope_parameters=None,
+                layer_types=None,
+                _sliding_window_pattern=None,
+                sliding_window_pattern=6,
+                rope_theta=1e6,
+                rope_local_base_freq=1e4,
+                rope_scaling=None,
+                tie_word_embeddings=None,
+            ),
+        ),
+        ("Gemma 2", dict(rope_parameters=None, rope_theta=1e4, layer_types=None)),
+        ("Qwen2 with windows", dict(rope_parameters=None, rope_theta=1e4, layer_types=None)),
+        ("SmolLM3", dict(no_rope_layers=None, rope_parameters=None, rope_theta=2e6)),
+    ],
+)
+def test_keys_of_transformers_4_are_read(name, older):
+    config = ROWS[name].options["config"]
+    without = {key: value for key, value in (config | older).items() if value is not None}
+    if name != "Llama 3":
+        assert read_config(without) == read_config(config)
+    assert read_config(config | older) == read_config(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(model_type="gpt_oss"), "experts and sinks are not part"),
+        (dict(model_type="bert"), "model_type must be one of llama, qwen2, .* but .* 'bert'"),
+        (dict(residual_scale=0.5), "has residual_scale=0.5, which models of 'llama' are not known"),
+        (dict(pretraining_tp=2), "pretraining_tp=2, which changes the results"),
+        (dict(hidden_act="tanh"), "activation must be one of silu, .* but .* 'tanh'"),
+        (dict(vocab_size=None), "positive integer as vocab_size, but has None"),
+        (dict(rms_norm_eps=-1.0), "positive number as rms_norm_eps, but has -1.0"),
+        (dict(quantization_config=dict(quant_method="gptq")), "quantization_config of 'gptq'"),
+        (dict(rope_parameters=dict(rope_type="odd", rope_theta=1.0)), "rope_type is 'odd'"),
+        (
+            dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)),
+            "asks for a DynamicNTKRope",
+        ),
+        (dict(layer_types=["chunked"] * 4, sliding_window=4), "layer_types must name .* 'chunked'"),
+        (dict(sliding_window=4), "says nothing of which layers have it; add layer_types"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(changes, message):
+    with pytest.raises(ExampleError, match=message):
+        read_config(ROWS["Llama 3"].options["config"] | changes)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_arrays_must_be_those_of_the_config():
+    row = ROWS["Qwen3"]
+    config, arrays = read_config(row.options["config"]), arrays_of(row)
+    name = "model.layers.1.mlp.up_proj.weight"
+    missing = {key: read for key, read in arrays.items() if key != name}
+    for given, message in [
+        (missing, "must hold 'layers.1.mlp.up_proj.weight', but does not"),
+        (arrays | {"model.layers.1.odd": lambda: 0}, "'layers.1.odd' has none"),
+        (arrays | {name: lambda: np.zeros((4, 32))}, r"must make an array of \[32, 48\]"),
+    ]:
+        with pytest.raises(ExampleError, match=message):
+            assemble(config, given, dtype=jnp.float32)
+
+
+def test_the_decoder_of_a_model_of_text_and_images_is_read():
+    row = ROWS["Gemma 3"]
+    whole = {"language_model." + name: read for name, read in arrays_of(row).items()}
+    whole["vision_tower.embeddings.weight"] = whole["multi_modal_projector.scale"] = None
+    config = read_config(dict(model_type="gemma3", text_config=row.options["config"]))
+    found = assemble(config, whole, dtype=jnp.float32)
+    expected = assemble(config, arrays_of(row), dtype=jnp.float32)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, nnx.state(found), nnx.state(expected)))
+
+
+def test_files_of_several_shards_are_read(tmp_path):
+    numpy = pytest.importorskip("safetensors.numpy", reason="it is in the extra lm")
+    row = ROWS["Qwen2"]
+    (tmp_path / "config.json").write_text(json.dumps(row.options["config"]))
+    arrays = {name: read() for name, read in arrays_of(row).items()}
+    # Of 16 bits NumPy has no dtype of its own.
+    arrays |= {"model.norm.weight": arrays["model.norm.weight"].astype(jnp.bfloat16)}
+    names = sorted(arrays)
+    files = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, part in files.items():
+        numpy.save_file({name: arrays[name] for name in part}, tmp_path / file)
+    index = {name: file for file, part in files.items() for name in part}
+    index_file = tmp_path / "model.safetensors.index.json"
+    index_file.write_text(json.dumps({"weight_map": index}))
+    found = load_model(tmp_path, dtype=jnp.float32)
+    expected = assemble(
+        found.config, {k: lambda v=v: v for k, v in arrays.items()}, dtype=jnp.float32
+    )
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, nnx.state(found), nnx.state(expected)))
+
+    file = tmp_path / "b.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ExampleError, match=r"b\.safetensors cannot be read"):
+        load_model(tmp_path, dtype=jnp.float32)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ExampleError, match=r"must hold a readable config\.json"):
+        load_model(tmp_path, dtype=jnp.float32)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ExampleError, match="must hold an object, but holds a list"):
+        load_model(tmp_path, dtype=jnp.float32)
