@@ -39,9 +39,10 @@ struct AttentionArgs {
   int batch, heads, key_heads, query_count, key_count, head_size, value_size;
   float scale;
   float soft_cap;            // 0 means no cap
-  int left, right;           // query t attends to t - left <= s <= t + right
+  int left, right;           // a query at p attends to p - left <= s <= p + right
   const int* query_lengths;  // [B]; this pointer and all that follow may be null
   const int* key_lengths;
+  const int* query_offset;    // [B]: query t stands at p = t + offset
   const int* query_segments;  // [B, T]
   const int* key_segments;    // [B, S]
   // [B, blocks of queries, 4]: bounds, in blocks, of the keys of the same segments; then the same
@@ -93,28 +94,39 @@ struct Owner {
   }
 };
 
-struct Lengths {
-  int queries, keys;
+// No limit of a window, and the limit of offsets: sums of both and of two lengths fit an int.
+constexpr int kNoLimit = 1 << 29;
 
-  __device__ Lengths(const AttentionArgs& args, int batch)
+// Lengths of a batch entry, and where its queries stand among its keys.
+struct Extent {
+  int queries, keys;
+  int offset = 0;  // query t stands at key t + offset
+
+  __device__ Extent(const AttentionArgs& args, int batch)
       : queries(args.query_count), keys(args.key_count) {
     if (args.query_lengths != nullptr) queries = max(0, min(queries, args.query_lengths[batch]));
     if (args.key_lengths != nullptr) keys = max(0, min(keys, args.key_lengths[batch]));
+    if (args.query_offset != nullptr) {
+      offset = max(-kNoLimit, min(kNoLimit, args.query_offset[batch]));
+    }
   }
 };
 
 // Returns the bounds of the columns to which the rows [first, end) attend.
 template <bool kTransposed>
-__device__ __forceinline__ Bounds column_bounds(const AttentionArgs& args, const Lengths& lengths,
+__device__ __forceinline__ Bounds column_bounds(const AttentionArgs& args, const Extent& extent,
                                                 int batch, int first, int end) {
   const int left = kTransposed ? args.right : args.left;
   const int right = kTransposed ? args.left : args.right;
-  const int rows = kTransposed ? lengths.keys : lengths.queries;
-  const int columns = kTransposed ? lengths.queries : lengths.keys;
+  const int rows = kTransposed ? extent.keys : extent.queries;
+  const int columns = kTransposed ? extent.queries : extent.keys;
   if (first >= rows) return {0, 0, 0, 0};
-  const int last = min(end, rows) - 1;
-  Bounds bounds = {max(0, first - left), max(0, last - left), min(columns, first + right + 1),
-                   min(columns, last + right + 1)};
+  // The columns at which the first and the last row stand.
+  const int offset = kTransposed ? -extent.offset : extent.offset;
+  const int from = first + offset, to = min(end, rows) - 1 + offset;
+  const auto clip = [columns](int stop) { return max(0, min(columns, stop)); };
+  Bounds bounds = {max(0, from - left), max(0, to - left), clip(from + right + 1),
+                   clip(to + right + 1)};
   // Only keys beyond their length need a mask; queries beyond theirs are excluded elsewhere.
   if (kTransposed && end > rows) bounds.full_stop = 0;
   const int4* within = kTransposed ? args.query_bounds : args.key_bounds;
@@ -250,15 +262,15 @@ __device__ __forceinline__ void to_logits(const AttentionArgs& args,
 
 // Writes -inf to masked logits.
 template <bool kPlain, bool kTransposed, int kRowTiles, int kColumnTiles>
-__device__ __forceinline__ void mask_tile(const AttentionArgs& args, const Lengths& lengths,
+__device__ __forceinline__ void mask_tile(const AttentionArgs& args, const Extent& extent,
                                           const Place<kTransposed>& place,
                                           float (&x)[kRowTiles][kColumnTiles][4]) {
   for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
     const int query = place.query(i, j, e), key = place.key(i, j, e);
-    const int ahead = key - query;
+    const int ahead = key - query - extent.offset;
     // The conditions are combined by & rather than &&, so that there are no branches.
-    const bool allowed = (ahead >= -args.left) & (ahead <= args.right) & (key < lengths.keys) &
-                         (query < lengths.queries);
+    const bool allowed = (ahead >= -args.left) & (ahead <= args.right) & (key < extent.keys) &
+                         (query < extent.queries);
     if (!allowed) x[i][j][e] = -kInfinity;
   });
   if constexpr (kPlain) return;

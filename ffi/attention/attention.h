@@ -22,6 +22,7 @@ struct AttentionOperands {
   const ffi::AnyBuffer& explicit_mask;
   const ffi::AnyBuffer& query_lengths;
   const ffi::AnyBuffer& key_lengths;
+  const ffi::AnyBuffer& query_offset;
   const ffi::AnyBuffer& query_segments;
   const ffi::AnyBuffer& key_segments;
   const ffi::AnyBuffer& key_bounds;
@@ -72,8 +73,8 @@ inline ffi::Error parse_logits_operand(std::string_view name, const ffi::AnyBuff
 
 inline ffi::Error parse_attention(const AttentionOperands& operands,
                                   const AttentionOptions& options, AttentionArgs* args) {
-  const auto& [q, k, v, bias, explicit_mask, query_lengths, key_lengths, query_segments,
-               key_segments, key_bounds, dropout_seeds] = operands;
+  const auto& [q, k, v, bias, explicit_mask, query_lengths, key_lengths, query_offset,
+               query_segments, key_segments, key_bounds, dropout_seeds] = operands;
   const bool is_float32 = q.element_type() == ffi::DataType::F32;
   if (q.element_type() != ffi::DataType::BF16 && q.element_type() != ffi::DataType::F16 &&
       !is_float32) {
@@ -127,18 +128,19 @@ inline ffi::Error parse_attention(const AttentionOperands& operands,
 
   args->scale = options.scale;
   args->soft_cap = options.soft_cap;
-  // A limit beyond all queries or keys counts as none, so that sums with a limit do not overflow.
-  const auto limit = [](int64_t asked, int count) {
-    return asked < 0 ? count : static_cast<int>(std::min<int64_t>(asked, count));
+  const auto limit = [](int64_t asked) {
+    return asked < 0 ? kNoLimit : static_cast<int>(std::min<int64_t>(asked, kNoLimit));
   };
-  args->left = limit(options.left, args->query_count);
-  args->right = limit(options.right, args->key_count);
+  args->left = limit(options.left);
+  args->right = limit(options.right);
 
   constexpr auto kInt32 = ffi::DataType::S32;
   RETURN_IF_ERROR(check_optional("query_lengths", query_lengths, {args->batch}, kInt32));
   RETURN_IF_ERROR(check_optional("key_lengths", key_lengths, {args->batch}, kInt32));
+  RETURN_IF_ERROR(check_optional("query_offset", query_offset, {args->batch}, kInt32));
   args->query_lengths = data_or_null<const int>(query_lengths);
   args->key_lengths = data_or_null<const int>(key_lengths);
+  args->query_offset = data_or_null<const int>(query_offset);
   if (!is_absent(query_segments)) {
     const int64_t blocks = divide_up(args->query_count, kSegmentBlock);
     RETURN_IF_ERROR(

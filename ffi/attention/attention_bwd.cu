@@ -72,7 +72,7 @@ struct BackwardShape {
 // which the caller must multiply the gradient to get that of the scaled products.
 template <typename T, bool kPlain, bool kTransposed, int kRowTiles, int kColumnTiles, typename F,
           typename G>
-__device__ __forceinline__ void differentiate(const AttentionArgs& args, const Lengths& lengths,
+__device__ __forceinline__ void differentiate(const AttentionArgs& args, const Extent& extent,
                                               const Place<kTransposed>& place, bool is_full,
                                               const F& statistics_of, const G& use_derivative,
                                               float (&s)[kRowTiles][kColumnTiles][4],
@@ -90,7 +90,7 @@ __device__ __forceinline__ void differentiate(const AttentionArgs& args, const L
     }
   };
   if constexpr (kPlain) {
-    if (!is_full) mask_tile<true>(args, lengths, place, s);
+    if (!is_full) mask_tile<true>(args, extent, place, s);
     for_each([&](int i, int j, int e, const Statistics& row) {
       s[i][j][e] = exp2_fast(fmaf(s[i][j][e], multiplier, -row.lse));
       dp[i][j][e] = s[i][j][e] * (dp[i][j][e] - row.delta);
@@ -104,7 +104,7 @@ __device__ __forceinline__ void differentiate(const AttentionArgs& args, const L
       dp[i][j][e] -= row.delta;
     });
     to_logits<T>(args, place, s, use_derivative);
-    if (!is_full) mask_tile<false>(args, lengths, place, s);
+    if (!is_full) mask_tile<false>(args, extent, place, s);
     for_each([&](int i, int j, int e, const Statistics& row) {
       s[i][j][e] = exp2_fast(fmaf(s[i][j][e], multiplier, -row.lse));
       dp[i][j][e] *= s[i][j][e];
@@ -137,11 +137,11 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
     const uint32_t statistics_smem = visited_smem + args.stages * Shape::kStageBytes;
 
     const Owner at(args, kTransposed ? args.key_heads : args.heads);
-    const Lengths lengths(args, at.batch);
+    const Extent extent(args, at.batch);
     const int group = args.heads / args.key_heads;
     const int first = at.tile * Shape::kRows;
     const Bounds bounds =
-        column_bounds<kTransposed>(args, lengths, at.batch, first, first + Shape::kRows);
+        column_bounds<kTransposed>(args, extent, at.batch, first, first + Shape::kRows);
     const int start = bounds.start / kColumns;
     const int stop = max(divide_up(bounds.stop, kColumns), start);
     const int visits = (stop - start) * (kTransposed ? group : 1);
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
       constexpr bool kDerivativesLater = kIsTf32<T> && kOf == Gradient::kQuery && !kPlain;
       float derivatives[kDerivativesLater ? kRowTiles : 1][kColumnTiles][4];
       differentiate<T, kPlain>(
-          args, lengths, place, is_full,
+          args, extent, place, is_full,
           [&](int j) {
             if constexpr (kTransposed) {
               const int column_of_lane = 8 * j + lane % 4 * 2;
@@ -396,10 +396,10 @@ __global__ void __launch_bounds__(BiasShape<T, kHead>::kThreads, 2)
     const int warp_row = threadIdx.x / kLanes * 16;
     float acc[1][kColumnTiles][4] = {};
     for (int batch = begin[0]; batch < end[0]; ++batch) {
-      const Lengths lengths(args, batch);
+      const Extent extent(args, batch);
       for (int tile = begin[2]; tile < end[2]; ++tile) {
         const int first = tile * kRows;
-        const Bounds bounds = column_bounds<false>(args, lengths, batch, first, first + kRows);
+        const Bounds bounds = column_bounds<false>(args, extent, batch, first, first + kRows);
         for (int block = max(begin[3], bounds.start / kColumns);
              block < min(end[3], divide_up(bounds.stop, kColumns)); ++block) {
           const int column = block * kColumns;
@@ -440,7 +440,7 @@ __global__ void __launch_bounds__(BiasShape<T, kHead>::kThreads, 2)
             const bool is_full =
                 column >= bounds.full_start && column + kColumns <= bounds.full_stop;
             differentiate<T, false>(
-                args, lengths, Place<false>{batch, head, row, column + lane % 4 * 2}, is_full,
+                args, extent, Place<false>{batch, head, row, column + lane % 4 * 2}, is_full,
                 [&](int) { return [&](int, int e) { return of_rows[e / 2]; }; },
                 [](int, int, int, float) {}, s, dp);
             for_elements<1, kColumnTiles>(
@@ -574,6 +574,7 @@ ffi::Error attention_backward_handler(
                                       explicit_mask,
                                       query_lengths,
                                       key_lengths,
+                                      query_offset,
                                       query_segments,
                                       key_segments,
                                       key_bounds,
@@ -646,6 +647,7 @@ DEFINE_HANDLER(jaxfused_attention_backward, attention_backward_handler,
                    .Arg<ffi::AnyBuffer>()  // explicit_mask
                    .Arg<ffi::AnyBuffer>()  // query_lengths
                    .Arg<ffi::AnyBuffer>()  // key_lengths
+                   .Arg<ffi::AnyBuffer>()  // query_offset
                    .Arg<ffi::AnyBuffer>()  // query_segments
                    .Arg<ffi::AnyBuffer>()  // key_segments
                    .Arg<ffi::AnyBuffer>()  // key_bounds

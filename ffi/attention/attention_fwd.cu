@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(ForwardShape<T, kHead, kPlain>::kThreads, 2)
     const uint32_t k_smem = v_smem + Tile<T, kHead>::bytes(kColumns);
 
     const Owner at(args, args.heads);
-    const Lengths lengths(args, at.batch);
+    const Extent extent(args, at.batch);
     const int first = at.tile * Shape::kRows;
     const int key_head = at.head / (args.heads / args.key_heads);
     const auto q =
@@ -124,8 +124,7 @@ __global__ void __launch_bounds__(ForwardShape<T, kHead, kPlain>::kThreads, 2)
                                     args.head_size);
     const auto v = head_of<const T>(args.v, at.batch, key_head, args.key_heads, args.key_count,
                                     args.value_size);
-    const Bounds bounds =
-        column_bounds<false>(args, lengths, at.batch, first, first + Shape::kRows);
+    const Bounds bounds = column_bounds<false>(args, extent, at.batch, first, first + Shape::kRows);
     const int stop = divide_up(bounds.stop, kColumns);
     int block = bounds.start / kColumns;
 
@@ -181,7 +180,7 @@ __global__ void __launch_bounds__(ForwardShape<T, kHead, kPlain>::kThreads, 2)
                                block * kColumns + lane % 4 * 2};
       if constexpr (!kPlain) to_logits<T>(args, place, x, [](int, int, int, float) {});
       if (block * kColumns < bounds.full_start || (block + 1) * kColumns > bounds.full_stop) {
-        mask_tile<kPlain>(args, lengths, place, x);
+        mask_tile<kPlain>(args, extent, place, x);
       }
       softmax.take(x, multiplier, acc);
       if constexpr (!kPlain) {
@@ -215,7 +214,7 @@ __global__ void __launch_bounds__(ForwardShape<T, kHead, kPlain>::kThreads, 2)
         total += __shfl_xor_sync(0xffffffffu, total, 1);
         total += __shfl_xor_sync(0xffffffffu, total, 2);
         const int query = first + warp_row + 16 * i + 8 * half + lane / 4;
-        const bool is_empty = total == 0.0f || query >= lengths.queries;
+        const bool is_empty = total == 0.0f || query >= extent.queries;
         factor[i][half] = is_empty ? 0.0f : 1.0f / (total * args.keep_probability);
         if (lane % 4 == 0 && query < args.query_count) {
           const int64_t row = int64_t{at.batch} * args.heads + at.head;
@@ -249,10 +248,10 @@ ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t s
 ffi::Error attention_forward_handler(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k,
                                      ffi::AnyBuffer v, ffi::AnyBuffer bias,
                                      ffi::AnyBuffer explicit_mask, ffi::AnyBuffer query_lengths,
-                                     ffi::AnyBuffer key_lengths, ffi::AnyBuffer query_segments,
-                                     ffi::AnyBuffer key_segments, ffi::AnyBuffer key_bounds,
-                                     ffi::AnyBuffer dropout_seeds, ffi::AnyBuffer sinks,
-                                     ffi::Result<ffi::AnyBuffer> out,
+                                     ffi::AnyBuffer key_lengths, ffi::AnyBuffer query_offset,
+                                     ffi::AnyBuffer query_segments, ffi::AnyBuffer key_segments,
+                                     ffi::AnyBuffer key_bounds, ffi::AnyBuffer dropout_seeds,
+                                     ffi::AnyBuffer sinks, ffi::Result<ffi::AnyBuffer> out,
                                      ffi::Result<ffi::AnyBuffer> lse, float scale, float soft_cap,
                                      int64_t left, int64_t right, int64_t dropout_threshold) {
   Device device;
@@ -265,6 +264,7 @@ ffi::Error attention_forward_handler(cudaStream_t stream, ffi::AnyBuffer q, ffi:
                                       explicit_mask,
                                       query_lengths,
                                       key_lengths,
+                                      query_offset,
                                       query_segments,
                                       key_segments,
                                       key_bounds,
@@ -297,6 +297,7 @@ DEFINE_HANDLER(jaxfused_attention_forward, attention_forward_handler,
                    .Arg<ffi::AnyBuffer>()  // explicit_mask
                    .Arg<ffi::AnyBuffer>()  // query_lengths
                    .Arg<ffi::AnyBuffer>()  // key_lengths
+                   .Arg<ffi::AnyBuffer>()  // query_offset
                    .Arg<ffi::AnyBuffer>()  // query_segments
                    .Arg<ffi::AnyBuffer>()  // key_segments
                    .Arg<ffi::AnyBuffer>()  // key_bounds

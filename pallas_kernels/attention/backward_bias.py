@@ -125,10 +125,11 @@ class _BiasGradient:
         rows, columns = BIAS_GRADIENT_TILE
         own_idx = [lax.axis_index(name) for name in ("b", "n", "t", "s")]
         count: Any = math.prod(self.shared)
-        if self.shared[2] == 1:
+        # Batch entries that share the bias may differ in their offsets.
+        if self.shared[2] == 1 and not self.logits.mask.has_query_offset:
             first = own_idx[2] * rows
             blocks = self.logits.mask.key_blocks(
-                (first, first + rows), columns, self.shape.query_count, self.shape.key_count
+                (first, first + rows), columns, self.logits.mask.extent
             )
             is_visited = (own_idx[3] >= blocks.start) & (own_idx[3] < blocks.stop)
             count = jnp.where(is_visited, count, 0)
@@ -151,10 +152,7 @@ class _BiasGradient:
         acc = plgpu.ACC(BIAS_GRADIENT_TILE, jnp.float32)
         x, dp = pl.run_scoped(functools.partial(self.products, refs), acc, acc)
         logits, operands = self.logits, refs.operands
-        key_length = self.shape.key_count
-        if operands.key_lengths is not None:
-            key_length = operands.key_lengths[b]
-        x = logits.logits(x, tile, operands, key_length, True)
+        x = logits.logits(x, tile, operands, operands.extent(logits.mask, b), True)
         p = jnp.exp2(x * logits.multiplier - self.of_rows(refs.lse, tile))
         if logits.dropout_rate > 0:
             dp = logits.dropped(dp, tile, operands) * (1 / logits.keep_probability)

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import Logits, Operands, TransposedTile
-from pallas_kernels.attention.mask import segment_blocks
+from pallas_kernels.attention.mask import Extent, segment_blocks
 from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
 from pallas_kernels.attention.shape import Shape
@@ -239,7 +239,7 @@ class _Visit(NamedTuple):
     tile: TransposedTile
     is_partial: Any
     """True if the mask forbids some elements of the block."""
-    key_length: Any
+    extent: Extent
 
 
 @dataclass(frozen=True)
@@ -399,7 +399,7 @@ class _KeyGradients:
                 transposed=True,
             )
             is_partial = (i < blocks.full_start) | (i >= blocks.full_stop)
-            visit(_Visit(first + i - blocks.start, tile, is_partial, at.key_length))
+            visit(_Visit(first + i - blocks.start, tile, is_partial, at.extent))
 
         def of_head(g, first):
             body = functools.partial(of_block, g, first)
@@ -427,9 +427,7 @@ class _KeyGradients:
         logits, is_partial = self.logits, visit.is_partial
         if logits.mask.is_always_full(self.config.query_block, self.config.key_block):
             is_partial = False
-        x = logits.logits_if_masked(
-            products, visit.tile, cta.operands, visit.key_length, is_partial
-        )
+        x = logits.logits_if_masked(products, visit.tile, cta.operands, visit.extent, is_partial)
         lse2 = cta.memory["lse_smem"].at[self.slots(cta, visit)[0]]
         p = jnp.exp2(x * logits.multiplier - visit.tile.along_queries(lse2))
         if logits.soft_cap is None:

@@ -354,7 +354,7 @@ class _QueryGradient:
         is_partial = False
         if not logits.mask.is_always_full(self.config.query_block, block):
             is_partial = rows.visits.is_partial(i)
-        x = logits.logits_if_masked(products, tile, cta.operands, at.key_length, is_partial)
+        x = logits.logits_if_masked(products, tile, cta.operands, at.extent, is_partial)
         p = jnp.exp2(x * logits.multiplier - _across(rows.lse2, block))
         derivative = None
         if logits.soft_cap is not None:

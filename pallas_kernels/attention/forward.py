@@ -390,7 +390,7 @@ class _Forward:
         tile = Tile(at.batch_idx, at.head_idx, query_start, key_start, (WGMMA_ROWS, block))
         is_partial = self.is_masked(rows.visits, i)
         weighing = Weighing(self.logits, self.dtype)
-        return weighing(products, tile, cta.operands, at.key_length, is_partial, softmax)
+        return weighing(products, tile, cta.operands, at.extent, is_partial, softmax)
 
     def logits_accumulator(self) -> Any:
         return plgpu.ACC((WGMMA_ROWS, self.config.key_block), jnp.float32)
@@ -480,7 +480,7 @@ class _Forward:
         empty = total == 0.0
         if cta.operands.query_lengths is not None:
             row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=VECTOR)
-            empty = empty | (rows.start + row >= at.query_length)
+            empty = empty | (rows.start + row >= at.extent.query_length)
         lse = jnp.where(empty, EMPTY_LSE, (maximum + jnp.log2(total)) * (1 / LOG2E))
         numerator = 1.0 / self.logits.keep_probability
         inverse = jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, total))

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.mask import BlockMask, Index
+from pallas_kernels.attention.mask import BlockMask, Extent, Index
 from pallas_kernels.attention.memory import WGMMA_ROWS, ceil_to
 
 LOG2E = math.log2(math.e)
@@ -43,8 +43,9 @@ class Operands(NamedTuple):
     sinks: Any = None
     """Sink logits [N], float32."""
     query_lengths: Any = None
-    """Queries of each batch entry [B], int32; key_lengths has the same form."""
+    """Queries of each batch entry [B], int32; the next two fields have the same form."""
     key_lengths: Any = None
+    query_offset: Any = None
     query_segments: Any = None
     """Segments of the queries [B, T], int32; key_segments are [B, S]."""
     key_segments: Any = None
@@ -53,11 +54,12 @@ class Operands(NamedTuple):
     dropout_seeds: Any = None
     """Seeds [2, B, N], uint32, as the function `dropout_seeds` returns them."""
 
-    def lengths(self, mask: BlockMask, batch_idx: Index) -> tuple[Index, Index]:
-        """Returns (number of queries, number of keys) of a batch entry."""
-        return (
+    def extent(self, mask: BlockMask, batch_idx: Index) -> Extent:
+        """Returns the extent of a batch entry, in a kernel."""
+        return Extent(
             mask.query_count if self.query_lengths is None else self.query_lengths[batch_idx],
             mask.key_count if self.key_lengths is None else self.key_lengths[batch_idx],
+            0 if self.query_offset is None else self.query_offset[batch_idx],
         )
 
     def padded(self, query_block: int, key_block: int) -> "Operands":
@@ -220,7 +222,7 @@ class Logits:
         return 1.0
 
     def logits(
-        self, products: jax.Array, tile: Tile, operands: Operands, key_length: Index, masked: bool
+        self, products: jax.Array, tile: Tile, operands: Operands, extent: Extent, masked: bool
     ) -> jax.Array:
         """Returns the logits in base 2 divided by `multiplier`, -inf where the mask, if any, forbids."""
         x = products
@@ -229,7 +231,7 @@ class Logits:
             if self.has_bias:
                 x = x + tile.matrix(operands.bias).astype(jnp.float32) * LOG2E
         if masked:
-            x = self.masked(x, tile, operands, key_length)
+            x = self.masked(x, tile, operands, extent)
         return x
 
     def logits_if_masked(
@@ -237,7 +239,7 @@ class Logits:
         products: jax.Array,
         tile: Tile,
         operands: Operands,
-        key_length: Index,
+        extent: Extent,
         is_partial: bool | jax.Array,
     ) -> jax.Array:
         """Returns `logits`, masked only if the block is partial, which may be known only at run time.
@@ -248,7 +250,7 @@ class Logits:
 
         def of(masked):
             def f(x):
-                x = self.logits(x, tile, operands, key_length, masked)
+                x = self.logits(x, tile, operands, extent, masked)
                 return plgpu.layout_cast(x, tile.layout)
 
             return f
@@ -291,9 +293,9 @@ class Logits:
         ds = probabilities.astype(jnp.float32) * (dp - delta)
         return ds if derivative is None else ds * derivative
 
-    def masked(self, x: jax.Array, tile: Tile, operands: Operands, key_length: Index) -> jax.Array:
+    def masked(self, x: jax.Array, tile: Tile, operands: Operands, extent: Extent) -> jax.Array:
         """Returns x, with -inf where the mask forbids an element."""
-        allowed = self.mask.allowed(tile.index, key_length)
+        allowed = self.mask.allowed(tile.index, extent)
         if allowed is not None:
             x = jnp.where(allowed, x, -jnp.inf)
         if self.mask.has_segments:

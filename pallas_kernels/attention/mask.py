@@ -29,6 +29,15 @@ class Blocks(NamedTuple):
     stop: Index
 
 
+class Extent(NamedTuple):
+    """Lengths of a batch entry, and where its queries stand among its keys."""
+
+    query_length: Index
+    key_length: Index
+    query_offset: Index = 0
+    """Position of the first query: query t stands at key t + query_offset."""
+
+
 @dataclass(frozen=True)
 class BlockMask:
     """The part of the mask that is known when a kernel is compiled.
@@ -42,11 +51,19 @@ class BlockMask:
     key_count: int
     is_causal: bool = False
     window: tuple[int, int] | None = None
-    """Bounds (left, right): query t attends to keys t - left <= s <= t + right."""
+    """Bounds (left, right): a query at p attends to keys p - left <= s <= p + right."""
+    has_query_offset: bool = False
+    """True if query t stands at p = t + offset, with an offset of each batch entry; else p = t."""
     has_query_lengths: bool = False
     has_key_lengths: bool = False
     has_segments: bool = False
     has_explicit: bool = False
+
+    @property
+    def extent(self) -> Extent:
+        """The extent to plan for: full lengths, and queries of unknown offset at the end of the keys."""
+        offset = max(0, self.key_count - self.query_count) if self.has_query_offset else 0
+        return Extent(self.query_count, self.key_count, offset)
 
     @property
     def has_left_edge(self) -> bool:
@@ -75,12 +92,12 @@ class BlockMask:
             return 1
         return (
             max(1, rows // key_block)
-            if right == 0 and _divides(rows, key_block)
+            if right == 0 and _divides(rows, key_block) and not self.has_query_offset
             else rows // key_block + 2
         )
 
     def reach(self) -> tuple[int | None, int | None]:
-        """Returns (left, right): query t attends to t - left <= s <= t + right; None means no limit."""
+        """Returns (left, right): a query at p attends to p - left <= s <= p + right; None: no limit."""
         left, right = (None, None) if self.window is None else self.window
         if self.is_causal:
             right = 0
@@ -90,35 +107,33 @@ class BlockMask:
         self,
         queries: tuple[Index, Index],
         block: int,
-        query_length: Index,
-        key_length: Index,
+        extent: Extent,
         within: Blocks | None = None,
     ) -> Blocks:
         """Returns the blocks of `block` keys for the queries [queries[0], queries[1]).
 
-        The lengths are those of the batch entry, or query_count and key_count if there are none.
         Queries from query_length on attend to nothing but are not masked element by element, because it
         costs less to overwrite their results at the end. A block is therefore full if the queries within
         the length may attend to all of its keys.
         """
-        first, end = queries
+        query_length, key_length, offset = extent
         left, right = self.reach()
-        last = _min(end, query_length) - 1
+        is_within = queries[0] < query_length
+        first, last = queries[0] + offset, _min(queries[1], query_length) - 1 + offset
         start, full_start = 0, 0
         stop, full_stop = key_length, key_length
         if left is not None:
             start, full_start = _max(0, first - left), _max(0, last - left)
         if right is not None:
-            stop, full_stop = _min(stop, last + 1 + right), _min(full_stop, first + 1 + right)
-        stop = _where(first < query_length, stop, 0)
+            stop, full_stop = _clip(last + 1 + right, stop), _clip(first + 1 + right, full_stop)
+        stop = _where(is_within, stop, 0)
         return self._blocks(start, full_start, full_stop, stop, block, within)
 
     def query_blocks(
         self,
         keys: tuple[Index, Index],
         block: int,
-        query_length: Index,
-        key_length: Index,
+        extent: Extent,
         within: Blocks | None = None,
     ) -> Blocks:
         """Returns the blocks of `block` queries for the keys [keys[0], keys[1]): the transposed case.
@@ -127,18 +142,19 @@ class BlockMask:
         log-sum-exp and cotangents make their contribution 0. Keys from key_length on make a block
         partial.
         """
-        first, end = keys
+        query_length, key_length, offset = extent
         left, right = self.reach()
-        last = _min(end, key_length) - 1
+        # Key s stands at query s - offset.
+        first, last = keys[0] - offset, _min(keys[1], key_length) - 1 - offset
         start, full_start = 0, 0
         # A last block of queries with rows beyond the length counts as full if the other rows allow it.
         stop, full_stop = query_length, _up(query_length, block) * block
         if right is not None:
-            start, full_start = _max(0, first - right), _max(0, end - 1 - right)
+            start, full_start = _max(0, first - right), _max(0, keys[1] - 1 - offset - right)
         if left is not None:
-            stop, full_stop = _min(stop, last + 1 + left), _min(full_stop, first + 1 + left)
-        stop = _where(first < key_length, stop, 0)
-        full_stop = _where(end <= key_length, full_stop, 0)
+            stop, full_stop = _clip(last + 1 + left, stop), _clip(first + 1 + left, full_stop)
+        stop = _where(keys[0] < key_length, stop, 0)
+        full_stop = _where(keys[1] <= key_length, full_stop, 0)
         return self._blocks(start, full_start, full_stop, stop, block, within)
 
     def _blocks(
@@ -169,7 +185,7 @@ class BlockMask:
         full_last = _max(full_first, _min(bounds.full_stop, last))
         return Blocks(first, full_first, full_last, last)
 
-    def allowed(self, index: Callable[[int], jax.Array], key_length: Index) -> jax.Array | None:
+    def allowed(self, index: Callable[[int], jax.Array], extent: Extent) -> jax.Array | None:
         """Whether position and length allow each element of a tile; None if neither limits anything.
 
         index(0) returns the query and index(1) the key of each element; each is called only if a
@@ -178,14 +194,19 @@ class BlockMask:
         left, right = self.reach()
         key = index(1)
         conditions = []
+
+        def stands_at(shift):
+            shift = extent.query_offset + shift
+            return index(0) if isinstance(shift, int) and shift == 0 else index(0) + shift
+
         if right is not None:
-            conditions.append(key <= index(0) + right if right else key <= index(0))
+            conditions.append(key <= stands_at(right))
         if left is not None:
-            conditions.append(key >= index(0) - left)
+            conditions.append(key >= stands_at(-left))
         # A causal square needs no test for the last key: where t < T, s <= t implies s < S.
         ends_with_queries = right == 0 and self.query_count <= self.key_count
-        if self.has_key_lengths or not ends_with_queries:
-            conditions.append(key < key_length)
+        if self.has_key_lengths or self.has_query_offset or not ends_with_queries:
+            conditions.append(key < extent.key_length)
         result = None
         for condition in conditions:
             result = condition if result is None else result & condition
@@ -236,6 +257,11 @@ def _min(x: Index, y: Index) -> Index:
 
 def _max(x: Index, y: Index) -> Index:
     return max(x, y) if isinstance(x, int) and isinstance(y, int) else lax.max(_i32(x), _i32(y))
+
+
+def _clip(x: Index, most: Index) -> Index:
+    """Returns x limited to 0 to `most`; an offset may put it before the first row."""
+    return _max(0, _min(x, most))
 
 
 def _where(condition: bool | jax.Array, x: Index, y: Index) -> Index:

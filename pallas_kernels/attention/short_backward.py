@@ -22,6 +22,7 @@ from pallas_kernels import store
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.backward_rows import row_gradients, row_statistics
 from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Logits, Operands, TransposedTile
+from pallas_kernels.attention.mask import Extent
 from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
@@ -560,7 +561,8 @@ class _ShortBackward:
         """Adds the contribution of a step's queries to dK and dV, and passes dS on."""
         step = item * self.steps + within
         slot = self.query_slot(step)
-        key_length = self.key_length(cta, step)
+        batch_idx = self.place(cta, step).batch_idx
+        extent = cta.operands.extent(self.logits.mask, batch_idx)
         cta.wait("query_full", slot)
         # Tiles are processed one after the other, because registers hold dK and dV of all tiles but P of
         # only one. The barrier keeps the compiler from computing addresses before the loop, where they
@@ -568,23 +570,18 @@ class _ShortBackward:
         first_tile = lax.optimization_barrier(cta.wg_idx) * self.config.key_tiles
         for j in range(self.config.key_tiles):
             accs = (dv_accs[j], dk_accs[j])
-            self.of_tile(cta, key_slot, step, key_length, first_tile + j, j == 0, *accs)
+            self.of_tile(cta, key_slot, step, extent, first_tile + j, j == 0, *accs)
         plgpu.commit_smem()
         cta.arrive("ds_full")
         plgpu.wgmma_wait(0)
         cta.arrive("query_free", slot)
-
-    def key_length(self, cta: _Cta, step: Any) -> Any:
-        if cta.operands.key_lengths is None:
-            return self.shape.key_count
-        return cta.operands.key_lengths[self.place(cta, step).batch_idx]
 
     def of_tile(
         self,
         cta: _Cta,
         key_slot: int,
         step: Any,
-        key_length: Any,
+        extent: Extent,
         tile: Any,
         is_first: bool,
         dv_accs: Any,
@@ -610,7 +607,7 @@ class _ShortBackward:
             cta.wait("rows_full", slot)
         masked = not logits.mask.is_always_full(WGMMA_ROWS, self.config.keys)
         lse2 = logits_tile.along_queries(lse2_smem.at[slot])
-        x = logits.logits(s, logits_tile, operands, key_length, masked)
+        x = logits.logits(s, logits_tile, operands, extent, masked)
         p = jnp.exp2(x * logits.multiplier - lse2)
         kept = logits.dropped(p, logits_tile, operands) if logits.dropout_rate > 0 else None
         # From here on P is rounded, unless a bias needs its gradient. Without the barrier the compiler

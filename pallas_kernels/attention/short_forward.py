@@ -25,6 +25,7 @@ from pallas_kernels.attention.logits import (
     Tile,
     saved_length,
 )
+from pallas_kernels.attention.mask import Extent
 from pallas_kernels.attention.memory import (
     SWIZZLED_COLUMNS,
     WGMMA_ROWS,
@@ -322,7 +323,7 @@ class _ShortForward:
         is_first = lax.rem(step, tiles) == 0
         has_next = step + 1 < worker.steps
         changes_head = has_next & (lax.rem(step + 1, tiles) == 0)
-        lengths = worker.operands.lengths(self.logits.mask, at.batch_idx)
+        extent = worker.operands.extent(self.logits.mask, at.batch_idx)
 
         plgpu.barrier_wait(worker.full("q"))
         # The copy of the results that this memory held two steps ago is complete; see `write`.
@@ -336,9 +337,7 @@ class _ShortForward:
         x = pl.run_scoped(products, plgpu.ACC((WGMMA_ROWS, self.key_rows), jnp.float32))
         pl.when(changes_head)(lambda: self.copy_keys(worker, step + 1))
 
-        weights, maximum, total = self.softmax(
-            worker, at, self.logits_parts(worker, at, lengths[1], x)
-        )
+        weights, maximum, total = self.softmax(worker, at, self.logits_parts(worker, at, extent, x))
         pl.when(is_first)(lambda: plgpu.barrier_wait(worker.full("v")))
 
         def outputs(*accs):
@@ -349,10 +348,10 @@ class _ShortForward:
 
         out = pl.run_scoped(outputs, *self.value.accumulators())
         pl.when(changes_head)(lambda: self.copy_values(worker, step + 1))
-        self.write(worker, step, at, lengths[0], out, maximum, total)
+        self.write(worker, step, at, extent.query_length, out, maximum, total)
 
     def logits_parts(
-        self, worker: _Worker, at: _Place, key_length: Any, products: jax.Array
+        self, worker: _Worker, at: _Place, extent: Extent, products: jax.Array
     ) -> list[_Part]:
         """Returns the logits in parts of 64 columns.
 
@@ -371,7 +370,7 @@ class _ShortForward:
             part = products[:, first : min(first + SWIZZLED_COLUMNS, self.key_rows)]
             tile = Tile(at.batch_idx, at.head_idx, query_start, first, part.shape)
             is_masked = masks_anywhere or first + part.shape[1] > key_count
-            parts.append((tile, self.logits.logits(part, tile, operands, key_length, is_masked)))
+            parts.append((tile, self.logits.logits(part, tile, operands, extent, is_masked)))
         return parts
 
     def softmax(

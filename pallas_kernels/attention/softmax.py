@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.logits import Logits, Operands, Tile
-from pallas_kernels.attention.mask import Index
+from pallas_kernels.attention.mask import Extent
 from pallas_kernels.attention.memory import WGMMA_ROWS
 
 _LOWEST = -0.5 * float(jnp.finfo(jnp.float32).max)
@@ -59,13 +59,13 @@ class Weighing:
         products: jax.Array,
         tile: Tile,
         operands: Operands,
-        key_length: Index,
+        extent: Extent,
         is_partial: bool | jax.Array,
         softmax: Softmax,
     ) -> Weighted:
         """Adds a block, which needs masking if it `is_partial`, to the running softmax."""
         logits = self.logits
-        x = logits.logits_if_masked(products, tile, operands, key_length, is_partial)
+        x = logits.logits_if_masked(products, tile, operands, extent, is_partial)
         scaled = _times(jnp.max(x, axis=1), logits.multiplier)
         maximum = jnp.maximum(softmax.maximum, scaled)
         decay = jnp.exp2(softmax.maximum - maximum)

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands
-from pallas_kernels.attention.mask import Index
+from pallas_kernels.attention.mask import Extent, Index
 from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix, ceil_to
 from pallas_kernels.attention.merge_splits import MOST_SPLITS, merge, only_part
 from pallas_kernels.attention.packing import PackedTile, Packing
@@ -77,7 +77,7 @@ def _columns_of_output(shape: Shape) -> Columns:
 
 def visited_keys(shape: Shape, logits: Logits) -> int:
     """Returns the number of keys that some query attends to by its position."""
-    blocks = logits.mask.key_blocks((0, shape.query_count), 1, shape.query_count, shape.key_count)
+    blocks = logits.mask.key_blocks((0, shape.query_count), 1, logits.mask.extent)
     return max(1, int(blocks.stop) - int(blocks.start))
 
 
@@ -201,7 +201,7 @@ class _Part(NamedTuple):
     full_start: Index
     """First block without masking; the blocks of keys [full_start, full_stop) need none."""
     full_stop: Index
-    key_length: Index
+    extent: Extent
 
 
 @dataclass(frozen=True)
@@ -254,9 +254,9 @@ class _SplitForward:
         number = lax.div(number, splits)
         key_head, batch_idx = lax.rem(number, key_heads), lax.div(number, key_heads)
         mask, block = self.logits.mask, self.config.key_block
-        query_length, key_length = cta.operands.lengths(mask, batch_idx)
+        extent = cta.operands.extent(mask, batch_idx)
         queries = self.packing.query_range(start, WGMMA_ROWS)
-        blocks = mask.key_blocks(queries, block, query_length, key_length)
+        blocks = mask.key_blocks(queries, block, extent)
         # Visited blocks, whose number may depend on lengths, are divided evenly among the parts.
         visited = jnp.asarray(blocks.stop - blocks.start, jnp.int32)
         first = blocks.start + lax.div(visited * split, splits)
@@ -270,7 +270,7 @@ class _SplitForward:
             stop - first,
             blocks.full_start,
             blocks.full_stop,
-            key_length,
+            extent,
         )
 
     def __call__(self, cta: _Cta) -> None:
@@ -347,7 +347,7 @@ class _SplitForward:
         )
         weighing = Weighing(self.logits, self.dtype)
         weights, softmax, decay = weighing(
-            products, tile, cta.operands, part.key_length, is_partial, softmax
+            products, tile, cta.operands, part.extent, is_partial, softmax
         )
         plgpu.barrier_wait(cta.full("v", slot))
 

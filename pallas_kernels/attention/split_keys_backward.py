@@ -26,7 +26,7 @@ from pallas_kernels.attention import backward_dkv, memory
 from pallas_kernels.attention.backward import prepare
 from pallas_kernels.attention.backward_bias import bias_gradient
 from pallas_kernels.attention.logits import Logits, Operands
-from pallas_kernels.attention.mask import Index
+from pallas_kernels.attention.mask import Extent, Index
 from pallas_kernels.attention.memory import (
     SWIZZLED_COLUMNS,
     WGMMA_ROWS,
@@ -238,7 +238,7 @@ class _Part(NamedTuple):
     """Range to which this CTA writes zero gradients, counted among the blocks that no query reaches."""
     blocks: tuple[Index, Index, Index, Index]
     """The `Blocks` of keys that the queries visit."""
-    key_length: Index
+    extent: Extent
 
 
 @dataclass(frozen=True)
@@ -311,9 +311,9 @@ class _SplitBackward:
         start, number = lax.rem(number, tiles) * WGMMA_ROWS, lax.div(number, tiles)
         split, number = lax.rem(number, splits), lax.div(number, splits)
         key_head, batch_idx = lax.rem(number, key_heads), lax.div(number, key_heads)
-        query_length, key_length = cta.operands.lengths(self.logits.mask, batch_idx)
+        extent = cta.operands.extent(self.logits.mask, batch_idx)
         queries = self.packing.query_range(start, WGMMA_ROWS)
-        blocks = self.logits.mask.key_blocks(queries, _KEY_BLOCK, query_length, key_length)
+        blocks = self.logits.mask.key_blocks(queries, _KEY_BLOCK, extent)
         # The visited blocks and the others are each divided evenly among the parts.
         visited = jnp.asarray(blocks.stop - blocks.start, jnp.int32)
         skipped = -(-self.shape.key_count // _KEY_BLOCK) - visited
@@ -331,7 +331,7 @@ class _SplitBackward:
             blocks.start + share(visited, split + 1) - first,
             (share(skipped, split), share(skipped, split + 1)),
             blocks,
-            key_length,
+            extent,
         )
 
     def __call__(self, cta: _Cta) -> None:
@@ -461,7 +461,7 @@ class _SplitBackward:
         if not logits.mask.is_always_full(WGMMA_ROWS, _KEY_BLOCK):
             _, full_start, full_stop, _ = part.blocks
             is_partial = (number < full_start) | (number >= full_stop)
-        x = logits.logits_if_masked(products, tile, cta.operands, part.key_length, is_partial)
+        x = logits.logits_if_masked(products, tile, cta.operands, part.extent, is_partial)
         lse2 = tile.along_queries(cta.shared["lse_smem"])
         p = jnp.exp2(x * logits.multiplier - lse2)
         derivative = None

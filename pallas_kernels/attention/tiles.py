@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.attention.logits import Operands
-from pallas_kernels.attention.mask import BlockMask, Blocks, Index
+from pallas_kernels.attention.mask import BlockMask, Blocks, Extent, Index
 
 
 class Place(NamedTuple):
@@ -26,8 +26,7 @@ class Place(NamedTuple):
     head_idx: jax.Array
     start: jax.Array
     """Index of the first query."""
-    query_length: Index
-    key_length: Index
+    extent: Extent
     key_blocks: Callable[[Index, Index], Blocks]
     """Function from a range of the tile's queries to the blocks of keys that they visit."""
     first: jax.Array
@@ -73,10 +72,7 @@ class QueryTiles:
         costs = []
         for i in range(self.count):
             blocks = self.mask.key_blocks(
-                (i * self.rows, (i + 1) * self.rows),
-                self.key_block,
-                self.mask.query_count,
-                self.mask.key_count,
+                (i * self.rows, (i + 1) * self.rows), self.key_block, self.mask.extent
             )
             # Starting and ending a tile takes about as long as one block of 128 keys.
             costs.append((blocks.stop - blocks.start) * self.key_block + 128)
@@ -92,13 +88,13 @@ class QueryTiles:
         batch_idx = lax.div(batch_head, jnp.int32(self.heads))
         head_idx = lax.rem(batch_head, jnp.int32(self.heads))
         tile_idx = lax.rem(number, jnp.int32(self.count))
-        query_length, key_length = operands.lengths(mask, batch_idx)
+        extent = operands.extent(mask, batch_idx)
         within = None
         if bounds_gmem is not None:
             within = Blocks(*(bounds_gmem[batch_idx, tile_idx, i] for i in range(4)))
 
         def key_blocks(start, stop):
-            return mask.key_blocks((start, stop), block, query_length, key_length, within)
+            return mask.key_blocks((start, stop), block, extent, within)
 
         start = tile_idx * self.rows
         blocks = key_blocks(start, start + self.rows)
@@ -106,7 +102,7 @@ class QueryTiles:
         key_blocks_count = -(-mask.key_count // block)
         first = lax.min(jnp.int32(blocks.start), jnp.int32(key_blocks_count - 1))
         stop = lax.clamp(first + 1, jnp.int32(blocks.stop), jnp.int32(key_blocks_count))
-        return Place(batch_idx, head_idx, start, query_length, key_length, key_blocks, first, stop)
+        return Place(batch_idx, head_idx, start, extent, key_blocks, first, stop)
 
     def visits(self, at: Place, start: jax.Array, rows: int) -> Visits:
         """Returns the visits of the `rows` queries from `start` on, which belong to the tile at `at`."""
@@ -134,7 +130,7 @@ class KeyPlace(NamedTuple):
     """Head of the results, in which each share of a key head counts as a head."""
     start: jax.Array
     """Index of the first key."""
-    key_length: Index
+    extent: Extent
     blocks: Blocks
     """Blocks of queries, visited in order for one query head after the other."""
 
@@ -178,10 +174,7 @@ class KeyTiles:
         result = []
         for j in range(self.count):
             blocks = self.mask.query_blocks(
-                (j * self.rows, (j + 1) * self.rows),
-                self.query_block,
-                self.mask.query_count,
-                self.mask.key_count,
+                (j * self.rows, (j + 1) * self.rows), self.query_block, self.mask.extent
             )
             visits = -(-(blocks.stop - blocks.start) // self.query_shares) * self.group
             # Starting and ending a tile takes about as long as a visit to 128 queries.
@@ -214,13 +207,13 @@ class KeyTiles:
         batch_idx = lax.div(batch_head, shared_heads)
         shared_head_idx = lax.rem(batch_head, shared_heads)
         tile_idx = lax.rem(number, jnp.int32(self.count))
-        query_length, key_length = operands.lengths(self.mask, batch_idx)
+        extent = operands.extent(self.mask, batch_idx)
         within = None
         if bounds_gmem is not None:
             within = Blocks(*(bounds_gmem[batch_idx, tile_idx, i] for i in range(4)))
         start = tile_idx * self.rows
         blocks = self.mask.query_blocks(
-            (start, start + self.rows), self.query_block, query_length, key_length, within
+            (start, start + self.rows), self.query_block, extent, within
         )
         blocks = Blocks(*(jnp.asarray(x, jnp.int32) for x in blocks))
         return KeyPlace(
@@ -229,7 +222,7 @@ class KeyTiles:
             lax.div(shared_head_idx, jnp.int32(self.query_shares)) * self.group,
             shared_head_idx,
             start,
-            key_length,
+            extent,
             self.shared_blocks(blocks, lax.rem(shared_head_idx, jnp.int32(self.query_shares))),
         )
 

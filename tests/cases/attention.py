@@ -24,6 +24,7 @@ class Case:
     scale: float | None = None
     is_causal: bool = False
     window: int | tuple[int, int] | None = None
+    offset: int | tuple[int, ...] | str | None = None
     query_lengths: tuple[int, ...] | None = None
     key_lengths: tuple[int, ...] | None = None
     segments: int = 0
@@ -46,6 +47,14 @@ class Case:
             draw(self.heads) if self.sinks else None,
         )
 
+    def offsets(self):
+        """Returns the position of each sequence's first query, [B]."""
+        offset = self.offset
+        if offset == "bottom_right":
+            keys, queries = self.key_lengths or self.keys, self.query_lengths or self.queries
+            offset = np.subtract(keys, queries)
+        return np.broadcast_to(np.int32(0 if offset is None else offset), (self.batch,))
+
     def options(self, seed=1):
         """Returns the other arguments of dot_product_attention; a mask leaves the first query no key."""
         rng = np.random.default_rng(seed)
@@ -56,6 +65,9 @@ class Case:
             options["mask"] = mask
         if self.window is not None:
             options["local_window_size"] = self.window
+        if self.offset is not None:
+            is_static = isinstance(self.offset, int | str)
+            options["query_offset"] = self.offset if is_static else np.array(self.offset, np.int32)
         if self.query_lengths is not None:
             options["query_seq_lengths"] = np.array(self.query_lengths, np.int32)
         if self.key_lengths is not None:
@@ -86,6 +98,11 @@ CASES = (
     *JAX_CASES,
     Case("no keys in one sequence", 3, 5, key_lengths=(0, 4)),
     Case("segments", 6, 7, segments=2),
+    Case(
+        "new tokens of a cache", 3, 9, 6, is_causal=True, offset="bottom_right", key_lengths=(9, 5)
+    ),
+    Case("window at offsets", 5, 9, 6, window=(3, 1), offset=(6, -2), segments=2, sinks=True),
+    Case("more queries than keys, at the end", 7, 4, is_causal=True, window=(2, 5), offset=-3),
     Case("soft cap and sinks", 9, 11, heads=6, soft_cap=1.5, sinks=True),
     Case("wide values", 5, 6, head_size=3, value_head_size=11, bias=(2, 1, 6), mask=(2, 5, 6)),
     Case(

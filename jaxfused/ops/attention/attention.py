@@ -62,6 +62,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     implementation: AttentionImplementation | None = None,
     return_residual: bool = False,
+    query_offset: int | jax.Array | Literal["bottom_right"] | None = None,
     return_lse: bool = False,
     logits_soft_cap: float | None = None,
     query_segment_ids: jax.Array | None = None,
@@ -94,14 +95,18 @@ def dot_product_attention(
       mask: bool, True where a query may attend to a key; broadcasts to [B, N, T, S] too.
       scale: of the logits, finite; by default 1 / sqrt(H). An array that broadcasts to [B, N, T, S],
         such as one of each head [N, 1, 1], gets a gradient, in "xla".
-      is_causal: query t attends to keys s <= t, counted from the first also where T and S differ.
+      is_causal: query t, which stands at key p = t + query_offset, attends to keys s <= p.
       query_seq_lengths: [B] integers; queries beyond give 0. Above T they mean T, below 0 they mean 0.
       key_value_seq_lengths: [B] integers, likewise; keys beyond are masked.
-      local_window_size: (left, right), or one number for both: t - left <= s <= t + right.
+      local_window_size: (left, right), or one number for both: p - left <= s <= p + right.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla", "cudnn". None
         does not choose cuDNN, whose gradients may differ from run to run.
       return_residual: whether to return the log-sum-exp too, as JAX does: in the key's dtype, and no
         gradient flows into it.
+      query_offset: where the first query stands among the keys, for `is_causal` and
+        `local_window_size`: a number or [B] integers, of any sign; None, as in JAX, for 0 also where T
+        and S differ. "bottom_right" has the last query stand at the last key: it is the number of keys
+        less that of queries, both by their lengths. So do new tokens whose keys end a cache.
       return_lse: whether to return the log-sum-exp too, in float32 (float64 with "xla" of float64), with
         its gradient. Attention over a part of the keys is merged with that over another part by it.
       logits_soft_cap: keeps the logits before bias within (-cap, cap); finite and above 0.
@@ -156,6 +161,7 @@ def dot_product_attention(
         mask,
         is_causal,
         local_window_size,
+        query_offset,
         query_seq_lengths,
         key_value_seq_lengths,
         query_segment_ids,
@@ -177,6 +183,7 @@ def dot_product_attention(
             "return_lse": return_lse,
             "logits_soft_cap": logits_soft_cap is not None,
             "segment ids": who.query_segments is not None,
+            "query_offset": who.query_offset is not None,
             "sinks": sinks is not None,
             "dropout": dropout_words is not None,
         }
@@ -273,6 +280,7 @@ def _mask(
     mask,
     is_causal,
     local_window_size,
+    query_offset,
     query_lengths,
     key_lengths,
     query_segments,
@@ -297,11 +305,22 @@ def _mask(
     query_segments, key_segments = _segments(
         query_segments, key_segments, batch, query_length, key_length
     )
+    query_lengths = _lengths("query_seq_lengths", query_lengths, batch, query_length)
+    key_lengths = _lengths("key_value_seq_lengths", key_lengths, batch, key_length)
+    window = _window(local_window_size)
+    if isinstance(query_offset, str) and query_offset == "bottom_right":
+        # Lengths are arrays, and counts are numbers.
+        keys = key_length if key_lengths is None else key_lengths
+        query_offset = keys - (query_length if query_lengths is None else query_lengths)
+    left, right = (0, 0) if window is None else window
+    offset = _offset(query_offset, batch, -query_length - right, key_length + left)
     return Mask(
         is_causal=bool(is_causal),
-        window=_window(local_window_size),
-        query_lengths=_lengths("query_seq_lengths", query_lengths, batch, query_length),
-        key_lengths=_lengths("key_value_seq_lengths", key_lengths, batch, key_length),
+        window=window,
+        # Without either limit positions say nothing.
+        query_offset=offset if is_causal or window is not None else None,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
         query_segments=query_segments,
         key_segments=key_segments,
         explicit=mask,
@@ -341,7 +360,30 @@ def _window(size: Any) -> tuple[int, int] | None:
     return min(int(left), _LONGEST), min(int(right), _LONGEST)
 
 
-_LONGEST = 2**30
+_LONGEST = 2**29
+
+
+def _offset(offset: Any, batch: int, least: int, most: int) -> jax.Array | None:
+    """Returns [B] offsets limited to what makes a difference, as kernels add to them; None for 0."""
+    if offset is None:
+        return None
+    if isinstance(offset, str | bool | float):
+        raise ValueError(
+            f"dot_product_attention: query_offset is {offset!r}, but it says at which key the first"
+            ' query stands; pass a whole number, an integer for each sequence, or "bottom_right".'
+        )
+    if isinstance(offset, Integral):
+        offset = min(max(int(offset), least), most)
+        return jnp.full((batch,), offset, jnp.int32) if offset else None
+    if not jnp.shape(offset):
+        offset = jnp.broadcast_to(offset, (batch,))
+    array = _integers("query_offset", offset, (batch,))
+    assert array is not None
+    if array.dtype.itemsize < 4:
+        array = array.astype(jnp.int32)
+    if jnp.issubdtype(array.dtype, jnp.signedinteger):
+        array = jnp.maximum(array, least)
+    return jnp.minimum(array, most).astype(jnp.int32)
 
 
 def _lengths(name: str, lengths: Any, batch: int, full: int) -> jax.Array | None:
@@ -439,7 +481,7 @@ class _Options:
             work = self._work_of_float32(device, arrays)
             return _times(work.forward(), work.xla_forward())
         batch, queries, key_heads, groups, _ = arrays.query.shape
-        keys = self.visited_keys(queries, arrays.key.shape[1])
+        keys = self.visited_keys(arrays)
         heads = batch * key_heads * groups
         by_xla = 8 + self._bytes_of_keys(arrays) / 1.2e6 + heads * queries * keys * 12 / 3e6
         shape, logits = arrays.shape(), self.logits(arrays.query, arrays.key, arrays)
@@ -458,7 +500,7 @@ class _Options:
             work = self._work_of_float32(device, arrays)
             return _times(work.backward(), work.xla_backward())
         batch, queries, key_heads, groups, _ = arrays.query.shape
-        keys = self.visited_keys(queries, arrays.key.shape[1])
+        keys = self.visited_keys(arrays)
         if "pallas" not in able:
             why = "up to 16 queries over 64 keys or more are faster in XLA than in CUDA"
             return Rule(("xla",), why) if queries <= 16 and keys >= 64 else None
@@ -485,7 +527,9 @@ class _Options:
         batch, queries, key_heads, groups, head_size = arrays.query.shape
         _, keys, _, value_size = arrays.value.shape
         mean = float(keys)
-        if self.is_causal:
+        if self.is_causal and arrays.query_offset is not None:
+            mean = max(0.5, keys - queries / 2)
+        elif self.is_causal:
             mean = min(queries, keys) * (min(queries, keys) + 1) / 2
             mean = (mean + max(0, queries - keys) * keys) / max(1, queries)
         if self.window is not None:
@@ -504,8 +548,8 @@ class _Options:
 
     def _bytes_of_keys(self, arrays: "_Arrays") -> float:
         """Returns the bytes of the keys and values that are visited, in 16 bits."""
-        batch, queries, key_heads, _, head_size = arrays.query.shape
-        keys = self.visited_keys(queries, arrays.key.shape[1])
+        batch, _, key_heads, _, head_size = arrays.query.shape
+        keys = self.visited_keys(arrays)
         return 2.0 * batch * keys * key_heads * (head_size + arrays.value.shape[3])
 
     def why_not(self, device: dispatch.Device, arrays: "_Arrays") -> Mapping[str, str | None]:
@@ -524,9 +568,10 @@ class _Options:
             "xla": None,
         }
 
-    def visited_keys(self, queries: int, keys: int) -> int:
+    def visited_keys(self, arrays: "_Arrays") -> int:
         """Returns how many keys some of the queries may attend to by their positions."""
-        if self.is_causal:
+        queries, keys = arrays.query.shape[1], arrays.key.shape[1]
+        if self.is_causal and arrays.query_offset is None:
             keys = min(keys, queries)
         if self.window is not None:
             keys = min(keys, queries + sum(self.window))
@@ -539,6 +584,7 @@ class _Options:
             key_count=key.shape[1],
             is_causal=self.is_causal,
             window=self.window,
+            has_query_offset=operands.query_offset is not None,
             has_query_lengths=operands.query_lengths is not None,
             has_key_lengths=operands.key_lengths is not None,
             has_segments=operands.query_segments is not None,
@@ -595,6 +641,7 @@ class _Arrays(NamedTuple):
     """[K, G]"""
     query_lengths: Any = None
     key_lengths: Any = None
+    query_offset: Any = None
     query_segments: Any = None
     key_segments: Any = None
     explicit: Any = None
@@ -604,7 +651,7 @@ class _Arrays(NamedTuple):
     def axes(self) -> tuple[str, ...]:
         """Returns the letters of each operand's axes for `sharding`."""
         bias, explicit = _axes_of_logits(self.bias), _axes_of_logits(self.explicit)
-        return ("btkgh", "bskh", "bskv", bias, "kg", "b", "b", "bt", "bs", explicit, "zbkg")
+        return ("btkgh", "bskh", "bskv", bias, "kg", "b", "b", "b", "bt", "bs", explicit, "zbkg")
 
     def shape(self) -> Shape:
         """Returns the sizes in the form that the Pallas kernels take."""
@@ -630,6 +677,7 @@ class _Arrays(NamedTuple):
             sinks=None if sinks is None else sinks.reshape(heads),
             query_lengths=self.query_lengths,
             key_lengths=self.key_lengths,
+            query_offset=self.query_offset,
             query_segments=self.query_segments,
             key_segments=self.key_segments,
             explicit=matrix(self.explicit),
@@ -676,6 +724,7 @@ def _run(run: Runner, options: _Options, query, key, value, bias, sinks, mask: M
         None if sinks is None else sinks.astype(jnp.float32).reshape(key_heads, groups),
         mask.query_lengths,
         mask.key_lengths,
+        mask.query_offset,
         mask.query_segments,
         mask.key_segments,
         matrix(None if mask.explicit is None else mask.explicit.astype(jnp.int8)),
@@ -923,10 +972,12 @@ def _examples(random: Callable[[Any], Any], arrays: _Arrays) -> _Arrays:
         return None if counts is None else jnp.full_like(counts, array.shape[1])
 
     random_arrays = _Arrays(*(None if array is None else random(array) for array in arrays))
-    explicit = arrays.explicit
+    explicit, offset = arrays.explicit, arrays.query_offset
+    queries, keys = arrays.query.shape[1], arrays.key.shape[1]
     return random_arrays._replace(
         query_lengths=lengths(arrays.query_lengths, arrays.query),
         key_lengths=lengths(arrays.key_lengths, arrays.key),
+        query_offset=None if offset is None else jnp.full_like(offset, max(0, keys - queries)),
         query_segments=segments(arrays.query_segments),
         key_segments=segments(arrays.key_segments),
         explicit=None if explicit is None else jnp.ones_like(explicit),
@@ -950,6 +1001,7 @@ def _in_xla(options: _Options, arrays: _Arrays) -> Callable[..., Results]:
         window=options.window,
         query_lengths=operands.query_lengths,
         key_lengths=operands.key_lengths,
+        query_offset=operands.query_offset,
         query_segments=operands.query_segments,
         key_segments=operands.key_segments,
         explicit=None if operands.explicit is None else operands.explicit != 0,

@@ -36,8 +36,9 @@ class Operands(NamedTuple):
     explicit: jax.Array | None = None
     """[B or 1, N or 1, T or 1, S or 1] int8, 1 where a query may attend to a key."""
     query_lengths: jax.Array | None = None
-    """[B] int32, in the same form as key_lengths."""
+    """[B] int32, in the same form as key_lengths and query_offset."""
     key_lengths: jax.Array | None = None
+    query_offset: jax.Array | None = None
     query_segments: jax.Array | None = None
     """[B, T] int32; given together with key_segments [B, S] and the two bounds."""
     key_segments: jax.Array | None = None
@@ -60,7 +61,7 @@ class Options:
     scale: float
     soft_cap: float | None = None
     left: int | None = None
-    """With `right`: query t attends to t - left <= s <= t + right; None means no limit."""
+    """With `right`: a query at p attends to p - left <= s <= p + right; None means no limit."""
     right: int | None = None
     dropout_threshold: int = 0
     """Dropout rate in units of 1/65536."""
@@ -238,6 +239,7 @@ def _common(query: jax.Array, operands: Operands) -> list[jax.Array]:
         operands.explicit,
         operands.query_lengths,
         operands.key_lengths,
+        operands.query_offset,
         operands.query_segments,
         operands.key_segments,
         operands.key_bounds,

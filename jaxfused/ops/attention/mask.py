@@ -14,6 +14,7 @@ EMPTY_LSE = -0.7 * float(jnp.finfo(jnp.float32).max)
 class Mask:
     """Conditions that query t and key s must all meet for t to attend to s.
 
+    Query t stands at position p = t + offset among the keys, and the offset is 0 where none is given.
     Position and lengths allow each query one interval of keys. Its ends do not decrease with t among the
     queries within their length. So two rows tell a kernel about a block of them: keys before the first
     row's start or from the last row's stop on are masked for the whole block, and keys from the last
@@ -21,9 +22,9 @@ class Mask:
     """
 
     is_causal: bool = field(default=False, metadata={"static": True})
-    """s <= t. Both count from the first position, even if T and S differ."""
+    """s <= p."""
     window: tuple[int, int] | None = field(default=None, metadata={"static": True})
-    """t - left <= s <= t + right."""
+    """p - left <= s <= p + right."""
     query_lengths: jax.Array | None = None
     """[B]: t < length; a query at or beyond it attends to nothing."""
     key_lengths: jax.Array | None = None
@@ -34,18 +35,22 @@ class Mask:
     """[B, S]."""
     explicit: jax.Array | None = None
     """bool that broadcasts to [B, N, T, S]."""
+    query_offset: jax.Array | None = None
+    """[B]: the position of the first query."""
 
     def key_interval(self, query: jax.Array, key_count: int) -> tuple[jax.Array, jax.Array]:
         """Returns (start, stop), [B or 1, T], of the keys that position and length allow queries [T]."""
-        start = jnp.zeros_like(query)
-        stop = jnp.full_like(query, key_count)
+        position = query[None]
+        if self.query_offset is not None:
+            position = position + self.query_offset[:, None]
+        start = jnp.zeros_like(position)
+        stop = jnp.full_like(position, key_count)
         if self.is_causal:
-            stop = jnp.minimum(stop, query + 1)
+            stop = jnp.minimum(stop, position + 1)
         if self.window is not None:
             left, right = self.window
-            start = jnp.maximum(start, query - left)
-            stop = jnp.minimum(stop, query + right + 1)
-        start, stop = start[None], stop[None]
+            start = jnp.maximum(start, position - left)
+            stop = jnp.minimum(stop, position + right + 1)
         if self.key_lengths is not None:
             stop = jnp.minimum(stop, self.key_lengths[:, None])
         if self.query_lengths is not None:

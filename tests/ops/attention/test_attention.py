@@ -30,11 +30,12 @@ def who_attends(case):
     )
     allowed = np.array(explicit)
     window = case.window
-    left, right = (window, window) if isinstance(window, int) else window or (99, 99)
+    left, right = (window, window) if isinstance(window, int) else window or (999, 999)
     for b, _, t, s in np.ndindex(allowed.shape):
+        p = t + case.offsets()[b]
         allowed[b, :, t, s] &= (
-            (s <= t or not case.is_causal)
-            and t - left <= s <= t + right
+            (s <= p or not case.is_causal)
+            and p - left <= s <= p + right
             and (case.query_lengths is None or t < case.query_lengths[b])
             and (case.key_lengths is None or s < case.key_lengths[b])
             and (

@@ -326,6 +326,8 @@ def every_option(names, shape):
         query_segments=np.sort(rng.integers(4, size=(batch, queries), dtype=np.int32)),
         key_segments=np.sort(rng.integers(5, size=(batch, keys), dtype=np.int32)),
         explicit=rng.random((1, heads, queries, keys)) < 0.7,
+        # Queries stand at the end of the keys, and before as well as among them.
+        query_offset=np.array([keys - queries, -7], np.int32)[-batch:],
     )
     operands = Operands(**{name: put(options[name]) for name in options if name in names})
     mask = Mask(
@@ -336,6 +338,7 @@ def every_option(names, shape):
         operands.query_segments,
         operands.key_segments,
         operands.explicit,
+        operands.query_offset,
     )
     if operands.explicit is not None:
         operands = operands._replace(explicit=operands.explicit.astype(jnp.int8))
@@ -350,6 +353,7 @@ def block_mask(mask, queries, keys):
         keys,
         mask.is_causal,
         mask.window,
+        has_query_offset=mask.query_offset is not None,
         has_query_lengths=mask.query_lengths is not None,
         has_key_lengths=mask.key_lengths is not None,
         has_segments=mask.query_segments is not None,
@@ -364,6 +368,8 @@ def block_mask(mask, queries, keys):
         ((140, 200), (64, 64), "causal", None),
         ((200, 140), (128, 128), "causal", None),
         ((70, 270), (128, 128), "window", None),
+        ((70, 270), (64, 64), "causal key_lengths query_offset", None),
+        ((140, 130), (64, 64), "window query_offset own bias", None),
         ((130, 200), (64, 40), "query_lengths key_lengths", None),
         ((70, 200), (128, 128), "query_lengths key_lengths causal sinks", None),
         ((70, 200), (64, 64), "query_segments key_segments", None),
@@ -405,7 +411,7 @@ def block_mask(mask, queries, keys):
         ((200, 136), (128, 128), "causal", BackwardConfig(QueryGradientConfig(), KEPT)),
         ((203, 141), (80, 80), "causal cap", BackwardConfig(QueryGradientConfig(), KEPT_AND_LATE)),
     ],
-    quick=(0, 12),
+    quick=(0, 3, 14),
 )
 def test_accurate_without_races_in_the_interpreter(
     race_detector, monkeypatch, counts, sizes, names, config
@@ -609,6 +615,8 @@ def assert_gradients(counts, sizes, names, dtype=jnp.bfloat16, bias_dtype="float
         "window",
         "query_lengths key_lengths",
         "key_lengths window sinks",
+        "causal query_offset bias",
+        "window query_offset key_lengths",
         "query_segments key_segments causal",
         "explicit bias",
         "causal dropout cap sinks bias",

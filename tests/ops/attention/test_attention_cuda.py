@@ -36,6 +36,8 @@ MORE_CASES = (
     Case("bias of a query", 130, 90, 4, 2, 64, bias=(1, 4, 130, 1)),
     Case("bias of a head", 70, 90, 4, 4, 128, bias=(1, 4, 1, 1), mask=(1, 1, 70, 90)),
     Case("bias of every pair", 130, 200, 2, 1, 256, bias=(2, 2, 130, 200), is_causal=True),
+    Case("at the end of the keys", 40, 200, 4, 2, 64, is_causal=True, offset="bottom_right"),
+    Case("window at offsets", 70, 90, 2, 1, 64, window=(20, 3), offset=(60, -50), bias=(2, 70, 90)),
     Case("negative scale", 70, 130, head_size=40, scale=-0.3, key_lengths=(130, 3)),
 )
 
@@ -279,6 +281,7 @@ GOOD = dict(
     explicit=ABSENT,
     query_lengths=ABSENT,
     key_lengths=ABSENT,
+    query_offset=ABSENT,
     query_segments=ABSENT,
     key_segments=ABSENT,
     key_bounds=ABSENT,
@@ -319,6 +322,7 @@ RESULTS = {
         ("forward", dict(bias=((1, 4, 5, 7), "float16")), "bias has another dtype"),
         ("forward", dict(explicit=((1, 1, 5, 7), "float32")), "explicit_mask has another dtype"),
         ("forward", dict(key_lengths=((3,), "int32")), r"key_lengths has shape \[3\]"),
+        ("forward", dict(query_offset=((2,), "float32")), "query_offset has another dtype"),
         ("forward", dict(query_segments=((2, 5), "int32")), r"key_segments has shape \[0\]"),
         ("forward", dict(dropout_seeds=((2, 2, 4), "int32")), "dropout_seeds has another dtype"),
         ("forward", dict(sinks=((3,), "float32")), r"sinks has shape \[3\]"),

@@ -19,7 +19,7 @@ from pallas_kernels.attention.logits import (
     dropout_seeds,
     saved_length,
 )
-from pallas_kernels.attention.mask import BlockMask, Blocks, segment_blocks
+from pallas_kernels.attention.mask import BlockMask, Blocks, Extent, segment_blocks
 from pallas_kernels.attention.tiles import QueryTiles
 from tests.cases.attention import Case
 from tests.support import mosaic_interpreter
@@ -36,39 +36,52 @@ MASKS = [
     for is_causal, window, lengths in itertools.product(
         (False, True), (None, (0, 0), (5, 0), (3, 9), (40, 1)), (None, (17, 30), (0, 4), (31, 1))
     )
+] + [
+    dict(is_causal=is_causal, window=window, lengths=lengths, offset=offset)
+    for (is_causal, window), lengths, offset in itertools.product(
+        ((True, None), (True, (5, 0)), (False, (3, 9))), (None, (17, 30)), (-33, -6, 3, 22, 60)
+    )
 ]
 COUNTS = [(31, 31), (31, 9), (9, 31), (1, 1)]
 
 
-def allowed_pairs(query_count, key_count, is_causal, window, lengths):
-    t, s = np.arange(query_count)[:, None], np.arange(key_count)[None]
+def allowed_pairs(query_count, key_count, change, extent):
+    is_causal, window, lengths = change["is_causal"], change["window"], extent[:2]
+    p, s = np.arange(query_count)[:, None] + extent.query_offset, np.arange(key_count)[None]
     left, right = window or (99, 99)
     right = min(right, 0) if is_causal else right
-    return (t - left <= s) & (s <= t + right) & (t < lengths[0]) & (s < lengths[1])
+    return (
+        (p - left <= s)
+        & (s <= p + right)
+        & (p - extent.query_offset < lengths[0])
+        & (s < lengths[1])
+    )
 
 
 def block_mask_of(change, counts):
-    """Draws (a mask, lengths within `counts`)."""
+    """Draws (a mask, an extent within `counts`)."""
     lengths = change["lengths"]
     mask = BlockMask(
         *counts,
         change["is_causal"],
         change["window"],
+        has_query_offset="offset" in change,
         has_query_lengths=lengths is not None,
         has_key_lengths=lengths is not None,
     )
-    return mask, tuple(np.minimum(lengths or counts, counts).tolist())
+    most = np.minimum(lengths or counts, counts).tolist()
+    return mask, Extent(*most, change.get("offset", 0))
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("change", MASKS, ids=str)
 def test_blocks_are_empty_partial_or_full(change, counts):
-    mask, lengths = block_mask_of(change, counts)
-    allowed = allowed_pairs(*counts, change["is_causal"], change["window"], lengths)
+    mask, extent = block_mask_of(change, counts)
+    allowed = allowed_pairs(*counts, change, extent)
     for transposed, (rows, columns) in itertools.product((False, True), ((4, 8), (8, 4), (8, 8))):
         of, pairs = (mask.query_blocks, allowed.T) if transposed else (mask.key_blocks, allowed)
         for first in range(0, pairs.shape[0], rows):
-            start, full_start, full_stop, stop = of((first, first + rows), columns, *lengths)
+            start, full_start, full_stop, stop = of((first, first + rows), columns, extent)
             assert start <= full_start <= full_stop <= stop
             mine = pairs[first : first + rows]
             assert not mine[:, : start * columns].any() and not mine[:, stop * columns :].any()
@@ -76,20 +89,21 @@ def test_blocks_are_empty_partial_or_full(change, counts):
                 continue
             # Queries beyond their length are not masked. Keys beyond theirs are, also beyond the array.
             if transposed:
-                assert first + rows <= lengths[1]
-                mine = mine[:, : lengths[0]]
+                assert first + rows <= extent.key_length
+                mine = mine[:, : extent.query_length]
             else:
-                assert full_stop * columns <= lengths[1]
-                mine = mine[: lengths[0] - first]
+                assert full_stop * columns <= extent.key_length
+                mine = mine[: extent.query_length - first]
             assert mine[:, full_start * columns : full_stop * columns].all()
 
 
 @pytest.mark.parametrize("change", MASKS[::5], ids=str)
 def test_blocks_are_the_same_when_traced(change):
-    mask, lengths = block_mask_of(change, COUNTS[1])
+    mask, extent = block_mask_of(change, COUNTS[1])
     for of, first in itertools.product((mask.key_blocks, mask.query_blocks), (0, 4, 8, 28)):
-        given = of((first, first + 4), 8, *lengths)
-        traced = of((jnp.int32(first), jnp.int32(first + 4)), 8, *map(jnp.int32, lengths))
+        given = of((first, first + 4), 8, extent)
+        numbers = Extent(*map(jnp.int32, extent))
+        traced = of((jnp.int32(first), jnp.int32(first + 4)), 8, numbers)
         assert tuple(map(int, traced)) == given
 
 
@@ -97,9 +111,9 @@ def test_blocks_are_the_same_when_traced(change):
 def test_kernels_may_leave_masking_out(change):
     """`is_always_full` and `right_partial_blocks` are right about where a kernel may skip masking."""
     for counts, (rows, columns) in itertools.product(COUNTS, ((4, 8), (8, 4), (8, 8), (8, 6))):
-        mask, lengths = block_mask_of(change, counts)
-        for first in range(0, lengths[0], rows):
-            blocks = mask.key_blocks((first, first + rows), columns, *lengths)
+        mask, extent = block_mask_of(change, counts)
+        for first in range(0, extent.query_length, rows):
+            blocks = mask.key_blocks((first, first + rows), columns, extent)
             if mask.is_always_full(rows, columns):
                 assert (blocks.full_start, blocks.full_stop) == (blocks.start, blocks.stop)
             at_right_end = blocks.stop - max(blocks.full_stop, blocks.start)
@@ -120,7 +134,7 @@ def test_blocks_of_segments(is_sorted):
     for b, i in np.ndindex(table.shape[:2]):
         same = q[b, i * rows : (i + 1) * rows, None] == k[b][None]
         within = Blocks(*table[b, i].tolist())
-        key_blocks = mask.key_blocks((i * rows, (i + 1) * rows), columns, queries, keys, within)
+        key_blocks = mask.key_blocks((i * rows, (i + 1) * rows), columns, mask.extent, within)
         start, full_start, full_stop, stop = key_blocks
         assert start <= full_start <= full_stop <= stop
         assert not same[:, : start * columns].any() and not same[:, stop * columns :].any()
@@ -218,6 +232,7 @@ def kernel(case, dropout_rate=0.0, multiprocessors=132, config=None, forward=att
     operands = Operands(
         query_lengths=i32("query_seq_lengths"),
         key_lengths=i32("key_value_seq_lengths"),
+        query_offset=None if case.offset is None else put(case.offsets()),
         query_segments=i32("query_segment_ids"),
         key_segments=i32("key_value_segment_ids"),
         explicit=None if explicit is None else explicit.astype(jnp.int8),
@@ -232,6 +247,7 @@ def kernel(case, dropout_rate=0.0, multiprocessors=132, config=None, forward=att
             case.keys,
             case.is_causal,
             window_of(case),
+            has_query_offset=case.offset is not None,
             has_query_lengths=case.query_lengths is not None,
             has_key_lengths=case.key_lengths is not None,
             has_segments=case.segments > 0,
@@ -279,6 +295,7 @@ def plain(case, dropout_rate=0.0):
                     )
                 ),
                 explicit,
+                None if case.offset is None else put(case.offsets()),
             ),
             put(DROPOUT_WORDS) if dropout_rate else None,
             scale=scale_of(case),
@@ -356,6 +373,8 @@ INTERPRETED = (
     ),
     Case("segments", 250, 200, segments=2, **SMALL),
     Case("segments of one key", 70, 1, segments=2, **SMALL),
+    Case("a chunk after a prefix", 140, 330, is_causal=True, offset=(187,), **SMALL),
+    Case("window before and after the keys", 250, 150, window=(40, 9), offset=(-70,), **SMALL),
 )
 # The third consumer has no rows in the second tile, and no bias or mask to load.
 BEYOND = Case("consumer without rows", 320, 128, bias=(320, 128), mask=(320, 128), **SMALL)
@@ -380,7 +399,7 @@ RAGGED = (
         *((case, None) for case in RAGGED),
         (RAGGED[2], CONFIGS[3]),
     ],
-    quick=(8, 12),
+    quick=(5, 10, 14),
 )
 def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, case, config):
     """One CTA has several tiles, so that memory and barriers are reused."""
@@ -450,6 +469,7 @@ def random_case(seed):
         mask=maybe(broadcast()),
         is_causal=maybe(True, False),
         window=maybe(tuple(int(n) for n in rng.integers(0, 300, 2))),
+        offset=maybe(tuple(int(n) for n in rng.integers(-300, 700, batch))),
         query_lengths=maybe(lengths(queries)),
         key_lengths=maybe(lengths(keys)),
         segments=maybe(3, 0),

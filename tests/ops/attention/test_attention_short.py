@@ -46,6 +46,8 @@ OPTIONS = (
     Case("causal", 197, 197, head_size=64, is_causal=True),
     Case("causal window", 150, 197, head_size=64, is_causal=True, window=40, scale=0.3),
     Case("window", 197, 130, head_size=64, window=(20, 3)),
+    Case("causal at offsets", 150, 197, head_size=64, is_causal=True, offset=(47, -80)),
+    Case("window at offsets", 70, 197, head_size=64, window=(20, 3), offset=(140, -5)),
     Case("lengths", 150, 130, head_size=64, query_lengths=(70, 0), key_lengths=(130, 65)),
     Case("no keys in one sequence", 80, 130, head_size=64, key_lengths=(0, 4)),
     Case("segments", 150, 197, head_size=64, segments=3),
@@ -89,6 +91,8 @@ def mask_of(case: Case) -> Mask:
         "explicit": "mask",
     }
     arrays = {ours: put(options[name]) for ours, name in names.items() if name in options}
+    if case.offset is not None:
+        arrays["query_offset"] = put(case.offsets())
     window = (case.window, case.window) if isinstance(case.window, int) else case.window
     return Mask(is_causal=case.is_causal, window=window, **arrays)
 
@@ -141,6 +145,7 @@ def kernels(
         case.keys,
         mask.is_causal,
         mask.window,
+        has_query_offset=mask.query_offset is not None,
         has_query_lengths=mask.query_lengths is not None,
         has_key_lengths=mask.key_lengths is not None,
         has_segments=mask.query_segments is not None,
@@ -164,6 +169,7 @@ def kernels(
             sinks=None if sinks is None else sinks.astype(jnp.float32),
             query_lengths=mask.query_lengths,
             key_lengths=mask.key_lengths,
+            query_offset=mask.query_offset,
             query_segments=mask.query_segments,
             key_segments=mask.key_segments,
             explicit=explicit,

@@ -126,6 +126,8 @@ INTERPRETED = (
     Case("soft cap, no keys", 2, 200, soft_cap=2.0, sinks=True, key_lengths=(0, 70)),
     Case("bias and mask", 3, 301, 4, bias=(1, 4, 3, 301), mask=(2, 1, 3, 301), head_size=16),
     Case("bias alike", 3, 130, 4, bias=(1, 1, 3, 1), mask=(2, 4, 1, 130), head_size=16),
+    Case("new tokens", 4, 300, 8, is_causal=True, offset="bottom_right", key_lengths=(300, 99)),
+    Case("window at offsets", 9, 303, 4, window=(70, 5), offset=(250, -7), head_size=16),
 )
 
 
@@ -138,7 +140,7 @@ INTERPRETED = (
         (INTERPRETED[3], CONFIGS[2]),
         (INTERPRETED[3], None),
     ],
-    quick=(0, 2, 8, len(INTERPRETED) + 3),
+    quick=(0, 2, 13, len(INTERPRETED) + 3),
 )
 def test_accurate_in_the_interpreter(interpreted_hopper, monkeypatch, case, config):
     mosaic_interpreter.complete(monkeypatch)
@@ -287,6 +289,8 @@ SMALL_SHAPES = (
     (Shape(2, 3, 130, 4, 2, 16, 16), "dropout cap sinks"),
     (Shape(1, 3, 5, 4, 2, 16, 16), ""),
     (Shape(1, 40, 130, 4, 2, 16, 16), "causal"),
+    (Shape(2, 4, 300, 4, 2, 16, 16), "causal query_offset key_lengths"),
+    (Shape(2, 9, 200, 4, 2, 16, 16), "window query_offset"),
     (Shape(2, 70, 130, 2, 2, 72, 16), "query_lengths key_lengths dropout"),
 )
 
