@@ -558,10 +558,10 @@ ffi::Error launch_gradients(BackwardArgs args, const Device& device, cudaStream_
 ffi::Error attention_backward_handler(
     cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer bias,
     ffi::AnyBuffer explicit_mask, ffi::AnyBuffer query_lengths, ffi::AnyBuffer key_lengths,
-    ffi::AnyBuffer query_segments, ffi::AnyBuffer key_segments, ffi::AnyBuffer key_bounds,
-    ffi::AnyBuffer dropout_seeds, ffi::AnyBuffer query_bounds, ffi::AnyBuffer dout,
-    ffi::AnyBuffer statistics, ffi::AnyBuffer missing, ffi::Result<ffi::AnyBuffer> dq,
-    ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
+    ffi::AnyBuffer query_offset, ffi::AnyBuffer query_segments, ffi::AnyBuffer key_segments,
+    ffi::AnyBuffer key_bounds, ffi::AnyBuffer dropout_seeds, ffi::AnyBuffer query_bounds,
+    ffi::AnyBuffer dout, ffi::AnyBuffer statistics, ffi::AnyBuffer missing,
+    ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
     ffi::Result<ffi::AnyBuffer> dbias, ffi::Result<ffi::AnyBuffer> corrected, float scale,
     float soft_cap, int64_t left, int64_t right, int64_t dropout_threshold) {
   Device device;
