@@ -16,8 +16,10 @@ from jaxfused.linen.flax_code import unwrapped, why_watched
 from jaxfused.linen.layer_norm import LayerNorm
 from jaxfused.linen.linear_general import GeneralAffine
 from jaxfused.modules.attention import (
+    QueryOffset,
     attend,
     attention_weights,
+    causal_mask,
     check_rate,
     of_attention,
     project_heads,
@@ -50,6 +52,7 @@ def attention_fn(
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     *,
     is_causal: bool = False,
+    query_offset: QueryOffset = None,
     implementation: AttentionImplementation | None = None,
 ) -> jax.Array:
     r"""`flax.linen.dot_product_attention` in one kernel: for the hook of Flax's own modules.
@@ -87,7 +90,10 @@ def attention_fn(
       einsum_dot_general: as in Flax.
       qk_attn_weights_einsum: as in Flax.
       attn_weights_value_einsum: as in Flax.
-      is_causal: whether query t attends to keys s <= t alone. Flax's module does not pass it.
+      is_causal: whether query t attends to keys s <= t + query_offset alone. Flax's module does not
+        pass it, nor the next argument.
+      query_offset: where the first query stands among the keys, as in
+        `jaxfused.dot_product_attention`: a number, integers [...], or "bottom_right".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla", "cudnn".
 
     Returns:
@@ -124,13 +130,14 @@ def attention_fn(
     wide = common_dtype(query.dtype, jnp.float32) if force_fp32_for_softmax else query.dtype
     can_weigh = not has_own_product and why_flax(query.dtype, precision=precision) is None
     if module is not None and can_weigh:
-        weights = attention_weights(query, key, bias, mask, is_causal=is_causal)
+        weights = attention_weights(
+            query, key, bias, mask, is_causal=is_causal, query_offset=query_offset
+        )
         module.sow("intermediates", "attention_weights", weights.astype(wide))
         module = None
     if reason is not None:
         if is_causal:
-            causal = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
-            causal = causal.reshape((1,) * (query.ndim - 3 + 1) + causal.shape)
+            causal = causal_mask(query, key, query_offset)
             mask = causal if mask is None else causal & mask.astype(bool)
         return run_flax(
             "jaxfused.linen.attention_fn",
@@ -164,6 +171,7 @@ def attention_fn(
         bias,
         mask,
         is_causal=is_causal,
+        query_offset=query_offset,
         dropout_rate=dropout_rate if drops else 0.0,
         dropout_key=dropout_rng,
         implementation=implementation,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from jaxfused.ops.attention.attention import AttentionImplementation
 from jaxfused.ops.attention.mask import Mask
 from jaxfused.ops.fp8.fp8 import is_fp8
 from jaxfused.ops.linear import qkv_projection
+
+QueryOffset = int | jax.Array | Literal["bottom_right"] | None
 
 
 def check_rate(name: str, rate: Any) -> None:
@@ -95,6 +97,7 @@ def attend(
     *,
     segment_ids: jax.Array | None = None,
     is_causal: bool = False,
+    query_offset: QueryOffset = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     implementation: AttentionImplementation | None = None,
@@ -108,6 +111,7 @@ def attend(
       bias: broadcasts to [..., N, T, S].
       mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S].
       segment_ids: [..., T], for the queries and as many keys.
+      query_offset: as in the operator, an array for each batch entry [...].
     """
     batch = query.shape[:-3]
     segment_ids = None if segment_ids is None else _fold(batch, segment_ids, kept=1)
@@ -120,6 +124,7 @@ def attend(
         query_segment_ids=segment_ids,
         key_value_segment_ids=segment_ids,
         is_causal=is_causal,
+        query_offset=_fold_offset(batch, query_offset),
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         implementation=implementation,
@@ -182,6 +187,7 @@ def attention_weights(
     mask: jax.Array | None,
     *,
     is_causal: bool,
+    query_offset: QueryOffset = None,
 ) -> jax.Array:
     """Returns the probabilities before dropout, [..., N, T, S] in the query's dtype, for sowing.
 
@@ -200,16 +206,41 @@ def attention_weights(
         array if batch else array[None] for array in (_fold(batch, query), _fold(batch, key))
     )
     explicit = None if mask is None else with_four_axes(mask.astype(jnp.bool_))
+    offset = _offset_of_entries(folded_query, folded_key, _fold_offset(batch, query_offset))
     probabilities, _ = attention_xla.weights(
         folded_query,
         folded_key,
         with_four_axes(bias),
         None,
-        Mask(is_causal=is_causal, explicit=explicit),
+        Mask(is_causal=is_causal, explicit=explicit, query_offset=offset),
         scale=query.shape[-1] ** -0.5,
         logits_soft_cap=None,
     )
     return probabilities.reshape(*batch, heads, queries, key.shape[-3]).astype(query.dtype)
+
+
+def causal_mask(query: jax.Array, key: jax.Array, query_offset: QueryOffset) -> jax.Array:
+    """Returns where `is_causal` allows a query to attend to a key, [..., 1, T, S], for Flax's code."""
+    batch, (queries, keys) = query.shape[:-3], (query.shape[-3], key.shape[-3])
+    folded_query, folded_key = (
+        array if batch else array[None] for array in (_fold(batch, query), _fold(batch, key))
+    )
+    offset = _offset_of_entries(folded_query, folded_key, _fold_offset(batch, query_offset))
+    allowed = Mask(is_causal=True, query_offset=offset).allowed(queries, keys)
+    if offset is None:
+        return allowed.reshape((1,) * len(batch) + allowed.shape[1:])
+    return allowed.reshape(*batch, *allowed.shape[1:])
+
+
+def _offset_of_entries(query: jax.Array, key: jax.Array, offset: Any) -> jax.Array | None:
+    """Returns [B] offsets of query [B, T, N, H], checked as the operator does."""
+    return attention.query_offsets(offset, query.shape[0], query.shape[1], key.shape[1])
+
+
+def _fold_offset(batch: tuple[int, ...], offset: QueryOffset) -> QueryOffset:
+    if isinstance(offset, int | str | None) or not jnp.ndim(offset):
+        return offset
+    return jnp.broadcast_to(offset, batch).reshape(-1)
 
 
 def _fold(batch: tuple[int, ...], array: jax.Array, kept: int = 3) -> jax.Array:

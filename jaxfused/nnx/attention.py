@@ -10,8 +10,10 @@ from flax.nnx.nn import attention, dtypes
 from flax.typing import Dtype, PrecisionLike, PromoteDtypeFn
 
 from jaxfused.modules.attention import (
+    QueryOffset,
     attend,
     attention_weights,
+    causal_mask,
     check_rate,
     of_attention,
     project_heads,
@@ -49,6 +51,7 @@ def attention_fn(
     promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
     is_causal: bool = False,
     *,
+    query_offset: QueryOffset = None,
     implementation: AttentionImplementation | None = None,
 ) -> jax.Array:
     r"""`flax.nnx.dot_product_attention` in one kernel: for the hook of Flax's own modules.
@@ -80,7 +83,9 @@ def attention_fn(
       precision: as in Flax.
       module: the module to sow the weights into, as in Flax.
       promote_dtype: as in Flax.
-      is_causal: whether query t attends to keys s <= t alone.
+      is_causal: whether query t attends to keys s <= t + query_offset alone.
+      query_offset: where the first query stands among the keys, as in
+        `jaxfused.dot_product_attention`: a number, integers [...], or "bottom_right".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla", "cudnn".
 
     Returns:
@@ -111,10 +116,15 @@ def attention_fn(
         broadcast_dropout=broadcast_dropout,
     )
     if module is not None and why_flax(query.dtype, precision=precision) is None:
-        weights = attention_weights(query, key, bias, mask, is_causal=is_causal)
+        weights = attention_weights(
+            query, key, bias, mask, is_causal=is_causal, query_offset=query_offset
+        )
         module.sow(nnx.Intermediate, "attention_weights", weights)
         module = None
     if reason is not None:
+        if is_causal and query_offset is not None:
+            causal = causal_mask(query, key, query_offset)
+            mask, is_causal = causal if mask is None else causal & (mask != 0), False
         return run_flax(
             "jaxfused.nnx.attention_fn",
             reason,
@@ -145,6 +155,7 @@ def attention_fn(
         bias,
         mask,
         is_causal=is_causal,
+        query_offset=query_offset,
         dropout_rate=dropout_rate if drops else 0.0,
         dropout_key=dropout_rng,
         implementation=implementation,

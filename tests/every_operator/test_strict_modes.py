@@ -105,6 +105,7 @@ attention(
     query_segment_ids=lambda: jnp.array([[0, 0, 1, 1, 2, 2]] * B),
     key_value_segment_ids=lambda: jnp.array([[0, 0, 1, 1, 3, 3]] * B),
 )
+attention("offsets", is_causal=True, query_offset=lambda: jnp.array([-2, 3]))
 attention("dropout", dropout_rate=0.25, dropout_key=lambda: jax.random.key(0))
 
 

@@ -97,6 +97,24 @@ def test_attention_fn_with_grouped_heads_and_causal():
     near(jaxfused.linen.attention_fn(*arrays, is_causal=True), expected)
 
 
+@pytest.mark.parametrize("package", [jaxfused.nnx, jaxfused.linen], ids=["nnx", "linen"])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+def test_attention_fn_at_offsets(package, batch):
+    arrays = qkv(*batch)
+    offsets = np.arange(np.prod(batch, dtype=int)).reshape(batch) - 1
+    position = offsets[..., None, None, None] + np.arange(T)[:, None]
+    expected = package.attention_fn(*arrays, mask=np.arange(T + 2) <= position)
+    causal = dict(is_causal=True, query_offset=offsets)
+    near(package.attention_fn(*arrays, **causal), expected)
+    # Flax's code, which a precision other than the default runs, gets the mask too.
+    near(package.attention_fn(*arrays, **causal, precision="highest"), expected)
+    last = dict(is_causal=True, query_offset="bottom_right")
+    near(
+        package.attention_fn(*arrays, **last),
+        package.attention_fn(*arrays, **last | {"query_offset": 2}),
+    )
+
+
 def test_attention_fn_gives_zero_where_all_is_masked():
     mask = jnp.ones((T, T + 2), bool).at[1].set(False)
     for package in (jaxfused.nnx, jaxfused.linen):

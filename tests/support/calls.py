@@ -93,6 +93,11 @@ def calls(rows: int = 32, images: int = 8) -> dict[str, Call]:
         "dot_product_attention": Call(
             functools.partial(jaxfused.dot_product_attention, is_causal=True), (heads,) * 3
         ),
+        "dot_product_attention at offsets": Call(
+            lambda *a: jaxfused.dot_product_attention(*a[:3], is_causal=True, query_offset=a[3]),
+            (heads,) * 3,
+            (_rows(images, dtype=jnp.int32),),
+        ),
         "rope": Call(lambda q, k: jaxfused.rope(q, k, rotary_dim=32), (heads, heads)),
         "quantize_rows": Call(lambda x: jaxfused.quantize_rows(x).dequantize(), (x,)),
         "quantized_matmul": Call(_quantized, (x, up)),

@@ -312,8 +312,7 @@ def _mask(
         # Lengths are arrays, and counts are numbers.
         keys = key_length if key_lengths is None else key_lengths
         query_offset = keys - (query_length if query_lengths is None else query_lengths)
-    left, right = (0, 0) if window is None else window
-    offset = _offset(query_offset, batch, -query_length - right, key_length + left)
+    offset = query_offsets(query_offset, batch, query_length, key_length, window or (0, 0))
     return Mask(
         is_causal=bool(is_causal),
         window=window,
@@ -363,10 +362,15 @@ def _window(size: Any) -> tuple[int, int] | None:
 _LONGEST = 2**29
 
 
-def _offset(offset: Any, batch: int, least: int, most: int) -> jax.Array | None:
+def query_offsets(
+    offset: Any, batch: int, queries: int, keys: int, window: tuple[int, int] = (0, 0)
+) -> jax.Array | None:
     """Returns [B] offsets limited to what makes a difference, as kernels add to them; None for 0."""
     if offset is None:
         return None
+    if isinstance(offset, str) and offset == "bottom_right":
+        offset = keys - queries
+    least, most = -queries - window[1], keys + window[0]
     if isinstance(offset, str | bool | float):
         raise ValueError(
             f"dot_product_attention: query_offset is {offset!r}, but it says at which key the first"
@@ -375,6 +379,11 @@ def _offset(offset: Any, batch: int, least: int, most: int) -> jax.Array | None:
     if isinstance(offset, Integral):
         offset = min(max(int(offset), least), most)
         return jnp.full((batch,), offset, jnp.int32) if offset else None
+    if isinstance(offset, Sequence):
+        offset = np.asarray(offset)
+    if isinstance(offset, np.ndarray) and np.issubdtype(offset.dtype, np.integer):
+        # Before JAX takes the lower 32 bits.
+        offset = np.clip(offset.astype(np.int64), least, most).astype(np.int32)
     if not jnp.shape(offset):
         offset = jnp.broadcast_to(offset, (batch,))
     array = _integers("query_offset", offset, (batch,))
