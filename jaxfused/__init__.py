@@ -50,6 +50,8 @@ from jaxfused.ops.rope.rope_scaling import NTKRope as NTKRope
 from jaxfused.ops.rope.rope_scaling import ProportionalRope as ProportionalRope
 from jaxfused.ops.rope.rope_scaling import RopeScaling as RopeScaling
 from jaxfused.ops.rope.rope_scaling import YarnRope as YarnRope
+from jaxfused.ops.sampling.sample import LogProbs as LogProbs
+from jaxfused.ops.sampling.sample import sample as sample
 from jaxfused.runtime.activation import ACTIVATIONS as ACTIVATIONS
 from jaxfused.runtime.quantized_array import QuantizedArray as QuantizedArray
 from jaxfused.runtime.rectified import Rectified as Rectified

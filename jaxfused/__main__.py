@@ -49,6 +49,12 @@ def _quantized_conv(x: jax.Array, w: jax.Array) -> jax.Array:
     return jaxfused.quantized_conv(images, weights, kernel_size=w.shape[:-2], out_dtype=x.dtype)
 
 
+def _sampled(logits: jax.Array, seeds: jax.Array) -> jax.Array:
+    tokens, logprobs = jaxfused.sample(logits, seeds, top_p=0.9, logprobs=1)
+    del tokens  # An integer has no gradient.
+    return logprobs.chosen
+
+
 _ROWS = (_array(16384, 768),)
 _MAPS = (_array(8, 64, 64, 64),)
 _HEADS = (_array(256, 197, 12, 64),)
@@ -88,6 +94,11 @@ EXAMPLES: dict[str, Example] = {
     "quantized_matmul": Example(_quantized, (*_ROWS, _WIDE)),
     "rms_norm": Example(jaxfused.rms_norm, (*_ROWS, _array(768))),
     "rope": Example(lambda q, k: jaxfused.rope(q, k, rotary_dim=32), 2 * _HEADS),
+    "sample": Example(
+        _sampled,
+        (_array(64, 128256, dtype=jnp.float32),),
+        (_array(64, dtype=jnp.int32),),
+    ),
     "segmentation_loss": Example(
         jaxfused.segmentation_loss, (_array(8, 64, 64),), (_array(8, 64, 64, dtype=jnp.int32),)
     ),

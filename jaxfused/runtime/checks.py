@@ -279,6 +279,15 @@ def _said(value: Any) -> str:
     return repr(value)
 
 
+def readable_values(array: jax.Array) -> np.ndarray | None:
+    """Returns the values of an array, or None if they are not known yet or on another device."""
+    if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
+        return None
+    if any(device.platform != "cpu" for device in array.devices()):
+        return None
+    return np.asarray(array)
+
+
 def for_each_axis(op: str, name: str, value: int | Sequence[int], spatial: int) -> tuple[int, ...]:
     """Returns one positive int for each spatial axis, from one int for all or from as many."""
     values = tuple(value) if isinstance(value, Sequence) else (value,) * spatial

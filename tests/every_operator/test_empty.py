@@ -97,6 +97,7 @@ OF_ROWS = {
     ),
     "qkv_projection": lambda x: jaxfused.qkv_projection(x, ones(D, 3 * D), heads=2),
     "rope": lambda x: jaxfused.rope(x.reshape(*x.shape[:2], 2, 8)),
+    "sample": lambda x: jaxfused.sample(x, 7, top_p=0.9, top_k=3),
     "attention": attention,
     "softmax_cross_entropy": lambda x: jaxfused.softmax_cross_entropy(
         x, jnp.zeros(x.shape[:2], int), reduction="none"

@@ -36,6 +36,7 @@ CALLS = {
     "quantized_matmul": ((X, QUANTIZED), {}),
     "rms_norm": ((X,), {}),
     "rope": ((HEADS, HEADS), {}),
+    "sample": ((X, CLASSES), {}),
     "segmentation_loss": ((X, CLASSES), {}),
     "sigmoid_cross_entropy": ((X, jnp.zeros((4, 8))), {}),
     "softmax_cross_entropy": ((X, CLASSES), {}),

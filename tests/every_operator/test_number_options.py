@@ -53,6 +53,7 @@ CALLS = {
             ignore_index=7,
         ),
     ),
+    "sample": ((X, 3), dict(logprobs=2)),
     "sigmoid_cross_entropy": (
         (X[0], jnp.zeros(8, jnp.int32)),
         dict(label_smoothing=0.25, focal_gamma=2.0, focal_alpha=0.25, ignore_index=7),

@@ -432,6 +432,16 @@ def _(dtype):
     return f, (normal(0, B, T, dtype=dtype), normal(1, B, T))
 
 
+@case("sample")
+def _(dtype):
+    def f(logits, top_p):
+        tokens = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
+        penalties = dict(tokens=tokens, presence_penalty=0.5, repetition_penalty=1.1)
+        return jaxfused.sample(logits, 7, top_k=5, top_p=top_p, min_p=0.1, logprobs=2, **penalties)
+
+    return f, (normal(0, B, D, dtype=dtype), jnp.full(B, 0.9))
+
+
 @case("segmentation_loss", "classes")
 def _(dtype):
     def f(logits, weights):

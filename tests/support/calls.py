@@ -132,6 +132,9 @@ def calls(rows: int = 32, images: int = 8) -> dict[str, Call]:
             labels,
             is_mean=True,
         ),
+        "sample": Call(
+            functools.partial(jaxfused.sample, top_p=0.9), (x,), (_rows(rows, dtype=jnp.int32),)
+        ),
         "segmentation_loss": Call(
             jaxfused.segmentation_loss,
             (_rows(images, 8, 8),),

@@ -51,6 +51,7 @@ LAYERS = {
     "jaxfused/ops/quantize": _KERNELS,
     "jaxfused/ops/quantized": ("jaxfused.ops.linear", *_KERNELS),
     "jaxfused/ops/rope": _KERNELS,
+    "jaxfused/ops/sampling": _KERNELS,
     "jaxfused/runtime": ("jaxfused.__version__", *_KERNELS),
     "pallas_kernels": (),
 }

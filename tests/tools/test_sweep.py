@@ -331,8 +331,8 @@ def test_fuzz_of_a_few_cases(monkeypatch, capsys):
 def test_fuzz_draws_every_operator_and_traces_it():
     names = [*fuzz_operators.OPERATORS]
     known = {*EXAMPLES} - {"dot_product_attention"} | {"attention", "depthwise_conv", "optimizer"}
-    # conv also draws transposed convolutions; the pools run in XLA on every device.
-    known -= {"conv_transpose", "avg_pool", "global_avg_pool", "spatial_pyramid_pool"}
+    # conv also draws transposed ones; the pools run in XLA on every device; a token has no error.
+    known -= {"conv_transpose", "avg_pool", "global_avg_pool", "spatial_pyramid_pool", "sample"}
     assert {*names} == known
     seen = {}
     for index in range(250):

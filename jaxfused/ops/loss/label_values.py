@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.ops.loss.segmentation_loss_xla import SHARE_TOLERANCE
+from jaxfused.runtime.checks import readable_values
 from jaxfused.runtime.promotion import common_dtype
 
 _FEWEST_PIXELS = 16
@@ -19,12 +20,8 @@ _FEWEST_PIXELS = 16
 
 def _seen(labels: jax.Array) -> np.ndarray | None:
     """Returns the values if reading them waits for no device, else None."""
-    if isinstance(labels, jax.core.Tracer) or not labels.is_fully_addressable:
-        return None
-    if any(device.platform != "cpu" for device in labels.devices()):
-        return None
-    values = np.asarray(labels)
-    return values if values.size else None
+    values = readable_values(labels)
+    return values if values is not None and values.size else None
 
 
 def as_classes(op: str, labels: jax.Array, ignore_index: int | None) -> jax.Array:
