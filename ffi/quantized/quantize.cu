@@ -47,7 +47,7 @@ struct QuantizeArgs {
   uint8_t* transposed;  // [columns, row_pitch], zeros behind the rows, or nullptr
   float* sums;          // [row blocks of 128, columns]: column sums, or nullptr
   float* found;         // [tiles]: a tile's largest magnitude before scaling, or nullptr
-  int8_t* slope;        // [rows, columns]: codes of the activation's derivative, or nullptr
+  int8_t* slope;        // [rows, pitch]: codes of the activation's derivative, or nullptr
   int rows;
   int columns;
   int pitch;
@@ -420,10 +420,11 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, const Ti
   // Beyond the end, results are computed from other values; they become zeros or are not stored.
   const int rows_left = args.rows - row_start - first_row;
   const int rows = column < args.columns ? rows_left : 0;
-  const int stored_rows = args.values != nullptr && column < args.pitch ? rows_left : 0;
+  const int rows_of_pitch = column < args.pitch ? rows_left : 0;
+  const int stored_rows = args.values == nullptr ? 0 : rows_of_pitch;
   const int64_t row = row_start + first_row;
   uint8_t* stored = args.values + row * args.pitch + column;
-  int8_t* stored_slope = args.slope + row * args.columns + column;
+  int8_t* stored_slope = args.slope + row * args.pitch + column;
   const Places places;
   float sums[kVec] = {};
   uint32_t found = 0;
@@ -440,9 +441,10 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, const Ti
     if constexpr (kForm == Form::kSlope) {
       float slope[kVec];
       activate_with_slope(args.activation, values, slope);
-      const uint2 steps = to_int8(slope, args.slope_steps);
-      if (pass * kPassRows < rows) *reinterpret_cast<uint2*>(stored_slope) = steps;
-      stored_slope += int64_t{kPassRows} * args.columns;
+      const bool inside = pass * kPassRows < rows;
+      const uint2 steps = inside ? to_int8(slope, args.slope_steps) : uint2{0, 0};
+      if (pass * kPassRows < rows_of_pitch) *reinterpret_cast<uint2*>(stored_slope) = steps;
+      stored_slope += int64_t{kPassRows} * args.pitch;
     } else {
       activate_for_fp8(args.activation, values);
     }
@@ -647,7 +649,7 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer se
     if (!has_slope(args.activation)) {
       return ffi::Error::InvalidArgument("of this activation no byte holds the derivative");
     }
-    RETURN_IF_ERROR(check_shape("slope", *slope, {rows, columns}));
+    RETURN_IF_ERROR(check_shape("slope", *slope, {rows, padded(columns)}));
     RETURN_IF_ERROR(check_dtype("slope", *slope, ffi::DataType::S8));
     args.slope = static_cast<int8_t*>(slope->untyped_data());
     args.slope_steps = slope_steps;

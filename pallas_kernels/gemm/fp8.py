@@ -281,7 +281,8 @@ def hidden_gradient_by_slope(
     The arguments are those of `hidden_gradient`, but in place of z:
 
     Args:
-      slope: [M, N], the activation's derivative, whose unit is one of the scales.
+      slope: [M, N], the activation's derivative, whose unit is one of the scales; more columns are
+        not read.
       dtype: dtype of dz.
       maximise: whether the largest magnitude of each row is returned.
     """

@@ -120,12 +120,13 @@ def hidden_gradient_by_slope(
     *,
     dtype: Any,
 ) -> HiddenGradient:
-    """Returns the gradient to z [..., F], given the derivative `slope` in steps of 1 / SLOPE_STEPS."""
+    """Returns the gradient to z [..., F], given its `Copies.slope`, in steps of 1 / SLOPE_STEPS."""
     observes = sharding.is_in_one_piece(dy.values, w.values)
     # An int8 derivative has no NaN. If the hidden layer had one, its scale or magnitude is not finite.
     seen = hidden.scale if hidden.found is None else hidden.found
     unit = jnp.where(jnp.isfinite(seen.reshape(1)), jnp.float32(1.0 / SLOPE_STEPS), jnp.nan)
-    stage = _HiddenGradientBySlope(op, jnp.dtype(dtype), observes)
+    padded = slope.shape[-1] != w.values.shape[0]
+    stage = _HiddenGradientBySlope(op, jnp.dtype(dtype), observes, padded)
     scales = *_scales(dy, w), unit
     dz, maxima = run(stage, *_factors(dy.values, w.values), *scales, slope)
     return HiddenGradient(dz, None, largest_of(run, maxima if observes else dz))
@@ -300,6 +301,8 @@ class _HiddenGradientBySlope(OneByOne):
     op: str
     dtype: Any
     maximises: bool
+    padded: bool
+    """True if zeros follow each row of the slope, which then is in one piece."""
 
     @property
     def name(self) -> str:
@@ -309,9 +312,9 @@ class _HiddenGradientBySlope(OneByOne):
         del operands
         rows = ROWS + "n"
         return Axes(
-            (ROWS + "k", "nk", "s", "t", "u", rows),
+            (ROWS + "k", "nk", "s", "t", "u", ROWS + "f" if self.padded else rows),
             (rows, "p" + ROWS if self.maximises else None),
-            whole="kp",
+            whole="kpf",
         )
 
     def why_not(self, device, dy, w, *others) -> Mapping[str, str | None]:

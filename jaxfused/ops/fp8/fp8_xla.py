@@ -69,7 +69,7 @@ def quantize(
 ) -> tuple[jax.Array | None, ...]:
     """Returns (values, values^T, scale [1], sums [N], slope [M, N]) as `quantize_cuda` does.
 
-    Without `pads`, values and their transpose have no zeros behind them.
+    Without `pads`, values, their transpose and slope have no zeros behind them.
     """
     parts = [matrix.astype(jnp.float32) for matrix in matrices]
     slope = None
@@ -87,12 +87,12 @@ def quantize(
     units = values * (1.0 / scale)
     values = lax.optimization_barrier(jnp.clip(units, -limit, limit).astype(dtype))
     total = jnp.sum(jnp.concatenate(parts, axis=-1), axis=0) if sums else None
-    forms = [values if straight else None, values.T if transposes else None]
+    forms = [values if straight else None, values.T if transposes else None, slope]
     if pads:
         forms = [
             None if form is None else of_length(form, padded(form.shape[-1])) for form in forms
         ]
-    return *forms, scale[None], total, slope
+    return *forms[:2], scale[None], total, forms[2]
 
 
 def sums(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -196,7 +196,7 @@ def hidden_gradient_by_slope(
     The arguments are those of `pallas_kernels.gemm.fp8.hidden_gradient_by_slope`.
     """
     dh = _scaled(sums("mk,nk->mn", dy, w), scales)
-    dz = (dh * slope.astype(jnp.float32)).astype(dtype)
+    dz = (dh * slope[:, : w.shape[0]].astype(jnp.float32)).astype(dtype)
     return dz, _row_maxima(jnp.abs(dz.astype(jnp.float32))) if maximise else None
 
 

@@ -49,7 +49,7 @@ def quantize(
     observes: bool = False,
     from_end: bool = False,
 ) -> tuple[jax.Array | None, ...]:
-    """Returns (values [M, N'], values^T [N, M'], scale [1], sums [N], slope [M, N], found [P]).
+    """Returns (values [M, N'], values^T [N, M'], scale [1], sums [N], slope [M, N'], found [P]).
 
     N' and M' are N and M rounded up to whole `fp8_xla.PITCH`, with zeros in the places behind the
     values. Results that are not asked for are None.
@@ -81,7 +81,7 @@ def quantize(
         wanted(True, (1,)),
         wanted(sums, (-(-rows // _TILE_ROWS), columns)),
         wanted(observes, (tiles(rows, columns),)),
-        wanted(slope_steps is not None, (rows, columns), jnp.int8),
+        wanted(slope_steps is not None, (rows, fp8_xla.padded(columns)), jnp.int8),
     )
     call = jax.ffi.ffi_call("jaxfused_quantize", types)
     values, transposed, scale, parts, found, slope = call(
