@@ -52,6 +52,7 @@ from jaxfused.ops.rope.rope_scaling import RopeScaling as RopeScaling
 from jaxfused.ops.rope.rope_scaling import YarnRope as YarnRope
 from jaxfused.ops.sampling.sample import LogProbs as LogProbs
 from jaxfused.ops.sampling.sample import sample as sample
+from jaxfused.ops.serving.kv_cache import KVCache as KVCache
 from jaxfused.runtime.activation import ACTIVATIONS as ACTIVATIONS
 from jaxfused.runtime.quantized_array import QuantizedArray as QuantizedArray
 from jaxfused.runtime.rectified import Rectified as Rectified

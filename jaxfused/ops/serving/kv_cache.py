@@ -1,0 +1,436 @@
+"""KVCache: keys and values of the tokens that a model has read, written in place and attended to."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfused.ops.attention.attention import AttentionImplementation, dot_product_attention
+from jaxfused.ops.quantize.quantize import quantize
+from jaxfused.runtime.checks import check_count, check_shape, python_numbers
+from jaxfused.runtime.quantized_array import QuantizedArray
+
+_QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of the tokens that each sequence of a batch has read, for one layer or a stack.
+
+    A step of a model, over T new tokens of each sequence (one while decoding, a chunk of a prompt, or a
+    whole prompt), is for every layer
+
+        cache = cache.append(key, value, layer=i)
+        attended = cache.attend(query, layer=i)
+
+    and then once `cache = cache.advance(T)`. Token t of sequence b stands at position lengths[b] + t.
+    What lies beyond a sequence's length is never read, and is written over by what comes next: to
+    forget tokens, or a sequence, make its length smaller by `dataclasses.replace`.
+
+    The cache is a pytree. Where `jax.jit` is given it with `donate_argnums`, and in the carry of
+    `lax.scan`, `lax.fori_loop` and `lax.while_loop`, it is written in place and never copied. A scan
+    over layers therefore has the whole stack in its carry and passes `layer`; `xs` would be copied.
+    Kernels read a copy of the layer's part of a stack; a tuple of caches, one a layer, needs none.
+
+    Letters: B sequences, S places for each, K key heads, H head size, V head size of the values.
+
+    Attributes:
+      key: [B, S, K, H], or [L, B, S, K, H] for L layers, in float32, bfloat16, float16 or int8; or uint8
+        with the bits of float8, which XLA would copy to write into. Those of 8 bits are multiplied by
+        `key_scale`.
+      value: [B, S, K, V] or [L, B, S, K, V], of the keys' dtype.
+      lengths: [B] int32, the tokens of each sequence that have been read before this step.
+      starts: [B] integers, the first token of each sequence, where prompts are padded on the left; None
+        for 0. Tokens before it are attended to by none.
+      key_scale: float32, [B, S, K] or [L, B, S, K] for a scale of each token and head, which `append`
+        chooses; or [K] or [L, K] for one of each head, which are given. None where nothing is quantised.
+      value_scale: likewise.
+      window: how many tokens a query sees, with its own; the cache is then a ring, in which token p
+        lies at place p % S. None for all.
+      float8: "float8_e4m3fn" or "float8_e5m2" where the bits are of these, else None.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> cache = jaxfused.KVCache.zeros(batch=2, length=16, key_heads=2, head_size=8, dtype="float32")
+      >>> def step(cache, query, key, value):
+      ...     cache = cache.append(key, value)
+      ...     return cache.advance(query.shape[1]), cache.attend(query)
+      >>> query, key, value = jnp.ones((2, 5, 4, 8)), jnp.ones((2, 5, 2, 8)), jnp.ones((2, 5, 2, 8))
+      >>> cache, attended = jax.jit(step, donate_argnums=0)(cache, query, key, value)
+      >>> attended.shape, cache.lengths
+      ((2, 5, 4, 8), Array([5, 5], dtype=int32))
+
+    Source: Pope et al., "Efficiently Scaling Transformer Inference", 2022,
+    https://arxiv.org/abs/2211.05102; rings: Beltagy et al., "Longformer", 2020,
+    https://arxiv.org/abs/2004.05150
+    """
+
+    key: jax.Array
+    value: jax.Array
+    lengths: jax.Array
+    starts: jax.Array | None = None
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
+    window: int | None = field(default=None, metadata={"static": True})
+    float8: str | None = field(default=None, metadata={"static": True})
+
+    @classmethod
+    def zeros(
+        cls,
+        *,
+        batch: int,
+        length: int,
+        key_heads: int,
+        head_size: int,
+        value_size: int | None = None,
+        layers: int | None = None,
+        dtype: Any = jnp.bfloat16,
+        key_scale: jax.Array | None = None,
+        value_scale: jax.Array | None = None,
+        starts: jax.Array | None = None,
+        window: int | None = None,
+    ) -> "KVCache":
+        """Returns an empty cache.
+
+        Args:
+          batch: B.
+          length: S, the places of each sequence. With a window, window + T - 1 for steps of up to T
+            tokens.
+          key_heads: K.
+          head_size: H.
+          value_size: V; None for H.
+          layers: L; None for one layer, without that axis.
+          dtype: of keys and values. int8, float8_e4m3fn and float8_e5m2 have a scale of each token and
+            head, unless scales are given.
+          key_scale: [K] or [L, K], with `value_scale`: a scale of each head, such as a largest magnitude
+            over 448 or 127. What lies beyond is clipped.
+          value_scale: likewise.
+          starts: [B], where prompts are padded on the left.
+          window: how many tokens a query sees, with its own.
+
+        Raises:
+          ValueError: sizes or dtypes do not fit.
+        """
+        sizes = dict(batch=batch, length=length, key_heads=key_heads, head_size=head_size)
+        sizes["value_size"] = value_size = head_size if value_size is None else value_size
+        optional = {"layers": layers, "window": window}
+        sizes |= {name: size for name, size in optional.items() if size is not None}
+        for name, size in sizes.items():
+            check_count("KVCache", name, size)
+        if window is not None and window > length:
+            raise ValueError(
+                f"KVCache: window is {window}, but there are {length} places for its tokens; pass a"
+                f" length of at least {window}."
+            )
+        dtype = jnp.dtype(dtype)
+        is_quantized = dtype.name in _QUANTIZED
+        if not is_quantized and dtype.name not in ("float32", "bfloat16", "float16", "float64"):
+            raise ValueError(
+                f"KVCache: dtype is {dtype}, but keys and values are kept in float32, bfloat16 or"
+                f" float16, or in {', '.join(_QUANTIZED)} with scales; pass one of these."
+            )
+        scales: Any = (key_scale, value_scale)
+        if (key_scale is None) != (value_scale is None) or (
+            key_scale is not None and not is_quantized
+        ):
+            raise ValueError(
+                "KVCache: key_scale and value_scale are given together, to a dtype of 8 bits; pass both"
+                f" with one of {', '.join(_QUANTIZED)}, or none."
+            )
+        stack = () if layers is None else (layers,)
+        places = (*stack, batch, length, key_heads)
+        if is_quantized and key_scale is None:
+            scales = (jnp.zeros(places, jnp.float32), jnp.zeros(places, jnp.float32))
+        elif is_quantized:
+            scales = tuple(jnp.asarray(scale, jnp.float32) for scale in scales)
+            for name, scale in zip(("key_scale", "value_scale"), scales, strict=True):
+                check_shape("KVCache", name, scale, (*stack, key_heads), "each head has a scale")
+        if starts is not None:
+            starts = jnp.asarray(starts, jnp.int32)
+            check_shape("KVCache", "starts", starts, (batch,), f"there are {batch} sequences")
+        float8 = dtype.name if dtype.name.startswith("float8") else None
+        kept_dtype = jnp.uint8 if float8 else dtype
+        return cls(
+            jnp.zeros((*places, head_size), kept_dtype),
+            jnp.zeros((*places, value_size), kept_dtype),
+            jnp.zeros(batch, jnp.int32),
+            starts,
+            scales[0],
+            scales[1],
+            window=window,
+            float8=float8,
+        )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of what is kept."""
+        return jnp.dtype(self.float8 or self.key.dtype)
+
+    @property
+    def capacity(self) -> int:
+        """S, the places of each sequence."""
+        return self.key.shape[-3]
+
+    def positions(self, tokens: int) -> jax.Array:
+        """Returns the positions of the next `tokens` tokens, [B, tokens], for `jaxfused.rope`.
+
+        They count from each sequence's start; those of padding before it are negative.
+        """
+        positions = self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+        return positions if self.starts is None else positions - self.starts[:, None]
+
+    def append(
+        self,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        layer: int | jax.Array | None = None,
+        counts: jax.Array | None = None,
+        batch_index: jax.Array | None = None,
+    ) -> "KVCache":
+        """Returns the cache with T new tokens of each sequence, whose lengths are as before.
+
+        Args:
+          key: [B, T, K, H], rotated already, of any float dtype; it is rounded or quantised to the
+            cache's.
+          value: [B, T, K, V].
+          layer: which layer of a stack.
+          counts: [B] integers, how many of the T tokens each sequence has, the others being padding on
+            the right; None for all.
+          batch_index: [B'] integers, the sequences of the cache that the B' of `key` and `value` are;
+            None for all in order.
+
+        Tokens past the last place of a cache that is no ring are dropped: nothing else is overwritten.
+
+        Raises:
+          ValueError: shapes do not fit.
+        """
+        self._check_layer(layer)
+        lengths, counts = self._lengths(key, counts, batch_index)
+        batch, tokens = key.shape[:2]
+        what = f"the cache has {self.key.shape[-2]} key heads"
+        for name, new, kept in (("key", key, self.key), ("value", value, self.value)):
+            check_shape("KVCache.append", name, new, (batch, tokens, *kept.shape[-2:]), what)
+        row = jnp.arange(batch, dtype=jnp.int32) if batch_index is None else batch_index
+        place = self._places(lengths, counts, tokens)
+
+        def write(kept: Any, new: jax.Array | None) -> Any:
+            if new is None:
+                return kept
+            index: tuple[Any, ...] = (row[:, None], place)
+            if layer is not None:
+                index = (layer, *index)
+            return kept.at[index].set(new, mode="drop", unique_indices=True)
+
+        new_key, key_scale = self._as_kept(key, self.key_scale, layer)
+        new_value, value_scale = self._as_kept(value, self.value_scale, layer)
+        return replace(
+            self,
+            key=write(self.key, new_key),
+            value=write(self.value, new_value),
+            key_scale=write(self.key_scale, key_scale),
+            value_scale=write(self.value_scale, value_scale),
+        )
+
+    @python_numbers
+    def attend(
+        self,
+        query: jax.Array,
+        *,
+        layer: int | jax.Array | None = None,
+        counts: jax.Array | None = None,
+        batch_index: jax.Array | None = None,
+        scale: float | jax.Array | None = None,
+        local_window_size: int | tuple[int, int] | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+        implementation: AttentionImplementation | None = None,
+    ) -> jax.Array:
+        """Attends from T new tokens, which have been appended, to all tokens up to each of them.
+
+        Layers that share a cache pass the same `layer`, and only one of them appends.
+
+        Args:
+          query: [B, T, N, H], of any float dtype; neighbouring query heads share a key head.
+          layer: as for `append`, and so are the next two.
+          counts: queries beyond their sequence's count give 0.
+          batch_index: keys and values of these sequences are copied for the call.
+          scale: the other arguments are those of `jaxfused.dot_product_attention`.
+          local_window_size: not with the cache's own `window`.
+          logits_soft_cap: as there.
+          sinks: as there.
+          implementation: as there.
+
+        Returns:
+          [B, T, N, V], of the query's dtype.
+
+        Raises:
+          ValueError: shapes do not fit, or a ring has overwritten tokens that the first queries see.
+        """
+        self._check_layer(layer)
+        lengths, given = self._lengths(query, counts, batch_index)
+        tokens = query.shape[1]
+        options: dict[str, Any] = dict(scale=scale, logits_soft_cap=logits_soft_cap, sinks=sinks)
+        if counts is not None:
+            options["query_seq_lengths"] = given
+        if self.window is None:
+            options |= self._mask(lengths, given, tokens, batch_index)
+            options["local_window_size"] = local_window_size
+        else:
+            self._check_ring(tokens, local_window_size)
+            options |= self._ring_mask(lengths, given, tokens, batch_index)
+        attended = dot_product_attention(
+            query,
+            self._read(self.key, self.key_scale, layer, batch_index, query.dtype),
+            self._read(self.value, self.value_scale, layer, batch_index, query.dtype),
+            implementation=implementation,
+            **options,
+        )
+        assert isinstance(attended, jax.Array)
+        return attended
+
+    def advance(self, counts: int | jax.Array, batch_index: jax.Array | None = None) -> "KVCache":
+        """Returns the cache after a step: with so many more tokens of each sequence, a number or [B]."""
+        if batch_index is None:
+            return replace(self, lengths=self.lengths + jnp.asarray(counts, jnp.int32))
+        return replace(self, lengths=self.lengths.at[batch_index].add(counts, mode="drop"))
+
+    # --- places and masks -------------------------------------------------------------------------
+
+    def _check_layer(self, layer: Any) -> None:
+        if (layer is None) != (self.key.ndim == 4):
+            has = "no stack of layers" if layer is not None else f"{self.key.shape[0]} layers"
+            raise ValueError(
+                f"KVCache: layer is {layer}, but the cache has {has}; pass the layer's number for a"
+                " stack made by zeros(layers=...), and none otherwise."
+            )
+
+    def _lengths(self, new: Any, counts: Any, batch_index: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the lengths before the step and the new tokens, [B] each, of the call's sequences."""
+        if new.ndim != 4:
+            raise ValueError(
+                f"KVCache: new tokens have shape {new.shape}, but they have 4 axes; pass (batch, length,"
+                " heads, head size)."
+            )
+        batch, tokens = new.shape[:2]
+        lengths = (
+            self.lengths if batch_index is None else self.lengths.at[batch_index].get(mode="clip")
+        )
+        check_shape(
+            "KVCache", "lengths", lengths, (batch,), f"there are {batch} sequences of new tokens"
+        )
+        if counts is None:
+            return lengths, jnp.full_like(lengths, tokens)
+        counts = jnp.asarray(counts)
+        check_shape(
+            "KVCache", "counts", counts, (batch,), f"there are {batch} sequences of new tokens"
+        )
+        return lengths, jnp.clip(counts, 0, tokens).astype(jnp.int32)
+
+    def _places(self, lengths: jax.Array, counts: jax.Array, tokens: int) -> jax.Array:
+        """Returns the place of each new token, [B, T]; those that are not written have places beyond S.
+
+        No two tokens of a sequence have the same place.
+        """
+        token = jnp.arange(tokens, dtype=jnp.int32)
+        place = lengths[:, None] + token
+        is_written = token < counts[:, None]
+        if self.window is None:
+            is_written &= place < self.capacity
+        else:
+            # Of more tokens than there are places the last ones stay.
+            is_written &= token >= counts[:, None] - self.capacity
+            place = place % self.capacity
+        return jnp.where(is_written, place, self.capacity + token)
+
+    def _mask(
+        self, lengths: jax.Array, counts: jax.Array, tokens: int, batch_index: Any
+    ) -> dict[str, Any]:
+        """Returns the arguments of attention by which a token sees those up to itself."""
+        mask: dict[str, Any] = dict(
+            # The last token sees all tokens, and a single token is the last.
+            is_causal=tokens > 1,
+            query_offset=lengths,
+            key_value_seq_lengths=lengths + counts,
+        )
+        if self.starts is not None:
+            place = jnp.arange(self.capacity, dtype=jnp.int32)
+            is_token = place >= self._of(self.starts, batch_index)[:, None]
+            # Tokens are in segment 1; padding before them is in segment 0, in which no query is.
+            mask["key_value_segment_ids"] = is_token.astype(jnp.int32)
+            mask["query_segment_ids"] = jnp.ones((lengths.shape[0], tokens), jnp.int32)
+        return mask
+
+    def _ring_mask(
+        self, lengths: jax.Array, counts: jax.Array, tokens: int, batch_index: Any
+    ) -> dict[str, Any]:
+        capacity, total, window = self.capacity, lengths + counts, self.window
+        assert window is not None
+        if tokens == 1 and window == capacity and self.starts is None:
+            # All places hold tokens of the window, up to the first round's end.
+            return dict(key_value_seq_lengths=jnp.minimum(total, capacity))
+        last = total[:, None] - 1
+        # The position of the last token that was written to each place, negative where there is none.
+        held = last - (last - jnp.arange(capacity, dtype=jnp.int32)) % capacity
+        position = lengths[:, None, None] + jnp.arange(tokens, dtype=jnp.int32)[:, None]
+        first = 0 if self.starts is None else self._of(self.starts, batch_index)[:, None]
+        sees = (held[:, None] <= position) & (held[:, None] > position - window)
+        return dict(mask=(sees & (held >= first)[:, None])[:, None])
+
+    def _check_ring(self, tokens: int, local_window_size: Any) -> None:
+        assert self.window is not None
+        if local_window_size is not None:
+            raise ValueError(
+                f"KVCache.attend: local_window_size is {local_window_size}, but the cache has a window"
+                f" of its own, of {self.window} tokens; leave it out."
+            )
+        if tokens > self.capacity - self.window + 1:
+            raise ValueError(
+                f"KVCache.attend: query has {tokens} tokens, which overwrite tokens in {self.capacity}"
+                f" places that the first of them see in their window of {self.window}; make the cache"
+                f" with a length of at least {self.window + tokens - 1}, pass fewer tokens a step, or"
+                " attend from a whole prompt to its own keys by dot_product_attention."
+            )
+
+    # --- what is kept -----------------------------------------------------------------------------
+
+    def _of(self, array: jax.Array, batch_index: Any) -> jax.Array:
+        return array if batch_index is None else array.at[batch_index].get(mode="clip")
+
+    def _scales_tokens(self, scale: jax.Array) -> bool:
+        """Returns whether there is a scale of each token and head, not only of each head."""
+        return scale.ndim == self.key.ndim - 1
+
+    def _as_kept(
+        self, new: jax.Array, scale: jax.Array | None, layer: Any
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns new tokens in the cache's dtype, and their scales [B, T, K] where tokens have them."""
+        if scale is None:
+            return new.astype(self.dtype), None
+        of_tokens = self._scales_tokens(scale)
+        given = None
+        if not of_tokens:
+            of_heads = scale if layer is None else lax.dynamic_index_in_dim(scale, layer, 0, False)
+            given = of_heads[None, None, :, None]
+        kept = quantize(new, self.dtype, axis=-1, scale=given)
+        bits = lax.bitcast_convert_type(kept.values, self.key.dtype)
+        return bits, kept.scale[..., 0] if of_tokens else None
+
+    def _read(
+        self, kept: jax.Array, scale: jax.Array | None, layer: Any, batch_index: Any, dtype: Any
+    ) -> jax.Array:
+        """Returns keys or values [B, S, K, H] of a layer in the query's dtype."""
+        if layer is not None:
+            kept = lax.dynamic_index_in_dim(kept, layer, 0, False)
+        kept = self._of(kept, batch_index)
+        if scale is None:
+            return kept.astype(dtype)
+        of_heads = not self._scales_tokens(scale)
+        if layer is not None:
+            scale = lax.dynamic_index_in_dim(scale, layer, 0, False)
+        scale = scale[None, None] if of_heads else self._of(scale, batch_index)
+        kept = lax.bitcast_convert_type(kept, self.dtype)
+        return QuantizedArray(kept, scale[..., None], None, axis=-1).dequantize(dtype)
