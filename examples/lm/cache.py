@@ -19,7 +19,11 @@ class LayerCache:
 
     def append(self, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> "LayerCache":
         """Returns the cache with [B, T, K, H] written at place lengths[b] of sequence b."""
-        write = jax.vmap(lambda cache, new, at: lax.dynamic_update_slice(cache, new, (at, 0, 0)))
+
+        @jax.vmap
+        def write(cache: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice(cache, new.astype(cache.dtype), (at, 0, 0))
+
         return LayerCache(write(self.keys, keys, lengths), write(self.values, values, lengths))
 
 

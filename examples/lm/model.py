@@ -15,6 +15,7 @@ import jaxfused.nnx
 from examples.lm.cache import Cache, LayerCache
 from examples.lm.config import Config
 
+Reduction = Literal["mean", "sum", "none"]
 Tables = tuple[jax.Array, jax.Array]
 """Cosines and sines of the rotation, [T, R/2] or [B, T, R/2] each."""
 
@@ -134,11 +135,18 @@ class LanguageModel(nnx.Module):
         cap = self.config.final_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def loss(self, features: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
-        """Returns the mean cross-entropy of labels, weighed; both are [B, T], as are the features."""
+    def loss(
+        self, features: jax.Array, labels: jax.Array, *, reduction: Reduction = "mean"
+    ) -> jax.Array:
+        """Returns the cross-entropy of labels [B, T] that are not -1, by features [B, T, width]."""
         head = self.embed.embedding[...].T if self.config.is_tied else self.head.kernel[...]
         return jaxfused.linear_softmax_cross_entropy(
-            features, head, labels, weights=weights, logits_soft_cap=self.config.final_cap
+            features,
+            head,
+            labels,
+            ignore_index=-1,
+            logits_soft_cap=self.config.final_cap,
+            reduction=reduction,
         )
 
 
@@ -204,9 +212,11 @@ class Block(nnx.Module):
         y, stream = self.norm1(branch, residual=stream)
         query, key, value = self._qkv(y, tables)
         if cache is None:
-            attended, layer = self._attend(query, key, value, segments), None
+            attended, layer = self._attend(query, key, value, segments=segments), None
         else:
-            attended, layer = self._attend_cached(query, key, value, *cache)
+            layer, lengths = cache
+            layer = layer.append(key, value, lengths)
+            attended = self._attend(query, layer.keys, layer.values, offset=lengths)
         branch = self.project(attended.reshape(*y.shape[:-1], -1))
         if self.norm_of_attention is not None:
             branch = self.norm_of_attention(branch)
@@ -247,45 +257,27 @@ class Block(nnx.Module):
         )
 
     def _attend(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        offset: jax.Array | None = None,
     ) -> jax.Array:
+        """Returns the attention of queries that stand at keys `offset`, [B], and on."""
         return jaxfused.dot_product_attention(
             query,
             key,
             value,
             is_causal=True,
+            query_offset=offset,
             local_window_size=None if self.window is None else (self.window - 1, 0),
             query_segment_ids=segments,
             key_value_segment_ids=segments,
             scale=self.scale,
             logits_soft_cap=self.cap,
         )
-
-    def _attend_cached(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        layer: LayerCache,
-        lengths: jax.Array,
-    ) -> tuple[jax.Array, LayerCache]:
-        layer = layer.append(
-            key.astype(layer.keys.dtype), value.astype(layer.values.dtype), lengths
-        )
-        place = jnp.arange(layer.keys.shape[1])
-        position = lengths[:, None, None] + jnp.arange(query.shape[1])[:, None]
-        seen = place <= position
-        if self.window is not None:
-            seen &= place > position - self.window
-        attended = jaxfused.dot_product_attention(
-            query,
-            layer.keys,
-            layer.values,
-            mask=seen[:, None],
-            scale=self.scale,
-            logits_soft_cap=self.cap,
-        )
-        return attended, layer
 
 
 def _norm(config: Config, features: int, **options) -> jaxfused.nnx.RMSNorm:

@@ -52,7 +52,7 @@ def test_logits_are_those_of_transformers(name):
     np.testing.assert_allclose(found, expected, atol=3e-5 * np.abs(expected).max())
 
 
-@parametrize("name", ["Llama 3", "Gemma 2", "Gemma 3", "SmolLM3"], quick=(1, 3))
+@parametrize("name", ["Llama 3", "Gemma 2", "Gemma 3", "SmolLM3"], quick=(1,))
 def test_a_cache_changes_nothing(name):
     row = ROWS[name]
     model, tokens = model_of(row), np.array(row.options["tokens"])

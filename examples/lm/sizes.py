@@ -1,0 +1,92 @@
+"""Language models to be trained: sizes, and what a training step computes from rows of text."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from examples.lm.config import Config, Rope
+from examples.lm.data import START, TOKENS
+from examples.lm.model import LanguageModel
+
+
+def _size(*, width: int, depth: int, heads: int, key_heads: int, hidden: int) -> Config:
+    """Returns a model in the manner of Qwen3, for bytes."""
+    head_size = width // heads
+    return Config(
+        vocabulary=TOKENS,
+        width=width,
+        depth=depth,
+        heads=heads,
+        key_heads=key_heads,
+        head_size=head_size,
+        hidden=hidden,
+        max_length=32_768,
+        ropes=(Rope(head_size, 10_000.0),) * depth,
+        windows=(None,) * depth,
+        scale=head_size**-0.5,
+        head_norms=True,
+    )
+
+
+# byte: a size that learns something in five minutes on two CPU cores; the others by parameters of the
+# blocks, of which the largest is the shape of many models of one billion.
+MODELS = {
+    "lm-byte": _size(width=128, depth=4, heads=4, key_heads=2, hidden=384),
+    "lm-12m": _size(width=384, depth=6, heads=6, key_heads=2, hidden=1152),
+    "lm-85m": _size(width=768, depth=12, heads=12, key_heads=4, hidden=2048),
+    "lm-300m": _size(width=1024, depth=24, heads=16, key_heads=8, hidden=2816),
+    "lm-1b": _size(width=2048, depth=24, heads=16, key_heads=16, hidden=5632),
+}
+
+
+def config_of(name: str, *, vocabulary: int) -> Config:
+    """Returns the size of this name with so many tokens."""
+    return dataclasses.replace(MODELS[name], vocabulary=vocabulary)
+
+
+def split(text: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns (tokens, labels, segments, positions), [B, T] each, of rows [B, T + 1] of packed text.
+
+    A token sees those of its own document, and is told how far it stands in it. After the last token of
+    a document nothing can be said of the next one: its label is -1.
+    """
+    tokens, labels = text[:, :-1].astype(jnp.int32), text[:, 1:].astype(jnp.int32)
+    is_start = tokens == START
+    place = jnp.arange(tokens.shape[1])
+    first = jax.lax.cummax(jnp.where(is_start, place, 0), axis=1)
+    return (
+        tokens,
+        jnp.where(labels == START, -1, labels),
+        jnp.cumsum(is_start, axis=1),
+        place - first,
+    )
+
+
+def make_loss(graphdef: nnx.GraphDef) -> Callable[[Any, Any, jax.Array], jax.Array]:
+    """Returns a function (params, batch, key) -> the mean cross-entropy of a token, in nats."""
+
+    def loss_of(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+        del key
+        model = nnx.merge(graphdef, params)
+        tokens, labels, segments, positions = split(batch["text"])
+        features, _ = model(tokens, positions=positions, segments=segments)
+        return model.loss(features, labels)
+
+    return loss_of
+
+
+def make_sums(graphdef: nnx.GraphDef) -> Callable[[Any, jax.Array], jax.Array]:
+    """Returns a function (params, text) -> [B, 2]: each row's sum of cross-entropies, and of tokens."""
+
+    def sums(params: Any, text: jax.Array) -> jax.Array:
+        model: LanguageModel = nnx.merge(graphdef, params)
+        tokens, labels, segments, positions = split(text)
+        features, _ = model(tokens, positions=positions, segments=segments)
+        losses = model.loss(features, labels, reduction="none").astype(jnp.float32)
+        return jnp.stack([losses.sum(axis=1), (labels >= 0).sum(axis=1)], axis=1)
+
+    return sums

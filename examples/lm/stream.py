@@ -1,0 +1,58 @@
+"""Text from tokens as they come: whole characters, and nothing of a stop string."""
+
+import codecs
+from collections.abc import Sequence
+
+
+class Stream:
+    r"""Turns the bytes of tokens into text.
+
+    What might be the beginning of a stop string is held back until the next token decides. A character
+    that the bytes leave unfinished becomes U+FFFD at the end.
+
+    Args:
+      stops: strings at which the text ends; they are no part of it.
+
+    Example:
+      >>> from examples.lm.stream import Stream
+      >>> stream = Stream(["END"])
+      >>> [stream.add(data) for data in (b"caf\xc3", b"\xa9 E", b"N", b"ough ENDless")]
+      ['caf', 'é ', '', 'ENough ']
+      >>> stream.is_stopped
+      True
+    """
+
+    def __init__(self, stops: Sequence[str] = ()):
+        self._stops = tuple(stop for stop in stops if stop)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+        self.is_stopped = False
+
+    def add(self, data: bytes) -> str:
+        """Returns the text that is certain with these bytes."""
+        return self._text(self._decoder.decode(data), is_last=False)
+
+    def end(self) -> str:
+        """Returns the rest of the text."""
+        return self._text(self._decoder.decode(b"", final=True), is_last=True)
+
+    def _text(self, new: str, *, is_last: bool) -> str:
+        if self.is_stopped:
+            return ""
+        text = self._held + new
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            self.is_stopped = True
+            self._held = ""
+            return text[: min(found)]
+        held = 0 if is_last else self._length_of_beginning(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _length_of_beginning(self, text: str) -> int:
+        """Returns the length of the longest end of `text` with which a stop string begins."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[len(text) - length :]) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,196 @@
+"""Texts as tokens and back, by the package tokenizers, and a model's own form of a conversation."""
+
+import dataclasses
+import datetime as dt
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from examples.errors import ExampleError
+from examples.lm.packages import needed
+
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {"llama-bpe": _LLAMA_3, "qwen2": _LLAMA_3.replace("{1,3}", "")}
+"""Regular expressions that cut a text into words, by tokenizer.ggml.pre."""
+_CONTROL, _USERS = 3, 4
+"""Values of tokenizer.ggml.token_type."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A vocabulary with the rules of its model."""
+
+    rules: Any
+    """A `tokenizers.Tokenizer`."""
+    ends: frozenset[int]
+    """Tokens after which a text is over."""
+    first: int | None = None
+    """The token in front of a text that is no conversation."""
+    template: str | None = None
+    """The conversation's form, in Jinja."""
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Texts of bos_token and eos_token, which templates read."""
+
+    @classmethod
+    def of_directory(cls, directory: Path) -> "Tokenizer":
+        """Reads tokenizer.json, and what its neighbours say of ends and conversations."""
+        path = directory / "tokenizer.json"
+        try:
+            rules = needed("tokenizers").Tokenizer.from_file(str(path))
+        except ExampleError:
+            raise
+        except Exception as error:  # tokenizers raises nothing more precise.
+            raise ExampleError(
+                f"a model's directory must hold a readable tokenizer.json, but {path} is not ({error});"
+                " pass the directory of a downloaded checkpoint."
+            ) from error
+        files = ("config.json", "generation_config.json", "tokenizer_config.json")
+        config, generation, options = (_json(directory / name) for name in files)
+        ends = generation.get("eos_token_id", config.get("eos_token_id"))
+        ends = set(ends if isinstance(ends, list) else [ends]) - {None}
+        names = {key: _text(options.get(key)) for key in ("bos_token", "eos_token")}
+        if names["eos_token"]:
+            ends.add(rules.token_to_id(names["eos_token"]))
+        template = options.get("chat_template")
+        if isinstance(template, list):  # Of several, one is for conversations without tools.
+            template = {each["name"]: each["template"] for each in template}.get("default")
+        if (path := directory / "chat_template.jinja").exists():
+            template = path.read_text()
+        return cls(rules, frozenset(ends), None, template, names)
+
+    @classmethod
+    def of_gguf(cls, fields: Mapping[str, Any]) -> "Tokenizer":
+        """Makes the tokenizer of a GGUF file's vocabulary.
+
+        Raises:
+          ExampleError: it is not known how that cuts a text into words.
+        """
+        fields = {name.removeprefix("ggml."): value for name, value in fields.items()}
+        kind, pre = fields.get("model"), fields.get("pre", "default")
+        if kind != "gpt2" or pre not in ("default", "gpt-2", "smollm", *_SPLITS):
+            raise ExampleError(
+                f"the vocabulary must be one of tokenizer.ggml.model 'gpt2' with pre 'default', 'gpt-2',"
+                f" 'smollm', {', '.join(map(repr, _SPLITS))}, but it is {kind!r} with {pre!r}; pass the"
+                " model's safetensors with its tokenizer.json."
+            )
+        library = needed("tokenizers")
+        tokens = fields["tokens"]
+        merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
+        rules = library.Tokenizer(
+            library.models.BPE(
+                {token: i for i, token in enumerate(tokens)},
+                merges,
+                ignore_merges=pre == "llama-bpe",
+            )
+        )
+        byte_level = functools.partial(library.pre_tokenizers.ByteLevel, add_prefix_space=False)
+        if pre in _SPLITS:
+            split = library.pre_tokenizers.Split(library.Regex(_SPLITS[pre]), "isolated")
+            steps = [split, byte_level(use_regex=False)]
+        else:
+            digits = library.pre_tokenizers.Digits(individual_digits=True)
+            steps = [*([digits] if pre == "smollm" else []), byte_level()]
+        rules.pre_tokenizer = library.pre_tokenizers.Sequence(steps)
+        rules.decoder = library.decoders.ByteLevel()
+        kinds = fields.get("token_type", [])
+        added = functools.partial(library.AddedToken, normalized=False)
+        for number, add in ((_CONTROL, rules.add_special_tokens), (_USERS, rules.add_tokens)):
+            add([added(t) for t, k in zip(tokens, kinds, strict=False) if k == number])
+        first, end = fields.get("bos_token_id"), fields.get("eos_token_id")
+        ends = {end, fields.get("eot_token_id")} - {None}
+        names = {
+            key: "" if i is None else tokens[i]
+            for key, i in (("bos_token", first), ("eos_token", end))
+        }
+        starts = first if fields.get("add_bos_token") else None
+        return cls(rules, frozenset(ends), starts, fields.get("chat_template"), names)
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text that is no conversation."""
+        tokens = self.rules.encode(text).ids
+        return tokens if self.first is None else [self.first, *tokens]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns the tokens of a conversation, up to where the model's answer begins.
+
+        Raises:
+          ExampleError: the model has no form for conversations, or refuses this one.
+        """
+        if self.template is None:
+            raise ExampleError(
+                "conversations need a model with a chat template, but this one has none; pass a plain"
+                " text to go on with."
+            )
+        try:
+            text = self._compiled.render(
+                messages=messages, add_generation_prompt=True, **self.names
+            )
+        except needed("jinja2").TemplateError as error:
+            raise ExampleError(
+                f"the conversation must be one that the model's template accepts, but: {error}"
+            ) from error
+        return self.rules.encode(text, add_special_tokens=False).ids
+
+    def bytes_of(self, token: int) -> bytes:
+        """Returns what a token adds to a text: a part of its UTF-8, and nothing for control tokens."""
+        return self._bytes[token]
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        sandbox = needed("jinja2.sandbox")
+        environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+
+        def refuse(message: str) -> None:
+            raise needed("jinja2").TemplateError(message)
+
+        environment.globals |= dict(
+            raise_exception=refuse, strftime_now=lambda form: dt.datetime.now().strftime(form)
+        )
+        return environment.from_string(self.template)
+
+    @functools.cached_property
+    def _bytes(self) -> list[bytes]:
+        added = self.rules.get_added_tokens_decoder()
+        decoder = json.loads(self.rules.to_str())["decoder"]
+        of_token = _of_byte_level if "ByteLevel" in json.dumps(decoder) else _of_words
+        result = []
+        for i in range(self.rules.get_vocab_size()):
+            if i in added:
+                result.append(b"" if added[i].special else added[i].content.encode())
+            else:
+                result.append(of_token(self.rules.id_to_token(i) or ""))
+        return result
+
+
+def _of_byte_level(token: str) -> bytes:
+    """Returns the bytes that GPT-2's alphabet, in which a blank is "Ġ", spells."""
+    return bytes(_alphabet()[character] for character in token)
+
+
+@functools.cache
+def _alphabet() -> dict[str, int]:
+    """Returns the bytes of GPT-2's characters: those that can be printed, then the others from 256."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _of_words(token: str) -> bytes:
+    """Returns the bytes of a SentencePiece token: "▁" is a blank, "<0x0A>" one byte."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("▁", " ").encode()
+
+
+def _text(token: Any) -> str:
+    """Returns the text of a token in tokenizer_config.json, which may be an object."""
+    return str(token.get("content", "")) if isinstance(token, Mapping) else token or ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}

