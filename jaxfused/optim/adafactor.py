@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxfused.ops.optimizer import adafactor_step
+from jaxfused.optim.options import checked_options
 from jaxfused.optim.transformation import FusedTransformation, from_optax
 from jaxfused.runtime.promotion import accumulator_dtype
 
 
+@checked_options
 def adafactor(
     learning_rate: optax.ScalarOrSchedule | None = None,
     min_dim_size_to_factor: int = 128,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxfused.ops.optimizer.optimizer_step import KernelRule, Scalars
+from jaxfused.optim.options import checked_options
 from jaxfused.optim.transformation import FusedTransformation, LeafRule, Moments, Rule, fuse, stored
 
 Nesterov = bool | Literal["timm", "torch", "keras"]
@@ -114,6 +115,7 @@ def _divide(moment: jax.Array, bias: jax.Array) -> jax.Array:
     return moment / bias.astype(moment.dtype)
 
 
+@checked_options
 def adam(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,

@@ -7,9 +7,11 @@ import jax
 import optax
 
 from jaxfused.optim.adam import Nesterov, adam_rule, check_nesterov
+from jaxfused.optim.options import checked_options
 from jaxfused.optim.transformation import FusedTransformation, fuse
 
 
+@checked_options
 def adamw(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,

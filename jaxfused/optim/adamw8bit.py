@@ -9,11 +9,13 @@ import optax
 
 from jaxfused.optim import eight_bit
 from jaxfused.optim.adam import Nesterov, adam_rule, check_nesterov
+from jaxfused.optim.options import checked_options
 from jaxfused.optim.transformation import FusedTransformation, fuse
 
 _SEED = 0x8B17
 
 
+@checked_options
 def adamw8bit(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxfused.optim.adam import adam_rule
+from jaxfused.optim.options import checked_options
 from jaxfused.optim.transformation import FusedTransformation, fuse
 
 
@@ -22,6 +23,7 @@ def _scale_by_trust_ratio(direction, param):
     return direction * jnp.where(is_zero, one, ratio)
 
 
+@checked_options
 def lamb(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,

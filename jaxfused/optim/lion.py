@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxfused.ops.optimizer.optimizer_step import KernelRule, Scalars
+from jaxfused.optim.options import checked_options
 from jaxfused.optim.transformation import FusedTransformation, Moments, Rule, fuse, stored
 
 
@@ -21,6 +22,7 @@ def _lion_rule(b1: Any, b2: Any, mu_dtype: Any) -> Rule:
     return Rule(lambda count: leaf_rule, KernelRule("lion", False, lambda count: scalars))
 
 
+@checked_options
 def lion(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,

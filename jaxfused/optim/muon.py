@@ -17,6 +17,7 @@ from jaxfused.ops.linear.symmetric_product import why_not_both_ways
 from jaxfused.ops.optimizer import momentum as momentum_op
 from jaxfused.ops.optimizer.gradient_norm import clipping_factor, squared_norm
 from jaxfused.optim import newton_schulz
+from jaxfused.optim.options import checked_options
 from jaxfused.optim.transformation import FusedTransformation, from_optax
 from jaxfused.runtime.product_xla import explicit_mesh
 
@@ -125,6 +126,7 @@ def _axes(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     return tuple(axis % ndim for axis in axes)
 
 
+@checked_options
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     ns_coeffs: Any = (3.4445, -4.775, 2.0315),

@@ -7,6 +7,7 @@ import jax
 import optax
 
 from jaxfused.ops.optimizer.optimizer_step import KernelRule, Scalars
+from jaxfused.optim.options import checked_options
 from jaxfused.optim.transformation import FusedTransformation, Moments, Rule, fuse, stored
 
 
@@ -23,6 +24,7 @@ def _sgd_rule(momentum: Any, nesterov: bool, accumulator_dtype: Any) -> Rule:
     return Rule(lambda count: leaf_rule, KernelRule("sgd", nesterov, lambda count: scalars))
 
 
+@checked_options
 def sgd(
     learning_rate: optax.ScalarOrSchedule,
     momentum: jax.typing.ArrayLike | None = None,

@@ -112,9 +112,9 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
             )
         elif name.endswith("dtype") and Any in leaves and (name, annotation) != ("dtype", Any):
             # The `dtype: Any` of `quantize` has names of its own, which `quantize` checks.
-            checks[name] = _as_dtype
+            checks[name] = as_dtype
         elif bool in leaves and leaves <= {bool, type(None), *words}:
-            checks[name] = functools.partial(_as_flag, words=words, optional=optional)
+            checks[name] = functools.partial(as_flag, words=words, optional=optional)
         elif lax.Precision in leaves:
             checks[name] = functools.partial(_as_precision, leaves=leaves)
         elif leaves <= {str, type(None), *words}:
@@ -174,19 +174,19 @@ def _as_number(op: str, name: str, value: Any, kind: type) -> int | float:
     if isinstance(value, jax.core.Tracer) or (is_array and value.ndim) or not is_number:
         a_number = "a Python float" if kind is float else "an int"
         raise ValueError(
-            f"{op}: {name} is {_said(value)}, but it is a constant of the kernel; pass {a_number}."
+            f"{op}: {name} is {said(value)}, but it is a constant of the kernel; pass {a_number}."
         )
     bits = 64 if name in _BOUNDS else 1024 if kind is float else 32
     if is_whole and not -(2 ** (bits - 1)) <= operator.index(value) < 2 ** (bits - 1):
         raise ValueError(
-            f"{op}: {name} is {_said(value)}, beyond the numbers that it can be; pass a smaller one."
+            f"{op}: {name} is {said(value)}, beyond the numbers that it can be; pass a smaller one."
         )
     if name in _COUNTS:
         check_count(op, name, operator.index(value))
     return kind(value)
 
 
-def _as_flag(op: str, name: str, value: Any, *, words: Sequence[str], optional: bool) -> Any:
+def as_flag(op: str, name: str, value: Any, *, words: Sequence[str], optional: bool) -> Any:
     """Returns a flag as True or False; 1 and 0 are accepted too, since configs may hold them."""
     if (value is None and optional) or (isinstance(value, str) and words):
         return value
@@ -197,7 +197,7 @@ def _as_flag(op: str, name: str, value: Any, *, words: Sequence[str], optional: 
     if type(value) is int and value in (0, 1):
         return bool(value)
     raise ValueError(
-        f"{op}: {name} is {_said(value)}, but it is a switch of which the program is made; pass True or"
+        f"{op}: {name} is {said(value)}, but it is a switch of which the program is made; pass True or"
         f" False{' or None' * optional}."
     )
 
@@ -208,7 +208,7 @@ def _as_word(op: str, name: str, value: Any, *, words: Sequence[str], optional: 
         return value
     choices = [*map(repr, words)] or ["a str"]
     raise ValueError(
-        f"{op}: {name} is {_said(value)}, but it is a word; pass"
+        f"{op}: {name} is {said(value)}, but it is a word; pass"
         f" {' or '.join(choices + ['None'] * optional)}."
     )
 
@@ -231,12 +231,12 @@ def _as_precision(op: str, name: str, value: Any, *, leaves: set[Any]) -> Any:
     if all(map(is_known, value)) if is_pair else is_known(value):
         return value
     raise ValueError(
-        f"{op}: {name} is {_said(value)}, but it is the precision of a product; pass a"
+        f"{op}: {name} is {said(value)}, but it is the precision of a product; pass a"
         " jax.lax.Precision, 'default', 'high' or 'highest', a jax.lax.DotAlgorithmPreset or None."
     )
 
 
-def _as_dtype(op: str, name: str, value: Any) -> Any:
+def as_dtype(op: str, name: str, value: Any) -> Any:
     """Returns the value if it is None or a dtype: a str, a type of numbers or a dtype itself."""
     is_name = isinstance(value, (str, type, np.dtype)) or hasattr(value, "dtype")
     is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
@@ -246,7 +246,7 @@ def _as_dtype(op: str, name: str, value: Any) -> Any:
     except TypeError:
         pass
     raise ValueError(
-        f"{op}: {name} is {_said(value)}, which is no dtype; pass one of JAX's, as jnp.float32 or"
+        f"{op}: {name} is {said(value)}, which is no dtype; pass one of JAX's, as jnp.float32 or"
         " its name."
     )
 
@@ -258,7 +258,7 @@ def _as_axis_name(op: str, name: str, value: Any, *, bound: bool) -> Any:
             return None
         if not isinstance(axis, Hashable) or isinstance(axis, (Number, jax.Array, np.generic)):
             raise ValueError(
-                f"{op}: {name} is {_said(value)}, but mapped axes have names; pass that of"
+                f"{op}: {name} is {said(value)}, but mapped axes have names; pass that of"
                 " jax.shard_map's mesh or jax.vmap's axis_name, or a tuple of them."
             )
         try:
@@ -266,13 +266,13 @@ def _as_axis_name(op: str, name: str, value: Any, *, bound: bool) -> Any:
                 lax.axis_size(axis)
         except NameError:
             raise ValueError(
-                f"{op}: {name} is {_said(value)}, but no axis {axis!r} is mapped here; call {op} within"
+                f"{op}: {name} is {said(value)}, but no axis {axis!r} is mapped here; call {op} within"
                 " jax.shard_map, jax.pmap or jax.vmap over that axis, or leave it out."
             ) from None
     return tuple(value) if isinstance(value, list) else value
 
 
-def _said(value: Any) -> str:
+def said(value: Any) -> str:
     """Returns the value for a message; an array is described by its shape."""
     if isinstance(value, (jax.Array, np.ndarray)) and value.ndim:
         return f"an array of shape {value.shape}"
@@ -343,13 +343,13 @@ def check_constant(op: str, name: str, value: object) -> None:
         )
 
 
-_LARGEST = float(np.finfo(np.float32).max)
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def check_finite(op: str, name: str, value: Any) -> None:
     """Checks that `value` is a constant of the kernel, and neither NaN nor infinite in float32."""
     check_constant(op, name, value)
-    if not abs(value) <= _LARGEST:
+    if not abs(value) <= LARGEST:
         raise ValueError(
             f"{op}: {name} is {value}, with which no result is a number; pass a finite number."
         )

@@ -1,0 +1,96 @@
+"""Options of every optimizer: what is no number, switch or dtype is refused when it is made."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxfused import optim
+
+OPTIMIZERS = ("adafactor", "adam", "adamw", "adamw8bit", "lamb", "lion", "muon", "sgd")
+NO_NUMBERS = (
+    "a",
+    [1, 2],
+    object(),
+    True,
+    np.ones(3),
+    jnp.ones(3),
+    1j,
+    float("nan"),
+    np.inf,
+    10**400,
+)
+
+
+def make(name, **options):
+    return getattr(optim, name)(**{"learning_rate": 0.1, **options})
+
+
+def options_of(name, wanted):
+    parameters = inspect.signature(getattr(optim, name), eval_str=True).parameters
+    return [option for option, parameter in parameters.items() if wanted(parameter)]
+
+
+def takes_numbers(parameter):
+    return "Array" in str(parameter.annotation) and parameter.annotation is not bool
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_numbers_are_refused(name):
+    options = options_of(name, takes_numbers)
+    assert {"learning_rate"} < set(options)
+    for option in options:
+        for value in NO_NUMBERS:
+            with pytest.raises(ValueError, match=f"{name}: {option} is .*; pass a"):
+                make(name, **{option: value})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_switches_and_no_dtypes_are_refused(name):
+    for option in options_of(name, lambda p: p.annotation is bool):
+        for value in (2, None, "yes", [True]):
+            with pytest.raises(ValueError, match=f"{name}: {option} is .*; pass True or False"):
+                make(name, **{option: value})
+    for option in options_of(name, lambda p: "dtype" in p.name):
+        for value in (1, "a", [1], jnp.ones(3)):
+            with pytest.raises(ValueError, match=f"{name}: {option} is .*no dtype"):
+                make(name, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("adam", "b1", 1.0),
+        ("adamw", "b2", -0.1),
+        ("lion", "b1", 1.5),
+        ("muon", "beta", 1.0),
+        ("muon", "adam_b1", np.float32(1.0)),
+        ("adam", "eps", -1e-8),
+        ("lamb", "eps_root", jnp.float32(-1.0)),
+    ],
+)
+def test_numbers_out_of_range_are_refused(name, option, value):
+    with pytest.raises(ValueError, match=f"{name}: {option} is"):
+        make(name, **{option: value})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_scalars_of_any_kind_are_one_number(name):
+    """Python's, NumPy's and JAX's, also traced ones."""
+    params = {"w": jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)}
+    # muon's iterations would amplify what rounds of a gradient of low rank.
+    grads = {"w": jnp.eye(8) + 0.1 * jnp.sin(params["w"])}
+
+    def updates(rate):
+        tx = make(name, learning_rate=rate)
+        return tx.update(grads, tx.init(params), params)[0]["w"]
+
+    expected = updates(0.5)
+    for rate in (np.float64(0.5), np.float32(0.5), jnp.float32(0.5), np.array(0.5)):
+        np.testing.assert_allclose(updates(rate), expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(updates)(0.5), expected, rtol=1e-5)
+    np.testing.assert_allclose(updates(optax.constant_schedule(0.5)), expected, rtol=1e-5)
+    assert make(name, learning_rate=1).init(params) is not None
