@@ -17,6 +17,8 @@ from jaxfused.linen.layer_norm import LayerNorm
 from jaxfused.linen.linear_general import GeneralAffine
 from jaxfused.modules.attention import (
     QueryOffset,
+    append_to_cache,
+    at_offset,
     attend,
     attention_weights,
     causal_mask,
@@ -189,8 +191,11 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     `attention_fn=functools.partial(jaxfused.linen.attention_fn, implementation="cudnn")`.
 
     Queries, keys and values of one input are one product, and the output's bias is added in the kernel
-    of its product. Attention to another input, decoding with a cache, products other than Flax's, and
-    complex numbers run Flax's own projections.
+    of its product. Attention to another input, products other than Flax's, and complex numbers run
+    Flax's own projections.
+
+    With `decode` a call may have several new tokens, such as a whole prompt, and the variable
+    `cache_index` may be [...], with an entry of each sequence. Names and shapes are Flax's otherwise.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -248,13 +253,17 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             )
         inputs = jnp.asarray(inputs_q)
         query, key, value = self._projections(inputs)
+        at: dict[str, Any] = dict(mask=mask)
+        if self.decode:
+            key, value, offset = self._append(key, value)
+            if offset is not None:
+                at = at_offset(self.attention_fn, query, key, mask, offset)
         drops = self.dropout_rate > 0.0 and not linen.merge_param(
             "deterministic", self.deterministic, deterministic
         )
         if drops and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
         options = dict(
-            mask=mask,
             dropout_rng=dropout_rng,
             dropout_rate=self.dropout_rate,
             broadcast_dropout=self.broadcast_dropout,
@@ -262,6 +271,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             dtype=self.dtype,
             precision=self.precision,
             force_fp32_for_softmax=self.force_fp32_for_softmax,
+            **at,
         )
         if sow_weights:
             options["module"] = self
@@ -282,12 +292,32 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             attended, kernel, bias, contracted=2, dtype=self.dtype, precision=self.precision
         )
 
+    def _append(
+        self, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Adds new tokens to the cache; returns its keys and values, and where the new ones begin.
+
+        As in Flax, the call that makes the cache only takes its shape, and returns keys and values as
+        they are with None.
+        """
+        is_made = self.has_variable("cache", "cached_key")
+        kept_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
+        kept_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
+        index = self.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32))
+        if not is_made:
+            return key, value, None
+        at = jnp.asarray(index.value)
+        kept_key.value, kept_value.value = append_to_cache(
+            "jaxfused.linen.MultiHeadAttention", kept_key.value, kept_value.value, at, key, value
+        )
+        index.value = at + key.shape[-3]
+        return kept_key.value, kept_value.value, at
+
     def _why_flax(self, inputs: jax.Array) -> str | None:
         """Returns why Flax's own projections run, or None."""
         return (
             why_watched(self.precision)
             or why_given(
-                decode=self.decode,
                 qkv_dot_general=not is_stock_product(self.qkv_dot_general),
                 out_dot_general=not is_stock_product(self.out_dot_general),
                 qkv_dot_general_cls=self.qkv_dot_general_cls is not None,

@@ -1,5 +1,6 @@
 """Code that the `attention_fn` of nnx and linen share: calls of the operator, or of Flax's code."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from jaxfused.ops.attention.attention import AttentionImplementation
 from jaxfused.ops.attention.mask import Mask
 from jaxfused.ops.fp8.fp8 import is_fp8
 from jaxfused.ops.linear import qkv_projection
+from jaxfused.ops.serving.kv_cache import KVCache
 
 QueryOffset = int | jax.Array | Literal["bottom_right"] | None
 
@@ -217,6 +219,55 @@ def attention_weights(
         logits_soft_cap=None,
     )
     return probabilities.reshape(*batch, heads, queries, key.shape[-3]).astype(query.dtype)
+
+
+def append_to_cache(
+    name: str,
+    cached_key: jax.Array,
+    cached_value: jax.Array,
+    index: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns Flax's cache with T new tokens at place `index`; tokens past its end are dropped.
+
+    Args:
+      name: the module's name.
+      cached_key: [..., S, K, H]; cached_value is alike.
+      index: how many tokens each sequence has, a scalar or [...].
+      key: [..., T, K, H]; value is alike.
+    """
+    batch, kept = key.shape[:-3], cached_key.shape
+    if kept[:-3] != batch or kept[-2:] != key.shape[-2:] or index.shape not in ((), batch):
+        raise ValueError(
+            f"{name}: the cache has shape {kept} and an index of shape {index.shape}, but the keys of"
+            f" new tokens have shape {key.shape}; make it by init_cache for {batch} sequences, with an"
+            f" index of shape () or {batch}."
+        )
+    one = math.prod(batch)
+
+    def folded(array: jax.Array) -> jax.Array:
+        return array.reshape(one, *array.shape[-3:])
+
+    lengths = jnp.broadcast_to(index.astype(jnp.int32), batch).reshape(one)
+    cache = KVCache(folded(cached_key), folded(cached_value), lengths)
+    cache = cache.append(folded(key), folded(value))
+    return cache.key.reshape(kept), cache.value.reshape(cached_value.shape)
+
+
+def at_offset(
+    attention_fn: Callable[..., jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    mask: jax.Array | None,
+    query_offset: QueryOffset,
+) -> dict[str, Any]:
+    """Returns the arguments by which an `attention_fn` of any maker is causal from an offset on."""
+    taken = inspect.signature(attention_fn).parameters
+    if "query_offset" in taken:
+        return dict(mask=mask, is_causal=True, query_offset=query_offset)
+    causal = causal_mask(query, key, query_offset)
+    return dict(mask=causal if mask is None else causal & (mask != 0))
 
 
 def causal_mask(query: jax.Array, key: jax.Array, query_offset: QueryOffset) -> jax.Array:

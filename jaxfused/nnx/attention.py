@@ -1,6 +1,7 @@
 """Multi-head attention for Flax NNX: Flax's own module around this package's operator."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from flax.typing import Dtype, PrecisionLike, PromoteDtypeFn
 
 from jaxfused.modules.attention import (
     QueryOffset,
+    append_to_cache,
+    at_offset,
     attend,
     attention_weights,
     causal_mask,
@@ -171,9 +174,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     `attention_fn=functools.partial(jaxfused.nnx.attention_fn, implementation="cudnn")`.
 
     Queries, keys and values of one input are one product, and the output's bias is added in the kernel
-    of its product. Attention to another input, decoding with a cache, replaced layers, products and
-    promotions other than Flax's, a `qkv_sharding` or `out_sharding` where no mesh axis is Explicit, and
-    complex numbers run Flax's own projections.
+    of its product. Attention to another input, replaced layers, products and promotions other than
+    Flax's, a `qkv_sharding` or `out_sharding` where no mesh axis is Explicit, and complex numbers run
+    Flax's own projections.
+
+    With `decode` a call may have several new tokens, such as a whole prompt, and `cache_index` may have
+    an entry of each sequence: `init_cache(shape, per_sequence=True)` makes such a cache. Its other names
+    and shapes are Flax's.
 
     Example:
       >>> import jax.numpy as jnp
@@ -216,7 +223,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           deterministic: whether nothing is dropped.
           rngs: give dropout its key, in place of those of the constructor.
           sow_weights: whether the weights are sown.
-          decode: whether the cache is used.
+          decode: whether the T new tokens are added to the cache, and attend to all tokens in it up to
+            themselves.
           is_causal: whether query t attends to keys s <= t alone.
           out_sharding: as in Flax.
           qkv_sharding: as in Flax.
@@ -228,7 +236,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         alone = all(a is None or a is inputs_q for a in (inputs_k, inputs_v))
         decodes = self.decode if decode is None else decode
         sharded = (qkv_sharding, out_sharding)
-        if not alone or decodes is not False or self._why_flax(inputs_q, *sharded) is not None:
+        decides = decodes is not None
+        if not alone or not decides or self._why_flax(inputs_q, *sharded) is not None:
             return super().__call__(
                 inputs_q,
                 inputs_k,
@@ -253,13 +262,17 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         query, key, value = (resharded(heads, qkv_sharding) for heads in projected)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
-        positions = {} if input_positions is None else {"input_positions": input_positions}
+        options: dict[str, Any] = dict(mask=mask, is_causal=is_causal)
+        if decodes:
+            key, value, offset = self._append(key, value)
+            options = at_offset(self.attention_fn, query, key, mask, offset)
+        if input_positions is not None:
+            options["input_positions"] = input_positions
         drops, dropout_rng = self._dropout(deterministic, rngs)
         attended = self.attention_fn(
             query,
             key,
             value,
-            mask=mask,
             dropout_rng=dropout_rng,
             dropout_rate=self.dropout_rate,
             broadcast_dropout=self.broadcast_dropout,
@@ -267,8 +280,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             dtype=self.dtype,
             precision=self.precision,
             module=self if sow_weights else None,
-            is_causal=is_causal,
-            **positions,
+            **options,
         )
         y = linear_general(
             attended,
@@ -278,6 +290,35 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             precision=self.precision,
         )
         return resharded(y, out_sharding)
+
+    def init_cache(
+        self, input_shape: Sequence[int], dtype: Dtype = jnp.float32, *, per_sequence: bool = False
+    ) -> None:
+        """Makes an empty cache of S places, as Flax does.
+
+        Args:
+          input_shape: [..., S, D].
+          dtype: of the keys and values.
+          per_sequence: whether each sequence has a length of its own: `cache_index` is then [...].
+        """
+        super().init_cache(tuple(input_shape), dtype)
+        if per_sequence:
+            self.cache_index = nnx.Cache(jnp.zeros(tuple(input_shape[:-2]), jnp.int32))
+
+    def _append(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Adds new tokens to the cache; returns its keys and values, and where the new ones begin."""
+        kept_key, kept_value, index = self.cached_key, self.cached_value, self.cache_index
+        if kept_key is None or kept_value is None or index is None:
+            raise ValueError(
+                "jaxfused.nnx.MultiHeadAttention: decode is True, but there is no cache to add the new"
+                " tokens to; call init_cache first."
+            )
+        at = index[...]
+        kept_key[...], kept_value[...] = append_to_cache(
+            "jaxfused.nnx.MultiHeadAttention", kept_key[...], kept_value[...], at, key, value
+        )
+        index[...] = at + key.shape[-3]
+        return kept_key[...], kept_value[...], at
 
     def _why_flax(self, inputs: jax.Array, *sharded: Any) -> str | None:
         """Returns why Flax's own projections run, or None."""
