@@ -90,7 +90,9 @@ def test_scalars_of_any_kind_are_one_number(name):
 
     expected = updates(0.5)
     for rate in (np.float64(0.5), np.float32(0.5), jnp.float32(0.5), np.array(0.5)):
-        np.testing.assert_allclose(updates(rate), expected, rtol=1e-5)
-    np.testing.assert_allclose(jax.jit(updates)(0.5), expected, rtol=1e-5)
-    np.testing.assert_allclose(updates(optax.constant_schedule(0.5)), expected, rtol=1e-5)
+        np.testing.assert_allclose(updates(rate), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(updates)(0.5), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        updates(optax.constant_schedule(0.5)), expected, rtol=1e-5, atol=1e-6
+    )
     assert make(name, learning_rate=1).init(params) is not None
