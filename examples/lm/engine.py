@@ -18,8 +18,7 @@ from flax import nnx
 
 import jaxfused
 from examples.errors import ExampleError
-from examples.lm.cache import Cache
-from examples.lm.model import LanguageModel
+from examples.lm.model import Cache, LanguageModel
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,15 @@ class _State:
     options: dict[str, jax.Array]
     """The fields of `Sampling`, [slots] each."""
 
+    @property
+    def lengths(self) -> jax.Array:
+        """How many tokens of each slot have been read, [slots]."""
+        return self.cache[0].lengths
+
     @classmethod
-    def zeros(cls, model: LanguageModel, *, slots: int, length: int, places: int) -> "_State":
+    def zeros(cls, model: LanguageModel, *, slots: int, length: int, chunk: int) -> "_State":
         return cls(
-            cache=Cache.zeros(model.config, batch=slots, length=places, dtype=model.dtype),
+            cache=model.empty_cache(batch=slots, length=length, chunk=chunk),
             last=jnp.zeros(slots, jnp.int32),
             history=jnp.full((slots, length), -1, jnp.int32),
             answers=jnp.zeros(slots, jnp.int32),
@@ -101,9 +105,7 @@ class Engine:
         self._ends = frozenset(ends)
         self._chunk = chunk
         self._graphdef, self._params = nnx.split(model)
-        # A chunk is always written whole, so the last one needs its places.
-        places = -(-length // chunk) * chunk
-        self._state = _State.zeros(model, slots=slots, length=length, places=places)
+        self._state = _State.zeros(model, slots=slots, length=length, chunk=chunk)
         self._slots: list[Text | None] = [None] * slots
         self._waiting: collections.deque[Text] = collections.deque()
         self._computed: collections.deque[tuple[jax.Array, list[tuple[int, Text]]]] = (
@@ -189,8 +191,8 @@ class Engine:
             self._params,
             self._state,
             np.pad(part, (0, self._chunk - len(part))),
-            slot,
-            len(part),
+            np.int32(slot),
+            np.int32(len(part)),
             is_last,
             penalties=text.sampling.has_penalties,
         )
@@ -219,7 +221,7 @@ class Engine:
 @functools.partial(jax.jit, donate_argnums=0)
 def _admit(state: _State, slot: jax.Array, sampling: dict[str, jax.Array]) -> _State:
     """Returns the state with an empty text in a slot."""
-    cache = replace(state.cache, lengths=state.cache.lengths.at[slot].set(0))
+    cache = tuple(replace(layer, lengths=layer.lengths.at[slot].set(0)) for layer in state.cache)
     options = {name: a.at[slot].set(sampling[name]) for name, a in state.options.items()}
     return _State(
         cache,
@@ -244,17 +246,17 @@ def _prefill(
 ) -> tuple[_State, jax.Array]:
     """Reads a chunk of a prompt, of which `count` tokens are real; the last one draws the next token."""
     model = nnx.merge(graphdef, params)
-    own = state.cache.sequence(slot)
-    at = own.lengths[0] + jnp.arange(len(tokens))
+    at = state.lengths[slot] + jnp.arange(len(tokens))
     written = jnp.where(jnp.arange(len(tokens)) < count, tokens, -1)
     history = state.history.at[slot, at].set(written, mode="drop")
-    state = replace(state, history=history)
-    features, own = model(tokens[None], cache=own)
+    features, cache = model(
+        tokens[None], cache=state.cache, counts=count[None], sequences=slot[None]
+    )
     logits = model.logits(features[0, count - 1])
-    cache = state.cache.with_sequence(slot, own.counted(count))
-    row = jax.tree.map(lambda a: a[slot], replace(state, cache=None))
+    state = replace(state, history=history, cache=cache)
+    row = jax.tree.map(lambda a: a[slot], replace(state, cache=()))
     drawn = _draw(row, logits, penalties)
-    return _with_tokens(replace(state, cache=cache), slot, drawn, is_last)
+    return _with_tokens(state, slot, drawn, is_last)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2, static_argnames="penalties")
@@ -268,9 +270,9 @@ def _decode(
 ) -> tuple[_State, jax.Array]:
     """Reads the last token of each active slot, and draws the next."""
     model = nnx.merge(graphdef, params)
-    features, cache = model(state.last[:, None], cache=state.cache)
+    features, cache = model(state.last[:, None], cache=state.cache, counts=active.astype(jnp.int32))
     drawn = _draw(state, model.logits(features[:, 0]), penalties)
-    state = replace(state, cache=cache.counted(active))
+    state = replace(state, cache=cache)
     return _with_tokens(state, jnp.arange(len(active)), drawn, active)
 
 
@@ -281,7 +283,7 @@ def _with_tokens(
 
     The last tokens are returned too, since the state itself is donated to the next program.
     """
-    place = jnp.where(active, state.cache.lengths[slot], state.history.shape[1])
+    place = jnp.where(active, state.lengths[slot], state.history.shape[1])
     last = state.last.at[slot].set(jnp.where(active, drawn, state.last[slot]))
     history = state.history.at[slot, place].set(drawn, mode="drop")
     answers = state.answers.at[slot].add(jnp.where(active, 1, 0))

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxfused.nnx
-from examples.lm.cache import Cache, LayerCache
 from examples.lm.config import Config
 
+Cache = tuple[jaxfused.KVCache, ...]
+"""Keys and values of the tokens that were read before, of each layer."""
 Reduction = Literal["mean", "sum", "none"]
 Tables = tuple[jax.Array, jax.Array]
 """Cosines and sines of the rotation, [T, R/2] or [B, T, R/2] each."""
@@ -85,19 +86,24 @@ class LanguageModel(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
         cache: Cache | None = None,
+        counts: jax.Array | None = None,
+        sequences: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns the features [B, T, width] of tokens [B, T], and the cache that has them too.
+        """Returns the features [B, T, width] of tokens [B, T], and the cache that holds them too.
 
         Args:
           tokens: integers below the vocabulary's size.
           positions: [B, T], by default 0, 1, 2, ... after what the cache holds.
           segments: [B, T], the document of each token: a token sees those of its own. Not with a cache.
-          cache: what was read before; its lengths stay as they are, so that the caller may count fewer
-            tokens than T.
+          cache: what was read before.
+          counts: [B], with a cache: how many of the T tokens are real; the others are padding behind.
+          sequences: [B], with a cache: which of its sequences these are, by default all in order.
         """
-        if positions is None:
-            start = jnp.arange(tokens.shape[1])
-            positions = start if cache is None else cache.positions(tokens.shape[1])
+        if positions is None and cache is None:
+            positions = jnp.arange(tokens.shape[1])
+        elif positions is None:
+            lengths = cache[0].lengths if sequences is None else cache[0].lengths[sequences]
+            positions = lengths[:, None] + jnp.arange(tokens.shape[1])
         tables = {
             rope: jaxfused.rope_tables(
                 positions, rope.rotary_dim, theta=rope.theta, scaling=rope.scaling
@@ -117,11 +123,31 @@ class LanguageModel(nnx.Module):
         layers = []
         for i, block in enumerate(self.blocks):
             table = tables.get(self.config.ropes[i])
-            layer = None if cache is None else (cache.layers[i], cache.lengths)
-            stream, branch, layer = run(*nnx.split(block), stream, branch, table, segments, layer)
+            layer = None if cache is None else cache[i]
+            stream, branch, layer = run(
+                *nnx.split(block), stream, branch, table, segments, layer, counts, sequences
+            )
             layers.append(layer)
         features, _ = self.norm(branch, residual=stream)
-        return features, None if cache is None else Cache(tuple(layers), cache.lengths)
+        return features, None if cache is None else tuple(layers)
+
+    def empty_cache(self, *, batch: int, length: int, chunk: int) -> Cache:
+        """Returns a cache for `length` tokens of each of `batch` sequences.
+
+        Layers with a window keep what it shows, if at most `chunk` tokens are read at once.
+        """
+        config = self.config
+        return tuple(
+            jaxfused.KVCache.zeros(
+                batch=batch,
+                length=length if window is None else min(length, window + chunk - 1),
+                window=None if window is None else min(length, window),
+                key_heads=config.key_heads,
+                head_size=config.head_size,
+                dtype=self.dtype,
+            )
+            for window in config.windows
+        )
 
     def logits(self, features: jax.Array) -> jax.Array:
         """Returns the logits [..., vocabulary] in float32 of features [..., width]."""
@@ -206,17 +232,31 @@ class Block(nnx.Module):
         branch: jax.Array,
         tables: Tables | None,
         segments: jax.Array | None,
-        cache: tuple[LayerCache, jax.Array] | None,
-    ) -> tuple[jax.Array, jax.Array, LayerCache | None]:
+        cache: jaxfused.KVCache | None,
+        counts: jax.Array | None,
+        sequences: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array, jaxfused.KVCache | None]:
         """Returns the next (stream, branch), both [B, T, width], and the cache with these tokens."""
         y, stream = self.norm1(branch, residual=stream)
         query, key, value = self._qkv(y, tables)
+        options = dict(scale=self.scale, logits_soft_cap=self.cap)
         if cache is None:
-            attended, layer = self._attend(query, key, value, segments=segments), None
+            attended = jaxfused.dot_product_attention(
+                query,
+                key,
+                value,
+                is_causal=True,
+                local_window_size=None if self.window is None else (self.window - 1, 0),
+                query_segment_ids=segments,
+                key_value_segment_ids=segments,
+                **options,
+            )
         else:
-            layer, lengths = cache
-            layer = layer.append(key, value, lengths)
-            attended = self._attend(query, layer.keys, layer.values, offset=lengths)
+            part = dict(counts=counts, batch_index=sequences)
+            cache = cache.append(key, value, **part)
+            attended = cache.attend(query, **part, **options)
+            read = y.shape[1] if counts is None else counts
+            cache = cache.advance(read, sequences)
         branch = self.project(attended.reshape(*y.shape[:-1], -1))
         if self.norm_of_attention is not None:
             branch = self.norm_of_attention(branch)
@@ -224,7 +264,7 @@ class Block(nnx.Module):
         branch = self.mlp(y)
         if self.norm_of_mlp is not None:
             branch = self.norm_of_mlp(branch)
-        return stream, branch, layer
+        return stream, branch, cache
 
     def _qkv(self, y: jax.Array, tables: Tables | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         cos, sin = (None, None) if tables is None else tables
@@ -254,29 +294,6 @@ class Block(nnx.Module):
             sin=sin,
             precision=self.precision,
             **norms,
-        )
-
-    def _attend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        segments: jax.Array | None = None,
-        offset: jax.Array | None = None,
-    ) -> jax.Array:
-        """Returns the attention of queries that stand at keys `offset`, [B], and on."""
-        return jaxfused.dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            query_offset=offset,
-            local_window_size=None if self.window is None else (self.window - 1, 0),
-            query_segment_ids=segments,
-            key_value_segment_ids=segments,
-            scale=self.scale,
-            logits_soft_cap=self.cap,
         )
 
 

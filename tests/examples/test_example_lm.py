@@ -13,7 +13,6 @@ import pytest
 from flax import nnx
 
 from examples.errors import ExampleError
-from examples.lm.cache import Cache
 from examples.lm.config import read_config
 from examples.lm.weights import assemble, load_model
 from tests.recorded.values import load
@@ -39,8 +38,8 @@ def logits_of(model, tokens):
 
 @nnx.jit
 def step(model, tokens, cache, count):
-    features, cache = model(tokens, cache=cache)
-    return model.logits(features), cache.counted(count)
+    features, cache = model(tokens, cache=cache, counts=count)
+    return model.logits(features), cache
 
 
 @pytest.mark.parametrize("name", list(ROWS))
@@ -56,7 +55,7 @@ def test_logits_are_those_of_transformers(name):
 def test_a_cache_changes_nothing(name):
     row = ROWS[name]
     model, tokens = model_of(row), np.array(row.options["tokens"])
-    cache = Cache.zeros(model.config, batch=2, length=16, dtype=jnp.float32)
+    cache = model.empty_cache(batch=2, length=12, chunk=4)
     found = []
     # The second sequence is one token behind, and four tokens are read of which three count.
     padded = np.pad(tokens, ((0, 0), (0, 4)))
@@ -68,7 +67,7 @@ def test_a_cache_changes_nothing(name):
         logits, cache = step(model, padded[np.arange(2), at][:, None], cache, np.ones(2, int))
         found.append(logits[0])
         np.testing.assert_allclose(logits[1, 0], row.results["y"][1, i - 1], atol=1e-4)
-    assert cache.lengths.tolist() == [12, 11]
+    assert cache[0].lengths.tolist() == [12, 11]
     np.testing.assert_allclose(np.concatenate(found), row.results["y"][0], atol=1e-4)
 
 
