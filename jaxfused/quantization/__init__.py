@@ -1,3 +1,8 @@
-"""Quantisation of whole models to 8 and 4 bits: rules, calibration, smoothing, error feedback."""
+"""Quantisation of whole models to 8 and 4 bits, and the quantised checkpoints of other libraries."""
 
+from jaxfused.quantization.checkpoints.layer import QuantizedLayer as QuantizedLayer
+from jaxfused.quantization.checkpoints.load import formats as formats
+from jaxfused.quantization.checkpoints.load import from_tensors as from_tensors
+from jaxfused.quantization.checkpoints.load import load as load
+from jaxfused.quantization.checkpoints.save import save as save
 from jaxfused.runtime.quantized_array import CODEBOOKS as CODEBOOKS

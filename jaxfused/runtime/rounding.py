@@ -5,16 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxfused.runtime.packing import pack_int4, pack_words
 from jaxfused.runtime.promotion import accumulator_dtype
-from jaxfused.runtime.quantized_array import (
-    FORMATS,
-    Layout,
-    QuantizedArray,
-    assembled,
-    pack_int4,
-    pack_words,
-    spread,
-)
+from jaxfused.runtime.quantized_array import FORMATS, Layout, QuantizedArray, assembled, spread
 
 
 # `scales` and `encode` are jitted because a model's weights are quantised one after the other.

@@ -9,10 +9,10 @@ from jaxfused import dispatch
 from jaxfused.ops.quantize import quantize_rows as rows_operator
 from jaxfused.runtime import rounding
 from jaxfused.runtime.checks import check_floating, check_shape, python_numbers
+from jaxfused.runtime.packing import WORD_BLOCK
 from jaxfused.runtime.quantized_array import (
     FORMATS,
     LAYOUTS,
-    WORD_BLOCK,
     Layout,
     QuantizedArray,
     blocks_that_fit_too,

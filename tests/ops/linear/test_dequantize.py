@@ -8,7 +8,7 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
-from jaxfused.runtime.quantized_array import pack_words
+from jaxfused.runtime.packing import pack_words
 from pallas_kernels.gemm import dequantize
 from tests.support import mosaic_interpreter
 from tests.support.register_machine import computed

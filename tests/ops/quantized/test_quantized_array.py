@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxfused
-from jaxfused.runtime.quantized_array import FORMATS, LAYOUTS, pack_int4, unpack_int4
+from jaxfused.runtime.packing import pack_int4, unpack_int4
+from jaxfused.runtime.quantized_array import FORMATS, LAYOUTS
 from tests.cases.quantized_array import CASES
 from tests.support.arrays import put
 from tests.support.transforms import assert_transforms

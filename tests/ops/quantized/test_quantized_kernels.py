@@ -16,7 +16,8 @@ import jaxfused.nnx
 from benchmarks.without_gpu.target import H200
 from jaxfused import dispatch
 from jaxfused.runtime.activation import activate
-from jaxfused.runtime.quantized_array import FORMATS, of_each_column, pack_words
+from jaxfused.runtime.packing import pack_words
+from jaxfused.runtime.quantized_array import FORMATS, of_each_column
 from pallas_kernels.gemm import quantized
 from pallas_kernels.gemm.mainloop import MatmulConfig
 from pallas_kernels.gemm.quantized import Packed

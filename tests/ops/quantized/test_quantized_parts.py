@@ -14,7 +14,8 @@ import jaxfused.nnx
 from benchmarks.without_gpu.target import H200
 from jaxfused import QuantizedArray, dispatch
 from jaxfused.ops.quantized.quantized_gated_unit import gated_unit
-from jaxfused.runtime.quantized_array import assembled, pack_codes, pack_int4, pack_words
+from jaxfused.runtime.packing import pack_codes, pack_int4, pack_words
+from jaxfused.runtime.quantized_array import assembled
 from tests.support.arrays import put
 from tests.support.grids import parametrize
 from tests.support.lowering import kernels

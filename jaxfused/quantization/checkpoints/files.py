@@ -1,0 +1,155 @@
+"""The files of a checkpoint: which ones belong to it, and its config. No pickle is ever read."""
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from jaxfused.quantization.checkpoints import safetensors_file
+
+_MOST_CONFIG_BYTES = 100_000_000
+_INDEX = "model.safetensors.index.json"
+
+
+def tensors_of(op: str, path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Returns all tensors of a checkpoint, mapped into memory, and the files' metadata together."""
+    tensors: dict[str, np.ndarray] = {}
+    metadata: dict[str, str] = {}
+    files, of_tensor = _files(op, path)
+    for file in files:
+        found, more = safetensors_file.read(op, file)
+        twice = sorted(found.keys() & tensors.keys())
+        if twice:
+            raise ValueError(
+                f"{op}: {file} has tensor {twice[0]!r}, which another file of {path} has too; pass the"
+                " file that you mean."
+            )
+        wanted = {name for name, of in of_tensor.items() if of == file}
+        missing = sorted(wanted - found.keys())
+        if missing:
+            raise ValueError(
+                f"{op}: {file} has no tensor {missing[0]!r}, which the index says it has; download the"
+                " checkpoint again."
+            )
+        tensors |= found
+        metadata |= more
+    return tensors, metadata
+
+
+def config_of(op: str, path: Path) -> dict[str, Any]:
+    """Returns the quantization config that lies beside a checkpoint's tensors."""
+    folder = path if path.is_dir() else path.parent
+    config = _json(op, folder / "config.json") if (folder / "config.json").exists() else {}
+    candidates: list[Any] = [config, config.get("text_config")]
+    found = [
+        c.get(name)
+        for c in candidates
+        if isinstance(c, dict)
+        for name in ("quantization_config", "compression_config")
+    ]
+    if (folder / "hf_quant_config.json").exists():
+        modelopt = _json(op, folder / "hf_quant_config.json").get("quantization")
+        found.append({"quant_method": "modelopt", **modelopt} if modelopt else None)
+    if (folder / "quanto_qmap.json").exists():
+        quanto = _json(op, folder / "quanto_qmap.json")
+        found.append({"quant_method": "quanto", "quantization_map": quanto})
+    result = next((c for c in found if isinstance(c, dict)), None)
+    if result is None:
+        raise ValueError(
+            f"{op}: {folder} has no config.json with a quantization_config, which says what the tensors"
+            " mean; pass config=, or take a reader of safetensors for one that is not quantised."
+        )
+    return result
+
+
+def _files(op: str, path: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Returns a checkpoint's files, and in which of them an index says a tensor is."""
+    if not path.exists():
+        raise ValueError(f"{op}: {path} does not exist; pass a checkpoint's folder or file.")
+    if not path.is_dir():
+        return [_regular(op, path.parent, path.name, ".safetensors")], {}
+    if (path / _INDEX).exists():
+        weight_map = _json(op, path / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) for name in weight_map.values()
+        ):
+            raise ValueError(
+                f"{op}: {path / _INDEX} has no weight_map of names; download the checkpoint again."
+            )
+        names = sorted(set(weight_map.values()))
+        files = {name: _regular(op, path, name, ".safetensors") for name in names}
+        return list(files.values()), {tensor: files[name] for tensor, name in weight_map.items()}
+    names = sorted(file.name for file in path.glob("*.safetensors"))
+    if names:
+        return [_regular(op, path, name, ".safetensors") for name in names], {}
+    others = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
+    if others:
+        raise ValueError(
+            f"{op}: {path} has {others[0]}, a pickle, which runs code when it is read; convert it by"
+            " safetensors.torch.save_file where you trust it."
+        )
+    raise ValueError(f"{op}: {path} has no .safetensors files; pass a checkpoint's folder or file.")
+
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+def regular_file(op: str, path: Path, suffix: str) -> Path:
+    """Returns a checkpoint's only file, after the checks of all files."""
+    return _regular(op, path.parent, path.name, suffix)
+
+
+def _regular(op: str, folder: Path, name: str, suffix: str) -> Path:
+    """Returns a file in the folder, after checks that it is one, and that its name does not lead away.
+
+    Links are followed within the folder, and to the blobs of the Hugging Face hub's cache, whose
+    snapshots are links.
+    """
+    parts = PurePosixPath(name).parts
+    if (
+        not parts
+        or PurePosixPath(name).is_absolute()
+        or ".." in parts
+        or "\\" in name
+        or "\0" in name
+    ):
+        raise ValueError(
+            f"{op}: the index of {folder} names the file {name!r}, which leads out of the folder;"
+            " download the checkpoint from somebody you trust."
+        )
+    file = folder / name
+    if file.suffix in _PICKLES:
+        raise ValueError(
+            f"{op}: {file} is a pickle, which runs code when it is read; convert it by"
+            " safetensors.torch.save_file where you trust it."
+        )
+    if file.suffix != suffix:
+        raise ValueError(f"{op}: {file} is no {suffix} file; pass a checkpoint's folder or file.")
+    if not file.exists():
+        raise ValueError(f"{op}: {file} does not exist; download the checkpoint again.")
+    inside = [folder.resolve()]
+    if folder.absolute().parent.name == "snapshots":
+        inside.append(folder.resolve().parent.parent / "blobs")
+    target = file.resolve()
+    if not any(target.is_relative_to(place) for place in inside) or not target.is_file():
+        raise ValueError(
+            f"{op}: {file} is {target}, which is no file in the checkpoint's folder; copy the"
+            " checkpoint's files there."
+        )
+    return file
+
+
+def _json(op: str, path: Path) -> dict[str, Any]:
+    path = _regular(op, path.parent, path.name, ".json")
+    try:
+        if path.stat().st_size > _MOST_CONFIG_BYTES:
+            raise ValueError("it is too large")
+        content = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{op}: {path} is no JSON ({error}); download the checkpoint again."
+        ) from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{op}: {path} is no JSON object; download the checkpoint again.")
+    return content

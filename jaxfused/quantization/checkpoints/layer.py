@@ -1,0 +1,271 @@
+"""A layer of a checkpoint: its tensors by their parts' names, and the weights that they stand for."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.modules.linear import QuantizedKernel
+from jaxfused.ops.quantized.quantized_matmul import quantized_matmul
+from jaxfused.runtime.packing import WORD_BLOCK, pack_codes, pack_int4, pack_words
+from jaxfused.runtime.quantized_array import Layout, QuantizedArray
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """A linear layer of a quantised checkpoint, `x[..., permutation] @ array + bias`.
+
+    Attributes:
+      array: the weights [..., D, F], with leading axes where the checkpoint stacks experts.
+      permutation: int32 [D], in which order the weights' rows take the inputs, of checkpoints that were
+        quantised in the order of activations (GPTQ's `desc_act`); None for the order as it is.
+      bias: [..., F], or None.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> array = jaxfused.quantize(jnp.eye(4))
+      >>> layer = jaxfused.quantization.QuantizedLayer(array, jnp.array([3, 2, 1, 0]), None)
+      >>> layer(jnp.arange(4.0)).round(4)
+      Array([3., 2., 1., 0.], dtype=float32)
+    """
+
+    array: QuantizedArray
+    permutation: jax.Array | None = None
+    bias: jax.Array | None = None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the layer's result [..., F], in x's dtype, for x [..., D]."""
+        x = x if self.permutation is None else jnp.take(x, self.permutation, axis=-1)
+        return quantized_matmul(x, self.array, self.bias)
+
+    @property
+    def kernel(self) -> QuantizedKernel:
+        """The kernel of a linear layer of this package's modules."""
+        if self.permutation is not None:
+            raise ValueError(
+                "QuantizedLayer: the layer has a permutation of its inputs, which a QuantizedKernel has"
+                " not; call the layer, or permute x and pass QuantizedKernel(layer.array)."
+            )
+        return QuantizedKernel(self.array)
+
+    def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
+        """Returns the weights [..., D, F] as floats, for inputs in the order as they are."""
+        weights = self.array.dequantize(dtype)
+        if self.permutation is None:
+            return weights
+        return jnp.take(weights, jnp.argsort(self.permutation), axis=-2)
+
+
+Build = Callable[[], QuantizedLayer]
+"""Reads and converts a layer that was found right; what takes memory happens there."""
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The tensors of a layer, mapped into memory, by what their names have after the layer's.
+
+    Attributes:
+      op: the function that the user called.
+      layer: the layer's name.
+      arrays: the tensors.
+    """
+
+    op: str
+    layer: str
+    arrays: Mapping[str, np.ndarray]
+
+    def fail(self, sentence: str) -> NoReturn:
+        """Raises a ValueError that names the layer."""
+        raise ValueError(f"{self.op}: layer {self.layer!r}: {sentence}")
+
+    def get(self, part: str) -> np.ndarray | None:
+        """Returns a tensor that may be missing."""
+        return self.arrays.get(part)
+
+    def take(
+        self, part: str, dtypes: Iterable[str], shape: tuple[int | None, ...] | None = None
+    ) -> np.ndarray:
+        """Returns a tensor after a check of its dtype, and of its last axes where they are not None."""
+        if part not in self.arrays:
+            names = ", ".join(sorted(self.arrays))
+            self.fail(f"it has {names}, but no {part}; pass all tensors of the layer.")
+        array, dtypes = self.arrays[part], tuple(dtypes)
+        if str(array.dtype) not in dtypes:
+            self.fail(
+                f"{part} has dtype {array.dtype}, but this format has {' or '.join(dtypes)} there; pass"
+                " the config that the checkpoint came with."
+            )
+        if shape is not None:
+            sizes = array.shape[-len(shape) :] if shape else ()
+            if len(sizes) < len(shape) or any(
+                n not in (None, m) for n, m in zip(shape, sizes, strict=True)
+            ):
+                wanted = ", ".join("any" if n is None else str(n) for n in shape)
+                self.fail(
+                    f"{part} has shape {array.shape}, but by the config and the other tensors it has to"
+                    f" be ({wanted}); pass the config that the checkpoint came with."
+                )
+        return array
+
+    def scales(self, part: str, dtypes: Iterable[str], shape: Any = None) -> np.ndarray:
+        """Returns a tensor of floats without NaN, in float32 unless it is E8M0."""
+        scale = self.take(part, dtypes, shape)
+        wide = scale.astype(np.float32)
+        if np.isnan(wide).any():
+            where = tuple(int(i) for i in np.argwhere(np.isnan(wide))[0])
+            self.fail(
+                f"{part} is NaN at {where}, so that weights would be NaN; quantise the layer again."
+            )
+        return scale if scale.dtype.itemsize == 1 and scale.dtype.name.endswith("e8m0fnu") else wide
+
+    def bias(self, part: str = "bias") -> Callable[[], jax.Array | None]:
+        """Returns what reads the bias, if the layer has one."""
+        bias = self.get(part)
+        return lambda: None if bias is None else on_device(bias)
+
+
+FLOATS = ("float16", "bfloat16", "float32")
+
+
+def on_device(array: np.ndarray) -> jax.Array:
+    """Returns a copy of a mapped array; without x64 JAX holds integers and floats of 32 bits."""
+    return jnp.array(array)
+
+
+def groups_of(parts: Parts, features: int, group_size: int) -> int:
+    """Returns the number of groups along the features; -1 stands for a single one."""
+    if group_size == -1:
+        return 1
+    if group_size < 1:
+        parts.fail(f"group_size is {group_size}; it has to be positive, or -1 for a whole column.")
+    return -(-features // group_size)
+
+
+def order_of_groups(parts: Parts, name: str, of_input: np.ndarray, size: int) -> np.ndarray | None:
+    """Returns in which order groups of `size` take the inputs; None for that of the inputs."""
+    expected = np.arange(of_input.size) // size
+    if (of_input == expected).all():
+        return None
+    order = np.argsort(of_input, kind="stable").astype(np.int32)
+    if (of_input[order] != expected).any():
+        parts.fail(
+            f"{name} has group numbers {of_input.min()} to {of_input.max()} that are no groups of {size}"
+            " inputs each; pass the config that the checkpoint came with."
+        )
+    return order
+
+
+def number(parts: Parts, config: Config, names: tuple[str, ...], allowed: Any = None) -> int:
+    """Returns an integer of the config, which may have one of several names."""
+    found = next((config[name] for name in names if config.get(name) is not None), None)
+    if type(found) is not int or (allowed is not None and found not in allowed):
+        wanted = "an integer" if allowed is None else f"one of {', '.join(map(str, allowed))}"
+        parts.fail(f"the config has {names[0]} {found!r}, but it has to be {wanted}.")
+    return found
+
+
+# --- what the weights are made of -----------------------------------------------------------------
+
+
+def weights(
+    values: jax.Array,
+    scale: np.ndarray,
+    *,
+    layout: Layout = "columns",
+    zero_point: np.ndarray | None = None,
+    offset: np.ndarray | None = None,
+    group_size: int | tuple[int, int] | None = None,
+    codebook: tuple[float, ...] | None = None,
+) -> QuantizedArray:
+    """Returns the array of stored values and of scales [..., F, G], as checkpoints have them."""
+    parts = (scale, zero_point, offset)
+    of_groups = [None if a is None else jnp.array(np.swapaxes(a, -1, -2)) for a in parts]
+    scale_of_groups, zeros, offsets = of_groups
+    assert scale_of_groups is not None
+    return QuantizedArray(
+        values,
+        scale_of_groups,
+        zeros,
+        -2,
+        layout,
+        group_size,
+        offset=offsets,
+        codebook=codebook,
+    )
+
+
+def integer_weights(
+    codes: jax.Array,
+    bits: int,
+    scale: np.ndarray,
+    zero_point: np.ndarray | None,
+    *,
+    group_size: int | None = None,
+    offset: np.ndarray | None = None,
+) -> QuantizedArray:
+    """Returns weights of unsigned codes [..., F, D] and zero points in their range, uint8.
+
+    Codes and zero points are stored less 2^(bits - 1), as int8 or, of up to four bits, as int4; without
+    a zero point that number stands for 0.
+    """
+    center = 2 ** (bits - 1)
+    values, layout = stored_integers(codes, bits)
+    zeros = None if zero_point is None else (zero_point.astype(np.int16) - center).astype(np.int8)
+    return weights(
+        values, scale, layout=layout, zero_point=zeros, offset=offset, group_size=group_size
+    )
+
+
+def stored_integers(codes: jax.Array, bits: int) -> tuple[jax.Array, Layout]:
+    """Returns unsigned codes [..., F, D] as integers around 0, in the layout of kernels if they fit."""
+    narrow, features = bits <= 4, codes.shape[-1]
+    layout: Layout = "rows" if narrow and features % WORD_BLOCK and features % 2 == 0 else "columns"
+    return _stored_integers(codes, bits, layout), layout
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _stored_integers(codes: jax.Array, bits: int, layout: str) -> jax.Array:
+    values = (codes.astype(jnp.int16) - 2 ** (bits - 1)).astype(jnp.int8)
+    if bits > 4:
+        return values
+    if layout == "rows":
+        return pack_int4(values.mT, -2)
+    return pack_words(values) if codes.shape[-1] % WORD_BLOCK == 0 else values.astype(jnp.int4)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def stored_codes(codes: jax.Array, bits: int) -> jax.Array:
+    """Returns codes [..., F, D] of a codebook as an array of layout "columns" holds them."""
+    if codes.shape[-1] % (8 // bits):
+        assert bits == 4
+        return codes.astype(jnp.uint4)
+    return pack_codes(codes, -1, bits)
+
+
+def unpacked_bits(words: Any, bits: int) -> Any:
+    """Returns the codes of `bits` bits in uint32 [..., W] (or bytes), the first in the lowest bits.
+
+    Of bits that do not divide 32, codes lie across neighbouring words. Both NumPy's arrays and JAX's are
+    taken.
+    """
+    width = 8 * words.dtype.itemsize
+    if width % bits == 0:
+        shifts = np.arange(0, width, bits).astype(words.dtype)
+        codes = (words[..., None] >> shifts) & (2**bits - 1)
+    else:
+        starts = np.arange(width) * bits
+        word, shift = starts // width, (starts % width).astype(words.dtype)
+        runs = words.reshape(*words.shape[:-1], -1, bits)
+        # A shift by the whole width is undefined, so the next word is shifted in two steps.
+        last = words.dtype.type(width - 1)
+        following = (runs[..., np.minimum(word + 1, bits - 1)] << words.dtype.type(1)) << (
+            last - shift
+        )
+        codes = ((runs[..., word] >> shift) | following) & (2**bits - 1)
+    return codes.reshape(*words.shape[:-1], -1).astype(np.uint8)

@@ -1,0 +1,171 @@
+"""save: quantised layers as a checkpoint of compressed-tensors, which vLLM and Transformers read."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.quantization.checkpoints import safetensors_file
+from jaxfused.quantization.checkpoints.layer import QuantizedLayer
+from jaxfused.runtime.quantized_array import CODEBOOKS, QuantizedArray
+
+Tensors = dict[str, np.ndarray]
+
+
+def save(
+    path: str | os.PathLike[str], layers: Mapping[str, QuantizedLayer | QuantizedArray | jax.Array]
+) -> None:
+    """Writes quantised layers and other arrays as a checkpoint in compressed-tensors' format.
+
+    int4 is written as "pack-quantized", int8 as "int-quantized", float8 as "float-quantized", and E2M1
+    with E8M0 scales as "mxfp4-pack-quantized", each with its scales as they are.
+    `jaxfused.quantization.load` reads the same numbers again.
+
+    Args:
+      path: a folder, which is made where there is none; model.safetensors is written to it, and the
+        `quantization_config` to its config.json, next to what this has already.
+      layers: by their names, quantised layers or arrays [D, F] of axis -2, and other arrays, which are
+        written under their names.
+
+    Raises:
+      ValueError: compressed-tensors has no format for an array: one with offsets or with another
+        codebook, with zero points beside float8, or with blocks beside integers.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused, pathlib, tempfile
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
+      >>> jaxfused.quantization.save(folder, {"up": jaxfused.quantize(jnp.ones((4, 8)))})
+      >>> sorted(file.name for file in folder.iterdir())
+      ['config.json', 'model.safetensors']
+
+    Source: https://github.com/vllm-project/compressed-tensors
+    """
+    tensors: Tensors = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for name, given in layers.items():
+        if not isinstance(given, QuantizedLayer | QuantizedArray):
+            tensors[name] = np.asarray(given)
+            continue
+        layer = QuantizedLayer(given) if isinstance(given, QuantizedArray) else given
+        parts, form, args = _written(name, layer)
+        tensors |= {f"{name}.{part}": array for part, array in parts.items()}
+        key = json.dumps([form, args])
+        group = groups.setdefault(key, dict(targets=[], weights=args, format=form))
+        group["targets"].append(name)
+    forms = {group["format"] for group in groups.values()}
+    config: dict[str, Any] = dict(
+        quant_method="compressed-tensors",
+        format=forms.pop() if len(forms) == 1 else "mixed-precision",
+        quantization_status="compressed",
+        config_groups={f"group_{i}": group for i, group in enumerate(groups.values())},
+        ignore=[],
+    )
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.json"
+    others = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    file.write_text(json.dumps({**others, "quantization_config": config}, indent=2), "utf-8")
+    safetensors_file.write(folder / "model.safetensors", tensors, {"format": "pt"})
+
+
+def _written(name: str, layer: QuantizedLayer) -> tuple[Tensors, str, dict[str, Any]]:
+    """Returns a layer's tensors, their format and its arguments."""
+    array = layer.array
+    if array.axis != -2 or array.ndim != 2:
+        _fail(
+            name,
+            f"it has axis {array.axis} and shape {array.shape}, but layers are [D, F] of axis -2",
+        )
+    if array.offset is not None:
+        _fail(name, "it has offsets")
+    values, scale = np.asarray(array.unpacked()).T, np.asarray(_floats(array.scale)).T
+    zeros = None if array.zero_point is None else np.asarray(array.zero_point).T
+    if zeros is not None and (zeros.dtype != np.int8 or array.dtype not in ("int8", "int4")):
+        _fail(name, f"it has zero points of {zeros.dtype} beside values of {array.dtype}")
+    args = _strategy(name, array)
+    parts: Tensors
+    if array.dtype == "int4":
+        values, of_input = _in_order(values, layer, args)
+        parts = {"weight_packed": _words(values), "weight_scale": scale}
+        parts["weight_shape"] = np.array(values.shape, np.int64)
+        if of_input is not None:
+            parts["weight_g_idx"] = of_input
+            args["actorder"] = "group"
+        if zeros is not None:
+            parts["weight_zero_point"] = np.ascontiguousarray(_words(zeros.T).T)
+        form, kind = "pack-quantized", dict(num_bits=4, type="int")
+    else:
+        if layer.permutation is not None:
+            _fail(name, f"it has a permutation beside values of {array.dtype}")
+        if array.dtype == "int8":
+            parts = {"weight": values, "weight_scale": scale}
+            if zeros is not None:
+                parts["weight_zero_point"] = zeros
+            form, kind = "int-quantized", dict(num_bits=8, type="int")
+        elif array.dtype.startswith("float8"):
+            parts = {"weight": values, "weight_scale": scale}
+            form, kind = "float-quantized", dict(num_bits=8, type="float")
+        elif array.codebook == CODEBOOKS["e2m1"] and array.scale.dtype == jnp.float8_e8m0fnu:
+            if args.get("group_size") != 32:
+                _fail(name, "its groups are not of 32, as those of MXFP4 are")
+            packed = values[:, ::2] | values[:, 1::2] << 4
+            parts = {"weight_packed": packed, "weight_scale": scale.view(np.uint8)}
+            form, kind = "mxfp4-pack-quantized", dict(num_bits=4, type="float")
+        else:
+            _fail(name, f"it has values of {array.dtype} of no format")
+    if layer.bias is not None:
+        parts["bias"] = np.asarray(layer.bias)
+    args |= kind | dict(symmetric=zeros is None, dynamic=False)
+    return parts, form, args
+
+
+def _fail(name: str, why: str) -> NoReturn:
+    raise ValueError(
+        f"save: layer {name!r} cannot be written in compressed-tensors' format: {why}; quantise it as"
+        " jaxfused.quantize does, or save the array by Orbax."
+    )
+
+
+def _floats(scale: jax.Array) -> jax.Array:
+    return scale.astype(jnp.float32) if scale.dtype == jnp.float8_e4m3fn else scale
+
+
+def _strategy(name: str, array: QuantizedArray) -> dict[str, Any]:
+    """Returns how scales are shared, in the words of compressed-tensors."""
+    groups, columns = array.scale.shape
+    features, outputs = array.shape
+    if array.scale.size == 1 and (features, outputs) != (1, 1):
+        return dict(strategy="tensor")
+    if columns == outputs and groups == 1:
+        return dict(strategy="channel")
+    size = array.group_size
+    rows = size[0] if isinstance(size, tuple) else size or features // groups
+    if columns == outputs:
+        return dict(strategy="group", group_size=rows)
+    if not array.dtype.startswith("float8") or groups == 1 or columns == 1:
+        _fail(name, f"its scales have shape {array.scale.shape} beside values of {array.dtype}")
+    return dict(strategy="block", block_structure=[array.columns_alike, rows])
+
+
+def _in_order(
+    values: np.ndarray, layer: QuantizedLayer, args: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns values [F, D] in the order of the inputs, and the group of each input."""
+    if layer.permutation is None:
+        return values, None
+    back = np.argsort(np.asarray(layer.permutation))
+    size = args["group_size"] if "group_size" in args else values.shape[1]
+    return values[:, back], (back // size).astype(np.int32)
+
+
+def _words(values: np.ndarray) -> np.ndarray:
+    """Returns integers -8 to 7 [F, D] plus 8 in words of 32 bits, padded with zeros to whole ones."""
+    codes = np.pad((values + 8).astype(np.uint32), ((0, 0), (0, -values.shape[1] % 8)))
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)
+    words = (codes.reshape(len(codes), -1, 8) << shifts).sum(-1, dtype=np.uint32)
+    return words.view(np.int32)

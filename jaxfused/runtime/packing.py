@@ -1,0 +1,87 @@
+"""Several numbers of few bits in one byte or word, as the docstring of `quantized_array` says."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+
+
+def pack_int4(values: jax.Array, axis: int) -> jax.Array:
+    """Packs integers -8 to 7 as the module's docstring says, along an axis of even size."""
+    low, high = (
+        jax.lax.slice_in_dim(values, start, None, stride=2, axis=axis % values.ndim)
+        for start in (0, 1)
+    )
+    low, high = (half.astype(jnp.uint8) & 15 for half in (low, high))
+    return low | (high << 4)
+
+
+def unpack_int4(packed: jax.Array, axis: int) -> jax.Array:
+    """Returns the integers that `pack_int4` packed, as int8."""
+    axis = axis % packed.ndim
+    # Computed separately, the two halves would cost XLA an extra write to interleave. Shifting an int8
+    # to the right repeats its sign.
+    pairs = jnp.expand_dims(packed, axis + 1)
+    shape = [2 if i == axis + 1 else 1 for i in range(pairs.ndim)]
+    shifts = jnp.array([4, 0], jnp.uint8).reshape(shape)
+    numbers = jax.lax.bitcast_convert_type(pairs << shifts, jnp.int8) >> 4
+    return numbers.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
+
+
+def pack_codes(codes: jax.Array, axis: int, bits: int) -> jax.Array:
+    """Packs codes of 4 or 2 bits into uint8 along an axis, the first in the lowest bits."""
+    axis, count = axis % codes.ndim, 8 // bits
+    parts = (
+        jax.lax.slice_in_dim(codes, start, None, stride=count, axis=axis) for start in range(count)
+    )
+    shifted = [part.astype(jnp.uint8) << (bits * i) for i, part in enumerate(parts)]
+    return functools.reduce(operator.or_, shifted)
+
+
+def unpack_codes(packed: jax.Array, axis: int, bits: int) -> jax.Array:
+    """Returns the codes that `pack_codes` packed, as uint8."""
+    axis, count = axis % packed.ndim, 8 // bits
+    shape = [count if i == axis + 1 else 1 for i in range(packed.ndim + 1)]
+    shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8).reshape(shape)
+    codes = (jnp.expand_dims(packed, axis + 1) >> shifts) & (2**bits - 1)
+    return codes.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
+
+
+NIBBLES = 8
+"""Number of int4 in a word."""
+WORD_BLOCK = 128
+"""Number of int4 whose words are stored together."""
+
+
+def pack_words(values: jax.Array) -> jax.Array:
+    """Packs integers -8 to 7 [..., N, K] into words [..., N, K / 8] for kernels; 128 divides K.
+
+    Four threads share a run of 16 numbers of a WGMMA: thread t holds 2 t, 2 t + 1, 2 t + 8, 2 t + 9. A
+    word has a thread's numbers of two runs, each plus 8: the even ones in its low half, the odd ones in
+    its high half. The words of a block of 128 numbers are ordered by t, then by the runs.
+    """
+    *leading, k = values.shape
+    # The axes: block, word of the thread, run of the word, half of the run, thread, odd.
+    runs = (values.astype(jnp.int32) + 8).reshape(*leading, k // WORD_BLOCK, 4, 2, 2, 4, 2)
+    nibbles = jnp.moveaxis(runs, (-2, -5, -1), (-5, -4, -3)).reshape(*leading, k // 8, NIBBLES)
+    shifted = jax.lax.bitcast_convert_type(nibbles, jnp.uint32) << _nibble_shifts()
+    words = jnp.sum(shifted, axis=-1, dtype=jnp.uint32)
+    return jax.lax.bitcast_convert_type(words, jnp.int32)
+
+
+def unpack_words(words: jax.Array) -> jax.Array:
+    """Returns the integers [..., N, K] that `pack_words` packed, as int8."""
+    *leading, count = words.shape
+    unsigned = jax.lax.bitcast_convert_type(words, jnp.uint32)
+    nibbles = ((unsigned[..., None] >> _nibble_shifts()) & 15).astype(jnp.int8) - jnp.int8(8)
+    blocks = count * NIBBLES // WORD_BLOCK
+    # The axes: block, thread, word of the thread, odd, run of the word, half of the run. One axis is
+    # split at a time, which JAX can do to arrays whose sharding is in their types.
+    runs = nibbles.reshape(*leading, blocks, 4, 4, NIBBLES)
+    runs = runs.reshape(*leading, blocks, 4, 4, 2, 2, 2)
+    return jnp.moveaxis(runs, (-5, -4, -3), (-2, -5, -1)).reshape(*leading, count * NIBBLES)
+
+
+def _nibble_shifts() -> jax.Array:
+    return 4 * jnp.arange(NIBBLES, dtype=jnp.uint32)
