@@ -9,6 +9,7 @@
 # make fuzz-emulated  random small cases of what the CUDA C kernels compute there; EMULATED_ARCHITECTURE
 # make test-peers  Flax's own tests, of its released sources, on the modules of this package; JAX_TESTS
 # make test-adoption  models that others wrote, under jaxfused.fuse, in an environment of their own
+# make test-formats  quantised checkpoints that real packages write, each in an environment of its own
 # make test-gpu    the tests that need an NVIDIA GPU
 # make bench       time every operator against its peers on the GPU
 # make fuzz        random configurations of every operator on the GPU; CASES, SECONDS, SEED
@@ -53,7 +54,8 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 # cmake, ninja and clang-format come from the virtual environment where there is one.
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: vit unet lm test tests-of-a-commit test-jax test-all test-emulated test-peers test-adoption test-gpu \
+.PHONY: vit unet lm test tests-of-a-commit test-jax test-all test-emulated test-peers test-adoption \
+  test-formats test-gpu \
   bench docs fuzz without-gpu lint ffi ffi-quick ffi-emulated fuzz-emulated wheel clean
 
 vit: $(INSTALLED)
@@ -132,6 +134,17 @@ test-peers: $(INSTALLED)
 test-adoption: $(ADOPTION_VENV)/.installed-$(JAX_VERSION)
 	JAX_PLATFORMS=cpu $(ADOPTION_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal \
 	  $(wildcard tests/adoption/of_*.py)
+
+# Each of tests/formats/write_*.py says in its first line which packages it needs. FORMATS=gguf hqq runs two.
+FORMATS ?= $(patsubst tests/formats/write_%.py,%,$(wildcard tests/formats/write_*.py))
+test-formats: $(INSTALLED) $(FORMATS:%=build/formats/%.written)
+	JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n $(JOBS) tests/formats/of_formats.py
+
+build/formats/%.written: tests/formats/write_%.py tests/formats/written.py
+	$(BASE_PYTHON) -m venv build/formats/$*
+	build/formats/$*/bin/python -m pip install --quiet safetensors $$(sed -n '1s/# requires: //p' $<)
+	JAX_PLATFORMS=cpu PYTHONPATH=tests/formats build/formats/$*/bin/python $< build/formats/written
+	touch $@
 
 # Autotuning every product of a plain jax.numpy takes longer than all the rest. Without it XLA must not
 # take Triton's products, whose int8 is wrong then: see quantized_matmul.
