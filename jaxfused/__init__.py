@@ -3,6 +3,7 @@
 import importlib as _importlib
 from typing import Any as _Any
 
+from jaxfused import augment as augment
 from jaxfused import optim as optim
 from jaxfused import remat_policies as remat_policies
 from jaxfused.explain import Explanation as Explanation

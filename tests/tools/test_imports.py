@@ -18,6 +18,7 @@ LAYERS = {
     "jaxfused/nnx": ("jaxfused.modules", *_OPERATORS),
     "jaxfused/linen": ("jaxfused.modules", *_OPERATORS),
     "jaxfused/modules": _OPERATORS,
+    "jaxfused/augment": _OPERATORS,
     "jaxfused/fuse": _OPERATORS,
     "jaxfused/optim": _OPERATORS,
     # Rules for a model refer to its layers.
@@ -31,6 +32,7 @@ LAYERS = {
     ),
     "jaxfused/ops": _KERNELS,
     "jaxfused/ops/attention": ("jaxfused.ops.linear", *_KERNELS),
+    "jaxfused/ops/augment": _KERNELS,
     "jaxfused/ops/conv": (
         "jaxfused.ops.linear",
         "jaxfused.ops.norm",

@@ -1,0 +1,35 @@
+"""Random changes of images on the GPU: chains that read the images once and write them once."""
+
+from jaxfused.augment.batch import Batch as Batch
+from jaxfused.augment.chain import Chain as Chain
+from jaxfused.augment.colour import ColorJitter as ColorJitter
+from jaxfused.augment.colour import Cutout as Cutout
+from jaxfused.augment.colour import Normalize as Normalize
+from jaxfused.augment.colour import RandomAutocontrast as RandomAutocontrast
+from jaxfused.augment.colour import RandomEqualize as RandomEqualize
+from jaxfused.augment.colour import RandomErasing as RandomErasing
+from jaxfused.augment.colour import RandomGamma as RandomGamma
+from jaxfused.augment.colour import RandomGrayscale as RandomGrayscale
+from jaxfused.augment.colour import RandomInvert as RandomInvert
+from jaxfused.augment.colour import RandomPosterize as RandomPosterize
+from jaxfused.augment.colour import RandomSolarize as RandomSolarize
+from jaxfused.augment.crops import CenterCrop as CenterCrop
+from jaxfused.augment.crops import RandomCrop as RandomCrop
+from jaxfused.augment.crops import RandomResizedCrop as RandomResizedCrop
+from jaxfused.augment.crops import Resize as Resize
+from jaxfused.augment.filters import GaussianBlur as GaussianBlur
+from jaxfused.augment.filters import GaussianNoise as GaussianNoise
+from jaxfused.augment.filters import RandomAdjustSharpness as RandomAdjustSharpness
+from jaxfused.augment.geometry import ElasticTransform as ElasticTransform
+from jaxfused.augment.geometry import RandomAffine as RandomAffine
+from jaxfused.augment.geometry import RandomHorizontalFlip as RandomHorizontalFlip
+from jaxfused.augment.geometry import RandomPerspective as RandomPerspective
+from jaxfused.augment.geometry import RandomQuarterTurn as RandomQuarterTurn
+from jaxfused.augment.geometry import RandomRotation as RandomRotation
+from jaxfused.augment.geometry import RandomVerticalFlip as RandomVerticalFlip
+from jaxfused.augment.mixing import CutMix as CutMix
+from jaxfused.augment.mixing import MixUp as MixUp
+from jaxfused.augment.policies import RandAugment as RandAugment
+from jaxfused.augment.policies import RandomApply as RandomApply
+from jaxfused.augment.policies import RandomChoice as RandomChoice
+from jaxfused.augment.policies import TrivialAugmentWide as TrivialAugmentWide

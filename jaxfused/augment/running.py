@@ -1,0 +1,321 @@
+"""The passes of a chain over a batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.augment import plan
+from jaxfused.augment.batch import Batch
+from jaxfused.augment.composed import Frame, composed, moved_boxes, moved_mask
+from jaxfused.augment.drawing import Draws
+from jaxfused.augment.filters import GaussianNoise
+from jaxfused.augment.mixed import mixed
+from jaxfused.augment.plan import FilterPass, ImagePass, MixPass
+from jaxfused.augment.shards import over_batch
+from jaxfused.augment.transform import Drawn, Part, Pointwise
+from jaxfused.ops.augment import image_pass_xla, steps_xla
+from jaxfused.ops.augment.image_pass import image_pass
+from jaxfused.ops.augment.resample_xla import Map
+from jaxfused.ops.augment.steps_xla import COLOURED
+from jaxfused.runtime.checks import as_arrays
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is known of a chain before its images."""
+
+    parts: tuple[Part, ...]
+    passes: tuple[plan.Pass, ...]
+    dtype: Any
+    mask_fill: float
+    implementation: dispatch.Implementation | None
+
+
+def checked(images: Any) -> Batch:
+    """Returns a batch whose arrays fit each other.
+
+    Raises:
+      ValueError: they do not.
+    """
+    batch = images if isinstance(images, Batch) else Batch(images)
+    batch = Batch(*as_arrays(*batch))
+    x = batch.images
+    if x.ndim not in (4, 5) or 0 in x.shape[1:]:
+        raise ValueError(
+            f"Chain: images have shape {x.shape}, but they are [B, H, W, C] or videos [B, T, H, W, C];"
+            " pass these."
+        )
+    if x.dtype != jnp.uint8 and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"Chain: images have dtype {x.dtype}, but they are uint8 or floating with values of 0 to 1;"
+            " convert them."
+        )
+    leading = x.shape[:-3]
+    rules = dict(
+        masks=(x.shape[:-1], x.ndim - 1, x.ndim),
+        boxes=(leading, len(leading) + 2, len(leading) + 2),
+        valid=(leading, len(leading) + 1, len(leading) + 1),
+        labels=(x.shape[:1], 1, 2),
+        sizes=(x.shape[:1], 2, 2),
+    )
+    for name, (start, least, most) in rules.items():
+        array = getattr(batch, name)
+        last = {"boxes": 4, "sizes": 2}.get(name)
+        if array is not None and (
+            not least <= array.ndim <= most
+            or array.shape[: len(start)] != start
+            or (last is not None and array.shape[-1] != last)
+        ):
+            raise ValueError(
+                f"Chain: {name} have shape {array.shape}, which does not fit images of shape {x.shape};"
+                " pass what jaxfused.augment.Batch says."
+            )
+    return batch._replace(visible=None)
+
+
+def check_channels(part: Part, channels: int) -> None:
+    """Checks that a part can change images with this many channels.
+
+    Raises:
+      ValueError: it mixes colours, and they are none.
+    """
+    operations = part.operations() if isinstance(part, Pointwise) else ()
+    if channels not in (1, 3, 4) and COLOURED & {op for ops in operations for op in ops}:
+        raise ValueError(
+            f"Chain: {type(part).__name__} mixes colours, but images have {channels} channels; pass"
+            " images of 1, 3 or 4."
+        )
+
+
+def applied(spec: Spec, draws: Draws, batch: Batch) -> Batch:
+    """Returns a batch after all passes, one of `checked`."""
+
+    def on_shard(split: Any, whole: Any, axis_names: Any) -> Batch:
+        return _applied(spec, split[0], split[1], axis_names)
+
+    return over_batch(on_shard, batch.images, (draws, batch))
+
+
+def _applied(spec: Spec, draws: Draws, batch: Batch, axis_names: Any) -> Batch:
+    """Returns a device's part of a batch, which `axis_names` split; None if the caller knows them."""
+    frames = batch.images.shape[1] if batch.images.ndim == 5 else None
+    sizes = batch.sizes
+    if sizes is None:
+        sizes = jnp.broadcast_to(
+            jnp.array(batch.images.shape[-3:-1], jnp.float32), (batch.images.shape[0], 2)
+        )
+    state = _State(
+        spec,
+        _merged(batch, frames),
+        _repeated(sizes.astype(jnp.float32), frames),
+        is_ragged=batch.sizes is not None,
+        frames=frames,
+        axis_names=axis_names,
+    )
+    draws = _repeated(draws, frames)
+    if state.batch.boxes is not None:
+        state.batch = state.batch._replace(boxes=state.batch.boxes.astype(jnp.float32))
+    final = _final_dtype(spec, batch.images.dtype)
+    if not spec.passes:
+        state.batch = state.batch._replace(images=_converted(state.batch.images, final))
+    for number, each in enumerate(spec.passes):
+        dtype = final if number + 1 == len(spec.passes) else state.between(number)
+        match each:
+            case ImagePass(geometric, pointwise):
+                state.image_pass(draws, geometric, pointwise, dtype)
+            case FilterPass(part):
+                state.filter_pass(draws[part], part, dtype)
+            case MixPass(part):
+                state.mix_pass(draws[part], part, dtype)
+    return state.finished()
+
+
+def _final_dtype(spec: Spec, given: Any) -> Any:
+    if spec.dtype is not None:
+        return spec.dtype
+    is_float = jnp.issubdtype(given, jnp.floating)
+    return given if is_float or not plan.is_normalized(spec.parts) else jnp.dtype(jnp.float32)
+
+
+def _converted(images: jax.Array, dtype: Any) -> jax.Array:
+    if images.dtype == dtype:
+        return images
+    return image_pass_xla.narrow(image_pass_xla.wide(images), dtype)
+
+
+def _merged(tree: Any, frames: int | None) -> Any:
+    """Returns a batch whose videos are as many images as they have frames."""
+    if frames is None:
+        return tree
+    merged = {
+        name: array.reshape(-1, *array.shape[2:])
+        for name in ("images", "masks", "boxes", "valid")
+        if (array := getattr(tree, name)) is not None
+    }
+    return tree._replace(**merged)
+
+
+def _repeated(tree: Any, frames: int | None) -> Any:
+    """Returns what is drawn for each video, for each of its frames."""
+    if frames is None:
+        return tree
+    return jax.tree.map(lambda a: jnp.repeat(a, frames, axis=0), tree)
+
+
+class _State:
+    """A batch on its way through the passes of a chain."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        batch: Batch,
+        sizes: jax.Array,
+        *,
+        is_ragged: bool,
+        frames: int | None,
+        axis_names: Any,
+    ):
+        self.spec, self.batch, self.sizes = spec, batch, sizes
+        self.is_ragged, self.frames, self.axis_names = is_ragged, frames, axis_names
+
+    def between(self, number: int) -> Any:
+        """Returns the dtype of the images after a pass that is not the last one."""
+        indices = [i for p in self.spec.passes[: number + 1] for i in _parts_of(p)]
+        if self.batch.images.dtype == jnp.uint8 and plan.is_normalized(
+            [self.spec.parts[i] for i in indices]
+        ):
+            return _final_dtype(self.spec, self.batch.images.dtype)
+        return self.batch.images.dtype
+
+    def image_pass(
+        self, draws: Draws, geometric: Sequence[int], pointwise: Sequence[int], dtype: Any
+    ) -> None:
+        images = self.batch.images
+        height, width, channels = images.shape[1:]
+        frame = Frame(tuple(self.spec.parts[i] for i in geometric), (height, width))  # type: ignore[misc]
+        reading = frame.reading(channels) if geometric else None
+        drawn = tuple(draws[i] for i in geometric)
+
+        def map_of(drawn: tuple[Drawn, ...], size: jax.Array) -> Map:
+            return composed(frame, drawn, size)
+
+        maps = jax.vmap(map_of)(drawn, self.sizes)
+        rows, steps = self._rows(draws, pointwise, channels)
+        moved = image_pass(
+            images,
+            jax.vmap(Map.packed)(maps),
+            rows,
+            maps.shift,
+            maps.before,
+            spec=image_pass_xla.Pass(reading, steps, dtype),
+            implementation=self.spec.implementation,
+        )
+        self.batch = self.batch._replace(images=moved)
+        if reading is None:
+            return
+        self.sizes = maps.result
+        masks, boxes = self.batch.masks, self.batch.boxes
+        if masks is not None:
+            planes = masks.reshape(*masks.shape[:3], -1)
+            move = jax.vmap(lambda mask, map: moved_mask(mask, reading, map, self.spec.mask_fill))
+            planes = move(planes, maps)
+            masks = planes.reshape(*planes.shape[:3], *masks.shape[3:])
+        if boxes is not None:
+            boxes = jax.vmap(moved_boxes)(boxes, maps)
+        self.batch = self.batch._replace(masks=masks, boxes=boxes)
+        self.is_ragged &= not any(part.crops for part in frame.parts)
+
+    def _rows(
+        self, draws: Draws, pointwise: Sequence[int], channels: int
+    ) -> tuple[jax.Array, steps_xla.Steps]:
+        """Returns the rows [B, steps, 1 + width] of pointwise parts, and their operations."""
+        wide = steps_xla.width(channels)
+        is_uint8, steps = self.batch.images.dtype == jnp.uint8, []
+        rows = []
+        for i in pointwise:
+            part: Any = self.spec.parts[i]
+            steps += part.operations()
+
+            def rows_of(drawn: Drawn, part=part, is_uint8=is_uint8) -> jax.Array:
+                made = []
+                for op, values in part.rows(drawn.values, channels, is_uint8):
+                    number = jnp.where(drawn.on, jnp.asarray(op, jnp.float32), 0)[None]
+                    padded = jnp.pad(values.astype(jnp.float32), (0, wide - len(values)))
+                    made.append(jnp.concatenate([number, padded]))
+                return jnp.stack(made) if made else jnp.zeros((0, 1 + wide), jnp.float32)
+
+            rows.append(jax.vmap(rows_of)(draws[i]))
+            # After Normalize, values are no levels.
+            is_uint8 = is_uint8 and not plan.is_normalized([part])
+        empty = jnp.zeros((len(self.batch.images), 0, 1 + wide), jnp.float32)
+        return jnp.concatenate([empty, *rows], 1), tuple(steps)
+
+    def filter_pass(self, drawn: Drawn, index: int, dtype: Any) -> None:
+        part: Any = self.spec.parts[index]
+        sizes = self.sizes if self.is_ragged else None
+
+        def one(image, drawn, size):
+            x = image_pass_xla.wide(image)
+            y = jnp.where(drawn.on, part.filtered(drawn.values, x, size), x)
+            return image_pass_xla.narrow(y, dtype)
+
+        at = (0, 0, None if sizes is None else 0)
+        values = drawn
+        if self.frames is not None and isinstance(part, GaussianNoise):
+            places = jnp.arange(len(self.batch.images), dtype=jnp.uint32) % self.frames
+            values = drawn._replace(values=jax.vmap(part.of_frame)(drawn.values, places))
+        images = jax.vmap(one, in_axes=at)(self.batch.images, values, sizes)
+        self.batch = self.batch._replace(images=images)
+
+    def mix_pass(self, drawn: Drawn, index: int, dtype: Any) -> None:
+        part: Any = self.spec.parts[index]
+        self.batch = mixed(
+            part, drawn, self.batch, self.frames, self.axis_names or part.axis_name, dtype
+        )
+
+    def finished(self) -> Batch:
+        """Returns the batch with boxes cut at the edges, padding of 0, and videos as videos."""
+        batch = self.batch
+        if self.is_ragged:
+            rows, columns = (jnp.arange(n, dtype=jnp.float32) for n in batch.images.shape[1:3])
+            inside = (rows < self.sizes[:, :1])[:, :, None] & (columns < self.sizes[:, 1:])[:, None]
+            images = jnp.where(inside[..., None], batch.images, jnp.zeros((), batch.images.dtype))
+            batch = batch._replace(images=images)
+        if batch.boxes is not None:
+            batch = _cut(batch, self.sizes)
+        if batch.sizes is not None:
+            sizes = self.sizes if self.frames is None else self.sizes[:: self.frames]
+            batch = batch._replace(sizes=sizes.astype(batch.sizes.dtype))
+        if self.frames is None:
+            return batch
+        apart = {
+            name: array.reshape(-1, self.frames, *array.shape[1:])
+            for name in ("images", "masks", "boxes", "valid", "visible")
+            if (array := getattr(batch, name)) is not None
+        }
+        return batch._replace(**apart)
+
+
+def _parts_of(each: plan.Pass) -> tuple[int, ...]:
+    return each.geometric + each.pointwise if isinstance(each, ImagePass) else (each.part,)
+
+
+def _cut(batch: Batch, sizes: jax.Array) -> Batch:
+    """Returns a batch whose boxes end at the edges of its images."""
+    boxes: Any = batch.boxes
+    most = jnp.concatenate([sizes[:, ::-1]] * 2, 1)[:, None]
+    cut = jnp.clip(boxes, 0, most)
+
+    def area(of: jax.Array) -> jax.Array:
+        return (of[..., 2] - of[..., 0]) * (of[..., 3] - of[..., 1])
+
+    whole = area(boxes)
+    visible = jnp.where(whole > 0, area(cut) / jnp.where(whole > 0, whole, 1), 0)
+    valid = visible > 0
+    if batch.valid is not None:
+        valid &= batch.valid
+    return batch._replace(boxes=cut, visible=visible, valid=valid)

@@ -1,0 +1,181 @@
+"""What all transforms of a chain have in common: their draws, and the kinds of them that passes know."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.ops.augment.resample_xla import Interpolation
+from jaxfused.ops.augment.steps_xla import Steps
+from jaxfused.runtime.checks import python_number_fields
+
+
+class Drawn(NamedTuple):
+    """What one transform does with one image."""
+
+    on: jax.Array
+    """Whether it does anything, []."""
+    values: Any
+    """Its parameters, a tree of arrays."""
+
+
+class Transform:
+    """A random change of one image. Its fields say what is drawn; nothing else is kept.
+
+    A transform consists of `parts`, of which a chain makes passes. `draw` returns what each part does.
+    """
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+
+    @property
+    def parts(self) -> "tuple[Part, ...]":
+        """The parts in their order."""
+        raise NotImplementedError
+
+    def draw(self, key: jax.Array, size: jax.Array) -> tuple[Drawn, ...]:
+        """Draws what each part does with an image of `size`, [height, width] in float32."""
+        raise NotImplementedError
+
+    def result_size(self, size: jax.Array) -> jax.Array:
+        """Returns [height, width] of the result of an image."""
+        return size
+
+
+class Part(Transform):
+    """A transform of one kind, which is its own part."""
+
+    p: float = 1.0
+
+    @property
+    def parts(self) -> "tuple[Part, ...]":
+        return (self,)
+
+    def draw(self, key: jax.Array, size: jax.Array) -> tuple[Drawn, ...]:
+        on, own = jax.random.split(key)
+        return (Drawn(jax.random.uniform(on) < self.p, self.values(own, size)),)
+
+    def values(self, key: jax.Array, size: jax.Array) -> Any:
+        """Draws the parameters for an image."""
+        return ()
+
+
+class Geometric(Part):
+    """A part that moves pixels."""
+
+    crops: ClassVar[bool] = False
+    """Whether it discards what is outside of its result."""
+    upright: ClassVar[bool] = False
+    """Whether rows stay rows and columns stay columns."""
+    interpolation: Interpolation = "bilinear"
+    antialias: bool = False
+    fill: float | Sequence[float] = 0.0
+    any_interpolation: ClassVar[bool] = False
+    """Whether positions are whole numbers, so that no interpolation or fill is seen."""
+
+    def inverse(self, values: Any, size: jax.Array) -> jax.Array:
+        """Returns the matrix [3, 3] from positions in the result to positions in the image."""
+        raise NotImplementedError
+
+    def result_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Returns the height and width of the resulting arrays."""
+        return shape
+
+    def shrinks_by(self, shape: tuple[int, int]) -> float:
+        """Returns how much smaller it makes things at most, for images in arrays of a shape."""
+        return 1.0
+
+
+class Pointwise(Part):
+    """A part that changes each pixel by itself, and perhaps by statistics of the image."""
+
+    bounded: ClassVar[bool] = True
+    """Whether it takes values of 0 to 1, and so has to come before `Normalize`."""
+
+    def operations(self) -> Steps:
+        """Returns which operations each of its steps may have."""
+        raise NotImplementedError
+
+    def rows(self, values: Any, channels: int, is_uint8: bool) -> list[tuple[Any, Any]]:
+        """Returns (operation, its values) of each step for one image."""
+        raise NotImplementedError
+
+
+class Filter(Part):
+    """A part whose pixels depend on their neighbours."""
+
+    bounded: ClassVar[bool] = True
+    """Whether it takes values of 0 to 1, and so has to come before `Normalize`."""
+
+    def filtered(self, values: Any, x: jax.Array, size: jax.Array | None) -> jax.Array:
+        """Returns an image [H, W, C] of values 0 to 1; it fills the array if `size` is None."""
+        raise NotImplementedError
+
+
+class Mixing(Part):
+    """A part that mixes each image of a batch with the one before it."""
+
+    per_image: bool = False
+    """Whether each image has its own draw, or all images of a batch have one."""
+    cuts: ClassVar[bool] = False
+    """Whether each pixel is of one image, so that masks can be mixed too."""
+    axis_name: Any = None
+    num_classes: int | None = None
+
+    def shares(self, values: Any, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+        """Returns an image's share of its own pixels, [H, W] or [], and of its own label, []."""
+        raise NotImplementedError
+
+
+@dataclass_transform(frozen_default=True)
+def transform[T](cls: type[T]) -> type[T]:
+    """Makes a class a frozen dataclass whose fields are checked by their annotations."""
+    made: Any = dataclass(frozen=True)(cls)
+    return python_number_fields(made)
+
+
+def uniform(key: jax.Array, low: Any, high: Any) -> jax.Array:
+    """Draws a float32 number from low to high."""
+    return jax.random.uniform(key, (), jnp.float32, low, high)
+
+
+def whole(key: jax.Array, count: jax.Array) -> jax.Array:
+    """Draws one of 0 .. count - 1 as a float32; 0 where count is less than 1."""
+    drawn = jnp.floor(jax.random.uniform(key) * count)
+    return jnp.clip(drawn, 0, jnp.maximum(count - 1, 0))
+
+
+def pair(op: str, name: str, value: Any, *, around: float | None, least: float | None) -> Any:
+    """Returns (low, high) of a range, which one number may stand for: `around` it on both sides.
+
+    Raises:
+      ValueError: it is no range, or begins below `least`.
+    """
+    if isinstance(value, (int, float)):
+        if around is None or value < 0:
+            raise ValueError(
+                f"{op}: {name} is {value!r}, but it is a range; pass (low, high)"
+                + ("." if around is None else ", or one number of 0 or more.")
+            )
+        value = (around - value, around + value)
+        if least is not None:
+            value = (max(least, value[0]), value[1])
+    low_high = tuple(float(number) for number in value)
+    if len(low_high) != 2 or not low_high[0] <= low_high[1]:
+        raise ValueError(
+            f"{op}: {name} is {value!r}, but a range is (low, high) with low <= high; pass two numbers."
+        )
+    if least is not None and low_high[0] < least:
+        raise ValueError(
+            f"{op}: {name} is {value!r}, which begins below {least:g}; pass (low, high) from"
+            f" {least:g} on."
+        )
+    return low_high
+
+
+def check_share(op: str, name: str, value: float) -> None:
+    """Checks that a number is from 0 to 1."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{op}: {name} is {value}, but it is a share; pass a number from 0 to 1.")

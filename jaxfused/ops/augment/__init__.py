@@ -1,0 +1,1 @@
+"""One pass over images: a resampling, pointwise steps and their statistics."""

@@ -1,0 +1,253 @@
+"""Reading an image at other places, in plain JAX.
+
+Positions count from 0 at the middle of the first pixel, x to the right and y down. A map leads from the
+positions of the result to those of the image. Every value is a weighted mean of pixels, the weights of
+which are a kernel's of the distances along x and along y. Where the map shrinks and the reading is
+antialiased, the kernel is that much wider.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Interpolation = Literal["nearest", "bilinear", "bicubic"]
+
+SUPPORT = {"bilinear": 1, "bicubic": 2}
+"""How far from its middle a kernel reaches, in pixels."""
+
+TAPS_UNROLLED = 4
+"""Largest number of taps, over both axes, that are written out; more are a loop."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a pass reads an image."""
+
+    size: tuple[int, int]
+    """Height and width of the result."""
+    interpolation: Interpolation
+    is_upright: bool
+    """Whether x depends on the result's columns alone and y on its rows alone."""
+    drops: bool
+    """Whether pixels outside the window do not count, as at the edges of a crop, or are `fill`."""
+    fill: tuple[float, ...]
+    """What is outside of the image: one value, or one for each channel."""
+    widest: float
+    """The largest radius of the kernel, over its support."""
+
+    @property
+    def taps(self) -> int:
+        """The largest number of pixels along an axis that a value depends on."""
+        return math.floor(2 * SUPPORT[self.interpolation] * self.widest) + 1
+
+
+class Map(NamedTuple):
+    """The map of one image: where each position of the result is in the image."""
+
+    matrix: jax.Array
+    """[3, 3], of homogeneous coordinates (x, y, 1)."""
+    window: jax.Array
+    """[4]: smallest x, smallest y, largest x, largest y of the pixels that the result may show."""
+    radius: jax.Array
+    """[2]: the widths of the kernel along x and y, over its support; 1 where nothing shrinks."""
+    source: jax.Array
+    """[2]: height and width of the image, which may be smaller than its array."""
+    result: jax.Array
+    """[2]: height and width of the result, which may be smaller than its array."""
+    shift: jax.Array | None
+    """[H, W, 2]: what is added to (x, y) after the matrix, and before the matrix `before`."""
+    before: jax.Array | None
+    """[3, 3] or None: from the frame of `shift` to the image."""
+
+    def packed(self) -> jax.Array:
+        """Returns all but the shift and `before` as one row of `PACKED` numbers."""
+        parts = (self.matrix.reshape(9), self.window, self.radius, self.source, self.result)
+        return jnp.concatenate(parts)
+
+
+PACKED = 19
+"""How many numbers a packed map has."""
+
+
+def unpacked(row: jax.Array, shift: jax.Array | None, before: jax.Array | None) -> Map:
+    """Returns the map that `Map.packed` packed."""
+    return Map(row[:9].reshape(3, 3), row[9:13], row[13:15], row[15:17], row[17:19], shift, before)
+
+
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the product of two 3 x 3 matrices in their own precision, which a GPU's dot has not."""
+    return (a[:, :, None] * b[None]).sum(1)
+
+
+def moved(matrix: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns positions after a matrix of homogeneous coordinates."""
+    below = matrix[2, 0] * x + matrix[2, 1] * y + matrix[2, 2]
+    # Positions at the horizon of a perspective and beyond are nowhere in the image.
+    visible = below > 1e-6
+    divisor = jnp.where(visible, below, 1)
+    return tuple(
+        jnp.where(visible, (row[0] * x + row[1] * y + row[2]) / divisor, -1e6) for row in matrix[:2]
+    )  # type: ignore[return-value]
+
+
+def positions(reading: Reading, map: Map) -> tuple[jax.Array, jax.Array]:
+    """Returns x and y of each pixel of the result, [h, w], in the image."""
+    height, width = reading.size
+    dtype = map.matrix.dtype
+    y, x = jnp.meshgrid(
+        jnp.arange(height, dtype=dtype), jnp.arange(width, dtype=dtype), indexing="ij"
+    )
+    x, y = moved(map.matrix, x, y)
+    if map.shift is None:
+        return x, y
+    dx, dy = shift_at(map.shift, x, y)
+    x, y = x + dx, y + dy
+    return (x, y) if map.before is None else moved(map.before, x, y)
+
+
+def shift_at(shift: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns a field of displacements [H, W, 2] at positions between its own; its edges go on."""
+    height, width, _ = shift.shape
+    x, y = jnp.clip(x, 0, width - 1), jnp.clip(y, 0, height - 1)
+    left, top = jnp.floor(x), jnp.floor(y)
+    total = jnp.zeros((), shift.dtype)
+    for row in (top, top + 1):
+        for column in (left, left + 1):
+            weight = (1 - jnp.abs(x - column)) * (1 - jnp.abs(y - row))
+            total += weight[..., None] * _pixels(shift, column, row)
+    return total[..., 0], total[..., 1]
+
+
+def resample(x: jax.Array, reading: Reading, map: Map) -> jax.Array:
+    """Returns what is at the map's positions in an image [H, W, C], with C as it is."""
+    fill = jnp.broadcast_to(jnp.array(reading.fill, x.dtype), (x.shape[-1],))
+    if reading.interpolation == "nearest":
+        return nearest(x, reading, map, fill)
+    map = map._replace(radius=jnp.clip(map.radius, 1, reading.widest))
+    if reading.is_upright:
+        return _upright(x, reading, map, fill)
+    return _anywhere(x, reading, map, fill)
+
+
+def nearest(x: jax.Array, reading: Reading, map: Map, fill: jax.Array) -> jax.Array:
+    """Returns the nearest pixels, right or below where two are as near; for labels too."""
+    across, down = (jnp.floor(place + 0.5) for place in positions(reading, map))
+    seen = _is_seen(across, 0, map) & _is_seen(down, 1, map)
+    if not reading.drops:
+        seen &= _is_in_window(across, 0, map) & _is_in_window(down, 1, map)
+    return jnp.where(seen[..., None], _pixels(x, across, down), fill)
+
+
+def _is_seen(place: jax.Array, axis: int, map: Map) -> jax.Array:
+    """Returns whether pixels are in the image, along x (0) or y (1)."""
+    return (place >= 0) & (place < map.source[1 - axis])
+
+
+def _is_in_window(place: jax.Array, axis: int, map: Map) -> jax.Array:
+    return (place >= map.window[axis]) & (place <= map.window[2 + axis])
+
+
+def _weights(distance: jax.Array, interpolation: Interpolation) -> jax.Array:
+    """Returns the kernel at a distance from its middle."""
+    d = jnp.abs(distance)
+    if interpolation == "bilinear":
+        return jnp.maximum(1 - d, 0)
+    a = -0.5
+    near = ((a + 2) * d - (a + 3)) * d * d + 1
+    far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
+    return jnp.where(d < 1, near, jnp.where(d < 2, far, 0))
+
+
+def _tap_weights(
+    place: jax.Array, pixel: jax.Array, axis: int, reading: Reading, map: Map
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (weight, weight if the pixel shows the image) of pixels along an axis for positions."""
+    weight = _weights((pixel - place) / map.radius[axis], reading.interpolation)
+    in_window = _is_in_window(pixel, axis, map)
+    if reading.drops:
+        weight = jnp.where(in_window, weight, 0)
+        return weight, jnp.where(_is_seen(pixel, axis, map), weight, 0)
+    return weight, jnp.where(_is_seen(pixel, axis, map) & in_window, weight, 0)
+
+
+def _upright(x: jax.Array, reading: Reading, map: Map, fill: jax.Array) -> jax.Array:
+    """Reads rows and columns one after the other, as two products with matrices of weights."""
+    weights, shares = [], []
+    for axis, (size, count) in enumerate(zip(x.shape[1::-1], reading.size[::-1], strict=True)):
+        steps = jnp.arange(count, dtype=x.dtype)
+        place = map.matrix[axis, axis] * steps + map.matrix[axis, 2]
+        # Beyond the array there is only fill, the weight of which is what is missing from 1.
+        reach = math.ceil(SUPPORT[reading.interpolation] * reading.widest) if reading.drops else 0
+        pixel = jnp.arange(-reach, size + reach, dtype=x.dtype)
+        weight, seen = _tap_weights(place[:, None], pixel[None], axis, reading, map)
+        total = weight.sum(1, keepdims=True)
+        if not reading.drops:
+            total = _total(place, axis, reading, map)[:, None]
+        total = jnp.where(total == 0, 1, total)
+        inner = seen[:, reach : reach + size] / total
+        weights.append(inner)
+        shares.append(inner.sum(1))
+    across, down = weights
+    highest = jax.lax.Precision.HIGHEST
+    y = jnp.einsum("vw,hwc->hvc", across, x, precision=highest)
+    y = jnp.einsum("uh,hvc->uvc", down, y, precision=highest)
+    covered = shares[1][:, None] * shares[0][None]
+    return y + (1 - covered)[..., None] * fill
+
+
+def _total(place: jax.Array, axis: int, reading: Reading, map: Map) -> jax.Array:
+    """Returns the sum of a kernel's weights over all pixels, inside and outside of the image."""
+    first = jnp.ceil(place - SUPPORT[reading.interpolation] * map.radius[axis])
+    pixels = first[:, None] + jnp.arange(reading.taps, dtype=place.dtype)
+    distances = (pixels - place[:, None]) / map.radius[axis]
+    return _weights(distances, reading.interpolation).sum(1)
+
+
+def _anywhere(x: jax.Array, reading: Reading, map: Map, fill: jax.Array) -> jax.Array:
+    """Reads pixel by pixel."""
+    across, down = positions(reading, map)
+    support = SUPPORT[reading.interpolation]
+    # Far from the image all is fill, and a position is a number that pixels can be counted from.
+    limit = support * reading.widest + 2
+    across = jnp.clip(across, -limit, map.source[1] - 1 + limit)
+    down = jnp.clip(down, -limit, map.source[0] - 1 + limit)
+    left = jnp.ceil(across - support * map.radius[0])
+    top = jnp.ceil(down - support * map.radius[1])
+
+    def tap(sums, offsets):
+        total, covered, value = sums
+        column, row = left + offsets[0], top + offsets[1]
+        weight_x, seen_x = _tap_weights(across, column, 0, reading, map)
+        weight_y, seen_y = _tap_weights(down, row, 1, reading, map)
+        seen = seen_x * seen_y
+        return (
+            total + weight_x * weight_y,
+            covered + seen,
+            value + seen[..., None] * _pixels(x, column, row),
+        )
+
+    zero = jnp.zeros_like(across)
+    sums = zero, zero, jnp.zeros((*across.shape, x.shape[-1]), x.dtype)
+    taps = reading.taps if reading.widest > 1 or support > 1 else 2
+    grid = [(i, j) for j in range(taps) for i in range(taps)]
+    if len(grid) <= TAPS_UNROLLED:
+        for offsets in grid:
+            sums = tap(sums, offsets)
+    else:
+        sums, _ = jax.lax.scan(
+            lambda sums, offsets: (tap(sums, offsets), None), sums, jnp.array(grid, x.dtype)
+        )
+    total, covered, value = sums
+    total = jnp.where(total == 0, 1, total)
+    return value / total[..., None] + (1 - covered / total)[..., None] * fill
+
+
+def _pixels(x: jax.Array, column: jax.Array, row: jax.Array) -> jax.Array:
+    """Returns pixels [..., C] of an image [H, W, C]; those outside are the nearest inside."""
+    height, width = x.shape[:2]
+    column = jnp.clip(column, 0, width - 1).astype(jnp.int32)
+    row = jnp.clip(row, 0, height - 1).astype(jnp.int32)
+    return x[row, column]

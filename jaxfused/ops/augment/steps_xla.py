@@ -1,0 +1,253 @@
+"""The pointwise steps of a pass over an image, in plain JAX.
+
+A step is an operation with its values. Each image has its own, so that the operation is data: a row
+[operation, values...] of an array. A pass knows which operations each of its steps may have.
+
+Values of a picture are 0 to 1 within a pass; "levels" are the 256 of uint8.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Op(IntEnum):
+    """The operations of steps, by the numbers that rows and kernels have for them."""
+
+    IDENTITY = 0
+    BRIGHTNESS = 1
+    CONTRAST = 2
+    SATURATION = 3
+    HUE = 4
+    GAMMA = 5
+    POSTERIZE = 6
+    SOLARIZE = 7
+    INVERT = 8
+    AUTOCONTRAST = 9
+    EQUALIZE = 10
+    ERASE = 11
+    NORMALIZE = 12
+
+
+STATISTICAL = frozenset({Op.CONTRAST, Op.AUTOCONTRAST, Op.EQUALIZE})
+"""Operations that depend on all pixels of an image."""
+
+COLOURED = frozenset({Op.SATURATION, Op.HUE, Op.CONTRAST})
+"""Operations that mix channels, and so need 1, 3 or 4 of them."""
+
+Steps = tuple[tuple[Op, ...], ...]
+"""For each step of a pass, the operations that it may have."""
+
+GRAY = (0.299, 0.587, 0.114)
+"""Weights of red, green and blue, which sum to 1, so that gray stays as it is."""
+
+
+class Statistics(NamedTuple):
+    """What a pass has to know of a whole image before the step that asks for it."""
+
+    pivot: jax.Array
+    """The mean of gray, []."""
+    low: jax.Array
+    """The smallest value of each channel, [C]."""
+    high: jax.Array
+    """The largest value of each channel, [C]."""
+    table: jax.Array
+    """What equalization makes of each level of each channel, [C, 256]."""
+
+
+def width(channels: int) -> int:
+    """Returns how many values a step of images with this many channels has."""
+    return 2 * max(channels, 4)
+
+
+def run(x: jax.Array, rows: jax.Array, steps: Steps, statistics: Statistics | None) -> jax.Array:
+    """Returns an image [H, W, C] after its steps; `rows` is [steps, 1 + width]."""
+    for row, ops in zip(rows, steps, strict=True):
+        x = _step(x, row, ops, statistics)
+    return x
+
+
+def until_statistics(x: jax.Array, rows: jax.Array, steps: Steps) -> jax.Array:
+    """Returns the image of which a statistical step needs the statistics: as it is before that step."""
+    taken = x
+    last = max(i for i, ops in enumerate(steps) if STATISTICAL & set(ops))
+    for row, ops in zip(rows[: last + 1], steps[: last + 1], strict=True):
+        statistical = sorted(STATISTICAL & set(ops))
+        if statistical:
+            here = jnp.isin(row[0], jnp.array(statistical, row.dtype))
+            taken = jnp.where(here, x, taken)
+        x = _step(x, row, tuple(op for op in ops if op not in STATISTICAL), None)
+    return taken
+
+
+def statistics_of(x: jax.Array, inside: jax.Array | None, needed: frozenset[Op]) -> Statistics:
+    """Returns the statistics of an image [H, W, C] over its pixels `inside` [H, W], or all of them."""
+    channels = x.shape[-1]
+    counted = jnp.ones(x.shape[:2], bool) if inside is None else inside
+    zero, nothing = jnp.zeros((), x.dtype), jnp.zeros((channels,), x.dtype)
+    pivot, low, high = zero, nothing, nothing
+    table = jnp.zeros((channels, 256), x.dtype)
+    if Op.CONTRAST in needed:
+        shades = jnp.where(counted, gray(x)[..., 0], zero)
+        pivot = shades.sum() / jnp.maximum(counted.sum(), 1).astype(x.dtype)
+    if Op.AUTOCONTRAST in needed:
+        low = jnp.where(counted[..., None], x, jnp.inf).min((0, 1))
+        high = jnp.where(counted[..., None], x, -jnp.inf).max((0, 1))
+    if Op.EQUALIZE in needed:
+        channel = jnp.arange(channels, dtype=jnp.int32)
+        places = levels(x).astype(jnp.int32) + 256 * channel
+        ones = jnp.broadcast_to(counted[..., None], x.shape).astype(jnp.int32)
+        counts = jnp.zeros((256 * channels,), jnp.int32).at[places].add(ones)
+        table = jax.vmap(_equalized)(counts.reshape(channels, 256)).astype(x.dtype) / 255
+    return Statistics(pivot, low, high, table)
+
+
+def _equalized(counts: jax.Array) -> jax.Array:
+    """Returns Pillow's table for the counts [256] of a channel's levels."""
+    last = counts[255 - jnp.argmax(counts[::-1] > 0)]
+    step = (counts.sum() - last) // 255
+    before = jnp.cumsum(counts) - counts
+    table = jnp.clip((step // 2 + before) // jnp.maximum(step, 1), 0, 255)
+    return jnp.where(step > 0, table, jnp.arange(256, dtype=table.dtype))
+
+
+def levels(x: jax.Array) -> jax.Array:
+    """Returns the levels of values, 0 to 255: the nearest, the even one of two that are as near."""
+    return jnp.round(jnp.clip(x, 0, 1) * 255)
+
+
+def gray(x: jax.Array) -> jax.Array:
+    """Returns the shades [..., 1] of 1, 3 or 4 channels; the fourth, opacity, does not count."""
+    if x.shape[-1] == 1:
+        return x
+    red, green, blue = GRAY
+    return red * x[..., 0:1] + green * x[..., 1:2] + blue * x[..., 2:3]
+
+
+def _step(
+    x: jax.Array, row: jax.Array, ops: Sequence[Op], statistics: Statistics | None
+) -> jax.Array:
+    y = x
+    for op in ops:
+        if op is not Op.IDENTITY:
+            y = jnp.where(row[0] == op, _FUNCTIONS[op](x, row[1:], statistics), y)
+    return y
+
+
+def _on_colours(
+    f: Callable[[jax.Array, jax.Array, Statistics | None], jax.Array],
+) -> Callable[[jax.Array, jax.Array, Statistics | None], jax.Array]:
+    """Makes a function of colours leave the fourth channel, opacity, as it is."""
+
+    def with_opacity(x, values, statistics):
+        y = f(x[..., :3], values, statistics)
+        return y if x.shape[-1] != 4 else jnp.concatenate([y, x[..., 3:]], -1)
+
+    return with_opacity
+
+
+def _mixed(x, other, share):
+    return jnp.clip(share * x + (1 - share) * other, 0, 1)
+
+
+@_on_colours
+def _brightness(x, values, statistics):
+    return jnp.clip(values[0] * x, 0, 1)
+
+
+@_on_colours
+def _contrast(x, values, statistics):
+    return _mixed(x, statistics.pivot, values[0])
+
+
+@_on_colours
+def _saturation(x, values, statistics):
+    return x if x.shape[-1] == 1 else _mixed(x, gray(x), values[0])
+
+
+@_on_colours
+def _hue(x, values, statistics):
+    """Turns colours by `values[0]` of the circle: HSV without its saturation, which cancels."""
+    if x.shape[-1] == 1:
+        return x
+    red, green, blue = x[..., 0], x[..., 1], x[..., 2]
+    largest, chroma = x.max(-1), x.max(-1) - x.min(-1)
+    divisor = jnp.where(chroma > 0, chroma, 1)
+    sixths = jnp.where(
+        largest == red,
+        (green - blue) / divisor,
+        jnp.where(largest == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor),
+    )
+    turned = sixths + 6 * values[0]
+
+    def channel(n):
+        k = (n + turned) % 6
+        return largest - chroma * jnp.clip(jnp.minimum(k, 4 - k), 0, 1)
+
+    return jnp.stack([channel(5), channel(3), channel(1)], -1)
+
+
+@_on_colours
+def _gamma(x, values, statistics):
+    return jnp.clip(values[1] * x ** values[0], 0, 1)
+
+
+@_on_colours
+def _posterize(x, values, statistics):
+    step = jnp.exp2(8 - values[0])
+    return jnp.floor(levels(x) / step) * step / 255
+
+
+@_on_colours
+def _solarize(x, values, statistics):
+    return jnp.where(levels(x) >= values[0], 1 - x, x)
+
+
+@_on_colours
+def _invert(x, values, statistics):
+    return 1 - x
+
+
+@_on_colours
+def _autocontrast(x, values, statistics):
+    low, high = (bound[: x.shape[-1]] for bound in (statistics.low, statistics.high))
+    spread = jnp.where(high > low, high - low, 1)
+    return jnp.where(high > low, jnp.clip((x - low) / spread, 0, 1), x)
+
+
+@_on_colours
+def _equalize(x, values, statistics):
+    channel = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    return statistics.table[channel, levels(x).astype(jnp.int32)]
+
+
+def _erase(x, values, statistics):
+    """Fills rows values[0] to values[2] of columns values[1] to values[3]; then come the colours."""
+    row = jnp.arange(x.shape[0], dtype=x.dtype)[:, None]
+    column = jnp.arange(x.shape[1], dtype=x.dtype)[None]
+    within = (row >= values[0]) & (row < values[2]) & (column >= values[1]) & (column < values[3])
+    return jnp.where(within[..., None], values[4 : 4 + x.shape[-1]], x)
+
+
+def _normalize(x, values, statistics):
+    scale, offset = jnp.split(values, 2)
+    return x * scale[: x.shape[-1]] + offset[: x.shape[-1]]
+
+
+_FUNCTIONS = {
+    Op.BRIGHTNESS: _brightness,
+    Op.CONTRAST: _contrast,
+    Op.SATURATION: _saturation,
+    Op.HUE: _hue,
+    Op.GAMMA: _gamma,
+    Op.POSTERIZE: _posterize,
+    Op.SOLARIZE: _solarize,
+    Op.INVERT: _invert,
+    Op.AUTOCONTRAST: _autocontrast,
+    Op.EQUALIZE: _equalize,
+    Op.ERASE: _erase,
+    Op.NORMALIZE: _normalize,
+}

@@ -1,0 +1,285 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+from jaxfused import augment
+from tests.support import eight_devices
+from tests.support.grids import parametrize
+
+KEY = jax.random.key(7)
+
+
+def images(count=4, height=12, width=13, channels=3, dtype=np.uint8):
+    levels = np.random.default_rng(0).integers(0, 256, (count, height, width, channels))
+    return levels.astype(np.uint8) if dtype == np.uint8 else (levels / 255).astype(dtype)
+
+
+WARPED = augment.Chain(
+    augment.RandomAffine(20, (0.1, 0.1), (0.8, 1.2), 10),
+    augment.ColorJitter(0.4, 0.4, hue=0.1, order="fixed"),
+    augment.Normalize(0.5, 0.25),
+    dtype=jnp.bfloat16,
+)
+
+
+@functools.cache
+def warped(count=4):
+    return np.asarray(jax.jit(WARPED)(KEY, images(count)))
+
+
+# --- keys and batches -----------------------------------------------------------------------------
+
+
+def test_an_image_depends_on_its_own_key_and_index_alone():
+    run = jax.jit(WARPED)
+    halves = [run(KEY, images()[part], np.arange(4)[part]) for part in (np.s_[:2], np.s_[2:])]
+    np.testing.assert_array_equal(np.concatenate(halves), warped())
+    keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(np.arange(4))
+    np.testing.assert_array_equal(jax.jit(jax.vmap(WARPED))(keys, images()), warped())
+
+
+@pytest.mark.exhaustive
+def test_frames_of_a_video_have_the_same_draws():
+    one = images(2)
+    video = np.stack([one] * 3, 1)
+    y = np.asarray(jax.jit(WARPED)(KEY, video))
+    np.testing.assert_array_equal(y, np.stack([warped(2)] * 3, 1))
+
+
+def _of_shards():
+    mixing = dict(num_classes=5)
+    return augment.Chain(
+        augment.RandomResizedCrop(8),
+        augment.MixUp(**mixing),
+        augment.RandAugment(1),
+        augment.GaussianNoise(),
+    )
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
+def test_shards_have_the_same_bits(kind):
+    chain, x = _of_shards(), images(8)
+    expected = jax.jit(chain)(KEY, x)
+    auto, explicit = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+    axis_type = explicit if kind == "Explicit" else auto
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    run = jax.jit(chain)
+    if kind == "Manual":
+        mixing = augment.MixUp(num_classes=5, axis_name="data")
+        transforms = [mixing if isinstance(t, augment.MixUp) else t for t in chain.transforms]
+        run = jax.shard_map(
+            lambda x, i: augment.Chain(*transforms)(KEY, x, i),
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P("data"),
+        )
+        run = functools.partial(lambda f, key, x: f(x, np.arange(8)), jax.jit(run))
+    with jax.set_mesh(mesh):
+        y = run(KEY, jax.device_put(x, P("data")))
+    np.testing.assert_array_equal(y, expected)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(jax.device_count() > 1, reason="this process has the devices itself")
+def test_on_eight_devices():
+    eight_devices.assert_passes(__file__, "not exhaustive")
+
+
+# --- geometry -------------------------------------------------------------------------------------
+
+
+@parametrize("angle", [90, 180, 270], quick=[0])
+def test_quarter_turns_are_exact(angle):
+    x = images(1, 8, 8)
+    y = jax.jit(augment.Chain(augment.RandomRotation((angle, angle))))(KEY, x)
+    np.testing.assert_array_equal(y[0], np.rot90(x[0], angle // 90))
+
+
+@pytest.mark.exhaustive
+def test_what_a_crop_discards_does_not_come_back():
+    crop = augment.RandomResizedCrop(6, scale=(0.1, 0.3))
+    chain = augment.Chain(crop, augment.RandomRotation((45, 45), fill=9.0))
+    y = np.asarray(jax.jit(chain)(KEY, 100 + 0 * images()))
+    assert chain.describe().count("pass") == 1
+    assert (y[:, 0, 0] < 40).all() and (y[:, 2:4, 2:4] == 100).all()
+
+
+@pytest.mark.exhaustive
+def test_one_resampling_is_several_in_a_row():
+    parts = [augment.RandomHorizontalFlip(), augment.RandomCrop(10, padding=2, fill=7.0)]
+    together = augment.Chain(*parts)
+    draws = jax.jit(together.sample)(KEY, images())
+    y = jax.jit(together.apply)(draws, images())
+    step = jax.jit(augment.Chain(parts[0]).apply)(draws[:1], images())
+    step = jax.jit(augment.Chain(parts[1]).apply)(draws[1:], step)
+    np.testing.assert_array_equal(y, step)
+
+
+@pytest.mark.exhaustive
+def test_a_crop_fits_into_its_image():
+    crop = augment.RandomResizedCrop(4)
+
+    def boxes(size):
+        keys = jax.random.split(KEY, 1000)
+        return np.asarray(jax.vmap(lambda k: crop.values(k, jnp.array(size, jnp.float32)))(keys))
+
+    left, top, width, height = boxes((60, 90)).T
+    assert (left >= 0).all() and (top >= 0).all() and (width >= 1).all() and (height >= 1).all()
+    assert (left + width <= 90).all() and (top + height <= 60).all()
+    share = width * height / (60 * 90)
+    assert 0.07 < share.min() < 0.1 and share.max() > 0.85
+    np.testing.assert_array_equal(boxes((1000, 10))[0], [0, 493, 10, 13])
+
+
+@pytest.mark.exhaustive
+def test_elastic_displacements_have_their_deviation():
+    elastic = augment.ElasticTransform(alpha=50.0, sigma=5.0)
+    field = elastic.field(KEY, (160, 160))
+    assert abs(float(field[20:-20, 20:-20].std()) - 0.163 * 50 / 5) < 0.3
+
+
+def test_padding_changes_nothing():
+    chain = augment.Chain(
+        augment.RandomAffine(20, (0.1, 0.1)),
+        augment.ColorJitter(contrast=0.5),
+        augment.RandomEqualize(1.0),
+        augment.GaussianBlur(5),
+    )
+    x = images(2, 9, 10)
+    padded = np.full((2, 14, 12, 3), 77, np.uint8)
+    padded[:, :9, :10] = x
+    batch = augment.Batch(padded, sizes=np.array([[9, 10]] * 2))
+    y = jax.jit(chain)(KEY, batch)
+    np.testing.assert_array_equal(y.images[:, :9, :10], jax.jit(chain)(KEY, x))
+    assert not y.images[:, 9:].any() and not y.images[:, :, 10:].any()
+    np.testing.assert_array_equal(y.sizes, batch.sizes)
+
+
+def test_boxes_that_leave_count_no_longer():
+    boxes = np.array([[[0, 0, 2, 2], [6, 6, 9, 9]]], np.float32)
+    batch = augment.Batch(images(1, 10, 10), boxes=boxes, valid=np.ones((1, 2), bool))
+    y = jax.jit(augment.Chain(augment.CenterCrop(5)))(KEY, batch)
+    assert y.valid.tolist() == [[False, True]] and y.visible.shape == (1, 2)
+    np.testing.assert_allclose(y.boxes[0, 1], [4, 4, 5, 5])
+    np.testing.assert_allclose(y.visible[0, 1], 1 / 9, atol=1e-6)
+
+
+# --- colour and mixing ----------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+def test_opacity_moves_and_keeps_its_value():
+    x = np.concatenate([images(), np.full((4, 12, 13, 1), 200, np.uint8)], -1)
+    chain = augment.Chain(
+        augment.RandomHorizontalFlip(),
+        augment.ColorJitter(0.4, 0.4, 0.4),
+        augment.RandomInvert(1.0),
+    )
+    y = jax.jit(chain)(KEY, x)
+    assert (y[..., 3] == 200).all()
+    np.testing.assert_array_equal(y[..., :3], jax.jit(chain)(KEY, x[..., :3]))
+
+
+@parametrize("mixing", [augment.MixUp, augment.CutMix], quick=[1])
+def test_labels_are_weighted_by_what_is_seen(mixing):
+    x = np.stack([np.full((12, 13, 1), level, np.float32) for level in (0, 1)])
+    batch = augment.Batch(x, labels=np.array([0, 1]))
+    y = jax.jit(augment.Chain(mixing(num_classes=2)))(KEY, batch)
+    np.testing.assert_allclose(y.labels[:, 1], np.asarray(y.images).mean((1, 2, 3)), atol=1e-6)
+    np.testing.assert_allclose(y.labels.sum(1), 1, atol=1e-6)
+
+
+def test_all_levels_survive_bfloat16():
+    x = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1)
+    half = augment.Chain(dtype=jnp.bfloat16)(KEY, x)
+    np.testing.assert_array_equal(augment.Chain(dtype=jnp.uint8)(KEY, half), x)
+
+
+def test_gradients():
+    chain = augment.Chain(
+        augment.RandomAffine(20), augment.ColorJitter(0.2, 0.2, 0.2), augment.Normalize(0.5, 0.5)
+    )
+    x = 0.4 + 0.2 * images(1, 5, 6, dtype=np.float32)
+    draws = jax.jit(chain.sample)(KEY, x)
+    check_grads(jax.jit(functools.partial(chain.apply, draws)), (x,), order=1, eps=1e-3)
+
+
+def test_bare_images_and_empty_batches():
+    chain = augment.Chain(augment.RandomResizedCrop(4), dtype=jnp.float32)
+    assert jax.eval_shape(chain, KEY, images()[0]).shape == (4, 4, 3)
+    assert jax.eval_shape(chain, KEY, images(0)).shape == (0, 4, 4, 3)
+    assert jax.jit(chain)(KEY, images(0)).shape == (0, 4, 4, 3)
+
+
+def test_a_chain_prints_its_options_and_passes():
+    assert repr(augment.Chain(augment.RandomInvert(), dtype="bfloat16")) == (
+        "Chain(\n  RandomInvert(p=0.5),\n  dtype=bfloat16,\n)"
+    )
+    assert WARPED.describe() == (
+        "pass 1: RandomAffine, ColorJitter, Normalize (one resampling, read twice for statistics)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: augment.Chain(3), "3 is no transform"),
+        (lambda: augment.Chain(dtype=jnp.int32), "dtype is int32"),
+        (lambda: augment.Chain(mask_fill="0"), "mask_fill is '0'"),
+        (
+            lambda: augment.Chain(augment.Normalize(0.5, 0.5), augment.RandomInvert()),
+            "RandomInvert takes values of 0 to 1",
+        ),
+        (lambda: augment.RandomRotation(degrees=(5, 1)), r"degrees is \(5.0, 1.0\)"),
+        (lambda: augment.RandomAffine(shear=(0, 90)), "between -90 and 90"),
+        (lambda: augment.ColorJitter(hue=0.6), "hue is"),
+        (lambda: augment.RandomSolarize(257), "threshold is 257"),
+        (lambda: augment.GaussianBlur(4), "kernel_size is 4"),
+        (lambda: augment.RandAugment(magnitude=31), "there are 31 bins"),
+        (lambda: augment.RandomApply(augment.CenterCrop(3)), "CenterCrop cannot be left out"),
+        (lambda: augment.RandomResizedCrop(0), "size is 0"),
+        (lambda: augment.Normalize(0.5, 0.0), "std is 0.0"),
+    ],
+)
+def test_errors_of_options(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("transform", "batch", "message"),
+    [
+        (augment.RandomInvert(), images()[0, 0], r"images have shape \(13, 3\)"),
+        (augment.RandomInvert(), images().astype(np.int32), "dtype int32"),
+        (augment.ColorJitter(hue=0.1), images(channels=2), "images have 2 channels"),
+        (augment.Normalize([1, 2], 1.0), images(), "mean has 2 numbers"),
+        (augment.RandomRotation(5, fill=(1, 2)), images(), "fill has 2 numbers"),
+        (augment.RandomQuarterTurn(), images(), "images are 12 x 13"),
+        (
+            augment.MixUp(),
+            augment.Batch(images(), labels=np.arange(4)),
+            "pass num_classes",
+        ),
+        (augment.MixUp(), augment.Batch(images(), masks=images()[..., 0]), "has masks"),
+        (augment.RandomInvert(), augment.Batch(images(), sizes=np.ones(4)), "sizes have shape"),
+    ],
+)
+def test_errors_of_images(transform, batch, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(augment.Chain(transform), KEY, batch)
+
+
+def test_errors_of_keys():
+    chain = augment.Chain(augment.MixUp())
+    with pytest.raises(ValueError, match=r"key has shape \(3,\), but there are 4"):
+        chain(jax.random.split(KEY, 3), images())
+    with pytest.raises(ValueError, match="MixUp draws once for the whole batch"):
+        chain(jax.random.split(KEY, 4), images())
+    with pytest.raises(ValueError, match="index is"):
+        chain(KEY, images(), np.arange(3))
