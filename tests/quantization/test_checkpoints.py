@@ -224,6 +224,51 @@ def test_no_device_is_read(tmp_path):
         load(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c[:-64], "truncated or damaged"),
+        (lambda c: c[:40], "ends within its header"),
+        (lambda c: c[:10], "too few bytes"),
+        (lambda c: b"GGML" + c[4:], "no GGUF file of version 2 or 3"),
+        (lambda c: c[:8] + b"\xff" * 8 + c[16:], "which no GGUF file has|ends within|are read"),
+        (
+            lambda c: c.replace(
+                struct.pack("<IQQI", 2, 512, 8, 2), struct.pack("<IQQI", 2, 512, 8, 9)
+            ),
+            "of type 9, but F32, .* are read",
+        ),
+        (
+            lambda c: c.replace(
+                struct.pack("<IQQI", 2, 512, 8, 2), struct.pack("<IQQI", 2, 511, 8, 2)
+            ),
+            r"of shape \(8, 511\) in blocks of 32",
+        ),
+    ],
+)
+def test_damaged_gguf(change, words, tmp_path):
+    put_files("gguf-q4_0", tmp_path)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ValueError, match=f"^load: .*({words})"):
+        load(file)
+
+
+def test_a_split_gguf(tmp_path):
+    put_files("gguf-q4_0", tmp_path)
+    for i in (1, 2):
+        content = (tmp_path / "model.gguf").read_bytes()
+        part = content.replace(b"blk.0", f"blk.{i}".encode()).replace(
+            b"output", b"0utput" if i > 1 else b"output"
+        )
+        (tmp_path / f"m-{i:05d}-of-00002.gguf").write_bytes(part)
+    found = load(tmp_path / "m-00002-of-00002.gguf")
+    assert {"blk.1.ffn_up", "blk.2.ffn_up", "output_norm.weight"} < found.keys()
+    (tmp_path / "m-00001-of-00002.gguf").unlink()
+    with pytest.raises(ValueError, match=r"m-00001-of-00002\.gguf does not exist"):
+        load(tmp_path / "m-00002-of-00002.gguf")
+
+
 GPTQ = dict(quant_method="gptq", bits=4, group_size=8, sym=True)
 
 

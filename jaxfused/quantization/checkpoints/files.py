@@ -1,6 +1,7 @@
 """The files of a checkpoint: which ones belong to it, and its config. No pickle is ever read."""
 
 import json
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -95,9 +96,14 @@ def _files(op: str, path: Path) -> tuple[list[Path], dict[str, Path]]:
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
-def regular_file(op: str, path: Path, suffix: str) -> Path:
-    """Returns a checkpoint's only file, after the checks of all files."""
-    return _regular(op, path.parent, path.name, suffix)
+def parts_of_gguf(op: str, path: Path) -> list[Path]:
+    """Returns a GGUF file, or all parts of a split one."""
+    split = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
+    if split is None:
+        return [_regular(op, path.parent, path.name, ".gguf")]
+    stem, count = split[1], int(split[2])
+    names = [f"{stem}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)]
+    return [_regular(op, path.parent, name, ".gguf") for name in names]
 
 
 def _regular(op: str, folder: Path, name: str, suffix: str) -> Path:

@@ -1,6 +1,7 @@
 """A layer of a checkpoint: its tensors by their parts' names, and the weights that they stand for."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -168,6 +169,20 @@ def number(parts: Parts, config: Config, names: tuple[str, ...], allowed: Any = 
         wanted = "an integer" if allowed is None else f"one of {', '.join(map(str, allowed))}"
         parts.fail(f"the config has {names[0]} {found!r}, but it has to be {wanted}.")
     return found
+
+
+def flat_groups(
+    scale: np.ndarray, block: int, shape: tuple[int, int]
+) -> tuple[np.ndarray, int | None]:
+    """Returns scales [F, G] and their group size, of blocks that run over the flattened [F, D].
+
+    Where a block lies across rows, it becomes several smaller groups with the same scale.
+    """
+    columns, features = shape
+    size = math.gcd(block, features)
+    runs = np.arange(columns * features // size) * size // block
+    grouped = scale.reshape(-1)[runs].reshape(columns, features // size)
+    return grouped, size if size < features else None
 
 
 # --- what the weights are made of -----------------------------------------------------------------

@@ -11,7 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfused.quantization.checkpoints import awq, compressed_tensors, files, fp8, gptq, mxfp4
+from jaxfused.quantization.checkpoints import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    files,
+    fp8,
+    gguf,
+    gptq,
+    mxfp4,
+)
 from jaxfused.quantization.checkpoints.layer import (
     Build,
     Config,
@@ -45,6 +54,7 @@ _FORMATS = {
     "fp8": _Format(fp8.plan, fp8.PARTS, ("weight_scale_inv", "weight_scale")),
     "fbgemm_fp8": _Format(fp8.plan, fp8.PARTS, ("weight_scale",)),
     "mxfp8": _Format(fp8.plan, fp8.PARTS, ("weight_scale_inv",)),
+    "bitsandbytes": _Format(bitsandbytes.plan, bitsandbytes.PARTS, ("weight.absmax", "SCB")),
     "mxfp4": _Format(mxfp4.plan, mxfp4.PARTS, ("blocks",), ("_", ".")),
 }
 """Formats by the `quant_method` of a checkpoint's config."""
@@ -58,7 +68,7 @@ def formats() -> tuple[str, ...]:
       >>> "gptq" in jaxfused.quantization.formats()
       True
     """
-    return tuple(_FORMATS)
+    return (*_FORMATS, "gguf")
 
 
 def load(
@@ -71,14 +81,15 @@ def load(
 ) -> dict[str, QuantizedLayer | jax.Array]:
     """Reads a quantised checkpoint as another library has written it, bit for bit.
 
-    What the tensors mean is taken from the `quantization_config` of config.json, never from names.
+    What the tensors mean is taken from the `quantization_config` of config.json, or from a GGUF file's
+    header, never from names.
     Everything is checked before memory is taken: sizes of files, names that lead out of the folder,
     shapes, dtypes, and scales that are NaN. Files are mapped into memory, and layers are converted one
     after another on the device. No pickle is read.
 
     Args:
       path: a folder with config.json and .safetensors files, with or without an index; or a
-        .safetensors file, with its config.json beside it.
+        .safetensors file, with its config.json beside it; or a .gguf file, of a split one any part.
       config: the `quantization_config`, in place of that beside the files.
       prefix: only tensors whose names start with it are read; results have their whole names.
       sharding: where arrays are to be: a `jax.sharding.Sharding` for all, or a function of a name and
@@ -108,6 +119,9 @@ def load(
     """
     op = "load"
     path = Path(path)
+    if path.suffix == ".gguf":
+        plans, others = gguf.planned(op, files.parts_of_gguf(op, path), prefix)
+        return _built(op, plans, others, sharding, progress)
     tensors, metadata = files.tensors_of(op, path)
     if prefix:
         tensors = {name: a for name, a in tensors.items() if name.startswith(prefix)}
@@ -207,7 +221,7 @@ _NOT_READ = dict.fromkeys(
 
 def _layers(form: _Format, tensors: Mapping[str, Any], config: Config) -> list[tuple[str, str]]:
     """Returns names of quantised layers that the config does not leave out, and their separators."""
-    left_out = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+    left_out = next((config[key] for key in _LEFT_OUT if config.get(key)), ())
     ends = [(separator, separator + mark) for separator in form.separators for mark in form.marks]
     found: dict[str, str] = {}
     for name in tensors:
@@ -219,6 +233,10 @@ def _layers(form: _Format, tensors: Mapping[str, Any], config: Config) -> list[t
             if layer != name and not any(_is_within(layer, module) for module in left_out):
                 found[layer] = separator
     return list(found.items())
+
+
+_LEFT_OUT = ("modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers")
+"""Names that configs have for the list of modules that were not converted."""
 
 
 def _is_within(layer: str, module: str) -> bool:

@@ -1,0 +1,166 @@
+"""Reading GGUF files: a header with metadata, and tensors in blocks.
+
+The package `gguf` is not used: it checks no sizes before it reads, and gives numbers in float32 alone.
+"""
+
+import math
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MOST_AXES = 4
+_AGAIN = "download or convert it again"
+
+
+class Blocks(NamedTuple):
+    """A type of tensors."""
+
+    name: str
+    values: int
+    """Number of values in a block."""
+    size: int
+    """Bytes of a block."""
+
+
+TYPES = {
+    0: Blocks("F32", 1, 4),
+    1: Blocks("F16", 1, 2),
+    2: Blocks("Q4_0", 32, 18),
+    3: Blocks("Q4_1", 32, 20),
+    6: Blocks("Q5_0", 32, 22),
+    7: Blocks("Q5_1", 32, 24),
+    8: Blocks("Q8_0", 32, 34),
+    10: Blocks("Q2_K", 256, 84),
+    11: Blocks("Q3_K", 256, 110),
+    12: Blocks("Q4_K", 256, 144),
+    13: Blocks("Q5_K", 256, 176),
+    14: Blocks("Q6_K", 256, 210),
+    20: Blocks("IQ4_NL", 32, 18),
+    23: Blocks("IQ4_XS", 256, 136),
+    24: Blocks("I8", 1, 1),
+    25: Blocks("I16", 1, 2),
+    26: Blocks("I32", 1, 4),
+    28: Blocks("F64", 1, 8),
+    30: Blocks("BF16", 1, 2),
+    35: Blocks("TQ2_0", 256, 66),
+    39: Blocks("MXFP4", 32, 17),
+}
+
+
+class Tensor(NamedTuple):
+    """A tensor as it lies in a file."""
+
+    kind: str
+    bytes: np.ndarray
+    """uint8 [..., F, bytes of the rows' blocks], mapped into memory."""
+    shape: tuple[int, ...]
+    """[..., F, D], D of which are stored together."""
+
+
+def read(op: str, path: Path) -> dict[str, Tensor]:
+    """Returns a file's tensors, mapped into memory and not read yet.
+
+    Raises:
+      ValueError: the header is not as the format says, or not of this file, which may be truncated.
+    """
+    if path.stat().st_size < 24:
+        raise ValueError(f"{op}: {path} has too few bytes for a GGUF file; {_AGAIN}.")
+    mapped = np.memmap(path, np.uint8, "r")
+    header = _Header(op, path, mapped)
+    if header.bytes(4) != b"GGUF" or (version := header.number("I")) not in (2, 3):
+        raise ValueError(f"{op}: {path} is no GGUF file of version 2 or 3; {_AGAIN}.")
+    del version
+    tensors, pairs = header.number("Q"), header.number("Q")
+    alignment = 32
+    for _ in range(pairs):
+        key, value = header.string(), header.value()
+        if key == "general.alignment":
+            alignment = value
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"{op}: {path} has alignment {alignment!r}, no power of two; {_AGAIN}.")
+    places = [header.place() for _ in range(tensors)]
+    start = -(-header.at // alignment) * alignment
+    result: dict[str, Tensor] = {}
+    for name, kind, shape, offset in places:
+        if name in result:
+            raise ValueError(f"{op}: {path} has tensor {name!r} twice; {_AGAIN}.")
+        row = shape[-1] // kind.values * kind.size
+        count = math.prod(shape[:-1]) * row
+        first = start + offset
+        if offset % alignment or first + count > mapped.size:
+            raise ValueError(
+                f"{op}: {path} has {mapped.size} bytes, but its header says that tensor {name!r} has"
+                f" {count} from byte {first} on; it is truncated or damaged; {_AGAIN}."
+            )
+        content = mapped[first : first + count].reshape(*shape[:-1], row)
+        result[name] = Tensor(kind.name, content, shape)
+    return result
+
+
+class _Header:
+    """A place in the header that moves on with what is read."""
+
+    def __init__(self, op: str, path: Path, mapped: np.ndarray):
+        self.op, self.path, self.mapped, self.at = op, path, mapped, 0
+
+    def bytes(self, count: int) -> bytes:
+        self.skip(count)
+        return self.mapped[self.at - count : self.at].tobytes()
+
+    def skip(self, count: int) -> None:
+        if count > self.mapped.size - self.at:
+            raise ValueError(
+                f"{self.op}: {self.path} ends within its header, at byte {self.mapped.size}; it is"
+                f" truncated or damaged; {_AGAIN}."
+            )
+        self.at += count
+
+    def number(self, code: str) -> Any:
+        (number,) = struct.unpack(f"<{code}", self.bytes(struct.calcsize(f"<{code}")))
+        return number
+
+    def string(self) -> str:
+        return self.bytes(self.number("Q")).decode("utf-8", "replace")
+
+    def value(self) -> Any:
+        """Reads a value; of arrays, which are the vocabulary's, none is kept."""
+        kind = self.number("I")
+        if kind in _FIXED:
+            return self.number(_FIXED[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            self._fail(f"a value of type {kind}")
+        of, count = self.number("I"), self.number("Q")
+        if of in _FIXED:
+            self.skip(count * struct.calcsize(f"<{_FIXED[of]}"))
+        elif of == _STRING:
+            for _ in range(count):
+                self.skip(self.number("Q"))
+        else:
+            self._fail(f"an array of type {of}")
+        return None
+
+    def place(self) -> tuple[str, Blocks, tuple[int, ...], int]:
+        """Reads a tensor's name, type, shape and offset."""
+        name, axes = self.string(), self.number("I")
+        if not 1 <= axes <= _MOST_AXES:
+            self._fail(f"tensor {name!r} of {axes} axes")
+        shape = tuple(reversed([self.number("Q") for _ in range(axes)]))
+        kind, offset = self.number("I"), self.number("Q")
+        if kind not in TYPES:
+            names = ", ".join(form.name for form in TYPES.values())
+            raise ValueError(
+                f"{self.op}: {self.path} has tensor {name!r} of type {kind}, but {names} are read;"
+                " quantise it to one of them by llama.cpp."
+            )
+        if shape[-1] % TYPES[kind].values:
+            self._fail(f"tensor {name!r} of shape {shape} in blocks of {TYPES[kind].values}")
+        return name, TYPES[kind], shape, offset
+
+    def _fail(self, what: str) -> None:
+        raise ValueError(f"{self.op}: {self.path} has {what}, which no GGUF file has; {_AGAIN}.")
