@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 import jaxfused
 from jaxfused import dispatch
+from jaxfused.explain import basis
 from jaxfused.runtime import cuda_library, table
 from jaxfused.tuning import command
 
@@ -236,12 +237,10 @@ def report(device: dispatch.Device) -> str:
         lines += ["", f"{name} of {shapes}"]
         for choice, _ in explanation.calls:
             lines.append(f"  {choice.stage} runs on {choice.implementation!r}")
-            for other, reason in choice.reasons.items():
-                if other != choice.implementation:
-                    text = f"not {other!r}: {reason or f'{choice.implementation!r} comes first'}"
-                    lines += textwrap.wrap(
-                        text, 100, initial_indent=" " * 6, subsequent_indent=" " * 10
-                    )
+            for text in basis(choice):
+                lines += textwrap.wrap(
+                    text, 100, initial_indent=" " * 6, subsequent_indent=" " * 10
+                )
     return "\n".join(lines)
 
 

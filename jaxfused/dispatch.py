@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from jaxfused.runtime.estimate import Estimate
+
 Implementation = Literal["pallas", "cuda", "xla"]
 
 
@@ -130,6 +132,12 @@ class Choice(NamedTuple):
     """The table's config, or None for the implementation's default."""
     kernel: Any = None
     """The `jaxfused.runtime.runner.Kernel` of the stage, or None if the call is plain jax.numpy."""
+    estimate: Estimate = None
+    """The predicted times of the implementations, or the rule in their place."""
+    measured: Any = None
+    """The `jaxfused.runtime.table.Found` that decided, or None."""
+    stages: "Sequence[Choice]" = ()
+    """The choices of the stages for which an operator left the call to XLA, none of which runs."""
 
 
 class Fallback(NamedTuple):

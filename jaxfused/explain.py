@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxfused import dispatch
 from jaxfused.fuse import report as fusion
 from jaxfused.runtime import runner
+from jaxfused.runtime.estimate import Rule, Times
 from jaxfused.runtime.table import Table, load
 
 
@@ -41,23 +42,15 @@ class Explanation:
         if not self.calls:
             lines.append("  no operator of jaxfused was called")
         for choice, count in self.calls:
-            shapes = ", ".join(
-                f"{shape.dtype}{list(shape.shape)}"
-                for shape in choice.operands
-                if shape is not None
-            )
             times = f"{count} x " if count > 1 else ""
             decided = f" ({_SOURCES[choice.source]})" if choice.source else ""
             lines.append(
-                f"  {times}{choice.stage} runs on {choice.implementation!r}{decided}: {shapes}"
+                f"  {times}{choice.stage} runs on {choice.implementation!r}{decided}:"
+                f" {_shapes((o.dtype, o.shape) for o in choice.operands if o is not None)}"
             )
             if choice.config is not None:
                 lines.append(f"      by {choice.config}")
-            lines += [
-                f"      not {name!r}: {reason or f'{choice.implementation!r} comes first'}"
-                for name, reason in choice.reasons.items()
-                if name != choice.implementation
-            ]
+            lines += [f"      {line}" for line in basis(choice)]
         for fallback, count in self.fallbacks:
             times = f"{count} x " if count > 1 else ""
             lines.append(f"  {times}{fallback}")
@@ -72,12 +65,55 @@ _SOURCES = {
 }
 
 
+def basis(choice: dispatch.Choice) -> list[str]:
+    """Returns what decided a choice, a line each: the figures, and why others cannot run."""
+    stages = [f"{stage.stage}, {_figures(stage)}" for stage in choice.stages if _figures(stage)]
+    cannot = [f"not {name!r}: {reason}" for name, reason in choice.reasons.items() if reason]
+    return [*filter(None, [_figures(choice)]), *stages, *cannot]
+
+
+def _figures(choice: dispatch.Choice) -> str | None:
+    """Returns the times or the rule by which a choice was made, or None if there are none."""
+    chosen, estimate, measured = choice.implementation, choice.estimate, choice.measured
+    able = [name for name, reason in choice.reasons.items() if reason is None]
+    if choice.source == "named" or (choice.source is not None and len(able) < 2):
+        return None
+    if measured is not None:
+        # A ranking has several configs of an implementation, the fastest first.
+        times = {r.implementation: r.microseconds for r in reversed(measured.ranking)}
+        at = "" if measured.exact else f" at {_shapes(filter(None, measured.operands))}"
+        return f"measured{at}: {_compared(chosen, times)}"
+    if isinstance(estimate, Rule) and chosen in estimate.first:
+        return f"{', then '.join(map(repr, estimate.first))} first: {estimate.why}"
+    if isinstance(estimate, Times) and chosen in estimate.microseconds:
+        times = {n: time for n, time in estimate.microseconds.items() if n in able}
+        note = f"; {estimate.note}" if estimate.note else ""
+        return f"expected: {_compared(chosen, times)}{note}"
+    return f"the first that can run: {', '.join(map(repr, able))}" if len(able) > 1 else None
+
+
+def _compared(chosen: str, microseconds: Mapping[str, float]) -> str:
+    """Returns the times, and by how much others take longer than the chosen implementation."""
+    least = microseconds[chosen] or math.inf
+    others = sorted((time, name) for name, time in microseconds.items() if name != chosen)
+    return ", ".join(
+        [
+            f"{chosen!r} {microseconds[chosen]:.1f} us",
+            *(f"{name!r} {time:.1f} us ({time / least - 1:+.0%})" for time, name in others),
+        ]
+    )
+
+
+def _shapes(arrays: Iterable[tuple[Any, Sequence[int]]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for dtype, shape in arrays)
+
+
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Reports for each call of an operator in `f(*args, **kwargs)` what runs each of its stages.
 
     The function is traced, and compiled where XLA splits arrays over devices, but not run. Shapes are
     those that a kernel sees: after `jax.vmap`, on one device's shard. Each stage comes with what
-    decided, measurements (see `jaxfused.tune`) or expected times, and a config that was measured. To see
+    decided: measured times (see `jaxfused.tune`) and their config, expected times, or a rule. To see
     the stages of gradients, pass a function that takes them, such as a training step. Calls of modules
     that Flax's own code serves are listed with the argument that no operator can serve. Of functions
     that `jaxfused.fuse` has wrapped it says which operators were found in them, in which line, and what
@@ -103,7 +139,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     with fusion.recorded() as fusions:
         choices, fallbacks = traced(f, *args, **kwargs)
     # Stages that differ in a constant alone choose alike, so they are counted as one.
-    counts = Counter(_Key(choice._replace(kernel=None)) for choice, _ in choices)
+    counts = Counter(_Key(_without_kernels(choice)) for choice, _ in choices)
     device = dispatch.current_device()
     return Explanation(
         device,
@@ -199,6 +235,10 @@ def _is_split_by_xla(*trees: Any) -> bool:
         and bool(sharding.mesh.abstract_mesh.auto_axes)
         for sharding in shardings
     )
+
+
+def _without_kernels(choice: dispatch.Choice) -> dispatch.Choice:
+    return choice._replace(kernel=None, stages=tuple(map(_without_kernels, choice.stages)))
 
 
 class _Key:

@@ -13,7 +13,9 @@ class Times(NamedTuple):
     """Predicted times, of which the shortest comes first."""
 
     microseconds: Mapping[str, float]
-    """The time of each implementation, the model's error included; those without one come last."""
+    """The time of each implementation; those without one come last."""
+    note: str | None = None
+    """The part of the times that no model predicts, such as "XLA's includes a margin of 6 %"."""
 
 
 class Rule(NamedTuple):

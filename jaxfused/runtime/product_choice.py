@@ -86,5 +86,6 @@ def product_times(microseconds: Mapping[str, float]) -> Times:
         {
             name: time if name == "xla" else time * _DOUBT + _START
             for name, time in microseconds.items()
-        }
+        },
+        f"all but XLA's include the model's error, {_DOUBT - 1:.0%} and {_START} us",
     )

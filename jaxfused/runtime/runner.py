@@ -19,7 +19,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
@@ -29,12 +29,11 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxfused import dispatch
-from jaxfused.runtime import cuda_library, platforms, sharding
+from jaxfused.runtime import cuda_library, gate, platforms, sharding
 from jaxfused.runtime import table as tables
 from jaxfused.runtime.estimate import Estimate, in_order
-from jaxfused.runtime.shapes import why_symbolic
+from jaxfused.runtime.shapes import shapes_of, why_symbolic
 from jaxfused.runtime.vmap import batch_all, is_batched, one_by_one
-from pallas_kernels import hopper
 
 Operands = Sequence[jax.Array | None]
 Results = tuple[jax.Array | None, ...]
@@ -132,15 +131,6 @@ class HasEstimate(Protocol):
         """Returns the times of the implementations `able` to run, or the rule that decides, or None."""
 
 
-def reasons(kernel: Kernel, device: dispatch.Device, *operands: Any) -> Mapping[str, str | None]:
-    """Returns why each implementation cannot run a kernel's operands, the fastest expected first."""
-    why_not = kernel.why_not(device, *operands)
-    if not isinstance(kernel, HasEstimate):
-        return why_not
-    able = [name for name, reason in why_not.items() if reason is None]
-    return in_order(why_not, kernel.estimate(device, able, *operands))
-
-
 class HasParts(Protocol):
     """A kernel that can sum over contracted axes, its `Axes.parts`, that are split over devices."""
 
@@ -202,78 +192,98 @@ class Runner:
         """
         return _Call(kernel, self).batchable(*operands)
 
+    def choice(self, kernel: Kernel, *operands: Any) -> dispatch.Choice:
+        """Returns what would run a kernel of these operands, or of their shapes, and why.
 
-def takes_reference(
-    op: str,
-    implementation: str | None,
-    device: dispatch.Device,
-    x: jax.Array,
-    *others: jax.Array | None,
-    why_xla: str | None = None,
-    missing: Mapping[str, str] | None = None,
-) -> bool:
-    """Returns whether a call of an operator is plain jax.numpy, whatever the shapes are.
+        The choice is for a device's shards, which are the operands themselves under Auto mesh axes,
+        as XLA's partitioner decides later.
 
-    This is decided before the operator's custom_vjp, so that forward-mode differentiation works wherever
-    no kernel can run: on this platform, for the dtype of `x`, for symbolic sizes of `x` or `others`, for
-    an empty `x`, or where the operator leaves the call to XLA, with the reason `why_xla`. `missing` has
-    the implementations that the operator lacks, each with the reason.
-    """
-    if x.dtype not in cuda_library.DTYPES:
-        why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"
-        reasons: dict[str, str | None] = {"pallas": why, "cuda": why}
-    elif unknown := why_symbolic(x, *others):
-        reasons = {"pallas": unknown, "cuda": unknown}
-    else:
-        capability = device.compute_capability
-        reasons = {
-            "pallas": hopper.why_unfit(capability),
-            "cuda": cuda_library.why_unfit(capability) or cuda_library.why_unavailable(),
-        }
-    why_xla = why_xla or dispatch.why_unmeasured(op)
-    if implementation is None and why_xla is not None:
-        reasons = {name: reason or why_xla for name, reason in reasons.items()}
-    reasons |= missing or {}
-    reasons["xla"] = None
-    chosen = dispatch.choose(op, implementation, reasons)
-    if 0 in x.shape:
-        return True  # There is nothing to do, and CUDA rejects an empty launch.
-    if chosen == "xla":
-        dispatch.record(dispatch.Choice(op, _shapes([x]), chosen, reasons))
-    return chosen == "xla"
+        Raises:
+          ValueError: the named implementation cannot run the shapes that the kernel would see.
+        """
+        axes = kernel.axes(*operands)
+        leading = sharding.leading_axes(_row_axes(operands, axes), "".join(axes.operands))
+        whole, parts = axes.split(self.implementation)
+        shards = sharding.shards(
+            operands,
+            operand_axes=[letters.replace(ROWS, leading) for letters in axes.operands],
+            whole=whole,
+            parts=parts,
+        )
+        matrices = [
+            None
+            if shard is None
+            else jax.ShapeDtypeStruct(_merged(shard.shape, letters), shard.dtype)
+            for shard, letters in zip(shards, axes.operands, strict=True)
+        ]
+        return self.choice_on_shard(kernel, *matrices)
 
+    def left_to_xla(
+        self, why: str, stages: Iterable[tuple[Kernel, Sequence[Any]]]
+    ) -> gate.LeftToXla | None:
+        """Returns `why` for XLA to run all stages, or None if one was measured to be faster otherwise.
 
-def reference_only(op: str, implementation: str | None, x: jax.Array) -> None:
-    """Checks the implementation named for an operator that has no kernels yet."""
-    reasons = {
-        "pallas": f"there is no Pallas kernel of {op} yet",
-        "cuda": f"there is no CUDA kernel of {op} yet",
-        "xla": None,
-    }
-    choose_without_stages(op, implementation, reasons, x)
+        Args:
+          why: the operator's reason for XLA.
+          stages: the stages that would run otherwise, each with its operands or their shapes.
+        """
+        if self.implementation is not None:
+            return None
+        choices = [self.choice(kernel, *operands) for kernel, operands in stages]
+        if any(c.measured is not None and c.implementation != "xla" for c in choices):
+            return None
+        return gate.LeftToXla(why, choices)
 
+    def choice_on_shard(self, kernel: Kernel, *operands: Any) -> dispatch.Choice:
+        """Returns the choice for operands as the kernel sees them: shards whose rows are one axis."""
+        named, estimate, found = self.implementation, None, None
+        if (unknown := why_symbolic(*operands)) is not None:
+            reasons: Mapping[str, str | None] = {"pallas": unknown, "cuda": unknown, "xla": None}
+        elif any(operand is not None and operand.size == 0 for operand in operands):
+            # A kernel has nothing to do, and CUDA rejects an empty launch.
+            return dispatch.Choice(kernel.name, shapes_of(operands), "xla", {"xla": None})
+        else:
+            reasons = kernel.why_not(self.device, *operands)
+            if isinstance(kernel, HasEstimate):
+                able = [name for name, reason in reasons.items() if reason is None]
+                estimate = kernel.estimate(self.device, able, *operands)
+                reasons = in_order(reasons, estimate)
+            found = self.table.find(kernel, operands)
+        if named is not None and named not in reasons:
+            named = "xla"
+        choice = dispatch.Choice(
+            kernel.name,
+            shapes_of(operands),
+            dispatch.choose(kernel.name.split(" ")[0], named, reasons),
+            dict(reasons),
+            source="model" if named is None else "named",
+            kernel=kernel,
+            estimate=estimate,
+        )
+        return choice if found is None else self._measured(choice, operands, named, found)
 
-def choose_without_stages(
-    op: str,
-    implementation: str | None,
-    reasons: Mapping[str, str | None],
-    *operands: jax.Array | None,
-) -> None:
-    """Chooses and records the implementation of a call that runs no stage of a `Runner`.
-
-    Raises:
-      ValueError: the named implementation does not exist or cannot run.
-    """
-    chosen = dispatch.choose(op, implementation, reasons)
-    source: Any = None if implementation is None else "named"
-    dispatch.record(dispatch.Choice(op, _shapes(operands), chosen, reasons, source=source))
-
-
-def _shapes(operands: Operands) -> tuple[jax.ShapeDtypeStruct | None, ...]:
-    return tuple(
-        None if operand is None else jax.ShapeDtypeStruct(operand.shape, operand.dtype)
-        for operand in operands
-    )
+    def _measured(
+        self, choice: dispatch.Choice, operands: Operands, named: str | None, found: tables.Found
+    ) -> dispatch.Choice:
+        """Returns the fastest choice of an entry that can run and is legal here, else `choice`."""
+        for ranked in found.ranking:
+            implementation = ranked.implementation
+            can_run = choice.reasons.get(implementation, "it is not known") is None
+            if not can_run or named not in (None, implementation):
+                continue
+            legal: dict[str | None, Hashable] = {None: None}
+            legal |= {
+                tables.config_text(config): config
+                for config in configs(choice.kernel, implementation, self.device, operands)
+            }
+            if ranked.config in legal:
+                return choice._replace(
+                    implementation=implementation,
+                    config=legal[ranked.config],
+                    source="table" if found.exact else "neighbour",
+                    measured=found,
+                )
+        return choice
 
 
 def batched_rows(
@@ -443,7 +453,7 @@ class _OnShard:
             if by is not None:
                 why = "devices share the axis that it sums over"
                 reasons = dict.fromkeys(("pallas", "cuda"), why) | {by: None}
-                dispatch.record(dispatch.Choice(kernel.name, _shapes(matrices), by, reasons))
+                dispatch.record(dispatch.Choice(kernel.name, shapes_of(matrices), by, reasons))
             return kernel.on_parts(names, call, *matrices)
 
         return self._over_rows(run, operands)
@@ -473,56 +483,10 @@ class _OnShard:
     def _choose(self, operands: Operands) -> tuple[str, Hashable]:
         """Returns the implementation to run, and its config or None for its default one."""
         call = self.call
-        unknown = why_symbolic(*operands)
-        # Without elements a kernel has nothing to do, and CUDA rejects an empty launch.
-        if unknown is None and any(o is not None and o.size == 0 for o in operands):
-            return "xla", None
-        why: Mapping[str, str | None]
-        if unknown is None:
-            why = reasons(call.kernel, call.runner.device, *operands)
-        else:
-            why = {"pallas": unknown, "cuda": unknown, "xla": None}
-        named = call.runner.implementation
-        if named is not None and named not in why:
-            named = "xla"
-        operator = call.kernel.name.split(" ")[0]
-        choice = dispatch.Choice(
-            call.kernel.name,
-            _shapes(operands),
-            dispatch.choose(operator, named, why),
-            dict(why),
-            self.in_own_module,
-            source="model" if named is None else "named",
-            kernel=call.kernel,
-        )
-        if unknown is None:
-            choice = self._measured(choice, operands, named) or choice
-        dispatch.record(choice)
+        choice = call.runner.choice_on_shard(call.kernel, *operands)
+        if choice.source is not None:
+            dispatch.record(choice._replace(by_partitioner=self.in_own_module))
         return choice.implementation, choice.config
-
-    def _measured(
-        self, choice: dispatch.Choice, operands: Operands, named: str | None
-    ) -> dispatch.Choice | None:
-        """Returns the table's fastest choice that can run and is legal here, or None."""
-        kernel, device = self.call.kernel, self.call.runner.device
-        found = self.call.runner.table.find(kernel, operands)
-        for ranked in () if found is None else found.ranking:
-            implementation = ranked.implementation
-            can_run = choice.reasons.get(implementation, "it is not known") is None
-            if not can_run or named not in (None, implementation):
-                continue
-            legal: dict[str | None, Hashable] = {None: None}
-            legal |= {
-                tables.config_text(config): config
-                for config in configs(kernel, implementation, device, operands)
-            }
-            if ranked.config in legal:
-                return choice._replace(
-                    implementation=implementation,
-                    config=legal[ranked.config],
-                    source="table" if found is not None and found.exact else "neighbour",
-                )
-        return None
 
 
 def configs(
@@ -554,14 +518,24 @@ def _flatten_rows(
     flat = []
     for operand, letters in zip(operands, axes, strict=True):
         if operand is not None and ROWS in letters:
-            start = letters.index(ROWS)
-            stop = operand.ndim - (len(letters) - start - 1)
-            rows = operand.shape[start:stop]
-            operand = operand.reshape(
-                *operand.shape[:start], math.prod(rows), *operand.shape[stop:]
-            )
+            rows = _rows(operand.shape, letters)
+            operand = operand.reshape(_merged(operand.shape, letters))
         flat.append(operand)
     return rows, flat
+
+
+def _rows(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
+    """Returns the sizes of the axes that `ROWS` stands for."""
+    start = letters.index(ROWS)
+    return shape[start : len(shape) - (len(letters) - start - 1)]
+
+
+def _merged(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
+    """Returns the shape with the axes of `ROWS`, if there are any, merged into one."""
+    if ROWS not in letters:
+        return shape
+    start, rows = letters.index(ROWS), _rows(shape, letters)
+    return (*shape[:start], math.prod(rows), *shape[start + len(rows) :])
 
 
 # --- lowered once ---------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
-"""Symbolic sizes of exported programs: `jax.export.symbolic_shape`."""
+"""Shapes of operands, and symbolic sizes of exported programs: `jax.export.symbolic_shape`."""
 
+from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 
 def is_symbolic(*arrays: Any) -> bool:
@@ -17,4 +20,12 @@ def why_symbolic(*arrays: Any) -> str | None:
     """Returns why no kernel runs on the arrays if a size is symbolic, else None."""
     return (
         "kernels are made for known sizes, and these are symbolic" if is_symbolic(*arrays) else None
+    )
+
+
+def shapes_of(operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct | None, ...]:
+    """Returns the shapes and dtypes of the operands, None for one that is absent."""
+    return tuple(
+        None if operand is None else jax.ShapeDtypeStruct(operand.shape, operand.dtype)
+        for operand in operands
     )

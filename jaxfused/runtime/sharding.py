@@ -300,6 +300,35 @@ def align(
     return tuple(None if operand is None else next(aligned) for operand in operands)
 
 
+def shards(
+    operands: Sequence[Any], *, operand_axes: Sequence[str], whole: str = "", parts: str = ""
+) -> list[jax.ShapeDtypeStruct | None]:
+    """Returns the shapes of a device's shards in `per_shard`, where the operands' types state them.
+
+    Where XLA's partitioner will split the operands, these are their own shapes.
+    """
+    given = [
+        (operand, letters)
+        for operand, letters in zip(operands, operand_axes, strict=True)
+        if operand is not None
+    ]
+    present, axes = [operand for operand, _ in given], [letters for _, letters in given]
+    mesh = _mesh(present)
+    places = _explicit_places(present, axes, whole, parts) if mesh.explicit_axes else {}
+    return [
+        None
+        if operand is None
+        else jax.ShapeDtypeStruct(
+            [
+                size // math.prod(mesh.shape[name] for name in places.get(letter, ()))
+                for size, letter in zip(operand.shape, letters, strict=True)
+            ],
+            operand.dtype,
+        )
+        for operand, letters in zip(operands, operand_axes, strict=True)
+    ]
+
+
 def varying(*operands: jax.Array) -> frozenset[str]:
     """Returns the Manual axes along which any operand varies, where `jax.shard_map` tracks them."""
     return _varying(operands)

@@ -158,6 +158,8 @@ class Found(NamedTuple):
 
     ranking: tuple[Ranked, ...]
     exact: bool
+    operands: tuple[tuple[str, tuple[int, ...]] | None, ...]
+    """The `Key.operands` at which it was measured."""
 
 
 class Table:
@@ -185,7 +187,7 @@ class Table:
         """Returns the ranking at these shapes, or at the nearest ones within FARTHEST, or None."""
         key = Key.of(kernel, operands)
         if key in self.entries:
-            return Found(self.entries[key], True)
+            return Found(self.entries[key], True, key.operands)
         family = self._families.get(key.family)
         if not family:
             return None
@@ -194,7 +196,7 @@ class Table:
         nearest = min(family, key=lambda other: (_distance(letters, key, other), other.operands))
         if _distance(letters, key, nearest) > FARTHEST:
             return None
-        return Found(self.entries[nearest], False)
+        return Found(self.entries[nearest], False, nearest.operands)
 
 
 def _distance(letters: Sequence[str], one: Key, other: Key) -> float:

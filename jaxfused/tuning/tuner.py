@@ -251,7 +251,12 @@ def _stages(
 ) -> list[TunedStage]:
     """Returns the distinct stages of a program that have more than one candidate."""
     stages: dict[table.Key, TunedStage] = {}
-    for choice, runs in traced(f, *args)[0]:
+    choices: list[tuple[dispatch.Choice, int]] = []
+    for left_or_run, runs in traced(f, *args)[0]:
+        # Stages for which the call was left to XLA, which runs them today.
+        left = [c._replace(implementation="xla", config=None) for c in left_or_run.stages]
+        choices += [(choice, runs) for choice in left or [left_or_run]]
+    for choice, runs in choices:
         if choice.kernel is None:
             continue
         key = table.Key.of(choice.kernel, choice.operands)

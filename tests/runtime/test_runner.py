@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfused
 from jaxfused import dispatch
+from jaxfused.explain import traced
 from jaxfused.ops.attention import attention
 from jaxfused.ops.linear import linear, mlp, qkv_projection, weight_gradient
 from jaxfused.ops.norm import layer_norm
@@ -182,6 +183,23 @@ def test_shards_of_any_size_have_an_implementation(h200, rows, features):
     seen = jaxfused.explain(gradient, x).calls
     assert [choice.operands[0].shape[0] for choice, _ in seen] == ([rows // 8] * 2 if rows else [])
     jax.jit(gradient).trace(x).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("spec", (P("data"), P(None, "data"), P()))
+def test_a_choice_in_advance_is_that_of_the_shard(h200, spec):
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jax.ShapeDtypeStruct((64, 8, 768), BF16, sharding=NamedSharding(mesh, spec))
+    [(choice, _)] = traced(jaxfused.layer_norm, x)[0]
+    assert runner.Runner(None, h200).choice(choice.kernel, x, *choice.operands[1:]) == choice
+    assert choice.operands[0].shape == (64 * 8 // (8 if spec else 1), 768)
+
+
+def test_a_choice_in_advance_is_of_the_named_implementation(h200):
+    kernel, operands = KERNELS[0]
+    assert runner.Runner("xla", h200).choice(kernel, *operands).source == "named"
+    cpu = dispatch.Device("cpu", "cpu", None, 0)
+    with pytest.raises(ValueError, match="implementation='pallas' cannot run here"):
+        runner.Runner("pallas", cpu).choice(kernel, *operands)
 
 
 @pytest.mark.parametrize("head_axis", (None, "data"))

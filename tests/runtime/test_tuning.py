@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 import jaxfused
 from jaxfused import __main__, dispatch
 from jaxfused.explain import traced
+from jaxfused.ops.conv import dense_conv
 from jaxfused.ops.norm import layer_norm
 from jaxfused.runtime import platforms, runner, table
 from jaxfused.tuning import bench, command, tuner
@@ -96,7 +97,8 @@ def test_entries_of_every_kernel_survive_a_file(device):
     assert measured.entries == entries
     assert measured.digest == table.Table(entries).digest
     for kernel, operands in KERNELS:
-        assert measured.find(kernel, operands) == (entries[table.Key.of(kernel, operands)], True)
+        key = table.Key.of(kernel, operands)
+        assert measured.find(kernel, operands) == (entries[key], True, key.operands)
     # One line for each entry, one for the header and one for the end.
     lines = table.user_path(device).read_text().splitlines()
     assert len(lines) == len(entries) + 2
@@ -463,6 +465,7 @@ def test_a_choice_follows_the_table(device):
     assert (choice.implementation, choice.config, choice.source) == ("cuda", config, "table")
     text = str(jaxfused.explain(jaxfused.layer_norm, *args))
     assert "layer_norm forward runs on 'cuda' (measured): bfloat16[4096, 768]" in text
+    assert "measured: 'cuda' 10.0 us, 'pallas' 11.0 us (+10%), 'xla' 12.0 us (+20%)" in text
     assert f"by {config}" in text
     assert f"{table.load(device).digest[:12]}, 1 entries" in text
     assert str(table.user_path(device)) in text
@@ -601,7 +604,59 @@ def test_neighbours_in_use(device):
     assert (near.implementation, near.source) == ("xla", "neighbour")
     text = str(jaxfused.explain(jaxfused.layer_norm, array(4100, 768), scale, scale))
     assert "runs on 'xla' (measured at near shapes)" in text
+    assert "measured at bfloat16[4096, 768], bfloat16[768], bfloat16[768]: 'xla' 10.0 us" in text
     assert choice_of(jaxfused.layer_norm, array(8192, 768), scale, scale).source == "model"
+
+
+def stage_of_program(name, f, *args):
+    """Returns the choice of the first stage of this name in a program."""
+    return next(choice for choice, _ in traced(f, *args)[0] if choice.stage == name)
+
+
+def gradients_of(f):
+    """Returns the function that computes the gradients of `f` to all of its arguments."""
+
+    def gradients(*args):
+        results, vjp = jax.vjp(f, *args)
+        return vjp(jax.tree.map(jnp.ones_like, results))
+
+    return gradients
+
+
+# Stages whose arrays are laid out for what will run another stage: the program, the other stage and
+# what a table's entry makes of it, and the stage with a field that follows.
+LAYOUTS = {
+    "cotangents of qkv_projection are concatenated for XLA's gradient of x": (
+        gradients_of(functools.partial(jaxfused.qkv_projection, heads=8)),
+        (array(4096, 512), array(512, 1536)),
+        ("qkv_projection input gradient", "xla"),
+        ("qkv_projection weight gradient", "count", 1),
+    ),
+    "those of gated_mlp stay apart for a kernel": (
+        gradients_of(lambda x, w, v: jaxfused.gated_mlp(x, w, None, v)),
+        (array(4096, 512), array(512, 4096), array(2048, 512)),
+        ("gated_mlp input gradient", "pallas"),
+        ("gated_mlp hidden gradient", "joined", False),
+    ),
+    "a kernel that takes statistics gives way to XLA": (
+        functools.partial(jaxfused.conv, statistics=True),
+        (array(8, 32, 32, 128), array(3, 3, 128, 128)),
+        ("conv dense forward with statistics", "xla"),
+        ("conv dense forward", "save_preactivation", False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_are_made_for_what_the_table_says_will_run(device, name):
+    f, args, (other, implementation), (stage, field, value) = LAYOUTS[name]
+    before = stage_of_program(other, f, *args)
+    assert before.implementation != implementation
+    assert all(
+        getattr(c.kernel, field) != value for c, _ in traced(f, *args)[0] if c.stage == stage
+    )
+    save(device, ranking_of(before.kernel, before.operands, (implementation, None)))
+    assert getattr(stage_of_program(stage, f, *args).kernel, field) == value
 
 
 # --- configs --------------------------------------------------------------------------------------
@@ -766,6 +821,39 @@ def test_tune_compares_within_a_round(device):
     report = tune(jaxfused.layer_norm, array(4096, 768), fake=fake)
     [stage] = report.stages
     assert set(stage.microseconds.values()) == {10.0}
+
+
+@pytest.mark.parametrize("fastest", ("pallas", "xla", "neither"))
+def test_tune_corrects_a_call_wrongly_left_to_xla(device, monkeypatch, fastest):
+    """The prediction is that cuDNN takes a microsecond, and the operator leaves the call to XLA."""
+    monkeypatch.setattr(dense_conv, "_cudnn_time", lambda call, **_: 1.0)
+    conv = functools.partial(jaxfused.conv, activation="relu")
+    args = array(8, 28, 28, 128), array(3, 3, 128, 128)
+    before = choice_of(conv, *args)
+    assert before.implementation == "xla" and before.kernel is None
+    text = str(jaxfused.explain(conv, *args))
+    assert "not 'pallas': cuDNN is predicted to be faster at a convolution of this shape" in text
+    assert re.search(
+        r"conv dense forward, expected: 'xla' [\d.]+ us, 'pallas' [\d.]+ us \(\+", text
+    )
+    # Forward mode works where XLA runs all stages.
+    jax.eval_shape(lambda *args: jax.jvp(conv, args, args), *args)
+    fake = FakeBench(lambda work, c: 20.0 if c.implementation != fastest != "neither" else 10.0)
+    assert {stage.choice.stage for stage in tune(conv, *args, fake=fake).stages} == {
+        "conv dense forward",
+        "conv dense input gradient",
+        "conv dense weight gradient",
+    }
+    after = {
+        (choice.stage, choice.implementation) for choice, _ in traced(gradients_of(conv), *args)[0]
+    }
+    if fastest != "pallas":
+        assert after == {("conv", "xla")}
+    if fastest == "xla":
+        text = str(jaxfused.explain(conv, *args))
+        assert "conv dense forward, measured: 'xla' 10.0 us, 'pallas' 20.0 us (+100%)" in text
+    if fastest == "pallas":
+        assert {implementation for stage, implementation in after if "dense" in stage} == {"pallas"}
 
 
 @parametrize("seconds", (0.0, 5.0, 20.0, 60.0), quick=(1,))

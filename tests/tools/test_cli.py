@@ -11,6 +11,7 @@ import jaxfused
 import jaxfused.__main__ as command_line
 from jaxfused import dispatch
 from jaxfused.__main__ import faults, operators, report
+from jaxfused.explain import basis
 from jaxfused.runtime import cuda_library
 from tests.support.grids import parametrize
 
@@ -71,6 +72,18 @@ def test_a_hopper_runs_kernels_and_the_report_names_each_stage():
     assert "NVIDIA H200, sm_90, 132 multiprocessors" in text
     assert "dot_product_attention forward runs on 'pallas'" in text
     assert "dot_product_attention backward runs on 'pallas'" in text
+
+
+FIGURES = ("expected: ", "measured", "the first that can run: ", "'")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+def test_what_decided_is_said_for_every_operator(device):
+    for _, explanation in operators(device):
+        for choice, _ in explanation.calls:
+            if sum(reason is None for reason in choice.reasons.values()) > 1:
+                assert basis(choice)[0].startswith(FIGURES)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,9 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
+from jaxfused.runtime.gate import LeftToXla, takes_reference
 from jaxfused.runtime.rectified import Rectified
-from jaxfused.runtime.runner import Runner, takes_reference
+from jaxfused.runtime.runner import Runner
 
 Statistics = tuple[jax.Array, jax.Array]
 Output = jax.Array | tuple[jax.Array | Statistics | None, ...]
@@ -204,24 +205,25 @@ def convolved(
         return (*(result if isinstance(result, tuple) else (result,)), shortcut)
     rectified = isinstance(x, Rectified)
     values = x.values if isinstance(x, Rectified) else as_array(x)
-    run: Callable[..., jax.Array] = functools.partial(
+    in_xla: Callable[..., jax.Array] = functools.partial(
         conv_xla.conv, activation=activation, precision=precision, **options
     )
     if residual is not None:
-        shape = jax.eval_shape(run, values, w, bias, None).shape
+        shape = jax.eval_shape(in_xla, values, w, bias, None).shape
         check_shape(op, "residual", residual, shape, f"the result has shape {shape}")
     device = dispatch.current_device(values, residual)
+    run = Runner(implementation, device)
     output = functools.partial(_output, statistics=statistics, hand_on=hand_on)
     if patch_expand.block_of(values, w, **options) is not None:
         takes_kernel = _enlarges(op, implementation, device, values, w, residual)
         enlarge: Callable[..., jax.Array] = functools.partial(
             patch_expand.enlarging_conv,
-            Runner(implementation, device),
+            run,
             activation=activation,
             precision=precision,
         )
         values = Rectified(values).array() if rectified else values
-        y = (enlarge if takes_kernel else run)(values, w, bias, residual)
+        y = (enlarge if takes_kernel else in_xla)(values, w, bias, residual)
         return output(y, None, values)
     depthwise = depthwise_conv.window_of(values, w, **options)
     if (
@@ -237,7 +239,7 @@ def convolved(
     missing = {}
     # JAX's own convolution refuses channels that are split under Explicit axes.
     explicit = sharding.is_explicit(values) or sharding.is_explicit(w)
-    why_xla = None
+    why_xla: str | LeftToXla | None = None
     if isinstance(depthwise, str):
         missing["cuda"] = f"the CUDA kernels of conv are depthwise, and {depthwise}"
         window = dense_conv.window_of(values, w, **options)
@@ -248,7 +250,10 @@ def convolved(
             missing["pallas"] = why_not_dense
         elif not explicit:
             assert not isinstance(window, str) and not isinstance(dense, str)
-            why_xla = dense_conv.why_xla(device, window, dense, like_x, like_w)
+            dense_options = dense_conv.Options(dense, activation, precision)
+            why_xla = dense_conv.left_to_xla(
+                run, window, dense_options, like_x, like_w, bias, residual
+            )
     else:
         missing["pallas"] = depthwise_conv1d.NO_PALLAS
         why_xla = None if explicit else depthwise_conv.why_xla(device, values, depthwise)
@@ -261,13 +266,13 @@ def convolved(
         values, rectified = Rectified(values).array(), False
     handed_on, taken = None, None
     if takes_xla:
-        y = run(values, w, bias, residual)
+        y = in_xla(values, w, bias, residual)
     elif not isinstance(depthwise, str):
         convolve: Any = depthwise_conv.depthwise_conv
         if depthwise_conv1d.takes(depthwise):
             convolve = depthwise_conv1d.depthwise_conv1d
         y, handed_on = convolve(
-            Runner(implementation, device),
+            run,
             values,
             w,
             bias,
@@ -280,9 +285,9 @@ def convolved(
         assert not isinstance(dense, str) and not isinstance(window, str)
         if dense.taps < window.taps and not dense.is_pointwise:
             # XLA's convolution does not gain from space-to-depth.
-            implementation = "pallas"
+            run = Runner("pallas", device)
         y, handed_on, taken = dense_conv.dense_conv(
-            Runner(implementation, device),
+            run,
             x if isinstance(x, Concatenated) else values,
             w,
             bias,

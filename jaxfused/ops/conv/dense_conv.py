@@ -7,7 +7,7 @@ GEMM libraries, most of all at wgrad.
 
 import functools
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +23,7 @@ from jaxfused.ops.norm import batch_norm_xla
 from jaxfused.runtime import sharding
 from jaxfused.runtime.activation import ARITHMETIC, SLOPE_OF_RESULT
 from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.gate import LeftToXla
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.product_choice import (
     UNMODELLED,
@@ -34,7 +35,7 @@ from jaxfused.runtime.product_choice import (
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.rectified import masked_gradient
-from jaxfused.runtime.runner import Axes, Results, Runner, reasons
+from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.shapes import why_symbolic
 from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 from pallas_kernels.conv import conv as pallas_conv
@@ -143,34 +144,47 @@ def why_unsupported(
     )
 
 
-def why_xla(device: dispatch.Device, window: Window, dense: Window, x: Any, w: Any) -> str | None:
+def left_to_xla(
+    run: Runner, window: Window, options: "Options", x: Any, w: Any, bias: Any, residual: Any
+) -> LeftToXla | None:
     """Returns why a call that names no implementation is XLA's, or None if a kernel may be faster.
 
-    `dense` is the window that `simplified` makes of `window`; x and w are rewritten too. Each stage
+    The window of `options` is what `simplified` makes of `window`; x and w are rewritten too. Each stage
     later runs what is predicted to be faster for it.
     """
-    if dense.is_pointwise:
+    dense = options.window
+    if run.implementation is not None or dense.is_pointwise:
         return None
     if dense.taps < window.taps:
         pixels, features = pixels_of(dense, x), w.shape[-1]
         if features % 64 == 0 and pixels >= _LEAST_JOINED_PIXELS:
             return None
-        return (
+        return LeftToXla(
             "the kernels were timed with few channels at multiples of 64 features and at least"
             f" {_LEAST_JOINED_PIXELS} pixels, and there are {features} features and {pixels} pixels"
         )
-    x, w = jax.eval_shape(lambda x, w: (images(x), weights_of_images(x, w)), x, w)
-    sizes = x.shape[1:-1]
-    dz = jax.ShapeDtypeStruct((x.shape[0], *dense.result(sizes), w.shape[-1]), x.dtype)
-    stages: Sequence[tuple[Any, tuple[Any, ...]]] = (
-        (Forward(Options(dense, None, None), False), (x, w, None, None)),
-        (_InputGradient(dense, sizes, None), (dz, w)),
-        (_WeightGradient(dense, None), (x, dz)),
-    )
-    for stage, operands in stages:
-        if dispatch.choose("conv", None, reasons(stage, device, *operands)) != "xla":
+    # The prediction is that for the convolution alone.
+    for stage, operands in stages(Options(dense, None, None), x, w, None, None):
+        if run.choice(stage, *operands).implementation != "xla":
             return None
-    return "cuDNN is predicted to be faster at a convolution of this shape and at its gradients"
+    why = "cuDNN is predicted to be faster at a convolution of this shape and at its gradients"
+    return run.left_to_xla(why, stages(options, x, w, bias, residual))
+
+
+def stages(options: "Options", x: Any, w: Any, bias: Any, residual: Any) -> Iterator[Any]:
+    """Yields the stages of a convolution and of its gradients, each with its operands' shapes."""
+    x, w, residual = jax.eval_shape(
+        lambda x, w, residual: (images(x), weights_of_images(x, w), images(residual)),
+        x,
+        w,
+        residual,
+    )
+    window, precision, sizes = options.window, options.precision, x.shape[1:-1]
+    dz = jax.ShapeDtypeStruct((x.shape[0], *window.result(sizes), w.shape[-1]), x.dtype)
+    for saves in (False, True)[: 1 + options.keeps_preactivation]:
+        yield Forward(options, saves), (x, w, bias, residual)
+    yield _InputGradient(window, sizes, precision), (dz, w)
+    yield _WeightGradient(window, precision), (x, dz)
 
 
 _LEAST_JOINED_PIXELS = 2**17
@@ -606,11 +620,8 @@ def _takes_statistics(
     if options.keeps_preactivation or not sharding.is_in_one_piece(x, w):
         return False
     like_x, like_w = jax.eval_shape(request.simplify, x, w)
-    stage = _ForwardWithStatistics(options)
-    ordered = reasons(stage, run.device, like_x, like_w, bias, residual)
-    if run.implementation is not None:
-        return run.implementation == "pallas" and ordered["pallas"] is None
-    return next(name for name, reason in ordered.items() if reason is None) == "pallas"
+    choice = run.choice(_ForwardWithStatistics(options), like_x, like_w, bias, residual)
+    return choice.implementation == "pallas"
 
 
 @dataclass(frozen=True)

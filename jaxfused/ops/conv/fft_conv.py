@@ -10,6 +10,8 @@ from jaxfused.ops.conv import conv_xla, fft_conv_xla
 from jaxfused.ops.conv.depthwise_conv1d_cuda import TAPS
 from jaxfused.ops.conv.depthwise_conv_cuda import KERNELS, Window
 from jaxfused.runtime import sharding
+from jaxfused.runtime.estimate import Times
+from jaxfused.runtime.gate import choose_without_stages
 from jaxfused.runtime.shapes import why_symbolic
 
 Padding = fft_conv_xla.Padding
@@ -27,8 +29,8 @@ def why_not(device: dispatch.Device, x: jax.Array, w: jax.Array, window: Window)
     if window.stride > 1:
         return f"transforms give every value, and the stride is {window.stride}"
     padding = padding_of(x, window)
-    kernel = w.shape[:-2]
-    if any(not 0 <= p < k for pair, k in zip(padding, kernel, strict=True) for p in pair):
+    sizes = zip(padding, w.shape[:-2], strict=True)
+    if any(not 0 <= p < k for pair, k in sizes for p in pair):
         return f"zeros go beyond the window, and padding is {padding}"
     if (unknown := why_symbolic(x)) is not None:
         return unknown
@@ -36,14 +38,13 @@ def why_not(device: dispatch.Device, x: jax.Array, w: jax.Array, window: Window)
         return "the result has no values"
     if not sharding.is_in_one_piece(x, w):
         return "XLA's partitioner gathers what is transformed"
-    size = fft_conv_xla.transformed_size(x, kernel, padding)
+    size = _transformed(x, w, window)
     if size >= _MOST_VALUES:
         return f"less than {_MOST_VALUES} values are transformed, and this takes {size}"
-    time = _START + size * _OF_VALUE
-    direct = _directly(x.size, window.kernel)
-    if time < direct:
+    transforms, direct = _times(x, w, window)
+    if transforms < direct:
         return None
-    return f"transforms are expected to take {time:.0f} us, and XLA's sums {direct:.0f}"
+    return f"transforms are expected to take {transforms:.0f} us, and XLA's sums {direct:.0f}"
 
 
 def fourier_conv(
@@ -57,10 +58,21 @@ def fourier_conv(
 ) -> jax.Array:
     """Returns the convolution of x [B, *spatial, C] with w [*kernel, 1, C], with its epilogue."""
     reasons = dict.fromkeys(("pallas", "cuda"), "transforms are XLA's") | {"xla": None}
-    operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w)]
-    dispatch.record(dispatch.Choice("conv by Fourier transforms", operands, "xla", reasons))
+    transforms, direct = _times(x, w, window)
+    note = f"without transforms XLA would take {direct:.0f} us"
+    estimate = Times({"xla": transforms}, note)
+    choose_without_stages("conv by Fourier transforms", None, reasons, x, w, estimate=estimate)
     y = fft_conv_xla.conv(x, w[..., 0, :].astype(x.dtype), padding_of(x, window))
     return conv_xla.finish(y, bias, residual, activation=activation)
+
+
+def _transformed(x: jax.Array, w: jax.Array, window: Window) -> int:
+    return fft_conv_xla.transformed_size(x, w.shape[:-2], padding_of(x, window))
+
+
+def _times(x: jax.Array, w: jax.Array, window: Window) -> tuple[float, float]:
+    """Returns the expected microseconds of transforms, and of XLA's direct sums."""
+    return _START + _transformed(x, w, window) * _OF_VALUE, _directly(x.size, window.kernel)
 
 
 def _directly(size: int, kernel: tuple[int, int]) -> float:

@@ -22,10 +22,11 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.product_choice import is_modelled
 from jaxfused.runtime.quantized_array import QuantizedArray, as_operand, assembled, of_each_column
-from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
+from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.shapes import why_symbolic
 from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 from pallas_kernels.conv import conv as pallas_conv

@@ -28,18 +28,11 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.gate import choose_without_stages, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.product_xla import product, sum_written_rows
-from jaxfused.runtime.runner import (
-    ROWS,
-    Axes,
-    Results,
-    Runner,
-    batched_rows,
-    reasons,
-    takes_reference,
-)
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from jaxfused.runtime.shapes import why_symbolic
 from pallas_kernels.gemm import cost, small_m
 from pallas_kernels.gemm import linear as pallas_linear
@@ -115,7 +108,8 @@ def linear(
         return _linear_in_fp8(run, options, *aligned, fp8.state_of(op, precision))
     is_bare = bias is None and activation is None
     forward_in_xla = is_bare and implementation is None and why_symbolic(x, w) is None
-    forward_in_xla = forward_in_xla and _gains_from_stages(device, x, w, residual, precision)
+    run = Runner(implementation, device)
+    forward_in_xla = forward_in_xla and _gains_from_stages(run, x, w, residual, precision)
     why_xla = _WHY_BARE if is_bare else None
     if not forward_in_xla and takes_reference(op, implementation, device, x, why_xla=why_xla):
         y = linear_xla.linear(
@@ -133,34 +127,29 @@ def linear(
     operands = sharding.align(
         (x, w, bias, residual), operand_axes=(rows + "d", "df", "f", rows + "f"), parts="d"
     )
-    return _linear(Runner(implementation, device), options, *operands)
+    return _linear(run, options, *operands)
 
 
 _WHY_BARE = "no product is faster than XLA's, and there is nothing to fuse"
 
 
 def _gains_from_stages(
-    device: dispatch.Device,
-    x: jax.Array,
-    w: jax.Array,
-    residual: jax.Array | None,
-    precision: Any,
+    run: Runner, x: jax.Array, w: jax.Array, residual: jax.Array | None, precision: Any
 ) -> bool:
     """Whether a layer without bias and activation gains from a custom gradient, with its forward in XLA.
 
     It does if wgrad is faster in a kernel, or if XLA's product can add the residual in 16 bits, which
     needs a custom gradient. Otherwise JAX differentiates the product itself, to every order.
     """
-    if x.dtype.itemsize != 2 or not is_modelled(device) or not sharding.is_in_one_piece(x, w):
+    if x.dtype.itemsize != 2 or not is_modelled(run.device) or not sharding.is_in_one_piece(x, w):
         return False
     if x.size == 0 or w.size == 0:
         return False
     if residual is not None:
         return True
-    rows = math.prod(x.shape[:-1])
-    operands = [jax.ShapeDtypeStruct((rows, n), x.dtype) for n in (x.shape[-1], w.shape[1])]
+    dy = jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[1]), x.dtype)
     kernel = WeightGradients("linear", jnp.dtype(w.dtype), precision, 1, False, False)
-    return dispatch.choose("linear", None, reasons(kernel, device, *operands)) != "xla"
+    return run.choice(kernel, x, dy).implementation != "xla"
 
 
 def allows_tf32(precision: Any) -> bool:
@@ -262,8 +251,7 @@ def _forward(
         return run(layer, *operands)
     x, w, *_ = operands
     why_not = {"pallas": _WHY_BARE, "cuda": _WHY_BARE, "xla": None}
-    shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in (x, w)]
-    dispatch.record(dispatch.Choice(layer.name, shapes, "xla", why_not))
+    choose_without_stages(layer.name, None, why_not, x, w)
     return layer.run("xla", run.device, *operands)
 
 

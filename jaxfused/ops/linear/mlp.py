@@ -42,18 +42,11 @@ from jaxfused.runtime.checks import (
 )
 from jaxfused.runtime.dropout_arguments import dropout_words, without_kernels
 from jaxfused.runtime.estimate import Estimate
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.product_choice import Passes
 from jaxfused.runtime.product_xla import side_by_side, sums_side_by_side
-from jaxfused.runtime.runner import (
-    ROWS,
-    Axes,
-    Results,
-    Runner,
-    batched_rows,
-    reasons,
-    takes_reference,
-)
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from pallas_kernels.gemm import cost, matmul, small_m
 from pallas_kernels.gemm import mlp as pallas_mlp
 from pallas_kernels.gemm.operands import SWIZZLE_BYTES
@@ -544,10 +537,11 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
     joined = False
     if w_up is None and sharding.is_in_one_piece(x, w_gate):
         # The cotangents of gate and up are concatenated if XLA computes the gradient of x.
-        by_xla = _is_by_xla(run, hidden_gradient, dy_narrow, w_down, gate, up)
+        joining = replace(hidden_gradient, joined=True)
+        by_xla = run.choice(joining, dy_narrow, w_down, gate, up).implementation == "xla"
         input_gradient = replace(input_gradient, finds_joined=by_xla)
-        joined = _is_by_xla(run, input_gradient, gate, up, w_gate, None)
-        hidden_gradient = replace(hidden_gradient, joined=joined)
+        joined = run.choice(input_gradient, gate, up, w_gate, None).implementation == "xla"
+        hidden_gradient = joining if joined else hidden_gradient
     dgate, dup, h, db_gate, db_up = run(hidden_gradient, dy_narrow, w_down, gate, up)
     if hidden is not None:
         h = hidden
@@ -588,16 +582,6 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
 
 
 _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
-
-
-def _is_by_xla(run: Runner, kernel: Any, *operands: jax.Array | None) -> bool:
-    """Whether XLA is chosen for a stage, with the leading axes of its operands [..., F] flattened."""
-    matrices = (
-        None if a is None else jax.ShapeDtypeStruct((math.prod(a.shape[:-1]), a.shape[-1]), a.dtype)
-        for a in operands
-    )
-    why = reasons(kernel, run.device, *matrices)
-    return dispatch.choose("gated_mlp", run.implementation, why) == "xla"
 
 
 def _are_joined_faster(x, gate, w_gate) -> bool:

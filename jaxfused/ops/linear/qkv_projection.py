@@ -27,10 +27,11 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.product_xla import product, side_by_side, unshared
-from jaxfused.runtime.runner import Axes, Results, Runner, reasons, takes_reference
+from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm import matmul as pallas_matmul
@@ -455,9 +456,11 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
     dbs: Sequence[Any] | None
     shapes = options.shapes(weights)
     if sharding.is_in_one_piece(x, *(w for w in weights if w is not None)):
-        joined, for_x = options.one_array is not None, _joins_for_x(run, options, dys, weights)
+        # XLA's gradient of x reads concatenated cotangents.
+        for_x = run.choice(_InputGradient(options), *dys, *weights).implementation == "xla"
+        joined = options.one_array is not None
         if joined and for_x:
-            # In the form that XLA's gradient of x reads, so that only one form is written.
+            # In that form, so that only one form is written.
             flat = [side_by_side(flat, options.head_size)]
         dws, dbs = weight_gradients(
             run,
@@ -487,14 +490,6 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
         return [*dweights, *absent], [None] * 3
     dbiases = [db.astype(b.dtype).reshape(b.shape) for db, b in zip(dbs, biases, strict=False)]
     return [*dweights, *absent], [*dbiases, *absent]
-
-
-def _joins_for_x(
-    run: Runner, options: _Options, dys: Sequence[Any], weights: Sequence[Any]
-) -> bool:
-    """Returns whether XLA computes the gradient of x, for which the cotangents are concatenated."""
-    why = reasons(_InputGradient(options), run.device, *dys, *weights)
-    return dispatch.choose("qkv_projection", run.implementation, why) == "xla"
 
 
 def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) -> bool:

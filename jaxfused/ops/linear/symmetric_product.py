@@ -12,9 +12,10 @@ from jaxfused import dispatch
 from jaxfused.ops.linear.linear import allows_tf32
 from jaxfused.runtime import sharding
 from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.product_xla import product
-from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
+from jaxfused.runtime.runner import Axes, Results, Runner
 from pallas_kernels.gemm import symmetric
 
 _FEWEST_ROWS = 512

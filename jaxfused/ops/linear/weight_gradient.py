@@ -20,7 +20,7 @@ from jaxfused.runtime.product_xla import (
     unshared,
     weight_product,
 )
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, reasons
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm import weight_gradient as pallas_weight_gradient
 
@@ -139,7 +139,7 @@ def _would_run_on_rows(
     if rows == 0 or run.implementation not in (None, "pallas"):
         return False
     shards = [jax.ShapeDtypeStruct((rows, a.shape[-1]), a.dtype) for a in (x, *dys)]
-    return dispatch.choose(kernel.op, None, reasons(kernel, run.device, *shards)) != "xla"
+    return replace(run, implementation=None).choice(kernel, *shards).implementation != "xla"
 
 
 def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:

@@ -40,9 +40,10 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from jaxfused.runtime.stated_gradient import stated_gradient
 
 Reduction = Literal["mean", "sum", "none"]

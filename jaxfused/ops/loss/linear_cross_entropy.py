@@ -51,9 +51,10 @@ from jaxfused.ops.loss.cross_entropy_xla import (
 from jaxfused.ops.loss.label_values import check_classes
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_arrays, check_count, check_floating, python_numbers
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from jaxfused.runtime.shapes import is_symbolic
 from jaxfused.runtime.stated_gradient import stated_gradient
 

@@ -26,8 +26,9 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
+from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.vmap import merged_images, unmerged_images
 
 

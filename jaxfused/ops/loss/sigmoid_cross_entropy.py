@@ -16,7 +16,7 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
-from jaxfused.runtime.runner import reference_only
+from jaxfused.runtime.gate import reference_only
 
 
 @python_numbers

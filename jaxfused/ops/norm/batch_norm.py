@@ -22,9 +22,10 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.rectified import check_mask
-from jaxfused.runtime.runner import Runner, takes_reference
+from jaxfused.runtime.runner import Runner
 
 
 @python_numbers

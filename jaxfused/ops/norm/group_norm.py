@@ -25,10 +25,11 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.estimate import Estimate, Rule, Times
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.rectified import check_mask, masked_gradient
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, takes_reference
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner
 from jaxfused.runtime.vmap import (
     batch_all,
     is_batched,
@@ -649,7 +650,8 @@ def _estimate(
     theirs = min(cost.start + cost.per_megabyte * megabytes for cost in xla[options.op])
     theirs += more * megabytes
     # Pallas, which has no kernel, keeps its place after CUDA.
-    return Times(dict.fromkeys(("cuda", "pallas"), ours()) | {"xla": _GAIN * theirs})
+    times = dict.fromkeys(("cuda", "pallas"), ours()) | {"xla": _GAIN * theirs}
+    return Times(times, f"XLA's is {_GAIN} of the model's, which may be off by as much")
 
 
 def _time_of_passes(device: dispatch.Device, x: Any, moved: _Moved) -> float:

@@ -33,8 +33,9 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.estimate import Estimate, Times
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.rows import layer_norm as pallas_layer_norm
 

@@ -10,7 +10,7 @@ from jaxfused import dispatch
 from jaxfused.ops.pool import avg_pool_xla
 from jaxfused.ops.pool.pool_window import windows
 from jaxfused.runtime.checks import check_floating, check_images, python_numbers
-from jaxfused.runtime.runner import reference_only
+from jaxfused.runtime.gate import reference_only
 
 
 @python_numbers

@@ -14,8 +14,9 @@ from jaxfused.ops.pool.pool_window import windows
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import check_floating, check_images, python_numbers
 from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
+from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.vmap import merged_batch, merged_images, unmerged_images
 
 NO_PALLAS = "there is no Pallas kernel of max_pool"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.pool import spatial_pyramid_pool_xla
 from jaxfused.runtime.checks import check_count, check_floating, check_images, python_numbers
-from jaxfused.runtime.runner import reference_only
+from jaxfused.runtime.gate import reference_only
 
 
 @python_numbers

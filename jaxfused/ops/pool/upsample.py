@@ -11,9 +11,10 @@ from jaxfused import dispatch
 from jaxfused.ops.pool import upsample_cuda, upsample_xla
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import check_floating, check_images, python_numbers
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
-from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
+from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.vmap import merged_batch, unmerged_images
 
 NO_PALLAS = "there is no Pallas kernel of upsample"

@@ -11,8 +11,9 @@ from jaxfused import dispatch
 from jaxfused.ops.quantize import quantize_rows_cuda
 from jaxfused.runtime import cuda_choice, rounding, sharding
 from jaxfused.runtime.estimate import Estimate
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray, assembled
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from pallas_kernels.rows import quantize as pallas_quantize
 from pallas_kernels.rows.rounding import RowRounding
 

@@ -1,7 +1,6 @@
 """The gated unit of an MLP with quantised weights: both products in one pass over x."""
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +12,10 @@ from jaxfused.ops.quantized import quantized_matmul_cuda, quantized_matmul_xla
 from jaxfused.ops.quantized.quantized_matmul import cuda_configs, of_columns, why_no_kernel_reads
 from jaxfused.runtime import cuda_choice, sharding
 from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.quantized_array import QuantizedArray, as_operand, assembled
-from jaxfused.runtime.runner import (
-    ROWS,
-    Axes,
-    Results,
-    Runner,
-    batched_rows,
-    reasons,
-    takes_reference,
-)
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from pallas_kernels.gemm import quantized as pallas_quantized
 from pallas_kernels.gemm.quantized import Packed
 from pallas_kernels.gemm.small_m import MAX_ROWS
@@ -48,19 +40,29 @@ def gated_unit(
     gate, up = as_operand(op, "gate", gate), as_operand(op, "up", up)
     device = dispatch.current_device(x)
     unit = _Unit(activation, gate.dtype)
+    run = Runner(implementation, device)
     missing = cuda_choice.missing(op, implementation)
+    operands: tuple[Any, ...] = (
+        x,
+        gate.values,
+        *of_columns(gate),
+        up.values,
+        *of_columns(up),
+        b_gate,
+        b_up,
+    )
     if takes_reference(op, implementation, device, x, missing=missing) or (
-        implementation is None and unit.is_left_to_xla(device, x, gate)
+        implementation is None and unit.is_left_to_xla(run, *operands)
     ):
         return unit.by_reference(x, gate, up, b_gate, b_up)
     rows = sharding.leading_axes(x.ndim - 1)
     weights = (unit.letters, "gf", "gf")
     operands = sharding.align(
-        (x, gate.values, *of_columns(gate), up.values, *of_columns(up), b_gate, b_up),
+        operands,
         operand_axes=(rows + "d", *weights, *weights, "f", "f"),
         whole=_WHOLE,
     )
-    return _gated_unit(Runner(implementation, device), unit, *operands)
+    return _gated_unit(run, unit, *operands)
 
 
 def why_apart(gate: QuantizedArray, up: QuantizedArray) -> str | None:
@@ -194,15 +196,14 @@ class _Unit:
         unit = quantized_matmul_xla.gated_unit
         return unit(x, gate, up, b_gate, b_up, activation=self.activation)
 
-    def is_left_to_xla(self, device: dispatch.Device, x: jax.Array, gate: QuantizedArray) -> bool:
+    def is_left_to_xla(self, run: Runner, x: jax.Array, values: jax.Array, *others: Any) -> bool:
         """Returns whether XLA runs the forward, and keeps its preactivations for the gradient."""
-        if not sharding.is_in_one_piece(x, gate.values):
+        if not sharding.is_in_one_piece(x, values):
             return False
-        rows = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-        why = reasons(self, device, rows, gate.values, *of_columns(gate))
-        if dispatch.choose(self.name, None, why) != "xla":
+        choice = run.choice(self, x, values, *others)
+        if choice.implementation != "xla":
             return False
-        dispatch.record(dispatch.Choice(self.name, [rows], "xla", why))
+        dispatch.record(choice._replace(kernel=None, stages=(choice,)))
         return True
 
     batched = batched_rows

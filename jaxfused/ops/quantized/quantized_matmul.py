@@ -21,6 +21,7 @@ from jaxfused.ops.quantized import quantized_matmul_cuda, quantized_matmul_xla
 from jaxfused.runtime import cuda_choice, sharding
 from jaxfused.runtime.checks import as_arrays, check_activation, check_floating, python_numbers
 from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.quantized_array import (
@@ -31,7 +32,7 @@ from jaxfused.runtime.quantized_array import (
     assembled,
     of_each_column,
 )
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm import quantized as pallas_quantized
 from pallas_kernels.gemm.quantized import Packed

@@ -23,9 +23,10 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import along_last_axis
-from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
+from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.rows import rope as pallas_rope
 

@@ -15,8 +15,8 @@ from jaxfused.ops.sampling.sample_xla import Filters
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_arrays, check_floating, python_numbers, readable_values
 from jaxfused.runtime.dropout import murmur
+from jaxfused.runtime.gate import reference_only
 from jaxfused.runtime.promotion import accumulator_dtype
-from jaxfused.runtime.runner import reference_only
 
 _SLACK = 2.0**-21
 """The relative rounding that a sum of probabilities may be short of top_p by and still reaches it: the

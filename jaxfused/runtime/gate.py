@@ -1,0 +1,91 @@
+"""The decision, before an operator's custom_vjp, whether a call is plain jax.numpy."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxfused import dispatch
+from jaxfused.runtime import cuda_library
+from jaxfused.runtime.estimate import Estimate
+from jaxfused.runtime.shapes import shapes_of, why_symbolic
+from pallas_kernels import hopper
+
+
+class LeftToXla(NamedTuple):
+    """The reason for which an operator leaves a call to XLA that names no implementation."""
+
+    why: str
+    stages: Sequence[dispatch.Choice] = ()
+    """The choices of the stages that would run otherwise, by which the tuner can overrule it."""
+
+
+def takes_reference(
+    op: str,
+    implementation: str | None,
+    device: dispatch.Device,
+    x: jax.Array,
+    *others: jax.Array | None,
+    why_xla: str | LeftToXla | None = None,
+    missing: Mapping[str, str] | None = None,
+) -> bool:
+    """Returns whether a call of an operator is plain jax.numpy, whatever the shapes are.
+
+    This is decided before the operator's custom_vjp, so that forward-mode differentiation works wherever
+    no kernel can run: on this platform, for the dtype of `x`, for symbolic sizes of `x` or `others`, for
+    an empty `x`, or where the operator leaves the call to XLA, with the reason `why_xla`. `missing` has
+    the implementations that the operator lacks, each with the reason.
+    """
+    if x.dtype not in cuda_library.DTYPES:
+        why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"
+        reasons: dict[str, str | None] = {"pallas": why, "cuda": why}
+    elif unknown := why_symbolic(x, *others):
+        reasons = {"pallas": unknown, "cuda": unknown}
+    else:
+        capability = device.compute_capability
+        reasons = {
+            "pallas": hopper.why_unfit(capability),
+            "cuda": cuda_library.why_unfit(capability) or cuda_library.why_unavailable(),
+        }
+    why_xla = why_xla or dispatch.why_unmeasured(op)
+    left = LeftToXla(why_xla) if isinstance(why_xla, str) else why_xla
+    if implementation is None and left is not None:
+        reasons = {name: reason or left.why for name, reason in reasons.items()}
+    reasons |= missing or {}
+    reasons["xla"] = None
+    chosen = dispatch.choose(op, implementation, reasons)
+    if 0 in x.shape:
+        return True  # There is nothing to do, and CUDA rejects an empty launch.
+    if chosen == "xla":
+        asked = () if implementation is not None or left is None else left.stages
+        dispatch.record(dispatch.Choice(op, shapes_of([x]), chosen, reasons, stages=asked))
+    return chosen == "xla"
+
+
+def reference_only(op: str, implementation: str | None, x: jax.Array) -> None:
+    """Checks the implementation named for an operator that has no kernels yet."""
+    reasons = {
+        "pallas": f"there is no Pallas kernel of {op} yet",
+        "cuda": f"there is no CUDA kernel of {op} yet",
+        "xla": None,
+    }
+    choose_without_stages(op, implementation, reasons, x)
+
+
+def choose_without_stages(
+    op: str,
+    implementation: str | None,
+    reasons: Mapping[str, str | None],
+    *operands: jax.Array | None,
+    estimate: Estimate = None,
+) -> None:
+    """Chooses and records the implementation of a call that runs no stage of a `Runner`.
+
+    Raises:
+      ValueError: the named implementation does not exist or cannot run.
+    """
+    chosen = dispatch.choose(op, implementation, reasons)
+    source: Any = None if implementation is None else "named"
+    dispatch.record(
+        dispatch.Choice(op, shapes_of(operands), chosen, reasons, source=source, estimate=estimate)
+    )
