@@ -945,7 +945,7 @@ def lengths_and_segments():
     seeds = array(2, 2, 2, 1, dtype=jnp.uint32)
     key = array(2, 64, 2, 64)
     return options, attention._Arrays(
-        q, key, key, None, None, lengths, lengths, ids, ids, explicit, seeds
+        q, key, key, None, None, lengths, lengths, None, ids, ids, explicit, seeds
     )
 
 
