@@ -5,7 +5,7 @@ import jax
 from jaxfused import dispatch
 from jaxfused.ops.augment import image_pass_xla
 from jaxfused.ops.augment.image_pass_xla import Pass
-from jaxfused.runtime.runner import reference_only
+from jaxfused.runtime.gate import reference_only
 
 OP = "augment"
 
