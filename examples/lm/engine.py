@@ -149,7 +149,11 @@ class Engine:
         for slot, held in enumerate(self._slots):
             if held is None and self._waiting:
                 self._slots[slot] = self._waiting.popleft()
-                self._state = _admit(self._state, slot, vars(self._slots[slot].sampling))
+                options = {
+                    name: np.asarray(value, self._state.options[name].dtype)
+                    for name, value in vars(self._slots[slot].sampling).items()
+                }
+                self._state = _admit(self._state, np.int32(slot), options)
         ready = [
             (i, text)
             for i, text in enumerate(self._slots)

@@ -1,0 +1,333 @@
+"""examples/lm/serve: requests, answers, streams, and clients that misbehave, without a network.
+
+The application is called as an ASGI server calls it.
+"""
+
+import asyncio
+import contextlib
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from examples.errors import ExampleError
+from examples.lm.engine import Engine
+from examples.lm.requests import read_request
+from examples.lm.serve import Server
+from examples.lm.worker import Worker
+from tests.examples.test_example_lm import ROWS, model_of
+
+VOCABULARY = 50
+WORDS = [bytes([97 + i % 26]) for i in range(48)] + [b"\xf0\x9f", b"\x98\x80"]
+
+
+class Letters:
+    """A tokenizer whose tokens are letters, and two of them the halves of an emoji."""
+
+    ends = frozenset()
+
+    def encode(self, text):
+        return [ord(letter) % 26 for letter in text]
+
+    def encode_chat(self, messages):
+        if messages[-1]["role"] == "assistant":
+            raise ExampleError("the last message must be the user's.")
+        return self.encode("".join(message["content"] for message in messages))
+
+    def bytes_of(self, token):
+        return WORDS[token]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of(ROWS["Qwen2"])
+
+
+@contextlib.contextmanager
+def serving(model, *, most=8, patience=15.0):
+    pytest.importorskip("starlette", reason="it is in the extra lm")
+    engine = Engine(model, (), slots=2, length=32, chunk=8)
+    with Worker(engine, most=most) as worker:
+        server = Server(worker, Letters(), name="tiny", vocabulary=VOCABULARY, patience=patience)
+        yield SimpleNamespace(app=server.app, worker=worker, engine=engine)
+
+
+async def call(server, path, body=None, *, method="POST", leave_after=None):
+    """Returns (status, headers, parts of the body); the client may leave after some parts."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    scope = dict(
+        type="http", method=method, path=path, raw_path=path.encode(), query_string=b"",
+        headers=[(b"content-type", b"application/json")], http_version="1.1",
+    )  # fmt: skip
+    gone, asked, sent = asyncio.Event(), [], []
+
+    async def receive():
+        if not asked:
+            asked.append(True)
+            return dict(type="http.request", body=data, more_body=False)
+        await gone.wait()
+        return dict(type="http.disconnect")
+
+    async def send(message):
+        sent.append(message)
+        if leave_after is not None and len(sent) > leave_after:
+            gone.set()
+            await asyncio.sleep(0.05)
+
+    if leave_after == 0:
+        gone.set()
+    await server.app(scope, receive, send)
+    head, *parts = sent
+    headers = {name.decode(): value.decode() for name, value in head["headers"]}
+    return head["status"], headers, [part["body"] for part in parts if part.get("body")]
+
+
+def ask(server, path, body=None, **options):
+    status, _, parts = asyncio.run(call(server, path, body, **options))
+    return status, json.loads(b"".join(parts))
+
+
+def chat(content="hello", **fields):
+    fields = dict(model="tiny", temperature=0, max_tokens=8) | fields
+    return dict(messages=[dict(role="user", content=content)], **fields)
+
+
+def events(parts):
+    found = b"".join(parts).decode().split("\n\n")
+    assert found.pop() == ""
+    return [json.loads(e[6:]) if e != "data: [DONE]" else None for e in found if e[0] != ":"]
+
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with serving(model) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def answer(server):
+    status, answer = ask(server, CHAT, chat())
+    assert status == 200
+    return answer
+
+
+def test_an_answer_has_all_its_fields(answer):
+    assert answer["id"].startswith("chatcmpl-")
+    assert (answer["object"], answer["model"]) == ("chat.completion", "tiny")
+    assert answer["usage"] == dict(prompt_tokens=5, completion_tokens=8, total_tokens=13)
+    (choice,) = answer["choices"]
+    assert (choice["index"], choice["finish_reason"]) == (0, "length")
+    assert choice["message"]["role"] == "assistant"
+    assert 4 <= len(choice["message"]["content"]) <= 8
+
+
+def test_a_stream_has_the_same_text(server, answer):
+    body = chat(stream=True, stream_options=dict(include_usage=True))
+    status, headers, parts = asyncio.run(call(server, CHAT, body))
+    assert (status, headers["content-type"][:17]) == (200, "text/event-stream")
+    *chunks, usage, done = events(parts)
+    assert done is None
+    assert usage["choices"] == []
+    assert usage["usage"] == answer["usage"]
+    for chunk in chunks:
+        assert chunk["object"] == "chat.completion.chunk"
+        assert chunk.keys() >= {"id", "created", "model"}
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert choices[0]["delta"] == dict(role="assistant", content="")
+    content = "".join(choice["delta"].get("content", "") for choice in choices)
+    assert content == answer["choices"][0]["message"]["content"]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [
+        "length"
+    ]
+
+
+def test_completions_go_on_with_a_text_or_tokens(server, answer):
+    body = dict(model="tiny", prompt="hello", temperature=0, max_tokens=8)
+    _, text = ask(server, TEXT, body)
+    assert text["choices"][0]["text"] == answer["choices"][0]["message"]["content"]
+    tokens = Letters().encode("hello")
+    assert ask(server, TEXT, body | dict(prompt=tokens))[1]["choices"] == text["choices"]
+    _, _, parts = asyncio.run(call(server, TEXT, body | dict(stream=True)))
+    assert (
+        "".join(e["choices"][0]["text"] for e in events(parts)[:-1]) == text["choices"][0]["text"]
+    )
+
+
+def test_a_stop_string_ends_the_text_before_it(server, answer):
+    content = answer["choices"][0]["message"]["content"]
+    _, stopped = ask(server, CHAT, chat(stop=content[2:4]))
+    (choice,) = stopped["choices"]
+    assert choice["message"]["content"] == content[: content.index(content[2:4])]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_seeds_repeat_an_answer_whatever_else_is_asked(server):
+    async def both():
+        bodies = [chat("a", temperature=2, seed=7), *(chat("b", temperature=2) for _ in range(5))]
+        return await asyncio.gather(*(call(server, CHAT, body) for body in bodies))
+
+    together = json.loads(b"".join(asyncio.run(both())[0][2]))["choices"]
+    assert ask(server, CHAT, chat("a", temperature=2, seed=7))[1]["choices"] == together
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "must be JSON, but is not"),
+        (b"\xff", "must be JSON, but is not"),
+        (b"[" * 100_000, "must be JSON, but is not"),
+        (b"[]", "must be a JSON object, but is a list"),
+        (b" " * (4 * 2**20 + 1), "at most 4194304 bytes"),
+        ({}, "messages must be a list"),
+        (dict(messages=[]), "messages must be a list"),
+        (dict(messages=[dict(role="tool", content="x")]), "role is one of system"),
+        (dict(messages=["x"]), "role is one of system"),
+        (dict(messages=[dict(role="user", content=[dict(type="image_url")])]), "must be text"),
+        (dict(messages=[dict(role="user")]), "content must be a string, but is a NoneType"),
+        (
+            dict(model="tiny", messages=[dict(role="assistant", content="x")]),
+            "last message must be the user's",
+        ),
+        (chat("\ud800"), "half of a surrogate pair"),
+        (chat("x" * 40), "at most 32 tokens, and one each, but the prompt has 40"),
+        (chat(""), "but the prompt has 0"),
+        (chat(max_tokens=30), "max_tokens is 30"),
+        (chat(max_tokens=0), "max_tokens must be at least 1"),
+        (chat(max_tokens=10**30), "must be an integer of 64 bits"),
+        (chat(temperature=-1), "temperature must be a number from 0 to 2"),
+        (chat(temperature=float("nan")), "temperature must be a number"),
+        (chat(top_p="1"), "top_p must be a number"),
+        (chat(seed=True), "seed must be an integer"),
+        (chat(stop=["a"] * 17), "at most 16 strings"),
+        (chat(stop=[1]), "stop must be a string"),
+        (chat(n=2), "n is 2, which this server does not do"),
+        (chat(tools=[{}]), "tools is"),
+        (chat(logit_bias={"1": 2}), "logit_bias is"),
+        (chat(temprature=1), "'temprature' is no field"),
+        (chat(stream="yes"), "stream must be a bool"),
+    ],
+)
+def test_bad_requests_are_told_what_is_wrong(server, body, message):
+    status, answer = ask(server, CHAT, body)
+    assert status == 400
+    assert message in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (CHAT, chat(model="other"), 404),
+        ("/v1/models/other", None, 404),
+        ("/v2", None, 404),
+        (TEXT, dict(model="tiny", prompt=["a", "b"]), 400),
+        (TEXT, dict(model="tiny", prompt=[1, 50]), 400),
+    ],
+)
+def test_what_is_not_there_is_an_error(server, path, body, status):
+    method = "GET" if body is None else "POST"
+    found, answer = ask(server, path, body, method=method)
+    assert found == status
+    assert answer["error"]["message"]
+
+
+def test_models_and_health_are_told(server):
+    assert ask(server, "/v1/models", method="GET")[1]["data"][0]["id"] == "tiny"
+    assert ask(server, "/v1/models/tiny", method="GET")[0] == 200
+    assert ask(server, "/health", method="GET") == (200, dict(texts=0))
+    assert asyncio.run(call(server, CHAT, method="GET"))[0] == 405
+
+
+def test_fields_that_change_nothing_are_taken():
+    body = chat(user="me", store=False, n=1, tools=[], logprobs=False, max_tokens=None, top_k=3)
+    asked = read_request(body, is_chat=True, vocabulary=VOCABULARY)
+    assert (asked.most, asked.sampling.top_k, asked.stops) == (None, 3, ())
+    parts = [dict(type="text", text="a"), dict(type="text", text="b")]
+    developer = dict(role="developer", content=parts)
+    asked = read_request(dict(messages=[developer]), is_chat=True, vocabulary=VOCABULARY)
+    assert asked.messages == [dict(role="system", content="ab")]
+    assert asked.sampling.temperature == 1.0
+
+
+async def settled(server):
+    """Waits until no text is left in the server nor in its engine."""
+    for _ in range(200):
+        if not server.worker.texts and not server.engine.is_busy:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{server.worker.texts} texts are left")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("leave_after", [0, 1, 3])
+def test_clients_that_leave_make_room(server, stream, leave_after, answer):
+    async def leave():
+        body = chat(max_tokens=27, stream=stream)
+        await asyncio.gather(*(call(server, CHAT, body, leave_after=leave_after) for _ in range(8)))
+        await settled(server)
+
+    asyncio.run(leave())
+    assert ask(server, CHAT, chat())[1]["choices"] == answer["choices"]
+
+
+def test_a_full_server_says_when_to_come_again(server):
+    async def crowd():
+        calls = (call(server, CHAT, chat(max_tokens=27)) for _ in range(20))
+        return await asyncio.gather(*calls)
+
+    answers = asyncio.run(crowd())
+    assert {status for status, *_ in answers} == {200, 429}
+    assert [status for status, *_ in answers].count(200) >= 8
+    refused = next(answer for answer in answers if answer[0] == 429)
+    assert refused[1]["retry-after"] == "1"
+
+
+def test_many_streams_have_each_its_own_text(model, server):
+    def body(i):
+        return chat("abc"[i % 3] * (1 + i % 5), stream=True, seed=i, temperature=1)
+
+    async def crowd():
+        with serving(model, most=64) as server:
+            found = await asyncio.gather(*(call(server, CHAT, body(i)) for i in range(24)))
+            await settled(server)
+            return found
+
+    def content(answer):
+        return [event["choices"][0]["delta"] for event in events(answer[2])[:-1]]
+
+    together = asyncio.run(crowd())
+    for i in range(0, 24, 5):
+        assert content(together[i]) == content(asyncio.run(call(server, CHAT, body(i))))
+
+
+def test_a_stream_without_news_shows_that_it_lives(model):
+    with serving(model, patience=1e-4) as server:
+        _, _, parts = asyncio.run(call(server, CHAT, chat(stream=True)))
+    assert b": ping\n\n" in parts
+    assert events(parts)[-1] is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_that_fails_ends_all_answers(model, monkeypatch, stream):
+    with serving(model) as server:
+        steps = iter(range(6))
+
+        def step(engine, step=Engine.step):
+            if next(steps, None) is None:
+                raise RuntimeError("out of memory")
+            return step(engine)
+
+        monkeypatch.setattr(Engine, "step", step)
+        if stream:
+            with pytest.raises(Exception, match="out of memory"):
+                asyncio.run(call(server, CHAT, chat(max_tokens=20, stream=True)))
+        else:
+            status, answer = ask(server, CHAT, chat(max_tokens=20))
+            assert (status, "out of memory" in answer["error"]["message"]) == (500, True)
+        status, answer = ask(server, CHAT, chat())
+        assert (status, "out of memory" in answer["error"]["message"]) == (503, True)
+        assert server.worker.texts == 0
