@@ -1,87 +1,43 @@
-"""Fused operators for JAX on NVIDIA GPUs; the same functions run as plain jax.numpy elsewhere."""
+"""Fused operators for JAX on NVIDIA GPUs; the same functions run as plain jax.numpy elsewhere.
 
+`__init__.pyi` states the public names, for editors and type checkers as well as for this module, which
+imports a name's home at its first use.
+"""
+
+import ast as _ast
 import importlib as _importlib
+import pkgutil as _pkgutil
 from typing import Any as _Any
 
-from jaxfused import augment as augment
-from jaxfused import optim as optim
-from jaxfused import remat_policies as remat_policies
-from jaxfused.explain import Explanation as Explanation
-from jaxfused.explain import explain as explain
-from jaxfused.fuse import fuse as fuse
-from jaxfused.ops.attention.attention import dot_product_attention as dot_product_attention
-from jaxfused.ops.conv.conv import conv as conv
-from jaxfused.ops.conv.conv_input import Concatenated as Concatenated
-from jaxfused.ops.conv.conv_transpose import conv_transpose as conv_transpose
-from jaxfused.ops.conv.quantized_conv import quantized_conv as quantized_conv
-from jaxfused.ops.fp8.fp8 import Fp8State as Fp8State
-from jaxfused.ops.linear.linear import linear as linear
-from jaxfused.ops.linear.mlp import gated_mlp as gated_mlp
-from jaxfused.ops.linear.mlp import mlp as mlp
-from jaxfused.ops.linear.qkv_projection import qkv_projection as qkv_projection
-from jaxfused.ops.loss.cross_entropy import softmax_cross_entropy as softmax_cross_entropy
-from jaxfused.ops.loss.linear_cross_entropy import (
-    linear_softmax_cross_entropy as linear_softmax_cross_entropy,
-)
-from jaxfused.ops.loss.segmentation_loss import segmentation_loss as segmentation_loss
-from jaxfused.ops.loss.sigmoid_cross_entropy import sigmoid_cross_entropy as sigmoid_cross_entropy
-from jaxfused.ops.norm.batch_norm import batch_norm as batch_norm
-from jaxfused.ops.norm.batch_norm import fold_batch_norm as fold_batch_norm
-from jaxfused.ops.norm.group_norm import group_norm as group_norm
-from jaxfused.ops.norm.layer_norm import layer_norm as layer_norm
-from jaxfused.ops.norm.layer_norm import rms_norm as rms_norm
-from jaxfused.ops.pool.avg_pool import avg_pool as avg_pool
-from jaxfused.ops.pool.avg_pool import global_avg_pool as global_avg_pool
-from jaxfused.ops.pool.max_pool import max_pool as max_pool
-from jaxfused.ops.pool.spatial_pyramid_pool import spatial_pyramid_pool as spatial_pyramid_pool
-from jaxfused.ops.pool.upsample import upsample as upsample
-from jaxfused.ops.quantize.quantize import fake_quantize as fake_quantize
-from jaxfused.ops.quantize.quantize import quantize as quantize
-from jaxfused.ops.quantize.quantize import quantize_rows as quantize_rows
-from jaxfused.ops.quantized.quantized_matmul import quantized_matmul as quantized_matmul
-from jaxfused.ops.rope.rope import axial_rope_tables as axial_rope_tables
-from jaxfused.ops.rope.rope import rope as rope
-from jaxfused.ops.rope.rope import rope_tables as rope_tables
-from jaxfused.ops.rope.rope_config import rope_from_config as rope_from_config
-from jaxfused.ops.rope.rope_scaling import DynamicNTKRope as DynamicNTKRope
-from jaxfused.ops.rope.rope_scaling import LinearRope as LinearRope
-from jaxfused.ops.rope.rope_scaling import Llama3Rope as Llama3Rope
-from jaxfused.ops.rope.rope_scaling import LongRope as LongRope
-from jaxfused.ops.rope.rope_scaling import NTKRope as NTKRope
-from jaxfused.ops.rope.rope_scaling import ProportionalRope as ProportionalRope
-from jaxfused.ops.rope.rope_scaling import RopeScaling as RopeScaling
-from jaxfused.ops.rope.rope_scaling import YarnRope as YarnRope
-from jaxfused.ops.sampling.sample import LogProbs as LogProbs
-from jaxfused.ops.sampling.sample import sample as sample
-from jaxfused.ops.serving.kv_cache import KVCache as KVCache
-from jaxfused.runtime.activation import ACTIVATIONS as ACTIVATIONS
-from jaxfused.runtime.quantized_array import QuantizedArray as QuantizedArray
-from jaxfused.runtime.rectified import Rectified as Rectified
-from jaxfused.tuning.tuner import TuningReport as TuningReport
-from jaxfused.tuning.tuner import tune as tune
-
 __version__ = "0.1.0"
-from jaxfused.modules.linear import QuantizedKernel as QuantizedKernel
-from jaxfused.quantization.calibrate import Calibrated as Calibrated
-from jaxfused.quantization.calibrate import Calibration as Calibration
-from jaxfused.quantization.calibrate import LayerInputs as LayerInputs
-from jaxfused.quantization.calibrate import calibrate as calibrate
-from jaxfused.quantization.quantize_params import quantize_params as quantize_params
-from jaxfused.quantization.report import LayerError as LayerError
-from jaxfused.quantization.report import QuantizationReport as QuantizationReport
-from jaxfused.quantization.rules import QuantizationRule as QuantizationRule
-from jaxfused.quantization.smoothing import Fold as Fold
-from jaxfused.serialization import register as _register
 
-_register()
+
+def _homes() -> dict[str, str]:
+    """Returns the module of each public name."""
+    stub = _pkgutil.get_data(__name__, "__init__.pyi")
+    assert stub is not None
+    return {
+        alias.name: str(node.module)
+        for node in _ast.parse(stub).body
+        if isinstance(node, _ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+_HOMES = _homes()
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> _Any:
-    """The modules for Flax, which take a while to import, come with their first use."""
-    if name in ("linen", "nnx"):
-        return _importlib.import_module(f"jaxfused.{name}")
-    raise AttributeError(f"module 'jaxfused' has no attribute {name!r}")
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'jaxfused' has no attribute {name!r}")
+    if home == __name__:
+        return _importlib.import_module(f"{home}.{name}")
+    value = getattr(_importlib.import_module(home), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "linen", "nnx"})
+    return sorted({*globals(), *_HOMES})

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import jaxfused
 from jaxfused import dispatch
-from jaxfused.explain import basis
+from jaxfused.explanation import basis
 from jaxfused.runtime import cuda_library, table
 from jaxfused.tuning import command
 
@@ -119,7 +119,7 @@ EXAMPLES: dict[str, Example] = {
 
 def operators(device: dispatch.Device) -> Iterator[tuple[str, jaxfused.Explanation]]:
     """Yields each public function that takes `implementation`, with its example's explanation."""
-    for name, function in sorted(vars(jaxfused).items()):
+    for name, function in inspect.getmembers(jaxfused):
         if inspect.isfunction(function) and "implementation" in _parameters(function):
             yield name, _explanation(EXAMPLES[name], device)
 

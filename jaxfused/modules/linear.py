@@ -18,8 +18,10 @@ from jaxfused.ops.quantized import quantized_matmul
 from jaxfused.runtime.activation import activate
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
 from jaxfused.runtime.quantized_array import QuantizedArray
+from jaxfused.runtime.serialization import serializable
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedKernel:
@@ -82,6 +84,7 @@ class ObservedKernel:
     )
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LoRAKernel:

@@ -24,12 +24,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.runtime import stochastic_rounding
+from jaxfused.runtime.serialization import serializable
 
 BLOCK = 256
 LEAST_SIZE = 4096
 """Fewest elements of a leaf with moments in 8 bits; smaller ones keep float32."""
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EightBitMoment:

@@ -24,6 +24,7 @@ from jaxfused.optim.moving_leaves import of_moving_leaves
 from jaxfused.runtime import stochastic_rounding
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.reference_rules import with_reference_rules
+from jaxfused.runtime.serialization import serializable
 
 if TYPE_CHECKING:
     from jaxfused.optim.transformation import FusedTransformation, Hyperparameters, Leaves
@@ -33,6 +34,7 @@ _NUMBERS = (int, float, np.number, np.ndarray)
 LARGEST_LOSS_SCALE = 2.0**127  # Twice this number is infinite in float32.
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepState:
@@ -59,6 +61,7 @@ class StepState:
     growth_interval: int = field(metadata={"static": True})
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CountingStepState(StepState):

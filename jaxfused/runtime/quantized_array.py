@@ -40,6 +40,7 @@ from jaxfused.runtime.packing import (
     unpack_int4,
     unpack_words,
 )
+from jaxfused.runtime.serialization import serializable_quantized
 
 
 class Format(NamedTuple):
@@ -99,6 +100,7 @@ Layout = Literal["rows", "columns"]
 LAYOUTS: tuple[Layout, ...] = ("rows", "columns")
 
 
+@serializable_quantized
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class QuantizedArray:

@@ -12,7 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxfused.runtime.serialization import serializable
 
+
+@serializable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rectified:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxfused import dispatch
-from jaxfused.explain import traced
+from jaxfused.explanation import traced
 from jaxfused.runtime import table
 from jaxfused.tuning.bench import Bench, Candidate, GpuBench, Work
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from jaxfused.fuse import report
+from jaxfused.fusion import report
 from tests.support.tolerances import FACTOR, ulp
 
 

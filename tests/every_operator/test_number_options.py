@@ -96,7 +96,7 @@ def with_numbers(options, kinds, made):
 
 
 def test_every_number_of_every_operator_is_tried():
-    for name, function in vars(jaxfused).items():
+    for name, function in inspect.getmembers(jaxfused):
         if not getattr(function, "__module__", "").startswith("jaxfused.ops."):
             continue
         if not inspect.isfunction(function):

@@ -563,7 +563,9 @@ def test_every_function_has_a_case():
     # test_quantize_params_trees.py and test_calibration.py.
     without_arrays = {"calibrate", "explain", "quantize_params", "rope_from_config", "tune"}
     functions = {
-        n for n, f in vars(jaxfused).items() if inspect.isfunction(f) and not n.startswith("_")
+        n
+        for n, f in inspect.getmembers(jaxfused)
+        if inspect.isfunction(f) and not n.startswith("_")
     }
     assert functions - without_arrays == {of for of, _ in FUNCTIONS.values()}
 

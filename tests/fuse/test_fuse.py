@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfused
 from jaxfused import dispatch
-from jaxfused.fuse import report
-from jaxfused.fuse.recognisers import norm as norms
+from jaxfused.fusion import report
+from jaxfused.fusion.recognisers import norm as norms
 from tests.support.arrays import put
 from tests.support.fused import assert_fuses, assert_left_alone, counts, fusion, normal
 from tests.support.grids import parametrize

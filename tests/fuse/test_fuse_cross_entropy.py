@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxfused
-from jaxfused.fuse.recognisers import cross_entropy
+from jaxfused.fusion.recognisers import cross_entropy
 from tests.support.arrays import put
 from tests.support.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
 

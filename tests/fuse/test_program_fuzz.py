@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxfused.fuse import algebra, moments
-from jaxfused.fuse.recognisers import attention
+from jaxfused.fusion import algebra, moments
+from jaxfused.fusion.recognisers import attention
 from tests.program_fuzz import command, drawn, judge
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from jaxfused.fuse import report
-from jaxfused.fuse.recognisers import cross_entropy
+from jaxfused.fusion import report
+from jaxfused.fusion.recognisers import cross_entropy
 from tests.program_fuzz.writer import Program
 from tests.support.tolerances import FACTOR, ULPS, ulp
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfused
 from jaxfused import dispatch
-from jaxfused.explain import traced
+from jaxfused.explanation import traced
 from jaxfused.ops.attention import attention
 from jaxfused.ops.linear import linear, mlp, qkv_projection, weight_gradient
 from jaxfused.ops.norm import layer_norm

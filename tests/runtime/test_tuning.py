@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 import jaxfused
 from jaxfused import __main__, dispatch
-from jaxfused.explain import traced
+from jaxfused.explanation import traced
 from jaxfused.ops.conv import dense_conv
 from jaxfused.ops.norm import layer_norm
 from jaxfused.runtime import platforms, runner, table

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from jaxfused.fuse import report
+from jaxfused.fusion import report
 from tests.support.against_float64 import assert_values_and_gradients
 from tests.support.arrays import put
 

@@ -11,7 +11,7 @@ import jaxfused
 import jaxfused.__main__ as command_line
 from jaxfused import dispatch
 from jaxfused.__main__ import faults, operators, report
-from jaxfused.explain import basis
+from jaxfused.explanation import basis
 from jaxfused.runtime import cuda_library
 from tests.support.grids import parametrize
 
@@ -50,7 +50,7 @@ def test_output_without_a_reader_is_no_error():
 @parametrize("device", DEVICES, quick=(0, 3), ids=lambda device: device.name)
 def test_every_operator_and_implementation_is_accounted_for(device):
     listed = dict(operators(device))
-    for name, function in vars(jaxfused).items():
+    for name, function in inspect.getmembers(jaxfused):
         if (
             inspect.isfunction(function)
             and "implementation" in inspect.signature(function).parameters

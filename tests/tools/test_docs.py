@@ -33,8 +33,8 @@ def test_every_public_name_has_a_page():
     )
     public = {
         name
-        for name, value in vars(jaxfused).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+        for name in jaxfused.__all__
+        if not isinstance(getattr(jaxfused, name), types.ModuleType)
     }
     assert public <= documented, f"no page has {sorted(public - documented)}"
     assert documented <= public, f"there is no {sorted(documented - public)}"

@@ -19,7 +19,7 @@ LAYERS = {
     "jaxfused/linen": ("jaxfused.modules", *_OPERATORS),
     "jaxfused/modules": _OPERATORS,
     "jaxfused/augment": _OPERATORS,
-    "jaxfused/fuse": _OPERATORS,
+    "jaxfused/fusion": _OPERATORS,
     "jaxfused/optim": _OPERATORS,
     # Rules for a model refer to its layers.
     "jaxfused/quantization": ("jaxfused.modules", "jaxfused.nnx", *_OPERATORS),
@@ -27,7 +27,7 @@ LAYERS = {
     "jaxfused/tuning": (
         "jaxfused.__version__",
         "jaxfused.dispatch",
-        "jaxfused.explain",
+        "jaxfused.explanation",
         "jaxfused.runtime",
     ),
     "jaxfused/ops": _KERNELS,

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 
 from jaxfused.runtime.checks import as_arrays
 from jaxfused.runtime.rectified import Rectified
+from jaxfused.runtime.serialization import serializable
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Concatenated:

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.runtime.runner import Runner
+from jaxfused.runtime.serialization import serializable
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Fp8State:

@@ -11,10 +11,12 @@ from jaxfused.ops.attention.attention import AttentionImplementation, dot_produc
 from jaxfused.ops.quantize.quantize import quantize
 from jaxfused.runtime.checks import check_count, check_shape, python_numbers
 from jaxfused.runtime.quantized_array import QuantizedArray
+from jaxfused.runtime.serialization import serializable
 
 _QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:

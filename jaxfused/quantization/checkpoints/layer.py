@@ -14,8 +14,10 @@ from jaxfused.modules.linear import QuantizedKernel
 from jaxfused.ops.quantized.quantized_matmul import quantized_matmul
 from jaxfused.runtime.packing import WORD_BLOCK, pack_codes, pack_int4, pack_words
 from jaxfused.runtime.quantized_array import Layout, QuantizedArray
+from jaxfused.runtime.serialization import serializable
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedLayer:

@@ -1,0 +1,255 @@
+"""explain: which implementation runs each operator of a program, and why another one does not."""
+
+import contextlib
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jaxfused import dispatch
+from jaxfused.fusion import report as fusion
+from jaxfused.runtime import runner
+from jaxfused.runtime.estimate import Rule, Times
+from jaxfused.runtime.table import Table, load
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The result of `explain`, whose `str` is the report."""
+
+    device: dispatch.Device
+    calls: tuple[tuple[dispatch.Choice, int], ...]
+    """The choice of each operator's stages, and how often the program contains it."""
+    fallbacks: tuple[tuple[dispatch.Fallback, int], ...] = ()
+    """Module calls that run Flax's own code, with the reason, and how often each occurs."""
+    table: Table = field(default_factory=lambda: Table({}))
+    """The autotuning table of the device."""
+    fusions: tuple[fusion.Report, ...] = ()
+    """The report of each function that `jaxfused.fuse` has wrapped."""
+
+    def __str__(self) -> str:
+        lines = [str(report) for report in self.fusions]
+        lines.append(f"on {self.device.name}:")
+        if self.table.files:
+            lines.append(f"  measured choices {self.table}:")
+            lines += [f"      {file}" for file in self.table.files]
+        if not self.calls:
+            lines.append("  no operator of jaxfused was called")
+        for choice, count in self.calls:
+            times = f"{count} x " if count > 1 else ""
+            decided = f" ({_SOURCES[choice.source]})" if choice.source else ""
+            lines.append(
+                f"  {times}{choice.stage} runs on {choice.implementation!r}{decided}:"
+                f" {_shapes((o.dtype, o.shape) for o in choice.operands if o is not None)}"
+            )
+            if choice.config is not None:
+                lines.append(f"      by {choice.config}")
+            lines += [f"      {line}" for line in basis(choice)]
+        for fallback, count in self.fallbacks:
+            times = f"{count} x " if count > 1 else ""
+            lines.append(f"  {times}{fallback}")
+        return "\n".join(lines)
+
+
+_SOURCES = {
+    "named": "as named",
+    "model": "expected to be the fastest",
+    "table": "measured",
+    "neighbour": "measured at near shapes",
+}
+
+
+def basis(choice: dispatch.Choice) -> list[str]:
+    """Returns what decided a choice, a line each: the figures, and why others cannot run."""
+    stages = [f"{stage.stage}, {_figures(stage)}" for stage in choice.stages if _figures(stage)]
+    cannot = [f"not {name!r}: {reason}" for name, reason in choice.reasons.items() if reason]
+    return [*filter(None, [_figures(choice)]), *stages, *cannot]
+
+
+def _figures(choice: dispatch.Choice) -> str | None:
+    """Returns the times or the rule by which a choice was made, or None if there are none."""
+    chosen, estimate, measured = choice.implementation, choice.estimate, choice.measured
+    able = [name for name, reason in choice.reasons.items() if reason is None]
+    if choice.source == "named" or (choice.source is not None and len(able) < 2):
+        return None
+    if measured is not None:
+        # A ranking has several configs of an implementation, the fastest first.
+        times = {r.implementation: r.microseconds for r in reversed(measured.ranking)}
+        at = "" if measured.exact else f" at {_shapes(filter(None, measured.operands))}"
+        return f"measured{at}: {_compared(chosen, times)}"
+    if isinstance(estimate, Rule) and chosen in estimate.first:
+        return f"{', then '.join(map(repr, estimate.first))} first: {estimate.why}"
+    if isinstance(estimate, Times) and chosen in estimate.microseconds:
+        times = {n: time for n, time in estimate.microseconds.items() if n in able}
+        note = f"; {estimate.note}" if estimate.note else ""
+        return f"expected: {_compared(chosen, times)}{note}"
+    return f"the first that can run: {', '.join(map(repr, able))}" if len(able) > 1 else None
+
+
+def _compared(chosen: str, microseconds: Mapping[str, float]) -> str:
+    """Returns the times, and by how much others take longer than the chosen implementation."""
+    least = microseconds[chosen] or math.inf
+    others = sorted((time, name) for name, time in microseconds.items() if name != chosen)
+    return ", ".join(
+        [
+            f"{chosen!r} {microseconds[chosen]:.1f} us",
+            *(f"{name!r} {time:.1f} us ({time / least - 1:+.0%})" for time, name in others),
+        ]
+    )
+
+
+def _shapes(arrays: Iterable[tuple[Any, Sequence[int]]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for dtype, shape in arrays)
+
+
+def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Reports for each call of an operator in `f(*args, **kwargs)` what runs each of its stages.
+
+    The function is traced, and compiled where XLA splits arrays over devices, but not run. Shapes are
+    those that a kernel sees: after `jax.vmap`, on one device's shard. Each stage comes with what
+    decided: measured times (see `jaxfused.tune`) and their config, expected times, or a rule. To see
+    the stages of gradients, pass a function that takes them, such as a training step. Calls of modules
+    that Flax's own code serves are listed with the argument that no operator can serve. Of functions
+    that `jaxfused.fuse` has wrapped it says which operators were found in them, in which line, and what
+    was left alone and why.
+
+    Args:
+      f: any function of JAX arrays, jitted or not.
+      *args: its arguments; `jax.ShapeDtypeStruct` will do for arrays.
+      **kwargs: further arguments.
+
+    Returns:
+      An `Explanation`, to be printed.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> x = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
+      >>> report = jaxfused.explain(lambda x: jaxfused.layer_norm(x), x)
+      >>> [choice.stage.split()[0] for choice, count in report.calls]
+      ['layer_norm']
+
+    Source: own work.
+    """
+    with fusion.recorded() as fusions:
+        choices, fallbacks = traced(f, *args, **kwargs)
+    # Stages that differ in a constant alone choose alike, so they are counted as one.
+    counts = Counter(_Key(_without_kernels(choice)) for choice, _ in choices)
+    device = dispatch.current_device()
+    return Explanation(
+        device,
+        tuple((key.choice, count) for key, count in counts.items()),
+        tuple(Counter(fallbacks).items()),
+        load(device),
+        tuple(fusions),
+    )
+
+
+def traced(
+    f: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[list[tuple[dispatch.Choice, int]], list[dispatch.Fallback]]:
+    """Returns the choices of a program's stages, and the module calls that run Flax's own code.
+
+    Each choice comes with how often its stage runs, counting the trips of loops of known length.
+    """
+    with (
+        dispatch.recorded() as choices,
+        dispatch.recorded_fallbacks() as fallbacks,
+        _traced_anew(),
+    ):
+        program = jax.jit(f).trace(*args, **kwargs)
+        if _is_split_by_xla(args, kwargs):
+            choices.clear()
+            program.lower().compile()
+            by_partitioner = [choice for choice in choices if choice.by_partitioner]
+            choices[:] = by_partitioner or choices
+    calls = _calls(program.jaxpr.jaxpr)
+    names = {name for name, _, _ in calls}
+    exact = {_call(c)[:2] for c in choices if c.kernel is not None and _call(c) in calls}
+
+    def runs(choice: dispatch.Choice) -> int:
+        if choice.kernel is None or choice.by_partitioner:
+            return 1
+        # For a gradient JAX also traces forwards that save nothing, and then drops them: these count 0.
+        # Calls from which it removed unused operands or results are recognised by their name alone.
+        call = _call(choice)
+        return calls[call] or int(call[0] in names and call[:2] not in exact)
+
+    return [(choice, runs(choice)) for choice in choices if runs(choice)], fallbacks
+
+
+def _call(choice: dispatch.Choice) -> tuple[Any, ...]:
+    """Returns the key under which `_calls` counts calls of the chosen kernel."""
+    results = choice.kernel.axes(*choice.operands).results
+    return (
+        runner.jitted(choice.stage).__name__,
+        tuple((_as_rows(o.shape), o.dtype) for o in choice.operands if o is not None),
+        sum(letters is not None for letters in results),
+    )
+
+
+def _calls(jaxpr: Jaxpr, times: int = 1) -> Counter[tuple[Any, ...]]:
+    """Counts a program's calls of jitted functions by name, operands and number of results."""
+    calls: Counter[tuple[Any, ...]] = Counter()
+    for equation in jaxpr.eqns:
+        avals: list[Any] = [v.aval for v in equation.invars]
+        shapes = [getattr(a, "shape", ()) for a in avals]
+        dtypes = [getattr(a, "dtype", None) for a in avals]
+        operands = tuple(zip(map(_as_rows, shapes), dtypes, strict=True))
+        calls[equation.params.get("name"), operands, len(equation.outvars)] += times
+        inside = times * equation.params.get("length", 1)
+        for value in jax.tree.leaves(
+            equation.params, is_leaf=lambda leaf: isinstance(leaf, Jaxpr | ClosedJaxpr)
+        ):
+            if isinstance(value, Jaxpr | ClosedJaxpr):
+                calls += _calls(getattr(value, "jaxpr", value), inside)
+    return calls
+
+
+def _as_rows(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the shape with all axes but the last merged; XLA's implementation may get several."""
+    return (math.prod(shape[:-1]), *shape[-1:])
+
+
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def _traced_anew() -> Iterator[None]:
+    """Makes JAX trace everything in this context anew instead of taking it from its caches."""
+    with set_xla_metadata(jaxfused_explain=str(next(_numbers))):
+        yield
+
+
+def _is_split_by_xla(*trees: Any) -> bool:
+    """Whether some array is sharded over Auto axes; its shards are known only when XLA compiles."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(trees)]
+    return any(
+        isinstance(sharding, jax.sharding.NamedSharding)
+        and sharding.mesh.size > 1
+        and bool(sharding.mesh.abstract_mesh.auto_axes)
+        for sharding in shardings
+    )
+
+
+def _without_kernels(choice: dispatch.Choice) -> dispatch.Choice:
+    return choice._replace(kernel=None, stages=tuple(map(_without_kernels, choice.stages)))
+
+
+class _Key:
+    """A choice made hashable by its text; choices of equal content have equal keys."""
+
+    def __init__(self, choice: dispatch.Choice):
+        self.choice = choice
+        self._text = str(choice)
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._text == other._text

@@ -1,0 +1,171 @@
+"""An array's axes, cut into parts in which the axes of every other array of a formula are expressed.
+
+A norm over groups views an array [B, H, W, C] as [B, H, W, G, S]. Its statistics are [B, G] and become
+[B, 1, 1, C] again, and another library has the same as [B, C, H, W]. The axes of all these arrays
+consist of the same parts (B, H, W, G and S), so that transpositions and reshapes that cut or merge axes
+are views too.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxfused.fusion.algebra import View, is_reshape, passed_on
+from jaxfused.fusion.graph import Node, Value
+
+Layout = tuple[tuple[int, ...], ...]
+"""Parts of each axis of an array, outermost first; () for an axis of length 1."""
+
+
+class _Cut(NamedTuple):
+    """A part that has to be cut in two, because a reshape does so."""
+
+    part: int
+    outer: int
+    """Length of the first of the two."""
+
+
+class Stage(NamedTuple):
+    """A value with the same elements as the array, and the parts of its axes."""
+
+    value: Value
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Frame:
+    """An array, with its axes cut into parts."""
+
+    sizes: tuple[int, ...]
+    """Lengths of the parts."""
+    stages: tuple[Stage, ...]
+    """The array whose moments are taken, then the same before each convert, reshape, transposition."""
+
+    @property
+    def source(self) -> Stage:
+        """The array before all converts, reshapes and transpositions."""
+        return self.stages[-1]
+
+    def length(self, parts: Iterable[int]) -> int:
+        """Returns the number of elements along the parts."""
+        return math.prod(self.sizes[part] for part in parts)
+
+    def layouts(self, shape: tuple[int, ...]) -> list[Layout]:
+        """Returns the possible layouts of an array of this shape with the same elements."""
+        orders = [[part for parts in stage.layout for part in parts] for stage in self.stages]
+        found = [self.of_parts(order, shape) for order in orders]
+        return list(dict.fromkeys(layout for layout in found if layout is not None))
+
+    def of_parts(self, parts: Sequence[int], shape: tuple[int, ...]) -> Layout | None:
+        """Returns the layout of an array of this shape that has the parts in this order, or None."""
+        cut = _regrouped(parts, shape, self.sizes)
+        return None if isinstance(cut, _Cut) else cut
+
+    def look(self, value: Value, axes: tuple[Any, ...] | None = None) -> View:
+        """Returns the value before converts, broadcasts, reshapes and transpositions."""
+        assert axes is not None, "in a frame each axis has its parts"
+        layout: Layout = tuple(parts or () for parts in axes)
+        node = value.node
+        while node is not None and value is not self.source.value:
+            operand = passed_on(node)
+            if operand is None:
+                before = _layout_before(node, layout, self.sizes)
+                if before is None or isinstance(before, _Cut):
+                    break
+                operand, layout = node.ins[0], before
+            value, node = operand, operand.node
+        return View(value, layout)
+
+    def is_source(self, seen: View) -> bool:
+        """Returns whether a view is the array itself, with each element at its place."""
+        return seen.base is self.source.value and seen.axes == self.source.layout
+
+    def arranged(self, array: jax.Array, start: Layout, end: Layout) -> jax.Array:
+        """Returns an array of one layout in another."""
+        if start == end:
+            return array
+        order = [part for parts in start for part in parts]
+        wanted = [part for parts in end for part in parts]
+        if order != wanted:
+            array = array.reshape([self.sizes[part] for part in order])
+            array = array.transpose([order.index(part) for part in wanted])
+        return array.reshape([self.length(parts) for parts in end])
+
+
+def frame(value: Value) -> Frame:
+    """Returns the frame of an array, with the parts into which its axes and earlier reshapes cut it."""
+    sizes = [size for size in value.shape if size != 1]
+    while True:
+        stages = _stages(value, sizes)
+        if not isinstance(stages, _Cut):
+            return Frame(tuple(sizes), tuple(stages))
+        part, outer = stages
+        sizes[part : part + 1] = [outer, sizes[part] // outer]
+
+
+def _stages(value: Value, sizes: Sequence[int]) -> list[Stage] | _Cut:
+    layout = _regrouped(range(len(sizes)), value.shape, sizes)
+    assert layout is not None and not isinstance(layout, _Cut)
+    stages = [Stage(value, layout)]
+    while value.node is not None:
+        operand = passed_on(value.node)
+        before: Layout | _Cut | None = layout
+        if operand is None:
+            if math.prod(value.node.ins[0].shape if value.node.ins else ()) != math.prod(
+                value.shape
+            ):
+                break
+            before = _layout_before(value.node, layout, sizes)
+            operand = value.node.ins[0]
+        if isinstance(before, _Cut):
+            return before
+        if before is None:
+            break
+        value, layout = operand, before
+        stages.append(Stage(value, layout))
+    return stages
+
+
+def _layout_before(node: Node, layout: Layout, sizes: Sequence[int]) -> Layout | _Cut | None:
+    """Returns the layout of a view's operand, or None if the operation is no view."""
+    if len(node.ins) != 1:
+        return None
+    shape = node.ins[0].shape
+    if node.name == "transpose":
+        axes = dict(zip(node.params["permutation"], layout, strict=True))
+        return tuple(axes[axis] for axis in range(len(shape)))
+    if node.name == "broadcast_in_dim":
+        targets = [int(target) for target in node.params["broadcast_dimensions"]]
+        return tuple(
+            () if size == 1 else layout[target] for size, target in zip(shape, targets, strict=True)
+        )
+    if is_reshape(node):
+        return _regrouped([part for parts in layout for part in parts], shape, sizes)
+    return None
+
+
+def _regrouped(
+    parts: Sequence[int], shape: tuple[int, ...], sizes: Sequence[int]
+) -> Layout | _Cut | None:
+    """Groups parts in order into axes of these lengths; returns a cut if a part must be cut first."""
+    remaining = list(parts)
+    layout = []
+    for size in shape:
+        axis: list[int] = []
+        length = 1
+        while length < size:
+            if not remaining or size % length:
+                return None
+            part = remaining[0]
+            missing = size // length
+            if sizes[part] > missing:
+                return _Cut(part, missing) if sizes[part] % missing == 0 else None
+            axis.append(remaining.pop(0))
+            length *= sizes[part]
+        if length != size:
+            return None
+        layout.append(tuple(axis))
+    return None if remaining else tuple(layout)

@@ -1,0 +1,50 @@
+"""Drops sites without a kernel: on a GPU, sites that XLA would run stay as the program wrote them."""
+
+from typing import Any
+
+import jax
+
+from jaxfused import dispatch
+from jaxfused.fusion.site import Book, Site
+
+
+def drop_what_xla_runs(book: Book) -> None:
+    """Removes the sites for which no kernel is chosen, neither in the forward nor in the gradient.
+
+    An operator in plain jax.numpy is no faster than the program. On other devices than GPUs, which have
+    no kernels, all sites stay, so that reports show what would be found.
+    """
+    if dispatch.current_device().platform != "gpu":
+        return
+    decided: dict[Any, bool] = {}
+    pending = list(book.sites)
+    while pending:
+        site = pending.pop(0)
+        key = (site.detail, *(str(value.aval) for value in site.inputs))
+        if key not in decided:
+            decided[key] = _has_kernel(site)
+        if not decided[key]:
+            pending += book.take_out([site])
+            book.miss(
+                site.operator, site.anchor, "XLA is to run it on this GPU, forward and gradient"
+            )
+
+
+def _has_kernel(site: Site) -> bool:
+    """Whether a kernel is chosen for some stage, or no choice is recorded before XLA compiles."""
+    shapes = [v.struct for v in site.inputs]
+    floating = [i for i, v in enumerate(site.inputs) if v.is_floating]
+
+    def differentiated(*operands: jax.Array) -> Any:
+        def f(*arrays: jax.Array) -> Any:
+            merged = list(operands)
+            for i, array in zip(floating, arrays, strict=True):
+                merged[i] = array
+            return tuple(site.run(*merged))
+
+        y, vjp = jax.vjp(f, *(operands[i] for i in floating))
+        return vjp(y)
+
+    with dispatch.recorded(alone=True) as choices:
+        jax.eval_shape(differentiated, *shapes)
+    return not choices or any(choice.implementation != "xla" for choice in choices)

@@ -1,0 +1,69 @@
+"""Finds batch_norm in training, with the residual sum and the activation after it.
+
+The statistics of the batch are results too, since the program updates its running averages with them.
+Inference by running averages is elementwise, and XLA fuses it by itself. After a convolution it is part
+of that site (`conv`).
+"""
+
+import jax
+
+from jaxfused.fusion.graph import Node, Value
+from jaxfused.fusion.recognisers import image_norm
+from jaxfused.fusion.recognisers.image_norm import Match, widened
+from jaxfused.fusion.site import Book, Site
+from jaxfused.ops.conv.conv import Statistics
+from jaxfused.ops.norm.batch_norm import batch_norm
+
+
+def find(book: Book) -> None:
+    """Adds all batch norms of the graph that compute statistics of the batch."""
+    image_norm.find(book, _site, of_batch=True)
+
+
+def _site(root: Node, found: Match) -> Site:
+    covered = found.covered()
+    means, variances = _statistics(found, covered)
+
+    def call(*arrays: jax.Array, statistics: Statistics | None = None) -> list[jax.Array]:
+        operands = found.operands_of([*widened(found, arrays[:1]), *arrays[1:]])
+        y, mean, variance = batch_norm(
+            operands.pop("x"),
+            epsilon=found.epsilon,
+            activation=found.activation,
+            statistics=statistics,
+            **operands,
+        )
+        beside = [(value, mean) for value in means] + [(value, variance) for value in variances]
+        return [
+            found.result(y),
+            *(array.reshape(value.shape).astype(value.dtype) for value, array in beside),
+        ]
+
+    return Site(
+        "batch_norm",
+        root,
+        [found.x.value, *found.operands.values()],
+        [found.value, *means, *variances],
+        call,
+        covered,
+        f"batch_norm{found.words()}",
+        facts=found,
+    )
+
+
+def _statistics(found: Match, covered: set[Node]) -> tuple[list[Value], list[Value]]:
+    """Returns the means and the variances that are used outside of the site."""
+    moments, channels = found.moments, found.arrangement.channels
+    means, variances = [], []
+    for node in sorted(covered, key=lambda node: node.order):
+        value = node.out
+        is_read = value.is_output or any(reader not in covered for reader in value.uses)
+        layout = moments.frame.of_parts(channels, value.shape)
+        if value is found.value or not is_read or layout is None:
+            continue
+        seen = moments.frame.look(value, layout)
+        if moments.is_mean(seen):
+            means.append(value)
+        elif moments.epsilon(seen) == 0.0:
+            variances.append(value)
+    return means, variances

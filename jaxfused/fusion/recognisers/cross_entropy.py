@@ -1,0 +1,234 @@
+"""Finds linear_softmax_cross_entropy: the loss of a product whose logits would fill the memory.
+
+It starts at a log-sum-exp and looks for the label's logit: gathered, or as a sum with a one-hot array.
+If the logits are few, keeping them is faster than computing them again.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.fusion.algebra import View, between, core, view
+from jaxfused.fusion.constants import evaluate
+from jaxfused.fusion.graph import Node, Value
+from jaxfused.fusion.recognisers.attention import is_maximum, stands_at_rows
+from jaxfused.fusion.recognisers.product import Biased, Projection, biased, projections
+from jaxfused.fusion.site import Book, Site
+from jaxfused.ops.loss.linear_cross_entropy import linear_softmax_cross_entropy
+
+FEWEST_LOGITS = 2**24
+"""Fewest logits of a site. Its gradient computes them again, in chunks of this many."""
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The loss of each token, or its negative."""
+
+    value: Value
+    sign: float
+    labels: Value
+    outside: str
+    """Result for a label outside the classes: "nan" or "zero"."""
+
+
+def find(book: Book) -> None:
+    """Adds the losses of products of the graph."""
+    by_result = None
+    for node in book.graph.nodes:
+        if node.name != "log":
+            continue
+        logits = _logits_of(node)
+        if logits is None:
+            continue
+        if by_result is None:
+            found = [(p, biased(book, p)) for p in projections(book)]
+            by_result = {affine.value: (p, affine) for p, affine in found}
+        loss = _loss(node, logits)
+        product = by_result.get(core(logits)) or by_result.get(logits)
+        if loss is None or product is None:
+            continue
+        p, affine = product
+        if len(p.contracted) != p.w.ndim - 1 or not book.is_free(p.covered | affine.covered):
+            continue
+        if math.prod(logits.shape) < FEWEST_LOGITS:
+            book.miss("linear_softmax_cross_entropy", node, "its logits are few enough to be kept")
+            continue
+        _add(book, node, loss, p, affine)
+
+
+def _logits_of(node: Node) -> Value | None:
+    """Returns the logits if the operation is the logarithm of their softmax's denominator, or None."""
+    total = view(node.ins[0])
+    if total.base.made_by == "abs" and total.base.node is not None:
+        total = view(total.base.node.ins[0], total.axes)
+    summed = total.base.node
+    if summed is None or summed.name != "reduce_sum":
+        return None
+    exponentials = core(summed.ins[0])
+    if tuple(map(int, summed.params["axes"])) != (exponentials.ndim - 1,):
+        return None
+    if not stands_at_rows(total, exponentials.shape, exponentials.ndim - 1):
+        return None
+    if exponentials.node is None or exponentials.node.name != "exp":
+        return None
+    shifted = core(exponentials.node.ins[0]).node
+    if shifted is None or shifted.name != "sub":
+        return None
+    logits, maximum = shifted.ins
+    return logits if is_maximum(maximum, core(logits), logits.ndim - 1) else None
+
+
+def _loss(node: Node, logits: Value) -> _Loss | None:
+    """Returns the loss that is computed with the logarithm, or None."""
+    value = node.out
+    # The exponentials are of logits minus their maximum, which is added to the logarithm
+    # (`is_whole`) or subtracted from the logits (`is_log_softmax`).
+    is_whole = is_log_softmax = False
+    for _ in range(6):
+        readers = set(value.uses)
+        if len(readers) != 1:
+            return None
+        (reader,) = readers
+        other = reader.ins[-1] if reader.ins[0] is value else reader.ins[0]
+        if reader.name in ("broadcast_in_dim", "reshape", "squeeze"):
+            value = reader.out
+            continue
+        if is_log_softmax:
+            return _loss_by_one_hot(reader, other)
+        if not stands_at_rows(view(value), logits.shape, logits.ndim - 1):
+            return None
+        if is_whole:
+            if reader.name != "sub" or reader.ins[0] is not value:
+                return None
+            labels = _gathered(other, logits)
+            return None if labels is None else _Loss(reader.out, 1.0, labels, "nan")
+        if reader.name == "add" and value.ndim == logits.ndim - 1:
+            is_whole = is_maximum(other, core(logits), logits.ndim - 1)
+        elif reader.name == "sub" and reader.ins[1] is value:
+            is_log_softmax = _is_shifted(other, logits)
+        if not (is_whole or is_log_softmax):
+            return None
+        value = reader.out
+    return None
+
+
+def _loss_by_one_hot(node: Node, other: Value) -> _Loss | None:
+    """Returns the negative loss, a sum of log-probabilities times a one-hot array, or None."""
+    labels = _one_hot(other) if node.name == "mul" else None
+    after = node.out.uses[0] if node.out.used_once else None
+    if labels is None or after is None or after.name != "reduce_sum":
+        return None
+    if tuple(map(int, after.params["axes"])) != (node.out.ndim - 1,):
+        return None
+    return _Loss(after.out, -1.0, labels, "zero")
+
+
+def _is_shifted(value: Value, logits: Value) -> bool:
+    node = core(value).node
+    return (
+        node is not None
+        and node.name == "sub"
+        and core(node.ins[0]) is core(logits)
+        and is_maximum(node.ins[1], core(logits), logits.ndim - 1)
+    )
+
+
+def _gathered(value: Value, logits: Value) -> Value | None:
+    """Returns the classes [...] if a value is their logits, gathered, or None."""
+    for _ in range(6):
+        value = core(value)
+        node = value.node
+        if node is None:
+            return None
+        if node.name in ("reshape", "squeeze") and node.ins[0].shape == (*value.shape, 1):
+            value = node.ins[0]
+            continue
+        if node.name != "gather":
+            return None
+        operand, indices = node.ins[0], node.ins[1]
+        numbers = node.params["dimension_numbers"]
+        last = operand.ndim - 1
+        if operand.shape == (*value.shape, 1) and tuple(numbers.start_index_map) == (last,):
+            # A gather of the only element of the last axis.
+            index = evaluate(indices)
+            if index is None or index.any():
+                return None
+            value = operand
+            continue
+        rows = tuple(range(last))
+        picks_one = (
+            core(operand) is core(logits)
+            and tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (last,)
+            and tuple(numbers.operand_batching_dims) == rows
+            and tuple(numbers.start_indices_batching_dims) == rows
+            and node.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+        )
+        return indices if picks_one else None
+    return None
+
+
+def _one_hot(value: Value) -> Value | None:
+    """Returns the classes [...] if a value is their one-hot array, or None."""
+    value = core(value)
+    node = value.node
+    if node is None or node.name != "convert_element_type" or node.ins[0].made_by != "eq":
+        return None
+    equal = node.ins[0].node
+    assert equal is not None
+    for labels, classes in (equal.ins, equal.ins[::-1]):
+        numbers = evaluate(classes)
+        if (
+            numbers is None
+            or numbers.shape[-1:] != value.shape[-1:]
+            or numbers.size != numbers.shape[-1]
+        ):
+            continue
+        seen: View = view(labels, tuple(i if s != 1 else None for i, s in enumerate(labels.shape)))
+        in_rows = [axis for axis in seen.axes if axis is not None]
+        full = [i for i, size in enumerate(value.shape[:-1]) if size != 1]
+        if (numbers.reshape(-1) == range(value.shape[-1])).all() and in_rows == full:
+            return seen.base
+    return None
+
+
+def _add(book: Book, node: Node, loss: _Loss, p: Projection, affine: Biased) -> None:
+    rows, classes = p.rows, math.prod(p.features)
+    inputs = [p.x, p.w, loss.labels]
+    if affine.bias is not None:
+        inputs.append(affine.bias)
+    shape, dtype = loss.value.shape, loss.value.dtype
+
+    def call(
+        x: jax.Array, w: jax.Array, labels: jax.Array, *bias: jax.Array
+    ) -> Sequence[jax.Array]:
+        labels = labels.reshape(rows)
+        inside = (labels >= 0) & (labels < classes)
+        known = jnp.where(inside, labels, 0) if loss.outside == "zero" else labels
+        losses = linear_softmax_cross_entropy(
+            p.inputs(x),
+            p.matrix(w),
+            known,
+            p.bias(bias[0]) if bias else None,
+            reduction="none",
+        )
+        if loss.outside == "zero":
+            losses = jnp.where(inside, losses, 0.0)
+        return ((loss.sign * losses).astype(dtype).reshape(shape),)
+
+    leaves = (
+        {p.result, loss.labels} if affine.bias is None else {p.result, loss.labels, affine.bias}
+    )
+    book.add(
+        Site(
+            "linear_softmax_cross_entropy",
+            node,
+            inputs,
+            [loss.value],
+            call,
+            between(loss.value, leaves) | p.covered,
+            f"linear_softmax_cross_entropy of {p.x.aval.str_short()} and {classes} classes",
+        )
+    )

@@ -1,0 +1,252 @@
+"""Finds linear: a product of rows and a matrix with its bias, activation and residual.
+
+A product alone, or with a bias, is left to XLA. Only one with an activation or a residual is a site.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxfused.fusion.activation import activation_of, why_no_activation
+from jaxfused.fusion.algebra import between, core, is_reshape, is_transparent, trailing
+from jaxfused.fusion.graph import Node, Value
+from jaxfused.fusion.site import Book, Site
+from jaxfused.ops.linear.linear import linear
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A product x [..., D] times a matrix [D, F]. D and F may each be several axes of an array."""
+
+    node: Node
+    x: Value
+    w: Value
+    """The matrix before converts, unless it has to be transposed."""
+    contracted: tuple[int, ...]
+    """Axes of w that make up D, in the order of the trailing axes of x that do."""
+    result: Value
+    """The product [..., *features], after a transposition to this order."""
+    covered: frozenset[Node]
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Sizes of the axes of w that make up F."""
+        return tuple(size for axis, size in enumerate(self.w.shape) if axis not in self.contracted)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Sizes of the axes of x before its features."""
+        return self.x.shape[: self.x.ndim - len(self.contracted)]
+
+    @property
+    def precision(self) -> Any:
+        return self.node.params["precision"]
+
+    def matrix(self, w: jax.Array) -> jax.Array:
+        """Returns w as [D, F]."""
+        free = [axis for axis in range(w.ndim) if axis not in self.contracted]
+        if (*self.contracted, *free) != tuple(range(w.ndim)):
+            w = w.transpose(*self.contracted, *free)
+        return w.reshape(-1, math.prod(self.features))
+
+    def inputs(self, x: jax.Array) -> jax.Array:
+        """Returns x as [..., D]."""
+        return x if len(self.contracted) == 1 else x.reshape(*self.rows, -1)
+
+    def bias(self, bias: jax.Array) -> jax.Array:
+        """Returns a bias as [F]."""
+        return bias.reshape(-1)
+
+
+def projections(book: Book) -> list[Projection]:
+    """Returns all products of the graph with a matrix that no site covers, in order."""
+    parsed = (projection(n) for n in book.graph.nodes if n.name == "dot_general")
+    return [p for p in parsed if p is not None and book.is_free(p.covered)]
+
+
+def projection(node: Node) -> Projection | None:
+    """Returns the operation as a product with a matrix, or None."""
+    (left, right), (left_batch, right_batch) = node.params["dimension_numbers"]
+    if left_batch or right_batch or not node.out.is_floating:
+        return None
+    # The matrix may be the left operand: the rows come last, and a transposition brings them forward.
+    w, x = node.ins
+    rows = x.ndim - len(right)
+    if rows == 0:
+        return _oriented(node, x, w, right, left, node.out, ())
+    turned = node.out.uses[0] if node.out.used_once else None
+    if turned is not None and turned.name == "transpose":
+        features = node.out.ndim - rows
+        if tuple(turned.params["permutation"]) == (
+            *range(features, node.out.ndim),
+            *range(features),
+        ):
+            found = _oriented(node, x, w, right, left, turned.out, (turned,))
+            if found is not None:
+                return found
+    return _oriented(node, node.ins[0], node.ins[1], left, right, node.out, ())
+
+
+def _oriented(
+    node: Node,
+    x: Value,
+    w: Value,
+    of_x: Sequence[int],
+    of_w: Sequence[int],
+    result: Value,
+    after: Sequence[Node],
+) -> Projection | None:
+    if x.dtype != w.dtype or not x.is_floating:
+        return None
+    # The contracted axes of x are its last ones; those of w are sorted in the same order.
+    pairs = sorted(zip(of_x, of_w, strict=True))
+    if [int(a) for a, _ in pairs] != list(range(x.ndim - len(pairs), x.ndim)):
+        return None
+    contracted = tuple(int(b) for _, b in pairs)
+    if result.ndim != x.ndim - len(pairs) + w.ndim - len(pairs):
+        return None
+    earliest = earliest_matrix(w, contracted)
+    return Projection(
+        node,
+        x,
+        earliest,
+        contracted,
+        result,
+        frozenset({node, *after, *between(w, {earliest})}),
+    )
+
+
+def earliest_matrix(w: Value, contracted: tuple[int, ...]) -> Value:
+    """Returns the matrix before converts, unless it has to be transposed.
+
+    The operator writes the matrix's gradient in the dtype that it gets. If the gradient is transposed
+    afterwards, that dtype should be the narrow one, as in the program.
+    """
+    in_order = contracted == tuple(range(len(contracted))) and core(w).made_by != "transpose"
+    return core(w) if in_order else w
+
+
+@dataclass(frozen=True)
+class Biased:
+    """A product's result after its bias."""
+
+    value: Value
+    bias: Value | None
+    covered: frozenset[Node]
+
+
+def biased(book: Book, p: Projection) -> Biased:
+    """Returns the last value, not covered by a site, that is the product with at most its bias.
+
+    Converts after it are included if they lead to the dtype of x. A bias may be added after the features
+    are reshaped.
+    """
+    current = best = Biased(p.result, None, frozenset())
+    while current.value.used_once:
+        node = current.value.uses[0]
+        if node in book.owner:
+            break
+        bias, covered = current.bias, current.covered | {node}
+        if node.name == "add" and bias is None and node.out.shape == current.value.shape:
+            other = node.ins[1] if node.ins[0] is current.value else node.ins[0]
+            bias = trailing(other, current.value.shape[len(p.rows) :])
+            if bias is None:
+                break
+            covered |= between(other, {bias})
+        elif is_reshape(node):
+            if bias is not None or node.out.shape[: len(p.rows)] != p.rows:
+                break
+        elif not is_transparent(node):
+            break
+        current = Biased(node.out, bias, covered)
+        if bias is None and node.out.shape != p.result.shape:
+            continue
+        # Without a convert to x's dtype, the last wide result is taken.
+        if node.out.dtype == p.x.dtype or best.value.dtype != p.x.dtype:
+            best = current
+    return best
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A sum of a product and the residual stream."""
+
+    value: Value
+    residual: Value
+    node: Node
+
+
+def residual_of(book: Book, value: Value) -> Residual | None:
+    """Returns the sum that adds the residual stream to a value, or None."""
+    if not value.used_once:
+        return None
+    node = value.uses[0]
+    if node.name != "add" or node in book.owner:
+        return None
+    other = node.ins[1] if node.ins[0] is value else node.ins[0]
+    same = other.shape == value.shape and other.is_floating and other is not value
+    return Residual(node.out, other, node) if same and not other.is_constant else None
+
+
+def find(book: Book) -> None:
+    """Adds the products with an activation or a residual that are not part of a larger site."""
+    for p in projections(book):
+        _find_at(book, p)
+
+
+def _find_at(book: Book, p: Projection) -> None:
+    affine = biased(book, p)
+    value, covered = affine.value, p.covered | affine.covered
+    activated = activation_of(value)
+    name = None
+    if activated is not None and book.is_free(activated.covered):
+        name, value = activated.name, activated.result
+        covered |= activated.covered
+    elif activated is None:
+        why = why_no_activation(value)
+        if why:
+            book.miss("linear", p.node, why)
+    added = residual_of(book, value)
+    if added is not None:
+        value, covered = added.value, covered | {added.node}
+    if name is None and added is None:
+        return
+    if value.dtype != p.x.dtype and not (name is None and value.dtype.itemsize == 4):
+        book.miss("linear", p.node, f"its result stays in {value.dtype}, and x is {p.x.dtype}")
+        return
+    residual = None if added is None else added.residual
+    given = {"bias": affine.bias, "residual": residual}
+    present = {key: v for key, v in given.items() if v is not None}
+    shape, dtype = value.shape, value.dtype
+
+    def call(x: jax.Array, w: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
+        operands: dict[str, Any] = dict(zip(present, arrays, strict=True))
+        if "bias" in operands:
+            operands["bias"] = p.bias(operands["bias"])
+        if "residual" in operands:
+            operands["residual"] = operands["residual"].reshape(*p.rows, -1)
+        y = linear(
+            p.inputs(x),
+            p.matrix(w),
+            activation=name,
+            precision=p.precision,
+            out_dtype=dtype,
+            **operands,
+        )
+        return (y.reshape(shape),)
+
+    words = ", ".join([*present, *([name] if name else [])])
+    book.add(
+        Site(
+            "linear",
+            p.node,
+            [p.x, p.w, *present.values()],
+            [value],
+            call,
+            set(covered),
+            f"linear({words}) of {p.x.aval.str_short()} and {list(p.w.shape)}",
+        )
+    )

@@ -1,0 +1,83 @@
+"""Support for this package's pytrees in `flax.serialization`, which saves `TrainState`.
+
+A state has the arrays under the names of their fields. Static fields, such as a quantised array's
+layout, are those of the target into which the state is read.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+from flax import serialization
+
+State = dict[str, Any]
+
+
+def serializable[T](kind: type[T]) -> type[T]:
+    """Registers a pytree that is a dataclass with Flax."""
+    serialization.register_serialization_state(kind, _state_of, _restored)
+    return kind
+
+
+def serializable_quantized[T](kind: type[T]) -> type[T]:
+    """Registers a pytree of quantised numbers, which are restored only with their own dtypes."""
+    serialization.register_serialization_state(kind, _state_of_quantized, _restored_quantized)
+    return kind
+
+
+def _names(tree: Any) -> list[str]:
+    return [field.name for field in fields(tree) if not field.metadata.get("static")]
+
+
+def _state_of(tree: Any) -> State:
+    return {name: serialization.to_state_dict(getattr(tree, name)) for name in _names(tree)}
+
+
+def _restored(target: Any, state: State) -> Any:
+    parts = _parts(type(target).__name__, {n: getattr(target, n) for n in _names(target)}, state)
+    static = {f.name: getattr(target, f.name) for f in fields(target) if f.name not in parts}
+    return type(target)(**parts, **static)
+
+
+def _parts(of: str, target: State, state: State) -> State:
+    """Restores a target's parts from a state, which may lack parts that the target lacks too."""
+    if not state.keys() <= target.keys():
+        names, others = ", ".join(target), ", ".join(sorted(state.keys() - target.keys()))
+        raise ValueError(
+            f"{of}: the state has {others}, but the target has {names}; pass a target that was made like"
+            " what was saved."
+        )
+    for name, part in target.items():
+        if name not in state and part is not None:
+            raise ValueError(
+                f"{of}: the state has no {name}, but the target has one; pass a target that was made"
+                " like what was saved."
+            )
+    return {
+        name: part if name not in state else serialization.from_state_dict(part, state[name], name)
+        for name, part in target.items()
+    }
+
+
+def _state_of_quantized(array: Any) -> State:
+    return {key.name: part for key, part in array.tree_flatten_with_keys()[0]}
+
+
+def _restored_quantized(target: Any, state: State) -> Any:
+    parts, static = target.tree_flatten_with_keys()
+    wanted = {key.name: part for key, part in parts}
+    found = _parts("QuantizedArray", wanted, state)
+    for name, part in wanted.items():
+        other = found[name]
+        if (part is None) != (other is None) or (
+            part is not None and (part.shape, part.dtype) != (other.shape, other.dtype)
+        ):
+            raise ValueError(
+                f"QuantizedArray: the state's {name} is {_described(other)}, but the target's is"
+                f" {_described(part)}, and the same bits stand for other numbers in another dtype; pass"
+                " a target that was quantised like what was saved."
+            )
+    return type(target).tree_unflatten(static, tuple(found.values()))
+
+
+def _described(array: Any) -> str:
+    return "None" if array is None else f"{array.dtype}{list(array.shape)}"
