@@ -234,6 +234,8 @@ class Work:
     """Pairs of operands whose products are added: each has its part of k."""
     weights_apart: bool = False
     """Of several products each has its weights in a matrix of its own."""
+    groups: int = 1
+    """Groups of rows, each of which has a b of its own."""
 
     @property
     def steps(self) -> int:
@@ -253,7 +255,8 @@ class Work:
     @property
     def memory_bytes(self) -> float:
         """What has to be read and written once."""
-        operands = self.k * (self.itemsize * self.m + self.b_bytes * self.products * self.n)
+        columns = self.groups * self.products * self.n
+        operands = self.k * (self.itemsize * self.m + self.b_bytes * columns)
         return operands + self.m * self.n * (self.read_bytes + self.written_bytes)
 
 

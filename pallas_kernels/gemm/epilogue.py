@@ -224,6 +224,16 @@ class _EpilogueOfTile:
         )
         self._store_maxima(maxima)
 
+    def store_zeros(self) -> None:
+        """Stores zeros in the place of the tile's results, from one stage for all chunks."""
+        zeros = plgpu.layout_cast(jnp.zeros(self._shape, jnp.float32), plgpu.Layout.WGMMA)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for name, dtype in self.epilogue.outputs.items():
+            store.store_piece(self._written(name, 0)[0], zeros.astype(dtype))
+        store.commit_stores()
+        for chunk in range(self.epilogue.chunks):
+            self._send_outputs(chunk, 0)
+
     def _results(self, acc: jax.Array, maxima: dict[str, jax.Array]) -> Iterator[_Results]:
         """Yields the results of each chunk, and collects the maxima of their rows in `maxima`."""
         epilogue = self.epilogue
@@ -341,15 +351,19 @@ class _EpilogueOfTile:
     def _send(self, chunk: int) -> None:
         """Starts the copy of a chunk to global memory, and stores its column sums and moments."""
         epilogue = self.epilogue
-        for name in epilogue.outputs:
-            _, source = self._written(name, chunk)
-            destination = self._block(self.gmem.outputs[name], chunk)
-            plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
-        plgpu.commit_smem_to_gmem_group()
+        self._send_outputs(chunk, chunk)
         for name in epilogue.column_sums:
             self._store_sum(name, chunk)
         for name in epilogue.column_moments:
             self._store_moments(name, chunk)
+
+    def _send_outputs(self, chunk: int, written: int) -> None:
+        """Starts the copies of a chunk from the stages of the chunk `written`."""
+        for name, ref in self.gmem.outputs.items():
+            _, source = self._written(name, written)
+            product = self.epilogue.product
+            product.store_rows(source, ref, self.place, self._columns(chunk))
+        plgpu.commit_smem_to_gmem_group()
 
     def _store_sum(self, name: str, chunk: int) -> None:
         """Adds up the column sums of a tile's warps in shared memory, and stores them."""

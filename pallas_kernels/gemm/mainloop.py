@@ -105,6 +105,10 @@ class TilePlace:
     m_start: jax.Array
     n_idx: jax.Array
     """Index of the column of tiles."""
+    group: Any = None
+    """Index of the group that the tile's rows belong to, in a grouped product."""
+    end: Any = None
+    """Index of the row after the group's last, in a grouped product."""
 
 
 @dataclass(frozen=True)
@@ -305,16 +309,17 @@ class Product:
             a_gmem, b_gmem = refs[: len(terms)], refs[len(terms) : len(terms) + len(bs)]
             rest = refs[len(terms) + len(bs) :]
             of_steps, rest = rest[: len(step_scales)], rest[len(step_scales) :]
+            product, rest = self.on_device(rest)
             wg_idx = lax.axis_index("wg")
             if self.quantized is None:
-                producer = _Producer(self, Ring(**ring), a_gmem, b_gmem, of_steps)
+                producer = _Producer(product, Ring(**ring), a_gmem, b_gmem, of_steps)
             else:
-                producer = _Converter(self, Ring(**ring), a_gmem, b_gmem)
+                producer = _Converter(product, Ring(**ring), a_gmem, b_gmem)
             lax.cond(
                 wg_idx == CONSUMERS,
                 lambda: producer.run(),
                 lambda: _Consumer(
-                    self, Ring(**ring), wg_idx, functools.partial(epilogue, rest, own), of_steps
+                    product, Ring(**ring), wg_idx, functools.partial(epilogue, rest, own), of_steps
                 ).run(),
             )
 
@@ -375,13 +380,20 @@ class Product:
 
     # --- on the device ----------------------------------------------------------------------------
 
+    def on_device(self, others: Sequence[Any]) -> tuple["Product", Sequence[Any]]:
+        """Returns the product with what it reads of the arrays `others` itself, and the remaining ones."""
+        return self, others
+
     def tiles_of_cluster(self) -> jax.Array:
         """Returns the number of tiles that each CTA of this cluster computes."""
         first = lax.axis_index("cluster")
         return lax.div(jnp.int32(self.tile_count - 1) - first, jnp.int32(self.clusters)) + 1
 
-    def position(self, sequence_idx: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the first row and the column-of-tiles index of this CTA's tile `sequence_idx`."""
+    def position(self, sequence_idx: Any) -> tuple[jax.Array, ...]:
+        """Returns the first row and the column-of-tiles index of this CTA's tile `sequence_idx`.
+
+        A grouped product also returns the tile's group and the row after that group's last.
+        """
         c = self.config
         m_idx, n_idx = plgpu.planar_snake(
             lax.axis_index("cluster") + sequence_idx * self.clusters, self.tile_grid, 0, c.band
@@ -401,6 +413,14 @@ class Product:
     def rows_at(self, ref: Any, m_start: Any, columns: Any) -> Any:
         """Returns the rows of a warpgroup's tile, and some columns, of an array with rows like a's."""
         return ref.at[pl.ds(m_start, self.config.tile_m), columns]
+
+    def store_rows(self, source: Any, ref: Any, place: TilePlace, columns: Any) -> None:
+        """Starts the copies of a warpgroup's tile, in some columns, to an array with rows like a's."""
+        destination = self.rows_at(ref, place.m_start, columns)
+        plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
+
+    def after_tiles(self, wg_idx: Any, epilogue_of: Callable[[TilePlace], Any]) -> None:
+        """Stores, in a consumer warpgroup, what no tile of the product has."""
 
     @property
     def rows(self) -> int:
@@ -492,6 +512,8 @@ class Step:
     term: int
     k_idx: Any
     """Index among the steps of the term."""
+    group: Any = None
+    """Index of the tile's group, in a grouped product."""
 
 
 @dataclass(frozen=True)
@@ -534,22 +556,23 @@ class _Producer:
 
     def _fill_tile(self, sequence_idx, carry):
         """Fills stages for all K steps of a tile; carries the next stage and how many were filled."""
-        m_start, n_idx = self.product.position(sequence_idx)
+        place = self.product.position(sequence_idx)
         for term, steps in enumerate(self.product.steps_of_terms):
-            fill = functools.partial(self._fill_slot, sequence_idx, m_start, n_idx, term)
+            fill = functools.partial(self._fill_slot, sequence_idx, place, term)
             carry = lax.fori_loop(0, steps, fill, carry)
         return carry
 
-    def _fill_slot(self, sequence_idx, m_start, n_idx, term, k_idx, carry):
+    def _fill_slot(self, sequence_idx, place, term, k_idx, carry):
         product, ring = self.product, self.ring
         slot, filled = carry
+        m_start, n_idx, *of_group = place
 
         @pl.when(filled >= product.config.stages)
         def _():
             plgpu.barrier_wait(ring.free.at[slot])
 
         full = ring.full.at[product.full_idx(sequence_idx, slot)]
-        step = Step(m_start, n_idx, term, k_idx)
+        step = Step(m_start, n_idx, term, k_idx, *of_group[:1])
         product.copy_step(ring, self.a_gmem, self.b_gmem, slot, step, full)
         if product.scaled_columns:
             of_rows, of_columns = self.step_scales
@@ -699,14 +722,15 @@ class _Consumer:
 
         count = lax.div(tiles - first + (stride - 1), jnp.int32(stride))
         lax.fori_loop(0, count, tile, None)
+        self.product.after_tiles(self.wg_idx, self.epilogue_of)
         plgpu.wait_smem_to_gmem(0)
 
     def _compute_tile(self, sequence_idx, tiles) -> None:
         c = self.product.config
-        m_start, n_idx = self.product.position(sequence_idx)
+        m_start, n_idx, *of_group = self.product.position(sequence_idx)
         if not c.ping_pong:
             m_start += self.wg_idx * c.tile_m
-        place = TilePlace(self.wg_idx, m_start, n_idx)
+        place = TilePlace(self.wg_idx, m_start, n_idx, *of_group)
         epilogue = self.epilogue_of(place)
         epilogue.prefetch()
         if self.product.scaled_columns:

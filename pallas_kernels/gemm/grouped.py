@@ -1,0 +1,341 @@
+"""Grouped products for Hopper: runs of rows of one matrix, each multiplied by a matrix of its own.
+
+The sizes of the groups are known to the device alone. A tile starts at the first row of its group or a
+whole number of tiles after it, so that no tile mixes groups; what a group's last tile computes of the
+next group's rows is not stored. Which group a tile belongs to is found in a table of the tiles and rows
+before each group, by bisection. Rows that no group has are stored as zeros after all tiles.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hopper
+from pallas_kernels.gemm import cost
+from pallas_kernels.gemm.cost import Work
+from pallas_kernels.gemm.epilogue import Epilogue
+from pallas_kernels.gemm.mainloop import (
+    CONSUMERS,
+    MatmulConfig,
+    Product,
+    Ring,
+    Step,
+    TilePlace,
+)
+from pallas_kernels.gemm.operands import swizzled_columns
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES
+
+_DTYPES = (jnp.bfloat16, jnp.float16)
+GRAIN = 8
+"""Divisor of K and N: rows of 16-bit numbers then begin at multiples of 16 bytes, as TMA requires."""
+MOST_GROUPS = 1024
+"""Largest number of groups; their table is a sum over pairs of groups."""
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtypes: Mapping[str, Any],
+    features: Mapping[str, int],
+    rows: int,
+    groups: int,
+) -> str | None:
+    """Returns None where the kernels can run, else the reason.
+
+    Args:
+      compute_capability: of the GPU, or None where there is none.
+      dtypes: dtypes of the operands, by name.
+      features: the sizes of all axes but rows and groups, by name.
+      rows: rows of all groups.
+      groups: the number of groups.
+    """
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    for name, dtype in dtypes.items():
+        if dtype not in _DTYPES:
+            return f"it takes bfloat16 and float16, and {name} has dtype {jnp.dtype(dtype)}"
+    if len(set(map(jnp.dtype, dtypes.values()))) > 1:
+        return "what it multiplies has several dtypes"
+    for name, size in features.items():
+        if size % GRAIN:
+            return f"it takes multiples of {GRAIN} features, and {name} has {size}"
+    if groups > MOST_GROUPS:
+        return f"it takes at most {MOST_GROUPS} groups, and there are {groups}"
+    if rows * groups >= 2**31:
+        return "its indices have 32 bits, and there are too many rows and groups for them"
+    return None
+
+
+def group_table(
+    group_sizes: jax.Array, offset: jax.Array, *, groups: int, rows: int, tile_m: int
+) -> jax.Array:
+    """Returns the tiles and rows before each group, and before the end: int32 [2, groups + 1].
+
+    One sum over pairs of groups, which XLA runs as one kernel. Sizes below 0 count as 0, and rows beyond
+    the last one are cut off.
+
+    Args:
+      group_sizes: int [G], of all groups.
+      offset: int [], the index of the first group that is multiplied. Only its tiles, and those of the
+        following ones, count.
+      groups: how many groups are multiplied.
+      rows: rows of all groups, and of none.
+      tile_m: rows of a tile.
+    """
+    sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
+    offset = offset.astype(jnp.int32)
+    index = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)
+    before = index < offset + jnp.arange(groups + 1, dtype=jnp.int32)[:, None]
+    tiles = jnp.where(index >= offset, (sizes + (tile_m - 1)) // tile_m, 0)
+    counts = jnp.stack([tiles, sizes])[:, None]
+    found = jnp.sum(jnp.where(before, counts, 0), axis=-1, dtype=jnp.int32)
+    return jnp.minimum(found, jnp.array([[2**31 - 1], [rows]], jnp.int32))
+
+
+def candidates(work: Work, out_dtype: Any, multiprocessors: int) -> list[MatmulConfig]:
+    """Returns the configs that fit into shared memory, predicted fastest first."""
+    # Rows of a chunk have 128 bytes, so that a copy may begin at any of them.
+    columns = swizzled_columns(out_dtype)
+    configs = [
+        MatmulConfig(
+            tile_m,
+            tile_n,
+            stages,
+            ping_pong,
+            epilogue_columns=columns,
+            write_slots=slots,
+            band=band,
+        )
+        for (tile_m, tile_n, ping_pong) in _TILES
+        for stages, slots in _STAGES
+        for band in _BANDS
+        if tile_n % (work.products * swizzled_columns(jnp.bfloat16)) == 0
+    ]
+    fitting = [
+        config
+        for config in configs
+        if _tiles(work, jnp.bfloat16, config, 1, out_dtype).shared_bytes <= SHARED_MEMORY_BYTES
+    ]
+    return sorted(fitting, key=lambda config: predicted_time(work, config, multiprocessors))
+
+
+_TILES = ((128, 192, True), (128, 128, True), (64, 256, True), (64, 128, True), (64, 256, False))
+"""Rows and columns of a warpgroup's tile, and whether the warpgroups have different tiles."""
+_STAGES = ((4, 2), (5, 2), (6, 2), (4, 1), (5, 1), (3, 1))
+"""Pipeline stages, and store stages."""
+_BANDS = (8, 16)
+
+
+def predicted_time(work: Work, config: MatmulConfig, multiprocessors: int) -> float:
+    """Returns the predicted microseconds. Groups fill half of their last tile on average."""
+    filled = min(work.m, work.groups * config.cta_tile_m // 2) if work.groups > 1 else 0
+    return cost.kernel(replace(work, m=work.m + filled // 2), config, multiprocessors)
+
+
+def grouped_product(
+    a: jax.Array,
+    b: Sequence[jax.Array],
+    group_sizes: jax.Array,
+    offset: jax.Array,
+    *,
+    b_transposed: bool = False,
+    products: int = 1,
+    epilogue: Callable[..., jax.Array] | None = None,
+    out_dtype: Any,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+    name: str = "grouped_product",
+) -> jax.Array:
+    """Returns each group of a's rows times its matrix: [M, N], zeros in the rows of no group.
+
+    Args:
+      a: [M, K], bfloat16 or float16.
+      b: [E, K, N] of the same dtype ([E, N, K] with `b_transposed`) for each of the `products`; or one
+        array with all of them side by side, [E, K, products N] ([E, products N, K]).
+      group_sizes: int [G]: rows of each group.
+      offset: int [], the index of the group that b's first matrix is for.
+      epilogue: takes a float32 tile of each product, and returns that of the result; None for one product
+        as it is.
+      out_dtype: of the result.
+      multiprocessors: SMs of the device.
+      config: one of `candidates`; None for the first.
+      name: the kernel's name in a profile.
+    """
+    rows, k = a.shape
+    work = Work(
+        m=rows,
+        n=b[0].shape[1 if b_transposed else 2] // (products // len(b)),
+        k=k,
+        products=products,
+        k_last=b_transposed,
+        groups=b[0].shape[0],
+    )
+    if config is None:
+        config = candidates(work, out_dtype, multiprocessors)[0]
+
+    def results(*tiles: jax.Array) -> Mapping[str, jax.Array]:
+        return {"y": tiles[0] if epilogue is None else epilogue(*tiles)}
+
+    tiles = replace(_tiles(work, a.dtype, config, multiprocessors, out_dtype), function=results)
+    product = tiles.product
+    product.check_shared_bytes(tiles.shared_bytes)
+    table = group_table(
+        group_sizes, offset, groups=work.groups, rows=rows, tile_m=config.cta_tile_m
+    )
+    [y] = product.launch(
+        (a,),
+        b,
+        (table,),
+        out_type=[jax.ShapeDtypeStruct((rows, work.n), out_dtype)],
+        scratch=tiles.scratch(),
+        epilogue=tiles.of_tile,
+        name=name,
+    )
+    return y
+
+
+def _tiles(
+    work: Work, dtype: Any, config: MatmulConfig, multiprocessors: int, out_dtype: Any
+) -> Epilogue:
+    """Returns the product with the memory of its epilogue, but without the epilogue's function."""
+    product = _GroupedProduct(
+        m=work.m,
+        n=work.n,
+        ks=(work.k,),
+        dtype=jnp.dtype(dtype),
+        blocks=(),
+        config=config,
+        multiprocessors=multiprocessors,
+        products=work.products,
+        b_transposed=work.k_last,
+        b_columns=work.n,
+        groups=work.groups,
+    )
+    return Epilogue(
+        product=product,
+        function=dict,
+        vectors={},
+        matrices={},
+        outputs={"y": out_dtype},
+        column_sums=(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GroupedProduct(Product):
+    """Static parameters of a launch, and which tiles of which group are multiplied."""
+
+    groups: int
+    table: Any = None
+    """The tiles and rows before each group, in global memory."""
+
+    @property
+    def tile_grid(self) -> tuple[int, int]:
+        """Rows of tiles, of which there are at most so many, and columns."""
+        down = self.m // self.config.cta_tile_m + min(self.groups, self.m)
+        return down, pl.cdiv(self.n, self.part_n)
+
+    # --- on the device ----------------------------------------------------------------------------
+
+    def on_device(self, others: Sequence[Any]) -> tuple[Product, Sequence[Any]]:
+        return replace(self, table=others[0]), others[1:]
+
+    def tiles_of_cluster(self) -> jax.Array:
+        tiles = self.table[0, self.groups] * self.tile_grid[1]
+        first, ctas = lax.axis_index("cluster"), jnp.int32(self.clusters)
+        return lax.div(jnp.maximum(tiles - first, 0) + (ctas - 1), ctas)
+
+    def position(self, sequence_idx: Any) -> tuple[jax.Array, ...]:
+        c = self.config
+        down = self.table[0, self.groups]
+        item = lax.axis_index("cluster") + sequence_idx * self.clusters
+        m_idx, n_idx = plgpu.planar_snake(item, (down, self.tile_grid[1]), 0, c.band)
+        group = self._group_of(m_idx)
+        within = m_idx - self.table[0, group]
+        return self.table[1, group] + within * c.cta_tile_m, n_idx, group, self.table[1, group + 1]
+
+    def _group_of(self, m_idx: Any) -> jax.Array:
+        """Returns the last group with at most `m_idx` tiles before it, which is not empty."""
+        found = jnp.int32(0)
+        for bit in reversed(range((self.groups - 1).bit_length())):
+            next_one = jnp.minimum(found + (1 << bit), self.groups)
+            found = jnp.where(self.table[0, next_one] <= m_idx, next_one, found)
+        return found
+
+    def copy_step(
+        self,
+        ring: Ring,
+        a_gmem: Sequence[Any],
+        b_gmem: Sequence[Any],
+        slot: Any,
+        step: Step,
+        full: Any,
+    ) -> None:
+        k_start = step.k_idx * self.tile_k
+        [a] = a_gmem
+
+        def a_matrix(first, second):
+            return a.at[first, second]
+
+        self.a_tile.copy(a_matrix, ring.a_smem, slot, step.m_start, k_start, full)
+        for index, b_smem in enumerate(ring.b_smem):
+            b = b_gmem[index % len(b_gmem)]
+            first_column = (index // len(b_gmem)) * self.n
+
+            def b_matrix(first, second, b=b):
+                return b.at[step.group, first, second]
+
+            start = first_column + step.n_idx * self.part_n
+            self.b_tile.copy(b_matrix, b_smem, slot, start, k_start, full)
+
+    def store_rows(self, source: Any, ref: Any, place: TilePlace, columns: Any) -> None:
+        """Stores the rows before the group's end, in copies of a power of two rows each."""
+        tile_m = self.config.tile_m
+        rows = jnp.clip(place.end - place.m_start, 0, tile_m)
+
+        def copy(start: Any, size: int) -> None:
+            plgpu.copy_smem_to_gmem(
+                source.at[pl.ds(start, size)],
+                ref.at[pl.ds(place.m_start + start, size), columns],
+                commit_group=False,
+            )
+
+        @pl.when(rows == tile_m)
+        def _():
+            destination = self.rows_at(ref, place.m_start, columns)
+            plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
+
+        @pl.when(rows < tile_m)
+        def _():
+            for bit in reversed(range((tile_m - 1).bit_length())):
+                size = 1 << bit
+                start = (rows >> (bit + 1)) << (bit + 1)
+                pl.when(rows & size != 0)(functools.partial(copy, start, size))
+
+    def after_tiles(self, wg_idx: Any, epilogue_of: Callable[[TilePlace], Any]) -> None:
+        """Stores zeros in the rows before the first group and after the last one."""
+        tile_m, across = self.config.tile_m, self.tile_grid[1]
+        before, after = self.table[1, 0], self.table[1, self.groups]
+        tiles_before = lax.div(before + (tile_m - 1), jnp.int32(tile_m))
+        tiles = tiles_before + lax.div(self.m - after + (tile_m - 1), jnp.int32(tile_m))
+        first = lax.axis_index("cluster") * CONSUMERS + wg_idx
+        stride = jnp.int32(self.clusters * CONSUMERS)
+
+        def store(index: Any, _: None) -> None:
+            item = first + index * stride
+            m_idx, n_idx = lax.div(item, jnp.int32(across)), lax.rem(item, jnp.int32(across))
+            is_before = m_idx < tiles_before
+            start = jnp.where(is_before, 0, after - tiles_before * tile_m) + m_idx * tile_m
+            end = jnp.where(is_before, before, self.m)
+            epilogue_of(TilePlace(wg_idx, start, n_idx, end=end)).store_zeros()
+
+        count = lax.div(jnp.maximum(tiles * across - first, 0) + (stride - 1), stride)
+        lax.fori_loop(0, count, store, None)

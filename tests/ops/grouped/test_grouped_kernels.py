@@ -1,0 +1,118 @@
+"""Grouped products in Pallas: groups of any sizes, empty ones, rows of no group, both layouts."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.gemm import grouped
+from pallas_kernels.gemm.cost import Work
+from pallas_kernels.gemm.mainloop import MatmulConfig
+from tests.support.arrays import put
+from tests.support.grids import parametrize
+from tests.support.lowering import kernels
+
+PING_PONG = MatmulConfig(64, 128, stages=3, epilogue_columns=64)
+SHARED = MatmulConfig(64, 128, stages=3, ping_pong=False, epilogue_columns=64, write_slots=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    sizes: tuple[int, ...]
+    rows: int
+    k: int = 72
+    n: int = 136
+    dtype: str = "bfloat16"
+    config: MatmulConfig | None = PING_PONG
+    transposed: bool = False
+    offset: int = 0
+    groups: int | None = None
+    """Groups that are multiplied, where they are not all."""
+    products: int = 1
+    out_dtype: str | None = None
+
+    @property
+    def work(self) -> Work:
+        return Work(
+            self.rows,
+            self.n,
+            self.k,
+            self.products,
+            k_last=self.transposed,
+            groups=self.groups or len(self.sizes),
+        )
+
+    def operands(self) -> list[Any]:
+        """Returns small integers, whose sums are exact; rows of no group are NaN."""
+        rng = np.random.default_rng(0)
+        a = rng.integers(-3, 4, size=(self.rows, self.k)).astype(np.float64)
+        columns = self.products * self.n
+        b = rng.integers(-3, 4, size=(self.work.groups, self.k, columns)).astype(np.float64)
+        first, last = self.bounds()
+        a[:first] = a[last:] = np.nan
+        if self.transposed:
+            b = b.swapaxes(1, 2)
+        sizes = put(self.sizes, jnp.int32), put(self.offset, jnp.int32)
+        return [put(a, self.dtype), put(b, self.dtype), *sizes]
+
+    def bounds(self) -> tuple[int, int]:
+        """Returns the first row that is multiplied, and the one after the last."""
+        ends = np.minimum(np.cumsum([0, *self.sizes]), self.rows)
+        return ends[self.offset], ends[self.offset + self.work.groups]
+
+    def expected(self, a: Any, b: Any) -> Any:
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        b = b.swapaxes(1, 2) if self.transposed else b
+        y = np.zeros((self.rows, b.shape[2]))
+        ends = np.minimum(np.cumsum([0, *self.sizes]), self.rows)
+        for group, matrix in enumerate(b):
+            rows = slice(ends[self.offset + group], ends[self.offset + group + 1])
+            y[rows] = a[rows] @ matrix
+        if self.products == 2:
+            y = y[:, : self.n] - y[:, self.n :]
+        return y
+
+    def check(self, multiprocessors: int = 4) -> None:
+        a, b, sizes, offset = self.operands()
+        out_dtype = jnp.dtype(self.out_dtype or self.dtype)
+        run = functools.partial(
+            grouped.grouped_product,
+            b_transposed=self.transposed,
+            products=self.products,
+            epilogue=jnp.subtract if self.products == 2 else None,
+            out_dtype=out_dtype,
+            multiprocessors=multiprocessors,
+            config=self.config,
+        )
+        y = jax.jit(lambda a, b, *others: run(a, [b], *others))(a, b, sizes, offset)
+        expected = put(self.expected(a, b), jnp.float32).astype(out_dtype)
+        np.testing.assert_array_equal(y, expected)
+
+
+INTERPRETED = (
+    Case((37, 0, 64, 91), 192),
+    Case((70, 5, 129), 256, config=SHARED),
+    Case((0, 0, 200, 30, 3, 0), 233, transposed=True),
+    Case((1, 1, 0, 7), 16, n=64, k=64),
+    Case((40, 30, 20, 60, 10), 200, offset=1, groups=3),
+    Case((40, 300), 200, dtype="float16", config=SHARED),
+    Case((50, 60), 110, products=2, n=64),
+    Case((50, 60), 120, products=2, n=64, transposed=True, config=SHARED),
+    Case((0, 0), 70),
+    Case((64,), 100, out_dtype="float32", config=MatmulConfig(64, 128, 3, epilogue_columns=32)),
+)
+
+
+@parametrize("case", INTERPRETED, quick=(0, 4))
+def test_in_the_interpreter(case, interpreted_hopper):
+    case.check()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [INTERPRETED[0], INTERPRETED[4]], ids=str)
+def test_threads_do_not_race(case, race_detector):
+    case.check()
