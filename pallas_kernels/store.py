@@ -55,6 +55,26 @@ def store_piece(ref, value: jax.Array) -> None:
     store(ref, value)
 
 
+def store_swizzled(ref, value: jax.Array, layout: Any) -> None:
+    """Writes rows of several swizzled pieces of 128 bytes from a register layout, without a barrier.
+
+    As with `store_piece`, the caller synchronises with other readers and writers of that memory.
+    """
+    columns = 128 // value.dtype.itemsize
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType((plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))),
+            layout,
+        )
+    )
+    def store(ctx: Any, memory: Any, registers: Any) -> None:
+        del ctx
+        registers.store_tiled(memory, swizzle=128, optimized=False, tiling_rank=2)
+
+    store(ref, value)
+
+
 def commit_stores() -> None:
     """Makes the warpgroup's stores to shared memory visible to copies, and waits for earlier copies.
 

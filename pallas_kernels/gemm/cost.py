@@ -399,6 +399,26 @@ def weight_gradient(
     return total
 
 
+def grouped_weight_gradient(
+    work: WeightWork,
+    groups: int,
+    tile: tuple[int, int],
+    multiprocessors: int,
+    speeds: Speeds = H200,
+) -> float:
+    """Microseconds of the gradients of grouped weights: a tile has the rows of its group alone."""
+    area = tile[0] * tile[1]
+    rounds = math.ceil(groups * weight_tiles(work, *tile) / multiprocessors)
+    step = speeds.weights_step + speeds.weights_step_element * area
+    step = max(step, _copies_of_step(work, tile, speeds))
+    steps = max(2, math.ceil(work.steps / groups))
+    compute = rounds * (steps * step + speeds.weights_stored * area)
+    moved = work.rows * (work.features + sum(work.widths)) * work.itemsize
+    moved += groups * work.elements * work.out_bytes
+    memory = moved * speeds.weights_byte
+    return speeds.weights_launch + _at_once((compute, memory), speeds.weights_overlap)
+
+
 def _copies_of_step(work: WeightWork, tile: tuple[int, int], speeds: Speeds) -> float:
     """Microseconds in which the operands of a step of a weight's gradient are copied."""
     line = _STEP_BYTES // work.itemsize

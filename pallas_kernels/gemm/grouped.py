@@ -9,7 +9,7 @@ before each group, by bisection. Rows that no group has are stored as zeros afte
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -229,6 +229,21 @@ def _tiles(
     )
 
 
+class Group(NamedTuple):
+    """A group of rows, on the device."""
+
+    index: Any
+    start: Any
+    """Index of the first row."""
+    end: Any
+    """Index of the row after the last."""
+
+    @classmethod
+    def of(cls, table: Any, index: Any) -> "Group":
+        """Returns a group by its index in a `group_table`."""
+        return cls(index, table[1, index], table[1, index + 1])
+
+
 @dataclass(frozen=True, kw_only=True)
 class _GroupedProduct(Product):
     """Static parameters of a launch, and which tiles of which group are multiplied."""
@@ -258,9 +273,10 @@ class _GroupedProduct(Product):
         down = self.table[0, self.groups]
         item = lax.axis_index("cluster") + sequence_idx * self.clusters
         m_idx, n_idx = plgpu.planar_snake(item, (down, self.tile_grid[1]), 0, c.band)
-        group = self._group_of(m_idx)
-        within = m_idx - self.table[0, group]
-        return self.table[1, group] + within * c.cta_tile_m, n_idx, group, self.table[1, group + 1]
+        index = self._group_of(m_idx)
+        group = Group.of(self.table, index)
+        within = m_idx - self.table[0, index]
+        return group.start + within * c.cta_tile_m, n_idx, group
 
     def _group_of(self, m_idx: Any) -> jax.Array:
         """Returns the last group with at most `m_idx` tiles before it, which is not empty."""
@@ -291,7 +307,7 @@ class _GroupedProduct(Product):
             first_column = (index // len(b_gmem)) * self.n
 
             def b_matrix(first, second, b=b):
-                return b.at[step.group, first, second]
+                return b.at[step.group.index, first, second]
 
             start = first_column + step.n_idx * self.part_n
             self.b_tile.copy(b_matrix, b_smem, slot, start, k_start, full)
@@ -299,7 +315,7 @@ class _GroupedProduct(Product):
     def store_rows(self, source: Any, ref: Any, place: TilePlace, columns: Any) -> None:
         """Stores the rows before the group's end, in copies of a power of two rows each."""
         tile_m = self.config.tile_m
-        rows = jnp.clip(place.end - place.m_start, 0, tile_m)
+        rows = jnp.clip(place.group.end - place.m_start, 0, tile_m)
 
         def copy(start: Any, size: int) -> None:
             plgpu.copy_smem_to_gmem(
@@ -334,8 +350,8 @@ class _GroupedProduct(Product):
             m_idx, n_idx = lax.div(item, jnp.int32(across)), lax.rem(item, jnp.int32(across))
             is_before = m_idx < tiles_before
             start = jnp.where(is_before, 0, after - tiles_before * tile_m) + m_idx * tile_m
-            end = jnp.where(is_before, before, self.m)
-            epilogue_of(TilePlace(wg_idx, start, n_idx, end=end)).store_zeros()
+            no_group = Group(jnp.int32(-1), start, jnp.where(is_before, before, self.m))
+            epilogue_of(TilePlace(wg_idx, start, n_idx, no_group)).store_zeros()
 
         count = lax.div(jnp.maximum(tiles * across - first, 0) + (stride - 1), stride)
         lax.fori_loop(0, count, store, None)

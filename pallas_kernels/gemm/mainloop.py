@@ -106,9 +106,7 @@ class TilePlace:
     n_idx: jax.Array
     """Index of the column of tiles."""
     group: Any = None
-    """Index of the group that the tile's rows belong to, in a grouped product."""
-    end: Any = None
-    """Index of the row after the group's last, in a grouped product."""
+    """The group of rows that the tile belongs to, in a grouped product."""
 
 
 @dataclass(frozen=True)
@@ -311,17 +309,10 @@ class Product:
             of_steps, rest = rest[: len(step_scales)], rest[len(step_scales) :]
             product, rest = self.on_device(rest)
             wg_idx = lax.axis_index("wg")
-            if self.quantized is None:
-                producer = _Producer(product, Ring(**ring), a_gmem, b_gmem, of_steps)
-            else:
-                producer = _Converter(product, Ring(**ring), a_gmem, b_gmem)
-            lax.cond(
-                wg_idx == CONSUMERS,
-                lambda: producer.run(),
-                lambda: _Consumer(
-                    product, Ring(**ring), wg_idx, functools.partial(epilogue, rest, own), of_steps
-                ).run(),
-            )
+            producer = product.producer(Ring(**ring), a_gmem, b_gmem, of_steps)
+            epilogue_of = functools.partial(epilogue, rest, own)
+            consumer = product.consumer(Ring(**ring), wg_idx, epilogue_of, of_steps)
+            lax.cond(wg_idx == CONSUMERS, lambda: producer.run(), lambda: consumer.run())
 
         return plgpu.kernel(
             kernel,
@@ -384,6 +375,24 @@ class Product:
         """Returns the product with what it reads of the arrays `others` itself, and the remaining ones."""
         return self, others
 
+    def producer(
+        self, ring: "Ring", a_gmem: Sequence[Any], b_gmem: Sequence[Any], step_scales: Sequence[Any]
+    ) -> "Producer":
+        """Returns the producer warpgroup."""
+        if self.quantized is None:
+            return Producer(self, ring, a_gmem, b_gmem, step_scales)
+        return _Converter(self, ring, a_gmem, b_gmem)
+
+    def consumer(
+        self,
+        ring: "Ring",
+        wg_idx: Any,
+        epilogue_of: Callable[[TilePlace], Any],
+        step_scales: Sequence[Any],
+    ) -> "Consumer":
+        """Returns a consumer warpgroup."""
+        return Consumer(self, ring, wg_idx, epilogue_of, step_scales)
+
     def tiles_of_cluster(self) -> jax.Array:
         """Returns the number of tiles that each CTA of this cluster computes."""
         first = lax.axis_index("cluster")
@@ -392,7 +401,7 @@ class Product:
     def position(self, sequence_idx: Any) -> tuple[jax.Array, ...]:
         """Returns the first row and the column-of-tiles index of this CTA's tile `sequence_idx`.
 
-        A grouped product also returns the tile's group and the row after that group's last.
+        A grouped product also returns the tile's group.
         """
         c = self.config
         m_idx, n_idx = plgpu.planar_snake(
@@ -513,7 +522,7 @@ class Step:
     k_idx: Any
     """Index among the steps of the term."""
     group: Any = None
-    """Index of the tile's group, in a grouped product."""
+    """The group of rows that the tile belongs to, in a grouped product."""
 
 
 @dataclass(frozen=True)
@@ -535,10 +544,12 @@ class Ring:
     raw_full: Any = None
     once: Any = None
     """Barrier: the operands that stay in shared memory for all tiles have arrived."""
+    masked: Any = None
+    """Barrier: the consumers have cleared the rows of other groups from a stage."""
 
 
 @dataclass(frozen=True)
-class _Producer:
+class Producer:
     """The producer warpgroup, which fills stages output tile by output tile and step by step along K."""
 
     product: Product
@@ -565,14 +576,14 @@ class _Producer:
     def _fill_slot(self, sequence_idx, place, term, k_idx, carry):
         product, ring = self.product, self.ring
         slot, filled = carry
-        m_start, n_idx, *of_group = place
+        m_start, n_idx, *group = place
 
         @pl.when(filled >= product.config.stages)
         def _():
             plgpu.barrier_wait(ring.free.at[slot])
 
         full = ring.full.at[product.full_idx(sequence_idx, slot)]
-        step = Step(m_start, n_idx, term, k_idx, *of_group[:1])
+        step = Step(m_start, n_idx, term, k_idx, *group)
         product.copy_step(ring, self.a_gmem, self.b_gmem, slot, step, full)
         if product.scaled_columns:
             of_rows, of_columns = self.step_scales
@@ -595,7 +606,7 @@ class _Producer:
 
 
 @dataclass(frozen=True)
-class _Converter(_Producer):
+class _Converter(Producer):
     """The producer warpgroup for a quantised b: it copies, dequantises and stores each step."""
 
     def run(self) -> None:
@@ -696,7 +707,7 @@ SCALED_PIECE = 64
 
 
 @dataclass(frozen=True)
-class _Consumer:
+class Consumer:
     """A consumer warpgroup, which multiplies and runs the epilogue of its tiles."""
 
     product: Product
@@ -727,10 +738,10 @@ class _Consumer:
 
     def _compute_tile(self, sequence_idx, tiles) -> None:
         c = self.product.config
-        m_start, n_idx, *of_group = self.product.position(sequence_idx)
+        m_start, n_idx, *group = self.product.position(sequence_idx)
         if not c.ping_pong:
             m_start += self.wg_idx * c.tile_m
-        place = TilePlace(self.wg_idx, m_start, n_idx, *of_group)
+        place = TilePlace(self.wg_idx, m_start, n_idx, *group)
         epilogue = self.epilogue_of(place)
         epilogue.prefetch()
         if self.product.scaled_columns:

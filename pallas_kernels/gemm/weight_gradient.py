@@ -41,8 +41,8 @@ TMA requires. There may be any number of rows."""
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _CHUNK = 32
 """Columns of a tile that are exchanged and stored at a time: 128 bytes of float32."""
-_ROWS_OF_SUM = 8
-"""Rows of dy in shared memory that a warpgroup adds to its sums at a time."""
+PIECE_ROWS = 8
+"""Rows of an operand in shared memory that a warpgroup reads at a time."""
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ class _WeightProduct(Product):
     @property
     def summers(self) -> int:
         """Sharers that store sums, as a step may have fewer pieces of rows than there are sharers."""
-        return min(self.sharers, self.tile_k // _ROWS_OF_SUM)
+        return min(self.sharers, self.tile_k // PIECE_ROWS)
 
     @property
     def sums_shape(self) -> tuple[int, int]:
@@ -404,8 +404,8 @@ class _WeightProduct(Product):
         if not self.sums_rows:
             return None
         tile = self.b_tile
-        zero = jnp.zeros((_ROWS_OF_SUM, tile.block_span), jnp.float32)
-        return (plgpu.layout_cast(zero, _SUM_LAYOUT),) * tile.blocks
+        zero = jnp.zeros((PIECE_ROWS, tile.block_span), jnp.float32)
+        return (plgpu.layout_cast(zero, PIECE_LAYOUT),) * tile.blocks
 
     def sharer(self, place: TilePlace) -> Any:
         """Returns the index of a warpgroup among the `sharers` of the same rows of dy."""
@@ -415,14 +415,14 @@ class _WeightProduct(Product):
     def sum_slot(self, ring: Ring, slot: Any, place: TilePlace, sums: Any) -> Any:
         if not self.sums_rows:
             return None
-        pieces = self.tile_k // _ROWS_OF_SUM
+        pieces = self.tile_k // PIECE_ROWS
         sharer = self.sharer(place)
         for turn in range(pl.cdiv(pieces, self.sharers)):
             piece = sharer + turn * self.sharers
-            rows = pl.ds(pl.multiple_of(lax.rem(piece, pieces) * _ROWS_OF_SUM, _ROWS_OF_SUM), 8)
+            rows = pl.ds(pl.multiple_of(lax.rem(piece, pieces) * PIECE_ROWS, PIECE_ROWS), 8)
             tiles = [dy for _, dy in self.b_tile.operands(ring.b_smem[0], slot)]
             loaded = [
-                plgpu.load(dy.at[rows], layout=_SUM_LAYOUT, optimized=False).astype(jnp.float32)
+                plgpu.load(dy.at[rows], layout=PIECE_LAYOUT, optimized=False).astype(jnp.float32)
                 for dy in tiles
             ]
             if self.sharers < pieces and pieces % self.sharers:
@@ -433,8 +433,8 @@ class _WeightProduct(Product):
         return sums
 
 
-_SUM_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((_ROWS_OF_SUM, 64), (16,), (4,))),
+PIECE_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((PIECE_ROWS, 64), (16,), (4,))),
     warp_dims=(-3,),
     lane_dims=(-4, -2),
     vector_dim=-1,

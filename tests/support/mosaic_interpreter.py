@@ -281,8 +281,13 @@ def store_pieces(monkeypatch) -> None:
         del layout
         ref[...] = value
 
+    def store_swizzled(ref, value, layout):
+        del layout
+        ref[...] = value
+
     monkeypatch.setattr(warps, "await_all", lambda: None)
     monkeypatch.setattr(column_sums, "of_warps", of_warps)
     monkeypatch.setattr(store, "store_registers", store_registers)
     monkeypatch.setattr(store, "store_piece", store_piece)
+    monkeypatch.setattr(store, "store_swizzled", store_swizzled)
     monkeypatch.setattr(store, "commit_stores", commit_stores)

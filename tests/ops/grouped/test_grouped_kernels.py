@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gemm import grouped
+from pallas_kernels.gemm import grouped, grouped_weight_gradient
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.mainloop import MatmulConfig
 from tests.support.arrays import put
@@ -76,20 +76,23 @@ class Case:
             y = y[:, : self.n] - y[:, self.n :]
         return y
 
-    def check(self, multiprocessors: int = 4) -> None:
-        a, b, sizes, offset = self.operands()
-        out_dtype = jnp.dtype(self.out_dtype or self.dtype)
-        run = functools.partial(
-            grouped.grouped_product,
+    def run(self, multiprocessors: int, a: Any, b: Any, *sizes: Any) -> jax.Array:
+        return grouped.grouped_product(
+            a,
+            [b],
+            *sizes,
             b_transposed=self.transposed,
             products=self.products,
             epilogue=jnp.subtract if self.products == 2 else None,
-            out_dtype=out_dtype,
+            out_dtype=jnp.dtype(self.out_dtype or self.dtype),
             multiprocessors=multiprocessors,
             config=self.config,
         )
-        y = jax.jit(lambda a, b, *others: run(a, [b], *others))(a, b, sizes, offset)
-        expected = put(self.expected(a, b), jnp.float32).astype(out_dtype)
+
+    def check(self, multiprocessors: int = 4) -> None:
+        a, b, sizes, offset = self.operands()
+        y = jax.jit(functools.partial(self.run, multiprocessors))(a, b, sizes, offset)
+        expected = put(self.expected(a, b), jnp.float32).astype(y.dtype)
         np.testing.assert_array_equal(y, expected)
 
 
@@ -112,7 +115,64 @@ def test_in_the_interpreter(case, interpreted_hopper):
     case.check()
 
 
+@dataclass(frozen=True)
+class WeightCase:
+    sizes: tuple[int, ...]
+    rows: int
+    k: int = 72
+    n: int = 192
+    dtype: str = "bfloat16"
+    config: MatmulConfig | None = None
+    offset: int = 0
+    groups: int | None = None
+    out_dtype: str | None = None
+
+    def check(self, multiprocessors: int = 4) -> None:
+        """Checks sums of small integers; the last group's rows and those of no group are NaN."""
+        rng = np.random.default_rng(0)
+        x, dy = (rng.integers(-3, 4, size=(self.rows, n)) * 1.0 for n in (self.k, self.n))
+        groups = self.groups or len(self.sizes)
+        ends = np.minimum(np.cumsum([0, *self.sizes]), self.rows)
+        for array in (x, dy):
+            array[: ends[self.offset]] = array[ends[self.offset + groups - 1] :] = np.nan
+        out_dtype = jnp.dtype(self.out_dtype or self.dtype)
+        bounds = zip(ends[self.offset :], ends[self.offset + 1 :][:groups], strict=False)
+        expected = np.stack([x[a:b].T @ dy[a:b] for a, b in bounds])
+        run = functools.partial(
+            grouped_weight_gradient.grouped_weight_gradient,
+            groups=groups,
+            out_dtype=out_dtype,
+            multiprocessors=multiprocessors,
+            config=self.config,
+        )
+        sizes, offset = put(self.sizes, jnp.int32), put(self.offset, jnp.int32)
+        dw = jax.jit(run)(put(x, self.dtype), put(dy, self.dtype), sizes, offset)
+        wanted = put(expected, jnp.float32).astype(out_dtype)
+        np.testing.assert_array_equal(np.float32(dw), np.float32(wanted))
+
+
+SUMMED = MatmulConfig(64, 128, stages=3, ping_pong=False, epilogue_columns=64, write_slots=2)
+WEIGHTS = (
+    WeightCase((37, 0, 64, 91), 192, config=SUMMED),
+    WeightCase((130, 5, 70, 20), 230, n=136, config=SUMMED),
+    WeightCase((40, 30, 20, 60, 10), 200, offset=1, groups=3, dtype="float16"),
+    WeightCase((200, 64), 264, k=264, n=64),
+    WeightCase((0, 70, 0), 71, out_dtype="float32"),
+)
+
+
+@parametrize("case", WEIGHTS, quick=(0,))
+def test_gradient_of_weights_in_the_interpreter(case, interpreted_hopper):
+    case.check()
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [INTERPRETED[0], INTERPRETED[4]], ids=str)
+@pytest.mark.parametrize("case", [INTERPRETED[0], INTERPRETED[4], WEIGHTS[0]], ids=str)
 def test_threads_do_not_race(case, race_detector):
     case.check()
+
+
+@parametrize("config", grouped.candidates(Work(512, 256, 128, groups=4), jnp.bfloat16, 132), quick=())
+def test_each_config_is_lowered(config):
+    case = Case((100,) * 4, 512, 128, 256, config=config)
+    assert kernels(functools.partial(case.run, 132), *case.operands()) == ["grouped_product"]

@@ -1,0 +1,322 @@
+"""The gradient of grouped weights for Hopper: x^T @ dy over the rows of each group.
+
+The sums are over rows, of which the groups have any number, and a group may begin at any row. The tiles
+of x and dy in the pipeline begin at multiples of 8 rows, as copies into WGMMA's layout need. Where such a
+step also has rows of other groups, the consumers clear these in shared memory before they multiply, in x
+and in dy: what another group holds, NaN too, does not reach the sums. Groups without rows get zeros.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import store
+from pallas_kernels.gemm import cost
+from pallas_kernels.gemm.cost import WeightWork
+from pallas_kernels.gemm.epilogue import Epilogue
+from pallas_kernels.gemm.grouped import Group, group_table
+from pallas_kernels.gemm.mainloop import (
+    CONSUMERS,
+    Consumer,
+    MatmulConfig,
+    Producer,
+    Product,
+    Ring,
+    Step,
+    TilePlace,
+)
+from pallas_kernels.gemm.operands import OperandTile, swizzled_columns
+from pallas_kernels.gemm.weight_gradient import PIECE_LAYOUT, PIECE_ROWS
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES
+
+_FEWEST_STEPS = 2
+"""Steps of every tile, so that the loop over them has no branch around it. Steps beyond the group's rows
+are cleared."""
+
+
+def candidates(
+    work: WeightWork, groups: int, out_dtype: Any, multiprocessors: int
+) -> list[MatmulConfig]:
+    """Returns the configs that fit into shared memory, predicted fastest first."""
+    configs = [
+        MatmulConfig(
+            tile_m,
+            tile_n,
+            stages,
+            ping_pong=False,
+            epilogue_columns=swizzled_columns(out_dtype),
+            write_slots=slots,
+        )
+        for tile_m, tile_n in _TILES
+        for stages, slots in _STAGES
+    ]
+    fitting = [
+        config
+        for config in configs
+        if _tiles(work, groups, jnp.bfloat16, config, 1, out_dtype).shared_bytes
+        <= SHARED_MEMORY_BYTES
+    ]
+    predicted = functools.partial(predicted_time, work, groups, multiprocessors=multiprocessors)
+    return sorted(fitting, key=predicted)
+
+
+_TILES = ((64, 256), (64, 192), (128, 192), (128, 128), (64, 128))
+"""Rows and columns of a warpgroup's tile; the two warpgroups have adjacent ones."""
+_STAGES = ((3, 4), (4, 2), (3, 2), (5, 2), (4, 1), (3, 1))
+"""Pipeline stages, and store stages."""
+
+
+def predicted_time(
+    work: WeightWork, groups: int, config: MatmulConfig, *, multiprocessors: int
+) -> float:
+    """Returns the predicted microseconds, where groups are of one size."""
+    return cost.grouped_weight_gradient(
+        work, groups, (config.cta_tile_m, config.tile_n), multiprocessors
+    )
+
+
+def grouped_weight_gradient(
+    x: jax.Array,
+    dy: jax.Array,
+    group_sizes: jax.Array,
+    offset: jax.Array,
+    *,
+    groups: int,
+    out_dtype: Any,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+    name: str = "grouped_weight_gradient",
+) -> jax.Array:
+    """Returns x^T @ dy for the rows of each group: [E, K, N].
+
+    Args:
+      x: [M, K], bfloat16 or float16.
+      dy: [M, N] of the same dtype.
+      group_sizes: int [G], rows of each group.
+      offset: int [], the index of the first group in the result.
+      groups: E, the groups in the result.
+      out_dtype: of the result; sums are in float32, and rounded once.
+      multiprocessors: SMs of the device.
+      config: one of `candidates`; None for the first.
+      name: the kernel's name in a profile.
+    """
+    # TMA writes WGMMA's layout where rows come in whole eights.
+    missing = -x.shape[0] % PIECE_ROWS
+    if missing:
+        x, dy = (jnp.pad(array, ((0, missing), (0, 0))) for array in (x, dy))
+    rows, features = x.shape
+    work = WeightWork(rows, features, (dy.shape[1],), out_bytes=jnp.dtype(out_dtype).itemsize)
+    if config is None:
+        config = candidates(work, groups, out_dtype, multiprocessors)[0]
+    tiles = _tiles(work, groups, x.dtype, config, multiprocessors, out_dtype)
+    product = tiles.product
+    product.check_shared_bytes(tiles.shared_bytes)
+    table = group_table(group_sizes, offset, groups=groups, rows=rows, tile_m=config.cta_tile_m)
+    [dw] = product.launch(
+        (x,),
+        (dy,),
+        (table,),
+        out_type=[jax.ShapeDtypeStruct((groups, features, dy.shape[1]), out_dtype)],
+        scratch=tiles.scratch(),
+        epilogue=tiles.of_tile,
+        name=name,
+    )
+    return dw
+
+
+def _tiles(
+    work: WeightWork,
+    groups: int,
+    dtype: Any,
+    config: MatmulConfig,
+    multiprocessors: int,
+    out_dtype: Any,
+) -> Epilogue:
+    """Returns the product with its epilogue, which stores the sums as they are."""
+    [width] = work.widths
+    product = _GroupedWeightProduct(
+        m=work.features,
+        n=width,
+        ks=(work.rows,),
+        dtype=jnp.dtype(dtype),
+        blocks=(),
+        config=config,
+        multiprocessors=multiprocessors,
+        a_transposed=True,
+        b_columns=width,
+        groups=groups,
+    )
+    return Epilogue(
+        product=product,
+        function=lambda sums: {"dw": sums},
+        vectors={},
+        matrices={},
+        outputs={"dw": out_dtype},
+        column_sums=(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GroupedWeightProduct(Product):
+    """Static parameters of a launch, and which rows of x and dy are multiplied for a tile."""
+
+    groups: int
+    table: Any = None
+    """The rows before each group, in global memory."""
+
+    @property
+    def tile_count(self) -> int:
+        down, across = self.tile_grid
+        return self.groups * down * across
+
+    def operand_memory(self) -> dict[str, Any]:
+        return super().operand_memory() | dict(masked=plgpu.Barrier(num_arrivals=CONSUMERS))
+
+    # --- on the device ----------------------------------------------------------------------------
+
+    def on_device(self, others: Sequence[Any]) -> tuple[Product, Sequence[Any]]:
+        return replace(self, table=others[0]), others[1:]
+
+    def producer(self, *args: Any) -> Producer:
+        return _GroupProducer(self, *args)
+
+    def consumer(self, *args: Any) -> Consumer:
+        return _GroupConsumer(self, *args)
+
+    def position(self, sequence_idx: Any) -> tuple[jax.Array, ...]:
+        c, (down, across) = self.config, self.tile_grid
+        item = lax.axis_index("cluster") + sequence_idx * self.clusters
+        of_group = jnp.int32(down * across)
+        m_idx, n_idx = plgpu.planar_snake(lax.rem(item, of_group), (down, across), 0, c.band)
+        group = Group.of(self.table, lax.div(item, of_group))
+        return m_idx * c.cta_tile_m, n_idx, group
+
+    def first_row(self, group: Group, k_idx: Any) -> jax.Array:
+        """Returns the first row of a step."""
+        aligned = lax.div(group.start, jnp.int32(PIECE_ROWS)) * PIECE_ROWS
+        return pl.multiple_of(aligned + k_idx * self.tile_k, PIECE_ROWS)
+
+    def steps_of(self, group: Group) -> jax.Array:
+        """Returns the steps of each of the group's tiles."""
+        rows = group.end - self.first_row(group, 0)
+        return jnp.maximum(lax.div(rows + (self.tile_k - 1), jnp.int32(self.tile_k)), _FEWEST_STEPS)
+
+    def copy_step(
+        self,
+        ring: Ring,
+        a_gmem: Sequence[Any],
+        b_gmem: Sequence[Any],
+        slot: Any,
+        step: Step,
+        full: Any,
+    ) -> None:
+        k_start = self.first_row(step.group, step.k_idx)
+        [x], [dy] = a_gmem, b_gmem
+
+        def of(array):
+            return lambda first, second: array.at[first, second]
+
+        self.a_tile.copy(of(x), ring.a_smem, slot, step.m_start, k_start, full)
+        n_start = step.n_idx * self.part_n
+        self.b_tile.copy(of(dy), ring.b_smem[0], slot, n_start, k_start, full)
+
+    def store_rows(self, source: Any, ref: Any, place: TilePlace, columns: Any) -> None:
+        rows = pl.ds(place.m_start, self.config.tile_m)
+        destination = ref.at[place.group.index, rows, columns]
+        plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
+
+
+class _GroupProducer(Producer):
+    """The producer warpgroup: tiles have as many steps as their group needs."""
+
+    product: _GroupedWeightProduct
+
+    def _fill_tile(self, sequence_idx, carry):
+        place = self.product.position(sequence_idx)
+        fill = functools.partial(self._fill_slot, sequence_idx, place, 0)
+        return lax.fori_loop(0, self.product.steps_of(place[-1]), fill, carry)
+
+
+class _GroupConsumer(Consumer):
+    """A consumer warpgroup, which clears the rows of other groups before it multiplies."""
+
+    product: _GroupedWeightProduct
+
+    def run(self) -> None:
+        plgpu.set_max_registers(232, action="increase")
+        tiles = self.product.tiles_of_cluster()
+        lax.fori_loop(0, tiles, self._sum_tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    def _sum_tile(self, sequence_idx: Any, slot: Any) -> jax.Array:
+        """Computes a tile, whose first step is in a stage; returns the stage of the next tile's."""
+        product = self.product
+        m_start, n_idx, group = product.position(sequence_idx)
+        m_start += self.wg_idx * product.config.tile_m
+        accumulate = functools.partial(self._sum_steps, group, slot)
+        acc, last = pl.run_scoped(accumulate, self._accumulator)
+        plgpu.barrier_arrive(self.ring.free.at[last])
+        self.epilogue_of(TilePlace(self.wg_idx, m_start, n_idx, group)).run(acc)
+        return product.next_slot(last)
+
+    def _sum_steps(self, group: Group, slot: Any, acc_ref: Any) -> tuple[jax.Array, jax.Array]:
+        """Runs all steps of a tile; returns the accumulators, and the stage that is still to free."""
+
+        def step(k_idx: Any, previous: Any) -> jax.Array:
+            slot = self.product.next_slot(previous)
+            plgpu.wgmma_wait(self._multiply_step(acc_ref, group, k_idx, slot))
+            plgpu.barrier_arrive(self.ring.free.at[previous])
+            return slot
+
+        self._multiply_step(acc_ref, group, jnp.int32(0), slot)
+        slot = lax.fori_loop(1, self.product.steps_of(group), step, slot)
+        return acc_ref[...], slot
+
+    def _multiply_step(self, acc_ref: Any, group: Group, k_idx: Any, slot: Any) -> int:
+        """Issues the WGMMAs of a stage once it is filled and has no rows of other groups."""
+        product = self.product
+        first = product.first_row(group, k_idx)
+        self._await_slot(0, slot)
+
+        @pl.when((first < group.start) | (first + product.tile_k > group.end))
+        def _():
+            self._clear(slot, group.start - first, group.end - first)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.ring.masked)
+            plgpu.barrier_wait(self.ring.masked)
+
+        return self._issue(acc_ref, k_idx, slot)
+
+    def _clear(self, slot: Any, start: Any, end: Any) -> None:
+        """Clears rows of a stage before `start` and from `end` on, in this warpgroup's share of it."""
+        product, ring, wg_idx = self.product, self.ring, self.wg_idx
+        x = [memory for _, memory in product.a_tile.operands(ring.a_smem, slot, wg_idx, CONSUMERS)]
+        dy = [memory for _, memory in product.b_tile.operands(ring.b_smem[0], slot)]
+        for piece in range(product.tile_k // PIECE_ROWS):
+            row = piece * PIECE_ROWS
+
+            @pl.when((start > row) | (end < row + PIECE_ROWS))
+            def _(row=row):
+                for memory in x:
+                    _clear_piece(memory, row, start, end)
+                # The warpgroups read all of dy, and each clears every other piece of it.
+                @pl.when(lax.rem(jnp.int32(row // PIECE_ROWS), jnp.int32(CONSUMERS)) == wg_idx)
+                def _():
+                    for memory in dy:
+                        _clear_piece(memory, row, start, end)
+
+
+def _clear_piece(memory: Any, row: int, start: Any, end: Any) -> None:
+    """Clears the rows of a piece from `row` on that are before `start`, or at `end` and after."""
+    piece = memory.at[pl.ds(row, PIECE_ROWS)]
+    values = plgpu.load(piece, layout=PIECE_LAYOUT, optimized=False)
+    rows = row + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=PIECE_LAYOUT)
+    kept = (rows >= start) & (rows < end)
+    store.store_swizzled(piece, jnp.where(kept, values, jnp.zeros_like(values)), PIECE_LAYOUT)
