@@ -44,6 +44,7 @@ def why_unsupported(
     compute_capability: tuple[int, int] | None,
     dtypes: Mapping[str, Any],
     features: Mapping[str, int],
+    out_dtype: Any,
     rows: int,
     groups: int,
 ) -> str | None:
@@ -53,6 +54,7 @@ def why_unsupported(
       compute_capability: of the GPU, or None where there is none.
       dtypes: dtypes of the operands, by name.
       features: the sizes of all axes but rows and groups, by name.
+      out_dtype: of the result.
       rows: rows of all groups.
       groups: the number of groups.
     """
@@ -64,6 +66,8 @@ def why_unsupported(
             return f"it takes bfloat16 and float16, and {name} has dtype {jnp.dtype(dtype)}"
     if len(set(map(jnp.dtype, dtypes.values()))) > 1:
         return "what it multiplies has several dtypes"
+    if out_dtype not in (*_DTYPES, jnp.float32):
+        return f"its results are float32, bfloat16 and float16, not {jnp.dtype(out_dtype)}"
     for name, size in features.items():
         if size % GRAIN:
             return f"it takes multiples of {GRAIN} features, and {name} has {size}"

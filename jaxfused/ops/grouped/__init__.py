@@ -1,0 +1,1 @@
+"""Grouped products: runs of rows, each multiplied by a matrix of its own."""

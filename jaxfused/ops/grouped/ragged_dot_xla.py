@@ -1,0 +1,175 @@
+"""Grouped products in XLA: tiles of one group's rows, one after the other.
+
+Each tile reads its group's matrix, so that no row meets another group's numbers and nothing larger than
+the operands is held. `jax.lax.ragged_dot` multiplies every row by every group's matrix on a CPU, and on a
+GPU too: its time and memory grow with the number of groups.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.stated_gradient import stated_gradient
+
+_FEWEST_ROWS, _MOST_ROWS = 16, 512
+"""Bounds of a tile's rows, which are near the mean of a group's."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Static arguments of a grouped product."""
+
+    transpose_rhs: bool
+    """True if rhs is [E, N, K]."""
+    dtype: Any
+    """Dtype of the multiplication."""
+    out_dtype: Any
+    precision: Any
+
+
+@functools.partial(stated_gradient, nondiff_argnums=(0,))
+def ragged_dot(
+    options: Options,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+) -> jax.Array:
+    """Returns each group of lhs's rows [M, K] times its matrix of rhs: [M, N]."""
+    return rows_product(options, lhs, rhs, group_sizes, group_offset)
+
+
+def _fwd(options: Options, *operands: jax.Array):
+    return ragged_dot(options, *operands), operands
+
+
+def _bwd(options: Options, operands, dy):
+    lhs, rhs, *sizes = operands
+    dlhs, drhs = gradients(options, lhs, rhs, dy, *sizes)
+    return dlhs, drhs, None, None
+
+
+ragged_dot.defvjp(_fwd, _bwd)
+
+
+def gradients(
+    options: Options, lhs: jax.Array, rhs: jax.Array, dy: jax.Array, *sizes: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of lhs and rhs, in their dtypes."""
+    dy = dy.astype(options.dtype)
+    back = Options(not options.transpose_rhs, options.dtype, lhs.dtype, options.precision)
+    dlhs = ragged_dot(back, dy, rhs, *sizes)
+    factors = (dy, lhs) if options.transpose_rhs else (lhs, dy)
+    of_weights = Options(False, options.dtype, rhs.dtype, options.precision)
+    return dlhs, weight_product(of_weights, rhs.shape[0], *factors, *sizes)
+
+
+class _Tiles(NamedTuple):
+    """The tiles of rows, in order; each array has an entry for each."""
+
+    group: jax.Array
+    """Index of the tile's matrix."""
+    first: jax.Array
+    """Row at which the tile is cut out of the array, where it fits."""
+    start: jax.Array
+    """First row of the tile that is the group's, and not that of the tile before."""
+    end: jax.Array
+    """Row after the last one that is the group's."""
+
+
+def _tiles(rows: int, groups: int, sizes: jax.Array, offset: jax.Array) -> tuple[int, _Tiles]:
+    """Returns the number of rows in a tile, and the tiles; those beyond the last have no rows."""
+    mean = max(1, rows // max(groups, 1))
+    height = min(rows, max(_FEWEST_ROWS, min(_MOST_ROWS, 1 << (mean - 1).bit_length())))
+    sizes = jnp.clip(sizes, 0, rows).astype(jnp.int32)
+    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows)
+    ends = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    # The ends before and of each group that has a matrix; further groups have no rows.
+    index = offset.reshape(()).astype(jnp.int32) + jnp.arange(groups + 1, dtype=jnp.int32)
+    bounds = ends[jnp.clip(index, 0, sizes.shape[0])]
+    counts = (jnp.diff(bounds) + (height - 1)) // height
+    last = jnp.cumsum(counts, dtype=jnp.int32)
+    tile = jnp.arange(rows // height + min(groups, rows), dtype=jnp.int32)
+    group = jnp.searchsorted(last, tile, side="right", method="compare_all").astype(jnp.int32)
+    group = jnp.minimum(group, groups - 1)
+    start = bounds[group] + (tile - (last - counts)[group]) * height
+    end = jnp.minimum(start + height, bounds[group + 1])
+    return height, _Tiles(group, jnp.clip(start, 0, rows - height), start, end)
+
+
+def rows_product(
+    options: Options, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, offset: jax.Array
+) -> jax.Array:
+    """Computes `ragged_dot`, with JAX's own gradient."""
+    rows, groups = lhs.shape[0], rhs.shape[0]
+    width = rhs.shape[1 if options.transpose_rhs else 2]
+    y = jnp.zeros((rows, width), options.out_dtype)
+    if 0 in (*lhs.shape, *rhs.shape):
+        return y
+    height, tiles = _tiles(rows, groups, sizes, offset)
+    subscripts = "mk,nk->mn" if options.transpose_rhs else "mk,kn->mn"
+
+    def add(y: jax.Array, tile: _Tiles) -> tuple[jax.Array, None]:
+        part = product(
+            subscripts,
+            lax.dynamic_slice_in_dim(lhs, tile.first, height),
+            lax.dynamic_index_in_dim(rhs, tile.group, keepdims=False),
+            dtype=options.dtype,
+            out_dtype=options.out_dtype,
+            precision=options.precision,
+        )
+        before = lax.dynamic_slice_in_dim(y, tile.first, height)
+        part = jnp.where(_own_rows(tile, height), part, before)
+        return lax.dynamic_update_slice_in_dim(y, part, tile.first, 0), None
+
+    return lax.scan(add, y, tiles)[0]
+
+
+def _own_rows(tile: _Tiles, height: int) -> jax.Array:
+    """Returns a mask [height, 1] of the rows of a tile that are its group's."""
+    row = tile.first + jnp.arange(height, dtype=jnp.int32)[:, None]
+    return (row >= tile.start) & (row < tile.end)
+
+
+def weight_product(
+    options: Options,
+    groups: int,
+    x: jax.Array,
+    dy: jax.Array,
+    sizes: jax.Array,
+    offset: jax.Array,
+) -> jax.Array:
+    """Returns the transpose of x [M, K] times dy [M, N] over the rows of each group: [E, K, N].
+
+    The sums of a group's tiles are added in their order, and rounded once.
+    """
+    rows = x.shape[0]
+    wide = accumulator_dtype(options.dtype)
+    dw = jnp.zeros((groups, x.shape[1], dy.shape[1]), wide)
+    if 0 in (*x.shape, *dw.shape):
+        return dw.astype(options.out_dtype)
+    height, tiles = _tiles(rows, groups, sizes, offset)
+
+    def add(dw: jax.Array, tile: _Tiles) -> tuple[jax.Array, None]:
+        own = _own_rows(tile, height)
+        factors = (
+            jnp.where(own, lax.dynamic_slice_in_dim(array, tile.first, height), 0)
+            for array in (x, dy)
+        )
+        part = product(
+            "mk,mn->kn",
+            *factors,
+            dtype=options.dtype,
+            out_dtype=wide,
+            precision=options.precision,
+        )
+        total = lax.dynamic_index_in_dim(dw, tile.group, keepdims=False) + part
+        return lax.dynamic_update_index_in_dim(dw, total, tile.group, 0), None
+
+    return lax.scan(add, dw, tiles)[0].astype(options.out_dtype)
