@@ -166,8 +166,8 @@ def grouped_product(
         array with all of them side by side, [E, K, products N] ([E, products N, K]).
       group_sizes: int [G]: rows of each group.
       offset: int [], the index of the group that b's first matrix is for.
-      epilogue: takes a float32 tile of each product, and returns that of the result; None for one product
-        as it is.
+      epilogue: takes a float32 tile of each product, and returns that of the result; None for one
+        product as it is.
       out_dtype: of the result.
       multiprocessors: SMs of the device.
       config: one of `candidates`; None for the first.

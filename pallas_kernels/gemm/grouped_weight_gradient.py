@@ -1,13 +1,13 @@
 """The gradient of grouped weights for Hopper: x^T @ dy over the rows of each group.
 
 The sums are over rows, of which the groups have any number, and a group may begin at any row. The tiles
-of x and dy in the pipeline begin at multiples of 8 rows, as copies into WGMMA's layout need. Where such a
-step also has rows of other groups, the consumers clear these in shared memory before they multiply, in x
-and in dy: what another group holds, NaN too, does not reach the sums. Groups without rows get zeros.
+of x and dy in the pipeline begin at multiples of 8 rows, as copies into WGMMA's layout need. Where a
+step also has rows of other groups, the consumers clear these in shared memory before they multiply, in
+x and in dy: what another group holds, NaN too, does not reach the sums. Groups without rows get zeros.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from pallas_kernels.gemm.mainloop import (
     Step,
     TilePlace,
 )
-from pallas_kernels.gemm.operands import OperandTile, swizzled_columns
+from pallas_kernels.gemm.operands import swizzled_columns
 from pallas_kernels.gemm.weight_gradient import PIECE_LAYOUT, PIECE_ROWS
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
@@ -306,6 +306,7 @@ class _GroupConsumer(Consumer):
             def _(row=row):
                 for memory in x:
                     _clear_piece(memory, row, start, end)
+
                 # The warpgroups read all of dy, and each clears every other piece of it.
                 @pl.when(lax.rem(jnp.int32(row // PIECE_ROWS), jnp.int32(CONSUMERS)) == wg_idx)
                 def _():

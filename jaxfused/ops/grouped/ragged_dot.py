@@ -119,7 +119,9 @@ def _check_shapes(
     if lhs.ndim != 2:
         raise ValueError(f"{op}: lhs has shape {lhs.shape}; pass one matrix [rows, features].")
     features = lhs.shape[1]
-    wanted = f"(groups, features, {features})" if transpose_rhs else f"(groups, {features}, features)"
+    wanted = (
+        f"(groups, features, {features})" if transpose_rhs else f"(groups, {features}, features)"
+    )
     if rhs.ndim != 3 or rhs.shape[2 if transpose_rhs else 1] != features:
         raise ValueError(
             f"{op}: rhs has shape {rhs.shape}, but lhs has {features} features in its last axis;"
@@ -177,9 +179,7 @@ def _fwd(run: Runner, options: Options, *operands):
 def _bwd(run: Runner, options: Options, operands, dy):
     lhs, rhs, *sizes = operands
     dy = dy.astype(options.dtype)
-    back = replace(
-        options, transpose_rhs=not options.transpose_rhs, out_dtype=jnp.dtype(lhs.dtype)
-    )
+    back = replace(options, transpose_rhs=not options.transpose_rhs, out_dtype=jnp.dtype(lhs.dtype))
     [dlhs] = run(GroupedProduct("ragged_dot dlhs", back), dy, rhs, *sizes)
     factors = (dy, lhs) if options.transpose_rhs else (lhs, dy)
     of_weights = replace(options, transpose_rhs=False, out_dtype=jnp.dtype(rhs.dtype))
@@ -299,7 +299,7 @@ class GroupedWeights(OneByOne):
         if implementation != "pallas":
             return ()
         out_dtype = self.options.out_dtype
-        work = WeightWork(*x.shape, (dy.shape[1],), out_bytes=out_dtype.itemsize)
+        work = WeightWork(x.shape[0], x.shape[1], (dy.shape[1],), out_bytes=out_dtype.itemsize)
         return grouped_weight_gradient.candidates(
             work, self.groups, out_dtype, device.multiprocessors
         )

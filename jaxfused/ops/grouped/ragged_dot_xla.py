@@ -1,8 +1,8 @@
 """Grouped products in XLA: tiles of one group's rows, one after the other.
 
 Each tile reads its group's matrix, so that no row meets another group's numbers and nothing larger than
-the operands is held. `jax.lax.ragged_dot` multiplies every row by every group's matrix on a CPU, and on a
-GPU too: its time and memory grow with the number of groups.
+the operands is held. XLA's own program for `jax.lax.ragged_dot` multiplies every row by every group's
+matrix, on a CPU and on a GPU: its time and memory grow with the number of groups.
 """
 
 import functools

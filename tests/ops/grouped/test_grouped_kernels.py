@@ -1,16 +1,18 @@
 """Grouped products in Pallas: groups of any sizes, empty ones, rows of no group, both layouts."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxfused
 from pallas_kernels.gemm import grouped, grouped_weight_gradient
-from pallas_kernels.gemm.cost import Work
+from pallas_kernels.gemm.cost import WeightWork, Work
 from pallas_kernels.gemm.mainloop import MatmulConfig
 from tests.support.arrays import put
 from tests.support.grids import parametrize
@@ -172,7 +174,62 @@ def test_threads_do_not_race(case, race_detector):
     case.check()
 
 
-@parametrize("config", grouped.candidates(Work(512, 256, 128, groups=4), jnp.bfloat16, 132), quick=())
+def one_of_each_tile(configs):
+    """Returns the first config of each tile."""
+    return list({(c.tile_m, c.tile_n, c.ping_pong): c for c in reversed(configs)}.values())
+
+
+CONFIGS = one_of_each_tile(grouped.candidates(Work(512, 256, 128, groups=4), jnp.bfloat16, 132))
+
+
+@parametrize("config", CONFIGS, quick=())
 def test_each_config_is_lowered(config):
     case = Case((100,) * 4, 512, 128, 256, config=config)
     assert kernels(functools.partial(case.run, 132), *case.operands()) == ["grouped_product"]
+
+
+LARGE = tuple(
+    replace(case, config=config)
+    for case in (
+        Case((0, 700, 1, 63, 900, 64, 127, 300, 0, 400), 3000, 520, 392),
+        Case((400, 300, 200, 0, 600), 2000, 512, 512, transposed=True, offset=1, groups=3),
+    )
+    for config in one_of_each_tile(grouped.candidates(case.work, jnp.bfloat16, 132))
+)
+LARGE_WEIGHTS = tuple(
+    replace(case, config=config)
+    for case in (
+        WeightCase((0, 700, 1, 63, 900, 64, 127, 300, 0, 400), 3000, 520, 392),
+        WeightCase((400, 300, 200, 0, 600), 2001, 512, 512, offset=1, groups=3),
+    )
+    for config in one_of_each_tile(
+        grouped_weight_gradient.candidates(
+            WeightWork(case.rows, case.k, (case.n,), out_bytes=2), 10, jnp.bfloat16, 132
+        )
+    )
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*INTERPRETED, *LARGE, *WEIGHTS, *LARGE_WEIGHTS], ids=str)
+def test_on_a_gpu(case):
+    case.check(jax.devices()[0].core_count)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_twice_the_same():
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, dy = (
+        jax.random.normal(k, (4096, n), jnp.bfloat16)
+        for k, n in zip(keys, (768, 2048), strict=False)
+    )
+    w = jax.random.normal(keys[2], (16, 768, 2048), jnp.bfloat16)
+    ends = jnp.sort(jax.random.randint(keys[0], (15,), 0, 4096))
+    sizes = jnp.diff(ends, prepend=0, append=4000)
+
+    @jax.jit
+    def run(x, w, dy):
+        y, pull_back = jax.vjp(lambda x, w: jaxfused.ragged_dot(x, w, sizes), x, w)
+        return y, *pull_back(dy)
+
+    chex.assert_trees_all_equal(run(x, w, dy), run(x, w, dy))
