@@ -93,6 +93,10 @@ EXAMPLES: dict[str, Example] = {
     "quantize_rows": Example(lambda x: jaxfused.quantize_rows(x).dequantize(), _ROWS),
     "quantized_conv": Example(_quantized_conv, (*_MAPS, _array(3, 3, 64, 64))),
     "quantized_matmul": Example(_quantized, (*_ROWS, _WIDE)),
+    "ragged_dot": Example(
+        lambda x, w: jaxfused.ragged_dot(x, w, jnp.full(8, 2048, jnp.int32)),
+        (*_ROWS, _array(8, 768, 3072)),
+    ),
     "rms_norm": Example(jaxfused.rms_norm, (*_ROWS, _array(768))),
     "rope": Example(lambda q, k: jaxfused.rope(q, k, rotary_dim=32), 2 * _HEADS),
     "sample": Example(

@@ -372,7 +372,7 @@ class Product:
     # --- on the device ----------------------------------------------------------------------------
 
     def on_device(self, others: Sequence[Any]) -> tuple["Product", Sequence[Any]]:
-        """Returns the product with the arrays of `others` that it reads itself, and the remaining ones."""
+        """Returns the product with the arrays of `others` that it reads itself, and the other ones."""
         return self, others
 
     def producer(

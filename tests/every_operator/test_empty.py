@@ -92,6 +92,9 @@ OF_ROWS = {
     "linear, fp8": lambda x: jaxfused.linear(x, ones(D, D), precision="fp8"),
     "mlp": lambda x: jaxfused.mlp(x, ones(D, 32), None, ones(32, D), None),
     "gated_mlp": lambda x: jaxfused.gated_mlp(x, ones(D, 32), ones(D, 32), ones(32, D)),
+    "ragged_dot": lambda x: jaxfused.ragged_dot(
+        x.reshape(x.shape[0] * x.shape[1], D), ones(3, D, 32), jnp.zeros(3, int)
+    ),
     "gated_mlp, fp8": lambda x: jaxfused.gated_mlp(
         x, ones(D, 32), ones(D, 32), ones(32, D), precision="fp8"
     ),

@@ -34,6 +34,7 @@ CALLS = {
     "quantize_rows": ((X,), {}),
     "quantized_conv": ((IMAGES, WINDOWS), dict(kernel_size=3)),
     "quantized_matmul": ((X, QUANTIZED), {}),
+    "ragged_dot": ((X, W[None], jnp.full(1, 4)), {}),
     "rms_norm": ((X,), {}),
     "rope": ((HEADS, HEADS), {}),
     "sample": ((X, CLASSES), {}),

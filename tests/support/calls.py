@@ -98,6 +98,9 @@ def calls(rows: int = 32, images: int = 8) -> dict[str, Call]:
             (heads,) * 3,
             (_rows(images, dtype=jnp.int32),),
         ),
+        "ragged_dot": Call(
+            lambda x, w: jaxfused.ragged_dot(x, w, jnp.full(4, rows // 4)), (x, _shared(4, d, f))
+        ),
         "rope": Call(lambda q, k: jaxfused.rope(q, k, rotary_dim=32), (heads, heads)),
         "quantize_rows": Call(lambda x: jaxfused.quantize_rows(x).dequantize(), (x,)),
         "quantized_matmul": Call(_quantized, (x, up)),
