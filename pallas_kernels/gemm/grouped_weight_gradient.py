@@ -299,22 +299,25 @@ class _GroupConsumer(Consumer):
         product, ring, wg_idx = self.product, self.ring, self.wg_idx
         x = [memory for _, memory in product.a_tile.operands(ring.a_smem, slot, wg_idx, CONSUMERS)]
         dy = [memory for _, memory in product.b_tile.operands(ring.b_smem[0], slot)]
-        for piece in range(product.tile_k // PIECE_ROWS):
-            row = piece * PIECE_ROWS
+
+        def clear(piece: Any, _: None) -> None:
+            row = pl.multiple_of(piece * PIECE_ROWS, PIECE_ROWS)
 
             @pl.when((start > row) | (end < row + PIECE_ROWS))
-            def _(row=row):
+            def _():
                 for memory in x:
                     _clear_piece(memory, row, start, end)
 
                 # The warpgroups read all of dy, and each clears every other piece of it.
-                @pl.when(lax.rem(jnp.int32(row // PIECE_ROWS), jnp.int32(CONSUMERS)) == wg_idx)
+                @pl.when(lax.rem(piece, jnp.int32(CONSUMERS)) == wg_idx)
                 def _():
                     for memory in dy:
                         _clear_piece(memory, row, start, end)
 
+        lax.fori_loop(0, product.tile_k // PIECE_ROWS, clear, None)
 
-def _clear_piece(memory: Any, row: int, start: Any, end: Any) -> None:
+
+def _clear_piece(memory: Any, row: Any, start: Any, end: Any) -> None:
     """Clears the rows of a piece from `row` on that are before `start`, or at `end` and after."""
     piece = memory.at[pl.ds(row, PIECE_ROWS)]
     values = plgpu.load(piece, layout=PIECE_LAYOUT, optimized=False)
