@@ -23,6 +23,7 @@ OPERATORS = {
     "linear": Operator(products.draw_linear, products.linear, 3),
     "mlp": Operator(products.draw_mlp, products.mlp, 3),
     "gated_mlp": Operator(products.draw_mlp, products.gated_mlp, 3),
+    "ragged_dot": Operator(products.draw_ragged_dot, products.ragged_dot, 2),
     "rope": Operator(others.draw_rope, others.rope, 3),
     "qkv_projection": Operator(others.draw_qkv_projection, others.qkv_projection, 3),
     "group_norm": Operator(norms.draw_group_norm, norms.group_norm, 1),

@@ -107,6 +107,49 @@ def linear(options: Options) -> Problem:
     return Problem(run, operands, {}, kinks, tf32=_may_be_tf32(o))
 
 
+# --- grouped products -----------------------------------------------------------------------------
+
+
+def draw_ragged_dot(draw: Draw) -> Options:
+    return dict(
+        rows=draw.between(1, draw.bounded(700)),
+        groups=draw.between(1, 12),
+        others=draw.pick((0, 0, 3)),
+        width=features(draw, _MOST_FEATURES),
+        out=features(draw, _MOST_FEATURES),
+        dtype=draw.pick(DTYPES),
+        transposed=draw.chance(0.4),
+        fills=draw.pick((1.0, 0.7, 1.2)),
+    )
+
+
+def ragged_dot(options: Options) -> Problem:
+    o, rng = options, rng_of(options)
+    shape = (o["width"], o["out"])
+    if o["transposed"]:
+        shape = shape[::-1]
+    operands = dict(
+        lhs=Operand((o["rows"], o["width"]), o["dtype"]),
+        rhs=Operand((o["groups"], *shape), o["dtype"], 0.0, o["width"] ** -0.5),
+    )
+    count = o["groups"] + o["others"]
+    shares = rng.dirichlet(np.full(count, 0.7)) * o["fills"] * o["rows"]
+    constants = {"sizes": shares.astype(np.int32)}
+
+    def run(operands: Any, constants: Any, how: How) -> Any:
+        return jaxfused.ragged_dot(
+            operands["lhs"],
+            operands["rhs"],
+            constants["sizes"],
+            "highest" if how.exact else None,
+            group_offset=o["others"] // 2 if o["others"] else None,
+            transpose_rhs=o["transposed"],
+            implementation=how.implementation,
+        )
+
+    return Problem(run, operands, constants, tf32=o["dtype"] == "float32")
+
+
 # --- MLPs -----------------------------------------------------------------------------------------
 
 

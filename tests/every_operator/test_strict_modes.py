@@ -271,6 +271,14 @@ def _(dtype):
     return f, (normal(0, B, T, D, dtype=dtype), normal(1, D, 8), normal(2, 8), normal(3, B, T, 8))
 
 
+@case("ragged_dot")
+def _(dtype):
+    def f(x, w):
+        return jaxfused.ragged_dot(x, w, np.asarray([3, 0, 4], np.int64))
+
+    return f, (normal(0, T, D, dtype=dtype), normal(1, 3, D, 8, dtype=dtype))
+
+
 def mlp(save, activation):
     @case("mlp", save)
     def make(dtype):

@@ -40,6 +40,7 @@ LAYERS = {
         *_KERNELS,
     ),
     "jaxfused/ops/fp8": _KERNELS,
+    "jaxfused/ops/grouped": _KERNELS,
     "jaxfused/ops/linear": (
         "jaxfused.ops.fp8",
         "jaxfused.ops.norm",

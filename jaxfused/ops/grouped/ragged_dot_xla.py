@@ -6,6 +6,7 @@ matrix, on a CPU and on a GPU: its time and memory grow with the number of group
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,10 +16,13 @@ from jax import lax
 
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.shapes import is_symbolic
 from jaxfused.runtime.stated_gradient import stated_gradient
 
 _FEWEST_ROWS, _MOST_ROWS = 16, 512
 """Bounds of a tile's rows, which are near the mean of a group's."""
+_SYMBOLIC_ROWS = 128
+"""Rows of a tile where the number of all rows is symbolic."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,8 @@ def gradients(
     return dlhs, weight_product(of_weights, rhs.shape[0], *factors, *sizes)
 
 
-class _Tiles(NamedTuple):
-    """The tiles of rows, in order; each array has an entry for each."""
+class _Tile(NamedTuple):
+    """A tile of one group's rows, or with arrays several."""
 
     group: jax.Array
     """Index of the tile's matrix."""
@@ -82,40 +86,74 @@ class _Tiles(NamedTuple):
     end: jax.Array
     """Row after the last one that is the group's."""
 
+    def own_rows(self, height: int) -> jax.Array:
+        """Returns a mask [height, 1] of the tile's rows that are its group's."""
+        row = self.first + jnp.arange(height, dtype=jnp.int32)[:, None]
+        return (row >= self.start) & (row < self.end)
 
-def _tiles(rows: int, groups: int, sizes: jax.Array, offset: jax.Array) -> tuple[int, _Tiles]:
-    """Returns the number of rows in a tile, and the tiles; those beyond the last have no rows."""
-    mean = max(1, rows // max(groups, 1))
-    height = min(rows, max(_FEWEST_ROWS, min(_MOST_ROWS, 1 << (mean - 1).bit_length())))
+
+def _over_tiles(
+    add: Callable[[jax.Array, _Tile, int], jax.Array],
+    total: jax.Array,
+    rows: int,
+    groups: int,
+    sizes: jax.Array,
+    offset: jax.Array,
+) -> jax.Array:
+    """Returns `total` after `add(total, tile, height)` for each tile, in the order of their rows."""
+    height = tile_height(rows, groups)
     sizes = jnp.clip(sizes, 0, rows).astype(jnp.int32)
-    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows)
+    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows).astype(jnp.int32)
     ends = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     # The ends before and of each group that has a matrix; further groups have no rows.
     index = offset.reshape(()).astype(jnp.int32) + jnp.arange(groups + 1, dtype=jnp.int32)
     bounds = ends[jnp.clip(index, 0, sizes.shape[0])]
     counts = (jnp.diff(bounds) + (height - 1)) // height
     last = jnp.cumsum(counts, dtype=jnp.int32)
-    tile = jnp.arange(rows // height + min(groups, rows), dtype=jnp.int32)
-    group = jnp.searchsorted(last, tile, side="right", method="compare_all").astype(jnp.int32)
-    group = jnp.minimum(group, groups - 1)
-    start = bounds[group] + (tile - (last - counts)[group]) * height
-    end = jnp.minimum(start + height, bounds[group + 1])
-    return height, _Tiles(group, jnp.clip(start, 0, rows - height), start, end)
+
+    def tile_at(index: jax.Array) -> _Tile:
+        group = jnp.searchsorted(last, index, side="right", method="compare_all")
+        group = jnp.minimum(group, groups - 1).astype(jnp.int32)
+        start = bounds[group] + (index - (last - counts)[group]) * height
+        first = jnp.clip(start, 0, rows - height).astype(jnp.int32)
+        return _Tile(group, first, start, jnp.minimum(start + height, bounds[group + 1]))
+
+    if is_symbolic(jax.ShapeDtypeStruct((rows,), jnp.int32)):
+        return lax.fori_loop(0, last[-1], lambda i, t: add(t, tile_at(i), height), total)
+    # Where the number of tiles is known, a GPU need not wait for the host after each. Those beyond the
+    # last have no rows.
+    tiles = tile_at(jnp.arange(rows // height + min(groups, rows), dtype=jnp.int32))
+    return lax.scan(lambda t, tile: (add(t, tile, height), None), total, tiles)[0]
 
 
+def tile_height(rows: int, groups: int) -> int:
+    """Returns the rows of a tile: about as many as a group has."""
+    if is_symbolic(jax.ShapeDtypeStruct((rows,), jnp.int32)):
+        return _SYMBOLIC_ROWS
+    mean = max(1, rows // max(groups, 1))
+    return min(rows, max(_FEWEST_ROWS, min(_MOST_ROWS, 1 << (mean - 1).bit_length())))
+
+
+def _padded(x: jax.Array, groups: int) -> jax.Array:
+    """Returns x with rows enough for a tile, where their number is only known when the program runs."""
+    if not is_symbolic(x):
+        return x
+    return jnp.pad(x, ((0, tile_height(x.shape[0], groups)), (0, 0)))
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def rows_product(
     options: Options, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, offset: jax.Array
 ) -> jax.Array:
     """Computes `ragged_dot`, with JAX's own gradient."""
     rows, groups = lhs.shape[0], rhs.shape[0]
     width = rhs.shape[1 if options.transpose_rhs else 2]
-    y = jnp.zeros((rows, width), options.out_dtype)
-    if 0 in (*lhs.shape, *rhs.shape):
-        return y
-    height, tiles = _tiles(rows, groups, sizes, offset)
+    if 0 in (*lhs.shape[1:], *rhs.shape) or (not is_symbolic(lhs) and rows == 0):
+        return jnp.zeros((rows, width), options.out_dtype)
+    lhs = _padded(lhs, groups)
     subscripts = "mk,nk->mn" if options.transpose_rhs else "mk,kn->mn"
 
-    def add(y: jax.Array, tile: _Tiles) -> tuple[jax.Array, None]:
+    def add(y: jax.Array, tile: _Tile, height: int) -> jax.Array:
         part = product(
             subscripts,
             lax.dynamic_slice_in_dim(lhs, tile.first, height),
@@ -125,18 +163,14 @@ def rows_product(
             precision=options.precision,
         )
         before = lax.dynamic_slice_in_dim(y, tile.first, height)
-        part = jnp.where(_own_rows(tile, height), part, before)
-        return lax.dynamic_update_slice_in_dim(y, part, tile.first, 0), None
+        part = jnp.where(tile.own_rows(height), part, before)
+        return lax.dynamic_update_slice_in_dim(y, part, tile.first, 0)
 
-    return lax.scan(add, y, tiles)[0]
-
-
-def _own_rows(tile: _Tiles, height: int) -> jax.Array:
-    """Returns a mask [height, 1] of the rows of a tile that are its group's."""
-    row = tile.first + jnp.arange(height, dtype=jnp.int32)[:, None]
-    return (row >= tile.start) & (row < tile.end)
+    y = jnp.zeros((lhs.shape[0], width), options.out_dtype)
+    return _over_tiles(add, y, lhs.shape[0], groups, sizes, offset)[:rows]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def weight_product(
     options: Options,
     groups: int,
@@ -149,15 +183,14 @@ def weight_product(
 
     The sums of a group's tiles are added in their order, and rounded once.
     """
-    rows = x.shape[0]
     wide = accumulator_dtype(options.dtype)
     dw = jnp.zeros((groups, x.shape[1], dy.shape[1]), wide)
-    if 0 in (*x.shape, *dw.shape):
+    if 0 in dw.shape or (not is_symbolic(x) and x.shape[0] == 0):
         return dw.astype(options.out_dtype)
-    height, tiles = _tiles(rows, groups, sizes, offset)
+    x, dy = _padded(x, groups), _padded(dy, groups)
 
-    def add(dw: jax.Array, tile: _Tiles) -> tuple[jax.Array, None]:
-        own = _own_rows(tile, height)
+    def add(dw: jax.Array, tile: _Tile, height: int) -> jax.Array:
+        own = tile.own_rows(height)
         factors = (
             jnp.where(own, lax.dynamic_slice_in_dim(array, tile.first, height), 0)
             for array in (x, dy)
@@ -170,6 +203,6 @@ def weight_product(
             precision=options.precision,
         )
         total = lax.dynamic_index_in_dim(dw, tile.group, keepdims=False) + part
-        return lax.dynamic_update_index_in_dim(dw, total, tile.group, 0), None
+        return lax.dynamic_update_index_in_dim(dw, total, tile.group, 0)
 
-    return lax.scan(add, dw, tiles)[0].astype(options.out_dtype)
+    return _over_tiles(add, dw, x.shape[0], groups, sizes, offset).astype(options.out_dtype)
