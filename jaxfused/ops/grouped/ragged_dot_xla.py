@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfused.runtime import sharding
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.shapes import is_symbolic
@@ -167,6 +168,7 @@ def rows_product(
         return lax.dynamic_update_slice_in_dim(y, part, tile.first, 0)
 
     y = jnp.zeros((lhs.shape[0], width), options.out_dtype)
+    [y] = sharding.vary([y], sharding.varying(lhs, rhs, sizes, offset))
     return _over_tiles(add, y, lhs.shape[0], groups, sizes, offset)[:rows]
 
 
@@ -188,6 +190,7 @@ def weight_product(
     if 0 in dw.shape or (not is_symbolic(x) and x.shape[0] == 0):
         return dw.astype(options.out_dtype)
     x, dy = _padded(x, groups), _padded(dy, groups)
+    [dw] = sharding.vary([dw], sharding.varying(x, dy, sizes, offset))
 
     def add(dw: jax.Array, tile: _Tile, height: int) -> jax.Array:
         own = tile.own_rows(height)

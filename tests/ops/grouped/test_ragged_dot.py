@@ -220,7 +220,7 @@ def _sharded(x, w, dy, sizes):
 @on_eight_devices
 def test_experts_of_each_device_by_the_offset():
     """Each device has one group's matrix, and the sum over devices is the whole product."""
-    mesh = jax.make_mesh((8,), ("d",))
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     x, w, _ = operands(groups=8)
     sizes = put((0, 40, 1, 25, 0, 9, 2, 1), "int32")
 
