@@ -15,9 +15,10 @@ from jaxfused.ops.grouped.ragged_dot_xla import Options
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import as_arrays, check_floating, python_numbers
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import common_dtype
-from jaxfused.runtime.runner import Axes, Results, Runner, takes_reference
+from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.vmap import OneByOne
 from pallas_kernels.gemm import grouped, grouped_weight_gradient
 from pallas_kernels.gemm.cost import WeightWork, Work
