@@ -19,6 +19,7 @@
 #include "common/mma.cuh"
 #include "common/operands.h"
 #include "common/ptx.cuh"
+#include "common/row_vectors.cuh"
 #include "common/rows.cuh"
 
 namespace {
@@ -79,37 +80,6 @@ struct LossArgs {
   int slice;    // limit on the vectors of a row in a block; in the backward, threads of a team
   int cluster;  // blocks that share a row; in the backward, teams
 };
-
-// The vectors that hold a part of a row, and where in the first of them the row starts.
-template <int kVec>
-struct RowVectors {
-  int64_t first;
-  int shift;
-  int count;
-  int inner;        // first vector that holds only the row
-  unsigned inners;  // number of such vectors
-
-  __device__ RowVectors(int64_t row, int features) {
-    const int64_t start = row * features;
-    first = start / kVec;
-    shift = static_cast<int>(start - first * kVec);
-    count = (shift + features - 1) / kVec + 1;
-    inner = shift == 0 ? 0 : 1;
-    inners = max((shift + features) / kVec - inner, 0);
-  }
-
-  __device__ __forceinline__ int column(int j) const { return j * kVec - shift; }
-
-  // Whether vector `j` holds only values of the row.
-  __device__ __forceinline__ bool is_inner(int j) const {
-    return static_cast<unsigned>(j - inner) < inners;
-  }
-};
-
-// Returns the largest number of vectors that hold a part of one row.
-int most_vectors(int64_t features, int vec) {
-  return static_cast<int>(features % vec == 0 ? features / vec : (features + vec - 2) / vec + 1);
-}
 
 // Caps the logit to (-cap, cap).
 template <typename T>

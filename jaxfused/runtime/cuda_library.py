@@ -53,6 +53,7 @@ TARGETS = (
     "jaxfused_quantized_matmul",
     "jaxfused_quantized_matmul_both",
     "jaxfused_rope",
+    "jaxfused_sample",
     "jaxfused_scale_rows",
     "jaxfused_segmentation_forward",
     "jaxfused_segmentation_backward",

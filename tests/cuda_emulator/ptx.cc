@@ -34,6 +34,7 @@ void unary(Operand* operands) {
 }
 
 double power_of_two(double x) { return std::exp2(x); }
+double logarithm(double x) { return std::log2(x); }
 double reciprocal(double x) { return 1.0 / x; }
 double root(double x) { return std::sqrt(x); }
 
@@ -328,6 +329,7 @@ struct Entry {
 const Entry kEntries[] = {
     {"ex2.approx.ftz.f32 %0, %0", unary<0, power_of_two>},
     {"ex2.approx.ftz.f32 %0, %1", unary<1, power_of_two>},
+    {"lg2.approx.ftz.f32 %0, %1", unary<1, logarithm>},
     {"rcp.approx.ftz.f32 %0, %0", unary<0, reciprocal>},
     {"rcp.approx.ftz.f32 %0, %1", unary<1, reciprocal>},
     {"sqrt.approx.ftz.f32 %0, %1", unary<1, root>},

@@ -687,6 +687,27 @@ FLOAT16 = "float16"
             ),
             ("scale_rows", [(4, 8), (3,)], [(4, 8)], {}, r"factors has shape \[3\]"),
             (
+                "sample",
+                [(4, 8), ((4, 2), "uint32"), (4, 3)],
+                [((4,), INT32)],
+                dict(is_filtered=True),
+                r"filters has shape \[4, 3\], but \[4, 4\]",
+            ),
+            (
+                "sample",
+                [(4, 8), (4, 2), (4, 4)],
+                [((4,), INT32)],
+                dict(is_filtered=True),
+                "seeds has another dtype",
+            ),
+            (
+                "sample",
+                [(0, 8), ((0, 2), "uint32"), (0, 4)],
+                [((0,), INT32)],
+                dict(is_filtered=True),
+                "empty or too large",
+            ),
+            (
                 "segmentation_forward",
                 [(2, 9, 300), ((2, 9), INT32), (0,)],
                 [(2, 1, 902)],

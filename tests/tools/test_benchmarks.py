@@ -27,6 +27,7 @@ from benchmarks.cases import (
     quantized_matmul,
     resample,
     rope,
+    sample,
 )
 from benchmarks.report import plot, report, results
 from benchmarks.run import ceilings, peers, runner, timing
@@ -48,6 +49,7 @@ PRODUCT_CASES = {
         *rope.cases(shapes=[(2, 12, 4, 2, 16)]),
         *qkv_projection.cases(shapes=[(2, 12, 4, 2, 16)]),
         *quantized_matmul.cases(shapes=[(24, 256, 128)]),
+        *sample.cases(shapes=[(5, 300)]),
     )
 }
 LOSS_CASES = {

@@ -1,12 +1,75 @@
 """Penalties on tokens that a sequence already has, applied to its logits before anything else."""
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxfused.ops.sampling.row_options import of_rows
 from jaxfused.runtime.promotion import accumulator_dtype
 
 
-def penalize(
+def penalized(
+    op: str,
+    logits: jax.Array,
+    tokens: Any,
+    prompt: Any,
+    repetition: Any,
+    presence: Any,
+    frequency: Any,
+) -> jax.Array:
+    """Returns the logits less the penalties, or as they are if there are none."""
+    rows = logits.shape[:-1]
+    named = {
+        "repetition_penalty": repetition,
+        "presence_penalty": presence,
+        "frequency_penalty": frequency,
+    }
+    given = [name for name, value in named.items() if value is not None]
+    histories = dict(tokens=tokens, prompt=prompt)
+    if not given or all(history is None for history in histories.values()):
+        for name in given:
+            of_rows(op, name, named[name], rows, *_penalty_limits(name))
+            raise ValueError(
+                f"{op}: {name} was passed without tokens, which it is for; pass tokens=, the tokens of"
+                " each sequence so far, or leave the penalty out."
+            )
+        return logits
+    tokens, prompt = (_history(op, name, history, rows) for name, history in histories.items())
+    penalties = [
+        of_rows(op, name, _neutral(name) if value is None else value, rows, *_penalty_limits(name))
+        for name, value in named.items()
+    ]
+    return _less_penalties(logits, tokens, prompt, *penalties)
+
+
+def _neutral(name: str) -> float:
+    return 1.0 if name == "repetition_penalty" else 0.0
+
+
+def _penalty_limits(name: str) -> tuple[float, float]:
+    smallest = float(np.finfo(np.float32).tiny)
+    return (smallest, math.inf) if name == "repetition_penalty" else (-math.inf, math.inf)
+
+
+def _history(op: str, name: str, tokens: Any, rows: tuple[int, ...]) -> jax.Array | None:
+    """Returns the tokens of each row, after a check of their shape and dtype."""
+    if tokens is None:
+        return None
+    tokens = jnp.asarray(tokens)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"{op}: {name} has dtype {tokens.dtype}; pass integers.")
+    if tokens.ndim != len(rows) + 1 or tokens.shape[:-1] != rows:
+        raise ValueError(
+            f"{op}: {name} has shape {tokens.shape}, but there are rows of shape {rows}; pass"
+            f" {name} of shape {(*rows, 'length')}, filled up with -1."
+        )
+    return tokens.astype(jnp.int32)
+
+
+def _less_penalties(
     logits: jax.Array,
     tokens: jax.Array | None,
     prompt: jax.Array | None,

@@ -1,26 +1,30 @@
-"""sample: validation, penalties, seeds and choice of the draw of tokens from logits."""
+"""sample: validation and choice of the draw of tokens from logits.
+
+The kernel is CUDA C: its blocks share a row through their clusters' shared memory in passes whose number
+depends on the row, and add up weights in one order, which Pallas has no words for.
+"""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxfused import dispatch
-from jaxfused.ops.sampling import sample_xla
-from jaxfused.ops.sampling.penalties import penalize
-from jaxfused.ops.sampling.sample_xla import Filters
+from jaxfused.ops.sampling import penalties as penalties_of
+from jaxfused.ops.sampling import sample_cuda, sample_xla
+from jaxfused.ops.sampling.row_options import filters_of, of_rows, seeds_of
 from jaxfused.runtime import sharding
-from jaxfused.runtime.checks import as_arrays, check_floating, python_numbers, readable_values
-from jaxfused.runtime.dropout import murmur
-from jaxfused.runtime.gate import reference_only
+from jaxfused.runtime.checks import as_arrays, check_floating, python_numbers
+from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.runner import ROWS, Axes, Operands, Results, Runner, batched_rows
 
-_SLACK = 2.0**-21
-"""The relative rounding that a sum of probabilities may be short of top_p by and still reaches it: the
-logarithms of round probabilities are not exact in float32."""
+_NO_PALLAS = "there is no Pallas kernel of sample"
 
 
 class LogProbs(NamedTuple):
@@ -87,7 +91,7 @@ def sample(
       presence_penalty: is subtracted from the logits of tokens that came.
       frequency_penalty: is subtracted from a token's logit as often as it came.
       logprobs: also return the log-probability of the chosen token and the `logprobs` largest ones.
-      implementation: None for the fastest that can run, or "xla".
+      implementation: None for the fastest that can run, or "cuda", "xla".
 
     Returns:
       The tokens, int32 [...]; with `logprobs` also `LogProbs`. They have no gradient. A row with a NaN,
@@ -124,186 +128,77 @@ def sample(
         )
     rows = logits.shape[:-1]
     logits = lax.stop_gradient(logits)
-    penalized = _penalized(
-        op, logits, tokens, prompt, repetition_penalty, presence_penalty, frequency_penalty
-    )
-    temperature = _option(op, "temperature", temperature, rows, 0.0, math.inf)
-    filters, is_filtered = _filters(op, logits, temperature, top_k, top_p, min_p)
-    seeds = _seeds(op, key, position, temperature, rows)
-    reference_only(op, implementation, logits)
-    letters = sharding.leading_axes(len(rows), "vs")
-    operands: Any = sharding.align(
-        (penalized, seeds, *filters),
-        operand_axes=(letters + "v", letters + "s", *(letters for _ in filters)),
-        whole="vs",
-    )
-    penalized, seeds, *aligned = operands
-    token = sample_xla.sample(penalized, seeds, Filters(*aligned), is_filtered=is_filtered)
+    penalties = repetition_penalty, presence_penalty, frequency_penalty
+    penalized = penalties_of.penalized(op, logits, tokens, prompt, *penalties)
+    temperature = of_rows(op, "temperature", temperature, rows, 0.0, math.inf)
+    filters, is_filtered = filters_of(op, logits, temperature, top_k, top_p, min_p)
+    seeds = seeds_of(op, key, position, temperature, rows)
+    token = _drawn(penalized, seeds, filters, is_filtered, implementation)
     if logprobs is None:
         return token
     return token, _log_probs(op, logits, token, logprobs)
 
 
-def _option(
-    op: str, name: str, value: Any, rows: tuple[int, ...], least: float, most: float
-) -> jax.Array:
-    """Returns an option for each row, after a check of the values that can be read."""
-    array = jnp.asarray(value)
-    whole = name in ("top_k", "position")
-    kind = jnp.integer if whole else jnp.number
-    if not jnp.issubdtype(array.dtype, kind) or jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise ValueError(
-            f"{op}: {name} has dtype {array.dtype}; pass {'integers' if whole else 'real numbers'}."
-        )
-    if array.shape != rows[: array.ndim]:
-        raise ValueError(
-            f"{op}: {name} has shape {array.shape}, but it is one number, or an array over the first"
-            f" axes of rows of shape {rows}; pass it in one of these shapes."
-        )
-    values = readable_values(array)
-    if values is not None:
-        inside = (values >= least) & (values <= most) & (whole | np.isfinite(values.astype(float)))
-        if not inside.all():
-            upper = "" if most == math.inf else f" to {most:g}"
-            lower = "any" if least == -math.inf else f"{least:g}{upper or ' or more'}"
-            raise ValueError(
-                f"{op}: {name} is {values[~inside].flat[0]}; pass a finite number, {lower}."
-            )
-    array = array.astype(jnp.int32 if whole else jnp.float32)
-    return jnp.broadcast_to(array.reshape(array.shape + (1,) * (len(rows) - array.ndim)), rows)
-
-
-def _is_off(value: Any, off: float) -> bool:
-    """Returns whether a filter is known to keep every word."""
-    return value is None or (isinstance(value, (int, float, np.generic)) and bool(value == off))
-
-
-def _filters(
-    op: str, logits: jax.Array, temperature: jax.Array, top_k: Any, top_p: Any, min_p: Any
-) -> tuple[Filters, bool]:
-    """Returns the filters of each row, and whether any may leave out a word."""
-    *rows, words = logits.shape
-    k = _option(op, "top_k", 0 if top_k is None else top_k, tuple(rows), 0, math.inf)
-    p = _option(op, "top_p", 1.0 if top_p is None else top_p, tuple(rows), 0.0, 1.0)
-    m = _option(op, "min_p", 0.0 if min_p is None else min_p, tuple(rows), 0.0, 1.0)
-    # The bounds keep the products with distances of 0 and infinity from being NaN.
-    inverse = jnp.where(temperature > 0.0, 1.0 / jnp.clip(temperature, 1e-30, 1e30), 0.0)
-    share = jnp.where(p >= 1.0, 2.0, jnp.maximum(p, 0.0) * (1.0 - _SLACK))
-    smallest = jnp.finfo(jnp.float32).tiny
-    least = jnp.where(m > 0.0, jnp.log(jnp.clip(m, smallest, 1.0)) - 2.0 * _SLACK, -1.0 / smallest)
-    k = jnp.where((k <= 0) | (k > words), words, k)
-    is_filtered = not (_is_off(top_k, 0) and _is_off(top_p, 1) and _is_off(min_p, 0))
-    return Filters(inverse, share, least, k), is_filtered
-
-
-def _penalized(
-    op: str,
+def _drawn(
     logits: jax.Array,
-    tokens: Any,
-    prompt: Any,
-    repetition: Any,
-    presence: Any,
-    frequency: Any,
+    seeds: jax.Array,
+    filters: jax.Array,
+    is_filtered: bool,
+    implementation: str | None,
 ) -> jax.Array:
-    """Returns the logits less the penalties, or as they are if there are none."""
-    rows = logits.shape[:-1]
-    named = {
-        "repetition_penalty": repetition,
-        "presence_penalty": presence,
-        "frequency_penalty": frequency,
-    }
-    given = [name for name, value in named.items() if value is not None]
-    histories = dict(tokens=tokens, prompt=prompt)
-    if not given or all(history is None for history in histories.values()):
-        for name in given:
-            _option(op, name, named[name], rows, *_penalty_limits(name))
-            raise ValueError(
-                f"{op}: {name} was passed without tokens, which it is for; pass tokens=, the tokens of"
-                " each sequence so far, or leave the penalty out."
-            )
-        return logits
-    tokens, prompt = (_history(op, name, history, rows) for name, history in histories.items())
-    penalties = [
-        _option(op, name, _neutral(name) if value is None else value, rows, *_penalty_limits(name))
-        for name, value in named.items()
-    ]
-    return penalize(logits, tokens, prompt, *penalties)
+    """Returns the tokens of rows, by the fastest implementation or the named one."""
+    letters = sharding.leading_axes(logits.ndim - 1, "vsf")
+    axes = tuple(letters + letter for letter in "vsf")
+    operands: Any = sharding.align((logits, seeds, filters), operand_axes=axes, whole="vsf")
+    device = dispatch.current_device(logits)
+    missing = {"pallas": _NO_PALLAS}
+    if takes_reference("sample", implementation, device, logits, missing=missing):
+        return sample_xla.sample(*operands, is_filtered=is_filtered)
+    return Runner(implementation, device)(_Draw(is_filtered), *operands)[0]
 
 
-def _neutral(name: str) -> float:
-    return 1.0 if name == "repetition_penalty" else 0.0
+@dataclass(frozen=True)
+class _Draw:
+    """Draws tokens int32 [M] from logits [M, V], seeds uint32 [M, 2] and filters float32 [M, 4]."""
 
+    is_filtered: bool
+    """False if of all filters only the temperature counts."""
 
-def _penalty_limits(name: str) -> tuple[float, float]:
-    smallest = float(np.finfo(np.float32).tiny)
-    return (smallest, math.inf) if name == "repetition_penalty" else (-math.inf, math.inf)
+    @property
+    def name(self) -> str:
+        return "sample forward"
 
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes((ROWS + "v", ROWS + "s", ROWS + "f"), (ROWS,), whole="vsf")
 
-def _history(op: str, name: str, tokens: Any, rows: tuple[int, ...]) -> jax.Array | None:
-    """Returns the tokens of each row, after a check of their shape and dtype."""
-    if tokens is None:
-        return None
-    tokens = jnp.asarray(tokens)
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"{op}: {name} has dtype {tokens.dtype}; pass integers.")
-    if tokens.ndim != len(rows) + 1 or tokens.shape[:-1] != rows:
-        raise ValueError(
-            f"{op}: {name} has shape {tokens.shape}, but there are rows of shape {rows}; pass"
-            f" {name} of shape {(*rows, 'length')}, filled up with -1."
+    def why_not(self, device, logits, seeds, filters) -> Mapping[str, str | None]:
+        del seeds, filters
+        rows, words = logits.shape
+        of_cuda = sample_cuda.why_unsupported(
+            compute_capability=device.compute_capability,
+            rows=rows,
+            words=words,
+            dtype=logits.dtype,
         )
-    return tokens.astype(jnp.int32)
+        return {"pallas": _NO_PALLAS, "xla": None, "cuda": of_cuda}
 
+    def estimate(self, device, able, logits, seeds, filters) -> Estimate:
+        del device, able, logits, seeds, filters
+        return Rule(("cuda",), "CUDA C reads the logits once, and XLA once for each test of a word")
 
-def _seeds(
-    op: str, key: Any, position: Any, temperature: jax.Array, rows: tuple[int, ...]
-) -> jax.Array:
-    """Returns the seeds uint32 [..., 2] of each row's noise, from its key, position and number."""
-    position = _option(op, "position", position, rows, -math.inf, math.inf)
-    if key is None:
-        values = readable_values(temperature)
-        if values is None or values.any():
-            raise ValueError(
-                f"{op}: key is None, but it is what a draw depends on; pass jax.random.key(seed), or"
-                " temperature=0.0 for the largest logits."
-            )
-        return jnp.zeros((*rows, 2), jnp.uint32)
-    words = _words_of(op, key)
-    shared = words.shape[:-1]
-    if shared == (*rows, 2) and jnp.asarray(key).dtype == jnp.uint32:
-        raise ValueError(
-            f"{op}: key has shape {shared} and dtype uint32, as the data of keys; pass"
-            " jax.random.wrap_key_data(key)."
-        )
-    if shared != rows[: len(shared)]:
-        raise ValueError(
-            f"{op}: key has shape {shared}, but it is one key, or an array of keys over the first axes"
-            f" of rows of shape {rows}; pass jax.random.split(key, {rows})."
-        )
-    inner = rows[len(shared) :]
-    number = jnp.arange(math.prod(inner), dtype=jnp.uint32).reshape(inner)
-    entering = [
-        *(words[..., i].reshape(*shared, *(1,) * len(inner)) for i in range(words.shape[-1])),
-        position.astype(jnp.uint32),
-        number.reshape((1,) * len(shared) + inner),
-    ]
-    first = second = jnp.zeros(rows, jnp.uint32)
-    for word in entering:
-        first = murmur(first ^ jnp.broadcast_to(word, rows)) + jnp.uint32(0x9E3779B9)
-        second = murmur(second ^ jnp.broadcast_to(word, rows), first)
-    return jnp.stack([first, second], axis=-1)
+    def examples(self, random, device, logits, seeds, filters) -> Operands:
+        del device
+        nucleus = jnp.asarray([1.0, 0.9, -1.0 / jnp.finfo(jnp.float32).tiny, logits.shape[-1]])
+        bits = jax.random.bits(jax.random.key(0), seeds.shape, seeds.dtype)
+        return random(logits), bits, jnp.broadcast_to(nucleus, filters.shape)
 
+    def run(self, implementation, device, logits, seeds, filters) -> Results:
+        del device
+        run = sample_cuda.forward if implementation == "cuda" else sample_xla.sample
+        return (run(logits, seeds, filters, is_filtered=self.is_filtered),)
 
-def _words_of(op: str, key: Any) -> jax.Array:
-    """Returns the words uint32 [..., n] of keys or integer seeds."""
-    key = jnp.asarray(key)
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(key)
-    if not jnp.issubdtype(key.dtype, jnp.integer):
-        raise ValueError(
-            f"{op}: key has dtype {key.dtype}; pass keys of jax.random.key, or integer seeds."
-        )
-    words = key.astype(jnp.uint32)
-    return jnp.stack([jnp.zeros_like(words), words], axis=-1)
+    batched = batched_rows
 
 
 def _log_probs(op: str, logits: jax.Array, token: jax.Array, count: int) -> LogProbs:

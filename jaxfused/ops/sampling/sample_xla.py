@@ -53,6 +53,12 @@ class Row(NamedTuple):
     """The sum of the weights [...]; not above 0 for a row without a distribution."""
 
 
+def unpacked(filters: jax.Array) -> Filters:
+    """Returns the filters of rows from their matrix float32 [..., 4], which holds them in this order."""
+    inverse_temperature, share, least, top_k = (filters[..., i] for i in range(4))
+    return Filters(inverse_temperature, share, least, top_k.astype(jnp.int32))
+
+
 def gumbel(seeds: jax.Array, words: int) -> jax.Array:
     """Returns float32 noise [..., words] for seeds uint32 [..., 2], the same in every implementation.
 
@@ -70,7 +76,9 @@ def gumbel(seeds: jax.Array, words: int) -> jax.Array:
 def row_of(logits: jax.Array, inverse_temperature: jax.Array) -> Row:
     """Returns the words of rows; a logit of infinity counts as the largest number."""
     dtype = accumulator_dtype(logits.dtype)
-    z = jnp.minimum(logits.astype(dtype), jnp.finfo(dtype).max)
+    largest = jnp.finfo(dtype).max
+    z = logits.astype(dtype)
+    z = jnp.where(z > largest, largest, z)  # XLA's minimum may lose a NaN on a CPU.
     factor = jnp.where(inverse_temperature == 0.0, 1.0, inverse_temperature).astype(dtype)
     exponents = (z - jnp.max(z, axis=-1, keepdims=True)) * factor[..., None]
     weights = jnp.exp(exponents)
@@ -79,20 +87,21 @@ def row_of(logits: jax.Array, inverse_temperature: jax.Array) -> Row:
 
 @functools.partial(jax.jit, static_argnames="is_filtered")
 def sample(
-    logits: jax.Array, seeds: jax.Array, filters: Filters, *, is_filtered: bool
+    logits: jax.Array, seeds: jax.Array, filters: jax.Array, *, is_filtered: bool
 ) -> jax.Array:
-    """Returns tokens int32 [...] from logits [..., V] and seeds uint32 [..., 2].
+    """Returns tokens int32 [...] from logits [..., V], seeds uint32 [..., 2] and filters [..., 4].
 
     Without `is_filtered`, of all filters only the temperature counts.
     """
-    row = row_of(logits, filters.inverse_temperature)
-    is_greedy = filters.inverse_temperature == 0.0
+    of_row = unpacked(filters)
+    row = row_of(logits, of_row.inverse_temperature)
+    is_greedy = of_row.inverse_temperature == 0.0
     noise = jnp.where(is_greedy[..., None], 0.0, gumbel(seeds, logits.shape[-1]))
     scores = row.exponents + noise.astype(row.exponents.dtype)
     exists = row.total > 0.0
     token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     if is_filtered:
-        token = _first_kept(row, scores, filters, token, exists)
+        token = _first_kept(row, scores, of_row, token, exists)
     return jnp.where(exists, token, NONE)
 
 

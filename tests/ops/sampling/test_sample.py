@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfused
 from jaxfused.ops.sampling import sample_xla
-from jaxfused.ops.sampling.sample import _filters
+from jaxfused.ops.sampling.penalties import penalized
+from jaxfused.ops.sampling.row_options import filters_of
 from tests.cases.sample import kept_by_sorting, token_by_sorting
 from tests.support.arrays import put
 
@@ -22,7 +23,8 @@ def kept_words(names, logits, *values):
     """Returns which words [M, V] the options keep."""
     options = dict.fromkeys(("top_k", "top_p", "min_p")) | dict(zip(names, values, strict=True))
     temperature = jnp.ones(logits.shape[0]) * options.pop("temperature", 1.0)
-    filters, _ = _filters("sample", logits, temperature, *options.values())
+    matrix, _ = filters_of("sample", logits, temperature, *options.values())
+    filters = sample_xla.unpacked(matrix)
     row = sample_xla.row_of(logits, filters.inverse_temperature)
     weight = sample_xla.weight_of_top_k(row, filters)
 
@@ -124,7 +126,7 @@ def test_tokens_are_those_of_a_sort_with_the_same_noise():
 
     @jax.jit
     def drawn(logits, seeds, temperature, **filters):
-        filters, is_filtered = _filters("sample", logits, temperature, **filters)
+        filters, is_filtered = filters_of("sample", logits, temperature, **filters)
         tokens = sample_xla.sample(logits, seeds, filters, is_filtered=is_filtered)
         return tokens, sample_xla.gumbel(seeds, words)
 
@@ -226,11 +228,14 @@ def test_rows_without_a_distribution_have_no_token():
         ],
         jnp.float32,
     )
+    # In long rows XLA computes several values at a time.
+    padded = put(np.pad(logits, ((0, 0), (0, 9000)), constant_values=-np.inf), jnp.float32)
     for options in ({}, dict(temperature=0.0), dict(top_p=0.9, top_k=3), dict(temperature=1e-30)):
-        tokens, logprobs = jaxfused.sample(logits, jnp.arange(6), logprobs=1, **options)
-        assert tokens[:4].tolist() == [-1, -1, 1, 2]
-        assert 0 <= tokens[4] <= 3 and 0 <= tokens[5] <= 1
-        assert np.isnan(logprobs.chosen[:2]).all()
+        for rows in (logits, padded):
+            tokens, logprobs = jaxfused.sample(rows, jnp.arange(6), logprobs=1, **options)
+            assert tokens[:4].tolist() == [-1, -1, 1, 2]
+            assert 0 <= tokens[4] <= 3 and 0 <= tokens[5] <= 1
+            assert np.isnan(logprobs.chosen[:2]).all()
 
 
 def test_the_largest_logit_at_temperature_0_and_at_small_ones():
@@ -258,13 +263,11 @@ PENALTIES = [
 
 @pytest.mark.parametrize(("penalties", "expected"), PENALTIES)
 def test_penalties(penalties, expected):
-    from jaxfused.ops.sampling.sample import _penalized
-
     logits = jnp.asarray([[2.0, -2.0, 0.5, 0.0, -0.5]])
     named = dict.fromkeys(("repetition", "presence", "frequency"))
     named |= {name.removesuffix("_penalty"): value for name, value in penalties.items()}
     for tokens in ([0, 1, 3, 0], [-1, 0, 5, 1, 99, 3, 0, -100]):
-        found = _penalized("sample", logits, jnp.asarray([tokens]), None, **named)
+        found = penalized("sample", logits, jnp.asarray([tokens]), None, **named)
         np.testing.assert_allclose(found, [expected], atol=1e-4)
     token = jaxfused.sample(logits, temperature=0.0, tokens=jnp.asarray([tokens]), **penalties)
     assert token == np.argmax(expected)
@@ -319,7 +322,7 @@ def test_it_runs_over_a_mesh(axis_type):
 
     @jax.jit
     def call(logits, seeds):
-        filters = dict(top_p=0.6, top_k=50, min_p=0.01)
+        filters = dict(top_p=seeds / 10 + 0.5, top_k=50, min_p=0.01)
         history = dict(tokens=seeds[:, None], repetition_penalty=1.3)
         token, logprobs = jaxfused.sample(logits, seeds, **filters, **history, logprobs=2)
         return token, logprobs.top_tokens

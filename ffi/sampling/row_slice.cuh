@@ -1,0 +1,197 @@
+// A row of logits that a block, or a cluster of blocks, reads several times.
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+#include "common/ptx.cuh"
+#include "common/row_vectors.cuh"
+#include "common/rows.cuh"
+
+constexpr int kMaxClusterBlocks = 8;
+// Vectors of a thread whose loads are in flight together.
+constexpr int kLoads = 4;
+// Warps of all blocks that share a row.
+constexpr int kMaxRowWarps = 64;
+
+// The part of a row that belongs to this block. Of each thread's vectors, the first `kept` stay in
+// shared memory; the others are read again, and come from the L2.
+template <typename T, int kVec>
+class RowSlice {
+  using Pack = Vector<T, kVec>;
+
+ public:
+  // `slice` is the limit on a block's vectors, `kept` that on the vectors of a thread in `shared`.
+  __device__ RowSlice(const void* logits, int64_t row, int features, int rank, int slice, int kept,
+                      void* shared)
+      : vectors_(row, features),
+        features_(features),
+        kept_(kept),
+        first_(rank * slice),
+        count_(min(slice, vectors_.count - first_)),
+        data_(static_cast<const T*>(logits) + vectors_.first * kVec),
+        shared_(static_cast<Pack*>(shared)) {}
+
+  // Calls use(column, values) for each of the thread's vectors. A value beyond the row is -inf, and
+  // infinity is FLT_MAX, from which distances are numbers. The first pass has kFirst. After 1, 2,
+  // 4, 8 ... vectors, whole warps call pause().
+  template <bool kFirst, typename Use, typename Pause>
+  __device__ __forceinline__ void for_each(const Use& use, const Pause& pause) const {
+    const int threads = blockDim.x;
+    for (int v = 0; v * threads < count_; v += kLoads) {
+      Pack packed[kLoads];
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) {
+        const int j = (v + u) * threads + threadIdx.x;
+        if (j >= count_) continue;
+        packed[u] = !kFirst && v + u < kept_ ? shared_[j] : load(j);
+      }
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) {
+        const int j = (v + u) * threads + threadIdx.x;
+        if (j < count_) {
+          if (kFirst && v + u < kept_) shared_[j] = packed[u];
+          float values[kVec];
+          read(first_ + j, packed[u], values);
+          use(vectors_.column(first_ + j), values);
+        }
+        if (((v + u) & (v + u + 1)) == 0) pause();
+      }
+    }
+  }
+
+  template <bool kFirst, typename Use>
+  __device__ __forceinline__ void for_each(const Use& use) const {
+    for_each<kFirst>(use, [] {});
+  }
+
+ private:
+  __device__ __forceinline__ void read(int j, const Pack& packed, float (&values)[kVec]) const {
+    unpack(packed, values);
+    const int column = vectors_.column(j);
+    if (!vectors_.is_inner(j)) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (column + i < 0 || column + i >= features_) values[i] = -INFINITY;
+      }
+    }
+#pragma unroll
+    for (float& value : values) value = value > FLT_MAX ? FLT_MAX : value;  // keeps a NaN
+  }
+
+  __device__ __forceinline__ Pack load(int j) const {
+    return load_vector<T, kVec>(data_ + static_cast<int64_t>(first_ + j) * kVec);
+  }
+
+  RowVectors<kVec> vectors_;
+  int features_;
+  int kept_;
+  int first_;
+  int count_;
+  const T* data_;
+  Pack* shared_;
+};
+
+// Joins what the threads of a cluster have found, in an order that is the same in every run.
+//
+// All threads get the same result. Turns alternate between two halves of the shared memory, so that
+// one barrier per turn suffices: whoever overwrites a place has passed the barrier of the turn in
+// between, and so has every reader of that place.
+class ClusterJoin {
+ public:
+  static constexpr int kMostWords = 5;
+  static constexpr int kFloats = 2 * kMostWords * kMaxRowWarps;
+
+  __device__ ClusterJoin(float* places, int cluster) : places_(places), cluster_(cluster) {}
+
+  // `Found` consists of 32-bit words, and a default one changes nothing that it is joined to.
+  template <typename Found, typename Join>
+  __device__ __forceinline__ Found operator()(Found found, const Join& join) {
+    constexpr int kWords = sizeof(Found) / sizeof(float);
+    static_assert(kWords <= kMostWords);
+    over_lanes(found, join);
+    const int warps = blockDim.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    float* const own = places_ + turn_ * kMostWords * kMaxRowWarps;
+    turn_ ^= 1;
+    if (lane == 0) {
+      const auto& words = reinterpret_cast<const float (&)[kWords]>(found);
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) own[threadIdx.x / kWarpSize * kWords + i] = words[i];
+    }
+    if (cluster_ > 1) {
+      cluster_sync();
+    } else {
+      __syncthreads();
+    }
+    Found all;
+    for (int place = lane; place < warps * cluster_; place += kWarpSize) {
+      Found other;
+      auto& words = reinterpret_cast<float (&)[kWords]>(other);
+      const float* const from = own + place % warps * kWords;
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        words[i] = cluster_ > 1 ? cluster_load(cluster_address(from + i, place / warps)) : from[i];
+      }
+      join(all, other);
+    }
+    over_lanes(all, join);
+    return all;
+  }
+
+  // To be called before a block ends: others may still read its memory.
+  __device__ void finish() const {
+    if (cluster_ > 1) cluster_sync();
+  }
+
+ private:
+  template <typename Found, typename Join>
+  static __device__ __forceinline__ void over_lanes(Found& found, const Join& join) {
+    constexpr int kWords = sizeof(Found) / sizeof(float);
+#pragma unroll
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+      Found other;
+      const auto& mine = reinterpret_cast<const float (&)[kWords]>(found);
+      auto& words = reinterpret_cast<float (&)[kWords]>(other);
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) words[i] = __shfl_xor_sync(0xffffffffu, mine[i], offset);
+      join(found, other);
+    }
+  }
+
+  float* places_;
+  int cluster_;
+  int turn_ = 0;
+};
+
+// How the vectors of a row are spread over blocks and threads.
+struct RowSpread {
+  int cluster;       // blocks that share a row
+  int threads;       // of a block
+  int slice;         // limit on the vectors of a block
+  int kept;          // limit on the vectors of a thread that stay in shared memory
+  int shared_bytes;  // of a block
+};
+
+// Returns the spread of rows. Four blocks of a cluster are on an SM at a time, or one that has a
+// row for itself.
+inline RowSpread spread_rows(int64_t features, int vec, int vector_bytes, const Device& device) {
+  constexpr int kClusterThreads = 256, kMostThreads = 1024, kBlocks = 4, kReserved = 1024;
+  constexpr int kJoinBytes = ClusterJoin::kFloats * int{sizeof(float)};
+  const int vectors = most_vectors(features, vec);
+  RowSpread spread = {1, kWarpSize, vectors, 0, 0};
+  if (device.clusters) {
+    while (spread.cluster < kMaxClusterBlocks &&
+           vectors >= 2 * spread.cluster * kLoads * kClusterThreads) {
+      spread.cluster *= 2;
+    }
+  }
+  const int most = spread.cluster > 1 ? kClusterThreads : kMostThreads;
+  spread.slice = divide_up(vectors, spread.cluster);
+  while (spread.threads < most && spread.threads * kLoads < spread.slice) spread.threads *= 2;
+  const int blocks = spread.threads <= kClusterThreads ? kBlocks : 1;
+  const int room = (device.shared_bytes + kReserved) / blocks - kReserved - kJoinBytes;
+  const int row_bytes = spread.threads * vector_bytes;
+  spread.kept = std::min(divide_up(spread.slice, spread.threads), std::max(room / row_bytes, 0));
+  spread.shared_bytes = kJoinBytes + spread.kept * row_bytes;
+  return spread;
+}

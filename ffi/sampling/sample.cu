@@ -1,0 +1,353 @@
+// Draws a token from each row of logits, as jaxfused/ops/sampling/sample_xla.py states it.
+//
+// A cluster of blocks reads a row once from memory and keeps it in shared memory. In this first
+// pass it finds the largest logit, the sum of the weights, and the word with the highest score,
+// which is the token unless a filter leaves it out. Each further pass answers one question about
+// the words before another one, in the order of falling logits: how many there are, what they
+// weigh, which has the highest score. Nothing is sorted, and the row's words are never stored
+// again.
+#include <cfloat>
+#include <climits>
+#include <cmath>
+
+#include "common/approximate.cuh"
+#include "common/handler.h"
+#include "common/mma.cuh"
+#include "common/operands.h"
+#include "common/stochastic_rounding.cuh"
+#include "sampling/row_slice.cuh"
+
+namespace {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr int kMaxThreads = 1024;
+constexpr int kNone = -1;                        // the token of a row without a distribution
+constexpr int64_t kMaxWords = int64_t{1} << 24;  // a float32 holds every top_k up to here
+
+// A row's numbers, in the order of memory; kTopK is a whole number.
+enum Filter { kInverseTemperature, kShare, kLeast, kTopK, kFilters };
+
+struct SampleArgs {
+  const void* logits;    // [rows, features]
+  const uint2* seeds;    // [rows]
+  const float* filters;  // [rows, kFilters]
+  int* tokens;           // [rows]
+  int features;
+  bool is_filtered;
+  RowSpread spread;
+};
+
+// Returns the v of a word's Gumbel noise -log(-log(1 - v)).
+__device__ __forceinline__ float uniform(uint2 seeds, int word) {
+  const uint32_t bits = random_word(seeds, static_cast<uint32_t>(word));
+  return fminf(fmaf(static_cast<float>(bits), 0x1p-32f, 0x1p-33f), 1.0f - 0x1p-24f);
+}
+
+__device__ __forceinline__ float gumbel(float v) {
+  // -log(1 - v) by its series where 1 - v would lose the bits of v.
+  const float series = v * fmaf(v, fmaf(v, fmaf(v, fmaf(v, 0.2f, 0.25f), 1.0f / 3), 0.5f), 1.0f);
+  const float exponential = v < 0x1p-5f ? series : -kLn2 * log2_fast(1.0f - v);
+  return -kLn2 * log2_fast(exponential);
+}
+
+__device__ __forceinline__ float exp_fast(float x) { return exp2_fast(x * kLog2e); }
+
+// The word with the highest score; of equal ones, the first.
+struct Best {
+  float score = -INFINITY;
+  int word = INT_MAX;
+  float logit = -INFINITY;
+
+  __device__ __forceinline__ void join(const Best& other) {
+    if (other.score > score || (other.score == score && other.word < word)) *this = other;
+  }
+};
+
+// The race of a warp's words for the highest score. To beat the score s, a word of weight w needs
+// noise with v < -log(1 - v) < w exp(-s), which is tested first: most words get no logarithms.
+struct Race {
+  Best best;
+  float reach = INFINITY;  // exp(-s) for a score of the warp, and a little more
+
+  __device__ __forceinline__ void enter(float logit, int word, float exponent, float weight,
+                                        uint2 seeds) {
+    const float v = uniform(seeds, word);
+    // The comparison fails for a weight of 0, with which no word wins.
+    if (!(v < weight * reach)) return;
+    const float score = exponent + gumbel(v);
+    if (score > best.score) best = {score, word, logit};
+  }
+
+  // Lets the lanes of a warp, whose scores are relative to one number, know the highest one.
+  __device__ __forceinline__ void share() {
+    float highest = best.score;
+#pragma unroll
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, offset));
+    }
+    reach = exp_fast(-highest) * (1.0f + 0x1p-10f);
+  }
+
+  // Makes scores relative to a number that is smaller by `distance`.
+  __device__ __forceinline__ void shift(float distance) {
+    best.score += distance;
+    reach *= exp_fast(-distance);
+  }
+};
+
+// What the first pass finds; scores and weights are relative to the maximum.
+struct Drawn {
+  float maximum = -FLT_MAX;  // not -inf, as its distance from a logit of -inf would be NaN
+  float weight = 0.0f;
+  Best best;
+};
+
+struct Before {
+  int count = 0;
+  float weight = 0.0f;
+};
+
+// The logit and the index of a word, by which words are ordered.
+struct Place {
+  float logit;
+  int word;
+
+  // Whether another word stands before this one.
+  __device__ __forceinline__ bool is_after(float other_logit, int other_word) const {
+    return other_logit > logit || (other_logit == logit && other_word < word);
+  }
+};
+
+// Returns integers in the order of the numbers; -0 is 0.
+__device__ __forceinline__ int ordered(float x) {
+  const int bits = __float_as_int(x + 0.0f);
+  return bits ^ ((bits >> 31) & INT_MAX);
+}
+
+// A row after its first pass.
+template <typename T, int kVec>
+class Row {
+ public:
+  __device__ Row(const RowSlice<T, kVec>& slice, ClusterJoin& join, uint2 seeds,
+                 float inverse_temperature)
+      : slice_(slice), join_(join), seeds_(seeds), inverse_temperature_(inverse_temperature) {}
+
+  // Makes the first pass. At a temperature of 0, kDraws is false and the noise is left out.
+  template <bool kDraws>
+  __device__ __forceinline__ Drawn draw() {
+    float maximum = -FLT_MAX, weight = 0.0f;
+    Race race;
+    const auto raise = [&](float to) {
+      if (!(to > maximum)) return;  // NaN raises nothing
+      const float distance = (maximum - to) * inverse_temperature_;
+      weight *= exp_fast(distance);
+      race.shift(distance);
+      maximum = to;
+    };
+    slice_.template for_each<true>(
+        [&](int column, const float (&z)[kVec]) {
+          float most = z[0];
+#pragma unroll
+          for (int i = 1; i < kVec; ++i) most = fmaxf(most, z[i]);
+          raise(most);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) {
+            const float exponent = (z[i] - maximum) * inverse_temperature_;
+            const float own = exp_fast(exponent);
+            weight += own;
+            if constexpr (kDraws) {
+              race.enter(z[i], column + i, exponent, own, seeds_);
+            } else if (exponent > race.best.score) {
+              race.best = {exponent, column + i, z[i]};
+            }
+          }
+        },
+        [&] {
+          if constexpr (kDraws) {
+            float most = maximum;
+#pragma unroll
+            for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+              most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
+            }
+            raise(most);
+            race.share();
+          }
+        });
+    const auto join = [&](Drawn& mine, const Drawn& other) {
+      const float most = fmaxf(mine.maximum, other.maximum);
+      const float down = (mine.maximum - most) * inverse_temperature_;
+      const float other_down = (other.maximum - most) * inverse_temperature_;
+      mine.weight = mine.weight * exp_fast(down) + other.weight * exp_fast(other_down);
+      mine.best.score += down;
+      mine.best.join({other.best.score + other_down, other.best.word, other.best.logit});
+      mine.maximum = most;
+    };
+    const Drawn drawn = join_(Drawn{maximum, weight, race.best}, join);
+    maximum_ = drawn.maximum;
+    return drawn;
+  }
+
+  // Returns the number and the weight of the words before a place.
+  __device__ __forceinline__ Before before(const Place& place) {
+    return sum_of([&](float z, int word) { return place.is_after(z, word); });
+  }
+
+  // Returns which of the words before a place has the highest score.
+  __device__ __forceinline__ Best best_before(const Place& place) {
+    Race race;
+    slice_.template for_each<false>(
+        [&](int column, const float (&z)[kVec]) {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) {
+            if (!place.is_after(z[i], column + i)) continue;
+            race.enter(z[i], column + i, exponent(z[i]), weight(z[i]), seeds_);
+          }
+        },
+        [&] { race.share(); });
+    return join_(race.best, [](Best& mine, const Best& other) { mine.join(other); });
+  }
+
+  // Returns what the `top_k` first words weigh.
+  __device__ __forceinline__ float weight_of_top_k(int top_k) {
+    // Fewer than top_k words are at least `high`, and not fewer at least `low`.
+    int low = ordered(-INFINITY), high = ordered(maximum_) + 1;
+    Before at_high;
+    while (low + 1 < high) {
+      const int middle = (low >> 1) + (high >> 1) + (low & high & 1);
+      const Before found = sum_of([&](float z, int) { return ordered(z) >= middle; });
+      if (found.count == top_k) return found.weight;
+      if (found.count > top_k) {
+        low = middle;
+      } else {
+        high = middle;
+        at_high = found;
+      }
+    }
+    const float logit = __int_as_float(low ^ ((low >> 31) & INT_MAX));
+    return fmaf(static_cast<float>(top_k - at_high.count), weight(logit), at_high.weight);
+  }
+
+  // Returns a logit's distance from the maximum, over the temperature.
+  __device__ __forceinline__ float exponent(float z) const {
+    return (z - maximum_) * inverse_temperature_;
+  }
+
+ private:
+  __device__ __forceinline__ float weight(float z) const { return exp2_fast(exponent(z) * kLog2e); }
+
+  // Returns the number and the weight of the words for which takes(logit, word) holds.
+  template <typename Takes>
+  __device__ __forceinline__ Before sum_of(const Takes& takes) {
+    Before sum;
+    slice_.template for_each<false>([&](int column, const float (&z)[kVec]) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (!takes(z[i], column + i)) continue;
+        sum.count += 1;
+        sum.weight += weight(z[i]);
+      }
+    });
+    return join_(sum, [](Before& mine, const Before& other) {
+      mine.count += other.count;
+      mine.weight += other.weight;
+    });
+  }
+
+  const RowSlice<T, kVec>& slice_;
+  ClusterJoin& join_;
+  uint2 seeds_;
+  float inverse_temperature_;
+  float maximum_ = 0.0f;
+};
+
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kMaxThreads) sample_rows(SampleArgs args) {
+  extern __shared__ __align__(16) float shared[];
+  const int cluster = args.spread.cluster;
+  const int64_t row = blockIdx.x / cluster;
+  const int rank = cluster > 1 ? cluster_rank() : 0;
+  ClusterJoin join(shared, cluster);
+  const RowSlice<T, kVec> slice(args.logits, row, args.features, rank, args.spread.slice,
+                                args.spread.kept, shared + ClusterJoin::kFloats);
+  const float* const filters = args.filters + row * kFilters;
+  const float inverse_temperature = filters[kInverseTemperature];
+  const bool draws = inverse_temperature > 0.0f;
+  Row<T, kVec> of_row(slice, join, args.seeds[row], draws ? inverse_temperature : 1.0f);
+  const Drawn drawn = draws ? of_row.template draw<true>() : of_row.template draw<false>();
+  Best best = drawn.best;
+  const bool exists = drawn.weight > 0.0f;  // not where it is NaN
+  if (args.is_filtered && draws && exists) {
+    const float share = filters[kShare];
+    const int top_k = static_cast<int>(filters[kTopK]);
+    const bool both = top_k < args.features && share < 1.0f;
+    const float least_weight = share * (both ? of_row.weight_of_top_k(top_k) : drawn.weight);
+    while (true) {
+      const Place place = {best.logit, best.word};
+      const Before before = of_row.before(place);
+      const bool is_kept = before.count < top_k && before.weight < least_weight &&
+                           of_row.exponent(best.logit) >= filters[kLeast];
+      if (is_kept || before.count == 0) break;
+      best = of_row.best_before(place);
+    }
+  }
+  if (rank == 0 && threadIdx.x == 0) args.tokens[row] = exists ? best.word : kNone;
+  join.finish();
+}
+
+template <typename T, int kVec>
+ffi::Error launch(SampleArgs args, int64_t rows, cudaStream_t stream) {
+  Device device;
+  RETURN_IF_ERROR(current_device(&device));
+  args.spread = spread_rows(args.features, kVec, sizeof(Vector<T, kVec>), device);
+  const auto kernel = sample_rows<T, kVec>;
+  RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+  const int64_t blocks = rows * args.spread.cluster;
+  return launch_kernel(kernel, args,
+                       {dim3(static_cast<unsigned>(blocks)), args.spread.threads,
+                        args.spread.shared_bytes, args.spread.cluster},
+                       stream);
+}
+
+ffi::Error sample(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer seeds,
+                  ffi::AnyBuffer filters, ffi::Result<ffi::AnyBuffer> tokens, bool is_filtered) {
+  const auto dtype = dtype_of(logits);
+  if (!dtype || logits.dimensions().size() != 2) {
+    return ffi::Error::InvalidArgument("logits must be a matrix of float32, bfloat16 or float16");
+  }
+  const int64_t rows = logits.dimensions()[0], features = logits.dimensions()[1];
+  if (rows < 1 || features < 1 || rows > kMaxRows / kMaxClusterBlocks || features > kMaxWords) {
+    return ffi::Error::InvalidArgument("logits have shape " + to_string(logits.dimensions()) +
+                                       ", which is empty or too large");
+  }
+  RETURN_IF_ERROR(check_shape("seeds", seeds, {rows, 2}));
+  RETURN_IF_ERROR(check_dtype("seeds", seeds, ffi::DataType::U32));
+  RETURN_IF_ERROR(check_float32("filters", filters, {rows, kFilters}));
+  RETURN_IF_ERROR(check_shape("tokens", *tokens, {rows}));
+  RETURN_IF_ERROR(check_dtype("tokens", *tokens, ffi::DataType::S32));
+  SampleArgs args = {};
+  args.logits = logits.untyped_data();
+  args.seeds = static_cast<const uint2*>(seeds.untyped_data());
+  args.filters = static_cast<const float*>(filters.untyped_data());
+  args.tokens = static_cast<int*>(tokens->untyped_data());
+  args.features = static_cast<int>(features);
+  args.is_filtered = is_filtered;
+  const bool aligned = are_aligned({args.logits});
+  return with_dtype(*dtype, [&](auto type) {
+    using T = decltype(type);
+    if (aligned) return launch<T, 16 / sizeof(T)>(args, rows, stream);
+    return launch<T, 1>(args, rows, stream);
+  });
+}
+
+}  // namespace
+
+DEFINE_HANDLER(jaxfused_sample, sample,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()  // logits
+                   .Arg<ffi::AnyBuffer>()  // seeds
+                   .Arg<ffi::AnyBuffer>()  // filters
+                   .Ret<ffi::AnyBuffer>()  // tokens
+                   .Attr<bool>("is_filtered"),
+               {ffi::Traits::kCmdBufferCompatible});

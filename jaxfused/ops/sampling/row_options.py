@@ -1,0 +1,124 @@
+"""What each row of logits is drawn by: its temperature, filters and seeds."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.runtime import sharding
+from jaxfused.runtime.checks import readable_values
+from jaxfused.runtime.dropout import murmur
+
+_SLACK = 2.0**-21
+"""The relative rounding that a sum of probabilities may be short of top_p by and still reaches it: the
+logarithms of round probabilities are not exact in float32."""
+
+
+def of_rows(
+    op: str, name: str, value: Any, rows: tuple[int, ...], least: float, most: float
+) -> jax.Array:
+    """Returns an option for each row, after a check of the values that can be read."""
+    array = jnp.asarray(value)
+    whole = name in ("top_k", "position")
+    kind = jnp.integer if whole else jnp.number
+    if not jnp.issubdtype(array.dtype, kind) or jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"{op}: {name} has dtype {array.dtype}; pass {'integers' if whole else 'real numbers'}."
+        )
+    if array.shape != rows[: array.ndim]:
+        raise ValueError(
+            f"{op}: {name} has shape {array.shape}, but it is one number, or an array over the first"
+            f" axes of rows of shape {rows}; pass it in one of these shapes."
+        )
+    values = readable_values(array)
+    if values is not None:
+        inside = (values >= least) & (values <= most) & (whole | np.isfinite(values.astype(float)))
+        if not inside.all():
+            upper = "" if most == math.inf else f" to {most:g}"
+            lower = "any" if least == -math.inf else f"{least:g}{upper or ' or more'}"
+            raise ValueError(
+                f"{op}: {name} is {values[~inside].flat[0]}; pass a finite number, {lower}."
+            )
+    array = array.astype(jnp.int32 if whole else jnp.float32)
+    return jnp.broadcast_to(array.reshape(array.shape + (1,) * (len(rows) - array.ndim)), rows)
+
+
+def _is_off(value: Any, off: float) -> bool:
+    """Returns whether a filter is known to keep every word."""
+    return value is None or (isinstance(value, (int, float, np.generic)) and bool(value == off))
+
+
+def filters_of(
+    op: str, logits: jax.Array, temperature: jax.Array, top_k: Any, top_p: Any, min_p: Any
+) -> tuple[jax.Array, bool]:
+    """Returns `sample_xla.Filters` as float32 [..., 4], and whether any may leave out a word."""
+    *rows, words = logits.shape
+    k = of_rows(op, "top_k", 0 if top_k is None else top_k, tuple(rows), 0, math.inf)
+    p = of_rows(op, "top_p", 1.0 if top_p is None else top_p, tuple(rows), 0.0, 1.0)
+    m = of_rows(op, "min_p", 0.0 if min_p is None else min_p, tuple(rows), 0.0, 1.0)
+    # The bounds keep the products with distances of 0 and infinity from being NaN.
+    inverse = jnp.where(temperature > 0.0, 1.0 / jnp.clip(temperature, 1e-30, 1e30), 0.0)
+    share = jnp.where(p >= 1.0, 2.0, jnp.where(p > 0.0, p, 0.0) * (1.0 - _SLACK))
+    smallest = jnp.finfo(jnp.float32).tiny
+    least = jnp.where(m > 0.0, jnp.log(jnp.clip(m, smallest, 1.0)) - 2.0 * _SLACK, -1.0 / smallest)
+    k = jnp.where((k <= 0) | (k > words), words, k)
+    is_filtered = not (_is_off(top_k, 0) and _is_off(top_p, 1) and _is_off(min_p, 0))
+    letters = sharding.leading_axes(len(rows))
+    columns: Any = sharding.align(
+        (inverse, share, least, k.astype(jnp.float32)), operand_axes=(letters,) * 4
+    )
+    return jnp.stack(columns, axis=-1), is_filtered
+
+
+def seeds_of(
+    op: str, key: Any, position: Any, temperature: jax.Array, rows: tuple[int, ...]
+) -> jax.Array:
+    """Returns the seeds uint32 [..., 2] of each row's noise, from its key, position and number."""
+    position = of_rows(op, "position", position, rows, -math.inf, math.inf)
+    if key is None:
+        values = readable_values(temperature)
+        if values is None or values.any():
+            raise ValueError(
+                f"{op}: key is None, but it is what a draw depends on; pass jax.random.key(seed), or"
+                " temperature=0.0 for the largest logits."
+            )
+        return jnp.zeros((*rows, 2), jnp.uint32)
+    words = _words_of(op, key)
+    shared = words.shape[:-1]
+    if shared == (*rows, 2) and jnp.asarray(key).dtype == jnp.uint32:
+        raise ValueError(
+            f"{op}: key has shape {shared} and dtype uint32, as the data of keys; pass"
+            " jax.random.wrap_key_data(key)."
+        )
+    if shared != rows[: len(shared)]:
+        raise ValueError(
+            f"{op}: key has shape {shared}, but it is one key, or an array of keys over the first axes"
+            f" of rows of shape {rows}; pass jax.random.split(key, {rows})."
+        )
+    inner = rows[len(shared) :]
+    number = jnp.arange(math.prod(inner), dtype=jnp.uint32).reshape(inner)
+    entering = [
+        *(words[..., i].reshape(*shared, *(1,) * len(inner)) for i in range(words.shape[-1])),
+        position.astype(jnp.uint32),
+        number.reshape((1,) * len(shared) + inner),
+    ]
+    first = second = jnp.zeros(rows, jnp.uint32)
+    for word in entering:
+        first = murmur(first ^ jnp.broadcast_to(word, rows)) + jnp.uint32(0x9E3779B9)
+        second = murmur(second ^ jnp.broadcast_to(word, rows), first)
+    return jnp.stack([first, second], axis=-1)
+
+
+def _words_of(op: str, key: Any) -> jax.Array:
+    """Returns the words uint32 [..., n] of keys or integer seeds."""
+    key = jnp.asarray(key)
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(key)
+    if not jnp.issubdtype(key.dtype, jnp.integer):
+        raise ValueError(
+            f"{op}: key has dtype {key.dtype}; pass keys of jax.random.key, or integer seeds."
+        )
+    words = key.astype(jnp.uint32)
+    return jnp.stack([jnp.zeros_like(words), words], axis=-1)
