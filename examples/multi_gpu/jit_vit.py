@@ -29,9 +29,9 @@ from examples.multi_gpu import launch
 from examples.placement import OneDevice
 from examples.training import State, whole
 from examples.vit import train
-from examples.vit.model import MODELS, ViTSize
+from examples.vit.model import MODELS
 
-COLUMNS = ("qkv", "up")
+COLUMNS = ("qkv", "gate", "up")
 """Layers whose outputs are split over `tensor`: features of the MLP, and columns of qkv. There all
 queries come first, so that XLA exchanges columns between devices to get whole heads."""
 ROWS = ("project", "down")
@@ -51,22 +51,22 @@ class OnMesh(OneDevice):
     """Splits batches over `data`, and parameters as `spec` says.
 
     Args:
-      size: of the model.
+      heads: of the model, those of keys where they are fewer.
       tensor: devices that share each layer.
       fsdp: whether parameters and optimizer state are split over `data` too.
     """
 
-    def __init__(self, size: ViTSize, *, tensor: int, fsdp: bool):
+    def __init__(self, heads: int, *, tensor: int, fsdp: bool):
         data, rest = divmod(jax.device_count(), tensor)
         if rest:
             raise ExampleError(
                 f"the mesh must use all devices, but --tensor is {tensor} and there are"
                 f" {jax.device_count()}; pass a --tensor that divides {jax.device_count()}."
             )
-        if size.heads % tensor:
+        if heads % tensor:
             raise ExampleError(
-                f"--tensor must divide the heads, but is {tensor} and the model has {size.heads};"
-                f" pass a --tensor that divides {size.heads}."
+                f"--tensor must divide the heads, but is {tensor} and the model has {heads};"
+                f" pass a --tensor that divides {heads}."
             )
         self.fsdp = fsdp
         self.mesh = jax.make_mesh(
@@ -166,9 +166,8 @@ class OnMesh(OneDevice):
         )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command; `argv` replaces the command line."""
-    parser = train.make_parser("examples.multi_gpu.jit_vit", out="runs/jit_vit")
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the mesh and of several processes."""
     mesh = parser.add_argument_group("mesh")
     mesh.add_argument(
         "--tensor",
@@ -184,9 +183,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="split parameters and optimizer state over the devices that share the batch",
     )
     launch.add_flags(parser)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command; `argv` replaces the command line."""
+    parser = train.make_parser("examples.multi_gpu.jit_vit", out="runs/jit_vit")
+    add_flags(parser)
     launch.start(parser.parse_args(argv))
     args = train.parse_flags(parser, argv)
-    train.train(args, OnMesh(MODELS[args.model], tensor=args.tensor, fsdp=args.fsdp))
+    train.train(args, OnMesh(MODELS[args.model].heads, tensor=args.tensor, fsdp=args.fsdp))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from examples.lm.engine import Engine
 from examples.lm.requests import read_request
 from examples.lm.serve import Server
 from examples.lm.worker import Worker
-from tests.examples.test_example_lm import ROWS, model_of
+from tests.examples.test_example_lm import ROWS, shallow
 
 VOCABULARY = 50
 WORDS = [bytes([97 + i % 26]) for i in range(48)] + [b"\xf0\x9f", b"\x98\x80"]
@@ -40,7 +40,7 @@ class Letters:
 
 @pytest.fixture(scope="module")
 def model():
-    return model_of(ROWS["Qwen2"])
+    return shallow(ROWS["Qwen2"])
 
 
 @contextlib.contextmanager

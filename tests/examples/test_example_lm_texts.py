@@ -13,14 +13,13 @@ import jaxfused
 import jaxfused.nnx
 from examples.errors import ExampleError
 from examples.lm import loading
-from examples.lm.config import read_config
 from examples.lm.engine import Engine, Sampling, Text
 from examples.lm.gguf_file import GgufFile
 from examples.lm.loading import quantized, size_of
 from examples.lm.stream import Stream
 from examples.lm.tokenizer import Tokenizer
 from examples.lm.weights import assemble
-from tests.examples.test_example_lm import ROWS, arrays_of, model_of
+from tests.examples.test_example_lm import ROWS, arrays_of, model_of, shallow
 from tests.recorded.values import FOLDER
 from tests.support.grids import parametrize
 
@@ -223,10 +222,7 @@ PROMPTS = ([3, 14, 15, 9, 2, 6, 5], [5, 35], [8, 9, 7, 9, 3, 23, 8, 46, 26, 43])
 @pytest.fixture(scope="module")
 def gemma():
     """Returns two layers of it, one of them with a window."""
-    row = ROWS["Gemma 2"]
-    config = row.options["config"] | dict(num_hidden_layers=2, layer_types=None)
-    arrays = {k: v for k, v in arrays_of(row).items() if ".2." not in k and ".3." not in k}
-    return assemble(read_config(config), arrays, dtype=jnp.float32)
+    return shallow(ROWS["Gemma 2"])
 
 
 def run(engine, *texts):

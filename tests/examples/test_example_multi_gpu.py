@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 from PIL import Image
 
 from examples.errors import ExampleError, Stopped
-from examples.multi_gpu import jit_vit, launch, pmap_vit
+from examples.lm import train as lm_train
+from examples.multi_gpu import jit_lm, jit_vit, launch, pmap_vit
 from examples.vit import data as vit_data
 from examples.vit import train
 from examples.vit.model import MODELS
@@ -100,6 +101,19 @@ def test_a_mesh_splits_blocks_that_no_loop_runs(tmp_path):
     flags = [*TWO_STEPS, "--unroll", "4"]
     train.main([*flags, "--out", str(tmp_path / "one")])
     jit_vit.main([*flags, "--out", str(tmp_path / "mesh"), "--tensor", "2", "--fsdp"])
+    assert_same_numbers(tmp_path / "mesh", metrics(tmp_path / "one"))
+
+
+@pytest.mark.exhaustive
+@on_four_devices
+def test_a_language_model_on_a_mesh_has_the_numbers_of_one_device(tmp_path):
+    for i in range(12):
+        (tmp_path / f"{i}.txt").write_text(f"{i} times two is {2 * i}, as all know.\n" * 20)
+    flags = ["--data", str(tmp_path), "--model", "lm-byte", "--length", "32", "--epochs", "1"]
+    flags += ["--warmup-epochs", "0", "--batch-size", "8", "--epoch-rows", "16", "--samples", "0"]
+    flags += ["--held-out", "0.3"]
+    lm_train.main([*flags, "--out", str(tmp_path / "one")])
+    jit_lm.main([*flags, "--out", str(tmp_path / "mesh"), "--tensor", "2", "--fsdp"])
     assert_same_numbers(tmp_path / "mesh", metrics(tmp_path / "one"))
 
 
@@ -246,7 +260,7 @@ def test_a_process_makes_its_part_of_a_batch_only(tmp_path):
 
 def test_the_mesh_splits_heads_features_and_with_fsdp_all_matrices():
     size = MODELS["vit-digits"]
-    one = jit_vit.OnMesh(size, tensor=1, fsdp=True)
+    one = jit_vit.OnMesh(size.heads, tensor=1, fsdp=True)
     assert one.spec("norm1", "scale", (4, 48)) == P(None, None)
     assert one.spec("qkv", "bias", (4, 144)) == P(None, "tensor")
     assert one.spec("qkv", "kernel", (4, 48, 144)) == P(None, "data", "tensor")
@@ -255,14 +269,14 @@ def test_the_mesh_splits_heads_features_and_with_fsdp_all_matrices():
     assert one.spec("down", "kernel", (96, 48)) == P("tensor", "data")
     assert one.spec("qkv", "bias", (144,)) == P("tensor")
     assert one.spec("head", "kernel", (48, 10)) == P("data", None)
-    whole = jit_vit.OnMesh(size, tensor=1, fsdp=False)
+    whole = jit_vit.OnMesh(size.heads, tensor=1, fsdp=False)
     assert whole.spec("up", "kernel", (4, 48, 96)) == P(None, None, "tensor")
     assert whole.spec("head", "kernel", (48, 10)) == P(None, None)
 
 
 @on_four_devices
 def test_fsdp_keeps_a_quarter_of_the_state_on_each_device_from_step_to_step():
-    place = jit_vit.OnMesh(MODELS["vit-digits"], tensor=1, fsdp=True)
+    place = jit_vit.OnMesh(MODELS["vit-digits"].heads, tensor=1, fsdp=True)
     kernel = jnp.arange(48 * 96.0).reshape(48, 96)
     make = lambda: dict(params=dict(up=dict(kernel=kernel)), opt_state=jnp.int32(0))  # noqa: E731
     state = place.init(make)
