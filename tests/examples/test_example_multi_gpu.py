@@ -107,9 +107,11 @@ def test_a_mesh_splits_blocks_that_no_loop_runs(tmp_path):
 @pytest.mark.exhaustive
 @on_four_devices
 def test_a_language_model_on_a_mesh_has_the_numbers_of_one_device(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
     for i in range(12):
-        (tmp_path / f"{i}.txt").write_text(f"{i} times two is {2 * i}, as all know.\n" * 20)
-    flags = ["--data", str(tmp_path), "--model", "lm-byte", "--length", "32", "--epochs", "1"]
+        (texts / f"{i}.txt").write_text(f"{i} times two is {2 * i}, as all know.\n" * 20)
+    flags = ["--data", str(texts), "--model", "lm-byte", "--length", "32", "--epochs", "1"]
     flags += ["--warmup-epochs", "0", "--batch-size", "8", "--epoch-rows", "16", "--samples", "0"]
     flags += ["--held-out", "0.3"]
     lm_train.main([*flags, "--out", str(tmp_path / "one")])
