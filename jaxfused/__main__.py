@@ -56,7 +56,20 @@ def _sampled(logits: jax.Array, seeds: jax.Array) -> jax.Array:
     return logprobs.chosen
 
 
+def _paged(query: jax.Array, *others: jax.Array) -> jax.Array:
+    return jaxfused.paged_attention(query, *others, scale=query.shape[-1] ** -0.5, layout="PSKH")
+
+
+def _ragged(
+    query: jax.Array, k_pages: jax.Array, v_pages: jax.Array, *table: jax.Array
+) -> jax.Array:
+    scale = query.shape[-1] ** -0.5
+    return jaxfused.ragged_paged_attention(query, (k_pages, v_pages), *table, sm_scale=scale)
+
+
 _ROWS = (_array(16384, 768),)
+_POOLS = (_array(1024, 64, 8, 128), _array(1024, 64, 8, 128))
+_TABLE = (_array(16, dtype=jnp.int32), _array(16, 64, dtype=jnp.int32))
 _MAPS = (_array(8, 64, 64, 64),)
 _HEADS = (_array(256, 197, 12, 64),)
 _WIDE, _BACK = _array(768, 3072), _array(3072, 768)
@@ -99,6 +112,10 @@ EXAMPLES: dict[str, Example] = {
     ),
     "rms_norm": Example(jaxfused.rms_norm, (*_ROWS, _array(768))),
     "rope": Example(lambda q, k: jaxfused.rope(q, k, rotary_dim=32), 2 * _HEADS),
+    "paged_attention": Example(_paged, (_array(16, 32, 128),), (*_POOLS, *_TABLE)),
+    "ragged_paged_attention": Example(
+        _ragged, (_array(2063, 32, 128),), (*_POOLS, *_TABLE, _array(17, dtype=jnp.int32))
+    ),
     "sample": Example(
         _sampled,
         (_array(64, 128256, dtype=jnp.float32),),

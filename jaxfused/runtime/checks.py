@@ -364,14 +364,14 @@ def check_epsilon(op: str, epsilon: Any) -> None:
         )
 
 
-def check_soft_cap(op: str, cap: Any) -> None:
+def check_soft_cap(op: str, cap: Any, name: str = "logits_soft_cap") -> None:
     """Checks that `cap`, the bound of logits, is None or a finite number above 0."""
     if cap is None:
         return
-    check_constant(op, "logits_soft_cap", cap)
+    check_constant(op, name, cap)
     if not 0.0 < cap < math.inf:
         raise ValueError(
-            f"{op}: logits_soft_cap is {cap}, but logits are kept below it; pass a finite number"
+            f"{op}: {name} is {cap}, but logits are kept below it; pass a finite number"
             " greater than 0, or None for no cap."
         )
 

@@ -16,6 +16,7 @@ from jaxfused.runtime.checks import _kinds, _leaves
 X, IMAGES = jnp.ones((4, 8)), jnp.ones((2, 6, 6, 8))
 W, KERNEL = jnp.ones((8, 8)), jnp.ones((3, 3, 8, 8))
 HEADS, CLASSES = jnp.ones((2, 4, 2, 8)), jnp.zeros(4, jnp.int32)
+PAGES = jnp.ones((3, 4, 2, 8))
 WEIGHTS = jaxfused.quantize(jnp.ones((72, 8)))
 CONV = dict(strides=2, padding=((1, 1), (0, 2)), kernel_dilation=(1, 2))
 LOSS = dict(label_smoothing=0.25, z_loss=0.5, ignore_index=-1, logits_soft_cap=2.0)
@@ -52,6 +53,20 @@ CALLS = {
             focal_gamma=2.0,
             ignore_index=7,
         ),
+    ),
+    "paged_attention": (
+        (HEADS[:, 0], PAGES, PAGES, CLASSES[: len(HEADS)], jnp.zeros((len(HEADS), 2), jnp.int32)),
+        dict(
+            attn_logits_soft_cap=2.0,
+            pages_per_compute_block=4,
+            scale=0.5,
+            sliding_window=3,
+            layout="PSKH",
+        ),
+    ),
+    "ragged_paged_attention": (
+        (HEADS[0], (PAGES, PAGES), jnp.array([4]), jnp.zeros((1, 2), jnp.int32), jnp.array([0, 4])),
+        dict(sm_scale=0.5, sliding_window=3, soft_cap=2.0, k_scale=0.5, v_scale=2.0),
     ),
     "sample": ((X, 3), dict(logprobs=2)),
     "sigmoid_cross_entropy": (

@@ -440,6 +440,40 @@ def _(dtype):
     return f, (normal(0, B, T, dtype=dtype), normal(1, B, T))
 
 
+TABLE = (lambda: jnp.array([5, 3]), lambda: jnp.array([[2, 0], [1, 9]]))
+
+
+@case("paged_attention")
+def _(dtype):
+    def f(q, k, v, sinks):
+        lengths, table = (make() for make in TABLE)
+        options = dict(sinks=sinks, sliding_window=3, layout="PSKH")
+        return jaxfused.paged_attention(q, k, v, lengths, table, **options)
+
+    pages = (normal(i, 3, 4, 2, 8, dtype=dtype) for i in (1, 2))
+    return f, (normal(0, B, 4, 8, dtype=dtype), *pages, normal(3, 4))
+
+
+@case("ragged_paged_attention")
+def _(dtype):
+    def f(q, pages):
+        lengths, table = (make() for make in TABLE)
+        starts = jnp.array([0, 4, 5])
+        return jaxfused.ragged_paged_attention(q, pages, lengths, table, starts, soft_cap=2.0)
+
+    return f, (normal(0, 7, 4, 8, dtype=dtype), normal(1, 3, 4, 4, 8, dtype=dtype))
+
+
+@case("append_to_pages")
+def _(dtype):
+    def f(pages, key, value):
+        lengths, table = (make() for make in TABLE)
+        return jaxfused.append_to_pages(pages, key, value, lengths, table, jnp.array([0, 4, 5]))
+
+    new = (normal(i, 7, 2, 8, dtype=dtype) for i in (1, 2))
+    return f, (normal(0, 3, 4, 4, 8, dtype=dtype), *new)
+
+
 @case("sample")
 def _(dtype):
     def f(logits, top_p):

@@ -181,7 +181,7 @@ class KVCache:
 
         They count from each sequence's start; those of padding before it are negative.
         """
-        positions = self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+        positions = self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
         return positions if self.starts is None else positions - self.starts[:, None]
 
     def append(
@@ -337,7 +337,7 @@ class KVCache:
 
         No two tokens of a sequence have the same place.
         """
-        token = jnp.arange(tokens, dtype=jnp.int32)
+        token = jnp.arange(tokens, dtype=jnp.int32)[None]
         place = lengths[:, None] + token
         is_written = token < counts[:, None]
         if self.window is None:
@@ -359,7 +359,7 @@ class KVCache:
             key_value_seq_lengths=lengths + counts,
         )
         if self.starts is not None:
-            place = jnp.arange(self.capacity, dtype=jnp.int32)
+            place = jnp.arange(self.capacity, dtype=jnp.int32)[None]
             is_token = place >= self._of(self.starts, batch_index)[:, None]
             # Tokens are in segment 1; padding before them is in segment 0, in which no query is.
             mask["key_value_segment_ids"] = is_token.astype(jnp.int32)
@@ -376,8 +376,8 @@ class KVCache:
             return dict(key_value_seq_lengths=jnp.minimum(total, capacity))
         last = total[:, None] - 1
         # The position of the last token that was written to each place, negative where there is none.
-        held = last - (last - jnp.arange(capacity, dtype=jnp.int32)) % capacity
-        position = lengths[:, None, None] + jnp.arange(tokens, dtype=jnp.int32)[:, None]
+        held = last - (last - jnp.arange(capacity, dtype=jnp.int32)[None]) % capacity
+        position = lengths[:, None, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :, None]
         first = 0 if self.starts is None else self._of(self.starts, batch_index)[:, None]
         sees = (held[:, None] <= position) & (held[:, None] > position - window)
         return dict(mask=(sees & (held >= first)[:, None])[:, None])

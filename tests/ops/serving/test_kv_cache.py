@@ -228,6 +228,23 @@ def test_under_vmap_the_numbers_are_those_of_each():
         chex.assert_trees_all_close(jax.tree.map(lambda a, i=i: a[i], after), one)
 
 
+@parametrize("options", [{}, dict(window=3), dict(dtype="int8", layers=2)], quick=(1,), ids=str)
+def test_strict_modes(options):
+    """Nothing is promoted implicitly, also where JAX has 64 bits."""
+    arrays = tokens(1)
+    cache = zeros(6, starts=np.zeros(B, np.int32), **options)
+    layer = dict(layer=1) if "layers" in options else {}
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+    ):
+        cache, _ = step(cache, *arrays, counts=jnp.ones(B, jnp.int32), **layer)
+        cache, output = step(cache, *arrays, **layer)
+    assert output.dtype == jnp.float32 and cache.lengths.dtype == jnp.int32
+    np.testing.assert_array_equal(cache.lengths, 2)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

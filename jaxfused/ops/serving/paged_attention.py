@@ -1,0 +1,302 @@
+"""Attention of new tokens to keys and values in pages: of a batch, or of a ragged one."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.ops.attention.attention import dot_product_attention
+from jaxfused.ops.serving.pages import (
+    Layout,
+    Pages,
+    Pools,
+    Tokens,
+    check_table,
+    is_in_pool,
+    pools_of,
+    tokens_of,
+)
+from jaxfused.runtime.checks import check_count, check_finite, check_soft_cap, python_numbers
+
+_MOST_GATHERED = 2**28
+"""Bytes of keys that a ragged batch gathers at a time."""
+_MOST_ROWS = 64
+"""Rows of a sequence that attend together, as many as a tile of the kernels has."""
+
+
+@python_numbers
+def paged_attention(
+    q: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    lengths: jax.Array,
+    page_indices: jax.Array,
+    *,
+    attn_logits_soft_cap: float | None = None,
+    pages_per_compute_block: int | None = None,
+    scale: float = 1.0,
+    sliding_window: int | None = None,
+    sinks: jax.Array | None = None,
+    layout: Layout = "KPSH",
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+    """Attention of each sequence's last tokens to all of its tokens, which lie in pages.
+
+    Names, order and layout are those of `jax.experimental.pallas.ops.tpu.paged_attention`, and so is
+    the default scale: queries come scaled. `scale`, `sliding_window`, `sinks` and `layout` are more.
+
+    Args:
+      q: [B, N, H], the last token of each sequence; or [B, T, N, H], the last T.
+      k_pages: [K, P, S, H], or [P, S, K, H] in the layout "PSKH": P pages of S tokens, of any float
+        dtype; or such a `QuantizedArray` with a scale of each token and head.
+      v_pages: likewise.
+      lengths: [B] integers, the tokens of each sequence with those of q. 0 gives 0.
+      page_indices: [B, n] integers, the pages of each sequence in order; sequences may share pages.
+      attn_logits_soft_cap: keeps the logits within (-cap, cap).
+      pages_per_compute_block: has no effect. JAX's function asks for it.
+      scale: of the logits, 1 / sqrt(H) where queries do not come scaled.
+      sliding_window: how many tokens each token sees, with itself; None for all.
+      sinks: [N], one learned logit a head that takes probability and gives nothing.
+      layout: the axes of the pages.
+      implementation: as for `jaxfused.dot_product_attention`, which attends to a copy of the pages.
+
+    Returns:
+      The output, of q's shape and dtype. No id outside the pool is read, whatever its place in the
+      table: tokens of such pages are attended to by none. Pages past a sequence's length may have any
+      id.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> q, pages = jnp.ones((2, 4, 8)), jnp.ones((2, 10, 16, 8))
+      >>> table = jnp.array([[7, 3], [1, -1]])
+      >>> jaxfused.paged_attention(q, pages, pages, jnp.array([20, 5]), table, scale=8**-0.5).shape
+      (2, 4, 8)
+
+    Source: Kwon et al., "PagedAttention", 2023, https://arxiv.org/abs/2309.06180
+    """
+    del pages_per_compute_block
+    op = "paged_attention"
+    q, pools = jnp.asarray(q), pools_of(op, (k_pages, v_pages), layout)
+    lengths, page_indices, _ = check_table(op, lengths, page_indices)
+    has_tokens = q.ndim == 4
+    queries = q if has_tokens else q[:, None]
+    _check_queries(op, queries, lengths.shape[0], pools)
+    check_finite(op, "scale", scale)
+    check_soft_cap(op, attn_logits_soft_cap, "attn_logits_soft_cap")
+    options = _options(op, scale, attn_logits_soft_cap, sliding_window, sinks, implementation)
+    full = jnp.full_like(lengths, queries.shape[1])
+    output = _attend(queries, full, pools, lengths, page_indices, options)
+    return output if has_tokens else output[:, 0]
+
+
+@python_numbers
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array | tuple[Pages, Pages],
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array | None = None,
+    *,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    sinks: jax.Array | None = None,
+    layout: Layout = "PSKH",
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+    """Attention of any number of new tokens of each sequence, chunks of prompts beside single tokens.
+
+    Names, order and layout are those of `jax.experimental.pallas.ops.tpu.ragged_paged_attention`;
+    `sinks`, pages that are a pair, and their `layout` are more. `append_to_pages` takes the same
+    arguments.
+
+    Args:
+      q: [tokens, N, H], the new tokens of all sequences, one after the other: each sequence's last ones.
+      kv_pages: [P, S, 2 K, H] with keys at even heads and values at odd ones, or (k_pages, v_pages) as
+        for `paged_attention`.
+      kv_lens: [B] integers, the tokens of each sequence with the new ones.
+      page_indices: [B, n] integers, the pages of each sequence in order; sequences may share pages.
+      cu_q_lens: [B + 1] integers; sequence b has rows cu_q_lens[b] to cu_q_lens[b + 1].
+      num_seqs: [1] integers, how many sequences there are; None for B.
+      sm_scale: of the logits; by default queries come scaled.
+      sliding_window: how many tokens each token sees, with itself; None for all.
+      soft_cap: keeps the logits within (-cap, cap).
+      k_scale: by which the pages' keys are multiplied; v_scale by which the values are.
+      v_scale: see above.
+      sinks: [N], one learned logit a head that takes probability and gives nothing.
+      layout: the axes of a pair of pools.
+      implementation: as for `paged_attention`.
+
+    Returns:
+      [tokens, N, V], of q's dtype; rows of no sequence are 0. No id outside the pool is read.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> q, pages = jnp.ones((6, 4, 8)), jnp.ones((10, 16, 4, 8))
+      >>> table = jnp.array([[7, 3], [1, -1]])
+      >>> jaxfused.ragged_paged_attention(
+      ...     q, pages, jnp.array([20, 5]), table, jnp.array([0, 1, 6]), sm_scale=8**-0.5).shape
+      (6, 4, 8)
+
+    Source: Kwon et al., "PagedAttention", 2023, https://arxiv.org/abs/2309.06180; JAX's
+    ragged_paged_attention for TPUs
+    """
+    op = "ragged_paged_attention"
+    q, pools = jnp.asarray(q), pools_of(op, kv_pages, layout)
+    kv_lens, page_indices, cu_q_lens = check_table(op, kv_lens, page_indices, cu_q_lens)
+    batch, rows = kv_lens.shape[0], q.shape[0]
+    _check_queries(op, q[None] if q.ndim == 3 else q, 1, pools)
+    check_soft_cap(op, soft_cap, "soft_cap")
+    for name, factor in {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale}.items():
+        if factor is not None or name == "sm_scale":
+            check_finite(op, name, factor)
+    scale = sm_scale if k_scale is None else sm_scale * k_scale
+    options = _options(op, scale, soft_cap, sliding_window, sinks, implementation)
+    places = page_indices.shape[1] * pools.page_size * pools.heads
+    tile_bytes = places * (pools.key.shape[-1] + pools.value_size) * q.dtype.itemsize
+    if rows == 0 or batch == 0:
+        return jnp.zeros((*q.shape[:-1], pools.value_size), q.dtype)
+
+    tokens = tokens_of(rows, kv_lens, cu_q_lens, num_seqs)
+    tiles = _tiles(tokens, rows, kv_lens, cu_q_lens)
+    row = tiles.first[:, None] + jnp.arange(tiles.rows, dtype=jnp.int32)[None]
+    queries = jnp.take(q, row, axis=0, mode="clip")
+
+    def attend(queries: jax.Array, owner: jax.Array, count: jax.Array, length: jax.Array) -> Any:
+        return _attend(queries, count, pools, length, page_indices[owner], options)
+
+    output = _in_groups(attend, (queries, tiles.owner, tiles.valid, tiles.length), tile_bytes)
+    output = jnp.take(output.reshape(-1, *output.shape[2:]), tiles.place, axis=0, mode="clip")
+    output = output if v_scale is None else (output * v_scale).astype(q.dtype)
+    return jnp.where(tokens.is_token[:, None, None], output, 0)
+
+
+class _Tiles(NamedTuple):
+    """Rows of a ragged batch that attend together: up to `rows` neighbours of one sequence each."""
+
+    rows: int
+    owner: jax.Array
+    """The sequence of each tile, [tiles]; the next three are of each tile too."""
+    first: jax.Array
+    """The first row."""
+    valid: jax.Array
+    """How many rows there are; 0 in tiles that are not needed."""
+    length: jax.Array
+    """The tokens of the sequence up to the last row."""
+    place: jax.Array
+    """Where each row of the batch is among all rows of the tiles."""
+
+
+def _tiles(tokens: Tokens, rows: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> _Tiles:
+    """Returns as many tiles as any division of the rows among the sequences may need."""
+    batch = kv_lens.shape[0]
+    size = min(_MOST_ROWS, -(-rows // batch))
+    tile = jnp.arange((rows + batch * (size - 1)) // size, dtype=jnp.int32)
+    counts = jnp.zeros(batch, jnp.int32)
+    counts = counts.at[tokens.sequence].add(tokens.is_token.astype(jnp.int32))
+    ends = jnp.cumsum(-(-counts // size))
+    starts = ends - -(-counts // size)
+    owner = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), batch - 1).astype(jnp.int32)
+    within = (tile - starts[owner]) * size
+    count = jnp.where(tile < ends[-1], jnp.clip(counts[owner] - within, 0, size), 0)
+    first_rows = cu_q_lens[1:] - counts
+    number = jnp.arange(rows, dtype=jnp.int32) - first_rows[tokens.sequence]
+    return _Tiles(
+        size,
+        owner,
+        first_rows[owner] + within,
+        count,
+        kv_lens[owner] - counts[owner] + within + count,
+        starts[tokens.sequence] * size + number,
+    )
+
+
+def _in_groups(
+    function: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], entry_bytes: int
+) -> jax.Array:
+    """Applies a function of a batch to as many entries at a time as need `_MOST_GATHERED` bytes."""
+    count = arrays[0].shape[0]
+    groups = min(count, -(-count * entry_bytes // _MOST_GATHERED))
+    if groups <= 1:
+        return function(*arrays)
+    size = -(-count // groups)
+    groups = -(-count // size)
+
+    def grouped(array: jax.Array) -> jax.Array:
+        padding = [(0, groups * size - count)] + [(0, 0)] * (array.ndim - 1)
+        return jnp.pad(array, padding).reshape(groups, size, *array.shape[1:])
+
+    output = jax.lax.map(lambda group: function(*group), tuple(map(grouped, arrays)))
+    return output.reshape(groups * size, *output.shape[2:])[:count]
+
+
+def _options(op: str, scale: float, cap: Any, window: Any, sinks: Any, implementation: Any) -> Any:
+    """Returns the options of the attention, of which the window and the implementation are checked."""
+    # Any of them attends, or says itself why it cannot.
+    dispatch.choose(op, implementation, dict.fromkeys(("pallas", "cuda", "xla")))
+    if window is not None:
+        check_count(op, "sliding_window", window)
+    return dict(
+        scale=scale,
+        logits_soft_cap=cap,
+        local_window_size=None if window is None else (window - 1, 0),
+        sinks=sinks,
+        implementation=implementation,
+    )
+
+
+def _check_queries(op: str, queries: jax.Array, batch: int, pools: Pools) -> None:
+    heads, head_size = pools.heads, pools.key.shape[-1]
+    if (
+        queries.ndim != 4
+        or queries.shape[0] != batch
+        or queries.shape[-1] != head_size
+        or heads == 0
+        or queries.shape[2] % heads
+    ):
+        raise ValueError(
+            f"{op}: q has shape {queries.shape} with all axes, but there are {batch} sequences, and"
+            f" pages in the layout {pools.layout} with {heads} heads of {head_size}, which query heads"
+            " share evenly; pass q of that batch and head size, or name the pages' layout."
+        )
+
+
+def _attend(
+    queries: jax.Array,
+    counts: jax.Array,
+    pools: Pools,
+    lengths: jax.Array,
+    page_indices: jax.Array,
+    options: dict[str, Any],
+) -> jax.Array:
+    """Returns the output of queries [B, T, N, H], the last counts [B] tokens of `lengths` [B] tokens."""
+    pages, size = pools.pages, pools.page_size
+    tokens, places = queries.shape[1], page_indices.shape[1] * size
+    key, value = pools.read(page_indices, queries.dtype)
+    # Tokens in the pool are in segment 1, as all queries are; others in none.
+    segments = jnp.repeat(is_in_pool(page_indices, pages).astype(jnp.int32), size, axis=1)
+    output = dot_product_attention(
+        queries,
+        key,
+        value,
+        is_causal=tokens > 1,
+        query_offset=lengths - counts,
+        query_seq_lengths=counts,
+        key_value_seq_lengths=jnp.clip(lengths, 0, places),
+        query_segment_ids=jnp.ones(queries.shape[:2], jnp.int32),
+        key_value_segment_ids=segments,
+        **options,
+    )
+    assert isinstance(output, jax.Array)
+    return output

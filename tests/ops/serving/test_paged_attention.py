@@ -1,0 +1,267 @@
+"""Attention over pages, against NumPy in float64 over each sequence's own tokens."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfused
+from jaxfused import dispatch
+from jaxfused.ops.serving import paged_attention as module
+from tests.support.arrays import put
+from tests.support.grids import parametrize
+from tests.support.lowering import kernels
+
+N, K, H, V = 4, 2, 8, 6
+PAGES, SIZE = 12, 4
+LENGTHS = np.array([11, 4, 0, 9], np.int32)
+TABLE = np.array([[7, 2, 11], [5, -1, 99], [-3, 12, 1], [0, 2, 8]], np.int32)
+"""Sequences 0 and 3 share page 2; ids past a sequence's end may be anything."""
+SINKS = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def pools(seed=0):
+    return random(PAGES, SIZE, K, H, seed=seed), random(PAGES, SIZE, K, V, seed=seed + 1)
+
+
+def truth(query, position, key, value, *, scale=1.0, window=None, cap=None, sinks=None):
+    """Returns [N, V] of a query [N, H] at a position among keys and values [S, K, ..]."""
+    first = 0 if window is None else max(0, position + 1 - window)
+    key, value = (a[first : position + 1].astype(np.float64) for a in (key, value))
+    output = np.zeros((N, value.shape[-1]))
+    for n in range(N):
+        logits = scale * key[:, n // (N // K)] @ query[n].astype(np.float64)
+        logits = logits if cap is None else cap * np.tanh(logits / cap)
+        weights = np.exp(logits)
+        total = weights.sum() + (0 if sinks is None else np.exp(sinks[n]))
+        output[n] = weights @ value[:, n // (N // K)] / total
+    return output
+
+
+def of_sequence(pool, b, length):
+    """Returns [length, K, .] of a sequence's pages."""
+    ids = TABLE[b, : -(-length // SIZE)]
+    return pool[ids].reshape(-1, *pool.shape[2:])[:length]
+
+
+def expected(query, lengths, k_pages, v_pages, **options):
+    """Returns the truth of the last queries [B, T, N, H] of each sequence."""
+    output = np.zeros((*query.shape[:-1], V))
+    for b, t in np.ndindex(query.shape[:2]):
+        position = lengths[b] - query.shape[1] + t
+        if position >= 0:
+            kept = (of_sequence(pool, b, lengths[b]) for pool in (k_pages, v_pages))
+            output[b, t] = truth(query[b, t], position, *kept, **options)
+    return output
+
+
+OPTIONS = [{}, dict(window=3, sinks=SINKS), dict(scale=0.3, cap=1.5)]
+
+
+def named(options, window="sliding_window", cap="attn_logits_soft_cap", scale="scale"):
+    names = dict(window=window, cap=cap, scale=scale, sinks="sinks")
+    return {names[name]: value for name, value in options.items()}
+
+
+@parametrize("layout", ["KPSH", "PSKH"], quick=(0, 1))
+@parametrize("options", OPTIONS, quick=(0, 1), ids=lambda o: "-".join(o))
+@parametrize("new", [None, 3], quick=(0, 1))
+def test_of_a_batch(layout, options, new):
+    query = random(4, *(() if new is None else (new,)), N, H, seed=9)
+    given = pools()
+    if layout == "KPSH":
+        given = tuple(np.ascontiguousarray(p.transpose(2, 0, 1, 3)) for p in given)
+    f = jax.jit(lambda *args: jaxfused.paged_attention(*args, layout=layout, **named(options)))
+    output = f(query, *given, LENGTHS, TABLE)
+    wanted = expected(query if new else query[:, None], LENGTHS, *pools(), **options)
+    np.testing.assert_allclose(output, wanted if new else wanted[:, 0], rtol=1e-5, atol=1e-6)
+
+
+COUNTS = np.array([5, 1, 0, 3])
+
+
+def ragged(rows, counts=COUNTS):
+    """Returns (queries, cu_q_lens) of a ragged batch with so many rows."""
+    return random(rows, N, H, seed=9), np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def expected_ragged(query, cu, lengths, k_pages, v_pages, **options):
+    output = np.zeros((query.shape[0], N, V))
+    for b, (first, stop) in enumerate(itertools.pairwise(cu)):
+        if stop > first:
+            one = query[None, first:stop]
+            kept = [of_sequence(pool, b, lengths[b]) for pool in (k_pages, v_pages)]
+            for t in range(stop - first):
+                position = lengths[b] - (stop - first) + t
+                if position >= 0:
+                    output[first + t] = truth(one[0, t], position, *kept, **options)
+    return output
+
+
+@parametrize("rows", [9, 14], quick=(0, 1))
+@parametrize("options", OPTIONS, quick=(0, 1), ids=lambda o: "-".join(o))
+@parametrize("tile", [2, 64], quick=(0, 1))
+@parametrize("most_bytes", [2**28, 1500], quick=(0, 1))
+def test_of_a_ragged_batch(monkeypatch, rows, options, tile, most_bytes):
+    monkeypatch.setattr(module, "_MOST_ROWS", tile)
+    monkeypatch.setattr(module, "_MOST_GATHERED", most_bytes)
+    query, cu = ragged(rows)
+    given = named(options, cap="soft_cap", scale="sm_scale")
+    output = jax.jit(lambda *args: jaxfused.ragged_paged_attention(*args, **given))(
+        query, pools(), LENGTHS, TABLE, cu
+    )
+    wanted = expected_ragged(query, cu, LENGTHS, *pools(), **options)
+    np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_keys_and_values_may_be_one_array():
+    key, value = pools()[0], random(PAGES, SIZE, K, H, seed=5)
+    both = np.stack([key, value], axis=3).reshape(PAGES, SIZE, 2 * K, H)
+    query, cu = ragged(9)
+    table = (LENGTHS, TABLE, cu)
+    one, two = (
+        jaxfused.ragged_paged_attention(query, pages, *table, k_scale=0.5, v_scale=3.0)
+        for pages in (both, (key, value))
+    )
+    np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-6)
+    halved = jaxfused.ragged_paged_attention(query, (key * 0.5, value * 3), *table)
+    np.testing.assert_allclose(one, halved, rtol=1e-5, atol=1e-6)
+
+
+def test_fewer_sequences_than_rows_of_the_table():
+    query, cu = ragged(14)
+    cu[3:] = -77  # What follows the last sequence is not read.
+    output = jaxfused.ragged_paged_attention(
+        query, pools(), LENGTHS, TABLE, cu, put([2], jnp.int32)
+    )
+    wanted = expected_ragged(query, np.array([0, 5, 6]), LENGTHS[:2], *pools())
+    np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_pages_of_8_bits():
+    query = random(4, N, H, seed=9)
+    quantised = [jaxfused.quantize(p, "int8", axis=-1) for p in pools()]
+    options = dict(layout="PSKH")
+    output = jaxfused.paged_attention(query, *quantised, LENGTHS, TABLE, **options)
+    wide = [q.dequantize() for q in quantised]
+    wanted = jaxfused.paged_attention(query, *wide, LENGTHS, TABLE, **options)
+    np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_ids_outside_the_pool_are_not_read():
+    """A page within a sequence's length that is not there is as if it had no tokens."""
+    k_pages, v_pages = pools()
+    table = np.array([[7, 99, 11], [-1, 5, 2]], np.int32)
+    lengths, query = np.array([11, 7], np.int32), random(2, N, H, seed=9)
+    output = jaxfused.paged_attention(query, k_pages, v_pages, lengths, table, layout="PSKH")
+    for b, (pages, count) in enumerate([([7, 11], 7), ([5], 3)]):
+        kept = (pool[pages].reshape(-1, *pool.shape[2:])[:count] for pool in (k_pages, v_pages))
+        wanted = truth(query[b], count - 1, *kept)
+        np.testing.assert_allclose(output[b], wanted, rtol=1e-5, atol=1e-6)
+
+
+@parametrize("kind", ["pair PSKH", "pair KPSH", "one"], quick=(0, 1, 2))
+def test_tokens_are_appended(kind):
+    """What was appended in two steps is attended to as in one sequence each."""
+    lengths = LENGTHS + np.array([0, 0, 0, 0], np.int32)
+    whole = [random(4, 11, K, H, seed=s) for s in (3, 4)]
+    # Each page belongs to one sequence here.
+    table = np.array([[7, 2, 11], [5, -1, 99], [-3, 12, 1], [0, 4, 8]], np.int32)
+    empty = np.full((PAGES, SIZE, K, H), 100.0, np.float32)
+    layout = kind.split()[-1] if kind != "one" else "PSKH"
+    if layout == "KPSH":
+        empty = empty.transpose(2, 0, 1, 3)
+    pages = (empty, empty) if kind != "one" else np.repeat(empty, 2, axis=2)
+    pages = jax.tree.map(jnp.asarray, pages)
+    append = jax.jit(lambda *args: jaxfused.append_to_pages(*args, layout=layout), donate_argnums=0)
+    query = random(4, N, H, seed=9)
+    for start, stop in (
+        (np.zeros(4, int), lengths - [3, 1, 0, 1]),
+        (lengths - [3, 1, 0, 1], lengths),
+    ):
+        new = [
+            np.concatenate([a[b, start[b] : stop[b]] for b in range(4)] + [np.zeros((2, K, H))])
+            for a in whole
+        ]
+        cu = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
+        pages = append(
+            pages, *(a.astype(np.float32) for a in new), stop.astype(np.int32), table, cu
+        )
+    one_each = np.arange(5, dtype=np.int32)
+    output = jaxfused.ragged_paged_attention(query, pages, lengths, table, one_each, layout=layout)
+    for b in (0, 1, 3):
+        wanted = truth(query[b], lengths[b] - 1, *(a[b] for a in whole))
+        np.testing.assert_allclose(output[b], wanted, rtol=1e-5, atol=1e-6)
+    # Pages of no sequence are as they were.
+    unused = [1, 3, 6, 9, 10]
+    for pool in jax.tree.leaves(pages):
+        pool = pool.transpose(1, 2, 0, 3) if layout == "KPSH" else pool
+        np.testing.assert_array_equal(pool[np.array(unused)], 100.0)
+
+
+def test_of_no_rows_and_no_sequences():
+    query, cu = ragged(0, [0] * 4)
+    assert jaxfused.ragged_paged_attention(query, pools(), LENGTHS, TABLE, cu).shape == (0, N, V)
+    query, cu = ragged(3, [])
+    none = (LENGTHS[:0], TABLE[:0], cu)
+    np.testing.assert_array_equal(jaxfused.ragged_paged_attention(query, pools(), *none), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(q=random(3, N, H)), r"q has shape \(3, 1, 4, 8\) with all axes, but there are 4"),
+        (dict(layout="KPSH"), "pages in the layout KPSH with 12 heads of 8"),
+        (dict(layout="PKSH"), "layout is 'PKSH'; pass 'KPSH' or 'PSKH'"),
+        (dict(v_pages=pools()[1][:5]), r"v_pages has shape \(5, 4, 2, 6\)"),
+        (dict(k_pages=pools()[0][0]), r"k_pages has shape \(4, 2, 8\), but it has 4 axes"),
+        (dict(lengths=LENGTHS.astype(np.float32)), "lengths has dtype float32"),
+        (dict(page_indices=TABLE[:3]), r"page_indices \(3, 3\), but there is a length"),
+        (dict(sliding_window=0), "sliding_window is 0"),
+    ],
+    ids=str,
+)
+def test_refuses(change, message):
+    k_pages, v_pages = pools()
+    given = dict(
+        q=random(4, N, H),
+        k_pages=k_pages,
+        v_pages=v_pages,
+        lengths=LENGTHS,
+        page_indices=TABLE,
+        layout="PSKH",
+    )
+    with pytest.raises(ValueError, match=message):
+        jaxfused.paged_attention(**{**given, **change})
+
+
+H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
+
+
+@parametrize("ragged", [False, True], quick=(0,))
+def test_kernels_attend_to_the_pages_on_a_gpu(ragged):
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    pools = (shape(512, 64, 8, 128),) * 2
+    table = (shape(8, dtype=jnp.int32), shape(8, 64, dtype=jnp.int32))
+
+    def of_batch(q, k, v, *table):
+        return jaxfused.paged_attention(q, k, v, *table, layout="PSKH")
+
+    with dispatch.assume(H200):
+        if ragged:
+            starts = shape(9, dtype=jnp.int32)
+            args = (shape(519, 32, 128), pools, *table, starts)
+            launched = kernels(jaxfused.ragged_paged_attention, *args)
+        else:
+            launched = kernels(of_batch, shape(8, 32, 128), *pools, *table)
+    assert launched == ["attention_split_forward", "attention_merge_splits"] or launched == [
+        "attention_forward"
+    ]
