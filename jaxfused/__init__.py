@@ -9,69 +9,6 @@ import importlib as _importlib
 import pkgutil as _pkgutil
 from typing import Any as _Any
 
-from jaxfused import optim as optim
-from jaxfused import remat_policies as remat_policies
-from jaxfused.explain import Explanation as Explanation
-from jaxfused.explain import explain as explain
-from jaxfused.fuse import fuse as fuse
-from jaxfused.ops.attention.attention import dot_product_attention as dot_product_attention
-from jaxfused.ops.conv.conv import conv as conv
-from jaxfused.ops.conv.conv_input import Concatenated as Concatenated
-from jaxfused.ops.conv.conv_transpose import conv_transpose as conv_transpose
-from jaxfused.ops.conv.quantized_conv import quantized_conv as quantized_conv
-from jaxfused.ops.fp8.fp8 import Fp8State as Fp8State
-from jaxfused.ops.linear.linear import linear as linear
-from jaxfused.ops.linear.mlp import gated_mlp as gated_mlp
-from jaxfused.ops.linear.mlp import mlp as mlp
-from jaxfused.ops.linear.qkv_projection import qkv_projection as qkv_projection
-from jaxfused.ops.loss.cross_entropy import softmax_cross_entropy as softmax_cross_entropy
-from jaxfused.ops.loss.linear_cross_entropy import (
-    linear_softmax_cross_entropy as linear_softmax_cross_entropy,
-)
-from jaxfused.ops.loss.segmentation_loss import segmentation_loss as segmentation_loss
-from jaxfused.ops.loss.sigmoid_cross_entropy import sigmoid_cross_entropy as sigmoid_cross_entropy
-from jaxfused.ops.norm.batch_norm import batch_norm as batch_norm
-from jaxfused.ops.norm.batch_norm import fold_batch_norm as fold_batch_norm
-from jaxfused.ops.norm.group_norm import group_norm as group_norm
-from jaxfused.ops.norm.layer_norm import layer_norm as layer_norm
-from jaxfused.ops.norm.layer_norm import rms_norm as rms_norm
-from jaxfused.ops.pool.avg_pool import avg_pool as avg_pool
-from jaxfused.ops.pool.avg_pool import global_avg_pool as global_avg_pool
-from jaxfused.ops.pool.max_pool import max_pool as max_pool
-from jaxfused.ops.pool.spatial_pyramid_pool import spatial_pyramid_pool as spatial_pyramid_pool
-from jaxfused.ops.pool.upsample import upsample as upsample
-from jaxfused.ops.quantize.quantize import fake_quantize as fake_quantize
-from jaxfused.ops.quantize.quantize import quantize as quantize
-from jaxfused.ops.quantize.quantize import quantize_rows as quantize_rows
-from jaxfused.ops.quantized.quantized_matmul import quantized_matmul as quantized_matmul
-from jaxfused.ops.rope.rope import axial_rope_tables as axial_rope_tables
-from jaxfused.ops.rope.rope import rope as rope
-from jaxfused.ops.rope.rope import rope_tables as rope_tables
-from jaxfused.ops.rope.rope_config import rope_from_config as rope_from_config
-from jaxfused.ops.rope.rope_scaling import DynamicNTKRope as DynamicNTKRope
-from jaxfused.ops.rope.rope_scaling import LinearRope as LinearRope
-from jaxfused.ops.rope.rope_scaling import Llama3Rope as Llama3Rope
-from jaxfused.ops.rope.rope_scaling import LongRope as LongRope
-from jaxfused.ops.rope.rope_scaling import NTKRope as NTKRope
-from jaxfused.ops.rope.rope_scaling import ProportionalRope as ProportionalRope
-from jaxfused.ops.rope.rope_scaling import RopeScaling as RopeScaling
-from jaxfused.ops.rope.rope_scaling import YarnRope as YarnRope
-from jaxfused.ops.sampling.sample import LogProbs as LogProbs
-from jaxfused.ops.sampling.sample import sample as sample
-from jaxfused.ops.serving.kv_cache import KVCache as KVCache
-from jaxfused.ops.serving.page_allocator import OutOfPages as OutOfPages
-from jaxfused.ops.serving.page_allocator import PageAllocator as PageAllocator
-from jaxfused.ops.serving.paged_attention import paged_attention as paged_attention
-from jaxfused.ops.serving.paged_attention import (
-    ragged_paged_attention as ragged_paged_attention,
-)
-from jaxfused.ops.serving.pages import append_to_pages as append_to_pages
-from jaxfused.runtime.activation import ACTIVATIONS as ACTIVATIONS
-from jaxfused.runtime.quantized_array import QuantizedArray as QuantizedArray
-from jaxfused.runtime.rectified import Rectified as Rectified
-from jaxfused.tuning.tuner import TuningReport as TuningReport
-from jaxfused.tuning.tuner import tune as tune
-
 __version__ = "0.1.0"
 
 

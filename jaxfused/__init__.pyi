@@ -57,6 +57,13 @@ from jaxfused.ops.rope.rope_scaling import YarnRope as YarnRope
 from jaxfused.ops.sampling.sample import LogProbs as LogProbs
 from jaxfused.ops.sampling.sample import sample as sample
 from jaxfused.ops.serving.kv_cache import KVCache as KVCache
+from jaxfused.ops.serving.page_allocator import OutOfPages as OutOfPages
+from jaxfused.ops.serving.page_allocator import PageAllocator as PageAllocator
+from jaxfused.ops.serving.paged_attention import paged_attention as paged_attention
+from jaxfused.ops.serving.paged_attention import (
+    ragged_paged_attention as ragged_paged_attention,
+)
+from jaxfused.ops.serving.pages import append_to_pages as append_to_pages
 from jaxfused.quantization.calibrate import Calibrated as Calibrated
 from jaxfused.quantization.calibrate import Calibration as Calibration
 from jaxfused.quantization.calibrate import LayerInputs as LayerInputs
