@@ -38,7 +38,8 @@ __device__ __forceinline__ uint32_t random_word(uint2 seeds, uint32_t pair) {
 
 // Returns a value's 16 random bits, for a value that may be separated from its pair. It is rarely
 // called, and its divisions would take registers if inlined.
-__device__ __noinline__ uint32_t random_half(const LeafRandom& random, int stream, int64_t local) {
+static __device__ __noinline__ uint32_t random_half(const LeafRandom& random, int stream,
+                                                    int64_t local) {
   const uint32_t index = random.index(local);
   const uint32_t word = random_word(random.seeds[stream], index / 2);
   return index % 2 == 0 ? word & 0xFFFFu : word >> 16;
