@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxfused.ops.attention.attention import AttentionImplementation, dot_product_attention
 from jaxfused.ops.quantize.quantize import quantize
+from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import check_count, check_shape, python_numbers
 from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.serialization import serializable
@@ -225,7 +226,9 @@ class KVCache:
             index: tuple[Any, ...] = (row[:, None], place)
             if layer is not None:
                 index = (layer, *index)
-            return kept.at[index].set(new, mode="drop", unique_indices=True)
+            # Under Explicit axes JAX asks where the result lies if the batch is split over devices.
+            where = jax.typeof(kept).sharding if sharding.is_explicit(kept) else None
+            return kept.at[index].set(new, mode="drop", unique_indices=True, out_sharding=where)
 
         new_key, key_scale = self._as_kept(key, self.key_scale, layer)
         new_value, value_scale = self._as_kept(value, self.value_scale, layer)

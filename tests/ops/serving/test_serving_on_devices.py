@@ -1,0 +1,87 @@
+"""Caches and pages that are split over devices by heads or by sequences have the numbers of one device.
+
+Like tests/every_operator/test_shards.py, this file runs itself in a process with several devices.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxfused
+from tests.support import eight_devices
+from tests.support.eight_devices import DEVICES
+from tests.support.grids import parametrize
+
+on_eight_devices = pytest.mark.skipif(
+    jax.device_count() != DEVICES or jax.default_backend() != "cpu",
+    reason="runs in the process that test_on_eight_devices starts",
+)
+each_kind = parametrize("kind", [AxisType.Explicit, AxisType.Auto], quick=(0, 1))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(jax.device_count() == DEVICES, reason="this is that process")
+def test_on_eight_devices():
+    eight_devices.assert_passes(__file__, "not gpu")
+
+
+def tokens(*leading):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(*leading, heads, 16)), jnp.float32) for heads in (8, 4, 4)]
+
+
+@on_eight_devices
+@each_kind
+@pytest.mark.parametrize("batch", [None, "b"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_cache(kind, batch, dtype):
+    query, key, value = tokens(2, 3)
+    sizes = dict(batch=2, length=8, key_heads=4, head_size=16, layers=2, dtype=dtype)
+
+    def step(cache, query, key, value):
+        cache = cache.append(key, value, layer=1)
+        return cache.advance(3), cache.attend(query, layer=1)
+
+    wanted = jax.jit(step)(jaxfused.KVCache.zeros(**sizes), query, key, value)
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(kind,) * 2)
+
+    def placed(array, spec):
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        cache = jax.tree.map(
+            lambda a: placed(a, P(None, batch, None, "h") if a.ndim > 1 else P(batch)),
+            jaxfused.KVCache.zeros(**sizes),
+        )
+        specs = [placed(a, P(batch, None, "h")) for a in (query, key, value)]
+        before = cache.key.sharding
+        actual = jax.jit(step, donate_argnums=0)(cache, *specs)
+    assert actual[0].key.sharding.is_equivalent_to(before, 5)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@on_eight_devices
+@each_kind
+def test_pages(kind):
+    query, key, value = tokens(6)
+    pages = jnp.zeros((6, 4, 8, 16))
+    table = (jnp.array([7, 5]), jnp.array([[0, 2], [5, 1]]), jnp.array([0, 3, 6]))
+
+    def step(pages, query, key, value):
+        pages = jaxfused.append_to_pages(pages, key, value, *table)
+        return pages, jaxfused.ragged_paged_attention(query, pages, *table)
+
+    wanted = jax.jit(step)(pages, query, key, value)
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(a, NamedSharding(mesh, P(*[None] * (a.ndim - 2), "h")))
+            for a in (pages, query, key, value)
+        ]
+        actual = jax.jit(step, donate_argnums=0)(*placed)
+    for a, b in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
