@@ -1,5 +1,7 @@
 """Quantisation of whole models to 8 and 4 bits, and the quantised checkpoints of other libraries."""
 
+from jaxfused.quantization.checkpoints.jax_arrays import from_aqt as from_aqt
+from jaxfused.quantization.checkpoints.jax_arrays import from_qwix as from_qwix
 from jaxfused.quantization.checkpoints.layer import QuantizedLayer as QuantizedLayer
 from jaxfused.quantization.checkpoints.load import formats as formats
 from jaxfused.quantization.checkpoints.load import from_tensors as from_tensors

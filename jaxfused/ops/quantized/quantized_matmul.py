@@ -23,6 +23,7 @@ from jaxfused.runtime.checks import as_arrays, check_activation, check_floating,
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.other_arrays import converted, is_of_qwix
 from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.quantized_array import (
     FORMATS,
@@ -75,7 +76,8 @@ def quantized_matmul(
     Args:
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla"); or a
         `QuantizedArray` of that shape with axis -1, as `quantize_rows` makes it.
-      w: a `QuantizedArray` of shape [D, F] with axis -2, as `quantize` makes it.
+      w: a `QuantizedArray` of shape [D, F] with axis -2, as `quantize` makes it. A `qwix.QArray` is
+        taken too, as x also; `jaxfused.quantization.from_qwix` has the layout of the kernels.
       bias: [F], of any float dtype, as is residual.
       activation: None or a name of `jaxfused.ACTIVATIONS`.
       residual: [..., F], is added after the activation.
@@ -107,7 +109,7 @@ def quantized_matmul(
     if scale_gradient:
         _check_scale_has_gradient(op, w)
     w = _operand(op, "w", w, -2, "quantize(w)")
-    if isinstance(x, QuantizedArray):
+    if isinstance(x, QuantizedArray) or is_of_qwix(x):
         x = _operand(op, "x", x, -1, "quantize_rows(x)")
         values: Any = x.values
         array: Any = jax.ShapeDtypeStruct(x.shape, jnp.float32)
@@ -234,6 +236,8 @@ def _check_scale_has_gradient(op: str, w: Any) -> None:
 
 def _operand(op: str, name: str, array: Any, axis: int, remedy: str) -> QuantizedArray:
     """Returns the operand in the form that kernels read, after checks."""
+    if is_of_qwix(array):
+        array = converted(op, array, axis, packs=False)
     if not isinstance(array, QuantizedArray):
         raise ValueError(
             f"{op}: {name} is a {type(array).__name__}, but it has to be a QuantizedArray;"

@@ -12,14 +12,20 @@ import jax
 import numpy as np
 
 from jaxfused.quantization.checkpoints import (
+    affine,
     awq,
+    bitnet,
     bitsandbytes,
     compressed_tensors,
     files,
     fp8,
+    gemma,
     gguf,
     gptq,
+    hqq,
+    modelopt,
     mxfp4,
+    torchao,
 )
 from jaxfused.quantization.checkpoints.layer import (
     Build,
@@ -55,6 +61,13 @@ _FORMATS = {
     "fbgemm_fp8": _Format(fp8.plan, fp8.PARTS, ("weight_scale",)),
     "mxfp8": _Format(fp8.plan, fp8.PARTS, ("weight_scale_inv",)),
     "bitsandbytes": _Format(bitsandbytes.plan, bitsandbytes.PARTS, ("weight.absmax", "SCB")),
+    "torchao": _Format(torchao.plan, torchao.PARTS, ("_weight_qdata",)),
+    "hqq": _Format(hqq.plan, hqq.PARTS, ("W_q",)),
+    "quanto": _Format(affine.plan_of_quanto, affine.QUANTO_PARTS, ("weight._scale",)),
+    "metal": _Format(affine.plan_of_metal, affine.METAL_PARTS, ("qbiases",)),
+    "bitnet": _Format(bitnet.plan, bitnet.PARTS, ("weight_scale",)),
+    "gemma": _Format(gemma.plan, gemma.PARTS, ("weight_scale",)),
+    "modelopt": _Format(modelopt.plan, modelopt.PARTS, ("weight_scale",)),
     "mxfp4": _Format(mxfp4.plan, mxfp4.PARTS, ("blocks",), ("_", ".")),
 }
 """Formats by the `quant_method` of a checkpoint's config."""

@@ -1,0 +1,48 @@
+"""Gemma's own checkpoints in Transformers: integers of 8, 4 or 2 bits with one scale a row."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+
+from jaxfused.quantization.checkpoints.layer import (
+    FLOATS,
+    Build,
+    Config,
+    Parts,
+    QuantizedLayer,
+    integer_weights,
+    number,
+    on_device,
+    unpacked_bits,
+    weights,
+)
+
+PARTS = ("weight", "weight_scale", "bias")
+
+
+def plan(parts: Parts, config: Config) -> Build:
+    """Checks a layer, and returns what builds it."""
+    options = {"num_bits": config.get("num_bits", 4)}
+    for pattern, changes in (config.get("module_quant_configs") or {}).items():
+        if re.search(pattern, parts.layer):
+            options |= changes
+            break
+    bits = number(parts, options, ("num_bits",), (2, 4, 8))
+    values = parts.take("weight", ("int8",) if bits == 8 else ("uint8",), (None, None))
+    scale = parts.scales("weight_scale", FLOATS, (values.shape[0], 1))
+    bias = parts.bias()
+
+    def build() -> QuantizedLayer:
+        stored = on_device(values)
+        if bits == 8:
+            return QuantizedLayer(weights(stored, scale), None, bias())
+        # 2 bits are -2 to 1, which int4 holds.
+        zeros = None if bits == 4 else np.full(scale.shape, 2, np.uint8)
+        return QuantizedLayer(integer_weights(_codes(stored, bits), 4, scale, zeros), None, bias())
+
+    return build
+
+
+_codes = functools.partial(jax.jit, static_argnums=1)(unpacked_bits)

@@ -1,0 +1,88 @@
+"""Quantised arrays of qwix and AQT as `QuantizedArray`.
+
+They are known by their attributes, so that neither package has to be installed.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.runtime.packing import WORD_BLOCK, pack_codes, pack_int4, pack_words
+from jaxfused.runtime.quantized_array import CODEBOOKS, Layout, QuantizedArray
+
+_QWIX = ("qvalue", "scale", "zero_point", "qtype")
+_AQT = ("qvalue", "scale", "scale_t", "bias", "tiling_state")
+
+
+def is_of_qwix(array: Any) -> bool:
+    """Returns whether this is a `qwix.QArray`."""
+    return all(hasattr(array, name) for name in _QWIX)
+
+
+def is_of_aqt(array: Any) -> bool:
+    """Returns whether this is AQT's `QTensor`."""
+    return all(hasattr(array, name) for name in _AQT)
+
+
+def converted(op: str, array: Any, axis: int, *, packs: bool) -> QuantizedArray:
+    """Returns a quantised array of either package, whose numbers are the same.
+
+    Args:
+      axis: along which scales are shared, counted from the last.
+      packs: whether int4 are packed, in the layout of kernels if they fit; else values stay as they are.
+    """
+    values, zero_point, offset, codebook = array.qvalue, None, None, None
+    if is_of_qwix(array):
+        scale, zero_point = array.scale, array.zero_point
+        codebook = CODEBOOKS["nf4"] if str(array.qtype) == "nf4" else None
+    else:
+        scale, offset = _of_aqt(op, array)
+    if zero_point is not None:
+        zero_point = jnp.broadcast_to(zero_point, scale.shape)
+    groups, size = scale.shape[axis], values.shape[axis]
+    layout: Layout = "rows"
+    if packs:
+        values, layout = _packed(values, axis)
+    return QuantizedArray(
+        values,
+        scale,
+        zero_point,
+        axis,
+        layout,
+        size // groups if 1 < groups < size else None,
+        offset=offset,
+        codebook=codebook,
+    )
+
+
+def _of_aqt(op: str, array: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the product of the scales, and the sum of what is added, if anything is."""
+    sparse = getattr(array, "sparsity_mask", None) is not None
+    if array.qvalue is None or not array.scale or array.tiling_state is not None or sparse:
+        raise ValueError(
+            f"{op}: an array of AQT has no values or no scale, or is tiled or sparse; pass"
+            " jaxfused.quantize(array.dequant())."
+        )
+    scale, offset = array.scale[0], None
+    for factor in array.scale[1:]:
+        scale = scale * factor
+    for bias in array.bias:
+        added = jnp.broadcast_to(-bias, scale.shape)
+        offset = added if offset is None else offset + added
+    return scale, offset
+
+
+def _packed(values: jax.Array, axis: int) -> tuple[jax.Array, Layout]:
+    """Returns values as an array holds them, and their layout."""
+    is_even = values.shape[axis] % 2 == 0
+    if values.dtype == jnp.uint4:
+        codes = values.astype(jnp.uint8)
+        return (pack_codes(codes, axis, 4) if is_even else values), "rows"
+    of_matrix = axis == -2 and values.ndim > 1
+    if values.dtype != jnp.int4:
+        return (values.mT, "columns") if of_matrix else (values, "rows")
+    wide = values.astype(jnp.int8)
+    if of_matrix and values.shape[axis] % WORD_BLOCK == 0:
+        return pack_words(wide.mT), "columns"
+    return (pack_int4(wide, axis) if is_even else values), "rows"
