@@ -26,7 +26,7 @@ the codebook that the stored code names.
 import functools
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -162,11 +162,8 @@ class QuantizedArray:
     group_size: int | tuple[int, int] | None = None
     offset: jax.Array | None = None
     codebook: tuple[float, ...] | None = None
-    _has_offset: bool = field(init=False, repr=False)
-    """Whether a tree of this structure has an offset; a transformation may have put None there."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_has_offset", self.offset is not None)
         # Pytrees of partition specs, of axes or of None are QuantizedArrays too.
         if not _is_array(self.values):
             return
@@ -192,17 +189,22 @@ class QuantizedArray:
         name = "values" if self.layout == "rows" else "columns"
         name = name if self.codebook is None else f"codes_in_{name}"
         arrays = {name: self.values, "scale": self.scale, "zero_point": self.zero_point}
-        if self._has_offset:  # Checkpoints of arrays without one have no entry for it.
+        # A transformation may have put None in an offset's place, which the tree still has.
+        has_offset = self.offset is not None or "_has_offset" in vars(self)
+        if has_offset:  # Checkpoints of arrays without one have no entry for it.
             arrays["offset"] = self.offset
         keyed = tuple((jax.tree_util.GetAttrKey(key), part) for key, part in arrays.items())
-        return keyed, tuple(getattr(self, name) for name in _STATIC)
+        return keyed, (*(getattr(self, name) for name in _STATIC), has_offset)
 
     @classmethod
     def tree_unflatten(cls, static: "_Static", arrays: Any) -> "QuantizedArray":
         """Rebuilds the array unchecked, from whatever parts a transformation returned."""
         array = object.__new__(cls)
+        *fields, has_offset = static
         arrays = (*arrays, None)[: len(_ARRAYS)]
-        for name, part in zip(_ARRAYS + _STATIC, (*arrays, *static), strict=True):
+        if has_offset and arrays[-1] is None:
+            object.__setattr__(array, "_has_offset", True)
+        for name, part in zip(_ARRAYS + _STATIC, (*arrays, *fields), strict=True):
             object.__setattr__(array, name, part)
         return array
 
@@ -326,7 +328,7 @@ class QuantizedArray:
 
 
 _ARRAYS = ("values", "scale", "zero_point", "offset")
-_STATIC = ("axis", "layout", "group_size", "codebook", "_has_offset")
+_STATIC = ("axis", "layout", "group_size", "codebook")
 _Static = tuple[Any, ...]
 _INT4 = (jnp.uint8, jnp.int32, jnp.int4)
 _READABLE = (
