@@ -381,20 +381,24 @@ def test_adafactors_kernels(monkeypatch, dtype, options, how):
     """
     tx = make_adafactor(options)
 
-    def of_dtype(seed=0):
-        return make(seed, dtype)
+    def trained(wide):
+        """Returns what several trainings end with, as one tree."""
 
-    def widened(seed=0):
-        return jax.tree.map(lambda a: a.astype(jnp.float32), of_dtype(seed))
+        def draw(number):
+            def of_dtype(seed=0):
+                tree = make(10 * number + seed, dtype)
+                return jax.tree.map(lambda a: a.astype(jnp.float32), tree) if wide else tree
 
-    actual = jax.device_get(train(tx, "cuda", of_dtype, **how))
-    again = jax.device_get(train(tx, "cuda", of_dtype, **how))
+            return jax.device_get(train(tx, "cuda", of_dtype, **how))
+
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *map(draw, range(4)))
+
+    actual, again = trained(wide=False), trained(wide=False)
     chex.assert_trees_all_equal(actual, again)
     jax.clear_caches()
     for function in (sums_of_squares, new_moments, updates_squared):
         monkeypatch.setattr(adafactor_cuda, function.__name__, function)
-    expected = jax.device_get(train(tx, "cuda", of_dtype, **how))
-    truth = jax.device_get(train(tx, "cuda", widened, **how))
+    expected, truth = trained(wide=False), trained(wide=True)
     jax.clear_caches()
     if dtype == jnp.float32:
         chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
