@@ -40,6 +40,8 @@ TARGETS = (
     "jaxfused_group_norm_forward",
     "jaxfused_group_norm_backward",
     "jaxfused_group_norm_slab",
+    "jaxfused_image_pass",
+    "jaxfused_image_sums",
     "jaxfused_largest",
     "jaxfused_layer_norm_forward",
     "jaxfused_layer_norm_backward",

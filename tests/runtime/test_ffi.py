@@ -250,6 +250,13 @@ DEPTHWISE_TILES = FIVE | TILE
 ALONE = dict(cluster=np.int64(1))
 QUANTIZED = dict(activation="none", row_tiles=np.int64(1), sum_warps=np.int64(4))
 PRODUCT = dict(transpose_w=np.bool_(False), transpose_x=np.bool_(False))
+READING = dict(
+    interpolation=np.int64(1),
+    reads=np.bool_(True),
+    drops=np.bool_(False),
+    widest=np.float32(1),
+    fill=np.zeros(4, np.float32),
+)
 POOL = {
     name: np.int64(value)
     for name, value in dict(height=2, width=2, row_stride=2, column_stride=2, top=0, left=0).items()
@@ -542,6 +549,27 @@ POOL = {
                 [(2, 6, 6, 8)],
                 POOL,
                 "places has another dtype",
+            ),
+            (
+                "image_pass",
+                [(2, 8, 9, 3), (2, 18), (2, 1, 9), (0,)],
+                [(2, 8, 9, 3)],
+                READING,
+                r"maps has shape \[2, 18\], but \[2, 19\]",
+            ),
+            (
+                "image_pass",
+                [(2, 8, 9, 2), (2, 19), (2, 1, 9), (0,)],
+                [(2, 8, 9, 2)],
+                READING,
+                "1, 3 or 4 channels",
+            ),
+            (
+                "image_sums",
+                [(2, 8, 9, 3), (2, 19), (2, 17, 9)],
+                [(2, 1)],
+                READING | dict(height=np.int64(8), width=np.int64(9)),
+                "at most 16 steps",
             ),
             (
                 "upsample",

@@ -176,10 +176,11 @@ def _hue(x, values, statistics):
     red, green, blue = x[..., 0], x[..., 1], x[..., 2]
     largest, chroma = x.max(-1), x.max(-1) - x.min(-1)
     divisor = jnp.where(chroma > 0, chroma, 1)
+    # XLA may compute a channel twice, with other roundings, so that none would equal the largest.
     sixths = jnp.where(
-        largest == red,
+        (red >= green) & (red >= blue),
         (green - blue) / divisor,
-        jnp.where(largest == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor),
+        jnp.where(green >= blue, 2 + (blue - red) / divisor, 4 + (red - green) / divisor),
     )
     turned = sixths + 6 * values[0]
 
