@@ -1,6 +1,6 @@
 """The decision, before an operator's custom_vjp, whether a call is plain jax.numpy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +13,11 @@ from pallas_kernels import hopper
 
 
 class LeftToXla(NamedTuple):
-    """The reason for which an operator leaves a call to XLA that names no implementation."""
+    """An operator's expectation that XLA is faster, for a call that names no implementation."""
 
-    why: str
+    why: str | None
     stages: Sequence[dispatch.Choice] = ()
-    """The choices of the stages that would run otherwise, by which the tuner can overrule it."""
+    """The choices of the stages that would run otherwise, which `jaxfused.tune` measures."""
 
 
 def takes_reference(
@@ -26,15 +26,16 @@ def takes_reference(
     device: dispatch.Device,
     x: jax.Array,
     *others: jax.Array | None,
-    why_xla: str | LeftToXla | None = None,
+    why_xla: str | Callable[[], LeftToXla | None] | None = None,
     missing: Mapping[str, str] | None = None,
 ) -> bool:
     """Returns whether a call of an operator is plain jax.numpy, whatever the shapes are.
 
     This is decided before the operator's custom_vjp, so that forward-mode differentiation works wherever
     no kernel can run: on this platform, for the dtype of `x`, for symbolic sizes of `x` or `others`, for
-    an empty `x`, or where the operator leaves the call to XLA, with the reason `why_xla`. `missing` has
-    the implementations that the operator lacks, each with the reason.
+    an empty `x`, or where the operator leaves the call to XLA, with the reason `why_xla`. A function
+    that returns it is called where a kernel could run. `missing` has the implementations that the
+    operator lacks, each with the reason.
     """
     if x.dtype not in cuda_library.DTYPES:
         why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"
@@ -47,18 +48,20 @@ def takes_reference(
             "pallas": hopper.why_unfit(capability),
             "cuda": cuda_library.why_unfit(capability) or cuda_library.why_unavailable(),
         }
-    why_xla = why_xla or dispatch.why_unmeasured(op)
-    left = LeftToXla(why_xla) if isinstance(why_xla, str) else why_xla
-    if implementation is None and left is not None:
-        reasons = {name: reason or left.why for name, reason in reasons.items()}
     reasons |= missing or {}
+    stages: Sequence[dispatch.Choice] = ()
+    if implementation is None and None in reasons.values() and 0 not in x.shape:
+        left = why_xla() if callable(why_xla) else why_xla
+        if not isinstance(left, LeftToXla):
+            left = LeftToXla(left or dispatch.why_unmeasured(op))
+        reasons = {name: reason or left.why for name, reason in reasons.items()}
+        stages = left.stages
     reasons["xla"] = None
     chosen = dispatch.choose(op, implementation, reasons)
     if 0 in x.shape:
         return True  # There is nothing to do, and CUDA rejects an empty launch.
     if chosen == "xla":
-        asked = () if implementation is not None or left is None else left.stages
-        dispatch.record(dispatch.Choice(op, shapes_of([x]), chosen, reasons, stages=asked))
+        dispatch.record(dispatch.Choice(op, shapes_of([x]), chosen, reasons, stages=stages))
     return chosen == "xla"
 
 
@@ -78,6 +81,7 @@ def choose_without_stages(
     reasons: Mapping[str, str | None],
     *operands: jax.Array | None,
     estimate: Estimate = None,
+    stages: Sequence[dispatch.Choice] = (),
 ) -> None:
     """Chooses and records the implementation of a call that runs no stage of a `Runner`.
 
@@ -87,5 +91,13 @@ def choose_without_stages(
     chosen = dispatch.choose(op, implementation, reasons)
     source: Any = None if implementation is None else "named"
     dispatch.record(
-        dispatch.Choice(op, shapes_of(operands), chosen, reasons, source=source, estimate=estimate)
+        dispatch.Choice(
+            op,
+            shapes_of(operands),
+            chosen,
+            reasons,
+            source=source,
+            estimate=estimate,
+            stages=stages,
+        )
     )

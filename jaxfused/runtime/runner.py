@@ -166,6 +166,10 @@ class HasExamples(Protocol):
         """
 
 
+Stage = tuple[Kernel, Sequence[Any]]
+"""A stage with its operands, or with their shapes."""
+
+
 @dataclass(frozen=True)
 class Runner:
     """Runs an operator's kernels, by the implementation that the caller named or by the fastest one.
@@ -218,17 +222,13 @@ class Runner:
         ]
         return self.choice_on_shard(kernel, *matrices)
 
-    def left_to_xla(
-        self, why: str, stages: Iterable[tuple[Kernel, Sequence[Any]]]
-    ) -> gate.LeftToXla | None:
-        """Returns `why` for XLA to run all stages, or None if one was measured to be faster otherwise.
+    def left_to_xla(self, why: str, stages: Iterable[Stage]) -> gate.LeftToXla | None:
+        """Returns what leaves a call to XLA, or None if one of its stages was measured to be faster.
 
         Args:
-          why: the operator's reason for XLA.
-          stages: the stages that would run otherwise, each with its operands or their shapes.
+          why: the operator's reason, such as "nothing is fused".
+          stages: the stages of the call and of its gradient that would run otherwise.
         """
-        if self.implementation is not None:
-            return None
         choices = [self.choice(kernel, *operands) for kernel, operands in stages]
         if any(c.measured is not None and c.implementation != "xla" for c in choices):
             return None

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,10 +23,10 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.estimate import Estimate, Rule
-from jaxfused.runtime.gate import takes_reference
+from jaxfused.runtime.gate import LeftToXla, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import along_last_axis
-from jaxfused.runtime.runner import Axes, Results, Runner
+from jaxfused.runtime.runner import Axes, Results, Runner, Stage
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.rows import rope as pallas_rope
 
@@ -120,7 +120,9 @@ def rope(
         )
     cos, sin = check_tables(op, q.shape, cos, sin)
     device = dispatch.current_device(q, k)
-    why_xla, missing = None, {}
+    run = Runner(implementation, device)
+    why_xla: Callable[[], LeftToXla | None] | None = None
+    missing = {}
     if cos.ndim == q.ndim:
         if k is not None and cos.shape[-2] != k.shape[-2]:
             raise ValueError(
@@ -130,10 +132,11 @@ def rope(
         why = "the kernels rotate all heads of a position by the same angles"
         missing = {"pallas": why, "cuda": why}
     elif not interleaved and 2 * cos.shape[-1] == q.shape[-1]:
-        why_xla = (
+        why = (
             "XLA rotates halves of whole heads as fast as memory goes, and takes what stands around"
             " into the same kernel"
         )
+        why_xla = functools.partial(run.left_to_xla, why, _stages(interleaved, q, k, cos, sin))
     if takes_reference(op, implementation, device, q, why_xla=why_xla, missing=missing):
         rotate = functools.partial(
             rope_xla.rotate,
@@ -145,7 +148,7 @@ def rope(
         cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
         q, k = _grouped(q, k)
         operands = sharding.align((q, k, cos, sin), operand_axes=_axes(q, cos), whole=_WHOLE)
-        q, k = _rope(Runner(implementation, device), _Rotation(interleaved, False), *operands)
+        q, k = _rope(run, _Rotation(interleaved, False), *operands)
         q, k = ungrouped(q), None if k is None else ungrouped(k)
     return q if k is None else (q, k)
 
@@ -427,6 +430,15 @@ def _check_divides(op: str, rotary_dim: int, divisor: int) -> None:
             f"{op}: rotary_dim is {rotary_dim}, but it is split into pairs;"
             f" pass a positive multiple of {divisor}."
         )
+
+
+def _stages(interleaved: bool, *arrays: jax.Array | None) -> Iterator[Stage]:
+    """Yields the rotation of (q, k, cos, sin) and its gradient."""
+    operands = jax.eval_shape(
+        lambda q, k, *tables: (*_grouped(q, k), *(t.astype(jnp.float32) for t in tables)), *arrays
+    )
+    yield _Rotation(interleaved, False), operands
+    yield _Rotation(interleaved, True), operands
 
 
 # --- gradient -------------------------------------------------------------------------------------
