@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -28,11 +28,11 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.estimate import Estimate, Rule
-from jaxfused.runtime.gate import choose_without_stages, takes_reference
+from jaxfused.runtime.gate import LeftToXla, choose_without_stages, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.product_xla import product, sum_written_rows
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, Stage, batched_rows
 from jaxfused.runtime.shapes import why_symbolic
 from pallas_kernels.gemm import cost, small_m
 from pallas_kernels.gemm import linear as pallas_linear
@@ -106,23 +106,21 @@ def linear(
         axes = (rows + "d", "df", "f", rows + "f")
         aligned = sharding.align((x, w, bias, residual), operand_axes=axes, whole="d")
         return _linear_in_fp8(run, options, *aligned, fp8.state_of(op, precision))
-    is_bare = bias is None and activation is None
-    forward_in_xla = is_bare and implementation is None and why_symbolic(x, w) is None
     run = Runner(implementation, device)
-    forward_in_xla = forward_in_xla and _gains_from_stages(run, x, w, residual, precision)
-    why_xla = _WHY_BARE if is_bare else None
-    if not forward_in_xla and takes_reference(op, implementation, device, x, why_xla=why_xla):
-        y = linear_xla.linear(
-            x, w, bias, residual, activation=activation, precision=precision, out_dtype=out_dtype
-        )
-        return named(y, op, "output")
+    is_bare = bias is None and activation is None
     options = _Options(
         activation,
         jnp.dtype(out_dtype),
         None if residual is None else residual.dtype,
         precision,
-        forward_in_xla,
+        forward_in_xla=is_bare and implementation is None,
     )
+    left = functools.partial(_left_to_xla, run, options, x, w, residual) if is_bare else None
+    if takes_reference(op, implementation, device, x, why_xla=left):
+        y = linear_xla.linear(
+            x, w, bias, residual, activation=activation, precision=precision, out_dtype=out_dtype
+        )
+        return named(y, op, "output")
     rows = sharding.leading_axes(x.ndim - 1)
     operands = sharding.align(
         (x, w, bias, residual), operand_axes=(rows + "d", "df", "f", rows + "f"), parts="d"
@@ -133,23 +131,32 @@ def linear(
 _WHY_BARE = "no product is faster than XLA's, and there is nothing to fuse"
 
 
-def _gains_from_stages(
-    run: Runner, x: jax.Array, w: jax.Array, residual: jax.Array | None, precision: Any
-) -> bool:
-    """Whether a layer without bias and activation gains from a custom gradient, with its forward in XLA.
+def _left_to_xla(
+    run: Runner, options: "_Options", x: jax.Array, w: jax.Array, residual: jax.Array | None
+) -> LeftToXla | None:
+    """Returns why XLA runs a layer without bias and activation, or None if a custom gradient is faster.
 
-    It does if wgrad is faster in a kernel, or if XLA's product can add the residual in 16 bits, which
+    It is if wgrad is faster in a kernel, or if XLA's product can add the residual in 16 bits, which
     needs a custom gradient. Otherwise JAX differentiates the product itself, to every order.
     """
-    if x.dtype.itemsize != 2 or not is_modelled(run.device) or not sharding.is_in_one_piece(x, w):
-        return False
-    if x.size == 0 or w.size == 0:
-        return False
-    if residual is not None:
-        return True
+    if why_symbolic(x, w) is not None or not sharding.is_in_one_piece(x, w):
+        return LeftToXla(_WHY_BARE)
+    if residual is not None and x.dtype.itemsize == 2 and is_modelled(run.device) and w.size:
+        return None
+    left = run.left_to_xla(_WHY_BARE, _stages(options, x, w, residual))
+    wgrad_in_xla = left is not None and left.stages[-1].implementation == "xla"
+    return left if wgrad_in_xla else None
+
+
+def _stages(options: "_Options", x: Any, w: Any, residual: Any) -> Iterator[Stage]:
+    """Yields the stages of a layer without bias and activation, wgrad last."""
     dy = jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[1]), x.dtype)
-    kernel = WeightGradients("linear", jnp.dtype(w.dtype), precision, 1, False, False)
-    return run.choice(kernel, x, dy).implementation != "xla"
+    for again in (False, True)[: 1 + are_weights_converted(x, w)]:
+        forward = options.forward(save_preactivation=False, weights_read_again=again)
+        yield forward, (x, w, None, residual)
+    if _are_few(x):
+        yield _InputGradient(options.precision), (dy, w)
+    yield WeightGradients("linear", w.dtype, options.precision, 1, False, False), (x, dy)
 
 
 def allows_tf32(precision: Any) -> bool:
@@ -215,7 +222,7 @@ class _Options:
     residual_dtype: Any
     precision: Any
     forward_in_xla: bool = False
-    """True if XLA runs the forward, whatever runs the gradient's stages."""
+    """True if XLA runs the forward unless another was measured to be faster."""
 
     def forward(self, *, save_preactivation: bool, weights_read_again: bool = False) -> "Layer":
         """Returns the stage of the forward."""
@@ -247,11 +254,11 @@ def _forward(
     run: Runner, options: _Options, saves: bool, *operands: Any, weights_read_again: bool = False
 ) -> Results:
     layer = options.forward(save_preactivation=saves, weights_read_again=weights_read_again)
-    if not options.forward_in_xla:
+    left = run.left_to_xla(_WHY_BARE, [(layer, operands)]) if options.forward_in_xla else None
+    if left is None:
         return run(layer, *operands)
-    x, w, *_ = operands
-    why_not = {"pallas": _WHY_BARE, "cuda": _WHY_BARE, "xla": None}
-    choose_without_stages(layer.name, None, why_not, x, w)
+    why_not = {"pallas": left.why, "cuda": left.why, "xla": None}
+    choose_without_stages(layer.name, None, why_not, *operands[:2], stages=left.stages)
     return layer.run("xla", run.device, *operands)
 
 
@@ -355,8 +362,12 @@ _linear_in_fp8.defvjp(_linear_in_fp8_fwd, _linear_in_fp8_bwd)
 
 def are_weights_converted(x: jax.Array, w: jax.Array) -> bool:
     """Returns whether XLA converts the weights to x's dtype for a product of few rows."""
-    are_few = math.prod(x.shape[:-1]) <= small_m.MAX_ROWS
-    return are_few and x.dtype.itemsize == 2 and weight_itemsize(x, w) != x.dtype.itemsize
+    return _are_few(x) and weight_itemsize(x, w) != x.dtype.itemsize
+
+
+def _are_few(rows: jax.Array) -> bool:
+    """Returns whether rows [..., D] of 16 bits are so few that a small-M kernel multiplies them."""
+    return math.prod(rows.shape[:-1]) <= small_m.MAX_ROWS and rows.dtype.itemsize == 2
 
 
 def input_gradient(
@@ -364,9 +375,8 @@ def input_gradient(
 ) -> jax.Array:
     """Returns the gradient of x for y = x @ w: dy [..., F] times the transpose of w [D, F]."""
     # A kernel needs F unsplit. If devices may split it, XLA's product adds their parts.
-    are_few = math.prod(dy.shape[:-1]) <= small_m.MAX_ROWS and dy.dtype.itemsize == 2
     may_run = sharding.is_in_one_piece(dy, w) and run.implementation in (None, "pallas")
-    if are_few and may_run and dy.dtype == dtype:
+    if _are_few(dy) and may_run and dy.dtype == dtype:
         (dx,) = run(_InputGradient(precision), dy, w)
         return dx
     rows = sharding.leading_axes(dy.ndim - 1)
