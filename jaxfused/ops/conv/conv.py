@@ -239,7 +239,7 @@ def convolved(
     missing = {}
     # JAX's own convolution refuses channels that are split under Explicit axes.
     explicit = sharding.is_explicit(values) or sharding.is_explicit(w)
-    why_xla: str | LeftToXla | None = None
+    left: Callable[[], LeftToXla | None] | None = None
     if isinstance(depthwise, str):
         missing["cuda"] = f"the CUDA kernels of conv are depthwise, and {depthwise}"
         window = dense_conv.window_of(values, w, **options)
@@ -248,17 +248,17 @@ def convolved(
         why_not_dense = dense_conv.why_unsupported(device, dense, like_x, like_w, residual)
         if why_not_dense is not None:
             missing["pallas"] = why_not_dense
-        elif not explicit:
+        else:
             assert not isinstance(window, str) and not isinstance(dense, str)
             dense_options = dense_conv.Options(dense, activation, precision)
-            why_xla = dense_conv.left_to_xla(
-                run, window, dense_options, like_x, like_w, bias, residual
-            )
+            operands = like_x, like_w, bias, residual
+            left = functools.partial(dense_conv.left_to_xla, run, window, dense_options, *operands)
     else:
         missing["pallas"] = depthwise_conv1d.NO_PALLAS
-        why_xla = None if explicit else depthwise_conv.why_xla(device, values, depthwise)
+        operands = values, w, bias, residual
+        left = functools.partial(depthwise_conv.left_to_xla, run, *operands, depthwise, activation)
     takes_xla = takes_reference(
-        op, implementation, device, values, missing=missing, why_xla=why_xla
+        op, implementation, device, values, missing=missing, why_xla=None if explicit else left
     )
     # The x that is returned keeps the caller's sharding; what kernels read under Explicit axes may not.
     hands_on = hand_on and not explicit

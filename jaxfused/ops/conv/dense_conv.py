@@ -35,7 +35,7 @@ from jaxfused.runtime.product_choice import (
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.rectified import masked_gradient
-from jaxfused.runtime.runner import Axes, Results, Runner
+from jaxfused.runtime.runner import Axes, Results, Runner, Stage
 from jaxfused.runtime.shapes import why_symbolic
 from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 from pallas_kernels.conv import conv as pallas_conv
@@ -153,7 +153,7 @@ def left_to_xla(
     later runs what is predicted to be faster for it.
     """
     dense = options.window
-    if run.implementation is not None or dense.is_pointwise:
+    if dense.is_pointwise:
         return None
     if dense.taps < window.taps:
         pixels, features = pixels_of(dense, x), w.shape[-1]
@@ -171,8 +171,8 @@ def left_to_xla(
     return run.left_to_xla(why, stages(options, x, w, bias, residual))
 
 
-def stages(options: "Options", x: Any, w: Any, bias: Any, residual: Any) -> Iterator[Any]:
-    """Yields the stages of a convolution and of its gradients, each with its operands' shapes."""
+def stages(options: "Options", x: Any, w: Any, bias: Any, residual: Any) -> Iterator[Stage]:
+    """Yields the stages of a convolution and of its gradients."""
     x, w, residual = jax.eval_shape(
         lambda x, w, residual: (images(x), weights_of_images(x, w), images(residual)),
         x,

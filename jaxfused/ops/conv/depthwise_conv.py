@@ -1,7 +1,7 @@
 """Depthwise conv, where each channel has a window of rows and columns of its own: choice, gradient."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,14 +13,42 @@ from jaxfused.ops.conv import conv_xla, depthwise_conv1d, depthwise_conv_cuda
 from jaxfused.ops.conv.depthwise_conv_cuda import Strips, Tile, Window
 from jaxfused.runtime import sharding
 from jaxfused.runtime.activation import value_and_slope
+from jaxfused.runtime.gate import LeftToXla
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
-from jaxfused.runtime.runner import Axes, Results, Runner
+from jaxfused.runtime.runner import Axes, Results, Runner, Stage
 from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 
 
-def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
+def left_to_xla(
+    run: Runner, x: Any, w: Any, bias: Any, residual: Any, window: Window, activation: str | None
+) -> LeftToXla | None:
     """Returns why a call that names no implementation is XLA's, or None if kernels are faster."""
+    why = _why_xla(run.device, x, window)
+    if why is None:
+        return None
+    return run.left_to_xla(why, stages(_Options(window, activation), x, w, bias, residual))
+
+
+def stages(options: "_Options", x: Any, w: Any, bias: Any, residual: Any) -> Iterator[Stage]:
+    """Yields the stages of a depthwise convolution and of its gradients."""
+    x, w, residual = jax.eval_shape(functools.partial(_as_images, options.window), x, w, residual)
+    window, sizes = options.window, x.shape[1:3]
+    dz = jax.ShapeDtypeStruct((x.shape[0], *window.result(*sizes), x.shape[-1]), x.dtype)
+    for saves in (False, True)[: 1 + (options.activation is not None)]:
+        yield _Forward(options, saves), (x, w, bias, residual)
+    yield _InputGradient(window, sizes), (dz, w)
+    yield _WeightGradient(window), (x, dz)
+
+
+def _as_images(window: Window, x, w, residual):
+    """Returns images [B, H, W, C], weights [kh, kw, C] in their dtype, and the residual as images."""
+    x, residual = (a[:, None] if a is not None and a.ndim == 3 else a for a in (x, residual))
+    return x, w.astype(x.dtype).reshape(*window.kernel, w.shape[-1]), residual
+
+
+def _why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
+    """Returns why XLA is expected to be faster at all stages, or None."""
     rows, columns = window.kernel
     if depthwise_conv1d.takes(window) or (min(window.kernel) >= _LARGE and window.stride == 1):
         return None
@@ -102,8 +130,7 @@ def depthwise_conv(
     hands_on: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (y, x or None), with y of x [B, *spatial, C], w [*kernel, 1, C] and the epilogue."""
-    images, residual = (a[:, None] if a is not None and a.ndim == 3 else a for a in (x, residual))
-    weights = w.astype(x.dtype).reshape(*window.kernel, w.shape[-1])
+    images, weights, residual = _as_images(window, x, w, residual)
     letters = (_IMAGES, _WEIGHTS, "c", _RESULT)
     operands = sharding.align((images, weights, bias, residual), operand_axes=letters, whole=_WHOLE)
     y, handed_on = _conv(run, _Options(window, activation), hands_on, *operands)
@@ -249,6 +276,8 @@ class _InputGradient:
         return _why_not(device, x, self.window)
 
     def configs(self, implementation, device, dz, w, other=None) -> Sequence[Strips | Tile]:
+        if implementation != "cuda":
+            return ()
         window = self.window.transposed()
         return _configs(implementation, device, dz, window, in_float32=other is not None)
 
