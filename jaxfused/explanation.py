@@ -43,7 +43,7 @@ class Explanation:
             lines.append("  no operator of jaxfused was called")
         for choice, count in self.calls:
             times = f"{count} x " if count > 1 else ""
-            decided = f" ({_SOURCES[choice.source]})" if choice.source else ""
+            decided = f" ({_SOURCES[choice.source]})" if choice.source in _SOURCES else ""
             lines.append(
                 f"  {times}{choice.stage} runs on {choice.implementation!r}{decided}:"
                 f" {_shapes((o.dtype, o.shape) for o in choice.operands if o is not None)}"
@@ -59,7 +59,6 @@ class Explanation:
 
 _SOURCES = {
     "named": "as named",
-    "model": "expected to be the fastest",
     "table": "measured",
     "neighbour": "measured at near shapes",
 }
@@ -67,7 +66,9 @@ _SOURCES = {
 
 def basis(choice: dispatch.Choice) -> list[str]:
     """Returns what decided a choice, a line each: the figures, and why others cannot run."""
-    stages = [f"{stage.stage}, {_figures(stage)}" for stage in choice.stages if _figures(stage)]
+    # Where a rule of the operator decided, the estimates of its stages did not.
+    asked = [c for c in choice.stages if c.implementation == "xla" or c.measured is not None]
+    stages = dict.fromkeys(f"{c.stage}, {_figures(c)}" for c in asked if _figures(c))
     cannot = [f"not {name!r}: {reason}" for name, reason in choice.reasons.items() if reason]
     return [*filter(None, [_figures(choice)]), *stages, *cannot]
 
@@ -76,7 +77,7 @@ def _figures(choice: dispatch.Choice) -> str | None:
     """Returns the times or the rule by which a choice was made, or None if there are none."""
     chosen, estimate, measured = choice.implementation, choice.estimate, choice.measured
     able = [name for name, reason in choice.reasons.items() if reason is None]
-    if choice.source == "named" or (choice.source is not None and len(able) < 2):
+    if choice.source == "named" or choice.stages or (choice.source and len(able) < 2):
         return None
     if measured is not None:
         # A ranking has several configs of an implementation, the fastest first.

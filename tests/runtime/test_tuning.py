@@ -856,6 +856,56 @@ def test_tune_corrects_a_call_wrongly_left_to_xla(device, monkeypatch, fastest):
         assert {implementation for stage, implementation in after if "dense" in stage} == {"pallas"}
 
 
+# Calls that a rule of the operator leaves to XLA: the operator, its operands, another implementation and
+# the stages.
+LEFT_TO_XLA = {
+    "rope of halves": (
+        lambda q: jaxfused.rope(q, positions=jnp.arange(256)),
+        (array(2, 256, 12, 64),),
+        "pallas",
+        {"rope"},
+    ),
+    "linear without an epilogue": (
+        jaxfused.linear,
+        (array(20480, 2048), array(2048, 512)),
+        "pallas",
+        {"linear forward", "linear weight gradient"},
+    ),
+    "linear of a few rows": (
+        jaxfused.linear,
+        (array(4, 2048), array(2048, 512)),
+        "pallas",
+        {"linear forward", "linear input gradient", "linear weight gradient"},
+    ),
+    "a depthwise window of 5 x 5 at stride 2": (
+        functools.partial(jaxfused.conv, feature_group_count=64, strides=2, activation="silu"),
+        (array(2, 32, 32, 64, dtype=jnp.float32), array(5, 5, 1, 64)),
+        "cuda",
+        {"conv depthwise forward", "conv depthwise weight gradient"},
+    ),
+}
+
+
+@pytest.mark.usefixtures("with_library")
+@pytest.mark.parametrize("is_overruled", (True, False))
+@parametrize("name", LEFT_TO_XLA, quick=(0, 1, 3))
+def test_tune_overrules_what_leaves_calls_to_xla(device, name, is_overruled):
+    f, args, other, stages = LEFT_TO_XLA[name]
+    fastest = other if is_overruled else "xla"
+    [(before, _)] = traced(gradients_of(f), *args)[0]
+    assert before.implementation == "xla" and before.kernel is None
+    fake = FakeBench(lambda work, c: 10.0 if c.implementation == fastest else 20.0)
+    assert {stage.choice.stage for stage in tune(f, *args, fake=fake).stages} == stages
+    after = {
+        (choice.stage, choice.implementation) for choice, _ in traced(gradients_of(f), *args)[0]
+    }
+    if is_overruled:
+        assert after >= {(stage, other) for stage in stages}
+    else:
+        assert after == {(before.stage, "xla")}
+        assert "measured: 'xla' 10.0 us" in str(jaxfused.explain(f, *args))
+
+
 @parametrize("seconds", (0.0, 5.0, 20.0, 60.0), quick=(1,))
 def test_tune_ends_in_time(device, seconds):
     """A candidate takes one second, and the end of a round half a second."""
