@@ -7,9 +7,9 @@ compiled again, and a text's tokens do not depend on what is in the other slots.
 
 import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +104,9 @@ class Engine:
         self.length = length
         self._ends = frozenset(ends)
         self._chunk = chunk
-        self._graphdef, self._params = nnx.split(model)
+        graphdef, params = nnx.split(model)
+        self._prefill, self._decode = _programs(graphdef)
+        self._params = nnx.to_pure_dict(params)
         self._state = _State.zeros(model, slots=slots, length=length, chunk=chunk)
         self._slots: list[Text | None] = [None] * slots
         self._waiting: collections.deque[Text] = collections.deque()
@@ -165,8 +167,8 @@ class Engine:
             active = np.zeros(len(self._slots), bool)
             active[[slot for slot, _ in ready]] = True
             penalties = any(text.sampling.has_penalties for _, text in ready)
-            self._state, tokens = _decode(
-                self._graphdef, self._params, self._state, active, penalties=penalties
+            self._state, tokens = self._decode(
+                self._params, self._state, active, penalties=penalties
             )
             self._computed.append((tokens, ready))
         events = []
@@ -190,8 +192,7 @@ class Engine:
         part = np.asarray(text.prompt[text.read : text.read + self._chunk], np.int32)
         text.read += len(part)
         is_last = text.read == len(text.prompt)
-        self._state, tokens = _prefill(
-            self._graphdef,
+        self._state, tokens = self._prefill(
             self._params,
             self._state,
             np.pad(part, (0, self._chunk - len(part))),
@@ -222,6 +223,16 @@ class Engine:
             self._waiting.remove(text)
 
 
+@functools.cache
+def _programs(graphdef: nnx.GraphDef) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns the compiled `_prefill` and `_decode` of models of this structure.
+
+    It is no argument of theirs, since its hash would take longer than a step of a small model.
+    """
+    options = dict(donate_argnums=1, static_argnames="penalties")
+    return tuple(jax.jit(functools.partial(f, graphdef), **options) for f in (_prefill, _decode))
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def _admit(state: _State, slot: jax.Array, sampling: dict[str, jax.Array]) -> _State:
     """Returns the state with an empty text in a slot."""
@@ -236,10 +247,9 @@ def _admit(state: _State, slot: jax.Array, sampling: dict[str, jax.Array]) -> _S
     )
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2, static_argnames="penalties")
 def _prefill(
     graphdef: nnx.GraphDef,
-    params: nnx.State,
+    params: Any,
     state: _State,
     tokens: jax.Array,
     slot: jax.Array,
@@ -263,10 +273,9 @@ def _prefill(
     return _with_tokens(state, slot, drawn, is_last)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2, static_argnames="penalties")
 def _decode(
     graphdef: nnx.GraphDef,
-    params: nnx.State,
+    params: Any,
     state: _State,
     active: jax.Array,
     *,
