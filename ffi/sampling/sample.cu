@@ -108,6 +108,13 @@ struct Before {
   float weight = 0.0f;
 };
 
+// Numbers that a pass compares every logit with.
+constexpr int kPivots = 3;
+
+struct Counts {
+  int counts[kPivots] = {};
+};
+
 // The logit and the index of a word, by which words are ordered.
 struct Place {
   float logit;
@@ -188,6 +195,30 @@ class Row {
     return drawn;
   }
 
+  // Returns the kept word with the highest score, from the word with the highest score of all.
+  __device__ __forceinline__ Best first_kept(const Drawn& drawn, const float* filters,
+                                             int features) {
+    const float share = filters[kShare], least = filters[kLeast];
+    const int top_k = static_cast<int>(filters[kTopK]);
+    const bool both = top_k < features && share < 1.0f;
+    int low = ordered(-INFINITY);
+    float kept_weight = both ? 0.0f : drawn.weight;  // 0 while it is not known
+    for (Best best = drawn.best;; best = best_before({best.logit, best.word})) {
+      const Before words = before({best.logit, best.word});
+      if (words.count == 0) return best;
+      if (words.count >= top_k) {
+        low = max(low, ordered(best.logit));
+        continue;
+      }
+      if (exponent(best.logit) < least) continue;
+      // What top-k keeps weighs at least as much as these words and this one.
+      if (words.weight < share * (words.weight + weight(best.logit))) return best;
+      if (kept_weight == 0.0f) kept_weight = weight_of_top_k(top_k, low, ordered(best.logit) + 1);
+      if (words.weight < share * kept_weight) return best;
+    }
+  }
+
+ private:
   // Returns the number and the weight of the words before a place.
   __device__ __forceinline__ Before before(const Place& place) {
     return sum_of([&](float z, int word) { return place.is_after(z, word); });
@@ -208,24 +239,33 @@ class Row {
     return join_(race.best, [](Best& mine, const Best& other) { mine.join(other); });
   }
 
-  // Returns what the `top_k` first words weigh.
-  __device__ __forceinline__ float weight_of_top_k(int top_k) {
-    // Fewer than top_k words are at least `high`, and not fewer at least `low`.
-    int low = ordered(-INFINITY), high = ordered(maximum_) + 1;
-    Before at_high;
-    while (low + 1 < high) {
-      const int middle = (low >> 1) + (high >> 1) + (low & high & 1);
-      const Before found = sum_of([&](float z, int) { return ordered(z) >= middle; });
-      if (found.count == top_k) return found.weight;
-      if (found.count > top_k) {
-        low = middle;
-      } else {
-        high = middle;
-        at_high = found;
+  // Returns what the `top_k` first words weigh. In the order of `ordered`, fewer than top_k words
+  // are at least `high`, and not fewer at least `low`.
+  __device__ __forceinline__ float weight_of_top_k(int top_k, int low, int high) {
+    int count_high = 0;
+    while (low + 1 < high && count_high != top_k) {
+      const auto start = static_cast<uint32_t>(low);
+      const uint32_t gap = static_cast<uint32_t>(high) - start;
+      const uint32_t steps[kPivots] = {max(gap / 4, 1u), gap / 2, gap - gap / 4};
+      int pivots[kPivots];
+#pragma unroll
+      for (int p = 0; p < kPivots; ++p) pivots[p] = static_cast<int>(start + steps[p]);
+      const Counts found = counts_from(pivots);
+#pragma unroll
+      for (int p = 0; p < kPivots; ++p) {
+        if (found.counts[p] > top_k) {
+          low = pivots[p];
+        } else if (pivots[p] < high) {
+          high = pivots[p];
+          count_high = found.counts[p];
+        }
       }
     }
-    const float logit = __int_as_float(low ^ ((low >> 31) & INT_MAX));
-    return fmaf(static_cast<float>(top_k - at_high.count), weight(logit), at_high.weight);
+    const Before above = sum_of([&](float z, int) { return ordered(z) >= high; });
+    // The words that are missing equal the last one, and weigh the same.
+    const float last = __int_as_float(low ^ ((low >> 31) & INT_MAX));
+    const auto missing = static_cast<float>(top_k - above.count);
+    return missing > 0.0f ? fmaf(missing, weight(last), above.weight) : above.weight;
   }
 
   // Returns a logit's distance from the maximum, over the temperature.
@@ -233,8 +273,24 @@ class Row {
     return (z - maximum_) * inverse_temperature_;
   }
 
- private:
-  __device__ __forceinline__ float weight(float z) const { return exp2_fast(exponent(z) * kLog2e); }
+  __device__ __forceinline__ float weight(float z) const { return exp_fast(exponent(z)); }
+
+  // Returns how many words are at least each of the pivots, in the order of `ordered`.
+  __device__ __forceinline__ Counts counts_from(const int (&pivots)[kPivots]) {
+    Counts found;
+    slice_.template for_each<false>([&](int, const float (&z)[kVec]) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const int own = ordered(z[i]);
+#pragma unroll
+        for (int p = 0; p < kPivots; ++p) found.counts[p] += own >= pivots[p] ? 1 : 0;
+      }
+    });
+    return join_(found, [](Counts& mine, const Counts& other) {
+#pragma unroll
+      for (int p = 0; p < kPivots; ++p) mine.counts[p] += other.counts[p];
+    });
+  }
 
   // Returns the number and the weight of the words for which takes(logit, word) holds.
   template <typename Takes>
@@ -277,20 +333,7 @@ __global__ void __launch_bounds__(kMaxThreads) sample_rows(SampleArgs args) {
   const Drawn drawn = draws ? of_row.template draw<true>() : of_row.template draw<false>();
   Best best = drawn.best;
   const bool exists = drawn.weight > 0.0f;  // not where it is NaN
-  if (args.is_filtered && draws && exists) {
-    const float share = filters[kShare];
-    const int top_k = static_cast<int>(filters[kTopK]);
-    const bool both = top_k < args.features && share < 1.0f;
-    const float least_weight = share * (both ? of_row.weight_of_top_k(top_k) : drawn.weight);
-    while (true) {
-      const Place place = {best.logit, best.word};
-      const Before before = of_row.before(place);
-      const bool is_kept = before.count < top_k && before.weight < least_weight &&
-                           of_row.exponent(best.logit) >= filters[kLeast];
-      if (is_kept || before.count == 0) break;
-      best = of_row.best_before(place);
-    }
-  }
+  if (args.is_filtered && draws && exists) best = of_row.first_kept(drawn, filters, args.features);
   if (rank == 0 && threadIdx.x == 0) args.tokens[row] = exists ? best.word : kNone;
   join.finish();
 }
