@@ -54,8 +54,8 @@ from jaxfused.ops.rope.rope_scaling import NTKRope as NTKRope
 from jaxfused.ops.rope.rope_scaling import ProportionalRope as ProportionalRope
 from jaxfused.ops.rope.rope_scaling import RopeScaling as RopeScaling
 from jaxfused.ops.rope.rope_scaling import YarnRope as YarnRope
-from jaxfused.ops.sampling.sample import LogProbs as LogProbs
 from jaxfused.ops.sampling.sample import sample as sample
+from jaxfused.ops.sampling.top_log_probs import LogProbs as LogProbs
 from jaxfused.ops.serving.kv_cache import KVCache as KVCache
 from jaxfused.ops.serving.page_allocator import OutOfPages as OutOfPages
 from jaxfused.ops.serving.page_allocator import PageAllocator as PageAllocator

@@ -3,7 +3,10 @@
 
 #include <cfloat>
 #include <cstdint>
+#include <string>
 
+#include "common/handler.h"
+#include "common/operands.h"
 #include "common/ptx.cuh"
 #include "common/row_vectors.cuh"
 #include "common/rows.cuh"
@@ -170,7 +173,25 @@ struct RowSpread {
   int slice;         // limit on the vectors of a block
   int kept;          // limit on the vectors of a thread that stay in shared memory
   int shared_bytes;  // of a block
+
+  Launch launch(int64_t rows) const {
+    return {dim3(static_cast<unsigned>(rows * cluster)), threads, shared_bytes, cluster};
+  }
 };
+
+constexpr int64_t kMaxWords = int64_t{1} << 24;  // a float32 holds every top_k up to here
+
+inline ffi::Error check_logits(const ffi::AnyBuffer& logits) {
+  if (logits.dimensions().size() != 2 || !dtype_of(logits)) {
+    return ffi::Error::InvalidArgument("logits must be a matrix of float32, bfloat16 or float16");
+  }
+  const int64_t rows = logits.dimensions()[0], features = logits.dimensions()[1];
+  if (rows < 1 || features < 1 || rows > kMaxRows / kMaxClusterBlocks || features > kMaxWords) {
+    return ffi::Error::InvalidArgument("logits have shape " + to_string(logits.dimensions()) +
+                                       ", which is empty or too large");
+  }
+  return ffi::Error::Success();
+}
 
 // Returns the spread of rows. Four blocks of a cluster are on an SM at a time, or one that has a
 // row for itself.

@@ -12,18 +12,16 @@
 
 #include "common/approximate.cuh"
 #include "common/handler.h"
-#include "common/mma.cuh"
 #include "common/operands.h"
 #include "common/stochastic_rounding.cuh"
 #include "sampling/row_slice.cuh"
+#include "sampling/row_weight.cuh"
 
 namespace {
 
-constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kMaxThreads = 1024;
-constexpr int kNone = -1;                        // the token of a row without a distribution
-constexpr int64_t kMaxWords = int64_t{1} << 24;  // a float32 holds every top_k up to here
+constexpr int kNone = -1;  // the token of a row without a distribution
 
 // A row's numbers, in the order of memory; kTopK is a whole number.
 enum Filter { kInverseTemperature, kShare, kLeast, kTopK, kFilters };
@@ -50,8 +48,6 @@ __device__ __forceinline__ float gumbel(float v) {
   const float exponential = v < 0x1p-5f ? series : -kLn2 * log2_fast(1.0f - v);
   return -kLn2 * log2_fast(exponential);
 }
-
-__device__ __forceinline__ float exp_fast(float x) { return exp2_fast(x * kLog2e); }
 
 // The word with the highest score; of equal ones, the first.
 struct Best {
@@ -98,8 +94,7 @@ struct Race {
 
 // What the first pass finds; scores and weights are relative to the maximum.
 struct Drawn {
-  float maximum = -FLT_MAX;  // not -inf, as its distance from a logit of -inf would be NaN
-  float weight = 0.0f;
+  RowWeight sum;
   Best best;
 };
 
@@ -113,17 +108,6 @@ constexpr int kPivots = 3;
 
 struct Counts {
   int counts[kPivots] = {};
-};
-
-// The logit and the index of a word, by which words are ordered.
-struct Place {
-  float logit;
-  int word;
-
-  // Whether another word stands before this one.
-  __device__ __forceinline__ bool is_after(float other_logit, int other_word) const {
-    return other_logit > logit || (other_logit == logit && other_word < word);
-  }
 };
 
 // Returns integers in the order of the numbers; -0 is 0.
@@ -143,26 +127,20 @@ class Row {
   // Makes the first pass. At a temperature of 0, kDraws is false and the noise is left out.
   template <bool kDraws>
   __device__ __forceinline__ Drawn draw() {
-    float maximum = -FLT_MAX, weight = 0.0f;
+    RowWeight sum;
     Race race;
     const auto raise = [&](float to) {
-      if (!(to > maximum)) return;  // NaN raises nothing
-      const float distance = (maximum - to) * inverse_temperature_;
-      weight *= exp_fast(distance);
-      race.shift(distance);
-      maximum = to;
+      // NaN raises nothing.
+      if (to > sum.maximum) race.shift(sum.raise(to, inverse_temperature_));
     };
     slice_.template for_each<true>(
         [&](int column, const float (&z)[kVec]) {
-          float most = z[0];
-#pragma unroll
-          for (int i = 1; i < kVec; ++i) most = fmaxf(most, z[i]);
-          raise(most);
+          raise(largest_of(z));
 #pragma unroll
           for (int i = 0; i < kVec; ++i) {
-            const float exponent = (z[i] - maximum) * inverse_temperature_;
+            const float exponent = (z[i] - sum.maximum) * inverse_temperature_;
             const float own = exp_fast(exponent);
-            weight += own;
+            sum.weight += own;
             if constexpr (kDraws) {
               race.enter(z[i], column + i, exponent, own, seeds_);
             } else if (exponent > race.best.score) {
@@ -172,7 +150,7 @@ class Row {
         },
         [&] {
           if constexpr (kDraws) {
-            float most = maximum;
+            float most = sum.maximum;
 #pragma unroll
             for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
               most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
@@ -181,17 +159,14 @@ class Row {
             race.share();
           }
         });
-    const auto join = [&](Drawn& mine, const Drawn& other) {
-      const float most = fmaxf(mine.maximum, other.maximum);
-      const float down = (mine.maximum - most) * inverse_temperature_;
-      const float other_down = (other.maximum - most) * inverse_temperature_;
-      mine.weight = mine.weight * exp_fast(down) + other.weight * exp_fast(other_down);
-      mine.best.score += down;
-      mine.best.join({other.best.score + other_down, other.best.word, other.best.logit});
-      mine.maximum = most;
-    };
-    const Drawn drawn = join_(Drawn{maximum, weight, race.best}, join);
-    maximum_ = drawn.maximum;
+    const Drawn drawn = join_(Drawn{sum, race.best}, [&](Drawn& mine, Drawn other) {
+      const float most = fmaxf(mine.sum.maximum, other.sum.maximum);
+      mine.best.score += mine.sum.raise(most, inverse_temperature_);
+      other.best.score += other.sum.raise(most, inverse_temperature_);
+      mine.sum.weight += other.sum.weight;
+      mine.best.join(other.best);
+    });
+    maximum_ = drawn.sum.maximum;
     return drawn;
   }
 
@@ -202,7 +177,7 @@ class Row {
     const int top_k = static_cast<int>(filters[kTopK]);
     const bool both = top_k < features && share < 1.0f;
     int low = ordered(-INFINITY);
-    float kept_weight = both ? 0.0f : drawn.weight;  // 0 while it is not known
+    float kept_weight = both ? 0.0f : drawn.sum.weight;  // 0 while it is not known
     for (Best best = drawn.best;; best = best_before({best.logit, best.word})) {
       const Before words = before({best.logit, best.word});
       if (words.count == 0) return best;
@@ -332,7 +307,7 @@ __global__ void __launch_bounds__(kMaxThreads) sample_rows(SampleArgs args) {
   Row<T, kVec> of_row(slice, join, args.seeds[row], draws ? inverse_temperature : 1.0f);
   const Drawn drawn = draws ? of_row.template draw<true>() : of_row.template draw<false>();
   Best best = drawn.best;
-  const bool exists = drawn.weight > 0.0f;  // not where it is NaN
+  const bool exists = drawn.sum.weight > 0.0f;  // not where it is NaN
   if (args.is_filtered && draws && exists) best = of_row.first_kept(drawn, filters, args.features);
   if (rank == 0 && threadIdx.x == 0) args.tokens[row] = exists ? best.word : kNone;
   join.finish();
@@ -345,24 +320,13 @@ ffi::Error launch(SampleArgs args, int64_t rows, cudaStream_t stream) {
   args.spread = spread_rows(args.features, kVec, sizeof(Vector<T, kVec>), device);
   const auto kernel = sample_rows<T, kVec>;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
-  const int64_t blocks = rows * args.spread.cluster;
-  return launch_kernel(kernel, args,
-                       {dim3(static_cast<unsigned>(blocks)), args.spread.threads,
-                        args.spread.shared_bytes, args.spread.cluster},
-                       stream);
+  return launch_kernel(kernel, args, args.spread.launch(rows), stream);
 }
 
 ffi::Error sample(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer seeds,
                   ffi::AnyBuffer filters, ffi::Result<ffi::AnyBuffer> tokens, bool is_filtered) {
-  const auto dtype = dtype_of(logits);
-  if (!dtype || logits.dimensions().size() != 2) {
-    return ffi::Error::InvalidArgument("logits must be a matrix of float32, bfloat16 or float16");
-  }
+  RETURN_IF_ERROR(check_logits(logits));
   const int64_t rows = logits.dimensions()[0], features = logits.dimensions()[1];
-  if (rows < 1 || features < 1 || rows > kMaxRows / kMaxClusterBlocks || features > kMaxWords) {
-    return ffi::Error::InvalidArgument("logits have shape " + to_string(logits.dimensions()) +
-                                       ", which is empty or too large");
-  }
   RETURN_IF_ERROR(check_shape("seeds", seeds, {rows, 2}));
   RETURN_IF_ERROR(check_dtype("seeds", seeds, ffi::DataType::U32));
   RETURN_IF_ERROR(check_float32("filters", filters, {rows, kFilters}));
@@ -376,7 +340,7 @@ ffi::Error sample(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer see
   args.features = static_cast<int>(features);
   args.is_filtered = is_filtered;
   const bool aligned = are_aligned({args.logits});
-  return with_dtype(*dtype, [&](auto type) {
+  return with_dtype(*dtype_of(logits), [&](auto type) {
     using T = decltype(type);
     if (aligned) return launch<T, 16 / sizeof(T)>(args, rows, stream);
     return launch<T, 1>(args, rows, stream);

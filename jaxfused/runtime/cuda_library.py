@@ -60,6 +60,7 @@ TARGETS = (
     "jaxfused_segmentation_forward",
     "jaxfused_segmentation_backward",
     "jaxfused_segmentation_loss",
+    "jaxfused_top_log_probs",
     "jaxfused_upsample",
 )
 """The symbol of every handler in the library, under which its FFI target is registered."""

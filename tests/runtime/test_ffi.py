@@ -736,6 +736,13 @@ FLOAT16 = "float16"
                 "empty or too large",
             ),
             (
+                "top_log_probs",
+                [(4, 8), ((4,), INT32)],
+                [(4,), (4, 9), ((4, 9), INT32)],
+                dict(count=np.int64(9)),
+                "count must be 0 to the number of words",
+            ),
+            (
                 "segmentation_forward",
                 [(2, 9, 300), ((2, 9), INT32), (0,)],
                 [(2, 1, 902)],

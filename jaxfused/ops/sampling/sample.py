@@ -7,7 +7,7 @@ depends on the row, and add up weights in one order, which Pallas has no words f
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,25 +17,12 @@ from jaxfused import dispatch
 from jaxfused.ops.sampling import penalties as penalties_of
 from jaxfused.ops.sampling import sample_cuda, sample_xla
 from jaxfused.ops.sampling.row_options import filters_of, of_rows, seeds_of
+from jaxfused.ops.sampling.top_log_probs import NO_PALLAS, LogProbs, log_probs
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_arrays, check_floating, python_numbers
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import takes_reference
-from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.runner import ROWS, Axes, Operands, Results, Runner, batched_rows
-
-_NO_PALLAS = "there is no Pallas kernel of sample"
-
-
-class LogProbs(NamedTuple):
-    """Log-probabilities of tokens, by the logits as they were passed, in float32 (or float64)."""
-
-    chosen: jax.Array
-    """Of the tokens drawn, [...]; NaN where there is none."""
-    top: jax.Array
-    """The largest ones of each row, falling, [..., n]."""
-    top_tokens: jax.Array
-    """Their tokens, int32 [..., n]; of equal ones the lower token comes first."""
 
 
 @python_numbers
@@ -136,7 +123,7 @@ def sample(
     token = _drawn(penalized, seeds, filters, is_filtered, implementation)
     if logprobs is None:
         return token
-    return token, _log_probs(op, logits, token, logprobs)
+    return token, log_probs(logits, token, logprobs, implementation)
 
 
 def _drawn(
@@ -151,7 +138,7 @@ def _drawn(
     axes = tuple(letters + letter for letter in "vsf")
     operands: Any = sharding.align((logits, seeds, filters), operand_axes=axes, whole="vsf")
     device = dispatch.current_device(logits)
-    missing = {"pallas": _NO_PALLAS}
+    missing = {"pallas": NO_PALLAS}
     if takes_reference("sample", implementation, device, logits, missing=missing):
         return sample_xla.sample(*operands, is_filtered=is_filtered)
     return Runner(implementation, device)(_Draw(is_filtered), *operands)[0]
@@ -181,7 +168,7 @@ class _Draw:
             words=words,
             dtype=logits.dtype,
         )
-        return {"pallas": _NO_PALLAS, "xla": None, "cuda": of_cuda}
+        return {"pallas": NO_PALLAS, "xla": None, "cuda": of_cuda}
 
     def estimate(self, device, able, logits, seeds, filters) -> Estimate:
         del device, able, logits, seeds, filters
@@ -199,20 +186,3 @@ class _Draw:
         return (run(logits, seeds, filters, is_filtered=self.is_filtered),)
 
     batched = batched_rows
-
-
-def _log_probs(op: str, logits: jax.Array, token: jax.Array, count: int) -> LogProbs:
-    """Returns log-probabilities of the tokens and of the `count` most likely ones."""
-    words = logits.shape[-1]
-    if not 0 <= count <= words:
-        raise ValueError(
-            f"{op}: logprobs is {count}, but there are {words} words; pass a number from 0 to {words}."
-        )
-    z = logits.astype(accumulator_dtype(logits.dtype))
-    total = jax.nn.logsumexp(z, axis=-1, keepdims=True)
-    at = jnp.maximum(token, 0)[..., None]
-    chosen = (jnp.take_along_axis(z, at, axis=-1) - total)[..., 0]
-    top, top_tokens = lax.top_k(z, count)
-    return LogProbs(
-        jnp.where(token >= 0, chosen, jnp.nan), top - total, top_tokens.astype(jnp.int32)
-    )

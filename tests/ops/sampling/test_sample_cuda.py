@@ -119,6 +119,23 @@ def test_every_one_of_many_equal_logits_can_be_drawn():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("words", [5, 4099, 17000])
+def test_log_probabilities_are_those_of_xla(words):
+    for dtype in ("float32", "bfloat16"):
+        logits = np.array(drawn_rows(8, words, dtype))
+        logits[5], logits[6, 1], logits[7, 2] = -np.inf, np.nan, np.inf
+        results = [
+            sample(put(logits), jnp.arange(8), top_p=0.5, logprobs=4, implementation=implementation)
+            for implementation in ("cuda", "xla")
+        ]
+        (token, actual), (expected_token, expected) = results
+        np.testing.assert_array_equal(token, expected_token)
+        np.testing.assert_array_equal(actual.top_tokens, expected.top_tokens)
+        np.testing.assert_allclose(actual.top, expected.top, rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(actual.chosen, expected.chosen, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.gpu
 def test_it_runs_under_vmap_and_on_one_row():
     logits = drawn_rows(8, 300, jnp.float32).reshape(2, 4, 300)
     call = functools.partial(jaxfused.sample, top_p=0.7, implementation="cuda")
@@ -134,6 +151,9 @@ def test_a_gpu_runs_one_kernel_once_it_is_measured(hopper, monkeypatch):
     call = functools.partial(jaxfused.sample, top_p=0.9, top_k=50)
     assert chosen(call, logits, seeds)["sample forward"] == "cuda"
     assert kernels(call, logits, seeds) == ["jaxfused_sample"]
+    with_logprobs = functools.partial(call, logprobs=20)
+    assert kernels(with_logprobs, logits, seeds) == ["jaxfused_sample", "jaxfused_top_log_probs"]
+    assert kernels(functools.partial(call, logprobs=65), logits, seeds) == ["jaxfused_sample"]
 
 
 def test_it_says_what_it_does_not_take():

@@ -1,0 +1,146 @@
+// Log-probabilities of one token and of the most likely ones of each row, as
+// jaxfused/ops/sampling/top_log_probs_xla.py states them.
+//
+// A cluster of blocks keeps a row in shared memory, as in sample.cu. Each pass after the first
+// finds the word that follows the last one found, in the order of falling logits.
+#include <climits>
+#include <cmath>
+
+#include "common/handler.h"
+#include "common/operands.h"
+#include "sampling/row_slice.cuh"
+#include "sampling/row_weight.cuh"
+
+namespace {
+
+constexpr int kMaxThreads = 1024;
+constexpr int kNone = -1;  // the token of a row without a distribution
+
+struct TopArgs {
+  const void* logits;  // [rows, features]
+  const int* tokens;   // [rows]
+  float* chosen;       // [rows]
+  float* top;          // [rows, count]
+  int* top_tokens;     // [rows, count]
+  int features;
+  int count;
+  RowSpread spread;
+};
+
+// The first word of those seen.
+struct First {
+  Place place = {-INFINITY, INT_MAX};
+
+  __device__ __forceinline__ void join(const First& other) {
+    if (place.is_after(other.place.logit, other.place.word)) place = other.place;
+  }
+};
+
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kMaxThreads) top_log_probs_rows(TopArgs args) {
+  extern __shared__ __align__(16) float shared[];
+  const int cluster = args.spread.cluster;
+  const int64_t row = blockIdx.x / cluster;
+  const int rank = cluster > 1 ? cluster_rank() : 0;
+  const bool writes = rank == 0 && threadIdx.x == 0;
+  ClusterJoin join(shared, cluster);
+  const RowSlice<T, kVec> slice(args.logits, row, args.features, rank, args.spread.slice,
+                                args.spread.kept, shared + ClusterJoin::kFloats);
+  RowWeight sum;
+  slice.template for_each<true>([&](int, const float (&z)[kVec]) {
+    const float most = largest_of(z);
+    if (most > sum.maximum) sum.raise(most, 1.0f);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sum.weight += exp_fast(z[i] - sum.maximum);
+  });
+  sum = join(sum, [](RowWeight& mine, RowWeight other) {
+    const float most = fmaxf(mine.maximum, other.maximum);
+    mine.raise(most, 1.0f);
+    other.raise(most, 1.0f);
+    mine.weight += other.weight;
+  });
+  const bool exists = sum.weight > 0.0f;  // not where it is NaN
+  const float log_weight = exists ? logf(sum.weight) : NAN;
+  if (writes) {
+    const int token = args.tokens[row];
+    float logit[1] = {NAN};
+    if (token >= 0 && token < args.features) {
+      load_as_float<T>(static_cast<const T*>(args.logits) + row * args.features, token, logit);
+    }
+    const float clipped = logit[0] > FLT_MAX ? FLT_MAX : logit[0];  // keeps a NaN
+    args.chosen[row] = clipped - sum.maximum - log_weight;
+  }
+  Place last = {INFINITY, -1};
+  for (int n = 0; n < args.count; ++n) {
+    First next;
+    slice.template for_each<false>([&](int column, const float (&z)[kVec]) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        // Values beyond the row are no words.
+        const bool is_word = column + i >= 0 && column + i < args.features;
+        const Place place = {z[i], column + i};
+        if (is_word && place.is_after(last.logit, last.word)) next.join({place});
+      }
+    });
+    next = join(next, [](First& mine, const First& other) { mine.join(other); });
+    last = next.place;
+    if (writes) {
+      args.top[row * args.count + n] = last.logit - sum.maximum - log_weight;
+      args.top_tokens[row * args.count + n] = exists ? last.word : kNone;
+    }
+  }
+  join.finish();
+}
+
+template <typename T, int kVec>
+ffi::Error launch(TopArgs args, int64_t rows, cudaStream_t stream) {
+  Device device;
+  RETURN_IF_ERROR(current_device(&device));
+  args.spread = spread_rows(args.features, kVec, sizeof(Vector<T, kVec>), device);
+  const auto kernel = top_log_probs_rows<T, kVec>;
+  RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+  return launch_kernel(kernel, args, args.spread.launch(rows), stream);
+}
+
+ffi::Error top_log_probs(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer tokens,
+                         ffi::Result<ffi::AnyBuffer> chosen, ffi::Result<ffi::AnyBuffer> top,
+                         ffi::Result<ffi::AnyBuffer> top_tokens, int64_t count) {
+  RETURN_IF_ERROR(check_logits(logits));
+  const int64_t rows = logits.dimensions()[0], features = logits.dimensions()[1];
+  if (count < 0 || count > features) {
+    return ffi::Error::InvalidArgument("count must be 0 to the number of words");
+  }
+  RETURN_IF_ERROR(check_shape("tokens", tokens, {rows}));
+  RETURN_IF_ERROR(check_dtype("tokens", tokens, ffi::DataType::S32));
+  RETURN_IF_ERROR(check_float32("chosen", *chosen, {rows}));
+  RETURN_IF_ERROR(check_float32("top", *top, {rows, count}));
+  RETURN_IF_ERROR(check_shape("top_tokens", *top_tokens, {rows, count}));
+  RETURN_IF_ERROR(check_dtype("top_tokens", *top_tokens, ffi::DataType::S32));
+  TopArgs args = {};
+  args.logits = logits.untyped_data();
+  args.tokens = static_cast<const int*>(tokens.untyped_data());
+  args.chosen = static_cast<float*>(chosen->untyped_data());
+  args.top = static_cast<float*>(top->untyped_data());
+  args.top_tokens = static_cast<int*>(top_tokens->untyped_data());
+  args.features = static_cast<int>(features);
+  args.count = static_cast<int>(count);
+  const bool aligned = are_aligned({args.logits});
+  return with_dtype(*dtype_of(logits), [&](auto type) {
+    using T = decltype(type);
+    if (aligned) return launch<T, 16 / sizeof(T)>(args, rows, stream);
+    return launch<T, 1>(args, rows, stream);
+  });
+}
+
+}  // namespace
+
+DEFINE_HANDLER(jaxfused_top_log_probs, top_log_probs,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()  // logits
+                   .Arg<ffi::AnyBuffer>()  // tokens
+                   .Ret<ffi::AnyBuffer>()  // chosen
+                   .Ret<ffi::AnyBuffer>()  // top
+                   .Ret<ffi::AnyBuffer>()  // top_tokens
+                   .Attr<int64_t>("count"),
+               {ffi::Traits::kCmdBufferCompatible});
