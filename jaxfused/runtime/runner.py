@@ -31,7 +31,7 @@ from jax.custom_batching import custom_vmap
 from jaxfused import dispatch
 from jaxfused.runtime import cuda_library, gate, platforms, sharding
 from jaxfused.runtime import table as tables
-from jaxfused.runtime.estimate import Estimate, in_order
+from jaxfused.runtime.estimate import Estimate, Rule, in_order
 from jaxfused.runtime.shapes import shapes_of, why_symbolic
 from jaxfused.runtime.vmap import batch_all, is_batched, one_by_one
 
@@ -182,6 +182,8 @@ class Runner:
     """The name of the implementation, or None for the fastest."""
     device: dispatch.Device
     """The device that the operator will run on."""
+    why: str | None = None
+    """The operator's reason, if it and not the caller named the implementation."""
     table: tables.Table = field(init=False, repr=False)
     """The autotuning table of the device."""
 
@@ -251,14 +253,16 @@ class Runner:
             found = self.table.find(kernel, operands)
         if named is not None and named not in reasons:
             named = "xla"
+        by_operator = self.why is not None and named == self.implementation is not None
+        rule = Rule((str(named),), str(self.why)) if by_operator else None
         choice = dispatch.Choice(
             kernel.name,
             shapes_of(operands),
             dispatch.choose(kernel.name.split(" ")[0], named, reasons),
             dict(reasons),
-            source="model" if named is None else "named",
+            source="model" if named is None or rule is not None else "named",
             kernel=kernel,
-            estimate=estimate,
+            estimate=rule or estimate,
         )
         return choice if found is None else self._measured(choice, operands, named, found)
 

@@ -284,8 +284,8 @@ def convolved(
     else:
         assert not isinstance(dense, str) and not isinstance(window, str)
         if dense.taps < window.taps and not dense.is_pointwise:
-            # XLA's convolution does not gain from space-to-depth.
-            run = Runner("pallas", device)
+            why = "XLA's convolution does not gain from space-to-depth"
+            run = Runner("pallas", device, None if implementation == "pallas" else why)
         y, handed_on, taken = dense_conv.dense_conv(
             run,
             x if isinstance(x, Concatenated) else values,

@@ -446,6 +446,15 @@ def test_few_channels_are_joined(sides, kernel, strides, padding):
     )
 
 
+def test_explain_says_why_a_kernel_runs_images_of_few_channels():
+    x = jax.ShapeDtypeStruct((32, 64, 64, 3), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((7, 7, 3, 64), jnp.bfloat16)
+    with dispatch.assume(dispatch.Device("gpu", "NVIDIA Test 1g", (9, 0), 132)):
+        for named, said in (("pallas", "(as named)"), (None, "'pallas' first: XLA's convolution")):
+            conv = functools.partial(jaxfused.conv, strides=1, padding=3, implementation=named)
+            assert said in str(jaxfused.explain(conv, x, w))
+
+
 @pytest.mark.parametrize(
     ("shape", "kernel", "strides"), [((64, 112, 112, 3), (7, 7), 2), ((8, 64, 64, 64), (1, 1), 2)]
 )
