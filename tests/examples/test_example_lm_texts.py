@@ -13,6 +13,7 @@ import jaxfused
 import jaxfused.nnx
 from examples.errors import ExampleError
 from examples.lm import loading
+from examples.lm.config import read_config
 from examples.lm.engine import Engine, Sampling, Text
 from examples.lm.gguf_file import GgufFile
 from examples.lm.loading import quantized, size_of
@@ -41,7 +42,7 @@ OTHERS = {
 }
 
 
-def write_gguf(path, row, architecture, numbers, kinds=("F32",), **changes):
+def write_gguf(path, row, architecture, numbers, kinds=("F32",), factors=None, **changes):
     """Writes a recorded model as llama.cpp's converter does; its matrices take the formats in turn."""
     gguf = pytest.importorskip("gguf", reason="it is in the extra lm")
     writer = gguf.GGUFWriter(path, architecture)
@@ -49,13 +50,13 @@ def write_gguf(path, row, architecture, numbers, kinds=("F32",), **changes):
         writer.add_uint32(f"{architecture}.{key}", value)
     for key, value in numbers.items():
         writer.add_float32(f"{architecture}.{key}", value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 4)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 7)
     stored = {}
     for i, (name, read) in enumerate(arrays_of(row).items()):
         array = read()
         if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
-            heads = len(array) // 16
-            halves = array.reshape(heads, 2, 8, *array.shape[1:])
+            heads = len(array) // row.options["config"]["head_dim"]
+            halves = array.reshape(heads, 2, -1, *array.shape[1:])
             array = halves.swapaxes(1, 2).reshape(array.shape)
         if architecture.startswith("gemma") and "norm" in name:
             array = array + 1
@@ -65,6 +66,8 @@ def write_gguf(path, row, architecture, numbers, kinds=("F32",), **changes):
         data = gguf.quants.quantize(array, kind)
         stored[name] = gguf.quants.dequantize(data, kind)
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=kind)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -82,6 +85,12 @@ GEMMA = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}
         ("Llama with biases", "llama", {"rope.freq_base": 1e4}, {}),
         ("Qwen2", "qwen2", {"rope.freq_base": 1e4}, {}),
         ("Gemma 2", "gemma2", GEMMA, {"attention.sliding_window": 4}),
+        (
+            "Gemma 3",
+            "gemma3",
+            {"rope.freq_base": 1e6},
+            {"attention.sliding_window": 4, "block_count": 7},
+        ),
     ],
     quick=(0,),
 )
@@ -94,6 +103,28 @@ def test_gguf_has_the_logits_of_the_same_arrays(tmp_path, name, architecture, nu
     tokens = jnp.array(row.options["tokens"])
     logits = nnx.jit(lambda model: model.logits(model(tokens)[0]))
     np.testing.assert_allclose(logits(model), logits(expected), atol=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_llama_3s_frequencies_are_those_of_the_files_divisors(tmp_path):
+    row, head = ROWS["Llama 3"], 8
+    rope = read_config(row.options["config"]).ropes[0]
+    plain = rope.theta ** (-np.arange(0, head, 2) / head)
+    divisors = plain / np.asarray(rope.scaling.frequencies(head, rope.theta))
+    names = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    write_gguf(
+        tmp_path / "a.gguf",
+        row,
+        "llama",
+        EPSILON | {"rope.freq_base": rope.theta},
+        factors=divisors.astype(np.float32),
+        **dict.fromkeys(names, head),
+    )
+    file = GgufFile.open(tmp_path / "a.gguf")
+    model = assemble(file.config, file.arrays, dtype=jnp.float32)
+    logits = nnx.jit(lambda model, tokens: model.logits(model(tokens)[0]))
+    found = logits(model, jnp.array(row.options["tokens"]))
+    np.testing.assert_allclose(found, row.results["y"], atol=1e-4)
 
 
 def test_formats_of_few_bits_are_decoded(tmp_path):
