@@ -64,8 +64,8 @@ def paged_attention(
 
     Returns:
       The output, of q's shape and dtype. No id outside the pool is read, whatever its place in the
-      table: tokens of such pages are attended to by none. Pages past a sequence's length may have any
-      id.
+      table: tokens from a sequence's first such page on are attended to by none. Pages past a
+      sequence's length may have any id.
 
     Raises:
       ValueError: shapes or dtypes do not fit.
@@ -136,7 +136,8 @@ def ragged_paged_attention(
       implementation: as for `paged_attention`.
 
     Returns:
-      [tokens, N, V], of q's dtype; rows of no sequence are 0. No id outside the pool is read.
+      [tokens, N, V], of q's dtype; rows of no sequence are 0. Ids outside the pool are as for
+      `paged_attention`.
 
     Raises:
       ValueError: shapes or dtypes do not fit.
@@ -282,10 +283,11 @@ def _attend(
 ) -> jax.Array:
     """Returns the output of queries [B, T, N, H], the last counts [B] tokens of `lengths` [B] tokens."""
     pages, size = pools.pages, pools.page_size
-    tokens, places = queries.shape[1], page_indices.shape[1] * size
+    tokens = queries.shape[1]
+    # A sequence ends before its first page that is not there.
+    there = jnp.cumprod(is_in_pool(page_indices, pages).astype(jnp.int32), axis=1)
+    places = size * jnp.sum(there, axis=1, dtype=jnp.int32)
     key, value = pools.read(page_indices, queries.dtype)
-    # Tokens in the pool are in segment 1, as all queries are; others in none.
-    segments = jnp.repeat(is_in_pool(page_indices, pages).astype(jnp.int32), size, axis=1)
     output = dot_product_attention(
         queries,
         key,
@@ -294,8 +296,6 @@ def _attend(
         query_offset=lengths - counts,
         query_seq_lengths=counts,
         key_value_seq_lengths=jnp.clip(lengths, 0, places),
-        query_segment_ids=jnp.ones(queries.shape[:2], jnp.int32),
-        key_value_segment_ids=segments,
         **options,
     )
     assert isinstance(output, jax.Array)

@@ -62,6 +62,9 @@ CASES = (
     Case("bias of heads alike", 3, 301, heads=4, head_size=32, bias=(2, 1, 3, 301)),
     Case("bias of queries alike", 3, 301, heads=4, head_size=32, bias=(4, 1, 301)),
     Case("bias of a key, mask of a sequence", 4, 290, 4, bias=(290,), mask=(2, 1, 4, 290)),
+    Case("new tokens", 16, 5000, 8, 2, 128, is_causal=True, offset="bottom_right"),
+    Case("new tokens of two lengths", 4, 900, 8, is_causal=True, offset=(450, 7), head_size=64),
+    Case("window at offsets", 9, 903, 4, window=(170, 5), offset=(650, -7), head_size=64),
     Case(
         "everything",
         37,

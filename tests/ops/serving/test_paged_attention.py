@@ -1,5 +1,6 @@
 """Attention over pages, against NumPy in float64 over each sequence's own tokens."""
 
+import functools
 import itertools
 
 import jax
@@ -158,15 +159,15 @@ def test_pages_of_8_bits():
 
 
 def test_ids_outside_the_pool_are_not_read():
-    """A page within a sequence's length that is not there is as if it had no tokens."""
+    """A sequence ends before its first page that is not there."""
     k_pages, v_pages = pools()
     table = np.array([[7, 99, 11], [-1, 5, 2]], np.int32)
     lengths, query = np.array([11, 7], np.int32), random(2, N, H, seed=9)
     output = jaxfused.paged_attention(query, k_pages, v_pages, lengths, table, layout="PSKH")
-    for b, (pages, count) in enumerate([([7, 11], 7), ([5], 3)]):
-        kept = (pool[pages].reshape(-1, *pool.shape[2:])[:count] for pool in (k_pages, v_pages))
-        wanted = truth(query[b], count - 1, *kept)
-        np.testing.assert_allclose(output[b], wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        output[0], truth(query[0], SIZE - 1, k_pages[7], v_pages[7]), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_array_equal(output[1], 0.0)
 
 
 @parametrize("kind", ["pair PSKH", "pair KPSH", "one"], quick=(1, 2))
@@ -242,6 +243,32 @@ def test_refuses(change, message):
     )
     with pytest.raises(ValueError, match=message):
         jaxfused.paged_attention(**{**given, **change})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [8, 16, 64])
+@pytest.mark.parametrize("options", [{}, dict(sliding_window=100), dict(sinks=random(8))], ids=str)
+def test_a_ragged_batch_on_a_gpu(page_size, options):
+    """Chunks and single tokens in bfloat16, beside XLA in float32 of the same pages."""
+    rng, count = np.random.default_rng(0), 700 // page_size
+    lengths = np.array([700, 64, 5, 333], np.int32)
+    counts = np.array([200, 1, 5, 1])
+    cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    table = rng.permutation(4 * (count + 1)).reshape(4, -1).astype(np.int32)
+    arrays = [
+        put(rng.normal(size=shape), jnp.bfloat16)
+        for shape in ((counts.sum(), 8, 128), *[(table.size, page_size, 2, 128)] * 2)
+    ]
+    options = dict(options, sm_scale=128**-0.5)
+
+    def f(q, k, v, **more):
+        return jaxfused.ragged_paged_attention(q, (k, v), lengths, table, cu, **options, **more)
+
+    wide = [a.astype(jnp.float32) for a in arrays]
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(functools.partial(f, implementation="xla"))(*wide)
+    output = jax.jit(f)(*arrays)
+    np.testing.assert_allclose(np.asarray(output, np.float32), expected, rtol=2e-2, atol=2e-2)
 
 
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
