@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxfused
 from jaxfused.quantization import from_tensors, load
 from jaxfused.quantization.checkpoints import safetensors_file
+from jaxfused.quantization.checkpoints.files import config_of, tensors_of
+from jaxfused.quantization.checkpoints.load import planned
 from tests.support.checkpoints import ULPS, digest, layer_in, weights_in
 from tests.support.grids import parametrize
 
@@ -351,3 +353,35 @@ def test_what_has_no_format_is_not_written(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"^save: layer 'm' cannot be written .*{words}"):
             jaxfused.quantization.save(tmp_path, {"m": array})
+
+
+CHANGES = (
+    lambda a: a[:-1],
+    lambda a: a[..., :-1],
+    lambda a: a[None],
+    lambda a: a[:0],
+    lambda a: a.reshape(-1),
+    lambda a: np.swapaxes(a, 0, -1).copy(),
+    lambda a: a.astype(np.float64),
+)
+IN_TENSORS = [name for name in NAMES if not name.startswith("gguf")]
+
+
+@parametrize("name", IN_TENSORS, quick=[IN_TENSORS.index("transformers-metal-4bit")])
+def test_changed_tensors_are_refused_with_a_sentence_or_read(name, tmp_path):
+    """Every change of a tensor's shape or dtype is found before a layer is built, or does no harm."""
+    put_files(name, tmp_path)
+    tensors, metadata = tensors_of("load", tmp_path)
+    config = {"metadata": metadata, **config_of("load", tmp_path)}
+    refused = 0
+    for part, array in tensors.items():
+        for change in CHANGES if array.ndim else CHANGES[2:3]:
+            try:
+                plans, _ = planned("load", {**tensors, part: change(array)}, config)
+            except ValueError as error:
+                assert str(error).startswith("load: ")
+                refused += 1
+                continue
+            for build, _ in plans.values():
+                build()
+    assert refused > len(tensors)

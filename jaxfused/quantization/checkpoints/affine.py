@@ -17,6 +17,7 @@ from jaxfused.quantization.checkpoints.layer import (
     flat_groups,
     groups_of,
     integer_weights,
+    mapping,
     number,
     on_device,
     stored_codes,
@@ -107,8 +108,8 @@ def _of_halves(packed: jax.Array, bits: int, shape: tuple[int, int]) -> jax.Arra
 
 
 def _quanto_bits(parts: Parts, config: Config) -> int:
-    of_layer: Any = (config.get("quantization_map") or {}).get(parts.layer)
-    name = str((of_layer or {}).get("weights") or config.get("weights"))
+    of_layer = mapping(parts, mapping(parts, config, "quantization_map"), parts.layer)
+    name = str(of_layer.get("weights") or config.get("weights"))
     found = {"qint4": 4, "int4": 4, "qint2": 2, "int2": 2}.get(name)
     if found is None:
         parts.fail(
@@ -120,10 +121,11 @@ def _quanto_bits(parts: Parts, config: Config) -> int:
 
 def _outputs(parts: Parts, config: Config) -> int:
     bias = parts.get("bias")
-    if bias is not None:
+    if bias is not None and bias.size:
         return bias.size
-    shape: Any = (config.get("shapes") or {}).get(parts.layer)
-    if not shape or len(shape) != 2 or type(shape[0]) is not int or shape[0] < 1:
+    shape: Any = mapping(parts, config, "shapes").get(parts.layer)
+    whole = isinstance(shape, list | tuple) and len(shape) == 2 and type(shape[0]) is int
+    if not whole or shape[0] < 1:
         parts.fail(
             "quanto flattens weights of 4 bits, and without a bias nothing says how many outputs they"
             " have; pass config['shapes'] with the [outputs, inputs] of each such layer."

@@ -47,8 +47,8 @@ def _plan_int8(parts: Parts) -> Build:
     values = parts.take("weight", ("int8",), (None, None))
     largest = parts.scales("SCB", ("float32",), values.shape[:1])
     form = parts.get("weight_format")
-    if form is not None and form.size == 1 and int(form) != 0:
-        parts.fail(f"weight_format is {int(form)}, a layout of one GPU; save the model on a CPU.")
+    if form is not None and form.any():
+        parts.fail(f"weight_format is {form}, a layout of one GPU; save the model on a CPU.")
     scale = (largest / np.float32(127))[:, None]
     bias = parts.bias()
     return lambda: QuantizedLayer(weights(on_device(values), scale), None, bias())

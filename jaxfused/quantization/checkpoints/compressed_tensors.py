@@ -21,6 +21,8 @@ from jaxfused.quantization.checkpoints.layer import (
     QuantizedLayer,
     groups_of,
     integer_weights,
+    mapping,
+    names,
     number,
     on_device,
     order_of_groups,
@@ -56,21 +58,24 @@ def plan(parts: Parts, config: Config) -> Build | None:
         "mxfp4-pack-quantized": _mxfp4,
         "mxfp8-quantized": _mxfp8,
     }
-    if name not in plans:
+    if str(name) not in plans:
         parts.fail(
             f"the config has format {name!r}, but {', '.join(plans)} are read; decompress the checkpoint"
             " by compressed-tensors."
         )
-    return plans[name](parts, scheme.get("weights") or {})
+    return plans[str(name)](parts, mapping(parts, scheme, "weights"))
 
 
-def _scheme(parts: Parts, config: Config) -> dict[str, Any] | None:
+def _scheme(parts: Parts, config: Config) -> Config | None:
     """Returns the scheme of a layer's group; None if the layer is ignored."""
-    if any(_fits(target, parts.layer) for target in config.get("ignore") or ()):
+    if any(_fits(target, parts.layer) for target in names(parts, config, "ignore")):
         return None
-    groups = list((config.get("config_groups") or {}).values())
-    by_name = [g for g in groups if any(_fits(t, parts.layer) for t in g.get("targets", ()))]
-    by_class = [g for g in groups if "Linear" in g.get("targets", ())]
+    of_name = mapping(parts, config, "config_groups")
+    groups = [mapping(parts, of_name, name) for name in of_name]
+    targets = [names(parts, group, "targets") for group in groups]
+    pairs = list(zip(groups, targets, strict=True))
+    by_name = [g for g, those in pairs if any(_fits(t, parts.layer) for t in those)]
+    by_class = [g for g, those in pairs if "Linear" in those]
     if not by_name + by_class:
         parts.fail(
             "no group of the config has it as a target, or class Linear; pass the config that the"
@@ -93,7 +98,8 @@ def _strategy(parts: Parts, args: Config, features: int) -> tuple[int, tuple[int
     if strategy in ("group", "tensor_group"):
         return groups_of(parts, features, number(parts, args, ("group_size",))), None
     if strategy == "block":
-        return 0, tuple(args.get("block_structure") or ())
+        sides: Any = args.get("block_structure")
+        return 0, tuple(sides) if isinstance(sides, list | tuple) else ()
     parts.fail(
         f"the config has strategy {strategy!r}, but tensor, channel, group and block are read."
     )
@@ -102,9 +108,10 @@ def _strategy(parts: Parts, args: Config, features: int) -> tuple[int, tuple[int
 def _packed(parts: Parts, args: Config) -> Build:
     """Integers in words along the inputs, and zero points in words along the outputs."""
     bits = number(parts, args, ("num_bits",), range(1, 9))
-    words = parts.take("weight_packed", ("int32",), (None, None))
-    shape = tuple(int(n) for n in parts.take("weight_shape", ("int64", "int32")))
-    columns, features = (*shape, 0, 0)[:2] if words.ndim == 2 else shape[-2:]
+    words = parts.take("weight_packed", ("int32",), (..., None, None))
+    stack = words.shape[:-2]
+    shape = parts.take("weight_shape", ("int64", "int32"), (None,)).tolist()
+    columns, features = (*shape, 0, 0)[:2] if len(shape) <= 2 else shape[-2:]
     if words.shape[-2:] != (columns, -(-features * bits // 32)):
         parts.fail(
             f"weight_packed has shape {words.shape}, but weight_shape says {shape} with {bits} bits;"
@@ -113,10 +120,10 @@ def _packed(parts: Parts, args: Config) -> Build:
     groups, block = _strategy(parts, args, features)
     if block is not None:
         parts.fail("the config has blocks of packed integers, which are not read.")
-    scale = parts.scales("weight_scale", FLOATS, (None, groups))
+    scale = parts.scales("weight_scale", FLOATS, (*stack, None, groups))
     if scale.shape[-2] not in (1, columns):
         parts.fail(f"weight_scale has shape {scale.shape}, but there are {columns} outputs.")
-    zeros = _packed_zeros(parts, bits, columns, groups)
+    zeros = _packed_zeros(parts, bits, (*stack, columns, groups))
     size = number(parts, args, ("group_size",)) if groups > 1 else None
     order = _order(parts, features, size)
     bias = parts.bias()
@@ -130,11 +137,12 @@ def _packed(parts: Parts, args: Config) -> Build:
     return build
 
 
-def _packed_zeros(parts: Parts, bits: int, columns: int, groups: int) -> np.ndarray | None:
+def _packed_zeros(parts: Parts, bits: int, shape: tuple[int, ...]) -> np.ndarray | None:
     if parts.get("weight_zero_point") is None:
         return None
+    *stack, columns, groups = shape
     rows = -(-columns * bits // 32)
-    packed = parts.take("weight_zero_point", ("int32",), (rows, groups)).view(np.uint32)
+    packed = parts.take("weight_zero_point", ("int32",), (*stack, rows, groups)).view(np.uint32)
     padded = _whole_runs(np.swapaxes(packed, -1, -2), bits, np)
     return np.swapaxes(unpacked_bits(padded, bits)[..., :columns], -1, -2)
 
@@ -161,14 +169,16 @@ def _order(parts: Parts, features: int, size: int | None) -> np.ndarray | None:
 def _values(parts: Parts, args: Config) -> Build:
     """Values one a byte, int8 or float8."""
     is_float = args.get("type") == "float"
-    values = parts.take("weight", FLOAT8 if is_float else ("int8",), (None, None))
+    values = parts.take("weight", FLOAT8 if is_float else ("int8",), (..., None, None))
     groups, block = _strategy(parts, args, values.shape[-1])
     if parts.get("weight_zero_point") is None and groups <= 1:
         dtypes = FLOAT8 if is_float else ("int8",)
         return plan_of_scales(parts, "weight_scale", block, dtypes)
     if block is not None:
         parts.fail("the config has blocks with zero points, which are not read.")
-    scale = parts.scales("weight_scale", FLOATS, (None, groups))
+    scale = parts.scales("weight_scale", FLOATS, (*values.shape[:-2], None, groups))
+    if scale.shape[-2] not in (1, values.shape[-2]):
+        parts.fail(f"weight_scale has shape {scale.shape}, but the weights {values.shape}.")
     zeros = parts.get("weight_zero_point")
     if zeros is not None:
         zeros = parts.take("weight_zero_point", ("int8",), scale.shape)
@@ -185,7 +195,7 @@ def _values(parts: Parts, args: Config) -> Build:
 
 def _float4(parts: Parts, size: int) -> tuple[np.ndarray, int]:
     """Returns E2M1 codes, two a byte, and the number of groups."""
-    packed = parts.take("weight_packed", ("uint8",), (None, None))
+    packed = parts.take("weight_packed", ("uint8",), (..., None, None))
     return packed, groups_of(parts, 2 * packed.shape[-1], size)
 
 
@@ -193,7 +203,7 @@ def _nvfp4(parts: Parts, args: Config) -> Build:
     """E2M1 in groups with E4M3 scales, which a scale of the tensor divides."""
     size = number(parts, args, ("group_size",))
     packed, groups = _float4(parts, size)
-    scale = parts.scales("weight_scale", FLOAT8, (packed.shape[-2], groups))
+    scale = parts.scales("weight_scale", FLOAT8, (*packed.shape[:-1], groups))
     whole = parts.scales("weight_global_scale", ("float32",))
     if not (np.isfinite(whole) & (whole != 0)).all() or whole.size != 1:
         parts.fail(f"weight_global_scale is {whole}, but scales are divided by one number.")
@@ -204,7 +214,7 @@ def _mxfp4(parts: Parts, args: Config) -> Build:
     """E2M1 in groups of 32 with scales that are powers of two."""
     size = number(parts, args, ("group_size",), (32,))
     packed, groups = _float4(parts, size)
-    return e2m1(parts, packed, e8m0(parts, "weight_scale", (packed.shape[-2], groups)), size)
+    return e2m1(parts, packed, e8m0(parts, "weight_scale", (*packed.shape[:-1], groups)), size)
 
 
 def e2m1(parts: Parts, packed: np.ndarray, scale: np.ndarray, size: int) -> Build:
@@ -222,8 +232,8 @@ def e2m1(parts: Parts, packed: np.ndarray, scale: np.ndarray, size: int) -> Buil
 def _mxfp8(parts: Parts, args: Config) -> Build:
     """float8 in groups of 32 with scales that are powers of two."""
     size = number(parts, args, ("group_size",), (32,))
-    values = parts.take("weight", FLOAT8, (None, None))
+    values = parts.take("weight", FLOAT8, (..., None, None))
     groups = groups_of(parts, values.shape[-1], size)
-    scale = e8m0(parts, "weight_scale", (values.shape[-2], groups))
+    scale = e8m0(parts, "weight_scale", (*values.shape[:-1], groups))
     bias = parts.bias()
     return lambda: QuantizedLayer(weights(on_device(values), scale, group_size=size), None, bias())

@@ -1,5 +1,7 @@
 """float8 weights and their scales: Transformers' "fp8" (DeepSeek's blocks) and "fbgemm_fp8"."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,6 +23,8 @@ _SCALES = (*FLOATS, "float8_e8m0fnu")
 def plan(parts: Parts, config: Config) -> Build:
     """Checks a layer, and returns what builds it."""
     block = config.get("weight_block_size")
+    if not isinstance(block, list | tuple | None):
+        parts.fail(f"the config has weight_block_size {block!r}, but it has to be two sides.")
     name = "weight_scale_inv" if "weight_scale_inv" in parts.arrays else "weight_scale"
     return plan_of_scales(parts, name, None if block is None else tuple(block))
 
@@ -35,10 +39,10 @@ def plan_of_scales(
       block: the outputs and inputs of a block that shares a scale.
       dtypes: of the values.
     """
-    values = parts.take("weight", dtypes, (None, None))
+    values = parts.take("weight", dtypes, (..., None, None))
     columns, features = values.shape[-2:]
     is_exponent = str(parts.take(name, (*_SCALES, "uint8")).dtype) == "uint8"
-    scale = e8m0(parts, name, ()) if is_exponent else parts.scales(name, _SCALES)
+    scale = e8m0(parts, name) if is_exponent else parts.scales(name, _SCALES)
     size = None
     if scale.size == 1 and values.ndim == 2:
         scale = scale.reshape(1, 1)
@@ -46,7 +50,7 @@ def plan_of_scales(
         scale = scale[..., None] if scale.ndim < values.ndim else scale
         _check_grid(parts, name, scale, (*values.shape[:-1], 1))
     else:
-        if len(block) != 2 or min(block) < 1:
+        if len(block) != 2 or any(type(side) is not int or side < 1 for side in block):
             parts.fail(f"the config has blocks of {block}; they have two positive sides.")
         grid = (-(-columns // block[0]), -(-features // block[1]))
         _check_grid(parts, name, scale, (*values.shape[:-2], *grid))
@@ -63,7 +67,7 @@ def _check_grid(parts: Parts, name: str, scale: np.ndarray, wanted: tuple[int, .
         )
 
 
-def e8m0(parts: Parts, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
+def e8m0(parts: Parts, name: str, shape: Any = None) -> np.ndarray:
     """Returns scales that are stored as exponents' bytes, of which 255 stands for NaN."""
     scale = parts.take(name, ("uint8", "float8_e8m0fnu"), shape).view(np.uint8)
     if (scale == 255).any():

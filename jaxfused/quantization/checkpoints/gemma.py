@@ -13,6 +13,7 @@ from jaxfused.quantization.checkpoints.layer import (
     Parts,
     QuantizedLayer,
     integer_weights,
+    mapping,
     number,
     on_device,
     unpacked_bits,
@@ -25,8 +26,10 @@ PARTS = ("weight", "weight_scale", "bias")
 def plan(parts: Parts, config: Config) -> Build:
     """Checks a layer, and returns what builds it."""
     options = {"num_bits": config.get("num_bits", 4)}
-    for pattern, changes in (config.get("module_quant_configs") or {}).items():
+    for pattern, changes in mapping(parts, config, "module_quant_configs").items():
         if re.search(pattern, parts.layer):
+            if not isinstance(changes, dict):
+                parts.fail(f"the config has options {changes!r} for it, which are no mapping.")
             options |= changes
             break
     bits = number(parts, options, ("num_bits",), (2, 4, 8))

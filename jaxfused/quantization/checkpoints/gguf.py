@@ -94,9 +94,7 @@ def plan(parts: Parts, tensor: Tensor, bias: np.ndarray | None) -> Build:
     form = _FORMS[tensor.kind]
     blocks = tensor.bytes.reshape(*tensor.shape[:-1], -1, of.size)
     if tensor.kind == "MXFP4":
-        found = _Scales(
-            e8m0(Parts(parts.op, parts.layer, {"scales": blocks[..., :1]}), "scales", ())
-        )
+        found = _Scales(e8m0(Parts(parts.op, parts.layer, {"scales": blocks[..., :1]}), "scales"))
     else:
         with np.errstate(invalid="ignore"):
             found = form.scales(blocks)

@@ -21,6 +21,7 @@ from jaxfused.quantization.checkpoints.layer import (
     QuantizedLayer,
     groups_of,
     integer_weights,
+    mapping,
     number,
     on_device,
     order_of_groups,
@@ -96,8 +97,10 @@ def _permutation(parts: Parts, features: int, size: int, groups: int) -> np.ndar
 
 def _of_layer(parts: Parts, config: Config) -> dict[str, Any] | None:
     """Returns the config as GPTQModel's `dynamic` changes it for a layer; None for no quantisation."""
-    for pattern, changes in (config.get("dynamic") or {}).items():
+    for pattern, changes in mapping(parts, config, "dynamic").items():
         sign, name = (pattern[0], pattern[2:]) if pattern[:2] in ("+:", "-:") else ("+", pattern)
         if re.match(name, parts.layer):
+            if not isinstance(changes, dict):
+                parts.fail(f"the config has dynamic {pattern!r}: {changes!r}, which is no mapping.")
             return None if sign == "-" else {**config, **changes}
     return dict(config)

@@ -91,10 +91,13 @@ class Parts:
         """Returns a tensor that may be missing."""
         return self.arrays.get(part)
 
-    def take(
-        self, part: str, dtypes: Iterable[str], shape: tuple[int | None, ...] | None = None
-    ) -> np.ndarray:
-        """Returns a tensor after a check of its dtype, and of its last axes where they are not None."""
+    def take(self, part: str, dtypes: Iterable[str], shape: Any = None) -> np.ndarray:
+        """Returns a tensor after a check of its dtype and shape.
+
+        Args:
+          dtypes: names of those that it may have.
+          shape: its sizes, None for any, after `...` if stacks have leading axes. None for any shape.
+        """
         if part not in self.arrays:
             names = ", ".join(sorted(self.arrays))
             self.fail(f"it has {names}, but no {part}; pass all tensors of the layer.")
@@ -104,16 +107,12 @@ class Parts:
                 f"{part} has dtype {array.dtype}, but this format has {' or '.join(dtypes)} there; pass"
                 " the config that the checkpoint came with."
             )
-        if shape is not None:
-            sizes = array.shape[-len(shape) :] if shape else ()
-            if len(sizes) < len(shape) or any(
-                n not in (None, m) for n, m in zip(shape, sizes, strict=True)
-            ):
-                wanted = ", ".join("any" if n is None else str(n) for n in shape)
-                self.fail(
-                    f"{part} has shape {array.shape}, but by the config and the other tensors it has to"
-                    f" be ({wanted}); pass the config that the checkpoint came with."
-                )
+        if shape is not None and not _fits(array.shape, shape):
+            wanted = ", ".join({None: "any", ...: "..."}.get(n, str(n)) for n in shape)
+            self.fail(
+                f"{part} has shape {array.shape}, but by the config and the other tensors it has to be"
+                f" ({wanted}); pass the config that the checkpoint came with."
+            )
         return array
 
     def scales(self, part: str, dtypes: Iterable[str], shape: Any = None) -> np.ndarray:
@@ -133,6 +132,15 @@ class Parts:
         return lambda: None if bias is None else on_device(bias)
 
 
+def _fits(shape: tuple[int, ...], wanted: tuple[Any, ...]) -> bool:
+    if wanted and wanted[0] is ...:
+        wanted = wanted[1:]
+        shape = shape[max(len(shape) - len(wanted), 0) :]
+    return len(shape) == len(wanted) and all(
+        n is None or n == m for n, m in zip(wanted, shape, strict=True)
+    )
+
+
 FLOATS = ("float16", "bfloat16", "float32")
 
 
@@ -143,11 +151,31 @@ def on_device(array: np.ndarray) -> jax.Array:
 
 def groups_of(parts: Parts, features: int, group_size: int) -> int:
     """Returns the number of groups along the features; -1 stands for a single one."""
+    if features < 1:
+        parts.fail("its weights have no inputs; pass all tensors of the layer.")
     if group_size == -1:
         return 1
     if group_size < 1:
         parts.fail(f"group_size is {group_size}; it has to be positive, or -1 for a whole column.")
     return -(-features // group_size)
+
+
+def mapping(parts: Parts, config: Config, name: str) -> Config:
+    """Returns a mapping of the config, empty if it has none."""
+    found = config.get(name)
+    if found is not None and not isinstance(found, Mapping):
+        parts.fail(f"the config has {name} {found!r}, but it has to be a mapping.")
+    return found or {}
+
+
+def names(parts: Parts, config: Config, name: str) -> list[str]:
+    """Returns a list of names of the config, empty if it has none."""
+    found = config.get(name)
+    if found is not None and not (
+        isinstance(found, list | tuple) and all(isinstance(n, str) for n in found)
+    ):
+        parts.fail(f"the config has {name} {found!r}, but it has to be a list of names.")
+    return list(found or ())
 
 
 def order_of_groups(parts: Parts, name: str, of_input: np.ndarray, size: int) -> np.ndarray | None:

@@ -32,6 +32,7 @@ from jaxfused.quantization.checkpoints.layer import (
     Config,
     Parts,
     QuantizedLayer,
+    names,
     on_device,
 )
 from jaxfused.quantization.checkpoints.placement import Placing, placed, placed_tensor
@@ -141,7 +142,7 @@ def load(
         if not tensors:
             raise ValueError(f"{op}: no tensor's name starts with {prefix!r}; pass another prefix.")
     given = files.config_of(op, path) if config is None else config
-    plans, others = _planned(op, tensors, {"metadata": metadata, **given})
+    plans, others = planned(op, tensors, {"metadata": metadata, **given})
     return _built(op, plans, others, sharding, progress)
 
 
@@ -179,7 +180,7 @@ def from_tensors(
     """
     op = "from_tensors"
     arrays = {f"{name}.{part}" if name else part: np.asarray(a) for part, a in tensors.items()}
-    plans, _ = _planned(op, arrays, config)
+    plans, _ = planned(op, arrays, config)
     if len(plans) != 1:
         names = ", ".join(map(repr, plans)) or "none"
         raise ValueError(
@@ -194,21 +195,21 @@ _Plans = dict[str, tuple[Build, int]]
 """By layers' names, what builds them and their bytes."""
 
 
-def _planned(
+def planned(
     op: str, tensors: Mapping[str, np.ndarray], config: Config
 ) -> tuple[_Plans, dict[str, np.ndarray]]:
     """Returns what builds each layer, all of them checked, and the tensors that belong to none."""
     form = _format(op, config)
     others = dict(tensors)
     plans: _Plans = {}
-    for layer, separator in _layers(form, tensors, config):
-        names = {part: f"{layer}{separator}{part}" for part in form.parts}
-        arrays = {part: tensors[name] for part, name in names.items() if name in tensors}
+    for layer, separator in _layers(op, form, tensors, config):
+        full = {part: f"{layer}{separator}{part}" for part in form.parts}
+        arrays = {part: tensors[name] for part, name in full.items() if name in tensors}
         build = form.plan(Parts(op, layer, arrays), config)
         if build is not None:
             plans[layer] = build, sum(a.nbytes for a in arrays.values())
             for part in arrays:
-                del others[names[part]]
+                del others[full[part]]
     return plans, others
 
 
@@ -218,13 +219,13 @@ def _format(op: str, config: Config) -> _Format:
             f"{op}: config is a {type(config).__name__}; pass the quantization_config, a mapping."
         )
     method = config.get("quant_method")
-    if method not in _FORMATS:
+    if not isinstance(method, str) or method not in _FORMATS:
         why = _NOT_READ.get(str(method), "")
         raise ValueError(
             f"{op}: the config has quant_method {method!r}, but {', '.join(_FORMATS)} are read{why};"
             " pass the quantization_config of one of them, or dequantise the checkpoint by its library."
         )
-    return _FORMATS[str(method)]
+    return _FORMATS[method]
 
 
 _NOT_READ = dict.fromkeys(
@@ -232,9 +233,12 @@ _NOT_READ = dict.fromkeys(
 ) | dict.fromkeys(("fp_quant", "fouroversix", "sinq"), " (this one rotates or scales the inputs)")
 
 
-def _layers(form: _Format, tensors: Mapping[str, Any], config: Config) -> list[tuple[str, str]]:
+def _layers(
+    op: str, form: _Format, tensors: Mapping[str, Any], config: Config
+) -> list[tuple[str, str]]:
     """Returns names of quantised layers that the config does not leave out, and their separators."""
-    left_out = next((config[key] for key in _LEFT_OUT if config.get(key)), ())
+    lists = [names(Parts(op, "", {}), config, key) for key in _LEFT_OUT]
+    left_out = [module for found in lists for module in found]
     ends = [(separator, separator + mark) for separator in form.separators for mark in form.marks]
     found: dict[str, str] = {}
     for name in tensors:

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxfused.quantization.checkpoints.compressed_tensors import e2m1
 from jaxfused.quantization.checkpoints.fp8 import FLOAT8, plan_of_scales
-from jaxfused.quantization.checkpoints.layer import Build, Config, Parts, groups_of
+from jaxfused.quantization.checkpoints.layer import Build, Config, Parts, groups_of, names, number
 
 PARTS = ("weight", "weight_scale", "weight_scale_2", "bias")
 _GROUP = 16
@@ -14,7 +14,7 @@ _GROUP = 16
 
 def plan(parts: Parts, config: Config) -> Build | None:
     """Checks a layer, and returns what builds it; None if the config leaves it out."""
-    left_out = config.get("exclude_modules") or config.get("ignore") or ()
+    left_out = names(parts, config, "exclude_modules") + names(parts, config, "ignore")
     if any(fnmatch.fnmatchcase(parts.layer, pattern) for pattern in left_out):
         return None
     kind = config.get("quant_algo")
@@ -23,7 +23,7 @@ def plan(parts: Parts, config: Config) -> Build | None:
     if kind != "NVFP4":
         parts.fail(f"the config has quant_algo {kind!r}, but NVFP4 and FP8 are read.")
     packed = parts.take("weight", ("uint8",), (None, None))
-    size = config.get("group_size") or _GROUP
+    size = number(parts, config, ("group_size",)) if config.get("group_size") else _GROUP
     groups = groups_of(parts, 2 * packed.shape[-1], size)
     scale = parts.scales("weight_scale", FLOAT8, (packed.shape[-2], groups))
     whole = parts.scales("weight_scale_2", ("float32",))

@@ -14,6 +14,6 @@ _GROUP, _BYTES = 32, 16
 def plan(parts: Parts, config: Config) -> Build:
     """Checks a layer, and returns what builds it."""
     del config
-    blocks = parts.take("blocks", ("uint8",), (None, None, _BYTES))
+    blocks = parts.take("blocks", ("uint8",), (..., None, None, _BYTES))
     scale = e8m0(parts, "scales", blocks.shape[:-1])
     return e2m1(parts, blocks.reshape(*blocks.shape[:-2], -1), scale, _GROUP)

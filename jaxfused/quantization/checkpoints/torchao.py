@@ -14,6 +14,7 @@ from jaxfused.quantization.checkpoints.layer import (
     Parts,
     QuantizedLayer,
     integer_weights,
+    mapping,
     on_device,
     weights,
 )
@@ -36,7 +37,7 @@ def plan(parts: Parts, config: Config) -> Build:
     zeros = parts.get("_weight_zero_point")
     if zeros is not None:
         zeros = parts.take("_weight_zero_point", ("int8",), scale.shape)
-    target: Any = data.get("target_dtype") or {}
+    target = mapping(parts, data, "target_dtype")
     is_narrow = target.get("_data") in ("int1", "int2", "int3", "int4")
     if is_narrow and values.size and (values.min() < -8 or values.max() > 7):
         parts.fail("_weight_qdata has numbers that int4 does not hold; download it again.")
@@ -60,8 +61,10 @@ def plan(parts: Parts, config: Config) -> Build:
 
 def _plan_float8(parts: Parts, data: dict[str, Any]) -> Build:
     values = parts.take("_weight_qdata", FLOAT8, (None, None))
-    sides: Any = data.get("block_size") or ()
-    whole = len(sides) == 2 and all(type(n) is int and n > 0 for n in sides)
+    sides: Any = data.get("block_size")
+    whole = (
+        isinstance(sides, list) and len(sides) == 2 and all(type(n) is int and n > 0 for n in sides)
+    )
     block = tuple(sides) if whole and sides[1] < values.shape[-1] else None
     arrays = {"weight": values, "scale": parts.take("_weight_scale", FLOATS), **parts.arrays}
     return plan_of_scales(Parts(parts.op, parts.layer, arrays), "scale", block)
@@ -70,10 +73,10 @@ def _plan_float8(parts: Parts, data: dict[str, Any]) -> Build:
 def _type(parts: Parts, config: Config) -> tuple[str, dict[str, Any]]:
     """Returns the type of a layer's weights, and its attributes, by the metadata of the file."""
     name = f"{parts.layer}.weight" if parts.layer else "weight"
-    text = (config.get("metadata") or {}).get(name, "{}")
+    text = mapping(parts, config, "metadata").get(name, "{}")
     try:
         entry = json.loads(text)
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):
         entry = {}
     entry = entry if isinstance(entry, dict) else {}
     kind, data = entry.get("_type"), entry.get("_data")
