@@ -14,7 +14,8 @@ from flax import nnx
 
 import jaxfused
 from examples.errors import ExampleError
-from examples.training import Run, number, whole
+from examples.flags import number, whole
+from examples.runs import Run
 
 # int8 and fp8 are multiplied in their own dtype, so inputs are quantised too; int4 weights are
 # dequantised.

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from examples.errors import ExampleError, run_command
+from examples.flags import number, whole
 from examples.lm import loading
 from examples.lm.engine import Engine, Sampling, Text
 from examples.lm.stream import Stream
 from examples.lm.tokenizer import Tokenizer
-from examples.training import number, whole
 
 
 def main(argv: Sequence[str] | None = None) -> None:

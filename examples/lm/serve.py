@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from examples.errors import ExampleError, run_command
+from examples.flags import whole
 from examples.lm import loading
 from examples.lm.engine import Engine, Text
 from examples.lm.packages import needed
@@ -22,7 +23,6 @@ from examples.lm.requests import Request, read_request
 from examples.lm.stream import Stream
 from examples.lm.tokenizer import Tokenizer
 from examples.lm.worker import FailedError, FullError, Worker
-from examples.training import whole
 
 _LARGEST_BODY = 4 * 2**20
 _PATIENCE = 15.0

@@ -16,11 +16,11 @@ from flax import nnx
 from jax import lax
 
 from examples.errors import run_command
+from examples.flags import whole
 from examples.lm.config import Config, Rope
 from examples.lm.engine import Engine, Text
 from examples.lm.loading import FORMATS, quantized, size_of
 from examples.lm.model import Cache, LanguageModel
-from examples.training import whole
 
 
 def _llama(

@@ -17,14 +17,14 @@ import jax
 import numpy as np
 from flax import nnx
 
-from examples import processes, training
+from examples import flags, processes, runs, training
 from examples.errors import run_command
 from examples.lm import sizes
 from examples.lm.data import START, TOKENS, Rows, Texts, packed, read_texts
 from examples.lm.engine import Engine, Sampling, Text
 from examples.lm.model import LanguageModel
 from examples.placement import ONE_DEVICE, OneDevice
-from examples.training import State
+from examples.runs import Run, State
 
 _LIBRARY_DEFAULTS = dict(
     model="lm-byte",
@@ -116,7 +116,7 @@ def train(args: argparse.Namespace, placement: OneDevice = ONE_DEVICE) -> None:
 
 def report(
     args: argparse.Namespace,
-    run: training.Run,
+    run: Run,
     result: dict[str, float],
     compressed: dict[str, float],
 ) -> None:
@@ -199,22 +199,22 @@ def make_parser(module: str, *, out: str) -> argparse.ArgumentParser:
         epilog="Defaults are those of Python's library. With --data they are: "
         + ", ".join(f"{name} {value}" for name, value in _FOLDER_DEFAULTS.items()),
     )
-    training.add_flags(parser, out=out)
+    flags.add_flags(parser, out=out)
     parser.set_defaults(**_LIBRARY_DEFAULTS)
     texts = parser.add_argument_group("data")
     texts.add_argument("--data", type=Path, metavar="DIR", help="a folder of texts")
     texts.add_argument(
-        "--length", type=training.whole(2), metavar="TOKENS", help="of a row (%(default)s)"
+        "--length", type=flags.whole(2), metavar="TOKENS", help="of a row (%(default)s)"
     )
     texts.add_argument(
         "--epoch-rows",
-        type=training.whole(1),
+        type=flags.whole(1),
         metavar="ROWS",
         help="that count as an epoch (%(default)s; all, if there is no number)",
     )
     texts.add_argument(
         "--held-out",
-        type=training.number(above=0, below=1),
+        type=flags.number(above=0, below=1),
         metavar="SHARE",
         help="of the files (%(default)s)",
     )
@@ -224,7 +224,7 @@ def make_parser(module: str, *, out: str) -> argparse.ArgumentParser:
     )
     model.add_argument(
         "--vocabulary",
-        type=training.whole(TOKENS),
+        type=flags.whole(TOKENS),
         default=TOKENS,
         metavar="TOKENS",
         help="rows of the embedding, of which bytes use 257: a larger one costs what that of a"
@@ -235,10 +235,10 @@ def make_parser(module: str, *, out: str) -> argparse.ArgumentParser:
     )
     samples = parser.add_argument_group("samples")
     samples.add_argument(
-        "--samples", type=training.whole(0), metavar="N", help="to write at the end (%(default)s)"
+        "--samples", type=flags.whole(0), metavar="N", help="to write at the end (%(default)s)"
     )
     samples.add_argument(
-        "--temperature", type=training.number(least=0), default=0.5, help="of samples (%(default)s)"
+        "--temperature", type=flags.number(least=0), default=0.5, help="of samples (%(default)s)"
     )
     return parser
 
@@ -247,19 +247,19 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     """Returns the flags, with the defaults of the data that they name."""
     if parser.parse_args(argv).data is not None:
         parser.set_defaults(**_FOLDER_DEFAULTS)
-    args = training.parse_flags(parser, argv)
+    args = flags.parse_flags(parser, argv)
     # A resumed run has its folder from config.json, as text.
     args.data = None if args.data is None else Path(args.data)
     return args
 
 
-def _open_run(args: argparse.Namespace, texts: Texts) -> training.Run:
+def _open_run(args: argparse.Namespace, texts: Texts) -> Run:
     if not args.resume:
-        config = dict(flags=training.saved_flags(args), data=texts.fingerprint)
-        return training.Run.start(args.out, config)
-    run = training.Run.load(args.out)
+        config = dict(flags=flags.saved_flags(args), data=texts.fingerprint)
+        return Run.start(args.out, config)
+    run = Run.load(args.out)
     run.check_program("examples.lm.train", "epoch_rows")
-    training.note_other_data(run, texts.fingerprint, unit="texts")
+    runs.note_other_data(run, texts.fingerprint, unit="texts")
     return run
 
 

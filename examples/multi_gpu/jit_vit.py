@@ -24,10 +24,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from examples.errors import ExampleError, run_command
+from examples.flags import whole
 from examples.images import Batch
 from examples.multi_gpu import launch
 from examples.placement import OneDevice
-from examples.training import State, whole
+from examples.runs import State
 from examples.vit import train
 from examples.vit.model import MODELS
 

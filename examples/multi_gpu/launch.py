@@ -8,7 +8,7 @@ import time
 import jax
 
 from examples.errors import ExampleError
-from examples.training import whole
+from examples.flags import whole
 
 _SECONDS = 120
 """The seconds that a process waits for the others."""

@@ -16,7 +16,7 @@ from examples.errors import ExampleError, run_command
 from examples.images import Batch
 from examples.multi_gpu import launch
 from examples.placement import OneDevice
-from examples.training import State
+from examples.runs import State
 from examples.vit import train
 
 AXIS = "devices"

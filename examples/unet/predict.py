@@ -12,7 +12,8 @@ import numpy as np
 from tqdm import tqdm
 
 from examples.errors import ExampleError, run_command
-from examples.training import Run, whole
+from examples.flags import whole
+from examples.runs import Run
 from examples.unet.image_files import check_output, open_image, write_rows
 from examples.unet.tiles import predict_rows
 from examples.unet.train import create, make_predict

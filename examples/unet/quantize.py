@@ -22,7 +22,8 @@ from examples.quantization import (
     flags_of,
     in_all_formats,
 )
-from examples.training import Run, to_float
+from examples.runs import Run
+from examples.training import to_float
 from examples.unet import dataset
 from examples.unet.tiles import predict_rows
 from examples.unet.train import create, load_data, make_predict, scores

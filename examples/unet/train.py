@@ -15,10 +15,11 @@ import numpy as np
 from flax import nnx
 
 import jaxfused
-from examples import training
+from examples import flags, runs, training
 from examples.errors import run_command
 from examples.images import Batch, Loader
-from examples.training import State, to_float
+from examples.runs import Run, State
+from examples.training import to_float
 from examples.unet import dataset
 from examples.unet.model import UNet
 from examples.unet.picture import PICTURED, save_picture
@@ -182,38 +183,38 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog="Defaults are those of the nuclei. With --data they are: "
         + ", ".join(f"{name} {value}" for name, value in _FOLDER_DEFAULTS.items()),
     )
-    training.add_flags(parser, out="runs/unet")
+    flags.add_flags(parser, out="runs/unet")
     parser.set_defaults(**_NUCLEI_DEFAULTS)
     images = parser.add_argument_group("data")
     images.add_argument(
         "--data", type=Path, metavar="DIR", help="a folder with images/ and masks/, alike in names"
     )
     images.add_argument(
-        "--crop", type=training.whole(1), metavar="PIXELS", help="height and width (%(default)s)"
+        "--crop", type=flags.whole(1), metavar="PIXELS", help="height and width (%(default)s)"
     )
     images.add_argument(
-        "--crops", type=training.whole(1), help="of each image in an epoch (%(default)s)"
+        "--crops", type=flags.whole(1), help="of each image in an epoch (%(default)s)"
     )
     images.add_argument(
         "--held-out",
-        type=training.number(above=0, below=1),
+        type=flags.number(above=0, below=1),
         metavar="SHARE",
         help="of the image's width, or of the folder's images (%(default)s)",
     )
     images.add_argument("--no-turn", action="store_true", help="neither turn nor mirror crops")
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--base", type=training.whole(1), help="channels of the first level (%(default)s)"
+        "--base", type=flags.whole(1), help="channels of the first level (%(default)s)"
     )
     model.add_argument(
         "--levels",
-        type=training.whole(1),
+        type=flags.whole(1),
         help="resolutions, each of twice the channels (%(default)s)",
     )
-    model.add_argument("--groups", type=training.whole(1), help="of the norms (%(default)s)")
+    model.add_argument("--groups", type=flags.whole(1), help="of the norms (%(default)s)")
     if parser.parse_args(argv).data is not None:
         parser.set_defaults(**_FOLDER_DEFAULTS)
-    return training.parse_flags(parser, argv)
+    return flags.parse_flags(parser, argv)
 
 
 def load_data(args: argparse.Namespace) -> dataset.Data:
@@ -229,14 +230,12 @@ def load_data(args: argparse.Namespace) -> dataset.Data:
     return dataset.nuclei(**shared) if args.data is None else dataset.folder(args.data, **shared)
 
 
-def _open_run(args: argparse.Namespace, data: dataset.Data) -> training.Run:
+def _open_run(args: argparse.Namespace, data: dataset.Data) -> Run:
     if not args.resume:
-        config = dict(
-            flags=training.saved_flags(args), channels=data.channels, data=data.fingerprint
-        )
-        return training.Run.start(args.out, config)
-    run = training.Run.load(args.out)
-    training.note_other_data(run, data.fingerprint)
+        config = dict(flags=flags.saved_flags(args), channels=data.channels, data=data.fingerprint)
+        return Run.start(args.out, config)
+    run = Run.load(args.out)
+    runs.note_other_data(run, data.fingerprint)
     return run
 
 

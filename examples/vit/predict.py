@@ -10,7 +10,7 @@ from PIL import ImageOps
 
 from examples.errors import run_command
 from examples.images import read_image
-from examples.training import Run
+from examples.runs import Run
 from examples.vit.data import centre_crop
 from examples.vit.train import Create, create_vit, make_predict
 

@@ -25,7 +25,8 @@ from examples.quantization import (
     flags_of,
     in_all_formats,
 )
-from examples.training import Run, to_float
+from examples.runs import Run
+from examples.training import to_float
 from examples.vit.data import Data, HeldOut
 from examples.vit.train import Create, check_classes, create_vit, load_data, make_predict
 

@@ -17,11 +17,12 @@ import optax
 from flax import nnx
 
 import jaxfused
-from examples import processes, training
+from examples import flags, processes, runs, training
 from examples.errors import ExampleError, run_command
 from examples.images import Batch, Loader
 from examples.placement import ONE_DEVICE, OneDevice
-from examples.training import State, make_train_step, to_float
+from examples.runs import Run, State
+from examples.training import make_train_step, to_float
 from examples.vit import data as vit_data
 from examples.vit.model import MODELS, VisionTransformer
 from examples.vit.sheet import save_sheet
@@ -221,20 +222,20 @@ def make_parser(
         epilog="Defaults are those of the digits. With --data they are: "
         + ", ".join(f"{name} {value}" for name, value in _FOLDER_DEFAULTS.items()),
     )
-    training.add_flags(parser, out=out)
+    flags.add_flags(parser, out=out)
     parser.set_defaults(**_DIGITS_DEFAULTS)
     images = parser.add_argument_group("data")
     images.add_argument("--data", type=Path, metavar="DIR", help="a folder of images by class")
-    images.add_argument("--image-size", type=training.whole(1), metavar="PIXELS")
+    images.add_argument("--image-size", type=flags.whole(1), metavar="PIXELS")
     images.add_argument(
         "--held-out",
-        type=training.number(above=0, below=1),
+        type=flags.number(above=0, below=1),
         metavar="SHARE",
         help="of each class, where there is no DIR/val (%(default)s)",
     )
     images.add_argument(
         "--least-crop",
-        type=training.number(above=0, below=1),
+        type=flags.number(above=0, below=1),
         default=0.25,
         metavar="SHARE",
         help="smallest area of a random crop, with --data (%(default)s)",
@@ -245,7 +246,7 @@ def make_parser(
     model.add_argument(
         "--pool", choices=("token", "mean"), help="where the class is read (%(default)s)"
     )
-    share = training.number(least=0, below=1)
+    share = flags.number(least=0, below=1)
     model.add_argument("--dropout", type=share, default=0.0)
     model.add_argument("--drop-path", type=share, help="stochastic depth (%(default)s)")
     model.add_argument("--label-smoothing", type=share, default=0.1)
@@ -254,7 +255,7 @@ def make_parser(
     )
     model.add_argument(
         "--unroll",
-        type=training.whole(1),
+        type=flags.whole(1),
         metavar="BLOCKS",
         help="compile this many blocks and loop over them (all, without a loop: the fastest)",
     )
@@ -270,7 +271,7 @@ def parse_flags(
     """Returns the flags, with the defaults of the data that they name."""
     if parser.parse_args(argv).data is not None:
         parser.set_defaults(**{**_FOLDER_DEFAULTS, "model": folder_model})
-    return training.parse_flags(parser, argv)
+    return flags.parse_flags(parser, argv)
 
 
 def load_data(args: argparse.Namespace, *, rows: slice = slice(None)) -> vit_data.Data:
@@ -287,22 +288,22 @@ def load_data(args: argparse.Namespace, *, rows: slice = slice(None)) -> vit_dat
     return vit_data.folder(args.data, **shared, least_crop=args.least_crop, flip=not args.no_flip)
 
 
-def _open_run(args: argparse.Namespace, data: vit_data.Data) -> training.Run:
+def _open_run(args: argparse.Namespace, data: vit_data.Data) -> Run:
     if not args.resume:
         config = dict(
-            flags=training.saved_flags(args),
+            flags=flags.saved_flags(args),
             classes=data.classes,
             channels=data.channels,
             data=data.fingerprint,
         )
-        return training.Run.start(args.out, config)
-    run = training.Run.load(args.out)
+        return Run.start(args.out, config)
+    run = Run.load(args.out)
     check_classes(run, data)
-    training.note_other_data(run, data.fingerprint)
+    runs.note_other_data(run, data.fingerprint)
     return run
 
 
-def check_classes(run: training.Run, data: vit_data.Data) -> None:
+def check_classes(run: Run, data: vit_data.Data) -> None:
     """Raises ExampleError where the data's classes are not those that the run learned."""
     saved = tuple(run.config["classes"])
     if data.classes != saved:

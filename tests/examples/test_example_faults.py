@@ -17,6 +17,7 @@ from PIL import Image
 from examples import training
 from examples.errors import ExampleError
 from examples.images import read_image, read_labels
+from examples.runs import Run
 from examples.unet.image_files import open_image, write_rows
 from examples.unet.quantize import main as quantize_unet
 from examples.vit.predict import main as predict_vit
@@ -39,7 +40,7 @@ def full_disk():
 
 
 def run_at(path, **config):
-    return training.Run.start(path, dict(flags=VIT, classes=["a"], channels=1, data="") | config)
+    return Run.start(path, dict(flags=VIT, classes=["a"], channels=1, data="") | config)
 
 
 # --- one run, one owner ---------------------------------------------------------------------------
@@ -51,7 +52,7 @@ def test_a_second_process_is_told_that_the_run_has_an_owner(tmp_path):
 import time
 from pathlib import Path
 from examples import training
-training.Run.load(Path({str(tmp_path)!r})).own()
+Run.load(Path({str(tmp_path)!r})).own()
 print("owned", flush=True)
 time.sleep(600)
 """
@@ -63,7 +64,7 @@ time.sleep(600)
     )
     try:
         assert owner.stdout.readline() == "owned\n"
-        run = training.Run.load(tmp_path)
+        run = Run.load(tmp_path)
         with pytest.raises(ExampleError, match=r"another one trains in .* now; wait"):
             fit(run)
         assert not run.records() and run.latest_step is None
@@ -71,7 +72,7 @@ time.sleep(600)
         owner.kill()
         owner.wait()
     # A lock ends with its process.
-    assert fit(training.Run.load(tmp_path))[1]["steps"] == 12
+    assert fit(Run.load(tmp_path))[1]["steps"] == 12
 
 
 def test_a_file_system_without_locks_forbids_no_training(tmp_path, monkeypatch):
@@ -79,8 +80,8 @@ def test_a_file_system_without_locks_forbids_no_training(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    training.Run.start(tmp_path, {})
-    assert fit(training.Run.load(tmp_path))[1]["steps"] == 12
+    Run.start(tmp_path, {})
+    assert fit(Run.load(tmp_path))[1]["steps"] == 12
 
 
 def test_a_run_is_not_resumed_by_one_of_its_checkpoints(tmp_path):
@@ -90,7 +91,7 @@ def test_a_run_is_not_resumed_by_one_of_its_checkpoints(tmp_path):
 
 
 def test_runs_of_other_examples_are_refused_by_name(tmp_path):
-    unet = training.Run.start(tmp_path / "unet", dict(flags=dict(levels=2), channels=1, data=""))
+    unet = Run.start(tmp_path / "unet", dict(flags=dict(levels=2), channels=1, data=""))
     assert unet.flags == {"levels": 2}
     with pytest.raises(ExampleError, match=r"one of examples\.vit\.train, but .* another example"):
         predict_vit([str(tmp_path / "unet"), "digit.png"])
@@ -109,17 +110,17 @@ def test_an_unreadable_held_out_image_loses_no_step(tmp_path, monkeypatch):
         raise ExampleError("every image must be readable, but it is not")
 
     monkeypatch.setattr(test_example_training, "evaluate", evaluate)
-    run = training.Run.start(tmp_path, {})
+    run = Run.start(tmp_path, {})
     with pytest.raises(ExampleError, match=r"readable, but it is not Step 4 of 12 is saved"):
         fit(run, checkpoint_every=3)
-    assert training.Run.load(tmp_path).latest_step == 4
+    assert Run.load(tmp_path).latest_step == 4
 
 
 def test_a_disk_without_room_is_named_and_the_run_goes_on_later(tmp_path, monkeypatch):
     noise = np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32)
     state = dict(params={"total": jnp.asarray(noise)}, opt_state=jnp.int32(0))
     monkeypatch.setattr(test_example_training, "initial", lambda: jax.tree.map(jnp.copy, state))
-    run = training.Run.start(tmp_path, {})
+    run = Run.start(tmp_path, {})
 
     def fills(state, batch, step):
         if step == 5:
@@ -130,13 +131,13 @@ def test_a_disk_without_room_is_named_and_the_run_goes_on_later(tmp_path, monkey
     sentence = r"checkpoints must be writable, .*make room"
     with contextlib.ExitStack() as stack, pytest.raises(ExampleError, match=sentence):
         fit(run, step=fills)
-    resumed = training.Run.load(tmp_path)
+    resumed = Run.load(tmp_path)
     assert resumed.latest_step == 4
     assert fit(resumed)[1]["steps"] == 12 and resumed.latest_step == 12
 
 
 def test_a_record_without_room_is_named(tmp_path, monkeypatch):
-    run = training.Run.start(tmp_path, {})
+    run = Run.start(tmp_path, {})
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -148,7 +149,7 @@ def test_a_record_without_room_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["cut", "empty metadata", "not finite"])
 def test_a_checkpoint_that_is_damaged_is_refused_with_the_remedy(tmp_path, fault):
-    run = training.Run.start(tmp_path, {})
+    run = Run.start(tmp_path, {})
     fit(run)
     newest = tmp_path / "checkpoints/12"
     if fault == "cut":
@@ -163,12 +164,12 @@ def test_a_checkpoint_that_is_damaged_is_refused_with_the_remedy(tmp_path, fault
         with run.finished_writes():
             pass
     with pytest.raises(ExampleError, match="remove it to use the one before it"):
-        training.Run.load(tmp_path).restore(initial())
+        Run.load(tmp_path).restore(initial())
 
 
 @pytest.mark.parametrize("line", ["{", '{"loss": 1.0}', '{"step": "4"}', "[]"])
 def test_a_line_that_is_no_record_is_named(tmp_path, line):
-    run = training.Run.start(tmp_path, {})
+    run = Run.start(tmp_path, {})
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n' + line + "\n")
     with pytest.raises(ExampleError, match=r"metrics\.jsonl is a record .* line 2 is"):
         run.records()

@@ -18,10 +18,12 @@ import optax
 import pytest
 from PIL import Image
 
-from examples import optimizers, training
+from examples import optimizers, runs, training
 from examples.errors import ExampleError, Stopped, run_command
+from examples.flags import add_flags, parse_flags, saved_flags
 from examples.images import Loader, epoch_indices, find_images, read_image
 from examples.optimizers import OPTIMIZERS
+from examples.runs import Run
 from jaxfused.optim import eight_bit
 from tests.support.grids import parametrize
 from tests.support.loader_batches import power
@@ -86,7 +88,7 @@ def expected():
 
 
 def test_a_run_leaves_its_result_metrics_and_newest_checkpoints(tmp_path):
-    run = training.Run.start(tmp_path / "run", dict(classes=["a"]))
+    run = Run.start(tmp_path / "run", dict(classes=["a"]))
     state, result = fit(run)
     assert state["params"]["total"][3, 5] == expected()
     assert result["test_total"] == expected() and result["steps"] == STEPS
@@ -97,9 +99,9 @@ def test_a_run_leaves_its_result_metrics_and_newest_checkpoints(tmp_path):
 
 
 def test_checkpoints_hold_the_state_of_their_step_although_later_steps_donate_it(tmp_path):
-    run = training.Run.start(tmp_path, {})
+    run = Run.start(tmp_path, {})
     fit(run)
-    before = training.Run.load(tmp_path / "checkpoints/8").restore(initial())
+    before = Run.load(tmp_path / "checkpoints/8").restore(initial())
     total = 0.0
     for step in range(8):
         total = total * 1.5 + step + 1
@@ -109,7 +111,7 @@ def test_checkpoints_hold_the_state_of_their_step_although_later_steps_donate_it
 
 @pytest.mark.parametrize("stop_after", [1, 6, 8])
 def test_resume_equals_uninterrupted(tmp_path, stop_after):
-    whole = training.Run.start(tmp_path / "whole", {})
+    whole = Run.start(tmp_path / "whole", {})
     fit(whole)
 
     def interrupted(step):
@@ -118,8 +120,8 @@ def test_resume_equals_uninterrupted(tmp_path, stop_after):
         return make_batch(step)
 
     with pytest.raises(Stopped, match=f"Step {stop_after} of 12 is saved; .*--resume"):
-        fit(training.Run.start(tmp_path / "parts", {}), make_batch=interrupted)
-    resumed = training.Run.load(tmp_path / "parts")
+        fit(Run.start(tmp_path / "parts", {}), make_batch=interrupted)
+    resumed = Run.load(tmp_path / "parts")
     assert resumed.latest_step == stop_after
     state, _ = fit(resumed)
     assert state["params"]["total"][0, 0] == expected()
@@ -127,7 +129,7 @@ def test_resume_equals_uninterrupted(tmp_path, stop_after):
 
 
 def test_resume_after_a_crash_repeats_the_lost_steps_once(tmp_path):
-    whole = training.Run.start(tmp_path / "whole", {})
+    whole = Run.start(tmp_path / "whole", {})
     fit(whole)
 
     def dies(state, batch, step):
@@ -136,11 +138,11 @@ def test_resume_after_a_crash_repeats_the_lost_steps_once(tmp_path):
         return donating_add(state, batch, step)
 
     with pytest.raises(RuntimeError):
-        fit(training.Run.start(tmp_path / "parts", {}), step=dies)
+        fit(Run.start(tmp_path / "parts", {}), step=dies)
     metrics = tmp_path / "parts/metrics.jsonl"
-    assert [r["step"] for r in training.Run.load(tmp_path / "parts").records()][-1] == 6
+    assert [r["step"] for r in Run.load(tmp_path / "parts").records()][-1] == 6
     metrics.write_text(metrics.read_text() + '{"step": 7, "lo')
-    resumed = training.Run.load(tmp_path / "parts")
+    resumed = Run.load(tmp_path / "parts")
     assert resumed.latest_step == 4
     fit(resumed)
     assert resumed.records() == whole.records()
@@ -153,8 +155,8 @@ def test_unreadable_data_saves_the_steps_before_it(tmp_path):
         return make_batch(step)
 
     with pytest.raises(ExampleError, match=r"x\.png is not\. Step 6 of 12 is saved"):
-        fit(training.Run.start(tmp_path, {}), make_batch=broken)
-    assert fit(training.Run.load(tmp_path))[0]["params"]["total"][0, 0] == expected()
+        fit(Run.start(tmp_path, {}), make_batch=broken)
+    assert fit(Run.load(tmp_path))[0]["params"]["total"][0, 0] == expected()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(tmp_path):
@@ -162,42 +164,42 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(tmp_path):
         return dict(value=np.float32(np.nan if step == 5 else 1))
 
     with pytest.raises(ExampleError, match=r"is nan at step 6; .*up to step 4 are good"):
-        fit(training.Run.start(tmp_path, {}), make_batch=poisoned)
-    assert training.Run.load(tmp_path).latest_step == 4
+        fit(Run.start(tmp_path, {}), make_batch=poisoned)
+    assert Run.load(tmp_path).latest_step == 4
 
 
 # --- errors of the run directory ------------------------------------------------------------------
 
 
 def test_a_run_is_never_overwritten(tmp_path):
-    training.Run.start(tmp_path, dict(classes=["a"]))
+    Run.start(tmp_path, dict(classes=["a"]))
     before = (tmp_path / "config.json").read_text()
     with pytest.raises(ExampleError, match=r"holds a run; pass --resume to continue it"):
-        training.Run.start(tmp_path, dict(classes=["b"]))
+        Run.start(tmp_path, dict(classes=["b"]))
     assert (tmp_path / "config.json").read_text() == before
 
 
 def test_a_directory_of_other_files_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ExampleError, match=r"holds other files; pass another --out"):
-        training.Run.start(tmp_path, {})
+        Run.start(tmp_path, {})
 
 
 def test_an_out_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ExampleError, match=r"must be writable, but .*file/run is not \(Not a dir"):
-        training.Run.start(tmp_path / "file/run", {})
+        Run.start(tmp_path / "file/run", {})
 
 
 def test_nothing_to_load_is_named(tmp_path):
     with pytest.raises(ExampleError, match=r"config\.json cannot be read"):
-        training.Run.load(tmp_path / "none")
+        Run.load(tmp_path / "none")
     with pytest.raises(ExampleError, match="has none yet"):
-        training.Run.start(tmp_path / "new", {}).restore(initial())
+        Run.start(tmp_path / "new", {}).restore(initial())
 
 
 def test_a_checkpoint_of_other_arrays_is_refused_by_the_name_of_the_first(tmp_path):
-    run = training.Run.start(tmp_path, {})
+    run = Run.start(tmp_path, {})
     fit(run)
     other = dict(params={"total": jnp.zeros((3,))}, opt_state=jnp.int32(0))
     with pytest.raises(
@@ -210,20 +212,20 @@ def test_a_checkpoint_of_other_arrays_is_refused_by_the_name_of_the_first(tmp_pa
 
 
 def test_part_of_a_checkpoint_can_be_restored(tmp_path):
-    run = training.Run.start(tmp_path, {})
+    run = Run.start(tmp_path, {})
     fit(run)
-    restored = training.Run.load(tmp_path).restore(dict(params=initial()["params"]))
+    restored = Run.load(tmp_path).restore(dict(params=initial()["params"]))
     assert list(restored) == ["params"]
     assert restored["params"]["total"][0, 0] == expected()
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
-    fit(training.Run.start(tmp_path, {}))
+    fit(Run.start(tmp_path, {}))
     for path in (tmp_path / "checkpoints/12/params").rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
     with pytest.raises(ExampleError, match=r"must be readable, but .*checkpoints/12 is not"):
-        training.Run.load(tmp_path).restore(initial())
+        Run.load(tmp_path).restore(initial())
 
 
 # --- flags and commands ---------------------------------------------------------------------------
@@ -231,7 +233,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 
 def parse(*argv):
     parser = argparse.ArgumentParser()
-    training.add_flags(parser, out="runs/x")
+    add_flags(parser, out="runs/x")
     defaults = dict(
         epochs=3,
         batch_size=2,
@@ -241,13 +243,13 @@ def parse(*argv):
         weight_decay=0.0,
     )
     parser.set_defaults(**defaults)
-    return training.parse_flags(parser, argv)
+    return parse_flags(parser, argv)
 
 
 def test_resume_takes_the_flags_of_the_run_and_refuses_others(tmp_path):
     out = str(tmp_path / "run")
     args = parse("--out", out, "--seed", "7", "--workers", "3")
-    training.Run.start(args.out, dict(flags=training.saved_flags(args)))
+    Run.start(args.out, dict(flags=saved_flags(args)))
     resumed = parse("--out", out, "--resume", "--workers", "1")
     assert resumed.seed == 7 and resumed.workers == 1 and resumed.dtype == args.dtype
     with pytest.raises(ExampleError, match=r"started with --seed 7 and now got --seed 8"):
@@ -394,7 +396,7 @@ def test_a_checkpoint_of_a_stack_is_read_by_layers_of_their_own(tmp_path, name):
     layer = {"up": {"kernel": jnp.ones((128, 192)), "bias": jnp.ones(2048)}, "scale": jnp.ones(3)}
     old = state_of(jax.tree.map(lambda p: jnp.stack([p] * 3), layer))
     old = jax.tree.map(random, old)
-    run = training.Run.start(tmp_path / "run", {})
+    run = Run.start(tmp_path / "run", {})
     with run.finished_writes():
         run.save(1, jax.tree.map(jnp.asarray, old))
     apart = state_of(dict.fromkeys(range(3), layer))
@@ -405,7 +407,7 @@ def test_a_checkpoint_of_a_stack_is_read_by_layers_of_their_own(tmp_path, name):
 
     def values(state):
         decoded = jax.tree.map(eight_bit.decode, state, is_leaf=is_moment)
-        return {name: np.asarray(a) for name, a in training._flat(decoded).items()}
+        return {name: np.asarray(a) for name, a in runs._flat(decoded).items()}
 
     read, saved = values(new), values(old)
     assert read.keys() == values(apart).keys()
@@ -419,7 +421,7 @@ def test_a_checkpoint_of_a_stack_is_read_by_layers_of_their_own(tmp_path, name):
 
 
 def test_a_stack_of_another_model_is_refused(tmp_path):
-    run = training.Run.start(tmp_path / "run", {})
+    run = Run.start(tmp_path / "run", {})
     with run.finished_writes():
         run.save(1, dict(params={"blocks": {"kernel": jnp.ones((3, 2, 2))}}))
     for blocks, size in ((2, 2), (4, 2), (3, 1)):
@@ -471,30 +473,30 @@ def flags_of(name, **changed):
 @parametrize("name", [*OPTIMIZERS], quick=())
 def test_every_optimizer_continues_from_its_checkpoint(tmp_path, name):
     args = flags_of(name)
-    whole = training.Run.start(tmp_path / "whole", {})
+    whole = Run.start(tmp_path / "whole", {})
     train_small_model(whole, args)
     losses = [r["loss"] for r in whole.records() if "loss" in r]
     assert losses[-1] < losses[0]
     with pytest.raises(Stopped, match="Step 6 of 12"):
-        train_small_model(training.Run.start(tmp_path / "parts", {}), args, stop_after=6)
-    resumed = training.Run.load(tmp_path / "parts")
+        train_small_model(Run.start(tmp_path / "parts", {}), args, stop_after=6)
+    resumed = Run.load(tmp_path / "parts")
     train_small_model(resumed, args)
     assert resumed.records() == whole.records()
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
-    train_small_model(training.Run.start(tmp_path, {}), flags_of("adamw"))
+    train_small_model(Run.start(tmp_path, {}), flags_of("adamw"))
     with pytest.raises(
         ExampleError,
         match=r"hold the arrays of the optimizer, but .*; pass the --optimizer that the run was",
     ):
-        train_small_model(training.Run.load(tmp_path), flags_of("lion"))
+        train_small_model(Run.load(tmp_path), flags_of("lion"))
 
 
 def test_a_run_keeps_its_optimizer(tmp_path):
     out = str(tmp_path / "run")
     args = parse("--out", out, "--optimizer", "lion")
-    training.Run.start(args.out, dict(flags=training.saved_flags(args)))
+    Run.start(args.out, dict(flags=saved_flags(args)))
     resumed = parse("--out", out, "--resume")
     assert (resumed.optimizer, resumed.learning_rate) == ("lion", args.learning_rate)
     with pytest.raises(ExampleError, match="--optimizer lion and now got --optimizer muon"):
@@ -504,9 +506,9 @@ def test_a_run_keeps_its_optimizer(tmp_path):
 def test_a_run_from_before_there_was_a_choice_goes_on_with_adamw(tmp_path):
     out = str(tmp_path / "run")
     args = parse("--out", out)
-    saved = training.saved_flags(args)
+    saved = saved_flags(args)
     del saved["optimizer"]
-    training.Run.start(args.out, dict(flags=saved))
+    Run.start(args.out, dict(flags=saved))
     assert parse("--out", out, "--resume").optimizer == "adamw"
     with pytest.raises(ExampleError, match="--optimizer adamw and now got --optimizer lion"):
         parse("--out", out, "--resume", "--optimizer", "lion")

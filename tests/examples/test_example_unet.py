@@ -13,7 +13,7 @@ from PIL import Image
 
 from examples import quantization
 from examples.errors import ExampleError
-from examples.training import Run
+from examples.runs import Run
 from examples.unet import dataset, predict, quantize, train
 from examples.unet.image_files import open_image, write_rows
 from examples.unet.model import UNet

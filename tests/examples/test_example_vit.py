@@ -15,8 +15,9 @@ from flax import nnx
 from PIL import Image
 
 import jaxfused
-from examples import training
+from examples import runs, training
 from examples.errors import ExampleError
+from examples.runs import Run
 from examples.vit import data as vit_data
 from examples.vit import predict, train
 from examples.vit.model import MODELS, VisionTransformer, ViTSize, count_parameters, patchify
@@ -303,7 +304,7 @@ def test_predict_is_as_good_as_the_evaluation(digits_run, tmp_path, capsys):
 
 def saved_as_a_stack(run, out):
     """Writes a run's checkpoint in the old form, with all blocks as one stack; returns its step."""
-    run = training.Run.load(run)
+    run = Run.load(run)
     flags = argparse.Namespace(**run.config["flags"])
     _, params = train.create_vit(flags, channels=1, classes=10)
     optimizer = training.make_optimizer(flags, epoch_steps=1)
@@ -311,11 +312,11 @@ def saved_as_a_stack(run, out):
 
     def stacked(tree):
         layers = {}
-        for name, array in training._flat(tree).items():
+        for name, array in runs._flat(tree).items():
             layers.setdefault(re.sub(r"\bblocks\.\d+\.", "blocks.", name), []).append(array)
         return {n: jnp.stack(a) if "blocks." in n else a[0] for n, a in layers.items()}
 
-    old = training.Run.start(out, run.config)
+    old = Run.start(out, run.config)
     with old.finished_writes():
         old.save(run.latest_step, {name: stacked(tree) for name, tree in state.items()})
 
