@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.rows import layer_norm
+from pallas_kernels.rows import layer_norm, layer_norm_configs
 from pallas_kernels.rows.rounding import RowRounding
 from pallas_kernels.rows.tiles import RowConfig, RowTiles
 
 
 def candidates(rows: int, features: int, itemsize: int) -> list[RowConfig]:
     """Returns configs for x [rows, features], the best guess first; none if no config can run."""
-    return layer_norm.forward_candidates(rows, features, itemsize, matrices=1, vectors=0)
+    return layer_norm_configs.forward_candidates(rows, features, itemsize, matrices=1, vectors=0)
 
 
 def why_unsupported(

@@ -119,7 +119,7 @@ def stand_in_backward(
 @pytest.fixture
 def stand_ins(hopper, monkeypatch):
     monkeypatch.setattr(layer_norm.pallas_layer_norm, "forward", stand_in_forward)
-    monkeypatch.setattr(layer_norm.pallas_layer_norm, "backward", stand_in_backward)
+    monkeypatch.setattr(layer_norm.pallas_layer_norm_backward, "backward", stand_in_backward)
 
 
 # --- layer_norm -----------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ def adaptive_stand_ins(hopper, monkeypatch):
         return dx.reshape(h.shape), dresidual.reshape(h.shape), *sums
 
     monkeypatch.setattr(adaptive_norm.pallas_layer_norm, "forward", forward)
-    monkeypatch.setattr(adaptive_norm.pallas_layer_norm, "gradients", backward)
+    monkeypatch.setattr(adaptive_norm.pallas_layer_norm_backward, "gradients", backward)
 
 
 @on_eight_devices

@@ -27,6 +27,8 @@ from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner
 from jaxfused.runtime.vmap import batch_all
 from pallas_kernels.rows import layer_norm as pallas_layer_norm
+from pallas_kernels.rows import layer_norm_backward as pallas_layer_norm_backward
+from pallas_kernels.rows import layer_norm_configs as pallas_layer_norm_configs
 
 Output = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -289,7 +291,7 @@ class _Forward:
         del device
         if implementation == "xla":
             return ()
-        return pallas_layer_norm.forward_candidates(
+        return pallas_layer_norm_configs.forward_candidates(
             *_tiled_shape(x, self.image_axes), 1 if residual is None else 2, _present(*vectors)
         )
 
@@ -382,7 +384,7 @@ class _Backward:
             gate,
         )
         matrices = _present(h, h, dnext_residual, x)
-        return pallas_layer_norm.backward_candidates(
+        return pallas_layer_norm_configs.backward_candidates(
             *_tiled_shape(h, self.image_axes), matrices, _present(*read)
         )
 
@@ -395,7 +397,7 @@ class _Backward:
         if implementation == "xla":
             return self.on_parts((), None, *operands)
         return self._gradients(
-            pallas_layer_norm.gradients,
+            pallas_layer_norm_backward.gradients,
             *operands,
             multiprocessors=device.multiprocessors,
             config=config,

@@ -38,6 +38,8 @@ from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.rows import layer_norm as pallas_layer_norm
+from pallas_kernels.rows import layer_norm_backward as pallas_layer_norm_backward
+from pallas_kernels.rows import layer_norm_configs as pallas_layer_norm_configs
 
 Output = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -366,7 +368,7 @@ class _Forward:
         del device
         if implementation == "xla":
             return ()
-        kernels = pallas_layer_norm if implementation == "pallas" else layer_norm_cuda
+        kernels = pallas_layer_norm_configs if implementation == "pallas" else layer_norm_cuda
         matrices = 1 if residual is None else 2
         shape = (x.size // x.shape[-1], x.shape[-1], x.dtype.itemsize)
         return kernels.forward_candidates(*shape, matrices, _present(*vectors))
@@ -492,7 +494,7 @@ class _Backward:
                 None if self.options.activation is None else bias,
                 pre_bias if dnext_residual is None else None,
             )
-            return pallas_layer_norm.backward_candidates(*shape, matrices, _present(*read))
+            return pallas_layer_norm_configs.backward_candidates(*shape, matrices, _present(*read))
         if implementation == "cuda":
             vectors = _present(scale, bias, pre_bias)
             return layer_norm_cuda.backward_candidates(*shape, matrices, vectors)
@@ -517,7 +519,7 @@ class _Backward:
         config=None,
     ) -> Results:
         functions: Mapping[str, Callable[..., Any]] = {
-            "pallas": pallas_layer_norm.backward,
+            "pallas": pallas_layer_norm_backward.backward,
             "cuda": layer_norm_cuda.backward,
             "xla": layer_norm_xla.gradient,
         }

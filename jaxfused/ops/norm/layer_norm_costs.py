@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from jaxfused.ops.norm import layer_norm_cuda
-from pallas_kernels.rows import layer_norm as pallas_layer_norm
+from pallas_kernels.rows import layer_norm_configs as pallas_layer_norm_configs
 from pallas_kernels.rows.tiles import RowConfig, RowTiles
 
 
@@ -179,7 +179,7 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
     matrices = 2 if norm.residual else 1
     shape = (norm.rows, norm.features, norm.itemsize, matrices, norm.parameters)
     if implementation == "pallas":
-        config = pallas_layer_norm.forward_candidates(*shape)[0]
+        config = pallas_layer_norm_configs.forward_candidates(*shape)[0]
         name = _pallas(config)
         if config.row_per_warp and config.slots == 3:
             # Four tiles for each CTA would not fit.
@@ -218,7 +218,7 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
     matrices = 3 if norm.residual else 2
     shape = (norm.rows, norm.features, norm.itemsize, matrices, norm.parameters)
     if implementation == "pallas":
-        config = pallas_layer_norm.backward_candidates(*shape)[0]
+        config = pallas_layer_norm_configs.backward_candidates(*shape)[0]
         tiles = RowTiles.plan(config, norm.rows, norm.features, norm.segments, norm.multiprocessors)
         if tiles.ctas == norm.segments:
             one = replace(norm, rows=norm.rows // norm.segments)
@@ -247,7 +247,7 @@ def _backward_is_xla(norm: Norm) -> bool:
     """Returns whether no kernel is expected to be faster in the backward."""
     kernels = ["cuda"]
     matrices = 3 if norm.residual else 2
-    if pallas_layer_norm.backward_candidates(
+    if pallas_layer_norm_configs.backward_candidates(
         norm.rows, norm.features, norm.itemsize, matrices, norm.parameters
     ):
         kernels.append("pallas")

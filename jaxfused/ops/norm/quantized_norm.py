@@ -22,6 +22,7 @@ from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray, assembled
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from pallas_kernels.rows import layer_norm as pallas_layer_norm
+from pallas_kernels.rows import layer_norm_configs as pallas_layer_norm_configs
 from pallas_kernels.rows.rounding import RowRounding
 
 QuantizedOutput = QuantizedArray | tuple[QuantizedArray, jax.Array]
@@ -127,7 +128,7 @@ class _Forward:
         if implementation != "pallas":
             return ()
         rows, features = x.shape
-        return pallas_layer_norm.forward_candidates(
+        return pallas_layer_norm_configs.forward_candidates(
             rows,
             features,
             x.dtype.itemsize,

@@ -12,7 +12,7 @@ import pytest
 
 import jaxfused
 from jaxfused.runtime.activation import activate
-from pallas_kernels.rows import layer_norm as pallas_layer_norm
+from pallas_kernels.rows import layer_norm_configs
 from pallas_kernels.rows.tiles import RowTiles
 from tests.support.arrays import put
 from tests.support.grids import parametrize
@@ -189,10 +189,9 @@ def test_pallas_does_not_race(features):
 
 def test_the_backward_keeps_multiprocessors_busy():
     """No config gives each CTA an SM of its own for a hundred images."""
-    kernels = pallas_layer_norm
-    guesses = kernels.backward_candidates(256, 1152, 2, 2, 1)
+    guesses = layer_norm_configs.backward_candidates(256, 1152, 2, 2, 1)
     for segments in (16, 64, 100, 131, 140, 1000):
-        config = kernels._balanced(guesses, segments, 132)[0]
+        config = layer_norm_configs._balanced(guesses, segments, 132)[0]
         tiles = RowTiles.plan(config, 256 * segments, 1152, segments, 132)
         room = 132 * config.ctas_per_multiprocessor
         assert tiles.ctas >= 0.8 * room * -(-segments // room), segments

@@ -19,6 +19,8 @@ import jaxfused.linen
 import jaxfused.nnx
 from jaxfused import dispatch
 from jaxfused.ops.norm import adaptive_norm, layer_norm, layer_norm_costs, layer_norm_cuda
+from pallas_kernels.rows import layer_norm as pallas_layer_norm
+from pallas_kernels.rows import layer_norm_backward, layer_norm_configs
 from tests.cases.layer_norm import CASES, DTYPES, OPTIONS, Case, Inputs, Results
 from tests.conftest import HOPPER
 from tests.support.arrays import put
@@ -577,7 +579,7 @@ def test_pallas_float32_in_the_interpreter():
 @pytest.fixture
 def large(monkeypatch):
     """Makes the forward read arrays of every size directly, without a ring buffer."""
-    monkeypatch.setattr(layer_norm.pallas_layer_norm, "_DIRECT_BYTES", 0)
+    monkeypatch.setattr(layer_norm_configs, "_DIRECT_BYTES", 0)
 
 
 WITHOUT_RING = (
@@ -592,7 +594,7 @@ each_without_ring = parametrize("case", WITHOUT_RING, quick=(1, 4), ids=lambda c
 
 def check_that_it_has_no_ring(case: Case) -> None:
     vectors = case.scale + case.bias + case.pre_bias
-    config = layer_norm.pallas_layer_norm.forward_candidates(*case.shape, 2, 1, vectors)[0]
+    config = layer_norm_configs.forward_candidates(*case.shape, 2, 1, vectors)[0]
     assert config.slots == 0
 
 
@@ -659,7 +661,7 @@ def kernel_calls(draw):
     features = step * draw(st.integers(1, 2048 // step if step < 256 else 16384 // step))
     dtype = jnp.dtype(draw(st.sampled_from(DTYPES)))
     residual, options = draw(st.booleans()), draw(st.booleans())
-    why_not = layer_norm.pallas_layer_norm.why_unsupported(
+    why_not = pallas_layer_norm.why_unsupported(
         compute_capability=(9, 0),
         rows=rows,
         features=features,
@@ -682,9 +684,8 @@ def kernel_calls(draw):
         activation=None,
         multiprocessors=132,
     )
-    kernels = layer_norm.pallas_layer_norm
-    forward = functools.partial(kernels.forward, save_statistics=True, **keywords)
-    backward = functools.partial(kernels.backward, segments=segments, **keywords)
+    forward = functools.partial(pallas_layer_norm.forward, save_statistics=True, **keywords)
+    backward = functools.partial(layer_norm_backward.backward, segments=segments, **keywords)
     other = x if residual else None
     return (
         (forward, (x, scale, scale, other, extra)),
@@ -711,7 +712,6 @@ def test_pallas_lowers_whatever_it_supports(data):
 @parametrize("shape", [(50, 64), (300, 1024), (17, 2304), (3, 8192), (5, 16384)], quick=(2,))
 def test_pallas_traces_every_candidate(shape, residual):
     rows, features = shape
-    kernels = layer_norm.pallas_layer_norm
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((features,), jnp.bfloat16)
     statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
@@ -724,16 +724,18 @@ def test_pallas_traces_every_candidate(shape, residual):
         activation=None,
         multiprocessors=132,
     )
-    forward_configs = kernels.forward_candidates(*shape, 2, 1 + residual, 2)
-    backward_configs = kernels.backward_candidates(*shape, 2, 2 + residual, 1)
+    forward_configs = layer_norm_configs.forward_candidates(*shape, 2, 1 + residual, 2)
+    backward_configs = layer_norm_configs.backward_candidates(*shape, 2, 2 + residual, 1)
     assert forward_configs and backward_configs
     for config in forward_configs:
         forward = functools.partial(
-            kernels.forward, save_statistics=True, config=config, **keywords
+            pallas_layer_norm.forward, save_statistics=True, config=config, **keywords
         )
         chex.assert_shape(jax.eval_shape(forward, x, scale, scale, other, None)[0], shape)
     for config in backward_configs:
-        backward = functools.partial(kernels.backward, segments=1, config=config, **keywords)
+        backward = functools.partial(
+            layer_norm_backward.backward, segments=1, config=config, **keywords
+        )
         operands = (x, other, x, statistic, statistic, scale, scale, None)
         chex.assert_shape(jax.eval_shape(backward, *operands)[0], shape)
 
@@ -755,7 +757,7 @@ def test_expected_times_of_all_that_can_run(rows, features, dtype, residual):
         )
         limits = dict(compute_capability=(9, 0), rows=rows, features=features, dtype=dtype)
         names = ["cuda", "xla"]
-        if layer_norm.pallas_layer_norm.why_unsupported(**limits) is None:
+        if pallas_layer_norm.why_unsupported(**limits) is None:
             names.append("pallas")
         costs = layer_norm_costs
         return {
@@ -783,13 +785,13 @@ def test_pallas_takes_no_rows(segments):
         pre_activation=None,
         activation=None,
     )
-    for module, more in (
-        (layer_norm.pallas_layer_norm, dict(multiprocessors=4)),
-        (layer_norm_cuda, {}),
+    for forward, backward, more in (
+        (pallas_layer_norm.forward, layer_norm_backward.backward, dict(multiprocessors=4)),
+        (layer_norm_cuda.forward, layer_norm_cuda.backward, {}),
     ):
-        outputs = module.forward(x, d, d, x, None, save_statistics=True, **keywords, **more)
+        outputs = forward(x, d, d, x, None, save_statistics=True, **keywords, **more)
         assert [o.shape for o in outputs] == [(0, 64), (0, 64), (0,), (0,)]
-        dx, dscale, dbias, dpre_bias = module.backward(
+        dx, dscale, dbias, dpre_bias = backward(
             x, x, x, *outputs[2:], d, d, None, segments=segments, **keywords, **more
         )
         assert dx.shape == x.shape and dpre_bias is None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxfused
-from pallas_kernels.rows import layer_norm as kernels
+from pallas_kernels.rows import layer_norm_configs
 from tests.support import lowering
 from tests.support.arrays import put
 from tests.support.grids import parametrize
@@ -155,7 +155,7 @@ def test_lowered_for_cuda(shape, hopper):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     vector = jax.ShapeDtypeStruct(shape[1:], jnp.float32)
     for matrices, residual in ((1, ()), (2, (x,))):
-        candidates = kernels.forward_candidates(*shape, 2, matrices, 2)
+        candidates = layer_norm_configs.forward_candidates(*shape, 2, matrices, 2)
         assert candidates
 
         def f(x, scale, bias, *residual):
