@@ -1,4 +1,5 @@
-"""The order of a product's implementations, by the times that `pallas_kernels.gemm.cost` predicts.
+"""The order of a product's implementations, by the times that `cost` and `xla_cost` in
+`pallas_kernels.gemm` predict.
 
 Where the times are within the model's error, XLA comes first: its program is what a user would have
 without this package.
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 from jaxfused import dispatch
 from jaxfused.runtime.estimate import Rule, Times
-from pallas_kernels.gemm import cost, small_m
+from pallas_kernels.gemm import cost, small_m, xla_cost
 
 _DOUBT = 1.06
 """Factor, the model's error, on others' predicted times when they are compared with XLA's."""
@@ -39,7 +40,7 @@ class Passes:
         in_product = cost.memory_time(elements * self.bytes_in_product)
         if not self.bytes_of_element:
             return in_product
-        return in_product + cost.xla_pass(
+        return in_product + xla_cost.xla_pass(
             elements, self.bytes_of_element, self.evaluations, slow_activation=self.slow
         )
 
@@ -56,9 +57,9 @@ def xla_time(device: dispatch.Device, work: cost.Work, passes: Passes) -> float:
     fused_conversion = work.m <= cost.CONVERTED_ROWS and not work.k_last
     n = side_by_side * work.n
     if work.m == 1 and fused_conversion and work.b_bytes != work.itemsize:
-        product = cost.xla_single_row(n, work.k, work.itemsize, work.b_bytes)
+        product = xla_cost.xla_single_row(n, work.k, work.itemsize, work.b_bytes)
     else:
-        product = cost.xla_product(
+        product = xla_cost.xla_product(
             work.m,
             n,
             work.k,
@@ -69,7 +70,7 @@ def xla_time(device: dispatch.Device, work: cost.Work, passes: Passes) -> float:
     converted = 0.0 if fused_conversion else cost.conversion(work)
     if few and work.k_last:
         converted *= _CONVERTED_ANEW
-    copied = cost.xla_copies(work)
+    copied = xla_cost.xla_copies(work)
     products = work.products // side_by_side * product
     return products + passes.time(work.m * work.n) + converted + copied
 

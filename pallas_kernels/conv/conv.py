@@ -30,7 +30,7 @@ from pallas_kernels.activation import ARITHMETIC
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.conv import cost
 from pallas_kernels.conv.window import GROUP, MAX_REACH, Boxes, Window, best_box
-from pallas_kernels.gemm.cost import H200, Work
+from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.epilogue import Epilogue, Function
 from pallas_kernels.gemm.mainloop import CONSUMERS, MatmulConfig, Product, Ring, Step, part
 from pallas_kernels.gemm.matmul import fitting as product_configs
@@ -38,6 +38,7 @@ from pallas_kernels.gemm.matmul import matmul
 from pallas_kernels.gemm.matmul import predicted_time as product_time
 from pallas_kernels.gemm.operands import SWIZZLE_BYTES, allocated_bytes, swizzled_columns, tiled
 from pallas_kernels.gemm.small_m import FewRowsConfig
+from pallas_kernels.gemm.speeds import H200
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 MAX_PIXELS = 2**30

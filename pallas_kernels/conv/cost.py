@@ -6,8 +6,8 @@ As in `pallas_kernels.gemm.cost`: few terms, each with a reason, and constants f
 import math
 from dataclasses import dataclass
 
-from pallas_kernels.gemm.cost import H200
 from pallas_kernels.gemm.mainloop import CONSUMERS
+from pallas_kernels.gemm.speeds import H200
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from pallas_kernels.activation import ARITHMETIC
 from pallas_kernels.conv.cost import at_once
-from pallas_kernels.gemm.cost import H200, xla_pass
+from pallas_kernels.gemm.speeds import H200
+from pallas_kernels.gemm.xla_cost import xla_pass
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import activation_and_derivative
-from pallas_kernels.gemm import cost, linear
+from pallas_kernels.gemm import cost, linear, xla_cost
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.matmul import MatmulConfig, fitting, matmul, predicted_time
 from pallas_kernels.gemm.small_m import FewRowsConfig
@@ -177,7 +177,7 @@ def _times(work: Work, outputs: int, multiprocessors: int) -> tuple[float, float
     in_one = replace(one, products=2, written_bytes=outputs * work.itemsize)
     # The second product writes h, and up too where both are saved.
     of_gate = replace(one, read_bytes=work.itemsize, written_bytes=min(outputs, 2) * work.itemsize)
-    gate = cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
+    gate = xla_cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
     return (
         predicted_time(in_one, multiprocessors),
         gate + cost.conversion(one) + predicted_time(of_gate, multiprocessors),

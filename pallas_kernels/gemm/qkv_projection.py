@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import store
-from pallas_kernels.gemm import cost, interleaved_rope, matmul, qkv_small_m
+from pallas_kernels.gemm import cost, interleaved_rope, matmul, qkv_small_m, xla_cost
 from pallas_kernels.gemm.mainloop import CONSUMERS, Block, MatmulConfig, Product, TilePlace
 from pallas_kernels.gemm.operands import SWIZZLE_BYTES, block, swizzled_columns
 from pallas_kernels.gemm.small_m import FewRowsConfig
@@ -216,7 +216,7 @@ def predicted_time(
     reorders = config.tile_n % columns > 0 or sum(widths) % columns > 0
     reorders = reorders or _orders_columns(head_size, norm, rotary_dim, interleaved)
     if reorders or w_itemsize != 2:
-        time += cost.xla_pass(features * sum(widths), w_itemsize + 2)
+        time += xla_cost.xla_pass(features * sum(widths), w_itemsize + 2)
     return time
 
 

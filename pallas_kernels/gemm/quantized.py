@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
-from pallas_kernels.gemm import cost, quantized_weights
+from pallas_kernels.gemm import cost, quantized_weights, xla_cost
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.mainloop import SCALED_PIECE, Block, MatmulConfig
 from pallas_kernels.gemm.matmul import GRAIN, fitting, matmul
@@ -274,7 +274,7 @@ def both_time(w: Packed, work: Work, multiprocessors: int) -> float:
     time = slower * cost.kernel(work, config, multiprocessors)
     if work.k % COPIED_BYTES == 0:
         return time
-    return time + sum(cost.xla_pass(rows * work.k, 2) for rows in (work.m, work.n))
+    return time + sum(xla_cost.xla_pass(rows * work.k, 2) for rows in (work.m, work.n))
 
 
 _SCALED_STEPS = 1.3
@@ -540,14 +540,14 @@ def times(
     """
     work = _work(x, w, 1, 0, x.dtype.itemsize)
     config = _of_few_rows(work, multiprocessors)[0]
-    product = cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
+    product = xla_cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
     kernels = 0
     if w.n % w.grain:
         # All of them are padded, and the result is sliced.
         kernels = 1 + sum(a is not None for a in (w.scale, w.zero_point, *others))
     return {
         "pallas": cost.quantized_few_rows(work, config, multiprocessors)
-        + kernels * cost.xla_pass(0, 0),
+        + kernels * xla_cost.xla_pass(0, 0),
         "xla": product + cost.conversion(work),
     }
 

@@ -43,7 +43,7 @@ from pallas_kernels.conv import cudnn_cost
 from pallas_kernels.conv import strided as pallas_strided
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
 from pallas_kernels.conv.window import Window
-from pallas_kernels.gemm.cost import xla_pass
+from pallas_kernels.gemm.xla_cost import xla_pass
 
 
 def window_of(

@@ -34,7 +34,7 @@ from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, 
 from jaxfused.runtime.product_xla import product, sum_written_rows
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, Stage, batched_rows
 from jaxfused.runtime.shapes import why_symbolic
-from pallas_kernels.gemm import cost, small_m
+from pallas_kernels.gemm import cost, small_m, xla_cost
 from pallas_kernels.gemm import linear as pallas_linear
 from pallas_kernels.gemm import matmul as pallas_matmul
 from pallas_kernels.gemm.mainloop import ACCUMULATOR_ELEMENTS
@@ -591,7 +591,7 @@ class ActivationGradient:
         slow = self.activation == "gelu_erf"
         xla = Passes(moved, evaluations, slow).time(z.size)
         if self.has_bias:
-            xla += cost.xla_row_sums(z.size, z.dtype.itemsize, by_product=False)
+            xla += xla_cost.xla_row_sums(z.size, z.dtype.itemsize, by_product=False)
         ours = cost.cuda_pass(
             z.shape[0],
             z.shape[1],

@@ -33,7 +33,7 @@ from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, 
 from jaxfused.runtime.product_xla import product, side_by_side, unshared
 from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.vmap import batch_all, is_batched
-from pallas_kernels.gemm import cost
+from pallas_kernels.gemm import cost, xla_cost
 from pallas_kernels.gemm import matmul as pallas_matmul
 from pallas_kernels.gemm import qkv_projection as pallas_qkv_projection
 from pallas_kernels.gemm.mainloop import ACCUMULATOR_ELEMENTS
@@ -502,11 +502,11 @@ def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) 
         """Returns the microseconds of a product of so many columns, and of padding its operands."""
         work = cost.Work(features, columns, rows)
         time = xla_time(run.device, work, Passes())
-        if cost.xla_pads(work, run.device.multiprocessors):
-            time += sum(cost.xla_pass(rows * width, 2 * itemsize) for width in padded)
+        if xla_cost.xla_pads(work, run.device.multiprocessors):
+            time += sum(xla_cost.xla_pass(rows * width, 2 * itemsize) for width in padded)
         return time
 
-    together = cost.xla_pass(rows * sum(widths), 2 * itemsize)
+    together = xla_cost.xla_pass(rows * sum(widths), 2 * itemsize)
     three = sum(product_and_pads(width, features, width) for width in widths)
     return together + product_and_pads(sum(widths), features) < three
 
@@ -572,13 +572,13 @@ class _Forward:
         moved = 2 * x.dtype.itemsize
         rotated = moved * (_OF_NEIGHBOURS if rotary_dim and interleaved else 1.0)
         passes = sum(
-            cost.xla_pass(work.m * width, of_one)
+            xla_cost.xla_pass(work.m * width, of_one)
             for width, of_one in zip(widths, (rotated, rotated, moved), strict=True)
         )
         passes *= 1 + int(norm and rotary_dim > 0)
         w_itemsize = weights[0].dtype.itemsize
         if w_itemsize != x.dtype.itemsize:
-            converts = cost.xla_pass(work.k * work.n, w_itemsize + x.dtype.itemsize)
+            converts = xla_cost.xla_pass(work.k * work.n, w_itemsize + x.dtype.itemsize)
             passes += converts * (_OF_CONVERSION if work.m <= _FEW_FOR_XLA else 1.0)
         times = {"xla": xla_time(device, work, Passes()) + passes}
         if "pallas" in able:
@@ -698,7 +698,9 @@ class _InputGradient:
             return _unmodelled(device, work)
         # XLA first concatenates the cotangents.
         moved = 2 * x.dtype.itemsize
-        times = {"xla": xla_time(device, work, Passes()) + cost.xla_pass(work.m * work.k, moved)}
+        times = {
+            "xla": xla_time(device, work, Passes()) + xla_cost.xla_pass(work.m * work.k, moved)
+        }
         if "pallas" in able:
             copies = _weight_copies(weights, x.dtype)
             times["pallas"] = copies + predicted_time(work, device.multiprocessors)
@@ -777,7 +779,7 @@ which may fuse it. [512, 4096] to 8,192 columns take 77 us, with bfloat16 weight
 def _weight_copies(weights, dtype) -> float:
     """Returns the microseconds in which XLA copies each of the weights for a kernel."""
     moved = 2 * jnp.dtype(dtype).itemsize
-    return sum(cost.xla_pass(len(w) * math.prod(w.shape[1:]), moved) for w in weights)
+    return sum(xla_cost.xla_pass(len(w) * math.prod(w.shape[1:]), moved) for w in weights)
 
 
 def _gradient_work(rows: int, features: int, weights: Sequence[Any]) -> cost.Work:

@@ -21,7 +21,7 @@ from jaxfused.runtime.product_xla import (
     weight_product,
 )
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner
-from pallas_kernels.gemm import cost
+from pallas_kernels.gemm import cost, xla_cost
 from pallas_kernels.gemm import weight_gradient as pallas_weight_gradient
 
 
@@ -235,19 +235,19 @@ class WeightGradients:
         time = pallas_weight_gradient.predicted_time(work, config, device.multiprocessors)
         if self.joined and self.side_by_side:
             copied = x.shape[1] * sum(dy.shape[1] for dy in dys)
-            time += cost.xla_pass(copied, 2 * self.dtype.itemsize)
+            time += xla_cost.xla_pass(copied, 2 * self.dtype.itemsize)
         return time
 
     def _xla_time(self, device: dispatch.Device, x, *dys) -> float:
         """Returns the predicted microseconds of XLA's products and sums."""
         work = self.work(x, *dys)
-        time = cost.xla_weight_gradient(
+        time = xla_cost.xla_weight_gradient(
             work, device.multiprocessors, side_by_side=self.side_by_side
         )
         if self.sums_rows:
             for dy in jax.eval_shape(self._summed_in_xla, dys):
                 by_product = _is_product_with_ones(len(dy), dy)
-                time += cost.xla_row_sums(dy.size, dy.dtype.itemsize, by_product=by_product)
+                time += xla_cost.xla_row_sums(dy.size, dy.dtype.itemsize, by_product=by_product)
         return time
 
     def configs(self, implementation, device, x, *dys) -> Sequence[Hashable]:

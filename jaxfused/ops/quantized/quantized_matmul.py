@@ -34,8 +34,8 @@ from jaxfused.runtime.quantized_array import (
     of_each_column,
 )
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
-from pallas_kernels.gemm import cost
 from pallas_kernels.gemm import quantized as pallas_quantized
+from pallas_kernels.gemm import xla_cost
 from pallas_kernels.gemm.quantized import Packed
 from pallas_kernels.gemm.small_m import MAX_ROWS, MAX_ROWS_QUANTIZED
 
@@ -553,7 +553,7 @@ class _LayerOfBoth(_Layer):
         xla = xla_time(device, wide, Passes(bytes_of_element=4 + work.written_bytes))
         if work.k % pallas_quantized.COPIED_BYTES:
             # XLA pads both operands in 16 bits, and its product of them takes twice as long (LAB).
-            pads = sum(cost.xla_pass(operand.size, 1 + 2) for operand in (x, w.values))
+            pads = sum(xla_cost.xla_pass(operand.size, 1 + 2) for operand in (x, w.values))
             xla = 2 * xla + pads
         return product_times({"pallas": ours, "xla": xla})
 

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.without_gpu.target import H200
 from jaxfused.runtime.product_choice import Passes, xla_time
-from pallas_kernels.gemm import cost, weight_gradient
+from pallas_kernels.gemm import cost, speeds, weight_gradient
 from pallas_kernels.gemm.cost import WeightWork, Work
 from pallas_kernels.gemm.matmul import fitting
 
@@ -28,9 +28,9 @@ def test_gradient_of_weights(rows, features, widths, sums, tile_n, parts, measur
     # The measured times are those of the kernel alone, without XLA's sum of the parts.
     if parts > 1:
         moved = work.elements * (4 * parts + work.out_bytes)
-        added = len(widths) * cost.H200.xla_pass + moved * cost.H200.weights_sum_byte
+        added = len(widths) * speeds.H200.xla_pass + moved * speeds.H200.weights_sum_byte
         predicted -= added
-    predicted -= sums * cost.H200.weights_row_sums
+    predicted -= sums * speeds.H200.weights_row_sums
     assert 0.75 < predicted / measured < 1.25
 
 
