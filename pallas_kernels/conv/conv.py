@@ -32,13 +32,15 @@ from pallas_kernels.conv import cost
 from pallas_kernels.conv.window import GROUP, MAX_REACH, Boxes, Window, best_box
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.epilogue import Epilogue, Function
-from pallas_kernels.gemm.mainloop import CONSUMERS, MatmulConfig, Product, Ring, Step, part
+from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul import fitting as product_configs
 from pallas_kernels.gemm.matmul import matmul
 from pallas_kernels.gemm.matmul import predicted_time as product_time
+from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import SWIZZLE_BYTES, allocated_bytes, swizzled_columns, tiled
 from pallas_kernels.gemm.small_m import FewRowsConfig
 from pallas_kernels.gemm.speeds import H200
+from pallas_kernels.gemm.tiled_product import Ring, Step, part
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 MAX_PIXELS = 2**30

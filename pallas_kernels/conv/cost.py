@@ -6,7 +6,7 @@ As in `pallas_kernels.gemm.cost`: few terms, each with a reason, and constants f
 import math
 from dataclasses import dataclass
 
-from pallas_kernels.gemm.mainloop import CONSUMERS
+from pallas_kernels.gemm.matmul_config import CONSUMERS
 from pallas_kernels.gemm.speeds import H200
 
 

@@ -23,15 +23,10 @@ from pallas_kernels import hopper
 from pallas_kernels.conv import cost
 from pallas_kernels.conv.window import MAX_REACH, Boxes, Window, best_box
 from pallas_kernels.gemm.epilogue import Epilogue
-from pallas_kernels.gemm.mainloop import (
-    ACCUMULATOR_ELEMENTS,
-    MatmulConfig,
-    Product,
-    Ring,
-    Step,
-    part,
-)
+from pallas_kernels.gemm.mainloop import Product
+from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS, MatmulConfig
 from pallas_kernels.gemm.operands import SWIZZLE_BYTES, swizzled_columns, tiled
+from pallas_kernels.gemm.tiled_product import Ring, Step, part
 
 CHANNELS = 64
 """Channels of x in a tile: as many as the rows of a WGMMA, and as 128 swizzled bytes hold."""

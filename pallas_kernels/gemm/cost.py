@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pallas_kernels.gemm.mainloop import CONSUMERS, MatmulConfig
+from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.small_m import FewRowsConfig, QuantizedConfig
 from pallas_kernels.gemm.speeds import H200, Speeds
 from pallas_kernels.hopper import ALLOCATION_BYTES, REGISTERS, SHARED_MEMORY_BYTES

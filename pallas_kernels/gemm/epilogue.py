@@ -17,7 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import store
 from pallas_kernels.gemm import column_sums
-from pallas_kernels.gemm.mainloop import CONSUMERS, MatmulConfig, Product, TileEpilogue, TilePlace
+from pallas_kernels.gemm.mainloop import Product, TileEpilogue
+from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
+from pallas_kernels.gemm.tiled_product import TilePlace
 from pallas_kernels.hopper import row_of_copies
 
 Function = Callable[..., Mapping[str, jax.Array]]

@@ -17,8 +17,8 @@ from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import activation_and_derivative
 from pallas_kernels.gemm.cost import Work
-from pallas_kernels.gemm.mainloop import MatmulConfig
 from pallas_kernels.gemm.matmul import GRAIN, fits, fitting, matmul
+from pallas_kernels.gemm.matmul_config import MatmulConfig
 
 Maximised = Literal["value", "magnitude"]
 Scales = Sequence[jax.Array]

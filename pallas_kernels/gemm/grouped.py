@@ -21,15 +21,10 @@ from pallas_kernels import hopper
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.epilogue import Epilogue
-from pallas_kernels.gemm.mainloop import (
-    CONSUMERS,
-    MatmulConfig,
-    Product,
-    Ring,
-    Step,
-    TilePlace,
-)
+from pallas_kernels.gemm.mainloop import Product
+from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import swizzled_columns
+from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 _DTYPES = (jnp.bfloat16, jnp.float16)

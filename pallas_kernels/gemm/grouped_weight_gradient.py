@@ -22,17 +22,10 @@ from pallas_kernels.gemm import cost
 from pallas_kernels.gemm.cost import WeightWork
 from pallas_kernels.gemm.epilogue import Epilogue
 from pallas_kernels.gemm.grouped import Group, group_table
-from pallas_kernels.gemm.mainloop import (
-    CONSUMERS,
-    Consumer,
-    MatmulConfig,
-    Producer,
-    Product,
-    Ring,
-    Step,
-    TilePlace,
-)
+from pallas_kernels.gemm.mainloop import Consumer, Producer, Product
+from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import swizzled_columns
+from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace
 from pallas_kernels.gemm.weight_gradient import PIECE_LAYOUT, PIECE_ROWS
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 

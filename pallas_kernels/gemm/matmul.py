@@ -17,10 +17,12 @@ from pallas_kernels import hopper
 from pallas_kernels.gemm import cost, weights
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.epilogue import Epilogue, Function, Maximised
-from pallas_kernels.gemm.mainloop import CONSUMERS, SCALED_PIECE, Block, MatmulConfig, Product
+from pallas_kernels.gemm.mainloop import SCALED_PIECE, Product
+from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import SWIZZLE_BYTES, swizzled_columns
 from pallas_kernels.gemm.quantized_weights import Format
 from pallas_kernels.gemm.small_m import MAX_PARTS, MAX_ROWS, FewRows, FewRowsConfig
+from pallas_kernels.gemm.tiled_product import Block
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 _DTYPES = (jnp.bfloat16, jnp.float16)

@@ -21,9 +21,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import store
 from pallas_kernels.gemm import cost, interleaved_rope, matmul, qkv_small_m, xla_cost
-from pallas_kernels.gemm.mainloop import CONSUMERS, Block, MatmulConfig, Product, TilePlace
+from pallas_kernels.gemm.mainloop import Product
+from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import SWIZZLE_BYTES, block, swizzled_columns
 from pallas_kernels.gemm.small_m import FewRowsConfig
+from pallas_kernels.gemm.tiled_product import Block, TilePlace
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES, row_of_copies
 
 _GRAIN = 16

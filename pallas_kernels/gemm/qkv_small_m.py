@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gemm import cost, interleaved_rope, matmul
-from pallas_kernels.gemm.mainloop import Block
 from pallas_kernels.gemm.small_m import FewRows, FewRowsConfig, chunk_layout
+from pallas_kernels.gemm.tiled_product import Block
 
 _NAMES = ("y", "projection")
 _VALUES = 2

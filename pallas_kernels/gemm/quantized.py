@@ -15,8 +15,9 @@ from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.gemm import cost, quantized_weights, xla_cost
 from pallas_kernels.gemm.cost import Work
-from pallas_kernels.gemm.mainloop import SCALED_PIECE, Block, MatmulConfig
+from pallas_kernels.gemm.mainloop import SCALED_PIECE
 from pallas_kernels.gemm.matmul import GRAIN, fitting, matmul
+from pallas_kernels.gemm.matmul_config import MatmulConfig
 from pallas_kernels.gemm.quantized_weights import Format
 from pallas_kernels.gemm.small_m import (
     MAX_PARTS,
@@ -25,6 +26,7 @@ from pallas_kernels.gemm.small_m import (
     FewRows,
     QuantizedConfig,
 )
+from pallas_kernels.gemm.tiled_product import Block
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES, THREAD_REGISTERS
 
 STEP = 128

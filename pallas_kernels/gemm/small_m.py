@@ -23,9 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import warps
-from pallas_kernels.gemm.mainloop import Block
 from pallas_kernels.gemm.operands import OperandTile, allocated_bytes, swizzled_columns, tiled
 from pallas_kernels.gemm.quantized_weights import Format, QuantizedTile
+from pallas_kernels.gemm.tiled_product import Block
 from pallas_kernels.gemm.weights import Weights, weights
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 

@@ -29,17 +29,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
-from pallas_kernels.gemm.mainloop import (
-    CONSUMERS,
-    Block,
-    MatmulConfig,
-    Product,
-    Ring,
-    Step,
-    TileEpilogue,
-    TilePlace,
-)
+from pallas_kernels.gemm.mainloop import Product, TileEpilogue
+from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import tiled
+from pallas_kernels.gemm.tiled_product import Block, Ring, Step, TilePlace
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -22,16 +22,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm.cost import WeightWork
-from pallas_kernels.gemm.mainloop import (
-    ACCUMULATOR_ELEMENTS,
-    CONSUMERS,
-    MatmulConfig,
-    Product,
-    Ring,
-    Step,
-    TilePlace,
-)
+from pallas_kernels.gemm.mainloop import Product
+from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS, CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import OperandTile, block, swizzled_columns
+from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.store import store_unoptimized
 

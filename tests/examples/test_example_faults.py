@@ -51,7 +51,7 @@ def test_a_second_process_is_told_that_the_run_has_an_owner(tmp_path):
     program = f"""
 import time
 from pathlib import Path
-from examples import training
+from examples.runs import Run
 Run.load(Path({str(tmp_path)!r})).own()
 print("owned", flush=True)
 time.sleep(600)

@@ -37,8 +37,8 @@ from jaxfused.runtime.shapes import why_symbolic
 from pallas_kernels.gemm import cost, small_m, xla_cost
 from pallas_kernels.gemm import linear as pallas_linear
 from pallas_kernels.gemm import matmul as pallas_matmul
-from pallas_kernels.gemm.mainloop import ACCUMULATOR_ELEMENTS
 from pallas_kernels.gemm.matmul import predicted_time
+from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 
 
 @python_numbers

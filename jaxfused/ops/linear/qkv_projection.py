@@ -36,8 +36,8 @@ from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.gemm import cost, xla_cost
 from pallas_kernels.gemm import matmul as pallas_matmul
 from pallas_kernels.gemm import qkv_projection as pallas_qkv_projection
-from pallas_kernels.gemm.mainloop import ACCUMULATOR_ELEMENTS
 from pallas_kernels.gemm.matmul import predicted_time
+from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 
 
 @python_numbers

@@ -11,7 +11,7 @@ import pytest
 import jaxfused
 from jaxfused.ops.fp8 import fp8_operands, fp8_xla, mlp_fp8
 from pallas_kernels.gemm import fp8 as pallas_fp8
-from pallas_kernels.gemm.mainloop import MatmulConfig
+from pallas_kernels.gemm.matmul_config import MatmulConfig
 from tests.support import fp8_judge, lowering
 from tests.support.arrays import put
 from tests.support.grids import parametrize

@@ -9,7 +9,7 @@ import jaxfused
 from jaxfused.ops.fp8 import fp8_xla, mlp_fp8, quantize_cuda
 from jaxfused.runtime.activation import BOUNDED_FROM_ABOVE
 from pallas_kernels.gemm import fp8 as pallas_fp8
-from pallas_kernels.gemm.mainloop import MatmulConfig
+from pallas_kernels.gemm.matmul_config import MatmulConfig
 from tests.support import fp8_judge, lowering
 from tests.support.arrays import put
 from tests.support.grids import parametrize

@@ -13,7 +13,7 @@ import pytest
 import jaxfused
 from pallas_kernels.gemm import grouped, grouped_weight_gradient
 from pallas_kernels.gemm.cost import WeightWork, Work
-from pallas_kernels.gemm.mainloop import MatmulConfig
+from pallas_kernels.gemm.matmul_config import MatmulConfig
 from tests.support.arrays import put
 from tests.support.grids import parametrize
 from tests.support.lowering import kernels

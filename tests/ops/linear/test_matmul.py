@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gemm import linear, mainloop, mlp
+from pallas_kernels.gemm import linear, mlp, tiled_product
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.matmul import MatmulConfig, candidates, matmul, why_unsupported
 from tests.support.arrays import put
@@ -339,7 +339,7 @@ def test_shared_memory_is_counted_as_mosaic_does(order, epilogue, config, monkey
         return str(raised.value)
 
     (ours,) = set(re.findall(r"(\d+) are needed", message()))
-    monkeypatch.setattr(mainloop, "SHARED_MEMORY_BYTES", 1 << 30)
+    monkeypatch.setattr(tiled_product, "SHARED_MEMORY_BYTES", 1 << 30)
     (mosaics,) = set(re.findall(r"[^_]smem_bytes=(\d+)", message()))
     assert ours == mosaics
 

@@ -14,7 +14,7 @@ import pytest
 from jaxfused import optim
 from jaxfused.ops.linear.symmetric_product import symmetric_product
 from pallas_kernels.gemm import symmetric
-from pallas_kernels.gemm.mainloop import MatmulConfig
+from pallas_kernels.gemm.matmul_config import MatmulConfig
 from tests.support.arrays import put
 from tests.support.grids import parametrize
 from tests.support.lowering import kernels

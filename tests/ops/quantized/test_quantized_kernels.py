@@ -19,7 +19,7 @@ from jaxfused.runtime.activation import activate
 from jaxfused.runtime.packing import pack_words
 from jaxfused.runtime.quantized_array import FORMATS, of_each_column
 from pallas_kernels.gemm import quantized
-from pallas_kernels.gemm.mainloop import MatmulConfig
+from pallas_kernels.gemm.matmul_config import MatmulConfig
 from pallas_kernels.gemm.quantized import Packed
 from pallas_kernels.gemm.small_m import QuantizedConfig
 from pallas_kernels.rows import quantize as rows_kernel

@@ -1,0 +1,413 @@
+"""A product cut into tiles and steps: its memory, its order, and what a step copies and multiplies.
+
+It says where each tile, step and pipeline stage is; `mainloop` has the loops over them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
+from pallas_kernels.gemm.operands import OperandTile, allocated_bytes, block, swizzled_columns
+from pallas_kernels.gemm.quantized_weights import Format, QuantizedTile
+from pallas_kernels.hopper import REDUCTION_BYTES, SHARED_MEMORY_BYTES
+
+RAW_STEP = 128
+"""Elements along K of quantised weights that are dequantised at a time."""
+RAW_STAGES = 2
+"""Steps of quantised weights that are in flight, or being dequantised."""
+
+
+@dataclass(frozen=True)
+class TilePlace:
+    """The tile that a warpgroup computes."""
+
+    wg_idx: jax.Array
+    m_start: jax.Array
+    n_idx: jax.Array
+    """Index of the column of tiles."""
+    group: Any = None
+    """The group of rows that the tile belongs to, in a grouped product."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The position of one product's b in the operand arrays."""
+
+    array: int
+    k_part: int | None = None
+    """Index along the axis of terms, in an array with the b of several terms."""
+    n_part: int | None = None
+    """Index along the axis of products, in an array with the b of several products."""
+
+    def view(self, refs: Sequence[Any], transposed: bool) -> Callable[[Any, Any], Any]:
+        """Returns a function from spans of b's axes, in the array's order, to that part of the array."""
+
+        def index(part, span):
+            return (span,) if part is None else (part, span)
+
+        def part(first, second):
+            parts = (self.n_part, self.k_part) if transposed else (self.k_part, self.n_part)
+            return refs[self.array].at[(*index(parts[0], first), *index(parts[1], second))]
+
+        return part
+
+
+@dataclass(frozen=True)
+class TiledProduct:
+    """Static parameters of a product, and where its tiles, steps and pipeline stages are.
+
+    Several terms a_i @ b_i may be added, and several products may multiply one tile of a by a b each.
+    """
+
+    m: int
+    """Valid rows; the arrays may have a few more."""
+    n: int
+    """Columns of each product."""
+    ks: tuple[int, ...]
+    """Length of K of each term."""
+    dtype: Any
+    blocks: tuple[Block, ...]
+    """Positions of b, one for each product of each term, terms outermost."""
+    config: MatmulConfig
+    multiprocessors: int
+    products: int = 1
+    a_transposed: bool = False
+    b_transposed: bool = False
+    b_columns: int = 0
+    """Columns of each product's b in memory where it is [K, N]; more than `n` where XLA padded it."""
+    scaled_columns: int = 0
+    """Columns that share a scale, or 0 without scales. The sums of each K step are multiplied by a scale
+    of the row and one of these columns before they are added to those of the steps before."""
+    quantized: Format | None = None
+    """Format of b, if it is quantised: the producer warpgroup then dequantises it to a's dtype."""
+    b_dtype: Any = None
+    """Dtype of b where it is not a's: one float8 may be multiplied by the other."""
+    promoted_steps: int = 0
+    """K steps after which the sums are added to float32 totals in registers; 0 for never. The tensor
+    cores keep fewer bits of a float8 product's sums than a float32 has."""
+
+    @property
+    def tile_k(self) -> int:
+        return swizzled_columns(self.dtype)
+
+    @property
+    def scales_columns_alike(self) -> bool:
+        """True if columns share a step's scales, which are then few enough to be loaded when needed."""
+        return self.scaled_columns > 1
+
+    @property
+    def accumulator_dtype(self) -> Any:
+        """Dtype of the accumulators: integers are summed exactly."""
+        return jnp.int32 if self.dtype == jnp.int8 else jnp.float32
+
+    @property
+    def a_tile(self) -> OperandTile:
+        return OperandTile(
+            span=self.config.cta_tile_m,
+            k_last=not self.a_transposed,
+            # A WGMMA takes 64 rows, which is one block.
+            whole_blocks=False,
+            dtype=self.dtype,
+        )
+
+    @property
+    def b_tile(self) -> OperandTile:
+        return OperandTile(
+            span=self.part_n,
+            k_last=self.b_transposed,
+            whole_blocks=self.quantized is not None
+            or self.b_columns % swizzled_columns(self.dtype) == 0,
+            dtype=self.b_dtype or self.dtype,
+        )
+
+    @property
+    def part_n(self) -> int:
+        """Columns of each product in an output tile."""
+        return self.config.tile_n // self.products
+
+    @property
+    def shares_b(self) -> bool:
+        """True if the CTAs of a cluster share the tiles of b: each multicasts a part of them to all."""
+        return self.config.cluster > 1
+
+    @property
+    def tile_grid(self) -> tuple[int, int]:
+        """Rows and columns of cluster tiles that cover the output."""
+        height = self.config.cta_tile_m * self.config.cluster
+        return pl.cdiv(self.m, height), pl.cdiv(self.n, self.part_n)
+
+    @property
+    def tile_count(self) -> int:
+        down, across = self.tile_grid
+        return down * across
+
+    @property
+    def clusters(self) -> int:
+        return min(self.multiprocessors // self.config.cluster, self.tile_count)
+
+    @property
+    def steps_of_terms(self) -> tuple[int, ...]:
+        """K steps of each term, each of which fills a pipeline stage."""
+        return tuple(pl.cdiv(k, self.tile_k) for k in self.ks)
+
+    @property
+    def k_steps(self) -> int:
+        if self.quantized is not None:
+            return self.raw_steps * (self.raw_step // self.tile_k)
+        return sum(self.steps_of_terms)
+
+    @property
+    def copies_of_slot(self) -> int:
+        """Arrivals at a stage's full barrier: of copies, and of the producer where it dequantises b."""
+        of_b = self.products * self.b_tile.blocks if self.quantized is None else 1
+        of_scales = 0
+        if self.scaled_columns:
+            of_scales = 1 if self.scales_columns_alike else 2
+        return self.a_tile.blocks + of_b + of_scales
+
+    @property
+    def raw_step(self) -> int:
+        """Elements along K of quantised weights that are dequantised at a time."""
+        return RAW_STEP if self.b_transposed else self.tile_k
+
+    @property
+    def raw_steps(self) -> int:
+        """Steps of quantised weights along K."""
+        return pl.cdiv(self.ks[0], self.raw_step)
+
+    @property
+    def raw_tile(self) -> QuantizedTile:
+        """Tile of one step of quantised weights, whose groups run along K or along the columns."""
+        assert self.quantized is not None
+        if self.b_transposed:
+            return QuantizedTile(self.quantized, self.part_n, self.dtype, RAW_STEP)
+        return QuantizedTile(self.quantized, self.raw_step, self.dtype, self.part_n)
+
+    def shared_bytes(self, scratch: Mapping[str, Any], *, sums: bool) -> int:
+        """Returns the bytes of shared memory per CTA for the operands and the epilogue's `scratch`.
+
+        Args:
+          sums: whether the epilogue sums along an axis.
+        """
+        reductions = REDUCTION_BYTES if sums else 0
+        return allocated_bytes((self._ring_memory(), dict(scratch))) + reductions
+
+    def check_shared_bytes(self, wanted: int) -> None:
+        """Raises a ValueError where a CTA has less shared memory than `wanted` bytes."""
+        if wanted > SHARED_MEMORY_BYTES:
+            raise ValueError(
+                f"MatmulConfig: a CTA has {SHARED_MEMORY_BYTES} bytes of shared memory, and"
+                f" {wanted} are needed; pass fewer stages or slots, or smaller tiles ({self.config})"
+            )
+
+    def operand_memory(self) -> dict[str, Any]:
+        """Returns the shared memory of the operands in the pipeline, and of what goes with them."""
+        stages = self.config.stages
+        return dict(
+            a_smem=self.a_tile.memory(stages),
+            b_smem=[self.b_tile.memory(stages) for _ in range(self.products)],
+        )
+
+    def stream_memory(self, leading: tuple[int, ...], columns: int, dtype: Any) -> plgpu.RefUnion:
+        """Returns buffers for `columns` of a tile's rows, to copy from or to arrays with a's rows."""
+        return block(leading, self.config.tile_m, columns, dtype)
+
+    def _ring_memory(self) -> dict[str, Any]:
+        c = self.config
+        takers = 1 if c.ping_pong else CONSUMERS
+        ring = self.operand_memory() | dict(
+            # A warpgroup must wait for every phase of a barrier. In ping-pong each one waits only for
+            # its own tiles' stages, and so has barriers of its own.
+            full=plgpu.Barrier(
+                num_arrivals=self.copies_of_slot,
+                num_barriers=c.stages * (CONSUMERS if c.ping_pong else 1),
+            ),
+            free=plgpu.Barrier(num_arrivals=takers, num_barriers=c.stages)
+            if not self.shares_b
+            else plgpu.ClusterBarrier(
+                collective_axes=("cta",), num_arrivals=takers, num_barriers=c.stages
+            ),
+        )
+        if self.scaled_columns:
+            ring["a_scale"] = plgpu.SMEM((c.stages, c.cta_tile_m), jnp.float32)
+        if self.scaled_columns and not self.scales_columns_alike:
+            ring["b_scale"] = plgpu.SMEM((c.stages, c.tile_n), jnp.float32)
+        if self.quantized is not None:
+            ring["raw"] = [self.raw_tile.memory(RAW_STAGES) for _ in range(self.products)]
+            ring["raw_full"] = plgpu.Barrier(
+                num_arrivals=self.products * self.raw_tile.copies, num_barriers=RAW_STAGES
+            )
+        if c.ping_pong:
+            ring["turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
+        return ring
+
+    # --- on the device ----------------------------------------------------------------------------
+
+    def tiles_of_cluster(self) -> jax.Array:
+        """Returns the number of tiles that each CTA of this cluster computes."""
+        first = lax.axis_index("cluster")
+        return lax.div(jnp.int32(self.tile_count - 1) - first, jnp.int32(self.clusters)) + 1
+
+    def position(self, sequence_idx: Any) -> tuple[jax.Array, ...]:
+        """Returns the first row and the column-of-tiles index of this CTA's tile `sequence_idx`.
+
+        A grouped product also returns the tile's group.
+        """
+        c = self.config
+        m_idx, n_idx = plgpu.planar_snake(
+            lax.axis_index("cluster") + sequence_idx * self.clusters, self.tile_grid, 0, c.band
+        )
+        return (m_idx * c.cluster + lax.axis_index("cta")) * c.cta_tile_m, n_idx
+
+    def full_idx(self, sequence_idx: Any, slot: Any) -> jax.Array:
+        """Returns the index of the barrier at which the copies into a stage arrive for a tile."""
+        if not self.config.ping_pong:
+            return slot
+        return lax.rem(sequence_idx, jnp.int32(CONSUMERS)) * self.config.stages + slot
+
+    def next_slot(self, slot: Any) -> jax.Array:
+        """Returns the stage after this one, in circular order."""
+        return lax.select(slot == self.config.stages - 1, jnp.int32(0), slot + 1)
+
+    def rows_at(self, ref: Any, m_start: Any, columns: Any) -> Any:
+        """Returns the rows of a warpgroup's tile, and some columns, of an array with rows like a's."""
+        return ref.at[pl.ds(m_start, self.config.tile_m), columns]
+
+    def store_rows(self, source: Any, ref: Any, place: TilePlace, columns: Any) -> None:
+        """Starts the copies of a warpgroup's tile, in some columns, to an array with rows like a's."""
+        destination = self.rows_at(ref, place.m_start, columns)
+        plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
+
+    def after_tiles(self, wg_idx: Any, epilogue_of: Callable[[TilePlace], Any]) -> None:
+        """Stores, in a consumer warpgroup, what no tile of the product has."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the result, without the padding of tiles."""
+        return self.m
+
+    def rows_of_tile(self, m_start: Any) -> Any:
+        """Returns the number of valid rows in a warpgroup's tile; below 1 for a tile past the end."""
+        return jnp.minimum(self.m - m_start, self.config.tile_m)
+
+    def which_rows(self, m_start: Any, shape: tuple[int, int], layout: Any) -> Any:
+        """Returns a mask of the valid rows in a warpgroup's tile, or None where every tile is full."""
+        down, _ = self.tile_grid
+        if down * self.config.cta_tile_m * self.config.cluster == self.m:
+            return None
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        return row < self.m - m_start
+
+    def copy_once(self, ring: "Ring", b_gmem: Sequence[Any]) -> None:
+        """Starts the copies of what stays in shared memory for all tiles."""
+
+    def await_once(self, ring: "Ring") -> None:
+        """Waits in a consumer warpgroup for what `copy_once` has copied."""
+
+    def copy_step(
+        self,
+        ring: "Ring",
+        a_gmem: Sequence[Any],
+        b_gmem: Sequence[Any],
+        slot: Any,
+        step: "Step",
+        full: Any,
+    ) -> None:
+        """Starts the copies of a step's operands, each of which arrives at `full`."""
+        k_start = step.k_idx * self.tile_k
+
+        def a_matrix(first, second):
+            return a_gmem[step.term].at[first, second]
+
+        self.a_tile.copy(a_matrix, ring.a_smem, slot, step.m_start, k_start, full)
+        for index in range(self.products):
+            place = self.blocks[step.term * self.products + index]
+            self.b_tile.copy(
+                place.view(b_gmem, self.b_transposed),
+                ring.b_smem[index],
+                slot,
+                step.n_idx * self.part_n,
+                k_start,
+                full,
+                collective_axes="cta" if self.shares_b else None,
+            )
+
+    def instructions(
+        self, acc_ref: Any, ring: "Ring", slot: Any, k_idx: Any, share: Any, shares: int
+    ) -> Iterator[tuple[Any, Any, Any]]:
+        """Yields a stage's WGMMAs: the part of the accumulators that each adds to, its a and its b.
+
+        Args:
+          k_idx: the tile's K step that is in the stage, counted over all terms.
+          share: index of this warpgroup's part of a tile's rows, of `shares` equal ones.
+        """
+        del k_idx
+        for index, b_smem in enumerate(ring.b_smem):
+            for columns, b in self.b_tile.operands(b_smem, slot):
+                for rows, a in self.a_tile.operands(ring.a_smem, slot, share, shares):
+                    start = index * self.part_n
+                    yield (
+                        part(acc_ref, rows, slice(start + columns.start, start + columns.stop)),
+                        a.transpose((1, 0)) if self.a_transposed else a,
+                        b.transpose((1, 0)) if self.b_transposed else b,
+                    )
+
+    def no_sums(self) -> Any:
+        """Returns the initial sums of `sum_slot`; None where nothing is summed."""
+        return None
+
+    def sum_slot(self, ring: "Ring", slot: Any, place: TilePlace, sums: Any) -> Any:
+        """Adds a stage's operands to `sums`, while the WGMMAs that read them run."""
+        del ring, slot, place
+        return sums
+
+
+@dataclass(frozen=True)
+class Step:
+    """A K step of an output tile."""
+
+    m_start: Any
+    n_idx: Any
+    term: int
+    k_idx: Any
+    """Index among the steps of the term."""
+    group: Any = None
+    """The group of rows that the tile belongs to, in a grouped product."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The pipeline in shared memory: stages for tiles of operands, and their barriers."""
+
+    a_smem: Any
+    b_smem: Sequence[Any]
+    full: Any
+    """Barriers: a stage holds the tiles of a K step."""
+    free: Any
+    """Barriers: all WGMMAs that read a stage have ended."""
+    turn: Any = None
+    """Barriers of ping-pong: a warpgroup may issue its WGMMAs."""
+    a_scale: Any = None
+    b_scale: Any = None
+    raw: Any = None
+    """Quantised tiles of b, which only the producer warpgroup reads."""
+    raw_full: Any = None
+    once: Any = None
+    """Barrier: the operands that stay in shared memory for all tiles have arrived."""
+    masked: Any = None
+    """Barrier: the consumers have cleared the rows of other groups from a stage."""
+
+
+def part(acc_ref: Any, rows: slice, columns: slice) -> Any:
+    """Returns a part of the accumulators, without slicing an axis that is taken whole."""
+    height, width = acc_ref.shape
+    if (rows.start, rows.stop) != (0, height):
+        return acc_ref.at[rows, columns]
+    return acc_ref if (columns.start, columns.stop) == (0, width) else acc_ref.at[:, columns]
