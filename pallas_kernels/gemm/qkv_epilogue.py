@@ -1,0 +1,344 @@
+"""The epilogue of qkv_projection's product: norms and rotations of heads, and stores to three outputs.
+
+An output tile may lie across the outputs, but its units, which are stored one by one, each lie in one.
+With a norm or rope a unit is a head: its two halves are in the same registers, and its mean square is a
+sum within a warp. A wide head with rope alone is cut into units of as many features of either half, for
+which `qkv_projection` reorders the columns of the weights: tiles of any width then hold whole units.
+With interleaved pairs any cut between pairs will do, and the columns stay in their order.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import store
+from pallas_kernels.gemm import interleaved_rope
+from pallas_kernels.gemm.mainloop import Product
+from pallas_kernels.gemm.matmul_config import CONSUMERS
+from pallas_kernels.gemm.operands import block
+from pallas_kernels.gemm.tiled_product import TilePlace
+from pallas_kernels.hopper import row_of_copies
+
+STRIP = 32
+"""Features of either half that the epilogue processes at a time, where it can."""
+_ANGLES_AHEAD = 128
+"""Limit on the angles of a row to read ahead, 16 bits each: for 128 rows, 64 registers of a thread."""
+ROUNDS_ANGLES = jnp.bfloat16
+"""Dtype of x for which angles are rounded to float16."""
+_VALUES = 2
+"""Index of the output without norm and rotation."""
+
+
+@dataclass(frozen=True)
+class QkvEpilogue:
+    """The epilogue of a launch: its static parameters and its shared memory."""
+
+    product: Product
+    widths: tuple[int, ...]
+    """Columns of each output."""
+    head_size: int
+    splits_heads: bool
+    rotary_dim: int
+    interleaved: bool
+    """True if pairs are interleaved, so that one piece has both features of a pair."""
+    period: int
+    """Rows after which the angles repeat."""
+    bias_dtype: Any
+    """Dtype of the biases; None where there are none."""
+    has_norms: tuple[bool, ...]
+    """True if there are norms of queries and of keys."""
+    epsilon: float
+
+    @property
+    def whole_heads(self) -> bool:
+        return any(self.has_norms) or self.rotary_dim > 0
+
+    @property
+    def piece(self) -> int:
+        return self.product.config.epilogue_columns
+
+    @property
+    def unit(self) -> int:
+        """Columns of a unit, which are stored together."""
+        if self.splits_heads:
+            return 2 * STRIP
+        return self.head_size if self.whole_heads else self.piece
+
+    @property
+    def run(self) -> int:
+        """Columns of a unit that are adjacent in an output."""
+        return STRIP if self.splits_heads and not self.interleaved else self.unit
+
+    @property
+    def turning(self) -> int:
+        """Rotated features of a unit, which are its first ones."""
+        return min(self.rotary_dim, self.unit)
+
+    @property
+    def turning_pieces(self) -> list[tuple[int, ...]]:
+        """Indices of pieces that are rotated together: single ones, or one of each half."""
+        count = self.turning // self.piece
+        if self.interleaved:
+            return [(index,) for index in range(count)]
+        return [(index, count // 2 + index) for index in range(count // 2)]
+
+    @property
+    def units(self) -> int:
+        """Units in a tile; fewer where the product is narrower than a tile."""
+        return pl.cdiv(min(self.product.n, self.product.part_n), self.unit)
+
+    def first_column(self, output: int) -> int:
+        """Returns the product's column at which an output begins."""
+        return sum(self.widths[:output])
+
+    def first_pair(self, column: jax.Array) -> jax.Array | int:
+        """Returns the index, in its head, of the first pair of the unit that begins at a column."""
+        if not self.splits_heads:
+            return 0
+        within = lax.rem(column, jnp.int32(self.head_size))
+        return pl.multiple_of(lax.div(within, jnp.int32(2)), STRIP)
+
+    def runs(self, column: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns an output's columns at which a unit's runs begin; a single one begins at `column`."""
+        if self.run == self.unit:
+            return (column,)
+        first = column - self.first_pair(column)
+        return first, first + self.head_size // 2
+
+    def scratch(self) -> dict[str, Any]:
+        c, dtype = self.product.config, self.product.dtype
+        leading = (CONSUMERS, c.write_slots, self.unit // self.piece)
+        scratch: dict[str, Any] = {"out_smem": block(leading, c.tile_m, self.piece, dtype)}
+        if self.bias_dtype is not None:
+            row = row_of_copies(self.product.part_n, self.bias_dtype)
+            scratch["bias_smem"] = plgpu.SMEM((CONSUMERS, row), self.bias_dtype)
+            scratch["bias_full"] = plgpu.Barrier(num_barriers=CONSUMERS)
+        return scratch
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory per CTA."""
+        return self.product.shared_bytes(self.scratch(), sums=any(self.has_norms))
+
+    def of_tile(
+        self, refs: Sequence[Any], smem: Mapping[str, Any], place: TilePlace
+    ) -> "_HeadsOfTile":
+        return _HeadsOfTile(self, _Refs(self, refs), smem, place)
+
+
+class _Refs:
+    """The arrays of an epilogue in global memory, by their roles."""
+
+    def __init__(self, epilogue: QkvEpilogue, refs: Sequence[Any]):
+        remaining = iter(refs)
+        self.bias = next(remaining) if epilogue.bias_dtype is not None else None
+        self.scales = next(remaining) if any(epilogue.has_norms) else None
+        self.table: Any = next(remaining) if epilogue.rotary_dim else None
+        self.outputs = [next(remaining) for _ in epilogue.widths]
+        self.projections = list(remaining)
+
+
+@dataclass(frozen=True)
+class _HeadsOfTile:
+    """The epilogue of a tile, unit by unit."""
+
+    launch: QkvEpilogue
+    gmem: _Refs
+    smem: Mapping[str, Any]
+    place: TilePlace
+
+    def column(self, unit: int) -> jax.Array:
+        """Returns the product's column at which a unit of the tile begins."""
+        launch = self.launch
+        return self.place.n_idx * launch.product.part_n + unit * launch.unit
+
+    def prefetch(self) -> None:
+        if self.gmem.bias is not None:
+            row = self.smem["bias_smem"].at[self.place.wg_idx]
+            plgpu.copy_gmem_to_smem(
+                self.gmem.bias.at[pl.ds(self.column(0), row.shape[0])],
+                row,
+                self.smem["bias_full"].at[self.place.wg_idx],
+            )
+
+    def run(self, acc: jax.Array) -> None:
+        launch = self.launch
+        starts = range(0, launch.product.part_n, launch.piece)
+        pieces = [acc[:, start : start + launch.piece] for start in starts]
+        if self.gmem.bias is not None:
+            plgpu.barrier_wait(self.smem["bias_full"].at[self.place.wg_idx])
+            bias = self.smem["bias_smem"].at[self.place.wg_idx]
+            pieces = [
+                piece + self._row(bias, start) for piece, start in zip(pieces, starts, strict=True)
+            ]
+        # Rounded pieces leave registers for the arithmetic.
+        pieces = lax.optimization_barrier([p.astype(launch.product.dtype) for p in pieces])
+        store.store_in_turn(
+            self._results(pieces),
+            count=launch.units * len(self._stored),
+            slots=launch.product.config.write_slots,
+            store=self._store,
+            send=self._send,
+        )
+
+    @property
+    def _stored(self) -> tuple[Sequence[Any], ...]:
+        """Groups of arrays; each unit is stored to one array of each group."""
+        return tuple(filter(None, (self.gmem.projections, self.gmem.outputs)))
+
+    def _results(self, pieces: Sequence[jax.Array]) -> Iterator[Sequence[tuple[int, jax.Array]]]:
+        """Yields each unit's pieces with their indices, for each group of arrays."""
+        launch = self.launch
+        per_unit = launch.unit // launch.piece
+        angles: list[Sequence[jax.Array]] = []
+        for unit in range(launch.units):
+            projected = pieces[unit * per_unit : (unit + 1) * per_unit]
+            if self.gmem.projections:
+                yield list(enumerate(projected))
+            finished: Iterable[tuple[int, jax.Array]] = enumerate(projected)
+            if launch.whole_heads:
+                if self._reads_ahead and (launch.splits_heads or not unit):
+                    angles = [self._angles(unit, s) for s in range(len(launch.turning_pieces))]
+                finished = self._finished(unit, projected, angles)
+            yield list(finished)
+
+    @property
+    def _reads_ahead(self) -> bool:
+        """True if a unit's angles are all read at once, and reused for further units where possible.
+
+        Angles that are read again for each head and piece come from L2, for which a warpgroup waits:
+        50432 x 768 to 3 x 12 heads of 64 took 270 us on an H200, 240 read ahead, and 231 without
+        rotation.
+        """
+        launch = self.launch
+        if launch.product.dtype != ROUNDS_ANGLES:
+            return False
+        return launch.turning <= _ANGLES_AHEAD
+
+    def _store(self, number: int, pieces: Sequence[tuple[int, jax.Array]]) -> None:
+        """Writes the pieces of a result, each with its index, to their stage in shared memory."""
+        registers, _ = self.smem["out_smem"]
+        for index, piece in pieces:
+            store.store_piece(registers.at[*self._slot(number), index], piece)
+
+    def _slot(self, number: int) -> tuple[jax.Array, int]:
+        """Returns the indices of a result's stage in shared memory."""
+        return self.place.wg_idx, number % self.launch.product.config.write_slots
+
+    def _send(self, number: int) -> None:
+        """Starts the copy of a result from its stage to the array that has its unit, if one does."""
+        launch, config = self.launch, self.launch.product.config
+        place = self._slot(number)
+        _, copies = self.smem["out_smem"]
+        unit, group = divmod(number, len(self._stored))
+        arrays, column = self._stored[group], self.column(unit)
+        for output, array in enumerate(arrays):
+            start = column - launch.first_column(output)
+
+            @pl.when((start >= 0) & (start < launch.widths[output]))
+            def _(array=array, start=start):
+                rows = pl.ds(self.place.m_start, config.tile_m)
+                runs = launch.runs(start)
+                for index in range(launch.unit // launch.piece):
+                    run, within = divmod(index * launch.piece, launch.run)
+                    columns = pl.ds(runs[run] + within, launch.piece)
+                    plgpu.copy_smem_to_gmem(
+                        copies.at[*place, index], array.at[rows, columns], commit_group=False
+                    )
+
+        plgpu.commit_smem_to_gmem_group()
+
+    def _finished(
+        self,
+        unit: int,
+        projected: Sequence[jax.Array],
+        angles: Sequence[Sequence[jax.Array]],
+    ) -> Iterator[tuple[int, jax.Array]]:
+        """Yields the pieces of a unit after norm and rotation, each with its index.
+
+        All heads run the same code, in which values have a norm factor of 1 and an angle of 0. With
+        separate code the compiler converts pieces for several cases ahead of any, and spills registers;
+        and a selection takes single 16-bit numbers, where a product takes pairs.
+        """
+        launch = self.launch
+        column = self.column(unit)
+        is_value = column >= launch.first_column(_VALUES)
+        kind = (column >= launch.first_column(1)).astype(jnp.int32) + is_value.astype(jnp.int32)
+        factor = None
+        if any(launch.has_norms):
+            squares = [jnp.sum(jnp.square(p.astype(jnp.float32)), axis=1) for p in projected]
+            mean_square = sum(squares[1:], squares[0]) * (1.0 / launch.head_size)
+            factor = lax.rsqrt(mean_square + launch.epsilon)
+            for plain in (_VALUES, *(i for i, has in enumerate(launch.has_norms) if not has)):
+                factor = jnp.where(jnp.broadcast_to(kind == plain, factor.shape), 1.0, factor)
+
+        def normed(index):
+            piece = projected[index].astype(jnp.float32)
+            if factor is None:
+                return piece
+            scale = self._row(self.gmem.scales.at[kind], index * launch.piece)
+            return piece * lax.broadcast_in_dim(factor, piece.shape, (0,)) * scale
+
+        dtype = launch.product.dtype
+        for step, indices in enumerate(launch.turning_pieces):
+            before = [normed(index) for index in indices]
+            turns = angles[step] if angles else self._angles(unit, step)
+            turned = self._turned(before, turns, is_value)
+            for index, piece in zip(indices, turned, strict=True):
+                yield index, piece.astype(dtype)
+        for index in range(launch.turning // launch.piece, len(projected)):
+            yield index, normed(index).astype(dtype)
+
+    def _turned(
+        self, pieces: Sequence[jax.Array], angles: Sequence[jax.Array], is_value: jax.Array
+    ) -> Iterator[jax.Array]:
+        """Yields the pieces of some pairs after their rotation, which leaves values as they are."""
+        value = is_value.astype(angles[0].dtype)
+        if self.launch.interleaved:
+            yield interleaved_rope.turned(pieces[0], angles[0], value)
+            return
+        first, second = pieces
+        cos, sin = angles
+        cos, sin = (
+            angle.astype(jnp.float32) for angle in (cos * (1 - value) + value, sin * (1 - value))
+        )
+        yield first * cos - second * sin
+        yield second * cos + first * sin
+
+    def _angles(self, unit: int, step: int) -> Sequence[jax.Array]:
+        """Loads the angles of some pieces of a unit, for the rows of the tile.
+
+        They are cosines and sines, or for interleaved pairs one array in which these alternate.
+        """
+        launch = self.launch
+        first_row = lax.rem(self.place.m_start, jnp.int32(launch.period))
+        rows = pl.ds(first_row, launch.product.config.tile_m)
+        first_pair, within = launch.first_pair(self.column(unit)), step * launch.piece
+        if launch.interleaved:
+            starts = [2 * first_pair + within]
+        else:
+            starts = [half + first_pair + within for half in (0, launch.rotary_dim // 2)]
+        return [
+            plgpu.load(
+                self.gmem.table.at[rows, pl.ds(start, launch.piece)],
+                layout=plgpu.Layout.WGMMA,
+                optimized=False,
+            )
+            for start in starts
+        ]
+
+    def _row(self, ref, start: int) -> jax.Array:
+        """Loads some columns of a row, and broadcasts them over all rows of the tile."""
+        launch = self.launch
+        row = plgpu.load(
+            ref.at[pl.ds(start, launch.piece)],
+            layout=plgpu.Layout.WGMMA.reduce(0),
+            optimized=False,
+        ).astype(jnp.float32)
+        return lax.broadcast_in_dim(row, (launch.product.config.tile_m, launch.piece), (1,))
