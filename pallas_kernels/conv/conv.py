@@ -1,324 +1,38 @@
-"""A convolution for Hopper as an implicit product, with a traced epilogue.
-
-The product is [pixels of the result, weights of the window x channels] @ [the same, features]. The left
-operand is never written: each of its tiles is a box of x, which TMA copies for the weight and the
-channels of a step. There are three plans:
-
-- "taps": a step of the sums is one weight of the window and 64 channels.
-- "rows": a step is all weights of a column of the window. Its box of x is higher by the window's reach,
-  and a weight further down reads it from a later row on: x is copied for each column of the window, and
-  not for each weight.
-- "resident": as "rows", but the weights stay in shared memory for all tiles of a CTA. This is for few
-  channels, where every tile would copy them again.
-"""
+"""A convolution on Hopper with a traced epilogue: limits, configs and launches of `product`."""
 
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.activation import ARITHMETIC
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.conv import cost
+from pallas_kernels.conv.product import ConvConfig, ConvProduct, Plan
 from pallas_kernels.conv.window import GROUP, MAX_REACH, Boxes, Window, best_box
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.epilogue import Epilogue, Function
-from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul import fitting as product_configs
 from pallas_kernels.gemm.matmul import matmul
 from pallas_kernels.gemm.matmul import predicted_time as product_time
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
-from pallas_kernels.gemm.operands import SWIZZLE_BYTES, allocated_bytes, swizzled_columns, tiled
+from pallas_kernels.gemm.operands import allocated_bytes, swizzled_columns
 from pallas_kernels.gemm.small_m import FewRowsConfig
 from pallas_kernels.gemm.speeds import H200
-from pallas_kernels.gemm.tiled_product import Ring, Step, part
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 MAX_PIXELS = 2**30
 """Pixels of all images at most: together with those of tiles beyond the edges they fit 32 bits."""
-Plan = Literal["taps", "rows", "resident"]
-
-
-@dataclass(frozen=True)
-class ConvConfig(MatmulConfig):
-    """Tiles of a convolution, and the plan that says what a step of its sums is."""
-
-    plan: Plan = "taps"
-    turns_weights: bool = False
-    """True if XLA transposes the weights to [taps, features, channels] first. A tile may then be any
-    multiple of 8 features wide, and the tensor cores take 8-bit weights in this layout alone."""
 
 
 Config = ConvConfig | MatmulConfig | FewRowsConfig
 """Config of a convolution; that of a matrix product if its window has one weight."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvProduct(Product):
-    """The static facts of a launch, and how windows are copied and multiplied.
-
-    The inherited `m` counts the rows of all tiles, and `ks` holds the channels of x.
-    """
-
-    window: Window
-    boxes: Boxes
-    flipped: bool
-    """True if the window is rotated by 180 degrees, as in dgrad."""
-    first_channels: int = 0
-    """Channels of the first array where x is two concatenated ones; 0 where x is one array."""
-    block: tuple[int, int] = (1, 1)
-    """See `ConvCall.block`."""
-
-    @property
-    def _plan(self) -> Plan:
-        assert isinstance(self.config, ConvConfig)
-        return self.config.plan
-
-    @property
-    def channel_steps(self) -> int:
-        return pl.cdiv(self.ks[0], self.tile_k)
-
-    @property
-    def rows_at_once(self) -> int:
-        """Weights of a window's column that a step multiplies."""
-        return 1 if self._plan == "taps" else self.window.kernel[-2]
-
-    @property
-    def steps_of_terms(self) -> tuple[int, ...]:
-        return (self.window.taps // self.rows_at_once * self.channel_steps,)
-
-    @property
-    def is_resident(self) -> bool:
-        return self._plan == "resident"
-
-    @property
-    def boxes_of_slot(self) -> int:
-        return 1 if self.config.ping_pong else CONSUMERS
-
-    @property
-    def x_box(self) -> tuple[int, ...]:
-        """Sizes of the box of x that is copied for a box of the result."""
-        *before, height, width = self.boxes.box
-        if self.rows_at_once > 1:
-            height += self.window.reach[-2]
-        return (*before, height, width)
-
-    @property
-    def copies_of_slot(self) -> int:
-        weights = 0 if self.is_resident else self.rows_at_once * self.b_tile.blocks
-        return self.boxes_of_slot + weights
-
-    def operand_memory(self) -> dict[str, Any]:
-        stages, columns = self.config.stages, self.tile_k
-        leading = (stages, self.boxes_of_slot)
-        x_rows = math.prod(self.x_box)
-        swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)
-        x_smem = plgpu.RefUnion(
-            tiled((*leading, x_rows, columns), self.dtype, columns),
-            plgpu.SMEM((*leading, *self.x_box, columns), self.dtype, transforms=(swizzle,)),
-        )
-        steps = self.k_steps if self.is_resident else stages
-        memory = dict(a_smem=x_smem, b_smem=[self.b_tile.memory(steps * self.rows_at_once)])
-        if self.is_resident:
-            arrivals = self.window.taps * self.channel_steps * self.b_tile.blocks
-            memory["once"] = plgpu.Barrier(num_arrivals=arrivals)
-        return memory
-
-    def stream_memory(self, leading: tuple[int, ...], columns: int, dtype: Any) -> plgpu.RefUnion:
-        swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
-        return plgpu.RefUnion(
-            tiled((*leading, self.config.tile_m, columns), dtype, columns),
-            plgpu.SMEM((*leading, *self.boxes.box, columns), dtype, transforms=(swizzle,)),
-        )
-
-    # --- on the device ----------------------------------------------------------------------------
-
-    def rows_at(self, ref: Any, m_start: Any, columns: Any) -> Any:
-        starts = self.boxes.start(lax.div(m_start, jnp.int32(self.config.tile_m)))
-        spans = [pl.ds(start, size) for start, size in zip(starts, self.boxes.box, strict=True)]
-        if self.block == (1, 1):
-            return ref.at[(*spans, columns)]
-        images, rows, across = spans
-        features = jnp.int32(ref.shape[-1])
-        pixel = lax.div(columns.start, features)
-        row, column = pixel * 0, pixel
-        # Features past the last must index past the end of an axis, so that the copy skips them. TMA
-        # drops axes of one element and ignores their start: then the pixel indexes the other axis.
-        if self.block[0] > 1:
-            across_block = jnp.int32(self.block[1])
-            row, column = lax.div(pixel, across_block), lax.rem(pixel, across_block)
-        columns = pl.ds(columns.start - pixel * features, columns.size)
-        return ref.at[images, rows, row, across, column, columns]
-
-    @property
-    def rows(self) -> int:
-        return math.prod(self.boxes.sizes)
-
-    def rows_of_tile(self, m_start: Any) -> Any:
-        starts = self.boxes.start(lax.div(m_start, jnp.int32(self.config.tile_m)))
-        count = jnp.int32(1)
-        for start, size, box in zip(starts, self.boxes.sizes, self.boxes.box, strict=True):
-            count = count * jnp.minimum(jnp.maximum(size - start, 0), box)
-        return count
-
-    def which_rows(self, m_start: Any, shape: tuple[int, int], layout: Any) -> Any:
-        down, _ = self.tile_grid
-        tiles = down * self.config.cta_tile_m * self.config.cluster // self.config.tile_m
-        fits = all(s % b == 0 for s, b in zip(self.boxes.sizes, self.boxes.box, strict=True))
-        if fits and tiles == self.boxes.count:
-            return None
-        starts = self.boxes.start(lax.div(m_start, jnp.int32(self.config.tile_m)))
-        # All sizes of a box are powers of two.
-        rest = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-        exists = None
-        for start, size, box in reversed(
-            list(zip(starts, self.boxes.sizes, self.boxes.box, strict=True))
-        ):
-            inside = (rest & (box - 1)) < size - start
-            exists = inside if exists is None else exists & inside
-            rest = rest >> (box.bit_length() - 1)
-        return exists
-
-    def copy_once(self, ring: Ring, b_gmem: Sequence[Any]) -> None:
-        if not self.is_resident:
-            return
-
-        def step(k_idx, _):
-            self._copy_weights(ring, b_gmem, k_idx, k_idx, jnp.int32(0), ring.once)
-
-        lax.fori_loop(0, self.k_steps, step, None)
-
-    def await_once(self, ring: Ring) -> None:
-        if self.is_resident:
-            plgpu.barrier_wait(ring.once)
-
-    def copy_step(
-        self,
-        ring: Ring,
-        a_gmem: Sequence[Any],
-        b_gmem: Sequence[Any],
-        slot: Any,
-        step: Step,
-        full: Any,
-    ) -> None:
-        first_tap, channel = self._tap_and_channel(step.k_idx)
-        first_box = lax.div(step.m_start, jnp.int32(self.config.tile_m))
-        for index in range(self.boxes_of_slot):
-            starts = self.boxes.start(first_box + index)
-
-            def copy(array, channel, index=index, starts=starts):
-                box = self._box_of_x(a_gmem[array], starts, first_tap, channel)
-                plgpu.copy_gmem_to_smem(box, ring.a_smem[1].at[slot, index], full)
-
-            if not self.first_channels:
-                copy(0, channel)
-            else:
-                further = channel - self.first_channels
-                pl.when(further < 0)(functools.partial(copy, 0, channel))
-                pl.when(further >= 0)(functools.partial(copy, 1, further))
-        if not self.is_resident:
-            self._copy_weights(ring, b_gmem, step.k_idx, slot, step.n_idx, full)
-
-    def _tap_and_channel(self, k_idx: Any) -> tuple[list[Any], Any]:
-        """Returns the place in the window of a step's first weight, and the first of its channels.
-
-        The steps take all weights of the window for some channels before the next channels, so that
-        the pixels that the weights share are still in the cache.
-        """
-        places = jnp.int32(self.window.taps // self.rows_at_once)
-        rest = lax.rem(k_idx, places)
-        channel = lax.div(k_idx, places) * self.tile_k
-        place = []
-        for axis, size in reversed(list(enumerate(self.window.kernel))):
-            if self.rows_at_once > 1 and axis == len(self.window.kernel) - 2:
-                place.append(jnp.int32(0))
-                continue
-            place.append(lax.rem(rest, jnp.int32(size)))
-            rest = lax.div(rest, jnp.int32(size))
-        return place[::-1], channel
-
-    def _box_of_x(
-        self, x_gmem: Any, starts: Sequence[Any], tap: Sequence[Any], channel: Any
-    ) -> Any:
-        """Returns the part of x that a weight of the window reads for a box of the result."""
-        window = self.window
-        places = [
-            start * stride + index * dilation - low
-            for start, stride, index, dilation, (low, _) in zip(
-                starts[1:], window.strides, tap, window.dilation, window.padding, strict=True
-            )
-        ]
-        sizes = self.x_box
-        if not window.is_strided:
-            spans = [pl.ds(s, size) for s, size in zip((starts[0], *places), sizes, strict=True)]
-            return x_gmem.at[(*spans, pl.ds(channel, self.tile_k))]
-        index = [pl.ds(starts[0], sizes[0])]
-        for place, stride, size, (low, _) in zip(
-            places, window.strides, sizes[1:], window.padding, strict=True
-        ):
-            # Division rounds towards 0, and a place may be negative.
-            beyond = pl.cdiv(low, stride) * stride
-            quotient = lax.div(place + beyond, jnp.int32(stride)) - beyond // stride
-            index += [pl.ds(quotient, size), place - quotient * stride]
-        *index, last = index
-        return x_gmem.at[(*index, pl.ds(last * self.ks[0] + channel, self.tile_k))]
-
-    def _copy_weights(
-        self, ring: Ring, b_gmem: Sequence[Any], k_idx: Any, slot: Any, n_idx: Any, full: Any
-    ) -> None:
-        """Copies the weights of a step to a pipeline stage."""
-        place, channel = self._tap_and_channel(k_idx)
-        first: Any = jnp.int32(0)
-        for index, size in zip(place, self.window.kernel, strict=True):
-            first = first * size + index
-        for row in range(self.rows_at_once):
-            tap = first + row * self.window.kernel[-1]
-            if self.flipped:
-                tap = self.window.taps - 1 - tap
-            self.b_tile.copy(
-                lambda rows, columns, tap=tap: b_gmem[0].at[tap, rows, columns],
-                ring.b_smem[0],
-                slot * self.rows_at_once + row,
-                n_idx * self.part_n,
-                channel,
-                full,
-                collective_axes="cta" if self.config.cluster > 1 else None,
-            )
-
-    def instructions(
-        self, acc_ref: Any, ring: Ring, slot: Any, k_idx: Any, share: Any, shares: int
-    ) -> Iterator[tuple[Any, Any, Any]]:
-        x_smem = ring.a_smem[0]
-        step = k_idx if self.is_resident else slot
-        *before, height, width = self.x_box
-        if self.rows_at_once == 1:
-            # The rows of a box are contiguous.
-            parts, height_of_part = 1, self.boxes.rows // width
-        else:
-            parts = math.prod(before)
-            height_of_part = self.boxes.box[-2]
-        rows = height_of_part * width
-        for row, index in itertools.product(range(self.rows_at_once), range(parts)):
-            start = (index * height + row * self.window.dilation[-2]) * width
-            x = x_smem.at[slot, share]
-            if rows != self.boxes.rows or self.rows_at_once > 1:
-                x = x.at[pl.ds(start, rows)]
-            weights = self.b_tile.operands(ring.b_smem[0], step * self.rows_at_once + row)
-            for columns, w in weights:
-                yield (
-                    part(acc_ref, slice(index * rows, (index + 1) * rows), columns),
-                    x,
-                    w.transpose((1, 0)) if self.b_transposed else w,
-                )
 
 
 @dataclass(frozen=True)

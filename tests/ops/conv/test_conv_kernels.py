@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.conv.conv import ConvCall, ConvConfig, conv, predicted_time
+from pallas_kernels.conv.conv import ConvCall, conv, predicted_time
+from pallas_kernels.conv.product import ConvConfig
 from pallas_kernels.conv.weight_gradient import ConvWeightGradientConfig, weight_gradient
 from pallas_kernels.conv.weight_gradient import predicted_time as weights_time
 from pallas_kernels.conv.window import Boxes, Window

@@ -10,7 +10,8 @@ import pytest
 
 import jaxfused
 from pallas_kernels.conv import conv as pallas_conv
-from pallas_kernels.conv.conv import ConvConfig, forward_and_statistics
+from pallas_kernels.conv.conv import forward_and_statistics
+from pallas_kernels.conv.product import ConvConfig
 from pallas_kernels.conv.window import Window
 from pallas_kernels.gemm.matmul import MatmulConfig
 from tests.ops.conv.test_conv import dense_stand_ins, plain_conv

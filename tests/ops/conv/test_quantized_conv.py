@@ -12,13 +12,8 @@ import pytest
 import jaxfused
 from jaxfused.runtime.activation import activate
 from jaxfused.runtime.quantized_array import QuantizedArray
-from pallas_kernels.conv.conv import (
-    ConvCall,
-    ConvConfig,
-    fitting,
-    predicted_time,
-    quantized_forward,
-)
+from pallas_kernels.conv.conv import ConvCall, fitting, predicted_time, quantized_forward
+from pallas_kernels.conv.product import ConvConfig
 from pallas_kernels.conv.window import Window
 from tests.flax.test_modules import normal
 from tests.support.arrays import put
