@@ -1,5 +1,4 @@
-"""The order of a product's implementations, by the times that `cost` and `xla_cost` in
-`pallas_kernels.gemm` predict.
+"""The order of a product's implementations, by the times of `cost` and `xla_cost` (pallas_kernels.gemm).
 
 Where the times are within the model's error, XLA comes first: its program is what a user would have
 without this package.

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxfused.fusion import algebra, moments
-from jaxfused.fusion.recognisers import attention
+from jaxfused.fusion.recognisers import attention_logits, attention_site
 from tests.program_fuzz import command, drawn, judge
 
 
@@ -20,13 +20,13 @@ def test_a_program_is_the_same_in_every_run():
 
 
 def forgets_a_number_before_a_cap(monkeypatch):
-    bias = attention._bias
+    bias = attention_logits._bias
 
     def forgetful(found, step, value):
         bias(found, step, value)
         found.shift = 0.0
 
-    monkeypatch.setattr(attention, "_bias", forgetful)
+    monkeypatch.setattr(attention_logits, "_bias", forgetful)
 
 
 def takes_a_count_for_another(monkeypatch):
@@ -36,9 +36,11 @@ def takes_a_count_for_another(monkeypatch):
 
 def takes_a_sum_for_a_choice(monkeypatch):
     """Makes `fuse` mistake adding a mask's number to the logits for replacing them."""
-    monkeypatch.setattr(attention, "_check_queries_without_keys", lambda logits: None)
+    monkeypatch.setattr(attention_site, "_check_queries_without_keys", lambda logits: None)
     monkeypatch.setattr(
-        attention, "_of_absorbed_logits", lambda q, k, v, scale: attention._mean(v, q.shape[2])
+        attention_site,
+        "_of_absorbed_logits",
+        lambda q, k, v, scale: attention_site._mean(v, q.shape[2]),
     )
 
 

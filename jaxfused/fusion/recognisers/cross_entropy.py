@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxfused.fusion.algebra import View, between, core, view
 from jaxfused.fusion.constants import evaluate
 from jaxfused.fusion.graph import Node, Value
-from jaxfused.fusion.recognisers.attention import is_maximum, stands_at_rows
 from jaxfused.fusion.recognisers.product import Biased, Projection, biased, projections
+from jaxfused.fusion.recognisers.softmax import is_maximum, stands_at_rows
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.loss.linear_cross_entropy import linear_softmax_cross_entropy
 

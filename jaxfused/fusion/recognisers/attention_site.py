@@ -1,0 +1,309 @@
+"""Builds the call of dot_product_attention that replaces an attention of the program."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.fusion import mask
+from jaxfused.fusion.algebra import (
+    View,
+    at_dtype,
+    between,
+    core,
+    is_transparent,
+    stages,
+)
+from jaxfused.fusion.graph import Node, Value
+from jaxfused.fusion.recognisers.attention_logits import Axes, Logits, NoAttention
+from jaxfused.fusion.site import Book, Site
+from jaxfused.ops.attention.attention import dot_product_attention
+from jaxfused.runtime.promotion import accumulator_dtype
+
+ABSORBING = -1e30
+"""Number to which a logit or a bias can be added without changing it, even in float64."""
+
+
+def make_site(
+    book: Book,
+    node: Node,
+    layout: mask.Layout,
+    logits: Logits,
+    scale: float,
+    query: tuple[Value, Axes],
+    key: tuple[Value, Axes],
+    value: tuple[Value, Axes],
+    after: Node,
+    result_axes: Axes,
+    feature: str,
+) -> Site:
+    """Returns the site: the call, its operands, and what it replaces.
+
+    Args:
+      query: of the product before the softmax, with the atoms of its axes, as `key` and `value`.
+      after: the product of probabilities and values.
+      result_axes: atoms of the axes of its result.
+      feature: atom of the features of the values.
+    """
+    sizes = layout.sizes
+    of_keys = sizes
+    shared = _unrepeated(key, value, layout)
+    if shared is not None:
+        key_value, value_value, of_keys = shared
+        key, value = (key_value, key[1]), (value_value, value[1])
+    root, arrays = _root(after, (query[0], key[0], value[0]))
+    parts = [part for masking in logits.masks for part in masking.parts]
+    constant = mask.known(layout, parts)
+    dynamic = [part for part in parts if part.constant is None]
+    always = constant.always_has_key and not dynamic
+    if not always:
+        _check_queries_without_keys(logits)
+    numbers = [masking.number for masking in logits.masks]
+    if logits.biases and any(number > ABSORBING for number in numbers):
+        raise NoAttention("a mask's number is not far below what a bias may be")
+    if any(np.isfinite(numbers)) and any(_may_mask(*bias) for bias in logits.biases):
+        raise NoAttention("a bias may be as far below the other logits as a mask's number is")
+    has_gradient = any(masking.is_added for masking in logits.masks)
+    inputs: list[Value] = list(arrays)
+    for part in dynamic:
+        inputs.append(part.seen.base)
+    for seen, _, _ in logits.biases:
+        inputs.append(seen.base)
+    heads = layout.heads
+    key_heads = tuple(h for h in heads if h.startswith("b"))
+    orders = (
+        (query[1], sizes, layout.batch, (layout.query,), heads),
+        (key[1], of_keys, layout.batch, (layout.key,), key_heads),
+        (value[1], of_keys, layout.batch, (layout.key,), key_heads),
+    )
+    shape = root.shape
+    queries, keys = sizes[layout.query], sizes[layout.key]
+
+    def call(*operands: jax.Array) -> Sequence[jax.Array]:
+        q, k, v = (
+            _arranged(array.astype(root.dtype), *order)
+            for array, order in zip(operands, orders, strict=False)
+        )
+        rest = iter(operands[3:])
+        explicit = None
+        for part in dynamic:
+            array = layout.spread(next(rest), part.seen.axes, part.logits)
+            array = array if array.dtype == jnp.bool_ else array != 0
+            array = ~array if part.negated else array
+            explicit = array if explicit is None else explicit & array
+        bias = None
+        for seen, axes, is_subtracted in logits.biases:
+            array = layout.spread(next(rest), seen.axes, axes)
+            array = -array if is_subtracted else array
+            bias = array if bias is None else bias + array
+        given = explicit
+        if constant.explicit is not None:
+            known = jnp.asarray(constant.explicit)
+            given = known if given is None else given & known
+        output = dot_product_attention(
+            q,
+            k,
+            v,
+            bias,
+            given,
+            scale=scale,
+            is_causal=constant.is_causal,
+            local_window_size=constant.window,
+            logits_soft_cap=logits.soft_cap,
+        )
+        assert isinstance(output, jax.Array)
+        if not always:
+            allowed = jnp.ones((1, 1, 1, 1), bool) if explicit is None else explicit
+            has_key = mask.has_key(allowed, constant, queries, keys)
+            of_equal = _of_absorbed_logits(q, k, v, scale) if has_gradient else _mean(v, q.shape[2])
+            has_key = has_key.swapaxes(1, 2)[..., None]
+            output = jnp.where(has_key, output, of_equal.astype(output.dtype))
+        return (_ordered(output, layout, result_axes, feature).reshape(shape),)
+
+    words = [f"scale {scale:.4g}"]
+    if logits.soft_cap is not None:
+        words.append(f"cap {logits.soft_cap:g}")
+    words += constant.words()
+    words += ["mask"] * bool(dynamic) + ["bias"] * len(logits.biases)
+    leaves = {leaf for array in inputs for leaf in stages(array)} | set(logits.added)
+    covered = between(root, leaves)
+    return Site(
+        "dot_product_attention",
+        node,
+        inputs,
+        [root],
+        call,
+        covered,
+        f"dot_product_attention({', '.join(words)}) of {arrays[0].aval.str_short()}"
+        f" and {arrays[1].aval.str_short()}",
+    )
+
+
+def _may_mask(seen: View, axes: Axes, is_subtracted: bool) -> bool:
+    """Whether a bias may be an unrecognised mask, such as an argument of floating-point numbers."""
+    least, most = mask.bounds(seen.base)
+    return (-most if is_subtracted else least) <= mask.BIG / 10
+
+
+def _check_queries_without_keys(logits: Logits) -> None:
+    """Raises `NoAttention` unless the masks alone determine the result of a query without keys."""
+    numbers = {masking.number for masking in logits.masks}
+    if -np.inf in numbers:
+        raise NoAttention("masked logits are -inf, and a query may have no key: its result is NaN")
+    if len(numbers) > 1:
+        raise NoAttention("masks give different numbers, and a query may have no key")
+    if logits.is_biased_last:
+        raise NoAttention("a bias is added to masked logits, and a query may have no key")
+    if not any(masking.is_added for masking in logits.masks):
+        return
+    if len(logits.masks) > 1 or logits.biases or logits.soft_cap is not None:
+        raise NoAttention("a mask is added to logits with a bias, and a query may have no key")
+    if max(numbers) > ABSORBING:
+        raise NoAttention(
+            f"{max(numbers):g} is added to masked logits, of which it leaves something, and a query may"
+            " have no key"
+        )
+
+
+def _unrepeated(
+    key: tuple[Value, Axes], value: tuple[Value, Axes], layout: mask.Layout
+) -> tuple[Value, Value, dict[str, int]] | None:
+    """Returns keys and values before their heads were repeated, and the atoms' sizes then, or None."""
+    if len(layout.heads) != 1:
+        return None
+    (head,) = layout.heads
+    inner = []
+    for operand, axes in (key, value):
+        if (head,) not in axes:
+            return None
+        before = _before_repeat(operand, axes.index((head,)))
+        if before is None:
+            return None
+        inner.append((before, before.shape[axes.index((head,))]))
+    if inner[0][1] != inner[1][1]:
+        return None
+    return inner[0][0], inner[1][0], layout.sizes | {head: inner[0][1]}
+
+
+def _before_repeat(value: Value, axis: int) -> Value | None:
+    """Returns the array whose entries along an axis are repeated as by `jnp.repeat`, or None."""
+    merged = core(value).node
+    if merged is None or merged.name != "reshape":
+        return None
+    repeated = merged.ins[0].node
+    if repeated is None or repeated.name not in ("broadcast_in_dim", "tile"):
+        return None
+    if len(repeated.ins) != 1:
+        return None
+    shape, whole = repeated.out.shape, merged.out.shape
+    before = repeated.ins[0]
+    if len(shape) != len(whole) + 1 or shape[:axis] != whole[:axis]:
+        return None
+    if shape[axis + 2 :] != whole[axis + 1 :]:
+        return None
+    if repeated.name == "tile":
+        if any(r != 1 for i, r in enumerate(repeated.params["reps"]) if i != axis + 1):
+            return None
+        placed = list(range(before.ndim))
+    else:
+        placed = [int(target) for target in repeated.params["broadcast_dimensions"]]
+    if before.ndim == len(shape) and before.shape[axis + 1] == 1 and before.node is not None:
+        added = before.node
+        if added.name not in ("reshape", "broadcast_in_dim"):
+            return None
+        before, placed = added.ins[0], [i for i in range(len(shape)) if i != axis + 1]
+    expected = [i for i in range(len(shape)) if i != axis + 1]
+    wanted = (*shape[: axis + 1], *shape[axis + 2 :])
+    return before if placed == expected and before.shape == wanted else None
+
+
+def _root(after: Node, operands: Sequence[Value]) -> tuple[Value, tuple[Value, ...]]:
+    """Returns the output after its last convert to a dtype that the operands have, and the operands.
+
+    Operands of a narrower dtype are returned as they are, and widened in the call.
+    """
+    candidates = [after.out]
+    while candidates[-1].used_once and is_transparent(candidates[-1].uses[0]):
+        candidates.append(candidates[-1].uses[0].out)
+    for root in reversed(candidates):
+        found = [
+            v if v.dtype.itemsize < root.dtype.itemsize else at_dtype(v, root.dtype)
+            for v in operands
+        ]
+        if all(v is not None for v in found):
+            return root, tuple(v for v in found if v is not None)
+    dtypes = ", ".join(str(core(v).dtype) for v in operands)
+    raise NoAttention(f"queries, keys and values are {dtypes}, and the result is {after.out.dtype}")
+
+
+def _arranged(
+    array: jax.Array,
+    axes: Axes,
+    sizes: dict[str, int],
+    batch: tuple[str, ...],
+    rows: tuple[str, ...],
+    heads: tuple[str, ...],
+) -> jax.Array:
+    """Returns an operand as [B, length, heads, features]."""
+    atoms = [name for group in axes for name in group]
+    array = array.reshape([sizes[name] for name in atoms])
+    features = [a for a in atoms if a not in (*batch, *rows, *heads)]
+    array = array.transpose([atoms.index(a) for a in (*batch, *rows, *heads, *features)])
+
+    def size(names: Sequence[str]) -> int:
+        return int(np.prod([sizes[name] for name in names], dtype=int))
+
+    return array.reshape(size(batch), size(rows), size(heads), size(features))
+
+
+def _ordered(output: jax.Array, layout: mask.Layout, axes: Axes, feature: str) -> jax.Array:
+    """Returns the output [B, T, N, V] with the axes of the program's result."""
+    atoms = [*layout.batch, layout.query, *layout.heads, feature]
+    output = output.reshape([layout.sizes[name] for name in atoms])
+    wanted = [name for group in axes for name in group]
+    return output.transpose([atoms.index(name) for name in wanted])
+
+
+def _mean(value: jax.Array, heads: int) -> jax.Array:
+    """Returns the mean of the values [B, S, K, V] over the keys, as [B, 1, N, V].
+
+    It is the result of a query whose logits are all equal.
+    """
+    dtype = accumulator_dtype(value.dtype)
+    mean = jnp.mean(value, axis=1, keepdims=True, dtype=dtype)
+    return jnp.repeat(mean, heads // value.shape[2], axis=2)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _of_absorbed_logits(
+    query: jax.Array, key: jax.Array, value: jax.Array, scale: float
+) -> jax.Array:
+    """Returns the mean of the values as [B, T, N, V], with the derivative of a softmax of zero logits.
+
+    A logit plus a large number is that number, but its derivative to the logit is 1.
+    """
+    return jnp.broadcast_to(_mean(value, query.shape[2]), (*query.shape[:-1], value.shape[-1]))
+
+
+@_of_absorbed_logits.defjvp
+def _of_absorbed_logits_jvp(scale: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """Returns the derivative of rows without keys, where p = 1 / S changes by p (dl - mean dl)."""
+    (query, key, value), (dq, dk, dv) = primals, tangents
+    result = _of_absorbed_logits(query, key, value, scale)
+    dtype = accumulator_dtype(value.dtype)
+    wide = value.astype(dtype)
+    centred = wide - wide.mean(axis=1, keepdims=True)
+    heads = (value.shape[2], query.shape[2] // value.shape[2])
+
+    def by_logits(query: jax.Array, key: jax.Array) -> jax.Array:
+        """Returns the sum over keys of the logits' changes times the values, for grouped queries."""
+        of_keys = jnp.einsum("bskh,bskv->bkhv", key.astype(dtype), centred) * (
+            scale / value.shape[1]
+        )
+        grouped = query.astype(dtype).reshape(*query.shape[:2], *heads, query.shape[-1])
+        return jnp.einsum("btkgh,bkhv->btkgv", grouped, of_keys).reshape(result.shape)
+
+    return result, _mean(dv, query.shape[2]) + by_logits(dq, key) + by_logits(query, dk)
