@@ -1,26 +1,36 @@
-"""softmax_cross_entropy: validation, choice, gradient, reduction.
+"""softmax_cross_entropy: validation, choice, class weights, classes on several devices.
 
 A row of logits is read once for its statistics, from which its loss follows. The gradient needs the
 logits again, unless the cotangent of the loss is known in advance: then the forward's kernel writes the
 gradient too, while the row is on chip.
 """
 
-import functools
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxfused import dispatch
-from jaxfused.ops.loss import cross_entropy_cuda, cross_entropy_xla
+from jaxfused.ops.loss.cross_entropy_checks import (
+    check_class_weights,
+    check_cotangent,
+    check_labels,
+    check_options,
+    refuse_pallas,
+)
+from jaxfused.ops.loss.cross_entropy_gradient import (
+    aligned,
+    aligned_statistics,
+    losses_ahead,
+    reference_losses,
+)
 from jaxfused.ops.loss.cross_entropy_xla import (
     ELSEWHERE,
     IGNORED,
     Options,
-    Pulls,
     Statistics,
     capped,
     classes_of,
@@ -28,25 +38,16 @@ from jaxfused.ops.loss.cross_entropy_xla import (
     is_soft,
     losses_of,
 )
-from jaxfused.ops.loss.label_values import as_classes, check_classes
-from jaxfused.runtime import sharding
+from jaxfused.ops.loss.label_values import check_classes
+from jaxfused.ops.loss.reduction import Reduction, reduce_losses, shares_of, times
 from jaxfused.runtime.checks import (
     as_arrays,
-    check_constant,
-    check_finite,
     check_floating,
-    check_shape,
-    check_soft_cap,
     python_numbers,
 )
-from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import takes_reference
-from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
-from jaxfused.runtime.stated_gradient import stated_gradient
-
-Reduction = Literal["mean", "sum", "none"]
+from jaxfused.runtime.runner import Runner
 
 
 @python_numbers
@@ -162,145 +163,18 @@ def softmax_cross_entropy(
         statistics = _statistics_over_shards(run, options, axis_name, logits, labels)
         return reduce_losses(losses_of(statistics, counts, options), counts, weights, reduction)
     if run is None:
-        return reduce_losses(_token_losses(options, logits, labels), counts, weights, reduction)
+        return reduce_losses(reference_losses(options, logits, labels), counts, weights, reduction)
     classes, soft = split_labels(labels, logits.shape[-1], options)
     if expected is None:
-        losses = losses_of(
-            _aligned_statistics(run, options, logits, classes, soft), counts, options
-        )
+        losses = losses_of(aligned_statistics(run, options, logits, classes, soft), counts, options)
         return reduce_losses(losses, counts, weights, reduction)
     # JAX computes each loss's cotangent like this, so that the expected one matches to the bit.
     shares, total = shares_of(counts, weights, reduction)
     coefficients = jnp.asarray(expected / total, jnp.float32) * shares
-    losses = _losses_ahead(
-        run, options, *_aligned(logits, classes, soft, lax.stop_gradient(coefficients))
+    losses = losses_ahead(
+        run, options, *aligned(logits, classes, soft, lax.stop_gradient(coefficients))
     )
     return reduce_losses(losses, counts, weights, reduction)
-
-
-def check_labels(op: str, labels: jax.Array, shape: tuple[int, ...], options: Options) -> jax.Array:
-    """Returns labels that fit logits of `shape`, in a dtype that holds any class and `ignore_index`."""
-    if is_soft(labels):
-        check_shape(op, "labels", labels, shape, f"soft labels go with logits of shape {shape}")
-        if options.ignore_index is not None:
-            raise ValueError(
-                f"{op}: ignore_index={options.ignore_index} was passed with soft labels, which have"
-                " no class to compare with it; pass weights that are 0 where a token is ignored."
-            )
-        return labels
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise ValueError(
-            f"{op}: labels have dtype {labels.dtype}, but they are classes or a distribution over"
-            " them; pass integers or floats."
-        )
-    rule = f"there is one class for each token of logits of shape {shape}"
-    check_shape(op, "labels", labels, shape[:-1], rule)
-    return as_classes(op, labels, options.ignore_index)
-
-
-def check_options(
-    op: str,
-    options: Options,
-    weights: jax.Array | None,
-    leading: tuple[int, ...],
-    reduction: str,
-) -> None:
-    """Checks the options of a cross-entropy whose tokens have the axes `leading`."""
-    check_shape(op, "weights", weights, leading, "there is one weight for each token")
-    check_constant(op, "label_smoothing", options.label_smoothing)
-    check_finite(op, "z_loss", options.z_loss)
-    if not 0.0 <= options.label_smoothing <= 1.0:
-        raise ValueError(
-            f"{op}: label_smoothing is {options.label_smoothing}, but it is a share;"
-            " pass a number from 0 to 1."
-        )
-    check_soft_cap(op, options.logits_soft_cap)
-    check_reduction(op, reduction)
-
-
-def check_class_weights(op: str, class_weights: jax.Array | None, features: int) -> None:
-    """Checks that there is a weight for each class."""
-    rule = f"there is one weight for each of {features} classes"
-    check_shape(op, "class_weights", class_weights, (features,), rule)
-
-
-def check_reduction(op: str, reduction: str) -> None:
-    """Checks that `reduction` is one of those of losses."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(
-            f"{op}: reduction={reduction!r} is not known; pass 'mean', 'sum' or 'none'."
-        )
-
-
-def check_cotangent(
-    op: str,
-    cotangent: jax.Array | float | str | None,
-    dtype: Any,
-    reduction: str,
-    leading: tuple[int, ...],
-) -> jax.Array | float | None:
-    """Returns the expected cotangent of the result, or None if it is not known."""
-    if isinstance(cotangent, str):
-        if cotangent != "any":
-            raise ValueError(
-                f"{op}: cotangent={cotangent!r} is not known; pass a number, an array, 'any' or None."
-            )
-        return None
-    if cotangent is None:
-        return None if reduction == "none" or dtype == jnp.float16 else 1.0
-    if not hasattr(cotangent, "shape"):
-        check_finite(op, "cotangent", cotangent)
-    cotangent = jnp.asarray(cotangent, jnp.float32)
-    shape = leading if reduction == "none" else ()
-    if cotangent.shape not in ((), shape):
-        raise ValueError(
-            f"{op}: cotangent has shape {cotangent.shape}, but the result has shape {shape};"
-            f" pass a scalar or cotangent of shape {shape}."
-        )
-    return cotangent
-
-
-def refuse_pallas(op: str, implementation: str | None) -> None:
-    """Refuses the implementation "pallas", which the operator does not have."""
-    if implementation == "pallas":
-        raise ValueError(
-            f"{op}: implementation='pallas' cannot run here: there is no Pallas kernel of {op}."
-            " Pass implementation=None for the fastest one that can."
-        )
-
-
-def reduce_losses(
-    losses: jax.Array,
-    counts: jax.Array,
-    weights: jax.Array | None,
-    reduction: str,
-    of_labels: jax.Array | None = None,
-) -> jax.Array:
-    """Returns the sum or the mean of the losses of the tokens that count, or all losses weighted.
-
-    `of_labels` are class weights that are already in the losses, and still count for the mean.
-    """
-    shares, total = shares_of(counts, weights, reduction, losses.dtype)
-    if of_labels is not None:
-        _, total = shares_of(counts, times(weights, of_labels), reduction, losses.dtype)
-    if weights is not None:
-        losses = losses * shares
-    if reduction == "none":
-        return losses
-    return jnp.sum(losses) / total if reduction == "mean" else jnp.sum(losses)
-
-
-def shares_of(
-    counts: jax.Array, weights: jax.Array | None, reduction: str, dtype: Any = jnp.float32
-) -> tuple[jax.Array, jax.Array | float]:
-    """Returns each loss's weight in the sum, and the divisor of the sum."""
-    shares = counts.astype(dtype)
-    if weights is not None:
-        shares = shares * weights.astype(dtype)
-    if reduction != "mean":
-        return shares, 1.0
-    total = jnp.sum(shares)
-    return shares, jnp.where(total == 0.0, 1.0, total)
 
 
 def split_labels(
@@ -308,13 +182,6 @@ def split_labels(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns (classes, soft labels); one of them is None."""
     return (None, labels) if is_soft(labels) else (classes_of(labels, features, options), None)
-
-
-def _joined(classes: jax.Array | None, soft: jax.Array | None) -> jax.Array:
-    """Returns the one of classes and soft labels that is not None."""
-    labels = classes if soft is None else soft
-    assert labels is not None
-    return labels
 
 
 def _statistics_over_shards(
@@ -330,7 +197,7 @@ def _statistics_over_shards(
         classes, soft = None, labels
     else:
         classes, soft = _classes_here(labels, logits.shape[-1], options, axis_name), None
-    own = _aligned_statistics(run, options, logits, classes, soft)
+    own = aligned_statistics(run, options, logits, classes, soft)
     own_maximum = lax.stop_gradient(own.maximum)
     maximum = lax.pmax(own_maximum, axis_name)
     distance = own_maximum - maximum
@@ -369,13 +236,6 @@ def _classes_here(
 def is_one_term(labels: jax.Array, options: Options) -> bool:
     """Whether a token's loss is the term of one class, so that the class's weight is the token's."""
     return not (options.label_smoothing or options.z_loss or is_soft(labels))
-
-
-def times(weights: jax.Array | None, others: jax.Array | None) -> jax.Array | None:
-    """Returns the products of weights, where None stands for ones."""
-    if weights is None or others is None:
-        return others if weights is None else weights
-    return weights * others
 
 
 def weights_of_labels(
@@ -433,7 +293,7 @@ def weighed_losses(
         statistics = _statistics_over_shards(run, terms, axis_name, logits, labels)
     else:
         parts = split_labels(labels, logits.shape[-1], terms)
-        statistics = _aligned_statistics(run, terms, logits, *parts)
+        statistics = aligned_statistics(run, terms, logits, *parts)
     losses = losses_of(statistics, counts, terms)
     if not soft:
         of_labels = weights_of_labels(class_weights, labels, options, axis_name)
@@ -452,326 +312,3 @@ def weighed_losses(
     if options.z_loss:
         losses = losses + options.z_loss * jnp.square(statistics.lse())
     return jnp.where(counts, losses, 0.0)
-
-
-# --- gradient -------------------------------------------------------------------------------------
-
-
-def _aligned(logits, classes, soft, coefficients=None):
-    """Returns the operands with the sharding of the logits' rows, before a custom_vjp."""
-    rows = sharding.leading_axes(logits.ndim - 1)
-    return sharding.align(
-        (logits, classes, soft, coefficients),
-        operand_axes=(rows + "v", rows, rows + "v", rows),
-        whole="v",
-    )
-
-
-def _aligned_statistics(run: Runner | None, options, logits, classes, soft) -> Statistics:
-    """Returns the statistics of rows, for losses that JAX differentiates; by XLA if `run` is None."""
-    logits, classes, soft, _ = _aligned(logits, classes, soft)
-    if run is None:
-        return _reference_statistics(options, logits, classes, soft)
-    return _statistics(run, options, logits, classes, soft)
-
-
-class _StatisticsResiduals(NamedTuple):
-    logits: jax.Array
-    classes: jax.Array | None
-    soft: jax.Array | None
-    statistics: Statistics
-
-
-@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="softmax_cross_entropy")
-def _statistics(run: Runner, options: Options, logits, classes, soft) -> Statistics:
-    _, statistics = run(_Forward(options), logits, classes, soft, None)
-    return unpacked(statistics)
-
-
-def _statistics_fwd(run: Runner, options: Options, logits, classes, soft):
-    statistics = _statistics(run, options, logits, classes, soft)
-    return statistics, _StatisticsResiduals(logits, classes, soft, statistics)
-
-
-def pulls_on_rows(cotangents: Statistics, statistics: Statistics, columns: int) -> Pulls:
-    """Returns the coefficients of the logits' gradient from the statistics' cotangents, sharded as rows.
-
-    JAX's zeros for an unused statistic are replicated on all devices, but `jnp.stack` takes arrays of
-    one sharding. So a zero that is sharded as the rows is added to them.
-    """
-    zero = (jnp.isnan(statistics.maximum) & False).astype(statistics.maximum.dtype)
-    pulls = cotangents.log_sum, -cotangents.picked, -cotangents.mean / columns
-    return Pulls(*(pull + zero for pull in pulls))
-
-
-def _statistics_bwd(
-    run: Runner, options: Options, saved: _StatisticsResiduals, cotangents: Statistics
-):
-    logits, classes, soft, statistics = saved
-    pulls = pulls_on_rows(cotangents, statistics, logits.shape[-1])
-    packed = (jnp.stack(statistics, axis=-1), jnp.stack(pulls, axis=-1))
-    (dlogits,) = run(_Backward(options.logits_soft_cap), logits, classes, soft, *packed)
-    return dlogits.astype(logits.dtype), None, _gradient_of_labels(options, saved, cotangents)
-
-
-def _gradient_of_labels(
-    options: Options, saved: _StatisticsResiduals, cotangents: Statistics
-) -> jax.Array | None:
-    if saved.soft is None:
-        return None
-    values = cross_entropy_xla.capped(saved.logits, options.logits_soft_cap)
-    distances = values - saved.statistics.maximum[..., None]
-    dsoft = cotangents.picked[..., None] * distances + cotangents.total[..., None]
-    return dsoft.astype(saved.soft.dtype)
-
-
-_statistics.defvjp(_statistics_fwd, _statistics_bwd)
-
-
-class _AheadResiduals(NamedTuple):
-    dlogits: jax.Array
-    coefficients: jax.Array
-    of_labels: tuple[jax.Array, jax.Array, Statistics] | None
-    """Logits, soft labels and statistics, if soft labels have a gradient too."""
-
-
-@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="softmax_cross_entropy")
-def _losses_ahead(run: Runner, options: Options, logits, classes, soft, coefficients):
-    """Returns the losses [...], whose cotangents are expected to be `coefficients`."""
-    del coefficients
-    _, statistics = run(_Forward(options), logits, classes, soft, None)
-    return losses_of_rows(statistics, classes, options)
-
-
-def _losses_ahead_fwd(run: Runner, options: Options, logits, classes, soft, coefficients):
-    dlogits, statistics = run(_Forward(options), logits, classes, soft, coefficients)
-    of_labels = None if soft is None else (logits, soft, unpacked(statistics))
-    losses = losses_of_rows(statistics, classes, options)
-    return losses, _AheadResiduals(dlogits, coefficients, of_labels)
-
-
-def _losses_ahead_bwd(run: Runner, options: Options, saved: _AheadResiduals, dlosses):
-    (dlogits,) = run(Scale(), saved.dlogits, corrections(dlosses, saved.coefficients))
-    dsoft = None
-    if saved.of_labels is not None:
-        dsoft = cross_entropy_xla.label_gradients(*saved.of_labels, dlosses, options)
-    return dlogits, None, dsoft, None
-
-
-_losses_ahead.defvjp(_losses_ahead_fwd, _losses_ahead_bwd)
-
-
-def corrections(cotangents: jax.Array, expected: jax.Array) -> jax.Array:
-    """Returns the ratio of actual to expected cotangents; exactly 1 if only rounding differs."""
-    expects_none = expected == 0.0
-    factors = jnp.where(expects_none, 1.0, cotangents / jnp.where(expects_none, 1.0, expected))
-    return jnp.where(jnp.abs(factors - 1.0) < 2.0**-21, 1.0, factors)
-
-
-def unpacked(statistics: jax.Array) -> Statistics:
-    """Returns the statistics of rows from the array that kernels write."""
-    return Statistics(*jnp.unstack(statistics, axis=-1))
-
-
-def losses_of_rows(statistics: jax.Array, classes: jax.Array | None, options: Options) -> jax.Array:
-    """Returns the losses of rows, from their statistics in one array."""
-    counts = jnp.ones(statistics.shape[:-1], bool) if classes is None else classes != IGNORED
-    return losses_of(unpacked(statistics), counts, options)
-
-
-# --- gradient of the reference --------------------------------------------------------------------
-
-
-@functools.partial(stated_gradient, nondiff_argnums=(0,))
-def _reference_statistics(options: Options, logits, classes, soft) -> Statistics:
-    return cross_entropy_xla.row_statistics(logits, _joined(classes, soft), options)
-
-
-def _reference_statistics_fwd(options: Options, logits, classes, soft):
-    statistics = cross_entropy_xla.row_statistics(logits, _joined(classes, soft), options)
-    return statistics, _StatisticsResiduals(logits, classes, soft, statistics)
-
-
-def _reference_statistics_bwd(
-    options: Options, saved: _StatisticsResiduals, cotangents: Statistics
-):
-    logits, statistics = saved.logits, saved.statistics
-    dlogits = cross_entropy_xla.row_gradients(
-        logits,
-        _joined(saved.classes, saved.soft),
-        statistics,
-        pulls_on_rows(cotangents, statistics, logits.shape[-1]),
-        options.logits_soft_cap,
-    )
-    return dlogits.astype(logits.dtype), None, _gradient_of_labels(options, saved, cotangents)
-
-
-_reference_statistics.defvjp(_reference_statistics_fwd, _reference_statistics_bwd)
-
-
-class _Residuals(NamedTuple):
-    logits: jax.Array
-    labels: jax.Array
-    statistics: Statistics
-
-
-@functools.partial(stated_gradient, nondiff_argnums=(0,))
-def _token_losses(options: Options, logits, labels):
-    return cross_entropy_xla.token_losses(logits, labels, options)[0]
-
-
-def _token_losses_fwd(options: Options, logits, labels):
-    losses, statistics = cross_entropy_xla.token_losses(logits, labels, options)
-    return losses, _Residuals(logits, labels, statistics)
-
-
-def _token_losses_bwd(options: Options, saved: _Residuals, dlosses):
-    args = (*saved, dlosses, options)
-    dlogits = cross_entropy_xla.token_gradients(*args).astype(saved.logits.dtype)
-    soft = is_soft(saved.labels)
-    return dlogits, cross_entropy_xla.label_gradients(*args) if soft else None
-
-
-_token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
-
-
-# --- kernels --------------------------------------------------------------------------------------
-
-_SHORT_ROW_BYTES = 512
-"""Bytes of a row below which XLA's program is faster, in which a thread has several rows."""
-_FEW_BYTES = 2**22
-"""Bytes of all logits below which small kernels around ours cost more than passes over the logits."""
-
-
-def _estimate(kernel, device, able, logits, *others) -> Estimate:
-    """Implements `HasEstimate.estimate` for the logits [N, V] of all stages."""
-    del kernel, device, able, others
-    rows, features = logits.shape
-    row_bytes = features * logits.dtype.itemsize
-    if row_bytes < _SHORT_ROW_BYTES:
-        return Rule(("xla",), f"rows of less than {_SHORT_ROW_BYTES} bytes are faster in XLA")
-    if rows * row_bytes < _FEW_BYTES:
-        return Rule(("xla",), f"logits of less than {_FEW_BYTES} bytes are faster in XLA")
-    return None
-
-
-@dataclass(frozen=True)
-class _Forward:
-    """Computes (dlogits, statistics [N, 5]) from logits [N, V], classes or soft labels, coefficients.
-
-    The gradient is that of the sum of coefficients * losses; without coefficients there is none.
-    """
-
-    options: Options
-
-    @property
-    def name(self) -> str:
-        return "softmax_cross_entropy forward"
-
-    def axes(self, logits, classes, soft, coefficients) -> Axes:
-        row = ROWS + "v"
-        return Axes(
-            (row, ROWS, row, ROWS),
-            (None if coefficients is None else row, ROWS + "s"),
-            whole="vs",
-        )
-
-    def why_not(self, device, logits, classes, soft, coefficients) -> Mapping[str, str | None]:
-        return _why_not(device, logits, soft)
-
-    def run(self, implementation, device, logits, classes, soft, coefficients) -> Results:
-        options = self.options
-        if implementation == "cuda":
-            return cross_entropy_cuda.forward(
-                logits,
-                classes,
-                soft,
-                coefficients,
-                label_smoothing=options.label_smoothing,
-                z_loss=options.z_loss,
-                soft_cap=options.logits_soft_cap,
-            )
-        labels = _joined(classes, soft)
-        statistics = cross_entropy_xla.row_statistics(logits, labels, options)
-        packed = jnp.stack(statistics, axis=-1)
-        if coefficients is None:
-            return None, packed
-        features, cap = logits.shape[-1], options.logits_soft_cap
-        pulls = cross_entropy_xla.pulls_of(statistics, coefficients, features, options)
-        dlogits = cross_entropy_xla.row_gradients(logits, labels, statistics, pulls, cap)
-        return dlogits.astype(logits.dtype), packed
-
-    estimate = _estimate
-    batched = batched_rows
-
-
-@dataclass(frozen=True)
-class _Backward:
-    """Computes (dlogits,) from logits [N, V], classes or soft labels, statistics, `Pulls` [N, 3]."""
-
-    soft_cap: float | None
-
-    @property
-    def name(self) -> str:
-        return "softmax_cross_entropy backward"
-
-    def axes(self, logits, classes, soft, statistics, pulls) -> Axes:
-        row = ROWS + "v"
-        return Axes((row, ROWS, row, ROWS + "s", ROWS + "p"), (row,), whole="vsp")
-
-    def why_not(self, device, logits, classes, soft, statistics, pulls) -> Mapping[str, str | None]:
-        return _why_not(device, logits, soft)
-
-    def run(self, implementation, device, logits, classes, soft, statistics, pulls) -> Results:
-        if implementation == "cuda":
-            dlogits = cross_entropy_cuda.backward(
-                logits, classes, soft, statistics, pulls, soft_cap=self.soft_cap
-            )
-            return (dlogits,)
-        dlogits = cross_entropy_xla.row_gradients(
-            logits,
-            _joined(classes, soft),
-            unpacked(statistics),
-            Pulls(*jnp.unstack(pulls, axis=-1)),
-            self.soft_cap,
-        )
-        return (dlogits.astype(logits.dtype),)
-
-    estimate = _estimate
-    batched = batched_rows
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Computes (x * factors,) of x [N, V], factors [N] in place, without reading x if all are 1."""
-
-    @property
-    def name(self) -> str:
-        return "softmax_cross_entropy scale"
-
-    def axes(self, x, factors) -> Axes:
-        return Axes((ROWS + "v", ROWS), (ROWS + "v",), whole="v")
-
-    def why_not(self, device, x, factors) -> Mapping[str, str | None]:
-        return _why_not(device, x, None)
-
-    def run(self, implementation, device, x, factors) -> Results:
-        if implementation == "cuda":
-            return (cross_entropy_cuda.scale_rows(x, factors),)
-        return ((x * factors[:, None]).astype(x.dtype),)
-
-    estimate = _estimate
-    batched = batched_rows
-
-
-def _why_not(device, logits, soft) -> dict[str, str | None]:
-    """Returns why each implementation cannot run logits [N, V], forward or backward."""
-    rows, features = logits.shape
-    reason = cross_entropy_cuda.why_unsupported(
-        compute_capability=device.compute_capability,
-        rows=rows,
-        features=features,
-        dtype=logits.dtype,
-        soft_dtype=None if soft is None else soft.dtype,
-    )
-    return {"cuda": reason, "xla": None}

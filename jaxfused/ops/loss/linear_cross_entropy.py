@@ -20,25 +20,16 @@ from jaxfused import dispatch
 from jaxfused.ops.linear import linear_cuda, linear_xla
 from jaxfused.ops.linear.linear import check_affine
 from jaxfused.ops.loss import cross_entropy_cuda, cross_entropy_xla
-from jaxfused.ops.loss.cross_entropy import (
-    Reduction,
-    Scale,
+from jaxfused.ops.loss.cross_entropy import is_one_term, weighed_losses, weights_of_labels
+from jaxfused.ops.loss.cross_entropy_checks import (
     check_class_weights,
     check_cotangent,
     check_labels,
     check_options,
-    corrections,
-    is_one_term,
-    losses_of_rows,
-    pulls_on_rows,
-    reduce_losses,
     refuse_pallas,
-    shares_of,
-    times,
-    unpacked,
-    weighed_losses,
-    weights_of_labels,
 )
+from jaxfused.ops.loss.cross_entropy_gradient import corrections, losses_of_rows, pulls_on_rows
+from jaxfused.ops.loss.cross_entropy_stages import Scale, unpacked
 from jaxfused.ops.loss.cross_entropy_xla import (
     Options,
     Pulls,
@@ -49,6 +40,7 @@ from jaxfused.ops.loss.cross_entropy_xla import (
     losses_of,
 )
 from jaxfused.ops.loss.label_values import check_classes
+from jaxfused.ops.loss.reduction import Reduction, reduce_losses, shares_of, times
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_arrays, check_count, check_floating, python_numbers
 from jaxfused.runtime.gate import takes_reference

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.loss import segmentation_loss_cuda, segmentation_loss_xla
-from jaxfused.ops.loss.cross_entropy import Reduction, check_reduction, refuse_pallas
+from jaxfused.ops.loss.cross_entropy_checks import refuse_pallas
 from jaxfused.ops.loss.label_values import as_classes, check_classes, check_shares, refuse_one_hot
+from jaxfused.ops.loss.reduction import Reduction, check_reduction
 from jaxfused.ops.loss.segmentation_loss_xla import LossOptions, PixelOptions, Sums
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import (

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.loss import sigmoid_cross_entropy_xla
-from jaxfused.ops.loss.cross_entropy import Reduction, check_reduction, reduce_losses
 from jaxfused.ops.loss.label_values import as_classes, check_shares
+from jaxfused.ops.loss.reduction import Reduction, check_reduction, reduce_losses
 from jaxfused.ops.loss.sigmoid_cross_entropy_xla import Options
 from jaxfused.runtime.checks import (
     as_arrays,

@@ -1,0 +1,57 @@
+"""Reductions of losses: their sum, or their mean over the tokens that count, with weights."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def check_reduction(op: str, reduction: str) -> None:
+    """Checks that `reduction` is one of those of losses."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(
+            f"{op}: reduction={reduction!r} is not known; pass 'mean', 'sum' or 'none'."
+        )
+
+
+def reduce_losses(
+    losses: jax.Array,
+    counts: jax.Array,
+    weights: jax.Array | None,
+    reduction: str,
+    of_labels: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the sum or the mean of the losses of the tokens that count, or all losses weighted.
+
+    `of_labels` are class weights that are already in the losses, and still count for the mean.
+    """
+    shares, total = shares_of(counts, weights, reduction, losses.dtype)
+    if of_labels is not None:
+        _, total = shares_of(counts, times(weights, of_labels), reduction, losses.dtype)
+    if weights is not None:
+        losses = losses * shares
+    if reduction == "none":
+        return losses
+    return jnp.sum(losses) / total if reduction == "mean" else jnp.sum(losses)
+
+
+def shares_of(
+    counts: jax.Array, weights: jax.Array | None, reduction: str, dtype: Any = jnp.float32
+) -> tuple[jax.Array, jax.Array | float]:
+    """Returns each loss's weight in the sum, and the divisor of the sum."""
+    shares = counts.astype(dtype)
+    if weights is not None:
+        shares = shares * weights.astype(dtype)
+    if reduction != "mean":
+        return shares, 1.0
+    total = jnp.sum(shares)
+    return shares, jnp.where(total == 0.0, 1.0, total)
+
+
+def times(weights: jax.Array | None, others: jax.Array | None) -> jax.Array | None:
+    """Returns the products of weights, where None stands for ones."""
+    if weights is None or others is None:
+        return others if weights is None else weights
+    return weights * others
