@@ -121,6 +121,7 @@ _HARMLESS = frozenset(
         "architectures",
         "attention_dropout",
         "cache_implementation",
+        "do_sample",
         "chunk_size_feed_forward",
         "dtype",
         "finetuning_task",
@@ -130,10 +131,19 @@ _HARMLESS = frozenset(
         "is_encoder_decoder",
         "is_llama_config",
         "label2id",
+        "max_length",
+        "max_new_tokens",
+        "min_length",
         "output_attentions",
         "output_hidden_states",
+        "pretraining_tp",
         "problem_type",
+        "repetition_penalty",
         "return_dict",
+        "sliding_window_size",
+        "temperature",
+        "top_k",
+        "top_p",
         "torch_dtype",
         "transformers.js_config",
         "transformers_version",
@@ -142,37 +152,44 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Keys that do not change the logits: of training, of texts, of the file itself."""
+"""Keys that do not change the logits: of training, of drawing tokens, of the file itself."""
 _HARMLESS_NAME = re.compile(r"_|\w+_token_id$")
 
-_FIXED: Mapping[str, Any] = {"pretraining_tp": 1, "rope_interleaved": False}
+_FIXED: Mapping[str, Any] = {"rope_interleaved": False}
 
-_GEMMA = Family(
-    defaults=dict(tie_word_embeddings=True, head_dim=256, query_pre_attn_scalar=256),
-    fixed={"use_bidirectional_attention": False},
-    features=dict(branch_norms=True, scale_offset=1.0),
+_GEMMA = dict(
+    tie_word_embeddings=True,
+    head_dim=256,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
 )
+_GEMMA_FIXED = {"use_bidirectional_attention": False}
+_GEMMA_FEATURES = dict(branch_norms=True, scale_offset=1.0)
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(),
-    "qwen2": Family(features=dict(qkv_bias=True), fixed={"use_mrope": False}),
-    "qwen3": Family(defaults=dict(head_dim=128), features=dict(head_norms=True)),
-    "smollm3": Family(defaults=dict(tie_word_embeddings=True)),
+    "llama": Family(dict(rope_theta=1e4)),
+    "qwen2": Family(dict(rope_theta=1e4), fixed={"use_mrope": False}, features=dict(qkv_bias=True)),
+    "qwen3": Family(dict(rope_theta=1e4, head_dim=128), features=dict(head_norms=True)),
+    "smollm3": Family(dict(rope_theta=2e6, tie_word_embeddings=True)),
     "gemma2": Family(
-        defaults=dict(
-            _GEMMA.defaults,
-            sliding_window=4096,
-            attn_logit_softcapping=50.0,
-            final_logit_softcapping=30.0,
-        ),
-        fixed=_GEMMA.fixed,
-        features=_GEMMA.features,
+        dict(_GEMMA, rope_theta=1e4, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+        fixed=_GEMMA_FIXED,
+        features=_GEMMA_FEATURES,
         every=2,
     ),
+    # The files of models with images leave out much of what is the default.
     "gemma3_text": Family(
-        defaults=dict(_GEMMA.defaults, sliding_window=4096),
-        fixed=_GEMMA.fixed,
-        features=dict(_GEMMA.features, head_norms=True),
+        dict(
+            _GEMMA,
+            vocab_size=262_208,
+            max_position_embeddings=131_072,
+            rope_theta=1e6,
+            rope_local_base_freq=1e4,
+        ),
+        fixed=_GEMMA_FIXED,
+        features=dict(_GEMMA_FEATURES, head_norms=True),
         every=6,
     ),
 }

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jaxfused
 from examples.errors import ExampleError
-from examples.lm.config import read_config
+from examples.lm.config import Rope, read_config
 from examples.lm.weights import assemble, load_model
 from tests.recorded.values import load
 from tests.support.grids import parametrize
@@ -134,7 +135,7 @@ def test_keys_of_transformers_4_are_read(name, older):
         (dict(model_type="gpt_oss"), "experts and sinks are not part"),
         (dict(model_type="bert"), "model_type must be one of llama, qwen2, .* but .* 'bert'"),
         (dict(residual_scale=0.5), "has residual_scale=0.5, which models of 'llama' are not known"),
-        (dict(pretraining_tp=2), "pretraining_tp=2, which changes the results"),
+        (dict(rope_interleaved=True), "rope_interleaved=True, which changes the results"),
         (dict(hidden_act="tanh"), "activation must be one of silu, .* but .* 'tanh'"),
         (dict(vocab_size=None), "positive integer as vocab_size, but has None"),
         (dict(rms_norm_eps=-1.0), "positive number as rms_norm_eps, but has -1.0"),
@@ -151,6 +152,23 @@ def test_keys_of_transformers_4_are_read(name, older):
 def test_what_is_not_known_is_refused_by_name(changes, message):
     with pytest.raises(ExampleError, match=message):
         read_config(ROWS["Llama 3"].options["config"] | changes)
+
+
+def test_gemma_3s_own_files_say_only_what_is_not_the_default():
+    """The text_config of google/gemma-3-4b-it has these keys alone."""
+    text = dict(
+        hidden_size=2560,
+        intermediate_size=10_240,
+        model_type="gemma3_text",
+        num_hidden_layers=34,
+        rope_scaling=dict(factor=8.0, rope_type="linear"),
+        sliding_window=1024,
+    )
+    config = read_config(dict(model_type="gemma3", text_config=text, vision_config={}))
+    assert (config.vocabulary, config.heads, config.key_heads) == (262_208, 8, 4)
+    assert config.windows[:6] == (1024,) * 5 + (None,)
+    assert config.ropes[0] == Rope(256, 1e4, None)
+    assert config.ropes[5] == Rope(256, 1e6, jaxfused.LinearRope(8.0))
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
