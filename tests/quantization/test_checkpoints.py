@@ -218,6 +218,19 @@ def test_damaged_and_hostile_checkpoints(change, words, tmp_path):
         load(tmp_path)
 
 
+def test_links_of_the_hubs_cache_are_followed(tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "0a1b", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save(blobs, named("a", int8()))
+    for file in list(blobs.iterdir()):
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
+    (tmp_path / "model").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "model"):
+        assert load(folder).keys() == {"a"}
+    assert load(snapshot / "model-0.safetensors").keys() == {"a"}
+
+
 def test_no_device_is_read(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="no file in the checkpoint's folder"):

@@ -134,9 +134,10 @@ def _regular(op: str, folder: Path, name: str, suffix: str) -> Path:
         raise ValueError(f"{op}: {file} is no {suffix} file; pass a checkpoint's folder or file.")
     if not file.exists():
         raise ValueError(f"{op}: {file} does not exist; download the checkpoint again.")
-    inside = [folder.resolve()]
-    if folder.absolute().parent.name == "snapshots":
-        inside.append(folder.resolve().parent.parent / "blobs")
+    home = folder.resolve()
+    inside = [home]
+    if home.parent.name == "snapshots":
+        inside.append(home.parent.parent / "blobs")
     target = file.resolve()
     if not any(target.is_relative_to(place) for place in inside) or not target.is_file():
         raise ValueError(

@@ -560,3 +560,13 @@ def test_codebooks_and_offsets_are_checked(parts, words):
     )
     with pytest.raises(ValueError, match=f"^QuantizedArray: .*{words}"):
         QuantizedArray(**(good | parts))
+
+
+def test_group_scales_that_explicit_axes_split():
+    w, right = coded("e2m1", "columns")
+    mesh = jax.make_mesh((1,), ("m",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        specs = (jax.P(None, "m"), *(jax.P("m", None),) * 3)
+        parts = jax.tree.map(jax.device_put, jax.tree.leaves(w), list(specs))
+        split = jax.tree.unflatten(jax.tree.structure(w), parts)
+        np.testing.assert_allclose(jax.jit(lambda w: w.dequantize())(split), right, atol=1e-6)
