@@ -17,7 +17,11 @@ from jaxfused.ops.conv.conv_input import Concatenated as Concatenated
 from jaxfused.ops.conv.conv_transpose import conv_transpose as conv_transpose
 from jaxfused.ops.conv.quantized_conv import quantized_conv as quantized_conv
 from jaxfused.ops.fp8.fp8 import Fp8State as Fp8State
+from jaxfused.ops.grouped.expert_mlp import expert_mlp as expert_mlp
 from jaxfused.ops.grouped.ragged_dot import ragged_dot as ragged_dot
+from jaxfused.ops.grouped.router import Routes as Routes
+from jaxfused.ops.grouped.router import load_balancing_loss as load_balancing_loss
+from jaxfused.ops.grouped.router import router as router
 from jaxfused.ops.linear.linear import linear as linear
 from jaxfused.ops.linear.mlp import gated_mlp as gated_mlp
 from jaxfused.ops.linear.mlp import mlp as mlp

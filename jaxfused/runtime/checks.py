@@ -335,6 +335,13 @@ def check_activation(op: str, activation: str | None, name: str = "activation") 
         raise ValueError(f"{op}: {name}={activation!r} is not known; pass None or one of {names}.")
 
 
+def check_word(op: str, name: str, value: str, words: Any) -> None:
+    """Checks that an option is one of the words of a `Literal`."""
+    known = get_args(words)
+    if value not in known:
+        raise ValueError(f"{op}: {name} is {value!r}; pass {' or '.join(map(repr, known))}.")
+
+
 def check_constant(op: str, name: str, value: object) -> None:
     """Checks that `value` is a Python number, because a kernel is compiled for it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -1,0 +1,213 @@
+"""The experts of a mixture: rows in the order of their experts, grouped products, weighted sums."""
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.ops.grouped.ragged_dot import ragged_dot
+from jaxfused.runtime.activation import activate
+from jaxfused.runtime.checks import (
+    as_arrays,
+    check_activation,
+    check_floating,
+    check_shape,
+    check_word,
+    python_numbers,
+)
+from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.stated_gradient import stated_gradient
+
+WeightOn = Literal["output", "input"]
+
+
+@python_numbers
+def expert_mlp(
+    x: jax.Array,
+    weights: jax.Array,
+    indices: jax.Array,
+    w_gate: jax.Array | None,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    activation: str | None = "silu",
+    weight_on: WeightOn = "output",
+    capacity: int | None = None,
+    transpose_weights: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+    r"""The perceptrons of a mixture of experts, each for the tokens that chose it.
+
+    .. math::
+        y_t = \sum_j w_{tj} \bigl(\text{activation}(x_t G_{e}) \odot (x_t U_{e})\bigr) D_{e},
+        \quad e = \text{indices}_{tj}
+
+    Rows are put in the order of their experts, multiplied by `jaxfused.ragged_dot`, and each token's
+    results are added in float32. No token is dropped unless `capacity` says so, and results repeat bit
+    for bit.
+
+    Args:
+      x: [..., D], float32, bfloat16 or float16.
+      weights: [..., k], of each token's experts, as `jaxfused.router` returns them.
+      indices: [..., k], integers: those experts. An index below 0 or from E on is no expert.
+      w_gate: [E, D, F], or None for experts without a gate: activation(x U) D.
+      w_up: [E, D, F].
+      w_down: [E, F, D].
+      activation: None or a name of `jaxfused.ACTIVATIONS`, of the gate.
+      weight_on: whether the weights multiply the experts' "output", or their "input" as in Llama 4.
+      capacity: the most tokens of an expert: all first choices come before all second ones, and among
+        them the first tokens; what exceeds it adds nothing. None drops none.
+      transpose_weights: whether w_gate and w_up are [E, F, D] and w_down is [E, D, F], as in most
+        checkpoints.
+      precision: of the products, as in `jax.lax.dot`.
+      implementation: None for the fastest that can run, or "pallas", "xla".
+
+    Returns:
+      y, [..., D], of x's dtype.
+
+    Raises:
+      ValueError: shapes, dtypes or options do not fit, or the named implementation cannot run.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> x = jnp.ones((5, 8))
+      >>> routes = jaxfused.router(jnp.zeros((5, 4)), 2, normalise="sum")
+      >>> up, down = jnp.ones((4, 8, 16)), jnp.ones((4, 16, 8))
+      >>> jaxfused.expert_mlp(x, *routes, up, up, down).shape
+      (5, 8)
+
+    Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts
+    Layer", 2017, https://arxiv.org/abs/1701.06538
+    """
+    op = "expert_mlp"
+    x, weights, indices, w_gate, w_up, w_down = as_arrays(x, weights, indices, w_gate, w_up, w_down)
+    check_floating(op, dict(x=x, weights=weights, w_gate=w_gate, w_up=w_up, w_down=w_down))
+    check_activation(op, activation)
+    _check_shapes(op, x, weights, indices, w_gate, w_up, w_down, transpose_weights)
+    check_word(op, "weight_on", weight_on, WeightOn)
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"{op}: capacity is {capacity}; pass at least 1, or None to drop nothing.")
+    rows = x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
+    k = indices.shape[-1]
+    order = _order(indices.reshape(len(rows), k), w_up.shape[0], capacity)
+    wide = accumulator_dtype(x.dtype)
+    shares = weights.reshape(len(rows), k).astype(wide)
+    product = functools.partial(
+        ragged_dot,
+        group_sizes=order.sizes,
+        precision=precision,
+        transpose_rhs=transpose_weights,
+        implementation=implementation,
+    )
+    of_experts = _repeated(k, rows, order)
+    if weight_on == "input":
+        # The weights in the order of the experts: the rows of a matrix of one column.
+        by_choice = shares.T.reshape(-1, 1)
+        of_experts = (of_experts * _permuted(by_choice, order)).astype(x.dtype)
+    h = product(of_experts, w_up.astype(x.dtype))
+    if w_gate is None:
+        h = activate(activation, h)
+    else:
+        h = activate(activation, product(of_experts, w_gate.astype(x.dtype))) * h
+    results = _returned(product(h.astype(x.dtype), w_down.astype(x.dtype)), order)
+    results = results.reshape(k, *rows.shape).astype(wide)
+    if weight_on == "output":
+        results = results * shares.T[..., None]
+    return jnp.sum(results, axis=0).astype(x.dtype).reshape(x.shape)
+
+
+def _check_shapes(op, x, weights, indices, w_gate, w_up, w_down, transposed) -> None:
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x has shape (); pass x of shape [..., features].")
+    features = x.shape[-1]
+    first, last = (2, 1) if transposed else (1, 2)
+    if w_up.ndim != 3 or w_up.shape[first] != features:
+        order = f"(experts, hidden, {features})" if transposed else f"(experts, {features}, hidden)"
+        raise ValueError(
+            f"{op}: w_up has shape {w_up.shape}, but x has {features} features in its last axis; pass"
+            f" w_up of shape {order}."
+        )
+    check_shape(op, "w_gate", w_gate, w_up.shape, f"w_up has shape {w_up.shape}")
+    experts, hidden = w_up.shape[0], w_up.shape[last]
+    back = (experts, features, hidden) if transposed else (experts, hidden, features)
+    check_shape(op, "w_down", w_down, back, f"w_up has shape {w_up.shape}")
+    if not jnp.issubdtype(indices.dtype, jnp.integer) or indices.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"{op}: indices have shape {indices.shape} and dtype {indices.dtype}, but x has shape"
+            f" {x.shape}; pass integers of shape {(*x.shape[:-1], 'k')}."
+        )
+    check_shape(op, "weights", weights, indices.shape, f"indices have shape {indices.shape}")
+
+
+# --- the order of rows ----------------------------------------------------------------------------
+
+
+class _Order(NamedTuple):
+    """The order of rows by their experts. Choices are numbered first choices first, k T in all."""
+
+    choice: jax.Array
+    """[k T], the choice whose row is at each place."""
+    place: jax.Array
+    """[k T], the place of each choice's row."""
+    sizes: jax.Array
+    """[E], rows of each expert. Those of no expert come after all others."""
+
+
+def _order(indices: jax.Array, experts: int, capacity: int | None) -> _Order:
+    chosen = indices.T.reshape(-1)
+    chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).astype(jnp.int32)
+    choice = jnp.argsort(chosen, stable=True)
+    sizes = jnp.bincount(chosen, length=experts + 1)[:experts].astype(jnp.int32)
+    if capacity is not None:
+        ordered = chosen[choice]
+        starts = jnp.cumsum(sizes) - sizes
+        rank = jnp.arange(len(chosen)) - starts[jnp.minimum(ordered, experts - 1)]
+        last = jnp.argsort(jnp.where(rank < capacity, ordered, experts), stable=True)
+        choice, sizes = choice[last], jnp.minimum(sizes, capacity)
+    place = jnp.argsort(choice)
+    return _Order(choice.astype(jnp.int32), place.astype(jnp.int32), sizes)
+
+
+# The gradients are stated as gathers: that of an indexing is a sum into places, which a GPU adds in any
+# order.
+
+
+@functools.partial(stated_gradient, nondiff_argnums=(0,), linear=(1,))
+def _repeated(k: int, x: jax.Array, order: _Order) -> jax.Array:
+    """Returns the row of x [T, D] of each choice, in the order of the experts: [k T, D]."""
+    return x[order.choice % (len(order.choice) // k)]
+
+
+def _repeated_bwd(k: int, order: _Order, dy: jax.Array):
+    by_choice = dy[order.place].reshape(k, len(dy) // k, dy.shape[1])
+    return jnp.sum(by_choice.astype(accumulator_dtype(dy.dtype)), axis=0).astype(dy.dtype), None
+
+
+_repeated.defvjp(lambda k, x, order: (_repeated(k, x, order), order), _repeated_bwd)
+
+
+@functools.partial(stated_gradient, linear=(0,))
+def _permuted(rows: jax.Array, order: _Order) -> jax.Array:
+    """Returns the rows of the choices [k T, D] in the order of the experts."""
+    return rows[order.choice]
+
+
+_permuted.defvjp(
+    lambda rows, order: (_permuted(rows, order), order),
+    lambda order, dy: (dy[order.place], None),
+)
+
+
+@functools.partial(stated_gradient, linear=(0,))
+def _returned(rows: jax.Array, order: _Order) -> jax.Array:
+    """Returns rows [k T, D] in the order of the experts in that of the choices."""
+    return rows[order.place]
+
+
+_returned.defvjp(
+    lambda rows, order: (_returned(rows, order), order),
+    lambda order, dy: (dy[order.choice], None),
+)
