@@ -11,6 +11,7 @@ from jaxfused.explanation import Explanation as Explanation
 from jaxfused.explanation import explain as explain
 from jaxfused.fusion import fuse as fuse
 from jaxfused.modules.linear import QuantizedKernel as QuantizedKernel
+from jaxfused.modules.moe import Routing as Routing
 from jaxfused.ops.attention.attention import dot_product_attention as dot_product_attention
 from jaxfused.ops.conv.conv import conv as conv
 from jaxfused.ops.conv.conv_input import Concatenated as Concatenated

@@ -82,6 +82,10 @@ EXAMPLES: dict[str, Example] = {
         (*_MAPS, _array(2, 2, 64, 64), _array(64)),
     ),
     "dot_product_attention": Example(jaxfused.dot_product_attention, 3 * _HEADS),
+    "expert_mlp": Example(
+        lambda x, *w: jaxfused.expert_mlp(x, *jaxfused.router(x[:, :8], 2), *w),
+        (*_ROWS, _array(8, 768, 3072), _array(8, 768, 3072), _array(8, 3072, 768)),
+    ),
     "gated_mlp": Example(jaxfused.gated_mlp, (*_ROWS, _WIDE, _WIDE, _BACK)),
     "global_avg_pool": Example(jaxfused.global_avg_pool, _MAPS),
     "group_norm": Example(

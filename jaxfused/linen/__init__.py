@@ -31,6 +31,7 @@ from jaxfused.linen.linear import Dense as Dense
 from jaxfused.linen.linear_general import DenseGeneral as DenseGeneral
 from jaxfused.linen.mlp import MLP as MLP
 from jaxfused.linen.mlp import GatedMLP as GatedMLP
+from jaxfused.linen.moe import MoE as MoE
 from jaxfused.linen.quantized_linear import QuantizedDense as QuantizedDense
 from jaxfused.linen.resnet_block import ResNetBlock as ResNetBlock
 from jaxfused.linen.rope import RotaryEmbedding as RotaryEmbedding

@@ -32,6 +32,7 @@ from jaxfused.nnx.linear import Linear as Linear
 from jaxfused.nnx.linear_general import LinearGeneral as LinearGeneral
 from jaxfused.nnx.mlp import MLP as MLP
 from jaxfused.nnx.mlp import GatedMLP as GatedMLP
+from jaxfused.nnx.moe import MoE as MoE
 from jaxfused.nnx.quantized_linear import QuantizedLinear as QuantizedLinear
 from jaxfused.nnx.resnet_block import ResNetBlock as ResNetBlock
 from jaxfused.nnx.rope import RotaryEmbedding as RotaryEmbedding

@@ -271,6 +271,34 @@ def _(dtype):
     return f, (normal(0, B, T, D, dtype=dtype), normal(1, D, 8), normal(2, 8), normal(3, B, T, 8))
 
 
+@case("expert_mlp")
+def _(dtype):
+    def f(x, *w):
+        routes = jaxfused.router(x[..., :3], 2, normalise="sum")
+        return jaxfused.expert_mlp(x, *routes, *w)
+
+    sizes = ((3, D, 8), (3, D, 8), (3, 8, D))
+    x = normal(0, B, T, D, dtype=dtype)
+    return f, (x, *(normal(i, *s, dtype=dtype) for i, s in enumerate(sizes)))
+
+
+@case("router")
+def _(dtype):
+    def f(logits, bias):
+        return jaxfused.router(logits, 2, bias=bias, score="sigmoid", normalise="sum").weights
+
+    return f, (normal(0, B, T, 8, dtype=dtype), normal(1, 8))
+
+
+@case("load_balancing_loss")
+def _(dtype):
+    def f(logits):
+        chosen = np.arange(T).reshape(T, 1) % 8
+        return jaxfused.load_balancing_loss(logits, chosen, mask=np.arange(T) < 5)
+
+    return f, (normal(0, T, 8, dtype=dtype),)
+
+
 @case("ragged_dot")
 def _(dtype):
     def f(x, w):

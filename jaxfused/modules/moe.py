@@ -1,0 +1,118 @@
+"""The mixture of experts of nnx and linen."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.dispatch import Implementation
+from jaxfused.modules.linear import promoted
+from jaxfused.ops.grouped.expert_mlp import WeightOn, expert_mlp
+from jaxfused.ops.grouped.router import Routes
+from jaxfused.runtime.promotion import accumulator_dtype
+
+Router = Callable[..., Routes]
+"""A function of logits [..., E], and of `bias` where there is one: `jaxfused.router` with its `k`."""
+
+
+class Routing(NamedTuple):
+    """What a mixture's router found, for losses and statistics."""
+
+    logits: jax.Array
+    """[..., E], float32."""
+    weights: jax.Array
+    """[..., k], float32."""
+    indices: jax.Array
+    """[..., k], int32."""
+
+
+class Experts(NamedTuple):
+    """The parameters of a mixture."""
+
+    router_kernel: jax.Array
+    """[D, E]."""
+    correction_bias: jax.Array | None
+    """[E]."""
+    w_gate: jax.Array | None
+    """[E, D, F]."""
+    w_up: jax.Array
+    """[E, D, F]."""
+    w_down: jax.Array
+    """[E, F, D]."""
+
+
+def mixture(
+    x: jax.Array,
+    experts: Experts,
+    router: Router,
+    *,
+    dtype: Any,
+    activation: str | None,
+    weight_on: WeightOn,
+    capacity_factor: float | None,
+    precision: jax.lax.PrecisionLike,
+    implementation: Implementation | None,
+) -> tuple[jax.Array, Routing]:
+    """Returns the weighted sum of each token's experts, without shared ones, and the routes."""
+    routed = jnp.asarray(x)
+    wide = accumulator_dtype(routed.dtype)
+    # The router's product has all of float32's digits: a choice by fewer is another one.
+    logits = jnp.matmul(
+        routed.astype(wide), experts.router_kernel.astype(wide), precision=jax.lax.Precision.HIGHEST
+    )
+    bias = experts.correction_bias
+    weights, indices = router(logits) if bias is None else router(logits, bias=bias)
+    x = promoted(routed, experts.w_gate, experts.w_up, experts.w_down, dtype=dtype)
+    y = expert_mlp(
+        x,
+        weights,
+        indices,
+        experts.w_gate,
+        experts.w_up,
+        experts.w_down,
+        activation=activation,
+        weight_on=weight_on,
+        capacity=_capacity(capacity_factor, indices, experts.w_up.shape[0]),
+        precision=precision,
+        implementation=implementation,
+    )
+    return y, Routing(logits, weights, indices)
+
+
+def _capacity(factor: float | None, indices: jax.Array, experts: int) -> int | None:
+    if factor is None:
+        return None
+    return max(1, math.ceil(factor * math.prod(indices.shape) / experts))
+
+
+def check_mixture(
+    module: str, capacity_factor: float | None, shared_features: int, gate: bool
+) -> None:
+    """Checks the options of a mixture."""
+    if capacity_factor is not None and not 0.0 < capacity_factor < math.inf:
+        raise ValueError(
+            f"{module}: capacity_factor is {capacity_factor}, but it is a share of the tokens that an"
+            " expert gets where all are used alike; pass a positive number, or None to drop none."
+        )
+    if shared_features < 0:
+        raise ValueError(
+            f"{module}: shared_features is {shared_features}; pass 0 for no shared expert, or its size."
+        )
+    if gate and not shared_features:
+        raise ValueError(
+            f"{module}: use_shared_gate=True was passed, but there is no shared expert; pass its"
+            " shared_features."
+        )
+
+
+def shared_expert_of(
+    y: jax.Array, x: jax.Array, shared: jax.Array, gate_kernel: jax.Array | None
+) -> jax.Array:
+    """Returns y with the shared expert's result, times the logistic of x [..., D] @ [D, 1] if gated."""
+    wide = accumulator_dtype(y.dtype)
+    shared = shared.astype(wide)
+    if gate_kernel is not None:
+        shared = jax.nn.sigmoid(jnp.matmul(x.astype(wide), gate_kernel.astype(wide))) * shared
+    return (y.astype(wide) + shared).astype(y.dtype)
