@@ -7,6 +7,7 @@ before each group, by bisection. Rows that no group has are stored as zeros afte
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -134,9 +135,19 @@ _BANDS = (8, 16)
 
 
 def predicted_time(work: Work, config: MatmulConfig, multiprocessors: int) -> float:
-    """Returns the predicted microseconds. Groups fill half of their last tile on average."""
-    filled = min(work.m, work.groups * config.cta_tile_m // 2) if work.groups > 1 else 0
-    return cost.kernel(replace(work, m=work.m + filled // 2), config, multiprocessors)
+    """Returns the predicted microseconds, between those for groups of one size and for any sizes.
+
+    The rows count that tiles have beyond their groups' ends: a quarter of a tile for each group.
+    """
+    groups = min(work.groups, work.m)
+    tiles = work.m / groups / config.cta_tile_m
+    rows = groups * config.cta_tile_m * max(1.0, tiles + (0.25 if work.groups > 1 else 0.0))
+    predicted = cost.kernel(replace(work, m=math.ceil(rows)), config, multiprocessors)
+    return predicted * (_LOW if config.tile_m == 64 and config.ping_pong else 1.0)
+
+
+_LOW = 1.08
+"""Factor of tiles of 64 rows in ping-pong, beyond the model's (benchmarks/LAB.md, 2026-11-28)."""
 
 
 def grouped_product(

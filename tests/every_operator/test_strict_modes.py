@@ -274,7 +274,7 @@ def _(dtype):
 @case("expert_mlp")
 def _(dtype):
     def f(x, *w):
-        routes = jaxfused.router(x[..., :3], 2, normalise="sum")
+        routes = jaxfused.router(jnp.asarray(x)[..., :3], 2, normalise="sum")
         return jaxfused.expert_mlp(x, *routes, *w)
 
     sizes = ((3, D, 8), (3, D, 8), (3, 8, D))

@@ -90,6 +90,10 @@ def expert_mlp(
     check_word(op, "weight_on", weight_on, WeightOn)
     if capacity is not None and capacity < 1:
         raise ValueError(f"{op}: capacity is {capacity}; pass at least 1, or None to drop nothing.")
+    missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
+    dispatch.choose(op, implementation, {**missing, "pallas": None, "xla": None})
+    if 0 in (*x.shape, *w_up.shape, indices.shape[-1]):
+        return jnp.zeros_like(x)
     rows = x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
     k = indices.shape[-1]
     order = _order(indices.reshape(len(rows), k), w_up.shape[0], capacity)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from jaxfused.runtime.checks import (
     as_arrays,
+    check_epsilon,
+    check_finite,
     check_floating,
     check_shape,
     check_word,
@@ -114,6 +116,11 @@ def router(
     check_shape(op, "bias", bias, (experts,), rule)
     check_shape(op, "expert_scale", expert_scale, (experts,), rule)
     _check_counts(op, k, experts, groups, groups_kept)
+    check_epsilon(op, epsilon)
+    for name, number in dict(floor=floor, scale=scale, logit_scale=logit_scale).items():
+        check_finite(op, name, number)
+    if not masked < float("inf"):
+        raise ValueError(f"{op}: masked is {masked}; pass a number, or -inf.")
     words: dict[str, tuple[str, Any]] = dict(
         score=(score, Score),
         over=(over, Over),
@@ -131,7 +138,7 @@ def router(
         )
     z = logits.astype(accumulator_dtype(logits.dtype)) * logit_scale
     if softcap is not None:
-        if not softcap > 0.0:
+        if not 0.0 < softcap < float("inf"):
             raise ValueError(f"{op}: softcap is {softcap}; pass a positive number, or None.")
         z = softcap * jnp.tanh(z / softcap)
     scores = z if over == "chosen" else _scores(score, z)
