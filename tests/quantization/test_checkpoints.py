@@ -324,8 +324,8 @@ def test_layers_that_are_not_as_the_config_says(tensors, config, words):
 # --- what is written ------------------------------------------------------------------------------
 
 
-def written_and_read(folder, array, **others):
-    layer = jaxfused.quantization.QuantizedLayer(array, **others)
+def written_and_read(folder, array, bias):
+    layer = jaxfused.quantization.QuantizedLayer(array, bias=bias)
     jaxfused.quantization.save(folder, {"m.up": layer, "norm": jnp.ones(3)})
     found = load(folder)
     assert found["norm"].shape == (3,)
@@ -346,10 +346,8 @@ def written_and_read(folder, array, **others):
 )
 def test_saved_layers_are_loaded_again(options, tmp_path):
     w = np.random.default_rng(0).normal(size=(256, 12)).astype(np.float32)
-    order = jnp.array(np.random.default_rng(1).permutation(256), jnp.int32)
-    others = dict(permutation=order) if options["dtype"] == "int4" else {}
     bias = jnp.arange(12.0)
-    layer, found = written_and_read(tmp_path, jaxfused.quantize(w, **options), bias=bias, **others)
+    layer, found = written_and_read(tmp_path, jaxfused.quantize(w, **options), bias=bias)
     np.testing.assert_array_equal(found.dequantize(), layer.dequantize())
     np.testing.assert_array_equal(found.bias, bias)
     x = np.random.default_rng(0).normal(size=(2, 256)).astype(np.float32)
@@ -361,6 +359,8 @@ def test_what_has_no_format_is_not_written(tmp_path):
     offset = jaxfused.QuantizedArray(q.values, q.scale, None, -2, offset=q.scale)
     for array, words in (
         (offset, "it has offsets"),
+        (jaxfused.QuantizedArray(q.values, q.scale, None, -2, group_size=40), "last group of 40"),
+        (jaxfused.quantization.QuantizedLayer(q, jnp.arange(64)), "it has a permutation"),
         (jaxfused.quantize(jnp.ones((4, 4)), axis=-1), "it has axis -1"),
         (jaxfused.quantize(jnp.ones((4, 4)), group_size=(2, 2)), r"scales have shape \(2, 2\)"),
     ):

@@ -90,7 +90,9 @@ def _files(op: str, path: Path) -> tuple[list[Path], dict[str, Path]]:
             f"{op}: {path} has {others[0]}, a pickle, which runs code when it is read; convert it by"
             " safetensors.torch.save_file where you trust it."
         )
-    raise ValueError(f"{op}: {path} has no .safetensors files; pass a checkpoint's folder or file.")
+    raise ValueError(
+        f"{op}: {path} has no .safetensors files; pass a checkpoint's folder or file, of GGUF the file."
+    )
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")

@@ -33,8 +33,8 @@ def save(
         written under their names.
 
     Raises:
-      ValueError: compressed-tensors has no format for an array: one with offsets or with another
-        codebook, with zero points beside float8, or with blocks beside integers.
+      ValueError: compressed-tensors has no format for an array: one with offsets or another codebook,
+        of a layer with a permutation, with zero points beside float8, or with blocks beside integers.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused, pathlib, tempfile
@@ -83,6 +83,10 @@ def _written(name: str, layer: QuantizedLayer) -> tuple[Tensors, str, dict[str, 
         )
     if array.offset is not None:
         _fail(name, "it has offsets")
+    if layer.permutation is not None:
+        _fail(
+            name, "it has a permutation of its inputs, which compressed-tensors 0.20 does not read"
+        )
     values, scale = np.asarray(array.unpacked()).T, np.asarray(_floats(array.scale)).T
     zeros = None if array.zero_point is None else np.asarray(array.zero_point).T
     if zeros is not None and (zeros.dtype != np.int8 or array.dtype not in ("int8", "int4")):
@@ -90,18 +94,14 @@ def _written(name: str, layer: QuantizedLayer) -> tuple[Tensors, str, dict[str, 
     args = _strategy(name, array)
     parts: Tensors
     if array.dtype == "int4":
-        values, of_input = _in_order(values, layer, args)
         parts = {"weight_packed": _words(values), "weight_scale": scale}
         parts["weight_shape"] = np.array(values.shape, np.int64)
-        if of_input is not None:
-            parts["weight_g_idx"] = of_input
-            args["actorder"] = "group"
         if zeros is not None:
+            if zeros.size and (zeros.min() < -8 or zeros.max() > 7):
+                _fail(name, "it has zero points that int4 does not hold")
             parts["weight_zero_point"] = np.ascontiguousarray(_words(zeros.T).T)
         form, kind = "pack-quantized", dict(num_bits=4, type="int")
     else:
-        if layer.permutation is not None:
-            _fail(name, f"it has a permutation beside values of {array.dtype}")
         if array.dtype == "int8":
             parts = {"weight": values, "weight_scale": scale}
             if zeros is not None:
@@ -146,21 +146,12 @@ def _strategy(name: str, array: QuantizedArray) -> dict[str, Any]:
     size = array.group_size
     rows = size[0] if isinstance(size, tuple) else size or features // groups
     if columns == outputs:
+        if features % rows:
+            _fail(name, f"its last group of {rows} inputs is smaller")
         return dict(strategy="group", group_size=rows)
     if not array.dtype.startswith("float8") or groups == 1 or columns == 1:
         _fail(name, f"its scales have shape {array.scale.shape} beside values of {array.dtype}")
     return dict(strategy="block", block_structure=[array.columns_alike, rows])
-
-
-def _in_order(
-    values: np.ndarray, layer: QuantizedLayer, args: dict[str, Any]
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns values [F, D] in the order of the inputs, and the group of each input."""
-    if layer.permutation is None:
-        return values, None
-    back = np.argsort(np.asarray(layer.permutation))
-    size = args["group_size"] if "group_size" in args else values.shape[1]
-    return values[:, back], (back // size).astype(np.int32)
 
 
 def _words(values: np.ndarray) -> np.ndarray:
