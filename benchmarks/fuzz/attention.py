@@ -62,6 +62,7 @@ def draw_attention(draw: Draw) -> Options:
         sinks=draw.chance(0.15),
         dropout=draw.pick((0.1, 0.5)) if draw.chance(0.15) else 0.0,
         residual=draw.chance(0.15),
+        offset=draw.pick(("bottom_right", "of each")) if draw.chance(0.25) else None,
     )
     return options
 
@@ -107,6 +108,9 @@ def _constants(o: Options, sizes: dict[str, int]) -> dict[str, Any]:
             constants[name] = (ids if has_batch else ids[0]).astype(np.int32)
     if o["dropout"]:
         constants["dropout_key"] = np.asarray([7, o["data"] % 2**31], np.uint32)
+    if o.get("offset") == "of each":
+        offsets = rng.integers(-o["queries"], o["keys"] + 1, (batch,))
+        constants["query_offset"] = offsets.astype(np.int32)
     return constants
 
 
@@ -121,6 +125,8 @@ def _attend(o: Options) -> Any:
         if o["dropout"]:
             given["dropout_key"] = jax.random.wrap_key_data(given["dropout_key"])
             given["dropout_rate"] = o["dropout"]
+        if o.get("offset") == "bottom_right":
+            given["query_offset"] = o["offset"]
         return jaxfused.dot_product_attention(
             operands["q"],
             operands["k"],
