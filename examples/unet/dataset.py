@@ -44,6 +44,7 @@ class Crops:
       seed: of order and augmentation.
       crop: height and width in pixels.
       turn: whether crops are turned and mirrored.
+      plain: whether crops stay as they are, for the device to change them.
     """
 
     read: ReadPair
@@ -53,6 +54,7 @@ class Crops:
     seed: int
     crop: int
     turn: bool
+    plain: bool = False
 
     @property
     def size(self) -> int:
@@ -71,6 +73,8 @@ class Crops:
 
     def _pair(self, index: int, rng: np.random.Generator) -> Pair:
         image, mask = random_crop(*self.read(index // self.crops), self.crop, rng)
+        if self.plain:
+            return image, mask
         if self.turn:
             image, mask = turned(image, mask, rng)
         return relit(image, rng), mask
@@ -138,7 +142,14 @@ def relit(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def nuclei(
-    *, batch_size: int, seed: int, crop: int, crops: int, turn: bool, held_out: float
+    *,
+    batch_size: int,
+    seed: int,
+    crop: int,
+    crops: int,
+    turn: bool,
+    held_out: float,
+    plain: bool = False,
 ) -> Data:
     """Cell nuclei in a fluorescence microscope: the left part for training, the right for evaluation.
 
@@ -151,7 +162,7 @@ def nuclei(
         functools.partial(operator.getitem, [(image[:, columns], mask[:, columns])])
         for columns in (np.s_[:border], np.s_[border:])
     )
-    train = Crops(left, 1, crops, batch_size, seed, crop, turn)
+    train = Crops(left, 1, crops, batch_size, seed, crop, turn, plain)
     return Data(
         channels=1,
         train_size=train.size,
@@ -173,6 +184,7 @@ def folder(
     crops: int,
     turn: bool,
     held_out: float,
+    plain: bool = False,
 ) -> Data:
     """Reads DIR/images and DIR/masks, with files of the same names; the suffixes may differ.
 
@@ -186,6 +198,7 @@ def folder(
       crops: of each image in an epoch.
       turn: whether crops are turned and mirrored.
       held_out: the share of the images to hold out.
+      plain: whether crops stay as they are, for the device to change them.
 
     Raises:
       ExampleError: a folder is missing, an image or a mask has no partner, or a mask is a JPEG.
@@ -223,6 +236,7 @@ def folder(
         seed,
         crop,
         turn,
+        plain,
     )
     return Data(
         channels=3,

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 import jaxfused
-from examples import flags, runs, training
+from examples import augmentation, flags, runs, training
 from examples.errors import run_command
 from examples.images import Batch, Loader
 from examples.runs import Run, State
@@ -24,6 +24,7 @@ from examples.unet import dataset
 from examples.unet.model import UNet
 from examples.unet.picture import PICTURED, save_picture
 from examples.unet.tiles import predict_rows
+from jaxfused import augment
 
 _NUCLEI_DEFAULTS = dict(
     base=12,
@@ -77,10 +78,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         file=sys.stderr,
     )
 
+    chain = None
+    if args.augment is not None:
+        chain = augmentation.of_masks(args.augment, turn=not args.no_turn, dtype=args.dtype)
+
     def loss_of(params: dict, batch: Batch, key: jax.Array) -> jax.Array:
-        del key
-        logits = nnx.merge(graphdef, params)(to_float(batch["image"], args.dtype))
-        return jaxfused.segmentation_loss(logits, batch["mask"])
+        if chain is None:
+            images, masks = to_float(batch["image"], args.dtype), batch["mask"]
+        else:
+            changed = chain(key, augment.Batch(batch["image"], masks=batch["mask"]))
+            images, masks = changed.images, changed.masks
+        logits = nnx.merge(graphdef, params)(images)
+        return jaxfused.segmentation_loss(logits, masks)
 
     predict = make_predict(graphdef, dtype=args.dtype)
 
@@ -202,6 +211,7 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of the image's width, or of the folder's images (%(default)s)",
     )
     images.add_argument("--no-turn", action="store_true", help="neither turn nor mirror crops")
+    augmentation.add_flag(images)
     model = parser.add_argument_group("model")
     model.add_argument(
         "--base", type=flags.whole(1), help="channels of the first level (%(default)s)"
@@ -225,6 +235,7 @@ def load_data(args: argparse.Namespace) -> dataset.Data:
         crop=args.crop,
         crops=args.crops,
         turn=not args.no_turn,
+        plain=args.augment is not None,
         held_out=args.held_out,
     )
     return dataset.nuclei(**shared) if args.data is None else dataset.folder(args.data, **shared)

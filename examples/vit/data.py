@@ -170,6 +170,7 @@ def folder(
     held_out: float,
     least_crop: float,
     flip: bool,
+    decoded: int | None = None,
     rows: slice = slice(None),
 ) -> Data:
     """Images in DIR/train/CLASS and DIR/val/CLASS, or in DIR/CLASS with a share of them held out.
@@ -182,6 +183,8 @@ def folder(
       held_out: the share of each class to hold out, where there is no DIR/val.
       least_crop: smallest share of an image's area that a training crop may show.
       flip: whether half of the training images are mirrored.
+      decoded: height and width of training images that are neither cropped at random nor mirrored, for
+        the device to do so; None to do it here.
       rows: the part of each batch that this process makes.
 
     Raises:
@@ -221,7 +224,7 @@ def folder(
         channels=3,
         train_size=len(train_paths),
         train_batch=_FolderTrain(
-            train_paths, train_labels, batch_size, rows, seed, image_size, least_crop, flip
+            train_paths, train_labels, batch_size, rows, seed, image_size, least_crop, flip, decoded
         ),
         held_out=HeldOut(
             functools.partial(_held_out_image, test_paths, image_size),
@@ -264,6 +267,7 @@ class _FolderTrain:
     image_size: int
     least_crop: float
     flip: bool
+    decoded: int | None
 
     def __call__(self, step: int) -> Batch:
         size = len(self.paths)
@@ -275,6 +279,8 @@ class _FolderTrain:
 
     def _image(self, index: int, rng: np.random.Generator) -> np.ndarray:
         image = read_image(self.paths[index], "RGB")
+        if self.decoded is not None:
+            return centre_crop(image, self.decoded)
         image = image.resize(
             (self.image_size, self.image_size),
             Image.BICUBIC,

@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 import jaxfused
-from examples import flags, processes, runs, training
+from examples import augmentation, flags, processes, runs, training
 from examples.errors import ExampleError, run_command
 from examples.images import Batch, Loader
 from examples.placement import ONE_DEVICE, OneDevice
@@ -26,6 +26,7 @@ from examples.training import make_train_step, to_float
 from examples.vit import data as vit_data
 from examples.vit.model import MODELS, VisionTransformer
 from examples.vit.sheet import save_sheet
+from jaxfused import augment
 
 _DIGITS_DEFAULTS = dict(
     model="vit-digits",
@@ -99,7 +100,9 @@ def train(
             file=sys.stderr,
         )
 
-    loss_of = make_loss(graphdef, label_smoothing=args.label_smoothing, dtype=args.dtype)
+    loss_of = make_loss(
+        graphdef, label_smoothing=args.label_smoothing, dtype=args.dtype, chain=make_chain(args)
+    )
     train_step = make_train_step(
         loss_of, optimizer, seed=args.seed, clip_norm=args.clip_norm, placement=placement
     )
@@ -185,13 +188,35 @@ def create_vit(
     return training.create(build, images, placement=placement)
 
 
+def make_chain(args: argparse.Namespace) -> augment.Chain | None:
+    """Returns the chain of `--augment`, or None."""
+    if args.augment is None:
+        return None
+    return augmentation.of_classes(
+        args.augment,
+        crop=None if args.data is None else args.image_size,
+        least_crop=args.least_crop,
+        flip=not args.no_flip,
+        dtype=args.dtype,
+    )
+
+
 def make_loss(
-    graphdef: nnx.GraphDef, *, label_smoothing: float, dtype: str
+    graphdef: nnx.GraphDef,
+    *,
+    label_smoothing: float,
+    dtype: str,
+    chain: augment.Chain | None = None,
 ) -> Callable[[dict, Batch, jax.Array], jax.Array]:
-    """Returns a function (params, batch, key) -> the mean cross-entropy."""
+    """Returns a function (params, batch, key) -> the mean cross-entropy, after a chain's changes."""
 
     def loss_of(params: dict, batch: Batch, key: jax.Array) -> jax.Array:
-        logits = nnx.merge(graphdef, params)(to_float(batch["image"], dtype), key=key)
+        if chain is None:
+            images = to_float(batch["image"], dtype)
+        else:
+            key, own = jax.random.split(key)
+            images = chain(own, batch["image"])
+        logits = nnx.merge(graphdef, params)(images, key=key)
         return jaxfused.softmax_cross_entropy(
             logits, batch["label"], label_smoothing=label_smoothing
         )
@@ -241,6 +266,7 @@ def make_parser(
         help="smallest area of a random crop, with --data (%(default)s)",
     )
     images.add_argument("--no-flip", action="store_true", help="never mirror, with --data")
+    augmentation.add_flag(images)
     model = parser.add_argument_group("model")
     model.add_argument("--model", choices=models, metavar="NAME", help=", ".join(models))
     model.add_argument(
@@ -285,7 +311,10 @@ def load_data(args: argparse.Namespace, *, rows: slice = slice(None)) -> vit_dat
     )
     if args.data is None:
         return vit_data.digits(**shared)
-    return vit_data.folder(args.data, **shared, least_crop=args.least_crop, flip=not args.no_flip)
+    decoded = None if args.augment is None else augmentation.decoded_size(args.image_size)
+    return vit_data.folder(
+        args.data, **shared, least_crop=args.least_crop, flip=not args.no_flip, decoded=decoded
+    )
 
 
 def _open_run(args: argparse.Namespace, data: vit_data.Data) -> Run:
