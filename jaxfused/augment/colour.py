@@ -17,7 +17,6 @@ class _OneStep(Pointwise):
     """A part of one step with one value, which its field `p` turns on or off."""
 
     op: Op
-    amount: Any = 1.0
 
     def __post_init__(self) -> None:
         check_share(type(self).__name__, "p", self.p)

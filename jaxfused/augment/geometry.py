@@ -107,7 +107,13 @@ class RandomAffine(Geometric):
                 " degrees; pass (low, high) or (low, high, low, high)."
             )
         object.__setattr__(self, "shear", tuple(shear))
-        for share in self.translate:
+        translate: Any = self.translate
+        if isinstance(translate, float) or len(translate) != 2:
+            raise ValueError(
+                f"{op}: translate is {translate!r}, but it has a share for x and one for y; pass two"
+                " numbers."
+            )
+        for share in translate:
             check_share(op, "translate", share)
         check_share(op, "p", self.p)
 

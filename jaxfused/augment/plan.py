@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from jaxfused.augment.colour import Normalize
 from jaxfused.augment.geometry import ElasticTransform
 from jaxfused.augment.transform import Filter, Geometric, Mixing, Part, Pointwise
+from jaxfused.ops.augment.resample_xla import Interpolation
 from jaxfused.ops.augment.steps_xla import STATISTICAL
 
 
@@ -96,10 +97,17 @@ def check(parts: Sequence[Part]) -> None:
     """Checks the order of a chain's parts.
 
     Raises:
-      ValueError: a part that takes values of 0 to 1 comes after `Normalize`.
+      ValueError: a part that takes values of 0 to 1 comes after `Normalize`, or an interpolation is not
+        known.
     """
     normalized = False
     for part in parts:
+        known = get_args(Interpolation)
+        if isinstance(part, Geometric) and part.interpolation not in known:
+            raise ValueError(
+                f"Chain: {type(part).__name__.lstrip('_')} has interpolation={part.interpolation!r},"
+                f" which is not known; pass one of {', '.join(map(repr, known))}."
+            )
         if normalized and getattr(part, "bounded", False):
             raise ValueError(
                 f"Chain: {type(part).__name__} takes values of 0 to 1, but comes after Normalize; put"

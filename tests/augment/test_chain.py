@@ -238,6 +238,11 @@ def test_a_chain_prints_its_options_and_passes():
         ),
         (lambda: augment.RandomRotation(degrees=(5, 1)), r"degrees is \(5.0, 1.0\)"),
         (lambda: augment.RandomAffine(shear=(0, 90)), "between -90 and 90"),
+        (lambda: augment.RandomAffine(translate=0.1), "translate is 0.1"),
+        (
+            lambda: augment.Chain(augment.RandomRotation(5, interpolation="cubic")),
+            "RandomRotation has interpolation='cubic', which is not known",
+        ),
         (lambda: augment.ColorJitter(hue=0.6), "hue is"),
         (lambda: augment.RandomSolarize(257), "threshold is 257"),
         (lambda: augment.GaussianBlur(4), "kernel_size is 4"),
