@@ -97,6 +97,21 @@ def test_shards_names_and_other_tensors(tmp_path):
     assert isinstance(load(tmp_path, config=left_out)["m.up.weight"], jax.Array)
 
 
+def test_configs_of_old_files(tmp_path):
+    for file, name in (
+        ("quantize_config.json", "autogptq-4bit"),
+        ("quant_config.json", "autoawq-gemm-g32"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        put_files(name, folder)
+        own = json.loads((folder / "config.json").read_text())["quantization_config"]
+        assert own.pop("quant_method") in name
+        (folder / "config.json").write_text("{}")
+        (folder / file).write_text(json.dumps(own))
+        assert load(folder)["up"].array.dtype == "int4"
+
+
 def test_layers_by_their_names(tmp_path):
     groups = dict(INT8["config_groups"])
     groups["named"] = dict(

@@ -55,6 +55,9 @@ def config_of(op: str, path: Path) -> dict[str, Any]:
     if (folder / "quanto_qmap.json").exists():
         quanto = _json(op, folder / "quanto_qmap.json")
         found.append({"quant_method": "quanto", "quantization_map": quanto})
+    for name, method in _OWN_CONFIGS.items():
+        if (folder / name).exists():
+            found.append({"quant_method": method, **_json(op, folder / name)})
     result = next((c for c in found if isinstance(c, dict)), None)
     if result is None:
         raise ValueError(
@@ -62,6 +65,10 @@ def config_of(op: str, path: Path) -> dict[str, Any]:
             " mean; pass config=, or take a reader of safetensors for one that is not quantised."
         )
     return result
+
+
+_OWN_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Configs that AutoGPTQ and AutoAWQ wrote before config.json had them, with the method of each."""
 
 
 def _files(op: str, path: Path) -> tuple[list[Path], dict[str, Path]]:
