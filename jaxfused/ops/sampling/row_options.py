@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import readable_values
 from jaxfused.runtime.dropout import murmur
 
@@ -65,11 +64,10 @@ def filters_of(
     least = jnp.where(m > 0.0, jnp.log(jnp.clip(m, smallest, 1.0)) - 2.0 * _SLACK, -1.0 / smallest)
     k = jnp.where((k <= 0) | (k > words), words, k)
     is_filtered = not (_is_off(top_k, 0) and _is_off(top_p, 1) and _is_off(min_p, 0))
-    letters = sharding.leading_axes(len(rows))
-    columns: Any = sharding.align(
-        (inverse, share, least, k.astype(jnp.float32)), operand_axes=(letters,) * 4
-    )
-    return jnp.stack(columns, axis=-1), is_filtered
+    columns = inverse, share, least, k.astype(jnp.float32)
+    # The sum, which is finite, gives each column the batch and the sharding of all.
+    zero = 0.0 * sum(columns[1:], columns[0])
+    return jnp.stack([column + zero for column in columns], axis=-1), is_filtered
 
 
 def seeds_of(
@@ -121,4 +119,5 @@ def _words_of(op: str, key: Any) -> jax.Array:
             f"{op}: key has dtype {key.dtype}; pass keys of jax.random.key, or integer seeds."
         )
     words = key.astype(jnp.uint32)
-    return jnp.stack([jnp.zeros_like(words), words], axis=-1)
+    # Unlike zeros made anew, these have the batch and the sharding of the seeds.
+    return jnp.stack([words & 0, words], axis=-1)
