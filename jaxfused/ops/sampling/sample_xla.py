@@ -184,6 +184,6 @@ def _ordered(x: jax.Array) -> jax.Array:
 def _sum(x: jax.Array) -> jax.Array:
     """Returns the sum over the last axis, block by block."""
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _BLOCK)]
-    blocks = jnp.pad(x, padding).reshape(*x.shape[:-1], -1, _BLOCK)
+    blocks = jnp.pad(x, padding).reshape(*x.shape[:-1], -(-x.shape[-1] // _BLOCK), _BLOCK)
     # Without the barrier, XLA makes one sum of the two.
     return jnp.sum(lax.optimization_barrier(jnp.sum(blocks, axis=-1)), axis=-1)
