@@ -96,6 +96,14 @@ def test_images_of_their_own_sizes():
 
 
 @pytest.mark.gpu
+def test_vmap_over_images_with_their_own_keys():
+    chain = augment.Chain(augment.RandomAffine(30), JITTER, implementation="cuda")
+    keys = jax.random.split(KEY, 3)
+    mapped = jax.jit(jax.vmap(chain))(keys, images())
+    np.testing.assert_array_equal(mapped, jax.jit(chain)(keys, images()))
+
+
+@pytest.mark.gpu
 def test_gradients_of_kernels():
     x = images(dtype="float32")
 
