@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxfused.quantization.checkpoints.layer import QuantizedLayer
+from jaxfused.runtime.packing import WORD_BLOCK
 from jaxfused.runtime.quantized_array import QuantizedArray, assembled
 
 Placing = Sharding | Callable[[str, tuple[int, ...]], Sharding | None]
@@ -77,15 +79,16 @@ def _where(op: str, name: str, shape: tuple[int, ...], sharding: Placing | None)
 def _check_whole(
     op: str, name: str, array: QuantizedArray, where: NamedSharding, of_inputs: Any, of_outputs: Any
 ) -> None:
-    """Checks that shards have whole groups, and whole elements of the values."""
+    """Checks that shards have whole groups, and whole elements or blocks of words of the values."""
+    together = WORD_BLOCK if array.values.dtype == jnp.int32 else array.packed
     for what, axes, axis in (("inputs", of_inputs, -2), ("outputs", of_outputs, -1)):
         names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
         count = math.prod(where.mesh.shape[n] for n in names)
         size, groups = array.shape[axis], array.scale.shape[axis]
-        stored = size // array.packed if axis == -2 else size
+        stored = size // together if axis == -2 else size
         if stored % count or (groups > 1 and groups % count):
             raise ValueError(
                 f"{op}: layer {name!r}: its {size} {what} in {groups} groups would be cut into {count}"
-                f" shards, but a group is not cut, nor an element of {array.packed} values; pass a"
-                " sharding into a divisor of these."
+                f" shards, but a group is not cut, nor {together} values that are stored together; pass"
+                " a sharding into a divisor of these."
             )
