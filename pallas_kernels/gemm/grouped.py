@@ -143,11 +143,17 @@ def predicted_time(work: Work, config: MatmulConfig, multiprocessors: int) -> fl
     tiles = work.m / groups / config.cta_tile_m
     rows = groups * config.cta_tile_m * max(1.0, tiles + (0.25 if work.groups > 1 else 0.0))
     predicted = cost.kernel(replace(work, m=math.ceil(rows)), config, multiprocessors)
-    return predicted * (_LOW if config.tile_m == 64 and config.ping_pong else 1.0)
+    if config.tile_m == 64 and config.ping_pong:
+        predicted *= _LOW if work.m > _FEW_ROWS * groups else _LOW_OF_FEW_ROWS
+    return predicted
 
 
+_FEW_ROWS = 128
+"""Rows of a group up to which the time is that of reading its matrix."""
 _LOW = 1.08
 """Factor of tiles of 64 rows in ping-pong, beyond the model's (benchmarks/LAB.md, 2026-11-28)."""
+_LOW_OF_FEW_ROWS = 0.97
+"""The same where groups have few rows: 153.9 us of 162.3 for 64 groups of 128 rows."""
 
 
 def grouped_product(
