@@ -730,8 +730,8 @@ FLOAT16 = "float16"
             ),
             (
                 "sample",
-                [(0, 8), ((0, 2), "uint32"), (0, 4)],
-                [((0,), INT32)],
+                [(4, 0), ((4, 2), "uint32"), (4, 4)],
+                [((4,), INT32)],
                 dict(is_filtered=True),
                 "empty or too large",
             ),
