@@ -12,6 +12,7 @@ from jax.test_util import check_grads
 import jaxfused
 from tests.recorded import values
 from tests.support.arrays import put
+from tests.support.grids import parametrize
 
 BLOCKS = values.load("experts.npz")
 TOKENS, FEATURES, EXPERTS = 24, 32, 8
@@ -116,7 +117,7 @@ def test_experts_by_a_loop_over_tokens(capacity):
     np.testing.assert_allclose(cut[0], y, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("weight_on", ["output", "input"])
+@parametrize("weight_on", ["output", "input"], quick=(0,))
 def test_gradients(weight_on):
     x, weights, indices, *w = operands()
     f = jax.jit(

@@ -112,7 +112,7 @@ INTERPRETED = (
 )
 
 
-@parametrize("case", INTERPRETED, quick=(0, 4))
+@parametrize("case", INTERPRETED, quick=(4,))
 def test_in_the_interpreter(case, interpreted_hopper):
     case.check()
 

@@ -126,6 +126,7 @@ def test_lowered_for_cuda_with_three_kernels(hopper):
     assert found == ["ragged_dot", "ragged_dot", "ragged_dot_drhs"]
 
 
+@pytest.mark.exhaustive
 def test_gradients_by_kernels(interpreted_hopper):
     x, w, dy = operands("bfloat16")
     sizes = put(SIZES, "int32")
