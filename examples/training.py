@@ -217,15 +217,7 @@ def fit(
     if start:
         state = run.restore(state)
     run.forget_after(start)
-    progress = tqdm(
-        total=steps * args.batch_size,
-        initial=start * args.batch_size,
-        unit=f" {unit}",
-        unit_scale=True,
-        disable=not processes.is_first(),
-        # A log file needs a line now and then, not ten a second.
-        mininterval=0.1 if sys.stderr.isatty() else 10,
-    )
+    progress = _progress(start * args.batch_size, steps * args.batch_size, unit)
     clock = _Clock()
     pending: tuple[int, dict[str, jax.Array]] | None = None
 
@@ -237,12 +229,7 @@ def fit(
         step, metrics = pending
         pending = None
         values = {name: float(value) for name, value in metrics.items()}
-        if not math.isfinite(values["loss"]):
-            raise ExampleError(
-                f"the loss must stay finite, but is {values['loss']} at step {step}; start a new"
-                f" run with a lower --learning-rate (checkpoints up to step {run.latest_step or 0}"
-                " are good)."
-            )
+        _check_finite(values["loss"], step, run)
         run.record(step, **values)
         progress.set_postfix(loss=f"{values['loss']:.4f}", refresh=False)
         progress.update(args.batch_size)
@@ -296,6 +283,28 @@ def fit(
     result = {"steps": steps, **values, f"{unit}_per_second": round(clock.per_second, 1)}
     run.finish(result)
     return state, result
+
+
+def _progress(initial: int, total: int, unit: str) -> tqdm:
+    """Returns the bar of images, or what else they are, that the first process shows."""
+    return tqdm(
+        total=total,
+        initial=initial,
+        unit=f" {unit}",
+        unit_scale=True,
+        disable=not processes.is_first(),
+        # A log file needs a line now and then, not ten a second.
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+    )
+
+
+def _check_finite(loss: float, step: int, run: Run) -> None:
+    if not math.isfinite(loss):
+        raise ExampleError(
+            f"the loss must stay finite, but is {loss} at step {step}; start a new"
+            f" run with a lower --learning-rate (checkpoints up to step {run.latest_step or 0}"
+            " are good)."
+        )
 
 
 class _Clock:

@@ -120,27 +120,22 @@ def attention_fn(
     check_rate("jaxfused.linen.attention_fn", dropout_rate)
     precision = of_attention(precision)
     drops = dropout_rate > 0.0 and not deterministic
-    reason = why_flax(
+    has_own_product = einsum_dot_general or qk_attn_weights_einsum or attn_weights_value_einsum
+    reason = "the caller's own product is given" if has_own_product else None
+    reason = reason or why_flax(
         query.dtype,
         precision=precision,
         dropout_is_active=drops,
         broadcast_dropout=broadcast_dropout,
     )
-    has_own_product = einsum_dot_general or qk_attn_weights_einsum or attn_weights_value_einsum
-    if has_own_product:
-        reason = "the caller's own product is given"
     wide = common_dtype(query.dtype, jnp.float32) if force_fp32_for_softmax else query.dtype
     can_weigh = not has_own_product and why_flax(query.dtype, precision=precision) is None
     if module is not None and can_weigh:
-        weights = attention_weights(
-            query, key, bias, mask, is_causal=is_causal, query_offset=query_offset
-        )
-        module.sow("intermediates", "attention_weights", weights.astype(wide))
+        _sow_weights(module, wide, query, key, bias, mask, is_causal, query_offset)
         module = None
     if reason is not None:
         if is_causal:
-            causal = causal_mask(query, key, query_offset)
-            mask = causal if mask is None else causal & mask.astype(bool)
+            mask = _and_causal(mask, query, key, query_offset)
         return run_flax(
             "jaxfused.linen.attention_fn",
             reason,
@@ -179,6 +174,29 @@ def attention_fn(
         implementation=implementation,
     )
     return output.astype(wide)
+
+
+def _sow_weights(
+    module: linen.Module,
+    dtype: Dtype,
+    query: jax.Array,
+    key: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    is_causal: bool,
+    query_offset: QueryOffset,
+) -> None:
+    weights = attention_weights(
+        query, key, bias, mask, is_causal=is_causal, query_offset=query_offset
+    )
+    module.sow("intermediates", "attention_weights", weights.astype(dtype))
+
+
+def _and_causal(
+    mask: jax.Array | None, query: jax.Array, key: jax.Array, query_offset: QueryOffset
+) -> jax.Array:
+    causal = causal_mask(query, key, query_offset)
+    return causal if mask is None else causal & mask.astype(bool)
 
 
 @python_number_fields

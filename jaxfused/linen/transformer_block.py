@@ -158,24 +158,17 @@ class TransformerBlock(linen.Module):
             "deterministic", self.deterministic, deterministic
         )
 
-        def drop(branch: jax.Array) -> jax.Array:
-            branch = linen.Dropout(self.dropout_rate)(branch, deterministic=False)
-            # A path is dropped for a whole example.
-            drop_path = linen.Dropout(self.drop_path_rate, broadcast_dims=(-2, -1))
-            return drop_path(branch, deterministic=False)
-
         features = x.shape[-1]
         num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         head_dim = head_size(features, self.num_heads, self.head_dim)
         shared: dict[str, Any] = dict(
             dtype=self.dtype, param_dtype=self.param_dtype, implementation=self.implementation
         )
+        norm: Callable[..., Any] = functools.partial(RMSNorm, epsilon=self.epsilon, **shared)
         if self.norm == "layer_norm":
-            norm: Callable[..., Any] = functools.partial(
+            norm = functools.partial(
                 LayerNorm, epsilon=self.epsilon, use_bias=self.use_bias, **shared
             )
-        else:
-            norm = functools.partial(RMSNorm, epsilon=self.epsilon, **shared)
         initialisers: dict[str, Any] = dict(
             use_bias=self.use_bias, kernel_init=self.kernel_init, bias_init=self.bias_init
         )
@@ -185,13 +178,8 @@ class TransformerBlock(linen.Module):
             affine, precision=self.precision, param_dtype=self.param_dtype, **initialisers
         )
         kernel, bias = layer((self.num_heads + 2 * num_kv_heads) * head_dim, name="qkv")(features)
-        norms, scale1, scale2 = self._head_norms(head_dim), None, None
-        if self.layer_scale is not None:
-            first = linen.initializers.constant(self.layer_scale)
-            scale1, scale2 = (
-                self.param(name, first, (features,), self.param_dtype)
-                for name in ("layer_scale1", "layer_scale2")
-            )
+        norms = self._head_norms(head_dim)
+        scale1, scale2 = self._layer_scales(features)
         tables = tables_of(self.rope, positions, cos, sin, length=x.shape[-2], head_size=head_dim)
         attended = self_attention(
             y,
@@ -221,30 +209,46 @@ class TransformerBlock(linen.Module):
             implementation=self.implementation,
         )
         if drops:
-            branch = drop(branch)
+            branch = self._drop(branch)
         y, stream = normalise(norm(name="norm2"), branch, stream, pre_bias, scale1)
-        make_mlp = GatedMLP if self.gated else MLP
-        activation = self.activation
-        if activation is None:
-            activation = "silu" if self.gated else "gelu_tanh"
-        hidden_features = 4 * features if self.hidden_features is None else self.hidden_features
-        mlp = make_mlp(
-            hidden_features,
-            activation=activation,
-            save=self.save,
-            precision=self.precision,
-            **initialisers,
-            **shared,
-            name="mlp",
-        )
+        mlp = self._mlp(features, initialisers | shared)
         if residual is None and not drops and scale2 is None:
             return mlp(y, residual=stream)
         branch = scaled(mlp(y), scale2)
         if drops:
-            branch = drop(branch)
+            branch = self._drop(branch)
         if residual is None:
             return stream + branch.astype(stream.dtype)
         return branch, stream
+
+    def _drop(self, branch: jax.Array) -> jax.Array:
+        """Drops values, and the branch of a whole example."""
+        branch = linen.Dropout(self.dropout_rate)(branch, deterministic=False)
+        drop_path = linen.Dropout(self.drop_path_rate, broadcast_dims=(-2, -1))
+        return drop_path(branch, deterministic=False)
+
+    def _mlp(self, features: int, options: dict[str, Any]) -> MLP | GatedMLP:
+        make_mlp = GatedMLP if self.gated else MLP
+        activation = self.activation
+        if activation is None:
+            activation = "silu" if self.gated else "gelu_tanh"
+        return make_mlp(
+            4 * features if self.hidden_features is None else self.hidden_features,
+            activation=activation,
+            save=self.save,
+            precision=self.precision,
+            **options,
+            name="mlp",
+        )
+
+    def _layer_scales(self, features: int) -> tuple[jax.Array | None, jax.Array | None]:
+        if self.layer_scale is None:
+            return None, None
+        first = linen.initializers.constant(self.layer_scale)
+        return (
+            self.param("layer_scale1", first, (features,), self.param_dtype),
+            self.param("layer_scale2", first, (features,), self.param_dtype),
+        )
 
     def _head_norms(self, head_dim: int) -> HeadNorms | None:
         kind = head_norm(self.normalize_qk)

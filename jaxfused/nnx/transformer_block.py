@@ -149,14 +149,7 @@ class TransformerBlock(nnx.Module):
         )
         self.norm1 = make_norm()
         self.qkv = Linear(features, (num_heads + 2 * num_kv_heads) * head_dim, **layer)
-        self.query_scale = self.key_scale = nnx.data(None)
-        self.query_bias = self.key_bias = nnx.data(None)
-        if self.head_norm is not None:
-            self.query_scale = nnx.Param(jnp.ones(head_dim, param_dtype))
-            self.key_scale = nnx.Param(jnp.ones(head_dim, param_dtype))
-        if self.head_norm == "layer_norm" and use_bias:
-            self.query_bias = nnx.Param(jnp.zeros(head_dim, param_dtype))
-            self.key_bias = nnx.Param(jnp.zeros(head_dim, param_dtype))
+        self._make_head_norms(head_dim, use_bias, param_dtype)
         self.layer_scale1 = self.layer_scale2 = nnx.data(None)
         if layer_scale is not None:
             self.layer_scale1 = nnx.Param(jnp.full(features, layer_scale, param_dtype))
@@ -181,6 +174,16 @@ class TransformerBlock(nnx.Module):
         self.precision = precision
         self.implementation = implementation
         self.attention_implementation = attention_implementation
+
+    def _make_head_norms(self, head_dim: int, use_bias: bool, param_dtype: Dtype) -> None:
+        self.query_scale = self.key_scale = nnx.data(None)
+        self.query_bias = self.key_bias = nnx.data(None)
+        if self.head_norm is not None:
+            self.query_scale = nnx.Param(jnp.ones(head_dim, param_dtype))
+            self.key_scale = nnx.Param(jnp.ones(head_dim, param_dtype))
+        if self.head_norm == "layer_norm" and use_bias:
+            self.query_bias = nnx.Param(jnp.zeros(head_dim, param_dtype))
+            self.key_bias = nnx.Param(jnp.zeros(head_dim, param_dtype))
 
     def __call__(
         self,

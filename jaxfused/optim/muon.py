@@ -229,21 +229,10 @@ def muon(
     https://kellerjordan.github.io/posts/muon/
     """
     if preconditioning not in newton_schulz.PRECONDITIONINGS:
-        raise ValueError(
-            f"muon: preconditioning is {preconditioning!r}; pass one of"
-            f" {', '.join(newton_schulz.PRECONDITIONINGS)}."
-        )
+        known = ", ".join(newton_schulz.PRECONDITIONINGS)
+        raise ValueError(f"muon: preconditioning is {preconditioning!r}; pass one of {known}.")
     coefficients = _coefficients(ns_coeffs, ns_steps)
-    numbers: Any = muon_weight_dimension_numbers
-    if numbers is None:
-        numbers = _matrices
-    elif isinstance(numbers, str):
-        if numbers != "flatten":
-            raise ValueError(
-                f"muon: muon_weight_dimension_numbers is {numbers!r}; pass None, 'flatten', or Optax's"
-                " MuonDimensionNumbers in a tree."
-            )
-        numbers = _flattened
+    numbers = _numbers(muon_weight_dimension_numbers)
     momentum = _Momentum(
         numbers=numbers,
         steps=ns_steps,
@@ -274,11 +263,6 @@ def muon(
         nesterov=adam_nesterov,
     )
 
-    def adam_update(grads: Any, state: Any, params: Any = None, *, factor: Any = None) -> Any:
-        if factor is not None:
-            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
-        return adamw.update(grads, state, params)
-
     tx = optax.partition(
         {
             "muon": optax.chain(
@@ -289,7 +273,7 @@ def muon(
                 optax.add_decayed_weights(weight_decay, weight_decay_mask),
                 optax.scale_by_learning_rate(learning_rate),
             ),
-            "adam": optax.GradientTransformationExtraArgs(adamw.init, adam_update),
+            "adam": _after_factor(adamw),
         },
         lambda tree: _spread(numbers, tree, lambda n: "adam" if n is None else "muon"),
     )
@@ -304,6 +288,31 @@ def muon(
         return tx.update(grads, state, params, factor=clipping_factor(norm, max_norm))
 
     return from_optax(tx, kernel_update)
+
+
+def _after_factor(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns `tx` of the gradients times a factor, if one is given."""
+
+    def update(grads: Any, state: Any, params: Any = None, *, factor: Any = None) -> Any:
+        if factor is not None:
+            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+        return tx.update(grads, state, params)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _numbers(given: Any) -> Any:
+    """Returns Optax's numbers of dimensions, or a function of the tree that returns them."""
+    if given is None:
+        return _matrices
+    if not isinstance(given, str):
+        return given
+    if given != "flatten":
+        raise ValueError(
+            f"muon: muon_weight_dimension_numbers is {given!r}; pass None, 'flatten', or Optax's"
+            " MuonDimensionNumbers in a tree."
+        )
+    return _flattened
 
 
 def _coefficients(given: Any, steps: Any) -> Any:

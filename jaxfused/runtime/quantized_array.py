@@ -488,21 +488,7 @@ def check_parts(op: str, name: str, array: QuantizedArray) -> None:
             f"{op}: {part}offset has dtype {offset.dtype}, but it is added to floats; pass floats, or"
             " integers that are subtracted from the values as zero_point."
         )
-    if array.layout not in LAYOUTS or (array.layout == "columns") < (values.dtype == jnp.int32):
-        raise ValueError(
-            f"{op}: {name} has layout {array.layout!r} and values of {values.dtype}, but int32 are int4"
-            f" in words of layout 'columns'; {remedy}."
-        )
-    if array.layout == "columns" and (
-        array.axis != -2
-        or values.ndim < 2
-        or (values.dtype == jnp.uint8 and array.codebook is None)
-    ):
-        raise ValueError(
-            f"{op}: {name} has layout 'columns', axis {array.axis} and values of shape {values.shape}"
-            f" and {values.dtype}, but this layout is for weights of axis -2, whose int4 are int32;"
-            f" {remedy}."
-        )
+    _check_layout(op, name, array, remedy)
     if not -values.ndim <= array.axis < 0:
         raise ValueError(
             f"{op}: {part}axis is {array.axis}, but {part}values has shape {values.shape}; axes are"
@@ -529,6 +515,25 @@ def check_parts(op: str, name: str, array: QuantizedArray) -> None:
                 f"{op}: {part}{key} has shape {found.shape}, but {part}scale has shape"
                 f" {scale.shape}; {remedy}."
             )
+
+
+def _check_layout(op: str, name: str, array: QuantizedArray, remedy: str) -> None:
+    values = array.values
+    if array.layout not in LAYOUTS or (array.layout == "columns") < (values.dtype == jnp.int32):
+        raise ValueError(
+            f"{op}: {name} has layout {array.layout!r} and values of {values.dtype}, but int32 are int4"
+            f" in words of layout 'columns'; {remedy}."
+        )
+    if array.layout == "columns" and (
+        array.axis != -2
+        or values.ndim < 2
+        or (values.dtype == jnp.uint8 and array.codebook is None)
+    ):
+        raise ValueError(
+            f"{op}: {name} has layout 'columns', axis {array.axis} and values of shape {values.shape}"
+            f" and {values.dtype}, but this layout is for weights of axis -2, whose int4 are int32;"
+            f" {remedy}."
+        )
 
 
 def _check_group_size(op: str, part: str, array: QuantizedArray) -> None:

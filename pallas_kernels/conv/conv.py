@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,20 @@ class ConvCall:
     @property
     def result(self) -> tuple[int, ...]:
         return (self.sizes[0], *self.window.result(self.sizes[1:]))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape of the result, and the one that the kernel writes: with the axes of a block apart."""
+        whole = (*self.result, self.features)
+        if self.block == (1, 1):
+            return whole, whole
+        images, rows, across, features = whole
+        height, width = self.block
+        features //= height * width
+        return (
+            (images, rows * height, across * width, features),
+            (images, rows, height, across, width, features),
+        )
 
     @property
     def is_of_bytes(self) -> bool:
@@ -370,19 +384,17 @@ def conv(
         first_channels=x.shape[-1] if len(xs) > 1 else 0,
         block=block,
     )
+    vectors = {key: v for key, v in (vectors or {}).items() if v is not None}
+    matrices = {key: v for key, v in (matrices or {}).items() if v is not None}
     if call.is_matrix_product:
         assert not isinstance(config, ConvConfig)
-        flat = {
-            key: None if v is None else v.reshape(-1, call.features)
-            for key, v in (matrices or {}).items()
-        }
         results = matmul(
             x.reshape(-1, call.channels),
             w.reshape(w.shape[-2:]),
             epilogue=epilogue,
             outputs=outputs,
             vectors=vectors,
-            matrices=flat,
+            matrices={key: v.reshape(-1, call.features) for key, v in matrices.items()},
             column_moments=column_moments,
             activations=activations,
             b_transposed=flipped,
@@ -390,12 +402,7 @@ def conv(
             multiprocessors=multiprocessors,
             name=name,
         )
-        return {
-            key: y.reshape(*call.result, call.features) if key in outputs else y
-            for key, y in results.items()
-        }
-    vectors = {key: v for key, v in (vectors or {}).items() if v is not None}
-    matrices = {key: v for key, v in (matrices or {}).items() if v is not None}
+        return results | {key: results[key].reshape(*call.result, call.features) for key in outputs}
 
     def fused(config: ConvConfig) -> Epilogue:
         return Epilogue(
@@ -409,39 +416,35 @@ def conv(
         )
 
     if config is None:
-        ranked = fitting(
-            call,
-            read_bytes=sum(v.dtype.itemsize for v in matrices.values()),
-            written_bytes=sum(jnp.dtype(d).itemsize for d in outputs.values()),
-            activations=activations,
-        )
-        config = next(
-            c
-            for c in ranked
-            if isinstance(c, ConvConfig) and fused(c).shared_bytes <= SHARED_MEMORY_BYTES
-        )
+        config = _fastest(call, fused, matrices, outputs, activations)
     assert isinstance(config, ConvConfig)
-    reason = call.why_not(config)
-    if reason is not None:
+    if reason := call.why_not(config):
         raise ValueError(f"conv: {reason}, got {config}; pass another config")
     whole = fused(config)
     whole.product.check_shared_bytes(whole.shared_bytes)
     weights = w.astype(x.dtype).reshape(window.taps, *w.shape[-2:])
     if config.turns_weights and not flipped:
         weights = weights.transpose(0, 2, 1)
-    shape = written = (*call.result, call.features)
-    if block != (1, 1):
-        images, rows, across, features = shape
-        features //= math.prod(block)
-        written = images, rows, block[0], across, block[1], features
-        shape = images, rows * block[0], across * block[1], features
-        matrices = {key: v.reshape(written) for key, v in matrices.items()}
+    return _launch(call, whole, xs, weights, vectors, matrices, name)
+
+
+def _launch(
+    call: ConvCall,
+    whole: Epilogue,
+    xs: Sequence[jax.Array],
+    weights: jax.Array,
+    vectors: Mapping[str, jax.Array],
+    matrices: Mapping[str, jax.Array],
+    name: str,
+) -> dict[str, jax.Array]:
+    """Runs the kernel; returns its results by name."""
+    shape, written = call.shapes
     results = whole.product.launch(
-        tuple(window.splits(array) for array in xs),
+        tuple(call.window.splits(array) for array in xs),
         (weights,),
-        (*vectors.values(), *matrices.values()),
+        (*vectors.values(), *(v.reshape(written) for v in matrices.values())),
         out_type=[
-            *(jax.ShapeDtypeStruct(written, dtype) for dtype in outputs.values()),
+            *(jax.ShapeDtypeStruct(written, dtype) for dtype in whole.outputs.values()),
             *whole.moments_types,
         ],
         scratch=whole.scratch(),
@@ -449,8 +452,29 @@ def conv(
         name=name,
     )
     remaining = iter(results)
-    found = {key: next(remaining).reshape(shape) for key in outputs}
+    found = {key: next(remaining).reshape(shape) for key in whole.outputs}
     return found | whole.merged_moments(remaining)
+
+
+def _fastest(
+    call: ConvCall,
+    fused: Callable[[ConvConfig], Epilogue],
+    matrices: Mapping[str, jax.Array],
+    outputs: Mapping[str, Any],
+    activations: int,
+) -> ConvConfig:
+    """Returns the fastest config, predicted, of those whose epilogue too fits into shared memory."""
+    ranked = fitting(
+        call,
+        read_bytes=sum(v.dtype.itemsize for v in matrices.values()),
+        written_bytes=sum(jnp.dtype(d).itemsize for d in outputs.values()),
+        activations=activations,
+    )
+    return next(
+        c
+        for c in ranked
+        if isinstance(c, ConvConfig) and fused(c).shared_bytes <= SHARED_MEMORY_BYTES
+    )
 
 
 def forward(

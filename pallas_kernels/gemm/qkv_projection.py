@@ -286,7 +286,7 @@ def forward(
             multiprocessors=multiprocessors,
         )[0]
     if isinstance(config, FewRowsConfig):
-        q, k, v, *projections = qkv_small_m.forward(
+        results = qkv_small_m.forward(
             *(x, w, bias, all_scales[0] if all_scales else None, cos, sin),
             interleaved=interleaved,
             widths=widths,
@@ -296,7 +296,42 @@ def forward(
             save_projections=save_projections,
             config=config,
         )
-        return (q, k, v, *(projections or (None, None)))
+    else:
+        results = _in_tiles(
+            *(x, w, bias, all_scales, cos, sin),
+            interleaved=interleaved,
+            widths=widths,
+            has_norms=has_norms,
+            head_size=head_size,
+            epsilon=epsilon,
+            save_projections=save_projections,
+            multiprocessors=multiprocessors,
+            config=config,
+        )
+    q, k, v, *projections = results
+    return (q, k, v, *(projections or (None, None)))
+
+
+def _in_tiles(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    scales: Sequence[jax.Array],
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    *,
+    interleaved: bool,
+    widths: tuple[int, ...],
+    has_norms: Sequence[bool],
+    head_size: int,
+    epsilon: float,
+    save_projections: bool,
+    multiprocessors: int,
+    config: MatmulConfig,
+) -> Sequence[jax.Array]:
+    """Returns the outputs of `forward` by the product of large tiles."""
+    m, k = x.shape
+    rotary_dim = 0 if cos is None else 2 * cos.shape[-1]
     splits_heads = _splits_heads(head_size, any(has_norms), rotary_dim)
     if _orders_columns(head_size, any(has_norms), rotary_dim, interleaved):
         w = _in_strips(w, head_size)
@@ -337,29 +372,30 @@ def forward(
         w = jnp.pad(w, ((0, 0), (0, -n % columns)))
     tables: tuple[jax.Array, ...] = ()
     if cos is not None and sin is not None:
-        if interleaved:
-            table = interleaved_rope.table(cos, sin)
-        else:
-            table = jnp.concatenate((cos, sin), axis=1)
-        if x.dtype == ROUNDS_ANGLES:
-            # float16 takes half the registers, and its rounding is 8 times finer than the result's.
-            table = table.astype(jnp.float16)
-        if epilogue.period % config.tile_m:
-            # A tile of rows may go on from the last position to the first.
-            table = jnp.pad(table, ((0, config.tile_m), (0, 0)), mode="wrap")
-        tables = (table,)
+        tables = (_table(cos, sin, interleaved, x.dtype, config.tile_m),)
     saved = widths[:2] if save_projections else ()
-    results = epilogue.product.launch(
+    return epilogue.product.launch(
         (x,),
         (w,),
-        (*(() if bias is None else (bias,)), *all_scales, *tables),
+        (*(() if bias is None else (bias,)), *scales, *tables),
         out_type=[jax.ShapeDtypeStruct((m, width), x.dtype) for width in (*widths, *saved)],
         scratch=epilogue.scratch(),
         epilogue=epilogue.of_tile,
         name="qkv_projection",
     )
-    q, k, v, *projections = results
-    return (q, k, v, *(projections or (None, None)))
+
+
+def _table(cos: jax.Array, sin: jax.Array, interleaved: bool, dtype: Any, tile_m: int) -> jax.Array:
+    """Returns the table of cosines and sines that the epilogue reads, a row a position."""
+    period = cos.shape[0]
+    table = interleaved_rope.table(cos, sin) if interleaved else jnp.concatenate((cos, sin), axis=1)
+    if dtype == ROUNDS_ANGLES:
+        # float16 takes half the registers, and its rounding is 8 times finer than the result's.
+        table = table.astype(jnp.float16)
+    if period % tile_m:
+        # A tile of rows may go on from the last position to the first.
+        table = jnp.pad(table, ((0, tile_m), (0, 0)), mode="wrap")
+    return table
 
 
 def input_gradient(

@@ -440,13 +440,7 @@ def _run(
             quantized=layout,
         )
 
-    arrays: list[jax.Array] = []
-    for w in ws:
-        arrays.append(w.values)
-        if layout.group:
-            arrays.append(w.scale)
-        if w.zero_point is not None:
-            arrays.append(w.zero_point)
+    arrays = _operands(ws, layout)
     if config is None:
         config = next(
             config
@@ -482,6 +476,18 @@ def _run(
         found = launch_of(config).launch([x], arrays, others, name=f"{name}_few_rows")
         results = dict(zip(outputs, found, strict=True))
     return {name: matrix[:, :n] for name, matrix in results.items()}
+
+
+def _operands(ws: Sequence[Packed], layout: Format) -> list[jax.Array]:
+    """Returns the arrays of weights that the main loop copies, in the order of the products."""
+    arrays: list[jax.Array] = []
+    for w in ws:
+        arrays.append(w.values)
+        if layout.group:
+            arrays.append(w.scale)
+        if w.zero_point is not None:
+            arrays.append(w.zero_point)
+    return arrays
 
 
 def candidates(

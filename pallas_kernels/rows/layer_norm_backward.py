@@ -79,13 +79,11 @@ def gradients(
     vectors are [D], or [segments, D] with one for each run of rows. `x` is needed only with a gate.
     """
     rows, features = h.shape
+    of_segments = any(v is not None and v.ndim == 2 for v in (scale, bias, pre_bias, gate))
     if rows == 0:
         zeros = jnp.zeros_like(h, shape=(segments, features), dtype=jnp.float32)
-        return Gradients(
-            h,
-            None if gate is None else h,
-            *(None if v is None else zeros for v in (scale, bias, pre_bias, gate)),
-        )
+        of_vectors = (None if v is None else zeros for v in (scale, bias, pre_bias, gate))
+        return Gradients(h, None if gate is None else h, *of_vectors)
     matrices = present(h=h, dy=dy, dnext_residual=dnext_residual, x=None if gate is None else x)
     statistics = present(mean=mean if subtract_mean else None, rstd=rstd)
     vectors = present(
@@ -96,9 +94,6 @@ def gradients(
     )
     sums = tuple(present(scale=scale, bias=bias, pre_bias=pre_bias, gate=gate))
     itemsize = h.dtype.itemsize
-    of_segments = any(
-        vector.ndim == 2 for vector in (scale, bias, pre_bias, gate) if vector is not None
-    )
     tiled = rows // segments if of_segments else rows
     if config is None:
         config = best_of_backward(
@@ -123,31 +118,9 @@ def gradients(
     norm = Norm(
         subtract_mean, epsilon, scale_offset, pre_activation, activation, round_before_scale
     )
-    kernel = _BackwardKernel(
-        norm,
-        tiles,
-        h.dtype,
-        tuple(matrices),
-        tuple(statistics),
-        tuple(vectors),
-        sums,
-        tuple(outputs),
-    )
-    results = plgpu.kernel(
-        kernel.layer_norm_backward,
-        out_type=tuple(outputs.values()),
-        scratch_types=dict(
-            **tiles.ring_scratch({name: m.dtype for name, m in matrices.items()}),
-            **tiles.exchange_scratch(2),
-            **tiles.partial_scratch(),
-        ),
-        **tiles.launch,
-    )(
-        *(tiles.matrix_view(m) for m in matrices.values()),
-        *statistics.values(),
-        *(tiles.vector_view(v) for v in vectors.values()),
-    )
-    named = dict(zip(outputs, results, strict=True))
+    operands = (tuple(names) for names in (matrices, statistics, vectors))
+    kernel = _BackwardKernel(norm, tiles, h.dtype, *operands, sums, tuple(outputs))
+    named = kernel.launch(matrices, statistics, vectors, outputs)
     summed: dict[str, jax.Array] = {}
     if sums:
         partials = named["partials"].reshape(len(sums), segments, tiles.ctas_per_segment, features)
@@ -197,6 +170,30 @@ class _BackwardKernel:
     sums: tuple[str, ...]
     """Parameters with a gradient, each of which is a sum over rows."""
     outputs: tuple[str, ...]
+
+    def launch(
+        self,
+        matrices: Mapping[str, jax.Array],
+        statistics: Mapping[str, jax.Array],
+        vectors: Mapping[str, jax.Array],
+        outputs: Mapping[str, jax.ShapeDtypeStruct],
+    ) -> dict[str, jax.Array]:
+        """Runs the kernel; returns its outputs by name."""
+        results = plgpu.kernel(
+            self.layer_norm_backward,
+            out_type=tuple(outputs.values()),
+            scratch_types=dict(
+                **self.tiles.ring_scratch({name: m.dtype for name, m in matrices.items()}),
+                **self.tiles.exchange_scratch(2),
+                **self.tiles.partial_scratch(),
+            ),
+            **self.tiles.launch,
+        )(
+            *(self.tiles.matrix_view(m) for m in matrices.values()),
+            *statistics.values(),
+            *(self.tiles.vector_view(v) for v in vectors.values()),
+        )
+        return dict(zip(outputs, results, strict=True))
 
     def layer_norm_backward(
         self, *refs, ring_barriers, exchange_smem, exchange_barrier, **smem

@@ -1,7 +1,7 @@
 """Builds the call of dot_product_attention that replaces an attention of the program."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -48,8 +48,7 @@ def make_site(
       result_axes: atoms of the axes of its result.
       feature: atom of the features of the values.
     """
-    sizes = layout.sizes
-    of_keys = sizes
+    of_keys = sizes = layout.sizes
     shared = _unrepeated(key, value, layout)
     if shared is not None:
         key_value, value_value, of_keys = shared
@@ -61,17 +60,10 @@ def make_site(
     always = constant.always_has_key and not dynamic
     if not always:
         _check_queries_without_keys(logits)
-    numbers = [masking.number for masking in logits.masks]
-    if logits.biases and any(number > ABSORBING for number in numbers):
-        raise NoAttention("a mask's number is not far below what a bias may be")
-    if any(np.isfinite(numbers)) and any(_may_mask(*bias) for bias in logits.biases):
-        raise NoAttention("a bias may be as far below the other logits as a mask's number is")
+    _check_biases(logits)
     has_gradient = any(masking.is_added for masking in logits.masks)
-    inputs: list[Value] = list(arrays)
-    for part in dynamic:
-        inputs.append(part.seen.base)
-    for seen, _, _ in logits.biases:
-        inputs.append(seen.base)
+    inputs: list[Value] = [*arrays, *(part.seen.base for part in dynamic)]
+    inputs += [seen.base for seen, _, _ in logits.biases]
     heads = layout.heads
     key_heads = tuple(h for h in heads if h.startswith("b"))
     orders = (
@@ -79,8 +71,7 @@ def make_site(
         (key[1], of_keys, layout.batch, (layout.key,), key_heads),
         (value[1], of_keys, layout.batch, (layout.key,), key_heads),
     )
-    shape = root.shape
-    queries, keys = sizes[layout.query], sizes[layout.key]
+    rows = sizes[layout.query], sizes[layout.key]
 
     def call(*operands: jax.Array) -> Sequence[jax.Array]:
         q, k, v = (
@@ -88,21 +79,11 @@ def make_site(
             for array, order in zip(operands, orders, strict=False)
         )
         rest = iter(operands[3:])
-        explicit = None
-        for part in dynamic:
-            array = layout.spread(next(rest), part.seen.axes, part.logits)
-            array = array if array.dtype == jnp.bool_ else array != 0
-            array = ~array if part.negated else array
-            explicit = array if explicit is None else explicit & array
-        bias = None
-        for seen, axes, is_subtracted in logits.biases:
-            array = layout.spread(next(rest), seen.axes, axes)
-            array = -array if is_subtracted else array
-            bias = array if bias is None else bias + array
+        explicit = _explicit_mask(layout, dynamic, rest)
+        bias = _sum_of_biases(layout, logits.biases, rest)
         given = explicit
         if constant.explicit is not None:
-            known = jnp.asarray(constant.explicit)
-            given = known if given is None else given & known
+            given = _both(given, jnp.asarray(constant.explicit))
         output = dot_product_attention(
             q,
             k,
@@ -117,29 +98,62 @@ def make_site(
         assert isinstance(output, jax.Array)
         if not always:
             allowed = jnp.ones((1, 1, 1, 1), bool) if explicit is None else explicit
-            has_key = mask.has_key(allowed, constant, queries, keys)
+            has_key = mask.has_key(allowed, constant, *rows).swapaxes(1, 2)[..., None]
             of_equal = _of_absorbed_logits(q, k, v, scale) if has_gradient else _mean(v, q.shape[2])
-            has_key = has_key.swapaxes(1, 2)[..., None]
             output = jnp.where(has_key, output, of_equal.astype(output.dtype))
-        return (_ordered(output, layout, result_axes, feature).reshape(shape),)
+        return (_ordered(output, layout, result_axes, feature).reshape(root.shape),)
 
-    words = [f"scale {scale:.4g}"]
-    if logits.soft_cap is not None:
-        words.append(f"cap {logits.soft_cap:g}")
-    words += constant.words()
+    cap = [] if logits.soft_cap is None else [f"cap {logits.soft_cap:g}"]
+    words = [f"scale {scale:.4g}", *cap, *constant.words()]
     words += ["mask"] * bool(dynamic) + ["bias"] * len(logits.biases)
     leaves = {leaf for array in inputs for leaf in stages(array)} | set(logits.added)
-    covered = between(root, leaves)
     return Site(
         "dot_product_attention",
         node,
         inputs,
         [root],
         call,
-        covered,
+        between(root, leaves),
         f"dot_product_attention({', '.join(words)}) of {arrays[0].aval.str_short()}"
         f" and {arrays[1].aval.str_short()}",
     )
+
+
+def _explicit_mask(
+    layout: mask.Layout, parts: Sequence[mask.Part], arrays: Iterator[jax.Array]
+) -> jax.Array | None:
+    """Returns the mask of the parts that the program computes, whose `arrays` come next."""
+    explicit = None
+    for part in parts:
+        array = layout.spread(next(arrays), part.seen.axes, part.logits)
+        array = array if array.dtype == jnp.bool_ else array != 0
+        explicit = _both(explicit, ~array if part.negated else array)
+    return explicit
+
+
+def _both(mask: jax.Array | None, other: jax.Array) -> jax.Array:
+    return other if mask is None else mask & other
+
+
+def _sum_of_biases(
+    layout: mask.Layout, biases: Sequence[tuple[View, Axes, bool]], arrays: Iterator[jax.Array]
+) -> jax.Array | None:
+    """Returns the sum of the biases, whose `arrays` come next."""
+    bias = None
+    for seen, axes, is_subtracted in biases:
+        array = layout.spread(next(arrays), seen.axes, axes)
+        array = -array if is_subtracted else array
+        bias = array if bias is None else bias + array
+    return bias
+
+
+def _check_biases(logits: Logits) -> None:
+    """Raises `NoAttention` where a bias may be confused with a mask."""
+    numbers = [masking.number for masking in logits.masks]
+    if logits.biases and any(number > ABSORBING for number in numbers):
+        raise NoAttention("a mask's number is not far below what a bias may be")
+    if any(np.isfinite(numbers)) and any(_may_mask(*bias) for bias in logits.biases):
+        raise NoAttention("a bias may be as far below the other logits as a mask's number is")
 
 
 def _may_mask(seen: View, axes: Axes, is_subtracted: bool) -> bool:

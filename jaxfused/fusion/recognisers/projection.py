@@ -171,15 +171,6 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
         )
         return [_shaped(b, y) for b, y in zip(branches, projected, strict=True)]
 
-    covered: set[Node] = set()
-    for b in branches:
-        covered |= b.product.covered | b.affine.covered | set(b.views)
-        leaves = {b.affine.value}
-        if b.rotation is not None:
-            leaves |= b.rotation.tables
-        if b.norm is not None:
-            leaves.add(b.norm.inputs[1])
-        covered |= between(b.result, leaves)
     words = (
         ["one matrix"] * is_one
         + ["bias"] * any(bias is not None for bias in biases)
@@ -193,12 +184,26 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
             inputs,
             outputs,
             call,
-            covered,
+            _covered(branches),
             f"qkv_projection({', '.join([f'heads {heads} and {key_heads}', *words])})"
             f" of {x.aval.str_short()}",
             parts=tuple(b.norm for b in (q, k) if b.norm is not None),
         )
     )
+
+
+def _covered(branches: Sequence[_Branch]) -> set[Node]:
+    """Returns the operations that the call replaces."""
+    covered: set[Node] = set()
+    for b in branches:
+        covered |= b.product.covered | b.affine.covered | set(b.views)
+        leaves = {b.affine.value}
+        if b.rotation is not None:
+            leaves |= b.rotation.tables
+        if b.norm is not None:
+            leaves.add(b.norm.inputs[1])
+        covered |= between(b.result, leaves)
+    return covered
 
 
 def _columns(branch: _Branch) -> int:

@@ -130,11 +130,7 @@ def linear_softmax_cross_entropy(
     check_options(op, options, weights, leading, reduction)
     check_class_weights(op, class_weights, features)
     check_classes(op, labels, features, ignore_index)
-    if sum_dtype is not None and jnp.dtype(sum_dtype) not in (jnp.float32, w.dtype):
-        raise ValueError(
-            f"{op}: sum_dtype is {jnp.dtype(sum_dtype)}, but w's gradient is added up in float32 or"
-            f" in w's dtype; pass jnp.float32 or jnp.{w.dtype}."
-        )
+    _check_sum_dtype(op, sum_dtype, w.dtype)
     expected = check_cotangent(op, cotangent, x.dtype, reduction, ())
     if chunk_size is not None:
         check_count(op, "chunk_size", chunk_size)
@@ -178,6 +174,14 @@ def linear_softmax_cross_entropy(
         return _loss_ahead(run, constants, *_aligned(x, w, bias, classes, shares, *scalars))
     statistics = _statistics(run, constants, *_aligned(x, w, bias, classes)[:4])
     return reduce_losses(losses_of(statistics, counts, options), counts, weights, reduction)
+
+
+def _check_sum_dtype(op: str, sum_dtype: Any, w_dtype: Any) -> None:
+    if sum_dtype is not None and jnp.dtype(sum_dtype) not in (jnp.float32, w_dtype):
+        raise ValueError(
+            f"{op}: sum_dtype is {jnp.dtype(sum_dtype)}, but w's gradient is added up in float32 or"
+            f" in w's dtype; pass jnp.float32 or jnp.{w_dtype}."
+        )
 
 
 @dataclass(frozen=True)
