@@ -18,7 +18,7 @@ from jaxfused.modules.fallback import (
 )
 from jaxfused.modules.linear import promoted
 from jaxfused.modules.promotion import floating
-from jaxfused.ops.attention import attention, attention_xla
+from jaxfused.ops.attention import attention, attention_arguments, attention_xla
 from jaxfused.ops.attention.attention import AttentionImplementation
 from jaxfused.ops.attention.mask import Mask
 from jaxfused.ops.fp8.fp8 import is_fp8
@@ -285,7 +285,7 @@ def causal_mask(query: jax.Array, key: jax.Array, query_offset: QueryOffset) -> 
 
 def _offset_of_entries(query: jax.Array, key: jax.Array, offset: Any) -> jax.Array | None:
     """Returns [B] offsets of query [B, T, N, H], checked as the operator does."""
-    return attention.query_offsets(offset, query.shape[0], query.shape[1], key.shape[1])
+    return attention_arguments.query_offsets(offset, query.shape[0], query.shape[1], key.shape[1])
 
 
 def _fold_offset(batch: tuple[int, ...], offset: QueryOffset) -> QueryOffset:

@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 import jaxfused
 from jaxfused import dispatch
 from jaxfused.explanation import traced
-from jaxfused.ops.attention import attention
+from jaxfused.ops.attention import attention_stages
 from jaxfused.ops.linear import linear, mlp, qkv_projection, weight_gradient
 from jaxfused.ops.norm import layer_norm
 from jaxfused.ops.rope import rope
 from jaxfused.runtime import runner, vmap
+from pallas_kernels.attention.logits import saved_length
 from tests.support.arrays import put
 from tests.support.choices import chosen, why_not
 from tests.support.grids import parametrize
@@ -303,14 +304,14 @@ def kernels_and_operands():
     yield qkv_projection._Forward(of_one, True), (x3, *w, *vectors)
     dys = (ones((2, 64, 2, heads, 64), BF16) for heads in (2, 1, 1))
     yield qkv_projection._InputGradient(of_one), (*dys, *w)
-    heads = attention._Options(True, None, 0.125, None, 0.0)
+    heads = attention_stages.Options(True, None, 0.125, None, 0.0)
     for length in (64, 100):
         query = ones((2, length, 2, 2, 64), BF16)
         key = query[:, :, :, 0]
-        arrays = attention._Arrays(query, key, key)
-        yield attention._Forward(heads), arrays
-        lse = ones((2, 2, 2, attention.saved_length(length)))
-        yield attention._Backward(heads), (query, lse, query, lse, *arrays)
+        arrays = attention_stages.Arrays(query, key, key)
+        yield attention_stages.Forward(heads), arrays
+        lse = ones((2, 2, 2, saved_length(length)))
+        yield attention_stages.Backward(heads), (query, lse, query, lse, *arrays)
     of_weights = functools.partial(weight_gradient.WeightGradients, "gated_mlp", precision=None)
     for dtype, sums_rows in ((jnp.dtype(BF16), False), (jnp.dtype("float32"), True)):
         yield of_weights(dtype, count=1, sums_rows=sums_rows, side_by_side=False), (x, h)

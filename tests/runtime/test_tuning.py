@@ -986,37 +986,40 @@ def test_tune_needs_a_gpu():
 
 def lengths_and_segments():
     """Returns operands of attention for which random numbers would be invalid."""
-    from jaxfused.ops.attention import attention
+    from jaxfused.ops.attention import attention_stages
 
-    options = attention._Options(False, None, 0.125, None, 0.1)
+    options = attention_stages.Options(False, None, 0.125, None, 0.1)
     q, ids = array(2, 64, 2, 1, 64), array(2, 64, dtype=jnp.int32)
     lengths = array(2, dtype=jnp.int32)
     explicit = array(1, 1, 1, 64, 64, dtype=jnp.int8)
     seeds = array(2, 2, 2, 1, dtype=jnp.uint32)
     key = array(2, 64, 2, 64)
-    return options, attention._Arrays(
+    return options, attention_stages.Arrays(
         q, key, key, None, None, lengths, lengths, None, ids, ids, explicit, seeds
     )
 
 
 def test_examples_fit_together(device):
-    from jaxfused.ops.attention import attention
+    from jaxfused.ops.attention import attention_stages
+    from pallas_kernels.attention.logits import saved_length
 
     options, arrays = lengths_and_segments()
     cpu = dispatch.Device("cpu", "cpu", None, 0)
-    lse = array(2, 2, 1, attention.saved_length(64), dtype=jnp.float32)
+    lse = array(2, 2, 1, saved_length(64), dtype=jnp.float32)
     backward = bench.Work(
-        attention._Backward(options), (arrays.query, lse, arrays.query, lse, *arrays), cpu
+        attention_stages.Backward(options), (arrays.query, lse, arrays.query, lse, *arrays), cpu
     )
     examples = jax.jit(bench._examples, static_argnums=0)(backward, jnp.uint32(0))
     assert jax.tree.map(lambda a: (a.shape, a.dtype), tuple(examples)) == jax.tree.map(
         lambda a: (a.shape, a.dtype), backward.operands
     )
-    made = attention._Arrays(*examples[4:])
+    made = attention_stages.Arrays(*examples[4:])
     assert list(made.key_lengths) == [64, 64]
     assert np.all(np.diff(made.key_segments) >= 0) and np.all(made.explicit == 1)
     # The output and the log-sum-exp come from the forward.
-    output, saved = jax.jit(lambda made: attention._Forward(options).run("xla", cpu, *made))(made)
+    output, saved = jax.jit(lambda made: attention_stages.Forward(options).run("xla", cpu, *made))(
+        made
+    )
     np.testing.assert_allclose(np.float32(examples[0]), np.float32(output), rtol=0.02, atol=0.02)
     np.testing.assert_allclose(examples[1], saved, rtol=1e-3, atol=1e-3)
 

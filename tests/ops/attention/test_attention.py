@@ -10,7 +10,7 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import dispatch
-from jaxfused.ops.attention import attention
+from jaxfused.ops.attention import attention_cudnn, attention_stages
 from jaxfused.ops.attention.mask import EMPTY_LSE, Mask
 from jaxfused.runtime.dropout import keep, keep_probability
 from tests.cases.attention import CASES, JAX_CASES, Case
@@ -178,8 +178,8 @@ def test_xla_saves_that_queries_beyond_the_length_attend_to_nothing():
     """The sink of such a query is not saved: a backward kernel recognises it by EMPTY_LSE alone."""
     query, key = np.ones((2, 5, 1, 2, 8), np.float32), np.ones((2, 3, 1, 8), np.float32)
     sinks, lengths = np.full((1, 2), -7.0, np.float32), np.array([2, 0], np.int32)
-    arrays = attention._Arrays(query, key, key, sinks=sinks, query_lengths=lengths)
-    forward = attention._Forward(attention._Options(False, None, 1.0, None, 0.0))
+    arrays = attention_stages.Arrays(query, key, key, sinks=sinks, query_lengths=lengths)
+    forward = attention_stages.Forward(attention_stages.Options(False, None, 1.0, None, 0.0))
     _, lse = forward.run("xla", dispatch.Device("cpu", "", None, 0), *arrays)
     assert (lse[0, :, :, :2] > 8).all()
     chex.assert_trees_all_equal(lse[0, :, :, 2:5], np.full((1, 2, 3), EMPTY_LSE, np.float32))
@@ -412,14 +412,14 @@ def test_limits_of_cudnn(device, change, reason):
     ],
 )
 def test_what_cudnn_is_asked_to_do(fitting, monkeypatch):
-    monkeypatch.setattr(attention, "_cudnn", lambda query, key, value, *others: query)
+    monkeypatch.setattr(attention_cudnn, "attend", lambda query, key, value, *others: query)
     with dispatch.assume(H200):
         assert cudnn(**fitting) is None
 
 
 def test_what_runs_without_kernels_of_ours_is_explained(monkeypatch):
     """One call runs in cuDNN, one with an array as scale in XLA; neither is a stage of a `Runner`."""
-    monkeypatch.setattr(attention, "_cudnn", lambda query, key, value, *others: query)
+    monkeypatch.setattr(attention_cudnn, "attend", lambda query, key, value, *others: query)
     x = jax.ShapeDtypeStruct((1, 192, 2, 64), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     by_cudnn = functools.partial(jaxfused.dot_product_attention, implementation="cudnn")
@@ -491,7 +491,7 @@ def softmax_of_infinite_logits(query, key, value, bias, mask, **options):
     ids=str,
 )
 def test_cudnn_meets_no_query_without_keys(monkeypatch, case, lowest):
-    monkeypatch.setattr(attention, "jax_dot_product_attention", softmax_of_infinite_logits)
+    monkeypatch.setattr(attention_cudnn, "jax_dot_product_attention", softmax_of_infinite_logits)
     ours, plain = cudnn_and_plain(case, lowest)
     with dispatch.assume(H200):
         assert_values_and_gradients(ours, plain, *case.arrays(jnp.bfloat16), cotangents=1)

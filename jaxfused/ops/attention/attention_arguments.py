@@ -1,0 +1,227 @@
+"""Arguments of dot_product_attention: checks, and the forms in which its implementations take them."""
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.ops.attention.mask import Mask
+from jaxfused.runtime.checks import (
+    check_floating,
+    check_shape,
+)
+
+
+def validate(query, key, value, bias, sinks) -> None:
+    """Checks the shapes and dtypes of the arrays."""
+    op = "dot_product_attention"
+    check_floating(op, {"bias": bias, "sinks": sinks})
+    if not jnp.issubdtype(query.dtype, jnp.integer):
+        check_floating(op, {"query": query})
+    for name, array in {"query": query, "key": key, "value": value}.items():
+        if array.ndim != 4:
+            raise ValueError(
+                f"{op}: {name} has shape {array.shape}, but query, key and value have 4 axes each,"
+                " or 3 without the batch; pass (batch, length, heads, head size)."
+            )
+        if array.dtype != query.dtype:
+            raise ValueError(
+                f"{op}: {name} has dtype {array.dtype}, but the query's is {query.dtype};"
+                f" pass {name}.astype(query.dtype)."
+            )
+    batch, _, heads, head_size = query.shape
+    key_heads = key.shape[2]
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(
+            f"{op}: query has {heads} heads and key {key_heads}, but the number of query heads must be"
+            " a multiple of the number of key heads, which they share evenly; pass such numbers."
+        )
+    check_shape(
+        op,
+        "key",
+        key,
+        (batch, key.shape[1], key_heads, head_size),
+        f"query has shape {query.shape}, and both have one batch and head size",
+    )
+    check_shape(op, "value", value, (*key.shape[:3], value.shape[3]), f"key has shape {key.shape}")
+    check_shape(op, "sinks", sinks, (heads,), f"query has {heads} heads")
+
+
+def mask_of(
+    query,
+    key,
+    mask,
+    is_causal,
+    local_window_size,
+    query_offset,
+    query_lengths,
+    key_lengths,
+    query_segments,
+    key_segments,
+) -> Mask:
+    """Returns who attends to whom, with masks that broadcast to [B, N, T, S]."""
+    op = "dot_product_attention"
+    batch, query_length, heads, _ = query.shape
+    key_length = key.shape[1]
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        if mask.dtype != jnp.bool_:
+            raise ValueError(
+                f"{op}: mask has dtype {mask.dtype}, but it says True or False for each query and"
+                " key; pass an array of bool, or pass what is added to the logits as bias."
+            )
+        mask = broadcastable("mask", mask, (batch, heads, query_length, key_length))
+    if (query_segments is None) != (key_segments is None):
+        raise ValueError(
+            f"{op}: one of query_segment_ids and key_value_segment_ids was passed, but they are"
+            " compared with each other; pass both or none."
+        )
+    query_segments, key_segments = _segments(
+        query_segments, key_segments, batch, query_length, key_length
+    )
+    query_lengths = _lengths("query_seq_lengths", query_lengths, batch, query_length)
+    key_lengths = _lengths("key_value_seq_lengths", key_lengths, batch, key_length)
+    window = _window(local_window_size)
+    if isinstance(query_offset, str) and query_offset == "bottom_right":
+        # Lengths are arrays, and counts are numbers.
+        keys = key_length if key_lengths is None else key_lengths
+        query_offset = keys - (query_length if query_lengths is None else query_lengths)
+    offset = query_offsets(query_offset, batch, query_length, key_length, window or (0, 0))
+    return Mask(
+        is_causal=bool(is_causal),
+        window=window,
+        # Without either limit positions say nothing.
+        query_offset=offset if is_causal or window is not None else None,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        query_segments=query_segments,
+        key_segments=key_segments,
+        explicit=mask,
+    )
+
+
+def scale_of(scale: Any, head_size: int, logits_shape: tuple[int, ...]) -> float | jax.Array:
+    """Returns a constant of the kernels, or an array of shape () or of four axes."""
+    if scale is None:
+        return head_size**-0.5 if head_size else 1.0
+    if hasattr(scale, "shape") and (scale.shape or not isinstance(scale, np.ndarray | np.generic)):
+        array = jnp.asarray(scale)
+        if jnp.issubdtype(array.dtype, jnp.integer):
+            array = array.astype(jnp.float32)
+        check_floating("dot_product_attention", {"scale": array})
+        return broadcastable("scale", array, logits_shape) if array.ndim else array
+    is_number = isinstance(scale, int | float | np.ndarray | np.generic)
+    if not is_number or isinstance(scale, bool) or not math.isfinite(scale):
+        raise ValueError(
+            f"dot_product_attention: scale is {scale!r}, but the logits are multiplied by it; pass a"
+            " finite number, or None for 1 / sqrt(head size)."
+        )
+    return float(scale)
+
+
+def _window(size: Any) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    sides = size if isinstance(size, Sequence) else (size, size)
+    if len(sides) != 2 or any(not isinstance(side, Integral) or side < 0 for side in sides):
+        raise ValueError(
+            f"dot_product_attention: local_window_size is {size!r}, but it counts the keys to the left"
+            " and to the right of a query; pass a whole number from 0 up, or two."
+        )
+    left, right = sides
+    # A window beyond _LONGEST is no limit, and positions have 32 bits.
+    return min(int(left), _LONGEST), min(int(right), _LONGEST)
+
+
+_LONGEST = 2**29
+
+
+def query_offsets(
+    offset: Any, batch: int, queries: int, keys: int, window: tuple[int, int] = (0, 0)
+) -> jax.Array | None:
+    """Returns [B] offsets limited to what makes a difference, as kernels add to them; None for 0."""
+    if offset is None:
+        return None
+    if isinstance(offset, str) and offset == "bottom_right":
+        offset = keys - queries
+    least, most = -queries - window[1], keys + window[0]
+    if isinstance(offset, str | bool | float):
+        raise ValueError(
+            f"dot_product_attention: query_offset is {offset!r}, but it says at which key the first"
+            ' query stands; pass a whole number, an integer for each sequence, or "bottom_right".'
+        )
+    if isinstance(offset, Integral):
+        offset = min(max(int(offset), least), most)
+        return jnp.full((batch,), offset, jnp.int32) if offset else None
+    if isinstance(offset, Sequence):
+        offset = np.asarray(offset)
+    if isinstance(offset, np.ndarray) and np.issubdtype(offset.dtype, np.integer):
+        # Before JAX takes the lower 32 bits.
+        offset = np.clip(offset.astype(np.int64), least, most).astype(np.int32)
+    if not jnp.shape(offset):
+        offset = jnp.broadcast_to(offset, (batch,))
+    array = _integers("query_offset", offset, (batch,))
+    assert array is not None
+    if array.dtype.itemsize < 4:
+        array = array.astype(jnp.int32)
+    if jnp.issubdtype(array.dtype, jnp.signedinteger):
+        array = jnp.maximum(array, least)
+    return jnp.minimum(array, most).astype(jnp.int32)
+
+
+def _lengths(name: str, lengths: Any, batch: int, full: int) -> jax.Array | None:
+    """Returns the lengths clipped to 0 to `full`, as kernels rely on it."""
+    array = _integers(name, lengths, (batch,))
+    if array is None:
+        return None
+    if array.dtype.itemsize < 4:
+        array = array.astype(jnp.int32)
+    return jnp.clip(array, 0, full).astype(jnp.int32)
+
+
+def _segments(
+    query_segments: Any, key_segments: Any, batch: int, query_length: int, key_length: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns both as int32; 64-bit ids are replaced by their ranks."""
+    queries = _integers("query_segment_ids", query_segments, (batch, query_length))
+    keys = _integers("key_value_segment_ids", key_segments, (batch, key_length))
+    if queries is None or keys is None:
+        return None, None
+    if max(queries.dtype.itemsize, keys.dtype.itemsize) > 4:
+        both = jnp.concatenate([queries, keys], axis=1)
+        _, ranks = jnp.unique(both, return_inverse=True, size=both.size)
+        queries, keys = jnp.split(ranks.reshape(both.shape), [query_length], axis=1)
+    return queries.astype(jnp.int32), keys.astype(jnp.int32)
+
+
+def _integers(name: str, array: Any, shape: tuple[int, ...]) -> jax.Array | None:
+    """Returns integers of `shape`; a leading axis of 1 may be missing, as with 3-D queries."""
+    if array is None:
+        return None
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(
+            f"dot_product_attention: {name} has dtype {array.dtype}, but it holds integers;"
+            f" pass {name}.astype(jnp.int32)."
+        )
+    if shape[0] == 1 and array.shape == shape[1:]:
+        array = array[None]
+    check_shape("dot_product_attention", name, array, shape, f"query and key imply {shape}")
+    return array
+
+
+def broadcastable(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the array with 4 axes, each of which has length 1 or that of `shape`."""
+    fits = array.ndim <= 4 and all(
+        size in (1, full) for size, full in zip(array.shape[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"dot_product_attention: {name} has shape {array.shape}, but the logits have shape"
+            f" {shape}; pass an array that broadcasts to them."
+        )
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)

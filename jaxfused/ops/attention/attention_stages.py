@@ -1,0 +1,546 @@
+"""The stages of dot_product_attention: forward and backward of its kernels, with their estimates."""
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.ops.attention import attention_cuda as cuda_attention
+from jaxfused.ops.attention import attention_xla, costs_float32
+from jaxfused.ops.attention.mask import EMPTY_LSE, Mask
+from jaxfused.runtime import cuda_library
+from jaxfused.runtime.estimate import Estimate, Rule, Times
+from jaxfused.runtime.runner import Axes, Results, Runner
+from jaxfused.runtime.vmap import batch_all, is_batched
+from pallas_kernels.attention import attention as pallas_attention
+from pallas_kernels.attention import estimate
+from pallas_kernels.attention.forward import ForwardConfig
+from pallas_kernels.attention.logits import Logits, Operands, saved_length
+from pallas_kernels.attention.mask import BlockMask, segment_blocks
+from pallas_kernels.attention.shape import Shape
+
+_FEW_QUERIES = 64
+"""Largest number of queries for which XLA may be faster; with more, its logits take too much memory."""
+
+
+_KERNELS = ("pallas", "cuda")
+_LIKE_CUDA = ForwardConfig(consumers=1)
+"""Config of the Pallas kernel whose estimated time stands for that of the CUDA kernels."""
+
+
+def _times(by_kernels: float, by_xla: float) -> Times:
+    """Returns the times of XLA and of both kernels, of which the first that can run is taken."""
+    times = dict.fromkeys(_KERNELS, by_kernels) | {"xla": by_xla}
+    return Times(times, "Pallas and CUDA have one model, and Pallas comes first")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Static options of a call of the kernels."""
+
+    is_causal: bool
+    window: tuple[int, int] | None
+    scale: float
+    soft_cap: float | None
+    dropout_rate: float
+    allows_tf32: bool = False
+    """True if the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
+
+    def forward_times(
+        self, device: dispatch.Device, able: Collection[str], arrays: "Arrays"
+    ) -> Times:
+        """Returns the times of a forward; benchmarks/LAB.md says what they were fitted to.
+
+        XLA's passes over the logits cost less with a few queries and many keys, and in float32 for any
+        work that is too small to fill the GPU.
+        """
+        if arrays.query.dtype == jnp.float32:
+            work = self._work_of_float32(device, arrays)
+            return _times(work.forward(), work.xla_forward())
+        batch, queries, key_heads, groups, _ = arrays.query.shape
+        keys = self.visited_keys(arrays)
+        heads = batch * key_heads * groups
+        by_xla = 8 + self._bytes_of_keys(arrays) / 1.2e6 + heads * queries * keys * 12 / 3e6
+        shape, logits = arrays.shape(), self.logits(arrays.query, arrays.key, arrays)
+        config: pallas_attention.ForwardConfig = _LIKE_CUDA
+        if "pallas" in able:
+            config = pallas_attention.forward_candidates(
+                shape, arrays.query.dtype, logits=logits, multiprocessors=device.multiprocessors
+            )[0]
+        return _times(estimate.forward(shape, logits, config, device.multiprocessors), by_xla)
+
+    def backward_estimate(
+        self, device: dispatch.Device, able: Collection[str], arrays: "Arrays"
+    ) -> Estimate:
+        """Returns the times of a backward, or the rule where the Pallas kernels cannot run."""
+        if arrays.query.dtype == jnp.float32:
+            work = self._work_of_float32(device, arrays)
+            return _times(work.backward(), work.xla_backward())
+        batch, queries, key_heads, groups, _ = arrays.query.shape
+        keys = self.visited_keys(arrays)
+        if "pallas" not in able:
+            why = "up to 16 queries over 64 keys or more are faster in XLA than in CUDA"
+            return Rule(("xla",), why) if queries <= 16 and keys >= 64 else None
+        shape, logits = arrays.shape(), self.logits(arrays.query, arrays.key, arrays)
+        heads = batch * key_heads * groups
+        by_xla = 20 + self._bytes_of_keys(arrays) / 0.8e6 + heads * queries * keys * 24 / 3e6
+        config = pallas_attention.backward_candidates(
+            shape, arrays.query.dtype, logits=logits, multiprocessors=device.multiprocessors
+        )[0]
+        return _times(estimate.backward(shape, logits, config, device.multiprocessors), by_xla)
+
+    def rule(self, device: dispatch.Device, arrays: "Arrays") -> Rule | None:
+        """Returns the rule for both directions, or None if times decide."""
+        if device.multiprocessors == 0:
+            return Rule(_KERNELS, "the device's number of SMs is unknown")
+        if arrays.key.shape[1] == 1:
+            return Rule(("xla",), "a single key, whose weight is always 1, is faster in XLA")
+        if arrays.query.dtype != jnp.float32 and arrays.query.shape[1] > _FEW_QUERIES:
+            why = f"XLA's logits of more than {_FEW_QUERIES} queries take too much memory"
+            return Rule(_KERNELS, why)
+        return None
+
+    def _work_of_float32(self, device: dispatch.Device, arrays: "Arrays") -> costs_float32.Work:
+        batch, queries, key_heads, groups, head_size = arrays.query.shape
+        _, keys, _, value_size = arrays.value.shape
+        mean = float(keys)
+        if self.is_causal and arrays.query_offset is not None:
+            mean = max(0.5, keys - queries / 2)
+        elif self.is_causal:
+            mean = min(queries, keys) * (min(queries, keys) + 1) / 2
+            mean = (mean + max(0, queries - keys) * keys) / max(1, queries)
+        if self.window is not None:
+            left, right = self.window
+            mean = min(mean, 1 + left + (0 if self.is_causal else right))
+        return costs_float32.Work(
+            batch=batch,
+            queries=queries,
+            keys=keys,
+            heads=key_heads * groups,
+            key_heads=key_heads,
+            head_size=max(head_size, value_size),
+            visited_keys=mean,
+            multiprocessors=device.multiprocessors,
+        )
+
+    def _bytes_of_keys(self, arrays: "Arrays") -> float:
+        """Returns the bytes of the keys and values that are visited, in 16 bits."""
+        batch, _, key_heads, _, head_size = arrays.query.shape
+        keys = self.visited_keys(arrays)
+        return 2.0 * batch * keys * key_heads * (head_size + arrays.value.shape[3])
+
+    def why_not(self, device: dispatch.Device, arrays: "Arrays") -> Mapping[str, str | None]:
+        """Returns why each implementation cannot run, in both directions, or None if it can."""
+        call = dict(
+            compute_capability=device.compute_capability,
+            dtype=arrays.query.dtype,
+            query_count=arrays.query.shape[1],
+            key_count=arrays.key.shape[1],
+            head_size=arrays.query.shape[4],
+            value_size=arrays.value.shape[3],
+        )
+        return {
+            "pallas": pallas_attention.why_unsupported(**call),
+            "cuda": cuda_attention.why_unsupported(**call, allows_tf32=self.allows_tf32),
+            "xla": None,
+        }
+
+    def visited_keys(self, arrays: "Arrays") -> int:
+        """Returns how many keys some of the queries may attend to by their positions."""
+        queries, keys = arrays.query.shape[1], arrays.key.shape[1]
+        if self.is_causal and arrays.query_offset is None:
+            keys = min(keys, queries)
+        if self.window is not None:
+            keys = min(keys, queries + sum(self.window))
+        return keys
+
+    def logits(self, query: Any, key: Any, operands: "Operands | Arrays") -> Logits:
+        """Returns the options in the form that the Pallas kernels take."""
+        mask = BlockMask(
+            query_count=query.shape[1],
+            key_count=key.shape[1],
+            is_causal=self.is_causal,
+            window=self.window,
+            has_query_offset=operands.query_offset is not None,
+            has_query_lengths=operands.query_lengths is not None,
+            has_key_lengths=operands.key_lengths is not None,
+            has_segments=operands.query_segments is not None,
+            has_explicit=operands.explicit is not None,
+        )
+        return Logits(
+            scale=self.scale,
+            mask=mask,
+            soft_cap=self.soft_cap,
+            has_bias=operands.bias is not None,
+            has_sinks=operands.sinks is not None,
+            dropout_rate=self.dropout_rate,
+        )
+
+
+def _for_cuda(
+    logits: Logits, operands: Operands
+) -> tuple[cuda_attention.Operands, cuda_attention.Options]:
+    """Returns operands and options in the form that the CUDA kernels take."""
+    queries, keys = operands.query_segments, operands.key_segments
+    bounds = {}
+    if queries is not None and keys is not None:
+        block = cuda_attention.SEGMENT_BLOCK
+        bounds = dict(
+            key_bounds=segment_blocks(queries, keys, block, block),
+            query_bounds=segment_blocks(keys, queries, block, block),
+        )
+    left, right = logits.mask.reach()
+    options = cuda_attention.Options(
+        scale=logits.scale,
+        soft_cap=logits.soft_cap,
+        left=left,
+        right=right,
+        dropout_threshold=logits.dropout_threshold,
+    )
+    return cuda_attention.Operands(**operands._asdict(), **bounds), options
+
+
+class Arrays(NamedTuple):
+    """Operands, with query heads [N] as [K, G] so that they are sharded like their key heads.
+
+    The fields are arrays or None. The same class holds the cotangents of these arrays.
+    """
+
+    query: Any
+    """[B, T, K, G, H]"""
+    key: Any
+    """[B, S, K, H]"""
+    value: Any
+    """[B, S, K, V]"""
+    bias: Any = None
+    """[B or 1, K or 1, G or 1, T or 1, S or 1]; `explicit` has the same axes and is int8."""
+    sinks: Any = None
+    """[K, G]"""
+    query_lengths: Any = None
+    key_lengths: Any = None
+    query_offset: Any = None
+    query_segments: Any = None
+    key_segments: Any = None
+    explicit: Any = None
+    dropout_seeds: Any = None
+    """[2, B, K, G]"""
+
+    def axes(self) -> tuple[str, ...]:
+        """Returns the letters of each operand's axes for `sharding`."""
+        bias, explicit = _axes_of_logits(self.bias), _axes_of_logits(self.explicit)
+        return ("btkgh", "bskh", "bskv", bias, "kg", "b", "b", "b", "bt", "bs", explicit, "zbkg")
+
+    def shape(self) -> Shape:
+        """Returns the sizes in the form that the Pallas kernels take."""
+        batch, query_count, key_heads, groups, head_size = self.query.shape
+        _, key_count, _, value_size = self.value.shape
+        heads = key_heads * groups
+        return Shape(batch, query_count, key_count, heads, key_heads, head_size, value_size)
+
+    def ungrouped(self) -> tuple[jax.Array, jax.Array, jax.Array, Operands]:
+        """Returns the arrays in the form that the kernels take, with query heads [N]."""
+        batch, query_count, key_heads, groups, head_size = self.query.shape
+        heads = key_heads * groups
+
+        def matrix(array):
+            if array is None:
+                return None
+            first, k, g, *last = array.shape
+            return array.reshape(first, k * g, *last)
+
+        seeds, sinks = self.dropout_seeds, self.sinks
+        operands = Operands(
+            bias=matrix(self.bias),
+            sinks=None if sinks is None else sinks.reshape(heads),
+            query_lengths=self.query_lengths,
+            key_lengths=self.key_lengths,
+            query_offset=self.query_offset,
+            query_segments=self.query_segments,
+            key_segments=self.key_segments,
+            explicit=matrix(self.explicit),
+            dropout_seeds=None if seeds is None else seeds.reshape(2, batch, heads),
+        )
+        query = self.query.reshape(batch, query_count, heads, head_size)
+        return query, self.key, self.value, operands
+
+
+WHOLE = "tshvrgzBKGTS"
+"""Axes that every device must hold whole: all but the batch and the key heads."""
+
+
+def _axes_of_logits(array: jax.Array | None) -> str:
+    """Returns the letters of [B, K, G, T, S], with other letters for axes of length 1."""
+    if array is None:
+        return "BKGTS"
+    return "".join(
+        letter.upper() if size == 1 else letter
+        for letter, size in zip("bkgts", array.shape, strict=True)
+    )
+
+
+def within(mask: Mask, query_count: int) -> jax.Array:
+    """Returns [B, T, 1]: whether a query is within its length."""
+    assert mask.query_lengths is not None
+    return jnp.arange(query_count)[None, :, None] < mask.query_lengths[:, None, None]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Computes (output [B, T, K, G, V], lse [B, K, G, R]) from the operands of Arrays."""
+
+    options: Options
+
+    @property
+    def name(self) -> str:
+        return "dot_product_attention forward"
+
+    def axes(self, *operands) -> Axes:
+        return Axes(Arrays(*operands).axes(), ("btkgv", "bkgr"), WHOLE, {"r": "t"})
+
+    def why_not(self, device, *operands) -> Mapping[str, str | None]:
+        return self.options.why_not(device, Arrays(*operands))
+
+    def estimate(self, device, able, *operands) -> Estimate:
+        arrays, options = Arrays(*operands), self.options
+        return options.rule(device, arrays) or options.forward_times(device, able, arrays)
+
+    def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
+        arrays = Arrays(*operands)
+        if implementation != "pallas":
+            return ()
+        return pallas_attention.forward_candidates(
+            arrays.shape(),
+            arrays.query.dtype,
+            logits=self.options.logits(arrays.query, arrays.key, arrays),
+            multiprocessors=device.multiprocessors,
+        )
+
+    def examples(self, random, device, *operands) -> Sequence[Any]:
+        del device
+        return _examples(random, Arrays(*operands))
+
+    def run(self, implementation, device, *operands, config=None) -> Results:
+        arrays = Arrays(*operands)
+        query, key, value, optional = arrays.ungrouped()
+        if implementation == "xla":
+            return _in_xla(self.options, arrays)(query, key, value, optional.bias, optional.sinks)
+        logits = self.options.logits(query, key, optional)
+        if implementation == "cuda":
+            output, lse = cuda_attention.forward(
+                query,
+                key,
+                value,
+                *_for_cuda(logits, optional),
+                saved_length=saved_length(query.shape[1]),
+            )
+        else:
+            output, lse = pallas_attention.forward(
+                query,
+                key,
+                value,
+                optional,
+                logits=logits,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        return _grouped(arrays, output, lse)
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return _over_batch(self, call, axis_size, in_batched, operands, 0)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Computes (dquery, dkey, dvalue, dbias, dsinks); the last two are None if the operand is absent.
+
+    The operands are the output, the log-sum-exp, the cotangents of both, and Arrays.
+    """
+
+    options: Options
+    own_bias: bool = False
+    """True if each device owns a part of the bias. If so, dbias has the bias's dtype if kernels support
+    it. Else it is float32, because devices may add up their parts."""
+
+    @property
+    def name(self) -> str:
+        return "dot_product_attention backward"
+
+    def axes(self, *operands) -> Axes:
+        arrays = Arrays(*operands[4:])
+        axes = arrays.axes()
+        results = tuple(
+            None if array is None else letters
+            for array, letters in zip(arrays[:5], axes[:5], strict=True)
+        )
+        return Axes(("btkgv", "bkgr", "btkgv", "bkgr", *axes), results, WHOLE)
+
+    def why_not(self, device, *operands) -> Mapping[str, str | None]:
+        return self.options.why_not(device, Arrays(*operands[4:]))
+
+    def estimate(self, device, able, *operands) -> Estimate:
+        arrays, options = Arrays(*operands[4:]), self.options
+        return options.rule(device, arrays) or options.backward_estimate(device, able, arrays)
+
+    def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
+        arrays = Arrays(*operands[4:])
+        if implementation != "pallas":
+            return ()
+        return pallas_attention.backward_candidates(
+            arrays.shape(),
+            arrays.query.dtype,
+            logits=self.options.logits(arrays.query, arrays.key, arrays),
+            multiprocessors=device.multiprocessors,
+        )
+
+    def examples(self, random, device, *operands) -> Sequence[Any]:
+        arrays = _examples(random, Arrays(*operands[4:]))
+        forward = Forward(self.options)
+        implementation = Runner(None, device).choice(forward, *arrays).implementation
+        output, lse = forward.run(implementation, device, *arrays)
+        return output, lse, random(operands[2]), random(operands[3]), *arrays
+
+    def run(
+        self, implementation, device, output, lse, doutput, dlse, *operands, config=None
+    ) -> Results:
+        arrays = Arrays(*operands)
+        query, key, value, optional = arrays.ungrouped()
+        batch, query_count, heads, _ = query.shape
+        if implementation == "xla":
+            differentiated = (query, key, value, optional.bias, optional.sinks)
+            _, vjp = jax.vjp(_in_xla(self.options, arrays), *differentiated)
+            dquery, dkey, dvalue, dbias, dsinks = vjp((doutput, dlse))
+            return self._as_operands(arrays, dquery, dkey, dvalue, dbias, dsinks)
+        logits = self.options.logits(query, key, optional)
+        saved = (
+            output.reshape(*query.shape[:3], -1),
+            lse.reshape(batch, heads, -1),
+            doutput.reshape(*query.shape[:3], -1),
+            dlse.reshape(batch, heads, -1)[..., :query_count],
+        )
+        if implementation == "cuda":
+            cuda_operands, cuda_options = _for_cuda(logits, optional)
+            gradients = cuda_attention.backward(
+                query, key, value, cuda_operands, *saved, cuda_options
+            )
+        else:
+            gradients = pallas_attention.backward(
+                query,
+                key,
+                value,
+                optional,
+                *saved,
+                logits=logits,
+                multiprocessors=device.multiprocessors,
+                config=config,
+                dbias_dtype=self._dbias_dtype(arrays),
+            )
+        return self._as_operands(arrays, *gradients)
+
+    def _dbias_dtype(self, arrays: Arrays) -> Any:
+        has_it = arrays.bias is not None and arrays.bias.dtype in cuda_library.DTYPES
+        return arrays.bias.dtype if self.own_bias and has_it else jnp.float32
+
+    def _as_operands(self, arrays: Arrays, dquery, dkey, dvalue, dbias, dsinks) -> Results:
+        """Returns the gradients in the shapes of the arrays; that of the sinks stays float32."""
+        if dbias is not None:
+            dbias = dbias.reshape(arrays.bias.shape).astype(self._dbias_dtype(arrays))
+        return (
+            dquery.reshape(arrays.query.shape),
+            dkey,
+            dvalue,
+            dbias,
+            None if dsinks is None else dsinks.reshape(arrays.sinks.shape).astype(jnp.float32),
+        )
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return _over_batch(self, call, axis_size, in_batched, operands, 4)
+
+
+def _examples(random: Callable[[Any], Any], arrays: Arrays) -> Arrays:
+    """Returns random arrays like `arrays`: of full length, in four segments, with all keys allowed."""
+
+    def segments(ids):
+        if ids is None:
+            return None
+        length = ids.shape[1]
+        return jnp.broadcast_to(4 * jnp.arange(length, dtype=ids.dtype) // length, ids.shape)
+
+    def lengths(counts, array):
+        return None if counts is None else jnp.full_like(counts, array.shape[1])
+
+    random_arrays = Arrays(*(None if array is None else random(array) for array in arrays))
+    explicit, offset = arrays.explicit, arrays.query_offset
+    queries, keys = arrays.query.shape[1], arrays.key.shape[1]
+    return random_arrays._replace(
+        query_lengths=lengths(arrays.query_lengths, arrays.query),
+        key_lengths=lengths(arrays.key_lengths, arrays.key),
+        query_offset=None if offset is None else jnp.full_like(offset, max(0, keys - queries)),
+        query_segments=segments(arrays.query_segments),
+        key_segments=segments(arrays.key_segments),
+        explicit=None if explicit is None else jnp.ones_like(explicit),
+    )
+
+
+def _grouped(arrays: Arrays, output: jax.Array, lse: jax.Array) -> Results:
+    """Reshapes [B, T, N, V] and [B, N, R] to [B, T, K, G, V] and [B, K, G, R]."""
+    shape = arrays.query.shape[:4]
+    batch, _, key_heads, groups = shape
+    lse = lse.reshape(batch, key_heads, groups, lse.shape[-1])
+    return output.reshape(*shape, output.shape[-1]), lse
+
+
+def _in_xla(options: Options, arrays: Arrays) -> Callable[..., Results]:
+    """Returns the jax.numpy forward as a function of the differentiable q, k, v, bias and sinks."""
+    query, _, _, operands = arrays.ungrouped()
+    query_count = query.shape[1]
+    mask = Mask(
+        is_causal=options.is_causal,
+        window=options.window,
+        query_lengths=operands.query_lengths,
+        key_lengths=operands.key_lengths,
+        query_offset=operands.query_offset,
+        query_segments=operands.query_segments,
+        key_segments=operands.key_segments,
+        explicit=None if operands.explicit is None else operands.explicit != 0,
+    )
+
+    def forward(query, key, value, bias, sinks):
+        output, lse = attention_xla.attention_by_seeds(
+            query,
+            key,
+            value,
+            bias,
+            sinks,
+            mask,
+            operands.dropout_seeds,
+            scale=options.scale,
+            logits_soft_cap=options.soft_cap,
+            dropout_rate=options.dropout_rate,
+        )
+        if sinks is not None and mask.query_lengths is not None:
+            # The kernels' backward recognises queries beyond the length by this value alone.
+            lse = jnp.where(within(mask, query_count), lse, EMPTY_LSE)
+        missing = saved_length(query_count) - query_count
+        lse = jnp.pad(lse.swapaxes(1, 2), ((0, 0), (0, 0), (0, missing)))
+        return _grouped(arrays, output, lse)
+
+    return forward
+
+
+def _over_batch(kernel, call, axis_size: int, in_batched, operands, first: int) -> Results | None:
+    """Runs the kernel over a batch of operands; those from `first` on are Arrays.
+
+    The batch is merged into the axis B of the operands, unless one of them has no such axis.
+    """
+    arrays = Arrays(*operands[first:])
+    shared = (arrays.bias, arrays.sinks, arrays.explicit, arrays.dropout_seeds)
+    if any(array is not None for array in shared):
+        return None
+    operands = batch_all(axis_size, in_batched, operands)
+    batch = arrays.query.shape[1 if is_batched(in_batched[first]) else 0]
+    folded = (None if a is None else a.reshape(axis_size * batch, *a.shape[2:]) for a in operands)
+    outputs = call(kernel, *folded)
+    return tuple(None if o is None else o.reshape(axis_size, batch, *o.shape[1:]) for o in outputs)
