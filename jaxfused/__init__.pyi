@@ -23,8 +23,8 @@ from jaxfused.ops.grouped.ragged_dot import ragged_dot as ragged_dot
 from jaxfused.ops.grouped.router import Routes as Routes
 from jaxfused.ops.grouped.router import load_balancing_loss as load_balancing_loss
 from jaxfused.ops.grouped.router import router as router
+from jaxfused.ops.linear.gated_mlp import gated_mlp as gated_mlp
 from jaxfused.ops.linear.linear import linear as linear
-from jaxfused.ops.linear.mlp import gated_mlp as gated_mlp
 from jaxfused.ops.linear.mlp import mlp as mlp
 from jaxfused.ops.linear.qkv_projection import qkv_projection as qkv_projection
 from jaxfused.ops.loss.cross_entropy import softmax_cross_entropy as softmax_cross_entropy

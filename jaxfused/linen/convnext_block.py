@@ -19,7 +19,7 @@ from jaxfused.linen.mlp import MLP
 from jaxfused.modules.convnext_block import scaled_mlp, scaled_sum
 from jaxfused.modules.mlp import Layer
 from jaxfused.modules.transformer_block import check_rates
-from jaxfused.ops.linear.mlp import Save
+from jaxfused.ops.linear.hidden_layer import Save
 from jaxfused.runtime.checks import python_number_fields
 
 

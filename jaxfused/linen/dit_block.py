@@ -15,7 +15,7 @@ from jaxfused.linen.linear import Dense, affine
 from jaxfused.linen.mlp import MLP
 from jaxfused.modules.dit_block import CHUNKS, Stream, check_heads, dit_block
 from jaxfused.ops.attention.attention import AttentionImplementation
-from jaxfused.ops.linear.mlp import Save
+from jaxfused.ops.linear.hidden_layer import Save
 from jaxfused.runtime.checks import python_number_fields
 
 

@@ -13,7 +13,7 @@ from jaxfused.linen.fp8 import precision_of
 from jaxfused.linen.linear import affine
 from jaxfused.modules.attention import check_rate
 from jaxfused.modules.mlp import check_layer_names, gated_mlp, mlp
-from jaxfused.ops.linear.mlp import Save
+from jaxfused.ops.linear.hidden_layer import Save
 from jaxfused.runtime.checks import python_number_fields
 
 

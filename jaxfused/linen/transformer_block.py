@@ -30,7 +30,7 @@ from jaxfused.modules.transformer_block import (
     tables_of,
 )
 from jaxfused.ops.attention.attention import AttentionImplementation
-from jaxfused.ops.linear.mlp import Save
+from jaxfused.ops.linear.hidden_layer import Save
 from jaxfused.runtime.checks import python_number_fields
 
 

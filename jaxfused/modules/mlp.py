@@ -16,9 +16,10 @@ from jaxfused.modules.linear import (
     promoted,
 )
 from jaxfused.modules.promotion import floating
+from jaxfused.ops.linear import gated_mlp as gated_mlp_operator
 from jaxfused.ops.linear import mlp as mlp_operator
 from jaxfused.ops.linear import mlp_xla
-from jaxfused.ops.linear.mlp import Save
+from jaxfused.ops.linear.hidden_layer import Save
 from jaxfused.ops.quantized.quantized_gated_unit import gated_unit, why_apart
 from jaxfused.runtime import dropout_arguments
 from jaxfused.runtime.quantized_array import QuantizedArray
@@ -94,7 +95,7 @@ def gated_mlp(
         or isinstance(w_up, KernelStandIn)
         or isinstance(w_down, KernelStandIn)
     ):
-        return mlp_operator.gated_mlp(
+        return gated_mlp_operator.gated_mlp(
             x,
             w_gate,
             w_up,

@@ -17,7 +17,7 @@ from jaxfused.nnx.conv import Conv
 from jaxfused.nnx.layer_norm import LayerNorm
 from jaxfused.nnx.linear import affine
 from jaxfused.nnx.mlp import MLP
-from jaxfused.ops.linear.mlp import Save
+from jaxfused.ops.linear.hidden_layer import Save
 from jaxfused.runtime.checks import python_numbers
 
 

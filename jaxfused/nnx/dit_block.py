@@ -13,7 +13,7 @@ from jaxfused.modules.dit_block import CHUNKS, Stream, check_heads, dit_block
 from jaxfused.nnx.linear import Linear, affine
 from jaxfused.nnx.mlp import MLP
 from jaxfused.ops.attention.attention import AttentionImplementation
-from jaxfused.ops.linear.mlp import Save
+from jaxfused.ops.linear.hidden_layer import Save
 from jaxfused.runtime.checks import python_numbers
 
 

@@ -16,7 +16,7 @@ from jaxfused.modules.attention import check_rate
 from jaxfused.modules.mlp import check_layer_names, gated_mlp, mlp
 from jaxfused.nnx.fp8 import history_for, precision_of
 from jaxfused.nnx.linear import Linear, affine
-from jaxfused.ops.linear.mlp import Save
+from jaxfused.ops.linear.hidden_layer import Save
 from jaxfused.runtime.checks import python_numbers
 
 

@@ -30,7 +30,7 @@ from jaxfused.nnx.linear import Linear, affine
 from jaxfused.nnx.mlp import MLP, GatedMLP
 from jaxfused.nnx.rope import RotaryEmbedding
 from jaxfused.ops.attention.attention import AttentionImplementation
-from jaxfused.ops.linear.mlp import Save
+from jaxfused.ops.linear.hidden_layer import Save
 from jaxfused.runtime.checks import python_numbers
 
 

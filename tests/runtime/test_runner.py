@@ -17,7 +17,13 @@ import jaxfused
 from jaxfused import dispatch
 from jaxfused.explanation import traced
 from jaxfused.ops.attention import attention_stages
-from jaxfused.ops.linear import linear, mlp, qkv_projection, weight_gradient
+from jaxfused.ops.linear import (
+    gated_mlp_stages,
+    linear,
+    mlp_stages,
+    qkv_projection,
+    weight_gradient,
+)
 from jaxfused.ops.norm import layer_norm
 from jaxfused.ops.rope import rope
 from jaxfused.runtime import runner, vmap
@@ -268,14 +274,20 @@ def kernels_and_operands():
             layer = linear.Layer("linear forward", activation, jnp.dtype(BF16), save, None)
             yield layer, (x, w, b, h)
     yield linear.ActivationGradient("silu", True), (h, h)
-    yield mlp._HiddenAndSlope("silu", None), (x, w, b)
-    yield mlp._HiddenGradientBySlope(True, None), (dy, w.T, h)
-    yield mlp._HiddenGradient("silu", True, None), (dy, w.T, h)
+    yield mlp_stages.HiddenAndSlope("silu", None), (x, w, b)
+    yield mlp_stages.HiddenGradientBySlope(True, None), (dy, w.T, h)
+    yield mlp_stages.HiddenGradient("silu", True, None), (dy, w.T, h)
     for save in (False, True):
-        yield mlp._GatedUnit("silu", save, None), (x, w, w, b, b)
-        yield mlp._GatedUnit("silu", save, None), (x, np.concatenate([w, w], 1), None, None, None)
-        yield mlp._GatedHiddenGradient("silu", (True, False), save, None), (dy, w.T, h, h)
-    yield mlp._GatedInputGradient(None), (h, h, w, w)
+        yield gated_mlp_stages.GatedUnit("silu", save, None), (x, w, w, b, b)
+        yield (
+            gated_mlp_stages.GatedUnit("silu", save, None),
+            (x, np.concatenate([w, w], 1), None, None, None),
+        )
+        yield (
+            gated_mlp_stages.GatedHiddenGradient("silu", (True, False), save, None),
+            (dy, w.T, h, h),
+        )
+    yield gated_mlp_stages.GatedInputGradient(None), (h, h, w, w)
     q = ones((2, 64, 2, 1, 64), BF16)
     angles = ones((64, 16))
     yield rope._Rotation(False, False), (q, q, angles, angles)

@@ -21,7 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfused
 from jaxfused.ops.conv import depthwise_conv_cuda, patch_expand
-from jaxfused.ops.linear import linear, linear_xla, mlp, mlp_xla, qkv_projection, qkv_projection_xla
+from jaxfused.ops.linear import (
+    linear,
+    linear_xla,
+    mlp_stages,
+    mlp_xla,
+    qkv_projection,
+    qkv_projection_xla,
+)
 from jaxfused.ops.linear import weight_gradient as weight_gradient_operator
 from jaxfused.ops.norm import (
     adaptive_norm,
@@ -597,7 +604,7 @@ def perceptron_stand_ins(hopper, monkeypatch):
         gated_hidden_gradient=stand_in_gated_hidden_gradient,
         gated_input_gradient=stand_in_gated_input_gradient,
     ).items():
-        monkeypatch.setattr(mlp.pallas_mlp, name, stand_in)
+        monkeypatch.setattr(mlp_stages.pallas_mlp, name, stand_in)
 
 
 WIDTH, HIDDEN = 64, 256

@@ -20,7 +20,8 @@ from jaxfused.fusion.recognisers.product import (
 )
 from jaxfused.fusion.recognisers.stacked import parts, whole_of
 from jaxfused.fusion.site import Book, Site
-from jaxfused.ops.linear.mlp import gated_mlp, mlp
+from jaxfused.ops.linear.gated_mlp import gated_mlp
+from jaxfused.ops.linear.mlp import mlp
 
 
 def find(book: Book) -> None:
