@@ -9,13 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.fallback import (
-    call_flax,
-    is_default,
-    why_complex,
-    why_given,
-    why_intercepted,
-)
+from jaxfused.modules.fallback import call_flax, is_default, why_complex, why_given, why_intercepted
 from jaxfused.modules.linear import promoted
 from jaxfused.modules.promotion import floating
 from jaxfused.ops.attention import attention, attention_arguments, attention_xla

@@ -33,13 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfused.runtime.packing import (
-    NIBBLES,
-    WORD_BLOCK,
-    unpack_codes,
-    unpack_int4,
-    unpack_words,
-)
+from jaxfused.runtime.packing import NIBBLES, WORD_BLOCK, unpack_codes, unpack_int4, unpack_words
 from jaxfused.runtime.serialization import serializable_quantized
 
 

@@ -9,14 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.fusion import mask
-from jaxfused.fusion.algebra import (
-    View,
-    at_dtype,
-    between,
-    core,
-    is_transparent,
-    stages,
-)
+from jaxfused.fusion.algebra import View, at_dtype, between, core, is_transparent, stages
 from jaxfused.fusion.graph import Node, Value
 from jaxfused.fusion.recognisers.attention_logits import Axes, Logits, NoAttention
 from jaxfused.fusion.site import Book, Site

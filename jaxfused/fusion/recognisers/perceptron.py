@@ -11,13 +11,7 @@ import jax.numpy as jnp
 from jaxfused.fusion.activation import Activated, activation_of
 from jaxfused.fusion.algebra import core, is_transparent
 from jaxfused.fusion.graph import Node, Value
-from jaxfused.fusion.recognisers.product import (
-    Biased,
-    Projection,
-    biased,
-    projections,
-    residual_of,
-)
+from jaxfused.fusion.recognisers.product import Biased, Projection, biased, projections, residual_of
 from jaxfused.fusion.recognisers.stacked import parts, whole_of
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.linear.gated_mlp import gated_mlp

@@ -21,11 +21,7 @@ from jaxfused.ops.attention.mask import Mask
 from jaxfused.ops.linear.linear import allows_tf32
 from jaxfused.runtime import dropout_arguments, sharding
 from jaxfused.runtime.checkpoint_names import named
-from jaxfused.runtime.checks import (
-    as_arrays,
-    check_soft_cap,
-    python_numbers,
-)
+from jaxfused.runtime.checks import as_arrays, check_soft_cap, python_numbers
 from jaxfused.runtime.gate import choose_without_stages, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Runner

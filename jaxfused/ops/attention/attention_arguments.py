@@ -10,10 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.ops.attention.mask import Mask
-from jaxfused.runtime.checks import (
-    check_floating,
-    check_shape,
-)
+from jaxfused.runtime.checks import check_floating, check_shape
 
 
 def validate(query, key, value, bias, sinks) -> None:

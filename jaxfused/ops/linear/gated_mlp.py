@@ -28,14 +28,8 @@ from jaxfused.ops.linear.hidden_layer import (
     fp8_runner,
     zero_features,
 )
-from jaxfused.ops.linear.linear import (
-    check_affine,
-    resolve_out_dtype,
-)
-from jaxfused.ops.linear.weight_gradient import (
-    weight_and_bias_gradients,
-    weight_gradients,
-)
+from jaxfused.ops.linear.linear import check_affine, resolve_out_dtype
+from jaxfused.ops.linear.weight_gradient import weight_and_bias_gradients, weight_gradients
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import (
@@ -111,22 +105,7 @@ def gated_mlp(
     )
     arrays = dict(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
     check_floating(op, arrays | dict(b_gate=b_gate, b_up=b_up, b_down=b_down, residual=residual))
-    check_affine(op, x, "w_gate", w_gate, "b_gate", b_gate)
-    if w_up is None:
-        if w_gate.shape[1] % 2:
-            raise ValueError(
-                f"{op}: w_gate has shape {w_gate.shape}, but without w_up it holds two matrices of"
-                " one width; pass w_gate of shape (features, 2 * hidden), or pass w_up."
-            )
-        if b_up is not None:
-            raise ValueError(
-                f"{op}: b_up was passed without w_up; append it to b_gate, as w_gate holds both."
-            )
-        hidden = w_gate.shape[1] // 2
-    else:
-        hidden = w_gate.shape[1]
-        check_shape(op, "w_up", w_up, w_gate.shape, f"w_gate has shape {w_gate.shape}")
-        check_affine(op, x, "w_up", w_up, "b_up", b_up)
+    hidden = _check_first_layers(op, x, w_gate, b_gate, w_up, b_up)
     check_second_layer(op, x, hidden, "w_down", w_down, "b_down", b_down, residual)
     check_activation(op, activation)
     check_save(op, save)
@@ -149,15 +128,7 @@ def gated_mlp(
         return mlp_fp8.gated_mlp(run, fp8_options, *aligned, fp8.state_of(op, precision))
     if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
         y = mlp_xla.gated_mlp(
-            x,
-            w_gate,
-            b_gate,
-            w_up,
-            b_up,
-            w_down,
-            b_down,
-            residual,
-            words,
+            *(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, words),
             activation=activation,
             dropout_rate=dropout_rate,
             save=save,
@@ -182,6 +153,25 @@ def gated_mlp(
     w_down = append_zeros(w_down, zeros, axis=0)
     operands = (x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual)
     return _gated_mlp(Runner(implementation, device), options, *operands)
+
+
+def _check_first_layers(op, x, w_gate, b_gate, w_up, b_up) -> int:
+    """Checks the shapes of the gate and of what it multiplies; returns the width of the hidden layer."""
+    check_affine(op, x, "w_gate", w_gate, "b_gate", b_gate)
+    if w_up is not None:
+        check_shape(op, "w_up", w_up, w_gate.shape, f"w_gate has shape {w_gate.shape}")
+        check_affine(op, x, "w_up", w_up, "b_up", b_up)
+        return w_gate.shape[1]
+    if w_gate.shape[1] % 2:
+        raise ValueError(
+            f"{op}: w_gate has shape {w_gate.shape}, but without w_up it holds two matrices of"
+            " one width; pass w_gate of shape (features, 2 * hidden), or pass w_up."
+        )
+    if b_up is not None:
+        raise ValueError(
+            f"{op}: b_up was passed without w_up; append it to b_gate, as w_gate holds both."
+        )
+    return w_gate.shape[1] // 2
 
 
 class _GatedResiduals(NamedTuple):

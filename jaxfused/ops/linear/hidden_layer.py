@@ -10,14 +10,9 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.fp8 import fp8
 from jaxfused.ops.linear import mlp_xla
-from jaxfused.ops.linear.linear import (
-    Layer,
-    check_residual,
-)
+from jaxfused.ops.linear.linear import Layer, check_residual
 from jaxfused.runtime import sharding
-from jaxfused.runtime.checks import (
-    check_shape,
-)
+from jaxfused.runtime.checks import check_shape
 from jaxfused.runtime.runner import Runner
 from pallas_kernels.gemm import matmul, small_m
 from pallas_kernels.gemm.operands import SWIZZLE_BYTES

@@ -27,18 +27,10 @@ from jaxfused.ops.linear.linear import (
     resolve_out_dtype,
 )
 from jaxfused.ops.linear.mlp_stages import HiddenAndSlope, HiddenGradient, HiddenGradientBySlope
-from jaxfused.ops.linear.weight_gradient import (
-    weight_and_bias_gradients,
-    weight_gradient,
-)
+from jaxfused.ops.linear.weight_gradient import weight_and_bias_gradients, weight_gradient
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
-from jaxfused.runtime.checks import (
-    as_arrays,
-    check_activation,
-    check_floating,
-    python_numbers,
-)
+from jaxfused.runtime.checks import as_arrays, check_activation, check_floating, python_numbers
 from jaxfused.runtime.dropout_arguments import dropout_words, without_kernels
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
