@@ -21,7 +21,7 @@ from jaxfused.ops.linear import (
     gated_mlp_stages,
     linear,
     mlp_stages,
-    qkv_projection,
+    qkv_projection_stages,
     weight_gradient,
 )
 from jaxfused.ops.norm import layer_norm
@@ -291,20 +291,20 @@ def kernels_and_operands():
     q = ones((2, 64, 2, 1, 64), BF16)
     angles = ones((64, 16))
     yield rope._Rotation(False, False), (q, q, angles, angles)
-    options = qkv_projection._Options(64, 1e-6, 0.0, False, None)
+    options = qkv_projection_stages.Options(64, 1e-6, 0.0, False, None)
     x3 = ones((2, 64, D), BF16)
     weights = [ones((D, 2, heads, 64), BF16) for heads in (2, 1, 1)]
     cos = ones((64, 32))
     for save in (False, True):
         yield (
-            qkv_projection._Forward(options, save),
+            qkv_projection_stages.Forward(options, save),
             (
                 *(x3, *weights, None, None, None),
                 *(ones(64), ones(64), cos, cos),
             ),
         )
     yield (
-        qkv_projection._InputGradient(options),
+        qkv_projection_stages.InputGradient(options),
         (
             *(ones((2, 64, *w.shape[1:]), BF16) for w in weights),
             *weights,
@@ -313,9 +313,9 @@ def kernels_and_operands():
     of_one = replace(options, one_array=(2, 2))
     w = (ones((D, 8 * 64), BF16), None, None)
     vectors = (ones(8 * 64, BF16), None, None, ones(64), ones(64), cos, cos)
-    yield qkv_projection._Forward(of_one, True), (x3, *w, *vectors)
+    yield qkv_projection_stages.Forward(of_one, True), (x3, *w, *vectors)
     dys = (ones((2, 64, 2, heads, 64), BF16) for heads in (2, 1, 1))
-    yield qkv_projection._InputGradient(of_one), (*dys, *w)
+    yield qkv_projection_stages.InputGradient(of_one), (*dys, *w)
     heads = attention_stages.Options(True, None, 0.125, None, 0.0)
     for length in (64, 100):
         query = ones((2, length, 2, 2, 64), BF16)

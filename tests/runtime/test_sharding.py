@@ -27,6 +27,7 @@ from jaxfused.ops.linear import (
     mlp_stages,
     mlp_xla,
     qkv_projection,
+    qkv_projection_stages,
     qkv_projection_xla,
 )
 from jaxfused.ops.linear import weight_gradient as weight_gradient_operator
@@ -801,7 +802,7 @@ def stand_in_weight_gradient(x, dys, *, out_dtype, sums_rows, multiprocessors, c
     quick=(0,),
 )
 def test_qkv_projection(monkeypatch, hopper, split, axis_type):
-    kernels = qkv_projection.pallas_qkv_projection
+    kernels = qkv_projection_stages.pallas_qkv_projection
     monkeypatch.setattr(kernels, "forward", stand_in_projection)
     monkeypatch.setattr(kernels, "input_gradient", stand_in_input_gradient)
     gradients_of_weights = weight_gradient_operator.pallas_weight_gradient
@@ -949,7 +950,7 @@ def test_projections_of_split_heads(monkeypatch, hopper, axis_type):
         project = lambda x: tuple(x @ w + b for w, b in zip(weights, biases, strict=True))  # noqa: E731
         return *lax.map(project, x), None, None
 
-    kernels = qkv_projection.pallas_qkv_projection
+    kernels = qkv_projection_stages.pallas_qkv_projection
     monkeypatch.setattr(kernels, "forward", forward)
     monkeypatch.setattr(kernels, "input_gradient", stand_in_input_gradient)
     gradients_of_weights = weight_gradient_operator.pallas_weight_gradient

@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -14,8 +14,9 @@ from jaxfused import dispatch
 from jaxfused.ops.fp8 import fp8, qkv_projection_fp8
 from jaxfused.ops.linear import linear_xla, qkv_projection_xla
 from jaxfused.ops.linear.linear import check_affine
+from jaxfused.ops.linear.qkv_projection_stages import Forward, InputGradient, Options, operand_axes
 from jaxfused.ops.linear.weight_gradient import weight_and_bias_gradients, weight_gradients
-from jaxfused.ops.rope.rope import batch_tables, check_tables, rope, ungrouped
+from jaxfused.ops.rope.rope import check_tables, rope, ungrouped
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import (
@@ -26,18 +27,12 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
-from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
-from jaxfused.runtime.product_xla import product, side_by_side, unshared
-from jaxfused.runtime.runner import Axes, Results, Runner
-from jaxfused.runtime.vmap import batch_all, is_batched
+from jaxfused.runtime.product_choice import Passes, xla_time
+from jaxfused.runtime.product_xla import side_by_side, unshared
+from jaxfused.runtime.runner import Runner
 from pallas_kernels.gemm import cost, xla_cost
-from pallas_kernels.gemm import matmul as pallas_matmul
-from pallas_kernels.gemm import qkv_projection as pallas_qkv_projection
-from pallas_kernels.gemm.matmul import predicted_time
-from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 
 
 @python_numbers
@@ -117,23 +112,8 @@ def qkv_projection(
             " pass x of shape (..., length, features)."
         )
     check_affine(op, x, "w", w, "bias", bias)
-    if heads < 1 or key_heads < 1 or heads % key_heads:
-        raise ValueError(
-            f"{op}: heads is {heads} and key_heads {key_heads}, but query heads share key heads"
-            " evenly; pass heads as a multiple of key_heads."
-        )
-    head_size, rest = divmod(w.shape[1], heads + 2 * key_heads)
-    if rest:
-        raise ValueError(
-            f"{op}: w has {w.shape[1]} columns, but {heads} query, {key_heads} key and"
-            f" {key_heads} value heads share them evenly; pass w with a multiple of"
-            f" {heads + 2 * key_heads} columns."
-        )
-    rule = f"w has {head_size} columns for each head"
-    check_shape(op, "q_scale", q_scale, (head_size,), rule)
-    check_shape(op, "k_scale", k_scale, (head_size,), rule)
-    check_epsilon(op, epsilon)
-    check_finite(op, "scale_offset", scale_offset)
+    head_size = _checked_head_size(op, w.shape[1], heads, key_heads)
+    _check_norms(op, head_size, q_scale, k_scale, epsilon, scale_offset)
     if cos is not None or sin is not None:
         cos, sin = check_tables(op, (*x.shape[:-1], heads, head_size), cos, sin)
         if cos.ndim == x.ndim + 1:
@@ -160,7 +140,7 @@ def qkv_projection(
         in_three = [None] * 3 if bias is None else _split(ends, bias)
         widths = (ends[0], key_heads * head_size, key_heads * head_size)
         state = fp8.state_of(op, precision)
-        projected = _in_fp8(x, [w], in_three, widths, head_size, implementation, device, state)
+        q, k, v = _in_fp8(x, [w], in_three, widths, head_size, implementation, device, state)
         finish = functools.partial(
             qkv_projection_xla.finish,
             cos=cos,
@@ -169,17 +149,10 @@ def qkv_projection(
             scale_offset=scale_offset,
             interleaved=interleaved,
         )
-        q, k, v = projected
         return finish(q, q_scale), finish(k, k_scale), v
     if takes_reference(op, implementation, device, x):
         projected = qkv_projection_xla.qkv_projection(
-            x,
-            w,
-            bias,
-            q_scale,
-            k_scale,
-            cos,
-            sin,
+            *(x, w, bias, q_scale, k_scale, cos, sin),
             heads=heads,
             key_heads=key_heads,
             epsilon=epsilon,
@@ -188,7 +161,41 @@ def qkv_projection(
             precision=precision,
         )
         return named(projected, op, "output")
-    options = _Options(head_size, epsilon, scale_offset, interleaved, precision)
+    options = Options(head_size, epsilon, scale_offset, interleaved, precision)
+    run = Runner(implementation, device)
+    vectors = (q_scale, k_scale, cos, sin)
+    return _of_one_array(run, options, x, w, bias, *vectors, heads=heads, key_heads=key_heads)
+
+
+def _checked_head_size(op: str, columns: int, heads: int, key_heads: int) -> int:
+    """Returns the features of each head of which w has so many columns."""
+    if heads < 1 or key_heads < 1 or heads % key_heads:
+        raise ValueError(
+            f"{op}: heads is {heads} and key_heads {key_heads}, but query heads share key heads"
+            " evenly; pass heads as a multiple of key_heads."
+        )
+    head_size, rest = divmod(columns, heads + 2 * key_heads)
+    if rest:
+        raise ValueError(
+            f"{op}: w has {columns} columns, but {heads} query, {key_heads} key and"
+            f" {key_heads} value heads share them evenly; pass w with a multiple of"
+            f" {heads + 2 * key_heads} columns."
+        )
+    return head_size
+
+
+def _check_norms(op: str, head_size: int, q_scale, k_scale, epsilon, scale_offset) -> None:
+    rule = f"w has {head_size} columns for each head"
+    check_shape(op, "q_scale", q_scale, (head_size,), rule)
+    check_shape(op, "k_scale", k_scale, (head_size,), rule)
+    check_epsilon(op, epsilon)
+    check_finite(op, "scale_offset", scale_offset)
+
+
+def _of_one_array(
+    run: Runner, options: Options, x, w, bias, q_scale, k_scale, cos, sin, *, heads, key_heads
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the projections by kernels, whose weights and biases are those of one array."""
     # A device's part of the columns is not a part of the queries, of the keys and of the values.
     whole: Any = sharding.align(
         (x, w, bias),
@@ -204,7 +211,7 @@ def qkv_projection(
         options, weights, biases = of_one, (w, None, None), (bias, None, None)
     else:
         # Queries are grouped by the keys that they share, so that devices can split all three alike.
-        ends = (heads * head_size, (heads + key_heads) * head_size)
+        ends = (heads * options.head_size, (heads + key_heads) * options.head_size)
         weights, biases = (
             [None] * 3 if array is None else of_one.grouped(_split(ends, array))
             for array in (w, bias)
@@ -212,7 +219,7 @@ def qkv_projection(
     if cos is not None and sin is not None:
         cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
     operands = (x, *weights, *biases, q_scale, k_scale, cos, sin)
-    return _aligned(Runner(implementation, device), options, operands)
+    return _aligned(run, options, operands)
 
 
 def separate_projections(
@@ -267,7 +274,7 @@ def separate_projections(
         return array.reshape(*array.shape[:-2], key_heads, array.shape[-2] // key_heads, head_size)
 
     operands = (x, *map(grouped, weights), *map(grouped, biases), None, None, None, None)
-    options = _Options(head_size, 0.0, 0.0, False, precision)
+    options = Options(head_size, 0.0, 0.0, False, precision)
     return _aligned(Runner(implementation, device), options, operands)
 
 
@@ -301,80 +308,12 @@ def _in_fp8(
 
 
 def _aligned(
-    run: Runner, options: "_Options", operands: Sequence[jax.Array | None]
+    run: Runner, options: "Options", operands: Sequence[jax.Array | None]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Aligns the sharding of the operands, and returns queries, keys and values."""
-    aligned = sharding.align(operands, operand_axes=_operand_axes(operands), whole=options.whole)
+    aligned = sharding.align(operands, operand_axes=operand_axes(operands), whole=options.whole)
     q, k, v = _qkv_projection(run, options, *aligned)
     return ungrouped(q), ungrouped(k), ungrouped(v)
-
-
-# --- gradient -------------------------------------------------------------------------------------
-
-_HEADS = ("ngh", "nkh", "nkh")
-"""Letters of queries, keys and values: groups that share keys, heads of a group, features."""
-
-
-@dataclass(frozen=True)
-class _Options:
-    """Static arguments of a call, except for the Runner."""
-
-    head_size: int
-    epsilon: float
-    scale_offset: float
-    interleaved: bool
-    precision: Any
-    one_array: tuple[int, int] | None = None
-    """Numbers of key heads, and of query heads that share one, if one array has all weights and one all
-    biases. They are passed as the queries' arrays, and None as those of keys and values."""
-
-    @property
-    def whole(self) -> str:
-        """Letters of axes that devices must not split."""
-        # The kernel takes multiples of 16 columns, which groups of narrower heads may not be.
-        return "dgkhsrc" if self.head_size % 16 == 0 else "dngkhsrc"
-
-    def grouped(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the columns of queries, keys and values with axes [groups, heads, H]."""
-        groups, _ = cast(tuple[int, int], self.one_array)
-        width = groups * self.head_size
-        return [
-            part.reshape(*part.shape[:-1], groups, part.shape[-1] // width, self.head_size)
-            for part in parts
-        ]
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """Ends of the queries' and the keys' columns in one array of all."""
-        groups, heads = cast(tuple[int, int], self.one_array)
-        return groups * heads * self.head_size, groups * (heads + 1) * self.head_size
-
-    def apart(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Returns the weights, or the biases, of queries, keys and values, as a kernel takes them."""
-        if self.one_array is None or arrays[0] is None:
-            return arrays
-        return self.grouped(jnp.split(arrays[0], self.ends, axis=-1))
-
-    def shapes(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Returns the shapes of the results of `apart`, by which an implementation is chosen."""
-        return jax.eval_shape(self.apart, list(arrays))
-
-    def finish(self, y, scale, cos, sin):
-        """Returns grouped heads after norm and rotation by XLA."""
-        heads = ungrouped(y)
-        if cos is None or cos.ndim == 2:
-            # With more than one leading axis, XLA (jax 0.11.2) tiles some norms wrongly.
-            heads = heads.reshape(math.prod(heads.shape[:-3]), *heads.shape[-3:])
-        finished = qkv_projection_xla.finish(
-            heads,
-            scale,
-            cos,
-            sin,
-            epsilon=self.epsilon,
-            scale_offset=self.scale_offset,
-            interleaved=self.interleaved,
-        )
-        return finished.reshape(y.shape)
 
 
 class _Residuals(NamedTuple):
@@ -388,12 +327,12 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="qkv_projection")
-def _qkv_projection(run: Runner, options: _Options, *operands):
-    q, k, v, _, _ = run(_Forward(options, save_projections=False), *operands)
+def _qkv_projection(run: Runner, options: Options, *operands):
+    q, k, v, _, _ = run(Forward(options, save_projections=False), *operands)
     return q, k, v
 
 
-def _qkv_projection_fwd(run: Runner, options: _Options, *primals):
+def _qkv_projection_fwd(run: Runner, options: Options, *primals):
     operands: list[Any] = [None if primal is None else primal.value for primal in primals]
     x, *weights = operands[:4]
     scales, tables = operands[7:9], operands[9:]
@@ -401,14 +340,14 @@ def _qkv_projection_fwd(run: Runner, options: _Options, *primals):
     save = any(scale is not None for scale in scales) or any(
         table is not None and table.perturbed for table in primals[9:]
     )
-    q, k, v, *projections = run(_Forward(options, save), *operands)
+    q, k, v, *projections = run(Forward(options, save), *operands)
     q, k, v = named((q, k, v), "qkv_projection", "output")
     projections = named(projections, "qkv_projection", "projections")
     saved = _Residuals(x, weights, operands[4:7], scales, tables, projections)
     return (q, k, v), saved
 
 
-def _qkv_projection_bwd(run: Runner, options: _Options, saved: _Residuals, cotangents):
+def _qkv_projection_bwd(run: Runner, options: Options, saved: _Residuals, cotangents):
     x, weights, biases, scales, tables, projections = saved
     dq, dk, dv = (
         jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d for d in cotangents
@@ -428,7 +367,7 @@ def _qkv_projection_bwd(run: Runner, options: _Options, saved: _Residuals, cotan
         _, vjp = jax.vjp(finish, q, k, scales, tables)
         dq, dk, dscales, dtables = vjp((dq, dk))
     dys = (dq, dk, dv)
-    (dx,) = run(_InputGradient(options), *dys, *weights)
+    (dx,) = run(InputGradient(options), *dys, *weights)
     dweights, dbiases = _parameter_gradients(run, options, x, weights, biases, dys)
     return dx, *dweights, *dbiases, *dscales, *dtables
 
@@ -448,7 +387,7 @@ _split.defvjp(
 )
 
 
-def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys):
+def _parameter_gradients(run: Runner, options: Options, x, weights, biases, dys):
     """Returns the gradients of the weights and of the biases; the latter may all be None."""
     flat = [dy.reshape(*dy.shape[:-3], math.prod(dy.shape[-3:])) for dy in dys]
     dtype, has_biases = weights[0].dtype, biases[0] is not None
@@ -457,7 +396,7 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
     shapes = options.shapes(weights)
     if sharding.is_in_one_piece(x, *(w for w in weights if w is not None)):
         # XLA's gradient of x reads concatenated cotangents.
-        for_x = run.choice(_InputGradient(options), *dys, *weights).implementation == "xla"
+        for_x = run.choice(InputGradient(options), *dys, *weights).implementation == "xla"
         joined = options.one_array is not None
         if joined and for_x:
             # In that form, so that only one form is written.
@@ -509,312 +448,3 @@ def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) 
     together = xla_cost.xla_pass(rows * sum(widths), 2 * itemsize)
     three = sum(product_and_pads(width, features, width) for width in widths)
     return together + product_and_pads(sum(widths), features) < three
-
-
-# --- kernels --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Forward:
-    """Computes queries, keys and values, and queries and keys before their norms if those are saved.
-
-    Operands are x [..., T, D], weights [D, n, heads, H], biases [n, heads, H], scales and tables.
-    """
-
-    options: _Options
-    save_projections: bool
-
-    @property
-    def name(self) -> str:
-        return "qkv_projection forward"
-
-    def axes(self, *operands) -> Axes:
-        rows = sharding.leading_axes(operands[0].ndim - 1)
-        results = [rows + group for group in _HEADS]
-        saved = results[:2] if self.save_projections else (None, None)
-        return Axes(_operand_axes(operands), (*results, *saved), self.options.whole)
-
-    def configs(self, implementation, device, x, *parameters) -> Sequence[Hashable]:
-        if implementation != "pallas":
-            return ()
-        norm, rotary_dim = _norm_and_rotation(parameters)
-        return pallas_qkv_projection.fitting(
-            rows=math.prod(x.shape[:-1]),
-            features=x.shape[-1],
-            widths=[math.prod(w.shape[1:]) for w in self.options.shapes(parameters[:3])],
-            head_size=self.options.head_size,
-            norm=norm,
-            rotary_dim=rotary_dim,
-            interleaved=self.options.interleaved,
-            multiprocessors=device.multiprocessors,
-        )
-
-    def why_not(self, device, x, *parameters) -> Mapping[str, str | None]:
-        norm, rotary_dim = _norm_and_rotation(parameters)
-        return _why_not(
-            device,
-            x,
-            self.options.shapes(parameters[:3]),
-            norm=norm,
-            rotary_dim=rotary_dim,
-            interleaved=self.options.interleaved,
-        )
-
-    def estimate(self, device, able, x, *parameters) -> Estimate:
-        weights = self.options.shapes(parameters[:3])
-        norm, rotary_dim = _norm_and_rotation(parameters)
-        widths = [math.prod(w.shape[1:]) for w in weights]
-        work = cost.Work(math.prod(x.shape[:-1]), sum(widths), x.shape[-1])
-        if not _is_modelled(device, x):
-            return _unmodelled(device, work)
-        # XLA splits the product into three, normalises two of them, and rotates their heads.
-        interleaved = self.options.interleaved
-        moved = 2 * x.dtype.itemsize
-        rotated = moved * (_OF_NEIGHBOURS if rotary_dim and interleaved else 1.0)
-        passes = sum(
-            xla_cost.xla_pass(work.m * width, of_one)
-            for width, of_one in zip(widths, (rotated, rotated, moved), strict=True)
-        )
-        passes *= 1 + int(norm and rotary_dim > 0)
-        w_itemsize = weights[0].dtype.itemsize
-        if w_itemsize != x.dtype.itemsize:
-            converts = xla_cost.xla_pass(work.k * work.n, w_itemsize + x.dtype.itemsize)
-            passes += converts * (_OF_CONVERSION if work.m <= _FEW_FOR_XLA else 1.0)
-        times = {"xla": xla_time(device, work, Passes()) + passes}
-        if "pallas" in able:
-            times["pallas"] = pallas_qkv_projection.predicted_time(
-                work.m,
-                work.k,
-                widths,
-                head_size=weights[0].shape[-1],
-                norm=norm,
-                rotary_dim=rotary_dim,
-                interleaved=interleaved,
-                w_itemsize=w_itemsize,
-                multiprocessors=device.multiprocessors,
-            )
-        return product_times(times)
-
-    def run(self, implementation, device, x, *parameters, config=None) -> Results:
-        *weights_and_biases, q_scale, k_scale, cos, sin = parameters
-        weights: Sequence[Any] = weights_and_biases[:3]
-        biases: Sequence[Any] = weights_and_biases[3:]
-        if implementation == "xla":
-            return self._run_in_xla(x, weights, biases, (q_scale, k_scale), cos, sin)
-        weights, biases = self.options.apart(weights), self.options.apart(biases)
-        results = pallas_qkv_projection.forward(
-            x.reshape(-1, x.shape[-1]),
-            [w.astype(x.dtype).reshape(len(w), -1) for w in weights],
-            None if biases[0] is None else [b.reshape(-1) for b in biases],
-            (q_scale, k_scale),
-            *(
-                None if table is None else table.reshape(-1, table.shape[-1])
-                for table in (cos, sin)
-            ),
-            interleaved=self.options.interleaved,
-            head_size=self.options.head_size,
-            epsilon=self.options.epsilon,
-            scale_offset=self.options.scale_offset,
-            save_projections=self.save_projections,
-            multiprocessors=device.multiprocessors,
-            config=config,
-        )
-        groups, _, head_size = weights[0].shape[1:]
-        return tuple(
-            None if y is None else y.reshape(*x.shape[:-1], groups, -1, head_size) for y in results
-        )
-
-    def _run_in_xla(self, x, weights, biases, scales, cos, sin) -> Results:
-        # One product, for which separate weights are concatenated.
-        w, bias = weights[0], biases[0]
-        if self.options.one_array is None:
-            flat = [w.reshape(len(w), math.prod(w.shape[1:])) for w in weights]
-            w = jnp.concatenate(flat, axis=-1)
-            bias = None if bias is None else jnp.concatenate([b.reshape(-1) for b in biases])
-        shapes = self.options.shapes(weights)
-        y, _ = linear_xla.layer(
-            x.reshape(-1, x.shape[-1]),
-            w,
-            bias,
-            None,
-            activation=None,
-            out_dtype=x.dtype,
-            save_preactivation=False,
-            precision=self.options.precision,
-        )
-        # Heads get their axis before the split: XLA would copy slices of columns into their layout.
-        counts = [math.prod(w.shape[1:-1]) for w in shapes]
-        y = y.reshape(*x.shape[:-1], sum(counts), self.options.head_size)
-        parts = jnp.split(y, (counts[0], counts[0] + counts[1]), axis=-2)
-        q, k, v = (
-            part.reshape(*x.shape[:-1], *w.shape[1:]) for part, w in zip(parts, shapes, strict=True)
-        )
-        heads = [self.options.finish(y, s, cos, sin) for y, s in zip((q, k), scales, strict=True)]
-        return (*heads, v, *((q, k) if self.save_projections else (None, None)))
-
-    def batched(self, call, axis_size, in_batched, x, *others) -> Results | None:
-        *parameters, cos, sin = others
-        if is_batched(in_batched[1:-2]):
-            return None
-        tables: Sequence[Any] = (cos, sin)
-        if cos is not None:
-            rows = x.shape[1 if is_batched(in_batched[0]) else 0 : -1]
-            tables = batch_tables(axis_size, in_batched[-2:], tables, rows)
-        return call(self, *batch_all(axis_size, in_batched[:1], (x,)), *parameters, *tables)
-
-
-@dataclass(frozen=True)
-class _InputGradient:
-    """Computes the sum of the cotangents of q, k and v, each times its weights' transpose."""
-
-    options: _Options
-
-    @property
-    def name(self) -> str:
-        return "qkv_projection input gradient"
-
-    def axes(self, *operands) -> Axes:
-        rows = sharding.leading_axes(operands[0].ndim - 3)
-        return Axes(
-            [*(rows + g for g in _HEADS), *_weight_axes(operands[3:])],
-            (rows + "d",),
-            self.options.whole,
-        )
-
-    def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
-        rows, features = math.prod(operands[0].shape[:-3]), operands[3].shape[0]
-        if implementation != "pallas":
-            return ()
-        work = _gradient_work(rows, features, self.options.shapes(operands[3:]))
-        return pallas_matmul.fitting(work, device.multiprocessors)
-
-    def why_not(self, device, *operands) -> Mapping[str, str | None]:
-        return _why_not(device, *self._x_and_weights(*operands))
-
-    def estimate(self, device, able, *operands) -> Estimate:
-        x, weights = self._x_and_weights(*operands)
-        work = _gradient_work(math.prod(x.shape[:-1]), x.shape[-1], weights)
-        if not _is_modelled(device, x):
-            return _unmodelled(device, work)
-        # XLA first concatenates the cotangents.
-        moved = 2 * x.dtype.itemsize
-        times = {
-            "xla": xla_time(device, work, Passes()) + xla_cost.xla_pass(work.m * work.k, moved)
-        }
-        if "pallas" in able:
-            copies = _weight_copies(weights, x.dtype)
-            times["pallas"] = copies + predicted_time(work, device.multiprocessors)
-        return product_times(times)
-
-    def _x_and_weights(self, *operands) -> tuple[Any, Sequence[Any]]:
-        """Returns the shapes and dtypes of x [..., D] and of the weights [D, n, heads, H]."""
-        x = jax.ShapeDtypeStruct((*operands[0].shape[:-3], len(operands[3])), operands[0].dtype)
-        return x, self.options.shapes(operands[3:])
-
-    def run(self, implementation, device, *operands, config=None) -> Results:
-        before = operands[0].shape[:-3]
-        dys = [dy.reshape(*before, math.prod(dy.shape[-3:])) for dy in operands[:3]]
-
-        def flat(weights):
-            return [w.astype(dys[0].dtype).reshape(len(w), math.prod(w.shape[1:])) for w in weights]
-
-        if implementation == "xla":
-            if self.options.one_array is None:
-                w = jnp.concatenate(flat(operands[3:]), axis=-1)
-            else:
-                w = operands[3].astype(dys[0].dtype)
-            dy = side_by_side(dys, self.options.head_size)
-            rows = sharding.leading_axes(dy.ndim - 1)
-            dx = product(
-                f"{rows}f,df->{rows}d",
-                dy,
-                w,
-                out_dtype=dy.dtype,
-                precision=self.options.precision,
-            )
-            return (dx.reshape(*before, len(w)),)
-        (dx,) = pallas_qkv_projection.input_gradient(
-            [dy.reshape(-1, dy.shape[-1]) for dy in dys],
-            flat(self.options.apart(operands[3:])),
-            multiprocessors=device.multiprocessors,
-            config=config,
-        )
-        return (dx.reshape(*before, dx.shape[-1]),)
-
-    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
-        if is_batched(in_batched[3:]):
-            return None
-        return call(self, *batch_all(axis_size, in_batched[:3], operands[:3]), *operands[3:])
-
-
-def _why_not(
-    device, x, weights, *, norm=False, rotary_dim=0, interleaved=False
-) -> dict[str, str | None]:
-    """Returns why each implementation cannot take x [..., D] and weights [D, n, heads, H]."""
-    (*_, groups, q_heads, head_size), (*_, k_heads, _) = weights[0].shape, weights[1].shape
-    return {
-        "pallas": pallas_qkv_projection.why_unsupported(
-            compute_capability=device.compute_capability,
-            dtype=x.dtype,
-            features=x.shape[-1],
-            heads=groups * q_heads,
-            key_heads=groups * k_heads,
-            head_size=head_size,
-            norm=norm,
-            rotary_dim=rotary_dim,
-            interleaved=interleaved,
-        ),
-        "cuda": "there is no CUDA kernel of qkv_projection yet",
-        "xla": None,
-    }
-
-
-_OF_NEIGHBOURS = 2.4
-"""Time of XLA's rotation of interleaved pairs, read one by one, relative to that of halves (an H200)."""
-_OF_CONVERSION, _FEW_FOR_XLA = 2 / 3, 1024
-"""Part of a conversion kernel's time that converting weights adds to XLA's product of up to 1,024 rows,
-which may fuse it. [512, 4096] to 8,192 columns take 77 us, with bfloat16 weights about 45."""
-
-
-def _weight_copies(weights, dtype) -> float:
-    """Returns the microseconds in which XLA copies each of the weights for a kernel."""
-    moved = 2 * jnp.dtype(dtype).itemsize
-    return sum(xla_cost.xla_pass(len(w) * math.prod(w.shape[1:]), moved) for w in weights)
-
-
-def _gradient_work(rows: int, features: int, weights: Sequence[Any]) -> cost.Work:
-    columns = sum(math.prod(w.shape[1:]) for w in weights)
-    return cost.Work(rows, features, columns, k_last=True)
-
-
-def _norm_and_rotation(parameters: Sequence[Any]) -> tuple[bool, int]:
-    """Returns whether there is a norm and how many features rotate, given `_Forward`'s parameters."""
-    q_scale, k_scale, cos, _ = parameters[-4:]
-    norm = q_scale is not None or k_scale is not None
-    return norm, 0 if cos is None else 2 * cos.shape[-1]
-
-
-def _is_modelled(device: dispatch.Device, x: jax.Array) -> bool:
-    return is_modelled(device) and x.dtype in (jnp.bfloat16, jnp.float16)
-
-
-def _unmodelled(device: dispatch.Device, work: cost.Work) -> Rule | None:
-    """Returns the rule where the cost model does not apply."""
-    large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
-    return None if large else Rule(("xla",), "the product has fewer tiles than the GPU has SMs")
-
-
-def _operand_axes(operands: Sequence[Any]) -> Sequence[str]:
-    """Returns the letters of x, the weights, the biases, the scales and the tables, for `sharding`."""
-    rows = sharding.leading_axes(operands[0].ndim - 1)
-    cos = operands[-1]
-    table = "" if cos is None else rows[len(rows) - (cos.ndim - 1) :] + "r"
-    weights, biases = _weight_axes(operands[1:4]), _HEADS
-    if operands[2] is None:
-        biases = ("c", "", "")
-    return rows + "d", *weights, *biases, "s", "s", table, table
-
-
-def _weight_axes(weights: Sequence[Any]) -> Sequence[str]:
-    """Returns the letters of three weights, or of one with all columns and two absent ones."""
-    return ("dc", "", "") if weights[1] is None else tuple("d" + group for group in _HEADS)

@@ -1,0 +1,400 @@
+"""The stages of qkv_projection: the forward, and the gradient of its input."""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.ops.linear import linear_xla, qkv_projection_xla
+from jaxfused.ops.rope.rope import batch_tables, ungrouped
+from jaxfused.runtime import sharding
+from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
+from jaxfused.runtime.product_xla import product, side_by_side
+from jaxfused.runtime.runner import Axes, Results
+from jaxfused.runtime.vmap import batch_all, is_batched
+from pallas_kernels.gemm import cost, xla_cost
+from pallas_kernels.gemm import matmul as pallas_matmul
+from pallas_kernels.gemm import qkv_projection as pallas_qkv_projection
+from pallas_kernels.gemm.matmul import predicted_time
+from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
+
+# --- gradient -------------------------------------------------------------------------------------
+
+HEADS = ("ngh", "nkh", "nkh")
+"""Letters of queries, keys and values: groups that share keys, heads of a group, features."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Static arguments of a call, except for the Runner."""
+
+    head_size: int
+    epsilon: float
+    scale_offset: float
+    interleaved: bool
+    precision: Any
+    one_array: tuple[int, int] | None = None
+    """Numbers of key heads, and of query heads that share one, if one array has all weights and one all
+    biases. They are passed as the queries' arrays, and None as those of keys and values."""
+
+    @property
+    def whole(self) -> str:
+        """Letters of axes that devices must not split."""
+        # The kernel takes multiples of 16 columns, which groups of narrower heads may not be.
+        return "dgkhsrc" if self.head_size % 16 == 0 else "dngkhsrc"
+
+    def grouped(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the columns of queries, keys and values with axes [groups, heads, H]."""
+        groups, _ = cast(tuple[int, int], self.one_array)
+        width = groups * self.head_size
+        return [
+            part.reshape(*part.shape[:-1], groups, part.shape[-1] // width, self.head_size)
+            for part in parts
+        ]
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Ends of the queries' and the keys' columns in one array of all."""
+        groups, heads = cast(tuple[int, int], self.one_array)
+        return groups * heads * self.head_size, groups * (heads + 1) * self.head_size
+
+    def apart(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Returns the weights, or the biases, of queries, keys and values, as a kernel takes them."""
+        if self.one_array is None or arrays[0] is None:
+            return arrays
+        return self.grouped(jnp.split(arrays[0], self.ends, axis=-1))
+
+    def shapes(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Returns the shapes of the results of `apart`, by which an implementation is chosen."""
+        return jax.eval_shape(self.apart, list(arrays))
+
+    def finish(self, y, scale, cos, sin):
+        """Returns grouped heads after norm and rotation by XLA."""
+        heads = ungrouped(y)
+        if cos is None or cos.ndim == 2:
+            # With more than one leading axis, XLA (jax 0.11.2) tiles some norms wrongly.
+            heads = heads.reshape(math.prod(heads.shape[:-3]), *heads.shape[-3:])
+        finished = qkv_projection_xla.finish(
+            heads,
+            scale,
+            cos,
+            sin,
+            epsilon=self.epsilon,
+            scale_offset=self.scale_offset,
+            interleaved=self.interleaved,
+        )
+        return finished.reshape(y.shape)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Computes queries, keys and values, and queries and keys before their norms if those are saved.
+
+    Operands are x [..., T, D], weights [D, n, heads, H], biases [n, heads, H], scales and tables.
+    """
+
+    options: Options
+    save_projections: bool
+
+    @property
+    def name(self) -> str:
+        return "qkv_projection forward"
+
+    def axes(self, *operands) -> Axes:
+        rows = sharding.leading_axes(operands[0].ndim - 1)
+        results = [rows + group for group in HEADS]
+        saved = results[:2] if self.save_projections else (None, None)
+        return Axes(operand_axes(operands), (*results, *saved), self.options.whole)
+
+    def configs(self, implementation, device, x, *parameters) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        norm, rotary_dim = _norm_and_rotation(parameters)
+        return pallas_qkv_projection.fitting(
+            rows=math.prod(x.shape[:-1]),
+            features=x.shape[-1],
+            widths=[math.prod(w.shape[1:]) for w in self.options.shapes(parameters[:3])],
+            head_size=self.options.head_size,
+            norm=norm,
+            rotary_dim=rotary_dim,
+            interleaved=self.options.interleaved,
+            multiprocessors=device.multiprocessors,
+        )
+
+    def why_not(self, device, x, *parameters) -> Mapping[str, str | None]:
+        norm, rotary_dim = _norm_and_rotation(parameters)
+        return _why_not(
+            device,
+            x,
+            self.options.shapes(parameters[:3]),
+            norm=norm,
+            rotary_dim=rotary_dim,
+            interleaved=self.options.interleaved,
+        )
+
+    def estimate(self, device, able, x, *parameters) -> Estimate:
+        weights = self.options.shapes(parameters[:3])
+        norm, rotary_dim = _norm_and_rotation(parameters)
+        widths = [math.prod(w.shape[1:]) for w in weights]
+        work = cost.Work(math.prod(x.shape[:-1]), sum(widths), x.shape[-1])
+        if not _is_modelled(device, x):
+            return _unmodelled(device, work)
+        # XLA splits the product into three, normalises two of them, and rotates their heads.
+        interleaved = self.options.interleaved
+        moved = 2 * x.dtype.itemsize
+        rotated = moved * (_OF_NEIGHBOURS if rotary_dim and interleaved else 1.0)
+        passes = sum(
+            xla_cost.xla_pass(work.m * width, of_one)
+            for width, of_one in zip(widths, (rotated, rotated, moved), strict=True)
+        )
+        passes *= 1 + int(norm and rotary_dim > 0)
+        w_itemsize = weights[0].dtype.itemsize
+        if w_itemsize != x.dtype.itemsize:
+            converts = xla_cost.xla_pass(work.k * work.n, w_itemsize + x.dtype.itemsize)
+            passes += converts * (_OF_CONVERSION if work.m <= _FEW_FOR_XLA else 1.0)
+        times = {"xla": xla_time(device, work, Passes()) + passes}
+        if "pallas" in able:
+            times["pallas"] = pallas_qkv_projection.predicted_time(
+                work.m,
+                work.k,
+                widths,
+                head_size=weights[0].shape[-1],
+                norm=norm,
+                rotary_dim=rotary_dim,
+                interleaved=interleaved,
+                w_itemsize=w_itemsize,
+                multiprocessors=device.multiprocessors,
+            )
+        return product_times(times)
+
+    def run(self, implementation, device, x, *parameters, config=None) -> Results:
+        *weights_and_biases, q_scale, k_scale, cos, sin = parameters
+        weights: Sequence[Any] = weights_and_biases[:3]
+        biases: Sequence[Any] = weights_and_biases[3:]
+        if implementation == "xla":
+            return self._run_in_xla(x, weights, biases, (q_scale, k_scale), cos, sin)
+        weights, biases = self.options.apart(weights), self.options.apart(biases)
+        results = pallas_qkv_projection.forward(
+            x.reshape(-1, x.shape[-1]),
+            [w.astype(x.dtype).reshape(len(w), -1) for w in weights],
+            None if biases[0] is None else [b.reshape(-1) for b in biases],
+            (q_scale, k_scale),
+            *(
+                None if table is None else table.reshape(-1, table.shape[-1])
+                for table in (cos, sin)
+            ),
+            interleaved=self.options.interleaved,
+            head_size=self.options.head_size,
+            epsilon=self.options.epsilon,
+            scale_offset=self.options.scale_offset,
+            save_projections=self.save_projections,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+        groups, _, head_size = weights[0].shape[1:]
+        return tuple(
+            None if y is None else y.reshape(*x.shape[:-1], groups, -1, head_size) for y in results
+        )
+
+    def _run_in_xla(self, x, weights, biases, scales, cos, sin) -> Results:
+        # One product, for which separate weights are concatenated.
+        w, bias = weights[0], biases[0]
+        if self.options.one_array is None:
+            flat = [w.reshape(len(w), math.prod(w.shape[1:])) for w in weights]
+            w = jnp.concatenate(flat, axis=-1)
+            bias = None if bias is None else jnp.concatenate([b.reshape(-1) for b in biases])
+        shapes = self.options.shapes(weights)
+        y, _ = linear_xla.layer(
+            x.reshape(-1, x.shape[-1]),
+            w,
+            bias,
+            None,
+            activation=None,
+            out_dtype=x.dtype,
+            save_preactivation=False,
+            precision=self.options.precision,
+        )
+        # Heads get their axis before the split: XLA would copy slices of columns into their layout.
+        counts = [math.prod(w.shape[1:-1]) for w in shapes]
+        y = y.reshape(*x.shape[:-1], sum(counts), self.options.head_size)
+        parts = jnp.split(y, (counts[0], counts[0] + counts[1]), axis=-2)
+        q, k, v = (
+            part.reshape(*x.shape[:-1], *w.shape[1:]) for part, w in zip(parts, shapes, strict=True)
+        )
+        heads = [self.options.finish(y, s, cos, sin) for y, s in zip((q, k), scales, strict=True)]
+        return (*heads, v, *((q, k) if self.save_projections else (None, None)))
+
+    def batched(self, call, axis_size, in_batched, x, *others) -> Results | None:
+        *parameters, cos, sin = others
+        if is_batched(in_batched[1:-2]):
+            return None
+        tables: Sequence[Any] = (cos, sin)
+        if cos is not None:
+            rows = x.shape[1 if is_batched(in_batched[0]) else 0 : -1]
+            tables = batch_tables(axis_size, in_batched[-2:], tables, rows)
+        return call(self, *batch_all(axis_size, in_batched[:1], (x,)), *parameters, *tables)
+
+
+@dataclass(frozen=True)
+class InputGradient:
+    """Computes the sum of the cotangents of q, k and v, each times its weights' transpose."""
+
+    options: Options
+
+    @property
+    def name(self) -> str:
+        return "qkv_projection input gradient"
+
+    def axes(self, *operands) -> Axes:
+        rows = sharding.leading_axes(operands[0].ndim - 3)
+        return Axes(
+            [*(rows + g for g in HEADS), *_weight_axes(operands[3:])],
+            (rows + "d",),
+            self.options.whole,
+        )
+
+    def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
+        rows, features = math.prod(operands[0].shape[:-3]), operands[3].shape[0]
+        if implementation != "pallas":
+            return ()
+        work = _gradient_work(rows, features, self.options.shapes(operands[3:]))
+        return pallas_matmul.fitting(work, device.multiprocessors)
+
+    def why_not(self, device, *operands) -> Mapping[str, str | None]:
+        return _why_not(device, *self._x_and_weights(*operands))
+
+    def estimate(self, device, able, *operands) -> Estimate:
+        x, weights = self._x_and_weights(*operands)
+        work = _gradient_work(math.prod(x.shape[:-1]), x.shape[-1], weights)
+        if not _is_modelled(device, x):
+            return _unmodelled(device, work)
+        # XLA first concatenates the cotangents.
+        moved = 2 * x.dtype.itemsize
+        times = {
+            "xla": xla_time(device, work, Passes()) + xla_cost.xla_pass(work.m * work.k, moved)
+        }
+        if "pallas" in able:
+            copies = _weight_copies(weights, x.dtype)
+            times["pallas"] = copies + predicted_time(work, device.multiprocessors)
+        return product_times(times)
+
+    def _x_and_weights(self, *operands) -> tuple[Any, Sequence[Any]]:
+        """Returns the shapes and dtypes of x [..., D] and of the weights [D, n, heads, H]."""
+        x = jax.ShapeDtypeStruct((*operands[0].shape[:-3], len(operands[3])), operands[0].dtype)
+        return x, self.options.shapes(operands[3:])
+
+    def run(self, implementation, device, *operands, config=None) -> Results:
+        before = operands[0].shape[:-3]
+        dys = [dy.reshape(*before, math.prod(dy.shape[-3:])) for dy in operands[:3]]
+
+        def flat(weights):
+            return [w.astype(dys[0].dtype).reshape(len(w), math.prod(w.shape[1:])) for w in weights]
+
+        if implementation == "xla":
+            if self.options.one_array is None:
+                w = jnp.concatenate(flat(operands[3:]), axis=-1)
+            else:
+                w = operands[3].astype(dys[0].dtype)
+            dy = side_by_side(dys, self.options.head_size)
+            rows = sharding.leading_axes(dy.ndim - 1)
+            dx = product(
+                f"{rows}f,df->{rows}d",
+                dy,
+                w,
+                out_dtype=dy.dtype,
+                precision=self.options.precision,
+            )
+            return (dx.reshape(*before, len(w)),)
+        (dx,) = pallas_qkv_projection.input_gradient(
+            [dy.reshape(-1, dy.shape[-1]) for dy in dys],
+            flat(self.options.apart(operands[3:])),
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+        return (dx.reshape(*before, dx.shape[-1]),)
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        if is_batched(in_batched[3:]):
+            return None
+        return call(self, *batch_all(axis_size, in_batched[:3], operands[:3]), *operands[3:])
+
+
+def _why_not(
+    device, x, weights, *, norm=False, rotary_dim=0, interleaved=False
+) -> dict[str, str | None]:
+    """Returns why each implementation cannot take x [..., D] and weights [D, n, heads, H]."""
+    (*_, groups, q_heads, head_size), (*_, k_heads, _) = weights[0].shape, weights[1].shape
+    return {
+        "pallas": pallas_qkv_projection.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=x.dtype,
+            features=x.shape[-1],
+            heads=groups * q_heads,
+            key_heads=groups * k_heads,
+            head_size=head_size,
+            norm=norm,
+            rotary_dim=rotary_dim,
+            interleaved=interleaved,
+        ),
+        "cuda": "there is no CUDA kernel of qkv_projection yet",
+        "xla": None,
+    }
+
+
+_OF_NEIGHBOURS = 2.4
+"""Time of XLA's rotation of interleaved pairs, read one by one, relative to that of halves (an H200)."""
+_OF_CONVERSION, _FEW_FOR_XLA = 2 / 3, 1024
+"""Part of a conversion kernel's time that converting weights adds to XLA's product of up to 1,024 rows,
+which may fuse it. [512, 4096] to 8,192 columns take 77 us, with bfloat16 weights about 45."""
+
+
+def _weight_copies(weights, dtype) -> float:
+    """Returns the microseconds in which XLA copies each of the weights for a kernel."""
+    moved = 2 * jnp.dtype(dtype).itemsize
+    return sum(xla_cost.xla_pass(len(w) * math.prod(w.shape[1:]), moved) for w in weights)
+
+
+def _gradient_work(rows: int, features: int, weights: Sequence[Any]) -> cost.Work:
+    columns = sum(math.prod(w.shape[1:]) for w in weights)
+    return cost.Work(rows, features, columns, k_last=True)
+
+
+def _norm_and_rotation(parameters: Sequence[Any]) -> tuple[bool, int]:
+    """Returns whether there is a norm and how many features rotate, given `Forward`'s parameters."""
+    q_scale, k_scale, cos, _ = parameters[-4:]
+    norm = q_scale is not None or k_scale is not None
+    return norm, 0 if cos is None else 2 * cos.shape[-1]
+
+
+def _is_modelled(device: dispatch.Device, x: jax.Array) -> bool:
+    return is_modelled(device) and x.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _unmodelled(device: dispatch.Device, work: cost.Work) -> Rule | None:
+    """Returns the rule where the cost model does not apply."""
+    large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
+    return None if large else Rule(("xla",), "the product has fewer tiles than the GPU has SMs")
+
+
+def operand_axes(operands: Sequence[Any]) -> Sequence[str]:
+    """Returns the letters of x, the weights, the biases, the scales and the tables, for `sharding`."""
+    rows = sharding.leading_axes(operands[0].ndim - 1)
+    cos = operands[-1]
+    table = "" if cos is None else rows[len(rows) - (cos.ndim - 1) :] + "r"
+    weights, biases = _weight_axes(operands[1:4]), HEADS
+    if operands[2] is None:
+        biases = ("c", "", "")
+    return rows + "d", *weights, *biases, "s", "s", table, table
+
+
+def _weight_axes(weights: Sequence[Any]) -> Sequence[str]:
+    """Returns the letters of three weights, or of one with all columns and two absent ones."""
+    return ("dc", "", "") if weights[1] is None else tuple("d" + group for group in HEADS)
