@@ -19,7 +19,7 @@ from jaxfused.explanation import traced
 from jaxfused.ops.attention import attention_stages
 from jaxfused.ops.linear import (
     gated_mlp_stages,
-    linear,
+    linear_stages,
     mlp_stages,
     qkv_projection_stages,
     weight_gradient,
@@ -123,7 +123,7 @@ def test_a_layer_is_traced_once(h200):
     """Equal layers with equal shapes are traced once, also across calls of `jax.jit`."""
     traces = []
 
-    class Counted(linear.Layer):
+    class Counted(linear_stages.Layer):
         def run(self, *args):
             traces.append(args)
             return super().run(*args)
@@ -271,9 +271,9 @@ def kernels_and_operands():
             )
     for activation in (None, "gelu_tanh"):
         for save in (False, True):
-            layer = linear.Layer("linear forward", activation, jnp.dtype(BF16), save, None)
+            layer = linear_stages.Layer("linear forward", activation, jnp.dtype(BF16), save, None)
             yield layer, (x, w, b, h)
-    yield linear.ActivationGradient("silu", True), (h, h)
+    yield linear_stages.ActivationGradient("silu", True), (h, h)
     yield mlp_stages.HiddenAndSlope("silu", None), (x, w, b)
     yield mlp_stages.HiddenGradientBySlope(True, None), (dy, w.T, h)
     yield mlp_stages.HiddenGradient("silu", True, None), (dy, w.T, h)

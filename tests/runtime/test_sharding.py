@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import jaxfused
 from jaxfused.ops.conv import depthwise_conv_cuda, patch_expand
 from jaxfused.ops.linear import (
-    linear,
+    linear_stages,
     linear_xla,
     mlp_stages,
     mlp_xla,
@@ -520,7 +520,7 @@ def stand_in_linear(x, w, bias, residual, **options):
     ("axis_type", "split"), list(itertools.product(AXIS_TYPES, ("rows", "columns"))), quick=(1, 2)
 )
 def test_linear(monkeypatch, hopper, axis_type, split):
-    monkeypatch.setattr(linear.pallas_linear, "forward", stand_in_linear)
+    monkeypatch.setattr(linear_stages.pallas_linear, "forward", stand_in_linear)
 
     def gradients(implementation, *arguments):
         def loss(x, w, bias):
@@ -598,7 +598,7 @@ def stand_in_gated_input_gradient(dgate, dup, w_gate, w_up, *, multiprocessors, 
 
 @pytest.fixture
 def perceptron_stand_ins(hopper, monkeypatch):
-    monkeypatch.setattr(linear.pallas_linear, "forward", stand_in_layer)
+    monkeypatch.setattr(linear_stages.pallas_linear, "forward", stand_in_layer)
     for name, stand_in in dict(
         hidden_gradient=stand_in_hidden_gradient,
         gated_forward=stand_in_gated_unit,

@@ -18,7 +18,7 @@ from jaxfused.ops.attention.attention_stages import (
     within,
 )
 from jaxfused.ops.attention.mask import Mask
-from jaxfused.ops.linear.linear import allows_tf32
+from jaxfused.ops.linear.linear_stages import allows_tf32
 from jaxfused.runtime import dropout_arguments, sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import as_arrays, check_soft_cap, python_numbers

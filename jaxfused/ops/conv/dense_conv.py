@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.conv import conv_xla, space_to_depth
 from jaxfused.ops.conv.conv_input import Concatenated
-from jaxfused.ops.linear.linear import CHEAP_ACTIVATIONS, ActivationGradient
+from jaxfused.ops.linear.linear_stages import CHEAP_ACTIVATIONS, ActivationGradient
 from jaxfused.ops.linear.weight_gradient import sum_rows, weight_gradient
 from jaxfused.ops.norm import batch_norm_xla
 from jaxfused.runtime import sharding
@@ -25,13 +25,7 @@ from jaxfused.runtime.activation import ARITHMETIC, SLOPE_OF_RESULT
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import LeftToXla
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import (
-    UNMODELLED,
-    Passes,
-    is_modelled,
-    product_times,
-    xla_time,
-)
+from jaxfused.runtime.product_choice import UNMODELLED, Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.rectified import masked_gradient

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxfused.ops.linear import mlp_cuda, mlp_xla
-from jaxfused.ops.linear.linear import product_configs, product_estimate, weights_for
+from jaxfused.ops.linear.linear_stages import product_configs, product_estimate, weights_for
 from jaxfused.ops.linear.mlp_stages import passes_of, product_keywords, why_not_of, work_of
 from jaxfused.runtime.estimate import Estimate
 from jaxfused.runtime.product_choice import Passes

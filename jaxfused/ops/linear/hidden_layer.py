@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.fp8 import fp8
 from jaxfused.ops.linear import mlp_xla
-from jaxfused.ops.linear.linear import Layer, check_residual
+from jaxfused.ops.linear.linear import check_residual
+from jaxfused.ops.linear.linear_stages import Layer
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import check_shape
 from jaxfused.runtime.runner import Runner

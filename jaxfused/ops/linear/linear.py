@@ -2,23 +2,28 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.fp8 import fp8, fp8_operands, fp8_products
-from jaxfused.ops.linear import linear_cuda, linear_xla
+from jaxfused.ops.linear import linear_xla
+from jaxfused.ops.linear.linear_stages import (
+    ActivationGradient,
+    InputGradient,
+    Layer,
+    weight_itemsize,
+)
 from jaxfused.ops.linear.weight_gradient import (
     WeightGradients,
     weight_and_bias_gradients,
     weight_gradient,
 )
 from jaxfused.runtime import sharding
-from jaxfused.runtime.activation import ARITHMETIC
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import (
     as_arrays,
@@ -27,18 +32,13 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
-from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import LeftToXla, choose_without_stages, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
-from jaxfused.runtime.product_xla import product, sum_written_rows
-from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, Stage, batched_rows
+from jaxfused.runtime.product_choice import is_modelled
+from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.runner import Results, Runner, Stage
 from jaxfused.runtime.shapes import why_symbolic
-from pallas_kernels.gemm import cost, small_m, xla_cost
-from pallas_kernels.gemm import linear as pallas_linear
-from pallas_kernels.gemm import matmul as pallas_matmul
-from pallas_kernels.gemm.matmul import predicted_time
-from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
+from pallas_kernels.gemm import small_m
 
 
 @python_numbers
@@ -155,22 +155,8 @@ def _stages(options: "_Options", x: Any, w: Any, residual: Any) -> Iterator[Stag
         forward = options.forward(save_preactivation=False, weights_read_again=again)
         yield forward, (x, w, None, residual)
     if _are_few(x):
-        yield _InputGradient(options.precision), (dy, w)
+        yield InputGradient(options.precision), (dy, w)
     yield WeightGradients("linear", w.dtype, options.precision, 1, False, False), (x, dy)
-
-
-def allows_tf32(precision: Any) -> bool:
-    """Returns whether `precision` lets a product round float32 to tf32, as XLA's do by default."""
-    if precision is None:
-        precision = jax.config.jax_default_matmul_precision
-    preset = jax.lax.DotAlgorithmPreset
-    if isinstance(precision, str) and precision in preset.__members__:
-        precision = preset[precision]
-    if isinstance(precision, preset | jax.lax.DotAlgorithm):
-        return precision in (preset.DEFAULT, preset.TF32_TF32_F32)
-    pair = precision if isinstance(precision, tuple | list) else (precision, precision)
-    lowest = (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH)
-    return all(p is None or jax.lax.Precision(p) in lowest for p in pair)
 
 
 def check_affine(
@@ -377,7 +363,7 @@ def input_gradient(
     # A kernel needs F unsplit. If devices may split it, XLA's product adds their parts.
     may_run = sharding.is_in_one_piece(dy, w) and run.implementation in (None, "pallas")
     if _are_few(dy) and may_run and dy.dtype == dtype:
-        (dx,) = run(_InputGradient(precision), dy, w)
+        (dx,) = run(InputGradient(precision), dy, w)
         return dx
     rows = sharding.leading_axes(dy.ndim - 1)
     # As in the forward, devices add their parts in x's dtype, which is half the bytes of float32.
@@ -417,352 +403,3 @@ class _ProductOfShards:
             self.subscripts, a, b, dtype=a.dtype, out_dtype=self.dtype, precision=self.precision
         )
         return (y,)
-
-
-# --- kernels --------------------------------------------------------------------------------------
-
-
-class _Product(Protocol):
-    """A kernel that is one product with an epilogue in Pallas."""
-
-    def work(self, *operands: Any) -> cost.Work:
-        """Returns the product and its epilogue."""
-
-
-def product_configs(
-    kernel: _Product, implementation: str, device: dispatch.Device, *operands: Any
-) -> Sequence[Hashable]:
-    """Returns the configs of such a kernel: its method `HasConfigs.configs`."""
-    if implementation != "pallas":
-        return ()
-    return pallas_matmul.fitting(kernel.work(*operands), device.multiprocessors)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Computes (activation(x @ w + bias) + residual, x @ w + bias if saved) of x [M, D] and w [D, F].
-
-    `mlp` and `gated_mlp` use it for their layers too.
-    """
-
-    name: str
-    activation: str | None
-    out_dtype: Any
-    save_preactivation: bool
-    precision: Any
-    weights_read_again: bool = False
-    """True if a gradient of few rows reads the weights too, so that XLA converts them once for both."""
-
-    def axes(self, *operands) -> Axes:
-        del operands
-        return Axes(
-            (ROWS + "d", "df", "f", ROWS + "f"),
-            (ROWS + "f", ROWS + "f" if self.save_preactivation else None),
-            parts="d",
-        )
-
-    def on_parts(self, names, call, x, w, bias, residual) -> Results:
-        """Sums the products of the devices' features before bias, activation and residual."""
-        product = Layer(self.name, None, x.dtype, False, self.precision)
-        z, _ = call(product, x, w, None, None)
-        return linear_xla.finish(
-            jax.lax.psum(z, tuple(names)),
-            bias,
-            residual,
-            activation=self.activation,
-            out_dtype=self.out_dtype,
-            save_preactivation=self.save_preactivation,
-        )
-
-    def why_not(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
-        del bias
-        return product_why_not(
-            device,
-            self.precision,
-            {"x": x, "residual": residual},
-            {"x": x.shape[1], "the result": w.shape[1]},
-            out_dtype=self.out_dtype,
-        )
-
-    def estimate(self, device, able, x, w, bias, residual) -> Estimate:
-        work = self.work(x, w, bias, residual)
-        # cuBLASLt is not measured for few tiles.
-        large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
-        in_one_product = (
-            "cuda" in able
-            and large
-            and linear_cuda.in_one_product(
-                dtype=x.dtype,
-                w_shape=w.shape,
-                activation=self.activation,
-                residual_dtype=None if residual is None else residual.dtype,
-                out_dtype=self.out_dtype,
-            )
-        )
-        return product_estimate(
-            device,
-            able,
-            x.dtype,
-            work,
-            self._passes(x, bias, residual),
-            cuda_in_one_product=in_one_product,
-            weights_read_again=self.weights_read_again,
-        )
-
-    def work(self, x, w, bias, residual) -> cost.Work:
-        del bias
-        return cost.Work(
-            x.shape[0],
-            w.shape[1],
-            x.shape[1],
-            itemsize=x.dtype.itemsize,
-            w_itemsize=weight_itemsize(x, w),
-            read_bytes=0 if residual is None else residual.dtype.itemsize,
-            written_bytes=jnp.dtype(self.out_dtype).itemsize
-            + (x.dtype.itemsize if self.save_preactivation else 0),
-            activations=int(self.activation is not None),
-        )
-
-    def _passes(self, x, bias, residual) -> Passes:
-        """Returns XLA's passes over the result, for what its product cannot do."""
-        in_product = linear_xla.sums_in_product(x, bias, residual, self.out_dtype)
-        is_plain = self.activation is None and not self.save_preactivation
-        if is_plain and (in_product or (bias is None and residual is None)):
-            return Passes(bytes_in_product=0 if residual is None else residual.dtype.itemsize)
-        only_relu = self.activation == "relu" and residual is None and not self.save_preactivation
-        if only_relu and in_product:
-            return Passes()  # XLA's product has an epilogue for relu.
-        streams = (x.dtype, self.out_dtype, *(() if residual is None else (residual.dtype,)))
-        return Passes(
-            bytes_of_element=sum(jnp.dtype(dtype).itemsize for dtype in streams),
-            evaluations=int(self.activation not in (None, *CHEAP_ACTIVATIONS)),
-            slow=self.activation == "gelu_erf",
-        )
-
-    def run(self, implementation, device, x, w, bias, residual, config=None) -> Results:
-        keywords: dict[str, Any] = dict(
-            activation=self.activation,
-            out_dtype=self.out_dtype,
-            save_preactivation=self.save_preactivation,
-        )
-        operands = (x, weights_for(implementation, w, x.dtype), bias, residual)
-        if implementation == "pallas":
-            return pallas_linear.forward(
-                *operands, **keywords, multiprocessors=device.multiprocessors, config=config
-            )
-        if implementation == "cuda":
-            return linear_cuda.forward(*operands, **keywords, precision=self.precision)
-        return linear_xla.layer(*operands, **keywords, precision=self.precision)
-
-    configs = product_configs
-    batched = batched_rows
-    xla_takes_rows = True
-
-
-@dataclass(frozen=True)
-class ActivationGradient:
-    """Computes dz and its row sums (float32 [F]) from dy and the preactivation z [M, F]."""
-
-    activation: str
-    has_bias: bool
-
-    @property
-    def name(self) -> str:
-        return "linear activation gradient"
-
-    def axes(self, *operands) -> Axes:
-        del operands
-        return Axes((ROWS + "f", ROWS + "f"), (ROWS + "f", "f" if self.has_bias else None))
-
-    def why_not(self, device, dy, z) -> Mapping[str, str | None]:
-        del dy
-        reason = linear_cuda.why_unsupported(
-            compute_capability=device.compute_capability, dtype=z.dtype
-        )
-        return {"cuda": reason, "xla": None}
-
-    def estimate(self, device, able, dy, z) -> Estimate:
-        del able
-        if not is_modelled(device):
-            return None
-        moved = dy.dtype.itemsize + 2 * z.dtype.itemsize
-        # XLA evaluates the activation and its derivative.
-        evaluations = 0 if self.activation in CHEAP_ACTIVATIONS else 2
-        slow = self.activation == "gelu_erf"
-        xla = Passes(moved, evaluations, slow).time(z.size)
-        if self.has_bias:
-            xla += xla_cost.xla_row_sums(z.size, z.dtype.itemsize, by_product=False)
-        ours = cost.cuda_pass(
-            z.shape[0],
-            z.shape[1],
-            moved,
-            z.dtype.itemsize,
-            sums=self.has_bias,
-            slow_activation=slow,
-        )
-        return product_times({"xla": xla, "cuda": ours})
-
-    def run(self, implementation, device, dy, z) -> Results:
-        del device
-        if implementation == "cuda":
-            return linear_cuda.activation_gradient(
-                dy, z, activation=self.activation, sum_rows=self.has_bias
-            )
-        dz = linear_xla.activation_gradient(self.activation, dy, z, has_bias=self.has_bias)
-        narrow = dz.astype(z.dtype)
-        return narrow, sum_written_rows(
-            narrow, of_relu=self.activation == "relu"
-        ) if self.has_bias else None
-
-    batched = batched_rows
-    xla_takes_rows = True
-
-
-@dataclass(frozen=True)
-class _InputGradient:
-    """Computes (dy @ w^T,) for few rows dy [M, F] and w [D, F]. XLA multiplies many rows."""
-
-    precision: Any
-
-    @property
-    def name(self) -> str:
-        return "linear input gradient"
-
-    def axes(self, *operands) -> Axes:
-        del operands
-        return Axes((ROWS + "f", "df"), (ROWS + "d",), whole="f")
-
-    def work(self, dy, w) -> cost.Work:
-        return cost.Work(
-            dy.shape[0],
-            w.shape[0],
-            w.shape[1],
-            itemsize=dy.dtype.itemsize,
-            w_itemsize=weight_itemsize(dy, w),
-            written_bytes=dy.dtype.itemsize,
-            k_last=True,
-        )
-
-    def why_not(self, device, dy, w) -> Mapping[str, str | None]:
-        features = {"the gradient": w.shape[1], "x": w.shape[0]}
-        why_not = product_why_not(device, self.precision, {"x": dy}, features)
-        del why_not["cuda"]
-        return why_not
-
-    def estimate(self, device, able, dy, w) -> Estimate:
-        return product_estimate(device, able, dy.dtype, self.work(dy, w), Passes())
-
-    def run(self, implementation, device, dy, w, config=None) -> Results:
-        if implementation == "pallas":
-            dx = pallas_linear.input_gradient(
-                dy, w, multiprocessors=device.multiprocessors, config=config
-            )
-        else:
-            dx = product(
-                "mf,df->md", dy, w, dtype=dy.dtype, out_dtype=dy.dtype, precision=self.precision
-            )
-        return (dx,)
-
-    configs = product_configs
-    batched = batched_rows
-
-
-def weight_itemsize(x: jax.Array, w: jax.Array) -> int:
-    """Returns the bytes of a number in w if x [M, K] has few rows, else 0.
-
-    For few rows, converting w takes longer than the product.
-    """
-    return w.dtype.itemsize if x.shape[0] <= cost.CONVERTED_ROWS else 0
-
-
-def weights_for(implementation: str, w: Any, dtype: Any) -> Any:
-    """Returns weights in the given dtype, or unchanged for Pallas, whose kernels convert them."""
-    return w if implementation == "pallas" or w is None else w.astype(dtype)
-
-
-def product_why_not(
-    device: dispatch.Device,
-    precision: Any,
-    operands: Mapping[str, jax.Array | None],
-    features: Mapping[str, int],
-    *,
-    out_dtype: Any = None,
-) -> dict[str, str | None]:
-    """Returns why each implementation cannot take a product with an epilogue.
-
-    Args:
-      device: the device that it would run on.
-      precision: the product's precision.
-      operands: operands whose dtypes matter, by name; "x" is multiplied.
-      features: sizes of the product's summed and resulting axes, except rows.
-      out_dtype: the result's dtype.
-    """
-    dtypes = {name: None if a is None else a.dtype for name, a in operands.items()}
-    return {
-        "pallas": pallas_matmul.why_unsupported(
-            compute_capability=device.compute_capability,
-            dtypes={**dtypes, "the result": out_dtype},
-            features=dict(features),
-            allows_tf32=allows_tf32(precision),
-        ),
-        "cuda": linear_cuda.why_unsupported(
-            compute_capability=device.compute_capability, dtype=dtypes["x"]
-        ),
-        "xla": None,
-    }
-
-
-CHEAP_ACTIVATIONS = (*ARITHMETIC, "quick_gelu", "silu", "sigmoid")
-"""Activations that XLA evaluates faster than it reads their argument."""
-
-
-def product_estimate(
-    device: dispatch.Device,
-    able: Collection[str],
-    dtype: Any,
-    work: cost.Work,
-    passes: Passes,
-    *,
-    terms: int = 1,
-    pallas_time: Callable[[], float] | None = None,
-    cuda_in_one_product: bool = False,
-    weights_read_again: bool = False,
-) -> Estimate:
-    """Returns what is expected of a product with an epilogue: a stage's `estimate`.
-
-    Args:
-      device: the device that it would run on.
-      able: the implementations that can run.
-      dtype: the product's dtype.
-      work: the product and its epilogue.
-      passes: XLA's passes after its product.
-      terms: number of products of this size that are added.
-      pallas_time: predicts the microseconds of the Pallas kernels, if they are not one product.
-      cuda_in_one_product: whether cuBLASLt takes the epilogue too.
-      weights_read_again: whether a gradient needs the weights in `dtype` anyway, so that XLA's product
-        does not pay for their conversion.
-    """
-    if dtype == jnp.float32:
-        return Rule(("xla",), "kernels are not timed in float32")
-    if not is_modelled(device):
-        large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
-        fuses = bool(passes.bytes_of_element)
-        if large and fuses:
-            return None
-        return Rule(("xla",), "its product includes the epilogue, or has few tiles")
-    by_xla = replace(work, w_itemsize=0) if weights_read_again else work
-    xla = terms * xla_time(device, by_xla, Passes()) + passes.time(work.m * work.n)
-    # The CUDA pass after XLA's product is counted like XLA's passes.
-    times = {"xla": xla, "cuda": xla}
-    if cuda_in_one_product:
-        moved = replace(passes, bytes_of_element=work.read_bytes, evaluations=0)
-        saves = work.activations > 0 and work.written_bytes > work.itemsize
-        times["cuda"] = cost.cublaslt_product(
-            xla_time(device, work, moved), work.m * work.n, work.activations, saves=saves
-        )
-    if "pallas" in able and pallas_time is not None:
-        times["pallas"] = pallas_time()
-    elif "pallas" in able:
-        fused = replace(work, k=terms * work.k, terms=terms)
-        times["pallas"] = predicted_time(fused, device.multiprocessors)
-    return product_times(times)

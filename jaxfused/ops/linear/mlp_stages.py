@@ -11,7 +11,7 @@ import jax
 
 from jaxfused import dispatch
 from jaxfused.ops.linear import mlp_cuda, mlp_xla
-from jaxfused.ops.linear.linear import (
+from jaxfused.ops.linear.linear_stages import (
     CHEAP_ACTIVATIONS,
     product_configs,
     product_estimate,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.linear.linear import allows_tf32
+from jaxfused.ops.linear.linear_stages import allows_tf32
 from jaxfused.runtime import sharding
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import takes_reference

@@ -10,12 +10,8 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.linear import linear
-from jaxfused.ops.linear.linear import (
-    ActivationGradient,
-    check_affine,
-    check_residual,
-    resolve_out_dtype,
-)
+from jaxfused.ops.linear.linear import check_affine, check_residual, resolve_out_dtype
+from jaxfused.ops.linear.linear_stages import ActivationGradient
 from jaxfused.ops.linear.weight_gradient import sum_rows
 from jaxfused.ops.quantized import quantized_matmul_cuda, quantized_matmul_xla
 from jaxfused.runtime import cuda_choice, sharding
