@@ -168,10 +168,14 @@ _GEMMA = dict(
 _GEMMA_FIXED = {"use_bidirectional_attention": False}
 _GEMMA_FEATURES = dict(branch_norms=True, scale_offset=1.0)
 
+_QWEN = dict(use_sliding_window=False, sliding_window=4096)
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(dict(rope_theta=1e4)),
-    "qwen2": Family(dict(rope_theta=1e4), fixed={"use_mrope": False}, features=dict(qkv_bias=True)),
-    "qwen3": Family(dict(rope_theta=1e4, head_dim=128), features=dict(head_norms=True)),
+    "qwen2": Family(
+        dict(_QWEN, rope_theta=1e4), fixed={"use_mrope": False}, features=dict(qkv_bias=True)
+    ),
+    "qwen3": Family(dict(_QWEN, rope_theta=1e4, head_dim=128), features=dict(head_norms=True)),
     "smollm3": Family(dict(rope_theta=2e6, tie_word_embeddings=True)),
     "gemma2": Family(
         dict(_GEMMA, rope_theta=1e4, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),

@@ -171,6 +171,14 @@ def test_gemma_3s_own_files_say_only_what_is_not_the_default():
     assert config.ropes[5] == Rope(256, 1e6, jaxfused.LinearRope(8.0))
 
 
+def test_qwens_window_is_4096_where_its_file_only_switches_it_on():
+    config = {k: v for k, v in ROWS["Qwen3"].options["config"].items() if k != "sliding_window"}
+    config = config | dict(use_sliding_window=True, max_window_layers=1, layer_types=None)
+    windows = read_config(config).windows
+    assert windows == (None,) + (4096,) * (len(windows) - 1)
+    assert not any(read_config(config | dict(use_sliding_window=False)).windows)
+
+
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
