@@ -20,11 +20,11 @@ from jax.experimental import multihost_utils
 import jaxfused
 from jaxfused import __main__, dispatch
 from jaxfused.explanation import traced
-from jaxfused.ops.conv import dense_conv
 from jaxfused.ops.norm import layer_norm
 from jaxfused.runtime import platforms, runner, table
 from jaxfused.tuning import bench, command, tuner
 from jaxfused.tuning.bench import Candidate
+from pallas_kernels.conv import cudnn_cost
 from pallas_kernels.gemm.matmul import MatmulConfig
 from tests.runtime.test_runner import H200, KERNELS
 from tests.support.choices import chosen
@@ -826,7 +826,7 @@ def test_tune_compares_within_a_round(device):
 @pytest.mark.parametrize("fastest", ("pallas", "xla", "neither"))
 def test_tune_corrects_a_call_wrongly_left_to_xla(device, monkeypatch, fastest):
     """The prediction is that cuDNN takes a microsecond, and the operator leaves the call to XLA."""
-    monkeypatch.setattr(dense_conv, "_cudnn_time", lambda call, **_: 1.0)
+    monkeypatch.setattr(cudnn_cost, "convolution", lambda *call: 1.0)
     conv = functools.partial(jaxfused.conv, activation="relu")
     args = array(8, 28, 28, 128), array(3, 3, 128, 128)
     before = choice_of(conv, *args)

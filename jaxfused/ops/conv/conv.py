@@ -10,6 +10,7 @@ from jaxfused import dispatch
 from jaxfused.ops.conv import (
     conv_xla,
     dense_conv,
+    dense_conv_forward,
     depthwise_conv,
     depthwise_conv1d,
     fft_conv,
@@ -245,12 +246,12 @@ def convolved(
         window = dense_conv.window_of(values, w, **options)
         simplify, dense = dense_conv.simplified(window, values)
         like_x, like_w = jax.eval_shape(simplify, values, w)
-        why_not_dense = dense_conv.why_unsupported(device, dense, like_x, like_w, residual)
+        why_not_dense = dense_conv_forward.why_unsupported(device, dense, like_x, like_w, residual)
         if why_not_dense is not None:
             missing["pallas"] = why_not_dense
         else:
             assert not isinstance(window, str) and not isinstance(dense, str)
-            dense_options = dense_conv.Options(dense, activation, precision)
+            dense_options = dense_conv_forward.Options(dense, activation, precision)
             operands = like_x, like_w, bias, residual
             left = functools.partial(dense_conv.left_to_xla, run, window, dense_options, *operands)
     else:
@@ -318,7 +319,7 @@ def _enlarges(
 ) -> bool:
     """Returns whether a kernel may make a block of pixels of each pixel of x; else the call is XLA's."""
     missing = {"cuda": "the CUDA kernels of conv are depthwise, and the input is dilated"}
-    images = dense_conv.images
+    images = dense_conv_forward.images
     weights = w[None] if x.ndim == 3 else w
     reason = patch_expand.why_unsupported(device, images(x), weights, images(residual))
     if reason is not None:

@@ -17,16 +17,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfused import dispatch
 from jaxfused.ops.conv import conv_xla
-from jaxfused.ops.conv.dense_conv import (
+from jaxfused.ops.conv.dense_conv import Residuals, gradients_after, pointwise_gradients, saved_of
+from jaxfused.ops.conv.dense_conv_forward import (
     Forward,
     Letters,
     Options,
-    Residuals,
     Timed,
-    gradients_after,
     images,
-    pointwise_gradients,
-    saved_of,
     weights_of_images,
 )
 from jaxfused.runtime import sharding
@@ -166,7 +163,7 @@ _enlarging.defvjp(_enlarging_fwd, _enlarging_bwd)
 
 @dataclass(frozen=True)
 class _Enlarging(Timed):
-    """Computes `dense_conv.Forward` with w [*block, C, F], which makes a block of each pixel of x."""
+    """Computes `Forward` with w [*block, C, F], which makes a block of each pixel of x."""
 
     alone: Forward
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.conv import conv as conv_operator
-from jaxfused.ops.conv import conv_padding, dense_conv, quantized_conv_xla
+from jaxfused.ops.conv import conv_padding, dense_conv, dense_conv_forward, quantized_conv_xla
 from jaxfused.runtime import sharding
 from jaxfused.runtime.activation import ARITHMETIC
 from jaxfused.runtime.checks import (
@@ -322,14 +322,14 @@ class _Options:
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="quantized_conv", once=False)
 def _quantized_conv(run: Runner, options: _Options, x, w, scale, bias, residual):
-    letters = dense_conv.Letters(len(options.window.kernel))
+    letters = dense_conv_forward.Letters(len(options.window.kernel))
     operands = sharding.align(
         (
-            dense_conv.images(x),
+            dense_conv_forward.images(x),
             w.reshape(*options.window.kernel, *w.shape[-2:]),
             scale,
             bias,
-            dense_conv.images(residual),
+            dense_conv_forward.images(residual),
         ),
         operand_axes=(letters.images, letters.weights, "f", "f", letters.result),
         whole=letters.whole,
@@ -364,11 +364,15 @@ def _by_reference(
     window = options.window
     return quantized_conv_xla.conv(
         assembled(
-            dense_conv.images(x), jnp.ones((1,) * (len(window.kernel) + 2)), None, -1, "rows"
+            dense_conv_forward.images(x),
+            jnp.ones((1,) * (len(window.kernel) + 2)),
+            None,
+            -1,
+            "rows",
         ),
         assembled(w.reshape(-1, w.shape[-1]), scale[None], None, -2, "rows"),
         bias,
-        dense_conv.images(residual),
+        dense_conv_forward.images(residual),
         kernel_size=window.kernel,
         activation=options.activation,
         out_dtype=options.out_dtype,
@@ -395,7 +399,7 @@ class _Forward:
         return "quantized_conv forward"
 
     def axes(self, x, w, scale, bias, residual) -> Axes:
-        letters = dense_conv.Letters(x.ndim - 2)
+        letters = dense_conv_forward.Letters(x.ndim - 2)
         return Axes(
             (letters.images, letters.weights, "f", "f", letters.result),
             (letters.result,),
@@ -427,7 +431,7 @@ class _Forward:
     ) -> Sequence[Hashable]:
         if implementation != "pallas":
             return ()
-        call = dense_conv.call_of(device, self.options.window, x.shape[:-1], x.dtype, w)
+        call = dense_conv_forward.call_of(device, self.options.window, x.shape[:-1], x.dtype, w)
         return pallas_conv.fitting(
             call,
             read_bytes=0 if residual is None else residual.dtype.itemsize,

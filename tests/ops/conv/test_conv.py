@@ -13,7 +13,13 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import dispatch
-from jaxfused.ops.conv import dense_conv, depthwise_conv, depthwise_conv_cuda, patch_expand
+from jaxfused.ops.conv import (
+    dense_conv,
+    dense_conv_backward,
+    depthwise_conv,
+    depthwise_conv_cuda,
+    patch_expand,
+)
 from jaxfused.ops.conv.depthwise_conv_cuda import Strips, Tile, Window
 from jaxfused.runtime import cuda_library, product_choice
 from jaxfused.runtime.activation import activate
@@ -311,7 +317,7 @@ def dense(case, implementation="pallas"):
 def test_stages_of_a_strided_window(hopper, monkeypatch, kernels_are_faster):
     """If the model gives all stages to XLA, derivatives of every order and mode remain."""
     cudnn = math.inf if kernels_are_faster else 0.0
-    monkeypatch.setattr(dense_conv, "_cudnn_time", lambda *call, **options: cudnn)
+    monkeypatch.setattr(cudnn_cost, "convolution", lambda *call: cudnn)
     monkeypatch.setattr(cudnn_cost, "strided_input_gradient", lambda *sizes: cudnn)
     x = jax.ShapeDtypeStruct((4, 16, 16, 64), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.bfloat16)
@@ -375,7 +381,7 @@ def test_strided_windows_whose_gradient_is_not_made_in_blocks(
 ):
     x = jnp.zeros(shape, jnp.bfloat16)
     w = jnp.zeros((*kernel, shape[-1], 64), jnp.bfloat16)
-    gradient = dense_conv._InputGradient(
+    gradient = dense_conv_backward.InputGradient(
         dense_conv.window_of(
             x,
             w,

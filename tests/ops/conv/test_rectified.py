@@ -12,7 +12,7 @@ import pytest
 import jaxfused.linen
 import jaxfused.nnx
 from jaxfused import dispatch
-from jaxfused.ops.conv import dense_conv
+from jaxfused.ops.conv import dense_conv, dense_conv_backward
 from tests.cases.conv import DENSE_CASES, DEPTHWISE_CASES, TILED_CASES, Case
 from tests.flax.test_modules import linen_apply, nnx_apply, normal, shared_params
 from tests.ops.conv.test_conv import dense_stand_ins, plain_conv, stand_ins, with_library
@@ -83,7 +83,9 @@ def test_the_kernel_in_the_interpreter(size, interpreted_hopper):
     )
     padding = ((size // 2, size // 2),) * 2
     window = dense_conv.Window((size, size), padding, (1, 1), (1, 1))
-    stage = dense_conv._JoinedInputGradient(dense_conv._InputGradient(window, (5, 7), None))
+    stage = dense_conv_backward.JoinedInputGradient(
+        dense_conv_backward.InputGradient(window, (5, 7), None)
+    )
 
     def run(implementation):
         @jax.jit

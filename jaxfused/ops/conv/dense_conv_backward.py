@@ -1,0 +1,268 @@
+"""The backward stages of dense conv: dgrad, also joined by space-to-depth, and wgrad."""
+
+import math
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.ops.conv.dense_conv_forward import (
+    Letters,
+    Options,
+    Timed,
+    call_of,
+    cudnn_time,
+    reference,
+    why_unsupported,
+)
+from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.product_choice import Passes, xla_time
+from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.rectified import masked_gradient
+from jaxfused.runtime.runner import Axes, Results
+from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
+from pallas_kernels.conv import conv as pallas_conv
+from pallas_kernels.conv import cudnn_cost
+from pallas_kernels.conv import strided as pallas_strided
+from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
+from pallas_kernels.conv.window import Window
+from pallas_kernels.gemm.xla_cost import xla_pass
+
+
+@dataclass(frozen=True)
+class InputGradient(Timed):
+    """Computes (dx,) [B, *spatial, C] from dz and w: dgrad."""
+
+    window: Window
+    sizes: tuple[int, ...]
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "conv dense input gradient"
+
+    def axes(self, dz, w) -> Axes:
+        letters = Letters(dz.ndim - 2)
+        # Partial sums over split features would be rounded before they are added.
+        return Axes((letters.result, letters.weights), (letters.images,), whole=letters.whole + "f")
+
+    def _call(self, device, dz, w) -> pallas_conv.ConvCall:
+        if self.window.is_strided:
+            return pallas_strided.call_of(
+                dz,
+                w.shape[-2],
+                window=self.window,
+                sizes=self.sizes,
+                multiprocessors=device.multiprocessors,
+            )
+        return call_of(device, self.window.transposed(), dz.shape[:-1], dz.dtype, w, flipped=True)
+
+    def why_not(self, device, dz, w) -> Mapping[str, str | None]:
+        if not self.window.is_strided:
+            reason = why_unsupported(device, self.window.transposed(), dz, w)
+        else:
+            reason = pallas_strided.why_unsupported(
+                compute_capability=device.compute_capability,
+                dtypes={"dy": dz.dtype},
+                channels=w.shape[-2],
+                features=w.shape[-1],
+                images=dz.shape[0],
+                sizes=self.sizes,
+                window=self.window,
+            )
+        return {"xla": None, "pallas": reason}
+
+    def estimate(self, device, able: Collection[str], dz, w) -> Estimate:
+        if self.window.is_pointwise:
+            return Rule(("xla",), "nothing is fused with the product")
+        return super().estimate(device, able, dz, w)
+
+    def times(self, device, dz, w) -> Mapping[str, float]:
+        call = self._call(device, dz, w)
+        ours = pallas_conv.predicted_time(call, written_bytes=dz.dtype.itemsize)
+        if not self.window.is_strided:
+            return {"pallas": ours, "xla": cudnn_time(call)}
+        arranged = xla_pass(math.prod(w.shape), 4 * dz.dtype.itemsize)
+        multiplications = math.prod(dz.shape[:-1]) * math.prod(w.shape)
+        return {
+            "pallas": ours + arranged,
+            "xla": cudnn_cost.strided_input_gradient(multiplications, w.shape[-2]),
+        }
+
+    def configs(self, implementation: str, device: dispatch.Device, dz, w) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        return pallas_conv.fitting(self._call(device, dz, w), written_bytes=dz.dtype.itemsize)
+
+    def run(self, implementation, device, dz, w, config=None) -> Results:
+        if implementation == "pallas" and self.window.is_strided:
+            dx = pallas_strided.input_gradient(
+                dz,
+                w,
+                window=self.window,
+                sizes=self.sizes,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+            return (dx,)
+        if implementation == "pallas":
+            dx = pallas_conv.input_gradient(
+                dz,
+                w,
+                window=self.window,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+            return (dx,)
+        if self.window.is_pointwise:
+            rows, weights = dz.reshape(-1, dz.shape[-1]), w.reshape(w.shape[-2:])
+            dx = product("mf,cf->mc", rows, weights, out_dtype=dz.dtype, precision=self.precision)
+            return (dx.reshape(*dz.shape[:-1], w.shape[-2]),)
+        options = Options(self.window, None, self.precision)
+        x = jnp.zeros_like(dz, shape=(dz.shape[0], *self.sizes, w.shape[-2]))
+        return tuple(jax.vjp(lambda x: reference(options, x, w.astype(dz.dtype)), x)[1](dz))
+
+    def batched(self, call, axis_size, in_batched, dz, w) -> Results | None:
+        if is_batched(in_batched[1]):
+            return None
+        return unmerged_images(
+            axis_size, call(self, *merged_images(axis_size, in_batched[:1], (dz,)), w)
+        )
+
+
+@dataclass(frozen=True)
+class WeightGradient(Timed):
+    """Computes (dw,) [*kernel, C, F] from x and dz, in float32: wgrad."""
+
+    window: Window
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "conv dense weight gradient"
+
+    def axes(self, x, dz) -> Axes:
+        letters = Letters(x.ndim - 2)
+        return Axes((letters.images, letters.result), (letters.weights,), whole=letters.whole)
+
+    def why_not(self, device, x, dz) -> Mapping[str, str | None]:
+        if pallas_weight_gradient.why_unsupported(self.window) is not None:
+            return {"xla": None}
+        return {"xla": None, "pallas": why_unsupported(device, self.window, x, self._like_w(x, dz))}
+
+    def _like_w(self, x, dz) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*self.window.kernel, x.shape[-1], dz.shape[-1]), x.dtype)
+
+    def times(self, device, x, dz) -> Mapping[str, float]:
+        ours = pallas_weight_gradient.predicted_time(
+            x, dz, window=self.window, multiprocessors=device.multiprocessors
+        )
+        call = call_of(device, self.window, x.shape[:-1], x.dtype, self._like_w(x, dz))
+        return {"pallas": ours, "xla": cudnn_time(call, of_weights=True)}
+
+    def configs(self, implementation: str, device: dispatch.Device, x, dz) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        return pallas_weight_gradient.fitting(
+            x, dz, window=self.window, multiprocessors=device.multiprocessors
+        )
+
+    def run(self, implementation, device, x, dz, config=None) -> Results:
+        if implementation == "pallas":
+            dw = pallas_weight_gradient.weight_gradient(
+                x,
+                dz,
+                window=self.window,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+            return (dw,)
+        # w varies like x. In a `jax.shard_map`, a replicated w would get a gradient summed over devices.
+        options = Options(self.window, None, self.precision)
+        w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[-1], dz.shape[-1]))
+        (dw,) = jax.vjp(lambda w: reference(options, x, w), w)[1](dz)
+        return (dw.astype(accumulator_dtype(x.dtype)),)
+
+    def batched(self, call, axis_size, in_batched, x, dz) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class JoinedInputGradient(Timed):
+    """Computes (dx,) from dz, w, the other part of x's gradient, and x if it is rectified.
+
+    The last two may be None. It is a stage of its own, so that `InputGradient` keeps its timings.
+    """
+
+    gradient: InputGradient
+
+    @property
+    def name(self) -> str:
+        return "conv dense joined input gradient"
+
+    def axes(self, dz, w, other, y) -> Axes:
+        axes = self.gradient.axes(dz, w)
+        images = Letters(dz.ndim - 2).images
+        return axes._replace(operands=(*axes.operands, images, images))
+
+    def why_not(self, device, dz, w, other, y) -> Mapping[str, str | None]:
+        window = self.gradient.window
+        if window.is_strided:
+            return {"xla": None}
+        return {"xla": None, "pallas": why_unsupported(device, window.transposed(), dz, w, other)}
+
+    def times(self, device, dz, w, other, y) -> Mapping[str, float]:
+        call, streams = self.gradient._call(device, dz, w), self.streams(dz, other, y)
+        # XLA writes its gradient, which a second kernel reads with the rest.
+        moved = streams["read_bytes"] + 2 * dz.dtype.itemsize
+        if self.gradient.window.is_pointwise:
+            passes = Passes(bytes_of_element=moved)
+            xla = xla_time(device, call.as_product(**streams), passes)
+        else:
+            elements = math.prod(call.result) * call.features
+            xla = cudnn_time(call) + xla_pass(elements, moved, 0)
+        return {"pallas": pallas_conv.predicted_time(call, **streams), "xla": xla}
+
+    def streams(self, dz, other, y) -> dict[str, int]:
+        read = sum(a.dtype.itemsize for a in (other, y) if a is not None)
+        return dict(read_bytes=read, written_bytes=dz.dtype.itemsize, activations=0)
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, dz, w, other, y
+    ) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        call = self.gradient._call(device, dz, w)
+        return pallas_conv.fitting(call, **self.streams(dz, other, y))
+
+    def run(self, implementation, device, dz, w, other, y, config=None) -> Results:
+        if implementation == "pallas":
+            dx = pallas_conv.input_gradient(
+                dz,
+                w,
+                other=other,
+                rectified=y,
+                window=self.gradient.window,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+            return (dx,)
+        alone = self.gradient.run(implementation, device, dz, w)[0]
+        assert alone is not None
+        return (joined_gradient(alone, other, y),)
+
+    def batched(self, call, axis_size, in_batched, dz, w, other, y) -> Results | None:
+        if is_batched(in_batched[1]):
+            return None
+        merged = merged_images(axis_size, (in_batched[0], *in_batched[2:]), (dz, other, y))
+        return unmerged_images(axis_size, call(self, merged[0], w, *merged[1:]))
+
+
+def joined_gradient(dx: jax.Array, other: jax.Array | None, y: jax.Array | None) -> jax.Array:
+    """Returns the sum of two gradients of x, masked if x is the result y of a relu."""
+    dx = dx if other is None else dx + other.astype(dx.dtype)
+    return dx if y is None else masked_gradient(dx, y)

@@ -1,0 +1,384 @@
+"""The forward stages of dense conv: plain, of two arrays, with statistics of the result."""
+
+import functools
+import math
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.ops.conv import conv_xla
+from jaxfused.ops.linear.linear_stages import CHEAP_ACTIVATIONS
+from jaxfused.ops.norm import batch_norm_xla
+from jaxfused.runtime.activation import ARITHMETIC, SLOPE_OF_RESULT
+from jaxfused.runtime.estimate import Estimate
+from jaxfused.runtime.product_choice import UNMODELLED, Passes, is_modelled, product_times, xla_time
+from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.runner import Axes, Results
+from jaxfused.runtime.shapes import why_symbolic
+from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
+from pallas_kernels.conv import conv as pallas_conv
+from pallas_kernels.conv import cudnn_cost
+from pallas_kernels.conv.window import Window
+from pallas_kernels.gemm.xla_cost import xla_pass
+
+
+def why_unsupported(
+    device: dispatch.Device, window: Window | str, x: Any, w: Any, residual: Any = None
+) -> str | None:
+    """Returns None if the kernels can run a convolution of this window, else the reason."""
+    if isinstance(window, str):
+        return f"the Pallas kernels of conv are dense, and {window}"
+    return why_symbolic(x, w) or pallas_conv.why_unsupported(
+        compute_capability=device.compute_capability,
+        dtypes={"x": x.dtype, "residual": None if residual is None else residual.dtype},
+        channels={"x": w.shape[-2], "the result": w.shape[-1]},
+        sizes=x.shape[:-1],
+        window=window,
+    )
+
+
+def images(x: Any) -> Any:
+    """Returns x [B, L, C] as images of one row."""
+    return x[:, None] if x is not None and x.ndim == 3 else x
+
+
+def weights_of_images(x: Any, w: Any) -> Any:
+    """Returns the weights for `images` of x, with one row if x has one spatial axis."""
+    return w[None] if x.ndim == 3 else w
+
+
+@dataclass(frozen=True)
+class Options:
+    """Static arguments of a convolution."""
+
+    window: Window
+    activation: str | None
+    precision: Any
+
+    @property
+    def keeps_preactivation(self) -> bool:
+        """True if the gradient reads the activation's input; that of relu reads its result."""
+        return self.activation not in (None, *SLOPE_OF_RESULT)
+
+
+@dataclass(frozen=True)
+class Letters:
+    """Letters of a convolution's axes."""
+
+    axes: int
+
+    @property
+    def images(self) -> str:
+        return "b" + "dhw"[-self.axes :] + "c"
+
+    @property
+    def two_images(self) -> tuple[str, str]:
+        """Letters of two arrays that each hold a part of the channels."""
+        spatial = "b" + "dhw"[-self.axes :]
+        return spatial + "x", spatial + "y"
+
+    @property
+    def weights(self) -> str:
+        return "ijk"[-self.axes :] + "cf"
+
+    @property
+    def result(self) -> str:
+        return "b" + "tuv"[-self.axes :] + "f"
+
+    @property
+    def whole(self) -> str:
+        return "dhwcxyijktuv"
+
+
+class Timed:
+    """A stage whose kernel runs where the predicted `times` of XLA are longer."""
+
+    def estimate(self: Any, device, able: Collection[str], *operands) -> Estimate:
+        if "pallas" not in able:
+            return None
+        return product_times(self.times(device, *operands)) if is_modelled(device) else UNMODELLED
+
+
+@dataclass(frozen=True)
+class Forward(Timed):
+    """Computes (y, z) from x [B, *spatial, C], w [*kernel, C, F], bias and residual."""
+
+    options: Options
+    save_preactivation: bool
+
+    @property
+    def name(self) -> str:
+        return "conv dense forward"
+
+    def axes(self, x, w, bias, residual) -> Axes:
+        letters = Letters(x.ndim - 2)
+        saved = letters.result if self.save_preactivation else None
+        return Axes(
+            (letters.images, letters.weights, "f", letters.result),
+            (letters.result, saved),
+            whole=letters.whole,
+        )
+
+    def why_not(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        window = self.options.window
+        return {"xla": None, "pallas": why_unsupported(device, window, x, w, residual)}
+
+    def times(self, device, x, w, bias, residual) -> Mapping[str, float]:
+        call = call_of(device, self.options.window, x.shape[:-1], x.dtype, w)
+        streams = self.streams(x, residual)
+        if self.options.window.is_pointwise:
+            xla = xla_time(device, call.as_product(**streams), self._passes(x, bias, residual))
+        else:
+            xla = cudnn_time(call) + self.after_cudnn(call, x, residual)
+        return {"pallas": pallas_conv.predicted_time(call, **streams), "xla": xla}
+
+    def after_cudnn(self, call: pallas_conv.ConvCall, x, residual) -> float:
+        """Returns the microseconds of the epilogue after cuDNN's convolution."""
+        elements = math.prod(call.result) * call.features
+        after = cudnn_cost.epilogue(
+            elements, x.dtype.itemsize, self.options.activation, residual=residual is not None
+        )
+        in_convolution = conv_xla.adds_in_convolution(x.dtype, residual, self.options.activation)
+        return after * _EPILOGUE_IN_CUDNN if in_convolution else after
+
+    def _passes(self, x, bias, residual) -> Passes:
+        """Returns the kernels after XLA's product of a window of one weight."""
+        streams = self.streams(x, residual)
+        if bias is not None or self.options.activation is not None:
+            return Passes(
+                bytes_of_element=streams["read_bytes"]
+                + x.dtype.itemsize
+                + streams["written_bytes"],
+                evaluations=int(self.options.activation not in (None, *CHEAP_ACTIVATIONS)),
+                slow=self.options.activation == "gelu_erf",
+            )
+        return Passes(bytes_in_product=streams["read_bytes"])
+
+    def streams(self, x, residual) -> dict[str, int]:
+        """Returns the epilogue's bytes read and written, and its activations, of an element."""
+        return dict(
+            read_bytes=0 if residual is None else residual.dtype.itemsize,
+            written_bytes=x.dtype.itemsize * (1 + self.save_preactivation),
+            activations=int(self.options.activation not in (None, *ARITHMETIC)),
+        )
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, x, w, bias, residual
+    ) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        call = call_of(device, self.options.window, x.shape[:-1], x.dtype, w)
+        return pallas_conv.fitting(call, **self.streams(x, residual))
+
+    def run(self, implementation, device, x, w, bias, residual, config=None) -> Results:
+        options = self.options
+        if implementation == "pallas":
+            return pallas_conv.forward(
+                x,
+                w,
+                bias,
+                residual,
+                window=options.window,
+                activation=options.activation,
+                save_preactivation=self.save_preactivation,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        convolve = functools.partial(reference, options, x, w, bias, residual)
+        y = convolve(activation=options.activation)
+        return y, convolve(activation=None) if self.save_preactivation else None
+
+    def batched(self, call, axis_size, in_batched, x, w, bias, residual) -> Results | None:
+        if is_batched(in_batched[1:3]):
+            return None
+        merged = merged_images(axis_size, (in_batched[0], in_batched[3]), (x, residual))
+        return unmerged_images(axis_size, call(self, merged[0], w, bias, merged[1]))
+
+
+@dataclass(frozen=True)
+class ForwardOfTwo(Timed):
+    """Computes `Forward` of x in two arrays: a kernel reads both, XLA concatenates them."""
+
+    alone: Forward
+
+    @property
+    def name(self) -> str:
+        return "conv dense forward of two arrays"
+
+    def axes(self, first, second, w, bias, residual) -> Axes:
+        axes = self.alone.axes(first, w, bias, residual)
+        two = Letters(first.ndim - 2).two_images
+        return axes._replace(operands=(*two, *axes.operands[1:]))
+
+    def _call(self, device, first, w) -> pallas_conv.ConvCall:
+        call = call_of(device, self.alone.options.window, first.shape[:-1], first.dtype, w)
+        return replace(call, first_channels=first.shape[-1])
+
+    def why_not(self, device, first, second, w, bias, residual) -> Mapping[str, str | None]:
+        whole = jax.ShapeDtypeStruct((*first.shape[:-1], w.shape[-2]), first.dtype)
+        return self.alone.why_not(device, whole, w, bias, residual)
+
+    def times(self, device, first, second, w, bias, residual) -> Mapping[str, float]:
+        call, streams = self._call(device, first, w), self.alone.streams(first, residual)
+        after = self.alone.after_cudnn(call, first, residual)
+        elements = math.prod(first.shape[:-1]) * w.shape[-2]
+        after += xla_pass(elements, 2 * first.dtype.itemsize, 0)
+        return {
+            "pallas": pallas_conv.predicted_time(call, **streams),
+            "xla": cudnn_time(call) + after,
+        }
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, first, second, w, bias, residual
+    ) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        streams = self.alone.streams(first, residual)
+        return pallas_conv.fitting(self._call(device, first, w), **streams)
+
+    def run(self, implementation, device, first, second, w, bias, residual, config=None) -> Results:
+        x = (first, second) if implementation == "pallas" else jnp.concatenate((first, second), -1)
+        return self.alone.run(implementation, device, x, w, bias, residual, config=config)
+
+    def batched(self, call, axis_size, in_batched, first, second, w, bias, residual):
+        if is_batched(in_batched[2:4]):
+            return None
+        merged = merged_images(
+            axis_size, (*in_batched[:2], in_batched[4]), (first, second, residual)
+        )
+        return unmerged_images(axis_size, call(self, *merged[:2], w, bias, merged[2]))
+
+
+@dataclass(frozen=True)
+class ForwardWithStatistics(Timed):
+    """Computes (y, mean, variance) from x [B, *spatial, C], w [*kernel, C, F], bias and residual.
+
+    Mean and variance [F] are those of y over all pixels, in float32.
+    """
+
+    options: Options
+
+    @property
+    def name(self) -> str:
+        return "conv dense forward with statistics"
+
+    @property
+    def _alone(self) -> Forward:
+        return Forward(self.options, save_preactivation=False)
+
+    def axes(self, x, w, bias, residual) -> Axes:
+        axes = self._alone.axes(x, w, bias, residual)
+        return axes._replace(results=(axes.results[0], "f", "f"), whole=axes.whole + "b")
+
+    def why_not(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        return self._alone.why_not(device, x, w, bias, residual)
+
+    def times(self, device, x, w, bias, residual) -> Mapping[str, float]:
+        window, itemsize = self.options.window, x.dtype.itemsize
+        call = call_of(device, window, x.shape[:-1], x.dtype, w)
+        streams = self._alone.streams(x, residual)
+        # XLA's statistics read the result once more; our kernel merges those of its tiles.
+        if window.is_pointwise:
+            read = streams["read_bytes"] + itemsize
+            passes = Passes(bytes_of_element=read + itemsize * (residual is not None))
+            xla = xla_time(device, call.as_product(**streams), passes)
+        else:
+            elements = math.prod(call.result) * call.features
+            after = xla_pass(elements, itemsize, 0) + cudnn_cost.epilogue(
+                elements, itemsize, self.options.activation, residual=residual is not None
+            )
+            xla = cudnn_time(call) + after
+        return {"pallas": pallas_conv.predicted_time(call, **streams), "xla": xla}
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, x, w, bias, residual
+    ) -> Sequence[Hashable]:
+        return self._alone.configs(implementation, device, x, w, bias, residual)
+
+    def run(self, implementation, device, x, w, bias, residual, config=None) -> Results:
+        if implementation == "pallas":
+            return pallas_conv.forward_and_statistics(
+                x,
+                w,
+                bias,
+                residual,
+                window=self.options.window,
+                activation=self.options.activation,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        y, _ = self._alone.run(implementation, device, x, w, bias, residual)
+        assert y is not None
+        statistics = batch_norm_xla.batch_statistics(y, axis_name=None, axis_index_groups=None)
+        return y, *statistics
+
+    def batched(self, call, axis_size, in_batched, x, w, bias, residual) -> None:
+        return None
+
+
+def call_of(
+    device: dispatch.Device, window: Window, sizes, dtype, w, *, flipped: bool = False
+) -> pallas_conv.ConvCall:
+    """Returns the kernel's call for x of these sizes, [B, *spatial], with w [*kernel, C, F]."""
+    channels, features = w.shape[-2:]
+    return pallas_conv.ConvCall(
+        sizes=tuple(sizes),
+        channels=features if flipped else channels,
+        features=channels if flipped else features,
+        window=window,
+        dtype=dtype,
+        multiprocessors=device.multiprocessors,
+        flipped=flipped,
+    )
+
+
+def cudnn_time(call: pallas_conv.ConvCall, *, of_weights: bool = False) -> float:
+    """Returns the microseconds that cuDNN takes, of wgrad if `of_weights`."""
+    pixels, itemsize = math.prod(call.result), jnp.dtype(call.dtype).itemsize
+    x_bytes = math.prod(call.sizes) * call.channels * itemsize
+    uneven = any(before != after for before, after in call.window.padding)
+    work = cudnn_cost.Work(
+        pixels,
+        call.channels,
+        call.features,
+        call.window.taps,
+        itemsize,
+        traffic=x_bytes + pixels * call.features * itemsize,
+        axes=len(call.window.kernel),
+        padded_bytes=x_bytes if uneven and not call.flipped else 0,
+        of_weights=of_weights,
+        of_input=call.flipped,
+        dilated=max(call.window.dilation) > 1,
+    )
+    return cudnn_cost.convolution(work, call.multiprocessors)
+
+
+def reference(options: Options, x, w, bias=None, residual=None, activation=None) -> jax.Array:
+    """Returns the convolution by XLA, with its epilogue."""
+    window = options.window
+    if window.is_pointwise:
+        rows, weights = x.reshape(-1, x.shape[-1]), w.reshape(w.shape[-2:])
+        y = product("mc,cf->mf", rows, weights, out_dtype=x.dtype, precision=options.precision)
+        y = y.reshape(*x.shape[:-1], w.shape[-1])
+        return conv_xla.finish(y, bias, residual, activation=activation)
+    return conv_xla.conv(
+        x,
+        w,
+        bias,
+        residual,
+        strides=window.strides,
+        padding=window.padding,
+        input_dilation=(1,) * len(window.kernel),
+        kernel_dilation=window.dilation,
+        feature_group_count=1,
+        activation=activation,
+        precision=options.precision,
+    )
+
+
+_EPILOGUE_IN_CUDNN = 0.3
+"""Fraction of a pass over the result by which cuDNN's kernel takes longer if it does the epilogue."""
