@@ -133,29 +133,15 @@ def quantized_conv(
     device = dispatch.current_device(x.values)
 
     def run(residual: jax.Array | None) -> jax.Array:
-        return quantized_conv_xla.conv(
-            x,
-            w,
-            bias,
-            residual,
-            out_dtype=out_dtype,
-            with_integers=_integers_in_xla(device),
-            **options,
-        )
+        keywords: dict[str, Any] = dict(out_dtype=out_dtype, with_integers=_integers_in_xla(device))
+        return quantized_conv_xla.conv(x, w, bias, residual, **keywords, **options)
 
     if residual is not None:
         shape = jax.eval_shape(run, None).shape
         check_shape(op, "residual", residual, shape, f"the result has shape {shape}")
     kernel_like = jax.ShapeDtypeStruct((*size, *_matrix(w, size)), jnp.int8)
     window = dense_conv.window_of(array, kernel_like, **geometry)
-    missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
-    reason = _why_unsupported(device, window, x, w, size, out_dtype, residual)
-    if reason is not None:
-        missing["pallas"] = reason
-    if sharding.is_explicit(x.values) or sharding.is_explicit(w.values):
-        missing["pallas"] = (
-            "JAX's own convolution refuses channels that are split under Explicit axes"
-        )
+    missing = _missing(op, device, window, x, w, size, out_dtype, residual)
     why_xla = None
     if "pallas" not in missing:
         assert isinstance(window, Window)
@@ -168,15 +154,31 @@ def quantized_conv(
     scale = x.scale.reshape(()) * of_each_column(w.scale, w.shape[1])[0]
     scale = scale.astype(jnp.float32)
     weights = w.unpacked().reshape(*size, *_matrix(w, size))
-    return _quantized_conv(
-        Runner(implementation, device),
-        _Options(window, activation, out_dtype, x.ndim == 3),
-        x.values,
-        weights,
-        scale,
-        bias,
-        residual,
-    )
+    constants = _Options(window, activation, out_dtype, x.ndim == 3)
+    operands = (x.values, weights, scale, bias, residual)
+    return _quantized_conv(Runner(implementation, device), constants, *operands)
+
+
+def _missing(
+    op: str,
+    device: dispatch.Device,
+    window: Window | str,
+    x: QuantizedArray,
+    w: QuantizedArray,
+    size: tuple[int, ...],
+    out_dtype: Any,
+    residual: jax.Array | None,
+) -> dict[str, str]:
+    """Returns why kernels cannot convolve the values, by implementation."""
+    missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
+    reason = _why_unsupported(device, window, x, w, size, out_dtype, residual)
+    if reason is not None:
+        missing["pallas"] = reason
+    if sharding.is_explicit(x.values) or sharding.is_explicit(w.values):
+        missing["pallas"] = (
+            "JAX's own convolution refuses channels that are split under Explicit axes"
+        )
+    return missing
 
 
 def _integers_in_xla(device: dispatch.Device) -> bool:
