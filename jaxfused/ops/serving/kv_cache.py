@@ -10,7 +10,7 @@ from jax import lax
 from jaxfused.ops.attention.attention import AttentionImplementation, dot_product_attention
 from jaxfused.ops.quantize.quantize import quantize
 from jaxfused.runtime import sharding
-from jaxfused.runtime.checks import check_count, check_shape, python_numbers
+from jaxfused.runtime.checks import check_count, check_shape, python_numbers, readable_values
 from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.serialization import serializable
 
@@ -152,8 +152,9 @@ class KVCache:
             for name, scale in zip(("key_scale", "value_scale"), scales, strict=True):
                 check_shape("KVCache", name, scale, (*stack, key_heads), "each head has a scale")
         if starts is not None:
-            starts = jnp.asarray(starts, jnp.int32)
+            starts = jnp.asarray(starts)
             check_shape("KVCache", "starts", starts, (batch,), f"there are {batch} sequences")
+            starts = _integers("starts", starts)
         float8 = dtype.name if dtype.name.startswith("float8") else None
         kept_dtype = jnp.uint8 if float8 else dtype
         return cls(
@@ -217,7 +218,8 @@ class KVCache:
         what = f"the cache has {self.key.shape[-2]} key heads"
         for name, new, kept in (("key", key, self.key), ("value", value, self.value)):
             check_shape("KVCache.append", name, new, (batch, tokens, *kept.shape[-2:]), what)
-        row = jnp.arange(batch, dtype=jnp.int32) if batch_index is None else batch_index
+        every = jnp.arange(batch, dtype=jnp.int32)
+        row = every if batch_index is None else _integers("batch_index", batch_index)
         place = self._places(lengths, counts, tokens)
 
         def write(kept: Any, new: jax.Array | None) -> Any:
@@ -299,9 +301,15 @@ class KVCache:
 
     def advance(self, counts: int | jax.Array, batch_index: jax.Array | None = None) -> "KVCache":
         """Returns the cache after a step: with so many more tokens of each sequence, a number or [B]."""
-        if batch_index is None:
-            return replace(self, lengths=self.lengths + jnp.asarray(counts, jnp.int32))
-        return replace(self, lengths=self.lengths.at[batch_index].add(counts, mode="drop"))
+        counts = _integers("counts", counts)
+        index = None if batch_index is None else _integers("batch_index", batch_index)
+        if counts.ndim:
+            sequences = (self.lengths if index is None else index).shape
+            what = f"there are {sequences} sequences"
+            check_shape("KVCache.advance", "counts", counts, sequences, what)
+        if index is None:
+            return replace(self, lengths=self.lengths + counts)
+        return replace(self, lengths=self.lengths.at[index].add(counts, mode="drop"))
 
     # --- places and masks -------------------------------------------------------------------------
 
@@ -312,6 +320,16 @@ class KVCache:
                 f"KVCache: layer is {layer}, but the cache has {has}; pass the layer's number for a"
                 " stack made by zeros(layers=...), and none otherwise."
             )
+        if layer is None:
+            return
+        layers = self.key.shape[0]
+        is_number = jnp.ndim(layer) == 0 and jnp.issubdtype(jnp.result_type(layer), jnp.integer)
+        known = readable_values(layer) if isinstance(layer, jax.Array) else layer
+        if not is_number or (known is not None and not -layers <= known < layers):
+            raise ValueError(
+                f"KVCache: layer is {layer}, but the cache has {layers} layers; pass an integer from 0"
+                f" to {layers - 1}."
+            )
 
     def _lengths(self, new: Any, counts: Any, batch_index: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the lengths before the step and the new tokens, [B] each, of the call's sequences."""
@@ -321,19 +339,17 @@ class KVCache:
                 " heads, head size)."
             )
         batch, tokens = new.shape[:2]
-        lengths = (
-            self.lengths if batch_index is None else self.lengths.at[batch_index].get(mode="clip")
-        )
+        lengths = self._of(self.lengths, batch_index)
         check_shape(
             "KVCache", "lengths", lengths, (batch,), f"there are {batch} sequences of new tokens"
         )
         if counts is None:
             return lengths, jnp.full_like(lengths, tokens)
-        counts = jnp.asarray(counts)
+        counts = _integers("counts", counts)
         check_shape(
             "KVCache", "counts", counts, (batch,), f"there are {batch} sequences of new tokens"
         )
-        return lengths, jnp.clip(counts, 0, tokens).astype(jnp.int32)
+        return lengths, jnp.clip(counts, 0, tokens)
 
     def _places(self, lengths: jax.Array, counts: jax.Array, tokens: int) -> jax.Array:
         """Returns the place of each new token, [B, T]; those that are not written have places beyond S.
@@ -403,7 +419,9 @@ class KVCache:
     # --- what is kept -----------------------------------------------------------------------------
 
     def _of(self, array: jax.Array, batch_index: Any) -> jax.Array:
-        return array if batch_index is None else array.at[batch_index].get(mode="clip")
+        if batch_index is None:
+            return array
+        return array.at[_integers("batch_index", batch_index)].get(mode="clip")
 
     def _scales_tokens(self, scale: jax.Array) -> bool:
         """Returns whether there is a scale of each token and head, not only of each head."""
@@ -439,3 +457,14 @@ class KVCache:
         scale = scale[None, None] if of_heads else self._of(scale, batch_index)
         kept = lax.bitcast_convert_type(kept, self.dtype)
         return QuantizedArray(kept, scale[..., None], None, axis=-1).dequantize(dtype)
+
+
+def _integers(name: str, value: Any) -> jax.Array:
+    """Returns an argument as int32, where it holds integers."""
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(
+            f"KVCache: {name} has dtype {array.dtype}, but it holds integers; pass"
+            f" {name}.astype(jnp.int32)."
+        )
+    return array.astype(jnp.int32)

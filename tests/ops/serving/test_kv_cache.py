@@ -288,6 +288,13 @@ def test_strict_modes(options):
     np.testing.assert_array_equal(cache.lengths, 2)
 
 
+def test_sequences_are_given_by_a_list_too():
+    _, key, value = tokens(1, batch=1)
+    cache = zeros(4).append(key, value, batch_index=[1]).advance([1], batch_index=[1])
+    assert cache.lengths.tolist() == [0, 1]
+    np.testing.assert_array_equal(cache.key[1, 0], key[0, 0])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -309,6 +316,13 @@ def test_strict_modes(options):
             "has a window of its own",
         ),
         (lambda: zeros(4).attend(tokens(1)[0], counts=np.ones(3, int)), r"counts has shape \(3,\)"),
+        (lambda: zeros(4).attend(tokens(1)[0], counts=np.ones(2)), "counts has dtype float32"),
+        (lambda: zeros(4).advance(1.5), "counts has dtype float32"),
+        (lambda: zeros(4).advance(np.ones((2, 1), int)), r"counts has shape \(2, 1\)"),
+        (lambda: zeros(4, starts=[0.5, 1.0]), "starts has dtype float32"),
+        (lambda: zeros(4, layers=2).attend(tokens(1)[0], layer=2), "layer is 2.*from 0 to 1"),
+        (lambda: zeros(4, layers=2).append(*tokens(1)[1:], layer=True), "layer is True"),
+        (lambda: zeros(4).advance(1, batch_index=[1.0]), "batch_index has dtype float32"),
     ],
 )
 def test_refuses(call, message):
