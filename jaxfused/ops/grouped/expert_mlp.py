@@ -161,7 +161,9 @@ class _Order(NamedTuple):
 
 
 def _order(indices: jax.Array, experts: int, capacity: int | None) -> _Order:
+    # An index of one byte may not hold the number of experts, which stands for none.
     chosen = indices.T.reshape(-1)
+    chosen = chosen.astype(jnp.promote_types(chosen.dtype, jnp.int32))
     chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).astype(jnp.int32)
     choice = jnp.argsort(chosen, stable=True)
     sizes = jnp.bincount(chosen, length=experts + 1)[:experts].astype(jnp.int32)

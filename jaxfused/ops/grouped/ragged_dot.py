@@ -85,6 +85,9 @@ def ragged_dot(
     lhs, rhs, group_sizes = as_arrays(lhs, rhs, group_sizes)
     check_floating(op, dict(lhs=lhs, rhs=rhs))
     _check_shapes(op, lhs, rhs, group_sizes, group_offset is not None, transpose_rhs)
+    if group_sizes.dtype.itemsize < 4:
+        # The number of all rows is beyond what these dtypes hold.
+        group_sizes = group_sizes.astype(jnp.int32)
     offset = _offset(op, group_offset, group_sizes, rhs.shape[0])
     dtype = common_dtype(lhs.dtype, rhs.dtype)
     out_dtype = jnp.dtype(dtype if preferred_element_type is None else preferred_element_type)

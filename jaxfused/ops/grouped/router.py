@@ -242,6 +242,8 @@ def load_balancing_loss(
     probabilities = jax.nn.softmax(logits.astype(accumulator_dtype(logits.dtype)), axis=-1)
     dtype = probabilities.dtype
     kept = jnp.ones(logits.shape[:-1], dtype) if mask is None else mask.astype(dtype)
+    # one_hot counts the experts in the dtype of the indices, which may be too narrow.
+    indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
     chosen = jax.nn.one_hot(indices, experts, dtype=dtype).sum(axis=-2)
     tokens = tuple(range(logits.ndim - 1))
     count = jnp.maximum(jnp.sum(kept), 1)

@@ -190,6 +190,20 @@ def test_router_bias_has_no_gradient():
 L = jnp.zeros((3, 8))
 
 
+def test_indices_of_one_byte_choose_among_more_experts_than_it_counts():
+    experts = 300
+    x, w = jnp.ones((2, 1)), jnp.arange(experts, dtype=jnp.float32)[:, None, None]
+    for dtype, indices in (("uint8", [[3], [255]]), ("int8", [[3], [-1]])):
+        indices = np.array(indices, dtype)
+        y = jaxfused.expert_mlp(x, jnp.ones((2, 1)), indices, None, w, w * 0 + 1, activation=None)
+        np.testing.assert_array_equal(y[:, 0], np.maximum(indices[:, 0], 0))
+        logits = jnp.tile(jnp.arange(experts) / 100, (2, 1))
+        np.testing.assert_array_equal(
+            jaxfused.load_balancing_loss(logits, indices),
+            jaxfused.load_balancing_loss(logits, indices.astype(np.int32)),
+        )
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

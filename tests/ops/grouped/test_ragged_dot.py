@@ -238,6 +238,13 @@ def test_experts_of_each_device_by_the_offset():
     )
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_sizes_of_one_byte_count_more_rows_than_it_holds(dtype):
+    w = jnp.array([1.0, 2.0, 3.0])[:, None, None]
+    y = jaxfused.ragged_dot(jnp.ones((360, 1)), w, np.full(3, 120, dtype))
+    np.testing.assert_array_equal(y[:, 0], np.repeat([1.0, 2.0, 3.0], 120))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(jax.device_count() > 1, reason="runs the cases of eight devices")
 def test_on_eight_devices():
