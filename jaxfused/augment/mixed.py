@@ -58,6 +58,8 @@ def _weights(op: str, labels: jax.Array, num_classes: int | None) -> jax.Array:
             f"{op}: labels are whole numbers, whose mixtures are weights; pass num_classes, or labels"
             " [B, K]."
         )
+    # one_hot counts the classes in the dtype of the labels, which may be too narrow.
+    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     return jax.nn.one_hot(labels, num_classes, dtype=jnp.float32)
 
 

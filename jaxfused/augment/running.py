@@ -289,7 +289,9 @@ class _State:
             batch = _cut(batch, self.sizes)
         if batch.sizes is not None:
             sizes = self.sizes if self.frames is None else self.sizes[:: self.frames]
-            batch = batch._replace(sizes=sizes.astype(batch.sizes.dtype))
+            # A result may be larger than a dtype of one byte can say.
+            dtype = jnp.promote_types(batch.sizes.dtype, jnp.int32)
+            batch = batch._replace(sizes=sizes.astype(dtype))
         if self.frames is None:
             return batch
         apart = {

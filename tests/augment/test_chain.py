@@ -288,3 +288,12 @@ def test_errors_of_keys():
         chain(jax.random.split(KEY, 4), images())
     with pytest.raises(ValueError, match="index is"):
         chain(KEY, images(), np.arange(3))
+
+
+def test_labels_and_sizes_of_one_byte():
+    key, images = jax.random.key(0), np.zeros((2, 1, 1, 3), np.uint8)
+    batch = augment.Batch(images, labels=np.array([3, 44], np.uint8))
+    weights = jax.jit(augment.Chain(augment.MixUp(num_classes=300)))(key, batch).labels
+    np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-6)
+    batch = augment.Batch(images, sizes=np.ones((2, 2), np.uint8))
+    assert (jax.jit(augment.Chain(augment.Resize(256)))(key, batch).sizes == 256).all()
