@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.ops.sampling.row_options import of_rows
+from jaxfused.runtime import sharding
 from jaxfused.runtime.promotion import accumulator_dtype
 
 
@@ -42,7 +43,12 @@ def penalized(
         of_rows(op, name, _neutral(name) if value is None else value, rows, *_penalty_limits(name))
         for name, value in named.items()
     ]
-    return _less_penalties(logits, tokens, prompt, *penalties)
+    letters = sharding.leading_axes(len(rows), "vhq")
+    axes = (letters + "v", letters + "h", letters + "q", *[letters] * len(penalties))
+    operands: Any = sharding.align(
+        (logits, tokens, prompt, *penalties), operand_axes=axes, whole="vhq"
+    )
+    return _less_penalties(*operands)
 
 
 def _neutral(name: str) -> float:

@@ -323,7 +323,8 @@ def test_it_runs_over_a_mesh(axis_type):
     @jax.jit
     def call(logits, seeds):
         filters = dict(top_p=seeds / 10 + 0.5, top_k=50, min_p=0.01)
-        history = dict(tokens=seeds[:, None], repetition_penalty=1.3)
+        # The prompt is split over nothing.
+        history = dict(tokens=seeds[:, None], prompt=np.full((4, 2), 7), repetition_penalty=1.3)
         token, logprobs = jaxfused.sample(logits, seeds, **filters, **history, logprobs=2)
         return token, logprobs.top_tokens
 
