@@ -4,6 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxfused.runtime.checks import as_arrays, check_shape, python_numbers
@@ -105,6 +106,8 @@ def gathered(pages: Pages, page_indices: jax.Array, layout: Layout, dtype: Any) 
     axis = 1 if layout == "KPSH" else 0
 
     def take(pool: jax.Array) -> jax.Array:
+        if pool.shape[axis] == 0:  # No id is in the pool, and none is read.
+            pool = jnp.zeros((*pool.shape[:axis], 1, *pool.shape[axis + 1 :]), pool.dtype)
         taken = jnp.take(pool, page_indices, axis=axis, mode="clip")
         # [K, B, n, S, H] or [B, n, S, K, H]
         taken = jnp.moveaxis(taken, 0, 3) if layout == "KPSH" else taken
@@ -195,15 +198,22 @@ def append_to_pages(
     """
     op = "append_to_pages"
     is_pair = isinstance(kv_pages, tuple | list)
+    if is_pair and any(isinstance(pool, QuantizedArray) for pool in kv_pages):
+        raise ValueError(
+            f"{op}: kv_pages are quantised, but tokens are written into plain arrays; pass pages of a"
+            " float dtype, or the pairs of values and of scales in two calls, for quantised tokens."
+        )
     given = as_arrays(*kv_pages) if isinstance(kv_pages, tuple | list) else as_arrays(kv_pages)
     key, value = as_arrays(key, value)
     pools = pools_of(op, given if is_pair else given[0], layout)
     pages, size, heads = pools.pages, pools.page_size, pools.heads
     kv_lens, page_indices, cu_q_lens = check_table(op, kv_lens, page_indices, cu_q_lens)
-    tokens = tokens_of(key.shape[0], kv_lens, cu_q_lens, num_seqs)
     for name, new, width in (("key", key, pools.key.shape[-1]), ("value", value, pools.value_size)):
         expected = (key.shape[0], heads, width)
         check_shape(op, name, new, expected, f"the pages have {heads} heads of {width}")
+    if 0 in (*page_indices.shape, key.shape[0], pages, size):
+        return tuple(given) if is_pair else given[0]
+    tokens = tokens_of(key.shape[0], kv_lens, cu_q_lens, num_seqs)
     slot = lax.div(tokens.position, jnp.int32(size))
     page = page_indices[tokens.sequence, jnp.clip(slot, 0, page_indices.shape[1] - 1)]
     fits = tokens.is_token & (slot < page_indices.shape[1]) & is_in_pool(page, pages)
@@ -225,7 +235,7 @@ def check_table(
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Returns lengths [B], ids of pages [B, n] and [B + 1] as int32, of which the last may be None."""
     given = {"lengths": lengths, "page_indices": page_indices, "cu_q_lens": cu_q_lens}
-    arrays = {name: None if a is None else jnp.asarray(a) for name, a in given.items()}
+    arrays = {name: None if a is None else _in_32_bits(a) for name, a in given.items()}
     for name, array in arrays.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(
@@ -247,3 +257,13 @@ def check_table(
     return tuple(
         None if a is None else a.astype(jnp.int32) for a in (lengths, page_indices, cu_q_lens)
     )  # type: ignore[return-value]
+
+
+def _in_32_bits(values: Any) -> jax.Array:
+    """Returns an array; NumPy's wide integers are limited, of which JAX would take the lower 32 bits."""
+    if isinstance(values, list | tuple):
+        values = np.asarray(values) if len(values) else np.zeros(0, np.int32)
+    if isinstance(values, np.ndarray) and np.issubdtype(values.dtype, np.integer):
+        limits = np.iinfo(np.int32)
+        values = np.clip(values, limits.min, limits.max).astype(np.int32)
+    return jnp.asarray(values)

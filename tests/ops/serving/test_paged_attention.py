@@ -209,6 +209,32 @@ def test_tokens_are_appended(kind):
         np.testing.assert_array_equal(pool[np.array(unused)], 100.0)
 
 
+def test_a_pool_a_table_and_a_batch_may_be_empty():
+    q, pool, starts = random(3, N, H), random(PAGES, SIZE, 2 * K, H), [0, 1, 2, 3]
+    new, lengths = q[:, :K], [2, 1, 1]
+    attend, append = jaxfused.ragged_paged_attention, jaxfused.append_to_pages
+    for pages, table in ((pool[:0], TABLE[:3]), (pool, TABLE[:3, :0])):
+        np.testing.assert_array_equal(attend(q, pages, lengths, table, starts), 0)
+        np.testing.assert_array_equal(append(pages, new, new, lengths, table, starts), pages)
+    for rows in (0, 3):
+        written = append(pool, new[:rows], new[:rows], [], TABLE[:0], [0])
+        np.testing.assert_array_equal(written, pool)
+
+
+def test_ids_of_64_bits_are_outside_the_pool():
+    k_pages, v_pages = pools()
+    q, wide = random(4, N, H), TABLE.astype(np.int64) + 2**32
+    output = jaxfused.paged_attention(q, k_pages, v_pages, LENGTHS, wide, layout="PSKH")
+    np.testing.assert_array_equal(output, 0)
+
+
+def test_tokens_are_not_appended_to_quantised_pages():
+    pages = tuple(jaxfused.quantize(jnp.asarray(pool), "int8", axis=-1) for pool in pools())
+    key, value = random(4, K, H), random(4, K, V)
+    with pytest.raises(ValueError, match="kv_pages are quantised"):
+        jaxfused.append_to_pages(pages, key, value, LENGTHS, TABLE, [0, 1, 2, 3, 4])
+
+
 def test_of_no_rows_and_no_sequences():
     query, cu = ragged(0, [0] * 4)
     assert jaxfused.ragged_paged_attention(query, pools(), LENGTHS, TABLE, cu).shape == (0, N, V)
