@@ -319,5 +319,5 @@ def _cut(batch: Batch, sizes: jax.Array) -> Batch:
     visible = jnp.where(whole > 0, area(cut) / jnp.where(whole > 0, whole, 1), 0)
     valid = visible > 0
     if batch.valid is not None:
-        valid &= batch.valid
+        valid &= batch.valid.astype(bool)
     return batch._replace(boxes=cut, visible=visible, valid=valid)

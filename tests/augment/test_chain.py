@@ -297,3 +297,14 @@ def test_labels_and_sizes_of_one_byte():
     np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-6)
     batch = augment.Batch(images, sizes=np.ones((2, 2), np.uint8))
     assert (jax.jit(augment.Chain(augment.Resize(256)))(key, batch).sizes == 256).all()
+
+
+def test_boxes_count_by_any_number_but_0():
+    batch = augment.Batch(
+        np.zeros((1, 4, 4, 3), np.uint8),
+        boxes=np.array([[[0, 0, 2, 2]] * 3], np.float32),
+        valid=np.array([[0, 1, 2]]),
+    )
+    result = jax.jit(augment.Chain())(jax.random.key(0), batch)
+    np.testing.assert_array_equal(result.valid, [[False, True, True]])
+    assert result.valid.dtype == bool
