@@ -19,8 +19,8 @@ def of_rows(
     op: str, name: str, value: Any, rows: tuple[int, ...], least: float, most: float
 ) -> jax.Array:
     """Returns an option for each row, after a check of the values that can be read."""
-    array = jnp.asarray(value)
     whole = name in ("top_k", "position")
+    array = _in_32_bits(value) if whole else jnp.asarray(value)
     kind = jnp.integer if whole else jnp.number
     if not jnp.issubdtype(array.dtype, kind) or jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise ValueError(
@@ -42,6 +42,16 @@ def of_rows(
             )
     array = array.astype(jnp.int32 if whole else jnp.float32)
     return jnp.broadcast_to(array.reshape(array.shape + (1,) * (len(rows) - array.ndim)), rows)
+
+
+def _in_32_bits(value: Any) -> jax.Array:
+    """Returns an array; wide integers, which JAX would cut or refuse, are limited."""
+    if isinstance(value, int | np.integer | np.ndarray) and not isinstance(value, bool):
+        numbers = np.asarray(value)
+        if np.issubdtype(numbers.dtype, np.integer):
+            limits = np.iinfo(np.int32)
+            value = np.clip(numbers, limits.min, limits.max).astype(np.int32)
+    return jnp.asarray(value)
 
 
 def _is_off(value: Any, off: float) -> bool:
@@ -111,6 +121,8 @@ def seeds_of(
 
 def _words_of(op: str, key: Any) -> jax.Array:
     """Returns the words uint32 [..., n] of keys or integer seeds."""
+    if isinstance(key, int) and not isinstance(key, bool):
+        key = np.int64(key)  # As in jax.random.key, the lower 32 bits count without x64.
     key = jnp.asarray(key)
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(key)
@@ -120,4 +132,5 @@ def _words_of(op: str, key: Any) -> jax.Array:
         )
     words = key.astype(jnp.uint32)
     # Unlike zeros made anew, these have the batch and the sharding of the seeds.
-    return jnp.stack([words & 0, words], axis=-1)
+    high = (key >> 32).astype(jnp.uint32) if key.dtype.itemsize == 8 else words & 0
+    return jnp.stack([high, words], axis=-1)

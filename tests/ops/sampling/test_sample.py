@@ -1,4 +1,5 @@
 import functools
+import math
 
 import chex
 import jax
@@ -9,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfused
-from jaxfused.ops.sampling import sample_xla
+from jaxfused.ops.sampling import row_options, sample_xla
 from jaxfused.ops.sampling.penalties import penalized
 from jaxfused.ops.sampling.row_options import filters_of
 from tests.cases.sample import kept_by_sorting, token_by_sorting
@@ -312,6 +313,16 @@ def test_float64_logits_keep_their_bits():
         assert jaxfused.sample(logits, temperature=0.0) == 1
         assert jaxfused.sample(logits, 2**40 + 1, top_k=1) == 1
         assert jaxfused.sample(logits, 7, top_k=2, top_p=0.4) == 1
+
+
+def test_integers_of_64_bits():
+    for top_k in (2**40, np.int64(2**32 + 1), np.full(1, 2**32 + 1)):
+        assert row_options.of_rows("sample", "top_k", top_k, (1,), 0, math.inf) == 2**31 - 1
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            for seed in (2**40 + 5, np.int64(2**40 + 5)):
+                of_key = jax.random.key_data(jax.random.key(seed))
+                np.testing.assert_array_equal(row_options._words_of("sample", seed), of_key)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
