@@ -220,6 +220,7 @@ class _State:
         self.sizes = maps.result
         masks, boxes = self.batch.masks, self.batch.boxes
         if masks is not None:
+            _check_mask_fill(self.spec.mask_fill, masks.dtype)
             planes = masks.reshape(*masks.shape[:3], -1)
             move = jax.vmap(lambda mask, map: moved_mask(mask, reading, map, self.spec.mask_fill))
             planes = move(planes, maps)
@@ -321,3 +322,14 @@ def _cut(batch: Batch, sizes: jax.Array) -> Batch:
     if batch.valid is not None:
         valid &= batch.valid.astype(bool)
     return batch._replace(boxes=cut, visible=visible, valid=valid)
+
+
+def _check_mask_fill(fill: float, dtype: Any) -> None:
+    """Checks that masks of a dtype can hold `fill`, which a conversion would wrap."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        held = jnp.iinfo(dtype)
+        if fill != int(fill) or not held.min <= fill <= held.max:
+            raise ValueError(
+                f"Chain: mask_fill is {fill:g}, but masks have dtype {dtype}; pass a whole number from"
+                f" {held.min} to {held.max}, or masks of another dtype."
+            )

@@ -257,6 +257,15 @@ def test_errors_of_options(build, message):
         build()
 
 
+@pytest.mark.parametrize("fill", [256, -1, 0.5])
+def test_a_mask_is_not_filled_with_what_its_dtype_wraps(fill):
+    chain = augment.Chain(augment.RandomAffine(translate=(0.5, 0.5)), mask_fill=fill)
+    shape = jax.ShapeDtypeStruct((2, 4, 6), jnp.uint8)
+    batch = augment.Batch(jax.ShapeDtypeStruct((2, 4, 6, 3), jnp.uint8), masks=shape)
+    with pytest.raises(ValueError, match=r"mask_fill is .* masks have dtype uint8; pass a whole"):
+        jax.eval_shape(chain, KEY, batch)
+
+
 @pytest.mark.parametrize(
     ("transform", "batch", "message"),
     [
