@@ -600,6 +600,8 @@ TILES, TILES_WEIGHTS = "jaxfused_depthwise_conv_mma", "jaxfused_depthwise_conv_m
 def test_depthwise_windows_where_no_library_is_built(hopper, monkeypatch, tmp_path, size):
     """XLA convolves, as an installation without nvcc asks for."""
     monkeypatch.setattr(cuda_library, "PATH", tmp_path / "libjaxfused.so")
+    uncached = cuda_library.why_unavailable.__wrapped__
+    monkeypatch.setattr(cuda_library, "why_unavailable", uncached)
     x, w = jnp.ones((2, 40, 40, 64), jnp.bfloat16), jnp.ones((size, size, 1, 64), jnp.bfloat16)
     with dispatch.recorded() as choices:
         jax.eval_shape(lambda x, w: jaxfused.conv(x, w, feature_group_count=64), x, w)
