@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfused.augment.batch import Batch
 from jaxfused.augment.transform import Drawn, Mixing
@@ -59,7 +60,7 @@ def _weights(op: str, labels: jax.Array, num_classes: int | None) -> jax.Array:
             " [B, K]."
         )
     # one_hot counts the classes in the dtype of the labels, which may be too narrow.
-    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+    labels = labels.astype(np.promote_types(labels.dtype, np.int32))
     return jax.nn.one_hot(labels, num_classes, dtype=jnp.float32)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfused import dispatch
 from jaxfused.augment import plan
@@ -291,7 +292,7 @@ class _State:
         if batch.sizes is not None:
             sizes = self.sizes if self.frames is None else self.sizes[:: self.frames]
             # A result may be larger than a dtype of one byte can say.
-            dtype = jnp.promote_types(batch.sizes.dtype, jnp.int32)
+            dtype = np.promote_types(batch.sizes.dtype, np.int32)
             batch = batch._replace(sizes=sizes.astype(dtype))
         if self.frames is None:
             return batch

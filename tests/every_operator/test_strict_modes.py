@@ -643,6 +643,7 @@ def test_every_function_has_a_case():
 # --- modules --------------------------------------------------------------------------------------
 
 RNGS = {"params": 0, "dropout": 1}
+ROUTER = functools.partial(jaxfused.router, k=2, normalise="sum")
 BLOCK = dict(num_kv_heads=2, normalize_qk=True, gated=True, drop_path_rate=0.5)
 
 # By module: nnx's arguments and options, Linen's class and options, shape of x.
@@ -674,6 +675,15 @@ MODULES = {
     "Linear": ((D, 8), {}, ("Dense", dict(features=8)), (B, T, D)),
     "MLP": ((D, 32), {}, ("MLP", dict(hidden_features=32)), (B, T, D)),
     "GatedMLP": ((D, 32), {}, ("GatedMLP", dict(hidden_features=32)), (B, T, D)),
+    "MoE": (
+        (D, 16, 4),
+        dict(router=ROUTER, shared_features=8),
+        (
+            "MoE",
+            dict(hidden_features=16, num_experts=4, router=ROUTER, shared_features=8),
+        ),
+        (B, T, D),
+    ),
     "MultiHeadAttention": (
         (4, D),
         dict(decode=False),  # Not normalize_qk: Flax's norm refuses to promote dtypes.

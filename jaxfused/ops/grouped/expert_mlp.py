@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfused import dispatch
 from jaxfused.ops.grouped.ragged_dot import ragged_dot
@@ -163,7 +164,7 @@ class _Order(NamedTuple):
 def _order(indices: jax.Array, experts: int, capacity: int | None) -> _Order:
     # An index of one byte may not hold the number of experts, which stands for none.
     chosen = indices.T.reshape(-1)
-    chosen = chosen.astype(jnp.promote_types(chosen.dtype, jnp.int32))
+    chosen = chosen.astype(np.promote_types(chosen.dtype, np.int32))
     chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).astype(jnp.int32)
     choice = jnp.argsort(chosen, stable=True)
     sizes = jnp.bincount(chosen, length=experts + 1)[:experts].astype(jnp.int32)

@@ -4,6 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfused.runtime.checks import (
     as_arrays,
@@ -144,7 +145,8 @@ def router(
     scores = z if over == "chosen" else _scores(score, z)
     choice = jax.lax.stop_gradient(z if bias_on == "logit" else scores)
     if bias is not None:
-        choice = choice + jax.lax.stop_gradient(bias.astype(z.dtype))
+        bias = jnp.broadcast_to(bias.astype(z.dtype), choice.shape)
+        choice = choice + jax.lax.stop_gradient(bias)
     if groups_kept < groups:
         choice = _in_kept_groups(choice, groups, groups_kept, group_score, masked)
     _, indices = jax.lax.top_k(choice, k)
@@ -192,7 +194,7 @@ def _in_kept_groups(
     in_groups = choice.reshape(*choice.shape[:-1], groups, size)
     greatest, _ = jax.lax.top_k(in_groups, 1 if group_score == "max" else min(2, size))
     _, chosen = jax.lax.top_k(jnp.sum(greatest, axis=-1), kept)
-    is_kept = jnp.any(chosen[..., None, :] == jnp.arange(groups)[:, None], axis=-1)
+    is_kept = jnp.any(jax.nn.one_hot(chosen, groups, dtype=jnp.bool_), axis=-2)
     return jnp.where(is_kept[..., None], in_groups, masked).reshape(choice.shape)
 
 
@@ -243,7 +245,7 @@ def load_balancing_loss(
     dtype = probabilities.dtype
     kept = jnp.ones(logits.shape[:-1], dtype) if mask is None else mask.astype(dtype)
     # one_hot counts the experts in the dtype of the indices, which may be too narrow.
-    indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
+    indices = indices.astype(np.promote_types(indices.dtype, np.int32))
     chosen = jax.nn.one_hot(indices, experts, dtype=dtype).sum(axis=-2)
     tokens = tuple(range(logits.ndim - 1))
     count = jnp.maximum(jnp.sum(kept), 1)
