@@ -51,8 +51,8 @@ def _quantized_conv(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _sampled(logits: jax.Array, seeds: jax.Array) -> jax.Array:
-    tokens, logprobs = jaxfused.sample(logits, seeds, top_p=0.9, logprobs=1)
-    del tokens  # An integer has no gradient.
+    drawn: Any = jaxfused.sample(logits, seeds, top_p=0.9, logprobs=1)
+    _, logprobs = drawn  # A token, an integer, has no gradient.
     return logprobs.chosen
 
 

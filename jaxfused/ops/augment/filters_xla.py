@@ -1,7 +1,10 @@
 """Filters of images [H, W, C], whose borders are mirrored without repeating the outermost pixel."""
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +27,11 @@ def separable(
     """
     for axis, weights in enumerate((down, across)):
         radius = len(weights) // 2
-        x = sum(
+        terms = [
             weight * shifted(x, axis, offset, size)
             for weight, offset in zip(weights, range(-radius, radius + 1), strict=True)
-        )
+        ]
+        x = functools.reduce(operator.add, terms)
     return x
 
 
@@ -97,7 +101,7 @@ def sharpened(x: jax.Array, factor: jax.Array, size: jax.Array | None) -> jax.Ar
 
 def _inner(shape: Sequence[int], size: jax.Array | None) -> jax.Array:
     """Returns whether each pixel has neighbours on all sides."""
-    ends = shape if size is None else size
+    ends: Any = shape if size is None else size
     sides = [
         (place > 0) & (place < end - 1)
         for place, end in zip(map(_places, shape), ends, strict=True)
