@@ -37,9 +37,9 @@ class Config:
     """The number of features inside the gated MLP."""
     max_length: int
     ropes: tuple[Rope | None, ...]
-    """Of each layer; None where a layer does not rotate."""
+    """Rotation of each layer; None where a layer does not rotate."""
     windows: tuple[int | None, ...]
-    """How many tokens a query of each layer sees, itself included; None for all."""
+    """Tokens that a query of each layer sees, itself included; None for all."""
     scale: float
     """Factor of the attention's logits."""
     epsilon: float = 1e-6
@@ -71,7 +71,7 @@ class Family:
     features: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Config` that the family has whatever the file says."""
     every: int | None = None
-    """Of so many layers all but the last have a window, where the file does not list them."""
+    """Layers in a period, all but the last of which have a window, where the file does not list them."""
 
 
 _WINDOW = "sliding_window"

@@ -39,12 +39,12 @@ class Rows:
     """T, the tokens of a row that a model reads."""
     batch_size: int
     part: slice
-    """Which rows of a batch this process makes."""
+    """Rows of a batch that this process makes."""
     seed: int
 
     @property
     def count(self) -> int:
-        """How many rows a pass over the text has."""
+        """Returns the number of rows in a pass over the text."""
         return (len(self.tokens) - 1) // self.length - 1
 
     def __call__(self, step: int) -> Batch:

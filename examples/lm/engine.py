@@ -23,7 +23,7 @@ from examples.lm.model import Cache, LanguageModel
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; the defaults take the likeliest one. See `jaxfused.sample`."""
+    """Options of a draw of tokens; the defaults take the likeliest one. See `jaxfused.sample`."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -45,18 +45,18 @@ class Text:
 
     prompt: Sequence[int]
     most: int
-    """How many tokens may follow."""
+    """Tokens that may follow."""
     sampling: Sampling = Sampling()
     tokens: list[int] = field(default_factory=list)
     finish: Literal["stop", "length", "cancelled"] | None = None
     read: int = 0
-    """How many tokens of the prompt have been read."""
+    """Tokens of the prompt that have been read."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _State:
-    """What the programs keep on the device, for each slot."""
+    """State of each slot, which the programs keep on the device."""
 
     cache: Cache
     last: jax.Array
@@ -64,13 +64,13 @@ class _State:
     history: jax.Array
     """Prompt and answer so far, [slots, length], and -1 beyond."""
     answers: jax.Array
-    """How many tokens of the history are the answer's, [slots]."""
+    """Tokens of the history that are the answer's, [slots]."""
     options: dict[str, jax.Array]
     """The fields of `Sampling`, [slots] each."""
 
     @property
     def lengths(self) -> jax.Array:
-        """How many tokens of each slot have been read, [slots]."""
+        """Tokens of each slot that have been read, [slots]."""
         return self.cache[0].lengths
 
     @classmethod

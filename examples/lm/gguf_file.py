@@ -95,13 +95,13 @@ class DividedRope(jaxfused.RopeScaling):
 
 @dataclasses.dataclass(frozen=True)
 class GgufFile:
-    """What a GGUF file holds."""
+    """Contents of a GGUF file."""
 
     config: Config
     arrays: Mapping[str, Read]
-    """By their names in transformers."""
+    """Arrays by their names in transformers."""
     fields: Mapping[str, Any]
-    """Of the vocabulary, by their names without "tokenizer."."""
+    """Fields of the vocabulary, by their names without "tokenizer."."""
 
     @classmethod
     def open(cls, path: Path) -> "GgufFile":

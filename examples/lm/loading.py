@@ -87,7 +87,7 @@ def quantized(model: LanguageModel, form: str) -> LanguageModel:
             f"^blocks/.*{pattern}",
             dtype,
             group_size=_GROUP if form == "int4" and inputs % _GROUP == 0 else None,
-            # As the kernels read weights, which take whole words of int4.
+            # The layout is the one that kernels read; they take whole words of int4.
             layout="columns" if form != "int4" or inputs % 128 == 0 else "rows",
         )
         for pattern, inputs in features.items()

@@ -1,4 +1,4 @@
-"""What a client of an OpenAI-compatible server may ask for, checked field by field.
+"""Requests that a client of an OpenAI-compatible server may send, checked field by field.
 
 Source: https://platform.openai.com/docs/api-reference, as the package openai 3.51.0 sends it.
 """
@@ -56,7 +56,7 @@ class Request:
 
     model: str
     messages: list[dict[str, str]] | None
-    """Of a conversation."""
+    """Messages of a conversation."""
     prompt: str | list[int] | None
     """A text to go on with, or its tokens."""
     most: int | None

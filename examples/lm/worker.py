@@ -61,7 +61,7 @@ class Worker:
 
     @property
     def texts(self) -> int:
-        """How many texts are in line or under way."""
+        """Returns the number of texts in line or under way."""
         return len(self._tickets)
 
     async def tokens(self, text: Text, *, patience: float) -> AsyncIterator[int | None]:

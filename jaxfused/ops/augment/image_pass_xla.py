@@ -18,7 +18,7 @@ class Pass:
     """What a pass does with each image: it reads the image once, and once more for statistics."""
 
     reading: Reading | None
-    """How it reads the images, or None where each pixel stays in its place."""
+    """Options by which it reads the images, or None where each pixel stays in its place."""
     steps: Steps
     dtype: Any
     """Of the result; uint8 values are rounded, the even one of two that are as near."""

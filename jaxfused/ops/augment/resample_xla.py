@@ -24,7 +24,7 @@ TAPS_UNROLLED = 4
 
 @dataclass(frozen=True)
 class Reading:
-    """How a pass reads an image."""
+    """Options by which a pass reads an image."""
 
     size: tuple[int, int]
     """Height and width of the result."""

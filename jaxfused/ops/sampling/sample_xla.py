@@ -38,7 +38,7 @@ class Filters(NamedTuple):
     least: jax.Array
     """The least distance of a kept word from the largest logit, times the inverse temperature."""
     top_k: jax.Array
-    """How many words top-k keeps, int32."""
+    """Words that top-k keeps, int32."""
 
 
 class Row(NamedTuple):
