@@ -31,14 +31,14 @@ class Row:
         self.name = name
         self.options = described.get("options", {})
         self.results = results
-        self._shapes = {key: tuple(shape) for key, shape in described.get("shapes", {}).items()}
+        self.shapes = {key: tuple(shape) for key, shape in described.get("shapes", {}).items()}
 
     def __getitem__(self, key: str) -> np.ndarray:
         """Returns the parameter of that name, in the library's own layout."""
-        return parameter(f"{self.name}/{key}", self._shapes[key])
+        return parameter(f"{self.name}/{key}", self.shapes[key])
 
     def __contains__(self, key: str) -> bool:
-        return key in self._shapes
+        return key in self.shapes
 
     def kernel(self, key: str) -> np.ndarray:
         """Returns the weight of torch's nn.Linear of that name as [inputs, outputs]."""
