@@ -9,7 +9,7 @@ from jaxfused import dispatch
 from jaxfused.augment import plan
 from jaxfused.augment.batch import Batch
 from jaxfused.augment.drawing import Draws, as_key, sampled
-from jaxfused.augment.running import Spec, applied, check_channels, checked
+from jaxfused.augment.running import Spec, applied, check_channels, check_classes, checked
 from jaxfused.augment.transform import Part, Transform
 from jaxfused.runtime.checks import check_finite
 from jaxfused.runtime.runner import jax_defaults
@@ -144,6 +144,7 @@ class Chain:
         batch = checked(images)
         for part in self.parts:
             check_channels(part, batch.images.shape[-1])
+            check_classes(part, batch.labels)
         with jax_defaults("xla"):
             result = applied(self._spec, draws, batch)
         return result if isinstance(images, Batch) else result.images

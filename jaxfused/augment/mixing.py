@@ -34,6 +34,7 @@ class MixUp(_Beta):
     Args:
       alpha: of the beta distribution.
       num_classes: of labels that are whole numbers, which become one-hot; None if labels are weights.
+        Labels from it on weigh nothing where `jax.jit` hides them, and are an error elsewhere.
       per_image: whether each image has its own lambda, or the batch has one, as in torchvision.
       axis_name: of a `jax.shard_map` over the batch: the first image of a device has the last one of the
         device before it as its partner, as without shards.
@@ -66,6 +67,7 @@ class CutMix(_Beta):
     Args:
       alpha: of the beta distribution.
       num_classes: of labels that are whole numbers, which become one-hot; None if labels are weights.
+        Labels from it on weigh nothing where `jax.jit` hides them, and are an error elsewhere.
       per_image: whether each image has its own box, or the batch has one, as in torchvision.
       axis_name: of a `jax.shard_map` over the batch, as for `MixUp`.
       p: probability.

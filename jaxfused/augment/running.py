@@ -17,12 +17,12 @@ from jaxfused.augment.filters import GaussianNoise
 from jaxfused.augment.mixed import mixed
 from jaxfused.augment.plan import FilterPass, ImagePass, MixPass
 from jaxfused.augment.shards import over_batch
-from jaxfused.augment.transform import Drawn, Part, Pointwise
+from jaxfused.augment.transform import Drawn, Mixing, Part, Pointwise
 from jaxfused.ops.augment import image_pass_xla, steps_xla
 from jaxfused.ops.augment.image_pass import image_pass
 from jaxfused.ops.augment.resample_xla import Map
 from jaxfused.ops.augment.steps_xla import COLOURED
-from jaxfused.runtime.checks import as_arrays
+from jaxfused.runtime.checks import as_arrays, as_int32, readable_values
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,58 @@ def checked(images: Any) -> Batch:
                 f"Chain: {name} have shape {array.shape}, which does not fit images of shape {x.shape};"
                 " pass what jaxfused.augment.Batch says."
             )
+    if batch.valid is not None and (
+        batch.boxes is None or batch.valid.shape != batch.boxes.shape[:-1]
+    ):
+        boxes = "no boxes" if batch.boxes is None else f"boxes of shape {batch.boxes.shape}"
+        raise ValueError(
+            f"Chain: valid has shape {batch.valid.shape}, but it says of each box whether it counts, and"
+            f" there are {boxes}; pass one value for each box."
+        )
+    if batch.sizes is not None:
+        batch = batch._replace(sizes=_sizes(batch.sizes, x.shape[-3:-1]))
     return batch._replace(visible=None)
+
+
+def _sizes(sizes: jax.Array, most: tuple[int, ...]) -> jax.Array:
+    """Returns the images' sizes, limited to the array; what can be read must be within."""
+    values = readable_values(sizes)
+    if values is not None:
+        wrong = ((values < 0) | (values > np.array(most))).any(-1)
+        if wrong.any():
+            raise ValueError(
+                f"Chain: sizes hold {values[wrong][0].tolist()}, but images have shape {most}; pass"
+                " heights and widths of 0 up to these."
+            )
+        return sizes
+    if jnp.issubdtype(sizes.dtype, jnp.integer):
+        sizes = as_int32(sizes)
+    return jnp.clip(sizes, 0, jnp.array(most, sizes.dtype))
+
+
+def check_classes(part: Part, labels: jax.Array | None) -> None:
+    """Checks that labels are classes of a part that mixes them, or weights of these.
+
+    Raises:
+      ValueError: there are classes from `num_classes` on, or not as many weights.
+    """
+    count = part.num_classes if isinstance(part, Mixing) else None
+    if count is None or labels is None:
+        return
+    op = type(part).__name__
+    if labels.ndim == 2:
+        if labels.shape[1] != count:
+            raise ValueError(
+                f"{op}: labels have shape {labels.shape}, but num_classes is {count}; pass weights of"
+                " that many classes, or leave num_classes out."
+            )
+        return
+    values = readable_values(labels)
+    if values is not None and (wrong := (values < 0) | (values >= count)).any():
+        raise ValueError(
+            f"{op}: labels hold {values[wrong][0]}, but num_classes is {count}; pass classes from 0 to"
+            f" {count - 1}, or more num_classes."
+        )
 
 
 def check_channels(part: Part, channels: int) -> None:

@@ -21,7 +21,38 @@ def as_arrays(*operands: Any) -> tuple[Any, ...]:
 
     `jax.tree.map` would not do: a Flax parameter is a pytree, and would stay a parameter.
     """
-    return tuple(None if operand is None else jnp.asarray(operand) for operand in operands)
+    return tuple(None if operand is None else as_array(operand) for operand in operands)
+
+
+def as_array(value: Any) -> jax.Array:
+    """Converts to a JAX array; NumPy's integers of 64 bits are limited to those of the array's dtype.
+
+    JAX would take their lower 32 bits, by which 2**32 is 0.
+    """
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iu":
+        value = _limited(value, jax.dtypes.canonicalize_dtype(value.dtype))
+    return jnp.asarray(value)
+
+
+def as_int32(value: Any) -> jax.Array:
+    """Converts integers to int32, of which wider ones get the nearest; an array of others stays."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        info = np.iinfo(np.int32)
+        return jnp.asarray(min(max(value, info.min), info.max), jnp.int32)
+    array = as_array(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        return array
+    if array.dtype.itemsize < 4 or array.dtype == jnp.int32:
+        return array.astype(jnp.int32)
+    return _limited(array, np.dtype(np.int32))
+
+
+def _limited(integers: Any, dtype: np.dtype) -> Any:
+    """Returns integers in a narrower dtype, those beyond it as its nearest number."""
+    if integers.dtype == dtype:
+        return integers
+    held, to = np.iinfo(integers.dtype), np.iinfo(dtype)
+    return integers.clip(max(to.min, held.min), min(to.max, held.max)).astype(dtype)
 
 
 def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
@@ -97,7 +128,7 @@ type _Check = Callable[[str, str, Any], Any]
 
 
 def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
-    """Returns the check of each option that is a number, flag, word, dtype or name of an axis."""
+    """Returns the check of each option that is a number, flag, word, dtype or axis, and of operands."""
     kinds = _kinds(annotations)
     checks: dict[str, _Check] = {}
     for name, annotation in annotations.items():
@@ -119,6 +150,8 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
             checks[name] = functools.partial(_as_precision, leaves=leaves)
         elif leaves <= {str, type(None), *words}:
             checks[name] = functools.partial(_as_word, words=words, optional=optional)
+        elif jax.Array in leaves and not leaves & {str, float, *words}:
+            checks[name] = functools.partial(_as_operand, optional=optional)
     return checks
 
 
@@ -211,6 +244,16 @@ def _as_word(op: str, name: str, value: Any, *, words: Sequence[str], optional: 
         f"{op}: {name} is {said(value)}, but it is a word; pass"
         f" {' or '.join(choices + ['None'] * optional)}."
     )
+
+
+def _as_operand(op: str, name: str, value: Any, *, optional: bool) -> Any:
+    """Returns the value if it can be an array, or is None and may be."""
+    if (value is None and not optional) or isinstance(value, str):
+        raise ValueError(
+            f"{op}: {name} is {said(value)}, but it is an array of numbers; pass one"
+            f"{' or None' * optional}."
+        )
+    return value
 
 
 def _as_precision(op: str, name: str, value: Any, *, leaves: set[Any]) -> Any:

@@ -308,6 +308,36 @@ def test_labels_and_sizes_of_one_byte():
     assert (jax.jit(augment.Chain(augment.Resize(256)))(key, batch).sizes == 256).all()
 
 
+def _batch(**arrays):
+    return augment.Batch(np.zeros((2, 4, 6, 3), np.uint8), **arrays)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (_batch(labels=np.array([4, 7])), "MixUp: labels hold 7, but num_classes is 5"),
+        (_batch(labels=np.array([-1, 0])), "MixUp: labels hold -1"),
+        (
+            _batch(labels=np.ones((2, 6))),
+            r"MixUp: labels have shape \(2, 6\), but num_classes is 5",
+        ),
+        (_batch(sizes=np.array([[4, 6], [5, 2]])), r"sizes hold \[5, 2\], but images .* \(4, 6\)"),
+        (_batch(sizes=np.array([[4, -6], [4, 2]])), r"sizes hold \[4, -6\]"),
+        (_batch(boxes=np.ones((2, 3, 4)), valid=np.ones((2, 1))), r"valid has shape \(2, 1\)"),
+        (_batch(valid=np.ones((2, 1))), "there are no boxes"),
+    ],
+)
+def test_values_that_do_not_fit_the_images(batch, message):
+    with pytest.raises(ValueError, match=message):
+        augment.Chain(augment.MixUp(num_classes=5))(KEY, batch)
+
+
+def test_traced_sizes_end_at_the_array():
+    batch = _batch(sizes=np.array([[4, 6], [9, -1]]))
+    sizes = jax.jit(augment.Chain(augment.RandomHorizontalFlip(p=1.0)))(KEY, batch).sizes
+    assert sizes.tolist() == [[4, 6], [4, 0]]
+
+
 def test_boxes_count_by_any_number_but_0():
     batch = augment.Batch(
         np.zeros((1, 4, 4, 3), np.uint8),

@@ -369,6 +369,12 @@ def test_saved_layers_are_loaded_again(options, tmp_path):
     np.testing.assert_allclose(found(x), layer(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("given", ["s", None, np.ones(2, complex), np.array([{}])])
+def test_what_is_no_array_of_numbers_is_not_written(given, tmp_path):
+    with pytest.raises(ValueError, match=r"save: .l. is a .* of dtype .*; pass one"):
+        jaxfused.quantization.save(tmp_path, {"l": given})
+
+
 def test_what_has_no_format_is_not_written(tmp_path):
     q = jaxfused.quantize(jnp.ones((64, 4)), group_size=32)
     offset = jaxfused.QuantizedArray(q.values, q.scale, None, -2, offset=q.scale)

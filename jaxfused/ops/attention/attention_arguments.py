@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.ops.attention.mask import Mask
-from jaxfused.runtime.checks import check_floating, check_shape
+from jaxfused.runtime.checks import as_array, check_floating, check_shape
 
 
 def validate(query, key, value, bias, sinks) -> None:
@@ -82,12 +82,13 @@ def mask_of(
     )
     query_lengths = _lengths("query_seq_lengths", query_lengths, batch, query_length)
     key_lengths = _lengths("key_value_seq_lengths", key_lengths, batch, key_length)
-    window = _window(local_window_size)
+    sides = _window(local_window_size)
+    window = None if sides is None else _shortened(sides)
     if isinstance(query_offset, str) and query_offset == "bottom_right":
         # Lengths are arrays, and counts are numbers.
         keys = key_length if key_lengths is None else key_lengths
         query_offset = keys - (query_length if query_lengths is None else query_lengths)
-    offset = query_offsets(query_offset, batch, query_length, key_length, window or (0, 0))
+    offset = query_offsets(query_offset, batch, query_length, key_length, sides or (0, 0))
     return Mask(
         is_causal=bool(is_causal),
         window=window,
@@ -130,11 +131,16 @@ def _window(size: Any) -> tuple[int, int] | None:
             " and to the right of a query; pass a whole number from 0 up, or two."
         )
     left, right = sides
-    # A window beyond _LONGEST is no limit, and positions have 32 bits.
-    return min(int(left), _LONGEST), min(int(right), _LONGEST)
+    return int(left), int(right)
 
 
 _LONGEST = 2**29
+"""The longest window that positions of 32 bits have room for, and more keys than there are."""
+
+
+def _shortened(window: tuple[int, int]) -> tuple[int, int]:
+    left, right = window
+    return min(left, _LONGEST), min(right, _LONGEST)
 
 
 def query_offsets(
@@ -145,29 +151,56 @@ def query_offsets(
         return None
     if isinstance(offset, str) and offset == "bottom_right":
         offset = keys - queries
-    least, most = -queries - window[1], keys + window[0]
     if isinstance(offset, str | bool | float):
         raise ValueError(
             f"dot_product_attention: query_offset is {offset!r}, but it says at which key the first"
             ' query stands; pass a whole number, an integer for each sequence, or "bottom_right".'
         )
     if isinstance(offset, Integral):
-        offset = min(max(int(offset), least), most)
+        offset = int(_limited(_in_64_bits(offset), queries, keys, window))
         return jnp.full((batch,), offset, jnp.int32) if offset else None
     if isinstance(offset, Sequence):
         offset = np.asarray(offset)
     if isinstance(offset, np.ndarray) and np.issubdtype(offset.dtype, np.integer):
         # Before JAX takes the lower 32 bits.
-        offset = np.clip(offset.astype(np.int64), least, most).astype(np.int32)
+        wide = np.array([_in_64_bits(o) for o in offset.flat], np.int64).reshape(offset.shape)
+        offset = _limited(wide, queries, keys, window).astype(np.int32)
+    is_limited = isinstance(offset, np.ndarray)
     if not jnp.shape(offset):
         offset = jnp.broadcast_to(offset, (batch,))
     array = _integers("query_offset", offset, (batch,))
     assert array is not None
+    if is_limited:
+        return array
     if array.dtype.itemsize < 4:
         array = array.astype(jnp.int32)
-    if jnp.issubdtype(array.dtype, jnp.signedinteger):
-        array = jnp.maximum(array, least)
-    return jnp.minimum(array, most).astype(jnp.int32)
+    return _limited(array, queries, keys, window).astype(jnp.int32)
+
+
+def _in_64_bits(number: Any) -> np.int64:
+    info = np.iinfo(np.int64)
+    return np.int64(min(max(int(number), info.min), info.max))
+
+
+def _limited(offset: Any, queries: int, keys: int, window: tuple[int, int]) -> Any:
+    """Returns signed or unsigned offsets, as near to the keys as they mean the same to `_shortened`.
+
+    What a window loses there is taken from the offsets beyond the keys, or before them, up to the keys.
+    """
+    xp = jnp if isinstance(offset, jax.Array) else np
+    info = np.iinfo(offset.dtype)
+
+    def held(number: int) -> np.ndarray:
+        return np.asarray(min(max(number, info.min), info.max), offset.dtype)
+
+    left, right = _shortened(window)
+    above = xp.maximum(offset, held(keys)) - held(keys)
+    offset = offset - xp.minimum(above, held(window[0] - left))
+    if info.min < 0:
+        below = xp.minimum(offset, held(-queries)) + held(queries)
+        offset = offset - xp.maximum(below, held(right - window[1]))
+        offset = xp.maximum(offset, held(-queries - right))
+    return xp.minimum(offset, held(keys + left))
 
 
 def _lengths(name: str, lengths: Any, batch: int, full: int) -> jax.Array | None:
@@ -184,6 +217,15 @@ def _segments(
     query_segments: Any, key_segments: Any, batch: int, query_length: int, key_length: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns both as int32; 64-bit ids are replaced by their ranks."""
+    wide = [
+        a.dtype == np.int64 for a in (query_segments, key_segments) if isinstance(a, np.ndarray)
+    ]
+    if len(wide) == 2 and any(wide):
+        # Before JAX takes the lower 32 bits.
+        _, ranks = np.unique([*query_segments.flat, *key_segments.flat], return_inverse=True)
+        of_queries, of_keys = np.split(ranks.astype(np.int32), [query_segments.size])
+        query_segments = of_queries.reshape(query_segments.shape)
+        key_segments = of_keys.reshape(key_segments.shape)
     queries = _integers("query_segment_ids", query_segments, (batch, query_length))
     keys = _integers("key_value_segment_ids", key_segments, (batch, key_length))
     if queries is None or keys is None:
@@ -199,7 +241,7 @@ def _integers(name: str, array: Any, shape: tuple[int, ...]) -> jax.Array | None
     """Returns integers of `shape`; a leading axis of 1 may be missing, as with 3-D queries."""
     if array is None:
         return None
-    array = jnp.asarray(array)
+    array = as_array(array)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
             f"dot_product_attention: {name} has dtype {array.dtype}, but it holds integers;"

@@ -14,7 +14,7 @@ from jaxfused.ops.grouped import ragged_dot_xla
 from jaxfused.ops.grouped.ragged_dot_xla import Options
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
-from jaxfused.runtime.checks import as_arrays, check_floating, python_numbers
+from jaxfused.runtime.checks import as_arrays, as_int32, check_floating, python_numbers
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import common_dtype
@@ -152,7 +152,7 @@ def _offset(op: str, offset: Any, group_sizes: jax.Array, groups: int) -> jax.Ar
     if offset is None:
         return jnp.zeros(1, jnp.int32)
     known = offset if isinstance(offset, int | np.integer | np.ndarray) else None
-    array = jnp.asarray(offset)
+    array = as_int32(offset)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape not in ((), (1,)):
         raise ValueError(
             f"{op}: group_offset has shape {array.shape} and dtype {array.dtype}, but it is the index of"
@@ -164,7 +164,7 @@ def _offset(op: str, offset: Any, group_sizes: jax.Array, groups: int) -> jax.Ar
             f"{op}: group_offset is {int(np.asarray(known).reshape(()))}, but there are {total} sizes"
             f" for {groups} matrices; pass an offset from 0 to {total - groups}."
         )
-    return array.astype(jnp.int32).reshape(1)
+    return array.reshape(1)
 
 
 # --- gradient -------------------------------------------------------------------------------------

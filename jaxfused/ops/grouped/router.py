@@ -155,8 +155,7 @@ def router(
     if over == "chosen":
         weights = jax.nn.softmax(weights, axis=-1)
     if normalise == "sum":
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        weights = weights / (jnp.maximum(total, floor) + epsilon)
+        weights = _shares(weights, jnp.take_along_axis(z, indices, axis=-1), score, floor, epsilon)
     if expert_scale is not None:
         weights = weights * expert_scale.astype(weights.dtype)[indices]
     return Routes(weights * scale, indices)
@@ -183,7 +182,26 @@ def _check_counts(op: str, k: int, experts: int, groups: int, kept: int) -> None
 def _scores(score: Score, z: jax.Array) -> jax.Array:
     if score == "softmax":
         return jax.nn.softmax(z, axis=-1)
-    return jax.nn.sigmoid(z) if score == "sigmoid" else jnp.sqrt(jax.nn.softplus(z))
+    if score == "sigmoid":
+        return jax.nn.sigmoid(z)
+    # Below -40 softplus(z) is exp(z) in all digits, and its root has no slope where that is 0.
+    root = jnp.sqrt(jax.nn.softplus(jnp.maximum(z, -40.0)))
+    return jnp.where(z < -40.0, jnp.exp(0.5 * z), root)
+
+
+def _shares(
+    weights: jax.Array, z: jax.Array, score: Score, floor: float, epsilon: float
+) -> jax.Array:
+    """Returns the weights [..., k] of logits z over their sum."""
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    tiny = float(jnp.finfo(z.dtype).tiny)
+    if max(floor, epsilon) >= tiny:
+        return weights / (jnp.maximum(total, floor) + epsilon)
+    # Weights that vanish are exponentials, whose shares do not.
+    vanishes = total < tiny * 2**24
+    exponents = 0.5 * z if score == "sqrt_softplus" else z
+    shares = weights / jnp.where(vanishes, 1.0, total)
+    return jnp.where(vanishes, jax.nn.softmax(exponents, axis=-1), shares)
 
 
 def _in_kept_groups(

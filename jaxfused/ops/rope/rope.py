@@ -16,6 +16,7 @@ from jaxfused.ops.rope import rope_cuda, rope_xla
 from jaxfused.ops.rope.rope_scaling import RopeScaling
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import (
+    as_array,
     as_arrays,
     check_constant,
     check_floating,
@@ -102,7 +103,7 @@ def rope(
     if cos is None and sin is None:
         rotary_dim = q.shape[-1] if rotary_dim is None else rotary_dim
         if positions is None:
-            start = jnp.asarray(offset)[..., None]
+            start = as_array(offset)[..., None]
             positions = start + along_last_axis(jnp.arange(q.shape[-3]), start)
         elif _is_given(offset):
             raise ValueError(f"{op}: positions and offset were passed; pass one of them.")
@@ -315,20 +316,20 @@ def _tables(
             " `jaxfused.RopeScaling` such as LinearRope(4.0), of a model's config"
             " jaxfused.rope_from_config(config)['scaling']."
         )
-    return rope_xla.tables(jnp.asarray(positions), rotary_dim, theta, scaling)
+    return rope_xla.tables(as_array(positions), rotary_dim, theta, scaling)
 
 
 def _by_axis(positions: Sequence[jax.Array] | jax.Array) -> list[jax.Array]:
     """Returns the positions of each axis, [..., T]."""
     if not isinstance(positions, tuple | list):
-        array = jnp.asarray(positions)
+        array = as_array(positions)
         if array.ndim < 2:
             raise ValueError(
                 f"axial_rope_tables: positions has shape {array.shape}; pass an array [..., tokens,"
                 " axes], or a tuple with the positions of each axis."
             )
         return list(jnp.moveaxis(array, -1, 0))
-    axes = [jnp.asarray(axis) for axis in positions]
+    axes = [as_array(axis) for axis in positions]
     if any(axis.ndim != 1 for axis in axes) or not axes:
         raise ValueError(
             "axial_rope_tables: positions is a tuple of arrays of shapes"

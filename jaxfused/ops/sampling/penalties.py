@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxfused.ops.sampling.row_options import of_rows
 from jaxfused.runtime import sharding
+from jaxfused.runtime.checks import as_int32
 from jaxfused.runtime.promotion import accumulator_dtype
 
 
@@ -64,7 +65,7 @@ def _history(op: str, name: str, tokens: Any, rows: tuple[int, ...]) -> jax.Arra
     """Returns the tokens of each row, after a check of their shape and dtype."""
     if tokens is None:
         return None
-    tokens = jnp.asarray(tokens)
+    tokens = as_int32(tokens)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"{op}: {name} has dtype {tokens.dtype}; pass integers.")
     if tokens.ndim != len(rows) + 1 or tokens.shape[:-1] != rows:
@@ -72,7 +73,7 @@ def _history(op: str, name: str, tokens: Any, rows: tuple[int, ...]) -> jax.Arra
             f"{op}: {name} has shape {tokens.shape}, but there are rows of shape {rows}; pass"
             f" {name} of shape {(*rows, 'length')}, filled up with -1."
         )
-    return tokens.astype(jnp.int32)
+    return tokens
 
 
 def _less_penalties(

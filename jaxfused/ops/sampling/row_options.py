@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfused.runtime.checks import readable_values
+from jaxfused.runtime.checks import as_array, as_int32, readable_values
 from jaxfused.runtime.dropout import murmur
 
 _SLACK = 2.0**-21
@@ -20,7 +20,7 @@ def of_rows(
 ) -> jax.Array:
     """Returns an option for each row, after a check of the values that can be read."""
     whole = name in ("top_k", "position")
-    array = _in_32_bits(value) if whole else jnp.asarray(value)
+    array = as_int32(value) if whole else as_array(value)
     kind = jnp.integer if whole else jnp.number
     if not jnp.issubdtype(array.dtype, kind) or jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise ValueError(
@@ -40,18 +40,12 @@ def of_rows(
             raise ValueError(
                 f"{op}: {name} is {values[~inside].flat[0]}; pass a finite number, {lower}."
             )
-    array = array.astype(jnp.int32 if whole else jnp.float32)
+    return _over_rows(array.astype(jnp.int32 if whole else jnp.float32), rows)
+
+
+def _over_rows(array: jax.Array, rows: tuple[int, ...]) -> jax.Array:
+    """Returns what the first axes of the rows have, for each row."""
     return jnp.broadcast_to(array.reshape(array.shape + (1,) * (len(rows) - array.ndim)), rows)
-
-
-def _in_32_bits(value: Any) -> jax.Array:
-    """Returns an array; wide integers, which JAX would cut or refuse, are limited."""
-    if isinstance(value, int | np.integer | np.ndarray) and not isinstance(value, bool):
-        numbers = np.asarray(value)
-        if np.issubdtype(numbers.dtype, np.integer):
-            limits = np.iinfo(np.int32)
-            value = np.clip(numbers, limits.min, limits.max).astype(np.int32)
-    return jnp.asarray(value)
 
 
 def _is_off(value: Any, off: float) -> bool:
@@ -84,7 +78,7 @@ def seeds_of(
     op: str, key: Any, position: Any, temperature: jax.Array, rows: tuple[int, ...]
 ) -> jax.Array:
     """Returns the seeds uint32 [..., 2] of each row's noise, from its key, position and number."""
-    position = of_rows(op, "position", position, rows, -math.inf, math.inf)
+    of_rows(op, "position", position, rows, -math.inf, math.inf)
     if key is None:
         values = readable_values(temperature)
         if values is None or values.any():
@@ -109,7 +103,7 @@ def seeds_of(
     number = jnp.arange(math.prod(inner), dtype=jnp.uint32).reshape(inner)
     entering = [
         *(words[..., i].reshape(*shared, *(1,) * len(inner)) for i in range(words.shape[-1])),
-        position.astype(jnp.uint32),
+        _over_rows(_position_word(position), rows),
         number.reshape((1,) * len(shared) + inner),
     ]
     first = second = jnp.zeros(rows, jnp.uint32)
@@ -117,6 +111,20 @@ def seeds_of(
         first = murmur(first ^ jnp.broadcast_to(word, rows)) + jnp.uint32(0x9E3779B9)
         second = murmur(second ^ jnp.broadcast_to(word, rows), first)
     return jnp.stack([first, second], axis=-1)
+
+
+def _position_word(position: Any) -> jax.Array:
+    """Returns a word uint32 of each position; those of more than 32 bits are hashed to it."""
+    if isinstance(position, int):
+        position = np.uint64(position % 2**64)
+    if not isinstance(position, np.ndarray | np.generic):
+        position = jnp.asarray(position)
+    if position.dtype.itemsize < 4:
+        position = position.astype(np.int32)
+    # The high word is 0 for all of int32's numbers, of any dtype.
+    high = ((position >> 31) + 1) >> 1
+    low = position & 0xFFFFFFFF if position.dtype.itemsize == 8 else position
+    return jnp.asarray(low.astype(np.uint32)) ^ murmur(jnp.asarray(high.astype(np.uint32)))
 
 
 def _words_of(op: str, key: Any) -> jax.Array:

@@ -10,7 +10,13 @@ from jax import lax
 from jaxfused.ops.attention.attention import AttentionImplementation, dot_product_attention
 from jaxfused.ops.quantize.quantize import quantize
 from jaxfused.runtime import sharding
-from jaxfused.runtime.checks import check_count, check_shape, python_numbers, readable_values
+from jaxfused.runtime.checks import (
+    as_int32,
+    check_count,
+    check_shape,
+    python_numbers,
+    readable_values,
+)
 from jaxfused.runtime.quantized_array import QuantizedArray
 from jaxfused.runtime.serialization import serializable
 
@@ -37,6 +43,7 @@ class KVCache:
     `lax.scan`, `lax.fori_loop` and `lax.while_loop`, it is written in place and never copied. A scan
     over layers therefore has the whole stack in its carry and passes `layer`; `xs` would be copied.
     Kernels read a copy of the layer's part of a stack; a tuple of caches, one a layer, needs none.
+    Keys and values that are kept in 8 bits have no gradient: train with a cache of floats.
 
     Letters: B sequences, S places for each, K key heads, H head size, V head size of the values.
 
@@ -152,8 +159,9 @@ class KVCache:
             for name, scale in zip(("key_scale", "value_scale"), scales, strict=True):
                 check_shape("KVCache", name, scale, (*stack, key_heads), "each head has a scale")
         if starts is not None:
-            starts = jnp.asarray(starts)
-            check_shape("KVCache", "starts", starts, (batch,), f"there are {batch} sequences")
+            check_shape(
+                "KVCache", "starts", as_int32(starts), (batch,), f"there are {batch} sequences"
+            )
             starts = _integers("starts", starts)
         float8 = dtype.name if dtype.name.startswith("float8") else None
         kept_dtype = jnp.uint8 if float8 else dtype
@@ -461,10 +469,10 @@ class KVCache:
 
 def _integers(name: str, value: Any) -> jax.Array:
     """Returns an argument as int32, where it holds integers."""
-    array = jnp.asarray(value)
+    array = as_int32(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
             f"KVCache: {name} has dtype {array.dtype}, but it holds integers; pass"
             f" {name}.astype(jnp.int32)."
         )
-    return array.astype(jnp.int32)
+    return array

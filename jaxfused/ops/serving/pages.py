@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfused.runtime.checks import as_arrays, check_shape, python_numbers
+from jaxfused.runtime.checks import as_arrays, as_int32, check_shape, python_numbers
 from jaxfused.runtime.quantized_array import QuantizedArray
 
 Layout = Literal["KPSH", "PSKH"]
@@ -235,7 +235,7 @@ def check_table(
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Returns lengths [B], ids of pages [B, n] and [B + 1] as int32, of which the last may be None."""
     given = {"lengths": lengths, "page_indices": page_indices, "cu_q_lens": cu_q_lens}
-    arrays = {name: None if a is None else _in_32_bits(a) for name, a in given.items()}
+    arrays = {name: None if a is None else as_int32(_listed(a)) for name, a in given.items()}
     for name, array in arrays.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(
@@ -254,16 +254,11 @@ def check_table(
             f"{op}: cu_q_lens has shape {cu_q_lens.shape}, but there are {batch} sequences, each of"
             f" which ends where the next begins; pass shape ({batch + 1},)."
         )
-    return tuple(
-        None if a is None else a.astype(jnp.int32) for a in (lengths, page_indices, cu_q_lens)
-    )  # type: ignore[return-value]
+    return lengths, page_indices, cu_q_lens
 
 
-def _in_32_bits(values: Any) -> jax.Array:
-    """Returns an array; NumPy's wide integers are limited, of which JAX would take the lower 32 bits."""
-    if isinstance(values, list | tuple):
-        values = np.asarray(values) if len(values) else np.zeros(0, np.int32)
-    if isinstance(values, np.ndarray) and np.issubdtype(values.dtype, np.integer):
-        limits = np.iinfo(np.int32)
-        values = np.clip(values, limits.min, limits.max).astype(np.int32)
-    return jnp.asarray(values)
+def _listed(values: Any) -> Any:
+    """Returns lists as NumPy's arrays, the empty one as one of integers."""
+    if not isinstance(values, list | tuple):
+        return values
+    return np.asarray(values) if len(values) else np.zeros(0, np.int32)

@@ -126,6 +126,11 @@ def _place(op: str, path: Path, name: str, entry: Any) -> tuple[Any, tuple[int, 
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
+def is_held(dtype: np.dtype) -> bool:
+    """Returns whether a file can hold an array of a dtype."""
+    return dtype in _NAMES
+
+
 def _are_sizes(numbers: Any) -> bool:
     return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
 

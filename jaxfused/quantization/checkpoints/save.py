@@ -49,7 +49,7 @@ def save(
     groups: dict[str, dict[str, Any]] = {}
     for name, given in layers.items():
         if not isinstance(given, QuantizedLayer | QuantizedArray):
-            tensors[name] = np.asarray(given)
+            tensors[name] = _numbers(name, given)
             continue
         layer = QuantizedLayer(given) if isinstance(given, QuantizedArray) else given
         parts, form, args = _written(name, layer)
@@ -71,6 +71,21 @@ def save(
     others = json.loads(file.read_text("utf-8")) if file.exists() else {}
     file.write_text(json.dumps({**others, "quantization_config": config}, indent=2), "utf-8")
     safetensors_file.write(folder / "model.safetensors", tensors, {"format": "pt"})
+
+
+def _numbers(name: str, given: Any) -> np.ndarray:
+    """Returns what a file can hold under a name.
+
+    Raises:
+      ValueError: it is no array of numbers, or of a dtype that safetensors has not.
+    """
+    array = np.asarray(given)
+    if not safetensors_file.is_held(array.dtype):
+        raise ValueError(
+            f"save: {name!r} is a {type(given).__name__} of dtype {array.dtype}, but a checkpoint holds"
+            " quantised layers and arrays of real numbers; pass one of them."
+        )
+    return array
 
 
 def _written(name: str, layer: QuantizedLayer) -> tuple[Tensors, str, dict[str, Any]]:

@@ -64,6 +64,31 @@ def test_offsets_of_every_size(offset, same):
     np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.parametrize("kind", [int, lambda n: np.array([n] * 2), lambda n: np.int64(n)])
+def test_windows_and_offsets_beyond_32_bits(kind):
+    """A query at 2**33 + t with 2**33 - 2 keys to its left sees keys from 2 + t on."""
+    query, key, value = arrays(5, 9)
+    far = functools.partial(jaxfused.dot_product_attention, query, key, value)
+    first = np.arange(9) >= np.arange(5)[:, None] + 2
+    actual = far(query_offset=kind(2**33), local_window_size=(2**33 - 2, 0))
+    np.testing.assert_array_equal(actual, far(mask=jnp.asarray(first)))
+    last = np.arange(9) <= np.arange(5)[:, None] + 2
+    actual = far(query_offset=kind(-(2**33)), local_window_size=(0, 2**33 + 2))
+    np.testing.assert_array_equal(actual, far(mask=jnp.asarray(last)))
+    edge = far(query_offset=jnp.full(2, 2**31 - 1), local_window_size=(2**31 - 3, 0))
+    np.testing.assert_array_equal(edge, far(mask=jnp.asarray(first)))
+
+
+def test_numpys_lengths_and_segments_of_64_bits_do_not_wrap():
+    query, key, value = arrays(4, 4)
+    f = functools.partial(jaxfused.dot_product_attention, query, key, value)
+    np.testing.assert_array_equal(f(key_value_seq_lengths=np.array([2**32, 2**40])), f())
+    wide = np.array([[0, 2**32, 2**33, 2**33]] * 2)
+    names = "query_segment_ids", "key_value_segment_ids"
+    apart = f(**dict.fromkeys(names, put(np.array([[0, 1, 2, 2]] * 2))))
+    np.testing.assert_array_equal(f(**dict.fromkeys(names, wide)), apart)
+
+
 def test_queries_before_all_keys_give_zero_and_zero_gradients():
     query, key, value = arrays(4, 9)
 

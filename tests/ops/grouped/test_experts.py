@@ -180,6 +180,26 @@ def test_router_options():
     assert ties.indices.tolist() == [[0, 1, 2]] and ties.weights.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
+def test_shares_of_scores_that_vanish(score):
+    """Far below 0 a logistic is an exponential, and the root of softplus that of one."""
+    z = np.array([-200.0, -201.0, -203.0, -500.0], np.float32)
+    bias = jnp.array([9.0, 8.0, 7.0, 0.0])
+    options = dict(score=score, bias=bias, normalise="sum")
+    logits = np.where(np.arange(5) < 4, np.pad(z, (0, 1)), 0) if score == "softmax" else z
+    if score == "softmax":
+        options["bias"] = jnp.pad(bias, (0, 1), constant_values=-9.0)
+    f = lambda logits: jaxfused.router(logits, 3, **options).weights  # noqa: E731
+    exponents = z[:3].astype(float) * (0.5 if score == "sqrt_softplus" else 1.0)
+    expected = np.exp(exponents - exponents.max())
+    weights = jax.jit(f)(jnp.asarray(logits)[None])[0]
+    np.testing.assert_allclose(weights, expected / expected.sum(), rtol=1e-5)
+    gradient = jax.jit(jax.grad(lambda z: f(z)[0]))(jnp.asarray(logits))
+    shares = expected / expected.sum()
+    slope = exponents[0] / z[0] * shares[0] * (np.eye(3)[0] - shares)
+    np.testing.assert_allclose(gradient, np.pad(slope, (0, len(logits) - 3)), rtol=1e-5, atol=1e-9)
+
+
 def test_router_bias_has_no_gradient():
     logits, bias = jnp.array([[1.0, 3.0, 2.0]]), jnp.array([0.5, 0.0, 0.0])
     loss = lambda logits, bias: jaxfused.router(logits, 2, bias=bias).weights[0, 0]  # noqa: E731

@@ -216,6 +216,21 @@ def test_keys_seeds_positions_and_rows_give_other_noise():
     np.testing.assert_array_equal(sample(logits[:1], jnp.arange(1) + 10), drawn[3][:1])
 
 
+def test_integers_of_64_bits_are_not_those_of_32():
+    logits, far = jnp.zeros((1, 100000)), [5, 2**31 + 5, 2**32 + 5, 2**40 + 5, 2**70 + 5]
+    drawn = [int(jaxfused.sample(logits, 3, position=p)[0]) for p in far]
+    assert len({*drawn}) == len(far) - 1 and drawn[0] == drawn[-1]
+    of_arrays = [int(jaxfused.sample(logits, 3, position=np.array([p]))[0]) for p in far[:4]]
+    assert of_arrays == drawn[:4]
+    none, some = (
+        jaxfused.sample(
+            put([[2.0, 1.0]]), temperature=0.0, tokens=np.array([[t]]), presence_penalty=9.0
+        ).tolist()
+        for t in (2**32, 0)
+    )
+    assert (none, some) == ([0], [1])
+
+
 def test_rows_without_a_distribution_have_no_token():
     big = float(jnp.finfo(jnp.float32).max)
     logits = put(
