@@ -3,6 +3,7 @@
 from jaxfused import augment as augment
 from jaxfused import dispatch as dispatch
 from jaxfused import linen as linen
+from jaxfused import masks as masks
 from jaxfused import nnx as nnx
 from jaxfused import optim as optim
 from jaxfused import quantization as quantization

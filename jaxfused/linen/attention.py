@@ -17,20 +17,22 @@ from jaxfused.linen.layer_norm import LayerNorm
 from jaxfused.linen.linear_general import GeneralAffine
 from jaxfused.modules.attention import (
     QueryOffset,
+    and_causal,
     append_to_cache,
     at_offset,
     attend,
     attention_weights,
-    causal_mask,
     check_rate,
     of_attention,
     project_heads,
     run_flax,
+    whole_mask,
     why_flax,
 )
 from jaxfused.modules.fallback import is_stock_product, why_complex, why_given
 from jaxfused.modules.linear_general import linear_general
 from jaxfused.ops.attention.attention import AttentionImplementation
+from jaxfused.ops.attention.masks.mask_class import AttentionMask
 from jaxfused.runtime.checks import python_number_fields
 from jaxfused.runtime.promotion import common_dtype
 
@@ -40,7 +42,7 @@ def attention_fn(
     key: jax.Array,
     value: jax.Array,
     bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    mask: jax.Array | AttentionMask | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -80,7 +82,8 @@ def attention_fn(
       key: [..., S, K, H]; N is a multiple of K.
       value: [..., S, K, V].
       bias: is added to the logits; broadcasts to [..., N, T, S].
-      mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S].
+      mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S]. Or an object
+        of `jaxfused.masks`.
       broadcast_dropout: see above.
       dropout_rng: a key of `jax.random`, needed where weights are dropped.
       dropout_rate: the fraction of weights to drop.
@@ -134,8 +137,9 @@ def attention_fn(
         _sow_weights(module, wide, query, key, bias, mask, is_causal, query_offset)
         module = None
     if reason is not None:
+        whole = whole_mask(mask)
         if is_causal:
-            mask = _and_causal(mask, query, key, query_offset)
+            whole = and_causal(mask, query, key, query_offset)
         return run_flax(
             "jaxfused.linen.attention_fn",
             reason,
@@ -144,7 +148,7 @@ def attention_fn(
                 key,
                 value,
                 bias,
-                mask,
+                whole,
                 broadcast_dropout,
                 dropout_rng,
                 dropout_rate,
@@ -157,7 +161,7 @@ def attention_fn(
                 qk_attn_weights_einsum,
                 attn_weights_value_einsum,
             ),
-            mask,
+            whole,
             is_causal=False,  # The mask includes causality.
             implementation=implementation,
         )
@@ -182,7 +186,7 @@ def _sow_weights(
     query: jax.Array,
     key: jax.Array,
     bias: jax.Array | None,
-    mask: jax.Array | None,
+    mask: jax.Array | AttentionMask | None,
     is_causal: bool,
     query_offset: QueryOffset,
 ) -> None:
@@ -190,13 +194,6 @@ def _sow_weights(
         query, key, bias, mask, is_causal=is_causal, query_offset=query_offset
     )
     module.sow("intermediates", "attention_weights", weights.astype(dtype))
-
-
-def _and_causal(
-    mask: jax.Array | None, query: jax.Array, key: jax.Array, query_offset: QueryOffset
-) -> jax.Array:
-    causal = causal_mask(query, key, query_offset)
-    return causal if mask is None else causal & mask.astype(bool)
 
 
 @python_number_fields
@@ -235,7 +232,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         inputs_v: jax.Array | None = None,
         *,
         inputs_kv: jax.Array | None = None,
-        mask: jax.Array | None = None,
+        mask: jax.Array | AttentionMask | None = None,
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
@@ -247,7 +244,8 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
           inputs_k: [..., S, D]; None for inputs_q.
           inputs_v: [..., S, D]; None for inputs_k.
           inputs_kv: in place of both; deprecated by Flax.
-          mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S].
+          mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S]. Or an
+            object of `jaxfused.masks`.
           deterministic: whether nothing is dropped.
           dropout_rng: a key of `jax.random`; by default of the stream "dropout".
           sow_weights: whether the weights are sown into the collection "intermediates".
@@ -258,13 +256,14 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         alone = all(a is None or a is inputs_q for a in (inputs_k, inputs_v)) and inputs_kv is None
         reason = self._why_flax(inputs_q) if alone else "another input is attended to"
         if reason is not None:
+            # Flax's decoding combines masks as arrays; otherwise it passes them on.
             return unwrapped(linen.MultiHeadDotProductAttention.__call__)(
                 self,
                 inputs_q,
                 inputs_k,
                 inputs_v,
                 inputs_kv=inputs_kv,
-                mask=mask,
+                mask=whole_mask(mask) if self.decode else mask,
                 deterministic=deterministic,
                 dropout_rng=dropout_rng,
                 sow_weights=sow_weights,
@@ -393,7 +392,7 @@ class SelfAttention(MultiHeadDotProductAttention):
     def __call__(  # type: ignore[override]
         self,
         inputs_q: jax.Array,
-        mask: jax.Array | None = None,
+        mask: jax.Array | AttentionMask | None = None,
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,

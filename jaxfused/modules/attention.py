@@ -15,6 +15,8 @@ from jaxfused.modules.promotion import floating
 from jaxfused.ops.attention import attention, attention_arguments, attention_xla
 from jaxfused.ops.attention.attention import AttentionImplementation
 from jaxfused.ops.attention.mask import Mask
+from jaxfused.ops.attention.masks.mask_class import AttentionMask
+from jaxfused.ops.attention.masks.pattern import Pattern
 from jaxfused.ops.fp8.fp8 import is_fp8
 from jaxfused.ops.linear import qkv_projection
 from jaxfused.ops.serving.kv_cache import KVCache
@@ -89,7 +91,7 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    mask: jax.Array | AttentionMask | None = None,
     *,
     segment_ids: jax.Array | None = None,
     is_causal: bool = False,
@@ -105,7 +107,8 @@ def attend(
       key: [..., S, K, H].
       value: [..., S, K, V].
       bias: broadcasts to [..., N, T, S].
-      mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S].
+      mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S]. Or an object of
+        `jaxfused.masks`.
       segment_ids: [..., T], for the queries and as many keys.
       query_offset: as in the operator, an array for each batch entry [...].
     """
@@ -116,7 +119,7 @@ def attend(
         _fold(batch, key),
         _fold(batch, value),
         None if bias is None else _fold(batch, bias),
-        None if mask is None else _fold(batch, mask.astype(jnp.bool_)),
+        _fold_mask(batch, mask),
         query_segment_ids=segment_ids,
         key_value_segment_ids=segment_ids,
         is_causal=is_causal,
@@ -180,7 +183,7 @@ def attention_weights(
     query: jax.Array,
     key: jax.Array,
     bias: jax.Array | None,
-    mask: jax.Array | None,
+    mask: jax.Array | AttentionMask | None,
     *,
     is_causal: bool,
     query_offset: QueryOffset = None,
@@ -191,6 +194,7 @@ def attention_weights(
     those of `attend`.
     """
     batch, (queries, heads) = query.shape[:-3], query.shape[-3:-1]
+    mask = whole_mask(mask)
 
     def with_four_axes(array: jax.Array | None) -> jax.Array | None:
         if array is None:
@@ -253,15 +257,25 @@ def at_offset(
     attention_fn: Callable[..., jax.Array],
     query: jax.Array,
     key: jax.Array,
-    mask: jax.Array | None,
+    mask: jax.Array | AttentionMask | None,
     query_offset: QueryOffset,
 ) -> dict[str, Any]:
     """Returns the arguments by which an `attention_fn` of any maker is causal from an offset on."""
     taken = inspect.signature(attention_fn).parameters
     if "query_offset" in taken:
         return dict(mask=mask, is_causal=True, query_offset=query_offset)
-    causal = causal_mask(query, key, query_offset)
-    return dict(mask=causal if mask is None else causal & (mask != 0))
+    return dict(mask=and_causal(mask, query, key, query_offset))
+
+
+def and_causal(
+    mask: jax.Array | AttentionMask | None,
+    query: jax.Array,
+    key: jax.Array,
+    query_offset: QueryOffset,
+) -> jax.Array:
+    """Returns the mask with what `is_causal` forbids, as an array for Flax's code."""
+    causal, whole = causal_mask(query, key, query_offset), whole_mask(mask)
+    return causal if whole is None else causal & (whole != 0)
 
 
 def causal_mask(query: jax.Array, key: jax.Array, query_offset: QueryOffset) -> jax.Array:
@@ -280,6 +294,22 @@ def causal_mask(query: jax.Array, key: jax.Array, query_offset: QueryOffset) -> 
 def _offset_of_entries(query: jax.Array, key: jax.Array, offset: Any) -> jax.Array | None:
     """Returns [B] offsets of query [B, T, N, H], checked as the operator does."""
     return attention_arguments.query_offsets(offset, query.shape[0], query.shape[1], key.shape[1])
+
+
+def whole_mask(mask: jax.Array | AttentionMask | None) -> jax.Array | None:
+    """Returns a mask as an array that broadcasts to [..., N, T, S]."""
+    if not isinstance(mask, AttentionMask):
+        return mask
+    pattern, heads = Pattern.of(mask)
+    return pattern.allowed(heads)[0]
+
+
+def _fold_mask(
+    batch: tuple[int, ...], mask: jax.Array | AttentionMask | None
+) -> jax.Array | AttentionMask | None:
+    if mask is None or isinstance(mask, AttentionMask):
+        return mask
+    return _fold(batch, mask.astype(jnp.bool_))
 
 
 def _fold_offset(batch: tuple[int, ...], offset: QueryOffset) -> QueryOffset:

@@ -10,6 +10,7 @@ from jaxfused.dispatch import Implementation
 from jaxfused.modules.mlp import Layer
 from jaxfused.modules.transformer_block import project, self_attention
 from jaxfused.ops.attention.attention import AttentionImplementation
+from jaxfused.ops.attention.masks.mask_class import AttentionMask
 from jaxfused.ops.norm import layer_norm
 from jaxfused.runtime.promotion import common_dtype
 
@@ -32,7 +33,7 @@ def dit_block(
     num_heads: int,
     epsilon: float,
     mlp_epsilon: float | None,
-    mask: jax.Array | None,
+    mask: jax.Array | AttentionMask | None,
     dtype: Any,
     precision: jax.lax.PrecisionLike,
     implementation: Implementation | None,

@@ -11,6 +11,7 @@ from jaxfused.modules.attention import attend
 from jaxfused.modules.linear import Kernel, KernelStandIn, linear, promoted
 from jaxfused.modules.promotion import floating
 from jaxfused.ops.attention.attention import AttentionImplementation
+from jaxfused.ops.attention.masks.mask_class import AttentionMask
 from jaxfused.ops.linear import qkv_projection
 from jaxfused.ops.norm import layer_norm
 from jaxfused.ops.rope import rope as rope_operator
@@ -136,7 +137,7 @@ def self_attention(
     num_heads: int,
     num_kv_heads: int,
     epsilon: float,
-    mask: jax.Array | None,
+    mask: jax.Array | AttentionMask | None,
     segment_ids: jax.Array | None,
     is_causal: bool,
     precision: jax.lax.PrecisionLike,

@@ -12,15 +12,16 @@ from flax.typing import Dtype, PrecisionLike, PromoteDtypeFn
 
 from jaxfused.modules.attention import (
     QueryOffset,
+    and_causal,
     append_to_cache,
     at_offset,
     attend,
     attention_weights,
-    causal_mask,
     check_rate,
     of_attention,
     project_heads,
     run_flax,
+    whole_mask,
     why_flax,
     why_three_projections,
 )
@@ -35,6 +36,7 @@ from jaxfused.modules.fallback import (
 from jaxfused.modules.linear_general import linear_general
 from jaxfused.nnx.linear_general import LinearGeneral
 from jaxfused.ops.attention.attention import AttentionImplementation
+from jaxfused.ops.attention.masks.mask_class import AttentionMask
 from jaxfused.runtime.checks import python_numbers
 
 
@@ -43,7 +45,7 @@ def attention_fn(
     key: jax.Array,
     value: jax.Array,
     bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    mask: jax.Array | AttentionMask | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -77,7 +79,8 @@ def attention_fn(
       key: [..., S, K, H]; N is a multiple of K.
       value: [..., S, K, V].
       bias: is added to the logits; broadcasts to [..., N, T, S].
-      mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S].
+      mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S]. Or an object
+        of `jaxfused.masks`.
       broadcast_dropout: see above.
       dropout_rng: a key of `jax.random`, needed where weights are dropped.
       dropout_rate: the fraction of weights to drop.
@@ -125,9 +128,9 @@ def attention_fn(
         module.sow(nnx.Intermediate, "attention_weights", weights)
         module = None
     if reason is not None:
+        whole = whole_mask(mask)
         if is_causal and query_offset is not None:
-            causal = causal_mask(query, key, query_offset)
-            mask, is_causal = causal if mask is None else causal & (mask != 0), False
+            whole, is_causal = and_causal(mask, query, key, query_offset), False
         return run_flax(
             "jaxfused.nnx.attention_fn",
             reason,
@@ -136,7 +139,7 @@ def attention_fn(
                 key,
                 value,
                 bias,
-                mask,
+                whole,
                 broadcast_dropout,
                 dropout_rng,
                 dropout_rate,
@@ -147,7 +150,7 @@ def attention_fn(
                 promote_dtype,
                 is_causal,
             ),
-            mask,
+            whole,
             is_causal=is_causal,
             implementation=implementation,
         )
@@ -203,7 +206,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         inputs_k: jax.Array | None = None,
         inputs_v: jax.Array | None = None,
         *,
-        mask: jax.Array | None = None,
+        mask: jax.Array | AttentionMask | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
@@ -219,7 +222,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           inputs_q: [..., T, D].
           inputs_k: [..., S, D]; None for inputs_q.
           inputs_v: [..., S, D]; None for inputs_k.
-          mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S].
+          mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S]. Or an
+            object of `jaxfused.masks`.
           deterministic: whether nothing is dropped.
           rngs: give dropout its key, in place of those of the constructor.
           sow_weights: whether the weights are sown.
@@ -238,11 +242,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         sharded = (qkv_sharding, out_sharding)
         decides = decodes is not None
         if not alone or not decides or self._why_flax(inputs_q, *sharded) is not None:
+            # Flax's decoding combines masks as arrays; otherwise it passes them on.
+            flax_mask: Any = whole_mask(mask) if decodes is not False else mask
             return super().__call__(
                 inputs_q,
                 inputs_k,
                 inputs_v,
-                mask=mask,
+                mask=flax_mask,
                 deterministic=deterministic,
                 rngs=rngs,
                 sow_weights=sow_weights,

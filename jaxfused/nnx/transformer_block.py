@@ -30,6 +30,7 @@ from jaxfused.nnx.linear import Linear, affine
 from jaxfused.nnx.mlp import MLP, GatedMLP
 from jaxfused.nnx.rope import RotaryEmbedding
 from jaxfused.ops.attention.attention import AttentionImplementation
+from jaxfused.ops.attention.masks.mask_class import AttentionMask
 from jaxfused.ops.linear.hidden_layer import Save
 from jaxfused.runtime.checks import python_numbers
 
@@ -190,7 +191,7 @@ class TransformerBlock(nnx.Module):
         x: jax.Array,
         *,
         residual: jax.Array | None = None,
-        mask: jax.Array | None = None,
+        mask: jax.Array | AttentionMask | None = None,
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         cos: jax.Array | None = None,
@@ -203,7 +204,8 @@ class TransformerBlock(nnx.Module):
         Args:
           x: [..., T, D].
           residual: like x, to be added to it first; see above.
-          mask: bool, True where a query may attend to a key; broadcasts to [..., N, T, T].
+          mask: bool, True where a query may attend to a key; broadcasts to [..., N, T, T]. Or an
+            object of `jaxfused.masks`.
           segment_ids: [..., T] integers; a position attends to those of its own segment.
           positions: [T] or [..., T], for the rotation; by default 0, 1, 2, ...
           cos: with `sin` the rotation's tables, in place of positions, as `jaxfused.rope` takes them:

@@ -35,11 +35,11 @@ FORMAT = 2
 """Version of the files' format. From 2 on, statics leave out the fields that have their default."""
 
 _GROWN = {
-    "dot_product_attention forward": (11, 7),
-    "dot_product_attention backward": (15, 11),
+    "dot_product_attention forward": {11: 7, 12: 12},
+    "dot_product_attention backward": {15: 11, 16: 16},
 }
-"""Stages that have one more operand, `query_offset`, since entries of this format were written: the
-number of operands before, and the new one's place."""
+"""Stages that have more operands since entries of this format were written, `query_offset` and
+`pattern_heads`: for each number of operands before, the place of the new one."""
 
 SHIPPED = Path(__file__).parent / "tables"
 
@@ -385,8 +385,8 @@ def _entry(entry: Any) -> tuple[Key, tuple[Ranked, ...]]:
         for implementation, config, microseconds in _typed(entry["ranking"], list)
     )
     kernel = _typed(entry["kernel"], str)
-    before, place = _GROWN.get(kernel, (None, 0))
-    if len(operands) == before:
+    places = _GROWN.get(kernel, {})
+    while (place := places.get(len(operands))) is not None:
         operands = (*operands[:place], None, *operands[place:])
     return Key(kernel, statics, operands), ranking
 

@@ -53,6 +53,8 @@ class Operands(NamedTuple):
     """Mask [B or 1, N or 1, T or 1, S or 1], int8, 1 where a query may attend to a key."""
     dropout_seeds: Any = None
     """Seeds [2, B, N], uint32, as the function `dropout_seeds` returns them."""
+    pattern_heads: Any = None
+    """Which mask of the pattern each head has [N], int32; absent if all share one."""
 
     def extent(self, mask: BlockMask, batch_idx: Index) -> Extent:
         """Returns the extent of a batch entry, in a kernel."""

@@ -18,6 +18,7 @@ from jaxfused.ops.attention.attention_stages import (
     within,
 )
 from jaxfused.ops.attention.mask import Mask
+from jaxfused.ops.attention.masks.mask_class import AttentionMask
 from jaxfused.ops.linear.linear_stages import allows_tf32
 from jaxfused.runtime import dropout_arguments, sharding
 from jaxfused.runtime.checkpoint_names import named
@@ -36,7 +37,7 @@ def dot_product_attention(
     key: jax.Array,
     value: jax.Array,
     bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    mask: jax.Array | AttentionMask | None = None,
     *,
     scale: float | jax.Array | None = None,
     is_causal: bool = False,
@@ -75,7 +76,8 @@ def dot_product_attention(
       value: [B, S, K, V] or [S, K, V], of the query's dtype.
       bias: is added to the logits; up to 4 axes that broadcast to [B, N, T, S]. Any float dtype.
         Its gradient has its shape.
-      mask: bool, True where a query may attend to a key; broadcasts to [B, N, T, S] too.
+      mask: bool, True where a query may attend to a key; broadcasts to [B, N, T, S] too. Or a mask of
+        `jaxfused.masks` of shape (T, S), or (N, T, S) of a `MultiHeadMask`.
       scale: of the logits, finite; by default 1 / sqrt(H). An array that broadcasts to [B, N, T, S],
         such as one of each head [N, 1, 1], gets a gradient, in "xla".
       is_causal: query t, which stands at key p = t + query_offset, attends to keys s <= p.
@@ -201,6 +203,7 @@ def _options(who: Mask, dtype, scale, logits_soft_cap, dropout_rate) -> Options:
         scale=float(scale),
         soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
         dropout_rate=float(dropout_rate),
+        pattern=who.pattern,
         allows_tf32=dtype == jnp.float32 and allows_tf32(None),
     )
 
@@ -244,6 +247,7 @@ def _run(run: Runner, options: Options, query, key, value, bias, sinks, mask: Ma
         mask.key_segments,
         matrix(None if mask.explicit is None else mask.explicit.astype(jnp.int8)),
         seeds,
+        None if mask.pattern_heads is None else mask.pattern_heads.reshape(key_heads, groups),
     )
     arrays = Arrays(*sharding.align(arrays, operand_axes=arrays.axes(), whole=WHOLE))
     output, lse = _attention(run, options, arrays)

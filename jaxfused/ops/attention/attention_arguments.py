@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.ops.attention.mask import Mask
+from jaxfused.ops.attention.masks.mask_class import AttentionMask, is_whole
+from jaxfused.ops.attention.masks.pattern import Pattern
 from jaxfused.runtime.checks import as_array, check_floating, check_shape
 
 
@@ -64,7 +66,11 @@ def mask_of(
     op = "dot_product_attention"
     batch, query_length, heads, _ = query.shape
     key_length = key.shape[1]
-    if mask is not None:
+    pattern = pattern_heads = None
+    if isinstance(mask, AttentionMask):
+        pattern, pattern_heads = _pattern(mask, (heads, query_length, key_length))
+        mask = None
+    elif mask is not None:
         mask = jnp.asarray(mask)
         if mask.dtype != jnp.bool_:
             raise ValueError(
@@ -88,8 +94,14 @@ def mask_of(
         # Lengths are arrays, and counts are numbers.
         keys = key_length if key_lengths is None else key_lengths
         query_offset = keys - (query_length if query_lengths is None else query_lengths)
+    if pattern is not None and (query_offset is None or is_whole(query_offset)):
+        # Positions that are known become a part of the pattern, whose blocks are then exact.
+        pattern = pattern.limited(bool(is_causal), sides, int(query_offset or 0))
+        is_causal, window, query_offset = False, None, None
     offset = query_offsets(query_offset, batch, query_length, key_length, sides or (0, 0))
     return Mask(
+        pattern=pattern,
+        pattern_heads=pattern_heads,
         is_causal=bool(is_causal),
         window=window,
         # Without either limit positions say nothing.
@@ -100,6 +112,17 @@ def mask_of(
         key_segments=key_segments,
         explicit=mask,
     )
+
+
+def _pattern(mask: AttentionMask, shape: tuple[int, int, int]) -> tuple[Pattern, jax.Array | None]:
+    """Returns the pattern of a mask object for logits of shape (N, T, S)."""
+    if mask.shape not in (shape, shape[1:]):
+        raise ValueError(
+            f"dot_product_attention: mask has shape {mask.shape}, but there are {shape[0]} heads,"
+            f" {shape[1]} queries and {shape[2]} keys; make it of shape {shape[1:]}, or a MultiHeadMask"
+            f" of {shape[0]} such masks."
+        )
+    return Pattern.of(mask)
 
 
 def scale_of(scale: Any, head_size: int, logits_shape: tuple[int, ...]) -> float | jax.Array:

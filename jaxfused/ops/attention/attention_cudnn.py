@@ -49,6 +49,7 @@ def attend(query, key, value, bias, mask: Mask, scale) -> jax.Array:
     it attends to whatever is left; its result is not used and has cotangent 0. `why_unsupported`
     refuses windows that leave queries no key.
     """
+    mask = mask.without_pattern()
     is_causal, window = mask.is_causal, mask.window
     if window is not None:
         # A causal mask is a window that ends at the query itself; cuDNN has no other windows.

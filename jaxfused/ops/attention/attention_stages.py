@@ -11,6 +11,7 @@ from jaxfused import dispatch
 from jaxfused.ops.attention import attention_cuda as cuda_attention
 from jaxfused.ops.attention import attention_xla, costs_float32
 from jaxfused.ops.attention.mask import EMPTY_LSE, Mask
+from jaxfused.ops.attention.masks.pattern import Pattern
 from jaxfused.runtime import cuda_library
 from jaxfused.runtime.estimate import Estimate, Rule, Times
 from jaxfused.runtime.runner import Axes, Results, Runner
@@ -46,6 +47,8 @@ class Options:
     scale: float
     soft_cap: float | None
     dropout_rate: float
+    pattern: Pattern | None = None
+    """What mask objects allow; `Arrays.pattern_heads` says which head has which mask."""
     allows_tf32: bool = False
     """True if the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
 
@@ -180,6 +183,16 @@ class Options:
         )
 
 
+def _without_pattern(options: Options, operands: Operands) -> Operands:
+    """Returns the operands with the pattern as a part of `explicit`, for kernels without block lists."""
+    if options.pattern is None:
+        return operands
+    explicit = options.pattern.allowed(operands.pattern_heads).astype(jnp.int8)
+    if operands.explicit is not None:
+        explicit = explicit * operands.explicit
+    return operands._replace(explicit=explicit, pattern_heads=None)
+
+
 def _for_cuda(
     logits: Logits, operands: Operands
 ) -> tuple[cuda_attention.Operands, cuda_attention.Options]:
@@ -200,7 +213,9 @@ def _for_cuda(
         right=right,
         dropout_threshold=logits.dropout_threshold,
     )
-    return cuda_attention.Operands(**operands._asdict(), **bounds), options
+    given = operands._asdict()
+    assert given.pop("pattern_heads") is None
+    return cuda_attention.Operands(**given, **bounds), options
 
 
 class Arrays(NamedTuple):
@@ -227,11 +242,29 @@ class Arrays(NamedTuple):
     explicit: Any = None
     dropout_seeds: Any = None
     """[2, B, K, G]"""
+    pattern_heads: Any = None
+    """[K, G]"""
 
     def axes(self) -> tuple[str, ...]:
         """Returns the letters of each operand's axes for `sharding`."""
         bias, explicit = _axes_of_logits(self.bias), _axes_of_logits(self.explicit)
-        return ("btkgh", "bskh", "bskv", bias, "kg", "b", "b", "b", "bt", "bs", explicit, "zbkg")
+        segments = ("bt", "bs")
+        return (
+            *(
+                "btkgh",
+                "bskh",
+                "bskv",
+                bias,
+                "kg",
+                "b",
+                "b",
+                "b",
+                *segments,
+                explicit,
+                "zbkg",
+                "kg",
+            ),
+        )
 
     def shape(self) -> Shape:
         """Returns the sizes in the form that the Pallas kernels take."""
@@ -262,6 +295,7 @@ class Arrays(NamedTuple):
             key_segments=self.key_segments,
             explicit=matrix(self.explicit),
             dropout_seeds=None if seeds is None else seeds.reshape(2, batch, heads),
+            pattern_heads=None if self.pattern_heads is None else self.pattern_heads.reshape(heads),
         )
         query = self.query.reshape(batch, query_count, heads, head_size)
         return query, self.key, self.value, operands
@@ -327,6 +361,7 @@ class Forward:
         query, key, value, optional = arrays.ungrouped()
         if implementation == "xla":
             return _in_xla(self.options, arrays)(query, key, value, optional.bias, optional.sinks)
+        optional = _without_pattern(self.options, optional)
         logits = self.options.logits(query, key, optional)
         if implementation == "cuda":
             output, lse = cuda_attention.forward(
@@ -413,6 +448,7 @@ class Backward:
             _, vjp = jax.vjp(_in_xla(self.options, arrays), *differentiated)
             dquery, dkey, dvalue, dbias, dsinks = vjp((doutput, dlse))
             return self._as_operands(arrays, dquery, dkey, dvalue, dbias, dsinks)
+        optional = _without_pattern(self.options, optional)
         logits = self.options.logits(query, key, optional)
         saved = (
             output.reshape(*query.shape[:3], -1),
@@ -472,7 +508,7 @@ def _examples(random: Callable[[Any], Any], arrays: Arrays) -> Arrays:
         return None if counts is None else jnp.full_like(counts, array.shape[1])
 
     random_arrays = Arrays(*(None if array is None else random(array) for array in arrays))
-    explicit, offset = arrays.explicit, arrays.query_offset
+    explicit, offset, heads = arrays.explicit, arrays.query_offset, arrays.pattern_heads
     queries, keys = arrays.query.shape[1], arrays.key.shape[1]
     return random_arrays._replace(
         query_lengths=lengths(arrays.query_lengths, arrays.query),
@@ -481,6 +517,7 @@ def _examples(random: Callable[[Any], Any], arrays: Arrays) -> Arrays:
         query_segments=segments(arrays.query_segments),
         key_segments=segments(arrays.key_segments),
         explicit=None if explicit is None else jnp.ones_like(explicit),
+        pattern_heads=None if heads is None else jnp.zeros_like(heads),
     )
 
 
@@ -505,6 +542,8 @@ def _in_xla(options: Options, arrays: Arrays) -> Callable[..., Results]:
         query_segments=operands.query_segments,
         key_segments=operands.key_segments,
         explicit=None if operands.explicit is None else operands.explicit != 0,
+        pattern=options.pattern,
+        pattern_heads=operands.pattern_heads,
     )
 
     def forward(query, key, value, bias, sinks):
@@ -536,7 +575,13 @@ def _over_batch(kernel, call, axis_size: int, in_batched, operands, first: int) 
     The batch is merged into the axis B of the operands, unless one of them has no such axis.
     """
     arrays = Arrays(*operands[first:])
-    shared = (arrays.bias, arrays.sinks, arrays.explicit, arrays.dropout_seeds)
+    shared = (
+        arrays.bias,
+        arrays.sinks,
+        arrays.explicit,
+        arrays.dropout_seeds,
+        arrays.pattern_heads,
+    )
     if any(array is not None for array in shared):
         return None
     operands = batch_all(axis_size, in_batched, operands)

@@ -1,9 +1,11 @@
 """Masks that say which query attends to which key, in every implementation of dot_product_attention."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
+
+from jaxfused.ops.attention.masks.pattern import Pattern
 
 EMPTY_LSE = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Log-sum-exp of a row that attends to nothing: finite, so that two of them have a difference."""
@@ -37,6 +39,10 @@ class Mask:
     """bool that broadcasts to [B, N, T, S]."""
     query_offset: jax.Array | None = None
     """[B]: the position of the first query."""
+    pattern: Pattern | None = field(default=None, metadata={"static": True})
+    """What the mask objects of a call allow; positions without offset are part of it."""
+    pattern_heads: jax.Array | None = None
+    """[N]: which mask of the pattern a head has; None if all share one."""
 
     def key_interval(self, query: jax.Array, key_count: int) -> tuple[jax.Array, jax.Array]:
         """Returns (start, stop), [B or 1, T], of the keys that position and length allow queries [T]."""
@@ -65,4 +71,15 @@ class Mask:
         if self.query_segments is not None and self.key_segments is not None:
             allowed = allowed & (self.query_segments[:, :, None] == self.key_segments[:, None, :])
         allowed = allowed[:, None]
+        if self.pattern is not None:
+            allowed = allowed & self.pattern.allowed(self.pattern_heads)
         return allowed if self.explicit is None else allowed & self.explicit
+
+    def without_pattern(self) -> "Mask":
+        """Returns the same mask with the pattern as a part of `explicit`."""
+        if self.pattern is None:
+            return self
+        explicit = self.pattern.allowed(self.pattern_heads)
+        if self.explicit is not None:
+            explicit = explicit & self.explicit
+        return replace(self, pattern=None, pattern_heads=None, explicit=explicit)

@@ -1,0 +1,1 @@
+"""Masks of attention as objects, which `jaxfused.masks` lists."""

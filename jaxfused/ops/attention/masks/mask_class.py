@@ -1,0 +1,269 @@
+"""AttentionMask: which queries attend to which keys, as an object that is known before any array is.
+
+A mask states its rule twice: `allowed` for every query and key, and `bounds` for whole tiles, so that a
+mask of a long sequence is prepared without visiting all of its elements.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Index = Any
+"""Indices of queries or keys: integers of NumPy or JAX, of any shape."""
+
+
+class Spans(NamedTuple):
+    """Tiles of queries and keys by their first and last indices, arrays that broadcast to each other."""
+
+    first_query: np.ndarray
+    last_query: np.ndarray
+    first_key: np.ndarray
+    last_key: np.ndarray
+
+
+class Bounds(NamedTuple):
+    """What is known of tiles without looking at their elements."""
+
+    some: Any
+    """False where a tile allows nothing for sure."""
+    every: Any
+    """True where a tile allows everything for sure."""
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Which of T queries attend to which of S keys; the base of all masks of `jaxfused.masks`.
+
+    Masks of one shape are combined by `&`, `|` and `~`. They are hashable and equal where their contents
+    are, so that they may be static arguments of `jax.jit`. `mask[queries, keys]` gives an array of bool,
+    and `print(mask)` a picture with the share of blocks that attention visits.
+    """
+
+    shape: tuple[int, ...]
+    """(T, S), or (N, T, S) of a `MultiHeadMask`."""
+
+    def __post_init__(self) -> None:
+        set_shape(self, self.shape)
+
+    def allowed(self, query: Index, key: Index) -> Any:
+        """Returns whether queries attend to keys, for arrays of indices that broadcast to each other."""
+        raise NotImplementedError
+
+    def bounds(self, spans: Spans) -> Bounds:
+        """Returns what is known of whole tiles."""
+        del spans
+        return Bounds(True, False)
+
+    @property
+    def of_heads(self) -> tuple["AttentionMask", ...]:
+        """The mask of each head, or the only one if all heads share it."""
+        return (self,)
+
+    def visited_share(self, query_block: int = 128, key_block: int = 128) -> float:
+        """Returns the share of blocks of queries and keys in which some query attends to some key."""
+        from jaxfused.ops.attention.masks.blocks import prepare
+
+        kinds = [prepare((mask,), query_block, key_block).kinds for mask in self.of_heads]
+        return float(np.mean(np.stack(kinds) >= 0))
+
+    def __and__(self, other: "AttentionMask") -> "AttentionMask":
+        return combined(LogicalAnd, self, other)
+
+    def __or__(self, other: "AttentionMask") -> "AttentionMask":
+        return combined(LogicalOr, self, other)
+
+    def __invert__(self) -> "AttentionMask":
+        return LogicalNot(self.shape, self)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{type(self).__name__} is neither true nor false, as it has a value for each query and"
+            " key; combine masks by &, | and ~ rather than by and, or and not."
+        )
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Returns the elements of (queries, keys), each an integer or a slice."""
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) > len(self.shape):
+            raise IndexError(f"{index} has more than the {len(self.shape)} axes of {self.shape}")
+        index += (slice(None),) * (len(self.shape) - len(index))
+        query, key = (
+            np.arange(size)[i] for size, i in zip(self.shape[-2:], index[-2:], strict=True)
+        )
+        result = self._elements(np.atleast_1d(query), np.atleast_1d(key))
+        return result.reshape(query.shape + key.shape)
+
+    def _elements(self, query: np.ndarray, key: np.ndarray) -> np.ndarray:
+        allowed = self.allowed(query[:, None], key[None])
+        return np.broadcast_to(allowed, (query.size, key.size))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(
+                f"{type(self).__name__} holds no array, so it is computed; pass copy=None"
+            )
+        return self[:, :].astype(dtype or np.bool_)
+
+    def __str__(self) -> str:
+        from jaxfused.ops.attention.masks.picture import picture
+
+        return picture(self)
+
+
+def set_shape(mask: AttentionMask, shape: Any) -> None:
+    """Sets (T, S), checked."""
+    name = type(mask).__name__
+    sizes: tuple[Any, ...] = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    if len(sizes) != 2 or not all(is_count(size) for size in sizes):
+        raise ValueError(
+            f"{name}: shape is {shape!r}, but a mask has a number of queries and a number of keys;"
+            " pass (T, S)."
+        )
+    object.__setattr__(mask, "shape", tuple(map(operator.index, sizes)))
+
+
+def is_count(value: Any, least: int = 0) -> bool:
+    """Returns whether a value is a whole number from `least` up."""
+    return is_whole(value) and value >= least
+
+
+def is_whole(value: Any) -> bool:
+    """Returns whether a value is an integer of Python or NumPy."""
+    return hasattr(value, "__index__") and not isinstance(value, bool | np.bool_)
+
+
+def looked_up(table: np.ndarray, *index: Index) -> Any:
+    """Returns table[index], by JAX if an index is JAX's."""
+    if any(isinstance(i, jax.Array) for i in index):
+        return jnp.asarray(table)[index]
+    return table[index]
+
+
+def combined(kind: type["_Logical"], left: AttentionMask, right: Any) -> AttentionMask:
+    """Returns left and right, or left or right, each for every head."""
+    name = kind._sign
+    if not isinstance(right, AttentionMask):
+        raise TypeError(
+            f"{type(left).__name__} {name} {type(right).__name__}: both sides must be masks; wrap an"
+            " array as jaxfused.masks.NumpyMask(array)."
+        )
+    many = {len(mask.of_heads) for mask in (left, right) if len(mask.shape) == 3}
+    if left.shape[-2:] != right.shape[-2:] or len(many) > 1:
+        raise ValueError(
+            f"{type(left).__name__} {name} {type(right).__name__}: the masks have shapes {left.shape}"
+            f" and {right.shape}, but they are combined element by element; pass masks of one shape."
+        )
+    if not many:
+        return kind(left.shape, (left, right))
+    (heads,) = many
+    lefts, rights = (mask.of_heads * (heads // len(mask.of_heads)) for mask in (left, right))
+    return MultiHeadMask(tuple(kind(a.shape, (a, b)) for a, b in zip(lefts, rights, strict=True)))
+
+
+@dataclass(frozen=True, repr=False)
+class _Logical(AttentionMask):
+    masks: tuple[AttentionMask, ...]
+    _sign: ClassVar[str]
+    _operation: ClassVar[Any]
+
+    def __repr__(self) -> str:
+        return f"({f' {self._sign} '.join(map(repr, self.masks))})"
+
+    def allowed(self, query: Index, key: Index) -> Any:
+        return functools.reduce(self._operation, (m.allowed(query, key) for m in self.masks))
+
+    def bounds(self, spans: Spans) -> Bounds:
+        some, every = zip(*(mask.bounds(spans) for mask in self.masks), strict=True)
+        return Bounds(*(functools.reduce(self._operation, known) for known in (some, every)))
+
+
+class LogicalAnd(_Logical):
+    """What all of some masks allow, which `a & b` returns."""
+
+    _sign = "&"
+    _operation = staticmethod(operator.and_)
+
+
+class LogicalOr(_Logical):
+    """What any of some masks allows, which `a | b` returns."""
+
+    _sign = "|"
+    _operation = staticmethod(operator.or_)
+
+
+@dataclass(frozen=True, repr=False)
+class LogicalNot(AttentionMask):
+    """What a mask forbids, which `~mask` returns."""
+
+    mask: AttentionMask
+
+    def __repr__(self) -> str:
+        return f"~{self.mask!r}"
+
+    def allowed(self, query: Index, key: Index) -> Any:
+        return ~self.mask.allowed(query, key)
+
+    def bounds(self, spans: Spans) -> Bounds:
+        some, every = self.mask.bounds(spans)
+        return Bounds(np.logical_not(every), np.logical_not(some))
+
+
+@dataclass(frozen=True, init=False)
+class MultiHeadMask(AttentionMask):
+    """A mask for each head.
+
+    Args:
+      masks: one for each of the N query heads, all of one shape (T, S).
+
+    Example:
+      >>> from jaxfused import masks
+      >>> near, far = (masks.LocalMask((8, 8), (n, 0)) for n in (1, 4))
+      >>> masks.MultiHeadMask([near, near, far, far]).shape
+      (4, 8, 8)
+
+    Source: `jax.experimental.pallas.ops.tpu.splash_attention.MultiHeadMask`.
+    """
+
+    masks: tuple[AttentionMask, ...]
+
+    def __init__(self, masks: Sequence[AttentionMask]) -> None:
+        masks = tuple(masks)
+        if not masks or not all(isinstance(mask, AttentionMask) for mask in masks):
+            raise ValueError(
+                f"MultiHeadMask: masks is {masks!r}, but it has a mask of jaxfused.masks for each head;"
+                " pass a list of them."
+            )
+        shapes = sorted({mask.shape for mask in masks})
+        if len(shapes) > 1 or len(shapes[0]) != 2:
+            raise ValueError(
+                f"MultiHeadMask: the masks have shapes {shapes}, but all heads have as many queries and"
+                " keys; pass masks of one shape (T, S)."
+            )
+        object.__setattr__(self, "masks", masks)
+        object.__setattr__(self, "shape", (len(masks), *shapes[0]))
+
+    def __post_init__(self) -> None:
+        raise AssertionError("__init__ replaces it")
+
+    @property
+    def of_heads(self) -> tuple[AttentionMask, ...]:
+        return self.masks
+
+    def __invert__(self) -> AttentionMask:
+        return MultiHeadMask([~mask for mask in self.masks])
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        index = index if isinstance(index, tuple) else (index,)
+        heads = self.masks[index[0]]
+        if isinstance(heads, AttentionMask):
+            return heads[index[1:]]
+        return np.stack([mask[index[1:]] for mask in heads])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.stack([mask.__array__(dtype, copy) for mask in self.masks])

@@ -1,0 +1,120 @@
+"""Neighbourhoods of pixels and voxels: windows in images, videos and volumes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxfused.ops.attention.masks.mask_class import (
+    AttentionMask,
+    Bounds,
+    Index,
+    Spans,
+    is_count,
+)
+
+
+@dataclass(frozen=True, init=False)
+class NeighborhoodMask(AttentionMask):
+    r"""Each token of a grid attends to the window of tokens around it, as in NATTEN.
+
+    Tokens are the grid's places in row-major order, and T = S is their number. Along every axis of n
+    places, place x attends to the places of a window of w that starts at
+
+    .. math:: \min(\max(x - \lfloor w / 2 \rfloor, 0), n - w)
+
+    so that tokens at a border have as many neighbours as others. With a dilation d an axis falls into d
+    interleaved axes, each with windows of its own. A causal axis has the window end at x instead.
+
+    Args:
+      grid: (height, width), (depth, height, width), or any number of axes.
+      window: size of the window along each axis, or one number for all; at most n / dilation.
+      dilation: distance of two neighbours along each axis, or one number for all.
+      is_causal: whether a token attends to no later place along an axis, or a flag for each.
+
+    Example:
+      >>> from jaxfused import masks
+      >>> masks.NeighborhoodMask((4, 4), 3)[5].reshape(4, 4).astype(int)
+      array([[1, 1, 1, 0],
+             [1, 1, 1, 0],
+             [1, 1, 1, 0],
+             [0, 0, 0, 0]])
+
+    Source: Hassani et al., "Neighborhood Attention Transformer", 2023, https://arxiv.org/abs/2204.07143,
+    and "Dilated Neighborhood Attention Transformer", 2022, https://arxiv.org/abs/2209.15001
+    """
+
+    grid: tuple[int, ...]
+    window: tuple[int, ...]
+    dilation: tuple[int, ...]
+    is_causal: tuple[bool, ...]
+
+    def __init__(
+        self,
+        grid: Sequence[int],
+        window: int | Sequence[int],
+        dilation: int | Sequence[int] = 1,
+        is_causal: bool | Sequence[bool] = False,
+    ) -> None:
+        if not isinstance(grid, Sequence) or not grid or not all(is_count(n, 1) for n in grid):
+            raise ValueError(
+                f"NeighborhoodMask: grid is {grid!r}, but it has a number of places for each axis; pass"
+                " (height, width) or (depth, height, width)."
+            )
+        set_field = object.__setattr__
+        set_field(self, "grid", tuple(map(int, grid)))
+        set_field(self, "shape", (math.prod(self.grid),) * 2)
+        for name, value in {"window": window, "dilation": dilation}.items():
+            set_field(self, name, self._of_axes(name, value, lambda n: is_count(n, 1), int))
+        flags = self._of_axes("is_causal", is_causal, lambda flag: flag in (False, True), bool)
+        set_field(self, "is_causal", flags)
+        for n, w, d in zip(self.grid, self.window, self.dilation, strict=True):
+            if w * d > n:
+                raise ValueError(
+                    f"NeighborhoodMask: an axis has {n} places, but a window of {w} with dilation {d}"
+                    f" spans {w * d}; pass a window of at most {n // d} there."
+                )
+
+    def __post_init__(self) -> None:
+        raise AssertionError("__init__ replaces it")
+
+    def _of_axes(self, name: str, value: Any, fits: Any, kind: Any) -> tuple[Any, ...]:
+        values = tuple(value) if isinstance(value, Sequence) else (value,) * len(self.grid)
+        if len(values) != len(self.grid) or not all(fits(v) for v in values):
+            one = "one whole number from 1 up" if kind is int else "True or False"
+            raise ValueError(
+                f"NeighborhoodMask: {name} is {value!r}, but it is for each of the {len(self.grid)}"
+                f" axes; pass {one}, or one for each axis."
+            )
+        return tuple(map(kind, values))
+
+    def allowed(self, query: Index, key: Index) -> Any:
+        result, stride = None, self.shape[0]
+        for axis, n in enumerate(self.grid):
+            stride //= n
+            near = self._near(axis, query // stride % n, key // stride % n)
+            result = near if result is None else result & near
+        return result
+
+    def _near(self, axis: int, query: Index, key: Index) -> Any:
+        """Returns whether places of an axis attend to others."""
+        n, w, d = self.grid[axis], self.window[axis], self.dilation[axis]
+        place, of_key = query // d, key // d
+        if self.is_causal[axis]:
+            near = (of_key <= place) & (of_key > place - w)
+        else:
+            # Interleaved axes may differ by one in length.
+            length = (n - query % d + d - 1) // d
+            first = (place - w // 2).clip(0)
+            first = first - (first + w - length).clip(0)
+            near = (of_key >= first) & (of_key < first + w)
+        return near & (query % d == key % d)
+
+    def bounds(self, spans: Spans) -> Bounds:
+        """Returns bounds by the first axis alone, whose places follow each other in the sequence."""
+        stride = self.shape[0] // self.grid[0]
+        reach = self.window[0] * self.dilation[0]
+        first_query, last_query, first_key, last_key = (x // stride for x in spans)
+        # At a border a window reaches as far as its size to one side.
+        some = (last_key >= first_query - reach) & (first_key <= last_query + reach)
+        return Bounds(some, False)
