@@ -1,8 +1,8 @@
 """Checkpoints of llama.cpp: one GGUF file with the shape, the arrays and the vocabulary.
 
-The package gguf reads the file, which it maps into memory, and decodes its formats of few bits. What is
-left to do here is to undo what llama.cpp's converter did: names, permuted rows of q and k, and the norms
-of Gemma with 1 added.
+jaxfused.quantization reads the file and decodes its formats of few bits. What is left to do here is to
+undo what llama.cpp's converter did: names, permuted rows of q and k, and the norms of Gemma with 1
+added.
 
 Source: convert_hf_to_gguf.py and gguf-py/gguf/constants.py of llama.cpp, with gguf 0.19.0.
 """
@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 import jaxfused
 from examples.errors import ExampleError
 from examples.lm.config import Config, Rope, read_config
-from examples.lm.packages import needed
 from examples.lm.weights import Read
+from jaxfused.quantization import QuantizedLayer
 
 _FAMILIES = {
     "llama": "llama",
@@ -111,17 +112,17 @@ class GgufFile:
           ExampleError: it cannot be read, or is no model of these families.
         """
         try:
-            reader = needed("gguf").GGUFReader(path)
-        except (OSError, ValueError, IndexError, KeyError) as error:
+            fields = jaxfused.quantization.read_metadata(path)
+            found = jaxfused.quantization.load(path)
+        except (OSError, ValueError) as error:
             raise ExampleError(
                 f"a model must be a readable GGUF file, but {path} is not ({error}); pass another file."
             ) from error
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        tensors = _tensors(found)
         architecture = fields.get("general.architecture")
         config = _config(architecture, fields, tensors)
         arrays = {
-            _name(name, config): _read(tensor, architecture, config)
+            _name(name, config): _read(name, tensor, architecture, config)
             for name, tensor in tensors.items()
             if name != _FACTORS
         }
@@ -131,6 +132,19 @@ class GgufFile:
             if name.startswith("tokenizer.")
         }
         return cls(config, arrays, vocabulary)
+
+
+def _tensors(found: Mapping[str, QuantizedLayer | jax.Array]) -> dict[str, Read]:
+    """Returns what reads each tensor [outputs, inputs], by its name in the file."""
+    tensors: dict[str, Read] = {}
+    for name, array in found.items():
+        if isinstance(array, jax.Array):
+            tensors[name] = lambda array=array: array
+            continue
+        tensors[f"{name}.weight"] = lambda layer=array: layer.dequantize().T
+        if array.bias is not None:
+            tensors[f"{name}.bias"] = lambda layer=array: layer.bias
+    return tensors
 
 
 def _config(architecture: Any, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> Config:
@@ -180,7 +194,7 @@ def _config(architecture: Any, fields: Mapping[str, Any], tensors: Mapping[str, 
                 f"the file has both {_FACTORS} and rope.scaling.type, of which only one is known to be"
                 " applied; pass another file."
             )
-        divided = DividedRope(tuple(float(factor) for factor in tensors[_FACTORS].data))
+        divided = DividedRope(tuple(float(factor) for factor in tensors[_FACTORS]()))
         ropes = tuple(r and Rope(r.rotary_dim, r.theta, divided) for r in found.ropes)
         found = dataclasses.replace(found, ropes=ropes)
     return found
@@ -206,21 +220,16 @@ def _name(name: str, config: Config) -> str:
     return f"{_WHOLE.get(part, part)}.{ending}"
 
 
-def _read(tensor: Any, architecture: str, config: Config) -> Read:
+def _read(name: str, tensor: Read, architecture: str, config: Config) -> Read:
+    """Returns what reads a tensor in transformers' order of rows."""
     heads = {"attn_q": config.heads, "attn_k": config.key_heads}
-    part = tensor.name.split(".")[-2]
+    part = name.split(".")[-2]
+    if architecture not in _PERMUTED or part not in heads:
+        return tensor
 
-    def read() -> np.ndarray:
-        try:
-            array = needed("gguf.quants").dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:
-            raise ExampleError(
-                f"{tensor.name} must be of a format that the package gguf decodes, but is of"
-                f" {tensor.tensor_type.name}; pass a file of Q8_0, Q4_0, Q4_1, F16 or F32."
-            ) from error
-        if architecture in _PERMUTED and part in heads:
-            pairs = array.reshape(heads[part], config.head_size // 2, 2, *array.shape[1:])
-            array = pairs.swapaxes(1, 2).reshape(array.shape)
-        return array
+    def read() -> np.ndarray | jax.Array:
+        array = tensor()
+        pairs = array.reshape(heads[part], config.head_size // 2, 2, *array.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(array.shape)
 
     return read

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import jaxfused
 from examples.errors import ExampleError
 from examples.lm.config import Config, read_config
 from examples.lm.model import LanguageModel
-from examples.lm.packages import needed
 
-Read = Callable[[], np.ndarray]
+Read = Callable[[], np.ndarray | jax.Array]
 """Reads one array of a checkpoint."""
 
 _LAYER = {
@@ -102,33 +102,17 @@ def assemble(
 def open_safetensors(directory: Path) -> dict[str, Read]:
     """Returns the arrays of the *.safetensors of a directory; their files are mapped into memory.
 
-    Of several files model.safetensors.index.json says which array is in which.
-
     Raises:
       ExampleError: there are none, or one cannot be read.
     """
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        files = sorted(set(_read_json(index).get("weight_map", {}).values()))
-    else:
-        files = ["model.safetensors"]
-    arrays: dict[str, Read] = {}
-    for name in files:
-        try:
-            file = needed("safetensors").safe_open(directory / name, framework="numpy")
-            arrays |= {key: _reader(file, key) for key in file.keys()}  # noqa: SIM118
-        except ExampleError:
-            raise
-        except Exception as error:  # It has an exception of its own for files that are cut short.
-            raise ExampleError(
-                f"the weights must be in model.safetensors, or in the files that {index.name} names, but"
-                f" {directory / name} cannot be read ({error}); pass a directory with all of them."
-            ) from error
-    return arrays
-
-
-def _reader(file: Any, key: str) -> Read:
-    return lambda: file.get_tensor(key)
+    try:
+        found = jaxfused.quantization.read_tensors(directory)
+    except (OSError, ValueError) as error:
+        raise ExampleError(
+            f"the weights must be in readable safetensors files, but those of {directory} are not"
+            f" ({error}); pass a directory with all of them."
+        ) from error
+    return {name: lambda array=array: array for name, array in found.items()}
 
 
 def _text_only(arrays: Mapping[str, Read]) -> dict[str, Read]:
@@ -181,9 +165,10 @@ def _parameter(
     return array
 
 
-def _joined(parts: list[np.ndarray], is_kernel: bool, dtype: Any) -> jax.Array:
+def _joined(parts: list[np.ndarray | jax.Array], is_kernel: bool, dtype: Any) -> jax.Array:
     """Returns [out, in] parts as one kernel [in, out], or vectors as one."""
-    array = jnp.asarray(parts[0]) if len(parts) == 1 else jnp.concatenate(parts)
+    # A copy: what is mapped into memory changes with the file.
+    array = jnp.array(parts[0]) if len(parts) == 1 else jnp.concatenate(parts)
     return (array.T if is_kernel else array).astype(dtype)
 
 

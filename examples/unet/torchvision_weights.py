@@ -4,7 +4,6 @@ Weights are stored there as [O, I, height, width]; here they are [height, width,
 """
 
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import jaxfused
 from examples.errors import ExampleError
-from examples.lm.packages import needed
 from examples.unet.deeplab import DeepLabSize, DeepLabV3
 
 _COUNTER = "num_batches_tracked"
@@ -55,14 +54,10 @@ def read_state_dict(path: Path) -> dict[str, np.ndarray]:
         )
     try:
         if suffix == ".safetensors":
-            with needed("safetensors").safe_open(path, framework="numpy") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return jaxfused.quantization.read_tensors(path)
         with np.load(path, allow_pickle=False) as stored:
             return dict(stored)
-    except ExampleError:
-        raise
-    # safetensors has an exception of its own for broken files, and NumPy's reader of zip files several.
-    except (Exception, zipfile.BadZipFile) as error:
+    except Exception as error:  # NumPy's reader of zip files has several.
         raise ExampleError(
             f"weights must be readable, but {path} is not ({' '.join(str(error).split())}); {remedy}."
         ) from error

@@ -13,6 +13,7 @@ import jaxfused.nnx
 from examples.errors import ExampleError
 from examples.unet.deeplab import DEEPLABS, DeepLabSize, DeepLabV3
 from examples.unet.torchvision_weights import assemble, load_deeplab, torch_name
+from jaxfused.quantization.checkpoints import safetensors_file
 from tests.recorded import deeplab, values
 
 SMALL = DeepLabSize((1, 2, 1, 2), width=4, head=4, rates=(2, 3))
@@ -38,10 +39,9 @@ def state_dict(size, *, classes=3, auxiliary=False):
 
 
 def test_files_say_how_large_the_model_is(tmp_path):
-    safetensors = pytest.importorskip("safetensors.numpy", reason="it is in the extra lm")
     arrays = state_dict(SMALL, auxiliary=True)
     np.savez(tmp_path / "w.npz", **arrays)
-    safetensors.save_file(arrays, tmp_path / "w.safetensors")
+    safetensors_file.write(tmp_path / "w.safetensors", arrays, {})
     a, b = (
         load_deeplab(tmp_path / f"w.{suffix}", rates=(2, 3)) for suffix in ("npz", "safetensors")
     )
@@ -88,7 +88,6 @@ def test_faults_of_a_state_dict_are_named(tmp_path):
     refused(r"\[4, 5, 3, 3\] where the model has \[4, 4, 3, 3\]", **shape)
     refused("this one has .*bias, ", **{"backbone.conv1.weight": None})
 
-    pytest.importorskip("safetensors", reason="it is in the extra lm")
     for name, content in (
         ("w.pth", b""),
         ("w.npz", b"no"),

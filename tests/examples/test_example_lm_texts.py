@@ -44,7 +44,7 @@ OTHERS = {
 
 def write_gguf(path, row, architecture, numbers, kinds=("F32",), factors=None, **changes):
     """Writes a recorded model as llama.cpp's converter does; its matrices take the formats in turn."""
-    gguf = pytest.importorskip("gguf", reason="it is in the extra lm")
+    gguf = pytest.importorskip("gguf", reason="it is in the extra test")
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (LLAMA | OTHERS | changes).items():
         writer.add_uint32(f"{architecture}.{key}", value)
@@ -153,7 +153,6 @@ def test_keys_that_are_not_known_are_refused(tmp_path, changes, message):
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path):
-    pytest.importorskip("gguf", reason="it is in the extra lm")
     (tmp_path / "a.gguf").write_bytes(b"no model" * 8)
     with pytest.raises(ExampleError, match="must be a readable GGUF file"):
         GgufFile.open(tmp_path / "a.gguf")

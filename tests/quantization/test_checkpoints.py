@@ -284,6 +284,25 @@ def test_damaged_gguf(change, words, tmp_path):
         load(file)
 
 
+def test_what_files_hold_as_it_is_stored(tmp_path):
+    put_files("gguf-q4_0", tmp_path)
+    metadata = jaxfused.quantization.read_metadata(tmp_path / "model.gguf")
+    assert metadata["general.architecture"] == "llama"
+    assert metadata["tokenizer.ggml.tokens"] == ["a", "b"]
+    content = (tmp_path / "model.gguf").read_bytes()
+    texts = struct.pack("<IQ", 8, 2) + b"".join(struct.pack("<Q", 1) + t for t in (b"a", b"b"))
+    numbers = struct.pack("<IQ9h", 3, 9, *range(-4, 5))
+    (tmp_path / "model.gguf").write_bytes(content.replace(texts, numbers))
+    metadata = jaxfused.quantization.read_metadata(tmp_path / "model.gguf")
+    assert metadata["tokenizer.ggml.tokens"] == list(range(-4, 5))
+    arrays = {"w": np.arange(6, dtype=jnp.bfloat16).reshape(2, 3), "n": np.array(5)}
+    safetensors_file.write(tmp_path / "model.safetensors", arrays, {"made": "here"})
+    found = jaxfused.quantization.read_tensors(tmp_path)
+    assert found["w"].dtype == jnp.bfloat16 and found["n"] == 5
+    np.testing.assert_array_equal(found["w"], arrays["w"])
+    assert jaxfused.quantization.read_metadata(tmp_path) == {"made": "here"}
+
+
 def test_a_split_gguf(tmp_path):
     put_files("gguf-q4_0", tmp_path)
     for i in (1, 2):

@@ -62,7 +62,8 @@ def config_of(op: str, path: Path) -> dict[str, Any]:
     if result is None:
         raise ValueError(
             f"{op}: {folder} has no config.json with a quantization_config, which says what the tensors"
-            " mean; pass config=, or take a reader of safetensors for one that is not quantised."
+            " mean; pass config=, or if it is not quantised, read it by jaxfused.quantization's"
+            " read_tensors."
         )
     return result
 

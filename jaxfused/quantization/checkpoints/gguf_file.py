@@ -67,19 +67,8 @@ def read(op: str, path: Path) -> dict[str, Tensor]:
     Raises:
       ValueError: the header is not as the format says, or not of this file, which may be truncated.
     """
-    if path.stat().st_size < 24:
-        raise ValueError(f"{op}: {path} has too few bytes for a GGUF file; {_AGAIN}.")
-    mapped = np.memmap(path, np.uint8, "r")
-    header = _Header(op, path, mapped)
-    if header.bytes(4) != b"GGUF" or (version := header.number("I")) not in (2, 3):
-        raise ValueError(f"{op}: {path} is no GGUF file of version 2 or 3; {_AGAIN}.")
-    del version
-    tensors, pairs = header.number("Q"), header.number("Q")
-    alignment = 32
-    for _ in range(pairs):
-        key, value = header.string(), header.value()
-        if key == "general.alignment":
-            alignment = value
+    header, tensors, metadata = _opened(op, path, with_arrays=False)
+    mapped, alignment = header.mapped, metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"{op}: {path} has alignment {alignment!r}, no power of two; {_AGAIN}.")
     places = [header.place() for _ in range(tensors)]
@@ -99,6 +88,30 @@ def read(op: str, path: Path) -> dict[str, Tensor]:
         content = mapped[first : first + count].reshape(*shape[:-1], row)
         result[name] = Tensor(kind.name, content, shape)
     return result
+
+
+def metadata(op: str, path: Path) -> dict[str, Any]:
+    """Returns a file's metadata by its keys: numbers, texts, and lists of these.
+
+    Raises:
+      ValueError: as `read` does.
+    """
+    return _opened(op, path, with_arrays=True)[2]
+
+
+def _opened(op: str, path: Path, *, with_arrays: bool) -> tuple["_Header", int, dict[str, Any]]:
+    """Returns the header at its first tensor, the number of tensors, and the metadata before them."""
+    if path.stat().st_size < 24:
+        raise ValueError(f"{op}: {path} has too few bytes for a GGUF file; {_AGAIN}.")
+    header = _Header(op, path, np.memmap(path, np.uint8, "r"))
+    if header.bytes(4) != b"GGUF" or header.number("I") not in (2, 3):
+        raise ValueError(f"{op}: {path} is no GGUF file of version 2 or 3; {_AGAIN}.")
+    tensors, pairs = header.number("Q"), header.number("Q")
+    found: dict[str, Any] = {}
+    for _ in range(pairs):
+        key = header.string()
+        found[key] = header.value(with_arrays=with_arrays)
+    return header, tensors, found
 
 
 class _Header:
@@ -126,8 +139,8 @@ class _Header:
     def string(self) -> str:
         return self.bytes(self.number("Q")).decode("utf-8", "replace")
 
-    def value(self) -> Any:
-        """Reads a value; of arrays, which are the vocabulary's, none is kept."""
+    def value(self, *, with_arrays: bool) -> Any:
+        """Reads a value; arrays, which are the vocabulary's, are skipped if they are not wanted."""
         kind = self.number("I")
         if kind in _FIXED:
             return self.number(_FIXED[kind])
@@ -137,12 +150,17 @@ class _Header:
             self._fail(f"a value of type {kind}")
         of, count = self.number("I"), self.number("Q")
         if of in _FIXED:
-            self.skip(count * struct.calcsize(f"<{_FIXED[of]}"))
-        elif of == _STRING:
-            for _ in range(count):
-                self.skip(self.number("Q"))
-        else:
+            self.skip(size := count * struct.calcsize(f"<{_FIXED[of]}"))
+            if not with_arrays:
+                return None
+            part = self.mapped[self.at - size : self.at]
+            return part.view(np.dtype(_FIXED[of]).newbyteorder("<")).tolist()
+        if of != _STRING:
             self._fail(f"an array of type {of}")
+        if with_arrays:
+            return [self.string() for _ in range(count)]
+        for _ in range(count):
+            self.skip(self.number("Q"))
         return None
 
     def place(self) -> tuple[str, Blocks, tuple[int, ...], int]:
