@@ -81,9 +81,16 @@ def random_model(config: Config, dtype: str, form: str) -> LanguageModel:
     def build() -> LanguageModel:
         return LanguageModel(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
 
-    graphdef = nnx.graphdef(nnx.eval_shape(build))
-    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
-    return quantized(nnx.merge(graphdef, params), form)
+    @functools.partial(jax.jit, static_argnums=1)
+    def draw(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
+
+    # A program for each shape, where one for the whole model takes minutes to compile.
+    graphdef, state = nnx.split(nnx.eval_shape(build))
+    leaves, tree = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), len(leaves))
+    state = tree.unflatten(draw(*of_leaf) for of_leaf in zip(keys, leaves, strict=True))
+    return quantized(nnx.merge(graphdef, state), form)
 
 
 def bytes_of_a_step(model: LanguageModel, size: int, args: argparse.Namespace) -> int:
