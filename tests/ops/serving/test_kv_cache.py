@@ -244,7 +244,9 @@ def test_nothing_copies_the_cache_on_a_gpu(f, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("options", [{}, dict(window=100), dict(starts=np.array([3, 0], np.int32))], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(window=100), dict(starts=np.array([3, 0], np.int32))], ids=str
+)
 def test_steps_on_a_gpu(dtype, options):
     arrays = Case("", 300, 300, 8, 2, 128).arrays(jnp.bfloat16)[:3]
     length = 120 if "window" in options else 300
