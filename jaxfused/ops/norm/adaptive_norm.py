@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.norm import layer_norm_costs, layer_norm_xla
+from jaxfused.ops.norm import layer_norm_regimes, layer_norm_xla
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import check_floating, check_shape
-from jaxfused.runtime.estimate import Estimate, Times
+from jaxfused.runtime.estimate import Estimate
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
@@ -282,10 +282,9 @@ class _Forward:
         return _why_not(self, device, x, residual, _Vectors(*vectors))
 
     def estimate(self, device, able, x, residual, *vectors) -> Estimate:
-        costs = functools.partial(
-            layer_norm_costs.forward_microseconds, saves_statistics=self.save_statistics
-        )
-        return _estimate(self, device, able, x, residual, vectors, costs)
+        del device, vectors
+        norm = _norm_like(self.options, x, residual)
+        return layer_norm_regimes.of_images(norm, able, alone=not self.save_statistics)
 
     def configs(self, implementation, device, x, residual, *vectors) -> Sequence[Hashable]:
         del device
@@ -367,8 +366,8 @@ class _Backward:
         return _why_not(self, device, dy, residual, _Vectors(*vectors))
 
     def estimate(self, device, able, dy, dnext_residual, h, mean, rstd, x, *vectors) -> Estimate:
-        costs = layer_norm_costs.backward_microseconds
-        return _estimate(self, device, able, dy, dnext_residual, vectors, costs)
+        del device, h, mean, rstd, x, vectors
+        return layer_norm_regimes.of_images(_norm_like(self.options, dy, dnext_residual), able)
 
     def configs(
         self, implementation, device, dy, dnext_residual, h, mean, rstd, x, *vectors
@@ -462,28 +461,15 @@ def _why_not(kernel, device, x, residual, vectors) -> dict[str, str | None]:
     return {"pallas": reason, "xla": None}
 
 
-def _estimate(kernel, device, able, x, residual, vectors, microseconds) -> Estimate:
-    """Returns the times for rows [*images, M, D] by the costs of a norm without images."""
-    if "pallas" not in able:
-        return None
-    norm = layer_norm_costs.Norm(
+def _norm_like(options, x, residual) -> layer_norm_regimes.Norm:
+    """Returns what the choice for rows [*images, M, D] depends on, as if they had no images."""
+    return layer_norm_regimes.Norm(
         rows=x.size // x.shape[-1],
         features=x.shape[-1],
         itemsize=x.dtype.itemsize,
         residual=residual is not None,
-        subtract_mean=kernel.options.subtract_mean,
-        parameters=_present(*vectors),
-        general=kernel.options.activation is not None,
-        multiprocessors=device.multiprocessors,
-        segments=math.prod(x.shape[: kernel.image_axes]),
+        subtract_mean=options.subtract_mean,
     )
-    by_xla = _XLA_OF_IMAGES * microseconds("xla", norm)
-    times = {"pallas": microseconds("pallas", norm), "xla": by_xla}
-    return Times(times, f"XLA's is {_XLA_OF_IMAGES} times that of a norm without images")
-
-
-_XLA_OF_IMAGES = 1.2
-"""Factor by which XLA takes longer, at least, than for a norm whose images share all parameters."""
 
 
 def _present(*arrays: Any) -> int:

@@ -14,8 +14,8 @@ import jax
 from jaxfused import dispatch
 from jaxfused.ops.norm import (
     adaptive_norm,
-    layer_norm_costs,
     layer_norm_cuda,
+    layer_norm_regimes,
     layer_norm_xla,
     quantized_norm,
 )
@@ -32,7 +32,7 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
-from jaxfused.runtime.estimate import Estimate, Times
+from jaxfused.runtime.estimate import Estimate
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
@@ -358,11 +358,9 @@ class _Forward:
         return _why_not(self.options, device, x, residual_dtype)
 
     def estimate(self, device, able, x, residual, *vectors) -> Estimate:
-        norm = _costed(self.options, device, x, residual is not None, vectors)
-        microseconds = functools.partial(
-            layer_norm_costs.forward_microseconds, norm=norm, saves_statistics=self.save_statistics
-        )
-        return Times({name: microseconds(name) for name in able})
+        del device
+        norm = _norm_like(self.options, x, residual is not None, vectors)
+        return layer_norm_regimes.forward(norm, able, saves_statistics=self.save_statistics)
 
     def configs(self, implementation, device, x, residual, *vectors) -> Sequence[Hashable]:
         del device
@@ -387,8 +385,7 @@ class _Forward:
         operands = (x, scale, bias, residual, pre_bias)
         keywords: dict[str, Any] = self.options.keywords()
         if implementation == "xla":
-            norm = _costed(self.options, device, x, residual is not None, (scale, bias, pre_bias))
-            return self._by_xla(norm, *operands)
+            return self._by_xla(device, *operands)
         keywords |= dict(save_statistics=self.save_statistics, config=config)
         if implementation == "cuda":
             del keywords["round_before_scale"]
@@ -397,9 +394,13 @@ class _Forward:
             *operands, **keywords, multiprocessors=device.multiprocessors
         )
 
-    def _by_xla(self, norm, x, scale, bias, residual, pre_bias) -> Results:
+    def _by_xla(self, device, x, scale, bias, residual, pre_bias) -> Results:
         """Runs XLA on rows of any axes, as the rows of a matrix."""
-        shares = self.save_statistics and layer_norm_costs.backward_shares(norm)
+        norm = _norm_like(self.options, x, residual is not None, (scale, bias, pre_bias))
+        dtype = None if residual is None else residual.dtype
+        has_pallas = _why_not(self.options, device, x, dtype)["pallas"] is None
+        shares = layer_norm_regimes.backward_shares(norm, has_pallas=has_pallas)
+        shares = self.save_statistics and shares
         matrix = _matrix(x, tiled=not shares)
         residual = None if residual is None else _matrix(residual, tiled=not shares)
         y, next_residual, mean, rstd = layer_norm_xla.norm_and_statistics(
@@ -474,10 +475,9 @@ class _Backward:
         return _why_not(self.options, device, dy, residual_dtype, self._batch(h))
 
     def estimate(self, device, able, dy, dnext_residual, h, mean, rstd, *vectors) -> Estimate:
-        del dy, mean, rstd
-        has_residual = dnext_residual is not None
-        norm = _costed(self.options, device, h, has_residual, vectors, self._batch(h))
-        return Times({name: layer_norm_costs.backward_microseconds(name, norm) for name in able})
+        del device, dy, mean, rstd
+        norm = _norm_like(self.options, h, dnext_residual is not None, vectors)
+        return layer_norm_regimes.backward(norm, able)
 
     def _batch(self, h: Any) -> int:
         return math.prod(h.shape[: self.batch_axes])
@@ -579,16 +579,18 @@ def _present(*arrays: Any) -> int:
     return sum(array is not None for array in arrays)
 
 
-def _costed(options, device, x, has_residual, vectors, segments=1) -> layer_norm_costs.Norm:
-    """Returns the inputs of the cost model for a norm over rows [..., D]."""
-    return layer_norm_costs.Norm(
+def _norm_like(options, x, has_residual, vectors) -> layer_norm_regimes.Norm:
+    """Returns what the choice for a norm over rows [..., D] depends on."""
+    general = options.activation is not None or options.pre_activation not in (None, "relu")
+    return layer_norm_regimes.Norm(
         rows=x.size // x.shape[-1],
         features=x.shape[-1],
         itemsize=x.dtype.itemsize,
         residual=has_residual,
         subtract_mean=options.subtract_mean,
-        parameters=_present(*vectors),
-        general=options.activation is not None or options.pre_activation not in (None, "relu"),
-        multiprocessors=device.multiprocessors,
-        segments=segments,
+        is_plain=not general and _present(*vectors) <= _REGISTER_VECTORS,
     )
+
+
+_REGISTER_VECTORS = 2
+"""Vectors that CUDA's kernels have registers for; with a third they take a sixth longer."""

@@ -1,6 +1,7 @@
 """layer_norm and rms_norm on every level, compared with their float64 truth."""
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
 from jaxfused import dispatch
-from jaxfused.ops.norm import adaptive_norm, layer_norm, layer_norm_costs, layer_norm_cuda
+from jaxfused.ops.norm import adaptive_norm, layer_norm, layer_norm_cuda, layer_norm_regimes
 from pallas_kernels.rows import layer_norm as pallas_layer_norm
 from pallas_kernels.rows import layer_norm_backward, layer_norm_configs
 from tests.cases.layer_norm import CASES, DTYPES, OPTIONS, Case, Inputs, Results
@@ -747,31 +748,19 @@ def test_pallas_traces_every_candidate(shape, residual):
     residual=st.booleans(),
 )
 @example(rows=4849, features=1, dtype="bfloat16", residual=False)
-def test_expected_times_of_all_that_can_run(rows, features, dtype, residual):
-    """Each prediction is a positive time, and many more rows take longer."""
-    dtype = jnp.dtype(dtype)
-
-    def expected(rows):
-        norm = layer_norm_costs.Norm(
-            rows, features, dtype.itemsize, residual, True, 2, False, multiprocessors=132
-        )
-        limits = dict(compute_capability=(9, 0), rows=rows, features=features, dtype=dtype)
-        names = ["cuda", "xla"]
-        if pallas_layer_norm.why_unsupported(**limits) is None:
-            names.append("pallas")
-        costs = layer_norm_costs
-        return {
-            name: (
-                costs.forward_microseconds(name, norm, saves_statistics=False),
-                costs.forward_microseconds(name, norm, saves_statistics=True),
-                costs.backward_microseconds(name, norm),
-            )
-            for name in names
-        }
-
-    few, many = expected(rows), expected(rows + 10**6)
-    for name in few.keys() & many.keys():
-        assert all(0 < a < b < math.inf for a, b in zip(few[name], many[name], strict=True))
+def test_a_rule_for_all_sizes(rows, features, dtype, residual):
+    """Every norm has a first implementation, with a reason, whatever can run."""
+    itemsize = jnp.dtype(dtype).itemsize
+    for subtract_mean, able in itertools.product(
+        (False, True), (["cuda", "xla"], ["pallas", "cuda", "xla"])
+    ):
+        norm = layer_norm_regimes.Norm(rows, features, itemsize, residual, subtract_mean)
+        for rule in (
+            layer_norm_regimes.forward(norm, able, saves_statistics=False),
+            layer_norm_regimes.forward(norm, able, saves_statistics=True),
+            layer_norm_regimes.backward(norm, able),
+        ):
+            assert {*rule.first} & {*able} and rule.why
 
 
 @pytest.mark.usefixtures("built_library")

@@ -1,0 +1,150 @@
+"""Which implementation of a norm comes first: by the bytes that it moves, its rows, its alignment.
+
+A kernel here starts later than XLA's and moves the bytes of wide aligned rows faster. The thresholds
+come from the recorded sweeps of an H200 and an H100 (`python -m benchmarks.choice.replay` judges a
+change of them); `jaxfused.tune` measures what they leave open.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from jaxfused.runtime.estimate import Rule
+
+_FEW_VALUES = 300_000
+"""Values up to which XLA's norm without a mean, of misaligned rows, takes less than a kernel's start."""
+_LITTLE, _LITTLE_WITHOUT_PALLAS = 0.3, 8.0
+"""Megabytes up to which XLA's forward starts sooner than a Pallas kernel, or than CUDA's alone."""
+_XLA_BACKWARD, _MANY_ROWS = 15.0, 2000
+"""Megabytes up to which, and rows from which on, XLA's backward of rms_norm is faster than CUDA's in 16
+bits."""
+_NARROW, _WIDE, _WIDEST = 32, 2048, 4096
+"""Features of misaligned rows up to which XLA's forward is faster, and from which on: without a
+residual, and with one, where CUDA's has no registers left."""
+_FEW_ROWS, _LONG_ROW = 128, 8192
+"""Rows up to which, and features beyond which, XLA's backward is faster than CUDA's."""
+_WARP_FEATURES, _LONG_BYTES = 1024, 8000
+"""Features up to which a warp has a row, and bytes from which a wider row keeps CUDA's warps busy."""
+_RING = {True: 30.0, False: 60.0}
+"""Megabytes from which CUDA's forward is faster than Pallas's, with a row for each warp or not."""
+_SHORT_BACKWARD, _SHORT_WIDE_BACKWARD, _SHORT_ROWS = 1.6, 7.0, 1024
+"""Megabytes up to which CUDA's backward starts sooner than Pallas's, the second of wide rows with a
+mean, and rows up to which it does."""
+_CTA_ROWS = range(4, 9)
+"""Rows of which a single CTA makes Pallas's backward, without sums of others to add."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A stage of a norm over [rows, features], as its kernel sees it."""
+
+    rows: int
+    features: int
+    itemsize: int
+    residual: bool
+    subtract_mean: bool
+    is_plain: bool = True
+    """True if CUDA's kernels know the activation at compile time, and read two vectors at most."""
+
+    def megabytes(self, matrices: int) -> float:
+        """Returns the megabytes of so many matrices, and of a residual's."""
+        return (matrices if not self.residual else 4) * self._elements * self.itemsize / 1e6
+
+    @property
+    def _elements(self) -> int:
+        return self.rows * self.features
+
+    @property
+    def aligned(self) -> bool:
+        """True if each row starts at a multiple of 16 bytes."""
+        return self.features * self.itemsize % 16 == 0
+
+    @property
+    def is_small(self) -> bool:
+        """True if XLA's program without a mean ends sooner than a kernel starts."""
+        few = self.rows == 1 or (not self.aligned and self._elements <= _FEW_VALUES)
+        return few and not self.subtract_mean
+
+
+def forward(norm: Norm, able: Collection[str], *, saves_statistics: bool) -> Rule:
+    """Returns the order of the implementations `able` to run a norm's forward."""
+    megabytes = norm.megabytes(2)
+    if norm.is_small:
+        return _xla("XLA's norm without a mean ends before a kernel has started")
+    if saves_statistics and backward_shares(norm, has_pallas="pallas" in able):
+        return _xla("XLA's backward, which is faster, shares what its forward reads")
+    by_value = not norm.aligned and norm.itemsize < 4 and not norm.subtract_mean
+    little = _LITTLE if by_value or "pallas" in able else _LITTLE_WITHOUT_PALLAS
+    if not saves_statistics and megabytes <= little and norm.rows > 1 and not norm.residual:
+        return _xla(f"XLA starts sooner, and {megabytes:.2f} MB are at most {little}")
+    if not norm.aligned and norm.rows > 1 and (why := _why_misaligned(norm, saves_statistics)):
+        return _xla(why)
+    by_warp = norm.features <= _WARP_FEATURES
+    least = _RING[by_warp]
+    is_long = by_warp or norm.megabytes(2) * 1e6 > norm.rows * _LONG_BYTES
+    if norm.is_plain and is_long and megabytes > least:
+        return Rule(("cuda",), f"CUDA C is faster from {least:.0f} MB, here {megabytes:.0f}")
+    return _kernels(megabytes)
+
+
+def _why_misaligned(norm: Norm, saves_statistics: bool) -> str | None:
+    """Returns why XLA's forward of misaligned rows is faster, or None."""
+    least = 0 if saves_statistics else _NARROW
+    most = _WIDEST if norm.residual or saves_statistics else _WIDE
+    if not least < norm.features <= most:
+        return f"XLA is faster at misaligned rows not of {least + 1} to {most} features"
+    if saves_statistics:
+        return None
+    if norm.megabytes(2) <= _LITTLE:
+        return f"XLA starts sooner with misaligned rows of {_LITTLE} MB or less"
+    if norm.itemsize == 4 and not norm.subtract_mean and not norm.residual:
+        return "XLA reads misaligned rows of 32 bits as fast, and starts sooner"
+    return None
+
+
+def backward(norm: Norm, able: Collection[str]) -> Rule:
+    """Returns the order of the implementations `able` to run a norm's backward."""
+    megabytes = norm.megabytes(3)
+    if _backward_is_xla(norm, has_pallas="pallas" in able):
+        return _xla("XLA's backward of few or misaligned rows without a mean is faster")
+    if "pallas" not in able and norm.features > _LONG_ROW and norm.rows <= _FEW_ROWS:
+        return _xla(f"XLA's backward of rows of more than {_LONG_ROW} values is faster")
+    wide = norm.subtract_mean and norm.features >= _WARP_FEATURES
+    most = _SHORT_WIDE_BACKWARD if wide else _SHORT_BACKWARD
+    in_one_cta = norm.rows == 1 or norm.rows in _CTA_ROWS
+    few = norm.rows <= _SHORT_ROWS and norm.features <= _LONG_ROW // 2
+    if few and megabytes <= most and not in_one_cta:
+        return Rule(("cuda",), f"CUDA C starts sooner, and {megabytes:.2f} MB are at most {most}")
+    return _kernels(megabytes)
+
+
+def of_images(norm: Norm, able: Collection[str], *, alone: bool = False) -> Rule | None:
+    """Returns the order for a stage of a norm of images with parameters of their own.
+
+    XLA, which then has one more array to read for each image, is faster of the fewest bytes only. With
+    `alone` the stage is a forward that saves nothing.
+    """
+    if "pallas" not in able:
+        return None
+    megabytes = norm.megabytes(2)
+    if norm.is_small or (alone and norm.rows > 1 and megabytes <= _LITTLE):
+        return _xla("XLA's norm ends before a kernel has started")
+    return Rule(("pallas",), f"the kernel is faster than XLA at {megabytes:.2f} MB")
+
+
+def backward_shares(norm: Norm, *, has_pallas: bool) -> bool:
+    """Whether XLA makes the backward too, in kernels that it shares with a forward of its own."""
+    return not norm.subtract_mean and _backward_is_xla(norm, has_pallas=has_pallas)
+
+
+def _backward_is_xla(norm: Norm, *, has_pallas: bool) -> bool:
+    is_rms_of_16_bits = not norm.subtract_mean and norm.aligned and norm.itemsize == 2
+    is_cheap = norm.rows >= _MANY_ROWS and norm.megabytes(3) <= _XLA_BACKWARD
+    return norm.is_small or (is_rms_of_16_bits and is_cheap and not has_pallas)
+
+
+def _xla(why: str) -> Rule:
+    return Rule(("xla",), why)
+
+
+def _kernels(megabytes: float) -> Rule:
+    return Rule(("pallas", "cuda"), f"kernels are faster than XLA at {megabytes:.2f} MB")
