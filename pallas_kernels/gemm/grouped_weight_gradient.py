@@ -22,16 +22,13 @@ from pallas_kernels.gemm import cost
 from pallas_kernels.gemm.cost import WeightWork
 from pallas_kernels.gemm.epilogue import Epilogue
 from pallas_kernels.gemm.grouped import Group, group_table
-from pallas_kernels.gemm.mainloop import Consumer, Producer, Product
+from pallas_kernels.gemm.mainloop import Consumer
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import swizzled_columns
 from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace
+from pallas_kernels.gemm.uneven_steps import FEWEST_STEPS, UnevenConsumer, UnevenProduct
 from pallas_kernels.gemm.weight_gradient import PIECE_LAYOUT, PIECE_ROWS
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
-
-_FEWEST_STEPS = 2
-"""Steps of every tile, so that the loop over them has no branch around it. Steps beyond the group's rows
-are cleared."""
 
 
 def candidates(
@@ -157,7 +154,7 @@ def _tiles(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _GroupedWeightProduct(Product):
+class _GroupedWeightProduct(UnevenProduct):
     """Static parameters of a launch, and which rows of x and dy are multiplied for a tile."""
 
     groups: int
@@ -174,11 +171,8 @@ class _GroupedWeightProduct(Product):
 
     # --- on the device ----------------------------------------------------------------------------
 
-    def on_device(self, others: Sequence[Any]) -> tuple[Product, Sequence[Any]]:
+    def on_device(self, others: Sequence[Any]) -> tuple["_GroupedWeightProduct", Sequence[Any]]:
         return replace(self, table=others[0]), others[1:]
-
-    def producer(self, *args: Any) -> Producer:
-        return _GroupProducer(self, *args)
 
     def consumer(self, *args: Any) -> Consumer:
         return _GroupConsumer(self, *args)
@@ -199,7 +193,7 @@ class _GroupedWeightProduct(Product):
     def steps_of(self, group: Group) -> jax.Array:
         """Returns the steps of each of the group's tiles."""
         rows = group.end - self.first_row(group, 0)
-        return jnp.maximum(lax.div(rows + (self.tile_k - 1), jnp.int32(self.tile_k)), _FEWEST_STEPS)
+        return jnp.maximum(lax.div(rows + (self.tile_k - 1), jnp.int32(self.tile_k)), FEWEST_STEPS)
 
     def copy_step(
         self,
@@ -226,51 +220,10 @@ class _GroupedWeightProduct(Product):
         plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
 
 
-class _GroupProducer(Producer):
-    """The producer warpgroup: tiles have as many steps as their group needs."""
-
-    product: _GroupedWeightProduct
-
-    def _fill_tile(self, sequence_idx, carry):
-        place = self.product.position(sequence_idx)
-        fill = functools.partial(self._fill_slot, sequence_idx, place, 0)
-        return lax.fori_loop(0, self.product.steps_of(place[-1]), fill, carry)
-
-
-class _GroupConsumer(Consumer):
+class _GroupConsumer(UnevenConsumer):
     """A consumer warpgroup, which clears the rows of other groups before it multiplies."""
 
     product: _GroupedWeightProduct
-
-    def run(self) -> None:
-        plgpu.set_max_registers(232, action="increase")
-        tiles = self.product.tiles_of_cluster()
-        lax.fori_loop(0, tiles, self._sum_tile, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
-
-    def _sum_tile(self, sequence_idx: Any, slot: Any) -> jax.Array:
-        """Computes a tile, whose first step is in a stage; returns the stage of the next tile's."""
-        product = self.product
-        m_start, n_idx, group = product.position(sequence_idx)
-        m_start += self.wg_idx * product.config.tile_m
-        accumulate = functools.partial(self._sum_steps, group, slot)
-        acc, last = pl.run_scoped(accumulate, self._accumulator)
-        plgpu.barrier_arrive(self.ring.free.at[last])
-        self.epilogue_of(TilePlace(self.wg_idx, m_start, n_idx, group)).run(acc)
-        return product.next_slot(last)
-
-    def _sum_steps(self, group: Group, slot: Any, acc_ref: Any) -> tuple[jax.Array, jax.Array]:
-        """Runs all steps of a tile; returns the accumulators, and the stage that is still to free."""
-
-        def step(k_idx: Any, previous: Any) -> jax.Array:
-            slot = self.product.next_slot(previous)
-            plgpu.wgmma_wait(self._multiply_step(acc_ref, group, k_idx, slot))
-            plgpu.barrier_arrive(self.ring.free.at[previous])
-            return slot
-
-        self._multiply_step(acc_ref, group, jnp.int32(0), slot)
-        slot = lax.fori_loop(1, self.product.steps_of(group), step, slot)
-        return acc_ref[...], slot
 
     def _multiply_step(self, acc_ref: Any, group: Group, k_idx: Any, slot: Any) -> int:
         """Issues the WGMMAs of a stage once it is filled and has no rows of other groups."""

@@ -1,0 +1,350 @@
+// x @ w^T for a matrix w of which two of each four numbers in a row are zero, on Hopper.
+//
+// The tensor cores take a sparse matrix as their left operand alone, so a tile of the result is
+// computed transposed: w's rows (features) are its rows. Two warpgroups multiply, 64 features each;
+// a warp of a third one copies. Blocks of a cluster have different features of the same rows of x,
+// and each copies its part of these rows to both.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "common/ptx.cuh"
+#include "sparse/wgmma_sparse.cuh"
+
+namespace sparse24 {
+
+constexpr int kFeatures = 128;  // of a block's tile, 64 for each warpgroup
+constexpr int kRows = 256;      // of x in a tile
+constexpr int kStep = 64;       // columns of x and w in a stage
+constexpr int kWords = 128;     // of metadata for 64 features and 64 columns: one for each thread
+constexpr int kStages = 4;
+constexpr int kConsumers = 2;
+constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kBand = 8;          // tiles of rows that are computed together, so that L2 keeps them
+constexpr int kStoredRows = 128;  // of the result that a warpgroup stores at a time
+
+constexpr int kWeightBytes = kFeatures * kStep;  // half of the numbers, of two bytes
+constexpr int kXBytes = kRows * kStep * 2;
+constexpr int kMetadataBytes = kConsumers * kWords * 4;
+constexpr int kStageBytes = kXBytes + kWeightBytes + kMetadataBytes;
+constexpr int kStoredBytes = kStoredRows * 64 * 2;
+constexpr int kSharedBytes =
+    1024 + kStages * kStageBytes + kConsumers * kStoredBytes + 2 * kStages * 8;
+
+struct Args {
+  CUtensorMap weights;  // [features, K / 2], in boxes of [128, 32], swizzled in pieces of 64 bytes
+  CUtensorMap x;        // [rows, K], in boxes of [256 / cluster, 64], swizzled in pieces of 128
+  CUtensorMap y;        // [rows, features], in boxes of [128, 64], swizzled in pieces of 128
+  const uint32_t* metadata;  // [K / 64, features / 64, 128], with features a multiple of 128
+  int feature_tiles;
+  int row_tiles;
+  int steps;
+};
+
+__device__ __forceinline__ uint32_t cluster_rank_of() {
+  uint32_t rank = 0;
+  JAXFUSED_SM90A(asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank)));
+  return rank;
+}
+
+__device__ __forceinline__ void sync_cluster() {
+  JAXFUSED_SM90A(asm volatile(
+      "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n" :: : "memory"));
+}
+
+// Copies a box of a matrix to shared memory.
+__device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap& map, int column,
+                                         int row, uint32_t barrier) {
+  JAXFUSED_SM90A(
+      asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                   "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared),
+                   "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory"));
+}
+
+// Copies a box to the same place in both blocks of a cluster, where it arrives at their barriers.
+__device__ __forceinline__ void copy_box_to_both(uint32_t shared, const CUtensorMap& map,
+                                                 int column, int row, uint32_t barrier) {
+  JAXFUSED_SM90A(
+      asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                   ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
+                   "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(uint16_t{3}) : "memory"));
+}
+
+// Copies a box from shared memory to a matrix.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, int column, int row,
+                                          uint32_t shared) {
+  JAXFUSED_SM90A(
+      asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+                   "cp.async.bulk.commit_group;\n" ::"l"(&map),
+                   "r"(column), "r"(row), "r"(shared) : "memory"));
+}
+
+// Waits until this thread's stores have read shared memory.
+__device__ __forceinline__ void await_stores_read() {
+  JAXFUSED_SM90A(asm volatile("cp.async.bulk.wait_group.read 0;" :: : "memory"));
+}
+
+__device__ __forceinline__ void await_stores() {
+  JAXFUSED_SM90A(asm volatile("cp.async.bulk.wait_group 0;" :: : "memory"));
+}
+
+// Arrives at a barrier of a block of the cluster.
+__device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t rank) {
+  JAXFUSED_SM90A(
+      asm volatile("{\n"
+                   ".reg .b32 remote;\n"
+                   "mapa.shared::cluster.u32 remote, %0, %1;\n"
+                   "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+                   "}\n" ::"r"(shared_address(barrier)),
+                   "r"(rank) : "memory"));
+}
+
+template <int kRegisters, bool kMore>
+__device__ __forceinline__ void set_registers() {
+  if constexpr (kMore) {
+    JAXFUSED_SM90A(asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)));
+  } else {
+    JAXFUSED_SM90A(asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)));
+  }
+}
+
+// A stage of the pipeline, and the parity of the phase in which its barriers are.
+struct Stage {
+  int index = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++index == kStages) {
+      index = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+struct Tile {
+  int feature;  // index of the tile of features
+  int row;      // index of the tile of rows
+};
+
+// Returns tile `item` of a block: bands of tiles of rows, in which features come last.
+template <int kCluster>
+__device__ __forceinline__ Tile tile_at(int item, int rank, const Args& args) {
+  const int across = args.feature_tiles / kCluster;
+  const int band = item / (kBand * across);
+  const int within = item - band * kBand * across;
+  const int height = min(kBand, args.row_tiles - band * kBand);
+  return {within / height * kCluster + rank, band * kBand + within % height};
+}
+
+// Shared memory of a block.
+struct Shared {
+  unsigned char* x;
+  unsigned char* weights;
+  unsigned char* metadata;
+  unsigned char* stored;
+  uint64_t* full;
+  uint64_t* free;
+
+  __device__ explicit Shared(unsigned char* memory) {
+    // Swizzling is by the address, in units of 1024 bytes.
+    memory += (1024 - (shared_address(memory) & 1023)) & 1023;
+    x = memory;
+    weights = x + kStages * kXBytes;
+    stored = weights + kStages * kWeightBytes;
+    metadata = stored + kConsumers * kStoredBytes;
+    full = reinterpret_cast<uint64_t*>(metadata + kStages * kMetadataBytes);
+    free = full + kStages;
+  }
+};
+
+// Fills the stages for all tiles of the block; one thread runs this.
+template <int kCluster>
+__device__ __forceinline__ void produce(const Args& args, const Shared& shared, int rank) {
+  Stage stage;
+  const int tiles = args.feature_tiles / kCluster * args.row_tiles;
+  const int clusters = gridDim.x / kCluster;
+  for (int item = blockIdx.x / kCluster; item < tiles; item += clusters) {
+    const Tile tile = tile_at<kCluster>(item, rank, args);
+    const uint32_t* metadata = args.metadata + int64_t{tile.feature} * kConsumers * kWords;
+    const int64_t stride = int64_t{args.feature_tiles} * kConsumers * kWords;
+    for (int step = 0; step < args.steps; ++step) {
+      const int s = stage.index;
+      mbarrier_wait(shared.free + s, stage.phase ^ 1);
+      uint64_t* full = shared.full + s;
+      mbarrier_arrive_expect(full, kStageBytes);
+      const uint32_t x = shared_address(shared.x + s * kXBytes);
+      const uint32_t barrier = shared_address(full);
+      if constexpr (kCluster == 1) {
+        copy_box(x, args.x, step * kStep, tile.row * kRows, barrier);
+      } else {
+        const int part = kRows / kCluster;
+        copy_box_to_both(x + rank * part * kStep * 2, args.x, step * kStep,
+                         tile.row * kRows + rank * part, barrier);
+      }
+      copy_box(shared_address(shared.weights + s * kWeightBytes), args.weights, step * kStep / 2,
+               tile.feature * kFeatures, barrier);
+      bulk_copy(shared.metadata + s * kMetadataBytes, metadata + step * stride, kMetadataBytes,
+                full);
+      stage.advance();
+    }
+  }
+}
+
+// Two numbers as one word, the first in its lower half.
+template <typename T>
+__device__ __forceinline__ uint32_t packed(float first, float second);
+template <>
+__device__ __forceinline__ uint32_t packed<__nv_bfloat16>(float first, float second) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t packed<__half>(float first, float second) {
+  const __half2 pair = __floats2half2_rn(first, second);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Stores four 8 x 8 matrices of two-byte numbers to shared memory, transposed.
+__device__ __forceinline__ void store_transposed(uint32_t address, const uint32_t (&words)[4]) {
+  JAXFUSED_SM90A(asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory"));
+}
+
+// A warpgroup that multiplies.
+template <typename T, int kCluster>
+struct Consumer {
+  const Args& args;
+  const Shared& shared;
+  int warpgroup;
+  int rank;
+  Stage stage;
+
+  // Lets the producers, of both blocks, fill a stage again.
+  __device__ __forceinline__ void release(int index) {
+    if constexpr (kCluster == 1) {
+      if (threadIdx.x % 128 == 0) mbarrier_arrive(shared.free + index);
+    } else {
+      if (threadIdx.x % 128 < kCluster) arrive_at(shared.free + index, threadIdx.x % 128);
+    }
+  }
+
+  // Issues the instructions of a stage with this thread's word of metadata.
+  __device__ __forceinline__ void multiply(float (&d)[128], uint32_t& word, bool accumulates) {
+    const int s = stage.index;
+    mbarrier_wait(shared.full + s, stage.phase);
+    word = reinterpret_cast<const uint32_t*>(
+        shared.metadata + s * kMetadataBytes)[warpgroup * kWords + threadIdx.x % 128];
+    const uint32_t w =
+        shared_address(shared.weights + s * kWeightBytes) + warpgroup * (kWeightBytes / kConsumers);
+    const uint32_t x = shared_address(shared.x + s * kXBytes);
+    wgmma_fence();
+    wgmma_sparse<T, 0>(d, matrix_descriptor<Swizzle::k64>(w), matrix_descriptor<Swizzle::k128>(x),
+                       word, accumulates);
+    wgmma_sparse<T, 1>(d, matrix_descriptor<Swizzle::k64>(w + 32),
+                       matrix_descriptor<Swizzle::k128>(x + 64), word, true);
+    wgmma_commit();
+    stage.advance();
+  }
+
+  // Computes the sums of a tile. The word of a step in flight is not overwritten.
+  __device__ __forceinline__ void sum(float (&d)[128]) {
+    uint32_t even, odd;
+    int previous = stage.index;
+    multiply(d, even, false);
+    int step = 1;
+    for (; step + 1 < args.steps; step += 2) {
+      const int first = stage.index;
+      multiply(d, odd, true);
+      wgmma_wait<1>();
+      release(previous);
+      const int second = stage.index;
+      multiply(d, even, true);
+      wgmma_wait<1>();
+      release(first);
+      previous = second;
+    }
+    if (step < args.steps) {
+      const int first = stage.index;
+      multiply(d, odd, true);
+      wgmma_wait<1>();
+      release(previous);
+      previous = first;
+    }
+    wgmma_wait<0>();
+    release(previous);
+  }
+
+  // Stores a tile's sums, rounded, through shared memory.
+  __device__ __forceinline__ void store(const float (&d)[128], const Tile& tile) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const uint32_t stored = shared_address(shared.stored + warpgroup * kStoredBytes);
+    // Of the four matrices of an instruction, two have the rows of x of the first eight columns.
+    const int chunk = warp * 2 + lane / 8 % 2;
+    const int row_of_lane = lane / 16 * 8 + lane % 8;
+#pragma unroll
+    for (int part = 0; part < kRows / kStoredRows; ++part) {
+      if (threadIdx.x % 128 == 0) await_stores_read();
+      barrier_sync(1 + warpgroup, 128);
+#pragma unroll
+      for (int pair = 0; pair < kStoredRows / 16; ++pair) {
+        const float* of_pair = d + part * (kStoredRows / 2) + pair * 8;
+        const uint32_t words[4] = {
+            packed<T>(of_pair[0], of_pair[1]), packed<T>(of_pair[2], of_pair[3]),
+            packed<T>(of_pair[4], of_pair[5]), packed<T>(of_pair[6], of_pair[7])};
+        const int row = pair * 16 + row_of_lane;
+        store_transposed(stored + row * 128 + ((chunk ^ (row & 7)) << 4), words);
+      }
+      bulk_copies_fence();
+      barrier_sync(1 + warpgroup, 128);
+      if (threadIdx.x % 128 == 0) {
+        store_box(args.y, tile.feature * kFeatures + warpgroup * 64,
+                  tile.row * kRows + part * kStoredRows, stored);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    const int tiles = args.feature_tiles / kCluster * args.row_tiles;
+    const int clusters = gridDim.x / kCluster;
+    for (int item = blockIdx.x / kCluster; item < tiles; item += clusters) {
+      float d[128];
+      sum(d);
+      store(d, tile_at<kCluster>(item, rank, args));
+    }
+    if (threadIdx.x % 128 == 0) await_stores();
+  }
+};
+
+template <typename T, int kCluster>
+__global__ void __launch_bounds__(kThreads, 1) matmul(const __grid_constant__ Args args) {
+  extern __shared__ unsigned char memory[];
+  const Shared shared(memory);
+  const int rank = kCluster > 1 ? cluster_rank_of() : 0;
+  const int warpgroup = threadIdx.x / 128;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      mbarrier_init(shared.full + s);
+      mbarrier_init(shared.free + s, kConsumers * kCluster);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  if constexpr (kCluster > 1) sync_cluster();
+  if (warpgroup == kConsumers) {
+    set_registers<40, false>();
+    if (threadIdx.x == kConsumers * 128) produce<kCluster>(args, shared, rank);
+  } else {
+    set_registers<232, true>();
+    Consumer<T, kCluster>{args, shared, warpgroup, rank}.run();
+  }
+  // A block may not exit while the other one copies into it or arrives at its barriers.
+  if constexpr (kCluster > 1) {
+    __syncwarp();
+    sync_cluster();
+  }
+}
+
+}  // namespace sparse24

@@ -1,0 +1,246 @@
+"""Products with a block-sparse matrix for Hopper: only the blocks that are kept are read and multiplied.
+
+An output tile has the columns of one column of blocks. Its steps along K are those of the blocks that
+are kept there, found in a list on the device; rows of a that meet no block are not read either. A step
+beyond the end of a list reads beyond the end of both arrays, which TMA fills with zeros.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import hopper
+from pallas_kernels.gemm.epilogue import Epilogue
+from pallas_kernels.gemm.matmul_config import MatmulConfig
+from pallas_kernels.gemm.operands import swizzled_columns
+from pallas_kernels.gemm.tiled_product import Ring, Step
+from pallas_kernels.gemm.uneven_steps import FEWEST_STEPS, UnevenProduct
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES
+
+BLOCKS = (64, 128)
+"""Rows and columns of a block."""
+_DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtypes: Mapping[str, Any],
+    out_dtype: Any,
+    block: int,
+    kept: int,
+) -> str | None:
+    """Returns None where the kernels can run, else the reason.
+
+    Args:
+      compute_capability: of the GPU, or None where there is none.
+      dtypes: dtypes of the operands, by name.
+      out_dtype: of the result.
+      block: rows and columns of a block.
+      kept: blocks that are kept.
+    """
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    for name, dtype in dtypes.items():
+        if dtype not in _DTYPES:
+            return f"it takes bfloat16 and float16, and {name} has dtype {jnp.dtype(dtype)}"
+    if len(set(map(jnp.dtype, dtypes.values()))) > 1:
+        return "what it multiplies has several dtypes"
+    if out_dtype not in (*_DTYPES, jnp.float32):
+        return f"its results are float32, bfloat16 and float16, not {jnp.dtype(out_dtype)}"
+    if block not in BLOCKS:
+        return f"it takes blocks of {' and '.join(map(str, BLOCKS))}, not of {block}"
+    if not kept:
+        return "no block is kept"
+    return None
+
+
+_TILES = {64: ((128, 64), (64, 64)), 128: ((128, 128), (64, 128))}
+"""Rows and columns of a warpgroup's tile, by size of block. Two warpgroups share a tile of a's rows."""
+_STAGES = ((4, 2), (4, 1), (6, 2), (3, 2), (3, 1))
+"""Pipeline stages, and store stages."""
+_BANDS = (8, 16)
+
+
+def candidates(rows: int, block: int, dtype: Any, out_dtype: Any) -> list[MatmulConfig]:
+    """Returns the configs that fit into shared memory, those that should be fastest first."""
+    columns = swizzled_columns(out_dtype)
+    configs = [
+        MatmulConfig(
+            tile_m,
+            tile_n,
+            stages,
+            ping_pong=False,
+            epilogue_columns=columns,
+            write_slots=slots,
+            band=band,
+        )
+        for tile_m, tile_n in _TILES[block]
+        for stages, slots in _STAGES
+        for band in _BANDS
+    ]
+
+    def shared_bytes(config: MatmulConfig) -> int:
+        shape = Shape(rows, block, block, block, kept=1)
+        return _tiles(shape, False, dtype, config, 1, out_dtype).shared_bytes
+
+    fitting = [config for config in configs if shared_bytes(config) <= SHARED_MEMORY_BYTES]
+    few = rows <= 2 * 64
+    return sorted(fitting, key=lambda config: (config.tile_m == 64) != few)
+
+
+class Shape(NamedTuple):
+    """Sizes of a product of [rows, k] with a block-sparse [k, n]."""
+
+    rows: int
+    k: int
+    n: int
+    block: int
+    kept: int
+
+
+def block_sparse_product(
+    a: jax.Array,
+    blocks: jax.Array,
+    indptr: jax.Array,
+    entries: jax.Array,
+    *,
+    transposed: bool = False,
+    out_dtype: Any,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+    name: str = "block_sparse_product",
+) -> jax.Array:
+    """Returns a times the block-sparse matrix b: [M, N].
+
+    Args:
+      a: [M, K], bfloat16 or float16.
+      blocks: [kept, B, B] of the same dtype, of b's blocks, or with `transposed` of their transposes.
+      indptr: int32 [N / B + 1], the first entry of each column of blocks, and the number of entries.
+      entries: int32 [2, kept]: of each entry, the index of its block in `blocks`, and its place along K.
+      transposed: whether `blocks` has the blocks of b's transpose.
+      out_dtype: of the result; sums are in float32, and rounded once.
+      multiprocessors: SMs of the device.
+      config: one of `candidates`; None for the first.
+      name: the kernel's name in a profile.
+    """
+    rows, k = a.shape
+    kept, block, _ = blocks.shape
+    if config is None:
+        config = candidates(rows, block, a.dtype, out_dtype)[0]
+    shape = Shape(rows, k, (indptr.shape[0] - 1) * block, block, kept)
+    tiles = _tiles(shape, transposed, a.dtype, config, multiprocessors, out_dtype)
+    tiles.product.check_shared_bytes(tiles.shared_bytes)
+    [y] = tiles.product.launch(
+        (a,),
+        (blocks,),
+        (indptr, entries),
+        out_type=[jax.ShapeDtypeStruct((rows, shape.n), out_dtype)],
+        scratch=tiles.scratch(),
+        epilogue=tiles.of_tile,
+        name=name,
+    )
+    return y
+
+
+def _tiles(
+    shape: Shape,
+    transposed: bool,
+    dtype: Any,
+    config: MatmulConfig,
+    multiprocessors: int,
+    out_dtype: Any,
+) -> Epilogue:
+    """Returns the product with its epilogue, which stores the sums as they are."""
+    product = _BlockSparseProduct(
+        m=shape.rows,
+        n=shape.n,
+        ks=(shape.k,),
+        dtype=jnp.dtype(dtype),
+        blocks=(),
+        config=config,
+        multiprocessors=multiprocessors,
+        b_transposed=transposed,
+        b_columns=shape.block,
+        block=shape.block,
+        kept=shape.kept,
+    )
+    return Epilogue(
+        product=product,
+        function=lambda sums: {"y": sums},
+        vectors={},
+        matrices={},
+        outputs={"y": out_dtype},
+        column_sums=(),
+    )
+
+
+class Span(NamedTuple):
+    """The entries of a tile, on the device."""
+
+    start: Any
+    end: Any
+    """Index of the entry after the last."""
+    entries: Any
+    """All entries: each one's index among the blocks, and its place, in global memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BlockSparseProduct(UnevenProduct):
+    """Static parameters of a launch, and which blocks are multiplied for a tile."""
+
+    block: int
+    kept: int
+    indptr: Any = None
+    """The first entry of each column of blocks, in global memory."""
+    entries: Any = None
+    """Each entry's block and its place along K, in global memory."""
+
+    @property
+    def steps_of_block(self) -> int:
+        return self.block // self.tile_k
+
+    # --- on the device ----------------------------------------------------------------------------
+
+    def on_device(self, others: Sequence[Any]) -> tuple["_BlockSparseProduct", Sequence[Any]]:
+        return replace(self, indptr=others[0], entries=others[1]), others[2:]
+
+    def position(self, sequence_idx: Any) -> tuple[jax.Array, ...]:
+        m_start, n_idx = super().position(sequence_idx)
+        span = Span(self.indptr[n_idx], self.indptr[n_idx + 1], self.entries)
+        return m_start, n_idx, span
+
+    def steps_of(self, group: Span) -> jax.Array:
+        return jnp.maximum((group.end - group.start) * self.steps_of_block, FEWEST_STEPS)
+
+    def copy_step(
+        self,
+        ring: Ring,
+        a_gmem: Sequence[Any],
+        b_gmem: Sequence[Any],
+        slot: Any,
+        step: Step,
+        full: Any,
+    ) -> None:
+        [a], [b] = a_gmem, b_gmem
+        entry = step.group.start + lax.div(step.k_idx, jnp.int32(self.steps_of_block))
+        part = lax.rem(step.k_idx, jnp.int32(self.steps_of_block)) * self.tile_k
+        exists = entry < step.group.end
+        known = jnp.minimum(entry, self.kept - 1)
+        index = jnp.where(exists, self.entries[0, known], self.kept)
+        place = jnp.where(exists, self.entries[1, known], self.ks[0] // self.block)
+
+        def a_matrix(first, second):
+            return a.at[first, second]
+
+        def b_matrix(first, second):
+            return b.at[index, first, second]
+
+        k_start = place * self.block + part
+        self.a_tile.copy(a_matrix, ring.a_smem, slot, step.m_start, k_start, full)
+        self.b_tile.copy(b_matrix, ring.b_smem[0], slot, 0, part, full)

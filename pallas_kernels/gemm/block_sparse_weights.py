@@ -1,0 +1,269 @@
+"""The gradient of a block-sparse matrix for Hopper: x^T @ dy at the blocks that are kept.
+
+An output tile has several blocks of one row of blocks, wherever they are in it: they share their columns
+of x. Each warpgroup has half the rows of blocks of 128, and half the blocks where they are smaller. A
+place in a tile beyond the end of its row's list reads beyond the end of dy, which TMA fills with zeros,
+and is not stored.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gemm.block_sparse import Span
+from pallas_kernels.gemm.epilogue import Epilogue
+from pallas_kernels.gemm.mainloop import Product
+from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
+from pallas_kernels.gemm.operands import OperandTile, swizzled_columns
+from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace, part
+from pallas_kernels.gemm.weight_gradient import PIECE_ROWS
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES
+
+_TILE_M = 64
+_TILES = {64: (192, 128, 256, 64), 128: (256, 128)}
+"""Columns of a warpgroup's tile, by size of block."""
+_STAGES = ((4, 2), (3, 2), (5, 2), (4, 1), (3, 1), (2, 1))
+"""Pipeline stages, and store stages."""
+
+
+def candidates(block: int, dtype: Any, out_dtype: Any) -> list[MatmulConfig]:
+    """Returns the configs that fit into shared memory, those that should be fastest first."""
+    columns = swizzled_columns(out_dtype)
+    configs = [
+        MatmulConfig(
+            _TILE_M,
+            tile_n,
+            stages,
+            ping_pong=False,
+            epilogue_columns=columns,
+            write_slots=slots,
+        )
+        for tile_n in _TILES[block]
+        for stages, slots in _STAGES
+    ]
+
+    def shared_bytes(config: MatmulConfig) -> int:
+        shape = Shape(64, block, block, block, kept=1)
+        return _tiles(shape, dtype, config, 1, out_dtype).shared_bytes
+
+    return [config for config in configs if shared_bytes(config) <= SHARED_MEMORY_BYTES]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the transpose of [rows, features] times [rows, width], at some blocks."""
+
+    rows: int
+    features: int
+    width: int
+    block: int
+    kept: int
+
+
+def block_sparse_weights(
+    x: jax.Array,
+    dy: jax.Array,
+    indptr: jax.Array,
+    entries: jax.Array,
+    *,
+    block: int,
+    out_dtype: Any,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+    name: str = "block_sparse_weights",
+) -> jax.Array:
+    """Returns the blocks of x^T @ dy that are kept: [kept, B, B].
+
+    Args:
+      x: [M, K], bfloat16 or float16.
+      dy: [M, N] of the same dtype.
+      indptr: int32 [K / B + 1], the first entry of each row of blocks, and the number of entries.
+      entries: int32 [2, kept]: of each entry, the index of its block in the result, and its place along
+        N.
+      block: B.
+      out_dtype: of the result; sums are in float32, and rounded once.
+      multiprocessors: SMs of the device.
+      config: one of `candidates`; None for the first.
+      name: the kernel's name in a profile.
+    """
+    # TMA writes WGMMA's layout where rows come in whole eights.
+    missing = -x.shape[0] % PIECE_ROWS
+    if missing:
+        x, dy = (jnp.pad(array, ((0, missing), (0, 0))) for array in (x, dy))
+    kept = entries.shape[1]
+    if config is None:
+        config = candidates(block, x.dtype, out_dtype)[0]
+    shape = Shape(x.shape[0], x.shape[1], dy.shape[1], block, kept)
+    tiles = _tiles(shape, x.dtype, config, multiprocessors, out_dtype)
+    product = tiles.product
+    assert isinstance(product, _BlockSparseWeights)
+    product.check_shared_bytes(tiles.shared_bytes)
+    counts = jnp.diff(indptr)
+    of_rows = (counts + (product.pieces - 1)) // product.pieces
+    tiles_before = jnp.cumsum(of_rows, dtype=jnp.int32)
+    table = jnp.stack([jnp.concatenate([jnp.zeros(1, jnp.int32), tiles_before]), indptr])
+    [dw] = product.launch(
+        (x,),
+        (dy,),
+        (table, entries),
+        out_type=[jax.ShapeDtypeStruct((kept, block, block), out_dtype)],
+        scratch=tiles.scratch(),
+        epilogue=tiles.of_tile,
+        name=name,
+    )
+    return dw
+
+
+def _tiles(
+    shape: Shape, dtype: Any, config: MatmulConfig, multiprocessors: int, out_dtype: Any
+) -> Epilogue:
+    """Returns the product with its epilogue, which stores the sums as they are."""
+    product = _BlockSparseWeights(
+        m=shape.features,
+        n=config.tile_n,
+        ks=(shape.rows,),
+        dtype=jnp.dtype(dtype),
+        blocks=(),
+        config=config,
+        multiprocessors=multiprocessors,
+        a_transposed=True,
+        b_columns=shape.width,
+        block=shape.block,
+        kept=shape.kept,
+    )
+    return Epilogue(
+        product=product,
+        function=lambda sums: {"dw": sums},
+        vectors={},
+        matrices={},
+        outputs={"dw": out_dtype},
+        column_sums=(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BlockSparseWeights(Product):
+    """Static parameters of a launch, and which blocks a tile has."""
+
+    block: int
+    kept: int
+    table: Any = None
+    """The tiles and entries before each row of blocks, in global memory."""
+    entries: Any = None
+    """Each entry's index in the result and its place along N, in global memory."""
+
+    @property
+    def shares_rows(self) -> bool:
+        """True if each warpgroup has half of a block's rows, and not half of the blocks."""
+        return self.block == CONSUMERS * self.config.tile_m
+
+    @property
+    def pieces_of_warpgroup(self) -> int:
+        return self.config.tile_n // self.block
+
+    @property
+    def pieces(self) -> int:
+        """Blocks of a tile."""
+        return self.pieces_of_warpgroup * (1 if self.shares_rows else CONSUMERS)
+
+    @property
+    def a_tile(self) -> OperandTile:
+        return replace(super().a_tile, span=self.block)
+
+    @property
+    def b_tile(self) -> OperandTile:
+        """Of one of the tile's blocks."""
+        return replace(super().b_tile, span=self.block)
+
+    def operand_memory(self) -> dict[str, Any]:
+        stages = self.config.stages
+        blocks = self.b_tile.memory(stages * self.pieces)
+        return dict(a_smem=self.a_tile.memory(stages), b_smem=[blocks])
+
+    @property
+    def copies_of_slot(self) -> int:
+        return self.a_tile.blocks + self.pieces * self.b_tile.blocks
+
+    @property
+    def tile_count(self) -> int:
+        """At most so many tiles: each has at least one block."""
+        return self.kept
+
+    # --- on the device ----------------------------------------------------------------------------
+
+    def on_device(self, others: Sequence[Any]) -> tuple["_BlockSparseWeights", Sequence[Any]]:
+        return replace(self, table=others[0], entries=others[1]), others[2:]
+
+    def tiles_of_cluster(self) -> jax.Array:
+        tiles = self.table[0, self.m // self.block]
+        first, ctas = lax.axis_index("cluster"), jnp.int32(self.clusters)
+        return lax.div(jnp.maximum(tiles - first, 0) + (ctas - 1), ctas)
+
+    def position(self, sequence_idx: Any) -> tuple[Any, ...]:
+        item = lax.axis_index("cluster") + sequence_idx * self.clusters
+        row = self._row_of(item)
+        start = self.table[1, row] + (item - self.table[0, row]) * self.pieces
+        end = jnp.minimum(start + self.pieces, self.table[1, row + 1])
+        return row * self.block, 0, Span(start, end, self.entries)
+
+    def _row_of(self, item: Any) -> jax.Array:
+        """Returns the last row of blocks with at most `item` tiles before it, which is not empty."""
+        found, rows = jnp.int32(0), self.m // self.block
+        for bit in reversed(range((rows - 1).bit_length())):
+            next_one = jnp.minimum(found + (1 << bit), rows)
+            found = jnp.where(self.table[0, next_one] <= item, next_one, found)
+        return found
+
+    def copy_step(
+        self,
+        ring: Ring,
+        a_gmem: Sequence[Any],
+        b_gmem: Sequence[Any],
+        slot: Any,
+        step: Step,
+        full: Any,
+    ) -> None:
+        [x], [dy] = a_gmem, b_gmem
+        k_start = step.k_idx * self.tile_k
+
+        def of(array):
+            return lambda first, second: array.at[first, second]
+
+        self.a_tile.copy(of(x), ring.a_smem, slot, step.m_start, k_start, full)
+        for piece in range(self.pieces):
+            entry = step.group.start + piece
+            column = self.entries[1, jnp.minimum(entry, self.kept - 1)] * self.block
+            n_start = jnp.where(entry < step.group.end, column, self.b_columns)
+            place = slot * self.pieces + piece
+            self.b_tile.copy(of(dy), ring.b_smem[0], place, n_start, k_start, full)
+
+    def instructions(
+        self, acc_ref: Any, ring: Ring, slot: Any, k_idx: Any, share: Any, shares: int
+    ) -> Iterator[tuple[Any, Any, Any]]:
+        del k_idx
+        height = (share, shares) if self.shares_rows else (0, 1)
+        first = slot * self.pieces + (0 if self.shares_rows else share * self.pieces_of_warpgroup)
+        for index in range(self.pieces_of_warpgroup):
+            for columns, b in self.b_tile.operands(ring.b_smem[0], first + index):
+                for rows, a in self.a_tile.operands(ring.a_smem, slot, *height):
+                    start = index * self.block
+                    of_block = slice(start + columns.start, start + columns.stop)
+                    yield part(acc_ref, rows, of_block), a.transpose((1, 0)), b
+
+    def store_rows(self, source: Any, ref: Any, place: TilePlace, columns: Any) -> None:
+        index, first_column = divmod(columns.start, self.block)
+        entry, first_row = place.group.start + index, place.wg_idx * self.config.tile_m
+        if not self.shares_rows:
+            entry, first_row = entry + place.wg_idx * self.pieces_of_warpgroup, 0
+        rows, within = pl.ds(first_row, self.config.tile_m), pl.ds(first_column, columns.size)
+
+        @pl.when(entry < place.group.end)
+        def _():
+            destination = ref.at[place.group.entries[0, entry], rows, within]
+            plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
