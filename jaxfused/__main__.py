@@ -40,6 +40,10 @@ def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def _block_sparse(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jaxfused.block_sparse_matmul(x, jaxfused.BlockSparse.from_dense(w, 128, count=14))
+
+
 def _quantized(x: jax.Array, w: jax.Array) -> jax.Array:
     return jaxfused.quantized_matmul(x, jaxfused.quantize(w))
 
@@ -76,6 +80,7 @@ _WIDE, _BACK = _array(768, 3072), _array(3072, 768)
 EXAMPLES: dict[str, Example] = {
     "avg_pool": Example(lambda x: jaxfused.avg_pool(x, 2, strides=2), _MAPS),
     "batch_norm": Example(lambda x, p: jaxfused.batch_norm(x, p, p)[0], (*_MAPS, _array(64))),
+    "block_sparse_matmul": Example(_block_sparse, (*_ROWS, _WIDE)),
     "conv": Example(jaxfused.conv, (*_MAPS, _array(3, 3, 64, 64), _array(64))),
     "conv_transpose": Example(
         functools.partial(jaxfused.conv_transpose, strides=2),

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple
 
-from benchmarks.fuzz import attention, convolutions, images, losses, norms, others, products
+from benchmarks.fuzz import attention, convolutions, images, losses, norms, others, products, sparse
 from benchmarks.fuzz.problem import Options, Problem
 from benchmarks.run.draw import Draw
 
@@ -24,6 +24,7 @@ OPERATORS = {
     "mlp": Operator(products.draw_mlp, products.mlp, 3),
     "gated_mlp": Operator(products.draw_mlp, products.gated_mlp, 3),
     "ragged_dot": Operator(products.draw_ragged_dot, products.ragged_dot, 2),
+    "block_sparse_matmul": Operator(sparse.draw_block_sparse, sparse.block_sparse_matmul, 1),
     "rope": Operator(others.draw_rope, others.rope, 3),
     "qkv_projection": Operator(others.draw_qkv_projection, others.qkv_projection, 3),
     "group_norm": Operator(norms.draw_group_norm, norms.group_norm, 1),

@@ -5,6 +5,7 @@ are kept there, found in a list on the device; rows of a that meet no block are 
 beyond the end of a list reads beyond the end of both arrays, which TMA fills with zeros.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -60,6 +61,16 @@ def why_unsupported(
     return None
 
 
+class Shape(NamedTuple):
+    """Sizes of a product of [rows, k] with a block-sparse [k, n]."""
+
+    rows: int
+    k: int
+    n: int
+    block: int
+    kept: int
+
+
 _TILES = {64: ((128, 64), (64, 64)), 128: ((128, 128), (64, 128))}
 """Rows and columns of a warpgroup's tile, by size of block. Two warpgroups share a tile of a's rows."""
 _STAGES = ((4, 2), (4, 1), (6, 2), (3, 2), (3, 1))
@@ -94,14 +105,21 @@ def candidates(rows: int, block: int, dtype: Any, out_dtype: Any) -> list[Matmul
     return sorted(fitting, key=lambda config: (config.tile_m == 64) != few)
 
 
-class Shape(NamedTuple):
-    """Sizes of a product of [rows, k] with a block-sparse [k, n]."""
+_STEP, _STEP_ELEMENT = 0.05, 1.5e-5
+"""Microseconds of a step of a CTA's tile, and of each element of the tile in a step."""
+_STORED_ELEMENT = 6e-5
+_LAUNCH = 5.0
+"""Microseconds to store an element of a CTA's tile, and to launch a kernel."""
 
-    rows: int
-    k: int
-    n: int
-    block: int
-    kept: int
+
+def predicted_time(work: Shape, multiprocessors: int) -> float:
+    """Returns the predicted microseconds of the default config, with blocks spread at random."""
+    config = candidates(work.rows, work.block, jnp.bfloat16, jnp.bfloat16)[0]
+    area = config.cta_tile_m * config.tile_n
+    tiles = math.ceil(work.rows / config.cta_tile_m) * (work.n // work.block)
+    steps = max(FEWEST_STEPS, work.kept * work.block / 64 / (work.n // work.block))
+    tile = steps * (_STEP + _STEP_ELEMENT * area) + _STORED_ELEMENT * area
+    return _LAUNCH + max(1.0, tiles / multiprocessors) * tile
 
 
 def block_sparse_product(

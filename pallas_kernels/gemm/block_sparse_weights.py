@@ -6,6 +6,7 @@ place in a tile beyond the end of its row's list reads beyond the end of dy, whi
 and is not stored.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.block_sparse import Span
+from pallas_kernels.gemm.block_sparse import Shape, Span
 from pallas_kernels.gemm.epilogue import Epilogue
 from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
@@ -49,21 +50,34 @@ def candidates(block: int, dtype: Any, out_dtype: Any) -> list[MatmulConfig]:
     ]
 
     def shared_bytes(config: MatmulConfig) -> int:
-        shape = Shape(64, block, block, block, kept=1)
+        shape = Shape(block, 64, block, block, kept=1)
         return _tiles(shape, dtype, config, 1, out_dtype).shared_bytes
 
     return [config for config in configs if shared_bytes(config) <= SHARED_MEMORY_BYTES]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of the transpose of [rows, features] times [rows, width], at some blocks."""
+_STEP, _STEP_ELEMENT = 0.05, 1.5e-5
+"""Microseconds of a step of a CTA's tile, and of each element of the tile in a step."""
+_STORED_ELEMENT = 6e-5
+_LAUNCH = 8.0
+"""Microseconds to store an element of a CTA's tile, and to launch a kernel and XLA's before it."""
 
-    rows: int
-    features: int
-    width: int
-    block: int
-    kept: int
+
+def predicted_time(work: Shape, multiprocessors: int) -> float:
+    """Returns the predicted microseconds of the default config, with blocks spread at random.
+
+    Args:
+      work: the transpose of [k, rows] times [k, n], at some blocks of it.
+      multiprocessors: SMs of the device.
+    """
+    config = candidates(work.block, jnp.bfloat16, jnp.bfloat16)[0]
+    tiles = _tiles(work, jnp.bfloat16, config, multiprocessors, jnp.bfloat16)
+    area = config.cta_tile_m * config.tile_n
+    # The last tile of a row of blocks is half full on average.
+    count = work.kept / tiles.product.pieces + 0.5 * work.rows / work.block
+    steps = math.ceil(work.k / 64)
+    tile = steps * (_STEP + _STEP_ELEMENT * area) + _STORED_ELEMENT * area
+    return _LAUNCH + math.ceil(count / multiprocessors) * tile
 
 
 def block_sparse_weights(
@@ -99,10 +113,9 @@ def block_sparse_weights(
     kept = entries.shape[1]
     if config is None:
         config = candidates(block, x.dtype, out_dtype)[0]
-    shape = Shape(x.shape[0], x.shape[1], dy.shape[1], block, kept)
-    tiles = _tiles(shape, x.dtype, config, multiprocessors, out_dtype)
+    work = Shape(x.shape[1], x.shape[0], dy.shape[1], block, kept)
+    tiles = _tiles(work, x.dtype, config, multiprocessors, out_dtype)
     product = tiles.product
-    assert isinstance(product, _BlockSparseWeights)
     product.check_shared_bytes(tiles.shared_bytes)
     counts = jnp.diff(indptr)
     of_rows = (counts + (product.pieces - 1)) // product.pieces
@@ -121,21 +134,21 @@ def block_sparse_weights(
 
 
 def _tiles(
-    shape: Shape, dtype: Any, config: MatmulConfig, multiprocessors: int, out_dtype: Any
-) -> Epilogue:
-    """Returns the product with its epilogue, which stores the sums as they are."""
+    work: Shape, dtype: Any, config: MatmulConfig, multiprocessors: int, out_dtype: Any
+) -> Any:
+    """Returns the product with its `Epilogue`, which stores the sums as they are."""
     product = _BlockSparseWeights(
-        m=shape.features,
+        m=work.rows,
         n=config.tile_n,
-        ks=(shape.rows,),
+        ks=(work.k,),
         dtype=jnp.dtype(dtype),
         blocks=(),
         config=config,
         multiprocessors=multiprocessors,
         a_transposed=True,
-        b_columns=shape.width,
-        block=shape.block,
-        kept=shape.kept,
+        b_columns=work.n,
+        block=work.block,
+        kept=work.kept,
     )
     return Epilogue(
         product=product,

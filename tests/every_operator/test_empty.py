@@ -95,6 +95,9 @@ OF_ROWS = {
     "ragged_dot": lambda x: jaxfused.ragged_dot(
         x.reshape(x.shape[0] * x.shape[1], D), ones(3, D, 32), jnp.zeros(3, int)
     ),
+    "block_sparse_matmul": lambda x: jaxfused.block_sparse_matmul(
+        ones(*x.shape[:2], 32), jaxfused.BlockSparse.from_dense(ones(32, 64), 32)
+    ),
     "expert_mlp": lambda x: jaxfused.expert_mlp(
         x, *jaxfused.router(x, 2), ones(D, D, 32), ones(D, D, 32), ones(D, 32, D)
     ),

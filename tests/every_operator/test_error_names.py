@@ -13,9 +13,11 @@ HEADS = jnp.ones((2, 4, 2, 8))
 CLASSES = jnp.zeros(4, jnp.int32)
 QUANTIZED = jaxfused.quantize(W)
 WINDOWS = jaxfused.quantize(jnp.ones((72, 8)))
+BLOCKS = jaxfused.BlockSparse.from_dense(jnp.ones((32, 64)), 32)
 CALLS = {
     "avg_pool": ((IMAGES, 2), {}),
     "batch_norm": ((IMAGES,), {}),
+    "block_sparse_matmul": ((jnp.ones((4, 32)), BLOCKS), {}),
     "conv": ((IMAGES, KERNEL), {}),
     "conv_transpose": ((IMAGES, KERNEL), {}),
     "dot_product_attention": ((HEADS, HEADS, HEADS), {}),

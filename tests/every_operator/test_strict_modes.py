@@ -307,6 +307,14 @@ def _(dtype):
     return f, (normal(0, T, D, dtype=dtype), normal(1, 3, D, 8, dtype=dtype))
 
 
+@case("block_sparse_matmul")
+def _(dtype):
+    def f(x, w):
+        return jaxfused.block_sparse_matmul(x, jaxfused.BlockSparse.from_dense(w, 32, count=3))
+
+    return f, (normal(0, B, T, 64, dtype=dtype), normal(1, 64, 96))
+
+
 def mlp(save, activation):
     @case("mlp", save)
     def make(dtype):

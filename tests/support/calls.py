@@ -53,6 +53,10 @@ def _shared(*shape: int, dtype: Any = jnp.bfloat16) -> Operand:
     return Operand(shape, dtype)
 
 
+def _block_sparse(x, w):
+    return jaxfused.block_sparse_matmul(x, jaxfused.BlockSparse.from_dense(w, 64, count=5))
+
+
 def _quantized(x, w):
     return jaxfused.quantized_matmul(x, jaxfused.quantize(w))
 
@@ -101,6 +105,7 @@ def calls(rows: int = 32, images: int = 8) -> dict[str, Call]:
         "ragged_dot": Call(
             lambda x, w: jaxfused.ragged_dot(x, w, jnp.full(4, rows // 4)), (x, _shared(4, d, f))
         ),
+        "block_sparse_matmul": Call(_block_sparse, (x, up)),
         "rope": Call(lambda q, k: jaxfused.rope(q, k, rotary_dim=32), (heads, heads)),
         "quantize_rows": Call(lambda x: jaxfused.quantize_rows(x).dequantize(), (x,)),
         "quantized_matmul": Call(_quantized, (x, up)),

@@ -56,6 +56,7 @@ LAYERS = {
     "jaxfused/ops/rope": _KERNELS,
     "jaxfused/ops/sampling": _KERNELS,
     "jaxfused/ops/serving": ("jaxfused.ops.attention", "jaxfused.ops.quantize", *_KERNELS),
+    "jaxfused/ops/sparse": _KERNELS,
     "jaxfused/runtime": ("jaxfused.__version__", *_KERNELS),
     "pallas_kernels": (),
 }

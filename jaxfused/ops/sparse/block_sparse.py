@@ -1,0 +1,227 @@
+"""BlockSparse: a matrix of which some blocks are kept, with lists of them by columns and by rows."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Self, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.runtime.checks import as_arrays, check_floating, python_numbers, readable_values
+from jaxfused.runtime.serialization import serializable
+
+BlockSize = Literal[32, 64, 128]
+"""Rows and columns of a block."""
+
+
+class BlockList(NamedTuple):
+    """The blocks of each column of blocks, one column after the other; or of each row."""
+
+    starts: jax.Array
+    """int32 [lines + 1], the first entry of each line, and the number of entries."""
+    entries: jax.Array
+    """int32 [2, kept]: of each entry, the index of its block, and its place in the line."""
+
+
+@serializable
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockSparse:
+    """A matrix [D, F] of zeros but for some square blocks, for `jaxfused.block_sparse_matmul`.
+
+    It is a pytree. Only `blocks` has a gradient: differentiate by it, as
+    `jax.grad(lambda blocks: loss(dataclasses.replace(weight, blocks=blocks)))(weight.blocks)`, or let
+    `SparseLinear` do so. Under `jax.jit` the places of the blocks may change without a new compilation,
+    their number may not.
+
+    Attributes:
+      blocks: [kept, B, B], the blocks that are kept, in any order.
+      by_column: the blocks in the order of columns of blocks.
+      by_row: the blocks in the order of rows of blocks.
+      shape: (D, F), multiples of B.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> dense = jnp.zeros((64, 96)).at[:32, 32:64].set(1.0)
+      >>> weight = jaxfused.BlockSparse.from_dense(dense, 32)
+      >>> weight.blocks.shape, weight.density
+      ((1, 32, 32), 0.16666666666666666)
+      >>> bool((weight.to_dense() == dense).all())
+      True
+
+    Source: Gray et al., "GPU Kernels for Block-Sparse Weights", 2017,
+    https://cdn.openai.com/blocksparse/blocksparsepaper.pdf
+    """
+
+    blocks: jax.Array
+    by_column: BlockList
+    by_row: BlockList
+    shape: tuple[int, int] = field(metadata={"static": True})
+
+    @classmethod
+    @python_numbers
+    def from_dense(
+        cls,
+        weight: jax.Array,
+        block_size: int = 128,
+        *,
+        count: int | None = None,
+        mask: jax.Array | None = None,
+    ) -> Self:
+        """Returns the blocks of a dense matrix.
+
+        Args:
+          weight: [D, F], floating-point.
+          block_size: B, 32, 64 or 128, which divides D and F.
+          count: how many blocks are kept, those whose squares have the greatest sums; among equal ones
+            the first. None for all blocks that have a number other than 0, or those of the mask.
+          mask: [D / B, F / B], bool: the blocks that are kept; needs known values.
+
+        Raises:
+          ValueError: shapes or options do not fit, or the number of blocks is not known under
+            `jax.jit`.
+        """
+        op = "BlockSparse"
+        weight, mask = as_arrays(weight, mask)
+        check_floating(op, dict(weight=weight))
+        grid = _grid(op, weight.shape, block_size)
+        down, across = grid
+        blocks = weight.reshape(down, block_size, across, block_size).swapaxes(1, 2)
+        blocks = blocks.reshape(down * across, block_size, block_size)
+        if mask is not None and (mask.shape != grid or mask.dtype != jnp.bool_):
+            raise ValueError(
+                f"{op}: mask has shape {mask.shape} and dtype {mask.dtype}, but the matrix has"
+                f" {down} x {across} blocks; pass bools of shape {grid}."
+            )
+        if mask is not None and count is not None:
+            raise ValueError(f"{op}: count and mask were passed; pass one of them.")
+        if count is not None:
+            if not 0 <= count <= down * across:
+                raise ValueError(
+                    f"{op}: count is {count}, but the matrix has {down * across} blocks; pass at most as"
+                    " many."
+                )
+            squares = jnp.sum(jnp.square(blocks.astype(jnp.float32)), axis=(1, 2))
+            _, chosen = jax.lax.top_k(squares, count)
+            chosen = jnp.sort(chosen).astype(jnp.int32)
+        else:
+            kept = jnp.any(blocks != 0, axis=(1, 2)) if mask is None else mask.reshape(-1)
+            known = readable_values(kept)
+            if known is None and not isinstance(kept, jax.core.Tracer):
+                known = np.asarray(kept)
+            if known is None:
+                raise ValueError(
+                    f"{op}: how many blocks are kept depends on values that are not known while tracing;"
+                    " pass count, or call it outside of jax.jit."
+                )
+            chosen = jnp.asarray(np.flatnonzero(known), jnp.int32)
+        return cls._of_places(
+            blocks[chosen], chosen // max(across, 1), chosen % max(across, 1), weight.shape
+        )
+
+    @classmethod
+    def from_blocks(
+        cls, blocks: jax.Array, rows: jax.Array, columns: jax.Array, shape: tuple[int, int]
+    ) -> Self:
+        """Returns a matrix of blocks at given places.
+
+        Args:
+          blocks: [kept, B, B], floating-point, B 32, 64 or 128. Blocks of one place add up.
+          rows: int [kept], the row of blocks of each.
+          columns: int [kept], its column of blocks. A block whose place is beyond the matrix adds
+            nothing, and its gradient is zero.
+          shape: (D, F), multiples of B.
+
+        Raises:
+          ValueError: shapes or dtypes do not fit, or a place is negative.
+        """
+        op = "BlockSparse"
+        blocks, rows, columns = as_arrays(blocks, rows, columns)
+        check_floating(op, dict(blocks=blocks))
+        if blocks.ndim != 3 or blocks.shape[1] != blocks.shape[2]:
+            raise ValueError(
+                f"{op}: blocks have shape {blocks.shape}; pass square ones, of shape [kept, B, B]."
+            )
+        _grid(op, tuple(shape), blocks.shape[1])
+        for name, places in dict(rows=rows, columns=columns).items():
+            if places.shape != blocks.shape[:1] or not jnp.issubdtype(places.dtype, jnp.integer):
+                raise ValueError(
+                    f"{op}: {name} have shape {places.shape} and dtype {places.dtype}, but there are"
+                    f" {len(blocks)} blocks; pass one integer for each."
+                )
+            known = readable_values(places)
+            if known is not None and (known < 0).any():
+                raise ValueError(
+                    f"{op}: {name} has {known.min()}, but places are counted from 0; pass 0 or more."
+                )
+        return cls._of_places(blocks, rows, columns, (int(shape[0]), int(shape[1])))
+
+    @classmethod
+    def _of_places(cls, blocks: Any, rows: Any, columns: Any, shape: Any) -> Self:
+        down, across = (size // blocks.shape[1] for size in shape)
+        beyond = (rows < 0) | (rows >= down) | (columns < 0) | (columns >= across)
+        rows = jnp.where(beyond, down, rows).astype(jnp.int32)
+        columns = jnp.where(beyond, across, columns).astype(jnp.int32)
+        return cls(blocks, _lines(columns, rows, across), _lines(rows, columns, down), tuple(shape))
+
+    @property
+    def block_size(self) -> int:
+        """B, rows and columns of a block."""
+        return self.blocks.shape[-1]
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the blocks."""
+        return self.blocks.dtype
+
+    @property
+    def density(self) -> float:
+        """Fraction of the blocks that are kept."""
+        return self.blocks.shape[-3] * self.block_size**2 / max(math.prod(self.shape), 1)
+
+    @property
+    def places(self) -> tuple[jax.Array, jax.Array]:
+        """The row and the column of blocks of each block, int32 [kept] both."""
+        return _places(self.by_column), _places(self.by_row)
+
+    def to_dense(self) -> jax.Array:
+        """Returns the matrix [D, F]. Blocks of one place are added."""
+        down, across = (size // self.block_size for size in self.shape)
+        grid = jnp.zeros((down, across, self.block_size, self.block_size), self.dtype)
+        rows, columns = self.places
+        grid = grid.at[rows, columns].add(self.blocks, mode="drop")
+        return grid.swapaxes(1, 2).reshape(self.shape)
+
+
+def _grid(op: str, shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
+    """Returns the rows and columns of blocks of a matrix, or raises."""
+    sizes = get_args(BlockSize)
+    if block_size not in sizes:
+        raise ValueError(
+            f"{op}: blocks have {block_size} rows and columns; pass {', '.join(map(str, sizes[:-1]))}"
+            f" or {sizes[-1]}."
+        )
+    if len(shape) != 2 or any(size % block_size for size in shape):
+        raise ValueError(
+            f"{op}: the matrix has shape {tuple(shape)}, which blocks of {block_size} do not divide;"
+            f" pass a matrix of two multiples of {block_size}."
+        )
+    return shape[0] // block_size, shape[1] // block_size
+
+
+def _lines(lines: jax.Array, places: jax.Array, count: int) -> BlockList:
+    """Returns the blocks in the order of their lines, and of their places in a line.
+
+    Blocks beyond the matrix are in the last line's list, at a place beyond its end.
+    """
+    order = jnp.lexsort((places, lines)).astype(jnp.int32)
+    starts = jnp.searchsorted(lines[order], jnp.arange(count, dtype=jnp.int32)).astype(jnp.int32)
+    end = jnp.full(1, len(order), jnp.int32)
+    return BlockList(jnp.concatenate([starts, end]), jnp.stack([order, places[order]]))
+
+
+def _places(listed: BlockList) -> jax.Array:
+    """Returns each block's place in its line."""
+    indices, places = listed.entries
+    return jnp.zeros_like(places).at[indices].set(places)

@@ -1,0 +1,42 @@
+"""Products with a block-sparse matrix in XLA: the matrix is written with its zeros and multiplied."""
+
+from typing import Any
+
+import jax
+
+from jaxfused.ops.sparse.block_sparse import BlockSparse
+from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.promotion import accumulator_dtype
+
+
+def block_sparse_matmul(
+    x: jax.Array,
+    weight: BlockSparse,
+    *,
+    dtype: Any,
+    out_dtype: Any,
+    precision: Any,
+    transposed: bool,
+) -> jax.Array:
+    """Returns x times the matrix, or its transpose; in `dtype`, with sums in float32."""
+    rows = "abcdefghij"[: x.ndim - 1]
+    axes = "fk" if transposed else "kf"
+    return product(
+        f"{rows}k,{axes}->{rows}f",
+        x,
+        weight.to_dense(),
+        dtype=dtype,
+        out_dtype=out_dtype,
+        precision=precision,
+    )
+
+
+def kept_blocks(
+    x: jax.Array, dy: jax.Array, weight: BlockSparse, *, out_dtype: Any, precision: Any
+) -> jax.Array:
+    """Returns the blocks of x^T @ dy, of rows [M, D] and [M, F], where `weight` has blocks."""
+    size = weight.block_size
+    wide = accumulator_dtype(x.dtype)
+    dw = product("md,mf->df", x, dy, dtype=x.dtype, out_dtype=wide, precision=precision)
+    grid = dw.reshape(weight.shape[0] // size, size, weight.shape[1] // size, size).swapaxes(1, 2)
+    return grid.at[weight.places].get(mode="fill", fill_value=0).astype(out_dtype)
