@@ -42,7 +42,7 @@ def predict_rows(
     band = np.zeros((min(tile, height), width), np.float32)
     for (top, row_weights), (next_top, _) in itertools.pairwise([*rows, (height, None)]):
         for group in itertools.batched(columns, batch_size):
-            tiles = [_tile(image, top, left, tile) for left, _ in group]
+            tiles = [cut_tile(image, top, left, (tile, tile)) for left, _ in group]
             # The last call repeats a tile, so that all calls have the same shape.
             tiles += tiles[-1:] * (batch_size - len(tiles))
             predictions = np.asarray(predict(np.stack(tiles)))
@@ -73,7 +73,8 @@ def axis_tiles(length: int, tile: int, overlap: int) -> list[tuple[int, np.ndarr
     return [(start, (window / total[start : start + tile]).astype(np.float32)) for start in starts]
 
 
-def _tile(image: np.ndarray, top: int, left: int, tile: int) -> np.ndarray:
-    part = image[top : top + tile, left : left + tile]
-    missing = [(0, tile - size) for size in part.shape[:2]]
+def cut_tile(image: np.ndarray, top: int, left: int, size: tuple[int, int]) -> np.ndarray:
+    """Returns [*size, C] of an image, which is mirrored where it ends."""
+    part = image[top : top + size[0], left : left + size[1]]
+    missing = [(0, wanted - has) for wanted, has in zip(size, part.shape[:2], strict=True)]
     return np.pad(part, [*missing, (0, 0)], mode="symmetric")
