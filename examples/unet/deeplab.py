@@ -51,12 +51,12 @@ class DeepLabV3(nnx.Module):
       rngs: makes the parameters.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax
       >>> from flax import nnx
       >>> from examples.unet.deeplab import DeepLabSize, DeepLabV3
       >>> size = DeepLabSize((1, 1, 1, 1), width=4, head=4)
-      >>> model = DeepLabV3(size, channels=3, classes=5, rngs=nnx.Rngs(0))
-      >>> model(jnp.zeros((2, 33, 48, 3))).shape
+      >>> answer = lambda x: DeepLabV3(size, channels=3, classes=5, rngs=nnx.Rngs(0))(x)
+      >>> jax.eval_shape(answer, jax.ShapeDtypeStruct((2, 33, 48, 3), "float32")).shape
       (2, 33, 48, 5)
     """
 
