@@ -18,6 +18,8 @@ from benchmarks.run.case import (
     functions,
     gradient_in_jax,
 )
+from benchmarks.sweep.attention import in_pieces
+from benchmarks.sweep.configs import Attention
 
 Shape = tuple[int, ...]
 """Sizes (B, T, N, H), or (B, T, N, K, H) where query heads share key heads."""
@@ -37,9 +39,6 @@ QUICK_CAUSAL = CAUSAL[:2]
 _MOST_LOGITS_BYTES = 8 * 2**30
 """Bytes of the logits [B, N, T, S] in float32, of which XLA holds up to four at a time for a
 gradient."""
-
-_TRUTH_LOGITS = 2**27
-"""Logits that the truth holds at a time in each of its arrays of float64."""
 
 # If a query gives nearly all of its weight to one key, its gradient is the difference of two nearly
 # equal numbers, one of which comes from an output rounded to bfloat16.
@@ -101,26 +100,11 @@ def _torch(q, k, v, *, backend, is_causal):
 
 
 def _truth(q, k, v, *, is_causal):
-    """Runs the reference over a few heads at a time: float64 logits of all would not fit."""
-    batch, query_count, heads, head_size = q.shape
-    key_count, key_heads = k.shape[1:3]
+    batch, queries, heads, head_size = q.shape
+    keys, key_heads = k.shape[1:3]
     group = heads // key_heads
-
-    def attend(q, k, v):
-        return jaxfused.dot_product_attention(q, k, v, is_causal=is_causal, implementation="xla")
-
-    def by_key_head(x, heads_each):
-        x = x.reshape(batch, -1, key_heads, heads_each, x.shape[-1])
-        return x.transpose(0, 2, 1, 3, 4).reshape(batch * key_heads, -1, *x.shape[3:])
-
-    at_a_time = max(1, _TRUTH_LOGITS // (group * query_count * key_count))
-    output = jax.lax.map(
-        lambda heads: attend(*heads),
-        (by_key_head(q, group), by_key_head(k, 1), by_key_head(v, 1)),
-        batch_size=min(at_a_time, batch * key_heads),
-    )
-    output = output.reshape(batch, key_heads, query_count, group, head_size)
-    return output.transpose(0, 2, 1, 3, 4).reshape(q.shape)
+    config = Attention(batch, queries, keys, key_heads, group, head_size, str(q.dtype), is_causal)
+    return in_pieces(config, q, k, v)
 
 
 # --- the cases ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 import jaxfused
 from benchmarks.run.case import Arrays, Bar, Case, functions, torch_compiled
+from benchmarks.sweep.program_parts import split_operands
 
 Shape = tuple[int, ...]
 """Sizes (images, *sides of an image, channels, features)."""
@@ -44,16 +45,8 @@ class _Operation:
     def differentiable(self) -> int:
         return 2 + self.bias + self.residual
 
-    def split(
-        self, args: Arrays
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-        """Splits operands into x, w, bias and residual."""
-        x, w, *rest = args
-        bias = rest.pop(0) if self.bias else None
-        return x, w, bias, rest.pop(0) if self.residual else None
-
     def ours(self, *args, implementation):
-        x, w, bias, residual = self.split(args)
+        x, w, bias, residual = split_operands(self, args)
         return jaxfused.conv(
             x,
             w,
@@ -65,7 +58,7 @@ class _Operation:
 
     def flax(self, *args):
         """Computes what flax.linen.Conv and jax.nn do."""
-        x, w, bias, residual = self.split(args)
+        x, w, bias, residual = split_operands(self, args)
         letters = "DHW"[-(x.ndim - 2) :]
         names = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
         y = jax.lax.conv_general_dilated(x, w, (1,) * (x.ndim - 2), "SAME", dimension_numbers=names)
@@ -77,7 +70,7 @@ class _Operation:
         """Runs torch on views of the same memory, which torch calls channels_last."""
         import torch
 
-        x, w, bias, residual = self.split(args)
+        x, w, bias, residual = split_operands(self, args)
         axes = x.ndim - 2
         convolve = torch.nn.functional.conv2d if axes == 2 else torch.nn.functional.conv3d
         y = convolve(x.movedim(-1, 1), w.movedim((-1, -2), (0, 1)), bias, padding=WINDOW // 2)

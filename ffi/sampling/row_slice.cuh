@@ -216,3 +216,28 @@ inline RowSpread spread_rows(int64_t features, int vec, int vector_bytes, const 
   spread.shared_bytes = kJoinBytes + spread.kept * row_bytes;
   return spread;
 }
+
+template <typename Kernel, typename T, int kVec, typename Args>
+ffi::Error launch_in_vectors(Args args, int64_t rows, cudaStream_t stream) {
+  Device device;
+  RETURN_IF_ERROR(current_device(&device));
+  args.spread = spread_rows(args.features, kVec, sizeof(Vector<T, kVec>), device);
+  const auto kernel = Kernel::template of<T, kVec>();
+  RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+  return launch_kernel(kernel, args, args.spread.launch(rows), stream);
+}
+
+// Launches Kernel::of<T, kVec>() over the rows of `logits`, in vectors of 16 bytes where they are
+// aligned.
+template <typename Kernel, typename Args>
+ffi::Error launch_over_rows(ffi::AnyBuffer logits, Args args, cudaStream_t stream) {
+  const int64_t rows = logits.dimensions()[0];
+  args.logits = logits.untyped_data();
+  args.features = static_cast<int>(logits.dimensions()[1]);
+  const bool aligned = are_aligned({args.logits});
+  return with_dtype(*dtype_of(logits), [&](auto type) {
+    using T = decltype(type);
+    if (aligned) return launch_in_vectors<Kernel, T, 16 / sizeof(T)>(args, rows, stream);
+    return launch_in_vectors<Kernel, T, 1>(args, rows, stream);
+  });
+}

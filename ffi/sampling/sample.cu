@@ -313,38 +313,28 @@ __global__ void __launch_bounds__(kMaxThreads) sample_rows(SampleArgs args) {
   join.finish();
 }
 
-template <typename T, int kVec>
-ffi::Error launch(SampleArgs args, int64_t rows, cudaStream_t stream) {
-  Device device;
-  RETURN_IF_ERROR(current_device(&device));
-  args.spread = spread_rows(args.features, kVec, sizeof(Vector<T, kVec>), device);
-  const auto kernel = sample_rows<T, kVec>;
-  RETURN_IF_ERROR(allow_shared_memory(kernel, device));
-  return launch_kernel(kernel, args, args.spread.launch(rows), stream);
-}
+struct Kernel {
+  template <typename T, int kVec>
+  static auto of() {
+    return sample_rows<T, kVec>;
+  }
+};
 
 ffi::Error sample(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer seeds,
                   ffi::AnyBuffer filters, ffi::Result<ffi::AnyBuffer> tokens, bool is_filtered) {
   RETURN_IF_ERROR(check_logits(logits));
-  const int64_t rows = logits.dimensions()[0], features = logits.dimensions()[1];
+  const int64_t rows = logits.dimensions()[0];
   RETURN_IF_ERROR(check_shape("seeds", seeds, {rows, 2}));
   RETURN_IF_ERROR(check_dtype("seeds", seeds, ffi::DataType::U32));
   RETURN_IF_ERROR(check_float32("filters", filters, {rows, kFilters}));
   RETURN_IF_ERROR(check_shape("tokens", *tokens, {rows}));
   RETURN_IF_ERROR(check_dtype("tokens", *tokens, ffi::DataType::S32));
   SampleArgs args = {};
-  args.logits = logits.untyped_data();
   args.seeds = static_cast<const uint2*>(seeds.untyped_data());
   args.filters = static_cast<const float*>(filters.untyped_data());
   args.tokens = static_cast<int*>(tokens->untyped_data());
-  args.features = static_cast<int>(features);
   args.is_filtered = is_filtered;
-  const bool aligned = are_aligned({args.logits});
-  return with_dtype(*dtype_of(logits), [&](auto type) {
-    using T = decltype(type);
-    if (aligned) return launch<T, 16 / sizeof(T)>(args, rows, stream);
-    return launch<T, 1>(args, rows, stream);
-  });
+  return launch_over_rows<Kernel>(logits, args, stream);
 }
 
 }  // namespace

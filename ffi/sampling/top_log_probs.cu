@@ -92,15 +92,12 @@ __global__ void __launch_bounds__(kMaxThreads) top_log_probs_rows(TopArgs args) 
   join.finish();
 }
 
-template <typename T, int kVec>
-ffi::Error launch(TopArgs args, int64_t rows, cudaStream_t stream) {
-  Device device;
-  RETURN_IF_ERROR(current_device(&device));
-  args.spread = spread_rows(args.features, kVec, sizeof(Vector<T, kVec>), device);
-  const auto kernel = top_log_probs_rows<T, kVec>;
-  RETURN_IF_ERROR(allow_shared_memory(kernel, device));
-  return launch_kernel(kernel, args, args.spread.launch(rows), stream);
-}
+struct Kernel {
+  template <typename T, int kVec>
+  static auto of() {
+    return top_log_probs_rows<T, kVec>;
+  }
+};
 
 ffi::Error top_log_probs(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer tokens,
                          ffi::Result<ffi::AnyBuffer> chosen, ffi::Result<ffi::AnyBuffer> top,
@@ -117,19 +114,12 @@ ffi::Error top_log_probs(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuf
   RETURN_IF_ERROR(check_shape("top_tokens", *top_tokens, {rows, count}));
   RETURN_IF_ERROR(check_dtype("top_tokens", *top_tokens, ffi::DataType::S32));
   TopArgs args = {};
-  args.logits = logits.untyped_data();
   args.tokens = static_cast<const int*>(tokens.untyped_data());
   args.chosen = static_cast<float*>(chosen->untyped_data());
   args.top = static_cast<float*>(top->untyped_data());
   args.top_tokens = static_cast<int*>(top_tokens->untyped_data());
-  args.features = static_cast<int>(features);
   args.count = static_cast<int>(count);
-  const bool aligned = are_aligned({args.logits});
-  return with_dtype(*dtype_of(logits), [&](auto type) {
-    using T = decltype(type);
-    if (aligned) return launch<T, 16 / sizeof(T)>(args, rows, stream);
-    return launch<T, 1>(args, rows, stream);
-  });
+  return launch_over_rows<Kernel>(logits, args, stream);
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ from pallas_kernels.attention.logits import (
     Logits,
     Operands,
     Tile,
-    saved_length,
+    forward_results,
 )
 from pallas_kernels.attention.mask import segment_blocks
 from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
@@ -206,7 +206,7 @@ def forward(
             Role(range(config.consumers), kernel.consume),
         ),
         memory=kernel.memory(),
-        results=kernel.results(),
+        results=forward_results(kernel.shape, kernel.dtype),
     )
     out, lse = launch((query, key, value), operands.padded(WGMMA_ROWS, block), bounds)
     return out, lse
@@ -255,13 +255,6 @@ class _Forward:
         if config.has_own_output(self.shape):
             memory["out_smem"] = value.memory((consumers,), WGMMA_ROWS, dtype)
         return memory
-
-    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        batch, query_count, _, heads, _, _, value_size = self.shape
-        return (
-            jax.ShapeDtypeStruct((batch, query_count, heads, value_size), self.dtype),
-            jax.ShapeDtypeStruct((batch, heads, saved_length(query_count)), jnp.float32),
-        )
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
         """Returns the rings of Q, which has a slot for each consumer, of K and of V."""

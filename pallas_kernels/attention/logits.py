@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.mask import BlockMask, Extent, Index
 from pallas_kernels.attention.memory import WGMMA_ROWS, ceil_to
+from pallas_kernels.attention.shape import Shape
 
 LOG2E = math.log2(math.e)
 EMPTY_LSE = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -35,6 +36,15 @@ def saved_length(query_count: int) -> int:
     return -(-query_count // _SAVED_ROWS) * _SAVED_ROWS
 
 
+def forward_results(shape: Shape, dtype: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Returns what a forward makes: the output [B, T, N, V], and its log-sum-exp [B, N, R]."""
+    batch, query_count, _, heads, _, _, value_size = shape
+    return (
+        jax.ShapeDtypeStruct((batch, query_count, heads, value_size), dtype),
+        jax.ShapeDtypeStruct((batch, heads, saved_length(query_count)), jnp.float32),
+    )
+
+
 class Operands(NamedTuple):
     """The optional arrays of attention; in a kernel, their references in global memory."""
 
@@ -52,7 +62,7 @@ class Operands(NamedTuple):
     explicit: Any = None
     """Mask [B or 1, N or 1, T or 1, S or 1], int8, 1 where a query may attend to a key."""
     dropout_seeds: Any = None
-    """Seeds [2, B, N], uint32, as the function `dropout_seeds` returns them."""
+    """Seeds [2, B, N], uint32; a kernel cannot tell which shard of the batch or heads it computes."""
     pattern_heads: Any = None
     """Which mask of the pattern each head has [N], int32; absent if all share one."""
 
@@ -325,15 +335,6 @@ class Logits:
         x = _murmur(u ^ (key >> 1), v)
         half = jnp.where((key & 1) == 0, x & jnp.uint32(0xFFFF), x >> 16)
         return jnp.where(half >= jnp.uint32(self.dropout_threshold), probabilities, 0.0)
-
-
-def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
-    """Returns [2, B, N] from the two words of a call: the seed of each batch entry and head.
-
-    The seeds are an operand because a kernel cannot tell which shard of the batch or heads it computes.
-    """
-    row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(1, batch, heads)
-    return _murmur(words[:, None, None] ^ row) + jnp.uint32(0x9E3779B9)
 
 
 def _tanh(x: jax.Array) -> jax.Array:

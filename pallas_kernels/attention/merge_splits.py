@@ -14,7 +14,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Operands, saved_length
+from pallas_kernels.attention.logits import (
+    EMPTY_LSE,
+    LOG2E,
+    Operands,
+    forward_results,
+    saved_length,
+)
 from pallas_kernels.attention.memory import ceil_to
 from pallas_kernels.attention.packing import Packing
 from pallas_kernels.attention.shape import Shape
@@ -53,7 +59,7 @@ def merge(
 
     out, lse = plgpu.kernel(
         run,
-        out_type=kernel.results(),
+        out_type=forward_results(kernel.shape, kernel.dtype),
         scratch_types=kernel.memory(),
         grid=(kernel.ctas,),
         grid_names=("cta",),
@@ -125,13 +131,6 @@ class _Merge:
             lses_smem=plgpu.SMEM((ceil_to(self.splits, 4), 2 * WARPS), jnp.float32),
             out_smem=plgpu.SMEM((WARPS, columns), self.dtype),
             full=plgpu.Barrier(num_arrivals=2),
-        )
-
-    def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        batch, query_count, _, heads, _, _, value_size = self.shape
-        return (
-            jax.ShapeDtypeStruct((batch, query_count, heads, value_size), self.dtype),
-            jax.ShapeDtypeStruct((batch, heads, saved_length(query_count)), jnp.float32),
         )
 
     def __call__(

@@ -23,7 +23,7 @@ from pallas_kernels.attention.logits import (
     Logits,
     Operands,
     Tile,
-    saved_length,
+    forward_results,
 )
 from pallas_kernels.attention.mask import Extent
 from pallas_kernels.attention.memory import (
@@ -148,7 +148,7 @@ def _run(
 
     out, lse = plgpu.kernel(
         run,
-        out_type=kernel.results(),
+        out_type=forward_results(kernel.shape, kernel.dtype),
         scratch_types=kernel.memory(),
         grid=(kernel.ctas,),
         grid_names=("cta",),
@@ -259,13 +259,6 @@ class _ShortForward:
             q_full=plgpu.Barrier(num_arrivals=head.count, num_barriers=workers),
             k_full=plgpu.Barrier(num_arrivals=head.count, num_barriers=workers),
             v_full=plgpu.Barrier(num_arrivals=value.count, num_barriers=workers),
-        )
-
-    def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        batch, query_count, _, heads, _, _, value_size = self.shape
-        return (
-            jax.ShapeDtypeStruct((batch, query_count, heads, value_size), self.dtype),
-            jax.ShapeDtypeStruct((batch, heads, saved_length(query_count)), jnp.float32),
         )
 
     def __call__(

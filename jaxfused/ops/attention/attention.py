@@ -23,10 +23,10 @@ from jaxfused.ops.linear.linear_stages import allows_tf32
 from jaxfused.runtime import dropout_arguments, sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import as_arrays, check_soft_cap, python_numbers
+from jaxfused.runtime.dropout import dropout_seeds
 from jaxfused.runtime.gate import choose_without_stages, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Runner
-from pallas_kernels.attention.logits import dropout_seeds
 
 AttentionImplementation = dispatch.Implementation | Literal["cudnn"]
 

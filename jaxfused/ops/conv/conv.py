@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jaxfused.ops.conv import (
 from jaxfused.ops.conv.conv_input import Concatenated, ConvInput, as_array, as_input, check_parts
 from jaxfused.ops.conv.conv_padding import Padding, geometry
 from jaxfused.ops.conv.conv_xla import Around
+from jaxfused.ops.conv.depthwise_conv_cuda import Window
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import (
     as_arrays,
@@ -204,127 +206,190 @@ def convolved(
         if not hand_on:
             return result
         return (*(result if isinstance(result, tuple) else (result,)), shortcut)
-    rectified = isinstance(x, Rectified)
     values = x.values if isinstance(x, Rectified) else as_array(x)
-    in_xla: Callable[..., jax.Array] = functools.partial(
-        conv_xla.conv, activation=activation, precision=precision, **options
+    call = _Call(
+        op,
+        x,
+        values,
+        implementation,
+        dispatch.current_device(values, residual),
+        options,
+        activation,
+        precision,
+        hand_on,
+        statistics,
     )
     if residual is not None:
-        shape = jax.eval_shape(in_xla, values, w, bias, None).shape
+        shape = jax.eval_shape(call.in_xla, values, w, bias, None).shape
         check_shape(op, "residual", residual, shape, f"the result has shape {shape}")
-    device = dispatch.current_device(values, residual)
-    run = Runner(implementation, device)
-    output = functools.partial(_output, statistics=statistics, hand_on=hand_on)
     if patch_expand.block_of(values, w, **options) is not None:
-        takes_kernel = _enlarges(op, implementation, device, values, w, residual)
-        enlarge: Callable[..., jax.Array] = functools.partial(
-            patch_expand.enlarging_conv,
-            run,
-            activation=activation,
-            precision=precision,
+        return call.enlarging(w, bias, residual)
+    window = depthwise_conv.window_of(values, w, **options)
+    if isinstance(window, str):
+        return call.dense(w, bias, residual, window)
+    if implementation is None and fft_conv.why_not(call.device, values, w, window) is None:
+        return call.by_fourier_transform(w, bias, residual, window)
+    return call.depthwise(w, bias, residual, window)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of `conv`, which one of four kinds of convolution takes."""
+
+    op: str
+    x: ConvInput
+    values: jax.Array
+    """x as one array, whose gradient is not masked yet where x is `Rectified`."""
+    implementation: dispatch.Implementation | None
+    device: dispatch.Device
+    options: dict[str, Any]
+    activation: str | None
+    precision: jax.lax.PrecisionLike
+    hand_on: bool
+    statistics: bool
+
+    @property
+    def run(self) -> Runner:
+        return Runner(self.implementation, self.device)
+
+    def array(self) -> jax.Array:
+        """Returns x as one array, whose gradient is masked where x is `Rectified`."""
+        return self.x.array() if isinstance(self.x, Rectified) else self.values
+
+    def in_xla(self, x: jax.Array, w: jax.Array, bias: Any, residual: Any) -> jax.Array:
+        return conv_xla.conv(
+            x,
+            w,
+            bias,
+            residual,
+            activation=self.activation,
+            precision=self.precision,
+            **self.options,
         )
-        values = Rectified(values).array() if rectified else values
-        y = (enlarge if takes_kernel else in_xla)(values, w, bias, residual)
-        return output(y, None, values)
-    depthwise = depthwise_conv.window_of(values, w, **options)
-    if (
-        implementation is None
-        and not isinstance(depthwise, str)
-        and fft_conv.why_not(device, values, w, depthwise) is None
-    ):
-        values = Rectified(values).array() if rectified else values
-        y = fft_conv.fourier_conv(
-            values, w, bias, residual, window=depthwise, activation=activation
+
+    def enlarging(self, w: jax.Array, bias: Any, residual: Any) -> Output:
+        """Makes a block of pixels of each pixel of x, by a kernel if one may."""
+        missing = {"cuda": "the CUDA kernels of conv are depthwise, and the input is dilated"}
+        images = dense_conv_forward.images
+        weights = w[None] if w.ndim == 3 else w
+        reason = patch_expand.why_unsupported(
+            self.device, images(self.values), weights, images(residual)
         )
-        return output(y, None, values)
-    missing = {}
-    # JAX's own convolution refuses channels that are split under Explicit axes.
-    explicit = sharding.is_explicit(values) or sharding.is_explicit(w)
-    left: Callable[[], LeftToXla | None] | None = None
-    if isinstance(depthwise, str):
-        missing["cuda"] = f"the CUDA kernels of conv are depthwise, and {depthwise}"
-        window = dense_conv.window_of(values, w, **options)
-        simplify, dense = dense_conv.simplified(window, values)
-        like_x, like_w = jax.eval_shape(simplify, values, w)
-        why_not_dense = dense_conv_forward.why_unsupported(device, dense, like_x, like_w, residual)
-        if why_not_dense is not None:
-            missing["pallas"] = why_not_dense
-        else:
-            assert not isinstance(window, str) and not isinstance(dense, str)
-            dense_options = dense_conv_forward.Options(dense, activation, precision)
-            operands = like_x, like_w, bias, residual
-            left = functools.partial(dense_conv.left_to_xla, run, window, dense_options, *operands)
-    else:
-        missing["pallas"] = depthwise_conv1d.NO_PALLAS
-        operands = values, w, bias, residual
-        left = functools.partial(depthwise_conv.left_to_xla, run, *operands, depthwise, activation)
-    takes_xla = takes_reference(
-        op, implementation, device, values, missing=missing, why_xla=None if explicit else left
-    )
-    # The x that is returned keeps the caller's sharding; what kernels read under Explicit axes may not.
-    hands_on = hand_on and not explicit
-    if rectified and (takes_xla or hands_on != hand_on or not isinstance(depthwise, str)):
-        values, rectified = Rectified(values).array(), False
-    handed_on, taken = None, None
-    if takes_xla:
-        y = in_xla(values, w, bias, residual)
-    elif not isinstance(depthwise, str):
-        convolve: Any = depthwise_conv.depthwise_conv
-        if depthwise_conv1d.takes(depthwise):
-            convolve = depthwise_conv1d.depthwise_conv1d
-        y, handed_on = convolve(
-            run,
+        if reason is not None:
+            missing["pallas"] = reason
+        takes_xla = takes_reference(
+            self.op, self.implementation, self.device, self.values, missing=missing
+        )
+        values = self.array()
+        if takes_xla:
+            return self._output(self.in_xla(values, w, bias, residual), values)
+        y = patch_expand.enlarging_conv(
+            self.run,
             values,
             w,
             bias,
             residual,
-            window=depthwise,
-            activation=activation,
-            hands_on=hands_on,
+            activation=self.activation,
+            precision=self.precision,
         )
-    else:
-        assert not isinstance(dense, str) and not isinstance(window, str)
-        if dense.taps < window.taps and not dense.is_pointwise:
-            why = "XLA's convolution does not gain from space-to-depth"
-            run = Runner("pallas", device, None if implementation == "pallas" else why)
-        y, handed_on, taken = dense_conv.dense_conv(
-            run,
-            x if isinstance(x, Concatenated) else values,
+        return self._output(y, values)
+
+    def by_fourier_transform(
+        self, w: jax.Array, bias: Any, residual: Any, window: Window
+    ) -> Output:
+        values = self.array()
+        y = fft_conv.fourier_conv(
+            values, w, bias, residual, window=window, activation=self.activation
+        )
+        return self._output(y, values)
+
+    def depthwise(self, w: jax.Array, bias: Any, residual: Any, window: Window) -> Output:
+        operands = self.values, w, bias, residual
+        missing = {"pallas": depthwise_conv1d.NO_PALLAS}
+        left = functools.partial(
+            depthwise_conv.left_to_xla, self.run, *operands, window, self.activation
+        )
+        takes_xla = self._takes_xla(w, missing, left)
+        values = self.array()
+        if takes_xla:
+            return self._output(self.in_xla(values, w, bias, residual), values)
+        convolve: Any = depthwise_conv.depthwise_conv
+        if depthwise_conv1d.takes(window):
+            convolve = depthwise_conv1d.depthwise_conv1d
+        y, handed_on = convolve(
+            self.run,
+            values,
             w,
             bias,
             residual,
-            request=dense_conv.Request(simplify, hands_on, rectified, statistics),
-            window=dense,
-            activation=activation,
-            precision=precision,
+            window=window,
+            activation=self.activation,
+            hands_on=self._hands_on(w),
         )
-    return output(y, taken, values if handed_on is None else handed_on)
+        return self._output(y, values if handed_on is None else handed_on)
 
+    def dense(self, w: jax.Array, bias: Any, residual: Any, why_not_depthwise: str) -> Output:
+        values = self.values
+        missing = {"cuda": f"the CUDA kernels of conv are depthwise, and {why_not_depthwise}"}
+        window = dense_conv.window_of(values, w, **self.options)
+        simplify, dense = dense_conv.simplified(window, values)
+        like_x, like_w = jax.eval_shape(simplify, values, w)
+        why_not = dense_conv_forward.why_unsupported(self.device, dense, like_x, like_w, residual)
+        left: Callable[[], LeftToXla | None] | None = None
+        if why_not is not None:
+            missing["pallas"] = why_not
+        else:
+            assert not isinstance(window, str) and not isinstance(dense, str)
+            options = dense_conv_forward.Options(dense, self.activation, self.precision)
+            operands = like_x, like_w, bias, residual
+            left = functools.partial(dense_conv.left_to_xla, self.run, window, options, *operands)
+        takes_xla, hands_on = self._takes_xla(w, missing, left), self._hands_on(w)
+        masks = isinstance(self.x, Rectified) and not takes_xla and hands_on == self.hand_on
+        values = values if masks else self.array()
+        if takes_xla:
+            return self._output(self.in_xla(values, w, bias, residual), values)
+        assert not isinstance(dense, str) and not isinstance(window, str)
+        run = self.run
+        if dense.taps < window.taps and not dense.is_pointwise:
+            why = "XLA's convolution does not gain from space-to-depth"
+            run = Runner("pallas", self.device, None if self.implementation == "pallas" else why)
+        y, handed_on, taken = dense_conv.dense_conv(
+            run,
+            self.x if isinstance(self.x, Concatenated) else values,
+            w,
+            bias,
+            residual,
+            request=dense_conv.Request(simplify, hands_on, masks, self.statistics),
+            window=dense,
+            activation=self.activation,
+            precision=self.precision,
+        )
+        return self._output(y, values if handed_on is None else handed_on, taken)
 
-def _output(
-    y: jax.Array, taken: Statistics | None, x: jax.Array, *, statistics: bool, hand_on: bool
-) -> Output:
-    """Returns the results of `conv`: y and, if requested, the statistics and x."""
-    beside = (taken,) * statistics + (x,) * hand_on
-    return (y, *beside) if beside else y
+    def _takes_xla(
+        self, w: jax.Array, missing: dict[str, str], left: Callable[[], LeftToXla | None] | None
+    ) -> bool:
+        return takes_reference(
+            self.op,
+            self.implementation,
+            self.device,
+            self.values,
+            missing=missing,
+            # JAX's own convolution refuses channels that are split under Explicit axes.
+            why_xla=None if self._is_explicit(w) else left,
+        )
 
+    def _hands_on(self, w: jax.Array) -> bool:
+        """Returns whether kernels return x: theirs may be split otherwise under Explicit axes."""
+        return self.hand_on and not self._is_explicit(w)
 
-def _enlarges(
-    op: str,
-    implementation: dispatch.Implementation | None,
-    device: dispatch.Device,
-    x: jax.Array,
-    w: jax.Array,
-    residual: jax.Array | None,
-) -> bool:
-    """Returns whether a kernel may make a block of pixels of each pixel of x; else the call is XLA's."""
-    missing = {"cuda": "the CUDA kernels of conv are depthwise, and the input is dilated"}
-    images = dense_conv_forward.images
-    weights = w[None] if x.ndim == 3 else w
-    reason = patch_expand.why_unsupported(device, images(x), weights, images(residual))
-    if reason is not None:
-        missing["pallas"] = reason
-    return not takes_reference(op, implementation, device, x, missing=missing)
+    def _is_explicit(self, w: jax.Array) -> bool:
+        return sharding.is_explicit(self.values) or sharding.is_explicit(w)
+
+    def _output(self, y: jax.Array, x: jax.Array, taken: Statistics | None = None) -> Output:
+        """Returns y and, if requested, the statistics and x."""
+        beside = (taken,) * self.statistics + (x,) * self.hand_on
+        return (y, *beside) if beside else y
 
 
 def _check_kernel(x: Any, w: jax.Array, groups: int) -> None:

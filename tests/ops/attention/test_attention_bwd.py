@@ -12,6 +12,7 @@ import pytest
 
 from jaxfused.ops.attention import attention_xla
 from jaxfused.ops.attention.mask import Mask
+from jaxfused.runtime.dropout import dropout_seeds
 from pallas_kernels.attention import attention, backward_dkv, backward_dq
 from pallas_kernels.attention import backward as attention_bwd
 from pallas_kernels.attention import forward as attention_fwd
@@ -25,7 +26,6 @@ from pallas_kernels.attention.logits import (
     LOG2E,
     Logits,
     Operands,
-    dropout_seeds,
     saved_length,
 )
 from pallas_kernels.attention.mask import BlockMask

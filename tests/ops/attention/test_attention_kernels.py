@@ -11,12 +11,12 @@ import pytest
 import jaxfused
 from jaxfused.ops.attention import attention_xla
 from jaxfused.ops.attention.mask import EMPTY_LSE, Mask
+from jaxfused.runtime.dropout import dropout_seeds
 from pallas_kernels.attention import forward as attention_fwd
 from pallas_kernels.attention.forward import ForwardConfig
 from pallas_kernels.attention.logits import (
     Logits,
     Operands,
-    dropout_seeds,
     saved_length,
 )
 from pallas_kernels.attention.mask import BlockMask, Blocks, Extent, segment_blocks

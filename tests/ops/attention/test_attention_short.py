@@ -11,8 +11,9 @@ import pytest
 
 from jaxfused.ops.attention import attention_xla
 from jaxfused.ops.attention.mask import Mask
+from jaxfused.runtime.dropout import dropout_seeds
 from pallas_kernels.attention import short as attention_short
-from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands, dropout_seeds
+from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands
 from pallas_kernels.attention.mask import BlockMask
 from pallas_kernels.attention.short_backward import ShortBackwardConfig
 from pallas_kernels.attention.short_forward import ShortForwardConfig
