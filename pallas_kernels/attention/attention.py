@@ -23,6 +23,7 @@ from pallas_kernels.attention import (
 )
 from pallas_kernels.attention import forward as attention_fwd
 from pallas_kernels.attention import short as attention_short
+from pallas_kernels.attention.block_lists import as_explicit
 from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.short_backward import ShortBackwardConfig
@@ -152,6 +153,8 @@ def forward(
         run = short_forward
     elif isinstance(config, SplitForwardConfig):
         run = split_keys
+    if run is not attention_fwd:
+        logits, operands = as_explicit(logits, operands)
     return run.forward(
         query, key, value, operands, logits=logits, multiprocessors=multiprocessors, config=config
     )
@@ -188,6 +191,8 @@ def backward(
         run = short_backward
     elif isinstance(config, SplitBackwardConfig):
         run = split_keys_backward
+    if run is not attention_bwd:
+        logits, operands = as_explicit(logits, operands)
     return run.backward(
         query,
         key,

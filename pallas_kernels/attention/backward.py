@@ -17,6 +17,7 @@ from pallas_kernels.attention.backward_bias import BIAS_GRADIENT_TILE, bias_grad
 from pallas_kernels.attention.backward_dkv import KeyGradientConfig, key_gradients
 from pallas_kernels.attention.backward_dq import QueryGradientConfig, query_gradient
 from pallas_kernels.attention.backward_rows import row_gradients, row_statistics
+from pallas_kernels.attention.block_lists import as_explicit
 from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.memory import ceil_to
 from pallas_kernels.attention.shape import Shape
@@ -77,7 +78,11 @@ def backward(
         if operands.bias.shape == shape.logits:
             written = dbias_dtype
         else:
-            dbias = bias_gradient(*arrays, logits=logits, dtype=dbias_dtype)
+            of_bias, explicit = as_explicit(logits, operands)
+            rest = (lse2, delta, dout)
+            dbias = bias_gradient(
+                *(query, key, value, explicit, *rest), logits=of_bias, dtype=dbias_dtype
+            )
     options = dict(logits=logits, multiprocessors=multiprocessors)
     dquery, dlogits = query_gradient(
         *arrays, **options, config=config.queries, dlogits_dtype=written

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import Logits, Operands, TransposedTile
-from pallas_kernels.attention.mask import Extent, segment_blocks
+from pallas_kernels.attention.mask import Extent
 from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
 from pallas_kernels.attention.shape import Shape
@@ -163,14 +163,10 @@ def key_gradients(
     """Returns (dkey, dvalue); lse2 and delta are [B, N, T padded to whole blocks]."""
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits)
-    rows, block, mask = config.query_block, config.key_block, logits.mask
     tiles = shared_tiles(shape, logits, config, multiprocessors)
     head, columns = config.columns(shape)
     kind = _SplitGradients if config.splits_roles else _BothGradients
     kernel = kind(shape, query.dtype, logits, config, tiles, head, columns)
-    bounds = None
-    if mask.has_segments:
-        bounds = segment_blocks(operands.key_segments, operands.query_segments, block, rows)
     producer = Role(range(config.warpgroups, config.warpgroups + 1), kernel.produce)
     launch = PersistentKernel(
         name="attention_key_gradient",
@@ -184,7 +180,8 @@ def key_gradients(
         ),
     )
     arrays = (query, key, value, dout, lse2, delta)
-    dkey, dvalue = launch(arrays, operands.padded(rows, WGMMA_ROWS).transposed(), bounds)
+    padded = operands.padded(config.query_block, WGMMA_ROWS).transposed()
+    dkey, dvalue = launch(arrays, padded, tiles.tables(operands))
     return _sum_of_shares(dkey, tiles.shares), _sum_of_shares(dvalue, tiles.shares)
 
 
@@ -326,17 +323,18 @@ class _KeyGradients:
             exists = following < cta.tile_count
             pl.when(is_time & exists)(lambda: self.copy_keys(cta, following))
 
-        def copy_pair(head_idx, i, step):
+        def copy_pair(head_idx, visits, i, step):
             if copies_ahead:
                 # The first blocks of queries are needed earlier, so they are copied first.
                 copy_next_keys(step == first + self.config.query_stages)
-            self.copy_queries(cta, at, head_idx, i, step)
+            self.copy_queries(cta, at, head_idx, visits.block(i), step)
             return step + 1
 
         def copy_head(g, step):
             head_idx = at.first_head_idx + g
-            body = functools.partial(copy_pair, head_idx)
-            return lax.fori_loop(at.blocks.start, at.blocks.stop, body, step)
+            visits = at.visits(g)
+            body = functools.partial(copy_pair, head_idx, visits)
+            return lax.fori_loop(visits.start, visits.stop, body, step)
 
         end = lax.fori_loop(0, self.tiles.group, copy_head, first)
         if copies_ahead:
@@ -383,9 +381,9 @@ class _KeyGradients:
         self, cta: Cta, at: KeyPlace, step: jax.Array, visit: Callable[[_Visit], None]
     ) -> jax.Array:
         """Calls `visit` for each block of queries that the mask allows; returns the step after them."""
-        blocks, rows, group = at.blocks, self.config.query_block, self.tiles.group
+        rows, group = self.config.query_block, self.tiles.group
 
-        def of_block(g, first, i, _):
+        def of_block(g, visits, first, i, _):
             part = 0 if self.config.splits_roles else self.own(cta) * WGMMA_ROWS
             key_start = self.logits.operand_start(
                 at.start + part, self.shape.key_count, self.config.key_block
@@ -393,18 +391,19 @@ class _KeyGradients:
             tile = TransposedTile(
                 at.batch_idx,
                 at.first_head_idx + g,
-                i * rows,
+                visits.block(i) * rows,
                 key_start,
                 (WGMMA_ROWS, rows),
                 transposed=True,
+                bits=visits.bits(i, part),
             )
-            is_partial = (i < blocks.full_start) | (i >= blocks.full_stop)
-            visit(_Visit(first + i - blocks.start, tile, is_partial, at.extent))
+            visit(_Visit(first + i - visits.start, tile, visits.is_partial(i), at.extent))
 
         def of_head(g, first):
-            body = functools.partial(of_block, g, first)
-            lax.fori_loop(blocks.start, blocks.stop, body, None)
-            return first + blocks.stop - blocks.start
+            visits = at.visits(g)
+            body = functools.partial(of_block, g, visits, first)
+            lax.fori_loop(visits.start, visits.stop, body, None)
+            return first + visits.stop - visits.start
 
         return lax.fori_loop(0, group, of_head, step)
 

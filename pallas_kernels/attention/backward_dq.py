@@ -21,7 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import Logits, Operands, Tile
-from pallas_kernels.attention.mask import segment_blocks
 from pallas_kernels.attention.memory import (
     SWIZZLED_COLUMNS,
     WGMMA_ROWS,
@@ -32,7 +31,7 @@ from pallas_kernels.attention.memory import (
 )
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
 from pallas_kernels.attention.shape import Shape
-from pallas_kernels.attention.tiles import Place, QueryTiles, Visits
+from pallas_kernels.attention.tiles import ListedVisits, Place, QueryTiles, Visits
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 
@@ -140,16 +139,12 @@ def query_gradient(
     """
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits, multiprocessors)
-    rows, block, mask = config.query_block, config.key_block, logits.mask
     head, columns = config.columns(shape)
-    tiles = QueryTiles(mask, shape.heads, rows, block)
+    tiles = QueryTiles(logits.mask, shape.heads, config.query_block, config.key_block)
     writes_dlogits = dlogits_dtype is not None
     kernel = _QueryGradient(
         shape, query.dtype, logits, config, tiles, head, columns, writes_dlogits
     )
-    bounds = None
-    if mask.has_segments:
-        bounds = segment_blocks(operands.query_segments, operands.key_segments, rows, block)
     results = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
     if writes_dlogits:
         results.append(jax.ShapeDtypeStruct(kernel.padded_logits, dlogits_dtype))
@@ -165,7 +160,8 @@ def query_gradient(
         results=results,
     )
     arrays = (query, key, value, dout, lse2, delta)
-    dquery, *dlogits = launch(arrays, operands.padded(WGMMA_ROWS, block), bounds)
+    padded = operands.padded(WGMMA_ROWS, config.key_block)
+    dquery, *dlogits = launch(arrays, padded, tiles.tables(operands))
     if not writes_dlogits:
         return dquery, None
     return dquery, dlogits[0][:, :, : shape.query_count, : shape.key_count]
@@ -177,7 +173,7 @@ class _Rows(NamedTuple):
     at: Place
     start: jax.Array
     """The index of the first query."""
-    visits: Visits
+    visits: Visits | ListedVisits
     step: jax.Array
     """Blocks that the CTA has processed before the first visit."""
     lse2: jax.Array
@@ -256,7 +252,7 @@ class _QueryGradient:
             dout.fill(do_heads, at.batch_idx, start, at.head_idx, queries.full.at[consumer])
 
         def copy_pair(i, _):
-            start = (at.stop - 1 - i) * self.config.key_block
+            start = at.block(i) * self.config.key_block
             for ring, heads in ((keys, k_heads), (values, v_heads)):
                 ring.fill(ring.slot(step + i), heads, at.batch_idx, start, key_head)
 
@@ -346,11 +342,14 @@ class _QueryGradient:
         memory.multiply_transposed(dp_acc, dout, values.matrix(v_slot))
         products = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.value.count)
 
-        key_start = (rows.visits.last - i) * block
+        key_start = rows.visits.block(i) * block
         query_start = logits.operand_start(
             rows.start, self.shape.query_count, self.config.query_block
         )
-        tile = Tile(at.batch_idx, at.head_idx, query_start, key_start, (WGMMA_ROWS, block))
+        tile = Tile(
+            *(at.batch_idx, at.head_idx, query_start, key_start, (WGMMA_ROWS, block)),
+            bits=rows.visits.bits(i, rows.start - at.start),
+        )
         is_partial = False
         if not logits.mask.is_always_full(self.config.query_block, block):
             is_partial = rows.visits.is_partial(i)
@@ -377,8 +376,13 @@ class _QueryGradient:
             zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
             self.write_dlogits(cta, rows, i * block, zeros)
 
+        blocks = self.padded_logits[3] // block
+        if isinstance(rows.visits, ListedVisits):
+            # Each thread overwrites its own zeros in the blocks of the list.
+            lax.fori_loop(0, blocks, write, None)
+            return
         lax.fori_loop(0, rows.at.first, write, None)
-        lax.fori_loop(rows.visits.last + 1, self.padded_logits[3] // block, write, None)
+        lax.fori_loop(rows.visits.last + 1, blocks, write, None)
 
     def write_dlogits(self, cta: Cta, rows: _Rows, key_start: Any, dlogits: jax.Array) -> None:
         """Stores the logits' gradient in a block of keys, unless all rows lie beyond the array."""

@@ -25,12 +25,11 @@ from pallas_kernels.attention.logits import (
     Tile,
     forward_results,
 )
-from pallas_kernels.attention.mask import segment_blocks
 from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.softmax import VECTOR, Softmax, Weighing, Weighted, across
-from pallas_kernels.attention.tiles import Place, QueryTiles, Visits
+from pallas_kernels.attention.tiles import ListedVisits, Place, QueryTiles, Visits
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 
@@ -148,6 +147,9 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
     legal = [config for config in configs if config.fits(shape)]
     if 2 * shape.query_tiles(legal[0].query_block) <= multiprocessors:
         legal.sort(key=lambda config: config.consumers > 1)
+    if logits.mask.pattern is not None:
+        # Larger tiles of queries visit blocks that most of their rows do not attend to.
+        legal.sort(key=lambda config: config.query_block > 128)
     if logits.pads_keys(legal[0].key_block):
         narrow = replace(legal[0], key_block=WGMMA_ROWS, stages=2 * legal[0].stages)
         legal = [narrow, *(config for config in legal if config != narrow)]
@@ -190,13 +192,9 @@ def forward(
     """Returns (out [B, T, N, V], lse [B, N, R]) as pallas_kernels.attention.attention.forward does."""
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits, multiprocessors)
-    rows, block, mask = config.query_block, config.key_block, logits.mask
     head, columns = config.columns(shape)
-    tiles = QueryTiles(mask, shape.heads, rows, block)
+    tiles = QueryTiles(logits.mask, shape.heads, config.query_block, config.key_block)
     kernel = _Forward(shape, query.dtype, logits, config, tiles, head, columns)
-    bounds = None
-    if mask.has_segments:
-        bounds = segment_blocks(operands.query_segments, operands.key_segments, rows, block)
     launch = PersistentKernel(
         name="attention_forward",
         tiles=tiles,
@@ -208,7 +206,8 @@ def forward(
         memory=kernel.memory(),
         results=forward_results(kernel.shape, kernel.dtype),
     )
-    out, lse = launch((query, key, value), operands.padded(WGMMA_ROWS, block), bounds)
+    padded = operands.padded(WGMMA_ROWS, config.key_block)
+    out, lse = launch((query, key, value), padded, tiles.tables(operands))
     return out, lse
 
 
@@ -218,7 +217,7 @@ class _Rows(NamedTuple):
     at: Place
     start: jax.Array
     """The index of the first query."""
-    visits: Visits
+    visits: Visits | ListedVisits
     step: jax.Array
     """Blocks that the CTA has processed before the first visit."""
 
@@ -288,7 +287,7 @@ class _Forward:
             ring.fill(slot, heads, at.batch_idx, index * block, key_head)
 
         count = at.stop - at.first
-        last = at.stop - 1
+        last = at.block(0)
         # The first consumer's queries are copied first, so that it can start as soon as they arrive.
         copy_queries(0)
         copy_block(keys, k_heads, last, keys.slot(step))
@@ -297,9 +296,9 @@ class _Forward:
         copy_block(values, v_heads, last, values.slot(step))
 
         def copy_pair(i, _):
-            slot = keys.slot(step + i)
-            copy_block(keys, k_heads, last - i, slot)
-            copy_block(values, v_heads, last - i, slot)
+            slot, index = keys.slot(step + i), at.block(i)
+            copy_block(keys, k_heads, index, slot)
+            copy_block(values, v_heads, index, slot)
 
         lax.fori_loop(1, count, copy_pair, None)
         return step + count
@@ -358,7 +357,7 @@ class _Forward:
         values.wait(slot)
         values.release(slot)
 
-    def is_masked(self, visits: Visits, i: int | jax.Array) -> bool | jax.Array:
+    def is_masked(self, visits: Visits | ListedVisits, i: int | jax.Array) -> bool | jax.Array:
         """Returns whether the visited block needs masking, as a Python bool if that is static."""
         mask, block = self.logits.mask, self.config.key_block
         if isinstance(i, int):
@@ -375,12 +374,15 @@ class _Forward:
     ) -> Weighted:
         """Adds the block of visit i to the softmax."""
         block = self.config.key_block
-        key_start = (rows.visits.last - i) * block
+        key_start = rows.visits.block(i) * block
         at = rows.at
         query_start = self.logits.operand_start(
             rows.start, self.shape.query_count, self.config.query_block
         )
-        tile = Tile(at.batch_idx, at.head_idx, query_start, key_start, (WGMMA_ROWS, block))
+        tile = Tile(
+            *(at.batch_idx, at.head_idx, query_start, key_start, (WGMMA_ROWS, block)),
+            bits=rows.visits.bits(i, rows.start - at.start),
+        )
         is_partial = self.is_masked(rows.visits, i)
         weighing = Weighing(self.logits, self.dtype)
         return weighing(products, tile, cta.operands, at.extent, is_partial, softmax)

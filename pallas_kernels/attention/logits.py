@@ -109,6 +109,14 @@ class Operands(NamedTuple):
         return self._replace(bias=swap(self.bias), explicit=swap(self.explicit))
 
 
+class Bits(NamedTuple):
+    """Rows of a matrix of bits in `Tables.bits`."""
+
+    gmem: Any
+    number: Index
+    first_row: Index
+
+
 @dataclass(frozen=True)
 class Tile:
     """Place of a tile of logits, whose rows are queries, or keys if `transposed`."""
@@ -121,6 +129,8 @@ class Tile:
     """(rows, columns)"""
     transposed: bool = False
     layout: Any = plgpu.Layout.WGMMA
+    bits: "Bits | None" = None
+    """What the pattern of the mask allows, if it has one."""
 
     @property
     def query_axis(self) -> int:
@@ -175,6 +185,29 @@ class Tile:
             ref.at[tuple(index)], layout=self.layout.reduce(1 - dimensions[0]), optimized=False
         )
         return lax.broadcast_in_dim(values, self.shape, dimensions)
+
+    def allowed_by_bits(self) -> jax.Array:
+        """Returns whether the pattern allows each element.
+
+        A row's bits are in words of 32 columns. A thread's columns differ from each other by known
+        multiples of 8, so the compiler knows which word has a column, and all but 3 bits of its place.
+        """
+        assert self.bits is not None
+        gmem, number, first_row = self.bits
+        rows, columns = self.shape
+        numbers = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=self.layout.reduce(0))
+        column = lax.broadcast_in_dim(numbers, self.shape, [1])
+        word = None
+        for i in reversed(range(gmem.shape[1])):
+            loaded = plgpu.load(
+                gmem.at[number, i, pl.ds(first_row, rows)],
+                layout=self.layout.reduce(1),
+                optimized=False,
+            )
+            own = lax.broadcast_in_dim(loaded, self.shape, [0])
+            word = own if word is None else jnp.where(column < 32 * (i + 1), own, word)
+        low, high = (column & 7).astype(jnp.uint32), (column & 24).astype(jnp.uint32)
+        return ((word >> low) & (jnp.uint32(1) << high)) != 0
 
 
 class TransposedTile(Tile):
@@ -310,6 +343,8 @@ class Logits:
         allowed = self.mask.allowed(tile.index, extent)
         if allowed is not None:
             x = jnp.where(allowed, x, -jnp.inf)
+        if tile.bits is not None:
+            x = jnp.where(tile.allowed_by_bits(), x, -jnp.inf)
         if self.mask.has_segments:
             same = tile.vector(operands.query_segments, 0) == tile.vector(operands.key_segments, 1)
             x = jnp.where(same, x, -jnp.inf)

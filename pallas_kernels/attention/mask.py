@@ -6,9 +6,10 @@ block of keys. Another pattern needs a field here with its bounds and its elemen
 kernels.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,26 @@ class BlockMask:
     has_key_lengths: bool = False
     has_segments: bool = False
     has_explicit: bool = False
+    pattern: Any = None
+    """What mask objects allow, a `block_lists.Pattern`; positions and lengths limit it further."""
+
+    @property
+    def limits_pattern(self) -> bool:
+        """True if anything but the pattern forbids elements."""
+        return (
+            self.reach() != (None, None)
+            or self.has_query_lengths
+            or self.has_key_lengths
+            or self.has_segments
+            or self.has_explicit
+        )
+
+    @property
+    def visited_share(self) -> float:
+        """The share of blocks of 128 x 128 that the pattern does not empty."""
+        if self.pattern is None:
+            return 1.0
+        return float((self.pattern.tiles(128, 128).kinds >= 0).mean())
 
     @property
     def extent(self) -> Extent:
@@ -68,7 +89,8 @@ class BlockMask:
     @property
     def has_left_edge(self) -> bool:
         """True if the first visited blocks may be partial; if not, full_start equals start."""
-        return self.window is not None or self.has_segments or self.has_explicit
+        is_listed = self.pattern is not None
+        return is_listed or self.window is not None or self.has_segments or self.has_explicit
 
     def is_always_full(self, query_block: int, key_block: int) -> bool:
         """Whether every visited block is full, so that a kernel needs no masked version of its step."""
@@ -85,7 +107,7 @@ class BlockMask:
 
         The first of these queries is at a multiple of `rows`.
         """
-        if self.has_segments or self.has_explicit:
+        if self.pattern is not None or self.has_segments or self.has_explicit:
             return -(-self.key_count // key_block)
         _, right = self.reach()
         if right is None:
@@ -189,24 +211,27 @@ class BlockMask:
         """Whether position and length allow each element of a tile; None if neither limits anything.
 
         index(0) returns the query and index(1) the key of each element; each is called only if a
-        comparison needs it. Segments and the explicit mask are left to the caller, who can load them.
+        comparison needs it, as Mosaic searches for minutes for the layout of an unused tile. Segments
+        and the explicit mask are left to the caller, who can load them.
         """
         left, right = self.reach()
-        key = index(1)
         conditions = []
+        key = functools.cache(lambda: index(1))
 
         def stands_at(shift):
             shift = extent.query_offset + shift
             return index(0) if isinstance(shift, int) and shift == 0 else index(0) + shift
 
         if right is not None:
-            conditions.append(key <= stands_at(right))
+            conditions.append(key() <= stands_at(right))
         if left is not None:
-            conditions.append(key >= stands_at(-left))
+            conditions.append(key() >= stands_at(-left))
         # A causal square needs no test for the last key: where t < T, s <= t implies s < S.
         ends_with_queries = right == 0 and self.query_count <= self.key_count
+        # A pattern forbids keys beyond the last one.
+        ends_with_queries = ends_with_queries or self.pattern is not None
         if self.has_key_lengths or self.has_query_offset or not ends_with_queries:
-            conditions.append(key < extent.key_length)
+            conditions.append(key() < extent.key_length)
         result = None
         for condition in conditions:
             result = condition if result is None else result & condition

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention.block_lists import Tables
 from pallas_kernels.attention.logits import Operands
 from pallas_kernels.attention.memory import Heads, Matrix
 from pallas_kernels.attention.tiles import KeyTiles, QueryTiles
@@ -112,23 +113,23 @@ class PersistentKernel:
     results: Sequence[jax.ShapeDtypeStruct]
 
     def __call__(
-        self, arrays: Sequence[jax.Array], operands: Operands, segment_bounds: jax.Array | None
+        self, arrays: Sequence[jax.Array], operands: Operands, tables: Tables
     ) -> Sequence[jax.Array]:
-        """Returns the results, given operands padded to whole blocks and bounds of `segment_blocks`."""
+        """Returns the results, given operands padded to whole blocks and the tables of `tiles`."""
         optional = {name: x for name, x in operands._asdict().items() if x is not None}
-        bounds = [] if segment_bounds is None else [segment_bounds]
+        given = {name: x for name, x in tables._asdict().items() if x is not None}
 
         def kernel(*refs, **memory):
             arrays_gmem, refs = refs[: len(arrays)], refs[len(arrays) :]
             schedule_gmem, refs = refs[0], refs[1:]
-            bounds_gmem = refs[0] if bounds else None
-            refs = refs[len(bounds) :]
+            tables_gmem = Tables(**dict(zip(given, refs, strict=False)))
+            refs = refs[len(given) :]
             operands_gmem = Operands(**dict(zip(optional, refs, strict=False)))
             wg_idx, cta_idx = lax.axis_index("wg"), lax.axis_index("cta")
 
             def place(tile_idx):
                 number = schedule_gmem[cta_idx, tile_idx + 1]
-                return self.tiles.place(number, operands_gmem, bounds_gmem)
+                return self.tiles.place(number, operands_gmem, tables_gmem)
 
             cta = Cta(
                 arrays=arrays_gmem,
@@ -152,4 +153,4 @@ class PersistentKernel:
             thread_name="wg",
             kernel_name=self.name,
             compiler_params=plgpu.CompilerParams(approx_math=True),
-        )(*arrays, self.schedule, *bounds, *optional.values())
+        )(*arrays, self.schedule, *given.values(), *optional.values())

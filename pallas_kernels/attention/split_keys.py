@@ -78,7 +78,7 @@ def _columns_of_output(shape: Shape) -> Columns:
 def visited_keys(shape: Shape, logits: Logits) -> int:
     """Returns the number of keys that some query attends to by its position."""
     blocks = logits.mask.key_blocks((0, shape.query_count), 1, logits.mask.extent)
-    return max(1, int(blocks.stop) - int(blocks.start))
+    return max(1, round((int(blocks.stop) - int(blocks.start)) * logits.mask.visited_share))
 
 
 def candidates(

@@ -8,15 +8,16 @@ import functools
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.attention.logits import Operands
-from pallas_kernels.attention.mask import BlockMask, Blocks, Extent, Index
+from pallas_kernels.attention.block_lists import BlockLists, Tables, block_lists
+from pallas_kernels.attention.logits import Bits, Operands
+from pallas_kernels.attention.mask import BlockMask, Blocks, Extent, Index, segment_blocks
 
 
 class Place(NamedTuple):
@@ -30,8 +31,17 @@ class Place(NamedTuple):
     key_blocks: Callable[[Index, Index], Blocks]
     """Function from a range of the tile's queries to the blocks of keys that they visit."""
     first: jax.Array
-    """First visited block of keys; [first, stop) are visited, from the last to the first."""
+    """First visited block of keys, or entry of the tile's list of blocks if there are lists; [first,
+    stop) are visited, from the last to the first."""
     stop: jax.Array
+    entries: Any = None
+    """The tile's list of blocks, int32 [entries, 2], or None."""
+    bits: Any = None
+
+    def block(self, visit: Index) -> jax.Array:
+        """Returns the block of keys of a visit."""
+        place = self.stop - 1 - visit
+        return place if self.entries is None else self.entries[place, 0]
 
 
 class Visits(NamedTuple):
@@ -48,8 +58,48 @@ class Visits(NamedTuple):
     """First visit without masking; the visits [full_first, full_stop) need none."""
     full_stop: jax.Array
 
+    def block(self, visit: Index) -> jax.Array:
+        return self.last - visit
+
     def is_partial(self, visit: Index) -> jax.Array:
         return (visit < self.full_first) | (visit >= self.full_stop)
+
+    def bits(self, visit: Index, first_row: Index) -> Bits | None:
+        del visit, first_row
+        return None
+
+
+class ListedVisits(NamedTuple):
+    """Visits to the entries of a tile's list, which are the same for all consumers; see `Visits`."""
+
+    at: Place
+    full: Blocks | None
+    """Blocks that nothing but the pattern masks, or None if nothing else does."""
+
+    @property
+    def skipped(self) -> int:
+        return 0
+
+    @property
+    def count(self) -> jax.Array:
+        return self.at.stop - self.at.first
+
+    def block(self, visit: Index) -> jax.Array:
+        return self.at.block(visit)
+
+    def _number(self, visit: Index) -> jax.Array:
+        return self.at.entries[self.at.stop - 1 - visit, 1]
+
+    def is_partial(self, visit: Index) -> jax.Array:
+        is_partial = self._number(visit) > 0
+        if self.full is None:
+            return is_partial
+        block = self.block(visit)
+        return is_partial | (block < self.full.full_start) | (block >= self.full.full_stop)
+
+    def bits(self, visit: Index, first_row: Index) -> Bits | None:
+        """Returns the bits of the rows from `first_row` of the tile on."""
+        return Bits(self.at.bits, self._number(visit), first_row)
 
 
 @dataclass(frozen=True)
@@ -69,34 +119,57 @@ class QueryTiles:
 
     def schedule(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
         """Returns [CTA, 1 + rounds], see `schedule`; tiles with more blocks are taken to cost more."""
-        costs = []
+        visited = []
         for i in range(self.count):
             blocks = self.mask.key_blocks(
                 (i * self.rows, (i + 1) * self.rows), self.key_block, self.mask.extent
             )
-            # Starting and ending a tile takes about as long as one block of 128 keys.
-            costs.append((blocks.stop - blocks.start) * self.key_block + 128)
-        return schedule(tuple(costs), batch * self.heads, heads_together, multiprocessors)
+            visited.append((blocks.stop - blocks.start) * self.key_block)
+        if self.lists is not None:
+            visited = self.lists.costs(self.key_block)
+        # Starting and ending a tile takes about as long as one block of 128 keys.
+        costs = tuple(keys + 128 for keys in visited)
+        return schedule(costs, batch * self.heads, heads_together, multiprocessors)
 
-    def place(self, number: jax.Array, operands: Operands, bounds_gmem) -> Place:
-        """Returns the place of the tile with number (batch * heads + head) * count + tile, in a kernel.
+    @functools.cached_property
+    def lists(self) -> BlockLists | None:
+        """The blocks that each tile visits, if the mask has a pattern."""
+        if self.mask.pattern is None:
+            return None
+        return block_lists(self.mask.pattern, self.rows, self.key_block)
 
-        bounds_gmem is the table of `segment_blocks`, or None.
-        """
+    def tables(self, operands: Operands) -> Tables:
+        """Returns the tables that `place` reads."""
+        bounds, mask, rows, block = None, self.mask, self.rows, self.key_block
+        if mask.has_segments:
+            bounds = segment_blocks(operands.query_segments, operands.key_segments, rows, block)
+        if self.lists is None:
+            return Tables(bounds)
+
+        def blocks(tile, extent, within):
+            return mask.key_blocks((tile * rows, (tile + 1) * rows), block, extent, within)
+
+        return self.lists.tables(mask, blocks, operands, bounds, least=1)
+
+    def place(self, number: jax.Array, operands: Operands, tables: Tables) -> Place:
+        """Returns the place of tile number (batch * heads + head) * count + tile, in a kernel."""
         mask, block = self.mask, self.key_block
         batch_head = lax.div(number, jnp.int32(self.count))
         batch_idx = lax.div(batch_head, jnp.int32(self.heads))
         head_idx = lax.rem(batch_head, jnp.int32(self.heads))
         tile_idx = lax.rem(number, jnp.int32(self.count))
         extent = operands.extent(mask, batch_idx)
-        within = None
-        if bounds_gmem is not None:
-            within = Blocks(*(bounds_gmem[batch_idx, tile_idx, i] for i in range(4)))
+        within = _within(tables, batch_idx, tile_idx)
 
         def key_blocks(start, stop):
             return mask.key_blocks((start, stop), block, extent, within)
 
         start = tile_idx * self.rows
+        if tables.ranges is not None:
+            first, stop, entries = _listed(tables, operands, batch_idx, head_idx, tile_idx)
+            return Place(
+                *(batch_idx, head_idx, start, extent, key_blocks, first, stop, entries, tables.bits)
+            )
         blocks = key_blocks(start, start + self.rows)
         # A tile that visits no keys still runs the kernel's loop once, over a fully masked block.
         key_blocks_count = -(-mask.key_count // block)
@@ -104,9 +177,13 @@ class QueryTiles:
         stop = lax.clamp(first + 1, jnp.int32(blocks.stop), jnp.int32(key_blocks_count))
         return Place(batch_idx, head_idx, start, extent, key_blocks, first, stop)
 
-    def visits(self, at: Place, start: jax.Array, rows: int) -> Visits:
+    def visits(self, at: Place, start: jax.Array, rows: int) -> Visits | ListedVisits:
         """Returns the visits of the `rows` queries from `start` on, which belong to the tile at `at`."""
+        if at.entries is not None and not self.mask.limits_pattern:
+            return ListedVisits(at, None)
         own = at.key_blocks(start, start + rows)
+        if at.entries is not None:
+            return ListedVisits(at, own)
         stop = at.stop
         if self.mask.reach()[1] is not None:
             stop = lax.clamp(at.first + 1, jnp.int32(own.stop), at.stop)
@@ -131,8 +208,36 @@ class KeyPlace(NamedTuple):
     start: jax.Array
     """Index of the first key."""
     extent: Extent
-    blocks: Blocks
-    """Blocks of queries, visited in order for one query head after the other."""
+    visits: Callable[[Index], "QueryVisits"]
+    """Function from the number of a visited head to the visits to its queries."""
+
+
+class QueryVisits(NamedTuple):
+    """Visits of a tile of keys to blocks of queries of one head: numbers [start, stop)."""
+
+    start: jax.Array
+    stop: jax.Array
+    full: Blocks | None
+    """Blocks without masking; None if only the pattern masks."""
+    entries: Any = None
+    """The tile's list of blocks, int32 [entries, 2]; without it, a visit's number is its block."""
+    bits_gmem: Any = None
+
+    def block(self, visit: Index) -> Index:
+        return visit if self.entries is None else self.entries[visit, 0]
+
+    def is_partial(self, visit: Index) -> jax.Array:
+        is_partial: Any = False if self.entries is None else self.entries[visit, 1] > 0
+        if self.full is None:
+            return is_partial
+        block = self.block(visit)
+        return is_partial | (block < self.full.full_start) | (block >= self.full.full_stop)
+
+    def bits(self, visit: Index, first_row: Index) -> Bits | None:
+        """Returns the bits of the keys from `first_row` of the tile on."""
+        if self.entries is None:
+            return None
+        return Bits(self.bits_gmem, self.entries[visit, 1], first_row)
 
 
 _EVEN = 16
@@ -171,15 +276,37 @@ class KeyTiles:
     @functools.cached_property
     def costs(self) -> tuple[int, ...]:
         """Work of a share of each tile of a head, in visited queries."""
-        result = []
+        visited = []
         for j in range(self.count):
             blocks = self.mask.query_blocks(
                 (j * self.rows, (j + 1) * self.rows), self.query_block, self.mask.extent
             )
-            visits = -(-(blocks.stop - blocks.start) // self.query_shares) * self.group
-            # Starting and ending a tile takes about as long as a visit to 128 queries.
-            result.append(visits * self.query_block + 128)
-        return tuple(result)
+            visited.append((blocks.stop - blocks.start) * self.query_block)
+        if self.lists is not None:
+            visited = self.lists.costs(self.query_block)
+        blocks_of_share = (-(-n // (self.query_shares * self.query_block)) for n in visited)
+        # Starting and ending a tile takes about as long as a visit to 128 queries.
+        return tuple(n * self.group * self.query_block + 128 for n in blocks_of_share)
+
+    @functools.cached_property
+    def lists(self) -> BlockLists | None:
+        """The blocks of queries that each tile visits, if the mask has a pattern."""
+        if self.mask.pattern is None:
+            return None
+        return block_lists(self.mask.pattern, self.query_block, self.rows, transposed=True)
+
+    def tables(self, operands: Operands) -> Tables:
+        """Returns the tables that `place` reads."""
+        bounds, mask, rows, block = None, self.mask, self.rows, self.query_block
+        if mask.has_segments:
+            bounds = segment_blocks(operands.key_segments, operands.query_segments, rows, block)
+        if self.lists is None:
+            return Tables(bounds)
+
+        def blocks(tile, extent, within):
+            return mask.query_blocks((tile * rows, (tile + 1) * rows), block, extent, within)
+
+        return self.lists.tables(mask, blocks, operands, bounds, least=0)
 
     def schedule(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
         """Returns [CTA, 1 + rounds], see `schedule`; tiles with more visits are taken to cost more."""
@@ -196,44 +323,70 @@ class KeyTiles:
         is_tile = np.arange(costs.shape[1]) < table[:, :1]
         return int(np.sum(costs * is_tile, axis=1).max())
 
-    def place(self, number: jax.Array, operands: Operands, bounds_gmem) -> KeyPlace:
+    def place(self, number: jax.Array, operands: Operands, tables: Tables) -> KeyPlace:
         """Returns the place of tile number (batch * shared heads + shared head) * count + tile.
 
-        Shared head number key head * shares + share is a share of a key head. A kernel calls this;
-        bounds_gmem is the table of `segment_blocks` with its arguments swapped, or None.
+        Shared head number key head * shares + share is a share of a key head. A kernel calls this.
         """
         batch_head = lax.div(number, jnp.int32(self.count))
         shared_heads = jnp.int32(self.key_heads * self.shares)
         batch_idx = lax.div(batch_head, shared_heads)
         shared_head_idx = lax.rem(batch_head, shared_heads)
         tile_idx = lax.rem(number, jnp.int32(self.count))
+        first_head_idx = lax.div(shared_head_idx, jnp.int32(self.query_shares)) * self.group
+        share = lax.rem(shared_head_idx, jnp.int32(self.query_shares))
         extent = operands.extent(self.mask, batch_idx)
-        within = None
-        if bounds_gmem is not None:
-            within = Blocks(*(bounds_gmem[batch_idx, tile_idx, i] for i in range(4)))
         start = tile_idx * self.rows
-        blocks = self.mask.query_blocks(
-            (start, start + self.rows), self.query_block, extent, within
-        )
-        blocks = Blocks(*(jnp.asarray(x, jnp.int32) for x in blocks))
+        blocks = None
+        if tables.ranges is None or self.mask.limits_pattern:
+            within = _within(tables, batch_idx, tile_idx)
+            blocks = self.mask.query_blocks(
+                (start, start + self.rows), self.query_block, extent, within
+            )
+            blocks = Blocks(*(jnp.asarray(x, jnp.int32) for x in blocks))
+
+        def visits(head: Index) -> QueryVisits:
+            if tables.ranges is not None:
+                head_idx = first_head_idx + head
+                first, stop, entries = _listed(tables, operands, batch_idx, head_idx, tile_idx)
+                shared = self.of_share(first, stop, share)
+                return QueryVisits(*shared, blocks, entries, tables.bits)
+            assert blocks is not None
+            return QueryVisits(*self.of_share(blocks.start, blocks.stop, share), blocks)
+
         return KeyPlace(
-            batch_idx,
-            lax.div(shared_head_idx, jnp.int32(self.shares)),
-            lax.div(shared_head_idx, jnp.int32(self.query_shares)) * self.group,
-            shared_head_idx,
-            start,
-            extent,
-            self.shared_blocks(blocks, lax.rem(shared_head_idx, jnp.int32(self.query_shares))),
+            *(batch_idx, lax.div(shared_head_idx, jnp.int32(self.shares)), first_head_idx),
+            *(shared_head_idx, start, extent, visits),
         )
 
-    def shared_blocks(self, blocks: Blocks, share: jax.Array) -> Blocks:
-        """Returns the blocks that a share of the queries visits."""
+    def of_share(
+        self, start: jax.Array, stop: jax.Array, share: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the visits of a share of the queries, of all visits [start, stop)."""
         if self.query_shares == 1:
-            return blocks
-        visits = lax.max(blocks.stop - blocks.start, jnp.int32(0))
+            return start, stop
+        visits = lax.max(stop - start, jnp.int32(0))
         most = lax.div(visits + (self.query_shares - 1), jnp.int32(self.query_shares))
-        first = lax.min(blocks.start + share * most, blocks.start + visits)
-        return blocks._replace(start=first, stop=lax.min(first + most, blocks.start + visits))
+        first = lax.min(start + share * most, start + visits)
+        return first, lax.min(first + most, start + visits)
+
+
+def _within(tables: Tables, batch_idx: jax.Array, tile_idx: jax.Array) -> Blocks | None:
+    """Returns the blocks that the segments of a tile reach."""
+    if tables.bounds is None:
+        return None
+    return Blocks(*(tables.bounds[batch_idx, tile_idx, i] for i in range(4)))
+
+
+def _listed(
+    tables: Tables, operands: Operands, batch_idx: Any, head_idx: Any, tile_idx: Any
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns the range of a tile's list of blocks that is visited, and the list."""
+    heads = operands.pattern_heads
+    mask_idx = 0 if heads is None else heads[head_idx]
+    batch_idx = batch_idx if tables.ranges.shape[0] > 1 else 0
+    first, stop = (tables.ranges[batch_idx, mask_idx, tile_idx, i] for i in range(2))
+    return first, stop, tables.entries.at[mask_idx, tile_idx]
 
 
 @functools.lru_cache(maxsize=64)

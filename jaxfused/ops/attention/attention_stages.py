@@ -18,6 +18,7 @@ from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.attention import attention as pallas_attention
 from pallas_kernels.attention import estimate
+from pallas_kernels.attention.block_lists import as_explicit
 from pallas_kernels.attention.forward import ForwardConfig
 from pallas_kernels.attention.logits import Logits, Operands, saved_length
 from pallas_kernels.attention.mask import BlockMask, segment_blocks
@@ -172,6 +173,7 @@ class Options:
             has_key_lengths=operands.key_lengths is not None,
             has_segments=operands.query_segments is not None,
             has_explicit=operands.explicit is not None,
+            pattern=self.pattern,
         )
         return Logits(
             scale=self.scale,
@@ -183,20 +185,11 @@ class Options:
         )
 
 
-def _without_pattern(options: Options, operands: Operands) -> Operands:
-    """Returns the operands with the pattern as a part of `explicit`, for kernels without block lists."""
-    if options.pattern is None:
-        return operands
-    explicit = options.pattern.allowed(operands.pattern_heads).astype(jnp.int8)
-    if operands.explicit is not None:
-        explicit = explicit * operands.explicit
-    return operands._replace(explicit=explicit, pattern_heads=None)
-
-
 def _for_cuda(
     logits: Logits, operands: Operands
 ) -> tuple[cuda_attention.Operands, cuda_attention.Options]:
     """Returns operands and options in the form that the CUDA kernels take."""
+    logits, operands = as_explicit(logits, operands)
     queries, keys = operands.query_segments, operands.key_segments
     bounds = {}
     if queries is not None and keys is not None:
@@ -361,7 +354,6 @@ class Forward:
         query, key, value, optional = arrays.ungrouped()
         if implementation == "xla":
             return _in_xla(self.options, arrays)(query, key, value, optional.bias, optional.sinks)
-        optional = _without_pattern(self.options, optional)
         logits = self.options.logits(query, key, optional)
         if implementation == "cuda":
             output, lse = cuda_attention.forward(
@@ -448,7 +440,6 @@ class Backward:
             _, vjp = jax.vjp(_in_xla(self.options, arrays), *differentiated)
             dquery, dkey, dvalue, dbias, dsinks = vjp((doutput, dlse))
             return self._as_operands(arrays, dquery, dkey, dvalue, dbias, dsinks)
-        optional = _without_pattern(self.options, optional)
         logits = self.options.logits(query, key, optional)
         saved = (
             output.reshape(*query.shape[:3], -1),

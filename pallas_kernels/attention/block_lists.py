@@ -1,0 +1,162 @@
+"""Lists of the blocks that each tile visits, where more than positions decides which blocks are empty.
+
+A pattern says what queries attend to which keys before a kernel is compiled. For each tile of queries
+(or of keys, in the kernel of dK and dV) a list has the blocks of the other side that are not empty, in
+ascending order, each with the number of a matrix of bits: 0 for a full block, which is not masked. Equal
+partial blocks share their bits. Lengths, segments and positions that are known only at run time cut a
+list to the range of its entries that they reach.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.attention.logits import Logits, Operands
+from pallas_kernels.attention.mask import BlockMask, Blocks, Extent
+
+_WORD = 32
+"""Bits of a word."""
+
+
+class Tiles(Protocol):
+    """Masks in tiles of queries and keys."""
+
+    @property
+    def kinds(self) -> np.ndarray:
+        """int32 [masks, tiles of queries, tiles of keys]: -1 empty, 0 full, or a partial tile."""
+
+    @property
+    def partial(self) -> np.ndarray:
+        """Bool [partial tiles + 1, queries of a tile, keys of a tile]; the first allows everything."""
+
+
+class Pattern(Protocol):
+    """Hashable masks that are known when a kernel is compiled."""
+
+    def tiles(self, query_block: int, key_block: int) -> Tiles:
+        """Returns the masks in tiles; keys beyond the last are forbidden."""
+
+    def allowed(self, heads: jax.Array | None) -> jax.Array:
+        """Returns bool [1, N or 1, T, S] for heads with these masks, [N], or with the only mask."""
+
+
+class Tables(NamedTuple):
+    """What a kernel reads to find a tile's blocks; in a kernel, references in global memory."""
+
+    bounds: Any = None
+    """The table of `segment_blocks`, or None."""
+    ranges: Any = None
+    """int32 [B or 1, masks, tiles, 2]: the entries [start, stop) of each tile's list. It and the next
+    two are None without lists."""
+    entries: Any = None
+    """int32 [masks, tiles, entries, 2]: block and number of bits of each entry."""
+    bits: Any = None
+    """uint32 [partial blocks, words of a row, rows]: bit c % 32 of word c // 32 is column c."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLists:
+    """The part of the lists that is known when a kernel is compiled."""
+
+    counts: np.ndarray
+    """int32 [masks, tiles]"""
+    entries: np.ndarray
+    """As in `Tables`. The last entry of each list is one that forbids everything."""
+    bits: np.ndarray
+
+    def costs(self, columns: int) -> list[int]:
+        """Returns the visited rows or columns of each tile, for blocks of `columns`."""
+        return [round(float(n) * columns) for n in self.counts.mean(axis=0)]
+
+    def tables(
+        self, mask: BlockMask, blocks: Any, operands: Operands, bounds: jax.Array | None, least: int
+    ) -> Tables:
+        """Returns the tables of a call.
+
+        Args:
+          mask: whose positions and lengths limit the lists further.
+          blocks: function (tile, extent, within) of the mask, which returns the blocks of a tile.
+          operands: with lengths and offsets.
+          bounds: the table of `segment_blocks`, or None.
+          least: visits of a tile; 1 if a kernel cannot do without, and then to a forbidden block.
+        """
+        most = self.entries.shape[2]
+        if not mask.limits_pattern:
+            stop = np.maximum(self.counts, least)
+            return Tables(bounds, np.stack([0 * stop, stop], 2)[None], self.entries, self.bits)
+        full = Extent(mask.query_count, mask.key_count)
+        given = (operands.query_lengths, operands.key_lengths, operands.query_offset)
+        batches = [array.shape[0] for array in (*given, bounds) if array is not None]
+        batch = batches[0] if batches else 1
+        extents = [
+            jnp.full((batch,), number, jnp.int32) if array is None else array
+            for number, array in zip(full, given, strict=True)
+        ]
+        tiles = jnp.arange(self.counts.shape[1], dtype=jnp.int32)
+
+        def of_tile(tile, extent, within):
+            found = blocks(tile, extent, None if within is None else Blocks(*within))
+            return jnp.int32(found.start), jnp.int32(found.stop)
+
+        of_batch = jax.vmap(of_tile, (0, None, None if bounds is None else 0))
+        start, stop = jax.vmap(of_batch, (None, 0, None if bounds is None else 0))(
+            tiles, Extent(*extents), None if bounds is None else list(jnp.moveaxis(bounds, 2, 0))
+        )
+        is_entry = np.arange(most) < self.counts[..., None]
+        block = np.where(is_entry, self.entries[..., 0], np.iinfo(np.int32).max)
+        first, end = (
+            jnp.sum(block < x[:, None, :, None], axis=3, dtype=jnp.int32) for x in (start, stop)
+        )
+        if least:
+            first = jnp.where(first < end, first, most - 1)
+            end = jnp.where(first < most - 1, end, most)
+        return Tables(bounds, jnp.stack([first, end], axis=3), self.entries, self.bits)
+
+
+@functools.lru_cache(maxsize=64)
+def block_lists(
+    pattern: Pattern, query_block: int, key_block: int, transposed: bool = False
+) -> BlockLists:
+    """Returns the lists of tiles of queries, or of tiles of keys if `transposed`."""
+    tiles = pattern.tiles(query_block, key_block)
+    kinds, partial = tiles.kinds, tiles.partial
+    if transposed:
+        kinds, partial = kinds.swapaxes(1, 2), partial.swapaxes(1, 2)
+    visited = kinds >= 0
+    counts = visited.sum(axis=2).astype(np.int32)
+    forbidden = partial.shape[0]
+    entries = np.zeros((*counts.shape, 1 + int(counts.max(initial=0)), 2), np.int32)
+    entries[..., 1] = forbidden
+    mask, tile, block = np.nonzero(visited)
+    place = (np.cumsum(visited, axis=2) - 1)[mask, tile, block]
+    entries[mask, tile, place, 0] = block
+    entries[mask, tile, place, 1] = kinds[mask, tile, block]
+    partial = np.concatenate([partial, np.zeros_like(partial[:1])])
+    return BlockLists(counts, entries, _packed(partial))
+
+
+def _packed(partial: np.ndarray) -> np.ndarray:
+    """Returns bool [blocks, rows, columns] as words [blocks, words, rows]."""
+    blocks, rows, columns = partial.shape
+    words = -(-columns // _WORD)
+    padded = np.zeros((blocks, rows, words * _WORD), np.bool_)
+    padded[..., :columns] = partial
+    packed = np.packbits(padded, axis=2, bitorder="little")
+    return np.ascontiguousarray(packed.view("<u4").swapaxes(1, 2)).astype(np.uint32)
+
+
+def as_explicit(logits: Logits, operands: Operands) -> tuple[Logits, Operands]:
+    """Returns both with the pattern as an explicit mask, for kernels without lists."""
+    pattern = logits.mask.pattern
+    if pattern is None:
+        return logits, operands
+    explicit = pattern.allowed(operands.pattern_heads).astype(jnp.int8)
+    if operands.explicit is not None:
+        explicit = explicit * operands.explicit
+    mask = replace(logits.mask, pattern=None, has_explicit=True)
+    operands = operands._replace(explicit=explicit, pattern_heads=None)
+    return replace(logits, mask=mask), operands

@@ -1,0 +1,195 @@
+"""Lists of blocks: their entries, their bits, what cuts them short, and the kernels that read them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfused
+from jaxfused import masks
+from jaxfused.ops.attention.masks.pattern import Pattern
+from pallas_kernels.attention import attention
+from pallas_kernels.attention.backward import BackwardConfig
+from pallas_kernels.attention.backward_dkv import KeyGradientConfig
+from pallas_kernels.attention.backward_dq import QueryGradientConfig
+from pallas_kernels.attention.block_lists import as_explicit, block_lists
+from pallas_kernels.attention.forward import ForwardConfig
+from pallas_kernels.attention.logits import Logits, Operands
+from pallas_kernels.attention.mask import BlockMask
+from pallas_kernels.attention.tiles import KeyTiles, QueryTiles
+from tests.support import mosaic_interpreter
+from tests.support.grids import parametrize
+from tests.support.tolerances import assert_accurate
+
+SHAPE = T, S = 250, 330
+LOCAL = masks.LocalMask(SHAPE, (60, 20)) | masks.GlobalMask(SHAPE, 3)
+SPARSE = LOCAL & ~masks.RandomBlocksMask(SHAPE, 1, 64)
+HEADS = masks.MultiHeadMask([masks.CausalMask(SHAPE, 70), SPARSE])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("blocks", [(64, 64), (128, 64), (64, 128), (96, 112)], ids=str)
+def test_lists_and_bits_are_the_mask(blocks, transposed):
+    pattern, _ = Pattern.of(HEADS)
+    rows, columns = blocks[::-1] if transposed else blocks
+    lists = block_lists(pattern, *blocks, transposed=transposed)
+    for mask, counts, entries in zip(pattern.masks, lists.counts, lists.entries, strict=True):
+        whole = np.asarray(mask).T if transposed else np.asarray(mask)
+        built = np.zeros((len(counts) * rows, -(-whole.shape[1] // columns) * columns), np.bool_)
+        for tile, (count, listed) in enumerate(zip(counts, entries, strict=True)):
+            assert (np.diff(listed[:count, 0]) > 0).all()
+            for block, number in listed[:count]:
+                words = lists.bits[number]
+                c = np.arange(columns)
+                bits = (words[c // 32].T >> (c % 32).astype(np.uint32)) & 1
+                row, column = tile * rows, block * columns
+                built[row : row + rows, column : column + columns] = bits
+            assert listed[-1, 1] == len(lists.bits) - 1
+        np.testing.assert_array_equal(built[: whole.shape[0], : whole.shape[1]], whole)
+    assert not lists.bits[-1].any()
+
+
+def tables_of(tiles, **operands):
+    return tiles.tables(Operands(**operands))
+
+
+def test_lengths_cut_lists_short():
+    pattern, _ = Pattern.of(LOCAL)
+    mask = BlockMask(T, S, pattern=pattern, has_key_lengths=True)
+    tables = tables_of(QueryTiles(mask, 1, 64, 64), key_lengths=jnp.array([330, 100, 0]))
+    ranges, entries = np.asarray(tables.ranges), np.asarray(tables.entries)
+    for length, of_length in zip((330, 100, 0), ranges[:, 0], strict=True):
+        for tile, (start, stop) in enumerate(of_length):
+            blocks, numbers = entries[0, tile, start:stop].T
+            if length:
+                assert (blocks * 64 < length).all() and len(blocks)
+            else:  # A tile visits at least one block, here a forbidden one.
+                assert numbers.tolist() == [len(tables.bits) - 1]
+
+
+def test_costs_follow_the_lists():
+    pattern, _ = Pattern.of(masks.LocalMask((1024, 1024), 0) | masks.GlobalMask((1024, 1024), 1))
+    tiles = QueryTiles(BlockMask(1024, 1024, pattern=pattern), 1, 128, 128)
+    assert tiles.lists.costs(128) == [1024] + 7 * [256]
+    keys = KeyTiles(BlockMask(1024, 1024, pattern=pattern), 1, 1, 128, 64)
+    assert keys.costs == (1024 + 128, *7 * [3 * 64 + 128])
+
+
+def test_a_pattern_becomes_an_explicit_mask():
+    pattern, heads = Pattern.of(HEADS)
+    logits = Logits(scale=1.0, mask=BlockMask(T, S, pattern=pattern))
+    logits, operands = as_explicit(logits, Operands(pattern_heads=heads))
+    assert logits.mask == BlockMask(T, S, has_explicit=True)
+    np.testing.assert_array_equal(operands.explicit[0], np.asarray(HEADS).astype(np.int8))
+
+
+QUERIES = np.sort(np.random.default_rng(0).integers(0, 4, (1, S)), axis=1)
+CASES = {
+    "a pattern": (SPARSE, {}, ForwardConfig(), QueryGradientConfig(), KeyGradientConfig()),
+    "heads": (
+        HEADS,
+        {},
+        ForwardConfig(takes_turns=True),
+        QueryGradientConfig(key_block=64),
+        KeyGradientConfig(keeps_keys=True, multiplies_early=False),
+    ),
+    "lengths": (
+        SPARSE,
+        dict(query_seq_lengths=np.array([100]), key_value_seq_lengths=np.array([77])),
+        ForwardConfig(consumers=1, key_block=64),
+        QueryGradientConfig(),
+        KeyGradientConfig(query_block=96, tile_stages=1),
+    ),
+    "segments": (
+        SPARSE,
+        dict(query_segment_ids=QUERIES[:, :T], key_value_segment_ids=QUERIES),
+        ForwardConfig(),
+        QueryGradientConfig(),
+        KeyGradientConfig(query_block=128),
+    ),
+    "an offset and a bias": (
+        SPARSE,
+        dict(bias=(1, 1, 1, S), query_offset=np.array([30]), is_causal=True),
+        ForwardConfig(),
+        QueryGradientConfig(),
+        KeyGradientConfig(splits_roles=True),
+    ),
+    "a bias of every element": (
+        SPARSE,
+        dict(bias=(1, 1, T, S)),
+        ForwardConfig(),
+        QueryGradientConfig(),
+        KeyGradientConfig(),
+    ),
+    "no keys": (
+        masks.LocalMask(SHAPE, (20, 0), 300),
+        {},
+        ForwardConfig(),
+        QueryGradientConfig(),
+        KeyGradientConfig(),
+    ),
+}
+
+
+@parametrize("name", CASES, quick=())
+def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, name):
+    """One CTA has several tiles, so that memory and barriers are reused."""
+    mosaic_interpreter.complete(monkeypatch)
+    mask, options, for_out, for_queries, for_keys = CASES[name]
+    heads = len(mask.of_heads)
+    random = np.random.default_rng(1)
+    query, key, value, dout = (
+        random.normal(size=(1, n, h, 32)).astype(np.float16)
+        for n, h in ((T, heads), (S, 1), (S, 1), (T, heads))
+    )
+    options = dict(options)
+    bias = options.pop("bias", None)
+    bias = None if bias is None else random.normal(size=bias).astype(np.float32)
+
+    def plain(query, key, value, bias):
+        return jaxfused.dot_product_attention(
+            query, key, value, bias, mask=np.asarray(mask), implementation="xla", **options
+        )
+
+    def gradients(dtype, *arrays):
+        arrays = [None if a is None else np.asarray(a, dtype) for a in arrays]
+        out, vjp = jax.vjp(plain, *arrays[:-1])
+        return out, *vjp(jnp.asarray(arrays[-1], out.dtype))
+
+    low = gradients(np.float16, query, key, value, bias, dout)
+    with jax.enable_x64(True):
+        truth = jax.tree.map(np.asarray, gradients(np.float64, query, key, value, bias, dout))
+    pattern, pattern_heads = Pattern.of(mask)
+    is_causal = options.pop("is_causal", False)
+    names = dict(
+        query_seq_lengths="query_lengths",
+        key_value_seq_lengths="key_lengths",
+        query_segment_ids="query_segments",
+        key_value_segment_ids="key_segments",
+        query_offset="query_offset",
+    )
+    given = {names[name]: jnp.asarray(array, jnp.int32) for name, array in options.items()}
+    operands = Operands(pattern_heads=pattern_heads, bias=bias, **given)
+    logits = Logits(
+        scale=32**-0.5,
+        mask=BlockMask(
+            *(T, S, is_causal),
+            pattern=pattern,
+            has_query_offset="query_offset" in given,
+            has_query_lengths="query_lengths" in given,
+            has_key_lengths="key_lengths" in given,
+            has_segments="key_segments" in given,
+        ),
+        has_bias=bias is not None,
+    )
+    how = dict(logits=logits, multiprocessors=1)
+    out, lse = attention.forward(query, key, value, operands, **how, config=for_out)
+    config = BackwardConfig(for_queries, for_keys)
+    actual = attention.backward(
+        query, key, value, operands, out, lse, dout, None, **how, config=config
+    )
+    for what, a, b, t in zip(
+        ("output", "dquery", "dkey", "dvalue", "dbias"), (out, *actual), low, truth, strict=False
+    ):
+        if t is not None:
+            assert_accurate(what, a, b, t)
