@@ -60,13 +60,13 @@ def compile_case(
     quick = _NO_AUTOTUNING if on_gpu else {}
     options = dict.fromkeys((INPUTS, TRUTH, COMPARE), quick) | {YARDSTICK: quick | _AS_WRITTEN}
 
-    def compile_module(name: str, module: Module) -> Callable[[], Any]:
-        return partial(_compile, module, options.get(name, {}))
+    def compiling(name: str, module: Module) -> Callable[[], Any]:
+        return partial(compile_module, module, options.get(name, {}))
 
     by_direction = {}
     for direction, modules in lowered.by_direction.items():
         ours_last = sorted(modules, key=lambda name: name == OURS)
-        jobs = {name: compile_module(name, modules[name]) for name in ours_last}
+        jobs = {name: compiling(name, modules[name]) for name in ours_last}
         by_direction[direction] = _one_after_the_other(pool, jobs)
     if on_gpu:
         written = programs.of(config)
@@ -75,9 +75,7 @@ def compile_case(
             for name, peer in written.peers.items():
                 whole = written.whole(peer, direction == WHOLE)
                 compiled[name] = pool.submit(_compile_here, whole, arrays)
-    shared = {
-        name: pool.submit(compile_module(name, module)) for name, module in lowered.shared.items()
-    }
+    shared = {name: pool.submit(compiling(name, module)) for name, module in lowered.shared.items()}
     return shared, by_direction
 
 
@@ -97,7 +95,8 @@ def _one_after_the_other(
     return futures
 
 
-def _compile(module: Module, options: dict[str, Any]) -> Any:
+def compile_module(module: Module, options: dict[str, Any] | None = None) -> Any:
+    """Compiles a module that another process may have lowered."""
     if isinstance(module, str):
         raise RuntimeError(module)
     args, _ = jax.tree.unflatten(module.in_tree, module.in_avals)
@@ -152,7 +151,7 @@ def judge(
     try:
         name = INPUTS
         written = programs.of(config)
-        sets = _input_sets(shared[name].result(), written.weight_bytes, on_gpu=on_gpu)
+        sets = input_sets(shared[name].result(), written.weight_bytes, on_gpu=on_gpu)
         name = TRUTH
         truth = jax.block_until_ready(shared[name].result()(*sets[0]))
         # XLA refuses jax.nn's float16 attention of one query: "Unsupported dot precision algorithm".
@@ -174,7 +173,8 @@ def judge(
     return results
 
 
-def _input_sets(make: Callable[[Any], Any], weight_bytes: int, *, on_gpu: bool) -> list[Any]:
+def input_sets(make: Callable[[Any], Any], weight_bytes: int, *, on_gpu: bool) -> list[Any]:
+    """Returns the sets of inputs that take turns."""
     first = make(jnp.int32(0))
     count = _count_of_sets(sum(a.nbytes for a in first), weight_bytes) if on_gpu else 2
     return jax.block_until_ready([first, *(make(jnp.int32(seed)) for seed in range(1, count))])

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 
 from benchmarks.run import peers
 from benchmarks.sweep import configs, programs
+from jaxfused import dispatch
+from jaxfused.runtime import runner
 
 FORWARD, WHOLE = "forward", "forward+backward"
 DIRECTIONS = {"forward": (FORWARD,), "forward+backward": (WHOLE,), "both": (FORWARD, WHOLE)}
@@ -67,6 +69,26 @@ def lower(line: str, directions: tuple[str, ...], platform: str) -> Lowered:
         modules[COMPARE] = export(figures, plain[:count], plain[:count], true[:count])
         by_direction[direction] = modules
     return Lowered(shared, by_direction)
+
+
+def lower_ours(line: str, direction: str, platform: str) -> tuple[Module, list[str]]:
+    """Lowers our program of a case alone; returns it with its choices, configs included."""
+    written = programs.of(configs.from_line(line))
+    if direction == WHOLE and not written.differentiable:
+        return "it has no gradient", []
+    arrays = jax.eval_shape(written.make_inputs, _KEY)
+    with dispatch.recorded() as choices:
+        module = _export(platform, written.whole(written.ours, direction == WHOLE), *arrays)
+    device = dispatch.current_device()
+    ways = []
+    for choice in choices:
+        config = choice.config
+        if config is None and choice.kernel is not None:
+            config = runner.configs(choice.kernel, choice.implementation, device, choice.operands)[
+                0
+            ]
+        ways.append(f"{choice.stage} {choice.operands} {choice.implementation} {config}")
+    return module, ways
 
 
 _ACROSS_A_KINK = 2.0**-22

@@ -221,16 +221,9 @@ def run(
     file = table.user_path(device) if path is None else Path(path)
     table.check_can_write(file, device)
     show = _Progress(seconds, progress)
-    stages = _stages(f, args, device)
+    stages = stages_of(f, args, device)
     _measure(stages, bench, begin + seconds, clock, lambda text: show(clock() - begin, text))
-    entries = {
-        table.Key.of(stage.work.kernel, stage.work.operands): tuple(
-            table.Ranked(c.implementation, table.config_text(c.config), stage.microseconds[c])
-            for c in stage.best
-        )
-        for stage in stages
-        if len(stage.ranking) > 1
-    }
+    entries = entries_of(stages)
     written = None
     if entries:
         try:
@@ -246,7 +239,19 @@ def run(
     return TuningReport(device, written, clock() - begin, tuple(stages))
 
 
-def _stages(
+def entries_of(stages: Sequence[TunedStage]) -> dict[table.Key, tuple[table.Ranked, ...]]:
+    """Returns the table's entries of the stages of which several candidates were measured."""
+    return {
+        table.Key.of(stage.work.kernel, stage.work.operands): tuple(
+            table.Ranked(c.implementation, table.config_text(c.config), stage.microseconds[c])
+            for c in stage.best
+        )
+        for stage in stages
+        if len(stage.ranking) > 1
+    }
+
+
+def stages_of(
     f: Callable[..., Any], args: Sequence[Any], device: dispatch.Device
 ) -> list[TunedStage]:
     """Returns the distinct stages of a program that have more than one candidate."""

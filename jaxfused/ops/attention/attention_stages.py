@@ -17,20 +17,18 @@ from jaxfused.runtime.estimate import Estimate, Rule, Times
 from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.attention import attention as pallas_attention
-from pallas_kernels.attention import estimate
 from pallas_kernels.attention.block_lists import as_explicit
-from pallas_kernels.attention.forward import ForwardConfig
 from pallas_kernels.attention.logits import Logits, Operands, saved_length
 from pallas_kernels.attention.mask import BlockMask, segment_blocks
 from pallas_kernels.attention.shape import Shape
 
-_FEW_QUERIES = 64
-"""Largest number of queries for which XLA may be faster; with more, its logits take too much memory."""
-
-
+_FEW_QUERIES, _MANY_KEYS = 16, 64
+"""Queries up to which, and keys from which on, CUDA's backward, where Pallas has none, is slower than
+XLA's."""
 _KERNELS = ("pallas", "cuda")
-_LIKE_CUDA = ForwardConfig(consumers=1)
-"""Config of the Pallas kernel whose estimated time stands for that of the CUDA kernels."""
+_KERNELS_FIRST = Rule(
+    _KERNELS, "a kernel writes no logits: XLA was faster in 2 of 400 recorded cases"
+)
 
 
 def _times(by_kernels: float, by_xla: float) -> Times:
@@ -53,58 +51,36 @@ class Options:
     allows_tf32: bool = False
     """True if the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
 
-    def forward_times(
-        self, device: dispatch.Device, able: Collection[str], arrays: "Arrays"
-    ) -> Times:
-        """Returns the times of a forward; benchmarks/LAB.md says what they were fitted to.
-
-        XLA's passes over the logits cost less with a few queries and many keys, and in float32 for any
-        work that is too small to fill the GPU.
-        """
-        if arrays.query.dtype == jnp.float32:
-            work = self._work_of_float32(device, arrays)
-            return _times(work.forward(), work.xla_forward())
-        batch, queries, key_heads, groups, _ = arrays.query.shape
-        keys = self.visited_keys(arrays)
-        heads = batch * key_heads * groups
-        by_xla = 8 + self._bytes_of_keys(arrays) / 1.2e6 + heads * queries * keys * 12 / 3e6
-        shape, logits = arrays.shape(), self.logits(arrays.query, arrays.key, arrays)
-        config: pallas_attention.ForwardConfig = _LIKE_CUDA
-        if "pallas" in able:
-            config = pallas_attention.forward_candidates(
-                shape, arrays.query.dtype, logits=logits, multiprocessors=device.multiprocessors
-            )[0]
-        return _times(estimate.forward(shape, logits, config, device.multiprocessors), by_xla)
+    def forward_estimate(self, device: dispatch.Device, arrays: "Arrays") -> Estimate:
+        """Returns the rule of a forward, or the times in float32."""
+        if (rule := self._rule(device, arrays)) is not None:
+            return rule
+        if arrays.query.dtype != jnp.float32:
+            return _KERNELS_FIRST
+        work = self._work_of_float32(device, arrays)
+        return _times(work.forward(), work.xla_forward())
 
     def backward_estimate(
         self, device: dispatch.Device, able: Collection[str], arrays: "Arrays"
     ) -> Estimate:
-        """Returns the times of a backward, or the rule where the Pallas kernels cannot run."""
+        """Returns the rule of a backward, or the times in float32."""
+        if (rule := self._rule(device, arrays)) is not None:
+            return rule
         if arrays.query.dtype == jnp.float32:
             work = self._work_of_float32(device, arrays)
             return _times(work.backward(), work.xla_backward())
-        batch, queries, key_heads, groups, _ = arrays.query.shape
-        keys = self.visited_keys(arrays)
-        if "pallas" not in able:
-            why = "up to 16 queries over 64 keys or more are faster in XLA than in CUDA"
-            return Rule(("xla",), why) if queries <= 16 and keys >= 64 else None
-        shape, logits = arrays.shape(), self.logits(arrays.query, arrays.key, arrays)
-        heads = batch * key_heads * groups
-        by_xla = 20 + self._bytes_of_keys(arrays) / 0.8e6 + heads * queries * keys * 24 / 3e6
-        config = pallas_attention.backward_candidates(
-            shape, arrays.query.dtype, logits=logits, multiprocessors=device.multiprocessors
-        )[0]
-        return _times(estimate.backward(shape, logits, config, device.multiprocessors), by_xla)
+        few = arrays.query.shape[1] <= _FEW_QUERIES and self.visited_keys(arrays) >= _MANY_KEYS
+        if "pallas" not in able and few:
+            why = f"up to {_FEW_QUERIES} queries over {_MANY_KEYS} keys are faster in XLA than in CUDA"
+            return Rule(("xla",), why)
+        return _KERNELS_FIRST
 
-    def rule(self, device: dispatch.Device, arrays: "Arrays") -> Rule | None:
-        """Returns the rule for both directions, or None if times decide."""
+    def _rule(self, device: dispatch.Device, arrays: "Arrays") -> Rule | None:
+        """Returns the rule for both directions and all dtypes, or None."""
         if device.multiprocessors == 0:
             return Rule(_KERNELS, "the device's number of SMs is unknown")
         if arrays.key.shape[1] == 1:
             return Rule(("xla",), "a single key, whose weight is always 1, is faster in XLA")
-        if arrays.query.dtype != jnp.float32 and arrays.query.shape[1] > _FEW_QUERIES:
-            why = f"XLA's logits of more than {_FEW_QUERIES} queries take too much memory"
-            return Rule(_KERNELS, why)
         return None
 
     def _work_of_float32(self, device: dispatch.Device, arrays: "Arrays") -> costs_float32.Work:
@@ -129,12 +105,6 @@ class Options:
             visited_keys=mean,
             multiprocessors=device.multiprocessors,
         )
-
-    def _bytes_of_keys(self, arrays: "Arrays") -> float:
-        """Returns the bytes of the keys and values that are visited, in 16 bits."""
-        batch, _, key_heads, _, head_size = arrays.query.shape
-        keys = self.visited_keys(arrays)
-        return 2.0 * batch * keys * key_heads * (head_size + arrays.value.shape[3])
 
     def why_not(self, device: dispatch.Device, arrays: "Arrays") -> Mapping[str, str | None]:
         """Returns why each implementation cannot run, in both directions, or None if it can."""
@@ -331,8 +301,8 @@ class Forward:
         return self.options.why_not(device, Arrays(*operands))
 
     def estimate(self, device, able, *operands) -> Estimate:
-        arrays, options = Arrays(*operands), self.options
-        return options.rule(device, arrays) or options.forward_times(device, able, arrays)
+        del able
+        return self.options.forward_estimate(device, Arrays(*operands))
 
     def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
         arrays = Arrays(*operands)
@@ -408,8 +378,7 @@ class Backward:
         return self.options.why_not(device, Arrays(*operands[4:]))
 
     def estimate(self, device, able, *operands) -> Estimate:
-        arrays, options = Arrays(*operands[4:]), self.options
-        return options.rule(device, arrays) or options.backward_estimate(device, able, arrays)
+        return self.options.backward_estimate(device, able, Arrays(*operands[4:]))
 
     def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
         arrays = Arrays(*operands[4:])
