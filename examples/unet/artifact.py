@@ -45,7 +45,7 @@ Program = Callable[[Sequence[jax.Array], Any], Answer]
 
 @dataclass(frozen=True)
 class Description:
-    """What a file says of its network."""
+    """The network of a file, as the file describes it."""
 
     network: str
     precision: str

@@ -35,11 +35,11 @@ class Network:
     channels: int
     classes: tuple[str, ...]
     mean: tuple[float, ...]
-    """Of each channel, which is subtracted from pixels between 0 and 1."""
+    """Mean of each channel, which is subtracted from pixels between 0 and 1."""
     deviation: tuple[float, ...]
-    """Of each channel, by which they are divided then."""
+    """Standard deviation of each channel, by which pixels are divided then."""
     dtype: str
-    """Of the computation."""
+    """Dtype of the computation."""
 
     def answer(self, model: nnx.Module, images: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the class of each pixel, and how sure the model is of it.

@@ -1,4 +1,4 @@
-"""What a chain takes and returns besides bare images."""
+"""Batch: images with masks, boxes and labels, as a chain takes and returns them."""
 
 from typing import NamedTuple
 
@@ -9,16 +9,17 @@ class Batch(NamedTuple):
     """Images with what moves along with them; all but the images may be None."""
 
     images: jax.Array
-    """[B, H, W, C], uint8 or floating with values of 0 to 1; videos are [B, T, H, W, C]."""
+    """Images [B, H, W, C], uint8 or floating with values of 0 to 1; videos are [B, T, H, W, C]."""
     masks: jax.Array | None = None
-    """[B, H, W] or [B, H, W, K], of any dtype: moved by nearest pixels. Those of videos have T too."""
+    """Masks [B, H, W] or [B, H, W, K], of any dtype: moved by nearest pixels. Those of videos have T
+    too."""
     boxes: jax.Array | None = None
-    """[B, N, 4], x1 y1 x2 y2 in pixels from the image's corner: a whole image is 0 0 W H."""
+    """Boxes [B, N, 4], x1 y1 x2 y2 in pixels from the image's corner: a whole image is 0 0 W H."""
     valid: jax.Array | None = None
-    """[B, N], whether each box counts. In a result, only boxes count that still have an area."""
+    """Whether each box counts [B, N]. In a result, only boxes count that still have an area."""
     labels: jax.Array | None = None
-    """[B] of whole numbers or [B, K] of weights, which `MixUp` and `CutMix` mix."""
+    """Labels: whole numbers [B], or weights [B, K], which `MixUp` and `CutMix` mix."""
     sizes: jax.Array | None = None
-    """[B, 2], height and width of each image where it is smaller than its array, at the top left."""
+    """Height and width [B, 2] of each image where it is smaller than its array, at the top left."""
     visible: jax.Array | None = None
-    """[B, N], of a result: the share of each moved box's area that is in the image."""
+    """In a result, the share of each moved box's area that is in the image, [B, N]."""

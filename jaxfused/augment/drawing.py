@@ -11,10 +11,10 @@ from jaxfused.augment.shards import over_batch
 from jaxfused.augment.transform import Drawn, Mixing, Transform
 
 Draws = tuple[Drawn, ...]
-"""What each part of a chain does with each image: a tree of arrays [B, ...]."""
+"""For each part of a chain, what it does with each image: a tree of arrays [B, ...]."""
 
 _OF_BATCH = 0x6D69780A
-"""What the key of a batch is folded with for the draws that all of its images share."""
+"""Number that is folded into the key of a batch for draws that all its images share."""
 
 
 def as_key(key: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Which transforms of a chain make one pass over the images."""
+"""Passes of a chain: which transforms share one reading and writing of the images."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -27,7 +27,7 @@ from jaxfused.runtime.checks import as_arrays, as_int32, readable_values
 
 @dataclass(frozen=True)
 class Spec:
-    """What is known of a chain before its images."""
+    """A chain's parts, passes and options, which do not depend on images."""
 
     parts: tuple[Part, ...]
     passes: tuple[plan.Pass, ...]
@@ -144,7 +144,7 @@ def check_channels(part: Part, channels: int) -> None:
 
 
 def applied(spec: Spec, draws: Draws, batch: Batch) -> Batch:
-    """Returns a batch after all passes, one of `checked`."""
+    """Returns a batch that is `checked` after all passes."""
 
     def on_shard(split: Any, whole: Any, axis_names: Any) -> Batch:
         return _applied(spec, split[0], split[1], axis_names)

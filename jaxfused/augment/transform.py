@@ -1,4 +1,4 @@
-"""What all transforms of a chain have in common: their draws, and the kinds of them that passes know."""
+"""Base classes of a chain's transforms: their draws, and the kinds that passes tell apart."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Drawn(NamedTuple):
     """What one transform does with one image."""
 
     on: jax.Array
-    """Whether it does anything, []."""
+    """Whether the transform is applied, a bool []."""
     values: Any
     """Its parameters, a tree of arrays."""
 
@@ -68,12 +68,12 @@ class Geometric(Part):
     crops: ClassVar[bool] = False
     """Whether it discards what is outside of its result."""
     upright: ClassVar[bool] = False
-    """Whether rows stay rows and columns stay columns."""
+    """Whether rows of the image stay rows and columns stay columns."""
     interpolation: Interpolation = "bilinear"
     antialias: bool = False
     fill: float | Sequence[float] = 0.0
     any_interpolation: ClassVar[bool] = False
-    """Whether positions are whole numbers, so that no interpolation or fill is seen."""
+    """Whether every position is that of a pixel, so that interpolation and fill do not matter."""
 
     def inverse(self, values: Any, size: jax.Array) -> jax.Array:
         """Returns the matrix [3, 3] from positions in the result to positions in the image."""

@@ -28,7 +28,7 @@ class Rule(NamedTuple):
 
 
 Estimate = Times | Rule | None
-"""None where the order of `why_not` stands."""
+"""Times or a rule; None where the order of `why_not` stands."""
 
 
 def in_order(why_not: Mapping[str, str | None], estimate: Estimate) -> dict[str, str | None]:

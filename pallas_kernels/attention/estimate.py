@@ -80,7 +80,7 @@ def backward(
 
 
 _LEAST_OF_QUERIES = 2.4
-"""What a tile of queries takes however few keys it visits."""
+"""Least time of a tile of queries, however few keys it visits."""
 
 
 def _row_statistics(shape: Shape) -> float:

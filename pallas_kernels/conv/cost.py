@@ -1,4 +1,4 @@
-"""What a convolution costs here, predicted, with a config; `cudnn_cost` has XLA's program.
+"""The predicted time of a convolution in a kernel with a config; `cudnn_cost` has XLA's program.
 
 As in `pallas_kernels.gemm.cost`: few terms, each with a reason, and constants for one device.
 """
@@ -12,49 +12,50 @@ from pallas_kernels.gemm.speeds import H200
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of a device, in microseconds. Fitted to an H200 in bfloat16."""
+    """Times of a device in microseconds, and factors; fitted to an H200 in bfloat16."""
 
     launch: float = 2.7
     multiplication: float = 2.4e-7
-    """Of one in a multiprocessor."""
+    """Time of a multiply-add on one SM."""
     narrow: float = 1.14
-    """Factor of those of tiles of 64 columns, whose instructions read their rows as often as these."""
+    """Factor of `multiplication` with tiles of 64 columns, whose instructions read as many pixels for
+    fewer sums."""
     narrowest: float = 1.45
-    """Likewise of 32 columns and fewer."""
+    """Factor of `multiplication` with tiles of 32 columns and fewer."""
     few_channels: float = 1.3
-    """Factor of a step with fewer channels than a slot has room for, the rest of which is zeros."""
+    """Factor of a step with fewer channels than a pipeline stage holds, which is filled with zeros."""
     in_pieces: float = 2.0
     """Factor of a step whose weights arrive in pieces of 8 features."""
     strided: float = 1.5
     """Factor of a step whose pixels are not neighbours."""
     cached_byte: float = 5.8e-8
-    """Of what all multiprocessors copy from the cache."""
+    """Time of a byte that the SMs copy from the L2 cache."""
     starved: tuple[float, float, float] = (1.6, 1.3, 1.03)
-    """Factors of a step where the ring has one slot, two or three."""
+    """Factors of a step with one, two or three pipeline stages."""
     element: float = 9.4e-5
-    """Of an epilogue, for each element of a warpgroup's tile."""
+    """Time of an epilogue for each element of a warpgroup's tile."""
     read_byte: float = 6.7e-5
-    """Likewise for each byte that the epilogue reads of it."""
+    """Time of an epilogue for each byte that it reads."""
     written_byte: float = 2.3e-5
-    """Likewise for each byte that it writes, beyond the first two."""
+    """Time of an epilogue for each byte that it writes, beyond the first two of an element."""
     activation: float = 1.3e-4
-    """Likewise for an activation."""
+    """Time of an epilogue for each activation of an element."""
     both_store: float = 1.45
     """Factor of an epilogue that both warpgroups run at once."""
     memory_byte: float = 1.54e-7
-    """Of memory traffic. Some of it stays in the cache, for whoever reads it next."""
+    """Time of a byte of memory traffic, some of which the L2 cache keeps for its next reader."""
     overlap: float = 2.4
-    """Exponent of the norm that two things take which run at once: large where one hides the other."""
+    """Exponent p of the norm (a^p + b^p)^(1/p) that two overlapping times a and b take together."""
     weights_multiplication: float = 3.05e-7
-    """Of one of the gradient of the weights, whose operands are read across their rows."""
+    """Time of a multiply-add of wgrad, whose operands are read across their rows."""
     weights_wide: float = 1.16
-    """Factor of those of tiles with more than 64 features, whose instructions take a block each."""
+    """Factor of `weights_multiplication` with tiles of more than 64 features, a block an instruction."""
     weights_ends: float = 0.8
-    """For the first operands to arrive, and the last sums to leave."""
+    """Time for the first operands to arrive and the last sums to leave."""
     weights_sum: float = 6 / 3.6e6
-    """Of a sum in each part of it, which are added by XLA, in the order of the weights' axes."""
+    """Time of each sum of each part, which XLA adds up in the order of the weights' axes."""
     weights_pixels: int = 384
-    """Of all slots of the ring, so that none is waited for."""
+    """Pixels that the ring of pipeline stages has to hold for no step to wait."""
 
 
 SPEEDS = Speeds()
@@ -65,30 +66,30 @@ class Work:
     """A convolution as this package's kernel cuts it."""
 
     tiles: int
-    """Of all CTAs."""
+    """Tiles of all CTAs."""
     rows: int
-    """Of a tile: pixels of the result."""
+    """Pixels of a tile of the result."""
     columns: int
-    """Of a tile: features of the result."""
+    """Features of a tile of the result."""
     slots: int
-    """Of the ring that a tile takes."""
+    """Pipeline stages that a tile fills, one after the other."""
     slot_bytes: float
-    """That are copied for a slot."""
+    """Bytes that are copied for a pipeline stage."""
     multiplications_of_slot: int
     stages: int
-    """Slots of the ring."""
+    """Pipeline stages of the ring."""
     shared_tile: bool
-    """Both warpgroups have a part of a tile, and store it at once."""
+    """True if both warpgroups compute one tile and store it at once."""
     read_bytes: int
-    """Of an element of what the epilogue reads."""
+    """Bytes that the epilogue reads for each element."""
     written_bytes: int
     activations: int
     memory_bytes: int
-    """What has to be read and written once."""
+    """Bytes of all arrays, each read or written once."""
     few_channels: bool = False
-    """A slot is not full of channels."""
+    """True if channels do not fill a pipeline stage."""
     in_pieces: bool = False
-    """The features are no multiple of 16."""
+    """True if the features are no multiple of 16."""
     strided: bool = False
 
 

@@ -1,4 +1,4 @@
-"""What a convolution costs in XLA's program, predicted: cuDNN's kernel, and XLA's around it.
+"""The predicted time of a convolution in XLA's program: cuDNN's kernel, and XLA's around it.
 
 As in `pallas_kernels.conv.cost`. Fitted to 106 times of 46 convolutions (benchmarks/LAB.md, 2026-11-26).
 """
@@ -14,48 +14,49 @@ from pallas_kernels.gemm.xla_cost import xla_pass
 
 @dataclass(frozen=True)
 class _Speeds:
-    """Of cuDNN on a Hopper GPU, in microseconds."""
+    """Times of cuDNN on a Hopper GPU in microseconds, and factors."""
 
     launch: float = 3.4
     step: float = 0.12
-    """Of a step of 64 numbers along the sums of a tile of 128 pixels, however few tiles there are."""
+    """Time of a step of 64 numbers along the sums of a tile of 128 pixels, however few tiles there
+    are."""
     crowded_step: float = 0.3
-    """What it takes more with a tile of 128 features on each multiprocessor."""
+    """Time that a tile of 128 features on each SM adds to a step."""
     crowded_narrow_step: float = 0.2
-    """Likewise for tiles of 64 features."""
+    """Time that a tile of 64 features on each SM adds to a step."""
     few_channels: float = 2.4
-    """Factor of fewer than 64 channels that are no multiple of 32: it has kernels of an older GPU alone.
-    """
+    """Factor of fewer than 64 channels, no multiple of 32, for which cuDNN has kernels of an older GPU
+    alone."""
     large_window: float = 1.8
-    """Factor of windows of more than 3 x 3, likewise."""
+    """Factor of windows of more than 3 x 3, for which it has older kernels too."""
     large_window_of_input: float = 1.2
     longest: int = 128
-    """Where tiles are few and have more steps, the steps are cut into two parts."""
+    """Steps from which on few tiles are cut into two parts."""
     of_input: float = 1.4
-    """What the gradient of the picture takes more to start and to end."""
+    """Time that dgrad adds to start and to end."""
     weights: float = 1.15
-    """Factor of the gradient of the weights, with the sum of its parts."""
+    """Factor of wgrad, with the sum of its parts."""
     weights_launch: float = 8.0
     turn: float = 1.4
-    """To turn the axes of the weights, or of their gradient, in a kernel of XLA's."""
+    """Time of XLA's kernel that transposes the weights, or their gradient."""
     turned_weight: float = 1.3e-6
-    """Likewise, of each."""
+    """Time that each weight adds to `turn`."""
     volume: float = 11.0
-    """Kernels around pictures with three axes, whose channels are moved ahead and back."""
+    """Time of the kernels around images with three axes, whose channels are moved ahead and back."""
     volume_byte: float = 2e-6
-    """Likewise, of what is read and written."""
+    """Time of each byte that these kernels read or write."""
     volume_weight: float = 4.5e-6
-    """Likewise, of a weight."""
+    """Time of each weight that these kernels move."""
     dilated: float = 16.0
     """Factor of the gradients of a dilated window, both of which took 30 times as long as ours."""
     strided_launch: float = 8.0
-    """Of the gradient of the picture where the window has strides, whose weights XLA turns before."""
+    """Time to start and to end dgrad of a window with strides, whose weights XLA transposes before."""
     strided_multiplication: float = 3.2e-9
-    """Likewise, of one of its multiplications."""
+    """Time of a multiply-add of dgrad of a window with strides."""
     strided_narrow_multiplication: float = 7e-9
-    """Likewise where the picture has 64 channels or fewer."""
+    """`strided_multiplication` where the image has 64 channels or fewer."""
     residual: float = 0.5
-    """Part of the traffic of a residual that its convolution does not hide."""
+    """Share of a residual's traffic that its convolution does not hide."""
 
 
 _SPEEDS = _Speeds()
@@ -66,22 +67,22 @@ class Work:
     """A convolution, or a gradient of one, as XLA's program has cuDNN compute it."""
 
     pixels: int
-    """Of the result."""
+    """Pixels of the result."""
     channels: int
     features: int
     taps: int
     """Weights of the window."""
     itemsize: int
     traffic: int
-    """Bytes of both pictures."""
+    """Bytes of both images."""
     axes: int
-    """Of a picture."""
+    """Spatial axes of an image."""
     padded_bytes: int = 0
-    """Of a picture that XLA pads before, as cuDNN pads alike on both sides."""
+    """Bytes of an image that XLA pads beforehand, as cuDNN pads alike on both sides."""
     of_weights: bool = False
-    """True if this is the gradient of the weights."""
+    """True for wgrad."""
     of_input: bool = False
-    """True if this is the gradient of the picture, whose weights are turned for the forward."""
+    """True for dgrad, whose weights are transposed for the forward."""
     dilated: bool = False
 
 
@@ -148,9 +149,9 @@ def _around(work: Work) -> float:
 _TILE = 128
 """Pixels of cuDNN's tiles, and features where there are many."""
 _STEP_BYTES = 128
-"""Of the sums that a step adds up."""
+"""Bytes of the sums' operands that a step takes."""
 _STEPS_OF_SUM = 8
-"""To add up the parts of a sum takes as long."""
+"""Steps that take as long as adding up the parts of a sum."""
 
 
 def _columns(features: int) -> int:

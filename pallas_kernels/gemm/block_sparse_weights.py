@@ -191,7 +191,7 @@ class _BlockSparseWeights(Product):
 
     @property
     def b_tile(self) -> OperandTile:
-        """Of one of the tile's blocks."""
+        """Tile of the operand for one of its blocks."""
         return replace(super().b_tile, span=self.block)
 
     def operand_memory(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class _BlockSparseWeights(Product):
 
     @property
     def tile_count(self) -> int:
-        """At most so many tiles: each has at least one block."""
+        """Limit on the number of tiles, each of which has at least one block."""
         return self.kept
 
     # --- on the device ----------------------------------------------------------------------------

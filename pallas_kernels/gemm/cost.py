@@ -1,4 +1,4 @@
-"""What a product with an epilogue costs, predicted, in a kernel of this package with a config.
+"""The predicted time of a product with an epilogue in a kernel of this package with a config.
 
 A model and not a table, since sizes are without number. It has few terms, each of which has a reason,
 and constants, in `speeds`, that were fitted to times on one device (benchmarks/LAB.md, 2026-11-22 to
@@ -16,7 +16,7 @@ from pallas_kernels.gemm.speeds import H200, Speeds
 from pallas_kernels.hopper import ALLOCATION_BYTES, REGISTERS, SHARED_MEMORY_BYTES
 
 STEP_BYTES = 128
-"""Of a row of an operand that are multiplied in a step: 64 numbers of 16 bits."""
+"""Bytes of an operand's row that are multiplied in a step: 64 numbers of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,25 @@ class Work:
     k: int
     products: int = 1
     itemsize: int = 2
-    """Bytes of a number in a, and in b unless that has its own."""
+    """Bytes of a number in a, and in b unless `w_itemsize` says another size."""
     w_itemsize: float = 0
-    """Bytes of a number in b where it is of another dtype, which is then converted; else 0, or a's."""
+    """Bytes of a number in b if b is converted to a's dtype first; else 0."""
     read_bytes: int = 0
-    """Of an element in each of the matrices that the epilogue reads."""
+    """Bytes that the epilogue reads for each element of the result."""
     written_bytes: int = 2
-    """Of an element in each of those that it writes."""
+    """Bytes that it writes for each element."""
     activations: int = 0
-    """Activations and their derivatives that it evaluates for an element."""
+    """Activations and their derivatives that it evaluates for each element."""
     slow_activation: bool = False
-    """They are gelu_erf's, which XLA evaluates at length."""
+    """True if they are gelu_erf's, which takes XLA many instructions."""
     k_last: bool = False
-    """b is [n, k], of which any number of columns makes an instruction."""
+    """True if b is [n, k], of which any number of columns makes an instruction."""
     terms: int = 1
-    """Pairs of operands whose products are added: each has its part of k."""
+    """Pairs of operands whose products are added; each has its part of k."""
     weights_apart: bool = False
-    """Of several products each has its weights in a matrix of its own."""
+    """True if several products have their weights in matrices of their own."""
     groups: int = 1
-    """Groups of rows, each of which has a b of its own."""
+    """Groups of rows, each with a b of its own."""
 
     @property
     def steps(self) -> int:
@@ -66,7 +66,7 @@ class Work:
 
     @property
     def memory_bytes(self) -> float:
-        """What has to be read and written once."""
+        """Bytes of all arrays, each read or written once."""
         columns = self.groups * self.products * self.n
         operands = self.k * (self.itemsize * self.m + self.b_bytes * columns)
         return operands + self.m * self.n * (self.read_bytes + self.written_bytes)
@@ -145,9 +145,9 @@ class WeightWork:
     widths: tuple[int, ...]
     itemsize: int = 2
     out_bytes: int = 4
-    """Of a number of the gradient."""
+    """Bytes of a number of the gradient."""
     sums: bool = False
-    """The rows of what is multiplied from the right are summed, too."""
+    """True if the rows of the right operands are summed too."""
 
     @property
     def steps(self) -> int:
@@ -236,7 +236,7 @@ def _copies_of_step(work: WeightWork, tile: tuple[int, int], speeds: Speeds) -> 
     line = STEP_BYTES // work.itemsize
 
     def of_block(columns: int) -> float:
-        """Of a block of a matrix with so many columns, a line wide."""
+        """Microseconds for a block, a line of memory wide, of a matrix with so many columns."""
         pitch = columns * work.itemsize
         if 2 * pitch <= STEP_BYTES:
             return line * speeds.weights_narrow_row
@@ -365,7 +365,7 @@ def quantized_few_rows(
 
 
 def _epilogue_of_element(work: Work, config: MatmulConfig, speeds: Speeds) -> float:
-    """Of an element of the accumulators, in a warpgroup."""
+    """Microseconds of the epilogue for each element of a warpgroup's accumulators."""
     reading = speeds.read_byte * (1.0 if config.read_slots == 1 else 2 / 3)
     of_result = (
         work.read_bytes * reading

@@ -5,189 +5,190 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of a device, in microseconds. Fitted to an H200 in bfloat16."""
+    """Times of a device in microseconds, and factors; fitted to an H200 in bfloat16."""
 
     launch: float = 1.3
-    """To start and to end the kernel, which fills its ring first."""
+    """Time to start and to end a kernel, whose ring of pipeline stages is filled first."""
     step: float = 0.115
-    """Of a step along K, whatever the tile."""
+    """Time of a step along K, whatever the tile."""
     step_element: float = 1.34e-5
-    """Of a step, for each element of a tile in ping-pong."""
+    """Time that each element of a tile adds to a step in ping-pong."""
     shared_step_element: float = 1.93e-5
-    """Likewise where the warpgroups share a tile; nothing is added for the step itself."""
+    """`step_element` where the warpgroups share a tile; there `step` is not added."""
     ragged: float = 1.28
     """Factor of a step whose instructions take a block of columns each."""
     shifted_rows: float = 1.5
     """Factor of a step where rows of b [n, k] begin anywhere in a line of memory."""
     shifted_a: float = 1.3
-    """Likewise where rows of a do. From one shape."""
+    """Factor of a step where rows of a begin anywhere in a line of memory; from one shape."""
     narrow: float = 1.2
     """Factor of a step with a tile of 64 x 128 or smaller, which waits for its operands."""
     low: float = 1.03
     """Factor of a step of any other tile of 64 rows in ping-pong, for which b is read more often."""
     element: float = 6.7e-5
-    """Of an epilogue, for each element of a warpgroup's tile."""
+    """Time of an epilogue for each element of a warpgroup's tile."""
     read_byte: float = 8e-5
-    """Likewise for each byte that the epilogue reads of it; with two slots two thirds of that."""
+    """Time of an epilogue for each byte that it reads; two thirds of that with two load stages."""
     written_byte: float = 3e-5
-    """Likewise for each byte that it writes, beyond the first two."""
+    """Time of an epilogue for each byte that it writes, beyond the first two of an element."""
     activation: float = 1.1e-4
-    """Likewise for an activation, and once more for its derivative."""
+    """Time of an epilogue for each activation of an element, and once more for its derivative."""
     memory_byte: float = 1 / 3.9e6
-    """Of memory traffic."""
+    """Time of a byte of memory traffic."""
     crowded: float = 1.1
     """Factor of an epilogue that lacks registers: one that reads, or makes two matrices, beside a tile
     of more than 128 x 128, or where several matrices meet in a tile of 128 rows."""
     both_store: float = 1.15
     """Factor of an epilogue that both warpgroups run at once."""
     missing_stage: float = 0.08
-    """What a step takes more for a slot that the ring has fewer than four, and four times for two."""
+    """Time that each pipeline stage below four adds to a step; four times that at two stages."""
     ragged_result: float = 1.07
     """Factor where rows of the result begin anywhere in a line of memory."""
     overlap: float = 2.4
-    """Exponent of the norm that two things take which run at once: large where one hides the other."""
+    """Exponent p of the norm (a^p + b^p)^(1/p) that two overlapping times a and b take together."""
     few_rows_launch: float = 2.2
-    """To start and to end a kernel of few rows, whose first copies take their time to arrive."""
+    """Time to start and to end a small-M kernel, whose first copies arrive late."""
     few_rows_byte: float = 1 / 4.35e6
-    """Of memory traffic there."""
+    """Time of a byte of memory traffic in a small-M kernel."""
     few_rows_shifted: float = 1.5
-    """Factor of that where rows of the weights begin anywhere in a line of memory."""
+    """Factor of `few_rows_byte` where rows of the weights begin anywhere in a line of memory."""
     cached_byte: float = 1 / 4.5e6
-    """Of what comes from the cache: x, once for each block of columns."""
+    """Time of a byte that comes from the L2 cache: x, once for each block of columns."""
     few_rows_parts: float = 0.2
-    """For the CTAs of a cluster to wait for each other."""
+    """Time for which the CTAs of a cluster wait for each other."""
     few_rows_exchange: float = 2e-5
-    """For each sum that a CTA leaves to them and takes from them."""
+    """Time of each sum that a CTA passes to another one of its cluster."""
     few_rows_chunk: float = 0.5
-    """For each chunk of rows that a CTA finishes."""
+    """Time of each chunk of 8 rows that a CTA finishes."""
     few_rows_conversion_step: float = 0.65
-    """Of a step of a CTA that converts w to the dtype of x before it multiplies."""
+    """Time of a step in which a CTA converts w to x's dtype before it multiplies."""
     few_rows_conversion: float = 3.4e-5
-    """Likewise for each number that it converts."""
+    """Time that each converted number adds to such a step."""
     quantized_launch: float = 1.6
-    """As `few_rows_launch`, with quantised weights."""
+    """`few_rows_launch` with quantised weights."""
     quantized_byte: float = 2.6e-7
-    """Of memory traffic there."""
+    """`few_rows_byte` with quantised weights."""
     quantized_step: float = 0.25
-    """Of a step of a CTA, which is done before the next one begins."""
+    """Time of a CTA's step with quantised weights; steps do not overlap."""
     quantized_number: float = 7.8e-6
-    """Of a step, for each weight of the CTAs of a multiprocessor, and again for each 37 rows."""
+    """Time that each weight of an SM's CTAs adds to a step, for every 37 rows of x begun."""
     quantized_four_bits: float = 0.78
-    """Factor of that for weights of four bits, of which a register holds twice as many."""
+    """Factor of `quantized_number` with weights of 4 bits, of which a register holds twice as many."""
     quantized_x_byte: float = 1.0e-7
-    """Of x, which comes from the cache."""
+    """Time of a byte of x, which comes from the L2 cache."""
     quantized_wave: float = 0.98
-    """For CTAs that wait until others have ended."""
+    """Time that each further wave of CTAs adds."""
     quantized_chunk: float = 0.12
-    """For each chunk of rows that a CTA finishes."""
+    """`few_rows_chunk` with quantised weights."""
     quantized_exchange: float = 4.0e-4
-    """For each sum that a CTA leaves to the others of a cluster and takes from them."""
+    """`few_rows_exchange` with quantised weights."""
     quantized_part: float = 0.13
-    """For each CTA of a cluster beyond the first."""
+    """Time that each CTA of a cluster beyond the first adds."""
     quantized_missing_stage: float = 0.26
-    """For each stage that the ring has fewer than four."""
+    """Time that each pipeline stage below four adds."""
     quantized_room_of_four: float = 0.66
-    """Part of the room for CTAs that clusters of four find, which have to begin together."""
+    """Share of the SMs on which clusters of four CTAs, which begin together, find room."""
     quantized_room_of_eight: float = 0.57
-    """Likewise of eight."""
+    """`quantized_room_of_four` for clusters of eight CTAs."""
     few_rows_wave: float = 0.5
-    """For CTAs that wait until others have ended: their ring is empty again."""
+    """Time that each further wave of CTAs adds: its ring of stages is filled anew."""
     cluster_room: float = 0.9
-    """Part of the multiprocessors on which clusters of more than two CTAs find room at once: each lies
-    within a group of multiprocessors, and the groups are of several sizes."""
+    """Share of the SMs on which clusters of more than two CTAs find room at once: each lies within a
+    GPC, and GPCs have several sizes."""
     in_flight_bytes: float = 38e3
-    """Of a multiprocessor, for memory to be as fast as that."""
+    """Bytes that an SM has to have in flight for memory to be as fast as `memory_byte` says."""
     busy: float = 0.52
-    """Part of the multiprocessors that can take all that memory gives."""
+    """Share of the SMs that suffices to use all of the memory's bandwidth."""
     xla_launch: float = 2.0
     xla_few_rows: float = 1.2
-    """What a product of few rows takes it more: tiles as flat as that fill its ring no faster."""
+    """Time that few rows add to XLA's product: tiles as flat as that fill its ring no faster."""
     xla_fewest: float = 1.8
-    """To start and to end one with the least traffic."""
+    """Time to start and to end XLA's product of the fewest rows."""
     xla_few_rows_filled: float = 6e6
-    """Bytes of traffic from which on such a product takes all of the former two."""
+    """Bytes of traffic from which on a product takes all of `xla_few_rows` and `xla_fewest`."""
     xla_fewest_rows_byte: float = 1 / 4.55e6
-    """Of memory traffic in a product of half of them."""
+    """Time of a byte of memory traffic in a product of half as many rows."""
     xla_single_row_byte: float = 1 / 1.25e6
-    """Of the factors of a single row's sums, which XLA writes first and then adds up."""
+    """Time of a byte of the factors of a single row's sums, which XLA writes and then adds up."""
     xla_step: float = 0.035
     xla_step_element: float = 1.76e-5
     xla_tile_element: float = 8e-5
-    """To store a tile, exposed once."""
+    """Time to store an element of a tile, which nothing hides once."""
     xla_ragged: float = 1.1
     """Factor of a product whose columns are not a multiple of 64."""
     xla_pass: float = 1.2
-    """Of a kernel that reads and writes matrices, beside its traffic."""
+    """Time of a kernel that reads and writes matrices, besides its traffic."""
     xla_pass_byte: float = 1 / 3.7e6
     xla_activation: float = 1.5e-6
-    """Of an element in such a kernel that evaluates gelu's tanh, or anything that is no slower."""
+    """Time of an element in such a kernel with gelu's tanh, or with anything that is no slower."""
     xla_slow_activation: float = 3.0e-6
-    """Likewise for gelu_erf."""
+    """`xla_activation` of gelu_erf."""
     xla_next_evaluation: float = 0.4
-    """What each further evaluation of the same element takes of the first: they share the most."""
+    """Share of the first evaluation's time that each further one of the same element takes."""
     cuda_pass: float = 2.0
-    """Of this package's CUDA kernel over the result of a product, beside its traffic."""
+    """Time of a CUDA C kernel over the result of a product, besides its traffic."""
     cuda_sums: float = 3.5
-    """Likewise where it sums the rows."""
+    """Time that sums of the rows add to such a kernel."""
     cuda_slow_activation: float = 3.0e-6
-    """Of an element there whose derivative is gelu_erf's, which takes longer than the traffic."""
+    """Time of an element in such a kernel with gelu_erf's derivative, beyond the traffic."""
     cuda_unaligned: float = 2.0
-    """Factor of its traffic where rows begin anywhere in 16 bytes."""
+    """Factor of such a kernel's traffic where rows begin anywhere in 16 bytes."""
     xla_long_launch: float = 1.4
-    """Of a product with long sums, as of a weight's gradient."""
+    """Time to start and to end a product with long sums, such as a weight's gradient (wgrad)."""
     xla_single_tile: float = 1.2
-    """How much sooner such a product starts and ends whose result is one tile."""
+    """Time that such a product saves if its result is a single tile."""
     xla_first_step: float = 0.27
-    """Of each of the first steps there, which wait for their operands."""
+    """Time of each of such a product's first steps, which wait for their operands."""
     xla_long_element: float = 2.04e-5
-    """Of a step there, for each element of a tile."""
+    """Time that each element of a tile adds to a step of such a product."""
     xla_parts: float = 2.0
-    """To add up parts of the sums, beside the traffic."""
+    """Time to add up the parts of split sums, besides the traffic."""
     xla_parts_byte: float = 1 / 5.2e6
     xla_row_sums: float = 1.8
-    """Of a sum over many rows, beside a kernel and its traffic."""
+    """Time of a sum over many rows, besides a kernel and its traffic."""
     xla_row_sums_byte: float = 1 / 3.8e6
     xla_ones: float = 3.0
-    """Of one that is a product with ones, beside its traffic."""
+    """Time of a sum over rows that is a product with ones, besides its traffic."""
     xla_ones_byte: float = 1 / 8e6
     weights_launch: float = 1.8
-    """To start and to end the kernel of a weight's gradient."""
+    """Time to start and to end a wgrad kernel."""
     weights_step: float = 0.034
-    """Of a step there, whatever the tile."""
+    """Time of a wgrad step, whatever the tile."""
     weights_step_element: float = 1.9e-5
-    """Of a step, for each element of a CTA's tile."""
+    """Time that each element of a CTA's tile adds to a wgrad step."""
     weights_ragged: float = 1.2
-    """Factor of a step whose instructions take a block of columns each, of more than two."""
+    """Factor of a wgrad step whose instructions take a block of columns each, of more than two."""
     weights_line: float = 1.13e-3
-    """Of a step, for each line of memory that its copies touch, which may take longer than it."""
+    """Least time of a wgrad step for each line of memory that its copies touch."""
     weights_sum: float = 0.55
-    """To add up the sums of rows at the end of a tile."""
+    """Time to add up the sums of rows at the end of a tile."""
     weights_sum_column: float = 8e-5
-    """Of a step, for each column of which a warpgroup sums some rows, and for each of its turns."""
+    """Time that each column whose rows a warpgroup sums adds to a step, for each of its turns."""
     weights_stored: float = 9.7e-5
-    """For each element of a CTA's tile that it stores."""
+    """Time of each element of a CTA's tile that it stores."""
     weights_exchange: float = 3.5
-    """For the CTAs of a cluster to leave their parts of a tile to each other."""
+    """Time for which the CTAs of a cluster exchange their parts of a tile."""
     weights_clustered: float = 1.2
-    """Factor of a step in a cluster, whose CTAs wait for each other's rings: 1.05 to 1.35 measured."""
+    """Factor of a step in a cluster, whose CTAs wait for each other's rings; 1.05 to 1.35 measured."""
     weights_byte: float = 1 / 3.45e6
-    """Of memory traffic there."""
+    """Time of a byte of memory traffic in a wgrad kernel."""
     weights_overlap: float = 3.6
-    """As `overlap`, of that traffic and the steps."""
+    """`overlap` of that traffic and the steps."""
     weights_narrow_row: float = 0.005
-    """To copy a row of an operand there of which two or more share a line."""
+    """Time to copy a row of a wgrad operand of which two or more share a line of memory."""
     narrow_row: float = 0.012
-    """Likewise in a product with an epilogue, of the rows of x."""
+    """`weights_narrow_row` of the rows of x in a product with an epilogue."""
     weights_sum_byte: float = 1 / 4.6e6
-    """Of the parts that XLA adds, some of which the cache still holds."""
+    """Time of a byte of the split sums' parts, some of which the L2 cache still holds when XLA adds
+    them."""
     weights_row_sums: float = 1.4
-    """For XLA to add the parts of the sums of rows."""
+    """Time in which XLA adds the parts of the sums of rows."""
     cublaslt_activation: float = 3.2e-7
-    """Of an element whose activation cuBLASLt evaluates in the epilogue of its product."""
+    """Time of an element whose activation cuBLASLt evaluates in a product's epilogue."""
     cublaslt_saves: float = 1.17
-    """Factor of a product that also writes what the activation is of: few of its kernels do."""
+    """Factor of a product that also writes its preactivations, for which cuBLASLt has few kernels."""
     cublaslt_saved: float = 3.5e-7
-    """Of an element that is written so, beside the traffic."""
+    """Time of each preactivation that is written so, besides the traffic."""
 
 
 H200 = Speeds()

@@ -1,4 +1,4 @@
-"""What XLA's program for a product with an epilogue costs, predicted: products, copies, passes, sums."""
+"""The predicted time of XLA's program for a product with an epilogue: products, copies, passes, sums."""
 
 import math
 
@@ -48,7 +48,7 @@ def xla_single_row(n: int, k: int, itemsize: int, b_itemsize: float) -> float:
 
 
 def _xla_splits(work: Work, multiprocessors: int) -> int:
-    """In how many parts XLA takes the sums of a product with few tiles, one batch of products."""
+    """Number of parts into which XLA splits the sums of a product with few tiles (split-K)."""
     tiles = math.ceil(work.m / _XLA_TILE) * math.ceil(work.n / _XLA_TILE)
     splits = 1
     while 2 * splits * tiles <= multiprocessors and work.steps >= 2 * splits * _XLA_STEPS_OF_PART:
@@ -57,7 +57,7 @@ def _xla_splits(work: Work, multiprocessors: int) -> int:
 
 
 _XLA_STEPS_OF_PART = 6
-"""The shortest sums that XLA leaves to a part."""
+"""Fewest steps of a part into which XLA splits sums."""
 
 
 def xla_pads(work: Work, multiprocessors: int) -> bool:
@@ -81,7 +81,7 @@ def xla_copies(work: Work) -> float:
 
 
 def _longest_split(work: Work) -> int:
-    """In how many parts XLA takes the sums of a product of few rows, whatever the number of tiles."""
+    """Number of parts into which XLA splits the sums of a product of few rows, whatever its tiles."""
     parts = 1
     while work.steps >= 2 * parts * _XLA_STEPS_OF_PART:
         parts *= 2
@@ -89,11 +89,11 @@ def _longest_split(work: Work) -> int:
 
 
 _MOST_ROWS_OF_COPY = 16
-"""With more of them XLA's product reads both of the matrices that it merges as they are."""
+"""Most rows of x with which XLA copies the two matrices that it merges."""
 _COLUMNS_OF_TILE = 128
-"""Of a tile of XLA's product: with a multiple of them in each matrix it reads both as they are."""
+"""Columns of a tile of XLA's product; matrices of a multiple of them are merged without a copy."""
 _MOST_BYTES_MERGED = 40e6
-"""Of weights whose products XLA merges: of 35 MB it did, of 84 MB not."""
+"""Most bytes of weights whose products XLA merges; of 35 MB it did, of 84 MB not."""
 
 
 def xla_weight_gradient(

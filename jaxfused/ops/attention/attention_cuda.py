@@ -61,7 +61,8 @@ class Options:
     scale: float
     soft_cap: float | None = None
     left: int | None = None
-    """With `right`: a query at p attends to p - left <= s <= p + right; None means no limit."""
+    """Keys before a query's position p that it attends to, p - left <= s <= p + right; None for no
+    limit."""
     right: int | None = None
     dropout_threshold: int = 0
     """Dropout rate in units of 1/65536."""

@@ -21,7 +21,7 @@ class Pass:
     """Options by which it reads the images, or None where each pixel stays in its place."""
     steps: Steps
     dtype: Any
-    """Of the result; uint8 values are rounded, the even one of two that are as near."""
+    """Dtype of the result; in uint8 values are rounded, halves to even ones."""
 
     @property
     def needed(self) -> frozenset[Op]:
@@ -41,7 +41,7 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns images of the dtype of arithmetic in another one."""
+    """Converts images from the dtype of the arithmetic to another one."""
     if dtype == jnp.uint8:
         return steps_xla.levels(x).astype(jnp.uint8)
     return x.astype(dtype)

@@ -34,7 +34,7 @@ class Reading:
     drops: bool
     """Whether pixels outside the window do not count, as at the edges of a crop, or are `fill`."""
     fill: tuple[float, ...]
-    """What is outside of the image: one value, or one for each channel."""
+    """Value outside of the image: one for all channels, or one for each."""
     widest: float
     """The largest radius of the kernel, over its support."""
 

@@ -39,14 +39,14 @@ COLOURED = frozenset({Op.SATURATION, Op.HUE, Op.CONTRAST})
 """Operations that mix channels, and so need 1, 3 or 4 of them."""
 
 Steps = tuple[tuple[Op, ...], ...]
-"""For each step of a pass, the operations that it may have."""
+"""The operations that each step of a pass may have."""
 
 GRAY = (0.299, 0.587, 0.114)
 """Weights of red, green and blue, which sum to 1, so that gray stays as it is."""
 
 
 class Statistics(NamedTuple):
-    """What a pass has to know of a whole image before the step that asks for it."""
+    """Statistics of a whole image, which a step of a pass needs."""
 
     pivot: jax.Array
     """The mean of gray, []."""
@@ -55,7 +55,7 @@ class Statistics(NamedTuple):
     high: jax.Array
     """The largest value of each channel, [C]."""
     table: jax.Array
-    """What equalization makes of each level of each channel, [C, 256]."""
+    """The level that equalization gives to each level of each channel, [C, 256]."""
 
 
 def width(channels: int) -> int:

@@ -16,7 +16,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.stated_gradient import stated_gradient
 
 Padding = tuple[tuple[int, int], ...]
-"""Zeros (before, after) each spatial axis, fewer than the window has weights there."""
+"""Numbers of zeros (before, after) each spatial axis, less than the window's size there."""
 
 
 @functools.partial(stated_gradient, nondiff_argnums=(2,))

@@ -133,7 +133,7 @@ def hidden_gradient_by_slope(
 
 
 def _factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns both factors with sums of one length, where only one of them has zeros at its end."""
+    """Returns both factors with one length of K; one of them may have zeros at its end."""
     length = max(a.shape[-1], b.shape[-1])
     return fp8_xla.of_length(a, length), fp8_xla.of_length(b, length)
 

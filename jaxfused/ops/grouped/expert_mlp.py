@@ -162,7 +162,7 @@ class _Order(NamedTuple):
 
 
 def _order(indices: jax.Array, experts: int, capacity: int | None) -> _Order:
-    # An index of one byte may not hold the number of experts, which stands for none.
+    # The number of experts stands for "none", and an index of one byte may not hold it.
     chosen = indices.T.reshape(-1)
     chosen = chosen.astype(np.promote_types(chosen.dtype, np.int32))
     chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""What each row of logits is drawn by: its temperature, filters and seeds."""
+"""Options of each row of logits: its temperature, filters and seeds."""
 
 import math
 from typing import Any
@@ -44,7 +44,7 @@ def of_rows(
 
 
 def _over_rows(array: jax.Array, rows: tuple[int, ...]) -> jax.Array:
-    """Returns what the first axes of the rows have, for each row."""
+    """Returns an array over the first axes of the rows, broadcast to all rows."""
     return jnp.broadcast_to(array.reshape(array.shape + (1,) * (len(rows) - array.ndim)), rows)
 
 

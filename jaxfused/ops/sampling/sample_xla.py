@@ -29,7 +29,7 @@ _BLOCK = 256
 
 
 class Filters(NamedTuple):
-    """What is kept of each row [...]."""
+    """The limits of the words that are kept of each row [...]."""
 
     inverse_temperature: jax.Array
     """1 / temperature, or 0 for the largest logit without a draw."""

@@ -22,7 +22,7 @@ class LogProbs(NamedTuple):
     """Log-probabilities of tokens, by the logits as they were passed, in float32 (or float64)."""
 
     chosen: jax.Array
-    """Of the tokens drawn, [...]; NaN where there is none."""
+    """Log-probabilities of the drawn tokens [...]; NaN where there is none."""
     top: jax.Array
     """The largest ones of each row, falling, [..., n]."""
     top_tokens: jax.Array

@@ -380,7 +380,7 @@ class KVCache:
     ) -> dict[str, Any]:
         """Returns the arguments of attention by which a token sees those up to itself."""
         mask: dict[str, Any] = dict(
-            # The last token sees all tokens, and a single token is the last.
+            # A single token sees all tokens, so that it needs no causal mask.
             is_causal=tokens > 1,
             query_offset=lengths,
             key_value_seq_lengths=lengths + counts,

@@ -78,7 +78,8 @@ class PageAllocator:
         self._unused: OrderedDict[int, None] = OrderedDict()
         """Pages without users whose tokens can still be found, the longest unused first."""
         self._known: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        """From (number of a prefix, tokens of the next page) to (that page, number of both together)."""
+        """The page of (number of a prefix, tokens of the next page), and the number of that longer
+        prefix."""
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._prefixes = 0
 

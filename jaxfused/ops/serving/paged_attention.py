@@ -196,7 +196,7 @@ class _Tiles(NamedTuple):
     length: jax.Array
     """The tokens of the sequence up to the last row."""
     place: jax.Array
-    """Where each row of the batch is among all rows of the tiles."""
+    """Index of each row of the batch among all rows of the tiles."""
 
 
 def _tiles(tokens: Tokens, rows: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> _Tiles:

@@ -21,7 +21,8 @@ class Pools(NamedTuple):
 
     key: Pages
     value: Pages | None
-    """None where `key` is [P, S, 2 K, H] and has the keys at even heads and the values at odd ones."""
+    """The pool of values; None where `key` is [P, S, 2 K, H], with keys at even heads and values at
+    odd."""
     layout: Layout
 
     @property
@@ -121,7 +122,7 @@ def gathered(pages: Pages, page_indices: jax.Array, layout: Layout, dtype: Any) 
 
 
 class Tokens(NamedTuple):
-    """Where the tokens of a ragged batch are: rows of all sequences, one after the other."""
+    """Places of the tokens of a ragged batch, whose rows are those of all sequences in turn."""
 
     sequence: jax.Array
     """[tokens]: the sequence of each row; for rows of none, any."""

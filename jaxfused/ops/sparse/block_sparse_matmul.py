@@ -138,7 +138,7 @@ class Options:
     out_dtype: Any
     precision: Any
     shape: tuple[int, int]
-    """Of the matrix."""
+    """Shape of the matrix."""
 
     def weight(self, blocks: Any, lists: Sequence[Any]) -> BlockSparse:
         columns, column_entries, rows, row_entries = lists

@@ -32,7 +32,7 @@ PARTS = ("qweight", "qzeros", "scales", "g_idx", "bias")
 _BITS = (2, 3, 4, 8)
 _FORMATS = ("gptq", "gptq_v2")
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
-"""What v1's words of zero points lack. Of 3 bits each number is stored less one, by itself."""
+"""Word of ones that v1 subtracts from a word of zero points; with 3 bits each number lacks its own 1."""
 
 
 def plan(parts: Parts, config: Config) -> Build | None:

@@ -25,7 +25,7 @@ _SETTINGS = (
 )
 PARTS = ("W_q", "scale", "zero", "bias", *_SETTINGS)
 _SHIFTS = {8: (0,), 4: (4, 0), 3: tuple(range(27, -1, -3)), 2: (6, 4, 2, 0)}
-"""Where codes lie in an element; the first run of rows is in the highest bits."""
+"""Shifts of the codes in an element, for each number of bits; the first run of rows has the highest."""
 
 
 def plan(parts: Parts, config: Config) -> Build:

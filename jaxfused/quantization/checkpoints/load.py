@@ -49,7 +49,7 @@ class _Format:
     marks: tuple[str, ...]
     """Parts that only quantised layers have."""
     separators: tuple[str, ...] = (".",)
-    """What may stand between a layer's name and a part's."""
+    """Texts that may stand between a layer's name and a part's."""
 
 
 _FORMATS = {
@@ -192,7 +192,7 @@ def from_tensors(
 
 
 _Plans = dict[str, tuple[Build, int]]
-"""By layers' names, what builds them and their bytes."""
+"""By each layer's name, the function that builds it and its bytes."""
 
 
 def planned(

@@ -1,4 +1,4 @@
-"""Where the arrays of a checkpoint are put: weights by a sharding, and their scales as the weights."""
+"""Placement of a checkpoint's arrays: weights by a sharding, and their scales as the weights."""
 
 import math
 from collections.abc import Callable
