@@ -11,8 +11,8 @@ with respect to |x| is the derivative for negative x, and 1 minus it for positiv
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +111,18 @@ def activation_and_derivative(
                 jnp.where(x < 0.0, slope, 1.0 - slope),
             )
     raise ValueError(f"activation must be None or one of {NAMES}, but {name!r} was passed")
+
+
+class Functions(NamedTuple):
+    """How an epilogue evaluates activations, each by name, of float32 and for a dtype of the result."""
+
+    activation: Callable[[str | None, jax.Array, Any], jax.Array]
+    activation_and_derivative: Callable[
+        [str | None, jax.Array, Any], tuple[jax.Array, jax.Array | float]
+    ]
+
+
+IN_KERNELS = Functions(activation, activation_and_derivative)
 
 
 def _distance(x: jax.Array) -> jax.Array:

@@ -15,6 +15,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.activation import Functions
+
 QUICK_GELU_RATE = 1.702
 
 FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -77,3 +79,9 @@ def value_and_slope(name: str | None, x: jax.Array) -> tuple[jax.Array, jax.Arra
     if name is None:
         return x, jnp.ones_like(x)
     return jax.jvp(lambda x: activate(name, x), (x,), (jnp.ones_like(x),))
+
+
+IN_XLA = Functions(
+    lambda name, x, dtype: activate(name, x), lambda name, x, dtype: value_and_slope(name, x)
+)
+"""The functions for an epilogue that XLA runs after its product."""

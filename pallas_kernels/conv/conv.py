@@ -18,8 +18,8 @@ from pallas_kernels.conv.product import ConvConfig, ConvProduct, Plan
 from pallas_kernels.conv.window import GROUP, MAX_REACH, Boxes, Window, best_box
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.epilogue import Epilogue, Function
+from pallas_kernels.gemm.matmul import FusedProduct
 from pallas_kernels.gemm.matmul import fitting as product_configs
-from pallas_kernels.gemm.matmul import matmul
 from pallas_kernels.gemm.matmul import predicted_time as product_time
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import allocated_bytes, swizzled_columns
@@ -363,8 +363,8 @@ def conv(
 
     Args:
       x: one array, or two that the kernel reads as their concatenation: see `why_not_of_two`.
-      epilogue, outputs, vectors, matrices, column_moments, activations: as in `matmul`; matrices have
-        the result's shape.
+      epilogue, outputs, vectors, matrices, column_moments, activations: as in `FusedProduct`; matrices
+        have the result's shape.
       flipped: whether w is [*kernel, F, C] and its window rotated by 180 degrees, as in dgrad.
       block: rows and columns of pixels that one row of the product holds. Then w is
         [*kernel, C, block * F], vectors are [block * F], and results and matrices
@@ -388,20 +388,19 @@ def conv(
     matrices = {key: v for key, v in (matrices or {}).items() if v is not None}
     if call.is_matrix_product:
         assert not isinstance(config, ConvConfig)
-        results = matmul(
-            x.reshape(-1, call.channels),
-            w.reshape(w.shape[-2:]),
+        product = FusedProduct(
+            name=name,
+            a=x.reshape(-1, call.channels),
+            b=w.reshape(w.shape[-2:]),
+            b_transposed=flipped,
             epilogue=epilogue,
-            outputs=outputs,
             vectors=vectors,
             matrices={key: v.reshape(-1, call.features) for key, v in matrices.items()},
+            outputs=outputs,
             column_moments=column_moments,
             activations=activations,
-            b_transposed=flipped,
-            config=config,
-            multiprocessors=multiprocessors,
-            name=name,
         )
+        results = product.run(multiprocessors=multiprocessors, config=config)
         return results | {key: results[key].reshape(*call.result, call.features) for key in outputs}
 
     def fused(config: ConvConfig) -> Epilogue:

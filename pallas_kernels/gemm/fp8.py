@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper
+from pallas_kernels.activation import IN_KERNELS, Functions
 from pallas_kernels.activation import activation as activate
-from pallas_kernels.activation import activation_and_derivative
 from pallas_kernels.gemm.cost import Work
-from pallas_kernels.gemm.matmul import GRAIN, fits, fitting, matmul
+from pallas_kernels.gemm.matmul import GRAIN, FusedProduct, fits, fitting
 from pallas_kernels.gemm.matmul_config import MatmulConfig
 
 Maximised = Literal["value", "magnitude"]
@@ -66,22 +66,6 @@ def why_slope_unsupported(*, columns: int) -> str | None:
     if columns % 16:
         return f"it copies rows of whole multiples of 16 bytes, and the slope has {columns}"
     return None
-
-
-def work(
-    x: jax.Array, w: jax.Array, *, read_bytes: int, written_bytes: int, activations: int = 0
-) -> Work:
-    """Returns the work of the product of x [M, K] with w [N, K], and of its epilogue."""
-    return Work(
-        x.shape[0],
-        w.shape[0],
-        x.shape[1],
-        itemsize=1,
-        read_bytes=read_bytes,
-        written_bytes=written_bytes,
-        activations=activations,
-        k_last=True,
-    )
 
 
 def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
@@ -139,6 +123,11 @@ def _scaled(sums: jax.Array, scales: Mapping[str, jax.Array]) -> jax.Array:
     return sums * functools.reduce(operator.mul, scales.values())
 
 
+def _wide(operand: jax.Array) -> jax.Array:
+    """Returns an operand in float32, as which kernels load it, and XLA does not."""
+    return operand.astype(jnp.float32)
+
+
 @dataclass(frozen=True)
 class LayerOptions:
     """Static options of a layer, for the kernel and the reference alike."""
@@ -162,11 +151,8 @@ def layer(
     bias: jax.Array | None,
     residual: jax.Array | None,
     options: LayerOptions,
-    *,
-    multiprocessors: int,
-    config: MatmulConfig | None = None,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns (activation(z) + residual, z, maxima [P, M]) of z = scales * x @ w^T + bias [M, N].
+) -> FusedProduct:
+    """Returns y = activation(z) + residual, z, maxima [P, M] of z = scales * x @ w^T + bias [M, N].
 
     Args:
       x: [M, K].
@@ -195,21 +181,19 @@ def layer(
     functions: dict[str | None, Callable[[jax.Array], jax.Array] | None]
     functions = {None: None, "value": lambda z: z, "magnitude": jnp.abs}
     function = functions[options.maximised]
-    results = matmul(
-        x,
-        [w],
+    return FusedProduct(
+        name="fp8_layer",
+        a=x,
+        b=(w,),
+        b_transposed=True,
         epilogue=epilogue,
         vectors={"bias": bias},
         scalars=_by_name(scales),
         matrices={"residual": residual},
         outputs={name: dtype for name, dtype in outputs.items() if dtype is not None},
         row_maxima={} if function is None else {"z": function},
-        b_transposed=True,
-        config=config,
-        multiprocessors=multiprocessors,
-        name="fp8_layer",
+        activations=int(options.activation is not None),
     )
-    return results.get("y"), results.get("z"), results.get("max_z")
 
 
 def hidden_gradient(
@@ -221,10 +205,11 @@ def hidden_gradient(
     *,
     activation: str | None,
     maximise: bool,
-    multiprocessors: int,
-    config: MatmulConfig | None = None,
-) -> tuple[jax.Array | None, ...]:
+    functions: Functions = IN_KERNELS,
+) -> FusedProduct:
     """Returns the gradient of a hidden layer's preactivations, from scales * dy @ w^T.
+
+    It is dz, with `up` dup too, and if asked for their maxima [P, M].
 
     Args:
       dy: [M, K].
@@ -234,49 +219,35 @@ def hidden_gradient(
       up: [M, N], by which the activation was multiplied, or None.
       activation: the activation.
       maximise: whether the largest magnitude of each row is returned.
-
-    Returns:
-      (dz, dup, maxima of dz [P, M], maxima of dup [P, M]); None for what is not returned.
     """
 
     def epilogue(dh, *, z, up=None, **scales):
         dh = _scaled(dh, scales)
-        h, slope = activation_and_derivative(activation, z, z_dtype)
+        h, slope = functions.activation_and_derivative(activation, _wide(z), dtype)
         if up is None:
             return {"dz": dh * slope}
-        return {"dz": dh * up * slope, "dup": dh * h}
+        return {"dz": dh * _wide(up) * slope, "dup": dh * h}
 
-    z_dtype = z.dtype
+    dtype = z.dtype
     names = ("dz",) if up is None else ("dz", "dup")
-    results = matmul(
-        dy,
-        [w],
+    return FusedProduct(
+        name="fp8_hidden_gradient",
+        a=dy,
+        b=(w,),
+        b_transposed=True,
         epilogue=epilogue,
         scalars=_by_name(scales),
         matrices={"z": z, "up": up},
         outputs=dict.fromkeys(names, z.dtype),
         row_maxima=dict.fromkeys(names, jnp.abs) if maximise else {},
-        b_transposed=True,
-        config=config,
-        multiprocessors=multiprocessors,
-        name="fp8_hidden_gradient",
+        activations=0 if activation is None else 2,
     )
-    of = ("dz", "dup", "max_dz", "max_dup")
-    return tuple(results.get(name) for name in of)
 
 
 def hidden_gradient_by_slope(
-    dy: jax.Array,
-    w: jax.Array,
-    scales: Scales,
-    slope: jax.Array,
-    *,
-    dtype: Any,
-    maximise: bool,
-    multiprocessors: int,
-    config: MatmulConfig | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (dz, maxima of its rows [P, M]) of dz = scales * dy @ w^T * slope [M, N].
+    dy: jax.Array, w: jax.Array, scales: Scales, slope: jax.Array, *, dtype: Any, maximise: bool
+) -> FusedProduct:
+    """Returns dz = scales * dy @ w^T * slope [M, N] and the maxima [P, M] of its rows' magnitudes.
 
     The arguments are those of `hidden_gradient`, but in place of z:
 
@@ -286,20 +257,17 @@ def hidden_gradient_by_slope(
       dtype: dtype of dz.
       maximise: whether the largest magnitude of each row is returned.
     """
-    results = matmul(
-        dy,
-        [w],
-        epilogue=lambda dh, *, slope, **scales: {"dz": _scaled(dh, scales) * slope},
+    return FusedProduct(
+        name="fp8_hidden_gradient_by_slope",
+        a=dy,
+        b=(w,),
+        b_transposed=True,
+        epilogue=lambda dh, *, slope, **scales: {"dz": _scaled(dh, scales) * _wide(slope)},
         scalars=_by_name(scales),
         matrices={"slope": slope},
         outputs={"dz": dtype},
         row_maxima={"dz": jnp.abs} if maximise else {},
-        b_transposed=True,
-        config=config,
-        multiprocessors=multiprocessors,
-        name="fp8_hidden_gradient_by_slope",
     )
-    return results["dz"], results.get("max_dz")
 
 
 def weight_gradient(
@@ -309,24 +277,15 @@ def weight_gradient(
     *,
     out_dtype: Any,
     promoted_steps: int = PROMOTED_STEPS,
-    multiprocessors: int,
-    config: MatmulConfig | None = None,
-) -> jax.Array:
-    """Returns scales * x @ dy^T [K, N] of x [K, M] and dy [N, M], summed in float32."""
-    if config is None:
-        written = jnp.dtype(out_dtype).itemsize
-        sums = work(x, dy, read_bytes=0, written_bytes=written)
-        pick = promoted_candidates if promoted_steps else candidates
-        config = pick(sums, multiprocessors)[0]
-    return matmul(
-        x,
-        [dy],
+) -> FusedProduct:
+    """Returns dw = scales * x @ dy^T [K, N] of x [K, M] and dy [N, M], summed in float32."""
+    return FusedProduct(
+        name="fp8_weight_gradient",
+        a=x,
+        b=(dy,),
+        b_transposed=True,
         epilogue=lambda dw, **scales: {"dw": _scaled(dw, scales)},
         scalars=_by_name(scales),
         outputs={"dw": out_dtype},
-        promoted_steps=0 if config.ping_pong else promoted_steps,
-        b_transposed=True,
-        config=config,
-        multiprocessors=multiprocessors,
-        name="fp8_weight_gradient",
-    )["dw"]
+        promoted_steps=promoted_steps,
+    )

@@ -8,6 +8,7 @@ float32 accumulators and of named operands, traced into the kernel.
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 GRAIN = 8
 """Divisor of K and N: rows of 16-bit numbers then begin at multiples of 16 bytes, as TMA requires."""
 
@@ -161,191 +163,185 @@ def why_unsupported(
     return None
 
 
-def matmul(
-    a: jax.Array | Sequence[jax.Array],
-    b: jax.Array | Sequence[jax.Array],
-    *,
-    epilogue: Function,
-    outputs: Mapping[str, Any],
-    vectors: Mapping[str, jax.Array | None] | None = None,
-    matrices: Mapping[str, jax.Array | None] | None = None,
-    row_vectors: Mapping[str, jax.Array] | None = None,
-    scalars: Mapping[str, jax.Array] | None = None,
-    step_scales: Sequence[jax.Array] = (),
-    column_sums: Sequence[str] = (),
-    column_moments: Sequence[str] = (),
-    row_maxima: Mapping[str, Maximised] | None = None,
-    promoted_steps: int = 0,
-    products: int = 1,
-    activations: int = 0,
-    a_transposed: bool = False,
-    b_transposed: bool = False,
-    b_format: Format | None = None,
-    b_columns: int | None = None,
-    config: MatmulConfig | FewRowsConfig | None = None,
-    multiprocessors: int,
-    name: str = "matmul",
-) -> dict[str, jax.Array]:
-    """Returns the results of `epilogue` for a @ b by name: matrices [M, N], their sums and maxima.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedProduct:
+    """A product a @ b with an epilogue, as data: what is read, computed and written.
 
-    Args:
-      a: [M, K] ([K, M] with `a_transposed`), or several, for a sum of products a_i @ b_i.
-      b: [K, N] ([N, K] with `b_transposed`) for each a and each of the `products` that are taken in one
-        pass over a: in this order in a sequence, or as blocks of one array. The tensor cores take
-        float32 only as [N, K], to which [K, N] is copied, and no transposed a. b is rounded to a's
-        dtype, without a copy where a has few rows.
-      epilogue: takes a float32 tile of each product and, by name and as float32, the same tile of
-        what `vectors` and `matrices` hold. Returns tiles by name.
-      outputs: dtypes of those tiles that are stored as matrices.
-      vectors: [N] each, the same for all rows, or None for one that is absent.
-      matrices: [M, N] each, or None.
-      row_vectors: [M] each, the same for all columns. Only with a `MatmulConfig`.
-      scalars: [1] each, float32, the same for all elements. Only with a `MatmulConfig`.
-      step_scales: float32 scales of each step of 128 bytes along K, for the rows of a [K steps, M] and
-        for the columns of b [K steps, N], or for runs of a multiple of 64 columns. They multiply the
-        step's sums. Only with configs without ping-pong.
-      column_sums: outputs that are also summed over the rows, to float32 [N]: before they are rounded,
-        but after it with a `FewRowsConfig`.
-      column_moments: outputs, as rounded, whose mean and variance over the rows are returned, float32
-        [N]. The variance is the mean of squared deviations.
-      row_maxima: functions of outputs, as rounded, whose largest value in each row is returned, for each
-        of P parts of the columns: float32 [P, M]. They must grow with their argument (or its magnitude).
-        Only with a `MatmulConfig`.
-      promoted_steps: for float8, steps of 128 numbers along K after which the sums are added to float32
-        totals; 0 leaves them to the tensor cores, which keep fewer bits. Only with configs without
-        ping-pong.
-      activations: how many activations and derivatives the epilogue evaluates for an element, for the
-        choice of a config.
-      b_format: the format of b, if it is quantised. Then b holds the arrays of each product, in the
-        order of `QuantizedTile.copy`: [N, K] with `b_transposed`, where the epilogue applies scales of
-        whole columns; else [K, N], where N is `b_columns`, with scales of groups along N. Only with a
-        `MatmulConfig`.
-      name: the kernel's name in a profile.
-
-    Returns:
-      The matrices by name, and "sum_" + name for each of `column_sums`, "mean_" + name and "variance_" +
-      name for each of `column_moments`, and "max_" + name for each of `row_maxima`.
+    `run` launches its kernel. Everything else needs only the shapes and dtypes of the arrays.
     """
-    terms = [a] if isinstance(a, jax.Array) else list(a)
-    if terms[0].dtype == jnp.float32 and not b_transposed:
-        b = b.T if isinstance(b, jax.Array) else [array.T for array in b]
-        b_transposed = True
-    ks = tuple(term.shape[0 if a_transposed else 1] for term in terms)
-    bs, blocks, n = _blocks(b, ks, products, b_transposed)
-    n = b_columns or (bs[0].shape[-2] if b_format else n)
-    call = _Call(
-        terms=tuple(terms),
-        bs=tuple(bs),
-        blocks=tuple(blocks),
-        n=n,
-        ks=ks,
-        products=products,
-        activations=activations,
-        a_transposed=a_transposed,
-        b_transposed=b_transposed,
-        b_format=b_format,
-        epilogue=epilogue,
-        vectors={name: v for name, v in (vectors or {}).items() if v is not None},
-        matrices={name: x for name, x in (matrices or {}).items() if x is not None},
-        row_vectors=row_vectors or {},
-        scalars=scalars or {},
-        step_scales=tuple(step_scales),
-        outputs=outputs,
-        column_sums=tuple(column_sums),
-        column_moments=tuple(column_moments),
-        row_maxima=row_maxima or {},
-        promoted_steps=promoted_steps,
-        multiprocessors=multiprocessors,
-        name=name,
-    )
-    config = call.default_config() if config is None else config
-    if isinstance(config, FewRowsConfig):
-        return call.run_few_rows(config)
-    return call.run_tiles(config)
 
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of `matmul`: its operands, its static parameters, and the ways to run it."""
-
-    terms: tuple[jax.Array, ...]
-    bs: tuple[jax.Array, ...]
-    blocks: tuple[Block, ...]
-    n: int
-    ks: tuple[int, ...]
-    """Length of K of each term."""
-    products: int
-    activations: int
-    a_transposed: bool
-    b_transposed: bool
-    b_format: Format | None
-    epilogue: Function
-    vectors: Mapping[str, jax.Array]
-    matrices: Mapping[str, jax.Array]
-    row_vectors: Mapping[str, jax.Array]
-    scalars: Mapping[str, jax.Array]
-    step_scales: tuple[jax.Array, ...]
-    outputs: Mapping[str, Any]
-    column_sums: tuple[str, ...]
-    column_moments: tuple[str, ...]
-    row_maxima: Mapping[str, Maximised]
-    promoted_steps: int
-    multiprocessors: int
     name: str
+    """The kernel's name in a profile."""
+    a: Any
+    """[M, K] ([K, M] with `a_transposed`), or a tuple, for a sum of products a_i @ b_i."""
+    b: Any
+    """[K, N] ([N, K] with `b_transposed`) for each a and each of the `products` that are taken in one
+    pass over a: in this order in a tuple, or as blocks of one array. The tensor cores take float32 only
+    as [N, K], to which [K, N] is copied, and no transposed a. b is rounded to a's dtype, without a copy
+    where a has few rows."""
+    epilogue: Function
+    """Takes a float32 tile of each product and, by name and as float32, the same tile of `scalars`,
+    `vectors` and `matrices`. Returns tiles by name."""
+    outputs: Mapping[str, Any]
+    """Dtypes of those tiles that are stored as matrices [M, N]."""
+    vectors: Mapping[str, jax.Array | None] = _NOTHING
+    """[N] each, the same for all rows, or None for one that is absent."""
+    matrices: Mapping[str, jax.Array | None] = _NOTHING
+    """[M, N] each, or None."""
+    row_vectors: Mapping[str, jax.Array] = _NOTHING
+    """[M] each, the same for all columns. Only with a `MatmulConfig`."""
+    scalars: Mapping[str, jax.Array] = _NOTHING
+    """[1] each, float32, the same for all elements. Only with a `MatmulConfig`."""
+    step_scales: Sequence[jax.Array] = ()
+    """float32 scales of each step of 128 bytes along K, for the rows of a [K steps, M] and for the
+    columns of b [K steps, N], or for runs of a multiple of 64 columns. They multiply the step's sums.
+    Only with configs without ping-pong."""
+    column_sums: Sequence[str] = ()
+    """Outputs that are also summed over the rows, to float32 [N], "sum_" + name: before they are
+    rounded, but after it with a `FewRowsConfig`."""
+    column_moments: Sequence[str] = ()
+    """Outputs, as rounded, whose mean and variance over the rows are returned, float32 [N], "mean_" and
+    "variance_" + name. The variance is the mean of squared deviations."""
+    row_maxima: Mapping[str, Maximised] = _NOTHING
+    """Functions of outputs, as rounded, whose largest value in each row is returned, for each of P parts
+    of the columns: float32 [P, M], "max_" + name. They must grow with their argument (or its magnitude).
+    Only with a `MatmulConfig`."""
+    promoted_steps: int = 0
+    """For float8, steps of 128 numbers along K after which the sums are added to float32 totals; 0
+    leaves them to the tensor cores, which keep fewer bits. Only with configs without ping-pong."""
+    products: int = 1
+    activations: int = 0
+    """Activations and derivatives that the epilogue evaluates for an element, for the choice of a
+    config."""
+    a_transposed: bool = False
+    b_transposed: bool = False
+    b_format: Format | None = None
+    """The format of b, if it is quantised. Then b holds the arrays of each product, in the order of
+    `QuantizedTile.copy`: [N, K] with `b_transposed`, where the epilogue applies scales of whole columns;
+    else [K, N], where N is `b_columns`, with scales of groups along N. Only with a `MatmulConfig`."""
+    b_columns: int = 0
+    """N, where it is not b's."""
+
+    # --- its shapes -------------------------------------------------------------------------------
+
+    @property
+    def terms(self) -> Sequence[jax.Array]:
+        return self.a if isinstance(self.a, tuple) else (self.a,)
 
     @property
     def m(self) -> int:
         return self.terms[0].shape[1 if self.a_transposed else 0]
 
     @property
+    def ks(self) -> tuple[int, ...]:
+        """Length of K of each term."""
+        return tuple(term.shape[0 if self.a_transposed else 1] for term in self.terms)
+
+    @property
+    def n(self) -> int:
+        """Columns of each product."""
+        if self.b_columns:
+            return self.b_columns
+        if isinstance(self.b, tuple):
+            return self.b[0].shape[0 if self.b_transposed else 1]
+        return self.b.shape[0 if self.b_transposed else 1] // self.products
+
+    @property
     def dtype(self) -> Any:
         return self.terms[0].dtype
 
     @property
-    def others(self) -> tuple[jax.Array, ...]:
-        """The epilogue's operands, in the order of the kernel's."""
-        operands = (self.vectors, self.row_vectors, self.scalars, self.matrices)
-        return tuple(array for by_name in operands for array in by_name.values())
+    def b_dtypes(self) -> set[Any]:
+        return {jnp.dtype(b.dtype) for b in (self.b if isinstance(self.b, tuple) else (self.b,))}
+
+    @property
+    def few_rows_dtype(self) -> Any:
+        """Dtype in which the small-M kernel reads b, which XLA converts to it where it has another."""
+        [dtype, *others] = self.b_dtypes
+        last_axis = self.ks[0] if self.b_transposed else self.n
+        reason = weights.why_unsupported(dtype, self.dtype, last_axis)
+        return jnp.dtype(self.dtype) if others or reason is not None else dtype
+
+    @property
+    def mixes_float8(self) -> bool:
+        """True if a and b have the two different float8 dtypes, which are multiplied as they are."""
+        dtypes = {jnp.dtype(self.dtype), *self.b_dtypes}
+        return self.b_format is None and dtypes == {*map(jnp.dtype, _FLOAT8)}
 
     @property
     def work(self) -> Work:
+        b_dtype = self.few_rows_dtype if self.b_format is None else self.b[0].dtype
         return Work(
             m=self.m,
             n=self.n,
             k=sum(self.ks),
             products=self.products,
             itemsize=self.dtype.itemsize,
-            w_itemsize=self.bs[0].dtype.itemsize,
-            read_bytes=sum(x.dtype.itemsize for x in self.matrices.values()),
+            w_itemsize=b_dtype.itemsize,
+            read_bytes=sum(x.dtype.itemsize for x in present(self.matrices).values()),
             written_bytes=sum(jnp.dtype(dtype).itemsize for dtype in self.outputs.values()),
             activations=self.activations,
-            k_last=self.b_transposed,
+            k_last=self.b_transposed or self.dtype == jnp.float32,
         )
 
     @property
-    def few_rows_convert(self) -> bool:
-        """True if the small-M kernel takes b in its own dtype."""
-        first = self.bs[0]
-        reason = weights.why_unsupported(first.dtype, self.dtype, first.shape[-1])
-        return reason is None and all(b.dtype == first.dtype for b in self.bs)
+    def work_beside_xla(self) -> Work:
+        """`work` for a choice between kernel and XLA: only few rows take the time to convert b."""
+        first = self.b[0] if isinstance(self.b, tuple) else self.b
+        return replace(
+            self.work,
+            w_itemsize=first.dtype.itemsize if self.m <= cost.CONVERTED_ROWS else 0,
+            terms=len(self.terms),
+            weights_apart=self.products > 1 and isinstance(self.b, tuple),
+            k_last=self.b_transposed,
+        )
+
+    # --- its launch -------------------------------------------------------------------------------
+
+    def run(
+        self, *, multiprocessors: int, config: MatmulConfig | FewRowsConfig | None = None
+    ) -> dict[str, jax.Array]:
+        """Returns the outputs, sums, moments and maxima by name."""
+        if self.dtype == jnp.float32 and not self.b_transposed:
+            b = tuple(array.T for array in self.b) if isinstance(self.b, tuple) else self.b.T
+            turned = replace(self, b=b, b_transposed=True)
+            return turned.run(multiprocessors=multiprocessors, config=config)
+        call = _Call(self, *_blocks(self), multiprocessors)
+        config = call.default_config() if config is None else config
+        if isinstance(config, FewRowsConfig):
+            return call.run_few_rows(config)
+        return call.run_tiles(config)
+
+
+def present(arrays: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
+    """Returns the arrays that are there."""
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A launch of a product, and the ways to run it."""
+
+    product: FusedProduct
+    bs: Sequence[jax.Array]
+    """The arrays with b, reshaped so that each of its blocks ends where an axis does."""
+    blocks: Sequence[Block]
+    multiprocessors: int
 
     @property
-    def _rounded(self) -> "_Call":
-        """The same call with b cast to the product's dtype."""
-        return replace(self, bs=tuple(b.astype(self.dtype) for b in self.bs))
+    def others(self) -> tuple[jax.Array, ...]:
+        """The epilogue's operands, in the order of the kernel's."""
+        p = self.product
+        operands = (present(p.vectors), p.row_vectors, p.scalars, present(p.matrices))
+        return tuple(array for by_name in operands for array in by_name.values())
 
     def default_config(self) -> MatmulConfig | FewRowsConfig:
         """Returns the config that is predicted fastest among those that fit into shared memory."""
-        of_tiles = self.a_transposed or self.row_vectors or self.scalars
-        takes_few_rows = self.few_rows_convert and not of_tiles
-        if not self.few_rows_convert and self.b_format is None:
-            # XLA converts b, whichever kernel runs.
-            rounded = self._rounded
-            if rounded.few_rows_convert:
-                return rounded.default_config()
-        for config in fitting(self.work, self.multiprocessors):
+        p = self.product
+        of_tiles = p.a_transposed or p.row_vectors or p.scalars or p.b_format is not None
+        for config in fitting(p.work, self.multiprocessors):
             if isinstance(config, FewRowsConfig):
-                fits = takes_few_rows and self.few_rows(config).shared_bytes <= SHARED_MEMORY_BYTES
+                fits = not of_tiles and self.few_rows(config).shared_bytes <= SHARED_MEMORY_BYTES
             else:
                 fits = self.tiles(config).shared_bytes <= SHARED_MEMORY_BYTES
             if fits:
@@ -353,172 +349,161 @@ class _Call:
         raise AssertionError("the smallest tiles fit into shared memory")
 
     def tiles(self, config: MatmulConfig) -> Epilogue:
-        pads = config.pads_columns and not self.b_transposed
+        p = self.product
+        pads = config.pads_columns and not p.b_transposed
         product = Product(
-            m=self.m,
-            n=self.n,
-            ks=self.ks,
-            dtype=self.dtype,
-            blocks=self.blocks,
+            m=p.m,
+            n=p.n,
+            ks=p.ks,
+            dtype=p.dtype,
+            blocks=tuple(self.blocks),
             config=config,
             multiprocessors=self.multiprocessors,
-            products=self.products,
-            a_transposed=self.a_transposed,
-            b_transposed=self.b_transposed,
-            b_columns=self.n + (-self.n % swizzled_columns(self.dtype) if pads else 0),
-            scaled_columns=self.n // self.step_scales[1].shape[1] if self.step_scales else 0,
-            quantized=self.b_format,
-            b_dtype=self.bs[0].dtype if self.mixes_float8 else None,
-            promoted_steps=self.promoted_steps,
+            products=p.products,
+            a_transposed=p.a_transposed,
+            b_transposed=p.b_transposed,
+            b_columns=p.n + (-p.n % swizzled_columns(p.dtype) if pads else 0),
+            scaled_columns=p.n // p.step_scales[1].shape[1] if p.step_scales else 0,
+            quantized=p.b_format,
+            b_dtype=self.bs[0].dtype if p.mixes_float8 else None,
+            promoted_steps=p.promoted_steps,
         )
         return Epilogue(
             product=product,
-            function=self.epilogue,
-            vectors={name: v.dtype for name, v in self.vectors.items()},
-            matrices={name: x.dtype for name, x in self.matrices.items()},
-            outputs=dict(self.outputs),
-            column_sums=self.column_sums,
-            column_moments=self.column_moments,
-            row_vectors={name: v.dtype for name, v in self.row_vectors.items()},
-            row_maxima=self.row_maxima,
-            scalars=tuple(self.scalars),
+            function=p.epilogue,
+            vectors={name: v.dtype for name, v in present(p.vectors).items()},
+            matrices={name: x.dtype for name, x in present(p.matrices).items()},
+            outputs=dict(p.outputs),
+            column_sums=tuple(p.column_sums),
+            column_moments=tuple(p.column_moments),
+            row_vectors={name: v.dtype for name, v in p.row_vectors.items()},
+            row_maxima=p.row_maxima,
+            scalars=tuple(p.scalars),
         )
 
-    @property
-    def mixes_float8(self) -> bool:
-        """True if a and b have the two different float8 dtypes, which are multiplied as they are."""
-        dtypes = {jnp.dtype(self.dtype), jnp.dtype(self.bs[0].dtype)}
-        return self.b_format is None and dtypes == {*map(jnp.dtype, _FLOAT8)}
-
     def run_tiles(self, config: MatmulConfig) -> dict[str, jax.Array]:
-        tiles = (*self.matrices.values(), *self.outputs.values())
-        _check_config(config, self.dtype, self.products, self.b_transposed, tiles)
-        if self.b_format is not None and (config.stages < 3 or config.cluster > 1):
-            raise ValueError(
-                "matmul: where b is quantised, a config needs at least 3 stages, two of which are filled"
-                f" at once, and no cluster, got {config}; pass another config"
-            )
-        if self.promoted_steps and config.ping_pong:
-            raise ValueError(
-                f"matmul: promoted_steps want a config without ping_pong, got {config}; pass another one"
-            )
-        alike = bool(self.step_scales) and self.step_scales[1].shape[1] < self.n
-        piece = SCALED_PIECE if alike else 32
-        if self.step_scales and (config.ping_pong or config.tile_n % piece):
-            raise ValueError(
-                "matmul: step_scales want a config without ping_pong, whose tile_n is a multiple of 32,"
-                f" or of {SCALED_PIECE} where columns share scales, got {config}; pass another one"
-            )
+        p = self.product
+        _check_config(p, config)
         fused = self.tiles(config)
         product = fused.product
         product.check_shared_bytes(fused.shared_bytes)
-        as_it_is = self.b_format is not None or self.mixes_float8
-        bs = self.bs if as_it_is else [b.astype(self.dtype) for b in self.bs]
-        if product.b_columns > self.n:
-            zeros = (0, product.b_columns - self.n)
+        as_it_is = p.b_format is not None or p.mixes_float8
+        bs = self.bs if as_it_is else [b.astype(p.dtype) for b in self.bs]
+        if product.b_columns > p.n:
+            zeros = (0, product.b_columns - p.n)
             bs = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [zeros]) for x in bs]
         results = product.launch(
-            self.terms,
+            p.terms,
             bs,
             self.others,
             out_type=(
-                *(jax.ShapeDtypeStruct((self.m, self.n), d) for d in self.outputs.values()),
-                *(jax.ShapeDtypeStruct(fused.sums_shape, jnp.float32) for _ in self.column_sums),
+                *(jax.ShapeDtypeStruct((p.m, p.n), d) for d in p.outputs.values()),
+                *(jax.ShapeDtypeStruct(fused.sums_shape, jnp.float32) for _ in p.column_sums),
                 *fused.moments_types,
-                *(jax.ShapeDtypeStruct(fused.maxima_shape, jnp.float32) for _ in self.row_maxima),
+                *(jax.ShapeDtypeStruct(fused.maxima_shape, jnp.float32) for _ in p.row_maxima),
             ),
             scratch=fused.scratch(),
             epilogue=fused.of_tile,
-            name=self.name,
-            step_scales=self.step_scales,
+            name=p.name,
+            step_scales=p.step_scales,
         )
         remaining = iter(results)
-        by_name = {name: next(remaining) for name in self.outputs}
-        for name in self.column_sums:
-            by_name[f"sum_{name}"] = _sum_rows(next(remaining))[: self.n]
+        by_name = {name: next(remaining) for name in p.outputs}
+        for name in p.column_sums:
+            by_name[f"sum_{name}"] = _sum_rows(next(remaining))[: p.n]
         by_name |= fused.merged_moments(remaining)
-        for name in self.row_maxima:
-            by_name[f"max_{name}"] = next(remaining)[:, : self.m]
+        for name in p.row_maxima:
+            by_name[f"max_{name}"] = next(remaining)[:, : p.m]
         return by_name
 
     def few_rows(self, config: FewRowsConfig) -> FewRows:
+        p = self.product
         return FewRows(
-            m=self.m,
-            n=self.n,
-            ks=self.ks,
-            dtype=self.dtype,
-            blocks=self.blocks,
+            m=p.m,
+            n=p.n,
+            ks=p.ks,
+            dtype=p.dtype,
+            blocks=tuple(self.blocks),
             config=config,
-            products=self.products,
-            w_dtype=self.bs[0].dtype,
-            w_transposed=self.b_transposed,
-            function=self.epilogue,
-            vectors={name: jax.typeof(v) for name, v in self.vectors.items()},
-            matrices={name: jax.typeof(x) for name, x in self.matrices.items()},
-            outputs=dict(self.outputs),
+            products=p.products,
+            w_dtype=p.few_rows_dtype,
+            w_transposed=p.b_transposed,
+            function=p.epilogue,
+            vectors={name: jax.typeof(v) for name, v in present(p.vectors).items()},
+            matrices={name: jax.typeof(x) for name, x in present(p.matrices).items()},
+            outputs=dict(p.outputs),
         )
 
     def run_few_rows(self, config: FewRowsConfig) -> dict[str, jax.Array]:
-        if not self.few_rows_convert:
-            return self._rounded.run_few_rows(config)
-        launch = self.few_rows(config).launch
-        results = launch(self.terms, self.bs, self.others, name=f"{self.name}_few_rows")
-        by_name = dict(zip(self.outputs, results, strict=True))
-        for name in self.column_moments:
+        p, launch = self.product, self.few_rows(config).launch
+        bs = [b.astype(p.few_rows_dtype) for b in self.bs]
+        results = launch(p.terms, bs, self.others, name=f"{p.name}_few_rows")
+        by_name = dict(zip(p.outputs, results, strict=True))
+        for name in p.column_moments:
             values = by_name[name].astype(jnp.float32)
             by_name[f"mean_{name}"] = jnp.mean(values, 0)
             by_name[f"variance_{name}"] = jnp.var(values, 0)
-        return by_name | {f"sum_{name}": _sum_rows(by_name[name]) for name in self.column_sums}
+        return by_name | {f"sum_{name}": _sum_rows(by_name[name]) for name in p.column_sums}
 
 
 def _sum_rows(matrix: jax.Array) -> jax.Array:
     return jnp.sum(matrix, axis=0, dtype=jnp.float32)
 
 
-def _check_config(
-    config: MatmulConfig, dtype: Any, products: int, b_transposed: bool, streams: Sequence[Any]
-) -> None:
-    """Raises a ValueError where a config's tiles do not fit the operands or the epilogue's matrices."""
-    if config.tile_n % (products * config.epilogue_columns):
+def _check_config(p: FusedProduct, config: MatmulConfig) -> None:
+    """Raises a ValueError where a config does not fit the operands or the epilogue's matrices."""
+    if config.tile_n % (p.products * config.epilogue_columns):
         raise ValueError(
-            f"matmul: {products} products share tile_n ({config.tile_n}), and epilogue_columns"
+            f"matmul: {p.products} products share tile_n ({config.tile_n}), and epilogue_columns"
             f" ({config.epilogue_columns}) must divide each one's part"
         )
-    columns = swizzled_columns(dtype)
-    if not b_transposed and config.tile_n // products % columns:
+    columns = swizzled_columns(p.dtype)
+    if not p.b_transposed and config.tile_n // p.products % columns:
         raise ValueError(
-            f"matmul: {products} products share tile_n ({config.tile_n}), and where b is [K, N] each"
+            f"matmul: {p.products} products share tile_n ({config.tile_n}), and where b is [K, N] each"
             f" one's part must be a multiple of {columns}; pass another config"
         )
-    widest = max(jnp.dtype(getattr(stream, "dtype", stream)).itemsize for stream in streams)
+    stored = (*(x.dtype for x in present(p.matrices).values()), *p.outputs.values())
+    widest = max(jnp.dtype(dtype).itemsize for dtype in stored)
     if config.epilogue_columns * widest > SWIZZLE_BYTES:
         raise ValueError(
             f"matmul: epilogue_columns is {config.epilogue_columns}, but of numbers of {widest} bytes"
             f" at most {SWIZZLE_BYTES // widest} columns are taken at a time; pass another config"
         )
+    if p.b_format is not None and (config.stages < 3 or config.cluster > 1):
+        raise ValueError(
+            "matmul: where b is quantised, a config needs at least 3 stages, two of which are filled"
+            f" at once, and no cluster, got {config}; pass another config"
+        )
+    if p.promoted_steps and config.ping_pong:
+        raise ValueError(
+            f"matmul: promoted_steps want a config without ping_pong, got {config}; pass another one"
+        )
+    alike = bool(p.step_scales) and p.step_scales[1].shape[1] < p.n
+    piece = SCALED_PIECE if alike else 32
+    if p.step_scales and (config.ping_pong or config.tile_n % piece):
+        raise ValueError(
+            "matmul: step_scales want a config without ping_pong, whose tile_n is a multiple of 32,"
+            f" or of {SCALED_PIECE} where columns share scales, got {config}; pass another one"
+        )
 
 
-def _blocks(
-    b: jax.Array | Sequence[jax.Array], ks: Sequence[int], products: int, transposed: bool
-) -> tuple[list[jax.Array], list[Block], int]:
-    """Returns the arrays that hold b, the position of each term and product in them, and b's width.
+def _blocks(p: FusedProduct) -> tuple[list[jax.Array], list[Block]]:
+    """Returns the arrays that hold b, and the position of each term and product in them.
 
     An array with several b is reshaped so that each ends where an axis does: copies beyond it read
     zeros.
     """
-    if not isinstance(b, jax.Array):
-        bs = list(b)
-        blocks = [Block(index) for index in range(len(bs))]
-        return bs, blocks, bs[0].shape[0 if transposed else 1]
-    terms = len(ks)
-    if len(set(ks)) > 1:
-        raise ValueError(f"matmul: terms of one array b must be of one length, got {tuple(ks)}")
-    n = b.shape[0 if transposed else 1] // products
-    k_axes = (terms, ks[0]) if terms > 1 else (ks[0],)
-    n_axes = (products, n) if products > 1 else (n,)
+    if isinstance(p.b, tuple):
+        return list(p.b), [Block(index) for index in range(len(p.b))]
+    terms = len(p.ks)
+    if len(set(p.ks)) > 1:
+        raise ValueError(f"matmul: terms of one array b must be of one length, got {p.ks}")
+    k_axes = (terms, p.ks[0]) if terms > 1 else (p.ks[0],)
+    n_axes = (p.products, p.n) if p.products > 1 else (p.n,)
     blocks = [
-        Block(0, term if terms > 1 else None, product if products > 1 else None)
+        Block(0, term if terms > 1 else None, product if p.products > 1 else None)
         for term in range(terms)
-        for product in range(products)
+        for product in range(p.products)
     ]
-    return [b.reshape((*n_axes, *k_axes) if transposed else (*k_axes, *n_axes))], blocks, n
+    return [p.b.reshape((*n_axes, *k_axes) if p.b_transposed else (*k_axes, *n_axes))], blocks

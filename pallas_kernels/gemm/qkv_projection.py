@@ -406,14 +406,12 @@ def input_gradient(
     config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array]:
     """Returns the sum of dy [M, heads * H] @ w^T of w [D, heads * H] over all three."""
-    results = matmul.matmul(
-        dys,
-        weights,
+    product = matmul.FusedProduct(
+        name="qkv_input_gradient",
+        a=tuple(dys),
+        b=tuple(weights),
         b_transposed=True,
         epilogue=lambda dx: {"dx": dx},
         outputs={"dx": dys[0].dtype},
-        config=config,
-        multiprocessors=multiprocessors,
-        name="qkv_input_gradient",
     )
-    return (results["dx"],)
+    return (product.run(multiprocessors=multiprocessors, config=config)["dx"],)

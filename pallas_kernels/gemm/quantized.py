@@ -16,7 +16,7 @@ from pallas_kernels.activation import activation as activate
 from pallas_kernels.gemm import cost, quantized_weights, xla_cost
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.mainloop import SCALED_PIECE
-from pallas_kernels.gemm.matmul import GRAIN, fitting, matmul
+from pallas_kernels.gemm.matmul import GRAIN, FusedProduct, fitting
 from pallas_kernels.gemm.matmul_config import MatmulConfig
 from pallas_kernels.gemm.quantized_weights import Format
 from pallas_kernels.gemm.small_m import (
@@ -229,10 +229,11 @@ def both_forward(
     columns = of_columns.shape[1]
     if columns_alike % SCALED_PIECE == 0 and columns % columns_alike == 0:
         of_columns = w.scale[:, ::columns_alike]
-    results = matmul(
+    product = FusedProduct(
+        name="quantized_product",
         # Zeros add nothing to the sums.
-        _padded(x, COPIED_BYTES),
-        [_padded(w.values, COPIED_BYTES)],
+        a=_padded(x, COPIED_BYTES),
+        b=(_padded(w.values, COPIED_BYTES),),
         epilogue=epilogue,
         vectors={
             "w_scale": None if in_groups else w.scale[0],
@@ -244,10 +245,8 @@ def both_forward(
         outputs=outputs,
         b_transposed=True,
         b_columns=columns,
-        config=config,
-        multiprocessors=multiprocessors,
-        name="quantized_product",
     )
+    results = product.run(multiprocessors=multiprocessors, config=config)
     results = {name: matrix[:, :n] for name, matrix in results.items()}
     return results["y"], results.get("preactivation")
 
@@ -334,17 +333,16 @@ def input_gradient(
         layout = replace(layout, group=-(-k // STEP) * STEP)
     arrays = [w.values, w.scale] + ([] if w.zero_point is None else [w.zero_point])
     config = config or gradient_candidates(dz, k, multiprocessors)[0]
-    return matmul(
-        dz,
-        arrays,
-        epilogue=lambda dx: {"dx": dx},
-        outputs={"dx": dz.dtype},
+    product = FusedProduct(
+        name="quantized_input_gradient",
+        a=dz,
+        b=tuple(arrays),
         b_format=layout,
         b_columns=k,
-        config=config,
-        multiprocessors=multiprocessors,
-        name="quantized_input_gradient",
-    )["dx"]
+        epilogue=lambda dx: {"dx": dx},
+        outputs={"dx": dz.dtype},
+    )
+    return product.run(multiprocessors=multiprocessors, config=config)["dx"]
 
 
 def gradient_candidates(dz: jax.Array, k: int, multiprocessors: int) -> list[MatmulConfig]:
@@ -456,21 +454,20 @@ def _run(
             or launch_of(config).shared_bytes <= SHARED_MEMORY_BYTES
         )
     if isinstance(config, MatmulConfig):
-        results = matmul(
-            x,
-            arrays,
-            epilogue=epilogue,
-            outputs=outputs,
-            vectors=present,
-            matrices=read,
+        product = FusedProduct(
+            name=name,
+            a=x,
+            b=tuple(arrays),
             products=len(ws),
             b_transposed=True,
             b_format=layout,
             b_columns=columns,
-            config=config,
-            multiprocessors=multiprocessors,
-            name=name,
+            epilogue=epilogue,
+            vectors=present,
+            matrices=read,
+            outputs=outputs,
         )
+        results = product.run(multiprocessors=multiprocessors, config=config)
     else:
         others = [*present.values(), *read.values()]
         found = launch_of(config).launch([x], arrays, others, name=f"{name}_few_rows")

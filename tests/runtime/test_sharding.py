@@ -22,10 +22,6 @@ from jax.sharding import PartitionSpec as P
 import jaxfused
 from jaxfused.ops.conv import depthwise_conv_cuda, patch_expand
 from jaxfused.ops.linear import (
-    linear_stages,
-    linear_xla,
-    mlp_stages,
-    mlp_xla,
     qkv_projection,
     qkv_projection_stages,
     qkv_projection_xla,
@@ -44,6 +40,7 @@ from jaxfused.ops.rope import rope, rope_xla
 from jaxfused.runtime import cuda_library, runner, sharding
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
+from pallas_kernels.gemm.matmul import FusedProduct
 from tests.ops.loss import test_cross_entropy_kernels as cross_entropy_stand_ins
 from tests.support import eight_devices
 from tests.support.arrays import put
@@ -510,18 +507,39 @@ def test_rope(monkeypatch, hopper, axis_type, split, angles):
 # --- linear ---------------------------------------------------------------------------------------
 
 
-def stand_in_linear(x, w, bias, residual, **options):
-    del residual, options
-    return lax.map(lambda row: row @ w + bias, x), None
+def stand_in(product, *, multiprocessors, config):
+    """Runs a `FusedProduct` row by row, in a loop that XLA's partitioner leaves as it is."""
+    del multiprocessors, config
+    vectors = {name: v for name, v in product.vectors.items() if v is not None}
+    matrices = {name: m for name, m in product.matrices.items() if m is not None}
+    bs = product.b if isinstance(product.b, tuple) else (product.b,)
+
+    def of_row(operands):
+        terms, matrices = operands
+        sums = [
+            sum(
+                b @ term if product.b_transposed else term @ b
+                for term, b in zip(terms, bs[i :: product.products], strict=True)
+            )
+            for i in range(product.products)
+        ]
+        results = product.epilogue(*sums, **vectors, **matrices)
+        return {name: results[name].astype(dtype) for name, dtype in product.outputs.items()}
+
+    found = lax.map(of_row, (product.terms, matrices))
+    return found | {f"sum_{name}": found[name].sum(0) for name in product.column_sums}
+
+
+@pytest.fixture
+def products_by_row(hopper, monkeypatch):
+    monkeypatch.setattr(FusedProduct, "run", stand_in)
 
 
 @on_eight_devices
 @parametrize(
     ("axis_type", "split"), list(itertools.product(AXIS_TYPES, ("rows", "columns"))), quick=(1, 2)
 )
-def test_linear(monkeypatch, hopper, axis_type, split):
-    monkeypatch.setattr(linear_stages.pallas_linear, "forward", stand_in_linear)
-
+def test_linear(products_by_row, axis_type, split):
     def gradients(implementation, *arguments):
         def loss(x, w, bias):
             return jnp.sum(jnp.sin(jaxfused.linear(x, w, bias, implementation=implementation)))
@@ -546,66 +564,6 @@ def test_linear(monkeypatch, hopper, axis_type, split):
 
 
 # --- tensor parallel: hidden features are split ---------------------------------------------------
-
-
-def by_rows(f, *rows):
-    """Applies `f` to each row alone, in a loop."""
-    return lax.map(lambda row: f(*(None if a is None else a[None] for a in row)), rows)
-
-
-def flat(results):
-    return tuple(None if r is None else r.reshape(-1, r.shape[-1]) for r in results)
-
-
-def stand_in_layer(x, w, bias, residual, *, multiprocessors, config, **options):
-    del multiprocessors, config
-    layer = functools.partial(linear_xla.layer, precision=None, **options)
-    return flat(by_rows(lambda x, residual: layer(x, w, bias, residual), x, residual))
-
-
-def stand_in_hidden_gradient(dy, w2, z, *, activation, sum_rows, multiprocessors, config):
-    del multiprocessors, config
-    options = dict(activation=activation, sum_rows=False, precision=None)
-    dz, h, _ = by_rows(lambda dy, z: mlp_xla.hidden_gradient(dy, w2, z, **options), dy, z)
-    dz, h = flat((dz, h))
-    return dz, h, dz.sum(0) if sum_rows else None
-
-
-def stand_in_gated_unit(x, w_gate, w_up, b_gate, b_up, *, multiprocessors, config, **options):
-    del multiprocessors, config
-    unit = functools.partial(mlp_xla.gated_unit, precision=None, **options)
-    return flat(by_rows(lambda x: unit(x, w_gate, w_up, b_gate, b_up), x))
-
-
-def stand_in_gated_hidden_gradient(
-    dy, w_down, gate, up, *, sum_rows, multiprocessors, config, **options
-):
-    del multiprocessors, config
-    gradient = functools.partial(
-        mlp_xla.gated_hidden_gradient, sum_rows=(False, False), precision=None, **options
-    )
-    *found, _, _ = by_rows(lambda *rows: gradient(rows[0], w_down, *rows[1:]), dy, gate, up)
-    found = flat(found)
-    sums = (d.sum(0) if wanted else None for d, wanted in zip(found, sum_rows, strict=False))
-    return *found, *sums
-
-
-def stand_in_gated_input_gradient(dgate, dup, w_gate, w_up, *, multiprocessors, config):
-    del multiprocessors, config
-    gradient = functools.partial(mlp_xla.gated_input_gradient, precision=None)
-    return flat(by_rows(lambda *rows: gradient(*rows, w_gate, w_up), dgate, dup))
-
-
-@pytest.fixture
-def perceptron_stand_ins(hopper, monkeypatch):
-    monkeypatch.setattr(linear_stages.pallas_linear, "forward", stand_in_layer)
-    for name, stand_in in dict(
-        hidden_gradient=stand_in_hidden_gradient,
-        gated_forward=stand_in_gated_unit,
-        gated_hidden_gradient=stand_in_gated_hidden_gradient,
-        gated_input_gradient=stand_in_gated_input_gradient,
-    ).items():
-        monkeypatch.setattr(mlp_stages.pallas_mlp, name, stand_in)
 
 
 WIDTH, HIDDEN = 64, 256
@@ -644,7 +602,7 @@ def reduced_bytes(text: str) -> list[int]:
     [(axis_type, op) for axis_type in AXIS_TYPES for op in PERCEPTRONS],
     quick=(1, 2),
 )
-def test_perceptron_with_split_hidden_features(perceptron_stand_ins, axis_type, op):
+def test_perceptron_with_split_hidden_features(products_by_row, axis_type, op):
     """Each device multiplies its hidden features: one sum per direction, and no gathered weight."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
     arguments = {
@@ -724,7 +682,7 @@ def test_reference_of_split_hidden_features(op, dtype):
 @on_eight_devices
 @parametrize("axis_type", AXIS_TYPES, quick=(1,))
 @parametrize("activation", (None, "silu"), quick=(1,))
-def test_linear_sums_over_split_features(perceptron_stand_ins, axis_type, activation):
+def test_linear_sums_over_split_features(products_by_row, axis_type, activation):
     """The projection after split heads adds bias, activation and residual once, after the sum."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((4, 8, HIDDEN), (HIDDEN, WIDTH), (WIDTH,), (4, 8, WIDTH))

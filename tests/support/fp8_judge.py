@@ -106,33 +106,35 @@ def kernel_differences(rows):
     scales = (jnp.full(1, 0.03), jnp.full(1, 0.5))
     unit = (*scales, jnp.full(1, 1 / 112))
     options = pallas_fp8.LayerOptions(None, None, jnp.bfloat16, True, "value")
+    multiprocessors = dispatch.current_device().multiprocessors
+
+    def pair(product, candidates, xla=fp8_xla.run):
+        """Returns the results of the kernel and of XLA."""
+        config = candidates(product.work, multiprocessors)[0]
+        return product.run(multiprocessors=multiprocessors, config=config), xla(product)
+
+    layer = x, w, scales, bias, None, options
     by_slope = dict(dtype=jnp.bfloat16, maximise=True)
-    launch = dict(multiprocessors=dispatch.current_device().multiprocessors)
-    config = pallas_fp8.candidates(
-        pallas_fp8.work(dy, w2, read_bytes=1, written_bytes=2), launch["multiprocessors"]
-    )[0]
+    _, z, maxima = fp8_xla.layer(*layer)
     pairs = {
-        "z": (
-            pallas_fp8.layer(x, w, scales, bias, None, options, **launch)[1:],
-            fp8_xla.layer(x, w, scales, bias, None, options)[1:],
+        "z": pair(
+            pallas_fp8.layer(*layer),
+            pallas_fp8.candidates,
+            lambda _: {"z": z, "max_z": maxima},
         ),
-        "dz": (
-            pallas_fp8.hidden_gradient_by_slope(
-                dy, w2, unit, slope, **by_slope, **launch, config=config
-            ),
-            fp8_xla.hidden_gradient_by_slope(dy, w2, unit, slope, **by_slope),
+        "dz": pair(
+            pallas_fp8.hidden_gradient_by_slope(dy, w2, unit, slope, **by_slope),
+            pallas_fp8.candidates,
         ),
-        "dw": (
-            (
-                pallas_fp8.weight_gradient(xt, dyt, scales, out_dtype=jnp.bfloat16, **launch),
-                None,
-            ),
-            (fp8_xla.weight_gradient(xt, dyt, scales, out_dtype=jnp.bfloat16), None),
+        "dw": pair(
+            pallas_fp8.weight_gradient(xt, dyt, scales, out_dtype=jnp.bfloat16),
+            pallas_fp8.promoted_candidates,
         ),
     }
     found = {}
-    for name, ((ours, maxima), (expected, _)) in pairs.items():
-        a, b = np.asarray(ours, np.float64), np.asarray(expected, np.float64)
+    for name, (ours, expected) in pairs.items():
+        maxima = ours.get(f"max_{name}")
+        a, b = (np.asarray(results[name], np.float64) for results in (ours, expected))
         size = np.maximum(np.abs(b), 0.1 * np.abs(b).max())
         found[name] = float((np.abs(a - b) / size).max() * 2**7)
         if maxima is not None:

@@ -1,8 +1,8 @@
 """Products of float8 matrices: a layer, its gradients, and the gradient of a hidden layer."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,16 @@ from jaxfused import dispatch
 from jaxfused.ops.fp8 import fp8_xla
 from jaxfused.ops.fp8.fp8_operands import SLOPE_STEPS, Copies, largest_of
 from jaxfused.runtime import sharding
-from jaxfused.runtime.activation import BOUNDED_FROM_ABOVE
+from jaxfused.runtime.activation import BOUNDED_FROM_ABOVE, IN_XLA
+from jaxfused.runtime.product_stage import ProductStage
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner
 from jaxfused.runtime.vmap import OneByOne
+from pallas_kernels.activation import IN_KERNELS
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm import fp8 as pallas_fp8
 from pallas_kernels.gemm.fp8 import LayerOptions
+from pallas_kernels.gemm.matmul import FusedProduct
+from pallas_kernels.gemm.matmul_config import MatmulConfig
 
 
 def layer(
@@ -161,12 +165,32 @@ def _product_why_not(
     return {"pallas": reason, "xla": None}
 
 
-def _bytes(*dtypes: Any) -> int:
-    return sum(jnp.dtype(dtype).itemsize for dtype in dtypes if dtype is not None)
+class _Fp8Product(OneByOne, ProductStage):
+    """A stage that is one product of float8 matrices [M, K] and [N, K], with a scale [1] of each."""
+
+    candidates: ClassVar[Callable[[cost.Work, int], list[MatmulConfig]]]
+    """The configs for a product and a number of SMs, predicted fastest first."""
+
+    def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        return type(self).candidates(self.work(*operands), device.multiprocessors)
+
+    def in_pallas(self, device, *operands, config) -> Results:
+        config = config or self.configs("pallas", device, *operands)[0]
+        return super().in_pallas(device, *operands, config=config)
+
+    def in_xla(self, *operands) -> Results:
+        return self.in_order(fp8_xla.run(self.product(*operands)))
+
+    def run(self, implementation, device, *operands, config=None) -> Results:
+        if implementation == "xla":
+            return self.in_xla(*operands)
+        return self.in_pallas(device, *operands, config=config)
 
 
 @dataclass(frozen=True)
-class _Layer(OneByOne):
+class _Layer(_Fp8Product):
     """Computes (activation(z) + residual, z, maxima [P, M]) from x [M, K], w [N, K], two scales [1]."""
 
     op: str
@@ -177,7 +201,7 @@ class _Layer(OneByOne):
         return f"{self.op} in fp8"
 
     def axes(self, x, w, scale, w_scale, bias, residual) -> Axes:
-        del x, w, scale, bias, residual
+        del x, w, scale, w_scale, bias, residual
         rows = ROWS + "n"
         return Axes(
             (ROWS + "k", "nk", "s", "t", "n", rows),
@@ -199,44 +223,18 @@ class _Layer(OneByOne):
         }
         return _product_why_not(device, x, w, others)
 
-    def work(self, x, w, residual) -> cost.Work:
-        return pallas_fp8.work(
-            x,
-            w,
-            read_bytes=0 if residual is None else residual.dtype.itemsize,
-            written_bytes=_bytes(
-                self.options.out_dtype, self.options.narrow_dtype if self.options.saves else None
-            ),
-            activations=int(self.options.activation is not None),
-        )
+    def product(self, x, w, scale, w_scale, bias, residual) -> FusedProduct:
+        return pallas_fp8.layer(x, w, (scale, w_scale), bias, residual, self.options)
 
-    def configs(
-        self, implementation, device, x, w, scale, w_scale, bias, residual
-    ) -> Sequence[Hashable]:
-        del scale, w_scale, bias
-        if implementation != "pallas":
-            return ()
-        return pallas_fp8.candidates(self.work(x, w, residual), device.multiprocessors)
+    def in_xla(self, x, w, scale, w_scale, bias, residual) -> Results:
+        return fp8_xla.layer(x, w, (scale, w_scale), bias, residual, self.options)
 
-    def run(
-        self, implementation, device, x, w, scale, w_scale, bias, residual, config=None
-    ) -> Results:
-        operands = (x, w, (scale, w_scale), bias, residual)
-        if implementation == "xla":
-            return fp8_xla.layer(*operands, self.options)
-        if config is None:
-            work = self.work(x, w, residual)
-            config = pallas_fp8.candidates(work, device.multiprocessors)[0]
-        return pallas_fp8.layer(
-            *operands,
-            self.options,
-            multiprocessors=device.multiprocessors,
-            config=config,
-        )
+    results = ("y", "z", "max_z")
+    candidates = pallas_fp8.candidates
 
 
 @dataclass(frozen=True)
-class _HiddenGradient(OneByOne):
+class _HiddenGradient(_Fp8Product):
     """Computes (dz, dup, maxima [P, M] of both) from dy [M, K], w [N, K], two scales, z, up [M, N]."""
 
     op: str
@@ -265,37 +263,23 @@ class _HiddenGradient(OneByOne):
         del scale, w_scale, up
         return _product_why_not(device, dy, w, {"z": z.dtype})
 
-    def work(self, dy, w, z, up) -> cost.Work:
-        moved = z.dtype.itemsize * (1 if up is None else 2)
-        activations = 0 if self.activation is None else 2
-        return pallas_fp8.work(
-            dy, w, read_bytes=moved, written_bytes=moved, activations=activations
-        )
-
-    def configs(self, implementation, device, dy, w, scale, w_scale, z, up) -> Sequence[Hashable]:
-        del scale, w_scale
-        if implementation != "pallas":
-            return ()
-        return pallas_fp8.hidden_candidates(self.work(dy, w, z, up), device.multiprocessors)
-
-    def run(self, implementation, device, dy, w, scale, w_scale, z, up, config=None) -> Results:
-        operands = (dy, w, (scale, w_scale), z, up)
-        keywords: dict[str, Any] = dict(activation=self.activation, maximise=self.maximises)
-        if implementation == "xla":
-            return fp8_xla.hidden_gradient(*operands, **keywords)
-        if config is None:
-            work = self.work(dy, w, z, up)
-            config = pallas_fp8.hidden_candidates(work, device.multiprocessors)[0]
+    def product(self, dy, w, scale, w_scale, z, up, functions=IN_KERNELS) -> FusedProduct:
         return pallas_fp8.hidden_gradient(
-            *operands,
-            **keywords,
-            multiprocessors=device.multiprocessors,
-            config=config,
+            *(dy, w, (scale, w_scale), z, up),
+            activation=self.activation,
+            maximise=self.maximises,
+            functions=functions,
         )
+
+    def in_xla(self, dy, w, scale, w_scale, z, up) -> Results:
+        return self.in_order(fp8_xla.run(self.product(dy, w, scale, w_scale, z, up, IN_XLA)))
+
+    results = ("dz", "dup", "max_dz", "max_dup")
+    candidates = pallas_fp8.hidden_candidates
 
 
 @dataclass(frozen=True)
-class _HiddenGradientBySlope(OneByOne):
+class _HiddenGradientBySlope(_Fp8Product):
     """Computes (dz, maxima of |dz| [P, M]) from dy [M, K], w [N, K], three scales [1], slope [M, N]."""
 
     op: str
@@ -322,31 +306,17 @@ class _HiddenGradientBySlope(OneByOne):
         slope = pallas_fp8.why_slope_unsupported(columns=others[-1].shape[1])
         return why_not | {"pallas": why_not["pallas"] or slope}
 
-    def work(self, dy, w, slope) -> cost.Work:
-        read, written = slope.dtype.itemsize, _bytes(self.dtype)
-        return pallas_fp8.work(dy, w, read_bytes=read, written_bytes=written)
-
-    def configs(self, implementation, device, dy, w, *others) -> Sequence[Hashable]:
-        if implementation != "pallas":
-            return ()
-        return pallas_fp8.slope_candidates(self.work(dy, w, others[-1]), device.multiprocessors)
-
-    def run(
-        self, implementation, device, dy, w, scale, w_scale, unit, slope, config=None
-    ) -> Results:
-        operands = (dy, w, (scale, w_scale, unit), slope)
-        keywords: dict[str, Any] = dict(dtype=self.dtype, maximise=self.maximises)
-        if implementation == "xla":
-            return fp8_xla.hidden_gradient_by_slope(*operands, **keywords)
-        if config is None:
-            config = pallas_fp8.slope_candidates(self.work(dy, w, slope), device.multiprocessors)[0]
+    def product(self, dy, w, scale, w_scale, unit, slope) -> FusedProduct:
         return pallas_fp8.hidden_gradient_by_slope(
-            *operands, **keywords, multiprocessors=device.multiprocessors, config=config
+            dy, w, (scale, w_scale, unit), slope, dtype=self.dtype, maximise=self.maximises
         )
+
+    results = ("dz", "max_dz")
+    candidates = pallas_fp8.slope_candidates
 
 
 @dataclass(frozen=True)
-class _WeightGradient(OneByOne):
+class _WeightGradient(_Fp8Product):
     """Computes (scales * x @ dy^T,) [K, N] from x [K, M], dy [N, M] and two scales [1]."""
 
     op: str
@@ -364,23 +334,8 @@ class _WeightGradient(OneByOne):
         del scale, dy_scale
         return _product_why_not(device, x, dy, {"the gradient": self.dtype})
 
-    def work(self, x, dy) -> cost.Work:
-        return pallas_fp8.work(x, dy, read_bytes=0, written_bytes=_bytes(self.dtype))
+    def product(self, x, dy, scale, dy_scale) -> FusedProduct:
+        return pallas_fp8.weight_gradient(x, dy, (scale, dy_scale), out_dtype=self.dtype)
 
-    def configs(self, implementation, device, x, dy, scale, dy_scale) -> Sequence[Hashable]:
-        del scale, dy_scale
-        if implementation != "pallas":
-            return ()
-        return pallas_fp8.promoted_candidates(self.work(x, dy), device.multiprocessors)
-
-    def run(self, implementation, device, x, dy, scale, dy_scale, config=None) -> Results:
-        operands = (x, dy, (scale, dy_scale))
-        if implementation == "xla":
-            return (fp8_xla.weight_gradient(*operands, out_dtype=self.dtype),)
-        dw = pallas_fp8.weight_gradient(
-            *operands,
-            out_dtype=self.dtype,
-            multiprocessors=device.multiprocessors,
-            config=config,
-        )
-        return (dw,)
+    results = ("dw",)
+    candidates = pallas_fp8.promoted_candidates

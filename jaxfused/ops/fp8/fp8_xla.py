@@ -12,6 +12,7 @@ from jax import lax
 from jaxfused.runtime.activation import BOUNDED_FROM_ABOVE, activate, value_and_slope
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.quantized_array import FORMATS
+from pallas_kernels.gemm.matmul import FusedProduct, present
 
 PITCH = 16
 """Numbers of which the rows of float8 matrices hold whole multiples, as the kernels' TMA copies do."""
@@ -103,9 +104,18 @@ def sums(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return product(subscripts, a, b, out_dtype=jnp.float32)
 
 
-def _scaled(total: jax.Array, scales: Sequence[jax.Array]) -> jax.Array:
-    """Returns sums times the product of scales [1]."""
-    return total * functools.reduce(operator.mul, scales)
+def run(product: FusedProduct) -> dict[str, jax.Array]:
+    """Returns what `FusedProduct.run` does for matrices a [M, K] and b [N, K]."""
+    [b] = product.b
+    total = sums("mk,nk->mn", product.a, b)
+    matrices = {name: x[:, : product.n] for name, x in present(product.matrices).items()}
+    results = product.epilogue(total, **product.scalars, **matrices)
+    found = {name: results[name].astype(dtype) for name, dtype in product.outputs.items()}
+    maxima = {
+        f"max_{name}": _row_maxima(maximised(found[name].astype(jnp.float32)))
+        for name, maximised in product.row_maxima.items()
+    }
+    return found | maxima
 
 
 def layer(
@@ -120,7 +130,7 @@ def layer(
 
     The arguments are those of `pallas_kernels.gemm.fp8.layer`.
     """
-    z = _scaled(sums("mk,nk->mn", x, w), scales)
+    z = sums("mk,nk->mn", x, w) * functools.reduce(operator.mul, scales)
     z = z if bias is None else z + bias.astype(jnp.float32)
     narrow = z.astype(options.narrow_dtype)
     wide = narrow.astype(jnp.float32)
@@ -151,57 +161,3 @@ def largest_activation(activation: str | None, maxima: jax.Array) -> jax.Array:
     largest = jnp.where(jnp.any(jnp.isnan(maxima)), jnp.nan, largest)
     bound = activate(activation, largest)
     return jnp.maximum(bound, BOUNDED_FROM_ABOVE.get(str(activation), 0.0))
-
-
-def hidden_gradient(
-    dy: jax.Array,
-    w: jax.Array,
-    scales: Sequence[jax.Array],
-    z: jax.Array,
-    up: jax.Array | None,
-    *,
-    activation: str | None,
-    maximise: bool,
-) -> tuple[jax.Array | None, ...]:
-    """Returns (dz, dup, the largest magnitudes of their rows), each None unless it is asked for.
-
-    The arguments are those of `pallas_kernels.gemm.fp8.hidden_gradient`.
-    """
-    dh = _scaled(sums("mk,nk->mn", dy, w), scales)
-    gate = z.astype(jnp.float32)
-    h, slope = value_and_slope(activation, gate)
-    if up is None:
-        gradients = [dh * slope]
-    else:
-        gradients = [dh * up.astype(jnp.float32) * slope, dh * h]
-    rounded = [gradient.astype(z.dtype) for gradient in gradients]
-    maxima: list[jax.Array | None] = [None] * len(rounded)
-    if maximise:
-        maxima = [_row_maxima(jnp.abs(gradient.astype(jnp.float32))) for gradient in rounded]
-    absent = [None] * (2 - len(rounded))
-    return (*rounded, *absent, *maxima, *absent)
-
-
-def hidden_gradient_by_slope(
-    dy: jax.Array,
-    w: jax.Array,
-    scales: Sequence[jax.Array],
-    slope: jax.Array,
-    *,
-    dtype: Any,
-    maximise: bool,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns dz = scales * dy @ w^T * slope and, with `maximise`, its rows' largest magnitudes.
-
-    The arguments are those of `pallas_kernels.gemm.fp8.hidden_gradient_by_slope`.
-    """
-    dh = _scaled(sums("mk,nk->mn", dy, w), scales)
-    dz = (dh * slope[:, : w.shape[0]].astype(jnp.float32)).astype(dtype)
-    return dz, _row_maxima(jnp.abs(dz.astype(jnp.float32))) if maximise else None
-
-
-def weight_gradient(
-    x: jax.Array, dy: jax.Array, scales: Sequence[jax.Array], *, out_dtype: Any
-) -> jax.Array:
-    """Returns scales * x @ dy^T [K, N] for x [K, M] and dy [N, M]."""
-    return _scaled(sums("km,nm->kn", x, dy), scales).astype(out_dtype)

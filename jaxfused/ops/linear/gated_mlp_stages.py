@@ -2,21 +2,24 @@
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from jaxfused.ops.linear import mlp_cuda, mlp_xla
-from jaxfused.ops.linear.linear_stages import product_configs, product_estimate, weights_for
-from jaxfused.ops.linear.mlp_stages import passes_of, product_keywords, why_not_of, work_of
+from jaxfused.ops.linear.linear_stages import product_estimate
+from jaxfused.ops.linear.mlp_stages import passes_of, why_not_of
 from jaxfused.runtime.estimate import Estimate
 from jaxfused.runtime.product_choice import Passes
+from jaxfused.runtime.product_stage import ProductStage
 from jaxfused.runtime.product_xla import side_by_side, sums_side_by_side
 from jaxfused.runtime.runner import ROWS, Axes, Results, batched_rows
 from pallas_kernels.gemm import cost
+from pallas_kernels.gemm import linear as pallas_linear
 from pallas_kernels.gemm import mlp as pallas_mlp
+from pallas_kernels.gemm.matmul import FusedProduct
 
 
 def gate_axis_of(w_up: jax.Array | None) -> str:
@@ -25,7 +28,7 @@ def gate_axis_of(w_up: jax.Array | None) -> str:
 
 
 @dataclass(frozen=True)
-class GatedUnit:
+class GatedUnit(ProductStage):
     """Computes (activation(gate) * up, gate, up) from x [M, D] and weights [D, F]; gate and up if saved.
 
     Without w_up, w_gate [D, 2 F] and b_gate [2 F] hold both.
@@ -47,12 +50,16 @@ class GatedUnit:
             (ROWS + "d", "d" + gate_axis, "df", gate_axis, "f"), (ROWS + "f", *saved), whole="dg"
         )
 
-    def work(self, x, w_gate, w_up, b_gate, b_up) -> cost.Work:
-        del b_gate, b_up
-        hidden = w_gate.shape[1] // (2 if w_up is None else 1)
-        written = 3 if self.saves_preactivations else 1
-        one = work_of(x, w_gate, hidden, written=written, activations=1)
-        return replace(one, products=2, weights_apart=w_up is not None)
+    def product(self, x, w_gate, w_up, b_gate, b_up) -> FusedProduct:
+        return pallas_mlp.gated_unit(x, w_gate, w_up, b_gate, b_up, **self._options)
+
+    def work(self, x, w_gate, w_up, *biases) -> cost.Work:
+        del biases
+        return super().work(x, w_gate, w_up, None, None)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return dict(activation=self.activation, save_preactivations=self.saves_preactivations)
 
     def configs(self, implementation, device, x, w_gate, w_up, *biases) -> Sequence[Hashable]:
         if implementation != "pallas":
@@ -82,27 +89,26 @@ class GatedUnit:
         return product_estimate(device, able, x.dtype, work, passes, pallas_time=time)
 
     def run(self, implementation, device, x, w_gate, w_up, b_gate, b_up, config=None) -> Results:
-        functions: Mapping[str, Callable[..., Results]] = {
-            "pallas": pallas_mlp.gated_forward,
-            "cuda": mlp_cuda.gated_forward,
-            "xla": functools.partial(mlp_xla.gated_unit, converted=w_gate.dtype != x.dtype),
-        }
-        return functions[implementation](
-            x,
-            *(weights_for(implementation, w, x.dtype) for w in (w_gate, w_up)),
-            b_gate,
-            b_up,
-            activation=self.activation,
-            save_preactivations=self.saves_preactivations,
-            **product_keywords(implementation, device, self.precision, config),
-        )
+        if implementation == "pallas":
+            return pallas_mlp.gated_forward(
+                *(x, w_gate, w_up, b_gate, b_up),
+                **self._options,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        options = self._options | dict(precision=self.precision)
+        weights = (None if w is None else w.astype(x.dtype) for w in (w_gate, w_up))
+        operands: Any = (x, *weights, b_gate, b_up)
+        if implementation == "cuda":
+            return mlp_cuda.gated_forward(*operands, **options)
+        return mlp_xla.gated_unit(*operands, **options, converted=w_gate.dtype != x.dtype)
 
     batched = batched_rows
     xla_takes_rows = True
 
 
 @dataclass(frozen=True)
-class GatedHiddenGradient:
+class GatedHiddenGradient(ProductStage):
     """Computes (dgate, dup, h, row sums of dgate and dup) from dy [M, E], w_down, gate and up [M, F].
 
     h = activation(gate) * up is None unless `returns_hidden`.
@@ -132,18 +138,15 @@ class GatedHiddenGradient:
             whole="ef" if self.joined else "e",
         )
 
-    def work(self, dy, w_down, gate, up) -> cost.Work:
-        del up
-        activations = 0 if self.activation is None else 2
-        written = 3 if self.returns_hidden else 2
-        return work_of(
-            dy,
-            w_down,
-            gate.shape[1],
-            read=2,
-            written=written,
-            activations=activations,
-            k_last=True,
+    def product(self, dy, w_down, gate, up) -> FusedProduct:
+        return pallas_mlp.gated_hidden_gradient(dy, w_down, gate, up, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return dict(
+            activation=self.activation,
+            sum_rows=self.sums_rows,
+            returns_hidden=self.returns_hidden,
         )
 
     def why_not(self, device, dy, w_down, gate, up) -> Mapping[str, str | None]:
@@ -156,34 +159,28 @@ class GatedHiddenGradient:
         return product_estimate(device, able, dy.dtype, work, passes)
 
     def run(self, implementation, device, dy, w_down, gate, up, config=None) -> Results:
-        functions: Mapping[str, Callable[..., Results]] = {
-            "pallas": pallas_mlp.gated_hidden_gradient,
-            "cuda": mlp_cuda.gated_hidden_gradient,
-            "xla": functools.partial(mlp_xla.gated_hidden_gradient, joined=self.joined),
-        }
-        results: Any = functions[implementation](
-            dy,
-            weights_for(implementation, w_down, dy.dtype),
-            gate,
-            up,
-            activation=self.activation,
-            sum_rows=self.sums_rows,
-            returns_hidden=self.returns_hidden,
-            **product_keywords(implementation, device, self.precision, config),
-        )
-        if implementation == "xla" or not self.joined:
+        options = self._options | dict(precision=self.precision)
+        if implementation == "xla":
+            operands = (dy, w_down.astype(dy.dtype), gate, up)
+            return mlp_xla.gated_hidden_gradient(*operands, **options, joined=self.joined)
+        if implementation == "cuda":
+            operands = (dy, w_down.astype(dy.dtype), gate, up)
+            results: Any = mlp_cuda.gated_hidden_gradient(*operands, **options)
+        else:
+            results = self.in_pallas(device, dy, w_down, gate, up, config=config)
+        if not self.joined:
             return results
         dgate, dup, h, db_gate, db_up = results
         sums = None if db_gate is None else sums_side_by_side([db_gate, db_up])
         return side_by_side([dgate, dup]), None, h, sums, None
 
-    configs = product_configs
+    results = ("dgate", "dup", "h", "sum_dgate", "sum_dup")
     batched = batched_rows
     xla_takes_rows = True
 
 
 @dataclass(frozen=True)
-class GatedInputGradient:
+class GatedInputGradient(ProductStage):
     """Computes (dgate @ w_gate^T + dup @ w_up^T,) from cotangents [M, F] and weights [D, F]."""
 
     precision: Any
@@ -200,13 +197,11 @@ class GatedInputGradient:
         whole = "" if gate_axis == "f" else "fg"
         return Axes((ROWS + "f", ROWS + "f", "d" + gate_axis, "df"), (ROWS + "d",), whole=whole)
 
-    def work(self, dgate, dup, w_gate, w_up) -> cost.Work:
-        del dup, w_up
-        one = self._one_product(dgate, w_gate)
-        return replace(one, k=2 * one.k, terms=2)
+    def product(self, dgate, dup, w_gate, w_up) -> FusedProduct:
+        return pallas_mlp.gated_input_gradient(dgate, dup, w_gate, w_up)
 
     def _one_product(self, dgate, w_gate) -> cost.Work:
-        return work_of(dgate, w_gate, w_gate.shape[0], k_last=True)
+        return pallas_linear.input_gradient(dgate, w_gate).work_beside_xla
 
     def why_not(self, device, dgate, dup, w_gate, w_up) -> Mapping[str, str | None]:
         del dup, w_up
@@ -226,18 +221,12 @@ class GatedInputGradient:
         return product_estimate(device, able, dgate.dtype, replace(work, k=2 * work.k), passes)
 
     def run(self, implementation, device, dgate, dup, w_gate, w_up, config=None) -> Results:
-        functions: Mapping[str, Callable[..., Results]] = {
-            "pallas": pallas_mlp.gated_input_gradient,
-            "cuda": mlp_cuda.gated_input_gradient,
-            "xla": mlp_xla.gated_input_gradient,
-        }
-        return functions[implementation](
-            dgate,
-            dup,
-            *(weights_for(implementation, w, dgate.dtype) for w in (w_gate, w_up)),
-            **product_keywords(implementation, device, self.precision, config),
-        )
+        if implementation == "pallas":
+            return self.in_pallas(device, dgate, dup, w_gate, w_up, config=config)
+        of = mlp_cuda if implementation == "cuda" else mlp_xla
+        weights = (None if w is None else w.astype(dgate.dtype) for w in (w_gate, w_up))
+        return of.gated_input_gradient(dgate, dup, *weights, precision=self.precision)
 
-    configs = product_configs
+    results = ("dx",)
     batched = batched_rows
     xla_takes_rows = True

@@ -16,7 +16,6 @@ from jaxfused.ops.linear.linear_stages import (
     ActivationGradient,
     InputGradient,
     Layer,
-    weight_itemsize,
 )
 from jaxfused.ops.linear.weight_gradient import (
     WeightGradients,
@@ -348,7 +347,7 @@ _linear_in_fp8.defvjp(_linear_in_fp8_fwd, _linear_in_fp8_bwd)
 
 def are_weights_converted(x: jax.Array, w: jax.Array) -> bool:
     """Returns whether XLA converts the weights to x's dtype for a product of few rows."""
-    return _are_few(x) and weight_itemsize(x, w) != x.dtype.itemsize
+    return _are_few(x) and w.dtype.itemsize != x.dtype.itemsize
 
 
 def _are_few(rows: jax.Array) -> bool:

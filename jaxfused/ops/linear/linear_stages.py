@@ -1,8 +1,8 @@
 """The stages of linear, and the limits, configs and times of products that other operators share."""
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,13 @@ from jaxfused.ops.linear import linear_cuda, linear_xla
 from jaxfused.runtime.activation import ARITHMETIC
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
+from jaxfused.runtime.product_stage import ProductStage
 from jaxfused.runtime.product_xla import product, sum_written_rows
 from jaxfused.runtime.runner import ROWS, Axes, Results, batched_rows
 from pallas_kernels.gemm import cost, xla_cost
 from pallas_kernels.gemm import linear as pallas_linear
 from pallas_kernels.gemm import matmul as pallas_matmul
-from pallas_kernels.gemm.matmul import predicted_time
+from pallas_kernels.gemm.matmul import FusedProduct, predicted_time
 from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 
 
@@ -35,24 +36,8 @@ def allows_tf32(precision: Any) -> bool:
     return all(p is None or jax.lax.Precision(p) in lowest for p in pair)
 
 
-class _Product(Protocol):
-    """A kernel that is one product with an epilogue in Pallas."""
-
-    def work(self, *operands: Any) -> cost.Work:
-        """Returns the product and its epilogue."""
-
-
-def product_configs(
-    kernel: _Product, implementation: str, device: dispatch.Device, *operands: Any
-) -> Sequence[Hashable]:
-    """Returns the configs of such a kernel: its method `HasConfigs.configs`."""
-    if implementation != "pallas":
-        return ()
-    return pallas_matmul.fitting(kernel.work(*operands), device.multiprocessors)
-
-
 @dataclass(frozen=True)
-class Layer:
+class Layer(ProductStage):
     """Computes (activation(x @ w + bias) + residual, x @ w + bias if saved) of x [M, D] and w [D, F].
 
     `mlp` and `gated_mlp` use it for their layers too.
@@ -122,18 +107,15 @@ class Layer:
             weights_read_again=self.weights_read_again,
         )
 
-    def work(self, x, w, bias, residual) -> cost.Work:
-        del bias
-        return cost.Work(
-            x.shape[0],
-            w.shape[1],
-            x.shape[1],
-            itemsize=x.dtype.itemsize,
-            w_itemsize=weight_itemsize(x, w),
-            read_bytes=0 if residual is None else residual.dtype.itemsize,
-            written_bytes=jnp.dtype(self.out_dtype).itemsize
-            + (x.dtype.itemsize if self.save_preactivation else 0),
-            activations=int(self.activation is not None),
+    def product(self, x, w, bias, residual) -> FusedProduct:
+        return pallas_linear.layer(x, w, bias, residual, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return dict(
+            activation=self.activation,
+            out_dtype=self.out_dtype,
+            save_preactivation=self.save_preactivation,
         )
 
     def _passes(self, x, bias, residual) -> Passes:
@@ -153,21 +135,13 @@ class Layer:
         )
 
     def run(self, implementation, device, x, w, bias, residual, config=None) -> Results:
-        keywords: dict[str, Any] = dict(
-            activation=self.activation,
-            out_dtype=self.out_dtype,
-            save_preactivation=self.save_preactivation,
-        )
-        operands = (x, weights_for(implementation, w, x.dtype), bias, residual)
         if implementation == "pallas":
-            return pallas_linear.forward(
-                *operands, **keywords, multiprocessors=device.multiprocessors, config=config
-            )
-        if implementation == "cuda":
-            return linear_cuda.forward(*operands, **keywords, precision=self.precision)
-        return linear_xla.layer(*operands, **keywords, precision=self.precision)
+            return self.in_pallas(device, x, w, bias, residual, config=config)
+        layer = linear_cuda.forward if implementation == "cuda" else linear_xla.layer
+        operands = (x, w.astype(x.dtype), bias, residual)
+        return layer(*operands, **self._options, precision=self.precision)
 
-    configs = product_configs
+    results = ("y", "preactivation")
     batched = batched_rows
     xla_takes_rows = True
 
@@ -232,7 +206,7 @@ class ActivationGradient:
 
 
 @dataclass(frozen=True)
-class InputGradient:
+class InputGradient(ProductStage):
     """Computes (dy @ w^T,) for few rows dy [M, F] and w [D, F]. XLA multiplies many rows."""
 
     precision: Any
@@ -245,16 +219,8 @@ class InputGradient:
         del operands
         return Axes((ROWS + "f", "df"), (ROWS + "d",), whole="f")
 
-    def work(self, dy, w) -> cost.Work:
-        return cost.Work(
-            dy.shape[0],
-            w.shape[0],
-            w.shape[1],
-            itemsize=dy.dtype.itemsize,
-            w_itemsize=weight_itemsize(dy, w),
-            written_bytes=dy.dtype.itemsize,
-            k_last=True,
-        )
+    def product(self, dy, w) -> FusedProduct:
+        return pallas_linear.input_gradient(dy, w)
 
     def why_not(self, device, dy, w) -> Mapping[str, str | None]:
         features = {"the gradient": w.shape[1], "x": w.shape[0]}
@@ -267,30 +233,14 @@ class InputGradient:
 
     def run(self, implementation, device, dy, w, config=None) -> Results:
         if implementation == "pallas":
-            dx = pallas_linear.input_gradient(
-                dy, w, multiprocessors=device.multiprocessors, config=config
-            )
-        else:
-            dx = product(
-                "mf,df->md", dy, w, dtype=dy.dtype, out_dtype=dy.dtype, precision=self.precision
-            )
+            return self.in_pallas(device, dy, w, config=config)
+        dx = product(
+            "mf,df->md", dy, w, dtype=dy.dtype, out_dtype=dy.dtype, precision=self.precision
+        )
         return (dx,)
 
-    configs = product_configs
+    results = ("dx",)
     batched = batched_rows
-
-
-def weight_itemsize(x: jax.Array, w: jax.Array) -> int:
-    """Returns the bytes of a number in w if x [M, K] has few rows, else 0.
-
-    For few rows, converting w takes longer than the product.
-    """
-    return w.dtype.itemsize if x.shape[0] <= cost.CONVERTED_ROWS else 0
-
-
-def weights_for(implementation: str, w: Any, dtype: Any) -> Any:
-    """Returns weights in the given dtype, or unchanged for Pallas, whose kernels convert them."""
-    return w if implementation == "pallas" or w is None else w.astype(dtype)
 
 
 def product_why_not(

@@ -3,8 +3,8 @@
 The functions at the end describe the products, also those of gated_mlp's stages.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,21 +13,20 @@ from jaxfused import dispatch
 from jaxfused.ops.linear import mlp_cuda, mlp_xla
 from jaxfused.ops.linear.linear_stages import (
     CHEAP_ACTIVATIONS,
-    product_configs,
     product_estimate,
     product_why_not,
-    weight_itemsize,
-    weights_for,
 )
 from jaxfused.runtime.estimate import Estimate
 from jaxfused.runtime.product_choice import Passes
+from jaxfused.runtime.product_stage import ProductStage
 from jaxfused.runtime.runner import ROWS, Axes, Results, batched_rows
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm import mlp as pallas_mlp
+from pallas_kernels.gemm.matmul import FusedProduct
 
 
 @dataclass(frozen=True)
-class HiddenAndSlope:
+class HiddenAndSlope(ProductStage):
     """Computes the activation of x @ w1 + b1 and its derivative [M, F], of x [M, D] and w1 [D, F]."""
 
     activation: str
@@ -41,9 +40,8 @@ class HiddenAndSlope:
         del operands
         return Axes((ROWS + "d", "df", "f"), (ROWS + "f", ROWS + "f"), whole="d")
 
-    def work(self, x, w1, b1) -> cost.Work:
-        del b1
-        return work_of(x, w1, w1.shape[1], written=2, activations=2)
+    def product(self, x, w1, b1) -> FusedProduct:
+        return pallas_mlp.hidden_and_slope(x, w1, b1, activation=self.activation)
 
     def why_not(self, device, x, w1, b1) -> Mapping[str, str | None]:
         return why_not_of(device, self.precision, x, self.work(x, w1, b1), cuda_kernel=False)
@@ -54,25 +52,19 @@ class HiddenAndSlope:
         return product_estimate(device, able, x.dtype, work, passes)
 
     def run(self, implementation, device, x, w1, b1, config=None) -> Results:
-        operands = (x, weights_for(implementation, w1, x.dtype), b1)
         if implementation == "pallas":
-            return pallas_mlp.hidden_and_slope(
-                *operands,
-                activation=self.activation,
-                multiprocessors=device.multiprocessors,
-                config=config,
-            )
+            return self.in_pallas(device, x, w1, b1, config=config)
         return mlp_xla.hidden_and_slope(
-            *operands, activation=self.activation, precision=self.precision
+            x, w1.astype(x.dtype), b1, activation=self.activation, precision=self.precision
         )
 
-    configs = product_configs
+    results = ("h", "slope")
     batched = batched_rows
     xla_takes_rows = True
 
 
 @dataclass(frozen=True)
-class HiddenGradientBySlope:
+class HiddenGradientBySlope(ProductStage):
     """Computes dz and its row sums from dy [M, E], w2 [F, E] and the activation's derivative [M, F]."""
 
     sums_rows: bool
@@ -87,8 +79,8 @@ class HiddenGradientBySlope:
         sums = "f" if self.sums_rows else None
         return Axes((ROWS + "e", "fe", ROWS + "f"), (ROWS + "f", sums), whole="e")
 
-    def work(self, dy, w2, slope) -> cost.Work:
-        return work_of(dy, w2, slope.shape[1], read=1, k_last=True)
+    def product(self, dy, w2, slope) -> FusedProduct:
+        return pallas_mlp.hidden_gradient_by_slope(dy, w2, slope, sum_rows=self.sums_rows)
 
     def why_not(self, device, dy, w2, slope) -> Mapping[str, str | None]:
         return why_not_of(device, self.precision, dy, self.work(dy, w2, slope), cuda_kernel=False)
@@ -99,25 +91,19 @@ class HiddenGradientBySlope:
         return product_estimate(device, able, dy.dtype, work, passes)
 
     def run(self, implementation, device, dy, w2, slope, config=None) -> Results:
-        operands = (dy, weights_for(implementation, w2, dy.dtype), slope)
         if implementation == "pallas":
-            return pallas_mlp.hidden_gradient_by_slope(
-                *operands,
-                sum_rows=self.sums_rows,
-                multiprocessors=device.multiprocessors,
-                config=config,
-            )
+            return self.in_pallas(device, dy, w2, slope, config=config)
         return mlp_xla.hidden_gradient_by_slope(
-            *operands, sum_rows=self.sums_rows, precision=self.precision
+            dy, w2.astype(dy.dtype), slope, sum_rows=self.sums_rows, precision=self.precision
         )
 
-    configs = product_configs
+    results = ("dz", "sum_dz")
     batched = batched_rows
     xla_takes_rows = True
 
 
 @dataclass(frozen=True)
-class HiddenGradient:
+class HiddenGradient(ProductStage):
     """Computes (dz, activation(z), row sums of dz) from dy [M, E], w2 [F, E] and z [M, F]."""
 
     activation: str | None
@@ -133,9 +119,16 @@ class HiddenGradient:
         sums = "f" if self.sums_rows else None
         return Axes((ROWS + "e", "fe", ROWS + "f"), (ROWS + "f", ROWS + "f", sums), whole="e")
 
+    def product(self, dy, w2, z) -> FusedProduct:
+        return pallas_mlp.hidden_gradient(dy, w2, z, **self._options)
+
     def work(self, dy, w2, z) -> cost.Work:
-        activations = 0 if self.activation is None else 2
-        return work_of(dy, w2, z.shape[1], read=1, written=2, activations=activations, k_last=True)
+        # Counted as with an activation, whose value is a second result.
+        return replace(super().work(dy, w2, z), written_bytes=2 * z.dtype.itemsize)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return dict(activation=self.activation, sum_rows=self.sums_rows)
 
     def why_not(self, device, dy, w2, z) -> Mapping[str, str | None]:
         return why_not_of(device, self.precision, dy, self.work(dy, w2, z))
@@ -147,48 +140,16 @@ class HiddenGradient:
         return product_estimate(device, able, dy.dtype, work, passes)
 
     def run(self, implementation, device, dy, w2, z, config=None) -> Results:
-        functions: Mapping[str, Callable[..., Results]] = {
-            "pallas": pallas_mlp.hidden_gradient,
-            "cuda": mlp_cuda.hidden_gradient,
-            "xla": mlp_xla.hidden_gradient,
-        }
-        return functions[implementation](
-            dy,
-            weights_for(implementation, w2, dy.dtype),
-            z,
-            activation=self.activation,
-            sum_rows=self.sums_rows,
-            **product_keywords(implementation, device, self.precision, config),
-        )
+        if implementation == "pallas":
+            dz, h, sums = self.in_pallas(device, dy, w2, z, config=config)
+            return dz, z if h is None else h, sums
+        of = mlp_cuda if implementation == "cuda" else mlp_xla
+        operands = (dy, w2.astype(dy.dtype), z)
+        return of.hidden_gradient(*operands, **self._options, precision=self.precision)
 
-    configs = product_configs
+    results = ("dz", "h", "sum_dz")
     batched = batched_rows
     xla_takes_rows = True
-
-
-def work_of(
-    x: jax.Array,
-    w: jax.Array,
-    columns: int,
-    *,
-    read: int = 0,
-    written: int = 1,
-    activations: int = 0,
-    k_last: bool = False,
-) -> cost.Work:
-    """Returns x [M, K] @ w [K, columns] as work; `read` and `written` count matrices of x's dtype."""
-    size = x.dtype.itemsize
-    return cost.Work(
-        x.shape[0],
-        columns,
-        x.shape[1],
-        itemsize=size,
-        w_itemsize=weight_itemsize(x, w),
-        read_bytes=read * size,
-        written_bytes=written * size,
-        activations=activations,
-        k_last=k_last,
-    )
 
 
 def passes_of(
@@ -217,12 +178,3 @@ def why_not_of(
     if not cuda_kernel:
         del why_not["cuda"]
     return why_not
-
-
-def product_keywords(
-    implementation: str, device: dispatch.Device, precision: Any, config: Any
-) -> Any:
-    """Returns further keyword arguments of each implementation of a product."""
-    if implementation == "pallas":
-        return {"multiprocessors": device.multiprocessors, "config": config}
-    return {"precision": precision}

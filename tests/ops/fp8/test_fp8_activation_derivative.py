@@ -109,10 +109,10 @@ def test_gradient_by_slope_in_the_interpreter(rows, columns, interpreted_hopper)
     config = MatmulConfig(64, 64, 3, True, epilogue_columns=32)
     units = (jnp.full(1, 0.25), jnp.full(1, 0.5), jnp.full(1, 1 / fp8_operands.SLOPE_STEPS))
     keywords = dict(dtype=jnp.bfloat16, maximise=True)
-    dz, largest = pallas_fp8.hidden_gradient_by_slope(
-        dy, w2, units, slope, **keywords, multiprocessors=1, config=config
-    )
-    expected, _ = fp8_xla.hidden_gradient_by_slope(dy, w2, units, slope, **keywords)
+    product = pallas_fp8.hidden_gradient_by_slope(dy, w2, units, slope, **keywords)
+    found = product.run(multiprocessors=1, config=config)
+    dz, largest = found["dz"], found["max_dz"]
+    expected = fp8_xla.run(product)["dz"]
     wide = lambda a: np.asarray(a, np.float32)  # noqa: E731
     np.testing.assert_allclose(wide(dz), wide(expected), rtol=1e-2, atol=1e-4)
     np.testing.assert_array_equal(largest.max(axis=0), np.abs(wide(dz)).max(axis=1))
@@ -138,7 +138,7 @@ def test_scales_of_a_layer_in_the_interpreter(interpreted_hopper):
     launch = dict(multiprocessors=interpreted_hopper.multiprocessors)
     apart, together = ((jnp.full(1, 0.5), jnp.full(1, 0.75)), (jnp.full(1, 0.375),))
     ours, expected = (
-        pallas_fp8.layer(x, w, scales, None, None, options, **launch)[0]
+        pallas_fp8.layer(x, w, scales, None, None, options).run(**launch)["y"]
         for scales in (apart, together)
     )
     np.testing.assert_array_equal(ours, expected)

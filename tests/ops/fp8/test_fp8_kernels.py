@@ -115,15 +115,9 @@ def test_promoted_sums_in_the_interpreter(length, steps, interpreted_hopper):
     x, dy = arrays(5, (64, length), (80, length))
     x, dy = x.astype(E4M3), dy.astype(E5M2)
     scales = (jnp.full(1, 0.5), jnp.full(1, 1.75))
-    ours = pallas_fp8.weight_gradient(
-        x,
-        dy,
-        scales,
-        out_dtype=jnp.float32,
-        promoted_steps=steps,
-        multiprocessors=interpreted_hopper.multiprocessors,
-        config=MatmulConfig(64, 64, 3, False, epilogue_columns=32),
-    )
+    product = pallas_fp8.weight_gradient(x, dy, scales, out_dtype=jnp.float32, promoted_steps=steps)
+    config = MatmulConfig(64, 64, 3, False, epilogue_columns=32)
+    ours = product.run(multiprocessors=interpreted_hopper.multiprocessors, config=config)["dw"]
     truth = (np.asarray(x, np.float64) @ np.asarray(dy, np.float64).T) * 0.875
     np.testing.assert_allclose(ours, truth, rtol=1e-4, atol=1e-3)
 
@@ -133,25 +127,13 @@ def test_maxima_of_rows_in_the_interpreter(interpreted_hopper):
     x, w = arrays(6, (80, 64), (72, 64))
     x, w = x.astype(E4M3), w.astype(E4M3)
     bias = jnp.full(72, 3.0)
-    results = [
-        f(
-            x,
-            w,
-            (jnp.ones(1), jnp.ones(1)),
-            bias,
-            None,
-            pallas_fp8.LayerOptions(None, None, jnp.bfloat16, True, maximised),
-            **keywords,
-        )
-        for maximised in ("value", "magnitude")
-        for f, keywords in (
-            (pallas_fp8.layer, dict(multiprocessors=interpreted_hopper.multiprocessors)),
-            (fp8_xla.layer, {}),
-        )
-    ]
-    for (_, z, maxima), (_, expected_z, expected) in (results[:2], results[2:]):
-        np.testing.assert_array_equal(z, expected_z)
-        np.testing.assert_array_equal(maxima.max(axis=0), expected[0])
+    for maximised in ("value", "magnitude"):
+        options = pallas_fp8.LayerOptions(None, None, jnp.bfloat16, True, maximised)
+        operands = (x, w, (jnp.ones(1), jnp.ones(1)), bias, None, options)
+        found = pallas_fp8.layer(*operands).run(multiprocessors=interpreted_hopper.multiprocessors)
+        _, z, maxima = fp8_xla.layer(*operands)
+        np.testing.assert_array_equal(found["z"], z)
+        np.testing.assert_array_equal(found["max_z"].max(axis=0), maxima[0])
 
 
 # --- lowered --------------------------------------------------------------------------------------
@@ -216,43 +198,21 @@ def test_default_configs_fit_into_shared_memory(m, k, n, residual, hopper):
     x, w, dy = (shape(s, d) for s, d in (((m, k), E4M3), ((n, k), E4M3), ((m, k), E5M2)))
     scale, vector = shape((1,), jnp.float32), shape((n,), jnp.float32)
     z = shape((m, n), jnp.bfloat16)
-    keywords = dict(multiprocessors=132)
 
-    def layer(x, w, scale, bias, *residual):
-        return pallas_fp8.layer(
-            x,
-            w,
-            (scale, scale),
-            bias,
-            *(residual or (None,)),
-            pallas_fp8.LayerOptions("gelu_tanh", jnp.float32, jnp.bfloat16, True, "value"),
-            config=pallas_fp8.candidates(
-                pallas_fp8.work(
-                    x, w, read_bytes=4 if residual else 0, written_bytes=6, activations=1
-                ),
-                132,
-            )[0],
-            **keywords,
-        )
+    def layer(x, w, scale, bias, residual=None):
+        options = pallas_fp8.LayerOptions("gelu_tanh", jnp.float32, jnp.bfloat16, True, "value")
+        product = pallas_fp8.layer(x, w, (scale, scale), bias, residual, options)
+        config = pallas_fp8.candidates(product.work, 132)[0]
+        return product.run(multiprocessors=132, config=config)
 
     others = [] if residual is None else [shape((m, n), jnp.float32)]
     assert lowering.kernels(layer, x, w, scale, vector, *others) == ["fp8_layer"]
 
     def gradient(dy, w, scale, z, up):
-        config = pallas_fp8.hidden_candidates(
-            pallas_fp8.work(dy, w, read_bytes=4, written_bytes=4, activations=2), 132
-        )[0]
-        return pallas_fp8.hidden_gradient(
-            dy,
-            w,
-            (scale, scale),
-            z,
-            up,
-            activation="silu",
-            maximise=True,
-            config=config,
-            **keywords,
-        )
+        options = dict(activation="silu", maximise=True)
+        product = pallas_fp8.hidden_gradient(dy, w, (scale, scale), z, up, **options)
+        config = pallas_fp8.hidden_candidates(product.work, 132)[0]
+        return product.run(multiprocessors=132, config=config)
 
     assert lowering.kernels(gradient, dy, w, scale, z, z) == ["fp8_hidden_gradient"]
 
@@ -334,9 +294,10 @@ def test_promoted_sums_on_a_gpu(length):
     """The result is as exact as a bfloat16 product of the same values that returns bfloat16."""
     x, dy = arrays(10, (128, length), (256, length))
     x, dy = x.astype(E4M3), dy.astype(E5M2)
-    ours = pallas_fp8.weight_gradient(
-        x, dy, (jnp.ones(1), jnp.ones(1)), out_dtype=jnp.float32, multiprocessors=132
-    )
+    ones = jnp.ones(1), jnp.ones(1)
+    product = pallas_fp8.weight_gradient(x, dy, ones, out_dtype=jnp.float32)
+    config = pallas_fp8.promoted_candidates(product.work, 132)[0]
+    ours = product.run(multiprocessors=132, config=config)["dw"]
     truth = np.asarray(x, np.float64) @ np.asarray(dy, np.float64).T
     plain = x.astype(jnp.bfloat16) @ dy.astype(jnp.bfloat16).T
     error, allowed = (np.abs(np.asarray(a, np.float64) - truth).max() for a in (ours, plain))

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels.gemm import linear, mlp, tiled_product
 from pallas_kernels.gemm.cost import Work
-from pallas_kernels.gemm.matmul import MatmulConfig, candidates, matmul, why_unsupported
+from pallas_kernels.gemm.matmul import FusedProduct, MatmulConfig, candidates, why_unsupported
 from tests.support.arrays import put
 from tests.support.grids import parametrize
 from tests.support.lowering import kernels
@@ -72,8 +72,8 @@ class Case:
                 [list(r) for r in zip(*blocks, strict=True)] if "T" in self.order[1] else blocks
             )
         else:
-            b = [block for row in b for block in row]
-        a = a[0] if self.terms == 1 else a
+            b = tuple(block for row in b for block in row)
+        a = a[0] if self.terms == 1 else tuple(a)
 
         def epilogue(*products, bias=None, residual=None):
             y = functools.reduce(jnp.multiply, products)
@@ -81,19 +81,19 @@ class Case:
                 return {"y": y}
             return {"y": y + bias + residual, "narrow": y + bias}
 
-        return matmul(
-            a,
-            b,
+        product = FusedProduct(
+            name="matmul",
+            a=a,
+            b=b,
             epilogue=epilogue,
             products=self.products,
             vectors={"bias": bias if self.epilogue else None},
             matrices={"residual": residual if self.epilogue else None},
             outputs={"y": jnp.float32} | ({"narrow": self.dtype} if self.epilogue else {}),
             column_sums=("narrow",) if self.epilogue else (),
-            config=self.config,
-            multiprocessors=multiprocessors,
             **ORDERS[self.order],
         )
+        return product.run(multiprocessors=multiprocessors, config=self.config)
 
     def expected(self, a, b, bias, residual, dtype, narrow):
         """Computes the same in jax.numpy, with arithmetic in `dtype` and rounding to `narrow`."""
@@ -198,8 +198,7 @@ def assert_lowers(name, f, *shapes):
     def shape(s):
         return None if s is None else jax.ShapeDtypeStruct(s, jnp.bfloat16)
 
-    f = functools.partial(f, multiprocessors=132)
-    assert kernels(f, *map(shape, shapes))[-1] == name
+    assert kernels(lambda *a: f(*a).run(multiprocessors=132), *map(shape, shapes))[-1] == name
 
 
 @parametrize(
@@ -208,16 +207,10 @@ def assert_lowers(name, f, *shapes):
     quick=(),
 )
 def test_default_configs_lower_for_cuda(m, d, f):
-    def forward(*args, **keywords):
-        return linear.forward(
-            *args,
-            activation="gelu_tanh",
-            save_preactivation=True,
-            out_dtype=jnp.float32,
-            **keywords,
-        )
-
-    assert_lowers("linear", forward, (m, d), (d, f), (f,), (m, f))
+    layer = functools.partial(
+        linear.layer, activation="gelu_tanh", save_preactivation=True, out_dtype=jnp.float32
+    )
+    assert_lowers("linear", layer, (m, d), (d, f), (f,), (m, f))
     assert_lowers(
         "hidden_gradient",
         functools.partial(mlp.hidden_gradient, activation="gelu_erf", sum_rows=True),
@@ -227,7 +220,7 @@ def test_default_configs_lower_for_cuda(m, d, f):
     )
     assert_lowers(
         "gated_unit",
-        functools.partial(mlp.gated_forward, activation="silu", save_preactivations=True),
+        functools.partial(mlp.gated_unit, activation="silu", save_preactivations=True),
         (m, d),
         (d, f),
         (d, f),
@@ -456,13 +449,12 @@ def test_every_number_of_large_streams_on_gpu(config):
 
     @jax.jit
     def kernel(dy, w2, slope):
-        dz, sums = mlp.hidden_gradient_by_slope(
-            dy, w2, slope, sum_rows=True, multiprocessors=132, config=config
+        products = (
+            mlp.hidden_gradient_by_slope(dy, w2, slope, sum_rows=True),
+            mlp.hidden_gradient(dy, w2, slope, activation="relu", sum_rows=False),
         )
-        z, h = mlp.hidden_gradient(
-            dy, w2, slope, activation="relu", sum_rows=False, multiprocessors=132, config=config
-        )[:2]
-        return dz, sums, z, h
+        first, second = (p.run(multiprocessors=132, config=config) for p in products)
+        return first["dz"], first["sum_dz"], second["dz"], second["h"]
 
     @jax.jit
     def wrong(results):

@@ -13,7 +13,7 @@ import jaxfused
 from jaxfused import dispatch
 from pallas_kernels.gemm import linear, mlp
 from pallas_kernels.gemm.cost import Work
-from pallas_kernels.gemm.matmul import few_rows_candidates, matmul
+from pallas_kernels.gemm.matmul import FusedProduct, few_rows_candidates
 from pallas_kernels.gemm.small_m import FewRowsConfig
 from tests.support import mosaic_interpreter
 from tests.support.arrays import put
@@ -62,7 +62,7 @@ class Case:
             rows = [list(r) for r in zip(*w, strict=True)] if self.w_transposed else w
             w = jnp.block([list(row) for row in rows])
         else:
-            w = [block for row in w for block in row]
+            w = tuple(block for row in w for block in row)
 
         def epilogue(*products, bias=None, residual=None):
             y = functools.reduce(jnp.multiply, products)
@@ -71,9 +71,10 @@ class Case:
             y = y if bias is None else y + bias
             return {"y": y + residual, "narrow": y}
 
-        return matmul(
-            x[0] if self.terms == 1 else x,
-            w,
+        product = FusedProduct(
+            name="matmul",
+            a=x[0] if self.terms == 1 else tuple(x),
+            b=w,
             epilogue=epilogue,
             products=self.products,
             vectors={"bias": bias if self.epilogue else None},
@@ -81,9 +82,8 @@ class Case:
             outputs={"y": jnp.float32} | ({"narrow": self.dtype} if self.epilogue else {}),
             column_sums=("narrow",) if self.epilogue else (),
             b_transposed=self.w_transposed,
-            config=self.config,
-            multiprocessors=4,
         )
+        return product.run(multiprocessors=4, config=self.config)
 
     def expected(self, x, w, bias, residual, dtype, narrow):
         """Computes the same in jax.numpy, with arithmetic in `dtype` and rounding to `narrow`."""
@@ -222,13 +222,13 @@ def test_products_of_few_rows_take_this_kernel(m):
         return jax.ShapeDtypeStruct(s, jnp.bfloat16)
 
     k, n = 2752, 5120
-    forward = functools.partial(
-        linear.forward,
-        activation="gelu_tanh",
-        save_preactivation=True,
-        out_dtype=jnp.float32,
-        multiprocessors=132,
-    )
+
+    def forward(*operands):
+        layer = linear.layer(
+            *operands, activation="gelu_tanh", save_preactivation=True, out_dtype=jnp.float32
+        )
+        return layer.run(multiprocessors=132)
+
     assert kernels(forward, shape(m, k), shape(k, n), shape(n), shape(m, n)) == ["linear_few_rows"]
     gated = functools.partial(
         mlp.gated_forward, activation="silu", save_preactivations=True, multiprocessors=132

@@ -1,0 +1,43 @@
+"""The Pallas half of a stage that is one product with an epilogue."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from jaxfused import dispatch
+from jaxfused.runtime.runner import Results
+from pallas_kernels.gemm.cost import Work
+from pallas_kernels.gemm.matmul import FusedProduct, fitting
+
+
+class ProductStage:
+    """A stage that says by `product` what its kernel multiplies, fuses and writes."""
+
+    results: ClassVar[Sequence[str]]
+    """Names of the product's results in the order of the stage's; an absent one is None."""
+
+    def product(self, *operands: Any) -> FusedProduct:
+        """Returns the product of the stage's operands, which may be arrays or only their shapes."""
+        raise NotImplementedError
+
+    def work(self, *operands: Any) -> Work:
+        """Returns the product's sizes, by which its time is predicted."""
+        return self.product(*operands).work_beside_xla
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, *operands: Any
+    ) -> Sequence[Hashable]:
+        """Returns the configs of the kernel, predicted fastest first: `HasConfigs.configs`."""
+        if implementation != "pallas":
+            return ()
+        return fitting(self.work(*operands), device.multiprocessors)
+
+    def in_pallas(self, device: dispatch.Device, *operands: Any, config: Any) -> Results:
+        """Launches the kernel."""
+        product = self.product(*operands)
+        return self.in_order(product.run(multiprocessors=device.multiprocessors, config=config))
+
+    def in_order(self, found: Mapping[str, jax.Array]) -> Results:
+        """Returns the results of the stage, given those of the product by name."""
+        return tuple(found.get(name) for name in self.results)
