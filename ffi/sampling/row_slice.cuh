@@ -16,47 +16,60 @@ constexpr int kMaxClusterBlocks = 8;
 constexpr int kLoads = 4;
 // Warps of all blocks that share a row.
 constexpr int kMaxRowWarps = 64;
+constexpr int kMinBlockThreads = 256;
+constexpr int kMaxBlockThreads = 1024;
 
-// The part of a row that belongs to this block. Of each thread's vectors, the first `kept` stay in
+// How the vectors of a row are spread over blocks and threads.
+struct RowSpread {
+  int cluster;       // blocks that share a row
+  int threads;       // of a block
+  int kept;          // limit on the vectors of a thread that stay in shared memory
+  int shared_bytes;  // of a block
+
+  Launch launch(int64_t rows) const {
+    return {dim3(static_cast<unsigned>(rows * cluster)), threads, shared_bytes, cluster};
+  }
+};
+
+// The vectors of a row that belong to this block. Threads of all blocks take turns, so that a
+// thread's vectors do not depend on how many blocks there are. Its first `kept` vectors stay in
 // shared memory; the others are read again, and come from the L2.
 template <typename T, int kVec>
 class RowSlice {
   using Pack = Vector<T, kVec>;
 
  public:
-  // `slice` is the limit on a block's vectors, `kept` that on the vectors of a thread in `shared`.
-  __device__ RowSlice(const void* logits, int64_t row, int features, int rank, int slice, int kept,
-                      void* shared)
+  __device__ RowSlice(const void* logits, int64_t row, int features, int rank,
+                      const RowSpread& spread, void* shared)
       : vectors_(row, features),
         features_(features),
-        kept_(kept),
-        first_(rank * slice),
-        count_(min(slice, vectors_.count - first_)),
+        kept_(spread.kept),
+        threads_(spread.threads * spread.cluster),
+        first_(rank * spread.threads + static_cast<int>(threadIdx.x)),
         data_(static_cast<const T*>(logits) + vectors_.first * kVec),
-        shared_(static_cast<Pack*>(shared)) {}
+        shared_(static_cast<Pack*>(shared) + threadIdx.x) {}
 
   // Calls use(column, values) for each of the thread's vectors. A value beyond the row is -inf, and
   // infinity is FLT_MAX, from which distances are numbers. The first pass has kFirst. After 1, 2,
   // 4, 8 ... vectors, whole warps call pause().
   template <bool kFirst, typename Use, typename Pause>
   __device__ __forceinline__ void for_each(const Use& use, const Pause& pause) const {
-    const int threads = blockDim.x;
-    for (int v = 0; v * threads < count_; v += kLoads) {
+    for (int v = 0; v * threads_ < vectors_.count; v += kLoads) {
       Pack packed[kLoads];
 #pragma unroll
       for (int u = 0; u < kLoads; ++u) {
-        const int j = (v + u) * threads + threadIdx.x;
-        if (j >= count_) continue;
-        packed[u] = !kFirst && v + u < kept_ ? shared_[j] : load(j);
+        const int j = (v + u) * threads_ + first_;
+        if (j >= vectors_.count) continue;
+        packed[u] = !kFirst && v + u < kept_ ? shared_[(v + u) * blockDim.x] : load(j);
       }
 #pragma unroll
       for (int u = 0; u < kLoads; ++u) {
-        const int j = (v + u) * threads + threadIdx.x;
-        if (j < count_) {
-          if (kFirst && v + u < kept_) shared_[j] = packed[u];
+        const int j = (v + u) * threads_ + first_;
+        if (j < vectors_.count) {
+          if (kFirst && v + u < kept_) shared_[(v + u) * blockDim.x] = packed[u];
           float values[kVec];
-          read(first_ + j, packed[u], values);
-          use(vectors_.column(first_ + j), values);
+          read(j, packed[u], values);
+          use(vectors_.column(j), values);
         }
         if (((v + u) & (v + u + 1)) == 0) pause();
       }
@@ -83,14 +96,14 @@ class RowSlice {
   }
 
   __device__ __forceinline__ Pack load(int j) const {
-    return load_vector<T, kVec>(data_ + static_cast<int64_t>(first_ + j) * kVec);
+    return load_vector<T, kVec>(data_ + static_cast<int64_t>(j) * kVec);
   }
 
   RowVectors<kVec> vectors_;
   int features_;
   int kept_;
+  int threads_;
   int first_;
-  int count_;
   const T* data_;
   Pack* shared_;
 };
@@ -166,19 +179,6 @@ class ClusterJoin {
   int turn_ = 0;
 };
 
-// How the vectors of a row are spread over blocks and threads.
-struct RowSpread {
-  int cluster;       // blocks that share a row
-  int threads;       // of a block
-  int slice;         // limit on the vectors of a block
-  int kept;          // limit on the vectors of a thread that stay in shared memory
-  int shared_bytes;  // of a block
-
-  Launch launch(int64_t rows) const {
-    return {dim3(static_cast<unsigned>(rows * cluster)), threads, shared_bytes, cluster};
-  }
-};
-
 constexpr int64_t kMaxWords = int64_t{1} << 24;  // a float32 holds every top_k up to here
 
 inline ffi::Error check_logits(const ffi::AnyBuffer& logits) {
@@ -193,26 +193,29 @@ inline ffi::Error check_logits(const ffi::AnyBuffer& logits) {
   return ffi::Error::Success();
 }
 
-// Returns the spread of rows. Four blocks of a cluster are on an SM at a time, or one that has a
-// row for itself.
-inline RowSpread spread_rows(int64_t features, int vec, int vector_bytes, const Device& device) {
-  constexpr int kClusterThreads = 256, kMostThreads = 1024, kBlocks = 4, kReserved = 1024;
+// Returns the spread of rows. The threads of a row depend on its length alone, and with them the
+// order of its sums. A row has as many blocks as let all rows run at once, at first one on each SM.
+inline RowSpread spread_rows(int64_t rows, int64_t features, int vec, int vector_bytes,
+                             const Device& device) {
+  constexpr int kReserved = 1024;
   constexpr int kJoinBytes = ClusterJoin::kFloats * int{sizeof(float)};
+  const int most = device.clusters ? kMaxRowWarps * kWarpSize : kMaxBlockThreads;
   const int vectors = most_vectors(features, vec);
-  RowSpread spread = {1, kWarpSize, vectors, 0, 0};
-  if (device.clusters) {
-    while (spread.cluster < kMaxClusterBlocks &&
-           vectors >= 2 * spread.cluster * kLoads * kClusterThreads) {
-      spread.cluster *= 2;
-    }
+  int threads = kWarpSize;
+  while (threads < most && threads * kLoads < vectors) threads *= 2;
+  RowSpread spread = {divide_up(threads, kMaxBlockThreads), 0, 0, 0};
+  while (device.clusters && spread.cluster < kMaxClusterBlocks &&
+         threads > spread.cluster * kMinBlockThreads &&
+         2 * rows * spread.cluster <= device.multiprocessors) {
+    spread.cluster *= 2;
   }
-  const int most = spread.cluster > 1 ? kClusterThreads : kMostThreads;
-  spread.slice = divide_up(vectors, spread.cluster);
-  while (spread.threads < most && spread.threads * kLoads < spread.slice) spread.threads *= 2;
-  const int blocks = spread.threads <= kClusterThreads ? kBlocks : 1;
+  spread.threads = threads / spread.cluster;
+  const int blocks = rows * spread.cluster <= device.multiprocessors
+                         ? 1
+                         : std::max(kMaxBlockThreads / spread.threads, 1);
   const int room = (device.shared_bytes + kReserved) / blocks - kReserved - kJoinBytes;
   const int row_bytes = spread.threads * vector_bytes;
-  spread.kept = std::min(divide_up(spread.slice, spread.threads), std::max(room / row_bytes, 0));
+  spread.kept = std::min(divide_up(vectors, threads), std::max(room / row_bytes, 0));
   spread.shared_bytes = kJoinBytes + spread.kept * row_bytes;
   return spread;
 }
@@ -221,7 +224,7 @@ template <typename Kernel, typename T, int kVec, typename Args>
 ffi::Error launch_in_vectors(Args args, int64_t rows, cudaStream_t stream) {
   Device device;
   RETURN_IF_ERROR(current_device(&device));
-  args.spread = spread_rows(args.features, kVec, sizeof(Vector<T, kVec>), device);
+  args.spread = spread_rows(rows, args.features, kVec, sizeof(Vector<T, kVec>), device);
   const auto kernel = Kernel::template of<T, kVec>();
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
   return launch_kernel(kernel, args, args.spread.launch(rows), stream);

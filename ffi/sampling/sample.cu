@@ -2,10 +2,9 @@
 //
 // A cluster of blocks reads a row once from memory and keeps it in shared memory. In this first
 // pass it finds the largest logit, the sum of the weights, and the word with the highest score,
-// which is the token unless a filter leaves it out. Each further pass answers one question about
-// the words before another one, in the order of falling logits: how many there are, what they
-// weigh, which has the highest score. Nothing is sorted, and the row's words are never stored
-// again.
+// which is the token unless a filter leaves it out. Each further pass tests one word: it finds of
+// the words before it, in the order of falling logits, how many there are, what they weigh, and
+// which has the highest score. Nothing is sorted, and the row's words are never stored again.
 #include <cfloat>
 #include <climits>
 #include <cmath>
@@ -20,7 +19,6 @@
 namespace {
 
 constexpr float kLn2 = 0.6931471805599453f;
-constexpr int kMaxThreads = 1024;
 constexpr int kNone = -1;  // the token of a row without a distribution
 
 // A row's numbers, in the order of memory; kTopK is a whole number.
@@ -101,6 +99,22 @@ struct Drawn {
 struct Before {
   int count = 0;
   float weight = 0.0f;
+
+  __device__ __forceinline__ void add(float of_word) {
+    count += 1;
+    weight += of_word;
+  }
+
+  __device__ __forceinline__ void join(const Before& other) {
+    count += other.count;
+    weight += other.weight;
+  }
+};
+
+// The words before one that is tested, and which of them is the next to be tested.
+struct Tested {
+  Before words;
+  Best best;
 };
 
 // Numbers that a pass compares every logit with.
@@ -178,8 +192,10 @@ class Row {
     const bool both = top_k < features && share < 1.0f;
     int low = ordered(-INFINITY);
     float kept_weight = both ? 0.0f : drawn.sum.weight;  // 0 while it is not known
-    for (Best best = drawn.best;; best = best_before({best.logit, best.word})) {
-      const Before words = before({best.logit, best.word});
+    Tested tested;
+    for (Best best = drawn.best;; best = tested.best) {
+      tested = test({best.logit, best.word});
+      const Before& words = tested.words;
       if (words.count == 0) return best;
       if (words.count >= top_k) {
         low = max(low, ordered(best.logit));
@@ -194,24 +210,24 @@ class Row {
   }
 
  private:
-  // Returns the number and the weight of the words before a place.
-  __device__ __forceinline__ Before before(const Place& place) {
-    return sum_of([&](float z, int word) { return place.is_after(z, word); });
-  }
-
-  // Returns which of the words before a place has the highest score.
-  __device__ __forceinline__ Best best_before(const Place& place) {
+  __device__ __forceinline__ Tested test(const Place& place) {
+    Before words;
     Race race;
     slice_.template for_each<false>(
         [&](int column, const float (&z)[kVec]) {
 #pragma unroll
           for (int i = 0; i < kVec; ++i) {
             if (!place.is_after(z[i], column + i)) continue;
-            race.enter(z[i], column + i, exponent(z[i]), weight(z[i]), seeds_);
+            const float own = weight(z[i]);
+            words.add(own);
+            race.enter(z[i], column + i, exponent(z[i]), own, seeds_);
           }
         },
         [&] { race.share(); });
-    return join_(race.best, [](Best& mine, const Best& other) { mine.join(other); });
+    return join_(Tested{words, race.best}, [](Tested& mine, const Tested& other) {
+      mine.words.join(other.words);
+      mine.best.join(other.best);
+    });
   }
 
   // Returns what the `top_k` first words weigh. In the order of `ordered`, fewer than top_k words
@@ -236,7 +252,7 @@ class Row {
         }
       }
     }
-    const Before above = sum_of([&](float z, int) { return ordered(z) >= high; });
+    const Before above = before([&](float z) { return ordered(z) >= high; });
     // The words that are missing equal the last one, and weigh the same.
     const float last = __int_as_float(low ^ ((low >> 31) & INT_MAX));
     const auto missing = static_cast<float>(top_k - above.count);
@@ -267,22 +283,17 @@ class Row {
     });
   }
 
-  // Returns the number and the weight of the words for which takes(logit, word) holds.
+  // Returns the number and the weight of the words for which takes(logit) holds.
   template <typename Takes>
-  __device__ __forceinline__ Before sum_of(const Takes& takes) {
-    Before sum;
-    slice_.template for_each<false>([&](int column, const float (&z)[kVec]) {
+  __device__ __forceinline__ Before before(const Takes& takes) {
+    Before words;
+    slice_.template for_each<false>([&](int, const float (&z)[kVec]) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        if (!takes(z[i], column + i)) continue;
-        sum.count += 1;
-        sum.weight += weight(z[i]);
+        if (takes(z[i])) words.add(weight(z[i]));
       }
     });
-    return join_(sum, [](Before& mine, const Before& other) {
-      mine.count += other.count;
-      mine.weight += other.weight;
-    });
+    return join_(words, [](Before& mine, const Before& other) { mine.join(other); });
   }
 
   const RowSlice<T, kVec>& slice_;
@@ -293,14 +304,14 @@ class Row {
 };
 
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kMaxThreads) sample_rows(SampleArgs args) {
+__global__ void __launch_bounds__(kMaxBlockThreads) sample_rows(SampleArgs args) {
   extern __shared__ __align__(16) float shared[];
   const int cluster = args.spread.cluster;
   const int64_t row = blockIdx.x / cluster;
   const int rank = cluster > 1 ? cluster_rank() : 0;
   ClusterJoin join(shared, cluster);
-  const RowSlice<T, kVec> slice(args.logits, row, args.features, rank, args.spread.slice,
-                                args.spread.kept, shared + ClusterJoin::kFloats);
+  const RowSlice<T, kVec> slice(args.logits, row, args.features, rank, args.spread,
+                                shared + ClusterJoin::kFloats);
   const float* const filters = args.filters + row * kFilters;
   const float inverse_temperature = filters[kInverseTemperature];
   const bool draws = inverse_temperature > 0.0f;

@@ -13,7 +13,6 @@
 
 namespace {
 
-constexpr int kMaxThreads = 1024;
 constexpr int kNone = -1;  // the token of a row without a distribution
 
 struct TopArgs {
@@ -37,15 +36,15 @@ struct First {
 };
 
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kMaxThreads) top_log_probs_rows(TopArgs args) {
+__global__ void __launch_bounds__(kMaxBlockThreads) top_log_probs_rows(TopArgs args) {
   extern __shared__ __align__(16) float shared[];
   const int cluster = args.spread.cluster;
   const int64_t row = blockIdx.x / cluster;
   const int rank = cluster > 1 ? cluster_rank() : 0;
   const bool writes = rank == 0 && threadIdx.x == 0;
   ClusterJoin join(shared, cluster);
-  const RowSlice<T, kVec> slice(args.logits, row, args.features, rank, args.spread.slice,
-                                args.spread.kept, shared + ClusterJoin::kFloats);
+  const RowSlice<T, kVec> slice(args.logits, row, args.features, rank, args.spread,
+                                shared + ClusterJoin::kFloats);
   RowWeight sum;
   slice.template for_each<true>([&](int, const float (&z)[kVec]) {
     const float most = largest_of(z);
