@@ -18,6 +18,7 @@ import pytest
 import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
+from jaxfused import masks
 from tests.support import optimizer_kernels
 from tests.support.grids import pairwise, parametrize
 from tests.support.lowering import lowered
@@ -104,6 +105,12 @@ attention(
     "segments",
     query_segment_ids=lambda: jnp.array([[0, 0, 1, 1, 2, 2]] * B),
     key_value_segment_ids=lambda: jnp.array([[0, 0, 1, 1, 3, 3]] * B),
+)
+attention(
+    "mask objects and functions",
+    mask=lambda: masks.MultiHeadMask([masks.LocalMask((T, T), 1), masks.CausalMask((T, T))] * 2),
+    mask_mod=lambda: lambda b, h, q, k: k < T - 1,
+    score_mod=lambda: lambda score, b, h, q, k: jnp.tanh(score) - (q - k).astype(score.dtype),
 )
 attention("offsets", is_causal=True, query_offset=lambda: jnp.array([-2, 3]))
 attention("dropout", dropout_rate=0.25, dropout_key=lambda: jax.random.key(0))

@@ -1,6 +1,7 @@
 """dot_product_attention: the function, the choice of an implementation, and the gradient."""
 
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -8,7 +9,14 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.attention import attention_cudnn, attention_xla
-from jaxfused.ops.attention.attention_arguments import broadcastable, mask_of, scale_of, validate
+from jaxfused.ops.attention.attention_arguments import (
+    broadcastable,
+    first_place,
+    mask_of,
+    places,
+    scale_of,
+    validate,
+)
 from jaxfused.ops.attention.attention_stages import (
     WHOLE,
     Arrays,
@@ -17,6 +25,7 @@ from jaxfused.ops.attention.attention_stages import (
     Options,
     within,
 )
+from jaxfused.ops.attention.index_function import IndexFunction, ScoreMod
 from jaxfused.ops.attention.mask import Mask
 from jaxfused.ops.attention.masks.mask_class import AttentionMask
 from jaxfused.ops.linear.linear_stages import allows_tf32
@@ -54,6 +63,8 @@ def dot_product_attention(
     sinks: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    score_mod: Callable[..., jax.Array] | None = None,
+    mask_mod: Callable[..., jax.Array] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Scaled dot-product attention: `jax.nn.dot_product_attention` with more inside one pass.
 
@@ -104,6 +115,11 @@ def dot_product_attention(
       dropout_key: a `jax.random` key, needed where dropout_rate > 0. What is kept depends on the
         key and on (b, n, t, s) alone, by `jaxfused.runtime.dropout.keep`, and is the same in
         every implementation. Under `shard_map` or `pmap` fold the device's index into the key.
+      score_mod: a function (score, b, h, q, k) of a logit, after cap and bias and before the mask, and
+        its place: the batch entry, the query head, where the query stands among the keys (its index
+        plus `query_offset`), and the key. It is traced for scalars, may index arrays that it closes
+        over, and these get gradients.
+      mask_mod: a function (b, h, q, k) of the same places: whether the query attends to the key.
 
     Returns:
       The output, [B, T, N, V] or [T, N, V], of the query's dtype. With `return_residual` or
@@ -114,7 +130,8 @@ def dot_product_attention(
       the values: those below 1 are 0.
 
     Raises:
-      ValueError: shapes or dtypes do not fit, or the named implementation cannot run.
+      ValueError: shapes or dtypes do not fit, a function does not trace, or the named implementation
+        cannot run.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfused
@@ -140,12 +157,23 @@ def dot_product_attention(
         )
     batch, query_length, heads, head_size = query.shape
     key_length = key.shape[1]
+    allows = None if mask_mod is None else IndexFunction.of("mask_mod", mask_mod, None)
+    query_offset = first_place(query_offset, query, key, query_seq_lengths, key_value_seq_lengths)
     who = mask_of(
         *(query, key, mask, is_causal, local_window_size, query_offset),
         *(query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids),
+        allows,
     )
     if bias is not None:
         bias = broadcastable("bias", bias, (batch, heads, query_length, key_length))
+    score = None
+    if score_mod is not None:
+        dtype = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+        at = places(query_offset, batch, heads, query_length, key_length)
+        score = ScoreMod(IndexFunction.of("score_mod", score_mod, dtype), at, dtype)
+        if score.function.is_additive:
+            # What is added is a bias, whose gradient is that of the arrays it was computed from.
+            bias, score = score.bias() if bias is None else bias + score.bias(), None
     dropout_words = dropout_arguments.dropout_words(
         "dot_product_attention", dropout_rate, dropout_key
     )
@@ -163,15 +191,17 @@ def dot_product_attention(
             "query_offset": who.query_offset is not None,
             "sinks": sinks is not None,
             "dropout": dropout_words is not None,
+            "a score_mod that does more than add": score is not None,
         }
         output = _in_cudnn(device, query, key, value, bias, who, scale, used)
         return output if has_batch else output[0]
-    if _takes_reference(implementation, device, query, key, scale):
+    if _takes_reference(implementation, device, query, key, scale, score):
         output, lse = attention_xla.attention(
             *(query, key, value, bias, sinks, who, dropout_words),
             scale=scale,
             logits_soft_cap=logits_soft_cap,
             dropout_rate=dropout_rate,
+            score_mod=score,
         )
         output = named(output, "dot_product_attention", "output")
         lse = named(lse, "dot_product_attention", "log_sum_exp")
@@ -208,9 +238,12 @@ def _options(who: Mask, dtype, scale, logits_soft_cap, dropout_rate) -> Options:
     )
 
 
-def _takes_reference(implementation, device, query, key, scale) -> bool:
+def _takes_reference(implementation, device, query, key, scale, score: ScoreMod | None) -> bool:
     """Whether plain jax.numpy runs the call, as it does if scale is an array: kernels take constants."""
     missing = None
+    if score is not None:
+        why = "score_mod does more than add to the score what does not depend on it"
+        missing = {"pallas": why, "cuda": why}
     if isinstance(scale, jax.Array):
         why = "scale must be a Python float, as it is a constant of the kernels"
         missing = {"pallas": why, "cuda": why}

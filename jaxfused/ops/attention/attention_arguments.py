@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfused.ops.attention.index_function import FunctionMask, IndexFunction
 from jaxfused.ops.attention.mask import Mask
 from jaxfused.ops.attention.masks.mask_class import AttentionMask, is_whole
 from jaxfused.ops.attention.masks.pattern import Pattern
@@ -61,15 +62,16 @@ def mask_of(
     key_lengths,
     query_segments,
     key_segments,
+    mask_mod: IndexFunction | None = None,
 ) -> Mask:
     """Returns who attends to whom, with masks that broadcast to [B, N, T, S]."""
     op = "dot_product_attention"
     batch, query_length, heads, _ = query.shape
     key_length = key.shape[1]
-    pattern = pattern_heads = None
+    pattern_mask = None
     if isinstance(mask, AttentionMask):
-        pattern, pattern_heads = _pattern(mask, (heads, query_length, key_length))
-        mask = None
+        _check_mask_object(mask, (heads, query_length, key_length))
+        pattern_mask, mask = mask, None
     elif mask is not None:
         mask = jnp.asarray(mask)
         if mask.dtype != jnp.bool_:
@@ -90,14 +92,21 @@ def mask_of(
     key_lengths = _lengths("key_value_seq_lengths", key_lengths, batch, key_length)
     sides = _window(local_window_size)
     window = None if sides is None else _shortened(sides)
-    if isinstance(query_offset, str) and query_offset == "bottom_right":
-        # Lengths are arrays, and counts are numbers.
-        keys = key_length if key_lengths is None else key_lengths
-        query_offset = keys - (query_length if query_lengths is None else query_lengths)
-    if pattern is not None and (query_offset is None or is_whole(query_offset)):
-        # Positions that are known become a part of the pattern, whose blocks are then exact.
-        pattern = pattern.limited(bool(is_causal), sides, int(query_offset or 0))
-        is_causal, window, query_offset = False, None, None
+    is_known = query_offset is None or is_whole(query_offset)
+    if mask_mod is not None and is_known and mask_mod.is_constant and not mask_mod.used[0]:
+        sizes = (query_length, key_length)
+        own = FunctionMask.of_heads_of(mask_mod, sizes, heads, int(query_offset or 0))
+        pattern_mask = own if pattern_mask is None else own & pattern_mask
+    elif mask_mod is not None:
+        allowed = mask_mod.over(places(query_offset, batch, heads, query_length, key_length))
+        mask = allowed if mask is None else allowed & mask
+    pattern = pattern_heads = None
+    if pattern_mask is not None:
+        pattern, pattern_heads = Pattern.of(pattern_mask)
+        if is_known:
+            # Positions that are known become a part of the pattern, whose blocks are then exact.
+            pattern = pattern.limited(bool(is_causal), sides, int(query_offset or 0))
+            is_causal, window, query_offset = False, None, None
     offset = query_offsets(query_offset, batch, query_length, key_length, sides or (0, 0))
     return Mask(
         pattern=pattern,
@@ -114,15 +123,38 @@ def mask_of(
     )
 
 
-def _pattern(mask: AttentionMask, shape: tuple[int, int, int]) -> tuple[Pattern, jax.Array | None]:
-    """Returns the pattern of a mask object for logits of shape (N, T, S)."""
+def _check_mask_object(mask: AttentionMask, shape: tuple[int, int, int]) -> None:
+    """Checks that a mask object has the shape (N, T, S) of logits, or (T, S)."""
     if mask.shape not in (shape, shape[1:]):
         raise ValueError(
             f"dot_product_attention: mask has shape {mask.shape}, but there are {shape[0]} heads,"
             f" {shape[1]} queries and {shape[2]} keys; make it of shape {shape[1:]}, or a MultiHeadMask"
             f" of {shape[0]} such masks."
         )
-    return Pattern.of(mask)
+
+
+def first_place(query_offset: Any, query, key, query_lengths: Any, key_lengths: Any) -> Any:
+    """Returns the offset with "bottom_right" replaced by what it stands for."""
+    if not isinstance(query_offset, str) or query_offset != "bottom_right":
+        return query_offset
+    (batch, queries), keys = query.shape[:2], key.shape[1]
+    query_lengths = _lengths("query_seq_lengths", query_lengths, batch, queries)
+    key_lengths = _lengths("key_value_seq_lengths", key_lengths, batch, keys)
+    # Lengths are arrays, and counts are numbers.
+    last = keys if key_lengths is None else key_lengths
+    return last - (queries if query_lengths is None else query_lengths)
+
+
+def places(
+    query_offset: Any, batch: int, heads: int, queries: int, keys: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the arguments of `IndexFunction.over`: b [B], h [N], q [B or 1, T] and k [S].
+
+    A query stands at its index plus the offset, which is not limited here, as functions may use it.
+    """
+    offset = jnp.asarray(0 if query_offset is None else query_offset).astype(jnp.int32)
+    b, h, q, k = (jnp.arange(size, dtype=jnp.int32) for size in (batch, heads, queries, keys))
+    return b, h, offset.reshape(-1, 1) + q[None], k
 
 
 def scale_of(scale: Any, head_size: int, logits_shape: tuple[int, ...]) -> float | jax.Array:

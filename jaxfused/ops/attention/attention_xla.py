@@ -4,6 +4,8 @@ Two definitions hold for every implementation: `Mask`, which says what attends t
 says what dropout keeps.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -24,6 +26,7 @@ def attention(
     scale: float | jax.Array,
     logits_soft_cap: float | None,
     dropout_rate: float,
+    score_mod: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output [B, T, N, V] in the query's dtype, and its log-sum-exp [B, T, N].
 
@@ -45,6 +48,7 @@ def attention(
             scale=scale,
             logits_soft_cap=logits_soft_cap,
             dropout_rate=dropout_rate,
+            score_mod=score_mod,
         )
 
     return jax.checkpoint(f)(query, key, value, bias, sinks, mask, seeds, scale)
@@ -62,13 +66,17 @@ def attention_by_seeds(
     scale: float | jax.Array,
     logits_soft_cap: float | None,
     dropout_rate: float,
+    score_mod: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `attention` from dropout's seeds [2, B, N]: a shard cannot tell its place in B and N."""
     batch, query_count, heads, _ = query.shape
     key_count, key_heads = key.shape[1:3]
     groups = heads // key_heads
     probabilities, lse = weights(
-        query, key, bias, sinks, mask, scale=scale, logits_soft_cap=logits_soft_cap
+        *(query, key, bias, sinks, mask),
+        scale=scale,
+        logits_soft_cap=logits_soft_cap,
+        score_mod=score_mod,
     )
     if seeds is not None:
         kept = keep_by_seeds(seeds, query_count, key_count, dropout_rate)
@@ -93,8 +101,12 @@ def weights(
     *,
     scale: float | jax.Array,
     logits_soft_cap: float | None,
+    score_mod: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the probabilities before dropout [B, N, T, S], and their log-sum-exp [B, N, T]."""
+    """Returns the probabilities before dropout [B, N, T, S], and their log-sum-exp [B, N, T].
+
+    `score_mod` changes all logits [B, N, T, S] before they are masked.
+    """
     batch, query_count, heads, head_size = query.shape
     key_count, key_heads = key.shape[1:3]
     if jnp.issubdtype(query.dtype, jnp.integer):
@@ -107,6 +119,8 @@ def weights(
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     if bias is not None:
         logits = logits + bias.astype(logits.dtype)
+    if score_mod is not None:
+        logits = score_mod(logits).astype(logits.dtype)
     sinks = None if sinks is None else sinks.astype(logits.dtype)
     return _softmax(logits, mask.allowed(query_count, key_count), sinks)
 

@@ -8,6 +8,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -135,7 +136,7 @@ def is_count(value: Any, least: int = 0) -> bool:
 
 def is_whole(value: Any) -> bool:
     """Returns whether a value is an integer of Python or NumPy."""
-    return hasattr(value, "__index__") and not isinstance(value, bool | np.bool_)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def looked_up(table: np.ndarray, *index: Index) -> Any:

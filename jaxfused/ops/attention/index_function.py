@@ -1,0 +1,228 @@
+"""Functions of a logit and its place, which callers pass as `score_mod` and `mask_mod`.
+
+A function is traced once, for one element: its program, the arrays that it closes over, and which of its
+arguments it uses are known before any implementation is chosen.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from jaxfused.ops.attention.masks.mask_class import (
+    AttentionMask,
+    Index,
+    MultiHeadMask,
+)
+
+_ADDITIONS = ("add", "add_any")
+_SAME_VALUE = ("convert_element_type", "copy", "reshape")
+_OF_CALLS = ("jit", "pjit", "closed_call")
+
+
+@dataclass(frozen=True, eq=False)
+class IndexFunction:
+    """A traced function of (score, b, h, q, k), or of (b, h, q, k)."""
+
+    program: ClosedJaxpr
+
+    @classmethod
+    def of(cls, name: str, function: Callable[..., Any], dtype: Any) -> "IndexFunction":
+        """Traces `score_mod` for scores of `dtype`, or `mask_mod` if it is None.
+
+        Raises:
+          ValueError: the function does not trace, or returns something else.
+        """
+        takes = "(b, h, q, k)" if dtype is None else "(score, b, h, q, k)"
+        index = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+        score = [] if dtype is None else [jax.ShapeDtypeStruct((), dtype)]
+        if not callable(function):
+            raise ValueError(
+                f"dot_product_attention: {name} is {function!r}, but it is called with {takes}; pass a"
+                " function."
+            )
+        try:
+            program = jax.make_jaxpr(function)(*score, *index)
+        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+            raise ValueError(
+                f"dot_product_attention: {name} needs the value of an argument while it is traced, as"
+                f" `if` and NumPy's functions do, but it is traced with {takes} as scalars of JAX; use"
+                " jnp.where and jax.numpy, and make arrays that it indexes jax.numpy's."
+            ) from error
+        except TypeError as error:
+            raise ValueError(
+                f"dot_product_attention: {name} does not trace as a function of {takes}: {error}"
+            ) from error
+        wanted = jnp.bool_ if dtype is None else dtype
+        outs = [(out.shape, out.dtype) for out in program.out_avals]
+        fits = len(outs) == 1 and outs[0][0] == ()
+        fits = fits and (jnp.issubdtype(outs[0][1], jnp.floating) or dtype is None)
+        if not fits or (dtype is None and outs[0][1] != jnp.bool_):
+            raise ValueError(
+                f"dot_product_attention: {name} returns {outs} for one element, but it returns a scalar"
+                f" of {jnp.dtype(wanted).name}; return one number computed from {takes}."
+            )
+        return cls(program)
+
+    def __call__(self, *args: Any) -> Any:
+        (result,) = jaxpr_as_fun(self.program)(*args)
+        return result
+
+    @functools.cached_property
+    def used(self) -> tuple[bool, bool, bool, bool]:
+        """Which of b, h, q and k the result depends on."""
+        needed = {var for var in self.program.jaxpr.outvars if not isinstance(var, Literal)}
+        for eqn in reversed(self.program.jaxpr.eqns):
+            if needed & set(eqn.outvars):
+                needed |= {var for var in eqn.invars if not isinstance(var, Literal)}
+        b, h, q, k = (var in needed for var in self.program.jaxpr.invars[-4:])
+        return b, h, q, k
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all arrays that the function closes over are known while programs are traced."""
+        return not any(isinstance(const, jax.core.Tracer) for const in self.program.consts)
+
+    @functools.cached_property
+    def is_additive(self) -> bool:
+        """Whether a score_mod adds to the score what does not depend on it."""
+        jaxpr = self.program.jaxpr
+        carrier = _carried(jaxpr, jaxpr.invars[0])
+        return carrier is not None and jaxpr.outvars[0] is carrier
+
+    def over(self, places: tuple[Any, Any, Any, Any], score: jax.Array | None = None) -> jax.Array:
+        """Returns the function of all elements, [B or 1, N or 1, T or 1, S or 1] by what it uses.
+
+        Args:
+          places: b [B], h [N], q [B or 1, T], and k [S].
+          score: of a score_mod, [B, N, T, S], or a number for all elements.
+        """
+        b, h, q, k = places
+        uses_b, uses_h, uses_q, uses_k = self.used
+        scores = [] if score is None else [score]
+        every: tuple[int | None, ...] = (0,) * len(scores)
+        if score is not None and score.ndim:
+            uses_b = uses_h = uses_q = uses_k = True
+        else:
+            every = (None,) * len(scores)
+        uses_b = uses_b or (uses_q and q.shape[0] > 1)
+        b, h, k = (x if uses else x[:1] for x, uses in ((b, uses_b), (h, uses_h), (k, uses_k)))
+        q = q if uses_q else q[:, :1]
+        q = jnp.broadcast_to(q if q.shape[0] > 1 and uses_b else q[:1], (b.shape[0], q.shape[1]))
+        f = self.__call__
+        f = jax.vmap(f, (*every, None, None, None, 0))
+        f = jax.vmap(f, (*every, None, None, 0, None))
+        f = jax.vmap(f, (*every, None, 0, None, None))
+        return jax.vmap(f, (*every, 0, None, 0, None))(*scores, b, h, q, k)
+
+    def digest(self) -> str:
+        """Returns a hash of the program and the arrays that it closes over, which are constants."""
+        parts = [str(self.program.jaxpr).encode()]
+        parts += [np.asarray(const).tobytes() for const in self.program.consts]
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
+
+
+def _carried(jaxpr: Any, score: Any) -> Any:
+    """Returns the variable that is `score` plus something, at the end of a program; None if lost."""
+    carrier = score
+    earlier: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if any(not isinstance(var, Literal) and var in earlier for var in eqn.invars):
+            return None
+        uses = [n for n, var in enumerate(eqn.invars) if var is carrier]
+        if not uses:
+            continue
+        name = eqn.primitive.name
+        if name in _OF_CALLS and len(uses) == 1:
+            inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+            end = _carried(inner.jaxpr, inner.jaxpr.invars[uses[0]])
+            found = [n for n, var in enumerate(inner.jaxpr.outvars) if var is end]
+            if end is None or len(found) != 1 or len(eqn.outvars) != 1:
+                return None
+        elif name in _SAME_VALUE:
+            if eqn.outvars[0].aval.dtype != score.aval.dtype:
+                return None
+        elif len(uses) != 1 or (name not in _ADDITIONS and (name, uses) != ("sub", [0])):
+            return None
+        earlier.add(carrier)
+        carrier = eqn.outvars[0]
+    return carrier
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreMod:
+    """A score_mod at the places of a call's logits [B, N, T, S]."""
+
+    function: IndexFunction
+    places: tuple[Any, Any, Any, Any]
+    """The arguments of `IndexFunction.over`."""
+    dtype: Any
+
+    def __call__(self, logits: jax.Array) -> jax.Array:
+        return self.function.over(self.places, logits)
+
+    def bias(self) -> jax.Array:
+        """Returns what an additive function adds, [B or 1, N or 1, T or 1, S or 1]."""
+        zero = jnp.zeros((), self.dtype)
+        return self.function.over(self.places, zero)
+
+
+@dataclass(frozen=True)
+class FunctionMask(AttentionMask):
+    """The mask of one head that a constant `mask_mod` states; equal by the function's contents."""
+
+    head: int
+    query_offset: int
+    digest: str
+    function: IndexFunction = field(compare=False, repr=False)
+
+    @classmethod
+    def of_heads_of(
+        cls, function: IndexFunction, shape: tuple[int, int], heads: int, query_offset: int
+    ) -> AttentionMask:
+        """Returns the mask of all heads."""
+        digest = function.digest()
+        if not function.used[1]:
+            return cls(shape, 0, query_offset, digest, function)
+        masks = [cls(shape, head, query_offset, digest, function) for head in range(heads)]
+        return MultiHeadMask(masks)
+
+    def allowed(self, query: Index, key: Index) -> Any:
+        if isinstance(query, np.ndarray) and isinstance(key, np.ndarray):
+            return _evaluated(self)[query, key]
+        shape = jnp.broadcast_shapes(query.shape, key.shape)
+        places = (jnp.broadcast_to(place, shape).reshape(-1) for place in (query, key))
+        f = jax.vmap(lambda q, k: self.function(0, self.head, q + self.query_offset, k))
+        return f(*places).reshape(shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _evaluated(mask: FunctionMask) -> np.ndarray:
+    """Returns the whole mask, computed while a program is traced, some rows at a time."""
+    queries, keys = mask.shape
+    rows = max(1, min(queries, _ELEMENTS // max(1, keys)))
+    function, head, offset = mask.function, mask.head, mask.query_offset
+    with jax.ensure_compile_time_eval():
+        part = jax.jit(
+            lambda first: function.over(
+                (
+                    jnp.zeros(1, jnp.int32),
+                    jnp.full(1, head, jnp.int32),
+                    (first + offset + jnp.arange(rows, dtype=jnp.int32))[None],
+                    jnp.arange(keys, dtype=jnp.int32),
+                )
+            )
+        )
+        parts = [np.asarray(part(first))[0, 0] for first in range(0, queries, rows)]
+    whole = [np.broadcast_to(one, (rows, keys)) for one in parts]
+    return np.concatenate(whole)[:queries] if whole else np.zeros(mask.shape, np.bool_)
+
+
+_ELEMENTS = 2**26
+"""Elements of a mask that are computed at a time."""

@@ -1,0 +1,200 @@
+"""score_mod and mask_mod: values, gradients to arrays, what kernels take, and errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfused
+from jaxfused import dispatch, masks
+from jaxfused.ops.attention.index_function import IndexFunction
+from tests.cases.attention import Case
+from tests.support.arrays import put
+from tests.support.grids import parametrize
+from tests.support.lowering import kernels
+
+H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
+B, T, S, N, K = 2, 20, 24, 4, 2
+
+
+def arrays(dtype=jnp.float32, queries=T, keys=S):
+    return Case("", queries, keys, batch=B, heads=N, key_heads=K, head_size=16).arrays(dtype)[:3]
+
+
+def attend(*args, **options):
+    return jaxfused.dot_product_attention(*args, **options)
+
+
+RANDOM = np.random.default_rng(0)
+SLOPES = put(RANDOM.random(N), jnp.float32)
+TABLE = put(RANDOM.normal(size=(N, T + S)), jnp.float32)
+DOCUMENTS = put(np.sort(RANDOM.integers(0, 3, (B, S)), axis=1), jnp.int32)
+Q, KEY = np.arange(T)[:, None], np.arange(S)[None]
+
+
+def alibi(slopes):
+    return lambda score, b, h, q, k: score + slopes[h] * (k - q)
+
+
+def test_slopes_and_tables_are_a_bias_with_gradients():
+    query, key, value = arrays()
+
+    def by_function(slopes, table):
+        def score_mod(score, b, h, q, k):
+            return alibi(slopes)(score, b, h, q, k) - table[h, q - k + S]
+
+        return jnp.sum(attend(query, key, value, score_mod=score_mod) ** 2)
+
+    def by_bias(slopes, table):
+        bias = slopes[:, None, None] * (KEY - Q) - table[:, Q - KEY + S]
+        return jnp.sum(attend(query, key, value, bias) ** 2)
+
+    actual, expected = (
+        jax.jit(jax.value_and_grad(f, (0, 1)))(SLOPES, TABLE) for f in (by_function, by_bias)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), actual, expected)
+
+
+@pytest.mark.exhaustive
+def test_any_function_of_the_score():
+    """Soft caps by a learned number are no bias."""
+    query, key, value = arrays()
+
+    def loss(cap, **given):
+        def score_mod(score, b, h, q, k):
+            return jnp.where(b == 1, cap[h] * jnp.tanh(score / cap[h]), score)
+
+        mod = {} if given else dict(score_mod=score_mod)
+        return jnp.sum(attend(query, key, value, **mod, **given) ** 2)
+
+    cap = jnp.full(N, 0.7)
+    actual, gradient = jax.jit(jax.value_and_grad(loss))(cap)
+    own = [attend(query[:1], key[:1], value[:1])]
+    own.append(attend(query[1:], key[1:], value[1:], logits_soft_cap=0.7))
+    np.testing.assert_allclose(actual, sum(jnp.sum(out**2) for out in own), rtol=1e-6)
+    small = np.float32(1e-2)
+    both = [jax.jit(loss)(cap.at[2].add(d)) for d in (small, -small)]
+    np.testing.assert_allclose(gradient[2], (both[0] - both[1]) / (2 * small), rtol=2e-2)
+
+
+@parametrize("is_traced", [False, True], quick=(0,))
+def test_mask_functions(is_traced):
+    query, key, value = arrays()
+    documents = np.asarray(DOCUMENTS)
+    allowed = documents[:, None, :T, None] == documents[:, None, None, :]
+    allowed = allowed & (Q + np.arange(N)[:, None, None] >= KEY)
+
+    def f(documents, query):
+        def mask_mod(b, h, q, k):
+            return (documents[b, q] == documents[b, k]) & (k <= q + h)
+
+        return jnp.sum(attend(query, key, value, mask_mod=mask_mod) ** 2)
+
+    def expected(query):
+        return jnp.sum(attend(query, key, value, mask=put(allowed)) ** 2)
+
+    if is_traced:
+        actual = jax.jit(jax.value_and_grad(f, 1))(DOCUMENTS, query)
+    else:
+        actual = jax.jit(jax.value_and_grad(lambda query: f(DOCUMENTS, query)))(query)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6),
+        actual,
+        jax.jit(jax.value_and_grad(expected))(query),
+    )
+
+
+@pytest.mark.exhaustive
+def test_queries_stand_at_their_offset():
+    """The last tokens with an offset have the rows of the whole sequence."""
+    query, key, value = arrays(queries=S)
+    functions = dict(
+        score_mod=alibi(SLOPES), mask_mod=lambda b, h, q, k: (k <= q) & (q - k < 5 + h)
+    )
+    whole = attend(query, key, value, **functions)
+    for offset in (S - 4, "bottom_right", put(np.full(B, S - 4))):
+        last = attend(query[:, -4:], key, value, query_offset=offset, **functions)
+        np.testing.assert_allclose(last, whole[:, -4:], rtol=1e-5, atol=1e-6)
+    lengths = np.array([S - 7, S])
+    some = jnp.stack([query[0, S - 11 : S - 7], query[1, S - 4 :]])
+    last = attend(
+        some, key, value, query_offset="bottom_right", key_value_seq_lengths=lengths, **functions
+    )
+    expected = jnp.stack([whole[0, S - 11 : S - 7], whole[1, S - 4 :]])
+    np.testing.assert_allclose(last, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_masks_and_functions_combine():
+    query, key, value = arrays()
+    causal = masks.CausalMask((T, S))
+    function = dict(mask_mod=lambda b, h, q, k: q - k < 3)
+    expected = attend(query, key, value, mask=causal & masks.LocalMask((T, S), (2, None)))
+    for given in (dict(mask=causal), dict(mask=np.asarray(causal)), dict(is_causal=True)):
+        np.testing.assert_allclose(
+            attend(query, key, value, **given, **function), expected, rtol=1e-6, atol=1e-6
+        )
+
+
+ADDITIVE = [
+    (lambda s, b, h, q, k: s, True),
+    (lambda s, b, h, q, k: 1.0 + s - jnp.abs(q - k), True),
+    (lambda s, b, h, q, k: jnp.where(k > q, -1.0, 0.0) + s, True),
+    (lambda s, b, h, q, k: jnp.where(k > q, -1.0, s), False),
+    (lambda s, b, h, q, k: s + s, False),
+    (lambda s, b, h, q, k: (s + 1.0) + s, False),
+    (lambda s, b, h, q, k: 1.0 - s, False),
+    (lambda s, b, h, q, k: s.astype(jnp.bfloat16).astype(jnp.float32), False),
+    (lambda s, b, h, q, k: jax.jit(lambda s: s + 1.0)(s), True),
+    (lambda s, b, h, q, k: jax.jit(lambda s: s * 2.0)(s), False),
+    (lambda s, b, h, q, k: 1.0 * k, False),
+]
+
+
+@pytest.mark.parametrize(("function", "is_additive"), ADDITIVE)
+def test_additive_functions_are_recognised(function, is_additive):
+    assert IndexFunction.of("score_mod", function, jnp.float32).is_additive == is_additive
+
+
+def branches(score, b, h, q, k):
+    return score if q > k else -score
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(score_mod=3), "pass a function"),
+        (dict(score_mod=lambda score: score), "does not trace"),
+        (dict(score_mod=branches), "use jnp.where"),
+        (dict(score_mod=lambda s, b, h, q, k: s + np.ones(4)[h]), "jax.numpy"),
+        (dict(score_mod=lambda s, b, h, q, k: q), "scalar of float32"),
+        (dict(score_mod=lambda s, b, h, q, k: s + SLOPES), "one number"),
+        (dict(mask_mod=lambda b, h, q, k: q - k), "scalar of bool"),
+        (dict(mask_mod=lambda b, h, q, k: (q > k, k)), "scalar of bool"),
+    ],
+)
+def test_functions_that_do_not_trace(options, message):
+    with pytest.raises(ValueError, match=message):
+        attend(*arrays(), **options)
+
+
+@pytest.mark.exhaustive
+def test_kernels_take_what_is_added_and_masks():
+    args = arrays(jnp.bfloat16, 320, 320)
+
+    def f(*args):
+        def loss(slopes, *args):
+            out = attend(
+                *args,
+                score_mod=alibi(slopes),
+                mask_mod=lambda b, h, q, k: k <= q,
+                implementation="pallas",
+            )
+            return jnp.sum(out.astype(jnp.float32))
+
+        return loss(SLOPES, *args)
+
+    with dispatch.assume(H200):
+        assert "attention_forward" in kernels(f, *args)
+        with pytest.raises(ValueError, match="does more than add"):
+            attend(*args, score_mod=lambda s, b, h, q, k: 2 * s, implementation="pallas")
