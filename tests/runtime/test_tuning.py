@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 import jaxfused
 from jaxfused import __main__, dispatch
-from jaxfused.explanation import traced
+from jaxfused.explanation import basis, traced
 from jaxfused.ops.norm import layer_norm
 from jaxfused.runtime import platforms, runner, table
 from jaxfused.tuning import bench, command, tuner
@@ -869,6 +869,12 @@ def test_tune_corrects_a_call_wrongly_left_to_xla(device, monkeypatch, fastest):
         assert {implementation for stage, implementation in after if "dense" in stage} == {"pallas"}
 
 
+def quantized_conv(x, w):
+    images = jaxfused.quantize(x, axis=-1, per_tensor=True)
+    weights = jaxfused.quantize(w.reshape(-1, w.shape[-1]))
+    return jaxfused.quantized_conv(images, weights, kernel_size=3, out_dtype=BF16)
+
+
 # Calls that a rule of the operator leaves to XLA: the operator, its operands, another implementation and
 # the stages.
 LEFT_TO_XLA = {
@@ -896,6 +902,12 @@ LEFT_TO_XLA = {
         "cuda",
         {"conv depthwise forward", "conv depthwise weight gradient"},
     ),
+    "conv of few channels and pixels": (
+        functools.partial(jaxfused.conv, strides=2, activation="relu"),
+        (array(2, 64, 64, 3), array(7, 7, 3, 64)),
+        "pallas",
+        {"conv dense forward", "conv dense input gradient", "conv dense weight gradient"},
+    ),
 }
 
 
@@ -917,6 +929,56 @@ def test_tune_overrules_what_leaves_calls_to_xla(device, name, is_overruled):
     else:
         assert after == {(before.stage, "xla")}
         assert "measured: 'xla' 10.0 us" in str(jaxfused.explain(f, *args))
+
+
+@pytest.mark.parametrize("is_overruled", (True, False))
+def test_tune_overrules_a_quantised_conv_of_few_pixels(device, is_overruled):
+    args = array(2, 16, 16, 128), array(3, 3, 128, 128)
+    before = traced(quantized_conv, *args)[0]
+    assert "quantized_conv forward" not in {choice.stage for choice, _ in before}
+    assert "the kernel was timed with windows" in str(jaxfused.explain(quantized_conv, *args))
+    fastest = "pallas" if is_overruled else "xla"
+    fake = FakeBench(lambda work, c: 10.0 if c.implementation == fastest else 20.0)
+    tuned = tune(quantized_conv, *args, fake=fake).stages
+    assert "quantized_conv forward" in {stage.choice.stage for stage in tuned}
+    after = {choice.stage: choice.implementation for choice, _ in traced(quantized_conv, *args)[0]}
+    assert after.get("quantized_conv forward") == ("pallas" if is_overruled else None)
+
+
+@pytest.mark.parametrize("is_overruled", (True, False))
+def test_tune_overrules_how_xla_sums(device, is_overruled):
+    """Transforms are expected to be faster, and measured to be slower where they are overruled."""
+    conv = functools.partial(jaxfused.conv, feature_group_count=64)
+    args = array(4, 96, 96, 64), array(31, 31, 1, 64)
+    before = choice_of(conv, *args)
+    assert before.stage == "conv by Fourier transforms"
+    assert re.search("transforms are XLA's, expected to take .* us", str(before.reasons))
+    fake = FakeBench(lambda work, c: 10.0 if c.config.transformed != is_overruled else 20.0)
+    [stage] = tune(conv, *args, fake=fake).stages
+    assert stage.choice.stage == before.stage and len(stage.ranking) == 2
+    after = choice_of(conv, *args)
+    if is_overruled:
+        assert after.stage == "conv" and after.implementation == "xla"
+    else:
+        assert after.stage == before.stage and "were measured to be faster" in str(after.reasons)
+
+
+@pytest.mark.usefixtures("with_library")
+@parametrize("op", sorted(__main__.EXAMPLES), quick=[sorted(__main__.EXAMPLES).index("max_pool")])
+def test_explain_names_what_decided_for_every_operator(device, op):
+    """Where several implementations can run a stage, times or a rule decided, and are printed."""
+    example = __main__.EXAMPLES[op]
+
+    def gradient(operands, others):
+        results, pullback = jax.vjp(lambda *moving: example.call(*moving, *others), *operands)
+        return results, pullback(results)
+
+    for choice, _ in traced(gradient, example.shapes, example.others)[0]:
+        able = [name for name, reason in choice.reasons.items() if reason is None]
+        if len(able) > 1:
+            text = " ".join(basis(choice))
+            assert "first that can run" not in text
+            assert re.search(r"expected: .* us|first: \w+", text), (choice.stage, text)
 
 
 @parametrize("seconds", (0.0, 5.0, 20.0, 60.0), quick=(1,))

@@ -13,7 +13,7 @@ from jaxfused.ops.attention import attention_xla, costs_float32
 from jaxfused.ops.attention.mask import EMPTY_LSE, Mask
 from jaxfused.ops.attention.masks.pattern import Pattern
 from jaxfused.runtime import cuda_library
-from jaxfused.runtime.estimate import Estimate, Rule, Times
+from jaxfused.runtime.estimate import KERNELS, Estimate, Rule, Times
 from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.attention import attention as pallas_attention
@@ -25,15 +25,14 @@ from pallas_kernels.attention.shape import Shape
 _FEW_QUERIES, _MANY_KEYS = 16, 64
 """Queries up to which, and keys from which on, CUDA's backward, where Pallas has none, is slower than
 XLA's."""
-_KERNELS = ("pallas", "cuda")
 _KERNELS_FIRST = Rule(
-    _KERNELS, "a kernel writes no logits: XLA was faster in 2 of 400 recorded cases"
+    KERNELS, "a kernel writes no logits: XLA was faster in 2 of 400 recorded cases"
 )
 
 
 def _times(by_kernels: float, by_xla: float) -> Times:
     """Returns the times of XLA and of both kernels, of which the first that can run is taken."""
-    times = dict.fromkeys(_KERNELS, by_kernels) | {"xla": by_xla}
+    times = dict.fromkeys(KERNELS, by_kernels) | {"xla": by_xla}
     return Times(times, "Pallas and CUDA have one model, and Pallas comes first")
 
 
@@ -78,7 +77,7 @@ class Options:
     def _rule(self, device: dispatch.Device, arrays: "Arrays") -> Rule | None:
         """Returns the rule for both directions and all dtypes, or None."""
         if device.multiprocessors == 0:
-            return Rule(_KERNELS, "the device's number of SMs is unknown")
+            return Rule(KERNELS, "the device's number of SMs is unknown")
         if arrays.key.shape[1] == 1:
             return Rule(("xla",), "a single key, whose weight is always 1, is faster in XLA")
         return None

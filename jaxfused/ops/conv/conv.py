@@ -227,9 +227,10 @@ def convolved(
     window = depthwise_conv.window_of(values, w, **options)
     if isinstance(window, str):
         return call.dense(w, bias, residual, window)
-    if implementation is None and fft_conv.why_not(call.device, values, w, window) is None:
-        return call.by_fourier_transform(w, bias, residual, window)
-    return call.depthwise(w, bias, residual, window)
+    of_sums = fft_conv.choice(call.run, values, w, window)
+    if of_sums is not None and fft_conv.is_transformed(of_sums):
+        return call.by_fourier_transform(of_sums, w, bias, residual, window)
+    return call.depthwise(w, bias, residual, window, of_sums)
 
 
 @dataclass(frozen=True)
@@ -295,19 +296,26 @@ class _Call:
         return self._output(y, values)
 
     def by_fourier_transform(
-        self, w: jax.Array, bias: Any, residual: Any, window: Window
+        self, of_sums: dispatch.Choice, w: jax.Array, bias: Any, residual: Any, window: Window
     ) -> Output:
         values = self.array()
         y = fft_conv.fourier_conv(
-            values, w, bias, residual, window=window, activation=self.activation
+            of_sums, values, w, bias, residual, window=window, activation=self.activation
         )
         return self._output(y, values)
 
-    def depthwise(self, w: jax.Array, bias: Any, residual: Any, window: Window) -> Output:
+    def depthwise(
+        self,
+        w: jax.Array,
+        bias: Any,
+        residual: Any,
+        window: Window,
+        of_sums: dispatch.Choice | None,
+    ) -> Output:
         operands = self.values, w, bias, residual
         missing = {"pallas": depthwise_conv1d.NO_PALLAS}
         left = functools.partial(
-            depthwise_conv.left_to_xla, self.run, *operands, window, self.activation
+            depthwise_conv.left_to_xla, self.run, *operands, window, self.activation, of_sums
         )
         takes_xla = self._takes_xla(w, missing, left)
         values = self.array()

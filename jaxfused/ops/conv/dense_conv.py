@@ -140,10 +140,11 @@ def left_to_xla(
         pixels, features = pixels_of(dense, x), w.shape[-1]
         if features % 64 == 0 and pixels >= _LEAST_JOINED_PIXELS:
             return None
-        return LeftToXla(
-            "the kernels were timed with few channels at multiples of 64 features and at least"
+        why = (
+            "kernels of few channels are faster at multiples of 64 features and at least"
             f" {_LEAST_JOINED_PIXELS} pixels, and there are {features} features and {pixels} pixels"
         )
+        return run.left_to_xla(why, stages(options, x, w, bias, residual))
     # The prediction is that for the convolution alone.
     for stage, operands in stages(Options(dense, None, None), x, w, None, None):
         if run.choice(stage, *operands).implementation != "xla":

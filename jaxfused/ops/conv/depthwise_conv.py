@@ -21,13 +21,26 @@ from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 
 
 def left_to_xla(
-    run: Runner, x: Any, w: Any, bias: Any, residual: Any, window: Window, activation: str | None
+    run: Runner,
+    x: Any,
+    w: Any,
+    bias: Any,
+    residual: Any,
+    window: Window,
+    activation: str | None,
+    of_sums: dispatch.Choice | None,
 ) -> LeftToXla | None:
-    """Returns why a call that names no implementation is XLA's, or None if kernels are faster."""
+    """Returns why a call that names no implementation is XLA's, or None if kernels are faster.
+
+    `of_sums` is the choice of `fft_conv`, by which XLA sums directly; `jaxfused.tune` measures it too.
+    """
     why = _why_xla(run.device, x, window)
     if why is None:
         return None
-    return run.left_to_xla(why, stages(_Options(window, activation), x, w, bias, residual))
+    left = run.left_to_xla(why, stages(_Options(window, activation), x, w, bias, residual))
+    if left is None or of_sums is None:
+        return left
+    return left._replace(stages=(*left.stages, of_sums))
 
 
 def stages(options: "_Options", x: Any, w: Any, bias: Any, residual: Any) -> Iterator[Stage]:

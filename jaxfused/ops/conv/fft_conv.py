@@ -1,6 +1,8 @@
 """conv where each channel has a long window of its own, if Fourier transforms are faster."""
 
 import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,8 +12,8 @@ from jaxfused.ops.conv import conv_xla, fft_conv_xla
 from jaxfused.ops.conv.depthwise_conv1d_cuda import TAPS
 from jaxfused.ops.conv.depthwise_conv_cuda import KERNELS, Window
 from jaxfused.runtime import sharding
-from jaxfused.runtime.estimate import Times
 from jaxfused.runtime.gate import choose_without_stages
+from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.shapes import why_symbolic
 
 Padding = fft_conv_xla.Padding
@@ -22,8 +24,28 @@ def padding_of(x: Any, window: Window) -> Padding:
     return window.padding[-(x.ndim - 2) :]
 
 
-def why_not(device: dispatch.Device, x: jax.Array, w: jax.Array, window: Window) -> str | None:
-    """Returns None if transforms are faster for x [B, *spatial, C], w [*kernel, 1, C], else why not."""
+@dataclass(frozen=True)
+class Sums:
+    """The way in which XLA sums: by Fourier transforms, or directly."""
+
+    transformed: bool
+
+
+def choice(run: Runner, x: jax.Array, w: jax.Array, window: Window) -> dispatch.Choice | None:
+    """Returns how XLA sums x [B, *spatial, C] and w [*kernel, 1, C], or None if it has no choice."""
+    if run.implementation is not None or _why_not(run.device, x, w, window) is not None:
+        return None
+    return run.choice(_Forward(window), x, w)
+
+
+def is_transformed(choice: dispatch.Choice) -> bool:
+    """Returns whether a choice is of transforms."""
+    config = choice.config or choice.kernel.configs("xla", None, *choice.operands)[0]
+    return bool(config.transformed)
+
+
+def _why_not(device: dispatch.Device, x: jax.Array, w: jax.Array, window: Window) -> str | None:
+    """Returns why transforms cannot run, or None."""
     if device.compute_capability is None:
         return "there is no GPU"
     if window.stride > 1:
@@ -41,13 +63,55 @@ def why_not(device: dispatch.Device, x: jax.Array, w: jax.Array, window: Window)
     size = _transformed(x, w, window)
     if size >= _MOST_VALUES:
         return f"less than {_MOST_VALUES} values are transformed, and this takes {size}"
-    transforms, direct = _times(x, w, window)
-    if transforms < direct:
+    if _directly(x.size, window.kernel) == 0.0:
+        return "the window has a kernel of its own"
+    return None
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Computes (the convolution of x and w,) in XLA, for `jaxfused.tune` in both ways."""
+
+    window: Window
+
+    @property
+    def name(self) -> str:
+        return "conv by Fourier transforms"
+
+    def axes(self, x, w) -> Axes:
+        spatial = x.ndim - 2
+        images = f"b{'hwd'[:spatial]}c"
+        result = f"b{'nop'[:spatial]}c"
+        return Axes((images, f"{'klm'[:spatial]}ic"), (result,), whole="hwdklmic")
+
+    def why_not(self, device, x, w) -> Mapping[str, str | None]:
+        return {"xla": None}
+
+    def configs(self, implementation, device, x, w) -> Sequence[Hashable]:
+        transforms, direct = _times(x, w, self.window)
+        first = transforms < direct
+        return Sums(first), Sums(not first)
+
+    def run(self, implementation, device, x, w, config=None) -> Results:
+        config = config or self.configs(implementation, device, x, w)[0]
+        padding = padding_of(x, self.window)
+        if config.transformed:
+            return (fft_conv_xla.conv(x, w[..., 0, :].astype(x.dtype), padding),)
+        strides = (self.window.stride,) * (x.ndim - 2)
+        ones = (1,) * (x.ndim - 2)
+        options: dict[str, Any] = dict(input_dilation=ones, kernel_dilation=ones)
+        y = conv_xla.conv(
+            x, w, None, None, strides=strides, padding=padding, activation=None, precision=None,
+            feature_group_count=x.shape[-1], **options,
+        )  # fmt: skip
+        return (y,)
+
+    def batched(self, call, axis_size, in_batched, x, w) -> None:
         return None
-    return f"transforms are expected to take {transforms:.0f} us, and XLA's sums {direct:.0f}"
 
 
 def fourier_conv(
+    choice: dispatch.Choice,
     x: jax.Array,
     w: jax.Array,
     bias: jax.Array | None,
@@ -57,11 +121,13 @@ def fourier_conv(
     activation: str | None,
 ) -> jax.Array:
     """Returns the convolution of x [B, *spatial, C] with w [*kernel, 1, C], with its epilogue."""
-    reasons = dict.fromkeys(("pallas", "cuda"), "transforms are XLA's") | {"xla": None}
     transforms, direct = _times(x, w, window)
-    note = f"without transforms XLA would take {direct:.0f} us"
-    estimate = Times({"xla": transforms}, note)
-    choose_without_stages("conv by Fourier transforms", None, reasons, x, w, estimate=estimate)
+    why = f"transforms are XLA's, expected to take {transforms:.0f} us, and its sums {direct:.0f}"
+    if choice.measured is not None:
+        times = ", ".join(f"{r.microseconds:.0f} us" for r in choice.measured.ranking)
+        why = f"transforms are XLA's, and were measured to be faster than its sums: {times}"
+    reasons = dict.fromkeys(("pallas", "cuda"), why) | {"xla": None}
+    choose_without_stages("conv by Fourier transforms", None, reasons, x, w, stages=(choice,))
     y = fft_conv_xla.conv(x, w[..., 0, :].astype(x.dtype), padding_of(x, window))
     return conv_xla.finish(y, bias, residual, activation=activation)
 

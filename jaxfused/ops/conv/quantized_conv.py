@@ -22,7 +22,7 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.estimate import Estimate, Rule
-from jaxfused.runtime.gate import takes_reference
+from jaxfused.runtime.gate import LeftToXla, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.product_choice import is_modelled
 from jaxfused.runtime.quantized_array import QuantizedArray, as_operand, assembled, of_each_column
@@ -142,11 +142,15 @@ def quantized_conv(
     kernel_like = jax.ShapeDtypeStruct((*size, *_matrix(w, size)), jnp.int8)
     window = dense_conv.window_of(array, kernel_like, **geometry)
     missing = _missing(op, device, window, x, w, size, out_dtype, residual)
-    why_xla = None
+    runner = Runner(implementation, device)
+    left = None
     if "pallas" not in missing:
         assert isinstance(window, Window)
-        why_xla = _why_xla(window, array, kernel_like)
-    if takes_reference(op, implementation, device, array, missing=missing, why_xla=why_xla):
+        constants = _Options(window, activation, out_dtype, x.ndim == 3)
+        left = functools.partial(
+            _left_to_xla, runner, constants, x.values, kernel_like, bias, residual
+        )
+    if takes_reference(op, implementation, device, array, missing=missing, why_xla=left):
         if device.platform == "gpu" and out_dtype.itemsize == 2:
             return convolved(x.dequantize(out_dtype))
         return run(residual)
@@ -155,8 +159,7 @@ def quantized_conv(
     scale = scale.astype(jnp.float32)
     weights = w.unpacked().reshape(*size, *_matrix(w, size))
     constants = _Options(window, activation, out_dtype, x.ndim == 3)
-    operands = (x.values, weights, scale, bias, residual)
-    return _quantized_conv(Runner(implementation, device), constants, *operands)
+    return _quantized_conv(runner, constants, x.values, weights, scale, bias, residual)
 
 
 def _missing(
@@ -184,6 +187,21 @@ def _missing(
 def _integers_in_xla(device: dispatch.Device) -> bool:
     """Returns whether XLA convolves integers; its GPU compiler takes only some windows and channels."""
     return device.platform == "cpu"
+
+
+def _left_to_xla(
+    run: Runner, options: "_Options", x: Any, w: Any, bias: Any, residual: Any
+) -> LeftToXla | None:
+    """Returns why a call that names no implementation is XLA's, or None if the kernel may be faster."""
+    x, residual = jax.eval_shape(
+        lambda *arrays: tuple(map(dense_conv_forward.images, arrays)), x, residual
+    )
+    w = jax.ShapeDtypeStruct((*options.window.kernel, *w.shape[-2:]), w.dtype)
+    why = _why_xla(options.window, x, w)
+    if why is None:
+        return None
+    scale = jax.ShapeDtypeStruct(w.shape[-1:], jnp.float32)
+    return run.left_to_xla(why, [(_Forward(options), (x, w, scale, bias, residual))])
 
 
 def _why_xla(window: Window, x: Any, w: Any) -> str | None:
@@ -361,7 +379,15 @@ _quantized_conv.defvjp(_quantized_conv_fwd, _quantized_conv_bwd)
 
 
 def _by_reference(
-    options: _Options, x, w, scale, bias, residual, *, with_integers: bool
+    options: _Options,
+    x,
+    w,
+    scale,
+    bias,
+    residual,
+    *,
+    with_integers: bool,
+    floats: Any = jnp.float32,
 ) -> jax.Array:
     window = options.window
     return quantized_conv_xla.conv(
@@ -379,6 +405,7 @@ def _by_reference(
         activation=options.activation,
         out_dtype=options.out_dtype,
         with_integers=with_integers,
+        floats=floats,
         strides=window.strides,
         padding=window.padding,
         input_dilation=(1,) * len(window.kernel),
@@ -457,8 +484,11 @@ class _Forward:
                 config=config,
             )
             return (y,)
-        integers = _integers_in_xla(device)
-        return (_by_reference(options, x, w, scale, bias, residual, with_integers=integers),)
+        # A call that is left to XLA is a convolution of 16 bits, which hold these numbers exactly.
+        narrow = device.platform == "gpu" and options.out_dtype.itemsize == 2
+        keywords: dict[str, Any] = dict(with_integers=_integers_in_xla(device))
+        keywords |= dict(floats=jnp.bfloat16) if narrow else {}
+        return (_by_reference(options, x, w, scale, bias, residual, **keywords),)
 
     def batched(self, call, axis_size, in_batched, x, w, scale, bias, residual) -> Results | None:
         if is_batched(in_batched[1:4]):

@@ -24,14 +24,18 @@ def conv(
     activation: str | None,
     out_dtype: Any,
     with_integers: bool,
+    floats: Any = jnp.float32,
     **geometry: Any,
 ) -> jax.Array:
     """Returns act(conv(x, w) + bias + residual) of x [B, *spatial, I] and w [taps * I / groups, O].
 
     Args:
-      with_integers: whether int8 are convolved as such, with exact sums; else as float32.
+      with_integers: whether int8 are convolved as such, with exact sums; else as `floats`.
+      floats: a dtype that holds the stored numbers of 8 bits exactly.
     """
-    y = product(x, w, kernel_size=kernel_size, with_integers=with_integers, **geometry)
+    y = product(
+        x, w, kernel_size=kernel_size, with_integers=with_integers, floats=floats, **geometry
+    )
     if bias is not None:
         y = y + along_last_axis(bias, y)
     if residual is not None:
@@ -45,6 +49,7 @@ def product(
     *,
     kernel_size: tuple[int, ...],
     with_integers: bool,
+    floats: Any = jnp.float32,
     strides: tuple[int, ...],
     padding: str | Sequence[tuple[int, int]],
     input_dilation: tuple[int, ...],
@@ -66,7 +71,7 @@ def product(
         # for float8 do not exist, and with groups those of integers return wrong sums:
         # https://github.com/openxla/xla/issues/49123.
         values, weights = jax.lax.optimization_barrier(
-            (values.astype(jnp.float32), weights.astype(jnp.float32))
+            (values.astype(floats), weights.astype(floats))
         )
     spatial = "HWD"[: x.ndim - 2]
     values, padding = reference_conv.padded(values, padding, kernel_size, kernel_dilation)

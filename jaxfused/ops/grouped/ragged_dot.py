@@ -15,6 +15,7 @@ from jaxfused.ops.grouped.ragged_dot_xla import Options
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import as_arrays, as_int32, check_floating, python_numbers
+from jaxfused.runtime.estimate import kernels_first
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import common_dtype
@@ -197,6 +198,9 @@ _ragged_dot.defvjp(_fwd, _bwd)
 # --- kernels --------------------------------------------------------------------------------------
 
 
+_GROUPS_AT_ONCE = "a kernel multiplies the rows of all groups in one launch"
+
+
 @dataclass(frozen=True)
 class GroupedProduct(OneByOne):
     """Computes (y [M, N],) from lhs [M, K], rhs, group_sizes [G] and the offset [1]."""
@@ -214,6 +218,8 @@ class GroupedProduct(OneByOne):
         wide = replace(self, options=replace(self.options, out_dtype=jnp.dtype(jnp.float32)))
         [y] = call(wide, *operands)
         return (jax.lax.psum(y, tuple(names)).astype(self.options.out_dtype),)
+
+    estimate = kernels_first(_GROUPS_AT_ONCE)
 
     def why_not(self, device, lhs, rhs, sizes, offset) -> Mapping[str, str | None]:
         del sizes, offset
@@ -285,6 +291,8 @@ class GroupedWeights(OneByOne):
     def axes(self, *operands) -> Axes:
         del operands
         return Axes(("mk", "mn", "g", "o"), ("ekn",), whole="mego")
+
+    estimate = kernels_first(_GROUPS_AT_ONCE)
 
     def why_not(self, device, x, dy, sizes, offset) -> Mapping[str, str | None]:
         del sizes, offset

@@ -12,7 +12,7 @@ from jaxfused.ops.loss.cross_entropy_xla import (
     Pulls,
     Statistics,
 )
-from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.estimate import KERNELS, Estimate, Rule
 from jaxfused.runtime.runner import ROWS, Axes, Results, batched_rows
 
 
@@ -43,7 +43,9 @@ def _estimate(kernel, device, able, logits, *others) -> Estimate:
         return Rule(("xla",), f"rows of less than {_SHORT_ROW_BYTES} bytes are faster in XLA")
     if rows * row_bytes < _FEW_BYTES:
         return Rule(("xla",), f"logits of less than {_FEW_BYTES} bytes are faster in XLA")
-    return None
+    return Rule(
+        KERNELS, f"a kernel reads logits of {rows * row_bytes} bytes once, from {_FEW_BYTES} on"
+    )
 
 
 @dataclass(frozen=True)

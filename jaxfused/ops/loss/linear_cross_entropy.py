@@ -43,6 +43,7 @@ from jaxfused.ops.loss.label_values import check_classes
 from jaxfused.ops.loss.reduction import Reduction, reduce_losses, shares_of, times
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_arrays, check_count, check_floating, python_numbers
+from jaxfused.runtime.estimate import kernels_first
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
@@ -182,6 +183,9 @@ def _check_sum_dtype(op: str, sum_dtype: Any, w_dtype: Any) -> None:
             f"{op}: sum_dtype is {jnp.dtype(sum_dtype)}, but w's gradient is added up in float32 or"
             f" in w's dtype; pass jnp.float32 or jnp.{w_dtype}."
         )
+
+
+_IN_CHUNKS = "a kernel writes the loss and the gradient of a chunk of logits in one pass"
 
 
 @dataclass(frozen=True)
@@ -452,6 +456,7 @@ class _Forward:
         dw, dbias = (None, None) if sums is None else layer.finished(sums)
         return statistics, dx, dw, dbias
 
+    estimate = kernels_first(_IN_CHUNKS)
     batched = batched_rows
 
 
@@ -501,6 +506,7 @@ class _Backward:
         sums, (dx,) = layer.over_chunks(step, (x, classes, statistics, pulls))
         return dx, *layer.finished(sums)
 
+    estimate = kernels_first(_IN_CHUNKS)
     batched = batched_rows
 
 

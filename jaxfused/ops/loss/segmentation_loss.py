@@ -27,6 +27,7 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
+from jaxfused.runtime.estimate import kernels_first
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Axes, Results, Runner
@@ -285,6 +286,9 @@ _mask_loss.defvjp(_mask_loss_fwd, _mask_loss_bwd)
 # --- kernels --------------------------------------------------------------------------------------
 
 
+_ONE_PASS = "a kernel reads the logits once for all terms of the loss"
+
+
 @dataclass(frozen=True)
 class _Forward:
     """Computes (sums [B, 2 + 3 C],), in `Sums`' order, from logits [B, N, C], labels, weights [B, N]."""
@@ -297,6 +301,8 @@ class _Forward:
 
     def axes(self, logits, labels, weights) -> Axes:
         return Axes(_AXES, ("bs",), whole="cs")
+
+    estimate = kernels_first(_ONE_PASS)
 
     def why_not(self, device, logits, labels, weights) -> Mapping[str, str | None]:
         return _why_not(device, logits)
@@ -331,6 +337,8 @@ class _Backward:
 
     def axes(self, logits, labels, weights, cotangents) -> Axes:
         return Axes((*_AXES, "bs"), ("bnc",), whole="cs")
+
+    estimate = kernels_first(_ONE_PASS)
 
     def why_not(self, device, logits, labels, weights, cotangents) -> Mapping[str, str | None]:
         return _why_not(device, logits)
@@ -370,6 +378,8 @@ class _Masks:
 
     def axes(self, logits, labels) -> Axes:
         return Axes(_AXES[:2], ("b", "bnc"), whole="cn")
+
+    estimate = kernels_first(_ONE_PASS)
 
     def why_not(self, device, logits, labels) -> Mapping[str, str | None]:
         return _why_not(device, logits)

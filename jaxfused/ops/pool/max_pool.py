@@ -13,7 +13,7 @@ from jaxfused.ops.pool.max_pool_cuda import Window
 from jaxfused.ops.pool.pool_window import windows
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import check_floating, check_images, python_numbers
-from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.estimate import KERNELS, Estimate, Rule, kernels_first
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Axes, Results, Runner
@@ -119,6 +119,9 @@ _IMAGES, _RESULT = "bhwc", "buvc"
 _WHOLE = "hwuv"
 
 
+_FROM_PLACES = "a kernel finds the maxima and their places, which the gradient reads, in one pass"
+
+
 @dataclass(frozen=True)
 class _Forward:
     """Computes (y, places) from x [B, H, W, C]."""
@@ -138,7 +141,7 @@ class _Forward:
 
     def estimate(self, device, able, x) -> Estimate:
         if self.save_places:
-            return None
+            return Rule(KERNELS, _FROM_PLACES)
         return Rule(("xla",), "XLA fuses a maximum that saves nothing else with what is around it")
 
     def run(self, implementation, device, x) -> Results:
@@ -170,6 +173,8 @@ class _Backward:
     def why_not(self, device, dy, places) -> Mapping[str, str | None]:
         shape = (dy.shape[0], *self.size, dy.shape[3])
         return _why_not(device, self.window, shape, dy.dtype)
+
+    estimate = kernels_first(_FROM_PLACES)
 
     def run(self, implementation, device, dy, places) -> Results:
         if implementation == "cuda":

@@ -11,6 +11,7 @@ from jaxfused import dispatch
 from jaxfused.ops.pool import upsample_cuda, upsample_xla
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import check_floating, check_images, python_numbers
+from jaxfused.runtime.estimate import kernels_first
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
@@ -124,6 +125,8 @@ class _Stage:
             compute_capability=device.compute_capability, shape=self._small(x), dtype=x.dtype
         )
         return {"cuda": reason, "pallas": NO_PALLAS, "xla": None}
+
+    estimate = kernels_first("a kernel reads each pixel once, and XLA's resize is several kernels")
 
     def run(self, implementation, device, x) -> Results:
         if implementation == "cuda":

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.quantize import quantize_rows_cuda
 from jaxfused.runtime import cuda_choice, rounding, sharding
-from jaxfused.runtime.estimate import Estimate
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray, assembled
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
@@ -78,7 +78,8 @@ class _Rows:
         return {"pallas": reason, "xla": None, "cuda": of_cuda}
 
     def estimate(self, device, able, x) -> Estimate:
-        del able
+        if "pallas" in able:
+            return Rule(("pallas",), "a kernel reads x once, and XLA once more for the maxima")
         return cuda_choice.rule(
             "quantize_rows", device, fast=cuda_choice.is_fast_for_rows(*x.shape)
         )
