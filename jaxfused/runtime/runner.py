@@ -334,10 +334,7 @@ class _Call:
 
     def batchable(self, *operands: jax.Array | None) -> Results:
         """Runs the call with a rule for `jax.vmap`, which makes the batch one more axis of the call."""
-
-        @custom_vmap
-        def call(*operands):
-            return self._per_shard(operands)
+        call = custom_vmap(self._per_shard)
 
         @call.def_vmap
         def rule(axis_size, in_batched, *operands):
@@ -348,7 +345,7 @@ class _Call:
 
         return call(*operands)
 
-    def _per_shard(self, operands: Operands) -> Results:
+    def _per_shard(self, *operands: jax.Array | None) -> Results:
         """Runs the call on shards; batches may be sharded too."""
         entry = [
             None
@@ -392,6 +389,8 @@ class _OnShard:
     """True if XLA lowers the call into a separate module, where cached `jax.jit`s cannot be reused."""
 
     def __call__(self, *operands: jax.Array | None) -> Results:
+        if not self.call.batches:
+            return self._entry(*operands)
         return self._over_batches(_OnShard._entry, operands)
 
     def on_parts(self, names: Sequence[str], *operands: jax.Array | None) -> Results:
@@ -432,11 +431,15 @@ class _OnShard:
 
     def _entry(self, *operands: jax.Array | None) -> Results:
         kernel = self.call.kernel
-        _, matrices = _flatten_rows(operands, kernel.axes(*operands).operands)
+        axes = kernel.axes(*operands)
+        rows, matrices = _flatten_rows(operands, axes.operands)
         chosen = self._choose(matrices)
-        if chosen[0] == "xla" and isinstance(kernel, TakesRows):
-            return self._lowered(chosen, *operands)
-        return self._over_rows(functools.partial(self._lowered, chosen), operands)
+        # XLA's implementation of some stages takes the rows' axes as they are.
+        as_they_are = chosen[0] == "xla" and isinstance(kernel, TakesRows)
+        results = self.lower(
+            kernel, *chosen, self.call.runner.device, *(operands if as_they_are else matrices)
+        )
+        return results if as_they_are else _with_rows(results, axes.results, rows)
 
     def _entry_on_parts(self, names: Sequence[str], operands: Operands) -> Results:
         kernel: Any = self.call.kernel
@@ -447,7 +450,8 @@ class _OnShard:
             remaining = iter(sharding.vary(present, own))
             on_shard = replace(self, call=replace(self.call, kernel=kernel))
             own_operands = [None if operand is None else next(remaining) for operand in operands]
-            results = on_shard._lowered(on_shard._choose(own_operands), *own_operands)
+            chosen = on_shard._choose(own_operands)
+            results = self.lower(kernel, *chosen, self.call.runner.device, *own_operands)
             # The types of a kernel's results do not say along which mesh axes they vary.
             stated = iter(sharding.vary([r for r in results if r is not None], own))
             return tuple(None if result is None else next(stated) for result in results)
@@ -460,29 +464,14 @@ class _OnShard:
                 dispatch.record(dispatch.Choice(kernel.name, shapes_of(matrices), by, reasons))
             return kernel.on_parts(names, call, *matrices)
 
-        return self._over_rows(run, operands)
-
-    def _lowered(self, chosen: tuple[str, Hashable], *operands: jax.Array | None) -> Results:
-        """Runs the kernel by the chosen implementation and config."""
-        call = self.call
-        lower = _lowered_by_export if self.in_own_module else _lowered
-        return lower(call.kernel, *chosen, call.runner.device, *operands)
-
-    def _over_rows(self, f: Callable[..., Results], operands: Operands) -> Results:
-        """Runs `f` on operands with merged rows, and splits the results' rows into the axes again."""
-        axes = self.call.kernel.axes(*operands)
+        axes = kernel.axes(*operands)
         rows, matrices = _flatten_rows(operands, axes.operands)
-        results = f(*matrices)
-        return tuple(
-            result
-            if result is None or letters is None or ROWS not in letters
-            else result.reshape(
-                *result.shape[: letters.index(ROWS)],
-                *rows,
-                *result.shape[letters.index(ROWS) + 1 :],
-            )
-            for result, letters in zip(results, axes.results, strict=True)
-        )
+        return _with_rows(run(*matrices), axes.results, rows)
+
+    @property
+    def lower(self) -> Callable[..., Results]:
+        """Returns what runs (kernel, implementation, config, device, *operands)."""
+        return _lowered_by_export if self.in_own_module else jitted(self.call.kernel.name)
 
     def _choose(self, operands: Operands) -> tuple[str, Hashable]:
         """Returns the implementation to run, and its config or None for its default one."""
@@ -528,6 +517,20 @@ def _flatten_rows(
     return rows, flat
 
 
+def _with_rows(
+    results: Results, axes: Sequence[str | None], rows: tuple[int, ...]
+) -> tuple[jax.Array | None, ...]:
+    """Returns the results with the rows' axes, which were merged into one, of these sizes again."""
+    return tuple(
+        result
+        if result is None or letters is None or ROWS not in letters
+        else result.reshape(
+            *result.shape[: letters.index(ROWS)], *rows, *result.shape[letters.index(ROWS) + 1 :]
+        )
+        for result, letters in zip(results, axes, strict=True)
+    )
+
+
 def _rows(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
     """Returns the sizes of the axes that `ROWS` stands for."""
     start = letters.index(ROWS)
@@ -545,17 +548,6 @@ def _merged(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
 # --- lowered once ---------------------------------------------------------------------------------
 
 
-def _lowered(
-    kernel: Kernel,
-    implementation: str,
-    config: Hashable,
-    device: dispatch.Device,
-    *operands: jax.Array | None,
-) -> Results:
-    """Runs `kernel.run`, lowered once for all places of a program that call it."""
-    return jitted(kernel.name)(kernel, implementation, config, device, *operands)
-
-
 @contextlib.contextmanager
 def jax_defaults(implementation: str) -> Iterator[None]:
     """Sets JAX's default promotions, and for kernels 32-bit types, whatever the user has set.
@@ -570,23 +562,9 @@ def jax_defaults(implementation: str) -> Iterator[None]:
         yield
 
 
-def _run(
-    kernel: Kernel,
-    implementation: str,
-    config: Hashable,
-    device: dispatch.Device,
-    *operands: jax.Array | None,
-) -> Results:
-    """Runs `kernel.run`, or XLA's implementation where a program is lowered for another platform."""
-    if implementation == "xla":
-        return _run_here(kernel, implementation, config, device, *operands)
-    stage = _ByPlatform(kernel, implementation, config, device)
-    return platforms.by_platform(stage, sharding.untracked(operands))
-
-
 @dataclass(frozen=True)
 class _ByPlatform:
-    """A stage that runs its kernel where lowered for a GPU, and XLA elsewhere."""
+    """A stage that runs its implementation where lowered for a GPU, and XLA's elsewhere."""
 
     kernel: Kernel
     implementation: str
@@ -594,40 +572,34 @@ class _ByPlatform:
     device: dispatch.Device
 
     def on_gpu(self, *operands: jax.Array | None) -> Results:
-        chosen = self.kernel, self.implementation, self.config, self.device
-        return _run_here(*chosen, *operands)
+        """Runs `kernel.run` under JAX's defaults."""
+        with jax_defaults(self.implementation):
+            # Only a kernel with configs takes one.
+            chosen = {} if self.config is None else {"config": self.config}
+            return self.kernel.run(self.implementation, self.device, *operands, **chosen)
 
     def on_gpu_exported(self, *operands: jax.Array | None) -> Results:
         chosen = self.kernel, self.implementation, self.config, self.device
         return _call_exported(*chosen, *operands)
 
     def elsewhere(self, *operands: jax.Array | None) -> Results:
-        return _run_here(self.kernel, "xla", None, self.device, *operands)
-
-
-def _run_here(
-    kernel: Kernel,
-    implementation: str,
-    config: Hashable,
-    device: dispatch.Device,
-    *operands: jax.Array | None,
-) -> Results:
-    """Runs `kernel.run` under JAX's defaults."""
-    with jax_defaults(implementation):
-        # Only a kernel with configs takes one.
-        chosen = {} if config is None else {"config": config}
-        return kernel.run(implementation, device, *operands, **chosen)
+        return _ByPlatform(self.kernel, "xla", None, self.device).on_gpu(*operands)
 
 
 @functools.cache
 def jitted(name: str) -> Any:
     """Returns the jitted `kernel.run` that carries the kernel's name in profiles.
 
-    Its arguments are (kernel, implementation, config, device, *operands); the first four are static.
+    Its arguments are (kernel, implementation, config, device, *operands); the first four are static. It
+    is lowered once for all places of a program that call it, by XLA's implementation where that is for
+    another platform.
     """
 
     def run(kernel, implementation, config, device, *operands):
-        return _run(kernel, implementation, config, device, *operands)
+        stage = _ByPlatform(kernel, implementation, config, device)
+        if implementation == "xla":  # It runs on every platform.
+            return stage.on_gpu(*operands)
+        return platforms.by_platform(stage, sharding.untracked(operands))
 
     run.__name__ = run.__qualname__ = "jaxfused_" + name.replace(" ", "_")
     return jax.jit(run, static_argnums=(0, 1, 2, 3))
@@ -646,7 +618,7 @@ def _lowered_by_export(
     """
     # XLA's implementation is lowered quickly, and an interpreted kernel's callbacks cannot be exported.
     if implementation == "xla" or jax.default_backend() != "gpu":
-        return _lowered(kernel, implementation, config, device, *operands)
+        return jitted(kernel.name)(kernel, implementation, config, device, *operands)
     return _call_exported(kernel, implementation, config, device, *operands)
 
 
@@ -679,13 +651,8 @@ def _exported(
 ) -> jax.export.Exported:
     def run(*present):
         remaining = iter(present)
-        return _run_here(
-            kernel,
-            implementation,
-            config,
-            device,
-            *(None if o is None else next(remaining) for o in operands),
-        )
+        stage = _ByPlatform(kernel, implementation, config, device)
+        return stage.on_gpu(*(None if o is None else next(remaining) for o in operands))
 
     targets = ("mosaic_gpu_v2", *cuda_library.TARGETS)
     return jax.export.export(

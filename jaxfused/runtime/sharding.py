@@ -108,6 +108,8 @@ def per_shard(
             out_specs=tuple(_spec(letters, places) for letters in call.present_results),
         )(*present)
     elif is_in_one_piece(*present):
+        if not mesh.manual_axes:
+            return f(*aligned)
         results = call.on_shards({}, *present)
     else:
         results = _partitioned(call, *present)

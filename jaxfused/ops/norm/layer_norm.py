@@ -181,24 +181,10 @@ def _run(
     x, scale, bias, residual, pre_bias = as_arrays(x, scale, bias, residual, pre_bias)
     images = adaptive_norm.Images(*as_arrays(*images))
     _validate(options, x, scale, bias, images, residual, pre_bias)
-    operands = (x, scale, bias, images, residual, pre_bias)
-    if row_dtype is None:
-        return _norm_of(options, *operands, implementation)
-    row_dtype = check_row_dtype(options.op, "quantize_rows", row_dtype)
-    device = dispatch.current_device(x, residual)
-    has_vectors = all(array is None for array in images) and not _of_groups(scale, bias)
-    if has_vectors:
-        if quantized_norm.is_one_pass(implementation, device, x, residual):
-            return quantized_norm.run(
-                options, x, scale, bias, residual, pre_bias, row_dtype, implementation
-            )
-        # XLA quantises what it normalises without writing it in between; two kernels would write it.
-        implementation = implementation or "xla"
-    output = _norm_of(options, *operands, implementation)
-    return quantized_norm.of_output(output, row_dtype, implementation)
-
-
-def _norm_of(options, x, scale, bias, images, residual, pre_bias, implementation) -> Output:
+    if row_dtype is not None:
+        return _quantized(
+            options, x, scale, bias, images, residual, pre_bias, row_dtype, implementation
+        )
     if any(array is not None for array in images):
         return adaptive_norm.run(
             options, x, scale, bias, images, residual, pre_bias, implementation
@@ -231,6 +217,24 @@ def _norm_of(options, x, scale, bias, images, residual, pre_bias, implementation
     )
     y, next_residual = _norm(Runner(implementation, device), options, *operands)
     return y if next_residual is None else (y, next_residual)
+
+
+def _quantized(
+    options, x, scale, bias, images, residual, pre_bias, row_dtype, implementation
+) -> quantized_norm.QuantizedOutput:
+    """Computes `_run` of checked operands, and quantises the rows of its output."""
+    row_dtype = check_row_dtype(options.op, "quantize_rows", row_dtype)
+    device = dispatch.current_device(x, residual)
+    has_vectors = all(array is None for array in images) and not _of_groups(scale, bias)
+    if has_vectors:
+        if quantized_norm.is_one_pass(implementation, device, x, residual):
+            return quantized_norm.run(
+                options, x, scale, bias, residual, pre_bias, row_dtype, implementation
+            )
+        # XLA quantises what it normalises without writing it in between; two kernels would write it.
+        implementation = implementation or "xla"
+    output: Any = _run(options, x, scale, bias, images, residual, pre_bias, None, implementation)
+    return quantized_norm.of_output(output, row_dtype, implementation)
 
 
 def _validate(options, x, scale, bias, images, residual, pre_bias) -> None:
