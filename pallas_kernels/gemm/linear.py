@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.activation import activation as activate
+from pallas_kernels.gemm.epilogue import Function
 from pallas_kernels.gemm.matmul import FusedProduct
 
 
@@ -19,22 +20,29 @@ def layer(
     out_dtype: Any,
 ) -> FusedProduct:
     """Returns y = activation(x @ w + bias) + residual, [M, D] @ [D, F], and x @ w + bias if saved."""
-
-    def epilogue(z, *, bias=None, residual=None):
-        z = z if bias is None else z + bias
-        y = activate(activation, z, out_dtype)
-        return {"y": y if residual is None else y + residual, "preactivation": z}
-
     return FusedProduct(
         name="linear",
         a=x,
         b=w,
-        epilogue=epilogue,
+        epilogue=layer_epilogue(activation, out_dtype),
         vectors={"bias": bias},
         matrices={"residual": residual},
         outputs={"y": out_dtype} | ({"preactivation": x.dtype} if save_preactivation else {}),
         activations=int(activation is not None),
     )
+
+
+def layer_epilogue(activation: str | None, out_dtype: Any) -> Function:
+    """Returns the epilogue of a layer, also of quantised operands with one scale a row or a column."""
+
+    def epilogue(z, *, x_scale=None, w_scale=None, bias=None, residual=None):
+        z = z if x_scale is None else z * x_scale
+        z = z if w_scale is None else z * w_scale
+        z = z if bias is None else z + bias
+        y = activate(activation, z, out_dtype)
+        return {"y": y if residual is None else y + residual, "preactivation": z}
+
+    return epilogue
 
 
 def input_gradient(dy: jax.Array, w: jax.Array) -> FusedProduct:

@@ -15,6 +15,7 @@ from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.gemm import cost, quantized_weights, xla_cost
 from pallas_kernels.gemm.cost import Work
+from pallas_kernels.gemm.linear import layer_epilogue
 from pallas_kernels.gemm.mainloop import SCALED_PIECE
 from pallas_kernels.gemm.matmul import GRAIN, FusedProduct, fitting
 from pallas_kernels.gemm.matmul_config import MatmulConfig
@@ -50,6 +51,10 @@ class Packed(NamedTuple):
         return self.values.shape[-2]
 
     @property
+    def groups(self) -> int:
+        return self.scale.shape[0]
+
+    @property
     def in_words(self) -> bool:
         return self.values.dtype == jnp.int32
 
@@ -59,15 +64,14 @@ class Packed(NamedTuple):
 
     def format(self, k: int) -> Format:
         """Returns the format of the weights, for sums of length k."""
-        groups = self.scale.shape[0]
-        group = k // groups if groups > 1 else 0
+        group = k // self.groups if self.groups > 1 else 0
         return Format(self.dtype, group, self.zero_point is not None)
 
     def spread(self) -> "Packed":
         """Returns weights with a scale and zero point per column, padded to a multiple of `grain`."""
 
         def of_columns(numbers):
-            numbers = jnp.broadcast_to(numbers, (self.scale.shape[0], self.n))
+            numbers = jnp.broadcast_to(numbers, (self.groups, self.n))
             return _padded(numbers, self.grain)
 
         zero_point = None if self.zero_point is None else of_columns(self.zero_point)
@@ -135,19 +139,12 @@ def forward(
     config: MatmulConfig | QuantizedConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns activation(x @ w + bias) + residual of x [M, K], and x @ w + bias if it is to be saved."""
-
-    def epilogue(z, *, scale=None, bias=None, residual=None):
-        z = z if scale is None else z * scale
-        z = z if bias is None else z + bias
-        y = activate(activation, z, out_dtype)
-        return {"y": y if residual is None else y + residual, "preactivation": z}
-
     results = _run(
         x,
         [w],
-        epilogue=epilogue,
+        epilogue=layer_epilogue(activation, out_dtype),
         vectors={"bias": bias},
-        scales=("scale",),
+        scales=("w_scale",),
         matrices={"residual": residual},
         outputs={"y": out_dtype} | ({"preactivation": x.dtype} if save_preactivation else {}),
         config=config,
@@ -182,11 +179,11 @@ def why_both_unsupported(
     if w.zero_point is not None:
         return "it takes symmetric weights, and they have zero points"
     k = x.shape[1]
-    groups = {x_scale.shape[1], w.scale.shape[0]}
+    groups = {x_scale.shape[1], w.groups}
     if groups != {1} and not (groups == {k // STEP} and k % STEP == 0):
         return (
             f"it takes one scale a row and a column, or one for each {STEP} numbers of both, and these"
-            f" have {x_scale.shape[1]} and {w.scale.shape[0]} along {k}"
+            f" have {x_scale.shape[1]} and {w.groups} along {k}"
         )
     return _why_results_unfit(out_dtype, residual_dtype)
 
@@ -210,14 +207,7 @@ def both_forward(
     Args:
       columns_alike: adjacent columns of w that have the same scales.
     """
-    in_groups = w.scale.shape[0] > 1
-
-    def epilogue(z, *, x_scale=None, w_scale=None, bias=None, residual=None):
-        z = z if x_scale is None else z * x_scale * w_scale
-        z = z if bias is None else z + bias
-        y = activate(activation, z, out_dtype)
-        return {"y": y if residual is None else y + residual, "preactivation": z}
-
+    in_groups = w.groups > 1
     outputs = {"y": out_dtype} | ({"preactivation": jnp.float32} if save_preactivation else {})
     read_bytes = 0 if residual is None else residual.dtype.itemsize
     written_bytes = sum(jnp.dtype(dtype).itemsize for dtype in outputs.values())
@@ -234,7 +224,7 @@ def both_forward(
         # Zeros add nothing to the sums.
         a=_padded(x, COPIED_BYTES),
         b=(_padded(w.values, COPIED_BYTES),),
-        epilogue=epilogue,
+        epilogue=layer_epilogue(activation, out_dtype),
         vectors={
             "w_scale": None if in_groups else w.scale[0],
             "bias": None if bias is None else _padded(bias, grain),
@@ -271,7 +261,7 @@ def both_work(
 def both_time(w: Packed, work: Work, multiprocessors: int) -> float:
     """Returns the predicted microseconds of the product with its default config."""
     config = both_candidates(w, work, multiprocessors)[0]
-    slower = _SCALED_STEPS if w.scale.shape[0] > 1 else 1.0
+    slower = _SCALED_STEPS if w.groups > 1 else 1.0
     time = slower * cost.kernel(work, config, multiprocessors)
     if work.k % COPIED_BYTES == 0:
         return time
@@ -284,7 +274,7 @@ _SCALED_STEPS = 1.3
 
 def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulConfig]:
     """Returns configs for a product with quantised x, predicted fastest first."""
-    if w.scale.shape[0] > 1:
+    if w.groups > 1:
         # Two accumulators have to fit into the registers.
         return [
             MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)

@@ -9,7 +9,12 @@ import jax
 
 from jaxfused import dispatch
 from jaxfused.ops.quantized import quantized_matmul_cuda, quantized_matmul_xla
-from jaxfused.ops.quantized.quantized_matmul import cuda_configs, of_columns, why_no_kernel_reads
+from jaxfused.ops.quantized.quantized_matmul import (
+    cuda_configs,
+    of_columns,
+    product_why_not,
+    why_no_kernel_reads,
+)
 from jaxfused.runtime import cuda_choice, sharding
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import takes_reference
@@ -128,23 +133,7 @@ class _Unit:
 
     def why_not(self, device, x, values, scale, zero_point, *others) -> Mapping[str, str | None]:
         del others
-        reason = pallas_quantized.why_unsupported(
-            compute_capability=device.compute_capability,
-            x_dtype=x.dtype,
-            out_dtype=x.dtype,
-            residual_dtype=None,
-            x_shape=x.shape,
-            w=Packed(values, scale, zero_point),
-        )
-        of_cuda = quantized_matmul_cuda.why_unsupported(
-            compute_capability=device.compute_capability,
-            x_dtype=x.dtype,
-            out_dtype=x.dtype,
-            residual_dtype=None,
-            x_shape=x.shape,
-            w=quantized_matmul_cuda.Weights(values, scale, zero_point),
-        )
-        return {"pallas": reason, "xla": None, "cuda": of_cuda}
+        return product_why_not(device, x, Packed(values, scale, zero_point), out_dtype=x.dtype)
 
     def estimate(self, device, able, x, values, *others) -> Estimate:
         del able, others
@@ -156,31 +145,19 @@ class _Unit:
 
     def run(self, implementation, device, x, *weights_and_biases) -> Results:
         *weights, b_gate, b_up = weights_and_biases
-        if implementation == "pallas":
-            h = pallas_quantized.gated_forward(
-                x,
-                Packed(*weights[:3]),
-                Packed(*weights[3:]),
-                b_gate,
-                b_up,
-                activation=self.activation,
-                multiprocessors=device.multiprocessors,
-            )
-        elif implementation == "cuda":
-            gate, up = (
-                quantized_matmul_cuda.Weights(*weights[start : start + 3]) for start in (0, 3)
-            )
+        if implementation == "xla":
+            return (self.by_reference(x, *self.arrays(*weights), b_gate, b_up),)
+        gate, up = Packed(*weights[:3]), Packed(*weights[3:])
+        operands = (x, gate, up, b_gate, b_up)
+        if implementation == "cuda":
+            config = cuda_configs(device, x, gate, products=2)[0]
             h = quantized_matmul_cuda.gated_forward(
-                x,
-                gate,
-                up,
-                b_gate,
-                b_up,
-                activation=self.activation,
-                config=cuda_configs(device, x, *gate, products=2)[0],
+                *operands, activation=self.activation, config=config
             )
         else:
-            h = self.by_reference(x, *self.arrays(*weights), b_gate, b_up)
+            h = pallas_quantized.gated_forward(
+                *operands, activation=self.activation, multiprocessors=device.multiprocessors
+            )
         return (h,)
 
     def arrays(self, *weights: Any) -> tuple[QuantizedArray, QuantizedArray]:

@@ -368,16 +368,35 @@ def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.A
 
 
 def cuda_configs(
-    device: dispatch.Device, x: Any, values: Any, scale: Any, zero_point: Any, *, products: int
+    device: dispatch.Device, x: Any, w: Packed, *, products: int
 ) -> list[quantized_matmul_cuda.Config]:
     """Returns the configs of the CUDA kernel, predicted fastest first."""
     return quantized_matmul_cuda.candidates(
         x.shape,
-        quantized_matmul_cuda.Weights(values, scale, zero_point),
+        w,
         products=products,
         compute_capability=device.compute_capability,
         multiprocessors=device.multiprocessors,
     )
+
+
+def product_why_not(
+    device: dispatch.Device, x: Any, w: Packed, *, out_dtype: Any, residual: Any = None
+) -> Mapping[str, str | None]:
+    """Returns why each implementation cannot multiply float x [M, D] and quantised weights."""
+    facts: dict[str, Any] = dict(
+        compute_capability=device.compute_capability,
+        x_dtype=x.dtype,
+        out_dtype=out_dtype,
+        residual_dtype=None if residual is None else residual.dtype,
+        x_shape=x.shape,
+        w=w,
+    )
+    return {
+        "pallas": pallas_quantized.why_unsupported(**facts),
+        "xla": None,
+        "cuda": quantized_matmul_cuda.why_unsupported(**facts),
+    }
 
 
 _WHOLE = "dkgh"
@@ -407,23 +426,8 @@ class _Layer:
         self, device, x, x_scale, values, scale, zero_point, bias, residual
     ) -> Mapping[str, str | None]:
         del x_scale, bias
-        reason = pallas_quantized.why_unsupported(
-            compute_capability=device.compute_capability,
-            x_dtype=x.dtype,
-            out_dtype=self.options.out_dtype,
-            residual_dtype=None if residual is None else residual.dtype,
-            x_shape=x.shape,
-            w=Packed(values, scale, zero_point),
-        )
-        of_cuda = quantized_matmul_cuda.why_unsupported(
-            compute_capability=device.compute_capability,
-            x_dtype=x.dtype,
-            out_dtype=self.options.out_dtype,
-            residual_dtype=None if residual is None else residual.dtype,
-            x_shape=x.shape,
-            w=quantized_matmul_cuda.Weights(values, scale, zero_point),
-        )
-        return {"pallas": reason, "xla": None, "cuda": of_cuda}
+        w = Packed(values, scale, zero_point)
+        return product_why_not(device, x, w, out_dtype=self.options.out_dtype, residual=residual)
 
     def estimate(
         self, device, able, x, x_scale, values, scale, zero_point, bias, residual
@@ -443,51 +447,46 @@ class _Layer:
         self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
     ) -> Sequence[Hashable]:
         del x_scale, bias
+        w = Packed(values, scale, zero_point)
         if implementation == "cuda":
-            return cuda_configs(device, x, values, scale, zero_point, products=1)
+            return cuda_configs(device, x, w, products=1)
         if implementation != "pallas":
             return ()
         return pallas_quantized.candidates(
             x,
-            Packed(values, scale, zero_point),
+            w,
             written=(self.options.out_dtype, *((x.dtype,) if self.save_preactivation else ())),
             read=() if residual is None else (residual,),
             multiprocessors=device.multiprocessors,
         )
 
-    def run(
-        self,
-        implementation,
-        device,
-        x,
-        x_scale,
-        values,
-        scale,
-        zero_point,
-        bias,
-        residual,
-        config=None,
-    ) -> Results:
+    def run(self, implementation, device, x, x_scale, *others, config=None) -> Results:
+        *weights, bias, residual = others
+        w, keywords = Packed(*weights), self._keywords
+        if implementation == "xla":
+            return quantized_matmul_xla.layer(
+                self._x(x, x_scale), self.options.weights(*w), bias, residual, **keywords
+            )
+        return self._in_kernel(implementation, device, x, x_scale, w, bias, residual, config)
+
+    def _x(self, x, x_scale) -> jax.Array | QuantizedArray:
+        """Returns x as XLA's layer takes it."""
         del x_scale
-        keywords = self._keywords
-        if implementation == "pallas":
-            return pallas_quantized.forward(
-                x,
-                Packed(values, scale, zero_point),
-                bias,
-                residual,
-                **keywords,
-                multiprocessors=device.multiprocessors,
-                config=config,
-            )
+        return x
+
+    def _in_kernel(self, implementation, device, x, x_scale, w, bias, residual, config) -> Results:
+        del x_scale
         if implementation == "cuda":
-            configs = cuda_configs(device, x, values, scale, zero_point, products=1)
-            weights = quantized_matmul_cuda.Weights(values, scale, zero_point)
+            config = config or cuda_configs(device, x, w, products=1)[0]
             return quantized_matmul_cuda.forward(
-                x, weights, bias, residual, **keywords, config=config or configs[0]
+                x, w, bias, residual, **self._keywords, config=config
             )
-        w = self.options.weights(values, scale, zero_point)
-        return quantized_matmul_xla.layer(x, w, bias, residual, **keywords)
+        return pallas_quantized.forward(
+            *(x, w, bias, residual),
+            **self._keywords,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
 
     @property
     def _keywords(self) -> dict[str, Any]:
@@ -512,25 +511,20 @@ class _LayerOfBoth(_Layer):
         self, device, x, x_scale, values, scale, zero_point, bias, residual
     ) -> Mapping[str, str | None]:
         del bias
-        w = Packed(values, scale, zero_point)
-        reason = pallas_quantized.why_both_unsupported(
+        facts: dict[str, Any] = dict(
             compute_capability=device.compute_capability,
             out_dtype=self.options.out_dtype,
             residual_dtype=None if residual is None else residual.dtype,
             x=x,
             x_scale=x_scale,
-            w=w,
-        )
-        of_cuda = quantized_matmul_cuda.why_both_unsupported(
-            compute_capability=device.compute_capability,
-            out_dtype=self.options.out_dtype,
-            residual_dtype=None if residual is None else residual.dtype,
-            x=x,
-            x_scale=x_scale,
-            w=quantized_matmul_cuda.Weights(values, scale, zero_point),
+            w=Packed(values, scale, zero_point),
         )
         # XLA's product is faster than that of CUDA C on the only GPU where both were timed.
-        return {"pallas": reason, "xla": None, "cuda": of_cuda}
+        return {
+            "pallas": pallas_quantized.why_both_unsupported(**facts),
+            "xla": None,
+            "cuda": quantized_matmul_cuda.why_both_unsupported(**facts),
+        }
 
     def estimate(
         self, device, able, x, x_scale, values, scale, zero_point, bias, residual
@@ -568,40 +562,20 @@ class _LayerOfBoth(_Layer):
         work = pallas_quantized.both_work(x, w, *self._bytes(residual), activations)
         return pallas_quantized.both_candidates(w, work, device.multiprocessors)
 
-    def run(
-        self,
-        implementation,
-        device,
-        x,
-        x_scale,
-        values,
-        scale,
-        zero_point,
-        bias,
-        residual,
-        config=None,
-    ) -> Results:
-        keywords = self._keywords
-        if implementation == "pallas":
-            return pallas_quantized.both_forward(
-                x,
-                x_scale,
-                Packed(values, scale, zero_point),
-                bias,
-                residual,
-                **keywords,
-                multiprocessors=device.multiprocessors,
-                columns_alike=self.options.columns_alike,
-                config=config,
-            )
+    def _x(self, x, x_scale) -> QuantizedArray:
+        return assembled(x, x_scale, None, -1, "rows")
+
+    def _in_kernel(self, implementation, device, x, x_scale, w, bias, residual, config) -> Results:
+        operands = (x, x_scale, w, bias, residual)
         if implementation == "cuda":
-            weights = quantized_matmul_cuda.Weights(values, scale, zero_point)
-            return quantized_matmul_cuda.both_forward(
-                x, x_scale, weights, bias, residual, **keywords
-            )
-        w = self.options.weights(values, scale, zero_point)
-        q = assembled(x, x_scale, None, -1, "rows")
-        return quantized_matmul_xla.layer(q, w, bias, residual, **keywords)
+            return quantized_matmul_cuda.both_forward(*operands, **self._keywords)
+        return pallas_quantized.both_forward(
+            *operands,
+            **self._keywords,
+            multiprocessors=device.multiprocessors,
+            columns_alike=self.options.columns_alike,
+            config=config,
+        )
 
 
 @dataclass(frozen=True)

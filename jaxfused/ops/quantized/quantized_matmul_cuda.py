@@ -6,13 +6,14 @@ functions are over rows: x [M, K], weights [N, K], bias [N], residual and y [M, 
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.runtime import cuda_library
+from pallas_kernels.gemm.quantized import Packed
 
 STEP = 128
 """Features of the weights that a warp copies at a time."""
@@ -27,25 +28,6 @@ _FEW_ROWS = 64
 _BOTH_TILE = 128
 """Rows and columns of a block, and features of a step."""
 _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-
-
-class Weights(NamedTuple):
-    """Weights of one product: scale * (values - zero_point)."""
-
-    values: jax.Array
-    """[N, K] of int8 or float8, or int32 [N, K / 8] for int4 in words."""
-    scale: jax.Array
-    """float32 [G, N], for G groups along K."""
-    zero_point: jax.Array | None
-    """int8 [G, N], or None for symmetric weights."""
-
-    @property
-    def columns(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def groups(self) -> int:
-        return self.scale.shape[0]
 
 
 @dataclass(frozen=True)
@@ -70,7 +52,7 @@ def why_unsupported(
     out_dtype: Any,
     residual_dtype: Any,
     x_shape: tuple[int, int],
-    w: Weights,
+    w: Packed,
 ) -> str | None:
     """Returns None if float x [M, K] can be multiplied with quantised weights, else the reason."""
     reason = cuda_library.why_unfit(compute_capability)
@@ -86,7 +68,7 @@ def why_unsupported(
         return f"it takes groups of 32, 64 and multiples of {STEP}, and they have {group}"
     return (
         _why_results_unfit(out_dtype, residual_dtype)
-        or _why_shapes_unfit(rows, features, w.columns, w.values.dtype, _WARP_COLUMNS)
+        or _why_shapes_unfit(rows, features, w.n, w.values.dtype, _WARP_COLUMNS)
         or cuda_library.why_not_built_from(
             (8, 0) if x_dtype == jnp.bfloat16 else (7, 5), compute_capability
         )
@@ -100,7 +82,7 @@ def why_both_unsupported(
     residual_dtype: Any,
     x: jax.Array,
     x_scale: jax.Array,
-    w: Weights,
+    w: Packed,
 ) -> str | None:
     """Returns None if quantised x [M, K] can be multiplied with the weights, else the reason."""
     reason = cuda_library.why_unfit(compute_capability)
@@ -125,7 +107,7 @@ def why_both_unsupported(
         )
     return (
         _why_results_unfit(out_dtype, residual_dtype)
-        or _why_shapes_unfit(x.shape[0], features, w.columns, x.dtype, _BOTH_TILE)
+        or _why_shapes_unfit(x.shape[0], features, w.n, x.dtype, _BOTH_TILE)
         or cuda_library.why_not_built_from(
             (8, 9) if x.dtype in _FLOAT8 else (7, 5), compute_capability
         )
@@ -172,7 +154,7 @@ _LAUNCH_BYTES = 8e6
 
 def candidates(
     x_shape: tuple[int, int],
-    w: Weights,
+    w: Packed,
     *,
     products: int,
     compute_capability: tuple[int, int] | None,
@@ -201,15 +183,15 @@ def candidates(
         """Returns the time in bytes read from memory. x and the sums come from the L2, twice as fast."""
         columns = _WARPS // config.sum_warps * _WARP_COLUMNS // products
         row_blocks = -(-rows // (row_tiles * _TILE_ROWS))
-        blocks = -(-w.columns // columns) * row_blocks
+        blocks = -(-w.n // columns) * row_blocks
         all_blocks = blocks * config.parts
         waves = -(-all_blocks // slots)
         busy = min(_BUSY_BLOCKS, resident) * multiprocessors
         idle = max(busy / all_blocks, waves * slots / all_blocks if waves > 1 else 1.0)
-        weights = products * w.columns * row_bytes * row_blocks
+        weights = products * w.n * row_bytes * row_blocks
         x = 2 * blocks * min(rows, row_tiles * _TILE_ROWS) * features
         starts = _LAUNCH_BYTES * (waves / 2 + (config.parts > 1))
-        sums = 8 * products * rows * w.columns * config.parts if config.parts > 1 else 0
+        sums = 8 * products * rows * w.n * config.parts if config.parts > 1 else 0
         return weights * idle + starts + (x + sums) / 2
 
     return sorted(fitting, key=cost)
@@ -220,7 +202,7 @@ def candidates(
 
 def forward(
     x: jax.Array,
-    w: Weights,
+    w: Packed,
     bias: jax.Array | None,
     residual: jax.Array | None,
     *,
@@ -244,8 +226,8 @@ def forward(
 
 def gated_forward(
     x: jax.Array,
-    gate: Weights,
-    up: Weights,
+    gate: Packed,
+    up: Packed,
     b_gate: jax.Array | None,
     b_up: jax.Array | None,
     *,
@@ -258,7 +240,7 @@ def gated_forward(
 
 def _call(
     x: jax.Array,
-    ws: list[Weights],
+    ws: list[Packed],
     biases: list[jax.Array | None],
     residual: jax.Array | None,
     activation: str | None,
@@ -267,7 +249,7 @@ def _call(
     config: Config,
 ) -> tuple[jax.Array, jax.Array | None]:
     cuda_library.register()
-    shape = (x.shape[0], ws[0].columns)
+    shape = (x.shape[0], ws[0].n)
     sums = (config.parts, len(ws), *shape) if config.parts > 1 else (0,)
     missing: list[Any] = [None] * (2 - len(ws))
     arrays = [array for w in ws for array in w] + 3 * missing
@@ -292,7 +274,7 @@ def _call(
 def both_forward(
     x: jax.Array,
     x_scale: jax.Array,
-    w: Weights,
+    w: Packed,
     bias: jax.Array | None,
     residual: jax.Array | None,
     *,
@@ -302,7 +284,7 @@ def both_forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns `forward` of quantised x with scales [M, G]. The preactivation is float32."""
     cuda_library.register()
-    shape = (x.shape[0], w.columns)
+    shape = (x.shape[0], w.n)
     call = jax.ffi.ffi_call(
         "jaxfused_quantized_matmul_both",
         (

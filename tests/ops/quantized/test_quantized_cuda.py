@@ -17,6 +17,7 @@ from jaxfused import dispatch
 from jaxfused.ops.quantized import quantized_matmul_cuda as kernel
 from jaxfused.runtime import cuda_library
 from jaxfused.runtime.activation import activate
+from pallas_kernels.gemm.quantized import Packed
 from tests.conftest import HOPPER
 from tests.support.arrays import put
 from tests.support.choices import chosen
@@ -93,7 +94,7 @@ class Case:
             None if a is None else jnp.broadcast_to(a, (q.groups, self.n))
             for a in (q.scale, q.zero_point)
         )
-        w = kernel.Weights(q.values, scale, zero_point)
+        w = Packed(q.values, scale, zero_point)
         capability = dispatch.current_device().compute_capability
         configs = kernel.candidates(
             x.shape, w, products=1, compute_capability=capability, multiprocessors=108
@@ -320,7 +321,7 @@ def test_configs_fit(device, products, rows):
     _, q, *_ = jax.eval_shape(Case(1, 4096, 1024, "int4", {"group_size": 128}).operands)
     configs = kernel.candidates(
         (rows, 4096),
-        kernel.Weights(q.values, q.scale, None),
+        Packed(q.values, q.scale, None),
         products=products,
         compute_capability=device.compute_capability,
         multiprocessors=device.multiprocessors,
