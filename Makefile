@@ -107,7 +107,7 @@ test-all: $(INSTALLED) $(TESTED_LIBRARY) docs
 
 # Not what takes minutes, nor what compares sums of float32 with XLA's on a CPU, which are more exact.
 EMULATED_FILES := attention_cuda batch_norm conv group_norm image_pass matrix_optimizer_kernels max_pool optimizer_kernels quantized_cuda \
-  rope sample_cuda upsample
+  rope sample_cuda sparse_matmul upsample
 EMULATED := not pallas and not 112 and not 300 and not float32_is and not dense and \
   not (depthwise and float32)
 ifeq ($(EMULATED_ARCHITECTURE),75)
@@ -121,7 +121,7 @@ test-emulated: ffi-emulated
 # the emulator takes longer than these cases do. Not attention, whose float32 is rounded to tf32 here and by
 # XLA on a GPU, but not by XLA on a CPU.
 FUZZED := batch_norm depthwise_conv group_norm layer_norm linear_softmax_cross_entropy max_pool mlp \
-  optimizer quantize_rows quantized_matmul rope segmentation_loss softmax_cross_entropy upsample
+  optimizer quantize_rows quantized_matmul rope segmentation_loss softmax_cross_entropy sparse_matmul upsample
 fuzz-emulated: ffi-emulated
 	EMULATED_ARCHITECTURE=$(EMULATED_ARCHITECTURE) $(PYTHON) -m tests.fuzz emulated $(FUZZED) --seed 1 --cases 100 --largest 40 --seconds 3600 --jobs $(JOBS)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.sparse import BCOO
 
 import jaxfused
 from jaxfused import dispatch
@@ -58,6 +59,24 @@ def _sampled(logits: jax.Array, seeds: jax.Array) -> jax.Array:
     drawn: Any = jaxfused.sample(logits, seeds, top_p=0.9, logprobs=1)
     _, logprobs = drawn  # A token, an integer, has no gradient.
     return logprobs.chosen
+
+
+def _diagonals(count: int) -> jax.Array:
+    """Returns places in 8192 x 8192 numbers, in the order of their rows."""
+    index = jnp.arange(count)
+    rows = index * 8192 // count
+    return jnp.stack([rows, (rows + index * 1009) % 8192], axis=1)
+
+
+def _sparse_matmul(data: jax.Array, b: jax.Array) -> jax.Array:
+    places = _diagonals(len(data))
+    return jaxfused.sparse_matmul(BCOO((data, places), shape=(8192, 8192), indices_sorted=True), b)
+
+
+def _sampled_matmul(x: jax.Array, y: jax.Array) -> jax.Array:
+    places = _diagonals(2**16)
+    pattern = BCOO((jnp.ones(2**16), places), shape=(8192, 8192), indices_sorted=True)
+    return jaxfused.sampled_matmul(x, y, pattern).data
 
 
 def _paged(query: jax.Array, *others: jax.Array) -> jax.Array:
@@ -130,6 +149,7 @@ EXAMPLES: dict[str, Example] = {
         (_array(64, 128256, dtype=jnp.float32),),
         (_array(64, dtype=jnp.int32),),
     ),
+    "sampled_matmul": Example(_sampled_matmul, (_array(8192, 512), _array(512, 8192))),
     "segmentation_loss": Example(
         jaxfused.segmentation_loss, (_array(8, 64, 64),), (_array(8, 64, 64, dtype=jnp.int32),)
     ),
@@ -141,6 +161,7 @@ EXAMPLES: dict[str, Example] = {
     "softmax_cross_entropy": Example(
         jaxfused.softmax_cross_entropy, (_array(4096, 32768),), (_array(4096, dtype=jnp.int32),)
     ),
+    "sparse_matmul": Example(_sparse_matmul, (_array(2**16), _array(8192, 512))),
     "spatial_pyramid_pool": Example(jaxfused.spatial_pyramid_pool, _MAPS),
     "upsample": Example(jaxfused.upsample, _MAPS),
 }

@@ -69,7 +69,7 @@ def _describe(device: jax.Device) -> Device:
     return Device(device.platform, device.device_kind, (int(major), int(minor)), device.core_count)
 
 
-UNMEASURED: frozenset[str] = frozenset({"block_sparse_matmul"})
+UNMEASURED: frozenset[str] = frozenset()
 """Operators whose kernels no GPU has run in their present form. They run only when named."""
 
 

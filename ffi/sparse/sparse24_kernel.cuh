@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_bf16.h>
 
 #include <cstdint>
 
@@ -193,17 +194,9 @@ __device__ __forceinline__ void produce(const Args& args, const Shared& shared, 
 }
 
 // Two numbers as one word, the first in its lower half.
-template <typename T>
-__device__ __forceinline__ uint32_t packed(float first, float second);
-template <>
-__device__ __forceinline__ uint32_t packed<__nv_bfloat16>(float first, float second) {
+__device__ __forceinline__ uint32_t packed(float first, float second) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-template <>
-__device__ __forceinline__ uint32_t packed<__half>(float first, float second) {
-  const __half2 pair = __floats2half2_rn(first, second);
-  return *reinterpret_cast<const uint32_t*>(&pair);
+  return reinterpret_cast<const uint32_t&>(pair);
 }
 
 // Stores four 8 x 8 matrices of two-byte numbers to shared memory, transposed.
@@ -214,7 +207,7 @@ __device__ __forceinline__ void store_transposed(uint32_t address, const uint32_
 }
 
 // A warpgroup that multiplies.
-template <typename T, int kCluster>
+template <int kCluster>
 struct Consumer {
   const Args& args;
   const Shared& shared;
@@ -241,10 +234,10 @@ struct Consumer {
         shared_address(shared.weights + s * kWeightBytes) + warpgroup * (kWeightBytes / kConsumers);
     const uint32_t x = shared_address(shared.x + s * kXBytes);
     wgmma_fence();
-    wgmma_sparse<T, 0>(d, matrix_descriptor<Swizzle::k64>(w), matrix_descriptor<Swizzle::k128>(x),
-                       word, accumulates);
-    wgmma_sparse<T, 1>(d, matrix_descriptor<Swizzle::k64>(w + 32),
-                       matrix_descriptor<Swizzle::k128>(x + 64), word, true);
+    wgmma_sparse<0>(d, matrix_descriptor<Swizzle::k64>(w), matrix_descriptor<Swizzle::k128>(x),
+                    word, accumulates);
+    wgmma_sparse<1>(d, matrix_descriptor<Swizzle::k64>(w + 32),
+                    matrix_descriptor<Swizzle::k128>(x + 64), word, true);
     wgmma_commit();
     stage.advance();
   }
@@ -291,9 +284,8 @@ struct Consumer {
 #pragma unroll
       for (int pair = 0; pair < kStoredRows / 16; ++pair) {
         const float* of_pair = d + part * (kStoredRows / 2) + pair * 8;
-        const uint32_t words[4] = {
-            packed<T>(of_pair[0], of_pair[1]), packed<T>(of_pair[2], of_pair[3]),
-            packed<T>(of_pair[4], of_pair[5]), packed<T>(of_pair[6], of_pair[7])};
+        const uint32_t words[4] = {packed(of_pair[0], of_pair[1]), packed(of_pair[2], of_pair[3]),
+                                   packed(of_pair[4], of_pair[5]), packed(of_pair[6], of_pair[7])};
         const int row = pair * 16 + row_of_lane;
         store_transposed(stored + row * 128 + ((chunk ^ (row & 7)) << 4), words);
       }
@@ -318,7 +310,7 @@ struct Consumer {
   }
 };
 
-template <typename T, int kCluster>
+template <int kCluster>
 __global__ void __launch_bounds__(kThreads, 1) matmul(const __grid_constant__ Args args) {
   extern __shared__ unsigned char memory[];
   const Shared shared(memory);
@@ -338,7 +330,7 @@ __global__ void __launch_bounds__(kThreads, 1) matmul(const __grid_constant__ Ar
     if (threadIdx.x == kConsumers * 128) produce<kCluster>(args, shared, rank);
   } else {
     set_registers<232, true>();
-    Consumer<T, kCluster>{args, shared, warpgroup, rank}.run();
+    Consumer<kCluster>{args, shared, warpgroup, rank}.run();
   }
   // A block may not exit while the other one copies into it or arrives at its barriers.
   if constexpr (kCluster > 1) {

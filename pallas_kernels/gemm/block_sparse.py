@@ -78,8 +78,8 @@ _STAGES = ((4, 2), (4, 1), (6, 2), (3, 2), (3, 1))
 _BANDS = (8, 16)
 
 
-def candidates(rows: int, block: int, dtype: Any, out_dtype: Any) -> list[MatmulConfig]:
-    """Returns the configs that fit into shared memory, those that should be fastest first."""
+def candidates(work: Shape, dtype: Any, out_dtype: Any, multiprocessors: int) -> list[MatmulConfig]:
+    """Returns the configs that fit into shared memory, predicted fastest first."""
     columns = swizzled_columns(out_dtype)
     configs = [
         MatmulConfig(
@@ -91,35 +91,63 @@ def candidates(rows: int, block: int, dtype: Any, out_dtype: Any) -> list[Matmul
             write_slots=slots,
             band=band,
         )
-        for tile_m, tile_n in _TILES[block]
+        for tile_m, tile_n in _TILES[work.block]
         for stages, slots in _STAGES
         for band in _BANDS
     ]
-
-    def shared_bytes(config: MatmulConfig) -> int:
-        shape = Shape(rows, block, block, block, kept=1)
-        return _tiles(shape, False, dtype, config, 1, out_dtype).shared_bytes
-
-    fitting = [config for config in configs if shared_bytes(config) <= SHARED_MEMORY_BYTES]
-    few = rows <= 2 * 64
-    return sorted(fitting, key=lambda config: (config.tile_m == 64) != few)
+    fitting = [
+        config
+        for config in configs
+        if _tiles(work, False, dtype, config, 1, out_dtype).shared_bytes <= SHARED_MEMORY_BYTES
+    ]
+    return sorted(fitting, key=lambda config: config_time(work, config, multiprocessors))
 
 
-_STEP, _STEP_ELEMENT = 0.05, 1.5e-5
-"""Microseconds of a step of a CTA's tile, and of each element of the tile in a step."""
-_STORED_ELEMENT = 6e-5
-_LAUNCH = 5.0
-"""Microseconds to store an element of a CTA's tile, and to launch a kernel."""
+_STEP_ELEMENT, _STEP_BYTE = 2.35e-5, 1.39e-5
+"""Microseconds of an element of a CTA's tile in a step, and of a byte that is copied for it: a step
+takes the longer of both (benchmarks/LAB.md, 2026-11-28)."""
+_TILE, _STORED_ELEMENT = 0.2, 1e-4
+"""Microseconds of a tile, and to store one of its elements."""
+_MISSING_STAGE = 0.08
+"""Fraction by which a step is longer for each stage below four."""
+_LONG_BAND = 1.08
+"""Factor of the longer bands, which keep less of x in L2."""
+LAUNCH = 5.0
+"""Microseconds to launch a kernel."""
+
+
+def tile_time(steps: float, config: MatmulConfig, area: int, copied: int) -> float:
+    """Returns the microseconds of a CTA's tile.
+
+    Args:
+      steps: along K.
+      config: of the kernel.
+      area: elements of the tile.
+      copied: bytes that a step copies.
+    """
+    step = max(_STEP_ELEMENT * area, _STEP_BYTE * copied)
+    step *= 1 + _MISSING_STAGE * max(0, 4 - config.stages)
+    return steps * step + _STORED_ELEMENT * area + _TILE
+
+
+def config_time(work: Shape, config: MatmulConfig, multiprocessors: int) -> float:
+    """Returns the predicted microseconds of a config, with blocks spread at random."""
+    columns = work.n // work.block
+    tiles = math.ceil(work.rows / config.cta_tile_m) * columns
+    steps = max(FEWEST_STEPS, work.kept * work.block / _TILE_K / columns)
+    copied = (config.cta_tile_m + config.tile_n) * 2 * _TILE_K
+    tile = tile_time(steps, config, config.cta_tile_m * config.tile_n, copied)
+    return LAUNCH + max(1.0, tiles / multiprocessors) * tile * _LONG_BAND ** (config.band > 8)
+
+
+_TILE_K = 64
+"""Columns of a in a step."""
 
 
 def predicted_time(work: Shape, multiprocessors: int) -> float:
-    """Returns the predicted microseconds of the default config, with blocks spread at random."""
-    config = candidates(work.rows, work.block, jnp.bfloat16, jnp.bfloat16)[0]
-    area = config.cta_tile_m * config.tile_n
-    tiles = math.ceil(work.rows / config.cta_tile_m) * (work.n // work.block)
-    steps = max(FEWEST_STEPS, work.kept * work.block / 64 / (work.n // work.block))
-    tile = steps * (_STEP + _STEP_ELEMENT * area) + _STORED_ELEMENT * area
-    return _LAUNCH + max(1.0, tiles / multiprocessors) * tile
+    """Returns the predicted microseconds of the default config."""
+    [config, *_] = candidates(work, jnp.bfloat16, jnp.bfloat16, multiprocessors)
+    return config_time(work, config, multiprocessors)
 
 
 def block_sparse_product(
@@ -149,9 +177,9 @@ def block_sparse_product(
     """
     rows, k = a.shape
     kept, block, _ = blocks.shape
-    if config is None:
-        config = candidates(rows, block, a.dtype, out_dtype)[0]
     shape = Shape(rows, k, (indptr.shape[0] - 1) * block, block, kept)
+    if config is None:
+        config = candidates(shape, a.dtype, out_dtype, multiprocessors)[0]
     tiles = _tiles(shape, transposed, a.dtype, config, multiprocessors, out_dtype)
     tiles.product.check_shared_bytes(tiles.shared_bytes)
     [y] = tiles.product.launch(

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.block_sparse import Shape, Span
+from pallas_kernels.gemm.block_sparse import LAUNCH, Shape, Span, tile_time
 from pallas_kernels.gemm.epilogue import Epilogue
 from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
@@ -33,8 +33,8 @@ _STAGES = ((4, 2), (3, 2), (5, 2), (4, 1), (3, 1), (2, 1))
 """Pipeline stages, and store stages."""
 
 
-def candidates(block: int, dtype: Any, out_dtype: Any) -> list[MatmulConfig]:
-    """Returns the configs that fit into shared memory, those that should be fastest first."""
+def candidates(work: Shape, dtype: Any, out_dtype: Any, multiprocessors: int) -> list[MatmulConfig]:
+    """Returns the configs that fit into shared memory, predicted fastest first."""
     columns = swizzled_columns(out_dtype)
     configs = [
         MatmulConfig(
@@ -45,39 +45,42 @@ def candidates(block: int, dtype: Any, out_dtype: Any) -> list[MatmulConfig]:
             epilogue_columns=columns,
             write_slots=slots,
         )
-        for tile_n in _TILES[block]
+        for tile_n in _TILES[work.block]
         for stages, slots in _STAGES
     ]
-
-    def shared_bytes(config: MatmulConfig) -> int:
-        shape = Shape(block, 64, block, block, kept=1)
-        return _tiles(shape, dtype, config, 1, out_dtype).shared_bytes
-
-    return [config for config in configs if shared_bytes(config) <= SHARED_MEMORY_BYTES]
-
-
-_STEP, _STEP_ELEMENT = 0.05, 1.5e-5
-"""Microseconds of a step of a CTA's tile, and of each element of the tile in a step."""
-_STORED_ELEMENT = 6e-5
-_LAUNCH = 8.0
-"""Microseconds to store an element of a CTA's tile, and to launch a kernel and XLA's before it."""
+    fitting = [
+        config
+        for config in configs
+        if _tiles(work, dtype, config, 1, out_dtype).shared_bytes <= SHARED_MEMORY_BYTES
+    ]
+    return sorted(fitting, key=lambda config: config_time(work, config, multiprocessors))
 
 
-def predicted_time(work: Shape, multiprocessors: int) -> float:
-    """Returns the predicted microseconds of the default config, with blocks spread at random.
+_NARROW = 1.35
+"""Factor of steps whose instructions take 64 columns each, and read x again for each."""
+
+
+def config_time(work: Shape, config: MatmulConfig, multiprocessors: int) -> float:
+    """Returns the predicted microseconds of a config, with blocks spread at random.
 
     Args:
       work: the transpose of [k, rows] times [k, n], at some blocks of it.
+      config: one of `candidates`.
       multiprocessors: SMs of the device.
     """
-    config = candidates(work.block, jnp.bfloat16, jnp.bfloat16)[0]
-    tiles = _tiles(work, jnp.bfloat16, config, multiprocessors, jnp.bfloat16)
-    area = config.cta_tile_m * config.tile_n
+    product = _tiles(work, jnp.bfloat16, config, multiprocessors, jnp.bfloat16).product
     # The last tile of a row of blocks is half full on average.
-    count = work.kept / tiles.product.pieces + 0.5 * work.rows / work.block
-    steps = math.ceil(work.k / 64)
-    tile = steps * (_STEP + _STEP_ELEMENT * area) + _STORED_ELEMENT * area
-    return _LAUNCH + math.ceil(count / multiprocessors) * tile
+    count = work.kept / product.pieces + 0.5 * work.rows / work.block
+    copied = (1 + product.pieces) * work.block * 2 * product.tile_k
+    steps = math.ceil(work.k / product.tile_k) * (1.0 if product.shares_rows else _NARROW)
+    tile = tile_time(steps, config, product.pieces * work.block**2, copied)
+    return 2 * LAUNCH + math.ceil(count / multiprocessors) * tile
+
+
+def predicted_time(work: Shape, multiprocessors: int) -> float:
+    """Returns the predicted microseconds of the default config."""
+    [config, *_] = candidates(work, jnp.bfloat16, jnp.bfloat16, multiprocessors)
+    return config_time(work, config, multiprocessors)
 
 
 def block_sparse_weights(
@@ -111,9 +114,9 @@ def block_sparse_weights(
     if missing:
         x, dy = (jnp.pad(array, ((0, missing), (0, 0))) for array in (x, dy))
     kept = entries.shape[1]
-    if config is None:
-        config = candidates(block, x.dtype, out_dtype)[0]
     work = Shape(x.shape[1], x.shape[0], dy.shape[1], block, kept)
+    if config is None:
+        config = candidates(work, x.dtype, out_dtype, multiprocessors)[0]
     tiles = _tiles(work, x.dtype, config, multiprocessors, out_dtype)
     product = tiles.product
     product.check_shared_bytes(tiles.shared_bytes)

@@ -459,6 +459,13 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cud
   return cudaSuccess;
 }
 
+// There is no TMA here, which would need descriptions of matrices.
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult*) {
+  *function = nullptr;
+  return cudaErrorNotSupported;
+}
+
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                             cudaStream_t) {
   std::memcpy(to, from, bytes);

@@ -7,6 +7,7 @@ import flax.nnx
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.sparse import BCOO
 
 import jaxfused
 import jaxfused.linen
@@ -97,6 +98,16 @@ OF_ROWS = {
     ),
     "block_sparse_matmul": lambda x: jaxfused.block_sparse_matmul(
         ones(*x.shape[:2], 32), jaxfused.BlockSparse.from_dense(ones(32, 64), 32)
+    ),
+    "sparse_matmul": lambda x: jaxfused.sparse_matmul(
+        BCOO.fromdense(ones(3, x.shape[0] * x.shape[1])), x.reshape(x.shape[0] * x.shape[1], D)
+    ),
+    "sampled_matmul": lambda x: (
+        jaxfused.sampled_matmul(
+            x.reshape(x.shape[0] * x.shape[1], D),
+            ones(D, 3),
+            BCOO.fromdense(ones(x.shape[0] * x.shape[1], 3)),
+        ).data
     ),
     "expert_mlp": lambda x: jaxfused.expert_mlp(
         x, *jaxfused.router(x, 2), ones(D, D, 32), ones(D, D, 32), ones(D, 32, D)

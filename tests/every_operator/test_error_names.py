@@ -4,6 +4,7 @@ import inspect
 
 import jax.numpy as jnp
 import pytest
+from jax.experimental.sparse import BCOO
 
 import jaxfused
 
@@ -43,9 +44,11 @@ CALLS = {
     "rope": ((HEADS, HEADS), {}),
     "sample": ((X, CLASSES), {}),
     "router": ((X, 2), {}),
+    "sampled_matmul": ((X, jnp.ones((8, 8)), BCOO.fromdense(jnp.ones((4, 8)))), {}),
     "segmentation_loss": ((X, CLASSES), {}),
     "sigmoid_cross_entropy": ((X, jnp.zeros((4, 8))), {}),
     "softmax_cross_entropy": ((X, CLASSES), {}),
+    "sparse_matmul": ((BCOO.fromdense(X), W), {}),
     "spatial_pyramid_pool": ((IMAGES, (1, 2)), {}),
     "upsample": ((IMAGES, 2), {}),
 }

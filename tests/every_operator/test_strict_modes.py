@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.sparse import BCOO
 
 import jaxfused
 import jaxfused.linen
@@ -320,6 +321,25 @@ def _(dtype):
         return jaxfused.block_sparse_matmul(x, jaxfused.BlockSparse.from_dense(w, 32, count=3))
 
     return f, (normal(0, B, T, 64, dtype=dtype), normal(1, 64, 96))
+
+
+@case("sparse_matmul")
+def _(dtype):
+    def f(b, data):
+        places = np.asarray([[0, 3], [2, 1], [2, 9]], np.int64)
+        return jaxfused.sparse_matmul(BCOO((data, jnp.asarray(places)), shape=(4, T)), b)
+
+    return f, (normal(0, T, D, dtype=dtype), normal(1, 3))
+
+
+@case("sampled_matmul")
+def _(dtype):
+    pattern = BCOO.fromdense(np.eye(T, 8, dtype=np.float32))
+
+    def f(x, y):
+        return jaxfused.sampled_matmul(x, y, pattern).data
+
+    return f, (normal(0, T, D, dtype=dtype), normal(1, D, 8, dtype=dtype))
 
 
 def mlp(save, activation):

@@ -612,7 +612,7 @@ MASK_LOSS = {
         scale=1,
     ).items()
 }
-INT32 = "int32"
+INT32, UINT32 = "int32", "uint32"
 FLOAT16 = "float16"
 
 
@@ -741,6 +741,48 @@ FLOAT16 = "float16"
                 [(4,), (4, 9), ((4, 9), INT32)],
                 dict(count=np.int64(9)),
                 "count must be 0 to the number of words",
+            ),
+            (
+                "csr_matmul",
+                [((3,), INT32), ((5,), INT32), (5,), (4, 8)],
+                [(3, 8)],
+                {},
+                r"starts has shape \[3\], but \[4\]",
+            ),
+            (
+                "csr_matmul",
+                [((4,), INT32), ((5,), INT32), ((5,), BF16), (4, 8)],
+                [(3, 8)],
+                {},
+                "values has another dtype",
+            ),
+            (
+                "sampled_matmul",
+                [((5,), INT32), ((4,), INT32), (3, 8), (2, 8)],
+                [(5,)],
+                {},
+                r"columns has shape \[4\], but \[5\]",
+            ),
+            (
+                "sampled_matmul",
+                [((5,), INT32), ((5,), INT32), (3, 8), (2, 7)],
+                [(5,)],
+                {},
+                r"y has shape \[2, 7\], but \[2, 8\]",
+            ),
+            (
+                "sparse24_matmul",
+                [((4, 40), BF16), ((8, 20), BF16), ((1, 2, 128), UINT32)],
+                [((4, 8), BF16)],
+                {},
+                "depth must be a multiple of 16",
+            ),
+            (
+                "sparse24_matmul",
+                [((4, 64), BF16), ((8, 32), BF16), ((1, 1, 128), UINT32)],
+                [((4, 8), BF16)],
+                {},
+                r"metadata has shape \[1, 1, 128\], but \[1, 2, 128\]",
             ),
             (
                 "segmentation_forward",

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.sparse import BCOO
 
 import jaxfused
 from jaxfused.runtime import cuda_library
@@ -55,6 +56,21 @@ def _shared(*shape: int, dtype: Any = jnp.bfloat16) -> Operand:
 
 def _block_sparse(x, w):
     return jaxfused.block_sparse_matmul(x, jaxfused.BlockSparse.from_dense(w, 64, count=5))
+
+
+def _places(rows, columns):
+    places = jnp.arange(7)
+    return jnp.stack([places * 5 % rows, places * 3 % columns], axis=1)
+
+
+def _sparse(data, b):
+    return jaxfused.sparse_matmul(BCOO((data, _places(96, b.shape[0])), shape=(96, b.shape[0])), b)
+
+
+def _sampled(x, y):
+    shape = (x.shape[0], y.shape[1])
+    pattern = BCOO((jnp.ones(7, x.dtype), _places(*shape)), shape=shape)
+    return jaxfused.sampled_matmul(x, y, pattern).data
 
 
 def _quantized(x, w):
@@ -106,6 +122,8 @@ def calls(rows: int = 32, images: int = 8) -> dict[str, Call]:
             lambda x, w: jaxfused.ragged_dot(x, w, jnp.full(4, rows // 4)), (x, _shared(4, d, f))
         ),
         "block_sparse_matmul": Call(_block_sparse, (x, up)),
+        "sparse_matmul": Call(_sparse, (_shared(7), up)),
+        "sampled_matmul": Call(_sampled, (_shared(d, 64), _shared(64, f))),
         "rope": Call(lambda q, k: jaxfused.rope(q, k, rotary_dim=32), (heads, heads)),
         "quantize_rows": Call(lambda x: jaxfused.quantize_rows(x).dequantize(), (x,)),
         "quantized_matmul": Call(_quantized, (x, up)),

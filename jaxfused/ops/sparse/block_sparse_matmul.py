@@ -213,17 +213,15 @@ class BlockSparseProduct:
         del lists
         if not is_modelled(device):
             return UNMODELLED
-        work = block_sparse.Shape(x.shape[0], *self._sizes, blocks.shape[1], blocks.shape[0])
+        work = self.work(x, blocks)
         times = {"xla": dense_time(device, work, x.dtype.itemsize) + written_time(work)}
         if "pallas" in able:
             times["pallas"] = block_sparse.predicted_time(work, device.multiprocessors)
         return product_times(times)
 
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        """Summed and resulting features."""
-        first, second = self.options.shape
-        return (second, first) if self.transposed else (first, second)
+    def work(self, x, blocks) -> block_sparse.Shape:
+        sizes = self.options.shape[::-1] if self.transposed else self.options.shape
+        return block_sparse.Shape(x.shape[0], *sizes, blocks.shape[1], blocks.shape[0])
 
     def configs(self, implementation, device, x, blocks, *lists) -> Sequence[Hashable]:
         del device, lists
@@ -291,20 +289,24 @@ class KeptBlocks(OneByOne):
         del lists
         if not is_modelled(device):
             return UNMODELLED
-        # The product sums over the rows.
-        work = block_sparse.Shape(
-            x.shape[1], x.shape[0], dy.shape[1], blocks.shape[1], blocks.shape[0]
-        )
+        work = self.work(x, dy, blocks)
         times = {"xla": dense_time(device, work, x.dtype.itemsize) + written_time(work)}
         if "pallas" in able:
             times["pallas"] = block_sparse_weights.predicted_time(work, device.multiprocessors)
         return product_times(times)
 
     def configs(self, implementation, device, x, dy, blocks, *lists) -> Sequence[Hashable]:
-        del device, dy, lists
+        del lists
         if implementation != "pallas":
             return ()
-        return block_sparse_weights.candidates(blocks.shape[1], x.dtype, self.options.out_dtype)
+        return block_sparse_weights.candidates(
+            self.work(x, dy, blocks), x.dtype, self.options.out_dtype, device.multiprocessors
+        )
+
+    def work(self, x, dy, blocks) -> block_sparse.Shape:
+        """Returns the product, which sums over the rows."""
+        sizes = x.shape[1], x.shape[0], dy.shape[1]
+        return block_sparse.Shape(*sizes, blocks.shape[1], blocks.shape[0])
 
     def run(self, implementation, device, x, dy, blocks, *lists, config: Any = None) -> Results:
         options = self.options
@@ -341,8 +343,8 @@ def dense_time(device: dispatch.Device, work: block_sparse.Shape, itemsize: int)
 
 def written_time(work: block_sparse.Shape) -> float:
     """Microseconds in which XLA writes the matrix with its zeros, or reads its blocks from one."""
-    kept = work.kept * work.block**2
-    return cost.memory_time(2 * (work.k * work.n + 2 * kept))
+    # Zeros, the blocks, and the copy that brings the blocks' rows into those of the matrix.
+    return cost.memory_time(6 * work.k * work.n + 4 * work.kept * work.block**2)
 
 
 def example_weight(random: Any, blocks: Any, lists: Sequence[Any]) -> list[jax.Array]:

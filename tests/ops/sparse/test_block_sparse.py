@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import BlockSparse, dispatch
+from jaxfused import BlockSparse
 from tests.support import eight_devices
 from tests.support.arrays import put
 from tests.support.grids import parametrize
@@ -258,8 +258,7 @@ def test_messages(call, words):
 
 
 @pytest.mark.exhaustive
-def test_where_few_blocks_are_zero_the_dense_product_runs(hopper, monkeypatch):
-    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset())
+def test_where_few_blocks_are_zero_the_dense_product_runs(hopper):
     x = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)
     chosen = []
     for count in (64 * 64, 400):

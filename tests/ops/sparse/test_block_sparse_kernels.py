@@ -151,6 +151,10 @@ def random_places(rows: int, columns: int, density: float) -> tuple[tuple[int, .
     return tuple(tuple(int(i) for i in np.flatnonzero(row)) for row in kept)
 
 
+def work_of(block: int) -> block_sparse.Shape:
+    return block_sparse.Shape(1000, 9 * block, 12 * block, block, kept=40)
+
+
 LARGE = tuple(
     case
     for block in block_sparse.BLOCKS
@@ -158,7 +162,9 @@ LARGE = tuple(
     for case in (
         *(
             Case(1000, block, random_places(9, 12, 0.4), 12, config=config, transposed=transposed)
-            for config in block_sparse.candidates(1000, block, jnp.bfloat16, jnp.bfloat16)[::4]
+            for config in block_sparse.candidates(work_of(block), jnp.bfloat16, jnp.bfloat16, 132)[
+                ::4
+            ]
             for transposed in (False, True)
             if out_dtype == "bfloat16"
         ),
@@ -167,7 +173,9 @@ LARGE = tuple(
             WeightCase(
                 1003, block, random_places(9, 12, 0.4), 12, out_dtype=out_dtype, config=config
             )
-            for config in block_sparse_weights.candidates(block, jnp.bfloat16, out_dtype)[::3]
+            for config in block_sparse_weights.candidates(
+                work_of(block), jnp.bfloat16, out_dtype, 132
+            )[::3]
         ),
     )
 )
@@ -188,7 +196,7 @@ def test_threads_do_not_race(case, race_detector):
 CONFIGS = tuple(
     Case(512, block, KEPT, config=config)
     for block in block_sparse.BLOCKS
-    for config in block_sparse.candidates(512, block, jnp.bfloat16, jnp.bfloat16)
+    for config in block_sparse.candidates(work_of(block), jnp.bfloat16, jnp.bfloat16, 132)
 )
 
 

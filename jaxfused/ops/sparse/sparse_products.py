@@ -1,0 +1,207 @@
+"""The stages of products with sparse matrices, and of the numbers of a product at some places."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.ops.sparse import sparse_products_cuda, sparse_products_xla
+from jaxfused.ops.sparse.coordinates import Coordinates
+from jaxfused.runtime.checkpoint_names import named
+from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.product_choice import is_modelled, product_times
+from jaxfused.runtime.runner import Axes, Results, Runner
+from jaxfused.runtime.vmap import OneByOne, is_batched
+from pallas_kernels.gemm import cost, xla_cost
+
+
+@dataclass(frozen=True)
+class Options:
+    """Static arguments of a product."""
+
+    op: str
+    rows: int
+    """Rows of the sparse matrix."""
+    in_order: bool
+    """True if the entries are in the order of their rows."""
+    precision: Any
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1))
+def sparse_product(run: Runner, options: Options, data, rows, columns, b):
+    """Returns the sparse matrix with these entries times b."""
+    [y] = run(SparseProduct(options), data, rows, columns, b)
+    return y
+
+
+def _sparse_fwd(run: Runner, options: Options, data, rows, columns, b):
+    y = sparse_product(run, options, data, rows, columns, b)
+    return named(y, options.op, "output"), (data, rows, columns, b)
+
+
+def _sparse_bwd(run: Runner, options: Options, operands, dy):
+    data, rows, columns, b = operands
+    [ddata] = run(SampledProduct(options.op), rows, columns, dy, b)
+    back = Options(options.op, b.shape[0], False, options.precision)
+    [db] = run(SparseProduct(back, "gradient"), data, columns, rows, dy)
+    return ddata, None, None, db
+
+
+sparse_product.defvjp(_sparse_fwd, _sparse_bwd)
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1))
+def sampled_product(run: Runner, options: Options, rows, columns, x, y):
+    """Returns the numbers of x @ y^T at some places."""
+    [data] = run(SampledProduct(options.op, "forward"), rows, columns, x, y)
+    return data
+
+
+def _sampled_fwd(run: Runner, options: Options, rows, columns, x, y):
+    data = sampled_product(run, options, rows, columns, x, y)
+    return named(data, options.op, "output"), (rows, columns, x, y)
+
+
+def _sampled_bwd(run: Runner, options: Options, operands, ddata):
+    rows, columns, x, y = operands
+    [dx] = run(SparseProduct(options, "dx"), ddata, rows, columns, y)
+    back = Options(options.op, y.shape[0], False, options.precision)
+    [dy] = run(SparseProduct(back, "dy"), ddata, columns, rows, x)
+    return None, None, dx, dy
+
+
+sampled_product.defvjp(_sampled_fwd, _sampled_bwd)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SparseProduct:
+    """Computes (A b [M, N],) from the entries of A, their rows and columns, and b [K, N]."""
+
+    options: Options
+    stage: str = "forward"
+
+    @property
+    def name(self) -> str:
+        return f"{self.options.op} {self.stage}"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes(("e", "e", "e", "kn"), ("mn",), whole="ekm")
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        """Makes a batch of b more columns of it."""
+        *entries, b = operands
+        if any(map(is_batched, in_batched[:3])):
+            return None
+        columns = jnp.moveaxis(b, 0, 1).reshape(b.shape[1], -1)
+        [y] = call(self, *entries, columns)
+        return (jnp.moveaxis(y.reshape(y.shape[0], axis_size, -1), 1, 0),)
+
+    def why_not(self, device, data, rows, columns, b) -> Mapping[str, str | None]:
+        del columns
+        reason = sparse_products_cuda.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtypes={"the entries": data.dtype, "the dense matrix": b.dtype},
+            out_dtype=b.dtype,
+            sizes={"rows": self.options.rows, "entries": rows.shape[0], "columns": b.shape[0]},
+            columns=b.shape[1],
+        )
+        return {"cuda": reason, "xla": None}
+
+    def estimate(self, device, able, data, rows, columns, b) -> Estimate:
+        del columns
+        if not is_modelled(device):
+            return Rule(("cuda", "xla"), "the dense product is timed on Hopper GPUs only")
+        sizes = self.options.rows, b.shape[1], b.shape[0]
+        times = {"xla": dense_time(device, *sizes, b.dtype.itemsize)}
+        if "cuda" in able:
+            moved = rows.shape[0] * b.shape[1] * b.dtype.itemsize
+            times["cuda"] = (
+                _LAUNCH
+                + moved * _GATHERED_BYTE
+                + cost.memory_time(self.options.rows * b.shape[1] * b.dtype.itemsize)
+            )
+            if not self.options.in_order:
+                times["cuda"] += _SORT + rows.shape[0] * _SORTED
+        del data
+        return product_times(times)
+
+    def run(self, implementation, device, data, rows, columns, b) -> Results:
+        options, places = self.options, Coordinates(rows, columns, self.options.in_order)
+        if implementation == "cuda":
+            return (sparse_products_cuda.sparse_product(data, places, b, rows=options.rows),)
+        shape = dict(rows=options.rows, out_dtype=b.dtype)
+        is_dense = rows.shape[0] * _DENSE >= options.rows * b.shape[0]
+        if device.platform == "gpu" and is_dense:
+            y = sparse_products_xla.dense_product(
+                data, places, b, precision=options.precision, **shape
+            )
+        else:
+            y = sparse_products_xla.sparse_product(data, places, b, **shape)
+        return (y,)
+
+    def examples(self, random, device, data, rows, columns, b):
+        """Returns entries that are spread evenly, in the order of their rows."""
+        del device
+        places = jnp.arange(rows.shape[0], dtype=jnp.int32)
+        spread = places * (self.options.rows / rows.shape[0])
+        return [random(data), spread.astype(jnp.int32), places * 7919 % b.shape[0], random(b)]
+
+
+@dataclass(frozen=True)
+class SampledProduct(OneByOne):
+    """Computes (the numbers of x @ y^T at some places,) from rows, columns, x [M, D] and y [N, D]."""
+
+    op: str
+    stage: str = "gradient of entries"
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.stage}"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes(("e", "e", "md", "nd"), ("e",), whole="emnd")
+
+    def why_not(self, device, rows, columns, x, y) -> Mapping[str, str | None]:
+        del columns
+        reason = sparse_products_cuda.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtypes={"the left matrix": x.dtype, "the right matrix": y.dtype},
+            out_dtype=x.dtype,
+            sizes={"rows": x.shape[0], "entries": rows.shape[0], "columns": y.shape[0]},
+            columns=1,
+        )
+        return {"cuda": reason, "xla": None}
+
+    def run(self, implementation, device, rows, columns, x, y) -> Results:
+        del device
+        places = Coordinates(rows, columns, False)
+        if implementation == "cuda":
+            return (sparse_products_cuda.sampled_product(places, x, y),)
+        return (sparse_products_xla.sampled_product(places, x, y, out_dtype=x.dtype),)
+
+
+_LAUNCH = 6.0
+_GATHERED_BYTE = 1.0e-7
+"""Microseconds to launch a kernel, and to read a byte of b's rows from L2 (H200, 2026-11-28)."""
+_SORT, _SORTED = 30.0, 1.5e-4
+"""Microseconds in which XLA sorts entries, and for each of them; not measured."""
+_DENSE = 64
+"""XLA multiplies by the whole matrix where at least one of so many numbers is an entry."""
+
+
+def dense_time(device: dispatch.Device, m: int, n: int, k: int, itemsize: int) -> float:
+    """Microseconds of XLA's dense product, and to write the sparse matrix whole."""
+    product = xla_cost.xla_product(m, n, k, itemsize, device.multiprocessors)
+    return product * (itemsize / 2) + cost.memory_time(m * k * itemsize)

@@ -1,0 +1,66 @@
+"""Products with sparse matrices by the kernels of ffi/sparse/csr_matmul.cu and sampled_matmul.cu."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.ops.sparse.coordinates import Coordinates
+from jaxfused.runtime import cuda_library
+
+_MOST = 2**31 - 2**11
+"""Most rows, columns and entries, for indices of 32 bits."""
+_MOST_COLUMNS = 2**20
+"""Most columns of b: a grid has so many blocks of them."""
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtypes: Mapping[str, Any],
+    out_dtype: Any,
+    sizes: Mapping[str, int],
+    columns: int,
+) -> str | None:
+    """Returns None where the kernels can run, else the reason.
+
+    Args:
+      compute_capability: of the GPU, or None where there is none.
+      dtypes: dtypes of the operands, by name.
+      out_dtype: of the result.
+      sizes: rows, columns and entries, by name.
+      columns: of the result; 1 for single numbers.
+    """
+    if reason := cuda_library.why_unfit(compute_capability):
+        return reason
+    for name, dtype in dtypes.items():
+        if reason := cuda_library.why_dtype_unfit(dtype, f"{name} has"):
+            return reason
+    if len({*map(jnp.dtype, dtypes.values()), jnp.dtype(out_dtype)}) > 1:
+        return "it takes operands and a result of one dtype"
+    for name, size in sizes.items():
+        if size > _MOST:
+            return f"its indices have 32 bits, and there are {size} {name}"
+    if columns > _MOST_COLUMNS:
+        return f"it takes at most {_MOST_COLUMNS} columns, and the result has {columns}"
+    return cuda_library.why_unavailable()
+
+
+def sparse_product(data: jax.Array, places: Coordinates, b: jax.Array, *, rows: int) -> jax.Array:
+    """Returns the matrix of `rows` rows with these entries times b [K, N], in b's dtype."""
+    cuda_library.register()
+    of_rows, columns = places.rows, places.columns
+    if not places.in_order:
+        order = jnp.argsort(of_rows, stable=True)
+        of_rows, columns, data = of_rows[order], columns[order], data[order]
+    starts = jnp.searchsorted(of_rows, jnp.arange(rows + 1, dtype=jnp.int32)).astype(jnp.int32)
+    out = jax.ShapeDtypeStruct((rows, b.shape[1]), b.dtype)
+    return jax.ffi.ffi_call("jaxfused_csr_matmul", out)(starts, columns, data, b)
+
+
+def sampled_product(places: Coordinates, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the numbers of x [M, D] @ y^T [D, N] at some places: [entries], in x's dtype."""
+    cuda_library.register()
+    out = jax.ShapeDtypeStruct(places.rows.shape, x.dtype)
+    return jax.ffi.ffi_call("jaxfused_sampled_matmul", out)(places.rows, places.columns, x, y)

@@ -1,0 +1,68 @@
+"""Products with sparse matrices in XLA: JAX's own, with sums in float32, or dense ones."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import sparse
+
+from jaxfused.ops.sparse.coordinates import Coordinates
+from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.promotion import accumulator_dtype
+
+
+def sparse_product(
+    data: jax.Array, places: Coordinates, b: jax.Array, *, rows: int, out_dtype: Any
+) -> jax.Array:
+    """Returns the matrix of `rows` rows with these entries times b [K, N]."""
+    wide = accumulator_dtype(b.dtype)
+    # JAX rounds partial sums to the dtype of the operands.
+    indices = jnp.stack([places.rows, places.columns], axis=1)
+    matrix = sparse.BCOO((data.astype(wide), indices), shape=(rows, b.shape[0]))
+    numbers = (((1,), (0,)), ((), ()))
+    y: Any = sparse.bcoo_dot_general(matrix, b.astype(wide), dimension_numbers=numbers)
+    return y.astype(out_dtype)
+
+
+def dense_product(
+    data: jax.Array,
+    places: Coordinates,
+    b: jax.Array,
+    *,
+    rows: int,
+    out_dtype: Any,
+    precision: Any,
+) -> jax.Array:
+    """Returns the same as `sparse_product`, with the matrix written whole."""
+    a = jnp.zeros((rows, b.shape[0]), data.dtype)
+    a = a.at[places.rows, places.columns].add(data, mode="drop")
+    return product("mk,kn->mn", a, b, dtype=b.dtype, out_dtype=out_dtype, precision=precision)
+
+
+@functools.partial(jax.jit, static_argnames="out_dtype", inline=True)
+def sampled_product(
+    places: Coordinates, x: jax.Array, y: jax.Array, *, out_dtype: Any
+) -> jax.Array:
+    """Returns the numbers of x [M, D] @ y^T [D, N] at some places: [entries]."""
+    wide = accumulator_dtype(x.dtype)
+
+    def numbers(rows: jax.Array, columns: jax.Array) -> jax.Array:
+        of_x = x.at[rows].get(mode="fill", fill_value=0).astype(wide)
+        of_y = y.at[columns].get(mode="fill", fill_value=0).astype(wide)
+        return jnp.sum(of_x * of_y, axis=1)
+
+    # One after the other, so that no more than some rows of x and y are held.
+    count = places.rows.shape[0]
+    together = min(count, max(1, _HELD // x.shape[1]))
+    whole = count // together * together
+    parts = [p[:whole].reshape(-1, together) for p in (places.rows, places.columns)]
+    found = jax.lax.map(lambda part: numbers(*part), tuple(parts)).reshape(-1)
+    rest = numbers(places.rows[whole:], places.columns[whole:])
+    exists = (places.rows >= 0) & (places.rows < x.shape[0])
+    exists &= (places.columns >= 0) & (places.columns < y.shape[0])
+    return jnp.where(exists, jnp.concatenate([found, rest]), 0).astype(out_dtype)
+
+
+_HELD = 2**22
+"""Numbers of x that are gathered at a time."""

@@ -1,0 +1,270 @@
+"""sparse_matmul and sampled_matmul: entries as JAX reads them, truth, gradients, kernels, messages."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import sparse
+from jax.experimental.sparse import BCOO, BCSR
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import jaxfused
+from jaxfused.ops.sparse.sparse_products import Options, SparseProduct
+from jaxfused.runtime import cuda_library
+from jaxfused.runtime.runner import Runner
+from tests.support import eight_devices
+from tests.support.arrays import put
+from tests.support.grids import parametrize
+from tests.support.lowering import kernels
+from tests.support.tolerances import assert_accurate
+from tests.support.transforms import assert_transforms
+
+on_eight_devices = pytest.mark.skipif(
+    jax.device_count() < eight_devices.DEVICES, reason="needs eight devices"
+)
+M, K, N = 40, 50, 24
+
+
+def entries(dtype="float32", rows=M, columns=K, density=0.1, seed=0):
+    """Returns entries in any order, of which two have one place and two lie beyond the matrix."""
+    rng = np.random.default_rng(seed)
+    places = rng.permutation(np.argwhere(rng.random((rows, columns)) < density))
+    places[1] = places[0]
+    beyond = [[rows, columns], [0, columns + 3]]
+    places = np.concatenate([places, beyond])
+    return put(rng.normal(size=len(places)), dtype), put(places, "int32")
+
+
+def dense_of(data, places, shape=(M, K)):
+    """Returns the matrix in float64."""
+    dense = np.zeros(shape)
+    inside = (np.asarray(places) < shape).all(1)
+    np.add.at(dense, tuple(np.asarray(places)[inside].T), np.float64(data)[inside])
+    return dense
+
+
+def of_data(places, product=jaxfused.sparse_matmul, shape=(M, K), **options):
+    return lambda data, b: product(BCOO((data, places), shape=shape), b, **options)
+
+
+@functools.partial(jax.jit, static_argnums=(0,), static_argnames="options")
+def with_gradients(product, places, data, b, dy, options=()):
+    y, pull_back = jax.vjp(of_data(places, product, **dict(options)), data, b)
+    return y, *pull_back(dy)
+
+
+def truths(data, places, b, dy):
+    a, b, dy = dense_of(data, places), np.float64(b), np.float64(dy)
+    inside = (np.asarray(places) < a.shape).all(1)
+    rows, columns = np.where(inside[:, None], np.asarray(places), 0).T
+    return a @ b, np.where(inside, np.sum(dy[rows] * b[columns], axis=1), 0), a.T @ dy
+
+
+def plain(places, data, b, dy):
+    """Returns what the dense product of the same dtype gives, and JAX's gradients of it."""
+
+    def f(data, b):
+        a = jnp.zeros((M, K), data.dtype).at[tuple(places.T)].add(data, mode="drop")
+        return a @ b
+
+    y, pull_back = jax.vjp(f, data, b)
+    return y, *pull_back(dy)
+
+
+@parametrize("dtype", ["float32", "bfloat16", "float16"], quick=(1,))
+def test_truth(dtype):
+    data, places = entries(dtype)
+    rng = np.random.default_rng(1)
+    b, dy = put(rng.normal(size=(K, N)), dtype), put(rng.normal(size=(M, N)), dtype)
+    ours = with_gradients(jaxfused.sparse_matmul, places, data, b, dy)
+    simple = jax.jit(plain)(places, data, b, dy)
+    names = ("y", "ddata", "db")
+    for name, actual, one, exact in zip(
+        names, ours, simple, truths(data, places, b, dy), strict=True
+    ):
+        assert_accurate(name, actual, one, exact)
+
+
+def test_sums_are_in_float32():
+    a = BCOO.fromdense(jnp.ones((1, 4096), jnp.bfloat16))
+    assert jaxfused.sparse_matmul(a, jnp.ones((4096, 1), jnp.bfloat16)) == 4096
+
+
+@pytest.mark.parametrize("kind", ["BCSR", "BCOO", "BCOO in order", "padded"])
+def test_containers(kind):
+    rng = np.random.default_rng(0)
+    dense = np.where(rng.random((M, K)) < 0.2, rng.normal(size=(M, K)), 0).astype(np.float32)
+    dense[7] = 0
+    a = dict(
+        BCSR=lambda: BCSR.fromdense(dense),
+        BCOO=lambda: BCOO(
+            (BCOO.fromdense(dense).data[::-1], BCOO.fromdense(dense).indices[::-1]),
+            shape=dense.shape,
+        ),
+        padded=lambda: BCOO.fromdense(dense, nse=M * K),
+    ).get(kind, lambda: BCOO.fromdense(dense))()
+    b = put(rng.normal(size=(K, N)), "float32")
+    np.testing.assert_allclose(jaxfused.sparse_matmul(a, b), dense @ b, rtol=1e-5, atol=1e-5)
+    turned = jaxfused.sparse_matmul(a, b[:M, 0], transpose_a=True)
+    np.testing.assert_allclose(turned, dense.T @ b[:M, 0], rtol=1e-5, atol=1e-5)
+    x, y = put(rng.normal(size=(M, 8)), "float32"), put(rng.normal(size=(8, K)), "float32")
+    sampled = jaxfused.sampled_matmul(x, y, a)
+    assert type(sampled) is type(a)
+    np.testing.assert_allclose(sampled.todense(), np.where(dense, x @ y, 0), rtol=1e-5, atol=1e-5)
+
+
+def test_negative_indices_count_from_the_end():
+    a = BCOO((jnp.array([1.0, 2.0]), jnp.array([[-1, 0], [0, -2]])), shape=(2, 3))
+    y = jaxfused.sparse_matmul(a, jnp.eye(3))
+    np.testing.assert_array_equal(y, [[0, 2, 0], [1, 0, 0]])
+
+
+def test_what_is_not_an_entry_is_not_multiplied():
+    a = BCOO.fromdense(jnp.array([[0.0, 2.0], [1.0, 0.0]]))
+    y = jaxfused.sparse_matmul(a, jnp.array([[jnp.nan], [3.0]]))
+    assert y[0, 0] == 6 and jnp.isnan(y[1, 0])
+
+
+def test_without_entries():
+    a = BCOO.fromdense(jnp.zeros((3, 4)))
+    assert not jaxfused.sparse_matmul(a, jnp.ones((4, 2))).any()
+    assert jaxfused.sampled_matmul(jnp.ones((3, 2)), jnp.ones((2, 4)), a).data.shape == (0,)
+
+
+@pytest.mark.exhaustive
+def test_transformations():
+    data, places = entries()
+    b = put(np.random.default_rng(1).normal(size=(K, N)), "float32")
+    assert_transforms(of_data(places), data, b)
+
+
+@pytest.mark.exhaustive
+def test_derivatives_in_both_modes():
+    data, places = entries()
+    b = put(np.random.default_rng(1).normal(size=(K, 3)), "float32")
+    check_grads(of_data(places), (data, b), 1, ("fwd", "rev"), atol=2e-2, rtol=2e-2)
+
+    def sampled(x, y):
+        return jaxfused.sampled_matmul(x, y, BCOO((data, places), shape=(M, K))).data
+
+    check_grads(sampled, (b[:M], b.T), 1, ("fwd", "rev"), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.exhaustive
+def test_gradient_by_jax_experimental_sparse():
+    data, places = entries()
+    a, b = BCOO((data, places), shape=(M, K)), jnp.ones((K, N))
+    gradient = sparse.grad(lambda a: jnp.sum(jaxfused.sparse_matmul(a, b)))(a)
+    inside = (np.asarray(places) < (M, K)).all(1)
+    np.testing.assert_array_equal(gradient.data, N * inside)
+
+
+def test_kernels_that_are_launched(with_library):
+    data, places = entries("bfloat16")
+    b, dy = jnp.ones((K, N), jnp.bfloat16), jnp.ones((M, N), jnp.bfloat16)
+    run = functools.partial(with_gradients.__wrapped__, jaxfused.sparse_matmul, places)
+    options = (("implementation", "cuda"),)
+    launched = ["jaxfused_csr_matmul", "jaxfused_sampled_matmul", "jaxfused_csr_matmul"]
+    assert kernels(functools.partial(run, options=options), data, b, dy) == launched
+    batched = jax.vmap(of_data(places, implementation="cuda"), (None, 0))
+    assert kernels(batched, data, jnp.stack([b, b])) == launched[:1]
+
+
+@pytest.mark.exhaustive
+def test_where_the_matrix_is_not_so_sparse_the_dense_product_runs(with_library):
+    device = dataclasses.replace(with_library, multiprocessors=132)
+    chosen = []
+    for density in (0.001, 0.01, 0.2):
+        count = int(8192 * 8192 * density)
+        entries = [jax.ShapeDtypeStruct((count,), t) for t in (jnp.bfloat16, jnp.int32, jnp.int32)]
+        b = jax.ShapeDtypeStruct((8192, 512), jnp.bfloat16)
+        stage = SparseProduct(Options("sparse_matmul", 8192, True, None))
+        chosen.append(Runner(None, device).choice(stage, *entries, b).implementation)
+    assert chosen == ["cuda", "cuda", "xla"]
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_columns_on_several_devices(axis_type):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
+    data, places = entries()
+    rng = np.random.default_rng(1)
+    b, dy = put(rng.normal(size=(K, N)), "float32"), put(rng.normal(size=(M, N)), "float32")
+    alone = with_gradients(jaxfused.sparse_matmul, places, data, b, dy)
+    with jax.set_mesh(mesh):
+        split = NamedSharding(mesh, P(None, "d"))
+        b, dy = (jax.device_put(a, split) for a in (b, dy))
+        shared = with_gradients(jaxfused.sparse_matmul, places, data, b, dy)
+    for ours, exact in zip(shared, alone, strict=True):
+        np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(jax.device_count() > 1, reason="runs the cases of eight devices")
+def test_on_eight_devices():
+    eight_devices.assert_passes(__file__, "not gpu")
+
+
+@pytest.mark.exhaustive
+def test_export():
+    data, places = entries()
+    b = jnp.ones((K, N))
+    f = jax.jit(lambda data, places, b: of_data(places)(data, b))
+    exported = jax.export.export(f)(data, places, b)
+    np.testing.assert_allclose(exported.call(data, places, b), f(data, places, b), rtol=1e-6)
+
+
+GPU_CASES = [(1, "float32"), (7, "float32"), (24, "bfloat16"), (24, "float32"), (136, "float16")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(cuda_library.why_unavailable() is not None, reason="needs the CUDA library")
+@pytest.mark.parametrize("columns, dtype", GPU_CASES)
+def test_on_a_gpu(columns, dtype):
+    """Compares small integers, whose sums are exact."""
+    rng = np.random.default_rng(0)
+    _, places = entries()
+    data = put(rng.integers(-3, 4, size=len(places)), dtype)
+    b, dy = (put(rng.integers(-3, 4, size=(n, columns)), dtype) for n in (K, M))
+    options = (("implementation", "cuda"),)
+    ours = with_gradients(jaxfused.sparse_matmul, places, data, b, dy, options=options)
+    again = with_gradients(jaxfused.sparse_matmul, places, data, b, dy, options=options)
+    for actual, same, exact in zip(ours, again, truths(data, places, b, dy), strict=True):
+        np.testing.assert_array_equal(np.float64(actual), exact)
+        np.testing.assert_array_equal(np.float64(actual), np.float64(same))
+
+
+A = BCOO.fromdense(jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: jaxfused.sparse_matmul(jnp.ones((2, 3)), jnp.ones((3, 1))), "pass a BCOO or BCSR"),
+        (lambda: jaxfused.sparse_matmul(A, jnp.ones((2, 1))), r"pass b of shape \(3, columns\)"),
+        (lambda: jaxfused.sparse_matmul(A, jnp.ones((3, 1), int)), "floating-point b"),
+        (
+            lambda: jaxfused.sparse_matmul(
+                BCOO.fromdense(jnp.ones((2, 3)), n_dense=1), jnp.ones(3)
+            ),
+            "1 dense",
+        ),
+        (
+            lambda: jaxfused.sparse_matmul(A, jnp.ones(3), implementation="pallas"),
+            "no Pallas kernel",
+        ),
+        (
+            lambda: jaxfused.sampled_matmul(jnp.ones((3, 2)), jnp.ones((2, 3)), A),
+            r"\(2, features\)",
+        ),
+        (lambda: jaxfused.sampled_matmul(jnp.ones((2, 2)), jnp.ones((3, 3)), A), r"shape \(2, 3\)"),
+    ],
+)
+def test_messages(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
