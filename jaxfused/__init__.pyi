@@ -17,6 +17,7 @@ from jaxfused.ops.attention.attention import dot_product_attention as dot_produc
 from jaxfused.ops.conv.conv import conv as conv
 from jaxfused.ops.conv.conv_input import Concatenated as Concatenated
 from jaxfused.ops.conv.conv_transpose import conv_transpose as conv_transpose
+from jaxfused.ops.conv.deform_conv import deform_conv as deform_conv
 from jaxfused.ops.conv.quantized_conv import quantized_conv as quantized_conv
 from jaxfused.ops.fp8.fp8 import Fp8State as Fp8State
 from jaxfused.ops.grouped.expert_mlp import expert_mlp as expert_mlp
@@ -41,7 +42,12 @@ from jaxfused.ops.norm.layer_norm import layer_norm as layer_norm
 from jaxfused.ops.norm.layer_norm import rms_norm as rms_norm
 from jaxfused.ops.pool.avg_pool import avg_pool as avg_pool
 from jaxfused.ops.pool.avg_pool import global_avg_pool as global_avg_pool
+from jaxfused.ops.pool.blur_pool import blur_pool as blur_pool
+from jaxfused.ops.pool.carafe import carafe as carafe
 from jaxfused.ops.pool.max_pool import max_pool as max_pool
+from jaxfused.ops.pool.pixel_shuffle import pixel_shuffle as pixel_shuffle
+from jaxfused.ops.pool.pixel_shuffle import pixel_unshuffle as pixel_unshuffle
+from jaxfused.ops.pool.resize import resize as resize
 from jaxfused.ops.pool.spatial_pyramid_pool import spatial_pyramid_pool as spatial_pyramid_pool
 from jaxfused.ops.pool.upsample import upsample as upsample
 from jaxfused.ops.quantize.quantize import fake_quantize as fake_quantize

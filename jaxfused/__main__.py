@@ -97,6 +97,11 @@ _MAPS = (_array(8, 64, 64, 64),)
 _HEADS = (_array(256, 197, 12, 64),)
 _WIDE, _BACK = _array(768, 3072), _array(3072, 768)
 EXAMPLES: dict[str, Example] = {
+    "blur_pool": Example(jaxfused.blur_pool, _MAPS),
+    "carafe": Example(jaxfused.carafe, (*_MAPS, _array(8, 64, 64, 25))),
+    "deform_conv": Example(
+        jaxfused.deform_conv, (*_MAPS, _array(3, 3, 64, 64), _array(8, 64, 64, 18))
+    ),
     "avg_pool": Example(lambda x: jaxfused.avg_pool(x, 2, strides=2), _MAPS),
     "batch_norm": Example(lambda x, p: jaxfused.batch_norm(x, p, p)[0], (*_MAPS, _array(64))),
     "block_sparse_matmul": Example(_block_sparse, (*_ROWS, _WIDE)),
@@ -163,6 +168,9 @@ EXAMPLES: dict[str, Example] = {
     ),
     "sparse_matmul": Example(_sparse_matmul, (_array(2**16), _array(8192, 512))),
     "spatial_pyramid_pool": Example(jaxfused.spatial_pyramid_pool, _MAPS),
+    "pixel_shuffle": Example(jaxfused.pixel_shuffle, _MAPS),
+    "pixel_unshuffle": Example(jaxfused.pixel_unshuffle, _MAPS),
+    "resize": Example(lambda x: jaxfused.resize(x, 48), _MAPS),
     "upsample": Example(jaxfused.upsample, _MAPS),
 }
 """One example for each public function that takes `implementation`."""

@@ -32,9 +32,6 @@ DEEPLABS = {
     "deeplabv3-resnet101": DeepLabSize((3, 4, 23, 3)),
 }
 
-SHRINKS = 8
-"""How many pixels of the image, along each axis, one of the features' stands for."""
-
 
 class DeepLabV3(nnx.Module):
     """Maps images to a logit for each class at each pixel.
@@ -170,9 +167,4 @@ def _layer(
 
 def _enlarged(logits: jax.Array, images: jax.Array) -> jax.Array:
     """Returns the logits at the size of the images, bilinearly."""
-    logits = logits.astype(jnp.float32)
-    height, width = images.shape[1:3]
-    if height % SHRINKS or width % SHRINKS:
-        shape = (*images.shape[:-1], logits.shape[-1])
-        return jax.image.resize(logits, shape, "linear", antialias=False)
-    return jaxfused.upsample(logits, SHRINKS)
+    return jaxfused.resize(logits.astype(jnp.float32), images.shape[1:3])

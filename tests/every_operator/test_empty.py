@@ -46,6 +46,12 @@ OF_IMAGES = {
     "global_avg_pool": jaxfused.global_avg_pool,
     "spatial_pyramid_pool": lambda x: jaxfused.spatial_pyramid_pool(x, (1, 2), "max"),
     "upsample": jaxfused.upsample,
+    "blur_pool": jaxfused.blur_pool,
+    "carafe": lambda x: jaxfused.carafe(x, jnp.ones((*x.shape[:3], 9)), kernel_size=3),
+    "deform_conv": lambda x: jaxfused.deform_conv(x, ones(1, 1, D, D), jnp.ones((*x.shape[:3], 2))),
+    "pixel_shuffle": jaxfused.pixel_shuffle,
+    "pixel_unshuffle": jaxfused.pixel_unshuffle,
+    "resize": lambda x: jaxfused.resize(x, 7),
     "segmentation_loss": lambda x: jaxfused.segmentation_loss(
         x, jnp.zeros(x.shape[:-1], int), reduction="none"
     ),

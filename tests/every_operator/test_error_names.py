@@ -51,6 +51,12 @@ CALLS = {
     "sparse_matmul": ((BCOO.fromdense(X), W), {}),
     "spatial_pyramid_pool": ((IMAGES, (1, 2)), {}),
     "upsample": ((IMAGES, 2), {}),
+    "blur_pool": ((IMAGES, 2), {}),
+    "carafe": ((IMAGES, jnp.ones((*IMAGES.shape[:3], 9))), dict(kernel_size=3)),
+    "deform_conv": ((IMAGES, KERNEL, jnp.ones((*IMAGES.shape[:3], 18))), {}),
+    "pixel_shuffle": ((IMAGES, 2), {}),
+    "pixel_unshuffle": ((IMAGES, 2), {}),
+    "resize": ((IMAGES, 3), {}),
 }
 WRONG = [
     jnp.ones(()),

@@ -100,11 +100,21 @@ CALLS = {
     "rope_tables": ((), dict(positions=jnp.arange(4), rotary_dim=4, theta=100.0)),
     "spatial_pyramid_pool": ((IMAGES,), dict(levels=(1, 2))),
     "upsample": ((IMAGES,), dict(factor=(2, 1))),
+    "blur_pool": ((IMAGES,), dict(strides=2, filter_size=3)),
+    "carafe": ((IMAGES, jnp.ones((2, 6, 6, 2))), dict(kernel_size=1, groups=2)),
+    "deform_conv": (
+        (IMAGES, KERNEL, jnp.zeros((2, 6, 6, 18))),
+        dict(strides=1, padding=1, kernel_dilation=1, feature_group_count=1),
+    ),
+    "pixel_shuffle": ((IMAGES,), dict(factor=(2, 1))),
+    "pixel_unshuffle": ((IMAGES,), dict(factor=(2, 1))),
+    "resize": ((IMAGES,), dict(size=(2, 5))),
 }
 OTHERS = {
     "axial_rope_tables": {"features", "order", "prefix"},
     "batch_norm": {"axis_index_groups"},
     "group_norm": {"group_size"},
+    "resize": {"factor"},
     "rope_from_config": {"layer", "head_size"},
 }
 """Numbers that are excluded: they conflict with other options, or the function returns no arrays."""

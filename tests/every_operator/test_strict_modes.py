@@ -217,6 +217,54 @@ pyramid("max")
 pyramid("avg")
 
 
+@case("blur_pool")
+def _(dtype):
+    return jaxfused.blur_pool, (normal(0, B, T, 5, D, dtype=dtype),)
+
+
+@case("carafe")
+def _(dtype):
+    def f(x, kernels):
+        return jaxfused.carafe(x, kernels, kernel_size=3, groups=2)
+
+    return f, (normal(0, B, T, 5, D, dtype=dtype), normal(1, B, 2 * T, 10, 18))
+
+
+@case("deform_conv")
+def _(dtype):
+    x, w = normal(0, B, T, 5, D, dtype=dtype), normal(1, 3, 3, D, 4)
+    return jaxfused.deform_conv, (
+        x,
+        w,
+        normal(2, B, T, 5, 36),
+        normal(3, B, T, 5, 18),
+        normal(4, 4),
+    )
+
+
+@case("pixel_shuffle")
+def _(dtype):
+    return jaxfused.pixel_shuffle, (normal(0, B, T, 5, 4 * D, dtype=dtype),)
+
+
+@case("pixel_unshuffle")
+def _(dtype):
+    return jaxfused.pixel_unshuffle, (normal(0, B, 4, 6, D, dtype=dtype),)
+
+
+def resized(method):
+    @case("resize", method)
+    def make(dtype):
+        def f(x):
+            return jaxfused.resize(x, (7, 3), method=method)
+
+        return f, (normal(0, B, T, 5, D, dtype=dtype),)
+
+
+resized("bilinear")
+resized("bicubic")
+
+
 @case("upsample")
 def _(dtype):
     return jaxfused.upsample, (normal(0, B, T, 5, D, dtype=dtype),)

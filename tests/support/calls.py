@@ -146,6 +146,10 @@ def calls(rows: int = 32, images: int = 8) -> dict[str, Call]:
         "global_avg_pool": Call(jaxfused.global_avg_pool, (maps,)),
         "spatial_pyramid_pool": Call(jaxfused.spatial_pyramid_pool, (maps,)),
         "upsample": Call(jaxfused.upsample, (maps,)),
+        "blur_pool": Call(jaxfused.blur_pool, (maps,)),
+        "pixel_shuffle": Call(jaxfused.pixel_shuffle, (maps,)),
+        "pixel_unshuffle": Call(jaxfused.pixel_unshuffle, (maps,)),
+        "resize": Call(lambda x: jaxfused.resize(x, (9, 20)), (maps,)),
         "softmax_cross_entropy": Call(
             jaxfused.softmax_cross_entropy, (_rows(rows, 512),), labels, is_mean=True
         ),

@@ -333,6 +333,7 @@ def test_fuzz_draws_every_operator_and_traces_it():
     known = {*EXAMPLES} - {"dot_product_attention"} | {"attention", "depthwise_conv", "optimizer"}
     # conv also draws transposed ones; the pools run in XLA on every device; a token has no error.
     known -= {"conv_transpose", "avg_pool", "global_avg_pool", "spatial_pyramid_pool", "sample"}
+    known -= {"blur_pool", "carafe", "deform_conv", "pixel_shuffle", "pixel_unshuffle", "resize"}
     # Their kernels are those of ragged_dot, and of attention over gathered pages.
     known -= {"expert_mlp", "paged_attention", "ragged_paged_attention"}
     assert {*names} == known

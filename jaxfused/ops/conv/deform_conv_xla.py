@@ -1,0 +1,79 @@
+"""deform_conv in plain JAX: samples by gathers, and a product with them."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.runtime.promotion import accumulator_dtype
+
+
+def deform_conv(
+    x: jax.Array,
+    w: jax.Array,
+    offset: jax.Array,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    strides: tuple[int, int],
+    low: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+    parts: int,
+    precision: jax.lax.PrecisionLike,
+) -> jax.Array:
+    """Returns y [B, H', W', O]; `low` are the zeros before each axis, `parts` the groups of offsets."""
+    batch, height, width, channels = x.shape
+    out = offset.shape[1:3]
+    rows, columns, _, features = w.shape
+    taps = rows * columns
+    wide = accumulator_dtype(x.dtype)
+    moved = offset.astype(wide).reshape(batch, *out, parts, taps, 2)
+    # Where each weight of the window lies without an offset.
+    starts = [jnp.arange(n) * step - pad for n, step, pad in zip(out, strides, low, strict=True)]
+    inner = [jnp.arange(k) * d for k, d in zip((rows, columns), dilation, strict=True)]
+    down = (starts[0][:, None, None] + jnp.repeat(inner[0], columns))[:, :, None]
+    right = (starts[1][:, None] + jnp.tile(inner[1], rows))[None, :, None]
+    samples = _samples(
+        x.astype(wide).reshape(batch, height * width, parts, channels // parts),
+        moved[..., 0] + down.astype(wide),
+        moved[..., 1] + right.astype(wide),
+        (height, width),
+    )
+    if mask is not None:
+        samples = samples * mask.astype(wide).reshape(batch, *out, parts, taps, 1)
+    # [B, H', W', parts, taps, C / parts] -> [B, H', W', taps, groups, C / groups]
+    patches = jnp.moveaxis(samples, 3, 4).reshape(batch, *out, taps, groups, channels // groups)
+    kernel = w.astype(x.dtype).reshape(taps, channels // groups, groups, features // groups)
+    y = jnp.einsum(
+        "bhwtgc,tcgo->bhwgo",
+        patches.astype(x.dtype),
+        kernel,
+        precision=precision,
+        preferred_element_type=wide,
+    ).reshape(batch, *out, features)
+    if bias is not None:
+        y = y + bias.astype(wide)
+    return y.astype(x.dtype)
+
+
+def _samples(x: jax.Array, down: jax.Array, right: jax.Array, size: tuple[int, int]) -> jax.Array:
+    """Returns x [B, H W, parts, D] at places [B, H', W', parts, taps] as [B, H', W', parts, taps, D]."""
+    height, width = size
+    batch, _, parts, depth = x.shape
+    count = math.prod((*down.shape[1:3], down.shape[4]))
+    top, left = jnp.floor(down), jnp.floor(right)
+    total = jnp.zeros((), x.dtype)
+    for row in (0, 1):
+        for column in (0, 1):
+            y, x_place = top + row, left + column
+            weight = (1 - jnp.abs(down - y)) * (1 - jnp.abs(right - x_place))
+            inside = (y >= 0) & (y < height) & (x_place >= 0) & (x_place < width)
+            places = jnp.where(inside, y * width + x_place, 0).astype(jnp.int32)
+            # [B, H' W' taps, parts], so that one gather reads all of an image.
+            flat = jnp.moveaxis(places, 3, 4).reshape(batch, count, parts)
+            found = jnp.take_along_axis(x, flat[..., None], axis=1)
+            found = found.reshape(batch, *places.shape[1:3], places.shape[4], parts, depth)
+            weight = jnp.where(inside, weight, 0)
+            total = total + jnp.moveaxis(found, 4, 3) * weight[..., None]
+    return total

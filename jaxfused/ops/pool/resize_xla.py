@@ -1,0 +1,62 @@
+"""resize in plain JAX: axis after axis, by the few values that each result reads.
+
+A product with the matrix of weights, as `jax.image.resize` computes it, multiplies by zeros nearly
+everywhere. Derivatives by gathers add in an order that varies on a GPU, so that the gradient is stated:
+it is the same sum, of what the transposed matrix reads.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.ops.pool.resize_taps import ResizedAxis, Taps, taps
+from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.stated_gradient import stated_gradient
+
+_MOST_GATHERED = 16
+"""Values that a result reads one by one; more are multiplied as a matrix."""
+
+
+def resize(x: jax.Array, axes: Sequence[ResizedAxis]) -> jax.Array:
+    """Resizes the spatial axes of [B, *spatial, C]."""
+    y = x.astype(accumulator_dtype(x.dtype))
+    for place, axis in enumerate(axes, 1):
+        if axis.changes:
+            y = _along(place, axis, y)
+    return y.astype(x.dtype)
+
+
+@functools.partial(stated_gradient, nondiff_argnums=(0, 1), linear=(2,))
+def _along(place: int, axis: ResizedAxis, x: jax.Array) -> jax.Array:
+    return _read(place, taps(axis), x)
+
+
+def _along_fwd(place, axis, x):
+    return _along(place, axis, x), None
+
+
+def _along_bwd(place, axis, saved, dy):
+    del saved
+    return (_read(place, taps(axis).transposed(), dy),)
+
+
+_along.defvjp(_along_fwd, _along_bwd)
+
+
+def _read(place: int, read: Taps, x: jax.Array) -> jax.Array:
+    """Returns the weighted sums of the values along an axis that its results read."""
+    count = read.places.shape[1]
+    if count > _MOST_GATHERED:
+        matrix = jnp.asarray(read.matrix(), x.dtype)
+        y = jax.lax.dot_general(
+            x, matrix, (((place,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
+        )
+        return jnp.moveaxis(y, -1, place)
+    total = jnp.zeros((), x.dtype)
+    for tap in range(count):
+        weights = jnp.asarray(read.weights[:, tap], x.dtype)
+        shape = [-1 if axis == place else 1 for axis in range(x.ndim)]
+        total = total + jnp.take(x, read.places[:, tap], axis=place) * weights.reshape(shape)
+    return total
