@@ -168,10 +168,13 @@ def key_gradients(
     kind = _SplitGradients if config.splits_roles else _BothGradients
     kernel = kind(shape, query.dtype, logits, config, tiles, head, columns)
     producer = Role(range(config.warpgroups, config.warpgroups + 1), kernel.produce)
+    tables = tiles.tables(operands)
     launch = PersistentKernel(
         name="attention_key_gradient",
         tiles=tiles,
-        schedule=tiles.schedule(shape.batch, config.heads_together, multiprocessors),
+        schedule=tiles.schedule(
+            shape.batch, config.heads_together, multiprocessors, operands, tables
+        ),
         roles=(producer, *kernel.consumers()),
         memory=kernel.memory(),
         results=tuple(
@@ -181,7 +184,7 @@ def key_gradients(
     )
     arrays = (query, key, value, dout, lse2, delta)
     padded = operands.padded(config.query_block, WGMMA_ROWS).transposed()
-    dkey, dvalue = launch(arrays, padded, tiles.tables(operands))
+    dkey, dvalue = launch(arrays, padded, tables)
     return _sum_of_shares(dkey, tiles.shares), _sum_of_shares(dvalue, tiles.shares)
 
 

@@ -148,10 +148,13 @@ def query_gradient(
     results = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
     if writes_dlogits:
         results.append(jax.ShapeDtypeStruct(kernel.padded_logits, dlogits_dtype))
+    tables = tiles.tables(operands)
     launch = PersistentKernel(
         name="attention_query_gradient",
         tiles=tiles,
-        schedule=tiles.schedule(shape.batch, config.heads_together, multiprocessors),
+        schedule=tiles.schedule(
+            shape.batch, config.heads_together, multiprocessors, operands, tables
+        ),
         roles=(
             Role(range(config.consumers, config.consumers + 1), kernel.produce),
             Role(range(config.consumers), kernel.consume),
@@ -161,7 +164,7 @@ def query_gradient(
     )
     arrays = (query, key, value, dout, lse2, delta)
     padded = operands.padded(WGMMA_ROWS, config.key_block)
-    dquery, *dlogits = launch(arrays, padded, tiles.tables(operands))
+    dquery, *dlogits = launch(arrays, padded, tables)
     if not writes_dlogits:
         return dquery, None
     return dquery, dlogits[0][:, :, : shape.query_count, : shape.key_count]

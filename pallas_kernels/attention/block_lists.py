@@ -88,24 +88,7 @@ class BlockLists:
         if not mask.limits_pattern:
             stop = np.maximum(self.counts, least)
             return Tables(bounds, np.stack([0 * stop, stop], 2)[None], self.entries, self.bits)
-        full = Extent(mask.query_count, mask.key_count)
-        given = (operands.query_lengths, operands.key_lengths, operands.query_offset)
-        batches = [array.shape[0] for array in (*given, bounds) if array is not None]
-        batch = batches[0] if batches else 1
-        extents = [
-            jnp.full((batch,), number, jnp.int32) if array is None else array
-            for number, array in zip(full, given, strict=True)
-        ]
-        tiles = jnp.arange(self.counts.shape[1], dtype=jnp.int32)
-
-        def of_tile(tile, extent, within):
-            found = blocks(tile, extent, None if within is None else Blocks(*within))
-            return jnp.int32(found.start), jnp.int32(found.stop)
-
-        of_batch = jax.vmap(of_tile, (0, None, None if bounds is None else 0))
-        start, stop = jax.vmap(of_batch, (None, 0, None if bounds is None else 0))(
-            tiles, Extent(*extents), None if bounds is None else list(jnp.moveaxis(bounds, 2, 0))
-        )
+        start, stop = reached(mask, blocks, self.counts.shape[1], operands, bounds)
         is_entry = np.arange(most) < self.counts[..., None]
         block = np.where(is_entry, self.entries[..., 0], np.iinfo(np.int32).max)
         first, end = (
@@ -115,6 +98,38 @@ class BlockLists:
             first = jnp.where(first < end, first, most - 1)
             end = jnp.where(first < most - 1, end, most)
         return Tables(bounds, jnp.stack([first, end], axis=3), self.entries, self.bits)
+
+
+def reached(
+    mask: BlockMask, blocks: Any, tiles: int, operands: Operands, bounds: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the first block that each tile reaches, and the one after the last: int32 [B, tiles].
+
+    Args:
+      mask: of the tiles.
+      blocks: function (tile, extent, within) of the mask, which returns the blocks of a tile.
+      tiles: of each batch entry.
+      operands: with lengths and offsets.
+      bounds: the table of `segment_blocks`, or None.
+    """
+    full = Extent(mask.query_count, mask.key_count)
+    given = (operands.query_lengths, operands.key_lengths, operands.query_offset)
+    batches = [array.shape[0] for array in (*given, bounds) if array is not None]
+    batch = batches[0] if batches else 1
+    extents = [
+        jnp.full((batch,), number, jnp.int32) if array is None else array
+        for number, array in zip(full, given, strict=True)
+    ]
+
+    def of_tile(tile, extent, within):
+        found = blocks(tile, extent, None if within is None else Blocks(*within))
+        return jnp.int32(found.start), jnp.int32(found.stop)
+
+    mapped = None if bounds is None else 0
+    within = None if bounds is None else list(jnp.moveaxis(bounds, 2, 0))
+    numbers = jnp.arange(tiles, dtype=jnp.int32)
+    of_batch = jax.vmap(of_tile, (0, None, mapped))
+    return jax.vmap(of_batch, (None, 0, mapped))(numbers, Extent(*extents), within)
 
 
 @functools.lru_cache(maxsize=64)

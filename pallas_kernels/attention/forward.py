@@ -195,10 +195,13 @@ def forward(
     head, columns = config.columns(shape)
     tiles = QueryTiles(logits.mask, shape.heads, config.query_block, config.key_block)
     kernel = _Forward(shape, query.dtype, logits, config, tiles, head, columns)
+    tables = tiles.tables(operands)
     launch = PersistentKernel(
         name="attention_forward",
         tiles=tiles,
-        schedule=tiles.schedule(shape.batch, config.heads_together, multiprocessors),
+        schedule=tiles.schedule(
+            shape.batch, config.heads_together, multiprocessors, operands, tables
+        ),
         roles=(
             Role(range(config.consumers, config.consumers + 1), kernel.produce),
             Role(range(config.consumers), kernel.consume),
@@ -207,7 +210,7 @@ def forward(
         results=forward_results(kernel.shape, kernel.dtype),
     )
     padded = operands.padded(WGMMA_ROWS, config.key_block)
-    out, lse = launch((query, key, value), padded, tiles.tables(operands))
+    out, lse = launch((query, key, value), padded, tables)
     return out, lse
 
 

@@ -106,7 +106,7 @@ class PersistentKernel:
 
     name: str
     tiles: QueryTiles | KeyTiles
-    schedule: np.ndarray
+    schedule: np.ndarray | jax.Array
     """The tiles of each CTA; see `tiles.schedule`."""
     roles: Sequence[Role]
     memory: Mapping[str, Any]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.attention.block_lists import BlockLists, Tables, block_lists
+from pallas_kernels.attention.block_lists import BlockLists, Tables, block_lists, reached
 from pallas_kernels.attention.logits import Bits, Operands
 from pallas_kernels.attention.mask import BlockMask, Blocks, Extent, Index, segment_blocks
 
@@ -102,6 +102,10 @@ class ListedVisits(NamedTuple):
         return Bits(self.at.bits, self._number(visit), first_row)
 
 
+_MANY = 4
+"""Tiles per SM from which the schedule of documents is worth some microseconds of XLA's kernels."""
+
+
 @dataclass(frozen=True)
 class QueryTiles:
     """The cut of queries into tiles, and of keys into blocks."""
@@ -117,8 +121,23 @@ class QueryTiles:
         """Tiles of one head."""
         return -(-self.mask.query_count // self.rows)
 
-    def schedule(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
+    def schedule(
+        self,
+        batch: int,
+        heads_together: int,
+        multiprocessors: int,
+        operands: Operands,
+        tables: Tables,
+    ) -> np.ndarray | jax.Array:
         """Returns [CTA, 1 + rounds], see `schedule`; tiles with more blocks are taken to cost more."""
+        count = batch * self.heads * self.count
+        if tables.bounds is not None and count >= _MANY * multiprocessors:
+            start, stop = reached(self.mask, self._blocks, self.count, operands, tables.bounds)
+            return schedule_of(stop - start, self.heads, multiprocessors)
+        return self.planned(batch, heads_together, multiprocessors)
+
+    def planned(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
+        """Returns the schedule by what is known when a kernel is compiled."""
         visited = []
         for i in range(self.count):
             blocks = self.mask.key_blocks(
@@ -145,11 +164,11 @@ class QueryTiles:
             bounds = segment_blocks(operands.query_segments, operands.key_segments, rows, block)
         if self.lists is None:
             return Tables(bounds)
+        return self.lists.tables(mask, self._blocks, operands, bounds, least=1)
 
-        def blocks(tile, extent, within):
-            return mask.key_blocks((tile * rows, (tile + 1) * rows), block, extent, within)
-
-        return self.lists.tables(mask, blocks, operands, bounds, least=1)
+    def _blocks(self, tile: Index, extent: Extent, within: Blocks | None) -> Blocks:
+        start = tile * self.rows
+        return self.mask.key_blocks((start, start + self.rows), self.key_block, extent, within)
 
     def place(self, number: jax.Array, operands: Operands, tables: Tables) -> Place:
         """Returns the place of tile number (batch * heads + head) * count + tile, in a kernel."""
@@ -302,14 +321,29 @@ class KeyTiles:
             bounds = segment_blocks(operands.key_segments, operands.query_segments, rows, block)
         if self.lists is None:
             return Tables(bounds)
+        return self.lists.tables(mask, self._blocks, operands, bounds, least=0)
 
-        def blocks(tile, extent, within):
-            return mask.query_blocks((tile * rows, (tile + 1) * rows), block, extent, within)
+    def _blocks(self, tile: Index, extent: Extent, within: Blocks | None) -> Blocks:
+        start = tile * self.rows
+        return self.mask.query_blocks((start, start + self.rows), self.query_block, extent, within)
 
-        return self.lists.tables(mask, blocks, operands, bounds, least=0)
-
-    def schedule(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
+    def schedule(
+        self,
+        batch: int,
+        heads_together: int,
+        multiprocessors: int,
+        operands: Operands,
+        tables: Tables,
+    ) -> np.ndarray | jax.Array:
         """Returns [CTA, 1 + rounds], see `schedule`; tiles with more visits are taken to cost more."""
+        heads = self.key_heads * self.shares
+        if tables.bounds is not None and batch * heads * self.count >= _MANY * multiprocessors:
+            start, stop = reached(self.mask, self._blocks, self.count, operands, tables.bounds)
+            return schedule_of(stop - start, heads, multiprocessors)
+        return self.planned(batch, heads_together, multiprocessors)
+
+    def planned(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
+        """Returns the schedule by what is known when a kernel is compiled."""
         heads = batch * self.key_heads * self.shares
         return schedule(self.costs, heads, heads_together, multiprocessors)
 
@@ -318,7 +352,7 @@ class KeyTiles:
         heads = batch * self.key_heads * self.shares
         if heads * self.count > _EVEN * multiprocessors:
             return heads * sum(self.costs) // multiprocessors + max(self.costs) // 2
-        table = self.schedule(batch, heads_together, multiprocessors)
+        table = self.planned(batch, heads_together, multiprocessors)
         costs = np.asarray(self.costs)[table[:, 1:] % self.count]
         is_tile = np.arange(costs.shape[1]) < table[:, :1]
         return int(np.sum(costs * is_tile, axis=1).max())
@@ -414,3 +448,31 @@ def schedule(
         table[cta, 0] = len(numbers)
         table[cta, 1 : 1 + len(numbers)] = numbers
     return table
+
+
+def schedule_of(visits: jax.Array, heads: int, multiprocessors: int) -> jax.Array:
+    """Returns a schedule [CTA, 1 + rounds] like that of `schedule`, computed on the device.
+
+    Args:
+      visits: int32 [B, tiles], what each tile costs, in every head.
+      heads: of each batch entry.
+      multiprocessors: most CTAs.
+
+    The tiles that cost most come first, each for all heads. The CTAs take them forth and back,
+    so that a CTA that got a larger one than another gets the smaller one next.
+    """
+    batch, tiles = visits.shape
+    count = batch * tiles
+    ctas = min(multiprocessors, heads * count)
+    # The place is a part of the key, so that tiles of equal cost keep their order.
+    keys = jnp.max(visits) - visits.reshape(-1)
+    order = jnp.sort(keys * count + jnp.arange(count, dtype=jnp.int32)) % count
+    cta = np.arange(ctas, dtype=np.int32)[:, None]
+    turn = np.arange(-(-heads * count // ctas), dtype=np.int32)[None]
+    item = turn * ctas + np.where(turn % 2 == 0, cta, ctas - 1 - cta)
+    is_item = item < heads * count
+    rank, head = np.divmod(np.where(is_item, item, np.int32(0)), np.int32(heads))
+    place = order[rank]
+    number = (place // tiles * heads + head) * tiles + place % tiles
+    counts = is_item.sum(axis=1, keepdims=True).astype(np.int32)
+    return jnp.concatenate([counts, jnp.where(is_item, number, 0)], axis=1).astype(jnp.int32)

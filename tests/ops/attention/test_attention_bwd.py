@@ -43,7 +43,7 @@ from tests.support.lowering import kernels, lowered
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_every_tile_of_keys_has_one_cta_and_all_have_as_much_to_do(is_causal):
     tiles = KeyTiles(BlockMask(4000, 4000, is_causal), 8, 2, 128, 64)
-    table = tiles.schedule(8, 4, 132)
+    table = tiles.planned(8, 4, 132)
     numbers = [tuple(row[1 : 1 + row[0]]) for row in table]
     assert sorted(itertools.chain(*numbers)) == list(range(8 * 8 * tiles.count))
     work = [sum(63 - 2 * (n % tiles.count) if is_causal else 63 for n in row) for row in numbers]

@@ -20,7 +20,7 @@ from pallas_kernels.attention.logits import (
     saved_length,
 )
 from pallas_kernels.attention.mask import BlockMask, Blocks, Extent, segment_blocks
-from pallas_kernels.attention.tiles import QueryTiles
+from pallas_kernels.attention.tiles import QueryTiles, schedule_of
 from tests.cases.attention import Case
 from tests.support import mosaic_interpreter
 from tests.support.against_float64 import assert_values_and_gradients
@@ -148,11 +148,24 @@ def test_blocks_of_segments(is_sorted):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_every_tile_has_one_cta_and_all_have_as_much_to_do(is_causal):
-    table = QueryTiles(BlockMask(4000, 4000, is_causal), 16, 128, 128).schedule(4, 8, 132)
+    table = QueryTiles(BlockMask(4000, 4000, is_causal), 16, 128, 128).planned(4, 8, 132)
     numbers = [tuple(row[1 : 1 + row[0]]) for row in table]
     assert sorted(itertools.chain(*numbers)) == list(range(64 * 32))
     work = [sum(n % 32 + 2 if is_causal else 33 for n in row) for row in numbers]
     assert max(work) <= 1.04 * np.mean(work)
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(4, 16), (3, 25)])
+def test_documents_are_shared_out_evenly(batch, heads):
+    """What a tile visits is known on the device alone."""
+    lengths = np.random.default_rng(0).integers(1, 20, (batch, 40))
+    visits = np.concatenate([np.arange(n) for n in lengths.ravel()])[: batch * 40] + 1
+    visits = visits.astype(np.int32).reshape(batch, 40)
+    table = np.asarray(jax.jit(schedule_of, static_argnums=(1, 2))(visits, heads, 132))
+    numbers = [tuple(row[1 : 1 + row[0]]) for row in table]
+    assert sorted(itertools.chain(*numbers)) == list(range(batch * heads * 40))
+    work = [sum(visits[n // 40 // heads, n % 40] for n in row) for row in numbers]
+    assert max(work) <= 1.06 * np.mean(work) + 1
 
 
 # --- forward --------------------------------------------------------------------------------------
@@ -373,6 +386,7 @@ INTERPRETED = (
     ),
     Case("segments", 250, 200, segments=2, **SMALL),
     Case("segments of one key", 70, 1, segments=2, **SMALL),
+    Case("many documents", 600, 600, segments=3, is_causal=True, **SMALL),
     Case("a chunk after a prefix", 140, 330, is_causal=True, offset=(187,), **SMALL),
     Case("window before and after the keys", 250, 150, window=(40, 9), offset=(-70,), **SMALL),
 )
@@ -399,7 +413,7 @@ RAGGED = (
         *((case, None) for case in RAGGED),
         (RAGGED[2], CONFIGS[3]),
     ],
-    quick=(5, 10, 14),
+    quick=(6, 11, 15),
 )
 def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, case, config):
     """One CTA has several tiles, so that memory and barriers are reused."""
