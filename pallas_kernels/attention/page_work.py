@@ -1,0 +1,92 @@
+"""Division of attention over pages among CTAs, by the lengths that the sequences have at run time.
+
+The work is a list of blocks of keys: those of the first tile of rows of the first sequence, of its next
+tile, and so on to the last sequence. Each CTA takes as many consecutive blocks, whatever they belong to,
+so that one long sequence keeps no CTA busy alone. What a CTA computes for one tile of rows is a part of
+that tile; since both are in order, part number (CTA + tile) is of no other CTA and tile.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention.logits import Operands
+from pallas_kernels.attention.mask import BlockMask, Extent, Index
+
+
+class Plan(NamedTuple):
+    """Arrays that say where each sequence's and each CTA's work begins; in a kernel, references."""
+
+    starts: Any
+    """[B + 1] int32: the blocks before each sequence, and all blocks."""
+    first: Any
+    """[CTAs + 1] int32: the sequence in which each CTA begins; at most B - 1."""
+
+
+class Place(NamedTuple):
+    """A block in the list."""
+
+    sequence: jax.Array
+    unit: jax.Array
+    """Tile of rows within its sequence, of all key heads."""
+    block: jax.Array
+    """Number of the block among those that the unit visits."""
+    blocks: jax.Array
+    """Blocks that each unit of this sequence visits."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Static sizes of the division."""
+
+    ctas: int
+    units: int
+    """Tiles of rows of a sequence, of all key heads."""
+    key_block: int
+
+    def blocks(self, mask: BlockMask, extent: Extent) -> tuple[Index, jax.Array]:
+        """Returns the first block that a sequence visits, and how many it visits, at least one.
+
+        A sequence without keys visits a block that is masked, so that every unit has a part.
+        """
+        blocks = mask.key_blocks((0, mask.query_count), self.key_block, extent)
+        count = jnp.asarray(blocks.stop, jnp.int32) - jnp.asarray(blocks.start, jnp.int32)
+        return blocks.start, jnp.maximum(count, 1)
+
+    def plan(self, mask: BlockMask, operands: Operands, batch: int) -> Plan:
+        """Returns the plan for the lengths in `operands`, in XLA."""
+
+        def blocks(sequence: jax.Array) -> jax.Array:
+            return self.blocks(mask, operands.extent(mask, sequence))[1]
+
+        counts = jax.vmap(blocks)(jnp.arange(batch, dtype=jnp.int32))
+        ends = self.units * jnp.cumsum(counts, dtype=jnp.int32)
+        begin = self.quota(ends[-1]) * jnp.arange(self.ctas + 1, dtype=jnp.int32)
+        first = jnp.sum(ends[None] <= begin[:, None], axis=1, dtype=jnp.int32)
+        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+        return Plan(starts, jnp.minimum(first, batch - 1))
+
+    def quota(self, total: jax.Array) -> jax.Array:
+        """Returns how many blocks a CTA takes."""
+        return lax.div(total + (self.ctas - 1), jnp.int32(self.ctas))
+
+    def place(self, plan: Plan, number: jax.Array, sequence: jax.Array) -> Place:
+        """Returns the place of a block, given its sequence or the one before it, in a kernel."""
+        sequence += (number >= plan.starts[sequence + 1]).astype(jnp.int32)
+        start = plan.starts[sequence]
+        blocks = lax.div(plan.starts[sequence + 1] - start, jnp.int32(self.units))
+        within = number - start
+        return Place(sequence, lax.div(within, blocks), lax.rem(within, blocks), blocks)
+
+    def parts(self, plan: Plan, sequence: jax.Array, unit: jax.Array) -> tuple[Index, Index]:
+        """Returns the numbers of a unit's parts as a range, in a kernel."""
+        total = plan.starts[plan.starts.shape[0] - 1]
+        quota = self.quota(total)
+        start = plan.starts[sequence]
+        blocks = lax.div(plan.starts[sequence + 1] - start, jnp.int32(self.units))
+        begin = start + unit * blocks
+        number = sequence * self.units + unit
+        return number + lax.div(begin, quota), number + lax.div(begin + blocks - 1, quota) + 1

@@ -1,0 +1,550 @@
+"""Attention on Hopper for few queries, forward, over keys and values in pages.
+
+As in `split_keys`, the rows of a CTA are the queries of all heads that share a key head, and a second
+kernel (`merge_parts`) merges the parts. Here the blocks of keys are copied page by page, through the
+sequence's row of the page table, and `page_work` divides them among CTAs by the lengths at run time, so
+that a program serves sequences of any lengths. A CTA works through the parts of several tiles of rows;
+the copies for the next one start before the last one is done.
+
+A cache in one piece is a single page for each sequence, as long as the cache.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hopper
+from pallas_kernels.attention import memory
+from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands
+from pallas_kernels.attention.mask import Extent
+from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix
+from pallas_kernels.attention.merge_parts import merge
+from pallas_kernels.attention.packing import PackedTile, Packing
+from pallas_kernels.attention.page_work import Division, Place, Plan
+from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.softmax import Softmax, Weighing, across
+from pallas_kernels.hopper import ALLOCATION_BYTES, BARRIER_BYTES, SHARED_MEMORY_BYTES
+
+Layout = Literal["KPSH", "PSKH"]
+MOST_QUERIES = 64
+"""New tokens of a sequence: more would take more than a tile of rows for each query head."""
+
+
+class Pages(NamedTuple):
+    """Pools of pages in global memory, and the table of pages."""
+
+    key: Any
+    """[P, S, K, H] or [K, P, S, H], or [P, S, 2 K, H] with keys at even heads and values at odd ones."""
+    value: Any
+    """Likewise with V columns; None where `key` has both."""
+    table: Any
+    """[B, n] int32: the pages of each sequence in order. Other ids than 0 to P - 1 read zeros."""
+
+    def sizes(self, layout: Layout) -> "Sizes":
+        value = self.key if self.value is None else self.value
+        heads = self.key.shape[0 if layout == "KPSH" else 2]
+        return Sizes(
+            layout,
+            pages=self.key.shape[1 if layout == "KPSH" else 0],
+            page_size=self.key.shape[2 if layout == "KPSH" else 1],
+            key_heads=heads if self.value is not None else heads // 2,
+            head_size=self.key.shape[-1],
+            value_size=value.shape[-1],
+            most_pages=self.table.shape[1],
+            is_combined=self.value is None,
+        )
+
+
+class Sizes(NamedTuple):
+    """Sizes of `Pages`."""
+
+    layout: Layout
+    pages: int
+    page_size: int
+    key_heads: int
+    head_size: int
+    value_size: int
+    most_pages: int
+    """Pages that a sequence has at most."""
+    is_combined: bool
+
+    def shape(self, query: Any) -> Shape:
+        batch, query_count, heads, _ = query.shape
+        keys = self.most_pages * self.page_size
+        return Shape(
+            batch, query_count, keys, heads, self.key_heads, self.head_size, self.value_size
+        )
+
+    def pieces(self, key_block: int) -> int:
+        """Returns how many copies a block of keys takes, each of rows of one page."""
+        return 1 if self.most_pages == 1 else max(1, key_block // self.page_size)
+
+    def fits(self, key_block: int) -> bool:
+        """Whether blocks and pages hold whole numbers of one another."""
+        size = self.page_size
+        return self.most_pages == 1 or size % key_block == 0 or key_block % size == 0
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtype: Any,
+    query_count: int,
+    sizes: Sizes,
+    kept_dtype: Any,
+) -> str | None:
+    """Returns None if the kernel can run, else the rule that rejects the call."""
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if dtype not in (jnp.bfloat16, jnp.float16) or kept_dtype != dtype:
+        return f"queries and pages must both be bfloat16 or float16, got {dtype} and {kept_dtype}"
+    for size in (sizes.head_size, sizes.value_size):
+        if size % 8 or not 8 <= size <= 256:
+            return f"head sizes must be multiples of 8 up to 256, got {size}"
+    if not 1 <= query_count <= MOST_QUERIES:
+        return f"a sequence must have from 1 to {MOST_QUERIES} queries, got {query_count}"
+    if 0 in sizes[1:-1]:
+        return "there must be pages and heads"
+    size = sizes.page_size
+    if not sizes.fits(64) or (sizes.most_pages > 1 and size % 8):
+        return f"pages must hold 8, 16, 32 or a multiple of 64 tokens, got {size}"
+    return None
+
+
+@dataclass(frozen=True)
+class PagedConfig:
+    """Division of the work: each CTA has 64 rows at a time."""
+
+    key_block: int = 64
+    stages: int = 2
+    """Pipeline stages of K, and also of V: blocks of keys that shared memory holds."""
+    ctas_per_multiprocessor: int = 2
+
+    def __post_init__(self):
+        if self.key_block not in (64, 128):
+            raise ValueError(f"key_block must be 64 or 128, got {self.key_block}")
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1, got {self.stages}")
+
+    def ctas(self, shape: Shape, multiprocessors: int) -> int:
+        """Returns how many CTAs the GPU holds at once, or as many as there may be blocks."""
+        units = shape.batch * shape.key_heads * Packing.of(shape).tiles
+        most = units * -(-shape.key_count // self.key_block)
+        return min(most, self.ctas_per_multiprocessor * max(1, multiprocessors))
+
+    def columns(self, sizes: Sizes) -> tuple[Columns, Columns, Columns]:
+        """Returns the layouts of Q, K and V."""
+        copied = (sizes.page_size,)
+        head = Columns.of(sizes.head_size, copied)
+        query = Columns.in_blocks(sizes.head_size)
+        if head.widths != query.widths and head.swizzled != memory.SWIZZLED_COLUMNS:
+            head = query
+        return query, head, Columns.of(sizes.value_size, copied, self.key_block)
+
+    def shared_bytes(self, sizes: Sizes) -> int:
+        """Returns the bytes of shared memory, with a reserve for barriers."""
+        query, head, value = self.columns(sizes)
+        kept = self.stages * self.key_block
+        count = query.bytes(WGMMA_ROWS) + head.bytes(kept) + value.bytes(kept)
+        return count + 2 * _columns_of_output(sizes).bytes(WGMMA_ROWS) + BARRIER_BYTES
+
+    def fits(self, sizes: Sizes) -> bool:
+        # Each CTA of an SM takes one allocation unit in addition to the memory that it may use.
+        room = (SHARED_MEMORY_BYTES + ALLOCATION_BYTES) // self.ctas_per_multiprocessor
+        return sizes.fits(self.key_block) and self.shared_bytes(sizes) <= room - ALLOCATION_BYTES
+
+
+def _columns_of_output(sizes: Sizes) -> Columns:
+    """Returns the layout of the output in float32, where a swizzle has half as many columns."""
+    return Columns.in_blocks(sizes.value_size, memory.SWIZZLED_COLUMNS // 2)
+
+
+def candidates(sizes: Sizes) -> tuple[PagedConfig, ...]:
+    """Returns the configs worth trying, all of them legal, the best guess first."""
+    widest = max(sizes.head_size, sizes.value_size)
+    shapes = [dict(stages=2), dict(stages=3, ctas_per_multiprocessor=1)]
+    if widest <= memory.SWIZZLED_COLUMNS:
+        shapes = [dict(ctas_per_multiprocessor=3), dict(stages=3), dict(key_block=128), *shapes]
+    elif widest > 2 * memory.SWIZZLED_COLUMNS:
+        shapes = [dict(stages=n, ctas_per_multiprocessor=1) for n in (3, 2)]
+    configs = (PagedConfig(**options) for options in shapes)
+    return tuple(config for config in configs if config.fits(sizes))
+
+
+def forward(
+    query: jax.Array,
+    pages: Pages,
+    operands: Operands,
+    *,
+    layout: Layout,
+    logits: Logits,
+    multiprocessors: int,
+    config: PagedConfig | None = None,
+) -> jax.Array:
+    """Returns the output [B, T, N, V] of queries [B, T, N, H].
+
+    `operands` may have sinks, lengths of queries and keys, and the offset of the queries. Rows without a
+    visible key are 0.
+    """
+    sizes = pages.sizes(layout)
+    config = config or candidates(sizes)[0]
+    shape = sizes.shape(query)
+    packing = Packing.of(shape)
+    units = shape.key_heads * packing.tiles
+    division = Division(config.ctas(shape, multiprocessors), units, config.key_block)
+    plan = division.plan(logits.mask, operands, shape.batch)
+    kernel = _Paged(sizes, shape, query.dtype, logits, config, packing, division)
+    lengths = operands._replace(sinks=None)
+    optional = {name: x for name, x in lengths._asdict().items() if x is not None}
+    pools = (pages.key,) if pages.value is None else (pages.key, pages.value)
+
+    def run(q_gmem, table, starts, first, *refs, **shared):
+        *refs, out_gmem, lse_gmem = refs
+        pools, refs = refs[: len(kernel.pools)], refs[len(kernel.pools) :]
+        ops = Operands(**dict(zip(optional, refs, strict=True)))
+        plan = Plan(starts, first)
+        kernel(_Cta(Heads(q_gmem), pools, table, plan, ops, (out_gmem, lse_gmem), shared))
+
+    parts = plgpu.kernel(
+        run,
+        out_type=kernel.results(),
+        scratch_types=kernel.memory(),
+        grid=(division.ctas,),
+        grid_names=("cta",),
+        num_threads=1,
+        thread_name="wg",
+        kernel_name="attention_paged_forward",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(packing.queries(query), pages.table, *plan, *pools, *optional.values())
+    merged = merge(*parts, plan, operands, division, packing, shape, query.dtype)
+    rows = merged.reshape(shape.batch, shape.key_heads, -1, shape.value_size)
+    return packing.unpacked(rows[:, :, : packing.rows])
+
+
+class _Cta(NamedTuple):
+    """References of a CTA."""
+
+    queries: Heads
+    pools: tuple[Any, ...]
+    table: Any
+    plan: Plan
+    operands: Operands
+    results: tuple[Any, Any]
+    """Outputs of all parts and their log-sum-exp in global memory."""
+    shared: dict[str, Any]
+    """Buffers of shared memory and barriers, by name."""
+
+    def full(self, name: str, slot: Any) -> Any:
+        """Returns the barrier on which the copies to a slot of "k" or "v" arrive."""
+        return self.shared[f"{name}_full"].at[slot]
+
+
+class _Work(NamedTuple):
+    """Blocks of a CTA."""
+
+    begin: jax.Array
+    stop: jax.Array
+
+
+class _Rows(NamedTuple):
+    """The tile of rows of a part."""
+
+    batch_idx: jax.Array
+    key_head: jax.Array
+    start: jax.Array
+    """Index of the first row."""
+
+
+@dataclass(frozen=True)
+class _Paged:
+    """The kernel: its static parameters, its layout of shared memory, and the work of a CTA."""
+
+    sizes: Sizes
+    shape: Shape
+    dtype: Any
+    logits: Logits
+    config: PagedConfig
+    packing: Packing
+    division: Division
+
+    @property
+    def pools(self) -> tuple[int, ...]:
+        """The operand that has the keys, and the one that has the values."""
+        return (0,) if self.sizes.is_combined else (0, 1)
+
+    @property
+    def pieces(self) -> int:
+        return self.sizes.pieces(self.config.key_block)
+
+    @property
+    def part_rows(self) -> int:
+        """Rows that are kept of a part."""
+        return min(WGMMA_ROWS, self.packing.rows)
+
+    def memory(self) -> dict[str, Any]:
+        query, head, value = self.config.columns(self.sizes)
+        block, stages, dtype = self.config.key_block, self.config.stages, self.dtype
+        out = _columns_of_output(self.sizes)
+
+        def full(columns: Columns) -> Any:
+            return plgpu.Barrier(num_arrivals=columns.count * self.pieces, num_barriers=stages)
+
+        return dict(
+            q_smem=query.memory((), WGMMA_ROWS, dtype),
+            k_smem=head.memory((stages,), block, dtype),
+            v_smem=value.memory((stages,), block, dtype),
+            out_smem=out.memory((), WGMMA_ROWS, jnp.float32),
+            q_full=plgpu.Barrier(num_arrivals=query.count),
+            k_full=full(head),
+            v_full=full(value),
+        )
+
+    def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        parts = self.division.ctas + self.shape.batch * self.division.units
+        return (
+            jax.ShapeDtypeStruct((parts, self.part_rows, 1, self.shape.value_size), jnp.float32),
+            jax.ShapeDtypeStruct((parts, WGMMA_ROWS), jnp.float32),
+        )
+
+    def __call__(self, cta: _Cta) -> None:
+        number = lax.axis_index("cta")
+        starts = cta.plan.starts
+        total = starts[starts.shape[0] - 1]
+        quota = self.division.quota(total)
+        work = _Work(jnp.minimum(number * quota, total), jnp.minimum((number + 1) * quota, total))
+        first, last = cta.plan.first[number], cta.plan.first[number + 1]
+        pl.when(work.begin < work.stop)(
+            lambda: self.copy_queries(cta, self.division.place(cta.plan, work.begin, first))
+        )
+        ahead = first
+        for i in range(self.config.stages):
+            place = self.ahead(cta, work, work.begin + i, ahead)
+            self.copy("k", cta, work, i, place)
+            self.copy("v", cta, work, i, place)
+            ahead = place.sequence
+
+        def visit(_, carry):
+            return self.visit(cta, work, *carry)
+
+        units = self.units(cta, work, first, last)
+        lax.fori_loop(0, units, visit, (work.begin, first, ahead))
+        plgpu.wait_smem_to_gmem(0)
+
+    def units(self, cta: _Cta, work: _Work, first: jax.Array, last: jax.Array) -> jax.Array:
+        """Returns how many units a CTA works at, given the sequences of its first and its next block."""
+        begin = jnp.minimum(work.begin, work.stop - 1)
+        start = self.division.place(cta.plan, begin, first)
+        stop = self.division.place(cta.plan, work.stop - 1, jnp.maximum(last - 1, first))
+        units = self.division.units
+        count = (stop.sequence - start.sequence) * units + stop.unit - start.unit + 1
+        return jnp.where(work.begin < work.stop, count, 0)
+
+    def rows(self, place: Place) -> _Rows:
+        tiles = jnp.int32(self.packing.tiles)
+        return _Rows(
+            place.sequence,
+            lax.div(place.unit, tiles),
+            lax.rem(place.unit, tiles) * WGMMA_ROWS,
+        )
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def copy_queries(self, cta: _Cta, place: Place) -> None:
+        batch_idx, key_head, start = self.rows(place)
+        batch_idx, head_idx = self.packing.place(batch_idx, key_head)
+        queries = Matrix.of(cta.shared["q_smem"])
+        queries.fill(cta.queries, batch_idx, start, head_idx, cta.shared["q_full"])
+
+    def ahead(self, cta: _Cta, work: _Work, number: jax.Array, sequence: jax.Array) -> Place:
+        """Returns the place of a block that will be copied, or of the last one."""
+        return self.division.place(cta.plan, jnp.minimum(number, work.stop - 1), sequence)
+
+    def copy(self, name: str, cta: _Cta, work: _Work, i: int | jax.Array, place: Place) -> None:
+        """Starts the copies of the keys or the values of the CTA's block i, if there is one."""
+        slot = self.slot(i)
+
+        def copy():
+            extent = cta.operands.extent(self.logits.mask, place.sequence)
+            first, _ = self.division.blocks(self.logits.mask, extent)
+            start = (first + place.block) * self.config.key_block
+            key_head = self.rows(place).key_head
+            rows = self.config.key_block // self.pieces
+            for piece in range(self.pieces):
+                page, row = self.page(cta, extent, place.sequence, start + piece * rows)
+                part = self.matrix(name, cta, slot)
+                part = part if self.pieces == 1 else part.rows(piece * rows, rows)
+                self.fill(name, cta, part, page, row, key_head, cta.full(name, slot))
+
+        pl.when(work.begin + i < work.stop)(copy)
+
+    def page(
+        self, cta: _Cta, extent: Extent, sequence: jax.Array, token: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the page that has a token, and the token's place in it.
+
+        The page of a token past the sequence's end is beyond the pool, where copies read zeros.
+        """
+        if self.sizes.most_pages == 1:
+            return cta.table[sequence, 0], token
+        size = jnp.int32(self.sizes.page_size)
+        number = jnp.minimum(lax.div(token, size), jnp.int32(self.sizes.most_pages - 1))
+        page = jnp.where(token < extent.key_length, cta.table[sequence, number], self.sizes.pages)
+        return page, lax.rem(token, size)
+
+    def fill(
+        self,
+        name: str,
+        cta: _Cta,
+        matrix: Matrix,
+        page: jax.Array,
+        row: jax.Array,
+        key_head: jax.Array,
+        barrier: Any,
+    ) -> None:
+        """Starts the copies of rows of a page, each of which arrives at the barrier."""
+        is_value = name == "v"
+        pool, head = cta.pools[self.pools[-1] if is_value else 0], key_head
+        if self.sizes.is_combined:
+            head = 2 * key_head + int(is_value)
+        first = 0
+        for copied in matrix.copied:
+            count, width = copied.shape
+            # Traced indices, unlike static ones, may lie beyond the end of an array.
+            rows, columns = pl.ds(row, count), pl.ds(row * 0 + first, width)
+            index = (page, rows, head, columns)
+            if self.sizes.layout == "KPSH":
+                index = (head, page, rows, columns)
+            plgpu.copy_gmem_to_smem(pool.at[index], copied, barrier)
+            first += width
+
+    def slot(self, i: int | jax.Array) -> int | jax.Array:
+        return i if isinstance(i, int) else lax.rem(i, jnp.int32(self.config.stages))
+
+    def matrix(self, name: str, cta: _Cta, slot: Any) -> Matrix:
+        return Matrix.of(cta.shared[f"{name}_smem"], slot)
+
+    # --- products ---------------------------------------------------------------------------------
+
+    def visit(
+        self, cta: _Cta, work: _Work, number: jax.Array, sequence: jax.Array, ahead: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Computes a part, which begins with a block of the list, and returns where the next begins."""
+        place = self.division.place(cta.plan, number, sequence)
+        count = jnp.minimum(place.blocks - place.block, work.stop - number)
+        plgpu.barrier_wait(cta.shared["q_full"])
+
+        def block(n, carry):
+            return self.block(cta, work, place, number, n, count, *carry)
+
+        value = self.config.columns(self.sizes)[2]
+        carry = ahead, value.zeros(), Softmax.start()
+        ahead, out, softmax = lax.fori_loop(0, count, block, carry)
+        self.write(cta, place, out, softmax)
+        return number + count, place.sequence, ahead
+
+    def block(
+        self,
+        cta: _Cta,
+        work: _Work,
+        place: Place,
+        number: jax.Array,
+        n: jax.Array,
+        count: jax.Array,
+        ahead: jax.Array,
+        out: list[jax.Array],
+        softmax: Softmax,
+    ) -> tuple[jax.Array, list[jax.Array], Softmax]:
+        """Adds block n of a part to the output and to the softmax."""
+        block, i = self.config.key_block, number - work.begin + n
+        slot, later = self.slot(i), i + self.config.stages
+        next_place = self.ahead(cta, work, work.begin + later, ahead)
+        plgpu.barrier_wait(cta.full("k", slot))
+
+        def logits_products(acc):
+            self.multiply_queries(acc, cta, self.matrix("k", cta, slot))
+            return acc[...]
+
+        acc = plgpu.ACC((WGMMA_ROWS, block), jnp.float32)
+        products = pl.run_scoped(logits_products, acc)
+        self.copy("k", cta, work, later, next_place)
+
+        @pl.when((n + 1 == count) & (number + count < work.stop))
+        def _():
+            self.copy_queries(cta, self.division.place(cta.plan, number + count, place.sequence))
+
+        rows = self.rows(place)
+        mask = self.logits.mask
+        extent = cta.operands.extent(mask, place.sequence)
+        blocks = mask.key_blocks((0, mask.query_count), block, extent)
+        key_block = blocks.start + place.block + n
+        is_partial: bool | jax.Array = False
+        if not mask.is_always_full(WGMMA_ROWS, block):
+            is_partial = (key_block < blocks.full_start) | (key_block >= blocks.full_stop)
+        tile = PackedTile(
+            rows.batch_idx,
+            rows.key_head,
+            rows.start,
+            key_block * block,
+            (WGMMA_ROWS, block),
+            packing=self.packing,
+        )
+        weighing = Weighing(self.logits, self.dtype)
+        weights, softmax, decay = weighing(
+            products, tile, cta.operands, extent, is_partial, softmax
+        )
+        plgpu.barrier_wait(cta.full("v", slot))
+
+        def value_products(accs):
+            for acc, columns in zip(accs, out, strict=True):
+                acc[...] = columns * across(decay, columns.shape)
+            memory.multiply(accs, weights, self.matrix("v", cta, slot))
+            return memory.load_accumulators(accs)
+
+        value = self.config.columns(self.sizes)[2]
+        out = pl.run_scoped(value_products, value.accumulators())
+        self.copy("v", cta, work, later, next_place)
+        return next_place.sequence, out, softmax
+
+    def multiply_queries(self, accumulator: Any, cta: _Cta, keys: Matrix) -> None:
+        """Adds Q K^T to the accumulator."""
+        queries = Matrix.of(cta.shared["q_smem"])
+        if len(queries.operands) != len(keys.operands):
+            # One block of columns, which copies fill by tiles, as the blocks that the queries have.
+            [whole], first, blocks = keys.operands, 0, []
+            for operand in queries.operands:
+                blocks.append(whole.at[:, pl.ds(first, operand.shape[1])])
+                first += operand.shape[1]
+            keys = Matrix(tuple(blocks), keys.copied)
+        memory.multiply_transposed(accumulator, queries, keys)
+
+    # --- results ----------------------------------------------------------------------------------
+
+    def write(self, cta: _Cta, place: Place, out: list[jax.Array], softmax: Softmax) -> None:
+        """Stores the output over this part of the keys, and its log-sum-exp in base 2."""
+        total = jnp.sum(softmax.total, axis=1)
+        empty = total == 0.0
+        lse = jnp.where(empty, EMPTY_LSE, softmax.maximum + jnp.log2(total))
+        inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
+        out_gmem, lse_gmem = cta.results
+        units = place.sequence * self.division.units + place.unit
+        part = lax.axis_index("cta") + units
+        lse_gmem[part] = lse
+        staged = Matrix.of(cta.shared["out_smem"])
+        # The copy of the previous part may still read this memory.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged.store(self.narrow([block * across(inverse, block.shape) for block in out]))
+        staged.write(Heads(out_gmem), part, part * 0, part * 0)
+
+    def narrow(self, blocks: list[jax.Array]) -> list[jax.Array]:
+        """Cuts a product's blocks of columns into the narrower ones of the output's memory."""
+        pieces = []
+        for block in blocks:
+            for first in range(0, block.shape[1], memory.SWIZZLED_COLUMNS // 2):
+                pieces.append(block[:, first : first + memory.SWIZZLED_COLUMNS // 2])
+        return pieces
