@@ -1,4 +1,4 @@
-"""The predicted time of a convolution in a kernel with a config; `cudnn_cost` has XLA's program.
+"""The predicted time of a convolution in a kernel with a config.
 
 As in `pallas_kernels.gemm.cost`: few terms, each with a reason, and constants for one device.
 """

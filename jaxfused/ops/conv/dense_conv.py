@@ -131,7 +131,7 @@ def left_to_xla(
     """Returns why a call that names no implementation is XLA's, or None if a kernel may be faster.
 
     The window of `options` is what `simplified` makes of `window`; x and w are rewritten too. Each stage
-    later runs what is predicted to be faster for it.
+    later runs what is expected to be faster for it.
     """
     dense = options.window
     if dense.is_pointwise:
@@ -145,12 +145,13 @@ def left_to_xla(
             f" {_LEAST_JOINED_PIXELS} pixels, and there are {features} features and {pixels} pixels"
         )
         return run.left_to_xla(why, stages(options, x, w, bias, residual))
-    # The prediction is that for the convolution alone.
-    for stage, operands in stages(Options(dense, None, None), x, w, None, None):
-        if run.choice(stage, *operands).implementation != "xla":
-            return None
-    why = "cuDNN is predicted to be faster at a convolution of this shape and at its gradients"
-    return run.left_to_xla(why, stages(options, x, w, bias, residual))
+    choices = [
+        run.choice(stage, *operands) for stage, operands in stages(options, x, w, bias, residual)
+    ]
+    if any(choice.implementation != "xla" for choice in choices):
+        return None
+    why = "cuDNN is faster at a convolution of this shape and at its gradients"
+    return LeftToXla(why, choices)
 
 
 def stages(options: "Options", x: Any, w: Any, bias: Any, residual: Any) -> Iterator[Stage]:

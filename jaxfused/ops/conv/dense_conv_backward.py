@@ -9,32 +9,30 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
+from jaxfused.ops.conv import dense_conv_regimes
 from jaxfused.ops.conv.dense_conv_forward import (
     Letters,
     Options,
-    Timed,
+    Windowed,
     call_of,
-    cudnn_time,
     reference,
     why_unsupported,
 )
 from jaxfused.runtime.estimate import Estimate, Rule
-from jaxfused.runtime.product_choice import Passes, xla_time
+from jaxfused.runtime.product_choice import UNMODELLED, Passes, is_modelled, xla_time
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.rectified import masked_gradient
 from jaxfused.runtime.runner import Axes, Results
 from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 from pallas_kernels.conv import conv as pallas_conv
-from pallas_kernels.conv import cudnn_cost
 from pallas_kernels.conv import strided as pallas_strided
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
 from pallas_kernels.conv.window import Window
-from pallas_kernels.gemm.xla_cost import xla_pass
 
 
 @dataclass(frozen=True)
-class InputGradient(Timed):
+class InputGradient(Windowed):
     """Computes (dx,) [B, *spatial, C] from dz and w: dgrad."""
 
     window: Window
@@ -50,7 +48,8 @@ class InputGradient(Timed):
         # Partial sums over split features would be rounded before they are added.
         return Axes((letters.result, letters.weights), (letters.images,), whole=letters.whole + "f")
 
-    def _call(self, device, dz, w) -> pallas_conv.ConvCall:
+    def call(self, device, dz, w, *others) -> pallas_conv.ConvCall:
+        """Returns the kernel's call."""
         if self.window.is_strided:
             return pallas_strided.call_of(
                 dz,
@@ -79,24 +78,18 @@ class InputGradient(Timed):
     def estimate(self, device, able: Collection[str], dz, w) -> Estimate:
         if self.window.is_pointwise:
             return Rule(("xla",), "nothing is fused with the product")
-        return super().estimate(device, able, dz, w)
-
-    def times(self, device, dz, w) -> Mapping[str, float]:
-        call = self._call(device, dz, w)
-        ours = pallas_conv.predicted_time(call, written_bytes=dz.dtype.itemsize)
-        if not self.window.is_strided:
-            return {"pallas": ours, "xla": cudnn_time(call)}
-        arranged = xla_pass(math.prod(w.shape), 4 * dz.dtype.itemsize)
-        multiplications = math.prod(dz.shape[:-1]) * math.prod(w.shape)
-        return {
-            "pallas": ours + arranged,
-            "xla": cudnn_cost.strided_input_gradient(multiplications, w.shape[-2]),
-        }
+        if not self.window.is_strided or "pallas" not in able:
+            return super().estimate(device, able, dz, w)
+        products = math.prod(dz.shape[:-1]) * math.prod(w.shape)
+        why = dense_conv_regimes.why_strided_cudnn(products, w.shape[-2])
+        if why is not None:
+            return Rule(("xla",), why)
+        return Rule(("pallas",), f"the kernel makes blocks of dx, of {products:.0e} products")
 
     def configs(self, implementation: str, device: dispatch.Device, dz, w) -> Sequence[Hashable]:
         if implementation != "pallas":
             return ()
-        return pallas_conv.fitting(self._call(device, dz, w), written_bytes=dz.dtype.itemsize)
+        return pallas_conv.fitting(self.call(device, dz, w), written_bytes=dz.dtype.itemsize)
 
     def run(self, implementation, device, dz, w, config=None) -> Results:
         if implementation == "pallas" and self.window.is_strided:
@@ -135,7 +128,7 @@ class InputGradient(Timed):
 
 
 @dataclass(frozen=True)
-class WeightGradient(Timed):
+class WeightGradient:
     """Computes (dw,) [*kernel, C, F] from x and dz, in float32: wgrad."""
 
     window: Window
@@ -157,12 +150,11 @@ class WeightGradient(Timed):
     def _like_w(self, x, dz) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*self.window.kernel, x.shape[-1], dz.shape[-1]), x.dtype)
 
-    def times(self, device, x, dz) -> Mapping[str, float]:
-        ours = pallas_weight_gradient.predicted_time(
-            x, dz, window=self.window, multiprocessors=device.multiprocessors
-        )
+    def estimate(self, device, able: Collection[str], x, dz) -> Estimate:
+        if "pallas" not in able:
+            return None
         call = call_of(device, self.window, x.shape[:-1], x.dtype, self._like_w(x, dz))
-        return {"pallas": ours, "xla": cudnn_time(call, of_weights=True)}
+        return dense_conv_regimes.rule(call, of_weights=True) if is_modelled(device) else UNMODELLED
 
     def configs(self, implementation: str, device: dispatch.Device, x, dz) -> Sequence[Hashable]:
         if implementation != "pallas":
@@ -192,7 +184,7 @@ class WeightGradient(Timed):
 
 
 @dataclass(frozen=True)
-class JoinedInputGradient(Timed):
+class JoinedInputGradient(Windowed):
     """Computes (dx,) from dz, w, the other part of x's gradient, and x if it is rectified.
 
     The last two may be None. It is a stage of its own, so that `InputGradient` keeps its timings.
@@ -215,17 +207,19 @@ class JoinedInputGradient(Timed):
             return {"xla": None}
         return {"xla": None, "pallas": why_unsupported(device, window.transposed(), dz, w, other)}
 
+    def call(self, device, dz, w, *others) -> pallas_conv.ConvCall:
+        """Returns the kernel's call."""
+        return self.gradient.call(device, dz, w)
+
     def times(self, device, dz, w, other, y) -> Mapping[str, float]:
-        call, streams = self.gradient._call(device, dz, w), self.streams(dz, other, y)
+        """Returns the times of a window of one weight."""
+        call, streams = self.call(device, dz, w), self.streams(dz, other, y)
         # XLA writes its gradient, which a second kernel reads with the rest.
-        moved = streams["read_bytes"] + 2 * dz.dtype.itemsize
-        if self.gradient.window.is_pointwise:
-            passes = Passes(bytes_of_element=moved)
-            xla = xla_time(device, call.as_product(**streams), passes)
-        else:
-            elements = math.prod(call.result) * call.features
-            xla = cudnn_time(call) + xla_pass(elements, moved, 0)
-        return {"pallas": pallas_conv.predicted_time(call, **streams), "xla": xla}
+        passes = Passes(bytes_of_element=streams["read_bytes"] + 2 * dz.dtype.itemsize)
+        return {
+            "pallas": pallas_conv.predicted_time(call, **streams),
+            "xla": xla_time(device, call.as_product(**streams), passes),
+        }
 
     def streams(self, dz, other, y) -> dict[str, int]:
         read = sum(a.dtype.itemsize for a in (other, y) if a is not None)
@@ -236,7 +230,7 @@ class JoinedInputGradient(Timed):
     ) -> Sequence[Hashable]:
         if implementation != "pallas":
             return ()
-        call = self.gradient._call(device, dz, w)
+        call = self.call(device, dz, w)
         return pallas_conv.fitting(call, **self.streams(dz, other, y))
 
     def run(self, implementation, device, dz, w, other, y, config=None) -> Results:

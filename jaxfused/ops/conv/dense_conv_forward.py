@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.conv import conv_xla
+from jaxfused.ops.conv import conv_xla, dense_conv_regimes
 from jaxfused.ops.linear.linear_stages import CHEAP_ACTIVATIONS
 from jaxfused.ops.norm import batch_norm_xla
 from jaxfused.runtime.activation import ARITHMETIC, SLOPE_OF_RESULT
@@ -21,7 +21,6 @@ from jaxfused.runtime.runner import Axes, Results
 from jaxfused.runtime.shapes import why_symbolic
 from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 from pallas_kernels.conv import conv as pallas_conv
-from pallas_kernels.conv import cudnn_cost
 from pallas_kernels.conv.window import Window
 from pallas_kernels.gemm.xla_cost import xla_pass
 
@@ -103,8 +102,18 @@ class Timed:
         return product_times(self.times(device, *operands)) if is_modelled(device) else UNMODELLED
 
 
+class Windowed(Timed):
+    """A stage whose kernel runs by `dense_conv_regimes`, or by `times` where it is a product."""
+
+    def estimate(self: Any, device, able: Collection[str], *operands) -> Estimate:
+        call = self.call(device, *operands)
+        if "pallas" not in able or call.window.is_pointwise or not is_modelled(device):
+            return super().estimate(device, able, *operands)
+        return dense_conv_regimes.rule(call)
+
+
 @dataclass(frozen=True)
-class Forward(Timed):
+class Forward(Windowed):
     """Computes (y, z) from x [B, *spatial, C], w [*kernel, C, F], bias and residual."""
 
     options: Options
@@ -127,23 +136,17 @@ class Forward(Timed):
         window = self.options.window
         return {"xla": None, "pallas": why_unsupported(device, window, x, w, residual)}
 
-    def times(self, device, x, w, bias, residual) -> Mapping[str, float]:
-        call = call_of(device, self.options.window, x.shape[:-1], x.dtype, w)
-        streams = self.streams(x, residual)
-        if self.options.window.is_pointwise:
-            xla = xla_time(device, call.as_product(**streams), self._passes(x, bias, residual))
-        else:
-            xla = cudnn_time(call) + self.after_cudnn(call, x, residual)
-        return {"pallas": pallas_conv.predicted_time(call, **streams), "xla": xla}
+    def call(self, device, x, w, *others) -> pallas_conv.ConvCall:
+        """Returns the kernel's call."""
+        return call_of(device, self.options.window, x.shape[:-1], x.dtype, w)
 
-    def after_cudnn(self, call: pallas_conv.ConvCall, x, residual) -> float:
-        """Returns the microseconds of the epilogue after cuDNN's convolution."""
-        elements = math.prod(call.result) * call.features
-        after = cudnn_cost.epilogue(
-            elements, x.dtype.itemsize, self.options.activation, residual=residual is not None
-        )
-        in_convolution = conv_xla.adds_in_convolution(x.dtype, residual, self.options.activation)
-        return after * _EPILOGUE_IN_CUDNN if in_convolution else after
+    def times(self, device, x, w, bias, residual) -> Mapping[str, float]:
+        """Returns the times of a window of one weight."""
+        call, streams = self.call(device, x, w), self.streams(x, residual)
+        return {
+            "pallas": pallas_conv.predicted_time(call, **streams),
+            "xla": xla_time(device, call.as_product(**streams), self._passes(x, bias, residual)),
+        }
 
     def _passes(self, x, bias, residual) -> Passes:
         """Returns the kernels after XLA's product of a window of one weight."""
@@ -200,7 +203,7 @@ class Forward(Timed):
 
 
 @dataclass(frozen=True)
-class ForwardOfTwo(Timed):
+class ForwardOfTwo(Windowed):
     """Computes `Forward` of x in two arrays: a kernel reads both, XLA concatenates them."""
 
     alone: Forward
@@ -214,7 +217,8 @@ class ForwardOfTwo(Timed):
         two = Letters(first.ndim - 2).two_images
         return axes._replace(operands=(*two, *axes.operands[1:]))
 
-    def _call(self, device, first, w) -> pallas_conv.ConvCall:
+    def call(self, device, first, second, w, *others) -> pallas_conv.ConvCall:
+        """Returns the kernel's call."""
         call = call_of(device, self.alone.options.window, first.shape[:-1], first.dtype, w)
         return replace(call, first_channels=first.shape[-1])
 
@@ -223,13 +227,14 @@ class ForwardOfTwo(Timed):
         return self.alone.why_not(device, whole, w, bias, residual)
 
     def times(self, device, first, second, w, bias, residual) -> Mapping[str, float]:
-        call, streams = self._call(device, first, w), self.alone.streams(first, residual)
-        after = self.alone.after_cudnn(call, first, residual)
+        """Returns the times of a window of one weight."""
+        call, streams = self.call(device, first, second, w), self.alone.streams(first, residual)
+        whole = jax.ShapeDtypeStruct((*first.shape[:-1], w.shape[-2]), first.dtype)
         elements = math.prod(first.shape[:-1]) * w.shape[-2]
-        after += xla_pass(elements, 2 * first.dtype.itemsize, 0)
+        concatenated = xla_pass(elements, 2 * first.dtype.itemsize, 0)
         return {
             "pallas": pallas_conv.predicted_time(call, **streams),
-            "xla": cudnn_time(call) + after,
+            "xla": self.alone.times(device, whole, w, bias, residual)["xla"] + concatenated,
         }
 
     def configs(
@@ -238,7 +243,7 @@ class ForwardOfTwo(Timed):
         if implementation != "pallas":
             return ()
         streams = self.alone.streams(first, residual)
-        return pallas_conv.fitting(self._call(device, first, w), **streams)
+        return pallas_conv.fitting(self.call(device, first, second, w), **streams)
 
     def run(self, implementation, device, first, second, w, bias, residual, config=None) -> Results:
         x = (first, second) if implementation == "pallas" else jnp.concatenate((first, second), -1)
@@ -254,7 +259,7 @@ class ForwardOfTwo(Timed):
 
 
 @dataclass(frozen=True)
-class ForwardWithStatistics(Timed):
+class ForwardWithStatistics(Windowed):
     """Computes (y, mean, variance) from x [B, *spatial, C], w [*kernel, C, F], bias and residual.
 
     Mean and variance [F] are those of y over all pixels, in float32.
@@ -277,22 +282,19 @@ class ForwardWithStatistics(Timed):
     def why_not(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
         return self._alone.why_not(device, x, w, bias, residual)
 
+    def call(self, device, x, w, *others) -> pallas_conv.ConvCall:
+        """Returns the kernel's call."""
+        return self._alone.call(device, x, w)
+
     def times(self, device, x, w, bias, residual) -> Mapping[str, float]:
-        window, itemsize = self.options.window, x.dtype.itemsize
-        call = call_of(device, window, x.shape[:-1], x.dtype, w)
-        streams = self._alone.streams(x, residual)
+        """Returns the times of a window of one weight."""
+        call, streams = self.call(device, x, w), self._alone.streams(x, residual)
         # XLA's statistics read the result once more; our kernel merges those of its tiles.
-        if window.is_pointwise:
-            read = streams["read_bytes"] + itemsize
-            passes = Passes(bytes_of_element=read + itemsize * (residual is not None))
-            xla = xla_time(device, call.as_product(**streams), passes)
-        else:
-            elements = math.prod(call.result) * call.features
-            after = xla_pass(elements, itemsize, 0) + cudnn_cost.epilogue(
-                elements, itemsize, self.options.activation, residual=residual is not None
-            )
-            xla = cudnn_time(call) + after
-        return {"pallas": pallas_conv.predicted_time(call, **streams), "xla": xla}
+        read = streams["read_bytes"] + x.dtype.itemsize * (1 + (residual is not None))
+        return {
+            "pallas": pallas_conv.predicted_time(call, **streams),
+            "xla": xla_time(device, call.as_product(**streams), Passes(bytes_of_element=read)),
+        }
 
     def configs(
         self, implementation: str, device: dispatch.Device, x, w, bias, residual
@@ -336,27 +338,6 @@ def call_of(
     )
 
 
-def cudnn_time(call: pallas_conv.ConvCall, *, of_weights: bool = False) -> float:
-    """Returns the microseconds that cuDNN takes, of wgrad if `of_weights`."""
-    pixels, itemsize = math.prod(call.result), jnp.dtype(call.dtype).itemsize
-    x_bytes = math.prod(call.sizes) * call.channels * itemsize
-    uneven = any(before != after for before, after in call.window.padding)
-    work = cudnn_cost.Work(
-        pixels,
-        call.channels,
-        call.features,
-        call.window.taps,
-        itemsize,
-        traffic=x_bytes + pixels * call.features * itemsize,
-        axes=len(call.window.kernel),
-        padded_bytes=x_bytes if uneven and not call.flipped else 0,
-        of_weights=of_weights,
-        of_input=call.flipped,
-        dilated=max(call.window.dilation) > 1,
-    )
-    return cudnn_cost.convolution(work, call.multiprocessors)
-
-
 def reference(options: Options, x, w, bias=None, residual=None, activation=None) -> jax.Array:
     """Returns the convolution by XLA, with its epilogue."""
     window = options.window
@@ -378,7 +359,3 @@ def reference(options: Options, x, w, bias=None, residual=None, activation=None)
         activation=activation,
         precision=options.precision,
     )
-
-
-_EPILOGUE_IN_CUDNN = 0.3
-"""Fraction of a pass over the result by which cuDNN's kernel takes longer if it does the epilogue."""

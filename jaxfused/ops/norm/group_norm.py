@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.norm import batch_norm_xla, group_norm_cuda, group_norm_slab_cuda, group_norm_xla
+from jaxfused.ops.norm import (
+    batch_norm_xla,
+    group_norm_cuda,
+    group_norm_regimes,
+    group_norm_slab_cuda,
+    group_norm_xla,
+)
 from jaxfused.ops.norm.group_norm_xla import values_of_a_group
 from jaxfused.ops.norm.moments import is_few
 from jaxfused.runtime import sharding
@@ -24,7 +30,7 @@ from jaxfused.runtime.checks import (
     check_shape,
     python_numbers,
 )
-from jaxfused.runtime.estimate import Estimate, Rule, Times
+from jaxfused.runtime.estimate import Estimate
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
@@ -338,20 +344,11 @@ class Forward:
         return _why_not(self.options, device, x, residual)
 
     def estimate(self, device, able, x, residual, scale, bias) -> Estimate:
-        del scale, bias
-        moved = self._moved(residual)
+        del device, residual, scale, bias
+        return group_norm_regimes.rule(self.options.op, able, x, backward=False)
 
-        def ours() -> float:
-            slab = self._slab(device, x, residual)
-            return _time_of_passes(device, x, moved) if slab is None else slab[1]
-
-        return _estimate(self.options, able, x, moved, _XLA_FORWARD, ours)
-
-    def _moved(self, residual: Any) -> "_Moved":
-        return _Moved(in_both=1, in_one=int(residual is not None), kept=1)
-
-    def _slab(self, device, x, residual) -> tuple[group_norm_slab_cuda.Config, float] | None:
-        """Returns config and microseconds of the slab kernel for [B, P, G, S], or None if slower."""
+    def _slab(self, device, x, residual) -> group_norm_slab_cuda.Config | None:
+        """Returns the config of the slab kernel for [B, P, G, S], or None if it is slower."""
         images, pixels, groups, size = x.shape
         shape = (images, pixels, groups * size, x.dtype.itemsize)
         config = group_norm_slab_cuda.config_for(
@@ -365,8 +362,8 @@ class Forward:
         time = group_norm_slab_cuda.microseconds(
             config, *shape, device.multiprocessors, groups=groups, residual=residual is not None
         )
-        faster = time < _time_of_passes(device, x, self._moved(residual))
-        return (config, time) if faster else None
+        passes = _time_of_passes(device, x, arrays=1, residual=residual is not None)
+        return config if time < passes else None
 
     def run(self, implementation, device, x, residual, scale, bias) -> Results:
         y: jax.Array
@@ -383,7 +380,7 @@ class Forward:
             y, *statistics = self._run_in_xla(*operands)
         elif (slab := self._slab(device, x, residual)) is not None:
             y, *statistics = group_norm_slab_cuda.forward(
-                *map(_channels_last, operands), **keywords, config=slab[0]
+                *map(_channels_last, operands), **keywords, config=slab
             )
         else:
             y, *statistics = group_norm_cuda.forward(
@@ -463,14 +460,8 @@ class Backward:
         return _why_not(self.options, device, x, residual)
 
     def estimate(self, device, able, dy, x, residual, *others) -> Estimate:
-        del dy, others
-        # Without an activation the gradient of the residual is dy.
-        further = int(residual is not None and self.options.activation is not None)
-        moved = _Moved(
-            in_both=2 + further, in_one=further, more_in_both=further, kept=0 if further else 2
-        )
-        ours = functools.partial(_time_of_passes, device, x, moved)
-        return _estimate(self.options, able, x, moved, _XLA_BACKWARD, ours)
+        del device, dy, residual, others
+        return group_norm_regimes.rule(self.options.op, able, x, backward=True)
 
     def run(
         self, implementation, device, dy, x, residual, mean, rstd, dmean, dvariance, scale, bias
@@ -583,40 +574,6 @@ def _merged(
 # --- choice ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Cost:
-    """Microseconds that XLA's kernels take to start, and for each megabyte of x."""
-
-    start: float
-    per_megabyte: float
-
-
-@dataclass(frozen=True)
-class _Moved:
-    """Counts of arrays of x's shape that the two passes move, on top of what they always write."""
-
-    in_both: int
-    """Arrays that both passes read."""
-    in_one: int
-    """Arrays that one pass reads or writes."""
-    more_in_both: int = 0
-    """Arrays among `in_both` that are there because of a residual."""
-    kept: int = 0
-    """Arrays among `in_both` that stay on chip where images are read once."""
-
-
-_XLA_FORWARD = {
-    "group_norm": (_Cost(4.0, 5.0), _Cost(10.0, 1.3)),
-    "batch_norm": (_Cost(4.0, 12.0), _Cost(8.5, 1.4), _Cost(15.0, 1.05)),
-}
-_XLA_BACKWARD = {
-    "group_norm": (_Cost(6.4, 4.5), _Cost(15.0, 2.6)),
-    "batch_norm": (_Cost(30.0, 1.85),),
-}
-"""The least cost of an entry counts. The first fits small images, which take less than the last one's
-start; the last fits large images, which take less per megabyte."""
-
-
 def _why_not(options: Options, device, x, residual) -> dict[str, str | None]:
     """Returns why each implementation cannot run images [B, P, G, S], forward or backward."""
     images, pixels, groups, size = x.shape
@@ -632,51 +589,20 @@ def _why_not(options: Options, device, x, residual) -> dict[str, str | None]:
     return {"cuda": reason, "pallas": why_no_pallas(options.op), "xla": None}
 
 
-def _estimate(
-    options: Options,
-    able: Collection[str],
-    x: Any,
-    moved: _Moved,
-    xla: Mapping[str, Sequence[_Cost]],
-    ours: Callable[[], float],
-) -> Estimate:
-    """Returns the times for images [B, P, G, S]; `ours` returns that of the CUDA kernels."""
-    if "cuda" not in able:
-        return None
-    if options.op == "batch_norm" and x.shape[1] <= _SUMMED_IN_A_LOOP:
-        return Rule(("xla",), f"sums over {_SUMMED_IN_A_LOOP} rows or fewer are faster in XLA")
-    megabytes = _megabytes(x)
-    more = (moved.in_one + 2 * moved.more_in_both) * _XLA_MEGABYTE
-    theirs = min(cost.start + cost.per_megabyte * megabytes for cost in xla[options.op])
-    theirs += more * megabytes
-    # Pallas, which has no kernel, keeps its place after CUDA.
-    times = dict.fromkeys(("cuda", "pallas"), ours()) | {"xla": _GAIN * theirs}
-    return Times(times, f"XLA's is {_GAIN} of the model's, which may be off by as much")
-
-
-def _time_of_passes(device: dispatch.Device, x: Any, moved: _Moved) -> float:
+def _time_of_passes(device: dispatch.Device, x: Any, *, arrays: int, residual: bool) -> float:
     """Returns the expected microseconds of the kernels that read images [B, P, G, S] once or twice."""
     images, pixels, groups, size = x.shape
-    shape = (images, pixels, groups * size, x.dtype.itemsize, moved.in_both)
+    shape = (images, pixels, groups * size, x.dtype.itemsize, arrays)
     run = dict(groups=groups, multiprocessors=device.multiprocessors)
-    kept = moved.kept if group_norm_cuda.reads_once(device.compute_capability) else 0
+    kept = arrays if group_norm_cuda.reads_once(device.compute_capability) else 0
     config = group_norm_cuda.candidates(*shape, **run, kept=kept)[0]
     time = group_norm_cuda.microseconds(config, *shape, **run)
-    return time + moved.in_one * _OUR_MEGABYTE * _megabytes(x)
+    megabytes = math.prod(x.shape) * x.dtype.itemsize / 1e6
+    return time + _MEGABYTE * megabytes * residual
 
 
-def _megabytes(x: Any) -> float:
-    return math.prod(x.shape) * x.dtype.itemsize / 1e6
-
-
-_SUMMED_IN_A_LOOP = 128
-"""Largest number of rows that a few threads of XLA sum in a loop: all passes of a gradient take 6 or 7
-us."""
-_OUR_MEGABYTE, _XLA_MEGABYTE = 0.25, 0.3
-"""Microseconds that our kernel and XLA's take to read or write a megabyte."""
-_GAIN = 0.85
-"""Largest ratio of the kernels' expected time to XLA's at which they come first. For small images the
-estimate is off by as much."""
+_MEGABYTE = 0.25
+"""Microseconds to read a megabyte of the residual."""
 
 
 def why_few(values: Any) -> str | None:

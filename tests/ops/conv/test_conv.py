@@ -1,5 +1,4 @@
 import functools
-import math
 
 import flax.linen
 import jax
@@ -16,6 +15,7 @@ from jaxfused import dispatch
 from jaxfused.ops.conv import (
     dense_conv,
     dense_conv_backward,
+    dense_conv_regimes,
     depthwise_conv,
     depthwise_conv_cuda,
     patch_expand,
@@ -24,7 +24,6 @@ from jaxfused.ops.conv.depthwise_conv_cuda import Strips, Tile, Window
 from jaxfused.runtime import cuda_library, product_choice
 from jaxfused.runtime.activation import activate
 from pallas_kernels.conv import conv as pallas_conv
-from pallas_kernels.conv import cudnn_cost
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
 from tests.cases.conv import (
     CASES,
@@ -316,9 +315,9 @@ def dense(case, implementation="pallas"):
 @pytest.mark.parametrize("kernels_are_faster", [False, True])
 def test_stages_of_a_strided_window(hopper, monkeypatch, kernels_are_faster):
     """If the model gives all stages to XLA, derivatives of every order and mode remain."""
-    cudnn = math.inf if kernels_are_faster else 0.0
-    monkeypatch.setattr(cudnn_cost, "convolution", lambda *call: cudnn)
-    monkeypatch.setattr(cudnn_cost, "strided_input_gradient", lambda *sizes: cudnn)
+    why = None if kernels_are_faster else "cuDNN is faster"
+    for name in ("why_cudnn", "why_strided_cudnn"):
+        monkeypatch.setattr(dense_conv_regimes, name, lambda *call, **of: why)
     x = jax.ShapeDtypeStruct((4, 16, 16, 64), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.bfloat16)
     f = functools.partial(jaxfused.conv, strides=2)

@@ -168,7 +168,6 @@ def test_a_norm_takes_the_gradient_as_masked(name, hopper, monkeypatch):
     """XLA computes the stages, on the path that leads to the kernels."""
     monkeypatch.setattr(jaxfused.runtime.cuda_library, "why_unavailable", lambda: None)
     monkeypatch.setattr(jaxfused.runtime.cuda_library, "architectures", lambda: ("90",))
-    monkeypatch.setattr(jaxfused.ops.norm.group_norm, "_GAIN", 0.0)
     x, residual, dy = (normal(i, 4, 3, 3, 8) for i in range(3))
     groups = {} if name == "batch_norm" else {"num_groups": 2}
 

@@ -1,0 +1,62 @@
+"""Where cuDNN is faster than the kernels of a dense convolution: static regimes, by its sizes.
+
+The thresholds come from the recorded sweeps of an H200 and an H100 (`python -m benchmarks.choice.replay`
+judges a change of them); `jaxfused.tune` measures what they leave open.
+"""
+
+import math
+
+from jaxfused.runtime.estimate import Rule
+from pallas_kernels.conv.conv import ConvCall
+
+_FEW_CHANNELS, _RATHER_FEW_CHANNELS, _FEW_FEATURES = 32, 48, 64
+"""Channels below which images, not volumes, are cuDNN's; the second with at most so many features."""
+_FEW_VALUES, _LONG_SUM = 2**16, {False: 8192, True: 4096}
+"""Values of a result up to which cuDNN, which cuts sums into parts, is faster at sums longer than this:
+of a forward, and of a dgrad, whose weights XLA need not transpose."""
+_STRIDED_CHANNELS, _STRIDED_PRODUCTS = 64, 6e8
+"""Channels of the picture, and multiplications, above which dgrad of a strided window is cuDNN's."""
+
+
+def rule(call: ConvCall, *, of_weights: bool = False) -> Rule:
+    """Returns which of Pallas and XLA comes first for a window of several weights.
+
+    Args:
+      call: the convolution, or its dgrad if it is flipped.
+      of_weights: whether it is the wgrad of `call`.
+    """
+    why = why_cudnn(call, of_weights=of_weights)
+    if why is not None:
+        return Rule(("xla",), why)
+    sizes = f"{call.channels} channels, {call.features} features, {math.prod(call.result)} pixels"
+    return Rule(("pallas",), f"the kernel is faster than cuDNN at {sizes}")
+
+
+def why_strided_cudnn(products: int, channels: int) -> str | None:
+    """Returns why cuDNN is faster at dgrad of a strided window, of so many multiplications, or None."""
+    if channels <= _STRIDED_CHANNELS or products < _STRIDED_PRODUCTS:
+        return None
+    return (
+        f"cuDNN's dgrad of a strided window is faster with more than {_STRIDED_CHANNELS} channels and"
+        f" {_STRIDED_PRODUCTS:.0e} multiplications, and there are {channels} and {products:.0e}"
+    )
+
+
+def why_cudnn(call: ConvCall, *, of_weights: bool = False) -> str | None:
+    """Returns why cuDNN is faster at a convolution or a gradient of it, or None."""
+    is_dilated = max(call.window.dilation) > 1
+    if of_weights or (call.flipped and is_dilated):
+        return None
+    channels, values = call.channels, math.prod(call.result) * call.features
+    is_volume, length = len(call.window.kernel) > 2, call.window.taps * channels
+    few = channels < _FEW_CHANNELS
+    rather_few = channels < _RATHER_FEW_CHANNELS and call.features <= _FEW_FEATURES
+    if (few or rather_few) and not is_volume:
+        return f"cuDNN is faster with fewer than {_FEW_CHANNELS} channels, and there are {channels}"
+    longest = _LONG_SUM[call.flipped]
+    if values <= _FEW_VALUES and length > longest and not (call.flipped and is_volume):
+        return (
+            f"cuDNN is faster at {_FEW_VALUES} values or fewer that are sums of more than {longest},"
+            f" and there are {values} sums of {length}"
+        )
+    return None
