@@ -22,17 +22,14 @@ from pallas_kernels.gemm import interleaved_rope
 from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul_config import CONSUMERS
 from pallas_kernels.gemm.operands import block
+from pallas_kernels.gemm.qkv_heads import STRIP, VALUES, Heads
 from pallas_kernels.gemm.tiled_product import TilePlace
 from pallas_kernels.hopper import row_of_copies
 
-STRIP = 32
-"""Features of either half that the epilogue processes at a time, where it can."""
 _ANGLES_AHEAD = 128
 """Limit on the angles of a row to read ahead, 16 bits each: for 128 rows, 64 registers of a thread."""
 ROUNDS_ANGLES = jnp.bfloat16
 """Dtype of x for which angles are rounded to float16."""
-_VALUES = 2
-"""Index of the output without norm and rotation."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +37,12 @@ class QkvEpilogue:
     """The epilogue of a launch: its static parameters and its shared memory."""
 
     product: Product
-    widths: tuple[int, ...]
-    """Columns of each output."""
-    head_size: int
-    splits_heads: bool
-    rotary_dim: int
-    interleaved: bool
-    """True if pairs are interleaved, so that one piece has both features of a pair."""
+    heads: Heads
     period: int
     """Rows after which the angles repeat."""
     bias_dtype: Any
     """Dtype of the biases; None where there are none."""
-    has_norms: tuple[bool, ...]
-    """True if there are norms of queries and of keys."""
     epsilon: float
-
-    @property
-    def whole_heads(self) -> bool:
-        return any(self.has_norms) or self.rotary_dim > 0
 
     @property
     def piece(self) -> int:
@@ -66,25 +51,23 @@ class QkvEpilogue:
     @property
     def unit(self) -> int:
         """Columns of a unit, which are stored together."""
-        if self.splits_heads:
-            return 2 * STRIP
-        return self.head_size if self.whole_heads else self.piece
+        return self.heads.unit if self.heads.finishes else self.piece
 
     @property
     def run(self) -> int:
         """Columns of a unit that are adjacent in an output."""
-        return STRIP if self.splits_heads and not self.interleaved else self.unit
+        return STRIP if self.heads.reorders else self.unit
 
     @property
     def turning(self) -> int:
         """Rotated features of a unit, which are its first ones."""
-        return min(self.rotary_dim, self.unit)
+        return min(self.heads.rotary_dim, self.unit)
 
     @property
     def turning_pieces(self) -> list[tuple[int, ...]]:
         """Indices of pieces that are rotated together: single ones, or one of each half."""
         count = self.turning // self.piece
-        if self.interleaved:
+        if self.heads.interleaved:
             return [(index,) for index in range(count)]
         return [(index, count // 2 + index) for index in range(count // 2)]
 
@@ -95,13 +78,13 @@ class QkvEpilogue:
 
     def first_column(self, output: int) -> int:
         """Returns the product's column at which an output begins."""
-        return sum(self.widths[:output])
+        return sum(self.heads.widths[:output])
 
     def first_pair(self, column: jax.Array) -> jax.Array | int:
         """Returns the index, in its head, of the first pair of the unit that begins at a column."""
-        if not self.splits_heads:
+        if not self.heads.splits:
             return 0
-        within = lax.rem(column, jnp.int32(self.head_size))
+        within = lax.rem(column, jnp.int32(self.heads.size))
         return pl.multiple_of(lax.div(within, jnp.int32(2)), STRIP)
 
     def runs(self, column: jax.Array) -> tuple[jax.Array, ...]:
@@ -109,7 +92,7 @@ class QkvEpilogue:
         if self.run == self.unit:
             return (column,)
         first = column - self.first_pair(column)
-        return first, first + self.head_size // 2
+        return first, first + self.heads.size // 2
 
     def scratch(self) -> dict[str, Any]:
         c, dtype = self.product.config, self.product.dtype
@@ -124,7 +107,7 @@ class QkvEpilogue:
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory per CTA."""
-        return self.product.shared_bytes(self.scratch(), sums=any(self.has_norms))
+        return self.product.shared_bytes(self.scratch(), sums=self.heads.norm)
 
     def of_tile(
         self, refs: Sequence[Any], smem: Mapping[str, Any], place: TilePlace
@@ -138,9 +121,9 @@ class _Refs:
     def __init__(self, epilogue: QkvEpilogue, refs: Sequence[Any]):
         remaining = iter(refs)
         self.bias = next(remaining) if epilogue.bias_dtype is not None else None
-        self.scales = next(remaining) if any(epilogue.has_norms) else None
-        self.table: Any = next(remaining) if epilogue.rotary_dim else None
-        self.outputs = [next(remaining) for _ in epilogue.widths]
+        self.scales = next(remaining) if epilogue.heads.norm else None
+        self.table: Any = next(remaining) if epilogue.heads.rotary_dim else None
+        self.outputs = [next(remaining) for _ in epilogue.heads.widths]
         self.projections = list(remaining)
 
 
@@ -202,8 +185,8 @@ class _HeadsOfTile:
             if self.gmem.projections:
                 yield list(enumerate(projected))
             finished: Iterable[tuple[int, jax.Array]] = enumerate(projected)
-            if launch.whole_heads:
-                if self._reads_ahead and (launch.splits_heads or not unit):
+            if launch.heads.finishes:
+                if self._reads_ahead and (launch.heads.splits or not unit):
                     angles = [self._angles(unit, s) for s in range(len(launch.turning_pieces))]
                 finished = self._finished(unit, projected, angles)
             yield list(finished)
@@ -241,7 +224,7 @@ class _HeadsOfTile:
         for output, array in enumerate(arrays):
             start = column - launch.first_column(output)
 
-            @pl.when((start >= 0) & (start < launch.widths[output]))
+            @pl.when((start >= 0) & (start < launch.heads.widths[output]))
             def _(array=array, start=start):
                 rows = pl.ds(self.place.m_start, config.tile_m)
                 runs = launch.runs(start)
@@ -268,14 +251,14 @@ class _HeadsOfTile:
         """
         launch = self.launch
         column = self.column(unit)
-        is_value = column >= launch.first_column(_VALUES)
+        is_value = column >= launch.first_column(VALUES)
         kind = (column >= launch.first_column(1)).astype(jnp.int32) + is_value.astype(jnp.int32)
         factor = None
-        if any(launch.has_norms):
+        if launch.heads.norm:
             squares = [jnp.sum(jnp.square(p.astype(jnp.float32)), axis=1) for p in projected]
-            mean_square = sum(squares[1:], squares[0]) * (1.0 / launch.head_size)
+            mean_square = sum(squares[1:], squares[0]) * (1.0 / launch.heads.size)
             factor = lax.rsqrt(mean_square + launch.epsilon)
-            for plain in (_VALUES, *(i for i, has in enumerate(launch.has_norms) if not has)):
+            for plain in launch.heads.plain:
                 factor = jnp.where(jnp.broadcast_to(kind == plain, factor.shape), 1.0, factor)
 
         def normed(index):
@@ -300,7 +283,7 @@ class _HeadsOfTile:
     ) -> Iterator[jax.Array]:
         """Yields the pieces of some pairs after their rotation, which leaves values as they are."""
         value = is_value.astype(angles[0].dtype)
-        if self.launch.interleaved:
+        if self.launch.heads.interleaved:
             yield interleaved_rope.turned(pieces[0], angles[0], value)
             return
         first, second = pieces
@@ -320,10 +303,10 @@ class _HeadsOfTile:
         first_row = lax.rem(self.place.m_start, jnp.int32(launch.period))
         rows = pl.ds(first_row, launch.product.config.tile_m)
         first_pair, within = launch.first_pair(self.column(unit)), step * launch.piece
-        if launch.interleaved:
+        if launch.heads.interleaved:
             starts = [2 * first_pair + within]
         else:
-            starts = [half + first_pair + within for half in (0, launch.rotary_dim // 2)]
+            starts = [half + first_pair + within for half in (0, launch.heads.rotary_dim // 2)]
         return [
             plgpu.load(
                 self.gmem.table.at[rows, pl.ds(start, launch.piece)],

@@ -16,7 +16,8 @@ from pallas_kernels.gemm import cost, interleaved_rope, matmul, qkv_small_m, xla
 from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import SWIZZLE_BYTES, swizzled_columns
-from pallas_kernels.gemm.qkv_epilogue import ROUNDS_ANGLES, STRIP, QkvEpilogue
+from pallas_kernels.gemm.qkv_epilogue import ROUNDS_ANGLES, QkvEpilogue
+from pallas_kernels.gemm.qkv_heads import STRIP, VALUES, Heads
 from pallas_kernels.gemm.small_m import FewRowsConfig
 from pallas_kernels.gemm.tiled_product import Block
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
@@ -29,72 +30,50 @@ _WIDEST_HEAD = 256
 
 
 def why_unsupported(
-    *,
-    compute_capability: tuple[int, int] | None,
-    dtype: Any,
-    features: int,
-    heads: int,
-    key_heads: int,
-    head_size: int,
-    norm: bool,
-    rotary_dim: int,
-    interleaved: bool,
+    *, compute_capability: tuple[int, int] | None, dtype: Any, features: int, heads: Heads
 ) -> str | None:
     """Returns None where forward and backward can run, else the rule that is broken."""
     if dtype == jnp.float32:
         return "it takes bfloat16 and float16, and x has dtype float32"
+    queries, keys, *_ = heads.widths
     reason = matmul.why_unsupported(
         compute_capability=compute_capability,
         dtypes={"x": dtype},
-        features={
-            "x": features,
-            "the queries": heads * head_size,
-            "the keys": key_heads * head_size,
-        },
+        features={"x": features, "the queries": queries, "the keys": keys},
     )
     if reason is not None:
         return reason
-    for name, size in (("queries", heads * head_size), ("keys", key_heads * head_size)):
+    for name, size in (("queries", queries), ("keys", keys)):
         if size % _GRAIN:
             return (
                 f"it takes multiples of {_GRAIN} features in all heads, and the {name} have {size}"
             )
-    if not (norm or rotary_dim):
+    if not heads.finishes:
         return None
-    if head_size > _WIDEST_HEAD:
-        return f"norm and rotation take heads of up to {_WIDEST_HEAD} features, got {head_size}"
-    rotating = ("half of the rotating", rotary_dim // 2)
-    if interleaved:
-        rotating = ("the rotating", rotary_dim)
-    for name, size in (rotating, ("the other", head_size - rotary_dim)):
+    if heads.size > _WIDEST_HEAD:
+        return f"norm and rotation take heads of up to {_WIDEST_HEAD} features, got {heads.size}"
+    rotating = ("half of the rotating", heads.rotary_dim // 2)
+    if heads.interleaved:
+        rotating = ("the rotating", heads.rotary_dim)
+    for name, size in (rotating, ("the other", heads.size - heads.rotary_dim)):
         if size % _GRAIN:
             return f"norm and rotation take multiples of {_GRAIN} features, and {name} are {size}"
     return None
 
 
-def candidates(
-    *,
-    rows: int,
-    features: int,
-    widths: Sequence[int],
-    head_size: int,
-    norm: bool,
-    rotary_dim: int,
-    interleaved: bool,
-    multiprocessors: int,
-) -> list[MatmulConfig]:
+def candidates(rows: int, features: int, heads: Heads, multiprocessors: int) -> list[MatmulConfig]:
     """Returns tiles of whole units with few columns past the end, the likely fastest first."""
-    unit = piece = math.gcd(STRIP, *widths)
-    if norm or rotary_dim:
-        unit = 2 * STRIP if _splits_heads(head_size, norm, rotary_dim) else head_size
-        turning = rotary_dim if interleaved else rotary_dim // 2
-        piece = math.gcd(STRIP, turning, head_size - rotary_dim)
+    unit = piece = math.gcd(STRIP, *heads.widths)
+    if heads.finishes:
+        unit = heads.unit
+        turning = heads.rotary_dim if heads.interleaved else heads.rotary_dim // 2
+        piece = math.gcd(STRIP, turning, heads.size - heads.rotary_dim)
     tile_m = 128 if unit <= 192 else 64
 
     widest = 192 if unit <= 192 else 256
     by_limit = {limit // unit * unit for limit in (128, widest)} - {0}
     sizes = [(4, 2), (3, 2), (4, 1), (3, 1), (2, 1)]
-    if norm:
+    if heads.norm:
         # 50432 x 768 to 3 x 12 heads of 64 with rotation: 267 us with three stages, 283 with four.
         sizes.remove((4, 2))
     configs = [
@@ -108,7 +87,7 @@ def candidates(
         for tile_n in by_limit
         for stages, write_slots in sizes
     ]
-    work = _work(rows, features, widths, norm=norm, rotary_dim=rotary_dim)
+    work = _work(rows, features, heads)
     order = {size: index for index, size in enumerate(sizes)}
 
     def time(config: MatmulConfig) -> tuple[float, int]:
@@ -123,44 +102,31 @@ def candidates(
 
 
 def fitting(
-    *,
-    rows: int,
-    features: int,
-    widths: Sequence[int],
-    head_size: int,
-    norm: bool,
-    rotary_dim: int,
-    interleaved: bool,
-    multiprocessors: int,
+    rows: int, features: int, heads: Heads, multiprocessors: int
 ) -> list[MatmulConfig | FewRowsConfig]:
     """Returns the candidates of both kernels that fit into shared memory, the default one first."""
-    whole = dict(head_size=head_size, norm=norm, rotary_dim=rotary_dim)
-    heads = whole | dict(interleaved=interleaved)
 
     def shared_bytes(config: MatmulConfig) -> int:
         """Returns the approximate bytes per CTA; `QkvEpilogue.shared_bytes` is exact."""
-        unit = config.epilogue_columns
-        if norm or rotary_dim:
-            unit = 2 * STRIP if _splits_heads(**whole) else head_size
+        unit = heads.unit if heads.finishes else config.epilogue_columns
         ring = config.stages * (config.cta_tile_m + config.tile_n) * SWIZZLE_BYTES
         stored = CONSUMERS * config.write_slots * config.tile_m * unit * 2
         vectors_and_barriers = 4 * 1024
         return ring + stored + vectors_and_barriers
 
-    work = _work(rows, features, widths, norm=norm, rotary_dim=rotary_dim)
+    work = _work(rows, features, heads)
     # Whether projections are saved is not known here: their memory is counted, and that of angles.
     most = replace(work, written_bytes=2 * work.written_bytes, read_bytes=4)
     few_rows = [
         config
-        for config in qkv_small_m.candidates(
-            work, widths=widths, multiprocessors=multiprocessors, **whole
-        )
+        for config in qkv_small_m.candidates(work, heads, multiprocessors)
         if cost.few_rows_shared_bytes(most, config) <= SHARED_MEMORY_BYTES
     ]
-    of_many = candidates(
-        rows=rows, features=features, widths=widths, multiprocessors=multiprocessors, **heads
-    )
-    of_many = [config for config in of_many if shared_bytes(config) <= SHARED_MEMORY_BYTES]
+    of_many = [
+        config
+        for config in candidates(rows, features, heads, multiprocessors)
+        if shared_bytes(config) <= SHARED_MEMORY_BYTES
+    ]
     if few_rows and cost.time(work, few_rows[0], multiprocessors) < cost.time(
         work, of_many[0], multiprocessors
     ):
@@ -169,65 +135,29 @@ def fitting(
 
 
 def predicted_time(
-    rows: int,
-    features: int,
-    widths: Sequence[int],
-    *,
-    head_size: int,
-    norm: bool,
-    rotary_dim: int,
-    interleaved: bool,
-    w_itemsize: int,
-    multiprocessors: int,
+    rows: int, features: int, heads: Heads, *, w_itemsize: int, multiprocessors: int
 ) -> float:
     """Returns the predicted microseconds of `forward` with its default config.
 
     They include XLA's conversion of weights of `w_itemsize` bytes each, or their copy into the order
     that the kernel reads. The weights are assumed to be concatenated already.
     """
-    work = _work(rows, features, widths, norm=norm, rotary_dim=rotary_dim)
-    config = fitting(
-        rows=rows,
-        features=features,
-        widths=widths,
-        head_size=head_size,
-        norm=norm,
-        rotary_dim=rotary_dim,
-        interleaved=interleaved,
-        multiprocessors=multiprocessors,
-    )[0]
+    work = _work(rows, features, heads)
+    config = fitting(rows, features, heads, multiprocessors)[0]
     time = cost.time(work, config, multiprocessors)
     if isinstance(config, FewRowsConfig):
         return time
     columns = SWIZZLE_BYTES // 2
-    reorders = config.tile_n % columns > 0 or sum(widths) % columns > 0
-    reorders = reorders or _orders_columns(head_size, norm, rotary_dim, interleaved)
+    reorders = config.tile_n % columns > 0 or sum(heads.widths) % columns > 0 or heads.reorders
     if reorders or w_itemsize != 2:
-        time += xla_cost.xla_pass(features * sum(widths), w_itemsize + 2)
+        time += xla_cost.xla_pass(features * sum(heads.widths), w_itemsize + 2)
     return time
 
 
-def _work(
-    rows: int, features: int, widths: Sequence[int], *, norm: bool, rotary_dim: int
-) -> cost.Work:
+def _work(rows: int, features: int, heads: Heads) -> cost.Work:
     # A norm or rope takes about as many instructions as an activation. `k_last` stands for a padded b.
-    arithmetic = int(norm) + int(rotary_dim > 0)
-    return cost.Work(rows, sum(widths), features, activations=arithmetic, k_last=True)
-
-
-def _splits_heads(head_size: int, norm: bool, rotary_dim: int) -> bool:
-    """Returns whether a unit is a part of a head: a strip of each half, or 64 adjacent features.
-
-    Tiles of whole heads of 128 have 128 or 256 columns: 32768 x 4096 to 48 heads 2.24 and 2.12 ms on
-    an H200, 2.06 in tiles of 192 of such units.
-    """
-    unit = 2 * STRIP
-    return not norm and head_size == rotary_dim > unit and head_size % unit == 0
-
-
-def _orders_columns(head_size: int, norm: bool, rotary_dim: int, interleaved: bool) -> bool:
-    """Returns whether `forward` reorders the columns of the weights."""
-    return _splits_heads(head_size, norm, rotary_dim) and not interleaved
+    arithmetic = int(heads.norm) + int(heads.rotary_dim > 0)
+    return cost.Work(rows, sum(heads.widths), features, activations=arithmetic, k_last=True)
 
 
 def _in_strips(columns: jax.Array, head_size: int) -> jax.Array:
@@ -264,50 +194,28 @@ def forward(
       interleaved: whether features 2 i and 2 i + 1 are a pair, else features i of both halves.
     """
     m, k = x.shape
-    widths = tuple(w.shape[1] for w in weights)
-    rotary_dim = 0 if cos is None else 2 * cos.shape[-1]
-    has_norms = [scale is not None for scale in scales]
+    heads = Heads(
+        widths=tuple(w.shape[1] for w in weights),
+        size=head_size,
+        has_norms=tuple(scale is not None for scale in scales),
+        rotary_dim=0 if cos is None else 2 * cos.shape[-1],
+        interleaved=interleaved,
+    )
     w = jnp.concatenate(weights, axis=1)
     bias = None if biases is None else jnp.concatenate(biases)
-    all_scales: list[jax.Array] = []
-    if any(has_norms):
+    all_scales = None
+    if heads.norm:
         ones = jnp.ones(head_size, jnp.float32)
         rows = [ones if s is None else s.astype(jnp.float32) + scale_offset for s in scales]
-        all_scales = [jnp.stack([*rows, ones])]
+        all_scales = jnp.stack([*rows, ones])
     if config is None:
-        config = fitting(
-            rows=m,
-            features=k,
-            widths=widths,
-            head_size=head_size,
-            norm=any(has_norms),
-            rotary_dim=rotary_dim,
-            interleaved=interleaved,
-            multiprocessors=multiprocessors,
-        )[0]
+        config = fitting(m, k, heads, multiprocessors)[0]
+    operands = (x, w, bias, all_scales, cos, sin, heads)
+    options: dict[str, Any] = dict(epsilon=epsilon, save_projections=save_projections)
     if isinstance(config, FewRowsConfig):
-        results = qkv_small_m.forward(
-            *(x, w, bias, all_scales[0] if all_scales else None, cos, sin),
-            interleaved=interleaved,
-            widths=widths,
-            has_norms=has_norms,
-            head_size=head_size,
-            epsilon=epsilon,
-            save_projections=save_projections,
-            config=config,
-        )
+        results = qkv_small_m.forward(*operands, **options, config=config)
     else:
-        results = _in_tiles(
-            *(x, w, bias, all_scales, cos, sin),
-            interleaved=interleaved,
-            widths=widths,
-            has_norms=has_norms,
-            head_size=head_size,
-            epsilon=epsilon,
-            save_projections=save_projections,
-            multiprocessors=multiprocessors,
-            config=config,
-        )
+        results = _in_tiles(*operands, **options, multiprocessors=multiprocessors, config=config)
     q, k, v, *projections = results
     return (q, k, v, *(projections or (None, None)))
 
@@ -316,14 +224,11 @@ def _in_tiles(
     x: jax.Array,
     w: jax.Array,
     bias: jax.Array | None,
-    scales: Sequence[jax.Array],
+    scales: jax.Array | None,
     cos: jax.Array | None,
     sin: jax.Array | None,
+    heads: Heads,
     *,
-    interleaved: bool,
-    widths: tuple[int, ...],
-    has_norms: Sequence[bool],
-    head_size: int,
     epsilon: float,
     save_projections: bool,
     multiprocessors: int,
@@ -331,11 +236,9 @@ def _in_tiles(
 ) -> Sequence[jax.Array]:
     """Returns the outputs of `forward` by the product of large tiles."""
     m, k = x.shape
-    rotary_dim = 0 if cos is None else 2 * cos.shape[-1]
-    splits_heads = _splits_heads(head_size, any(has_norms), rotary_dim)
-    if _orders_columns(head_size, any(has_norms), rotary_dim, interleaved):
-        w = _in_strips(w, head_size)
-        bias = None if bias is None else _in_strips(bias, head_size)
+    if heads.reorders:
+        w = _in_strips(w, heads.size)
+        bias = None if bias is None else _in_strips(bias, heads.size)
     n = w.shape[1]
     columns = swizzled_columns(x.dtype)
 
@@ -353,14 +256,9 @@ def _in_tiles(
                 b_transposed=b_transposed,
                 b_columns=n + -n % columns,
             ),
-            widths=widths,
-            head_size=head_size,
-            splits_heads=splits_heads,
-            rotary_dim=rotary_dim,
-            interleaved=interleaved,
+            heads=heads,
             period=0 if cos is None else cos.shape[0],
             bias_dtype=None if bias is None else bias.dtype,
-            has_norms=tuple(has_norms),
             epsilon=epsilon,
         )
 
@@ -372,13 +270,14 @@ def _in_tiles(
         w = jnp.pad(w, ((0, 0), (0, -n % columns)))
     tables: tuple[jax.Array, ...] = ()
     if cos is not None and sin is not None:
-        tables = (_table(cos, sin, interleaved, x.dtype, config.tile_m),)
-    saved = widths[:2] if save_projections else ()
+        tables = (_table(cos, sin, heads.interleaved, x.dtype, config.tile_m),)
+    saved = heads.widths[:VALUES] if save_projections else ()
+    vectors = [vector for vector in (bias, scales) if vector is not None]
     return epilogue.product.launch(
         (x,),
         (w,),
-        (*(() if bias is None else (bias,)), *scales, *tables),
-        out_type=[jax.ShapeDtypeStruct((m, width), x.dtype) for width in (*widths, *saved)],
+        (*vectors, *tables),
+        out_type=[jax.ShapeDtypeStruct((m, width), x.dtype) for width in (*heads.widths, *saved)],
         scratch=epilogue.scratch(),
         epilogue=epilogue.of_tile,
         name="qkv_projection",

@@ -22,6 +22,7 @@ from pallas_kernels.gemm import matmul as pallas_matmul
 from pallas_kernels.gemm import qkv_projection as pallas_qkv_projection
 from pallas_kernels.gemm.matmul import predicted_time
 from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
+from pallas_kernels.gemm.qkv_heads import Heads
 
 # --- gradient -------------------------------------------------------------------------------------
 
@@ -73,6 +74,20 @@ class Options:
         """Returns the shapes of the results of `apart`, by which an implementation is chosen."""
         return jax.eval_shape(self.apart, list(arrays))
 
+    def heads(self, *parameters: Any) -> Heads:
+        """Returns what is computed of the columns: parameters are weights, biases, scales and tables.
+
+        With weights alone, it is their product.
+        """
+        q_scale, k_scale, cos = parameters[6:9] or (None, None, None)
+        return Heads(
+            widths=tuple(math.prod(w.shape[1:]) for w in self.shapes(parameters[:3])),
+            size=self.head_size,
+            has_norms=(q_scale is not None, k_scale is not None),
+            rotary_dim=0 if cos is None else 2 * cos.shape[-1],
+            interleaved=self.interleaved,
+        )
+
     def finish(self, y, scale, cos, sin):
         """Returns grouped heads after norm and rotation by XLA."""
         heads = ungrouped(y)
@@ -117,46 +132,30 @@ class Forward:
     def configs(self, implementation, device, x, *parameters) -> Sequence[Hashable]:
         if implementation != "pallas":
             return ()
-        norm, rotary_dim = _norm_and_rotation(parameters)
         return pallas_qkv_projection.fitting(
-            rows=math.prod(x.shape[:-1]),
-            features=x.shape[-1],
-            widths=[math.prod(w.shape[1:]) for w in self.options.shapes(parameters[:3])],
-            head_size=self.options.head_size,
-            norm=norm,
-            rotary_dim=rotary_dim,
-            interleaved=self.options.interleaved,
-            multiprocessors=device.multiprocessors,
+            math.prod(x.shape[:-1]),
+            x.shape[-1],
+            self.options.heads(*parameters),
+            device.multiprocessors,
         )
 
     def why_not(self, device, x, *parameters) -> Mapping[str, str | None]:
-        norm, rotary_dim = _norm_and_rotation(parameters)
-        return _why_not(
-            device,
-            x,
-            self.options.shapes(parameters[:3]),
-            norm=norm,
-            rotary_dim=rotary_dim,
-            interleaved=self.options.interleaved,
-        )
+        return _why_not(device, x, self.options.heads(*parameters))
 
     def estimate(self, device, able, x, *parameters) -> Estimate:
-        weights = self.options.shapes(parameters[:3])
-        norm, rotary_dim = _norm_and_rotation(parameters)
-        widths = [math.prod(w.shape[1:]) for w in weights]
-        work = cost.Work(math.prod(x.shape[:-1]), sum(widths), x.shape[-1])
+        heads = self.options.heads(*parameters)
+        work = cost.Work(math.prod(x.shape[:-1]), sum(heads.widths), x.shape[-1])
         if not _is_modelled(device, x):
             return _unmodelled(device, work)
         # XLA splits the product into three, normalises two of them, and rotates their heads.
-        interleaved = self.options.interleaved
         moved = 2 * x.dtype.itemsize
-        rotated = moved * (_OF_NEIGHBOURS if rotary_dim and interleaved else 1.0)
+        rotated = moved * (_OF_NEIGHBOURS if heads.rotary_dim and heads.interleaved else 1.0)
         passes = sum(
             xla_cost.xla_pass(work.m * width, of_one)
-            for width, of_one in zip(widths, (rotated, rotated, moved), strict=True)
+            for width, of_one in zip(heads.widths, (rotated, rotated, moved), strict=True)
         )
-        passes *= 1 + int(norm and rotary_dim > 0)
-        w_itemsize = weights[0].dtype.itemsize
+        passes *= 1 + int(heads.norm and heads.rotary_dim > 0)
+        w_itemsize = parameters[0].dtype.itemsize
         if w_itemsize != x.dtype.itemsize:
             converts = xla_cost.xla_pass(work.k * work.n, w_itemsize + x.dtype.itemsize)
             passes += converts * (_OF_CONVERSION if work.m <= _FEW_FOR_XLA else 1.0)
@@ -165,11 +164,7 @@ class Forward:
             times["pallas"] = pallas_qkv_projection.predicted_time(
                 work.m,
                 work.k,
-                widths,
-                head_size=weights[0].shape[-1],
-                norm=norm,
-                rotary_dim=rotary_dim,
-                interleaved=interleaved,
+                heads,
                 w_itemsize=w_itemsize,
                 multiprocessors=device.multiprocessors,
             )
@@ -269,7 +264,8 @@ class InputGradient:
         return pallas_matmul.fitting(work, device.multiprocessors)
 
     def why_not(self, device, *operands) -> Mapping[str, str | None]:
-        return _why_not(device, *self._x_and_weights(*operands))
+        x, _ = self._x_and_weights(*operands)
+        return _why_not(device, x, self.options.heads(*operands[3:]))
 
     def estimate(self, device, able, *operands) -> Estimate:
         x, weights = self._x_and_weights(*operands)
@@ -327,22 +323,14 @@ class InputGradient:
         return call(self, *batch_all(axis_size, in_batched[:3], operands[:3]), *operands[3:])
 
 
-def _why_not(
-    device, x, weights, *, norm=False, rotary_dim=0, interleaved=False
-) -> dict[str, str | None]:
-    """Returns why each implementation cannot take x [..., D] and weights [D, n, heads, H]."""
-    (*_, groups, q_heads, head_size), (*_, k_heads, _) = weights[0].shape, weights[1].shape
+def _why_not(device: dispatch.Device, x: Any, heads: Heads) -> dict[str, str | None]:
+    """Returns why each implementation cannot take x [..., D] and the weights of these heads."""
     return {
         "pallas": pallas_qkv_projection.why_unsupported(
             compute_capability=device.compute_capability,
             dtype=x.dtype,
             features=x.shape[-1],
-            heads=groups * q_heads,
-            key_heads=groups * k_heads,
-            head_size=head_size,
-            norm=norm,
-            rotary_dim=rotary_dim,
-            interleaved=interleaved,
+            heads=heads,
         ),
         "cuda": "there is no CUDA kernel of qkv_projection yet",
         "xla": None,
@@ -365,13 +353,6 @@ def _weight_copies(weights, dtype) -> float:
 def _gradient_work(rows: int, features: int, weights: Sequence[Any]) -> cost.Work:
     columns = sum(math.prod(w.shape[1:]) for w in weights)
     return cost.Work(rows, features, columns, k_last=True)
-
-
-def _norm_and_rotation(parameters: Sequence[Any]) -> tuple[bool, int]:
-    """Returns whether there is a norm and how many features rotate, given `Forward`'s parameters."""
-    q_scale, k_scale, cos, _ = parameters[-4:]
-    norm = q_scale is not None or k_scale is not None
-    return norm, 0 if cos is None else 2 * cos.shape[-1]
 
 
 def _is_modelled(device: dispatch.Device, x: jax.Array) -> bool:

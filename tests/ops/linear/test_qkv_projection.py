@@ -11,6 +11,7 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused import dispatch
 from pallas_kernels.gemm import qkv_projection
+from pallas_kernels.gemm.qkv_heads import Heads
 from pallas_kernels.gemm.small_m import FewRowsConfig
 from tests.cases.qkv_projection import CASES, KERNEL_CASES, Case
 from tests.support.against_float64 import assert_values_and_gradients
@@ -356,8 +357,8 @@ FEW_ROWS = (
 def test_few_rows_accurate_in_the_interpreter(case, config, monkeypatch):
     of_both = qkv_projection.fitting
 
-    def fitting(**shapes):
-        assert replace(config, stages=3) in of_both(**shapes)
+    def fitting(*shapes):
+        assert replace(config, stages=3) in of_both(*shapes)
         return [config]
 
     monkeypatch.setattr(qkv_projection, "fitting", fitting)
@@ -385,9 +386,8 @@ def test_few_rows_lower_for_cuda(
         return jax.ShapeDtypeStruct(shape, dtype)
 
     d, widths = 4096, [n * head_size for n in (heads, key_heads, key_heads)]
-    shapes = dict(rows=m, features=d, widths=widths, multiprocessors=132)
-    options = dict(head_size=head_size, norm=norm, rotary_dim=rotary_dim, interleaved=interleaved)
-    configs = qkv_projection.fitting(**shapes, **options)
+    finished = Heads(tuple(widths), head_size, (norm, norm), rotary_dim, interleaved)
+    configs = qkv_projection.fitting(m, d, finished, 132)
     configs = [config for config in configs if isinstance(config, FewRowsConfig)]
     assert configs
     table = array(period, rotary_dim // 2, dtype=jnp.float32) if rotary_dim else None

@@ -1,0 +1,58 @@
+"""What a projection to queries, keys and values computes of its columns, as data."""
+
+from dataclasses import dataclass
+
+STRIP = 32
+"""Features of either half that the epilogue processes at a time, where it can."""
+VALUES = 2
+"""Index of the output without norm and rotation."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The outputs of a projection, and the norm and the rotation of their heads."""
+
+    widths: tuple[int, ...]
+    """Columns of queries, keys and values."""
+    size: int
+    """Features of a head."""
+    has_norms: tuple[bool, ...]
+    """True if there are norms of queries and of keys."""
+    rotary_dim: int
+    """Features of a head that are rotated, the first ones."""
+    interleaved: bool
+    """True if features 2 i and 2 i + 1 are a pair, else features i of both halves."""
+
+    @property
+    def norm(self) -> bool:
+        return any(self.has_norms)
+
+    @property
+    def finishes(self) -> bool:
+        """True if heads have a norm or a rotation."""
+        return self.norm or self.rotary_dim > 0
+
+    @property
+    def plain(self) -> tuple[int, ...]:
+        """Indices of the outputs without a norm."""
+        return VALUES, *(index for index, has in enumerate(self.has_norms) if not has)
+
+    @property
+    def splits(self) -> bool:
+        """True if a unit is a part of a head: a strip of each half, or 64 adjacent features.
+
+        Tiles of whole heads of 128 have 128 or 256 columns: 32768 x 4096 to 48 heads 2.24 and 2.12 ms
+        on an H200, 2.06 in tiles of 192 of such units.
+        """
+        unit = 2 * STRIP
+        return not self.norm and self.size == self.rotary_dim > unit and self.size % unit == 0
+
+    @property
+    def reorders(self) -> bool:
+        """True if the columns of the weights are reordered, so that a unit's are adjacent."""
+        return self.splits and not self.interleaved
+
+    @property
+    def unit(self) -> int:
+        """Columns that the epilogue normalises and rotates together, where it does."""
+        return 2 * STRIP if self.splits else self.size
