@@ -218,7 +218,7 @@ class FusedProduct:
     b_format: Format | None = None
     """The format of b, if it is quantised. Then b holds the arrays of each product, in the order of
     `QuantizedTile.copy`: [N, K] with `b_transposed`, where the epilogue applies scales of whole columns;
-    else [K, N], where N is `b_columns`, with scales of groups along N. Only with a `MatmulConfig`."""
+    else [K, N], where N is `b_columns`, with scales of groups along N and a `MatmulConfig`."""
     b_columns: int = 0
     """N, where it is not b's."""
 
@@ -299,15 +299,26 @@ class FusedProduct:
     # --- its launch -------------------------------------------------------------------------------
 
     def run(
-        self, *, multiprocessors: int, config: MatmulConfig | FewRowsConfig | None = None
+        self,
+        *,
+        multiprocessors: int,
+        config: MatmulConfig | FewRowsConfig | None = None,
+        candidates: Sequence[MatmulConfig | FewRowsConfig] = (),
     ) -> dict[str, jax.Array]:
-        """Returns the outputs, sums, moments and maxima by name."""
+        """Returns the outputs, sums, moments and maxima by name.
+
+        Args:
+          multiprocessors: the device's SMs.
+          config: tiles and pipeline; None for the first of the candidates that fits shared memory.
+          candidates: configs, by default those of `fitting`.
+        """
         if self.dtype == jnp.float32 and not self.b_transposed:
             b = tuple(array.T for array in self.b) if isinstance(self.b, tuple) else self.b.T
             turned = replace(self, b=b, b_transposed=True)
-            return turned.run(multiprocessors=multiprocessors, config=config)
+            return turned.run(multiprocessors=multiprocessors, config=config, candidates=candidates)
         call = _Call(self, *_blocks(self), multiprocessors)
-        config = call.default_config() if config is None else config
+        if config is None:
+            config = call.first_that_fits(candidates or fitting(self.work, multiprocessors))
         if isinstance(config, FewRowsConfig):
             return call.run_few_rows(config)
         return call.run_tiles(config)
@@ -335,11 +346,13 @@ class _Call:
         operands = (present(p.vectors), p.row_vectors, p.scalars, present(p.matrices))
         return tuple(array for by_name in operands for array in by_name.values())
 
-    def default_config(self) -> MatmulConfig | FewRowsConfig:
-        """Returns the config that is predicted fastest among those that fit into shared memory."""
+    def first_that_fits(
+        self, configs: Sequence[MatmulConfig | FewRowsConfig]
+    ) -> MatmulConfig | FewRowsConfig:
+        """Returns the first config that the product can take and that fits into shared memory."""
         p = self.product
-        of_tiles = p.a_transposed or p.row_vectors or p.scalars or p.b_format is not None
-        for config in fitting(p.work, self.multiprocessors):
+        of_tiles = p.a_transposed or p.row_vectors or p.scalars
+        for config in configs:
             if isinstance(config, FewRowsConfig):
                 fits = not of_tiles and self.few_rows(config).shared_bytes <= SHARED_MEMORY_BYTES
             else:
@@ -426,17 +439,20 @@ class _Call:
             blocks=tuple(self.blocks),
             config=config,
             products=p.products,
-            w_dtype=p.few_rows_dtype,
+            w_dtype=self.bs[0].dtype if p.b_format is not None else p.few_rows_dtype,
             w_transposed=p.b_transposed,
             function=p.epilogue,
             vectors={name: jax.typeof(v) for name, v in present(p.vectors).items()},
             matrices={name: jax.typeof(x) for name, x in present(p.matrices).items()},
             outputs=dict(p.outputs),
+            quantized=p.b_format,
         )
 
     def run_few_rows(self, config: FewRowsConfig) -> dict[str, jax.Array]:
         p, launch = self.product, self.few_rows(config).launch
-        bs = [b.astype(p.few_rows_dtype) for b in self.bs]
+        bs = self.bs
+        if p.b_format is None:
+            bs = [b.astype(p.few_rows_dtype) for b in bs]
         results = launch(p.terms, bs, self.others, name=f"{p.name}_few_rows")
         by_name = dict(zip(p.outputs, results, strict=True))
         for name in p.column_moments:

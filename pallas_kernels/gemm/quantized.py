@@ -20,14 +20,7 @@ from pallas_kernels.gemm.mainloop import SCALED_PIECE
 from pallas_kernels.gemm.matmul import GRAIN, FusedProduct, fitting
 from pallas_kernels.gemm.matmul_config import MatmulConfig
 from pallas_kernels.gemm.quantized_weights import Format
-from pallas_kernels.gemm.small_m import (
-    MAX_PARTS,
-    MAX_ROWS,
-    MAX_ROWS_QUANTIZED,
-    FewRows,
-    QuantizedConfig,
-)
-from pallas_kernels.gemm.tiled_product import Block
+from pallas_kernels.gemm.small_m import MAX_PARTS, MAX_ROWS, MAX_ROWS_QUANTIZED, QuantizedConfig
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES, THREAD_REGISTERS
 
 STEP = 128
@@ -403,65 +396,37 @@ def _run(
     n, grain = ws[0].n, ws[0].grain
     ws = [w.spread() for w in ws]
     columns = ws[0].scale.shape[1]
-    m, k = x.shape
-    layout = ws[0].format(k)
+    layout = ws[0].format(x.shape[1])
     present = {name: _padded(v, grain) for name, v in vectors.items() if v is not None}
     if not layout.group:
         present |= {scale: w.scale[0] for scale, w in zip(scales, ws, strict=True)}
     read = {name: _padded(matrix, grain) for name, matrix in matrices.items() if matrix is not None}
 
-    def launch_of(config: QuantizedConfig) -> FewRows:
-        return FewRows(
-            m=m,
-            n=columns,
-            ks=(k,),
-            dtype=x.dtype,
-            blocks=tuple(Block(index) for index in range(len(ws))),
-            config=config,
+    product = FusedProduct(
+        name=name,
+        a=x,
+        b=tuple(_operands(ws, layout)),
+        products=len(ws),
+        b_transposed=True,
+        b_format=layout,
+        b_columns=columns,
+        epilogue=epilogue,
+        vectors=present,
+        matrices=read,
+        outputs=outputs,
+    )
+    results = product.run(
+        multiprocessors=multiprocessors,
+        config=config,
+        candidates=candidates(
+            x,
+            ws[0],
             products=len(ws),
-            w_dtype=ws[0].values.dtype,
-            w_transposed=True,
-            function=epilogue,
-            vectors={name: jax.typeof(v) for name, v in present.items()},
-            matrices={name: jax.typeof(matrix) for name, matrix in read.items()},
-            outputs=outputs,
-            quantized=layout,
-        )
-
-    arrays = _operands(ws, layout)
-    if config is None:
-        config = next(
-            config
-            for config in candidates(
-                x,
-                ws[0],
-                products=len(ws),
-                written=outputs.values(),
-                read=read.values(),
-                multiprocessors=multiprocessors,
-            )
-            if isinstance(config, MatmulConfig)
-            or launch_of(config).shared_bytes <= SHARED_MEMORY_BYTES
-        )
-    if isinstance(config, MatmulConfig):
-        product = FusedProduct(
-            name=name,
-            a=x,
-            b=tuple(arrays),
-            products=len(ws),
-            b_transposed=True,
-            b_format=layout,
-            b_columns=columns,
-            epilogue=epilogue,
-            vectors=present,
-            matrices=read,
-            outputs=outputs,
-        )
-        results = product.run(multiprocessors=multiprocessors, config=config)
-    else:
-        others = [*present.values(), *read.values()]
-        found = launch_of(config).launch([x], arrays, others, name=f"{name}_few_rows")
-        results = dict(zip(outputs, found, strict=True))
+            written=outputs.values(),
+            read=read.values(),
+            multiprocessors=multiprocessors,
+        ),
+    )
     return {name: matrix[:, :n] for name, matrix in results.items()}
 
 
