@@ -160,8 +160,27 @@ class RandomInvert(_OneStep):
     op = Op.INVERT
 
 
+class _OfLevels(_OneStep):
+    """A step with one number, the field `number`, from 0 to `most`."""
+
+    number: ClassVar[str]
+    most: ClassVar[int]
+    rule: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        op, value = type(self).__name__, getattr(self, self.number)
+        if not 0 <= value <= self.most:
+            raise ValueError(
+                f"{op}: {self.number} is {value}, but {self.rule}; pass 0 to {self.most}."
+            )
+        check_share(op, "p", self.p)
+
+    def values(self, key: jax.Array, size: jax.Array) -> Any:
+        return jnp.array([getattr(self, self.number)], jnp.float32)
+
+
 @transform
-class RandomPosterize(_OneStep):
+class RandomPosterize(_OfLevels):
     """Keeps the highest bits of each of the 256 levels.
 
     Args:
@@ -174,19 +193,11 @@ class RandomPosterize(_OneStep):
     bits: int
     p: float = 0.5
     op = Op.POSTERIZE
-
-    def __post_init__(self) -> None:
-        op = type(self).__name__
-        if not 0 <= self.bits <= 8:
-            raise ValueError(f"{op}: bits is {self.bits}, but a level has 8; pass 0 to 8.")
-        check_share(op, "p", self.p)
-
-    def values(self, key: jax.Array, size: jax.Array) -> Any:
-        return jnp.array([self.bits], jnp.float32)
+    number, most, rule = "bits", 8, "a level has 8"
 
 
 @transform
-class RandomSolarize(_OneStep):
+class RandomSolarize(_OfLevels):
     """Inverts the levels that are at least a threshold.
 
     Args:
@@ -199,17 +210,7 @@ class RandomSolarize(_OneStep):
     threshold: float
     p: float = 0.5
     op = Op.SOLARIZE
-
-    def __post_init__(self) -> None:
-        op = type(self).__name__
-        if not 0 <= self.threshold <= 256:
-            raise ValueError(
-                f"{op}: threshold is {self.threshold}, but it is a level of uint8; pass 0 to 256."
-            )
-        check_share(op, "p", self.p)
-
-    def values(self, key: jax.Array, size: jax.Array) -> Any:
-        return jnp.array([self.threshold], jnp.float32)
+    number, most, rule = "threshold", 256, "it is a level of uint8"
 
 
 @transform

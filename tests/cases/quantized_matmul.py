@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
+from jaxfused.runtime.activation import activate
 from tests.cases.normal import normal
 from tests.support.arrays import put
 
@@ -33,6 +34,53 @@ class Case:
         residual = normal(rng, dtype, *self.rows, self.out_features) if self.residual else None
         quantize = jax.jit(lambda w: jaxfused.quantize(w, self.w_dtype, **self.w_options))
         return (x, bias, residual), quantize(put(w, jnp.float32))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A kernel's call of activation(x @ w + bias) + residual, with quantised weights."""
+
+    m: int
+    k: int
+    n: int
+    dtype: str = "int8"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `quantize`."""
+    x_dtype: str = "bfloat16"
+    """Dtype of x, which is quantised as the weights are if it has their dtype."""
+    activation: str | None = "gelu_tanh"
+    plain: bool = False
+    """True if bias and residual are absent."""
+
+    def __str__(self):
+        options = " ".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.dtype} {options} {self.m}x{self.k}x{self.n} {self.x_dtype}"
+
+    @property
+    def residual_dtype(self) -> str:
+        return self.x_dtype
+
+    def operands(self, seed=0):
+        """Returns x, the quantised weights in columns, the bias and the residual."""
+        rng = np.random.default_rng(seed)
+        w = put(rng.normal(size=(self.k, self.n)) * self.k**-0.5 + 0.01, jnp.float32)
+        q = jaxfused.quantize(w, self.dtype, layout="columns", **self.options)
+        x = put(rng.normal(size=(self.m, self.k)), jnp.float32)
+        if self.x_dtype == self.dtype:
+            x = jaxfused.quantize(x, self.dtype, axis=-1, group_size=self.options.get("group_size"))
+        else:
+            x = x.astype(self.x_dtype)
+        if self.plain:
+            return x, q, None, None
+        bias = put(rng.normal(size=self.n), jnp.float32)
+        return x, q, bias, put(rng.normal(size=(self.m, self.n)), self.residual_dtype)
+
+    def expected(self, x, w, bias, residual, dtype):
+        """Computes the result and its preactivations of dequantised operands, in `dtype`."""
+        z = jnp.matmul(x.astype(dtype), w.astype(dtype), preferred_element_type=dtype)
+        z = z if bias is None else z + bias.astype(dtype)
+        y = activate(self.activation, z)
+        return {"y": y if residual is None else y + residual.astype(dtype), "z": z}
 
 
 CASES = (

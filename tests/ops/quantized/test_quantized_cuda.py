@@ -1,8 +1,7 @@
 """CUDA C kernels of quantised products: limits, lowering, and results on a GPU."""
 
 import functools
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,9 @@ from benchmarks.without_gpu.target import H200
 from jaxfused import dispatch
 from jaxfused.ops.quantized import quantized_matmul_cuda as kernel
 from jaxfused.runtime import cuda_library
-from jaxfused.runtime.activation import activate
 from pallas_kernels.gemm.quantized import Packed
+from tests.cases.quantized_matmul import Layer
 from tests.conftest import HOPPER
-from tests.support.arrays import put
 from tests.support.choices import chosen
 from tests.support.grids import parametrize
 from tests.support.lowering import kernels
@@ -41,41 +39,13 @@ def built(monkeypatch):
 
 
 @dataclass(frozen=True)
-class Case:
-    """A call of activation(x @ w + bias) + residual."""
-
-    m: int
-    k: int
-    n: int
-    dtype: str = "int8"
-    options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `quantize`."""
-    x_dtype: str = "bfloat16"
-    """Dtype of x, which is quantised as the weights are if it has their dtype."""
-    activation: str | None = "gelu_tanh"
-    plain: bool = False
-    """True if bias and residual are absent."""
+class Case(Layer):
     parts: int | None = None
     """Number of blocks that share the sums of a column, or None for the default."""
 
-    def __str__(self):
-        options = " ".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.dtype} {options} {self.m}x{self.k}x{self.n} {self.x_dtype}"
-
-    def operands(self, seed=0):
-        rng = np.random.default_rng(seed)
-        w = put(rng.normal(size=(self.k, self.n)) * self.k**-0.5 + 0.01, jnp.float32)
-        q = jaxfused.quantize(w, self.dtype, layout="columns", **self.options)
-        x = put(rng.normal(size=(self.m, self.k)), jnp.float32)
-        is_quantized = self.x_dtype == self.dtype
-        if is_quantized:
-            x = jaxfused.quantize(x, self.dtype, axis=-1, group_size=self.options.get("group_size"))
-        else:
-            x = x.astype(self.x_dtype)
-        if self.plain:
-            return x, q, None, None
-        bias = put(rng.normal(size=self.n), jnp.float32)
-        return x, q, bias, put(rng.normal(size=(self.m, self.n)), jnp.bfloat16)
+    @property
+    def residual_dtype(self) -> str:
+        return "bfloat16"
 
     def run(self, x, q, bias, residual, implementation="cuda"):
         return jaxfused.quantized_matmul(
@@ -111,13 +81,6 @@ class Case:
             config=config,
         )
         return {"y": y, "z": z}
-
-    def expected(self, x, w, bias, residual, dtype):
-        """Computes the same in jax.numpy from dequantised operands, with arithmetic in `dtype`."""
-        z = jnp.matmul(x.astype(dtype), w.astype(dtype), preferred_element_type=dtype)
-        z = z if bias is None else z + bias.astype(dtype)
-        y = activate(self.activation, z)
-        return {"y": y if residual is None else y + residual.astype(dtype), "z": z}
 
 
 WEIGHTS = (

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ import jaxfused
 import jaxfused.nnx
 from benchmarks.without_gpu.target import H200
 from jaxfused import dispatch
-from jaxfused.runtime.activation import activate
 from jaxfused.runtime.packing import pack_words
 from jaxfused.runtime.quantized_array import FORMATS, of_each_column
 from pallas_kernels.gemm import quantized
@@ -24,6 +23,7 @@ from pallas_kernels.gemm.quantized import Packed
 from pallas_kernels.gemm.small_m import QuantizedConfig
 from pallas_kernels.rows import quantize as rows_kernel
 from pallas_kernels.rows import rounding
+from tests.cases.quantized_matmul import Layer
 from tests.support import mosaic_interpreter
 from tests.support.arrays import put
 from tests.support.choices import chosen
@@ -43,34 +43,12 @@ def interpreted(interpreted_hopper, monkeypatch):
 
 
 @dataclass(frozen=True)
-class Case:
-    """A call of activation(x @ w + bias) + residual, with quantised weights."""
+class Case(Layer):
+    config: Any = None
 
-    m: int
-    k: int
-    n: int
-    config: Any
-    dtype: str = "int8"
-    options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `quantize`."""
-    x_dtype: str = "bfloat16"
-    activation: str | None = "gelu_tanh"
-    plain: bool = False
-    """True if bias and residual are absent."""
-
-    def __str__(self):
-        options = " ".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.dtype} {options} {self.m}x{self.k}x{self.n} {self.x_dtype}"
-
-    def operands(self, seed=0):
-        rng = np.random.default_rng(seed)
-        w = put(rng.normal(size=(self.k, self.n)) * self.k**-0.5 + 0.01, jnp.float32)
-        x = put(rng.normal(size=(self.m, self.k)), self.x_dtype)
-        q = jaxfused.quantize(w, self.dtype, layout="columns", **self.options)
-        if self.plain:
-            return x, q, None, None
-        bias = put(rng.normal(size=self.n), jnp.float32)
-        return x, q, bias, put(rng.normal(size=(self.m, self.n)), self.x_dtype)
+    @classmethod
+    def of(cls, m, k, n, config, *layer, **options):
+        return cls(m, k, n, *layer, config=config, **options)
 
     def run(self, x, q, bias, residual):
         y, z = quantized.forward(
@@ -86,13 +64,6 @@ class Case:
         )
         return {"y": y, "z": z}
 
-    def expected(self, x, w, bias, residual, dtype):
-        """Computes the same in jax.numpy from dequantised weights, with arithmetic in `dtype`."""
-        z = jnp.matmul(x.astype(dtype), w.astype(dtype), preferred_element_type=dtype)
-        z = z if bias is None else z + bias.astype(dtype)
-        y = activate(self.activation, z)
-        return {"y": y if residual is None else y + residual.astype(dtype), "z": z}
-
     def check(self):
         x, q, bias, residual = self.operands()
         actual = jax.jit(self.run)(x, q, bias, residual)
@@ -105,24 +76,26 @@ class Case:
 
 
 FEW_ROWS = (
-    Case(1, 256, 72, C(64, 2, 2)),
-    Case(9, 512, 144, C(64, 4, 2), "int8", {"symmetric": False}, "float16"),
-    Case(9, 1024, 80, C(64, 2, 3, 256), "int8", {"group_size": 512, "symmetric": False}),
-    Case(3, 272, 64, C(64, 1, 3), "float8_e4m3fn"),
-    Case(8, 384, 64, C(64, 1, 2), "float8_e5m2", {"group_size": 128}, "float16"),
-    Case(17, 384, 80, C(64, 1, 2), "int4", {"group_size": 128}),
-    Case(33, 640, 136, C(128, 4, 2), "int4", {"group_size": 32}),
-    Case(1, 512, 64, C(64, 2, 2, 256), "int4", {"group_size": 64, "symmetric": False}, "float16"),
-    Case(8, 256, 72, C(64, 1, 2, 256), "int4"),
-    Case(5, 256, 80, C(64, 1, 2), "int4", {"symmetric": False}, activation=None, plain=True),
-    Case(2, 256, 64, C(64, 1, 2), "int8", {"per_tensor": True}),
-    Case(100, 384, 72, C(64, 2, 2), "int8", {"group_size": 128}),
-    Case(3, 256, 67, C(64, 2, 2), "int8", {"symmetric": False}),
+    Case.of(1, 256, 72, C(64, 2, 2)),
+    Case.of(9, 512, 144, C(64, 4, 2), "int8", {"symmetric": False}, "float16"),
+    Case.of(9, 1024, 80, C(64, 2, 3, 256), "int8", {"group_size": 512, "symmetric": False}),
+    Case.of(3, 272, 64, C(64, 1, 3), "float8_e4m3fn"),
+    Case.of(8, 384, 64, C(64, 1, 2), "float8_e5m2", {"group_size": 128}, "float16"),
+    Case.of(17, 384, 80, C(64, 1, 2), "int4", {"group_size": 128}),
+    Case.of(33, 640, 136, C(128, 4, 2), "int4", {"group_size": 32}),
+    Case.of(
+        1, 512, 64, C(64, 2, 2, 256), "int4", {"group_size": 64, "symmetric": False}, "float16"
+    ),
+    Case.of(8, 256, 72, C(64, 1, 2, 256), "int4"),
+    Case.of(5, 256, 80, C(64, 1, 2), "int4", {"symmetric": False}, activation=None, plain=True),
+    Case.of(2, 256, 64, C(64, 1, 2), "int8", {"per_tensor": True}),
+    Case.of(100, 384, 72, C(64, 2, 2), "int8", {"group_size": 128}),
+    Case.of(3, 256, 67, C(64, 2, 2), "int8", {"symmetric": False}),
 )
 TILES = (
-    Case(130, 400, 200, T(128, 192, 3, epilogue_columns=32)),
-    Case(200, 256, 264, T(64, 128, 3, False, epilogue_columns=32), "int4", {"group_size": 128}),
-    Case(
+    Case.of(130, 400, 200, T(128, 192, 3, epilogue_columns=32)),
+    Case.of(200, 256, 264, T(64, 128, 3, False, epilogue_columns=32), "int4", {"group_size": 128}),
+    Case.of(
         140,
         384,
         144,
@@ -130,8 +103,8 @@ TILES = (
         "int4",
         {"group_size": 64, "symmetric": False},
     ),
-    Case(70, 272, 200, T(64, 64, 3, epilogue_columns=32), "float8_e4m3fn", plain=True),
-    Case(70, 256, 67, T(64, 128, 4, epilogue_columns=32), "int4", {"group_size": 128}),
+    Case.of(70, 272, 200, T(64, 64, 3, epilogue_columns=32), "float8_e4m3fn", plain=True),
+    Case.of(70, 256, 67, T(64, 128, 4, epilogue_columns=32), "int4", {"group_size": 128}),
 )
 
 
@@ -161,7 +134,7 @@ def test_kernels_lower_for_cuda(case):
 )
 def test_configs_of_few_rows_lower_for_cuda(dtype, m):
     options = {"group_size": 128} if dtype == "int4" else {}
-    case = Case(m, 4096, 1024, None, dtype, options)
+    case = Case.of(m, 4096, 1024, None, dtype, options)
     x, q, *others = jax.eval_shape(case.operands)
     packed = Packed(q.values, q.scale, q.zero_point)
     matrix = jax.ShapeDtypeStruct((m, 1024), jnp.bfloat16)
@@ -237,9 +210,9 @@ def test_gated_mlp_of_quantized_kernels(layout, interpreted):
 
 
 GRADIENTS = (
-    Case(130, 400, 200, T(128, 128, 3, epilogue_columns=32)),
-    Case(200, 384, 136, T(64, 128, 3, False, epilogue_columns=32), "int4", {"group_size": 128}),
-    Case(
+    Case.of(130, 400, 200, T(128, 128, 3, epilogue_columns=32)),
+    Case.of(200, 384, 136, T(64, 128, 3, False, epilogue_columns=32), "int4", {"group_size": 128}),
+    Case.of(
         70,
         256,
         144,
@@ -247,9 +220,9 @@ GRADIENTS = (
         "int4",
         {"group_size": 64, "symmetric": False},
     ),
-    Case(9, 272, 72, None, "float8_e4m3fn"),
+    Case.of(9, 272, 72, None, "float8_e4m3fn"),
     # The scales, about 5e-6, are subnormal in float16.
-    Case(9, 272, 72, None, "float8_e5m2", x_dtype="float16"),
+    Case.of(9, 272, 72, None, "float8_e5m2", x_dtype="float16"),
 )
 
 
@@ -412,7 +385,7 @@ OPERANDS = (
 
 
 def operands(dtype, options, x_dtype, m=9, k=256, n=80):
-    case = Case(m, k, n, None, dtype, options)
+    case = Case.of(m, k, n, None, dtype, options)
     x, q, bias, residual = case.operands()
     return (x if x_dtype is None else jaxfused.quantize_rows(x, x_dtype)), q, bias, residual
 
@@ -505,7 +478,7 @@ def test_backward_of_many_rows_reads_the_quantized_weights(hopper):
     ],
 )
 def test_what_the_kernel_of_few_rows_leaves_to_xla(change, reason, hopper):
-    case = replace(Case(9, 256, 80, None, "int4"), **change)
+    case = replace(Case.of(9, 256, 80, None, "int4"), **change)
     x, q, bias, residual = jax.eval_shape(case.operands)
     with pytest.raises(ValueError, match=f"'pallas' cannot run here: .*{reason}"):
         jax.eval_shape(functools.partial(loss, implementation="pallas"), x, q, bias, residual)
@@ -520,14 +493,14 @@ def test_weights_of_rows_are_left_to_xla(hopper):
 
 def test_kernels_have_to_be_named_until_they_are_measured(hopper, monkeypatch):
     monkeypatch.setattr(dispatch, "UNMEASURED", frozenset({"quantized_matmul"}))
-    assert chosen(loss, *jax.eval_shape(Case(9, 256, 80, None).operands)) == {
+    assert chosen(loss, *jax.eval_shape(Case.of(9, 256, 80, None).operands)) == {
         "quantized_matmul": "xla"
     }
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_zero_and_nan_scales():
-    x, q, _, _ = Case(3, 256, 64, None, "int4", {"group_size": 128}).operands()
+    x, q, _, _ = Case.of(3, 256, 64, None, "int4", {"group_size": 128}).operands()
     scale = q.scale.at[0, 3].set(jnp.nan).at[:, 5].set(0.0)
     y = jaxfused.quantized_matmul(x, replace(q, scale=scale), implementation="pallas")
     np.testing.assert_array_equal(jnp.isnan(y), np.arange(64)[None] == [[3]] * 3)
