@@ -1,6 +1,8 @@
 """The perceptrons of a Transformer block for Flax Linen."""
 
 import functools
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,94 @@ from jaxfused.ops.linear.hidden_layer import Save
 from jaxfused.runtime.checks import python_number_fields
 
 
+class _Perceptron(linen.Module):
+    """What `MLP` and `GatedMLP` share: fields of theirs, and a call of their operator."""
+
+    hidden_features: int
+    out_features: int | None = None
+    activation: str | None = "gelu_tanh"
+    use_bias: bool = True
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = linen.initializers.zeros
+    down_kernel_init: Initializer | None = None
+    down_bias_init: Initializer | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    layer_names: tuple[str, ...] = ("up", "down")
+    save: Save = "preactivation"
+    implementation: Implementation | None = None
+
+    _is_gated: ClassVar[bool] = False
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> jax.Array:
+        """Applies the layers to x [..., D]; residual [..., E] is added last.
+
+        Args:
+          x: [..., D].
+          residual: [..., E].
+          deterministic: whether nothing is dropped; needed only where dropout_rate is not 0.
+
+        Returns:
+          [..., E], of the residual's dtype where there is one.
+        """
+        op = "gated_mlp" if self._is_gated else "mlp"
+        check_layer_names(
+            f"jaxfused.linen.{type(self).__name__}", self.layer_names, 2 + self._is_gated
+        )
+        dropout_key = self._dropout_key(deterministic)
+        first = functools.partial(
+            affine,
+            precision=self.precision,
+            use_bias=self.use_bias,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+        )
+        last = functools.partial(
+            first,
+            kernel_init=self.down_kernel_init or self.kernel_init,
+            bias_init=self.down_bias_init or self.bias_init,
+        )
+        in_features, hidden = x.shape[-1], self.hidden_features
+        out_features = in_features if self.out_features is None else self.out_features
+        *names, down = self.layer_names
+        run: Callable[..., jax.Array] = gated_mlp if self._is_gated else mlp
+        return run(
+            x,
+            *(first(hidden, name=name)(in_features) for name in names),
+            last(out_features, name=down)(hidden),
+            dtype=self.dtype,
+            activation=self.activation,
+            residual=residual,
+            save=self.save,
+            precision=precision_of(self, op),
+            implementation=self.implementation,
+            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
+            dropout_key=dropout_key,
+        )
+
+    def _dropout_key(self, deterministic: bool | None) -> jax.Array | None:
+        """Returns the dropout key of a call, or None if nothing is dropped."""
+        check_rate(f"jaxfused.linen.{type(self).__name__}", self.dropout_rate)
+        if self.dropout_rate == 0.0 or linen.merge_param(
+            "deterministic", self.deterministic, deterministic
+        ):
+            return None
+        return self.make_rng("dropout")
+
+
 @python_number_fields
-class MLP(linen.Module):
+class MLP(_Perceptron):
     r"""Two linear layers with an activation between them and a residual sum after them.
 
     .. math:: y = \text{activation}(x W_\text{up} + b_\text{up}) W_\text{down} + b_\text{down}
@@ -58,75 +146,9 @@ class MLP(linen.Module):
     Source: `jaxfused.mlp`.
     """
 
-    hidden_features: int
-    out_features: int | None = None
-    activation: str | None = "gelu_tanh"
-    use_bias: bool = True
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
-    precision: PrecisionLike = None
-    kernel_init: Initializer = default_kernel_init
-    bias_init: Initializer = linen.initializers.zeros
-    down_kernel_init: Initializer | None = None
-    down_bias_init: Initializer | None = None
-    dropout_rate: float = 0.0
-    deterministic: bool | None = None
-    layer_names: tuple[str, ...] = ("up", "down")
-    save: Save = "preactivation"
-    implementation: Implementation | None = None
-
-    @linen.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        residual: jax.Array | None = None,
-        deterministic: bool | None = None,
-    ) -> jax.Array:
-        """Applies the layers to x [..., D]; residual [..., E] is added last.
-
-        Args:
-          x: [..., D].
-          residual: [..., E].
-          deterministic: whether nothing is dropped; needed only where dropout_rate is not 0.
-
-        Returns:
-          [..., E], of the residual's dtype where there is one.
-        """
-        check_layer_names("jaxfused.linen.MLP", self.layer_names, 2)
-        dropout_key = _dropout_key(self, deterministic)
-        first = functools.partial(
-            affine,
-            precision=self.precision,
-            use_bias=self.use_bias,
-            param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
-        )
-        last = functools.partial(
-            first,
-            kernel_init=self.down_kernel_init or self.kernel_init,
-            bias_init=self.down_bias_init or self.bias_init,
-        )
-        in_features, hidden = x.shape[-1], self.hidden_features
-        out_features = in_features if self.out_features is None else self.out_features
-        return mlp(
-            x,
-            first(hidden, name=self.layer_names[0])(in_features),
-            last(out_features, name=self.layer_names[1])(hidden),
-            dtype=self.dtype,
-            activation=self.activation,
-            residual=residual,
-            save=self.save,
-            precision=precision_of(self, "mlp"),
-            implementation=self.implementation,
-            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
-            dropout_key=dropout_key,
-        )
-
 
 @python_number_fields
-class GatedMLP(linen.Module):
+class GatedMLP(_Perceptron):
     r"""The gated perceptron, SwiGLU by default, with a residual sum after it.
 
     .. math:: y = \bigl(\text{activation}(x W_\text{gate} + b_\text{gate}) \odot
@@ -166,79 +188,8 @@ class GatedMLP(linen.Module):
     Source: `jaxfused.gated_mlp`.
     """
 
-    hidden_features: int
-    out_features: int | None = None
     activation: str | None = "silu"
     use_bias: bool = False
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
-    precision: PrecisionLike = None
-    kernel_init: Initializer = default_kernel_init
-    bias_init: Initializer = linen.initializers.zeros
-    down_kernel_init: Initializer | None = None
-    down_bias_init: Initializer | None = None
-    dropout_rate: float = 0.0
-    deterministic: bool | None = None
     layer_names: tuple[str, ...] = ("gate", "up", "down")
-    save: Save = "preactivation"
-    implementation: Implementation | None = None
 
-    @linen.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        residual: jax.Array | None = None,
-        deterministic: bool | None = None,
-    ) -> jax.Array:
-        """Applies the layers to x [..., D]; residual [..., E] is added last.
-
-        Args:
-          x: [..., D].
-          residual: [..., E].
-          deterministic: whether nothing is dropped; needed only where dropout_rate is not 0.
-
-        Returns:
-          [..., E], of the residual's dtype where there is one.
-        """
-        check_layer_names("jaxfused.linen.GatedMLP", self.layer_names, 3)
-        dropout_key = _dropout_key(self, deterministic)
-        first = functools.partial(
-            affine,
-            precision=self.precision,
-            use_bias=self.use_bias,
-            param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
-        )
-        last = functools.partial(
-            first,
-            kernel_init=self.down_kernel_init or self.kernel_init,
-            bias_init=self.down_bias_init or self.bias_init,
-        )
-        in_features, hidden = x.shape[-1], self.hidden_features
-        out_features = in_features if self.out_features is None else self.out_features
-        return gated_mlp(
-            x,
-            first(hidden, name=self.layer_names[0])(in_features),
-            first(hidden, name=self.layer_names[1])(in_features),
-            last(out_features, name=self.layer_names[2])(hidden),
-            dtype=self.dtype,
-            activation=self.activation,
-            residual=residual,
-            save=self.save,
-            precision=precision_of(self, "gated_mlp"),
-            implementation=self.implementation,
-            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
-            dropout_key=dropout_key,
-        )
-
-
-def _dropout_key(module: MLP | GatedMLP, deterministic: bool | None) -> jax.Array | None:
-    """Returns the dropout key of a call, or None if nothing is dropped."""
-    check_rate("jaxfused.linen.MLP", module.dropout_rate)
-    if module.dropout_rate == 0.0 or linen.merge_param(
-        "deterministic", module.deterministic, deterministic
-    ):
-        return None
-    return module.make_rng("dropout")
+    _is_gated: ClassVar[bool] = True

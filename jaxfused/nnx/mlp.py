@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,70 @@ def _add_layers(
     setattr(module, down, linear(hidden_features, out_features, **{**first, **given}))
 
 
-class MLP(nnx.Module):
+class _Perceptron(nnx.Module):
+    """What `MLP` and `GatedMLP` share: a call of their operator with their layers."""
+
+    _operator: ClassVar[Callable[..., jax.Array]]
+    layer_names: tuple[str, ...]
+    activation: str | None
+    dtype: Dtype | None
+    dropout_rate: float
+    deterministic: bool | None
+    rngs: nnx.RngStream | None
+    save: Save
+    implementation: Implementation | None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+    ) -> jax.Array:
+        """Applies the layers to x [..., D]; residual [..., E] is added last.
+
+        Args:
+          x: [..., D].
+          residual: [..., E].
+          deterministic: whether nothing is dropped; needed only where dropout_rate is not 0.
+          rngs: give dropout its key, in place of those of the constructor.
+
+        Returns:
+          [..., E], of the residual's dtype where there is one.
+        """
+        dropout_key = self._dropout_key(deterministic, rngs)
+        return type(self)._operator(
+            x,
+            *(affine(getattr(self, name)) for name in self.layer_names),
+            dtype=self.dtype,
+            activation=self.activation,
+            residual=residual,
+            save=self.save,
+            precision=precision_of(self),
+            implementation=self.implementation,
+            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
+            dropout_key=dropout_key,
+        )
+
+    def _dropout_key(
+        self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+    ) -> jax.Array | None:
+        """Returns the dropout key of a call, or None if nothing is dropped."""
+        if self.dropout_rate == 0.0:
+            return None
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic is None:
+            raise ValueError(
+                f"jaxfused.nnx.{type(self).__name__}: dropout_rate is {self.dropout_rate}, but nothing"
+                " says whether to drop; pass deterministic."
+            )
+        stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+        stream = self.rngs if stream is None else stream
+        return None if deterministic or stream is None else stream()
+
+
+class MLP(_Perceptron):
     r"""Two linear layers with an activation between them and a residual sum after them.
 
     .. math:: y = \text{activation}(x W_\text{up} + b_\text{up}) W_\text{down} + b_\text{down}
@@ -92,6 +155,7 @@ class MLP(nnx.Module):
     Source: `jaxfused.mlp`.
     """
 
+    _operator = staticmethod(mlp)
     # The default names; `layer_names` may give others.
     up: Linear
     down: Linear
@@ -147,41 +211,8 @@ class MLP(nnx.Module):
         self.save = save
         self.implementation = implementation
 
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        residual: jax.Array | None = None,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | None = None,
-    ) -> jax.Array:
-        """Applies the layers to x [..., D]; residual [..., E] is added last.
 
-        Args:
-          x: [..., D].
-          residual: [..., E].
-          deterministic: whether nothing is dropped; needed only where dropout_rate is not 0.
-          rngs: give dropout its key, in place of those of the constructor.
-
-        Returns:
-          [..., E], of the residual's dtype where there is one.
-        """
-        dropout_key = _dropout_key(self, deterministic, rngs)
-        return mlp(
-            x,
-            *(affine(getattr(self, name)) for name in self.layer_names),
-            dtype=self.dtype,
-            activation=self.activation,
-            residual=residual,
-            save=self.save,
-            precision=precision_of(self),
-            implementation=self.implementation,
-            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
-            dropout_key=dropout_key,
-        )
-
-
-class GatedMLP(nnx.Module):
+class GatedMLP(_Perceptron):
     r"""The gated perceptron, SwiGLU by default, with a residual sum after it.
 
     .. math:: y = \bigl(\text{activation}(x W_\text{gate} + b_\text{gate}) \odot
@@ -228,6 +259,7 @@ class GatedMLP(nnx.Module):
     Source: `jaxfused.gated_mlp`.
     """
 
+    _operator = staticmethod(gated_mlp)
     # The default names; `layer_names` may give others.
     gate: Linear
     up: Linear
@@ -283,53 +315,3 @@ class GatedMLP(nnx.Module):
         self.fp8_history = history_for(precision, "gated_mlp")
         self.save = save
         self.implementation = implementation
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        residual: jax.Array | None = None,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | None = None,
-    ) -> jax.Array:
-        """Applies the layers to x [..., D]; residual [..., E] is added last.
-
-        Args:
-          x: [..., D].
-          residual: [..., E].
-          deterministic: whether nothing is dropped; needed only where dropout_rate is not 0.
-          rngs: give dropout its key, in place of those of the constructor.
-
-        Returns:
-          [..., E], of the residual's dtype where there is one.
-        """
-        dropout_key = _dropout_key(self, deterministic, rngs)
-        return gated_mlp(
-            x,
-            *(affine(getattr(self, name)) for name in self.layer_names),
-            dtype=self.dtype,
-            activation=self.activation,
-            residual=residual,
-            save=self.save,
-            precision=precision_of(self),
-            implementation=self.implementation,
-            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
-            dropout_key=dropout_key,
-        )
-
-
-def _dropout_key(
-    module: MLP | GatedMLP, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
-) -> jax.Array | None:
-    """Returns the dropout key of a call, or None if nothing is dropped."""
-    if module.dropout_rate == 0.0:
-        return None
-    deterministic = module.deterministic if deterministic is None else deterministic
-    if deterministic is None:
-        raise ValueError(
-            f"jaxfused.nnx.MLP: dropout_rate is {module.dropout_rate}, but nothing says whether to drop;"
-            " pass deterministic."
-        )
-    stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
-    stream = module.rngs if stream is None else stream
-    return None if deterministic or stream is None else stream()
