@@ -16,11 +16,13 @@ from jaxfused.linen.attention import MultiHeadDotProductAttention as MultiHeadDo
 from jaxfused.linen.attention import SelfAttention as SelfAttention
 from jaxfused.linen.attention import attention_fn as attention_fn
 from jaxfused.linen.batch_norm import BatchNorm as BatchNorm
+from jaxfused.linen.carafe import CARAFE as CARAFE
 from jaxfused.linen.conv import Conv as Conv
 from jaxfused.linen.conv_local import ConvLocal as ConvLocal
 from jaxfused.linen.conv_norm_act import ConvNormAct as ConvNormAct
 from jaxfused.linen.conv_transpose import ConvTranspose as ConvTranspose
 from jaxfused.linen.convnext_block import ConvNeXtBlock as ConvNeXtBlock
+from jaxfused.linen.deform_conv import DeformConv as DeformConv
 from jaxfused.linen.dit_block import DiTBlock as DiTBlock
 from jaxfused.linen.einsum import Einsum as Einsum
 from jaxfused.linen.group_norm import GroupNorm as GroupNorm
@@ -33,6 +35,10 @@ from jaxfused.linen.mlp import MLP as MLP
 from jaxfused.linen.mlp import GatedMLP as GatedMLP
 from jaxfused.linen.moe import MoE as MoE
 from jaxfused.linen.quantized_linear import QuantizedDense as QuantizedDense
+from jaxfused.linen.resample import BlurPool as BlurPool
+from jaxfused.linen.resample import PixelShuffle as PixelShuffle
+from jaxfused.linen.resample import PixelUnshuffle as PixelUnshuffle
+from jaxfused.linen.resample import Resize as Resize
 from jaxfused.linen.resnet_block import ResNetBlock as ResNetBlock
 from jaxfused.linen.rope import RotaryEmbedding as RotaryEmbedding
 from jaxfused.linen.separable_conv import SeparableConv as SeparableConv

@@ -17,11 +17,13 @@ from jaxfused.modules.pooling import max_pool as max_pool
 from jaxfused.nnx.attention import MultiHeadAttention as MultiHeadAttention
 from jaxfused.nnx.attention import attention_fn as attention_fn
 from jaxfused.nnx.batch_norm import BatchNorm as BatchNorm
+from jaxfused.nnx.carafe import CARAFE as CARAFE
 from jaxfused.nnx.conv import Conv as Conv
 from jaxfused.nnx.conv_norm_act import ConvNormAct as ConvNormAct
 from jaxfused.nnx.conv_norm_act import fold_batch_norms as fold_batch_norms
 from jaxfused.nnx.conv_transpose import ConvTranspose as ConvTranspose
 from jaxfused.nnx.convnext_block import ConvNeXtBlock as ConvNeXtBlock
+from jaxfused.nnx.deform_conv import DeformConv as DeformConv
 from jaxfused.nnx.dit_block import DiTBlock as DiTBlock
 from jaxfused.nnx.einsum import Einsum as Einsum
 from jaxfused.nnx.group_norm import GroupNorm as GroupNorm
@@ -34,6 +36,10 @@ from jaxfused.nnx.mlp import MLP as MLP
 from jaxfused.nnx.mlp import GatedMLP as GatedMLP
 from jaxfused.nnx.moe import MoE as MoE
 from jaxfused.nnx.quantized_linear import QuantizedLinear as QuantizedLinear
+from jaxfused.nnx.resample import BlurPool as BlurPool
+from jaxfused.nnx.resample import PixelShuffle as PixelShuffle
+from jaxfused.nnx.resample import PixelUnshuffle as PixelUnshuffle
+from jaxfused.nnx.resample import Resize as Resize
 from jaxfused.nnx.resnet_block import ResNetBlock as ResNetBlock
 from jaxfused.nnx.rope import RotaryEmbedding as RotaryEmbedding
 from jaxfused.nnx.separable_conv import SeparableConv as SeparableConv

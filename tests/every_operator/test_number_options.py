@@ -115,6 +115,7 @@ OTHERS = {
     "batch_norm": {"axis_index_groups"},
     "group_norm": {"group_size"},
     "resize": {"factor"},
+    "upsample": {"size"},
     "rope_from_config": {"layer", "head_size"},
 }
 """Numbers that are excluded: they conflict with other options, or the function returns no arrays."""
@@ -231,6 +232,12 @@ LINEN = {
     "ConvNormAct": dict(features=TWO, kernel_size=(TWO, TWO), use_running_average=False),
     "MLP": dict(hidden_features=TWO, dropout_rate=np.float32(0.0)),
     "Upsample": dict(factor=TWO),
+    "Resize": dict(size=(TWO, TWO)),
+    "PixelShuffle": dict(factor=TWO),
+    "PixelUnshuffle": dict(factor=TWO),
+    "BlurPool": dict(strides=TWO, filter_size=TWO),
+    "CARAFE": dict(factor=TWO, groups=TWO, compressed_features=TWO),
+    "DeformConv": dict(features=TWO, kernel_size=TWO, strides=TWO),
 }
 NNX = {
     "LayerNorm": (8, dict(epsilon=HALF)),

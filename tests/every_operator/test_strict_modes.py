@@ -798,6 +798,22 @@ MODULES = {
         ("TransformerBlock", dict(num_heads=4, is_causal=True, **BLOCK)),
         (B, T, D),
     ),
+    "BlurPool": ((), {}, ("BlurPool", {}), (B, 4, 5, D)),
+    "CARAFE": (
+        (D,),
+        dict(kernel_size=3, compressed_features=8),
+        ("CARAFE", dict(kernel_size=3, compressed_features=8)),
+        (B, 4, 5, D),
+    ),
+    "DeformConv": (
+        (D, 8, 3),
+        dict(offset_groups=2),
+        ("DeformConv", dict(features=8, kernel_size=3, offset_groups=2)),
+        (B, 4, 5, D),
+    ),
+    "PixelShuffle": ((), {}, ("PixelShuffle", {}), (B, 4, 5, D)),
+    "PixelUnshuffle": ((), {}, ("PixelUnshuffle", {}), (B, 4, 6, D)),
+    "Resize": ((7,), {}, ("Resize", dict(size=7)), (B, 4, 5, D)),
     "Upsample": (
         ("learned",),
         dict(in_features=D),
@@ -826,9 +842,9 @@ def test_every_module_has_a_case():
 def nnx_gradients(name, dtype, x):
     sizes, arguments, _, _ = MODULES[name]
     if name != "RotaryEmbedding":
-        arguments = dict(arguments, rngs=flax.nnx.Rngs(params=0, dropout=1))
-        if "dtype" in inspect.signature(getattr(jaxfused.nnx, name).__init__).parameters:
-            arguments["dtype"] = dtype
+        taken = inspect.signature(getattr(jaxfused.nnx, name).__init__).parameters
+        given = dict(rngs=flax.nnx.Rngs(params=0, dropout=1), dtype=dtype)
+        arguments = arguments | {key: given[key] for key in given if key in taken}
     if name in ROTATION:
         arguments["rope"] = jaxfused.nnx.RotaryEmbedding()
     module = getattr(jaxfused.nnx, name)(*sizes, **arguments)

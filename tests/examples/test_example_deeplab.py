@@ -38,6 +38,7 @@ def state_dict(size, *, classes=3, auxiliary=False):
     return arrays
 
 
+@pytest.mark.exhaustive
 def test_files_say_how_large_the_model_is(tmp_path):
     arrays = state_dict(SMALL, auxiliary=True)
     np.savez(tmp_path / "w.npz", **arrays)

@@ -69,6 +69,7 @@ def test_a_file_answers_as_the_network(net, file):
     assert list(stages.seconds) == ["prepare", "copy in", "load", "network", "copy out"]
 
 
+@pytest.mark.exhaustive
 def test_other_sizes_are_padded_or_cut_and_images_come_in_order(net, file):
     runner = Runner(Artifact(file))
     assert runner.size_for(16, 20) == (16, 24) and runner.size_for(17, 20) == (32, 32)
@@ -148,6 +149,7 @@ def test_kernels_are_narrowed_and_norms_stay(net):
     assert model.down[0].first.norm.scale[...].dtype == jnp.float32
 
 
+@pytest.mark.exhaustive
 def test_images_in_and_masks_out(file, tmp_path, capsys):
     (tmp_path / "in").mkdir()
     for i in range(3):

@@ -137,6 +137,7 @@ def test_what_is_no_image_gets_a_sentence(server, body, message):
     assert status == 400 and message in answer["error"]
 
 
+@pytest.mark.exhaustive
 def test_an_upload_that_stops_leaves_the_server_working(server):
     head = b"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
     for sent in (head, head + encoded(steps())[:50]):
@@ -146,6 +147,7 @@ def test_an_upload_that_stops_leaves_the_server_working(server):
     assert post(server, b"\0" * (64 * 2**20 + 1))[1]["error"].startswith("a file must have at most")
 
 
+@pytest.mark.exhaustive
 def test_more_images_than_may_wait_are_sent_away(server):
     server.runner.go.clear()
     statuses = []
@@ -177,6 +179,7 @@ def test_images_are_turned_upright_and_grey_serves_as_colour():
         decode(encoded(steps()), "RGB", most_pixels=599)
 
 
+@pytest.mark.exhaustive
 def test_colours_are_those_of_pascal_voc():
     colours = palette(21)
     assert colours[[0, 1, 2, 15, 20]].tolist() == [

@@ -32,8 +32,9 @@ def deform_conv(
     # Where each weight of the window lies without an offset.
     starts = [jnp.arange(n) * step - pad for n, step, pad in zip(out, strides, low, strict=True)]
     inner = [jnp.arange(k) * d for k, d in zip((rows, columns), dilation, strict=True)]
-    down = (starts[0][:, None, None] + jnp.repeat(inner[0], columns))[:, :, None]
-    right = (starts[1][:, None] + jnp.tile(inner[1], rows))[None, :, None]
+    # [1, H', 1, 1, taps] and [1, 1, W', 1, taps]
+    down = (starts[0][:, None] + jnp.repeat(inner[0], columns)[None])[None, :, None, None]
+    right = (starts[1][:, None] + jnp.tile(inner[1], rows)[None])[None, None, :, None]
     samples = _samples(
         x.astype(wide).reshape(batch, height * width, parts, channels // parts),
         moved[..., 0] + down.astype(wide),
@@ -53,7 +54,7 @@ def deform_conv(
         preferred_element_type=wide,
     ).reshape(batch, *out, features)
     if bias is not None:
-        y = y + bias.astype(wide)
+        y = y + bias.astype(wide).reshape(1, 1, 1, features)
     return y.astype(x.dtype)
 
 

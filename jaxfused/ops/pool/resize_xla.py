@@ -28,6 +28,17 @@ def resize(x: jax.Array, axes: Sequence[ResizedAxis]) -> jax.Array:
     return y.astype(x.dtype)
 
 
+def resize_to(
+    x: jax.Array, sizes: Sequence[int], *, method: str, align_corners: bool = False
+) -> jax.Array:
+    """Resizes the spatial axes of [B, *spatial, C] to these sizes."""
+    axes = [
+        ResizedAxis(n, m, n / m, method, align_corners, False)
+        for n, m in zip(x.shape[1:-1], sizes, strict=True)
+    ]
+    return resize(x, axes)
+
+
 @functools.partial(stated_gradient, nondiff_argnums=(0, 1), linear=(2,))
 def _along(place: int, axis: ResizedAxis, x: jax.Array) -> jax.Array:
     return _read(place, taps(axis), x)

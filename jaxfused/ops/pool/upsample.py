@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.pool import upsample_cuda, upsample_xla
+from jaxfused.ops.pool import resize_xla, upsample_cuda, upsample_xla
 from jaxfused.runtime import sharding
-from jaxfused.runtime.checks import check_floating, check_images, python_numbers
+from jaxfused.runtime.checks import check_floating, check_images, for_each_axis, python_numbers
 from jaxfused.runtime.estimate import kernels_first
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
@@ -27,6 +27,8 @@ def upsample(
     factor: int | Sequence[int] = 2,
     *,
     method: str = "bilinear",
+    size: int | Sequence[int] | None = None,
+    align_corners: bool = False,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     r"""Images enlarged by whole factors, as `jax.image.resize` enlarges them.
@@ -40,7 +42,10 @@ def upsample(
       x: [B, *spatial, C] with one spatial axis or more, float32, bfloat16 or float16 (float64 with
         implementation "xla").
       factor: one int for all spatial axes, or one for each.
-      method: "bilinear" (over any number of axes) or "nearest".
+      method: "bilinear" (over any number of axes) or "nearest"; `jaxfused.resize` has more.
+      size: of the result, in place of a factor: one int for all spatial axes, or one for each.
+      align_corners: whether bilinear results begin and end with the first and the last value, where
+        otherwise values are the centres of equal parts.
       implementation: None for the fastest that can run, or "cuda" (bilinear by 2 over two axes), "xla".
 
     Returns:
@@ -73,8 +78,23 @@ def upsample(
         )
     if method not in ("bilinear", "nearest"):
         raise ValueError(f"{op}: method={method!r} is not known; pass 'bilinear' or 'nearest'.")
+    if align_corners and method == "nearest":
+        raise ValueError(
+            f"{op}: align_corners=True goes with method 'bilinear', but method is {method!r}; leave one"
+            " out."
+        )
     device = dispatch.current_device(x)
     missing = {"pallas": NO_PALLAS}
+    if size is not None or align_corners:
+        missing["cuda"] = (
+            f"it upsamples by a factor between centres, and size is {size!r}, align_corners"
+            f" {align_corners}"
+        )
+        takes_reference(op, implementation, device, x, missing=missing)
+        sizes = tuple(n * f for n, f in zip(x.shape[1:-1], factors, strict=True))
+        if size is not None:
+            sizes = for_each_axis(op, "size", size, spatial)
+        return resize_xla.resize_to(x, sizes, method=method, align_corners=align_corners)
     if (method, factors) != ("bilinear", (2, 2)):
         missing["cuda"] = (
             f"it upsamples bilinearly by (2, 2), and method is {method!r}, factor {factors}"

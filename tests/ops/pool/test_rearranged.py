@@ -10,6 +10,7 @@ import jaxfused
 from tests.cases.normal import normal
 from tests.recorded import values
 from tests.support.against_float64 import assert_values_and_gradients
+from tests.support.grids import parametrize
 from tests.support.transforms import assert_transforms
 
 
@@ -94,7 +95,7 @@ def plain_carafe(x, kernels, size, groups):
     return y
 
 
-@pytest.mark.parametrize(("size", "groups", "factor"), [(3, 1, 2), (5, 2, 3)])
+@parametrize(("size", "groups", "factor"), [(3, 1, 2), (5, 2, 3)], quick=[1])
 def test_carafe_is_its_definition(size, groups, factor):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 3, 4, 4)).astype(np.float32)

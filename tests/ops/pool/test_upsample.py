@@ -55,6 +55,16 @@ def test_other_factors_are_jax_image_resize(shape, factor, method):
     )
 
 
+def test_sizes_and_corners_are_those_of_resize():
+    x = normal(np.random.default_rng(0), "float32", 1, 7, 7, 4)
+    for ours, options in (
+        (dict(factor=2, align_corners=True), dict(factor=2, align_corners=True)),
+        (dict(size=(12, 9)), dict(size=(12, 9))),
+        (dict(size=9, method="nearest"), dict(size=9, method="nearest")),
+    ):
+        np.testing.assert_array_equal(jaxfused.upsample(x, **ours), jaxfused.resize(x, **options))
+
+
 def test_derivatives():
     check_grads(ours(), (jax.random.normal(jax.random.key(0), (1, 3, 4, 2)),), order=2)
 
@@ -68,6 +78,9 @@ def test_derivatives():
         (dict(factor=(2, 2, 2)), r"factor is \(2, 2, 2\)"),
         (dict(factor=1.5), "factor is 1.5"),
         (dict(method="cubic"), "method='cubic' is not known"),
+        (dict(size=0), "size is 0, but x has 2 spatial axes"),
+        (dict(method="nearest", align_corners=True), "align_corners=True goes with"),
+        (dict(implementation="cuda", size=5), "it upsamples by a factor between centres"),
         (dict(implementation="cuda"), "it needs an NVIDIA GPU"),
         (dict(implementation="cuda", factor=3), r"bilinearly by \(2, 2\), .* factor \(3, 3\)"),
         (dict(implementation="pallas"), "there is no Pallas kernel of upsample"),

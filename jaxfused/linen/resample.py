@@ -1,0 +1,219 @@
+"""Layers of Flax Linen that resample images, without parameters."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.typing import Dtype
+
+from jaxfused.dispatch import Implementation
+from jaxfused.ops.pool import blur_pool, pixel_shuffle, resize
+from jaxfused.ops.pool.blur_pool import PadMode
+from jaxfused.ops.pool.pixel_shuffle import ChannelOrder
+from jaxfused.ops.pool.resize import ResizeMethod
+from jaxfused.runtime.checks import python_number_fields
+
+
+@python_number_fields
+class Resize(linen.Module):
+    r"""Images of another size: `jaxfused.resize`, without parameters.
+
+    .. math:: y = \operatorname{resize}(x)
+
+    Attributes:
+      size: of the result, one int for all spatial axes or one for each; None where there is a factor.
+      factor: what to multiply sizes by; None where there is a size.
+      method: "nearest", "nearest_floor", "bilinear", "bicubic", "lanczos3" or "lanczos5".
+      align_corners: whether the first and the last result are the first and the last value.
+      antialias: whether windows grow by the factor by which an axis shrinks.
+      dtype: of x and the result; None for x's.
+      implementation: None or "xla".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfused.linen
+      >>> layer = jaxfused.linen.Resize(size=(12, 5))
+      >>> layer.apply({}, jnp.ones((2, 8, 8, 8))).shape
+      (2, 12, 5, 8)
+
+    Source: `jaxfused.resize`.
+    """
+
+    size: int | Sequence[int] | None = None
+    factor: float | Sequence[float] | None = None
+    method: ResizeMethod = "bilinear"
+    align_corners: bool = False
+    antialias: bool = False
+    dtype: Dtype | None = None
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to x [B, *spatial, C].
+
+        Args:
+          x: [B, *spatial, C].
+
+        Returns:
+          [B, *size, C].
+
+        Raises:
+          ValueError: x does not fit, as the function says.
+        """
+        return resize.resize(
+            jnp.asarray(x, self.dtype),
+            size=self.size,
+            factor=self.factor,
+            method=self.method,
+            align_corners=self.align_corners,
+            antialias=self.antialias,
+            implementation=self.implementation,
+        )
+
+
+@python_number_fields
+class PixelShuffle(linen.Module):
+    r"""Images whose channels become pixels: `jaxfused.pixel_shuffle`, without parameters.
+
+    .. math:: y_{b, f i + p, c} = x_{b, i, c P + p}
+
+    Attributes:
+      factor: f, one int for all spatial axes or one for each.
+      order: of the channels, "channel_first" or "pixel_first".
+      dtype: of x and the result; None for x's.
+      implementation: None or "xla".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfused.linen
+      >>> layer = jaxfused.linen.PixelShuffle(2)
+      >>> layer.apply({}, jnp.ones((2, 8, 8, 8))).shape
+      (2, 16, 16, 2)
+
+    Source: `torch.nn.PixelShuffle`.
+    """
+
+    factor: int | Sequence[int] = 2
+    order: ChannelOrder = "channel_first"
+    dtype: Dtype | None = None
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to x [B, *spatial, C].
+
+        Args:
+          x: [B, *spatial, C].
+
+        Returns:
+          [B, *spatial * factor, C / P].
+
+        Raises:
+          ValueError: x does not fit, as the function says.
+        """
+        return pixel_shuffle.pixel_shuffle(
+            jnp.asarray(x, self.dtype),
+            factor=self.factor,
+            order=self.order,
+            implementation=self.implementation,
+        )
+
+
+@python_number_fields
+class PixelUnshuffle(linen.Module):
+    r"""Images whose pixels become channels: `jaxfused.pixel_unshuffle`, without parameters.
+
+    .. math:: y_{b, i, c P + p} = x_{b, f i + p, c}
+
+    Attributes:
+      factor: f, one int for all spatial axes or one for each; it divides their sizes.
+      order: of the channels, "channel_first" or "pixel_first".
+      dtype: of x and the result; None for x's.
+      implementation: None or "xla".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfused.linen
+      >>> layer = jaxfused.linen.PixelUnshuffle(2)
+      >>> layer.apply({}, jnp.ones((2, 8, 8, 8))).shape
+      (2, 4, 4, 32)
+
+    Source: `torch.nn.PixelUnshuffle`.
+    """
+
+    factor: int | Sequence[int] = 2
+    order: ChannelOrder = "channel_first"
+    dtype: Dtype | None = None
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to x [B, *spatial, C].
+
+        Args:
+          x: [B, *spatial, C].
+
+        Returns:
+          [B, *spatial / factor, C P].
+
+        Raises:
+          ValueError: x does not fit, as the function says.
+        """
+        return pixel_shuffle.pixel_unshuffle(
+            jnp.asarray(x, self.dtype),
+            factor=self.factor,
+            order=self.order,
+            implementation=self.implementation,
+        )
+
+
+@python_number_fields
+class BlurPool(linen.Module):
+    r"""Images blurred by binomial weights, then thinned: `jaxfused.blur_pool`, without parameters.
+
+    .. math:: y_{b, i, c} = 2^{1 - k} \sum_{j=0}^{k-1} \binom{k - 1}{j} \, x_{b, s i + j - p, c}
+
+    Attributes:
+      strides: s, one int for all spatial axes or one for each.
+      filter_size: k; 3 has the weights 1/4, 1/2, 1/4.
+      padding_mode: "reflect", "edge" or "zeros".
+      dtype: of x and the result; None for x's.
+      implementation: None or "xla".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfused.linen
+      >>> layer = jaxfused.linen.BlurPool(2)
+      >>> layer.apply({}, jnp.ones((2, 8, 8, 8))).shape
+      (2, 4, 4, 8)
+
+    Source: `jaxfused.blur_pool`.
+    """
+
+    strides: int | Sequence[int] = 2
+    filter_size: int = 3
+    padding_mode: PadMode = "reflect"
+    dtype: Dtype | None = None
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to x [B, *spatial, C].
+
+        Args:
+          x: [B, *spatial, C].
+
+        Returns:
+          [B, *spatial', C].
+
+        Raises:
+          ValueError: x does not fit, as the function says.
+        """
+        return blur_pool.blur_pool(
+            jnp.asarray(x, self.dtype),
+            strides=self.strides,
+            filter_size=self.filter_size,
+            padding_mode=self.padding_mode,
+            implementation=self.implementation,
+        )
