@@ -58,8 +58,11 @@ class Module:
                     for method in methods:
                         if isinstance(method, ast.FunctionDef):
                             self.definitions[f"{node.name}.{method.name}"] = method
-                case ast.Assign(targets=[ast.Name(id=target)]):
-                    self.definitions[target] = node
+                case ast.Assign(targets=[target]):
+                    names = target.elts if isinstance(target, ast.Tuple) else [target]
+                    for each in names:
+                        if isinstance(each, ast.Name):
+                            self.definitions[each.id] = node
                 case ast.AnnAssign(target=ast.Name(id=target)):
                     self.definitions[target] = node
                 case ast.ImportFrom(module=str() as source):
@@ -155,9 +158,17 @@ def _named_by(place: Place, seen: set[Place]) -> Iterator[Place]:
                     if isinstance(found, Place):
                         yield found
                 else:
-                    # A method or property of a class that is reached.
+                    # A method or property of a class that is reached, and that this module knows.
                     for other in [p for p in seen if "." not in p.name]:
-                        yield from _method(other.module, other.name, part.attr)
+                        if _knows(place.module, other):
+                            yield from _method(other.module, other.name, part.attr)
+
+
+def _knows(module: str, place: Place) -> bool:
+    """Returns whether a definition is of this module, or of one that it imports from."""
+    sources = {source for source, _ in modules()[module].imports.values()}
+    named = {f"{source}.{name}" for source, name in modules()[module].imports.values()}
+    return place.module == module or place.module in sources | named
 
 
 def _method(module: str, owner: str, name: str) -> Iterator[Place]:
@@ -222,8 +233,12 @@ def table(*, with_configs: bool) -> Counter[tuple[str, str]]:
     """Returns (module, "lines" | "constants") counts of all that steers."""
     counts: Counter[tuple[str, str]] = Counter()
     found = reached(roots(with_configs=with_configs))
+    counted: set[int] = set()
     for place in found:
         node = modules()[place.module].definitions[place.name]
+        if id(node) in counted:
+            continue  # Several names of one assignment.
+        counted.add(id(node))
         counts[place.module, "lines"] += lines(node)
         counts[place.module, "constants"] += constants(node)
     return counts
