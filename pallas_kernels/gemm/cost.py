@@ -303,7 +303,7 @@ def few_rows(
         traffic = max(traffic, math.ceil(work.steps / config.parts) * waves * step)
     cached = columns * work.itemsize * work.m * work.k * speeds.cached_byte
     total = speeds.few_rows_launch + overlapped((traffic, cached), speeds.overlap)
-    total += chunks * speeds.few_rows_chunk + (waves - 1) * speeds.few_rows_wave
+    total += chunks * speeds.few_rows_chunk
     if config.parts > 1:
         total += speeds.few_rows_parts + rows * width * speeds.few_rows_exchange
     return total
@@ -387,14 +387,12 @@ def cuda_pass(
     itemsize: int,
     *,
     sums: bool,
-    slow_activation: bool,
 ) -> float:
     """Microseconds of this package's CUDA kernel with the derivative of an activation."""
     unaligned = columns * itemsize % 16 != 0
     traffic = rows * columns * bytes_of_element * H200.memory_byte
     traffic *= H200.cuda_unaligned if unaligned else 1.0
-    evaluated = rows * columns * H200.cuda_slow_activation if slow_activation else 0.0
-    return H200.cuda_pass + sums * H200.cuda_sums + max(traffic, evaluated)
+    return H200.cuda_pass + sums * H200.cuda_sums + traffic
 
 
 def cublaslt_product(product: float, elements: int, activations: int, *, saves: bool) -> float:

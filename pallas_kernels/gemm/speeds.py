@@ -90,8 +90,6 @@ class Speeds:
     """Share of the SMs on which clusters of four CTAs, which begin together, find room."""
     quantized_room_of_eight: float = 0.57
     """`quantized_room_of_four` for clusters of eight CTAs."""
-    few_rows_wave: float = 0.5
-    """Time that each further wave of CTAs adds: its ring of stages is filled anew."""
     cluster_room: float = 0.9
     """Share of the SMs on which clusters of more than two CTAs find room at once: each lies within a
     GPC, and GPCs have several sizes."""
@@ -129,8 +127,6 @@ class Speeds:
     """Time of a CUDA C kernel over the result of a product, besides its traffic."""
     cuda_sums: float = 3.5
     """Time that sums of the rows add to such a kernel."""
-    cuda_slow_activation: float = 3.0e-6
-    """Time of an element in such a kernel with gelu_erf's derivative, beyond the traffic."""
     cuda_unaligned: float = 2.0
     """Factor of such a kernel's traffic where rows begin anywhere in 16 bytes."""
     xla_long_launch: float = 1.4
@@ -147,9 +143,6 @@ class Speeds:
     xla_row_sums: float = 1.8
     """Time of a sum over many rows, besides a kernel and its traffic."""
     xla_row_sums_byte: float = 1 / 3.8e6
-    xla_ones: float = 3.0
-    """Time of a sum over rows that is a product with ones, besides its traffic."""
-    xla_ones_byte: float = 1 / 8e6
     weights_launch: float = 1.8
     """Time to start and to end a wgrad kernel."""
     weights_step: float = 0.034

@@ -154,10 +154,8 @@ def _xla_long_product(work: Work, multiprocessors: int) -> float:
 _XLA_FIRST_STEPS = 6
 
 
-def xla_row_sums(elements: int, itemsize: int, *, by_product: bool) -> float:
-    """Microseconds of a sum over rows, as a product with ones or as it stands."""
-    if by_product:
-        return H200.xla_ones + elements * itemsize * H200.xla_ones_byte
+def xla_row_sums(elements: int, itemsize: int) -> float:
+    """Microseconds of a sum over rows."""
     few = min(1.0, elements / _FEW_SUMMED)
     return H200.xla_pass + few * H200.xla_row_sums + elements * itemsize * H200.xla_row_sums_byte
 
@@ -169,12 +167,10 @@ _FEW_SUMMED = 2e5
 _XLA_TILE = 128
 """Rows and columns of a usual tile."""
 _XLA_TILES = [
-    *((128, n) for n in (64, 96, 128, 160, 192, 224, 256)),
-    *((n, 128) for n in (64, 96, 160, 192, 224, 256)),
-    *((64, n) for n in (8, 16, 32, 64, 256)),
-    *((n, 64) for n in (8, 16, 32, 256)),
-    # cuBLAS has tiles of any multiple of 8: three of 136 have 392 rows, for which it is fast.
-    *((256, 136), (136, 256)),
+    tile
+    for short in (_XLA_TILE // 2, _XLA_TILE)
+    for long in range(_XLA_TILE // 4, 2 * _XLA_TILE + 1, _XLA_TILE // 4)
+    for tile in ((short, long), (long, short))
 ]
 
 

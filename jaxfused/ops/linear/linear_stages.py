@@ -178,14 +178,13 @@ class ActivationGradient:
         slow = self.activation == "gelu_erf"
         xla = Passes(moved, evaluations, slow).time(z.size)
         if self.has_bias:
-            xla += xla_cost.xla_row_sums(z.size, z.dtype.itemsize, by_product=False)
+            xla += xla_cost.xla_row_sums(z.size, z.dtype.itemsize)
         ours = cost.cuda_pass(
             z.shape[0],
             z.shape[1],
             moved,
             z.dtype.itemsize,
             sums=self.has_bias,
-            slow_activation=slow,
         )
         return product_times({"xla": xla, "cuda": ours})
 
