@@ -78,6 +78,9 @@ from jaxfused.ops.serving.paged_attention import (
 from jaxfused.ops.serving.pages import append_to_pages as append_to_pages
 from jaxfused.ops.sparse.block_sparse import BlockSparse as BlockSparse
 from jaxfused.ops.sparse.block_sparse_matmul import block_sparse_matmul as block_sparse_matmul
+from jaxfused.ops.sparse.sparse24 import Sparse24 as Sparse24
+from jaxfused.ops.sparse.sparse24 import prune24 as prune24
+from jaxfused.ops.sparse.sparse24_matmul import sparse24_matmul as sparse24_matmul
 from jaxfused.ops.sparse.sparse_matmul import sampled_matmul as sampled_matmul
 from jaxfused.ops.sparse.sparse_matmul import sparse_matmul as sparse_matmul
 from jaxfused.quantization.calibrate import Calibrated as Calibrated

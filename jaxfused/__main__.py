@@ -166,6 +166,7 @@ EXAMPLES: dict[str, Example] = {
     "softmax_cross_entropy": Example(
         jaxfused.softmax_cross_entropy, (_array(4096, 32768),), (_array(4096, dtype=jnp.int32),)
     ),
+    "sparse24_matmul": Example(jaxfused.sparse24_matmul, (*_ROWS, _WIDE)),
     "sparse_matmul": Example(_sparse_matmul, (_array(2**16), _array(8192, 512))),
     "spatial_pyramid_pool": Example(jaxfused.spatial_pyramid_pool, _MAPS),
     "pixel_shuffle": Example(jaxfused.pixel_shuffle, _MAPS),

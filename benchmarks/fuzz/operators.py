@@ -25,6 +25,7 @@ OPERATORS = {
     "gated_mlp": Operator(products.draw_mlp, products.gated_mlp, 3),
     "ragged_dot": Operator(products.draw_ragged_dot, products.ragged_dot, 2),
     "block_sparse_matmul": Operator(sparse.draw_block_sparse, sparse.block_sparse_matmul, 1),
+    "sparse24_matmul": Operator(sparse.draw_sparse24, sparse.sparse24_matmul, 1),
     "sparse_matmul": Operator(sparse.draw_sparse_matmul, sparse.sparse_matmul, 1),
     "sampled_matmul": Operator(sparse.draw_sparse_matmul, sparse.sampled_matmul, 1),
     "rope": Operator(others.draw_rope, others.rope, 3),

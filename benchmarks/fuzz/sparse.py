@@ -59,6 +59,41 @@ def block_sparse_matmul(options: Options) -> Problem:
     return Problem(run, operands, constants, tf32=o["dtype"] == "float32")
 
 
+# --- two of four ----------------------------------------------------------------------------------
+
+
+def draw_sparse24(draw: Draw) -> Options:
+    return dict(
+        rows=rows(draw, _MOST_ROWS),
+        width=4 * draw.between(1, 200),
+        out=features(draw, 600),
+        dtype=draw.pick(DTYPES),
+    )
+
+
+def sparse24_matmul(options: Options) -> Problem:
+    """The places are those of another matrix, so that no rounding decides about them."""
+    o, rng = options, rng_of(options)
+    places = jaxfused.Sparse24.from_dense(
+        rng.normal(size=(o["width"], o["out"])).astype(np.float32)
+    )
+    operands = dict(
+        x=Operand((*o["rows"], o["width"]), o["dtype"]),
+        values=Operand((o["out"], o["width"] // 2), o["dtype"], 0.0, o["width"] ** -0.5),
+    )
+
+    def run(operands: Any, constants: Any, how: How) -> Any:
+        return jaxfused.sparse24_matmul(
+            operands["x"],
+            jaxfused.Sparse24(operands["values"], constants["metadata"]),
+            precision="highest" if how.exact else None,
+            implementation=how.implementation,
+        )
+
+    constants = {"metadata": np.asarray(places.metadata)}
+    return Problem(run, operands, constants, tf32=o["dtype"] == "float32")
+
+
 # --- entries --------------------------------------------------------------------------------------
 
 

@@ -105,6 +105,7 @@ OF_ROWS = {
     "block_sparse_matmul": lambda x: jaxfused.block_sparse_matmul(
         ones(*x.shape[:2], 32), jaxfused.BlockSparse.from_dense(ones(32, 64), 32)
     ),
+    "sparse24_matmul": lambda x: jaxfused.sparse24_matmul(x, ones(D, 32)),
     "sparse_matmul": lambda x: jaxfused.sparse_matmul(
         BCOO.fromdense(ones(3, x.shape[0] * x.shape[1])), x.reshape(x.shape[0] * x.shape[1], D)
     ),

@@ -48,6 +48,8 @@ CALLS = {
     "segmentation_loss": ((X, CLASSES), {}),
     "sigmoid_cross_entropy": ((X, jnp.zeros((4, 8))), {}),
     "softmax_cross_entropy": ((X, CLASSES), {}),
+    "prune24": ((W,), {}),
+    "sparse24_matmul": ((X, jaxfused.Sparse24.from_dense(W)), {}),
     "sparse_matmul": ((BCOO.fromdense(X), W), {}),
     "spatial_pyramid_pool": ((IMAGES, (1, 2)), {}),
     "upsample": ((IMAGES, 2), {}),

@@ -380,6 +380,16 @@ def _(dtype):
     return f, (normal(0, T, D, dtype=dtype), normal(1, 3))
 
 
+@case("prune24")
+def _(dtype):
+    return jaxfused.prune24, (normal(0, D, 8, dtype=dtype),)
+
+
+@case("sparse24_matmul")
+def _(dtype):
+    return jaxfused.sparse24_matmul, (normal(0, B, T, D, dtype=dtype), normal(1, D, 8))
+
+
 @case("sampled_matmul")
 def _(dtype):
     pattern = BCOO.fromdense(np.eye(T, 8, dtype=np.float32))

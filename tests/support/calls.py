@@ -122,6 +122,7 @@ def calls(rows: int = 32, images: int = 8) -> dict[str, Call]:
             lambda x, w: jaxfused.ragged_dot(x, w, jnp.full(4, rows // 4)), (x, _shared(4, d, f))
         ),
         "block_sparse_matmul": Call(_block_sparse, (x, up)),
+        "sparse24_matmul": Call(jaxfused.sparse24_matmul, (x, up)),
         "sparse_matmul": Call(_sparse, (_shared(7), up)),
         "sampled_matmul": Call(_sampled, (_shared(d, 64), _shared(64, f))),
         "rope": Call(lambda q, k: jaxfused.rope(q, k, rotary_dim=32), (heads, heads)),

@@ -1,0 +1,54 @@
+"""Products with a matrix of which half is kept, by the kernel of ffi/sparse/sparse24_matmul.cu."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.runtime import cuda_library
+from pallas_kernels import hopper
+
+_ROWS, _FEATURES, _STEP = 256, 128, 64
+"""Rows of x and features in a tile, and columns of x in a step."""
+
+
+def why_unsupported(
+    *, compute_capability: tuple[int, int] | None, dtype: Any, depth: int, features: int
+) -> str | None:
+    """Returns None where the kernel can run, else the reason.
+
+    Args:
+      compute_capability: of the GPU, or None where there is none.
+      dtype: of x and of the weight.
+      depth: columns of x.
+      features: of the result.
+    """
+    if reason := hopper.why_unfit(compute_capability):
+        return reason
+    if dtype != jnp.bfloat16:
+        return f"it takes bfloat16, and x has dtype {jnp.dtype(dtype)}"
+    if depth % 16 or features % 8:
+        return (
+            "it takes a multiple of 16 columns of x and of 8 of the result, and they are"
+            f" {depth} and {features}"
+        )
+    return cuda_library.why_unavailable()
+
+
+def predicted_time(rows: int, depth: int, features: int, multiprocessors: int) -> float:
+    """Returns the predicted microseconds (fitted on an H200, benchmarks/LAB.md, 2026-11-28)."""
+    tiles = math.ceil(rows / _ROWS) * math.ceil(features / _FEATURES)
+    steps = math.ceil(depth / _STEP)
+    return _LAUNCH + math.ceil(tiles / multiprocessors) * (steps * _OF_STEP + _OF_TILE)
+
+
+_LAUNCH, _OF_STEP, _OF_TILE = 5.0, 0.56, 1.5
+"""Microseconds to launch the kernel, of a tile's step, and to store a tile."""
+
+
+def matmul(x: jax.Array, values: jax.Array, metadata: jax.Array) -> jax.Array:
+    """Returns x [M, D] times the matrix of `values` [F, D / 2] and metadata: [M, F]."""
+    cuda_library.register()
+    out = jax.ShapeDtypeStruct((x.shape[0], values.shape[0]), x.dtype)
+    return jax.ffi.ffi_call("jaxfused_sparse24_matmul", out)(x, values, metadata)
