@@ -90,7 +90,14 @@ def _figures(choice: dispatch.Choice) -> str | None:
         times = {n: time for n, time in estimate.microseconds.items() if n in able}
         note = f"; {estimate.note}" if estimate.note else ""
         return f"expected: {_compared(chosen, times)}{note}"
-    return f"the first that can run: {', '.join(map(repr, able))}" if len(able) > 1 else None
+    if len(able) < 2:
+        return None
+    first = f"the first that can run: {', '.join(map(repr, able))}"
+    if not isinstance(estimate, Rule):
+        return first
+    return (
+        f"{first}; {', then '.join(map(repr, estimate.first))} would be before them: {estimate.why}"
+    )
 
 
 def _compared(chosen: str, microseconds: Mapping[str, float]) -> str:
