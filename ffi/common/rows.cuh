@@ -304,7 +304,7 @@ class ColumnValues {
   static constexpr int kPart = kVec < 4 ? kVec : 4;
 
  public:
-  // Unless values are in registers, takes shared_values floats per thread of a team from `shared`.
+  // Values that are not in registers take shared_values floats per thread of a team from `shared`.
   __device__ ColumnValues(float*& shared, const Team& team) {
     if constexpr (!kInRegisters) {
       constexpr int kStride = shared_values(kVec * kVectors, kVec);

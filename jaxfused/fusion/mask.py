@@ -88,7 +88,7 @@ class Part:
     seen: View
     """The program's array and its axes among those of the logits."""
     logits: tuple[tuple[str, ...], ...]
-    """Atoms of each axis of the logits that it masks."""
+    """Names of the atoms that make up each axis of the masked logits; see `Layout`."""
     constant: np.ndarray | None
     """Its value, negated if need be, with the logits' rank; None if it depends on the arguments."""
     negated: bool

@@ -40,7 +40,7 @@ class Mask:
     query_offset: jax.Array | None = None
     """[B]: the position of the first query."""
     pattern: Pattern | None = field(default=None, metadata={"static": True})
-    """What the mask objects of a call allow; positions without offset are part of it."""
+    """The combined mask objects of a call, by positions to which `query_offset` is not added."""
     pattern_heads: jax.Array | None = None
     """[N]: which mask of the pattern a head has; None if all share one."""
 

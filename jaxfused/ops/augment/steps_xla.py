@@ -226,7 +226,7 @@ def _equalize(x, values, statistics):
 
 
 def _erase(x, values, statistics):
-    """Fills rows values[0] to values[2] of columns values[1] to values[3]; then come the colours."""
+    """Fills the box of `values` (top, left, bottom, right) with the colours that follow in them."""
     row = jnp.arange(x.shape[0], dtype=x.dtype)[:, None]
     column = jnp.arange(x.shape[1], dtype=x.dtype)[None]
     within = (row >= values[0]) & (row < values[2]) & (column >= values[1]) & (column < values[3])

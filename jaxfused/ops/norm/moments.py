@@ -25,7 +25,7 @@ def shifted_moments(
       mean_of: values to means.
     """
     mean = mean_of(values - near)
-    # Two expressions: XLA would often write an array of deviations that both means share.
+    # The differences are written twice: XLA would often store one array of them for both means.
     variance = mean_of(jnp.square(near - values)) - jnp.square(mean)
     return near + mean, jnp.maximum(variance, 0.0)
 

@@ -29,7 +29,7 @@ _BLOCK = 256
 
 
 class Filters(NamedTuple):
-    """The limits of the words that are kept of each row [...]."""
+    """Limits by which words of each row [...] are kept."""
 
     inverse_temperature: jax.Array
     """1 / temperature, or 0 for the largest logit without a draw."""
