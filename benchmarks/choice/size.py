@@ -97,7 +97,7 @@ def _resolved(module: str, name: str) -> Place | str | None:
 
 
 def roots(*, with_configs: bool) -> list[Place]:
-    """Where choices begin."""
+    """The functions with which choices begin."""
     names = {"estimate", *_GATES, *(["configs"] if with_configs else [])}
     return [
         Place(module.name, name)

@@ -74,7 +74,7 @@ class Division:
         return lax.div(total + (self.ctas - 1), jnp.int32(self.ctas))
 
     def place(self, plan: Plan, number: jax.Array, sequence: jax.Array) -> Place:
-        """Returns the place of block `number`, which is of `sequence` or of the next one, in a kernel."""
+        """Returns the place of block `number`, of `sequence` or of the next one, in a kernel."""
         sequence += (number >= plan.starts[sequence + 1]).astype(jnp.int32)
         start = plan.starts[sequence]
         blocks = lax.div(plan.starts[sequence + 1] - start, jnp.int32(self.units))

@@ -41,7 +41,7 @@ class Pages(NamedTuple):
     key: Any
     """[P, S, K, H] or [K, P, S, H], or [P, S, 2 K, H] with keys at even heads and values at odd ones."""
     value: Any
-    """Likewise with V columns; None where `key` has both."""
+    """The pool of values, with V columns; None where `key` has both."""
     table: Any
     """[B, n] int32: the pages of each sequence in order. Other ids than 0 to P - 1 read zeros."""
 

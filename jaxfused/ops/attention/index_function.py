@@ -76,7 +76,7 @@ class IndexFunction:
 
     @functools.cached_property
     def used(self) -> tuple[bool, bool, bool, bool]:
-        """Which of b, h, q and k the result depends on."""
+        """The letters among b, h, q and k that the result depends on."""
         needed = {var for var in self.program.jaxpr.outvars if not isinstance(var, Literal)}
         for eqn in reversed(self.program.jaxpr.eqns):
             if needed & set(eqn.outvars):

@@ -1,4 +1,4 @@
-"""Where cuDNN is faster than the kernels of a dense convolution: static regimes, by its sizes.
+"""Regimes of a dense convolution, by its sizes: where cuDNN is faster than the kernels.
 
 The thresholds come from the recorded sweeps of an H200 and an H100 (`python -m benchmarks.choice.replay`
 judges a change of them); `jaxfused.tune` measures what they leave open.

@@ -1,4 +1,4 @@
-"""Where XLA is faster than the CUDA kernels of norms over images: static regimes, by the megabytes of x.
+"""Regimes of norms over images, by the megabytes of x: where XLA is faster than the CUDA kernels.
 
 The thresholds come from the recorded sweeps of an H200 and an H100 (`python -m benchmarks.choice.replay`
 judges a change of them); `jaxfused.tune` measures what they leave open.

@@ -1,4 +1,4 @@
-"""Which implementation of a norm comes first: by the bytes that it moves, its rows, its alignment.
+"""Regimes of a norm, by its bytes, rows and alignment: which implementation comes first.
 
 A kernel here starts later than XLA's and moves the bytes of wide aligned rows faster. The thresholds
 come from the recorded sweeps of an H200 and an H100 (`python -m benchmarks.choice.replay` judges a

@@ -1,4 +1,4 @@
-"""Which values of an axis each value of its resized form is made of, and with what weights.
+"""Taps of a resized axis: the values that each of its values is made of, and their weights.
 
 They are computed by NumPy in float64 as a program is traced, since sizes are known then.
 """
