@@ -1,7 +1,6 @@
 """linear: validation, choice of implementation, gradient."""
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,13 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.fp8 import fp8, fp8_operands, fp8_products
-from jaxfused.ops.linear import linear_xla
-from jaxfused.ops.linear.linear_stages import (
-    ActivationGradient,
+from jaxfused.ops.fp8 import fp8
+from jaxfused.ops.linear import linear_fp8, linear_xla
+from jaxfused.ops.linear.input_gradient import (
     InputGradient,
-    Layer,
+    are_few,
+    are_weights_converted,
+    input_gradient,
 )
+from jaxfused.ops.linear.linear_stages import ActivationGradient, Layer
 from jaxfused.ops.linear.weight_gradient import (
     WeightGradients,
     weight_and_bias_gradients,
@@ -34,10 +35,8 @@ from jaxfused.runtime.checks import (
 from jaxfused.runtime.gate import LeftToXla, choose_without_stages, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.product_choice import is_modelled
-from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.runner import Results, Runner, Stage
 from jaxfused.runtime.shapes import why_symbolic
-from pallas_kernels.gemm import small_m
 
 
 @python_numbers
@@ -100,11 +99,11 @@ def linear(
     if fp8.is_fp8(precision):
         run = fp8.runner(op, implementation, device, x)
         residual_dtype = None if residual is None else residual.dtype
-        options = _Options(activation, jnp.dtype(out_dtype), residual_dtype, "fp8")
+        fp8_options = linear_fp8.Options(activation, jnp.dtype(out_dtype), residual_dtype)
         rows = sharding.leading_axes(x.ndim - 1)
         axes = (rows + "d", "df", "f", rows + "f")
         aligned = sharding.align((x, w, bias, residual), operand_axes=axes, whole="d")
-        return _linear_in_fp8(run, options, *aligned, fp8.state_of(op, precision))
+        return linear_fp8.linear(run, fp8_options, *aligned, fp8.state_of(op, precision))
     run = Runner(implementation, device)
     is_bare = bias is None and activation is None
     options = _Options(
@@ -153,7 +152,7 @@ def _stages(options: "_Options", x: Any, w: Any, residual: Any) -> Iterator[Stag
     for again in (False, True)[: 1 + are_weights_converted(x, w)]:
         forward = options.forward(save_preactivation=False, weights_read_again=again)
         yield forward, (x, w, None, residual)
-    if _are_few(x):
+    if are_few(x):
         yield InputGradient(options.precision), (dy, w)
     yield WeightGradients("linear", w.dtype, options.precision, 1, False, False), (x, dy)
 
@@ -277,128 +276,3 @@ def _linear_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
-
-
-class _Fp8Residuals(NamedTuple):
-    x: fp8_operands.Copies
-    w: fp8_operands.Copies
-    bias: jax.Array | None
-    preactivation: jax.Array | None
-    state: fp8.Fp8State | None
-    no_x: jax.Array
-    """Empty array that keeps x's dtype."""
-    no_w: jax.Array
-
-
-@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="linear", in_float8=True)
-def _linear_in_fp8(run: Runner, options: _Options, x, w, bias, residual, state):
-    xs = fp8_operands.copies_of(run, state, "linear", "x", x, transposes=False)
-    ws = fp8_operands.copies_of(run, state, "linear", "w", w, straight=False)
-    return _fp8_layer(run, options, xs, ws, bias, residual, x.dtype, saves=False)[0]
-
-
-def _fp8_layer(run: Runner, options: _Options, xs, ws, bias, residual, dtype, *, saves: bool):
-    return fp8_products.layer(
-        run,
-        "linear",
-        xs,
-        ws,
-        bias,
-        residual,
-        activation=options.activation,
-        out_dtype=options.out_dtype,
-        narrow_dtype=dtype,
-        saves=saves,
-    )
-
-
-def _linear_in_fp8_fwd(run: Runner, options: _Options, x, w, bias, residual, state):
-    xs, ws = (
-        fp8_operands.copies_of(run, state, "linear", "x", x),
-        fp8_operands.copies_of(run, state, "linear", "w", w),
-    )
-    saves = options.activation is not None
-    y, z, _ = _fp8_layer(run, options, xs, ws, bias, residual, x.dtype, saves=saves)
-    y, z = named(y, "linear", "output"), named(z, "linear", "preactivation")
-    no_x, no_w = (jnp.zeros((0,), array.dtype) for array in (x, w))
-    xs, ws = xs.kept("transposed"), ws.kept("values")
-    return y, _Fp8Residuals(xs, ws, bias, z, state, no_x, no_w)
-
-
-def _linear_in_fp8_bwd(run: Runner, options: _Options, saved: _Fp8Residuals, dy):
-    bias, state, dz = saved.bias, saved.state, dy
-    if saved.preactivation is not None:
-        dz, _ = run(ActivationGradient(str(options.activation), False), dy, saved.preactivation)
-    dzs = fp8_operands.copies_of(
-        run, state, "linear", "dy", dz, dtype=fp8_operands.GRADIENT, sums=bias is not None
-    )
-    found = dict(x=saved.x.found, w=saved.w.found, dy=dzs.found)
-    return (
-        fp8_products.input_gradient(run, "linear", dzs, saved.w, saved.no_x.dtype),
-        fp8_products.weight_gradient(run, "linear", saved.x, dzs, saved.no_w.dtype),
-        None if bias is None else dzs.sums.astype(bias.dtype),
-        None if options.residual_dtype is None else dy.astype(options.residual_dtype),
-        None if state is None else state.after("linear", found),
-    )
-
-
-_linear_in_fp8.defvjp(_linear_in_fp8_fwd, _linear_in_fp8_bwd)
-
-
-def are_weights_converted(x: jax.Array, w: jax.Array) -> bool:
-    """Returns whether XLA converts the weights to x's dtype for a product of few rows."""
-    return _are_few(x) and w.dtype.itemsize != x.dtype.itemsize
-
-
-def _are_few(rows: jax.Array) -> bool:
-    """Returns whether rows [..., D] of 16 bits are so few that a small-M kernel multiplies them."""
-    return math.prod(rows.shape[:-1]) <= small_m.MAX_ROWS and rows.dtype.itemsize == 2
-
-
-def input_gradient(
-    run: Runner, dy: jax.Array, w: jax.Array, dtype: Any, precision: Any
-) -> jax.Array:
-    """Returns the gradient of x for y = x @ w: dy [..., F] times the transpose of w [D, F]."""
-    # A kernel needs F unsplit. If devices may split it, XLA's product adds their parts.
-    may_run = sharding.is_in_one_piece(dy, w) and run.implementation in (None, "pallas")
-    if _are_few(dy) and may_run and dy.dtype == dtype:
-        (dx,) = run(InputGradient(precision), dy, w)
-        return dx
-    rows = sharding.leading_axes(dy.ndim - 1)
-    # As in the forward, devices add their parts in x's dtype, which is half the bytes of float32.
-    return _product(f"{rows}f,df->{rows}d", dy, w, dtype, precision, parts_dtype=dtype)
-
-
-def _product(
-    subscripts: str,
-    a: jax.Array,
-    b: jax.Array,
-    dtype: Any,
-    precision: Any,
-    parts_dtype: Any = jnp.float32,
-) -> jax.Array:
-    """Returns `product` in a's dtype. Where explicit axes split the sum, parts have `parts_dtype`."""
-    if not sharding.is_explicit(a, b):
-        return _ProductOfShards(subscripts, dtype, precision)(a, b)[0]
-    operand_axes, result_axes = subscripts.split("->")
-    (y,) = sharding.per_shard(
-        _ProductOfShards(subscripts, jnp.dtype(parts_dtype), precision),
-        (a, b),
-        operand_axes=operand_axes.split(","),
-        result_axes=(result_axes,),
-    )
-    assert y is not None
-    return y.astype(dtype)
-
-
-@dataclass(frozen=True)
-class _ProductOfShards:
-    subscripts: str
-    dtype: Any
-    precision: Any
-
-    def __call__(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array]:
-        y = product(
-            self.subscripts, a, b, dtype=a.dtype, out_dtype=self.dtype, precision=self.precision
-        )
-        return (y,)

@@ -13,7 +13,7 @@ from jaxfused.runtime.activation import ARITHMETIC
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.product_stage import ProductStage
-from jaxfused.runtime.product_xla import product, sum_written_rows
+from jaxfused.runtime.product_xla import sum_written_rows
 from jaxfused.runtime.runner import ROWS, Axes, Results, batched_rows
 from pallas_kernels.gemm import cost, xla_cost
 from pallas_kernels.gemm import linear as pallas_linear
@@ -202,44 +202,6 @@ class ActivationGradient:
 
     batched = batched_rows
     xla_takes_rows = True
-
-
-@dataclass(frozen=True)
-class InputGradient(ProductStage):
-    """Computes (dy @ w^T,) for few rows dy [M, F] and w [D, F]. XLA multiplies many rows."""
-
-    precision: Any
-
-    @property
-    def name(self) -> str:
-        return "linear input gradient"
-
-    def axes(self, *operands) -> Axes:
-        del operands
-        return Axes((ROWS + "f", "df"), (ROWS + "d",), whole="f")
-
-    def product(self, dy, w) -> FusedProduct:
-        return pallas_linear.input_gradient(dy, w)
-
-    def why_not(self, device, dy, w) -> Mapping[str, str | None]:
-        features = {"the gradient": w.shape[1], "x": w.shape[0]}
-        why_not = product_why_not(device, self.precision, {"x": dy}, features)
-        del why_not["cuda"]
-        return why_not
-
-    def estimate(self, device, able, dy, w) -> Estimate:
-        return product_estimate(device, able, dy.dtype, self.work(dy, w), Passes())
-
-    def run(self, implementation, device, dy, w, config=None) -> Results:
-        if implementation == "pallas":
-            return self.in_pallas(device, dy, w, config=config)
-        dx = product(
-            "mf,df->md", dy, w, dtype=dy.dtype, out_dtype=dy.dtype, precision=self.precision
-        )
-        return (dx,)
-
-    results = ("dx",)
-    batched = batched_rows
 
 
 def product_why_not(

@@ -20,10 +20,9 @@ from jaxfused.ops.linear.hidden_layer import (
     fp8_runner,
     zero_features,
 )
+from jaxfused.ops.linear.input_gradient import are_weights_converted, input_gradient
 from jaxfused.ops.linear.linear import (
-    are_weights_converted,
     check_affine,
-    input_gradient,
     resolve_out_dtype,
 )
 from jaxfused.ops.linear.mlp_stages import HiddenAndSlope, HiddenGradient, HiddenGradientBySlope

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.linear import linear
+from jaxfused.ops.linear.input_gradient import input_gradient
 from jaxfused.ops.linear.linear import check_affine, check_residual, resolve_out_dtype
 from jaxfused.ops.linear.linear_stages import ActivationGradient
 from jaxfused.ops.linear.weight_gradient import sum_rows
@@ -361,7 +361,7 @@ def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.A
     if in_one_piece and quantized_matmul_xla.is_scaled_last(dz, w):
         return quantized_matmul_xla.input_gradient(w, dz)
     wide, dz = quantized_matmul_xla.dequantized_again(w, dz)
-    return linear.input_gradient(run, dz, wide, dz.dtype, None)
+    return input_gradient(run, dz, wide, dz.dtype, None)
 
 
 # --- kernels --------------------------------------------------------------------------------------

@@ -1,0 +1,103 @@
+"""The gradient of a layer's input (dgrad): a product that XLA runs for many rows, a stage for few."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxfused.ops.linear.linear_stages import product_estimate, product_why_not
+from jaxfused.runtime import sharding
+from jaxfused.runtime.estimate import Estimate
+from jaxfused.runtime.product_choice import Passes
+from jaxfused.runtime.product_stage import ProductStage
+from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
+from pallas_kernels.gemm import linear as pallas_linear
+from pallas_kernels.gemm import small_m
+from pallas_kernels.gemm.matmul import FusedProduct
+
+
+def input_gradient(
+    run: Runner, dy: jax.Array, w: jax.Array, dtype: Any, precision: Any
+) -> jax.Array:
+    """Returns the gradient of x for y = x @ w: dy [..., F] times the transpose of w [D, F]."""
+    # A kernel needs F unsplit. If devices may split it, XLA's product adds their parts.
+    may_run = sharding.is_in_one_piece(dy, w) and run.implementation in (None, "pallas")
+    if are_few(dy) and may_run and dy.dtype == dtype:
+        (dx,) = run(InputGradient(precision), dy, w)
+        return dx
+    rows = sharding.leading_axes(dy.ndim - 1)
+    # As in the forward, devices add their parts in x's dtype, which is half the bytes of float32.
+    in_xla = _ProductOfShards(rows, dtype, precision)
+    if not sharding.is_explicit(dy, w):
+        return in_xla(dy, w)[0]
+    (dx,) = sharding.per_shard(
+        in_xla, (dy, w), operand_axes=(rows + "f", "df"), result_axes=(rows + "d",)
+    )
+    assert dx is not None
+    return dx
+
+
+@dataclass(frozen=True)
+class _ProductOfShards:
+    rows: str
+    """Letters of dy's leading axes."""
+    dtype: Any
+    precision: Any
+
+    def __call__(self, dy: jax.Array, w: jax.Array) -> tuple[jax.Array]:
+        subscripts = f"{self.rows}f,df->{self.rows}d"
+        dx = product(
+            subscripts, dy, w, dtype=dy.dtype, out_dtype=self.dtype, precision=self.precision
+        )
+        return (dx,)
+
+
+@dataclass(frozen=True)
+class InputGradient(ProductStage):
+    """Computes (dy @ w^T,) for few rows dy [M, F] and w [D, F]. XLA multiplies many rows."""
+
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "linear input gradient"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes((ROWS + "f", "df"), (ROWS + "d",), whole="f")
+
+    def product(self, dy, w) -> FusedProduct:
+        return pallas_linear.input_gradient(dy, w)
+
+    def why_not(self, device, dy, w) -> Mapping[str, str | None]:
+        features = {"the gradient": w.shape[1], "x": w.shape[0]}
+        why_not = product_why_not(device, self.precision, {"x": dy}, features)
+        del why_not["cuda"]
+        return why_not
+
+    def estimate(self, device, able, dy, w) -> Estimate:
+        return product_estimate(device, able, dy.dtype, self.work(dy, w), Passes())
+
+    def run(self, implementation, device, dy, w, config=None) -> Results:
+        if implementation == "pallas":
+            return self.in_pallas(device, dy, w, config=config)
+        dx = product(
+            "mf,df->md", dy, w, dtype=dy.dtype, out_dtype=dy.dtype, precision=self.precision
+        )
+        return (dx,)
+
+    results = ("dx",)
+    batched = batched_rows
+
+
+def are_weights_converted(x: jax.Array, w: jax.Array) -> bool:
+    """Returns whether XLA converts the weights to x's dtype for a product of few rows."""
+    return are_few(x) and w.dtype.itemsize != x.dtype.itemsize
+
+
+def are_few(rows: jax.Array) -> bool:
+    """Returns whether rows [..., D] of 16 bits are so few that a small-M kernel multiplies them."""
+    return math.prod(rows.shape[:-1]) <= small_m.MAX_ROWS and rows.dtype.itemsize == 2
