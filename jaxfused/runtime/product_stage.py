@@ -8,7 +8,8 @@ import jax
 from jaxfused import dispatch
 from jaxfused.runtime.runner import Results
 from pallas_kernels.gemm.cost import Work
-from pallas_kernels.gemm.matmul import FusedProduct, fitting
+from pallas_kernels.gemm.fused_product import FusedProduct
+from pallas_kernels.gemm.matmul import fitting
 
 
 class ProductStage:

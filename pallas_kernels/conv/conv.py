@@ -18,7 +18,7 @@ from pallas_kernels.conv.product import ConvConfig, ConvProduct, Plan
 from pallas_kernels.conv.window import GROUP, MAX_REACH, Boxes, Window, best_box
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.epilogue import Epilogue, Function
-from pallas_kernels.gemm.matmul import FusedProduct
+from pallas_kernels.gemm.fused_product import FusedProduct
 from pallas_kernels.gemm.matmul import fitting as product_configs
 from pallas_kernels.gemm.matmul import predicted_time as product_time
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig

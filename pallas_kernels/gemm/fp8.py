@@ -17,7 +17,8 @@ from pallas_kernels import hopper
 from pallas_kernels.activation import IN_KERNELS, Functions
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.gemm.cost import Work
-from pallas_kernels.gemm.matmul import GRAIN, FusedProduct, fits, fitting
+from pallas_kernels.gemm.fused_product import FusedProduct
+from pallas_kernels.gemm.matmul import GRAIN, fits, fitting
 from pallas_kernels.gemm.matmul_config import MatmulConfig
 
 Maximised = Literal["value", "magnitude"]

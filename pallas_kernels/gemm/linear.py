@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.gemm.epilogue import Function
-from pallas_kernels.gemm.matmul import FusedProduct
+from pallas_kernels.gemm.fused_product import FusedProduct
 
 
 def layer(

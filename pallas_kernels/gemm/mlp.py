@@ -14,7 +14,8 @@ from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import activation_and_derivative
 from pallas_kernels.gemm import linear, xla_cost
 from pallas_kernels.gemm.cost import Work, conversion
-from pallas_kernels.gemm.matmul import FusedProduct, MatmulConfig, fitting, predicted_time
+from pallas_kernels.gemm.fused_product import FusedProduct
+from pallas_kernels.gemm.matmul import MatmulConfig, fitting, predicted_time
 from pallas_kernels.gemm.small_m import FewRowsConfig
 
 

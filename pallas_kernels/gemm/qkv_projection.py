@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gemm import cost, interleaved_rope, matmul, qkv_small_m, xla_cost
+from pallas_kernels.gemm.fused_product import FusedProduct
 from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import SWIZZLE_BYTES, swizzled_columns
@@ -305,7 +306,7 @@ def input_gradient(
     config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array]:
     """Returns the sum of dy [M, heads * H] @ w^T of w [D, heads * H] over all three."""
-    product = matmul.FusedProduct(
+    product = FusedProduct(
         name="qkv_input_gradient",
         a=tuple(dys),
         b=tuple(weights),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gemm import cost, interleaved_rope, matmul
+from pallas_kernels.gemm.fused_product import present
 from pallas_kernels.gemm.qkv_heads import VALUES, Heads
 from pallas_kernels.gemm.small_m import FewRows, FewRowsConfig, chunk_layout
 from pallas_kernels.gemm.tiled_product import Block
@@ -66,7 +67,7 @@ def forward(
     width = heads.size // 2
     if heads.interleaved and cos is not None and sin is not None:
         matrices, width = {"turns": interleaved_rope.table(cos, sin)}, heads.size
-    vectors, matrices = matmul.present(vectors), matmul.present(matrices)
+    vectors, matrices = present(vectors), present(matrices)
 
     def epilogue(z, *, bias=None, scale=None, cos=None, sin=None, turns=None):
         z = (z if bias is None else z + bias).astype(x.dtype)

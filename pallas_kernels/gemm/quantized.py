@@ -15,9 +15,10 @@ from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.gemm import cost, quantized_weights, xla_cost
 from pallas_kernels.gemm.cost import Work
+from pallas_kernels.gemm.fused_product import FusedProduct
 from pallas_kernels.gemm.linear import layer_epilogue
 from pallas_kernels.gemm.mainloop import SCALED_PIECE
-from pallas_kernels.gemm.matmul import GRAIN, FusedProduct, fitting
+from pallas_kernels.gemm.matmul import GRAIN, fitting
 from pallas_kernels.gemm.matmul_config import MatmulConfig
 from pallas_kernels.gemm.quantized_weights import Format
 from pallas_kernels.gemm.small_m import MAX_PARTS, MAX_ROWS, MAX_ROWS_QUANTIZED, QuantizedConfig

@@ -40,7 +40,7 @@ from jaxfused.ops.rope import rope, rope_xla
 from jaxfused.runtime import cuda_library, runner, sharding
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
-from pallas_kernels.gemm.matmul import FusedProduct
+from pallas_kernels.gemm.fused_product import FusedProduct
 from tests.ops.loss import test_cross_entropy_kernels as cross_entropy_stand_ins
 from tests.support import eight_devices
 from tests.support.arrays import put

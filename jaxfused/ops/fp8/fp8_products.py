@@ -19,7 +19,7 @@ from pallas_kernels.activation import IN_KERNELS
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm import fp8 as pallas_fp8
 from pallas_kernels.gemm.fp8 import LayerOptions
-from pallas_kernels.gemm.matmul import FusedProduct
+from pallas_kernels.gemm.fused_product import FusedProduct
 from pallas_kernels.gemm.matmul_config import MatmulConfig
 
 

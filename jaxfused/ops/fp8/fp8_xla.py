@@ -12,7 +12,7 @@ from jax import lax
 from jaxfused.runtime.activation import BOUNDED_FROM_ABOVE, activate, value_and_slope
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.quantized_array import FORMATS
-from pallas_kernels.gemm.matmul import FusedProduct, present
+from pallas_kernels.gemm.fused_product import FusedProduct, present
 
 PITCH = 16
 """Numbers of which the rows of float8 matrices hold whole multiples, as the kernels' TMA copies do."""

@@ -19,7 +19,7 @@ from jaxfused.runtime.runner import ROWS, Axes, Results, batched_rows
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm import linear as pallas_linear
 from pallas_kernels.gemm import mlp as pallas_mlp
-from pallas_kernels.gemm.matmul import FusedProduct
+from pallas_kernels.gemm.fused_product import FusedProduct
 
 
 def gate_axis_of(w_up: jax.Array | None) -> str:

@@ -16,7 +16,7 @@ from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from pallas_kernels.gemm import linear as pallas_linear
 from pallas_kernels.gemm import small_m
-from pallas_kernels.gemm.matmul import FusedProduct
+from pallas_kernels.gemm.fused_product import FusedProduct
 
 
 def input_gradient(

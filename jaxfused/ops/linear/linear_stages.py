@@ -18,7 +18,8 @@ from jaxfused.runtime.runner import ROWS, Axes, Results, batched_rows
 from pallas_kernels.gemm import cost, xla_cost
 from pallas_kernels.gemm import linear as pallas_linear
 from pallas_kernels.gemm import matmul as pallas_matmul
-from pallas_kernels.gemm.matmul import FusedProduct, predicted_time
+from pallas_kernels.gemm.fused_product import FusedProduct
+from pallas_kernels.gemm.matmul import predicted_time
 from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 
 

@@ -22,7 +22,7 @@ from jaxfused.runtime.product_stage import ProductStage
 from jaxfused.runtime.runner import ROWS, Axes, Results, batched_rows
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm import mlp as pallas_mlp
-from pallas_kernels.gemm.matmul import FusedProduct
+from pallas_kernels.gemm.fused_product import FusedProduct
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import pytest
 
 from pallas_kernels.gemm import linear, mlp, tiled_product
 from pallas_kernels.gemm.cost import Work
-from pallas_kernels.gemm.matmul import FusedProduct, MatmulConfig, candidates, why_unsupported
+from pallas_kernels.gemm.fused_product import FusedProduct
+from pallas_kernels.gemm.matmul import MatmulConfig, candidates, why_unsupported
 from tests.support.arrays import put
 from tests.support.grids import parametrize
 from tests.support.lowering import kernels

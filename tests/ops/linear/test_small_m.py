@@ -13,7 +13,8 @@ import jaxfused
 from jaxfused import dispatch
 from pallas_kernels.gemm import linear, mlp
 from pallas_kernels.gemm.cost import Work
-from pallas_kernels.gemm.matmul import FusedProduct, few_rows_candidates
+from pallas_kernels.gemm.fused_product import FusedProduct
+from pallas_kernels.gemm.matmul import few_rows_candidates
 from pallas_kernels.gemm.small_m import FewRowsConfig
 from tests.support import mosaic_interpreter
 from tests.support.arrays import put
