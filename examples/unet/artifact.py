@@ -147,7 +147,7 @@ def write(
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Compiles anew: what a CPU's executable of JAX's cache on disk is serialised to cannot run."""
+    """Compiles anew: an executable of a CPU that JAX's cache on disk gave may lack functions once saved."""
     before = jax.config.jax_enable_compilation_cache
     # Whether there is a cache is decided once, until it is reset.
     compilation_cache.reset_cache()
@@ -204,6 +204,8 @@ class Artifact:
                 for dtype, shape in manifest["weights"]
             ]
             self.compiled_on = dict(manifest["machine"])
+            if not self.description.shapes:
+                raise ValueError("it has no programs")
         except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
             raise self._broken(error) from error
         self.recompiles = self._differences() != ""
