@@ -73,7 +73,7 @@ def _samples(x: jax.Array, down: jax.Array, right: jax.Array, size: tuple[int, i
             places = jnp.where(inside, y * width + x_place, 0).astype(jnp.int32)
             # [B, H' W' taps, parts], so that one gather reads all of an image.
             flat = jnp.moveaxis(places, 3, 4).reshape(batch, count, parts)
-            found = jnp.take_along_axis(x, flat[..., None], axis=1)
+            found = jnp.take_along_axis(x, flat[..., None], axis=1, mode="clip")
             found = found.reshape(batch, *places.shape[1:3], places.shape[4], parts, depth)
             weight = jnp.where(inside, weight, 0)
             total = total + jnp.moveaxis(found, 4, 3) * weight[..., None]

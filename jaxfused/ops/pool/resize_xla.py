@@ -69,5 +69,6 @@ def _read(place: int, read: Taps, x: jax.Array) -> jax.Array:
     for tap in range(count):
         weights = jnp.asarray(read.weights[:, tap], x.dtype)
         shape = [-1 if axis == place else 1 for axis in range(x.ndim)]
-        total = total + jnp.take(x, read.places[:, tap], axis=place) * weights.reshape(shape)
+        part = jnp.take(x, read.places[:, tap], axis=place, mode="clip")
+        total = total + part * weights.reshape(shape)
     return total
