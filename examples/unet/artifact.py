@@ -147,7 +147,7 @@ def write(
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Compiles anew: an executable of a CPU that JAX's cache on disk gave may lack functions once saved."""
+    """Compiles anew: what JAX's cache on disk gave for a CPU may lack functions once it is saved."""
     before = jax.config.jax_enable_compilation_cache
     # Whether there is a cache is decided once, until it is reset.
     compilation_cache.reset_cache()
