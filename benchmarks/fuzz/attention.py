@@ -1,5 +1,6 @@
 """dot_product_attention with any combination of its options."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from benchmarks.fuzz.problem import (
     rng_of,
 )
 from benchmarks.run.draw import HEAD_SIZES, Draw
+from jaxfused import masks
 
 _MOST_LOGITS = 2**21
 
@@ -63,8 +65,25 @@ def draw_attention(draw: Draw) -> Options:
         dropout=draw.pick((0.1, 0.5)) if draw.chance(0.15) else 0.0,
         residual=draw.chance(0.15),
         offset=draw.pick(("bottom_right", "of each")) if draw.chance(0.25) else None,
+        mask_object=draw.pick((*_MASK_OBJECTS, "heads")) if draw.chance(0.2) else None,
     )
     return options
+
+
+_MASK_OBJECTS: dict[str, Callable[[tuple[int, int]], masks.AttentionMask]] = {
+    "local and global": lambda shape: masks.LocalMask(shape, (90, 20)) | masks.GlobalMask(shape, 3),
+    "random": lambda shape: masks.RandomBlocksMask(shape, 2, 48) & ~masks.DilatedMask(shape, 9, 3),
+    "chunks": lambda shape: masks.ChunkedCausalMask(shape, 70),
+}
+
+
+def _mask_object(o: Options) -> masks.AttentionMask:
+    shape = (o["queries"], o["keys"])
+    if o["mask_object"] != "heads":
+        return _MASK_OBJECTS[o["mask_object"]](shape)
+    kinds = [make(shape) for make in _MASK_OBJECTS.values()]
+    heads = o["key_heads"] * o["group"]
+    return masks.MultiHeadMask([kinds[head % len(kinds)] for head in range(heads)])
 
 
 def attention(options: Options) -> Problem:
@@ -96,7 +115,7 @@ def _shape(axes: str, sizes: dict[str, int]) -> tuple[int, ...]:
 def _constants(o: Options, sizes: dict[str, int]) -> dict[str, Any]:
     rng, constants = rng_of(o), {}
     has_batch, batch = o["batch"] is not None, sizes["b"]
-    if o["mask"]:
+    if o["mask"] and not o.get("mask_object"):
         constants["mask"] = rng.random(_shape(o["mask"], sizes)) < 0.7
     if o["query_lengths"]:
         constants["query_seq_lengths"] = _lengths(rng, batch, o["queries"])
@@ -132,7 +151,11 @@ def _attend(o: Options) -> Any:
             operands["k"],
             operands["v"],
             operands.get("bias"),
-            None if mask is None else jnp.asarray(mask),
+            _mask_object(o)
+            if o.get("mask_object")
+            else None
+            if mask is None
+            else jnp.asarray(mask),
             scale=o["scale"],
             is_causal=o["is_causal"],
             local_window_size=None if o["window"] is None else tuple(o["window"]),

@@ -534,17 +534,14 @@ def _over_batch(kernel, call, axis_size: int, in_batched, operands, first: int) 
     The batch is merged into the axis B of the operands, unless one of them has no such axis.
     """
     arrays = Arrays(*operands[first:])
-    shared = (
-        arrays.bias,
-        arrays.sinks,
-        arrays.explicit,
-        arrays.dropout_seeds,
-        arrays.pattern_heads,
-    )
-    if any(array is not None for array in shared):
+    shared = (arrays.bias, arrays.sinks, arrays.explicit, arrays.dropout_seeds)
+    heads = first + Arrays._fields.index("pattern_heads")
+    if any(array is not None for array in shared) or is_batched(in_batched[heads]):
         return None
     operands = batch_all(axis_size, in_batched, operands)
+    operands[heads] = None
     batch = arrays.query.shape[1 if is_batched(in_batched[first]) else 0]
-    folded = (None if a is None else a.reshape(axis_size * batch, *a.shape[2:]) for a in operands)
+    folded = [None if a is None else a.reshape(axis_size * batch, *a.shape[2:]) for a in operands]
+    folded[heads] = arrays.pattern_heads
     outputs = call(kernel, *folded)
     return tuple(None if o is None else o.reshape(axis_size, batch, *o.shape[1:]) for o in outputs)
