@@ -222,7 +222,7 @@ def lines(node: Definition) -> int:
             found |= (
                 {part.lineno, part.end_lineno or part.lineno} if _spans(part) else {part.lineno}
             )
-    return len(found) + (0 if isinstance(node, ast.Assign | ast.AnnAssign) else 1)
+    return len(found | {node.lineno})
 
 
 def _spans(part: ast.AST) -> bool:
