@@ -9,6 +9,7 @@ while the others rest. `measured.jsonl` beside it has for each stage what the co
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import statistics
@@ -99,7 +100,7 @@ def _work(options: argparse.Namespace) -> None:
         begin = time.monotonic()
         if begin + pace > deadline:
             return
-        batch = [stage for stage, _ in zip(waiting, range(_BATCH), strict=False)]
+        batch = list(itertools.islice(waiting, _BATCH))
         if not batch:
             return
         _measure(batch, options.out)

@@ -232,12 +232,6 @@ def fitting(
     return sorted(fits, key=lambda config: _time(calls[config].product))
 
 
-def predicted_time(x: Any, dz: Any, *, window: Window, multiprocessors: int) -> float:
-    """Microseconds that the gradient takes with its default config."""
-    config = fitting(x, dz, window=window, multiprocessors=multiprocessors)[0]
-    return _time(_call(x, dz, window, multiprocessors, config).product)
-
-
 def _time(product: Product) -> float:
     assert isinstance(product, _WeightProduct)
     rounds = pl.cdiv(product.tile_count, product.multiprocessors)

@@ -10,7 +10,6 @@ import pytest
 from pallas_kernels.conv.conv import ConvCall, conv, predicted_time
 from pallas_kernels.conv.product import ConvConfig
 from pallas_kernels.conv.weight_gradient import ConvWeightGradientConfig, weight_gradient
-from pallas_kernels.conv.weight_gradient import predicted_time as weights_time
 from pallas_kernels.conv.window import Boxes, Window
 from tests.support.arrays import put
 from tests.support.grids import parametrize
@@ -233,25 +232,23 @@ def test_threads_do_not_race(case, race_detector):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "channels", "bare", "silu", "weights"),
+    ("sizes", "channels", "bare", "silu"),
     [
-        ((64, 56, 56), 64, 23.6, 30.5, 24.7),
-        ((32, 128, 128), 64, 54.8, 73.2, 52.6),
-        ((16, 64, 64), 320, 152.0, 164.5, 157.6),
-        ((16, 32, 32), 640, 150.0, 156.5, 164.3),
-        ((4, 32, 64, 64), 64, 158.0, 171.5, 144.3),
+        ((64, 56, 56), 64, 23.6, 30.5),
+        ((32, 128, 128), 64, 54.8, 73.2),
+        ((16, 64, 64), 320, 152.0, 164.5),
+        ((16, 32, 32), 640, 150.0, 156.5),
+        ((4, 32, 64, 64), 64, 158.0, 171.5),
     ],
 )
-def test_predicted_times_are_those_measured(sizes, channels, bare, silu, weights):
+def test_predicted_times_are_those_measured(sizes, channels, bare, silu):
     """Measured microseconds of 3 x 3 and 3 x 3 x 3 on an H200; benchmarks/LAB.md, 2026-11-22."""
     axes = len(sizes) - 1
     window = Window((3,) * axes, ((1, 1),) * axes, (1,) * axes, (1,) * axes)
     call = ConvCall(sizes, channels, channels, window, jnp.bfloat16, 132)
-    x = jax.ShapeDtypeStruct((*sizes, channels), jnp.bfloat16)
     for predicted, measured in (
         (predicted_time(call, written_bytes=2), bare),
         (predicted_time(call, written_bytes=2, activations=1), silu),
-        (weights_time(x, x, window=window, multiprocessors=132), weights),
     ):
         assert 0.88 < predicted / measured < 1.12
 
