@@ -42,6 +42,7 @@ from jaxfused.linen.resample import Resize as Resize
 from jaxfused.linen.resnet_block import ResNetBlock as ResNetBlock
 from jaxfused.linen.rope import RotaryEmbedding as RotaryEmbedding
 from jaxfused.linen.separable_conv import SeparableConv as SeparableConv
+from jaxfused.linen.sparse_linear import SparseLinear as SparseLinear
 from jaxfused.linen.transformer_block import TransformerBlock as TransformerBlock
 from jaxfused.linen.upsample import Upsample as Upsample
 from jaxfused.modules.flax_submodules import mirror as _mirror

@@ -43,6 +43,7 @@ from jaxfused.nnx.resample import Resize as Resize
 from jaxfused.nnx.resnet_block import ResNetBlock as ResNetBlock
 from jaxfused.nnx.rope import RotaryEmbedding as RotaryEmbedding
 from jaxfused.nnx.separable_conv import SeparableConv as SeparableConv
+from jaxfused.nnx.sparse_linear import SparseLinear as SparseLinear
 from jaxfused.nnx.transformer_block import TransformerBlock as TransformerBlock
 from jaxfused.nnx.upsample import Upsample as Upsample
 

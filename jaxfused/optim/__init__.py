@@ -8,6 +8,8 @@ from jaxfused.optim.adamw8bit import adamw8bit as adamw8bit
 from jaxfused.optim.eight_bit import EightBitMoment as EightBitMoment
 from jaxfused.optim.lamb import lamb as lamb
 from jaxfused.optim.lion import lion as lion
+from jaxfused.optim.magnitude_pruning import PruningState as PruningState
+from jaxfused.optim.magnitude_pruning import magnitude_pruning as magnitude_pruning
 from jaxfused.optim.muon import muon as muon
 from jaxfused.optim.sgd import sgd as sgd
 from jaxfused.optim.stepping import StepState as StepState

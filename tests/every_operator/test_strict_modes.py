@@ -768,6 +768,12 @@ MODULES = {
     "Linear": ((D, 8), {}, ("Dense", dict(features=8)), (B, T, D)),
     "MLP": ((D, 32), {}, ("MLP", dict(hidden_features=32)), (B, T, D)),
     "GatedMLP": ((D, 32), {}, ("GatedMLP", dict(hidden_features=32)), (B, T, D)),
+    "SparseLinear": (
+        (64, 96),
+        dict(block_size=32, density=0.5),
+        ("SparseLinear", dict(features=96, block_size=32, density=0.5)),
+        (B, T, 64),
+    ),
     "MoE": (
         (D, 16, 4),
         dict(router=ROUTER, shared_features=8),

@@ -85,7 +85,7 @@ class BlockSparse:
         op = "BlockSparse"
         weight, mask = as_arrays(weight, mask)
         check_floating(op, dict(weight=weight))
-        grid = _grid(op, weight.shape, block_size)
+        grid = grid_of(op, weight.shape, block_size)
         down, across = grid
         blocks = weight.reshape(down, block_size, across, block_size).swapaxes(1, 2)
         blocks = blocks.reshape(down * across, block_size, block_size)
@@ -143,7 +143,7 @@ class BlockSparse:
             raise ValueError(
                 f"{op}: blocks have shape {blocks.shape}; pass square ones, of shape [kept, B, B]."
             )
-        _grid(op, tuple(shape), blocks.shape[1])
+        grid_of(op, tuple(shape), blocks.shape[1])
         for name, places in dict(rows=rows, columns=columns).items():
             if places.shape != blocks.shape[:1] or not jnp.issubdtype(places.dtype, jnp.integer):
                 raise ValueError(
@@ -160,10 +160,7 @@ class BlockSparse:
     @classmethod
     def _of_places(cls, blocks: Any, rows: Any, columns: Any, shape: Any) -> Self:
         down, across = (size // blocks.shape[1] for size in shape)
-        beyond = (rows < 0) | (rows >= down) | (columns < 0) | (columns >= across)
-        rows = jnp.where(beyond, down, rows).astype(jnp.int32)
-        columns = jnp.where(beyond, across, columns).astype(jnp.int32)
-        return cls(blocks, _lines(columns, rows, across), _lines(rows, columns, down), tuple(shape))
+        return cls(blocks, *block_lists(rows, columns, (down, across)), tuple(shape))
 
     @property
     def block_size(self) -> int:
@@ -183,7 +180,7 @@ class BlockSparse:
     @property
     def places(self) -> tuple[jax.Array, jax.Array]:
         """The row and the column of blocks of each block, int32 [kept] both."""
-        return _places(self.by_column), _places(self.by_row)
+        return places_of(self.by_column), places_of(self.by_row)
 
     def to_dense(self) -> jax.Array:
         """Returns the matrix [D, F]. Blocks of one place are added."""
@@ -194,7 +191,7 @@ class BlockSparse:
         return grid.swapaxes(1, 2).reshape(self.shape)
 
 
-def _grid(op: str, shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
+def grid_of(op: str, shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
     """Returns the rows and columns of blocks of a matrix, or raises."""
     sizes = get_args(BlockSize)
     if block_size not in sizes:
@@ -210,6 +207,17 @@ def _grid(op: str, shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
     return shape[0] // block_size, shape[1] // block_size
 
 
+def block_lists(
+    rows: jax.Array, columns: jax.Array, grid: tuple[int, int]
+) -> tuple[BlockList, BlockList]:
+    """Returns the lists of blocks at these places, by columns and by rows of blocks."""
+    down, across = grid
+    beyond = (rows < 0) | (rows >= down) | (columns < 0) | (columns >= across)
+    rows = jnp.where(beyond, down, rows).astype(jnp.int32)
+    columns = jnp.where(beyond, across, columns).astype(jnp.int32)
+    return _lines(columns, rows, across), _lines(rows, columns, down)
+
+
 def _lines(lines: jax.Array, places: jax.Array, count: int) -> BlockList:
     """Returns the blocks in the order of their lines, and of their places in a line.
 
@@ -221,7 +229,7 @@ def _lines(lines: jax.Array, places: jax.Array, count: int) -> BlockList:
     return BlockList(jnp.concatenate([starts, end]), jnp.stack([order, places[order]]))
 
 
-def _places(listed: BlockList) -> jax.Array:
+def places_of(listed: BlockList) -> jax.Array:
     """Returns each block's place in its line."""
     indices, places = listed.entries
     return jnp.zeros_like(places).at[indices].set(places)

@@ -1,0 +1,165 @@
+"""Magnitude pruning: parameters of the smallest magnitude become zero, and stay so."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxfused.optim.options import checked_options
+
+
+class PruningState(NamedTuple):
+    """The state of `magnitude_pruning`."""
+
+    step: jax.Array
+    """int32, the steps that were taken."""
+    kept: Any
+    """For each parameter that is pruned the bools of what is kept, and for the others None."""
+
+
+@checked_options
+def magnitude_pruning(
+    sparsity: optax.ScalarOrSchedule,
+    *,
+    every: int = 100,
+    block_size: int = 1,
+    mask: Any = None,
+) -> optax.GradientTransformation:
+    r"""Magnitude pruning: the smallest parameters become zero, more of them by a schedule.
+
+    .. math:: u \leftarrow \begin{cases} u & \text{where kept} \\ -p & \text{elsewhere} \end{cases}
+
+    It comes last in an `optax.chain`, since p + u is then the new parameter. What is kept is chosen anew
+    every so many steps, by the magnitudes of the new parameters; in between what was pruned stays 0. In
+    each parameter the floor of sparsity times its numbers (or blocks) is pruned; among equal ones those
+    that come first.
+
+    Args:
+      sparsity: the fraction that is pruned, a constant or a schedule (step count -> value), such as
+        `optax.polynomial_schedule(0.0, 0.9, power=3, transition_steps=10_000)`, the cubic one.
+      every: steps from one choice to the next. The first step chooses.
+      block_size: prunes square blocks of so many rows and columns of the last two axes, by the sums of
+        their squares, for `jaxfused.BlockSparse.from_dense`; parameters that it does not divide are left
+        alone. 1 prunes single numbers.
+      mask: which parameters are pruned: a tree of booleans like the parameters or a prefix of them, or a
+        function from such a tree to one. None for those of two and more axes.
+
+    Returns:
+      An `optax.GradientTransformation`, whose `update` needs params.
+
+    Raises:
+      ValueError: an option is out of its range, or `update` is called without params.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused, optax
+      >>> opt = optax.chain(optax.sgd(0.5), jaxfused.optim.magnitude_pruning(0.5))
+      >>> params = {"w": jnp.array([[1.0, -3.0], [2.0, 0.5]]), "b": jnp.array([0.1])}
+      >>> gradients = {"w": jnp.zeros((2, 2)), "b": jnp.ones(1)}
+      >>> updates, state = opt.update(gradients, opt.init(params), params)
+      >>> optax.apply_updates(params, updates)["w"]
+      Array([[ 0., -3.],
+             [ 2.,  0.]], dtype=float32)
+
+    Source: Zhu, Gupta, "To Prune, or Not to Prune: Exploring the Efficacy of Pruning for Model
+    Compression", 2017, https://arxiv.org/abs/1710.01878
+    """
+    op = "magnitude_pruning"
+    for name, value in dict(every=every, block_size=block_size).items():
+        if value < 1:
+            raise ValueError(f"{op}: {name} is {value}, but it counts something; pass 1 or more.")
+    is_known = not callable(sparsity) and not isinstance(sparsity, jax.core.Tracer)
+    if is_known and not 0 <= float(sparsity) <= 1:
+        raise ValueError(
+            f"{op}: sparsity is {sparsity}, but it is a fraction; pass a number from 0 to 1, or a"
+            " schedule."
+        )
+
+    def is_pruned(params: Any) -> Any:
+        if mask is None:
+            chosen = jax.tree.map(lambda p: jnp.ndim(p) >= 2, params)
+        else:
+            tree = mask(params) if callable(mask) else mask
+            chosen = jax.tree.map(
+                lambda flag, below: jax.tree.map(lambda _: bool(flag), below), tree, params
+            )
+        return jax.tree.map(lambda flag, p: flag and _is_divided(p, block_size), chosen, params)
+
+    def init(params: Any) -> PruningState:
+        kept = jax.tree.map(
+            lambda flag, p: jnp.ones(_grid(p, block_size), jnp.bool_) if flag else None,
+            is_pruned(params),
+            params,
+        )
+        return PruningState(jnp.zeros((), jnp.int32), kept)
+
+    def update(updates: Any, state: PruningState, params: Any = None) -> tuple[Any, PruningState]:
+        if params is None:
+            raise ValueError(
+                f"{op}: update was called without params, but the new parameters are pruned; pass"
+                " params."
+            )
+        fraction = sparsity(state.step) if callable(sparsity) else sparsity
+        due = state.step % every == 0
+
+        def of_leaf(u: jax.Array, p: jax.Array, kept: Any) -> tuple[jax.Array, Any]:
+            if kept is None:
+                return u, None
+            new = p.astype(jnp.float32) + u.astype(jnp.float32)
+            kept = jax.lax.cond(
+                due,
+                lambda: _largest(_sizes(new, block_size), fraction),
+                lambda: kept,
+            )
+            whole = _whole(kept, p.shape, block_size)
+            wide = jnp.result_type(u, p)  # In which p - p is 0.
+            return jnp.where(whole, u.astype(wide), -p.astype(wide)), kept
+
+        treedef: Any = jax.tree.structure(updates)
+        trees = (treedef.flatten_up_to(tree) for tree in (updates, params, state.kept))
+        pairs = [of_leaf(*leaves) for leaves in zip(*trees, strict=True)]
+        new_updates, kept = (treedef.unflatten(leaves) for leaves in zip(*pairs, strict=True))
+        return new_updates, PruningState(optax.safe_increment(state.step), kept)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _is_divided(p: Any, block_size: int) -> bool:
+    if block_size == 1:
+        return True
+    return jnp.ndim(p) >= 2 and all(size % block_size == 0 for size in jnp.shape(p)[-2:])
+
+
+def _grid(p: Any, block_size: int) -> tuple[int, ...]:
+    """Returns the shape of what is kept or pruned."""
+    if block_size == 1:
+        return jnp.shape(p)
+    *batch, rows, columns = jnp.shape(p)
+    return (*batch, rows // block_size, columns // block_size)
+
+
+def _sizes(p: jax.Array, block_size: int) -> jax.Array:
+    if block_size == 1:
+        return jnp.abs(p)
+    *batch, down, across = _grid(p, block_size)
+    blocks = p.reshape(*batch, down, block_size, across, block_size)
+    return jnp.sum(jnp.square(blocks), axis=(-3, -1))
+
+
+def _largest(sizes: jax.Array, fraction: Any) -> jax.Array:
+    """Returns which sizes are kept: all but the floor of `fraction` times their number."""
+    count = math.prod(sizes.shape)
+    # 0.7 * 10 is 7.0, which float32 may have just below.
+    pruned = jnp.floor(jnp.asarray(fraction, jnp.float32) * count + 1e-3).astype(jnp.int32)
+    order = jnp.argsort(sizes.reshape(-1), stable=True)
+    rank = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count, dtype=jnp.int32))
+    return (rank >= pruned).reshape(sizes.shape)
+
+
+def _whole(kept: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Array:
+    """Returns bools of the parameter's shape."""
+    if block_size == 1:
+        return kept
+    repeated = jnp.repeat(jnp.repeat(kept, block_size, axis=-2), block_size, axis=-1)
+    return repeated.reshape(shape)
