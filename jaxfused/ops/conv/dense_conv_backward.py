@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.conv import dense_conv_regimes
+from jaxfused.ops.conv.batched_images import batched_images
 from jaxfused.ops.conv.dense_conv_forward import (
     Letters,
     Options,
@@ -24,7 +25,6 @@ from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.rectified import masked_gradient
 from jaxfused.runtime.runner import Axes, Results
-from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import strided as pallas_strided
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
@@ -119,12 +119,7 @@ class InputGradient(Windowed):
         x = jnp.zeros_like(dz, shape=(dz.shape[0], *self.sizes, w.shape[-2]))
         return tuple(jax.vjp(lambda x: reference(options, x, w.astype(dz.dtype)), x)[1](dz))
 
-    def batched(self, call, axis_size, in_batched, dz, w) -> Results | None:
-        if is_batched(in_batched[1]):
-            return None
-        return unmerged_images(
-            axis_size, call(self, *merged_images(axis_size, in_batched[:1], (dz,)), w)
-        )
+    batched = batched_images
 
 
 @dataclass(frozen=True)
@@ -249,11 +244,7 @@ class JoinedInputGradient(Windowed):
         assert alone is not None
         return (joined_gradient(alone, other, y),)
 
-    def batched(self, call, axis_size, in_batched, dz, w, other, y) -> Results | None:
-        if is_batched(in_batched[1]):
-            return None
-        merged = merged_images(axis_size, (in_batched[0], *in_batched[2:]), (dz, other, y))
-        return unmerged_images(axis_size, call(self, merged[0], w, *merged[1:]))
+    batched = batched_images
 
 
 def joined_gradient(dx: jax.Array, other: jax.Array | None, y: jax.Array | None) -> jax.Array:

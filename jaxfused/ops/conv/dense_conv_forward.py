@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.conv import conv_xla, dense_conv_regimes
+from jaxfused.ops.conv.batched_images import batched_images
 from jaxfused.ops.linear.linear_stages import CHEAP_ACTIVATIONS
 from jaxfused.ops.norm import batch_norm_xla
 from jaxfused.runtime.activation import ARITHMETIC, SLOPE_OF_RESULT
@@ -19,7 +20,6 @@ from jaxfused.runtime.product_choice import UNMODELLED, Passes, is_modelled, pro
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.runner import Axes, Results
 from jaxfused.runtime.shapes import why_symbolic
-from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
 from pallas_kernels.gemm.xla_cost import xla_pass
@@ -195,11 +195,7 @@ class Forward(Windowed):
         y = convolve(activation=options.activation)
         return y, convolve(activation=None) if self.save_preactivation else None
 
-    def batched(self, call, axis_size, in_batched, x, w, bias, residual) -> Results | None:
-        if is_batched(in_batched[1:3]):
-            return None
-        merged = merged_images(axis_size, (in_batched[0], in_batched[3]), (x, residual))
-        return unmerged_images(axis_size, call(self, merged[0], w, bias, merged[1]))
+    batched = batched_images
 
 
 @dataclass(frozen=True)
@@ -249,13 +245,7 @@ class ForwardOfTwo(Windowed):
         x = (first, second) if implementation == "pallas" else jnp.concatenate((first, second), -1)
         return self.alone.run(implementation, device, x, w, bias, residual, config=config)
 
-    def batched(self, call, axis_size, in_batched, first, second, w, bias, residual):
-        if is_batched(in_batched[2:4]):
-            return None
-        merged = merged_images(
-            axis_size, (*in_batched[:2], in_batched[4]), (first, second, residual)
-        )
-        return unmerged_images(axis_size, call(self, *merged[:2], w, bias, merged[2]))
+    batched = batched_images
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.conv import conv_xla, depthwise_conv1d, depthwise_conv_cuda
+from jaxfused.ops.conv.batched_images import batched_images
 from jaxfused.ops.conv.depthwise_conv_cuda import Strips, Tile, Window
 from jaxfused.runtime import sharding
 from jaxfused.runtime.activation import value_and_slope
@@ -17,7 +18,6 @@ from jaxfused.runtime.gate import LeftToXla
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.runner import Axes, Results, Runner, Stage
-from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 
 
 def left_to_xla(
@@ -260,11 +260,7 @@ class _Forward:
         y = convolve(activation=options.activation)
         return y, convolve(activation=None) if self.save_preactivation else None
 
-    def batched(self, call, axis_size, in_batched, x, w, bias, residual) -> Results | None:
-        if is_batched(in_batched[1:3]):
-            return None
-        merged = merged_images(axis_size, (in_batched[0], in_batched[3]), (x, residual))
-        return unmerged_images(axis_size, call(self, merged[0], w, bias, merged[1]))
+    batched = batched_images
 
 
 @dataclass(frozen=True)
@@ -314,12 +310,7 @@ class _InputGradient:
         (dx,) = jax.vjp(lambda x: _reference(self.window, x, w), x)[1](dz)
         return (dx if other is None else dx + other,)
 
-    def batched(self, call, axis_size, in_batched, dz, w) -> Results | None:
-        if is_batched(in_batched[1]):
-            return None
-        return unmerged_images(
-            axis_size, call(self, *merged_images(axis_size, in_batched[:1], (dz,)), w)
-        )
+    batched = batched_images
 
 
 @dataclass(frozen=True)
@@ -344,11 +335,7 @@ class _JoinedInputGradient:
     def run(self, implementation, device, dz, w, other, *, config=None) -> Results:
         return self.gradient.run(implementation, device, dz, w, other, config=config)
 
-    def batched(self, call, axis_size, in_batched, dz, w, other) -> Results | None:
-        if is_batched(in_batched[1]):
-            return None
-        dz, other = merged_images(axis_size, (in_batched[0], in_batched[2]), (dz, other))
-        return unmerged_images(axis_size, call(self, dz, w, other))
+    batched = batched_images
 
 
 @dataclass(frozen=True)

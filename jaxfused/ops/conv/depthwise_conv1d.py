@@ -14,13 +14,13 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.conv import conv_xla, depthwise_conv1d_cuda
+from jaxfused.ops.conv.batched_images import batched_images
 from jaxfused.ops.conv.depthwise_conv_cuda import Window
 from jaxfused.runtime import sharding
 from jaxfused.runtime.activation import value_and_slope
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.runner import Axes, Results, Runner
-from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 
 NO_PALLAS = "there is no Pallas kernel of a depthwise conv"
 
@@ -135,11 +135,7 @@ class _Forward:
             y = _reference(self.options, x, w, bias, residual, activation=self.options.activation)
         return (y,)
 
-    def batched(self, call, axis_size, in_batched, x, w, bias, residual) -> Results | None:
-        if is_batched(in_batched[1:3]):
-            return None
-        x, residual = merged_images(axis_size, (in_batched[0], in_batched[3]), (x, residual))
-        return unmerged_images(axis_size, call(self, x, w, bias, residual))
+    batched = batched_images
 
 
 @dataclass(frozen=True)

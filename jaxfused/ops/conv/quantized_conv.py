@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.conv import conv as conv_operator
 from jaxfused.ops.conv import conv_padding, dense_conv, dense_conv_forward, quantized_conv_xla
+from jaxfused.ops.conv.batched_images import batched_images
 from jaxfused.runtime import sharding
 from jaxfused.runtime.activation import ARITHMETIC
 from jaxfused.runtime.checks import (
@@ -28,7 +29,6 @@ from jaxfused.runtime.product_choice import is_modelled
 from jaxfused.runtime.quantized_array import QuantizedArray, as_operand, assembled, of_each_column
 from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.shapes import why_symbolic
-from jaxfused.runtime.vmap import is_batched, merged_images, unmerged_images
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
 
@@ -490,8 +490,4 @@ class _Forward:
         keywords |= dict(floats=jnp.bfloat16) if narrow else {}
         return (_by_reference(options, x, w, scale, bias, residual, **keywords),)
 
-    def batched(self, call, axis_size, in_batched, x, w, scale, bias, residual) -> Results | None:
-        if is_batched(in_batched[1:4]):
-            return None
-        merged = merged_images(axis_size, (in_batched[0], in_batched[4]), (x, residual))
-        return unmerged_images(axis_size, call(self, merged[0], w, scale, bias, merged[1]))
+    batched = batched_images
