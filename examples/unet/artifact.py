@@ -86,7 +86,6 @@ def write(
     *,
     precision: str,
     shapes: Sequence[tuple[int, int, int]],
-    options: dict[str, str] | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
     """Compiles a network for this machine and writes it to one file, which is whole or absent.
@@ -96,7 +95,6 @@ def write(
       network: what answers.
       precision: by name, for who reads the file.
       shapes: (batch, height, width) of the images.
-      options: of XLA's compiler.
       say: is told what was compiled.
 
     Raises:
@@ -130,7 +128,7 @@ def write(
             for batch, height, width in shapes:
                 images = jax.ShapeDtypeStruct((batch, height, width, network.channels), jnp.uint8)
                 with _without_cache():
-                    compiled = jax.jit(program).lower(like, images).compile(options)
+                    compiled = jax.jit(program).lower(like, images).compile()
                 payload, *_ = serialize_executable.serialize(compiled)
                 file.writestr(f"compiled/{batch}x{height}x{width}", payload)
                 say(f"compiled {batch} x {height} x {width}: {len(payload) / 1e6:.1f} MB")
