@@ -6,12 +6,20 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxfused.augment.transform import Filter, check_share, pair, transform, uniform
+from jaxfused.augment.transform import (
+    Blurring,
+    Drawn,
+    Filter,
+    check_share,
+    pair,
+    transform,
+    uniform,
+)
 from jaxfused.ops.augment import filters_xla
 
 
 @transform
-class GaussianBlur(Filter):
+class GaussianBlur(Blurring):
     """Blurs by samples of a Gaussian that sum to 1; borders are mirrored.
 
     Args:
@@ -43,14 +51,25 @@ class GaussianBlur(Filter):
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         return uniform(key, *self.sigma)  # type: ignore[misc]
 
+    @property
+    def reach(self) -> tuple[int, int]:
+        down, across = self.kernel_size  # type: ignore[misc]
+        return down // 2, across // 2
+
+    def weights(self, drawn: Drawn) -> jax.Array:
+        parts = []
+        for radius in self.reach:
+            itself = jnp.zeros((2 * radius + 1,), jnp.float32).at[radius].set(1)
+            parts.append(jnp.where(drawn.on, filters_xla.gaussian(drawn.values, radius), itself))
+        return jnp.concatenate(parts)
+
     def filtered(self, values: Any, x: jax.Array, size: jax.Array | None) -> jax.Array:
-        sizes: Any = self.kernel_size
-        down, across = (filters_xla.gaussian(values.astype(x.dtype), n // 2) for n in sizes)
+        down, across = (filters_xla.gaussian(values.astype(x.dtype), n) for n in self.reach)
         return filters_xla.separable(x, down, across, size)
 
 
 @transform
-class RandomAdjustSharpness(Filter):
+class RandomAdjustSharpness(Blurring):
     """Blends an image with its blur by 3 x 3 pixels; the outermost pixels stay.
 
     Args:
@@ -62,6 +81,7 @@ class RandomAdjustSharpness(Filter):
 
     sharpness_factor: float | Sequence[float]
     p: float = 0.5
+    sharpens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         op, factor = type(self).__name__, self.sharpness_factor
@@ -73,9 +93,15 @@ class RandomAdjustSharpness(Filter):
     def values(self, key: jax.Array, size: jax.Array) -> Any:
         return uniform(key, *self.sharpness_factor)  # type: ignore[misc]
 
+    @property
+    def reach(self) -> tuple[int, int]:
+        return 1, 1
+
+    def weights(self, drawn: Drawn) -> jax.Array:
+        return jnp.where(drawn.on, drawn.values, 1)[None].astype(jnp.float32)
+
     def filtered(self, values: Any, x: jax.Array, size: jax.Array | None) -> jax.Array:
-        sharp = filters_xla.sharpened(x[..., :3], values.astype(x.dtype), size)
-        return sharp if x.shape[-1] != 4 else jnp.concatenate([sharp, x[..., 3:]], -1)
+        return filters_xla.sharpened(x, values.astype(x.dtype), size)
 
 
 @transform

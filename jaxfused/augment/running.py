@@ -1,8 +1,8 @@
 """The passes of a chain over a batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ from jaxfused.augment.filters import GaussianNoise
 from jaxfused.augment.mixed import mixed
 from jaxfused.augment.plan import FilterPass, ImagePass, MixPass
 from jaxfused.augment.shards import over_batch
-from jaxfused.augment.transform import Drawn, Mixing, Part, Pointwise
+from jaxfused.augment.transform import Blurring, Drawn, Mixing, Part, Pointwise
 from jaxfused.ops.augment import image_pass_xla, steps_xla
-from jaxfused.ops.augment.image_pass import image_pass
+from jaxfused.ops.augment.image_pass import image_pass, joins_blur
 from jaxfused.ops.augment.resample_xla import Map
 from jaxfused.ops.augment.steps_xla import COLOURED
 from jaxfused.runtime.checks import as_arrays, as_int32, readable_values
@@ -174,15 +174,9 @@ def _applied(spec: Spec, draws: Draws, batch: Batch, axis_names: Any) -> Batch:
     final = _final_dtype(spec, batch.images.dtype)
     if not spec.passes:
         state.batch = state.batch._replace(images=_converted(state.batch.images, final))
-    for number, each in enumerate(spec.passes):
-        dtype = final if number + 1 == len(spec.passes) else state.between(number)
-        match each:
-            case ImagePass(geometric, pointwise):
-                state.image_pass(draws, geometric, pointwise, dtype)
-            case FilterPass(part):
-                state.filter_pass(draws[part], part, dtype)
-            case MixPass(part):
-                state.mix_pass(draws[part], part, dtype)
+    number = 0
+    while number < len(spec.passes):
+        number += state.run(draws, number)
     return state.finished()
 
 
@@ -218,6 +212,18 @@ def _repeated(tree: Any, frames: int | None) -> Any:
     return jax.tree.map(lambda a: jnp.repeat(a, frames, axis=0), tree)
 
 
+class _Joined(NamedTuple):
+    """Passes that share a kernel: a first one, a blur, and perhaps one behind it."""
+
+    spec: image_pass_xla.Pass
+    rows: jax.Array
+    """[B, steps, 1 + width], of the steps behind the blur."""
+    weights: jax.Array
+    """[B, weights] of the blur."""
+    passes: int
+    """How many they are but the first."""
+
+
 class _State:
     """A batch on its way through the passes of a chain."""
 
@@ -232,20 +238,64 @@ class _State:
         axis_names: Any,
     ):
         self.spec, self.batch, self.sizes = spec, batch, sizes
+        self.given = batch.images.dtype
         self.is_ragged, self.frames, self.axis_names = is_ragged, frames, axis_names
 
-    def between(self, number: int) -> Any:
-        """Returns the dtype of the images after a pass that is not the last one."""
+    def run(self, draws: Draws, number: int) -> int:
+        """Runs a pass, and those that share its kernel, and returns how many they are."""
+        dtype = self.after(number)
+        match self.spec.passes[number]:
+            case ImagePass(geometric, pointwise):
+                return 1 + self.image_pass(draws, geometric, pointwise, dtype, number + 1)
+            case FilterPass(part):
+                nothing = image_pass_xla.Pass(None, (), jnp.uint8)
+                if self._joined(draws, number, nothing, None) is not None:
+                    return self.image_pass(draws, (), (), dtype, number)
+                self.filter_pass(draws[part], part, dtype)
+            case MixPass(part):
+                self.mix_pass(draws[part], part, dtype)
+        return 1
+
+    def after(self, number: int) -> Any:
+        """Returns the dtype of the images after a pass."""
+        final = _final_dtype(self.spec, self.given)
         indices = [i for p in self.spec.passes[: number + 1] for i in _parts_of(p)]
-        if self.batch.images.dtype == jnp.uint8 and plan.is_normalized(
-            [self.spec.parts[i] for i in indices]
-        ):
-            return _final_dtype(self.spec, self.batch.images.dtype)
-        return self.batch.images.dtype
+        is_normalized = plan.is_normalized([self.spec.parts[i] for i in indices])
+        is_last = number + 1 == len(self.spec.passes)
+        return final if is_last or (self.given == jnp.uint8 and is_normalized) else self.given
+
+    def _joined(
+        self, draws: Draws, number: int, first: image_pass_xla.Pass, shift: jax.Array | None
+    ) -> _Joined | None:
+        """Returns a blur at pass `number`, and what follows it, if a kernel has them behind `first`."""
+        at = self.spec.passes[number : number + 2]
+        index = at[0].part if at and isinstance(at[0], FilterPass) else -1
+        part: Any = self.spec.parts[index]
+        images = self.batch.images
+        if index < 0 or not isinstance(part, Blurring) or images.dtype != jnp.uint8:
+            return None
+        rows, steps = self._rows(draws, (), images.shape[-1])
+        blur = image_pass_xla.Blur(part.reach, part.sharpens, self.is_ragged, steps)
+        spec = replace(first, blur=blur, dtype=self.after(number))
+        if first.dtype != jnp.uint8 or not joins_blur(images, shift, spec):
+            return None
+        weights, count = jax.vmap(part.weights)(draws[index]), 1
+        if spec.dtype == jnp.uint8 and len(at) == 2 and isinstance(at[1], ImagePass):
+            behind, steps = self._rows(draws, at[1].pointwise, images.shape[-1])
+            longer = replace(spec, blur=replace(blur, steps=steps), dtype=self.after(number + 1))
+            if not at[1].geometric and joins_blur(images, shift, longer):
+                spec, rows, count = longer, behind, 2
+        return _Joined(spec, rows, weights, count)
 
     def image_pass(
-        self, draws: Draws, geometric: Sequence[int], pointwise: Sequence[int], dtype: Any
-    ) -> None:
+        self,
+        draws: Draws,
+        geometric: Sequence[int],
+        pointwise: Sequence[int],
+        dtype: Any,
+        behind: int,
+    ) -> int:
+        """Runs a pass and returns how many of those from `behind` on have run with it."""
         images = self.batch.images
         height, width, channels = images.shape[1:]
         frame = Frame(tuple(self.spec.parts[i] for i in geometric), (height, width))  # type: ignore[misc]
@@ -257,18 +307,25 @@ class _State:
 
         maps = jax.vmap(map_of)(drawn, self.sizes)
         rows, steps = self._rows(draws, pointwise, channels)
+        self.is_ragged &= not any(part.crops for part in frame.parts)
+        spec = image_pass_xla.Pass(reading, steps, dtype)
+        weights, count = None, 0
+        if joined := self._joined(draws, behind, spec, maps.shift):
+            spec, weights, count = joined.spec, joined.weights, joined.passes
+            rows = jnp.concatenate([rows, joined.rows], 1)
         moved = image_pass(
             images,
             jax.vmap(Map.packed)(maps),
             rows,
             maps.shift,
             maps.before,
-            spec=image_pass_xla.Pass(reading, steps, dtype),
+            weights,
+            spec=spec,
             implementation=self.spec.implementation,
         )
         self.batch = self.batch._replace(images=moved)
         if reading is None:
-            return
+            return count
         self.sizes = maps.result
         masks, boxes = self.batch.masks, self.batch.boxes
         if masks is not None:
@@ -280,7 +337,7 @@ class _State:
         if boxes is not None:
             boxes = jax.vmap(moved_boxes)(boxes, maps)
         self.batch = self.batch._replace(masks=masks, boxes=boxes)
-        self.is_ragged &= not any(part.crops for part in frame.parts)
+        return count
 
     def _rows(
         self, draws: Draws, pointwise: Sequence[int], channels: int

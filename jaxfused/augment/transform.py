@@ -114,6 +114,25 @@ class Filter(Part):
         raise NotImplementedError
 
 
+class Blurring(Filter):
+    """A filter of a few pixels, which uint8 images go through in the kernel of the passes around it."""
+
+    sharpens: ClassVar[bool] = False
+    """Whether an image is blended with its blur by 3 x 3 pixels, or is blurred."""
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """How many pixels on each side a value depends on, along columns and along rows."""
+        raise NotImplementedError
+
+    def weights(self, drawn: Drawn) -> jax.Array:
+        """Returns the weights along columns and then those along rows, or [1], the factor of sharpening.
+
+        Where the filter is off they leave an image as it is.
+        """
+        raise NotImplementedError
+
+
 class Mixing(Part):
     """A part that mixes each image of a batch with the one before it."""
 

@@ -42,7 +42,7 @@ TARGETS = (
     "jaxfused_group_norm_backward",
     "jaxfused_group_norm_slab",
     "jaxfused_image_pass",
-    "jaxfused_image_sums",
+    "jaxfused_image_statistics",
     "jaxfused_largest",
     "jaxfused_layer_norm_forward",
     "jaxfused_layer_norm_backward",

@@ -238,12 +238,16 @@ inline uint32_t __umulhi(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int atomicAdd(int* place, int value) {
+  return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
+}
 uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector);
 
 // These are exact where the GPU's are approximate; ftz is left out.
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __frsqrt_rn(float x) { return static_cast<float>(1.0 / std::sqrt(double{x})); }
 inline float __log2f(float x) { return std::log2(x); }

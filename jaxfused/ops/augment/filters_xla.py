@@ -82,13 +82,15 @@ def mirrored_places(places, count):
 
 
 def sharpened(x: jax.Array, factor: jax.Array, size: jax.Array | None) -> jax.Array:
-    """Returns x blended with its blur by 3 x 3, whose outermost pixels are as they were.
+    """Returns x blended with its blur by 3 x 3; outermost pixels and a fourth channel are as they were.
 
     Source: Pillow's `ImageEnhance.Sharpness`, and `ImageFilter.SMOOTH`.
     """
-    height, width = x.shape[:2]
+    height, width, channels = x.shape
     if min(height, width) < 3:
         return x
+    if channels == 4:
+        return jnp.concatenate([sharpened(x[..., :3], factor, size), x[..., 3:]], -1)
     rows = [jax.lax.slice_in_dim(x, i, height - 2 + i, axis=0) for i in range(3)]
     total = sum(
         jax.lax.slice_in_dim(row, j, width - 2 + j, axis=1) for row in rows for j in range(3)

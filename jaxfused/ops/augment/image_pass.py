@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.augment import image_pass_cuda, image_pass_xla
 from jaxfused.ops.augment.image_pass_xla import Pass
+from jaxfused.ops.augment.steps_xla import Op
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.runner import Axes, Results, Runner
@@ -25,6 +26,7 @@ def image_pass(
     rows: jax.Array,
     shift: jax.Array | None,
     before: jax.Array | None,
+    blurs: jax.Array | None = None,
     *,
     spec: Pass,
     implementation: dispatch.Implementation | None,
@@ -43,16 +45,29 @@ def image_pass(
     # The gate's dtypes are those of floats; uint8 images are read as float32.
     like = images if images.dtype != jnp.uint8 else jax.ShapeDtypeStruct(images.shape, jnp.float32)
     if takes_reference(OP, implementation, device, like, maps, missing=missing):  # type: ignore[arg-type]
-        return image_pass_xla.run(images, maps, rows, shift, before, spec=spec)
+        return image_pass_xla.run(images, maps, rows, shift, before, blurs, spec=spec)
+    if rows.shape[1] == 0:
+        # Nothing is computed of operands without elements, and here there is something.
+        spec = replace(spec, steps=((Op.IDENTITY,),))
+        rows = jnp.zeros((len(images), 1, rows.shape[2]), rows.dtype)
     run = Runner(implementation, device)
     if images.dtype == jnp.uint8:
-        return run(_Stage(spec), images, maps, rows)[0]
+        return run(_Stage(spec), images, maps, rows, blurs)[0]
     return _pass(run, spec, images, maps, rows)
+
+
+def joins_blur(images: jax.Array, shift: jax.Array | None, spec: Pass) -> bool:
+    """Returns whether a kernel computes a pass together with the blur that follows it."""
+    return (
+        images.dtype == jnp.uint8
+        and shift is None
+        and image_pass_cuda.why_spec_unfit(spec, images.shape[-1]) is None
+    )
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op=OP)
 def _pass(run: Runner, spec: Pass, images, maps, rows):
-    return run(_Stage(spec), images, maps, rows)[0]
+    return run(_Stage(spec), images, maps, rows, None)[0]
 
 
 def _pass_fwd(run: Runner, spec: Pass, images, maps, rows):
@@ -69,7 +84,7 @@ _pass.defvjp(_pass_fwd, _pass_bwd)
 
 @dataclass(frozen=True)
 class _Stage:
-    """Computes the results of a pass from images, maps and rows."""
+    """Computes the results of a pass from images, maps, rows and the weights of a blur."""
 
     spec: Pass
 
@@ -77,10 +92,10 @@ class _Stage:
     def name(self) -> str:
         return f"{OP} forward"
 
-    def axes(self, images, maps, rows) -> Axes:
-        return Axes(("bhwc", "bm", "bsk"), ("buvc",), whole="hwcmskuv")
+    def axes(self, images, maps, rows, blurs) -> Axes:
+        return Axes(("bhwc", "bm", "bsk", "bn"), ("buvc",), whole="hwcmsknuv")
 
-    def why_not(self, device, images, maps, rows) -> Mapping[str, str | None]:
+    def why_not(self, device, images, maps, rows, blurs) -> Mapping[str, str | None]:
         reason = image_pass_cuda.why_unsupported(
             compute_capability=device.compute_capability,
             shape=images.shape,
@@ -89,9 +104,10 @@ class _Stage:
         )
         return {"cuda": reason, "pallas": NO_PALLAS, "xla": None}
 
-    def run(self, implementation, device, images, maps, rows) -> Results:
-        f = image_pass_cuda.run if implementation == "cuda" else image_pass_xla.run
-        return (f(images, maps, rows, spec=self.spec),)
+    def run(self, implementation, device, images, maps, rows, blurs) -> Results:
+        if implementation == "cuda":
+            return (image_pass_cuda.run(images, maps, rows, blurs, spec=self.spec),)
+        return (image_pass_xla.run(images, maps, rows, blurs=blurs, spec=self.spec),)
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results:
         merged = merged_images(axis_size, in_batched, operands)

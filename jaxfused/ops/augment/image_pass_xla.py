@@ -7,10 +7,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused.ops.augment import resample_xla, steps_xla
+from jaxfused.ops.augment import filters_xla, resample_xla, steps_xla
 from jaxfused.ops.augment.resample_xla import Reading
 from jaxfused.ops.augment.steps_xla import STATISTICAL, Op, Steps
 from jaxfused.runtime.promotion import accumulator_dtype
+
+
+@dataclass(frozen=True)
+class Blur:
+    """A blur of uint8 images behind a pass, with steps behind it, all rounded as passes of their own."""
+
+    reach: tuple[int, int]
+    """Pixels on each side that it depends on, along columns and along rows."""
+    sharpens: bool
+    """Whether images are blended with their blur, by a factor in place of weights."""
+    is_ragged: bool
+    """Whether images may be smaller than their array."""
+    steps: Steps
+    """What follows it."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +36,7 @@ class Pass:
     steps: Steps
     dtype: Any
     """Dtype of the result; in uint8 values are rounded, halves to even ones."""
+    blur: Blur | None = None
 
     @property
     def needed(self) -> frozenset[Op]:
@@ -53,6 +68,7 @@ def run(
     rows: jax.Array,
     shift: jax.Array | None = None,
     before: jax.Array | None = None,
+    blurs: jax.Array | None = None,
     *,
     spec: Pass,
 ) -> jax.Array:
@@ -61,14 +77,38 @@ def run(
     Args:
       images: [B, H, W, C], uint8 or floating.
       maps: [B, PACKED], of `resample_xla.Map.packed`.
-      rows: [B, steps, 1 + width], each the operation of a step and its values.
+      rows: [B, steps, 1 + width], each the operation of a step and its values; those behind the blur
+        are the last ones.
       shift: [B, h, w, 2] or None.
       before: [B, 3, 3] or None.
+      blurs: [B, weights] of the blur: those along columns, and then those along rows; or [B, 1], the
+        factor by which it sharpens.
       spec: what all images share.
     """
+    blur = spec.blur
+    if blur is not None:
+        count = len(spec.steps)
+        first = replace(spec, dtype=jnp.uint8, blur=None)
+        between = images
+        if spec.reading is not None or {op for ops in spec.steps for op in ops} - {Op.IDENTITY}:
+            between = run(images, maps, rows[:, :count], shift, before, spec=first)
+        one = functools.partial(_blurred, blur=blur, dtype=jnp.uint8 if blur.steps else spec.dtype)
+        blurred = jax.vmap(one)(between, maps[:, -2:], blurs)
+        if not blur.steps:
+            return blurred
+        last = Pass(None, blur.steps, spec.dtype)
+        return run(blurred, maps, rows[:, count:], spec=last)
     one = functools.partial(_one, spec=spec)
     absent = [None if array is None else 0 for array in (shift, before)]
     return jax.vmap(one, in_axes=(0, 0, 0, *absent))(images, maps, rows, shift, before)
+
+
+def _blurred(image, size, weights, *, blur: Blur, dtype: Any):
+    x, size = wide(image), size if blur.is_ragged else None
+    if blur.sharpens:
+        return narrow(filters_xla.sharpened(x, weights[0], size), dtype)
+    down, across = jnp.split(weights, [2 * blur.reach[0] + 1])
+    return narrow(filters_xla.separable(x, down, across, size), dtype)
 
 
 def _one(image, row, rows, shift, before, *, spec: Pass):

@@ -101,11 +101,11 @@ def statistics_of(x: jax.Array, inside: jax.Array | None, needed: frozenset[Op])
         places = levels(x).astype(jnp.int32) + 256 * channel
         ones = jnp.broadcast_to(counted[..., None], x.shape).astype(jnp.int32)
         counts = jnp.zeros((256 * channels,), jnp.int32).at[places].add(ones)
-        table = jax.vmap(_equalized)(counts.reshape(channels, 256)).astype(x.dtype) / 255
+        table = jax.vmap(equalized)(counts.reshape(channels, 256)).astype(x.dtype) / 255
     return Statistics(pivot, low, high, table)
 
 
-def _equalized(counts: jax.Array) -> jax.Array:
+def equalized(counts: jax.Array) -> jax.Array:
     """Returns Pillow's table for the counts [256] of a channel's levels."""
     last = counts[255 - jnp.argmax(counts[::-1] > 0)]
     step = (counts.sum() - last) // 255

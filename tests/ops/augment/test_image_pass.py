@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,7 @@ import pytest
 
 from jaxfused import augment
 from jaxfused.ops.augment import image_pass_cuda
-from jaxfused.ops.augment.image_pass_xla import Pass
+from jaxfused.ops.augment.image_pass_xla import Blur, Pass
 from jaxfused.ops.augment.steps_xla import Op
 from tests.support.grids import parametrize
 from tests.support.lowering import kernels
@@ -25,6 +26,12 @@ CHAINS = {
     "nearest": (augment.RandomRotation(40.0, interpolation="nearest"),),
     "padded crop": (augment.RandomCrop((16, 40), padding=3, fill=7.0),),
     "perspective": (augment.RandomPerspective(p=1.0), augment.RandomInvert()),
+    "extremes": (augment.RandomRotation(20.0), augment.RandomAutocontrast(0.7)),
+    "equalized": (augment.RandomHorizontalFlip(), augment.RandomEqualize(0.7)),
+    "policy": (augment.RandAugment(3, 15, interpolation="bilinear"),),
+    "blurred crop": (augment.RandomResizedCrop(40), JITTER, augment.GaussianBlur(5)),
+    "blurred": (augment.GaussianBlur((9, 1), p=0.6), augment.RandomInvert(), augment.Cutout(7)),
+    "sharpened": (augment.RandomAffine(20), augment.RandomAdjustSharpness((0.0, 3.0), p=0.7)),
     "levels": (
         augment.RandomPosterize(3),
         augment.RandomSolarize(100),
@@ -85,9 +92,43 @@ def test_normalized_results(dtype):
 
 
 @pytest.mark.gpu
-def test_images_of_their_own_sizes():
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_statistics_and_blurs_of_other_channels(channels):
+    transforms = (
+        augment.RandomAutocontrast(0.4),
+        augment.GaussianBlur(3),
+        augment.RandomEqualize(0.6),
+    )
+    assert_near(*both((*transforms, augment.RandomAdjustSharpness(2.0)), images(channels)))
+
+
+@pytest.mark.gpu
+def test_tiles_that_depend_on_more_than_shared_memory_holds():
+    levels = np.arange(9 * 9 * 3).reshape(1, 9, 9, 3).astype(np.uint8)
+    x = levels.repeat(60, 1).repeat(60, 2)
+    shrunk = (augment.RandomAffine(0, scale=(0.05, 0.1)),)
+    assert_near(*both(shrunk, x))
+    assert_near(*both((augment.Resize((7, 9)), augment.GaussianBlur(3)), x))
+
+
+@pytest.mark.gpu
+def test_same_bits_again():
+    chain = augment.Chain(
+        augment.RandAugment(), JITTER, augment.GaussianBlur(5), implementation="cuda"
+    )
+    first, again = (np.asarray(jax.jit(chain)(KEY, images())) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    alone = jax.jit(lambda x: chain(jax.random.fold_in(KEY, 1)[None], x))(images()[1:2])
+    np.testing.assert_array_equal(first[1:2], alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "colours", [(augment.ColorJitter(contrast=0.5),), (augment.GaussianBlur(5),)]
+)
+def test_images_of_their_own_sizes(colours):
     x = augment.Batch(images(), sizes=np.array([[21, 37], [10, 20], [15, 9]]))
-    transforms = (augment.RandomAffine(30), augment.ColorJitter(contrast=0.5))
+    transforms = (augment.RandomAffine(30), *colours)
 
     def run(implementation):
         return jax.jit(augment.Chain(*transforms, implementation=implementation))(KEY, x).images
@@ -121,12 +162,23 @@ def test_one_kernel_and_one_more_for_a_mean(with_library):
         return kernels(functools.partial(chain, KEY), x)
 
     assert launched(*CHAINS["crop"][:2], NORMALIZE) == ["jaxfused_image_pass"]
-    assert launched(*CHAINS["affine"]) == ["jaxfused_image_sums", "jaxfused_image_pass"]
-    assert launched(augment.RandomEqualize()) == []
+    assert launched(*CHAINS["affine"]) == ["jaxfused_image_statistics", "jaxfused_image_pass"]
+    assert launched(*CHAINS["crop"], augment.GaussianBlur(5), NORMALIZE)[1:] == [
+        "jaxfused_image_pass"
+    ]
+    assert launched(augment.GaussianBlur(5)) == ["jaxfused_image_pass"]
+    assert launched(augment.GaussianBlur(35)) == []
+    layers = 2 * ["jaxfused_image_statistics", "jaxfused_image_pass"]
+    assert launched(augment.RandAugment(), NORMALIZE) == layers
     assert launched(augment.ElasticTransform()) == []
 
 
 PASS = Pass(None, ((Op.BRIGHTNESS,),), np.dtype("uint8"))
+
+
+def blurred(reach, *behind):
+    blur = Blur(reach, sharpens=False, is_ragged=False, steps=((Op.IDENTITY, *behind),))
+    return dataclasses.replace(PASS, blur=blur)
 
 
 @parametrize(
@@ -136,7 +188,9 @@ PASS = Pass(None, ((Op.BRIGHTNESS,),), np.dtype("uint8"))
         (dict(dtype=jnp.float64), "x has dtype float64"),
         (dict(shape=(2, 4, 4, 2)), "these have 2"),
         (dict(shape=(2, 2**21, 4, 3)), "too large"),
-        (dict(spec=Pass(None, ((Op.EQUALIZE,),), np.dtype("uint8"))), "no statistics of equalize"),
+        (dict(spec=blurred((17, 0))), "at most 33 weights, and this one 35"),
+        (dict(spec=blurred((1, 1), Op.CONTRAST)), "no statistics of blurred images"),
+        (dict(spec=blurred((1, 1)), dtype=jnp.float32), "it blurs uint8 images"),
         (dict(spec=Pass(None, ((Op.INVERT,),) * 17, np.dtype("uint8"))), "at most 16 steps"),
         (dict(spec=Pass(None, (), np.dtype("float64"))), "and not float64"),
     ],
@@ -149,8 +203,8 @@ def test_limits(with_library, change, reason):
 
 
 def test_a_named_implementation_that_cannot_run_says_why(with_library):
-    chain = augment.Chain(augment.RandomEqualize(), implementation="cuda")
-    with pytest.raises(ValueError, match="it has no statistics of equalize"):
+    chain = augment.Chain(augment.ElasticTransform(), implementation="cuda")
+    with pytest.raises(ValueError, match="without an elastic deformation"):
         jax.eval_shape(chain, KEY, images())
     chain = augment.Chain(augment.RandomInvert(), implementation="pallas")
     with pytest.raises(ValueError, match="an address for each pixel"):

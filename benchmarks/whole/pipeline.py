@@ -1,0 +1,136 @@
+"""A ViT-S that trains from JPEG files: `python -m benchmarks pipeline`.
+
+The example's own program trains with `--augment`. Decoding alone takes the batches of its worker
+processes and does nothing with them; the step alone trains on one batch that stays on the device. The
+share is the whole run's images a second over those of the slower of the two.
+"""
+
+import argparse
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from PIL import Image
+
+from benchmarks.report import results
+from examples import training
+from examples.augmentation import NAMES
+from examples.images import Loader
+from examples.vit import train as vit
+
+NAME = "pipeline"
+MUST = 0.95
+"""Least share of the slower part's images a second."""
+_SIZE = (500, 375)
+_DISTINCT, _CLASSES = 64, 4
+_ROUNDS = 6
+"""How many batches of each worker are timed; the workers' first batches come all at once."""
+_STEPS = 30
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures one chain and prints a line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {NAME}", description=__doc__)
+    parser.add_argument("--augment", choices=NAMES, default="light", help="(%(default)s)")
+    parser.add_argument("--model", default="vit-s16", help="(%(default)s)")
+    parser.add_argument("--image-size", type=int, default=224, help="pixels (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=128, help="images (%(default)s)")
+    parser.add_argument("--workers", type=int, help="processes that decode (the example's)")
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        row = measure(options, Path(directory))
+    section = {"date": results.now(), "machine": {"versions": results.versions()}, "row": row}
+    results.save_section(options.out, jax.devices()[0].device_kind, NAME, section)
+    print(
+        f"{options.model}, --augment {options.augment}, {row['workers']} workers, images/s: decoding"
+        f" alone {row['decoding']:,.0f}, step alone {row['step']:,.0f}, training {row['training']:,.0f}:"
+        f" {row['share']:.2f} of the slower (must be {MUST})"
+    )
+    return 0
+
+
+def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Returns images a second of decoding, of steps, and of the whole training."""
+    jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
+    flags = ["--data", str(directory / "images"), "--model", options.model, "--epochs", "1"]
+    flags += ["--augment", options.augment, "--image-size", str(options.image_size)]
+    flags += ["--batch-size", str(options.batch_size), "--warmup-epochs", "0"]
+    flags += ["--held-out", "0.02"]
+    if options.workers is not None:
+        flags += ["--workers", str(options.workers)]
+    out = ["--out", str(directory / "run")]
+    workers = vit.parse_flags(vit.make_parser("vit", out=out[1]), flags).workers
+    # As many images as all rounds take, and one more round for the beginning.
+    write_images(directory / "images", options.batch_size * max(workers, 1) * (_ROUNDS + 2))
+    args = vit.parse_flags(vit.make_parser("vit", out=out[1]), flags)
+    data = vit.load_data(args)
+    row: dict[str, Any] = dict(workers=workers, batch_size=options.batch_size)
+    row["decoding"] = options.batch_size * _per_second(data.train_batch, workers)
+    row["step"] = options.batch_size * _steps_per_second(args, data)
+    vit.main([*flags, *out])
+    trained = json.loads((directory / "run" / "metrics.json").read_text())
+    row["training"] = trained["images_per_second"]
+    return row | {"share": row["training"] / min(row["decoding"], row["step"])}
+
+
+def write_images(directory: Path, count: int) -> None:
+    """Writes at least `count` JPEG files of 500 x 375 pixels, by class; a few of them are distinct."""
+    rng = np.random.default_rng(0)
+    for number in range(_DISTINCT):
+        # Smooth shapes with some noise are about as large as photographs, 40 to 60 kB.
+        coarse = rng.integers(0, 256, (24, 32, 3)).astype(np.uint8)
+        image = np.asarray(
+            Image.fromarray(coarse).resize(_SIZE, Image.Resampling.BICUBIC), np.int32
+        )
+        noisy = (image + rng.normal(0, 8, image.shape)).clip(0, 255).astype(np.uint8)
+        folder = directory / f"class-{number % _CLASSES}"
+        folder.mkdir(parents=True, exist_ok=True)
+        first = folder / f"{number}-0.jpg"
+        Image.fromarray(noisy).save(first, quality=88)
+        for copy in range(1, -(-count // _DISTINCT)):
+            (folder / f"{number}-{copy}.jpg").write_bytes(first.read_bytes())
+
+
+def _per_second(make_batch: Callable[[int], Any], workers: int) -> float:
+    """Returns how many batches a second the workers make."""
+    with Loader(make_batch, workers) as loader:
+        first, count = 2 * max(workers, 1), (_ROUNDS - 1) * max(workers, 1)
+        batches = loader.batches(itertools.count())
+        for _ in range(first):
+            next(batches)
+        begin = time.perf_counter()
+        for _ in range(count):
+            next(batches)
+        return count / (time.perf_counter() - begin)
+
+
+def _steps_per_second(args: argparse.Namespace, data: Any) -> float:
+    """Returns how many training steps a second the device takes."""
+    graphdef, params = vit.create_vit(args, channels=data.channels, classes=len(data.classes))
+    optimizer = training.make_optimizer(args, training.steps_per_epoch(args, data.train_size))
+    loss_of = vit.make_loss(
+        graphdef,
+        label_smoothing=args.label_smoothing,
+        dtype=args.dtype,
+        chain=vit.make_chain(args),
+    )
+    train_step = training.make_train_step(
+        loss_of, optimizer, seed=args.seed, clip_norm=args.clip_norm
+    )
+    state = dict(params=params, opt_state=jax.jit(optimizer.init)(params))
+    batch = jax.device_put(data.train_batch(0))
+    for number in range(3):
+        state, metrics = train_step(state, batch, number)
+    jax.block_until_ready(metrics)
+    begin = time.perf_counter()
+    for number in range(_STEPS):
+        state, metrics = train_step(state, batch, number)
+    jax.block_until_ready(metrics)
+    return _STEPS / (time.perf_counter() - begin)

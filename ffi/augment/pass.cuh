@@ -1,0 +1,154 @@
+// A pass over images: its options, and the map and the pixels of an image.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/vector.cuh"
+
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kTile = 32;  // rows and columns of the result that a block has
+constexpr int kMapSize =
+    19;  // matrix 9, window 4, radius 2, size of the image 2 and of the result 2
+constexpr int kStepSize = 9;  // operation, values 8
+constexpr int kMaxSteps = 16;
+constexpr int kSums = 7;
+constexpr int kMaxBlur = 16;  // pixels that a blur reaches on each side
+constexpr int kBlurWeights = 2 * kMaxBlur + 1;
+
+enum Interpolation { kNearest = 0, kBilinear = 1, kBicubic = 2 };
+
+enum class Type { kUint8, kFloat32, kBfloat16, kFloat16 };
+
+// How many 4-byte words of shared memory a block has for parts of an image.
+struct Room {
+  int box;     // pixels of the image
+  int middle;  // values filtered along rows only
+  int region;  // pixels of the result before the blur
+  int table;   // weights of pixels along rows and columns
+};
+
+struct Args {
+  int height, width;          // of the images
+  int out_height, out_width;  // of the results
+  int tiles_across, tiles;    // tiles of a result
+  int steps;
+  int steps_before;  // of the blur; all of them where there is none
+  int interpolation;
+  bool reads;  // whether the images are resampled; else each pixel stays in its place
+  bool drops;  // whether pixels outside the window do not count, or are `fill`; where they do not,
+               // x depends on the result's column alone, and y on its row
+  Type out_type;
+  float widest;          // largest radius of the kernel
+  float fill[4];         // in the values of the images
+  bool fill_is_bytes;    // whether it is a pixel that uint8 images may have
+  uint32_t fill_word;    // that pixel
+  int taps;              // largest number of pixels along an axis that a value depends on
+  int reach_x, reach_y;  // pixels that the blur reaches on each side
+  bool sharpens;         // whether the blur is blended with what it blurs, so that edges sharpen
+  Room room;
+  int64_t bytes;  // of all images
+  const void* x;
+  const float* maps;        // [images, kMapSize]
+  const float* rows;        // [images, steps, kStepSize]
+  const float* statistics;  // [images, statistics_size], or nullptr where no step asks for them
+  int statistics_size;
+  const float* blurs;  // [images, 2 reach_y + 1 + 2 reach_x + 1], or nullptr
+  void* y;             // [images, out_height, out_width, channels]
+  float* sums;  // [images, tiles, kSums]: of gray, least and largest values of three channels; or
+                // nullptr. They are of the image before the step that asks for them.
+  int* counts;  // [images, colours, 256]: how often each level is there, or nullptr
+};
+
+// A map in shared memory.
+struct Map {
+  const float* values;
+
+  __device__ float first(int axis) const { return values[9 + axis]; }
+  __device__ float last(int axis) const { return values[11 + axis]; }
+  __device__ float radius(int axis, float widest) const {
+    return fminf(fmaxf(values[13 + axis], 1.0f), widest);
+  }
+  __device__ float source(int axis) const { return values[16 - axis]; }  // along x (0) or y (1)
+  __device__ float result(int axis) const { return values[18 - axis]; }
+
+  // Computes the position in the image of a pixel of the result.
+  __device__ __forceinline__ void move(int row, int column, float* x, float* y) const {
+    const float u = static_cast<float>(column), v = static_cast<float>(row);
+    *x = values[0] * u + values[1] * v + values[2];
+    *y = values[3] * u + values[4] * v + values[5];
+    if (values[6] == 0.0f && values[7] == 0.0f && values[8] == 1.0f) return;
+    const float below = values[6] * u + values[7] * v + values[8];
+    // Positions at the horizon of a perspective and beyond are nowhere in the image.
+    *x = below > 1e-6f ? *x / below : -1e6f;
+    *y = below > 1e-6f ? *y / below : -1e6f;
+  }
+};
+
+template <typename T, int kChannels>
+struct Image {
+  const T* pixels;
+  int width;
+
+  // Adds `weight` times a pixel.
+  __device__ __forceinline__ void add(int row, int column, float weight,
+                                      float (&sums)[kChannels]) const {
+    const T* pixel = pixels + (int64_t{row} * width + column) * kChannels;
+    if constexpr (std::is_same_v<T, uint8_t> && kChannels == 4) {
+      const uchar4 p = *reinterpret_cast<const uchar4*>(pixel);
+      sums[0] += weight * p.x;
+      sums[1] += weight * p.y;
+      sums[2] += weight * p.z;
+      sums[3] += weight * p.w;
+    } else {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) sums[c] += weight * as_float(pixel[c]);
+    }
+  }
+
+  static __device__ __forceinline__ float as_float(uint8_t value) { return value; }
+  static __device__ __forceinline__ float as_float(float value) { return value; }
+  static __device__ __forceinline__ float as_float(__nv_bfloat16 value) {
+    return __bfloat162float(value);
+  }
+  static __device__ __forceinline__ float as_float(__half value) { return __half2float(value); }
+};
+
+// Returns the kernel of an interpolation at a distance from its middle.
+__device__ __forceinline__ float kernel_at(float distance, int interpolation) {
+  const float d = fabsf(distance);
+  if (interpolation == kBilinear) return fmaxf(1.0f - d, 0.0f);
+  if (d < 1.0f) return (1.5f * d - 2.5f) * d * d + 1.0f;
+  return d < 2.0f ? ((-0.5f * d + 2.5f) * d - 4.0f) * d + 2.0f : 0.0f;
+}
+
+// What the pixels along an axis count for a position: those inside the window, inside the image.
+struct Axis {
+  float place, inverse_radius, reach;
+  float first, last, count;  // of the window, and the length of the image
+  int interpolation;
+  bool drops;
+
+  __device__ Axis(const Args& args, const Map& map, int axis, float position)
+      : first(map.first(axis)),
+        last(map.last(axis)),
+        count(map.source(axis)),
+        interpolation(args.interpolation),
+        drops(args.drops) {
+    const float radius = map.radius(axis, args.widest);
+    inverse_radius = 1.0f / radius;
+    reach = radius * (interpolation == kBicubic ? 2.0f : 1.0f);
+    // Far from the image all is fill.
+    place = fminf(fmaxf(position, -reach - 2.0f), count + reach + 1.0f);
+  }
+
+  // Returns a pixel's weight where it shows the image, and adds its weight to `total`.
+  __device__ __forceinline__ float seen(float pixel, float* total) const {
+    const float weight = kernel_at((pixel - place) * inverse_radius, interpolation);
+    const bool in_window = pixel >= first && pixel <= last;
+    const bool in_image = pixel >= 0.0f && pixel < count;
+    if (in_window || !drops) *total += weight;
+    return in_window && in_image ? weight : 0.0f;
+  }
+};

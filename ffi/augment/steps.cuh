@@ -1,0 +1,187 @@
+// The pointwise steps of a pass. A step is data, [operation, values...], so that all threads of a
+// block take the same branches; each is applied to several pixels of a thread at a time.
+#pragma once
+
+#include "augment/pass.cuh"
+
+// The numbers are those of steps_xla.py.
+enum Operation {
+  kIdentity = 0,
+  kBrightness = 1,
+  kContrast = 2,
+  kSaturation = 3,
+  kHue = 4,
+  kGamma = 5,
+  kPosterize = 6,
+  kSolarize = 7,
+  kInvert = 8,
+  kAutocontrast = 9,
+  kEqualize = 10,
+  kErase = 11,
+  kNormalize = 12,
+};
+
+// What a pass has to know of a whole image, as image_pass_cuda.py makes it: the mean of gray, the
+// smallest values and the largest ones of three channels, and what becomes of each level of each.
+struct Statistics {
+  const float* values;
+  int size;  // 0 where no step asks for them, and without the table where no step equalizes
+
+  __device__ __forceinline__ float at(int i, float otherwise = 0.0f) const {
+    return i < size ? __ldg(values + i) : otherwise;
+  }
+  __device__ __forceinline__ float pivot() const { return at(0); }
+  __device__ __forceinline__ float low(int channel) const { return at(1 + channel); }
+  __device__ __forceinline__ float high(int channel) const { return at(4 + channel); }
+  __device__ __forceinline__ float equalized(int channel, float level) const {
+    return at(kSums + 256 * channel + static_cast<int>(level), level * (1.0f / 255.0f));
+  }
+};
+
+// Whether a step depends on all pixels of an image. There is one such step at most.
+__device__ __forceinline__ bool is_statistical(float operation) {
+  return operation == kContrast || operation == kAutocontrast || operation == kEqualize;
+}
+
+// Returns a value in 0 to 1. A NaN stays one where there may be any.
+template <bool kFinite = false>
+__device__ __forceinline__ float clipped(float value) {
+  if constexpr (kFinite) return __saturatef(value);
+  return value < 0.0f ? 0.0f : value > 1.0f ? 1.0f : value;
+}
+
+__device__ __forceinline__ float level_of(float value) { return rintf(clipped(value) * 255.0f); }
+
+template <int kChannels>
+__device__ __forceinline__ float gray(const float (&v)[kChannels]) {
+  if constexpr (kChannels == 1) {
+    return v[0];
+  } else {
+    return 0.299f * v[0] + 0.587f * v[1] + 0.114f * v[2];
+  }
+}
+
+// It is rare, and so its many registers must not be those of all steps.
+static __device__ __noinline__ float power(float value, float exponent) {
+  return powf(value, exponent);
+}
+
+// Turns the hue of a pixel: HSV without its saturation, which cancels.
+template <bool kFinite, int kChannels>
+__device__ __forceinline__ void turn_hue(float turns, float (&v)[kChannels]) {
+  if constexpr (kChannels > 1) {
+    const float largest = fmaxf(v[0], fmaxf(v[1], v[2]));
+    const float chroma = largest - fminf(v[0], fminf(v[1], v[2]));
+    // The reciprocal of a smaller chroma is infinite.
+    const float inverse = chroma > 1e-35f ? __fdividef(1.0f, chroma) : 1.0f;
+    const float sixths = largest == v[0]   ? (v[1] - v[2]) * inverse
+                         : largest == v[1] ? 2.0f + (v[2] - v[0]) * inverse
+                                           : 4.0f + (v[0] - v[1]) * inverse;
+    const float turned = sixths + 6.0f * turns;
+#pragma unroll
+    for (int c = 0; c < 3; ++c) {
+      float k = turned + (5 - 2 * c);
+      k -= 6.0f * floorf(k * (1.0f / 6.0f));
+      v[c] = largest - chroma * clipped<kFinite>(fminf(k, 4.0f - k));
+    }
+  }
+}
+
+// Applies a step to pixels of a thread.
+template <bool kFinite, int kPixels, int kChannels>
+__device__ __forceinline__ void apply(const float* step, const Statistics& statistics,
+                                      const int (&rows)[kPixels], const int (&columns)[kPixels],
+                                      float (&pixels)[kPixels][kChannels]) {
+  constexpr int kColours = kChannels == 4 ? 3 : kChannels;  // the fourth channel is opacity
+  const float amount = step[1];
+  const auto on_colours = [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < kPixels; ++i) {
+#pragma unroll
+      for (int c = 0; c < kColours; ++c) pixels[i][c] = f(pixels[i][c]);
+    }
+  };
+  switch (static_cast<int>(step[0])) {
+    case kBrightness:
+      on_colours([&](float v) { return clipped<kFinite>(amount * v); });
+      break;
+    case kContrast: {
+      const float other = (1.0f - amount) * statistics.pivot();
+      on_colours([&](float v) { return clipped<kFinite>(amount * v + other); });
+      break;
+    }
+    case kSaturation:
+      if (kColours == 1) break;
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) {
+        const float other = (1.0f - amount) * gray(pixels[i]);
+#pragma unroll
+        for (int c = 0; c < kColours; ++c) {
+          pixels[i][c] = clipped<kFinite>(amount * pixels[i][c] + other);
+        }
+      }
+      break;
+    case kHue:
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) turn_hue<kFinite>(amount, pixels[i]);
+      break;
+    case kGamma: {
+      const float gain = step[2];
+      on_colours([&](float v) { return clipped<kFinite>(gain * power(v, amount)); });
+      break;
+    }
+    case kPosterize: {
+      const float size = static_cast<float>(1 << (8 - static_cast<int>(amount)));
+      const float inverse = 1.0f / size, scale = size * (1.0f / 255.0f);
+      on_colours([&](float v) { return floorf(level_of(v) * inverse) * scale; });
+      break;
+    }
+    case kSolarize:
+      on_colours([&](float v) { return level_of(v) >= amount ? 1.0f - v : v; });
+      break;
+    case kInvert:
+      on_colours([&](float v) { return 1.0f - v; });
+      break;
+    case kAutocontrast:
+#pragma unroll
+      for (int c = 0; c < kColours; ++c) {
+        const float low = statistics.low(c), spread = statistics.high(c) - low;
+        if (!(spread > 0.0f)) continue;
+        const float inverse = 1.0f / spread;
+#pragma unroll
+        for (int i = 0; i < kPixels; ++i) {
+          pixels[i][c] = clipped<kFinite>((pixels[i][c] - low) * inverse);
+        }
+      }
+      break;
+    case kEqualize:
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) {
+#pragma unroll
+        for (int c = 0; c < kColours; ++c) {
+          pixels[i][c] = statistics.equalized(c, level_of(pixels[i][c]));
+        }
+      }
+      break;
+    case kErase:
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) {
+        if (rows[i] >= step[1] && rows[i] < step[3] && columns[i] >= step[2] &&
+            columns[i] < step[4]) {
+#pragma unroll
+          for (int c = 0; c < kChannels; ++c) pixels[i][c] = step[5 + c];
+        }
+      }
+      break;
+    case kNormalize:
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        const float scale = step[1 + c], offset = step[5 + c];
+#pragma unroll
+        for (int i = 0; i < kPixels; ++i) pixels[i][c] = pixels[i][c] * scale + offset;
+      }
+      break;
+    default:
+      break;
+  }
+}
