@@ -32,7 +32,7 @@ from benchmarks.cases import (
 from benchmarks.report import plot, report, results
 from benchmarks.run import ceilings, peers, runner, timing
 from benchmarks.run.case import BARE, BEST_PEER, BULK_COPY, TERAFLOPS, Bar
-from benchmarks.whole import end_to_end, end_to_end_jax, end_to_end_report, parallel
+from benchmarks.whole import end_to_end, end_to_end_jax, end_to_end_report, parallel, pipeline
 from examples.classify.convnext import ConvNeXtSize
 from examples.classify.resnet import ResNetSize
 from examples.vit.model import MODELS, ViTSize
@@ -764,3 +764,13 @@ def test_parallel_measures_steps_and_layers(monkeypatch):
 def test_parallel_needs_two_gpus(capsys):
     assert parallel.main([]) == 2
     assert "two NVIDIA GPUs" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_training_from_files_is_held_against_its_parts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pipeline, "_ROUNDS", 2)
+    monkeypatch.setattr(pipeline, "_STEPS", 1)
+    monkeypatch.setattr(pipeline, "_DISTINCT", 8)
+    flags = ["--model", "vit-digits", "--image-size", "8", "--batch-size", "4", "--workers", "0"]
+    assert pipeline.main([*flags, "--out", str(tmp_path)]) == 0
+    assert "of the slower (must be 0.95)" in capsys.readouterr().out
