@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.augment import image_pass_cuda, image_pass_xla
 from jaxfused.ops.augment.image_pass_xla import Pass
+from jaxfused.ops.augment.resample_xla import repeatable_pixels
 from jaxfused.ops.augment.steps_xla import Op
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
@@ -76,7 +77,8 @@ def _pass_fwd(run: Runner, spec: Pass, images, maps, rows):
 
 def _pass_bwd(run: Runner, spec: Pass, saved, dy):
     del run
-    return jax.vjp(functools.partial(image_pass_xla.run, spec=spec), *saved)[1](dy)
+    f = functools.partial(image_pass_xla.run, spec=spec, pixels=repeatable_pixels)
+    return jax.vjp(f, *saved)[1](dy)
 
 
 _pass.defvjp(_pass_fwd, _pass_bwd)

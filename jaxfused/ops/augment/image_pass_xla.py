@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.ops.augment import filters_xla, resample_xla, steps_xla
-from jaxfused.ops.augment.resample_xla import Reading
+from jaxfused.ops.augment.resample_xla import Pixels, Reading
 from jaxfused.ops.augment.steps_xla import STATISTICAL, Op, Steps
 from jaxfused.runtime.promotion import accumulator_dtype
 
@@ -71,6 +71,7 @@ def run(
     blurs: jax.Array | None = None,
     *,
     spec: Pass,
+    pixels: Pixels | None = None,
 ) -> jax.Array:
     """Returns the images [B, h, w, C] of a pass.
 
@@ -84,6 +85,7 @@ def run(
       blurs: [B, weights] of the blur: those along columns, and then those along rows; or [B, 1], the
         factor by which it sharpens.
       spec: what all images share.
+      pixels: how a resampling reads pixels, or None.
     """
     blur = spec.blur
     if blur is not None:
@@ -98,7 +100,7 @@ def run(
             return blurred
         last = Pass(None, blur.steps, spec.dtype)
         return run(blurred, maps, rows[:, count:], spec=last)
-    one = functools.partial(_one, spec=spec)
+    one = functools.partial(_one, spec=spec, pixels=pixels)
     absent = [None if array is None else 0 for array in (shift, before)]
     return jax.vmap(one, in_axes=(0, 0, 0, *absent))(images, maps, rows, shift, before)
 
@@ -111,14 +113,14 @@ def _blurred(image, size, weights, *, blur: Blur, dtype: Any):
     return narrow(filters_xla.separable(x, down, across, size), dtype)
 
 
-def _one(image, row, rows, shift, before, *, spec: Pass):
+def _one(image, row, rows, shift, before, *, spec: Pass, pixels: Pixels | None):
     x = wide(image)
     map = resample_xla.unpacked(row.astype(x.dtype), shift, before)
     if spec.reading is not None:
         reading = spec.reading
         if image.dtype == jnp.uint8:
             reading = _in_levels(reading)
-        x = resample_xla.resample(x, reading, map)
+        x = resample_xla.resample(x, reading, map, pixels)
     rows = rows.astype(x.dtype)
     statistics = None
     if spec.needed:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jaxfused import augment
-from jaxfused.ops.augment import image_pass_cuda
+from jaxfused.ops.augment import image_pass_cuda, resample_xla
 from jaxfused.ops.augment.image_pass_xla import Blur, Pass
+from jaxfused.ops.augment.resample_xla import repeatable_pixels
 from jaxfused.ops.augment.steps_xla import Op
 from tests.support.grids import parametrize
 from tests.support.lowering import kernels
@@ -153,6 +154,24 @@ def test_gradients_of_kernels():
         return jax.jit(jax.grad(lambda x: jnp.sin(chain(KEY, x)).sum()))(x)
 
     np.testing.assert_allclose(gradient("cuda"), gradient("xla"), atol=1e-4)
+
+
+def test_a_repeatable_gradient_is_that_of_a_gather():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 7, 3)), jnp.float32)
+    places = np.random.default_rng(1).uniform(-2, 9, (2, 40, 30)).round()
+    places[:, 20:] = 1  # pixels that many positions read
+    dy = jnp.asarray(np.random.default_rng(2).lognormal(0, 4, (40, 30, 3)), jnp.float32)
+
+    def gradient(f, dtype):
+        read = functools.partial(f, column=jnp.asarray(places[0]), row=jnp.asarray(places[1]))
+        return jax.vjp(read, x.astype(dtype))[1](dy.astype(dtype))[0]
+
+    found = gradient(lambda x, column, row: repeatable_pixels(x, column, row), jnp.float32)
+    with jax.enable_x64(True):
+        truth = np.asarray(gradient(resample_xla._pixels, jnp.float64))
+    np.testing.assert_allclose(found, truth, rtol=1e-6, atol=1e-7 * float(dy.max()))
+    zero = jax.vjp(lambda x: repeatable_pixels(x, places[0], places[1]), x)[1](0 * dy)[0]
+    np.testing.assert_array_equal(zero, 0)
 
 
 def test_one_kernel_and_one_more_for_a_mean(with_library):
