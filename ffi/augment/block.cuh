@@ -5,17 +5,8 @@
 #include "augment/staged.cuh"
 #include "augment/writing.cuh"
 
-#ifndef AUGMENT_BLOCKS
-#define AUGMENT_BLOCKS 4
-#endif
-#ifndef AUGMENT_ABLATE
-#define AUGMENT_ABLATE 0
-#endif
-constexpr int kBlocks = AUGMENT_BLOCKS;
-#ifndef AUGMENT_PIXELS
-#define AUGMENT_PIXELS 4
-#endif
-constexpr int kPixels = AUGMENT_PIXELS;  // that a thread changes at a time
+constexpr int kBlocks = 3;  // of a pass over bytes that an SM has room for at least
+constexpr int kPixels = 4;  // that a thread changes at a time
 
 // What a block knows of its image.
 struct Shared {
@@ -73,23 +64,17 @@ __device__ __forceinline__ void load(const Args& args, int image, Shared* shared
   }
 }
 
-// Applies the steps from `first` to `last`, or those before a statistical one, which is then
-// returned.
+// Applies the steps from `first` to `last`, or those before the one that asks for statistics.
 template <bool kFinite, bool kUntilStatistics, int kChannels>
-__device__ __forceinline__ int run(const Shared& shared, int first, int last,
-                                   const Statistics& statistics, const int (&rows)[kPixels],
-                                   const int (&columns)[kPixels],
-                                   float (&values)[kPixels][kChannels]) {
-  int step = first;
-#if AUGMENT_ABLATE & 1
-  return kUntilStatistics ? 1 : last;
-#endif
-  for (; step < last; ++step) {
+__device__ __forceinline__ void run(const Shared& shared, int first, int last,
+                                    const Statistics& statistics, const int (&rows)[kPixels],
+                                    const int (&columns)[kPixels],
+                                    float (&values)[kPixels][kChannels]) {
+  for (int step = first; step < last; ++step) {
     const float* row = shared.steps + step * kStepSize;
-    if (kUntilStatistics && is_statistical(row[0])) break;
+    if (kUntilStatistics && is_statistical(row[0])) return;
     apply<kFinite>(row, statistics, rows, columns, values);
   }
-  return step;
 }
 
 // Returns the operation of an image that asks for statistics, or kIdentity.

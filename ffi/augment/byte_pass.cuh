@@ -232,9 +232,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if (box.reading != Reading::kDirect) {
     const uint8_t* image = static_cast<const uint8_t*>(args.x) +
                            int64_t{tile.image} * args.height * args.width * kChannels;
-#if !(AUGMENT_ABLATE & 2)
     stage<kChannels>(args, map, box, image, words);
-#endif
     if (reads_by(Reading::kUpright, kOnly) && box.reading == Reading::kUpright) {
       tables.set<kBlur>(args, map, box, region);
       __syncthreads();
@@ -266,11 +264,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         if (number < pixels.count()) blurry[number] = packed(values[i]);
       }
     } else {
-#if AUGMENT_ABLATE & 4
-      if (values[0][0] == 123.0f)
-#endif
-        write(args, tile.place<kChannels>(args, start / kTile + warp, kWarps), values,
-              stage_of_warp);
+      write(args, tile.place<kChannels>(args, start / kTile + warp, kWarps), values, stage_of_warp);
     }
   }
   if constexpr (kCounts) counted.write(args, tile.image);

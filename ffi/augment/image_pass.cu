@@ -154,22 +154,17 @@ ffi::Error launch_bytes(const ffi::AnyBuffer& x, Args args, cudaStream_t stream)
 // ways have more code, and less room for values in registers.
 template <bool kCounts, bool kBlur>
 ffi::Error launch_colours(const ffi::AnyBuffer& x, const Args& args, cudaStream_t stream) {
-#ifndef AUGMENT_ANY
   if (args.reads && args.interpolation != kNearest && args.drops) {
     return launch_bytes<3, Reading::kUpright, kCounts, kBlur>(x, args, stream);
   }
   if (args.reads && args.interpolation == kBilinear) {
     return launch_bytes<3, Reading::kBetweenFour, kCounts, kBlur>(x, args, stream);
   }
-#endif
   return launch_bytes<3, Reading::kDirect, kCounts, kBlur>(x, args, stream);
 }
 
 template <bool kCounts, bool kBlur>
 ffi::Error launch_bytes(const ffi::AnyBuffer& x, const Args& args, cudaStream_t stream) {
-#ifdef AUGMENT_ONE
-  return launch_colours<kCounts, kBlur>(x, args, stream);
-#else
   switch (x.dimensions()[3]) {
     case 1:
       return launch_bytes<1, Reading::kDirect, kCounts, kBlur>(x, args, stream);
@@ -178,7 +173,6 @@ ffi::Error launch_bytes(const ffi::AnyBuffer& x, const Args& args, cudaStream_t 
     default:
       return launch_bytes<4, Reading::kDirect, kCounts, kBlur>(x, args, stream);
   }
-#endif
 }
 
 template <bool kCounts>
@@ -192,17 +186,12 @@ ffi::Error launch_of(const ffi::AnyBuffer& x, const Args& args, cudaStream_t str
         if (args.blurs != nullptr) return launch_bytes<false, true>(x, args, stream);
       }
       return launch_bytes<kCounts, false>(x, args, stream);
-#ifdef AUGMENT_ONE
-    default:
-      return ffi::Error::InvalidArgument("not here");
-#else
     case Type::kFloat32:
       return launch<float, kCounts>(x, args, stream);
     case Type::kBfloat16:
       return launch<__nv_bfloat16, kCounts>(x, args, stream);
     default:
       return launch<__half, kCounts>(x, args, stream);
-#endif
   }
 }
 

@@ -111,13 +111,14 @@ __device__ __forceinline__ void apply(const float* step, const Statistics& stati
       break;
     }
     case kSaturation:
-      if (kColours == 1) break;
+      if constexpr (kColours > 1) {
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i) {
-        const float other = (1.0f - amount) * gray(pixels[i]);
+        for (int i = 0; i < kPixels; ++i) {
+          const float other = (1.0f - amount) * gray(pixels[i]);
 #pragma unroll
-        for (int c = 0; c < kColours; ++c) {
-          pixels[i][c] = clipped<kFinite>(amount * pixels[i][c] + other);
+          for (int c = 0; c < kColours; ++c) {
+            pixels[i][c] = clipped<kFinite>(amount * pixels[i][c] + other);
+          }
         }
       }
       break;
