@@ -17,7 +17,9 @@ from pallas_kernels.attention.forward import ForwardConfig
 from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import BlockMask
 from pallas_kernels.attention.tiles import KeyTiles, QueryTiles
+from tests.cases.attention import Case
 from tests.support import mosaic_interpreter
+from tests.support.against_float64 import assert_values_and_gradients
 from tests.support.grids import parametrize
 from tests.support.tolerances import assert_accurate
 
@@ -193,3 +195,38 @@ def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, n
     ):
         if t is not None:
             assert_accurate(what, a, b, t)
+
+
+LONG = (777, 777)
+WINDOW = masks.LocalMask(LONG, (130, 70)) | masks.GlobalMask(LONG, 64)
+DOCUMENTS = np.sort(np.random.default_rng(0).integers(0, 5, (2, 777)), axis=1)
+ON_A_GPU = [
+    (WINDOW, 128, {}),
+    (WINDOW | masks.RandomBlocksMask(LONG, 1, 64), 72, {}),
+    (masks.MultiHeadMask([masks.CausalMask(LONG), WINDOW]), 64, {}),
+    (masks.NumpyMask(np.random.default_rng(0).random(LONG) < 0.3), 256, {}),
+    (
+        masks.CausalMask(LONG),
+        128,
+        dict(query_segment_ids=DOCUMENTS, key_value_segment_ids=DOCUMENTS),
+    ),
+    (WINDOW, 128, dict(key_value_seq_lengths=np.array([777, 300]))),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(len(ON_A_GPU)))
+def test_is_as_accurate_as_the_reference(number):
+    mask, size, options = ON_A_GPU[number]
+    args = Case("", *LONG, heads=2, key_heads=1, head_size=size).arrays(jnp.bfloat16)[:3]
+
+    def attend(mask, implementation):
+        def f(query, key, value):
+            return jaxfused.dot_product_attention(
+                query, key, value, mask=mask, implementation=implementation, **options
+            )
+
+        return f
+
+    plain = attend(np.asarray(mask), "xla")
+    assert_values_and_gradients(attend(mask, "pallas"), plain, *args, cotangents=2)
