@@ -93,6 +93,7 @@ def test_blocks_in_any_order_of_one_place_and_beyond_the_matrix():
     assert (dw[jnp.array([0, 1, 3])] == 3).all() and not dw[jnp.array([2, 4])].any()
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_kept():
     weight = BlockSparse.from_dense(np.zeros((32, 64), np.float32), 32)
     assert weight.blocks.shape == (0, 32, 32)

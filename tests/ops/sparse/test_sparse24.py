@@ -60,6 +60,7 @@ def test_torch_order():
     np.testing.assert_array_equal(again.metadata, weight.metadata)
 
 
+@pytest.mark.exhaustive
 def test_words_of_rows():
     # Of each row's first four groups 0 and 1, 0 and 3, 2 and 3, 1 and 2 are kept.
     word = 0b0100 | 0b1100 << 4 | 0b1110 << 8 | 0b1001 << 12

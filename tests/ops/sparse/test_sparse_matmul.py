@@ -90,12 +90,13 @@ def test_truth(dtype):
         assert_accurate(name, actual, one, exact)
 
 
+@pytest.mark.exhaustive
 def test_sums_are_in_float32():
     a = BCOO.fromdense(jnp.ones((1, 4096), jnp.bfloat16))
     assert jaxfused.sparse_matmul(a, jnp.ones((4096, 1), jnp.bfloat16)) == 4096
 
 
-@pytest.mark.parametrize("kind", ["BCSR", "BCOO", "BCOO in order", "padded"])
+@parametrize("kind", ["BCSR", "BCOO", "BCOO in order", "padded"], quick=(0,))
 def test_containers(kind):
     rng = np.random.default_rng(0)
     dense = np.where(rng.random((M, K)) < 0.2, rng.normal(size=(M, K)), 0).astype(np.float32)
@@ -118,18 +119,21 @@ def test_containers(kind):
     np.testing.assert_allclose(sampled.todense(), np.where(dense, x @ y, 0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_negative_indices_count_from_the_end():
     a = BCOO((jnp.array([1.0, 2.0]), jnp.array([[-1, 0], [0, -2]])), shape=(2, 3))
     y = jaxfused.sparse_matmul(a, jnp.eye(3))
     np.testing.assert_array_equal(y, [[0, 2, 0], [1, 0, 0]])
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_an_entry_is_not_multiplied():
     a = BCOO.fromdense(jnp.array([[0.0, 2.0], [1.0, 0.0]]))
     y = jaxfused.sparse_matmul(a, jnp.array([[jnp.nan], [3.0]]))
     assert y[0, 0] == 6 and jnp.isnan(y[1, 0])
 
 
+@pytest.mark.exhaustive
 def test_without_entries():
     a = BCOO.fromdense(jnp.zeros((3, 4)))
     assert not jaxfused.sparse_matmul(a, jnp.ones((4, 2))).any()
