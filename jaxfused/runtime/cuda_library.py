@@ -188,6 +188,22 @@ def register() -> None:
         jax.ffi.register_ffi_target(target, handler, platform=PLATFORM)
 
 
+def operands(
+    like: jax.Array, *arrays: jax.Array | None, absent_dtype: Any = None
+) -> list[jax.Array]:
+    """Returns a handler's operands, with an array without elements for each absent one.
+
+    It is made like `like`, because in a `jax.shard_map` all operands must vary over the same axes.
+    """
+    absent = jnp.zeros_like(like, shape=(0,), dtype=absent_dtype)
+    return [absent if array is None else array for array in arrays]
+
+
+def readable(vector: jax.Array | None) -> jax.Array | None:
+    """Returns a bias or scale in a dtype that handlers read."""
+    return vector if vector is None or vector.dtype in DTYPES else vector.astype(jnp.float32)
+
+
 def _load(path: Path) -> ctypes.CDLL | str:
     """Returns the library, or why it cannot be used."""
     if not path.exists():

@@ -51,7 +51,9 @@ def forward(
     )
     y, z, up_z = call(
         product,
-        *_operands(product, up, _vector(bias), _vector(up_bias), residual),
+        *cuda_library.operands(
+            product, up, cuda_library.readable(bias), cuda_library.readable(up_bias), residual
+        ),
         activation=activation or "none",
     )
     if not save_preactivation:
@@ -86,7 +88,9 @@ def backward(
             jax.ShapeDtypeStruct(partials if want_sums else (0,), jnp.float32),
         ),
     )
-    dz, dup_z, y, parts = call(dy, z, *_operands(z, up_z), activation=activation or "none")
+    dz, dup_z, y, parts = call(
+        dy, z, *cuda_library.operands(z, up_z), activation=activation or "none"
+    )
     return (
         dz,
         None if up_z is None else dup_z,
@@ -112,18 +116,3 @@ _MANY_BLOCKS = 512
 
 def _result(like: jax.Array | None, dtype: Any, wanted: bool) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(like.shape if wanted and like is not None else (0,), dtype)
-
-
-def _vector(bias: jax.Array | None) -> jax.Array | None:
-    """Returns a bias in a dtype that the kernels read."""
-    return bias if bias is None or bias.dtype in cuda_library.DTYPES else bias.astype(jnp.float32)
-
-
-def _operands(like: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
-    """Returns the arrays in the form that a handler takes; an absent one becomes an empty array.
-
-    The empty array is derived from `like`, because all operands in a `jax.shard_map` must vary over the
-    same axes.
-    """
-    absent = jnp.zeros_like(like, shape=(0,))
-    return [absent if a is None else a for a in arrays]

@@ -5,6 +5,7 @@ dtype that kernels support. `statistics`, float32 [N, 5], are the fields of Stat
 ops/loss/cross_entropy_xla.py.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,10 +143,4 @@ def scale_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
     return call(x, factors)
 
 
-def _operands(like: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
-    """Returns the handler's operands, with an array without elements for each absent one.
-
-    It is made like the logits, because in a `jax.shard_map` all operands must vary over the same axes.
-    """
-    absent = jnp.zeros_like(like, shape=(0,), dtype=jnp.float32)
-    return [absent if a is None else a for a in arrays]
+_operands = functools.partial(cuda_library.operands, absent_dtype=jnp.float32)

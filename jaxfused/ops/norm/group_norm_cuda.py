@@ -5,6 +5,7 @@ the second finds in the L2: a launch then does the second pass of a chunk and th
 images fit into the shared memory of a Hopper GPU, one launch does both passes and reads them once.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -470,10 +471,4 @@ def _scratch(
     ]
 
 
-def _operands(x: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
-    """Returns the handler's operands, with an array without elements for each absent one.
-
-    It is made like `x`, because in a `jax.shard_map` all operands must vary over the same axes.
-    """
-    absent = jnp.zeros_like(x, shape=(0,), dtype=jnp.float32)
-    return [absent if a is None else a for a in arrays]
+_operands = functools.partial(cuda_library.operands, absent_dtype=jnp.float32)

@@ -6,6 +6,7 @@ are read in tiles of neighbouring rows or, if they are long, by the backward in 
 bytes around them.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,13 +281,7 @@ def _present(*arrays: jax.Array | None) -> int:
     return sum(array is not None for array in arrays)
 
 
-def _operands(x: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
-    """Returns the handler's operands, with an array without elements for each absent one.
-
-    It is made like `x`, because in a `jax.shard_map` all operands must vary over the same axes.
-    """
-    absent = jnp.zeros_like(x, shape=(0,), dtype=jnp.float32)
-    return [absent if a is None else a for a in arrays]
+_operands = functools.partial(cuda_library.operands, absent_dtype=jnp.float32)
 
 
 def _result(shape: tuple[int, ...], dtype: Any, wanted: bool) -> jax.ShapeDtypeStruct:

@@ -263,7 +263,7 @@ def _call(
     )
     y, preactivation, _ = call(
         x,
-        *_or_absent(x, *arrays, *map(_vector, biases), *missing, residual),
+        *cuda_library.operands(x, *arrays, *map(cuda_library.readable, biases), *missing, residual),
         activation=activation or "none",
         row_tiles=np.int64(config.row_tiles),
         sum_warps=np.int64(config.sum_warps),
@@ -297,7 +297,7 @@ def both_forward(
         x_scale,
         w.values,
         w.scale,
-        *_or_absent(x, _vector(bias), residual),
+        *cuda_library.operands(x, cuda_library.readable(bias), residual),
         activation=activation or "none",
     )
     return y, preactivation if save_preactivation else None
@@ -305,14 +305,3 @@ def both_forward(
 
 def _saved(shape: tuple[int, int], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((0,) if dtype is None else shape, dtype or jnp.float32)
-
-
-def _vector(bias: jax.Array | None) -> jax.Array | None:
-    """Returns a bias in a dtype that the kernels read."""
-    return bias if bias is None or bias.dtype in cuda_library.DTYPES else bias.astype(jnp.float32)
-
-
-def _or_absent(like: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
-    """Returns the arrays, with empty ones that vary as `like` over a mesh in place of None."""
-    absent = jnp.zeros_like(like, shape=(0,))
-    return [absent if array is None else array for array in arrays]
