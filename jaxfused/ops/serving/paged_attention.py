@@ -7,18 +7,23 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.attention.attention import dot_product_attention
+from jaxfused.ops.serving.paged_stages import Options, attend, reads_in_place
 from jaxfused.ops.serving.pages import (
     Layout,
     Pages,
     Pools,
     Tokens,
     check_table,
-    is_in_pool,
     pools_of,
     tokens_of,
 )
-from jaxfused.runtime.checks import check_count, check_finite, check_soft_cap, python_numbers
+from jaxfused.runtime.checks import (
+    check_count,
+    check_finite,
+    check_shape,
+    check_soft_cap,
+    python_numbers,
+)
 
 _MOST_GATHERED = 2**28
 """Bytes of keys that a ragged batch gathers at a time."""
@@ -88,9 +93,12 @@ def paged_attention(
     _check_queries(op, queries, lengths.shape[0], pools)
     check_finite(op, "scale", scale)
     check_soft_cap(op, attn_logits_soft_cap, "attn_logits_soft_cap")
-    options = _options(op, scale, attn_logits_soft_cap, sliding_window, sinks, implementation)
-    full = jnp.full_like(lengths, queries.shape[1])
-    output = _attend(queries, full, pools, lengths, page_indices, options)
+    options = _options(
+        op, layout, scale, attn_logits_soft_cap, sliding_window, sinks, queries, implementation
+    )
+    in_place = reads_in_place(queries, pools, page_indices, implementation)
+    call = (options, sinks, implementation, in_place)
+    output = attend(queries, None, pools, lengths, page_indices, *call)
     return output if has_tokens else output[:, 0]
 
 
@@ -163,21 +171,27 @@ def ragged_paged_attention(
         if factor is not None or name == "sm_scale":
             check_finite(op, name, factor)
     scale = sm_scale if k_scale is None else sm_scale * k_scale
-    options = _options(op, scale, soft_cap, sliding_window, sinks, implementation)
+    options = _options(op, layout, scale, soft_cap, sliding_window, sinks, q[None], implementation)
     places = page_indices.shape[1] * pools.page_size * pools.heads
     tile_bytes = places * (pools.key.shape[-1] + pools.value_size) * q.dtype.itemsize
     if rows == 0 or batch == 0:
         return jnp.zeros((*q.shape[:-1], pools.value_size), q.dtype)
 
     tokens = tokens_of(rows, kv_lens, cu_q_lens, num_seqs)
-    tiles = _tiles(tokens, rows, kv_lens, cu_q_lens)
+    in_place = reads_in_place(q[None, :1], pools, page_indices[:1], implementation)
+    # A tile of the kernel has the rows of all query heads that share a key head.
+    most = max(1, _MOST_ROWS * pools.heads // q.shape[1]) if in_place else _MOST_ROWS
+    tiles = _tiles(tokens, min(most, -(-rows // batch)), kv_lens, cu_q_lens)
     row = tiles.first[:, None] + jnp.arange(tiles.rows, dtype=jnp.int32)[None]
     queries = jnp.take(q, row, axis=0, mode="clip")
 
-    def attend(queries: jax.Array, owner: jax.Array, count: jax.Array, length: jax.Array) -> Any:
-        return _attend(queries, count, pools, length, page_indices[owner], options)
+    def of(queries: jax.Array, owner: jax.Array, count: jax.Array, length: jax.Array) -> Any:
+        call = (options, sinks, implementation, in_place)
+        return attend(queries, count, pools, length, page_indices[owner], *call)
 
-    output = _in_groups(attend, (queries, tiles.owner, tiles.valid, tiles.length), tile_bytes)
+    # A copy of the pages of many tiles would need too much memory.
+    arrays = (queries, tiles.owner, tiles.valid, tiles.length)
+    output = of(*arrays) if in_place else _in_groups(of, arrays, tile_bytes)
     output = jnp.take(output.reshape(-1, *output.shape[2:]), tiles.place, axis=0, mode="clip")
     output = output if v_scale is None else (output * v_scale).astype(q.dtype)
     return jnp.where(tokens.is_token[:, None, None], output, 0)
@@ -199,10 +213,9 @@ class _Tiles(NamedTuple):
     """Index of each row of the batch among all rows of the tiles."""
 
 
-def _tiles(tokens: Tokens, rows: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> _Tiles:
-    """Returns as many tiles as any division of the rows among the sequences may need."""
-    batch = kv_lens.shape[0]
-    size = min(_MOST_ROWS, -(-rows // batch))
+def _tiles(tokens: Tokens, size: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> _Tiles:
+    """Returns as many tiles of `size` rows as any division among the sequences may need."""
+    batch, rows = kv_lens.shape[0], tokens.position.shape[0]
     tile = jnp.arange((rows + batch * (size - 1)) // size, dtype=jnp.int32)
     counts = jnp.zeros(batch, jnp.int32)
     counts = counts.at[tokens.sequence].add(tokens.is_token.astype(jnp.int32))
@@ -242,19 +255,26 @@ def _in_groups(
     return output.reshape(groups * size, *output.shape[2:])[:count]
 
 
-def _options(op: str, scale: float, cap: Any, window: Any, sinks: Any, implementation: Any) -> Any:
-    """Returns the options of the attention, of which the window and the implementation are checked."""
+def _options(
+    op: str,
+    layout: Layout,
+    scale: float,
+    cap: Any,
+    window: Any,
+    sinks: Any,
+    queries: jax.Array,
+    implementation: Any,
+) -> Options:
+    """Returns the options of the attention, of which those that arrays do not show are checked."""
     # Any of them attends, or says itself why it cannot.
     dispatch.choose(op, implementation, dict.fromkeys(("pallas", "cuda", "xla")))
     if window is not None:
         check_count(op, "sliding_window", window)
-    return dict(
-        scale=scale,
-        logits_soft_cap=cap,
-        local_window_size=None if window is None else (window - 1, 0),
-        sinks=sinks,
-        implementation=implementation,
-    )
+    if sinks is not None:
+        heads = queries.shape[2]
+        check_shape(op, "sinks", jnp.asarray(sinks), (heads,), f"there are {heads} query heads")
+    cap = None if cap is None else float(cap)
+    return Options(layout, float(scale), cap, window)
 
 
 def _check_queries(op: str, queries: jax.Array, batch: int, pools: Pools) -> None:
@@ -271,32 +291,3 @@ def _check_queries(op: str, queries: jax.Array, batch: int, pools: Pools) -> Non
             f" pages in the layout {pools.layout} with {heads} heads of {head_size}, which query heads"
             " share evenly; pass q of that batch and head size, or name the pages' layout."
         )
-
-
-def _attend(
-    queries: jax.Array,
-    counts: jax.Array,
-    pools: Pools,
-    lengths: jax.Array,
-    page_indices: jax.Array,
-    options: dict[str, Any],
-) -> jax.Array:
-    """Returns the output of queries [B, T, N, H], the last counts [B] tokens of `lengths` [B] tokens."""
-    pages, size = pools.pages, pools.page_size
-    tokens = queries.shape[1]
-    # A sequence ends before its first page that is not there.
-    there = jnp.cumprod(is_in_pool(page_indices, pages).astype(jnp.int32), axis=1)
-    places = size * jnp.sum(there, axis=1, dtype=jnp.int32)
-    key, value = pools.read(page_indices, queries.dtype)
-    output = dot_product_attention(
-        queries,
-        key,
-        value,
-        is_causal=tokens > 1,
-        query_offset=lengths - counts,
-        query_seq_lengths=counts,
-        key_value_seq_lengths=jnp.clip(lengths, 0, places),
-        **options,
-    )
-    assert isinstance(output, jax.Array)
-    return output

@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jaxfused
 from jaxfused import dispatch
 from jaxfused.ops.serving import paged_attention as module
+from jaxfused.runtime import platforms
+from tests.support import mosaic_interpreter
 from tests.support.arrays import put
 from tests.support.grids import pairwise, parametrize
-from tests.support.lowering import kernels
+from tests.support.lowering import kernels, lowered
 
 N, K, H, V = 4, 2, 8, 6
 PAGES, SIZE = 12, 4
@@ -300,12 +303,18 @@ def test_a_ragged_batch_on_a_gpu(page_size, options):
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
 
 
-@parametrize("ragged", [False, True], quick=(0,))
-def test_kernels_attend_to_the_pages_on_a_gpu(ragged):
-    def shape(*sizes, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(sizes, dtype)
+IN_PLACE = ["attention_paged_forward", "attention_merge_parts"]
 
-    pools = (shape(512, 64, 8, 128),) * 2
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+@parametrize("page_size", [64, 24], quick=(0,))
+@parametrize("ragged", [False, True], quick=(0,))
+def test_kernels_attend_to_the_pages_on_a_gpu(ragged, page_size):
+    """Pages that do not fill the kernel's blocks of keys are copied."""
+    pools = (shape(512, page_size, 8, 128),) * 2
     table = (shape(8, dtype=jnp.int32), shape(8, 64, dtype=jnp.int32))
 
     def of_batch(q, k, v, *table):
@@ -318,6 +327,45 @@ def test_kernels_attend_to_the_pages_on_a_gpu(ragged):
             launched = kernels(jaxfused.ragged_paged_attention, *args)
         else:
             launched = kernels(of_batch, shape(8, 32, 128), *pools, *table)
-    assert launched == ["attention_split_forward", "attention_merge_splits"] or launched == [
-        "attention_forward"
-    ]
+    assert (launched == IN_PLACE) == (page_size == 64)
+    assert launched
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["batch", "chunks", "one pool"])
+def test_pages_are_read_in_place(monkeypatch, kind):
+    """The kernel in Mosaic's interpreter and its gradient, beside a copy of the pages."""
+    mosaic_interpreter.prepare(monkeypatch)
+    mosaic_interpreter.complete(monkeypatch)
+    lengths = np.array([90, 5, 0], np.int32)
+    table = np.random.default_rng(0).permutation(18).reshape(3, 6).astype(np.int32)
+    table[1, 3] = 77  # Past its end.
+    q, k, v = (put(random(*s, seed=i), jnp.bfloat16) for i, s in enumerate(
+        [(3 if kind == "batch" else 9, N, 32), *[(18, 16, K, 32)] * 2]
+    ))  # fmt: skip
+    cu = np.array([0, 6, 8, 8], np.int32)
+
+    def f(q, k, v, implementation=None):
+        if kind == "batch":
+            options = dict(layout="PSKH", scale=0.2, sinks=SINKS, implementation=implementation)
+            return jaxfused.paged_attention(q, k, v, lengths, table, **options)
+        pages = (k, v) if kind == "chunks" else jnp.stack([k, v], 3).reshape(18, 16, -1, 32)
+        options = dict(sm_scale=0.2, sliding_window=50, implementation=implementation)
+        return jaxfused.ragged_paged_attention(q, pages, lengths, table, cu, **options)
+
+    def loss(*args):
+        return jnp.sum(f(*args).astype(jnp.float32) ** 2)
+
+    wanted, gradients = jax.jit(lambda *a: (f(*a, "xla"), jax.grad(loss, (0, 1, 2))(*a)))(q, k, v)
+    # The backward differentiates the copy, on the CPU as before.
+    with dispatch.assume(H200), plgpu.force_gpu_interpret_mode():
+        monkeypatch.setattr(
+            platforms, "by_platform", lambda stage, operands: stage.on_gpu(*operands)
+        )
+        output = f(q, k, v)
+    np.testing.assert_allclose(
+        np.asarray(output, np.float32), np.asarray(wanted, np.float32), atol=1e-2, rtol=1e-2
+    )
+    with dispatch.assume(H200):
+        assert IN_PLACE[0] in lowered(jax.grad(loss, (0, 1, 2)), q, k, v)
+    assert all(bool(jnp.isfinite(g).all()) for g in gradients)

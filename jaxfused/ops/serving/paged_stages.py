@@ -1,0 +1,269 @@
+"""Attention to pages where they lie: the stage of the kernel that reads through the table of pages."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch
+from jaxfused.ops.attention.attention import dot_product_attention
+from jaxfused.ops.serving.pages import Layout, Pools, is_in_pool
+from jaxfused.runtime import sharding
+from jaxfused.runtime.estimate import kernels_first
+from jaxfused.runtime.kernel_gradient import kernel_gradient
+from jaxfused.runtime.quantized_array import QuantizedArray
+from jaxfused.runtime.runner import Axes, Results, Runner
+from pallas_kernels.attention import paged
+from pallas_kernels.attention.logits import Logits, Operands
+from pallas_kernels.attention.mask import BlockMask
+
+
+class Arrays(NamedTuple):
+    """Operands, with query heads [N] as [K, G] so that they are sharded like their key heads."""
+
+    query: Any
+    """[B, T, K, G, H]"""
+    key: Any
+    """The keys' pool, in its layout, and the next one the values' pool; see `Pools`."""
+    value: Any
+    table: Any
+    """[B, n] int32"""
+    lengths: Any
+    """[B] int32: the keys of each sequence; the next fields have the same form."""
+    offset: Any
+    """Where the first query stands among the keys."""
+    counts: Any
+    """How many of the T queries there are; None for all."""
+    sinks: Any
+    """[K, G] float32, or None."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Static options of a call."""
+
+    layout: Layout
+    scale: float
+    soft_cap: float | None
+    window: int | None
+    """How many tokens each sees, with itself."""
+
+    def gathered(self, arrays: Arrays, implementation: Any = None) -> jax.Array:
+        """Returns the output [B, T, K, G, V] of attention to a copy of the pages."""
+        pools = Pools(arrays.key, arrays.value, self.layout)
+        batch, tokens, key_heads, group, size = arrays.query.shape
+        key, value = pools.read(arrays.table, arrays.query.dtype)
+        output = dot_product_attention(
+            arrays.query.reshape(batch, tokens, key_heads * group, size),
+            key,
+            value,
+            scale=self.scale,
+            is_causal=tokens > 1,
+            local_window_size=None if self.window is None else (self.window - 1, 0),
+            logits_soft_cap=self.soft_cap,
+            query_offset=arrays.offset,
+            query_seq_lengths=arrays.counts,
+            key_value_seq_lengths=arrays.lengths,
+            sinks=None if arrays.sinks is None else arrays.sinks.reshape(-1),
+            implementation=implementation,
+        )
+        assert isinstance(output, jax.Array)
+        return output.reshape(batch, tokens, key_heads, group, -1)
+
+
+@dataclass(frozen=True)
+class InPages:
+    """Computes (output [B, T, K, G, V],) from the operands of Arrays, without a copy of the pages."""
+
+    options: Options
+
+    @property
+    def name(self) -> str:
+        return "paged_attention forward"
+
+    def axes(self, *operands) -> Axes:
+        pools, whole = ("kpsh", "kpsv"), "tgpshvn"
+        if self.options.layout == "PSKH":
+            pools = ("pskh", "pskv")
+        if Arrays(*operands).value is None:
+            # The heads of keys and of values alternate on one axis, which is not split.
+            pools, whole = ("psch", "pskv"), whole + "ck"
+        return Axes(("btkgh", *pools, "bn", "b", "b", "b", "kg"), ("btkgv",), whole)
+
+    def why_not(self, device, *operands) -> Mapping[str, str | None]:
+        arrays = Arrays(*operands)
+        sizes = paged.Pages(arrays.key, arrays.value, arrays.table).sizes(self.options.layout)
+        of_pallas = paged.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=arrays.query.dtype,
+            query_count=arrays.query.shape[1],
+            sizes=sizes,
+            kept_dtype=arrays.key.dtype,
+        )
+        return {"pallas": of_pallas, "xla": None}
+
+    estimate = kernels_first("it reads the pages where they lie, and XLA copies them")
+
+    def examples(self, random, device, *operands) -> Any:
+        del device
+        arrays = Arrays(*operands)
+        sizes = paged.Pages(arrays.key, arrays.value, arrays.table).sizes(self.options.layout)
+        keys = arrays.table.shape[1] * sizes.page_size
+        pages = jnp.arange(arrays.table.size, dtype=jnp.int32) % sizes.pages
+        tokens = arrays.query.shape[1]
+
+        def full(array: Any, number: int) -> Any:
+            return None if array is None else jnp.full(array.shape, number, jnp.int32)
+
+        return Arrays(
+            query=random(arrays.query),
+            key=random(arrays.key),
+            value=None if arrays.value is None else random(arrays.value),
+            table=pages.reshape(arrays.table.shape),
+            lengths=full(arrays.lengths, keys),
+            offset=full(arrays.offset, max(0, keys - tokens)),
+            counts=full(arrays.counts, tokens),
+            sinks=None if arrays.sinks is None else random(arrays.sinks),
+        )
+
+    def configs(self, implementation, device, *operands) -> Any:
+        del device
+        arrays = Arrays(*operands)
+        if implementation != "pallas":
+            return ()
+        pages = paged.Pages(arrays.key, arrays.value, arrays.table)
+        return paged.candidates(pages.sizes(self.options.layout))
+
+    def run(self, implementation, device, *operands, config=None) -> Results:
+        arrays, options = Arrays(*operands), self.options
+        if implementation == "xla":
+            return (options.gathered(arrays, "xla"),)
+        batch, tokens, key_heads, group, size = arrays.query.shape
+        pages = paged.Pages(arrays.key, arrays.value, arrays.table)
+        sizes = pages.sizes(options.layout)
+        mask = BlockMask(
+            tokens,
+            sizes.most_pages * sizes.page_size,
+            is_causal=tokens > 1,
+            window=None if options.window is None else (options.window - 1, 0),
+            has_query_offset=True,
+            has_query_lengths=arrays.counts is not None,
+            has_key_lengths=True,
+        )
+        has_sinks = arrays.sinks is not None
+        output = paged.forward(
+            arrays.query.reshape(batch, tokens, key_heads * group, size),
+            pages,
+            Operands(
+                sinks=arrays.sinks.reshape(-1) if has_sinks else None,
+                query_lengths=arrays.counts,
+                key_lengths=arrays.lengths,
+                query_offset=arrays.offset,
+            ),
+            layout=options.layout,
+            logits=Logits(options.scale, mask, options.soft_cap, has_sinks=has_sinks),
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+        return (output.reshape(batch, tokens, key_heads, group, -1),)
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return None
+
+
+def reads_in_place(
+    queries: jax.Array, pools: Pools, page_indices: jax.Array, implementation: str | None
+) -> bool:
+    """Whether the kernel attends to the pages where they lie, from queries [B, T, N, H]."""
+    if implementation not in (None, "pallas") or isinstance(pools.key, QuantizedArray):
+        return False
+    if isinstance(pools.value, QuantizedArray) or 0 in (queries.size, page_indices.size):
+        return False
+    arrays = _arrays(queries, pools, page_indices, page_indices[:, 0], None, None)
+    device = dispatch.current_device(queries, pools.key)
+    stage = InPages(Options(pools.layout, 1.0, None, None))
+    return Runner(None, device).choice(stage, *arrays).implementation == "pallas"
+
+
+def attend(
+    queries: jax.Array,
+    counts: jax.Array | None,
+    pools: Pools,
+    lengths: jax.Array,
+    page_indices: jax.Array,
+    options: Options,
+    sinks: jax.Array | None,
+    implementation: Any,
+    in_place: bool,
+) -> jax.Array:
+    """Returns the output of queries [B, T, N, H], the last counts [B] tokens of `lengths` [B] tokens."""
+    # A sequence ends before its first page that is not there.
+    number = jnp.arange(page_indices.shape[1], dtype=jnp.int32)
+    is_there = is_in_pool(page_indices, pools.pages)
+    pages = jnp.min(jnp.where(is_there, number.size, number[None]), axis=1, initial=number.size)
+    arrays = _arrays(queries, pools, page_indices, lengths, counts, sinks)
+    arrays = arrays._replace(lengths=jnp.clip(lengths, 0, pages * pools.page_size))
+    if not in_place:
+        output = options.gathered(arrays, implementation)
+    else:
+        stage = InPages(options)
+        spelt = stage.axes(*arrays)
+        aligned = sharding.align(arrays, operand_axes=spelt.operands, whole=spelt.whole)
+        run = Runner(implementation, dispatch.current_device(queries, pools.key))
+        output = _in_place(run, options, Arrays(*aligned))
+    return output.reshape(*queries.shape[:3], -1)
+
+
+def _arrays(
+    queries: jax.Array,
+    pools: Pools,
+    page_indices: jax.Array,
+    lengths: jax.Array,
+    counts: jax.Array | None,
+    sinks: jax.Array | None,
+) -> Arrays:
+    batch, tokens, heads, size = queries.shape
+    grouped = (pools.heads, heads // pools.heads)
+    if sinks is not None:
+        sinks = jnp.asarray(sinks).astype(jnp.float32).reshape(grouped)
+    return Arrays(
+        queries.reshape(batch, tokens, *grouped, size),
+        pools.key,
+        pools.value,
+        page_indices,
+        lengths,
+        lengths - (tokens if counts is None else counts),
+        counts,
+        sinks,
+    )
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="paged_attention")
+def _in_place(run: Runner, options: Options, arrays: Arrays) -> jax.Array:
+    (output,) = run(InPages(options), *arrays)
+    return output
+
+
+def _in_place_fwd(run: Runner, options: Options, arrays: Arrays) -> tuple[jax.Array, Arrays]:
+    return _in_place(run, options, arrays), arrays
+
+
+def _in_place_bwd(run: Runner, options: Options, arrays: Arrays, doutput: jax.Array) -> Any:
+    """Differentiates attention to a copy of the pages: gradients of pages serve no server."""
+    floats = {
+        name: array
+        for name, array in arrays._asdict().items()
+        if name in ("query", "key", "value", "sinks") and array is not None
+    }
+
+    def f(floats: dict[str, Any]) -> jax.Array:
+        return options.gathered(arrays._replace(**floats))
+
+    (gradients,) = jax.vjp(f, floats)[1](doutput)
+    return (Arrays(**{**dict.fromkeys(Arrays._fields), **gradients}),)
+
+
+_in_place.defvjp(_in_place_fwd, _in_place_bwd)
