@@ -44,6 +44,9 @@ class Pages(NamedTuple):
     """The pool of values, with V columns; None where `key` has both."""
     table: Any
     """[B, n] int32: the pages of each sequence in order. Other ids than 0 to P - 1 read zeros."""
+    key_scale: Any = None
+    """[K, P, S] float32 in every layout, by which keys of 8 bits are multiplied; else None."""
+    value_scale: Any = None
 
     def sizes(self, layout: Layout) -> "Sizes":
         value = self.key if self.value is None else self.value
@@ -57,6 +60,8 @@ class Pages(NamedTuple):
             value_size=value.shape[-1],
             most_pages=self.table.shape[1],
             is_combined=self.value is None,
+            kept_dtype=jnp.dtype(self.key.dtype),
+            has_scales=self.key_scale is not None,
         )
 
 
@@ -72,6 +77,8 @@ class Sizes(NamedTuple):
     most_pages: int
     """Pages that a sequence has at most."""
     is_combined: bool
+    kept_dtype: Any
+    has_scales: bool
 
     def shape(self, query: Any) -> Shape:
         batch, query_count, heads, _ = query.shape
@@ -96,24 +103,45 @@ def why_unsupported(
     dtype: Any,
     query_count: int,
     sizes: Sizes,
-    kept_dtype: Any,
 ) -> str | None:
     """Returns None if the kernel can run, else the rule that rejects the call."""
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
         return reason
-    if dtype not in (jnp.bfloat16, jnp.float16) or kept_dtype != dtype:
-        return f"queries and pages must both be bfloat16 or float16, got {dtype} and {kept_dtype}"
+    if sizes.has_scales:
+        reason = _why_unfit_in_8_bits(dtype, sizes)
+    elif dtype not in (jnp.bfloat16, jnp.float16) or sizes.kept_dtype != dtype:
+        kept = sizes.kept_dtype
+        reason = f"queries and pages must both be bfloat16 or float16, got {dtype} and {kept}"
+    if reason is not None:
+        return reason
     for size in (sizes.head_size, sizes.value_size):
         if size % 8 or not 8 <= size <= 256:
             return f"head sizes must be multiples of 8 up to 256, got {size}"
     if not 1 <= query_count <= MOST_QUERIES:
         return f"a sequence must have from 1 to {MOST_QUERIES} queries, got {query_count}"
-    if 0 in sizes[1:-1]:
+    if 0 in sizes[1:7]:
         return "there must be pages and heads"
     size = sizes.page_size
     if not sizes.fits(64) or (sizes.most_pages > 1 and size % 8):
         return f"pages must hold 8, 16, 32 or a multiple of 64 tokens, got {size}"
+    return None
+
+
+_SCALES = 32
+"""Scales of a page that a copy moves at least, 128 bytes."""
+_BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def _why_unfit_in_8_bits(dtype: Any, sizes: Sizes) -> str | None:
+    """Returns None if the kernel can widen the pages, else the rule that rejects them."""
+    if dtype != jnp.bfloat16 or sizes.kept_dtype.name not in _BYTES:
+        return f"pages of {sizes.kept_dtype} need queries in bfloat16, got {dtype}"
+    size = sizes.head_size
+    if size not in (32, 64, 128, 256) or sizes.value_size != size:
+        return f"heads of 8 bits must have 32, 64, 128 or 256 columns, got {size}"
+    if sizes.page_size % _SCALES:
+        return f"pages of 8 bits must hold multiples of {_SCALES} tokens, got {sizes.page_size}"
     return None
 
 
@@ -140,7 +168,7 @@ class PagedConfig:
 
     def columns(self, sizes: Sizes) -> tuple[Columns, Columns, Columns]:
         """Returns the layouts of Q, K and V."""
-        copied = (sizes.page_size,)
+        copied = (8,) if sizes.has_scales else (sizes.page_size,)
         head = Columns.of(sizes.head_size, copied)
         query = Columns.in_blocks(sizes.head_size)
         if head.widths != query.widths and head.swizzled != memory.SWIZZLED_COLUMNS:
@@ -151,6 +179,10 @@ class PagedConfig:
         """Returns the bytes of shared memory, with a reserve for barriers."""
         query, head, value = self.columns(sizes)
         kept = self.stages * self.key_block
+        if sizes.has_scales:
+            count = query.bytes(WGMMA_ROWS) + 2 * self.key_block * sizes.head_size
+            count += 2 * kept * (sizes.head_size + 4)
+            return count + 2 * _columns_of_output(sizes).bytes(WGMMA_ROWS) + BARRIER_BYTES
         count = query.bytes(WGMMA_ROWS) + head.bytes(kept) + value.bytes(kept)
         return count + 2 * _columns_of_output(sizes).bytes(WGMMA_ROWS) + BARRIER_BYTES
 
@@ -173,6 +205,9 @@ def candidates(sizes: Sizes) -> tuple[PagedConfig, ...]:
         shapes = [dict(ctas_per_multiprocessor=3), dict(stages=3), dict(key_block=128), *shapes]
     elif widest > 2 * memory.SWIZZLED_COLUMNS:
         shapes = [dict(stages=n, ctas_per_multiprocessor=1) for n in (3, 2)]
+    if sizes.has_scales:
+        more = [dict(stages=3), dict(stages=4, ctas_per_multiprocessor=1), dict(key_block=128)]
+        shapes = [*more[:1], *shapes, *more[1:]]
     configs = (PagedConfig(**options) for options in shapes)
     return tuple(config for config in configs if config.fits(sizes))
 
@@ -202,14 +237,15 @@ def forward(
     kernel = _Paged(sizes, shape, query.dtype, logits, config, packing, division)
     lengths = operands._replace(sinks=None)
     optional = {name: x for name, x in lengths._asdict().items() if x is not None}
-    pools = (pages.key,) if pages.value is None else (pages.key, pages.value)
+    given = (pages.key, pages.value, pages.key_scale, pages.value_scale)
+    pools = tuple(pool for pool in given if pool is not None)
 
     def run(q_gmem, table, starts, first, *refs, **shared):
         *refs, out_gmem, lse_gmem = refs
-        pools, refs = refs[: len(kernel.pools)], refs[len(kernel.pools) :]
+        pool_refs, refs = refs[: len(pools)], refs[len(pools) :]
         ops = Operands(**dict(zip(optional, refs, strict=True)))
         plan = Plan(starts, first)
-        kernel(_Cta(Heads(q_gmem), pools, table, plan, ops, (out_gmem, lse_gmem), shared))
+        kernel(_Cta(Heads(q_gmem), pool_refs, table, plan, ops, (out_gmem, lse_gmem), shared))
 
     parts = plgpu.kernel(
         run,
@@ -232,6 +268,7 @@ class _Cta(NamedTuple):
 
     queries: Heads
     pools: tuple[Any, ...]
+    """Keys and values, or both in one, and their scales if they have any."""
     table: Any
     plan: Plan
     operands: Operands
@@ -293,16 +330,38 @@ class _Paged:
         out = _columns_of_output(self.sizes)
 
         def full(columns: Columns) -> Any:
-            return plgpu.Barrier(num_arrivals=columns.count * self.pieces, num_barriers=stages)
+            copies = self.pieces * (columns.count + int(self.sizes.has_scales))
+            return plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
 
+        if self.sizes.has_scales:
+            kept = self._bytes()
+        else:
+            kept = dict(
+                k_smem=head.memory((stages,), block, dtype),
+                v_smem=value.memory((stages,), block, dtype),
+            )
         return dict(
+            **kept,
             q_smem=query.memory((), WGMMA_ROWS, dtype),
-            k_smem=head.memory((stages,), block, dtype),
-            v_smem=value.memory((stages,), block, dtype),
             out_smem=out.memory((), WGMMA_ROWS, jnp.float32),
             q_full=plgpu.Barrier(num_arrivals=query.count),
             k_full=full(head),
             v_full=full(value),
+        )
+
+    def _bytes(self) -> dict[str, Any]:
+        """Returns the buffers of keys and values of 8 bits, and of the block that is widened."""
+        block, stages, size = self.config.key_block, self.config.stages, self.sizes.head_size
+        swizzled = min(size, 2 * memory.SWIZZLED_COLUMNS)
+        bytes_smem = memory.tiled((stages,), block, size, self.sizes.kept_dtype, swizzled)
+        scales = plgpu.SMEM((stages, block), jnp.float32)
+        columns = min(size, memory.SWIZZLED_COLUMNS)
+        return dict(
+            k_smem=[(bytes_smem,)],
+            v_smem=[(bytes_smem,)],
+            k_scale=scales,
+            v_scale=scales,
+            wide_smem=[(memory.tiled((), block, size, self.dtype, columns),)],
         )
 
     def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -380,6 +439,8 @@ class _Paged:
                 part = self.matrix(name, cta, slot)
                 part = part if self.pieces == 1 else part.rows(piece * rows, rows)
                 self.fill(name, cta, part, page, row, key_head, cta.full(name, slot))
+                if self.sizes.has_scales:
+                    self.fill_scales(name, cta, slot, piece * rows, rows, page, row, key_head)
 
         pl.when(work.begin + i < work.stop)(copy)
 
@@ -422,6 +483,49 @@ class _Paged:
                 index = (head, page, rows, columns)
             plgpu.copy_gmem_to_smem(pool.at[index], copied, barrier)
             first += width
+
+    def fill_scales(
+        self,
+        name: str,
+        cta: _Cta,
+        slot: Any,
+        start: int,
+        count: int,
+        page: jax.Array,
+        row: jax.Array,
+        key_head: jax.Array,
+    ) -> None:
+        """Starts the copy of the scales of rows of a page, which arrives at the barrier."""
+        scales = cta.pools[3 if name == "v" else 2].at[key_head, page, pl.ds(row, count)]
+        place = cta.shared[f"{name}_scale"].at[slot, pl.ds(start, count)]
+        plgpu.copy_gmem_to_smem(scales, place, cta.full(name, slot))
+
+    def scale(self, name: str, cta: _Cta, slot: Any) -> jax.Array:
+        """Returns the scales of a block's keys or values as a tile of logits."""
+        block = self.config.key_block
+        scales = cta.shared[f"{name}_scale"].at[slot]
+        layout = plgpu.Layout.WGMMA.reduce(0)
+        scales = plgpu.load(scales, layout=layout, optimized=False)
+        return lax.broadcast_in_dim(scales, (WGMMA_ROWS, block), [1])
+
+    def widen(self, name: str, cta: _Cta, slot: Any) -> Matrix:
+        """Returns a block in the dtype of the queries, which holds until the next is widened.
+
+        The store waits until all warps have read the bytes, and multiplied the previous block.
+        """
+        [kept] = self.matrix(name, cta, slot).operands
+        [[wide]] = cta.shared["wide_smem"]
+        for first in range(0, self.config.key_block, WGMMA_ROWS):
+            rows = pl.ds(first, WGMMA_ROWS)
+            if self.sizes.kept_dtype == jnp.int8:
+                values = plgpu.load(kept.at[rows], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+                values = plgpu.layout_cast(values, plgpu.Layout.WGMMA)
+            else:
+                values = plgpu.load(kept.at[rows], layout=plgpu.Layout.WGMMA, optimized=False)
+                values = values.astype(jnp.float16).astype(jnp.float32)
+            wide[rows] = values.astype(self.dtype)
+        plgpu.commit_smem()
+        return Matrix((wide,), (wide,))
 
     def slot(self, i: int | jax.Array) -> int | jax.Array:
         return i if isinstance(i, int) else lax.rem(i, jnp.int32(self.config.stages))
@@ -466,19 +570,24 @@ class _Paged:
         next_place = self.ahead(cta, work, work.begin + later, ahead)
         plgpu.barrier_wait(cta.full("k", slot))
 
+        rows = self.rows(place)
+        has_scales = self.sizes.has_scales
+        key_scale = self.scale("k", cta, slot) if has_scales else None
+        keys = self.widen("k", cta, slot) if has_scales else self.matrix("k", cta, slot)
+
         def logits_products(acc):
-            self.multiply_queries(acc, cta, self.matrix("k", cta, slot))
+            self.multiply_queries(acc, cta, keys)
             return acc[...]
 
         acc = plgpu.ACC((WGMMA_ROWS, block), jnp.float32)
         products = pl.run_scoped(logits_products, acc)
+        products = products if key_scale is None else products * key_scale
         self.copy("k", cta, work, later, next_place)
 
         @pl.when((n + 1 == count) & (number + count < work.stop))
         def _():
             self.copy_queries(cta, self.division.place(cta.plan, number + count, place.sequence))
 
-        rows = self.rows(place)
         mask = self.logits.mask
         extent = cta.operands.extent(mask, place.sequence)
         blocks = mask.key_blocks((0, mask.query_count), block, extent)
@@ -495,15 +604,21 @@ class _Paged:
             packing=self.packing,
         )
         weighing = Weighing(self.logits, self.dtype)
+        value_scale = None
+        if has_scales:
+            plgpu.barrier_wait(cta.full("v", slot))
+            value_scale = self.scale("v", cta, slot)
         weights, softmax, decay = weighing(
-            products, tile, cta.operands, extent, is_partial, softmax
+            products, tile, cta.operands, extent, is_partial, softmax, value_scale
         )
-        plgpu.barrier_wait(cta.full("v", slot))
+        if not has_scales:
+            plgpu.barrier_wait(cta.full("v", slot))
+        values = self.widen("v", cta, slot) if has_scales else self.matrix("v", cta, slot)
 
         def value_products(accs):
             for acc, columns in zip(accs, out, strict=True):
                 acc[...] = columns * across(decay, columns.shape)
-            memory.multiply(accs, weights, self.matrix("v", cta, slot))
+            memory.multiply(accs, weights, values)
             return memory.load_accumulators(accs)
 
         value = self.config.columns(self.sizes)[2]

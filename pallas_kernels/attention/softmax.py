@@ -62,8 +62,12 @@ class Weighing:
         extent: Extent,
         is_partial: bool | jax.Array,
         softmax: Softmax,
+        value_scale: jax.Array | None = None,
     ) -> Weighted:
-        """Adds a block, which needs masking if it `is_partial`, to the running softmax."""
+        """Adds a block, which needs masking if it `is_partial`, to the running softmax.
+
+        The weights include `value_scale`, a tile of the factors of the values, if there is one.
+        """
         logits = self.logits
         x = logits.logits_if_masked(products, tile, operands, extent, is_partial)
         scaled = _times(jnp.max(x, axis=1), logits.multiplier)
@@ -76,6 +80,8 @@ class Weighing:
         total += functools.reduce(operator.add, [weights[:, c : c + 8] for c in columns])
         if logits.dropout_rate > 0:
             weights = logits.dropped(weights, tile, operands)
+        if value_scale is not None:
+            weights = weights * value_scale
         return Weighted(weights.astype(self.dtype), Softmax(maximum, total), decay)
 
 

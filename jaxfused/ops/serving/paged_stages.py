@@ -101,7 +101,6 @@ class InPages:
             dtype=arrays.query.dtype,
             query_count=arrays.query.shape[1],
             sizes=sizes,
-            kept_dtype=arrays.key.dtype,
         )
         return {"pallas": of_pallas, "xla": None}
 
