@@ -39,6 +39,25 @@ class Arrays(NamedTuple):
     """How many of the T queries there are; None for all."""
     sinks: Any
     """[K, G] float32, or None."""
+    key_scale: Any = None
+    """[K, P, S] float32, the factors of keys of 8 bits; None for others. So are those of the values."""
+    value_scale: Any = None
+
+    def pages(self) -> paged.Pages:
+        """Returns the pages as the kernel takes them."""
+        return paged.Pages(self.key, self.value, self.table, self.key_scale, self.value_scale)
+
+    def pools(self, layout: Layout) -> Pools:
+        """Returns the pages as XLA copies them."""
+        if self.key_scale is None:
+            return Pools(self.key, self.value, layout)
+
+        def quantized(values: Any, scale: Any) -> QuantizedArray:
+            scale = scale if layout == "KPSH" else jnp.moveaxis(scale, 0, -1)
+            return QuantizedArray(values, scale[..., None], None, axis=-1)
+
+        key, value = quantized(self.key, self.key_scale), quantized(self.value, self.value_scale)
+        return Pools(key, value, layout)
 
 
 @dataclass(frozen=True)
@@ -51,9 +70,11 @@ class Options:
     window: int | None
     """How many tokens each sees, with itself."""
 
-    def gathered(self, arrays: Arrays, implementation: Any = None) -> jax.Array:
-        """Returns the output [B, T, K, G, V] of attention to a copy of the pages."""
-        pools = Pools(arrays.key, arrays.value, self.layout)
+    def gathered(
+        self, arrays: Arrays, pools: Pools | None = None, implementation: Any = None
+    ) -> jax.Array:
+        """Returns the output [B, T, K, G, V] of attention to a copy of the pages, or of these pools."""
+        pools = arrays.pools(self.layout) if pools is None else pools
         batch, tokens, key_heads, group, size = arrays.query.shape
         key, value = pools.read(arrays.table, arrays.query.dtype)
         output = dot_product_attention(
@@ -91,11 +112,11 @@ class InPages:
         if Arrays(*operands).value is None:
             # The heads of keys and of values alternate on one axis, which is not split.
             pools, whole = ("psch", "pskv"), whole + "ck"
-        return Axes(("btkgh", *pools, "bn", "b", "b", "b", "kg"), ("btkgv",), whole)
+        return Axes(("btkgh", *pools, "bn", "b", "b", "b", "kg", "kps", "kps"), ("btkgv",), whole)
 
     def why_not(self, device, *operands) -> Mapping[str, str | None]:
         arrays = Arrays(*operands)
-        sizes = paged.Pages(arrays.key, arrays.value, arrays.table).sizes(self.options.layout)
+        sizes = arrays.pages().sizes(self.options.layout)
         of_pallas = paged.why_unsupported(
             compute_capability=device.compute_capability,
             dtype=arrays.query.dtype,
@@ -109,7 +130,7 @@ class InPages:
     def examples(self, random, device, *operands) -> Any:
         del device
         arrays = Arrays(*operands)
-        sizes = paged.Pages(arrays.key, arrays.value, arrays.table).sizes(self.options.layout)
+        sizes = arrays.pages().sizes(self.options.layout)
         keys = arrays.table.shape[1] * sizes.page_size
         pages = jnp.arange(arrays.table.size, dtype=jnp.int32) % sizes.pages
         tokens = arrays.query.shape[1]
@@ -126,6 +147,8 @@ class InPages:
             offset=full(arrays.offset, max(0, keys - tokens)),
             counts=full(arrays.counts, tokens),
             sinks=None if arrays.sinks is None else random(arrays.sinks),
+            key_scale=None if arrays.key_scale is None else random(arrays.key_scale),
+            value_scale=None if arrays.value_scale is None else random(arrays.value_scale),
         )
 
     def configs(self, implementation, device, *operands) -> Any:
@@ -133,15 +156,14 @@ class InPages:
         arrays = Arrays(*operands)
         if implementation != "pallas":
             return ()
-        pages = paged.Pages(arrays.key, arrays.value, arrays.table)
-        return paged.candidates(pages.sizes(self.options.layout))
+        return paged.candidates(arrays.pages().sizes(self.options.layout))
 
     def run(self, implementation, device, *operands, config=None) -> Results:
         arrays, options = Arrays(*operands), self.options
         if implementation == "xla":
-            return (options.gathered(arrays, "xla"),)
+            return (options.gathered(arrays, implementation="xla"),)
         batch, tokens, key_heads, group, size = arrays.query.shape
-        pages = paged.Pages(arrays.key, arrays.value, arrays.table)
+        pages = arrays.pages()
         sizes = pages.sizes(options.layout)
         mask = BlockMask(
             tokens,
@@ -176,13 +198,17 @@ class InPages:
 def reads_in_place(
     queries: jax.Array, pools: Pools, page_indices: jax.Array, implementation: str | None
 ) -> bool:
-    """Whether the kernel attends to the pages where they lie, from queries [B, T, N, H]."""
-    if implementation not in (None, "pallas") or isinstance(pools.key, QuantizedArray):
+    """Whether the kernel attends to the pages where they lie, from queries [B, T, N, H].
+
+    It does where the caller names it; nobody has measured yet where it is faster than a copy.
+    """
+    if implementation != "pallas" or 0 in (queries.size, page_indices.size):
         return False
-    if isinstance(pools.value, QuantizedArray) or 0 in (queries.size, page_indices.size):
+    kinds = {_has_token_scales(pool) for pool in (pools.key, pools.value) if pool is not None}
+    if len(kinds) > 1 or None in kinds:
         return False
     arrays = _arrays(queries, pools, page_indices, page_indices[:, 0], None, None)
-    device = dispatch.current_device(queries, pools.key)
+    device = dispatch.current_device(queries, arrays.key)
     stage = InPages(Options(pools.layout, 1.0, None, None))
     return Runner(None, device).choice(stage, *arrays).implementation == "pallas"
 
@@ -206,12 +232,12 @@ def attend(
     arrays = _arrays(queries, pools, page_indices, lengths, counts, sinks)
     arrays = arrays._replace(lengths=jnp.clip(lengths, 0, pages * pools.page_size))
     if not in_place:
-        output = options.gathered(arrays, implementation)
+        output = options.gathered(arrays, pools, implementation)
     else:
         stage = InPages(options)
         spelt = stage.axes(*arrays)
         aligned = sharding.align(arrays, operand_axes=spelt.operands, whole=spelt.whole)
-        run = Runner(implementation, dispatch.current_device(queries, pools.key))
+        run = Runner(implementation, dispatch.current_device(queries, arrays.key))
         output = _in_place(run, options, Arrays(*aligned))
     return output.reshape(*queries.shape[:3], -1)
 
@@ -228,16 +254,37 @@ def _arrays(
     grouped = (pools.heads, heads // pools.heads)
     if sinks is not None:
         sinks = jnp.asarray(sinks).astype(jnp.float32).reshape(grouped)
+    (key, key_scale), (value, value_scale) = (
+        _values_and_scale(pool, pools.layout) for pool in (pools.key, pools.value)
+    )
     return Arrays(
         queries.reshape(batch, tokens, *grouped, size),
-        pools.key,
-        pools.value,
+        key,
+        value,
         page_indices,
         lengths,
         lengths - (tokens if counts is None else counts),
         counts,
         sinks,
+        key_scale,
+        value_scale,
     )
+
+
+def _has_token_scales(pool: Any) -> bool | None:
+    """Whether each token and head has a scale; None where there is more to a number than that."""
+    if not isinstance(pool, QuantizedArray):
+        return False
+    more = (pool.zero_point, pool.offset, pool.codebook)
+    is_plain = all(x is None for x in more) and pool.scale.shape == (*pool.values.shape[:-1], 1)
+    return True if is_plain else None
+
+
+def _values_and_scale(pool: Any, layout: Layout) -> tuple[Any, Any]:
+    if not isinstance(pool, QuantizedArray):
+        return pool, None
+    scale = pool.scale[..., 0].astype(jnp.float32)
+    return pool.values, scale if layout == "KPSH" else jnp.moveaxis(scale, -1, 0)
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="paged_attention")
@@ -255,7 +302,7 @@ def _in_place_bwd(run: Runner, options: Options, arrays: Arrays, doutput: jax.Ar
     floats = {
         name: array
         for name, array in arrays._asdict().items()
-        if name in ("query", "key", "value", "sinks") and array is not None
+        if array is not None and jnp.issubdtype(array.dtype, jnp.floating)
     }
 
     def f(floats: dict[str, Any]) -> jax.Array:

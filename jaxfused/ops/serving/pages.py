@@ -93,6 +93,11 @@ def _as_pages(op: str, pages: Any) -> Pages:
                 f"{op}: quantised pages have scales along axis {pages.axis}, but each token and head has"
                 " one; pass jaxfused.quantize(pages, axis=-1)."
             )
+        if any(x is not None for x in (pages.zero_point, pages.offset, pages.codebook)):
+            raise ValueError(
+                f"{op}: quantised pages have a zero point, an offset or a codebook, but they are values"
+                " times a scale; pass jaxfused.quantize(pages, axis=-1)."
+            )
         return pages
     return jnp.asarray(pages)
 

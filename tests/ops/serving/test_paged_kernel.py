@@ -187,3 +187,40 @@ def test_every_config_lowers(index):
     if index < len(configs):
         run = functools.partial(case.run, config=configs[index])
         assert kernels(run, *arrays) == KERNELS
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kept", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_bytes_are_widened(monkeypatch, kept):
+    """Beside the truth of what is kept, whose scales make tokens unequal."""
+    mosaic_interpreter.prepare(monkeypatch)
+    mosaic_interpreter.complete(monkeypatch)
+    mosaic_interpreter.upcast_integers(monkeypatch)
+    case = Case("", (100, 37), page_size=32, pages_each=4)
+    query, key, value, table, _ = case.arrays(jnp.bfloat16)
+    random = np.random.default_rng(1)
+    scales = [jnp.asarray(random.uniform(0.1, 1.0, key.shape[:3]), jnp.float32) for _ in "kv"]
+    small = [(8 * x).astype(kept) for x in (key, value)]
+    pages = paged.Pages(*small, table, *(jnp.moveaxis(scale, -1, 0) for scale in scales))
+    mask = BlockMask(1, 128, has_query_offset=True, has_key_lengths=True)
+    lengths = jnp.asarray(case.lengths, jnp.int32)
+
+    def run(query, pages):
+        return paged.forward(
+            query,
+            pages,
+            Operands(key_lengths=lengths, query_offset=lengths - 1),
+            layout="PSKH",
+            logits=Logits(0.2, mask),
+            multiprocessors=2,
+        )
+
+    assert kernels(run, query, pages) == KERNELS
+    with plgpu.force_gpu_interpret_mode():
+        output = np.asarray(run(query, pages), np.float64)
+    wide = [
+        np.asarray(x, np.float64) * np.asarray(s, np.float64)[..., None]
+        for x, s in zip(small, scales, strict=True)
+    ]
+    wanted = case.truth(query, *wide, table, None)
+    np.testing.assert_allclose(output, wanted, atol=3e-2 * np.abs(wanted).max())
