@@ -161,7 +161,9 @@ def test_truth_of_attention_is_the_same_a_few_heads_at_a_time(monkeypatch):
     case = PRODUCT_CASES["causal attention forward+backward"]
     inputs = [a.astype(jnp.float32) for a in case.make_inputs(jax.random.key(0))]
     at_once = jax.jit(case.truth)(*inputs)
-    monkeypatch.setattr(sweep_attention, "_TRUTH_LOGITS", 3 * 2 * 24 * 24)  # 3 of 4 heads, then the last
+    monkeypatch.setattr(
+        sweep_attention, "_TRUTH_LOGITS", 3 * 2 * 24 * 24
+    )  # 3 of 4 heads, then the last
     in_parts = jax.jit(lambda *inputs: case.truth(*inputs))(*inputs)  # a new trace
     assert runner.distance(in_parts, at_once) < 1e-5
     of_reference = jax.jit(case.jax["reference"])(*inputs)
