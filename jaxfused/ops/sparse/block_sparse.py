@@ -127,14 +127,14 @@ class BlockSparse:
         """Returns a matrix of blocks at given places.
 
         Args:
-          blocks: [kept, B, B], floating-point, B 32, 64 or 128. Blocks of one place add up.
+          blocks: [kept, B, B], floating-point, B 32, 64 or 128, each at a place of its own.
           rows: int [kept], the row of blocks of each.
           columns: int [kept], its column of blocks. A block whose place is beyond the matrix adds
             nothing, and its gradient is zero.
           shape: (D, F), multiples of B.
 
         Raises:
-          ValueError: shapes or dtypes do not fit, or a place is negative.
+          ValueError: shapes or dtypes do not fit, or a place is negative or given twice.
         """
         op = "BlockSparse"
         blocks, rows, columns = as_arrays(blocks, rows, columns)
@@ -154,6 +154,14 @@ class BlockSparse:
             if known is not None and (known < 0).any():
                 raise ValueError(
                     f"{op}: {name} has {known.min()}, but places are counted from 0; pass 0 or more."
+                )
+        known_rows, known_columns = readable_values(rows), readable_values(columns)
+        if known_rows is not None and known_columns is not None:
+            pairs = np.stack([known_rows, known_columns], axis=1)
+            inside = pairs[(pairs < np.array(shape) // blocks.shape[1]).all(1)]
+            if len(np.unique(inside, axis=0)) < len(inside):
+                raise ValueError(
+                    f"{op}: two blocks have one place; add them, and pass one block for each place."
                 )
         return cls._of_places(blocks, rows, columns, (int(shape[0]), int(shape[1])))
 
@@ -183,11 +191,13 @@ class BlockSparse:
         return places_of(self.by_column), places_of(self.by_row)
 
     def to_dense(self) -> jax.Array:
-        """Returns the matrix [D, F]. Blocks of one place are added."""
+        """Returns the matrix [D, F]."""
         down, across = (size // self.block_size for size in self.shape)
-        grid = jnp.zeros((down, across, self.block_size, self.block_size), self.dtype)
-        rows, columns = self.places
-        grid = grid.at[rows, columns].add(self.blocks, mode="drop")
+        count = self.blocks.shape[0]
+        # A gather of blocks, as a GPU adds up scattered numbers one by one.
+        table = jnp.full((down, across), count, jnp.int32)
+        table = table.at[self.places].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
+        grid = jnp.asarray(self.blocks).at[table].get(mode="fill", fill_value=0)
         return grid.swapaxes(1, 2).reshape(self.shape)
 
 

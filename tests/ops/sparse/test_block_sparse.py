@@ -81,12 +81,12 @@ def test_blocks_of_a_dense_matrix():
 
 
 @pytest.mark.exhaustive
-def test_blocks_in_any_order_of_one_place_and_beyond_the_matrix():
+def test_blocks_in_any_order_and_beyond_the_matrix():
     blocks = put(np.random.default_rng(0).normal(size=(5, 32, 32)), "float32")
-    rows, columns = np.array([1, 0, 9, 1, 0]), np.array([2, 0, 0, 2, 3])
+    rows, columns = np.array([1, 0, 9, 1, 0]), np.array([2, 0, 0, 1, 3])
     weight = BlockSparse.from_blocks(blocks, rows, columns, (64, 96))
     dense = np.zeros((64, 96), np.float32)
-    dense[:32, :32], dense[32:, 64:] = blocks[1], blocks[0] + blocks[3]
+    dense[:32, :32], dense[32:, 64:], dense[32:, 32:64] = blocks[1], blocks[0], blocks[3]
     np.testing.assert_allclose(weight.to_dense(), dense, rtol=1e-6)
     x = jnp.ones((3, 64))
     dw = jax.grad(lambda b: jnp.sum(of_blocks(weight)(x, b)))(weight.blocks)
@@ -246,6 +246,12 @@ X = jnp.ones((4, 64))
                 jnp.ones((1, 64, 64)), jnp.array([-1]), jnp.array([0]), (64, 64)
             ),
             "counted from 0",
+        ),
+        (
+            lambda: BlockSparse.from_blocks(
+                jnp.ones((2, 32, 32)), jnp.zeros(2, int), jnp.zeros(2, int), (64, 64)
+            ),
+            "two blocks have one place",
         ),
         (
             lambda: jaxfused.block_sparse_matmul(jnp.ones((4, 128)), LARGE, implementation="cuda"),
