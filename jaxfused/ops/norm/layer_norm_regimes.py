@@ -26,6 +26,8 @@ _WARP_FEATURES, _LONG_BYTES = 1024, 8000
 """Features up to which a warp has a row, and bytes from which a wider row keeps CUDA's warps busy."""
 _RING = {True: 30.0, False: 60.0}
 """Megabytes from which CUDA's forward is faster than Pallas's, with a row for each warp or not."""
+_RING_WITH_MEAN, _NARROW_RING = 100.0, 512
+"""Megabytes up to which, and features up to which, that is so for a norm with a mean and such rows."""
 _SHORT_BACKWARD, _SHORT_WIDE_BACKWARD, _SHORT_ROWS = 1.6, 7.0, 1024
 """Megabytes up to which CUDA's backward starts sooner than Pallas's, the second of wide rows with a
 mean, and rows up to which it does."""
@@ -81,6 +83,8 @@ def forward(norm: Norm, able: Collection[str], *, saves_statistics: bool) -> Rul
     by_warp = norm.features <= _WARP_FEATURES
     least = _RING[by_warp]
     is_long = by_warp or norm.megabytes(2) * 1e6 > norm.rows * _LONG_BYTES
+    if by_warp and norm.subtract_mean:
+        is_long = norm.features <= _NARROW_RING and megabytes <= _RING_WITH_MEAN
     if norm.is_plain and is_long and megabytes > least:
         return Rule(("cuda",), f"CUDA C is faster from {least:.0f} MB, here {megabytes:.0f}")
     return _kernels(megabytes)
