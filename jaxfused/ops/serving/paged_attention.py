@@ -65,9 +65,9 @@ def paged_attention(
       sliding_window: how many tokens each token sees, with itself; None for all.
       sinks: [N], one learned logit a head that takes probability and gives nothing.
       layout: the axes of the pages.
-      implementation: as for `jaxfused.dot_product_attention`, which attends to a copy of the pages.
-        "pallas" reads pages of 8, 16, 32 or a multiple of 64 tokens where they lie, in bfloat16,
-        float16, or 8 bits.
+      implementation: as for `jaxfused.dot_product_attention`, which attends to a copy of the pages. On
+        Hopper GPUs None and "pallas" read pages of 8, 16, 32 or a multiple of 64 tokens in bfloat16 or
+        float16 where they lie; "pallas" reads those of 8 bits too.
 
     Returns:
       The output, of q's shape and dtype. No id outside the pool is read, whatever its place in the

@@ -200,12 +200,12 @@ def reads_in_place(
 ) -> bool:
     """Whether the kernel attends to the pages where they lie, from queries [B, T, N, H].
 
-    It does where the caller names it; nobody has measured yet where it is faster than a copy.
+    Pages of 8 bits are copied unless the caller names the kernel, which nobody has measured there.
     """
-    if implementation != "pallas" or 0 in (queries.size, page_indices.size):
+    if implementation not in (None, "pallas") or 0 in (queries.size, page_indices.size):
         return False
     kinds = {_has_token_scales(pool) for pool in (pools.key, pools.value) if pool is not None}
-    if len(kinds) > 1 or None in kinds:
+    if len(kinds) > 1 or None in kinds or (implementation is None and True in kinds):
         return False
     arrays = _arrays(queries, pools, page_indices, page_indices[:, 0], None, None)
     device = dispatch.current_device(queries, arrays.key)

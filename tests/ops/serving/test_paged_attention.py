@@ -318,17 +318,13 @@ def test_kernels_attend_to_the_pages_on_a_gpu(ragged, page_size):
     table = (shape(8, dtype=jnp.int32), shape(8, 64, dtype=jnp.int32))
 
     def of_batch(q, k, v, *table):
-        options = dict(layout="PSKH", implementation="pallas")
-        return jaxfused.paged_attention(q, k, v, *table, **options)
-
-    def of_chunks(*args):
-        return jaxfused.ragged_paged_attention(*args, implementation="pallas")
+        return jaxfused.paged_attention(q, k, v, *table, layout="PSKH")
 
     with dispatch.assume(H200):
         if ragged:
             starts = shape(9, dtype=jnp.int32)
             args = (shape(519, 32, 128), pools, *table, starts)
-            launched = kernels(of_chunks, *args)
+            launched = kernels(jaxfused.ragged_paged_attention, *args)
         else:
             launched = kernels(of_batch, shape(8, 32, 128), *pools, *table)
     assert (launched == IN_PLACE) == (page_size == 64)
