@@ -51,15 +51,13 @@ ffi::Error describe(EncodeTiled encode, void* data, int64_t rows, int64_t column
   return ffi::Error::Internal("cuTensorMapEncodeTiled: error " + std::to_string(result));
 }
 
-template <int kCluster>
+// Launches the kernel. A cluster of two blocks that share x takes longer (benchmarks/LAB.md).
 ffi::Error launch(const sparse24::Args& args, const Device& device, cudaStream_t stream) {
-  const auto kernel = sparse24::matmul<kCluster>;
+  const auto kernel = sparse24::matmul<1>;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
-  const int tiles = args.feature_tiles / kCluster * args.row_tiles;
-  const int clusters = std::min(device.multiprocessors / kCluster, tiles);
-  const Launch launch = {dim3(clusters * kCluster), sparse24::kThreads, sparse24::kSharedBytes,
-                         kCluster};
-  return launch_kernel(kernel, args, launch, stream);
+  const int blocks = std::min(device.multiprocessors, args.feature_tiles * args.row_tiles);
+  return launch_kernel(kernel, args, {dim3(blocks), sparse24::kThreads, sparse24::kSharedBytes},
+                       stream);
 }
 
 ffi::Error sparse24_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer values,
@@ -87,21 +85,20 @@ ffi::Error sparse24_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer
   RETURN_IF_ERROR(check_dtype("y", *y, ffi::DataType::BF16));
   Device device;
   RETURN_IF_ERROR(current_device(&device));
-  const bool pairs = feature_tiles % 2 == 0;
   EncodeTiled encode = nullptr;
   RETURN_IF_ERROR(find_encoder(&encode));
   sparse24::Args args = {};
   RETURN_IF_ERROR(describe(encode, values.untyped_data(), features, depth / 2, sparse24::kFeatures,
                            sparse24::kStep / 2, &args.weights));
-  RETURN_IF_ERROR(describe(encode, x.untyped_data(), rows, depth, sparse24::kRows / (pairs ? 2 : 1),
-                           sparse24::kStep, &args.x));
+  RETURN_IF_ERROR(
+      describe(encode, x.untyped_data(), rows, depth, sparse24::kRows, sparse24::kStep, &args.x));
   RETURN_IF_ERROR(
       describe(encode, y->untyped_data(), rows, features, sparse24::kStoredRows, 64, &args.y));
   args.metadata = static_cast<const uint32_t*>(metadata.untyped_data());
   args.feature_tiles = static_cast<int>(feature_tiles);
   args.row_tiles = static_cast<int>((rows + sparse24::kRows - 1) / sparse24::kRows);
   args.steps = static_cast<int>(steps);
-  return pairs ? launch<2>(args, device, stream) : launch<1>(args, device, stream);
+  return launch(args, device, stream);
 }
 
 }  // namespace
