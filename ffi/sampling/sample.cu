@@ -215,6 +215,7 @@ class Row {
     Race race;
     slice_.template for_each<false>(
         [&](int column, const float (&z)[kVec]) {
+          if (largest_of(z) < place.logit) return;  // as in most vectors
 #pragma unroll
           for (int i = 0; i < kVec; ++i) {
             if (!place.is_after(z[i], column + i)) continue;
@@ -252,7 +253,7 @@ class Row {
         }
       }
     }
-    const Before above = before([&](float z) { return ordered(z) >= high; });
+    const Before above = words_from(high);
     // The words that are missing equal the last one, and weigh the same.
     const float last = __int_as_float(low ^ ((low >> 31) & INT_MAX));
     const auto missing = static_cast<float>(top_k - above.count);
@@ -270,6 +271,7 @@ class Row {
   __device__ __forceinline__ Counts counts_from(const int (&pivots)[kPivots]) {
     Counts found;
     slice_.template for_each<false>([&](int, const float (&z)[kVec]) {
+      if (ordered(largest_of(z)) < pivots[0]) return;  // the smallest pivot
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         const int own = ordered(z[i]);
@@ -283,14 +285,15 @@ class Row {
     });
   }
 
-  // Returns the number and the weight of the words for which takes(logit) holds.
-  template <typename Takes>
-  __device__ __forceinline__ Before before(const Takes& takes) {
+  // Returns the number and the weight of the words that are at least `least`, in the order of
+  // `ordered`.
+  __device__ __forceinline__ Before words_from(int least) {
     Before words;
     slice_.template for_each<false>([&](int, const float (&z)[kVec]) {
+      if (ordered(largest_of(z)) < least) return;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        if (takes(z[i])) words.add(weight(z[i]));
+        if (ordered(z[i]) >= least) words.add(weight(z[i]));
       }
     });
     return join_(words, [](Before& mine, const Before& other) { mine.join(other); });
