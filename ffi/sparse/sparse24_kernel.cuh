@@ -2,8 +2,7 @@
 //
 // The tensor cores take a sparse matrix as their left operand alone, so a tile of the result is
 // computed transposed: w's rows (features) are its rows. Two warpgroups multiply, 64 features each;
-// a warp of a third one copies. Blocks of a cluster have different features of the same rows of x,
-// and each copies its part of these rows to both.
+// a warp of a third one copies.
 #pragma once
 
 #include <cuda.h>
@@ -36,24 +35,13 @@ constexpr int kSharedBytes =
 
 struct Args {
   CUtensorMap weights;  // [features, K / 2], in boxes of [128, 32], swizzled in pieces of 64 bytes
-  CUtensorMap x;        // [rows, K], in boxes of [256 / cluster, 64], swizzled in pieces of 128
+  CUtensorMap x;        // [rows, K], in boxes of [256, 64], swizzled in pieces of 128
   CUtensorMap y;        // [rows, features], in boxes of [128, 64], swizzled in pieces of 128
   const uint32_t* metadata;  // [K / 64, features / 64, 128], with features a multiple of 128
   int feature_tiles;
   int row_tiles;
   int steps;
 };
-
-__device__ __forceinline__ uint32_t cluster_rank_of() {
-  uint32_t rank = 0;
-  JAXFUSED_SM90A(asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank)));
-  return rank;
-}
-
-__device__ __forceinline__ void sync_cluster() {
-  JAXFUSED_SM90A(asm volatile(
-      "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n" :: : "memory"));
-}
 
 // Copies a box of a matrix to shared memory.
 __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap& map, int column,
@@ -62,15 +50,6 @@ __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap& map
       asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
                    "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared),
                    "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory"));
-}
-
-// Copies a box to the same place in both blocks of a cluster, where it arrives at their barriers.
-__device__ __forceinline__ void copy_box_to_both(uint32_t shared, const CUtensorMap& map,
-                                                 int column, int row, uint32_t barrier) {
-  JAXFUSED_SM90A(
-      asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                   ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
-                   "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(uint16_t{3}) : "memory"));
 }
 
 // Copies a box from shared memory to a matrix.
@@ -89,17 +68,6 @@ __device__ __forceinline__ void await_stores_read() {
 
 __device__ __forceinline__ void await_stores() {
   JAXFUSED_SM90A(asm volatile("cp.async.bulk.wait_group 0;" :: : "memory"));
-}
-
-// Arrives at a barrier of a block of the cluster.
-__device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t rank) {
-  JAXFUSED_SM90A(
-      asm volatile("{\n"
-                   ".reg .b32 remote;\n"
-                   "mapa.shared::cluster.u32 remote, %0, %1;\n"
-                   "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
-                   "}\n" ::"r"(shared_address(barrier)),
-                   "r"(rank) : "memory"));
 }
 
 template <int kRegisters, bool kMore>
@@ -129,14 +97,13 @@ struct Tile {
   int row;      // index of the tile of rows
 };
 
-// Returns tile `item` of a block: bands of tiles of rows, in which features come last.
-template <int kCluster>
-__device__ __forceinline__ Tile tile_at(int item, int rank, const Args& args) {
-  const int across = args.feature_tiles / kCluster;
+// Returns tile `item`: bands of tiles of rows, in which features come last.
+__device__ __forceinline__ Tile tile_at(int item, const Args& args) {
+  const int across = args.feature_tiles;
   const int band = item / (kBand * across);
   const int within = item - band * kBand * across;
   const int height = min(kBand, args.row_tiles - band * kBand);
-  return {within / height * kCluster + rank, band * kBand + within % height};
+  return {within / height, band * kBand + within % height};
 }
 
 // Shared memory of a block.
@@ -161,13 +128,11 @@ struct Shared {
 };
 
 // Fills the stages for all tiles of the block; one thread runs this.
-template <int kCluster>
-__device__ __forceinline__ void produce(const Args& args, const Shared& shared, int rank) {
+__device__ __forceinline__ void produce(const Args& args, const Shared& shared) {
   Stage stage;
-  const int tiles = args.feature_tiles / kCluster * args.row_tiles;
-  const int clusters = gridDim.x / kCluster;
-  for (int item = blockIdx.x / kCluster; item < tiles; item += clusters) {
-    const Tile tile = tile_at<kCluster>(item, rank, args);
+  const int tiles = args.feature_tiles * args.row_tiles;
+  for (int item = blockIdx.x; item < tiles; item += gridDim.x) {
+    const Tile tile = tile_at(item, args);
     const uint32_t* metadata = args.metadata + int64_t{tile.feature} * kConsumers * kWords;
     const int64_t stride = int64_t{args.feature_tiles} * kConsumers * kWords;
     for (int step = 0; step < args.steps; ++step) {
@@ -177,13 +142,7 @@ __device__ __forceinline__ void produce(const Args& args, const Shared& shared, 
       mbarrier_arrive_expect(full, kStageBytes);
       const uint32_t x = shared_address(shared.x + s * kXBytes);
       const uint32_t barrier = shared_address(full);
-      if constexpr (kCluster == 1) {
-        copy_box(x, args.x, step * kStep, tile.row * kRows, barrier);
-      } else {
-        const int part = kRows / kCluster;
-        copy_box_to_both(x + rank * part * kStep * 2, args.x, step * kStep,
-                         tile.row * kRows + rank * part, barrier);
-      }
+      copy_box(x, args.x, step * kStep, tile.row * kRows, barrier);
       copy_box(shared_address(shared.weights + s * kWeightBytes), args.weights, step * kStep / 2,
                tile.feature * kFeatures, barrier);
       bulk_copy(shared.metadata + s * kMetadataBytes, metadata + step * stride, kMetadataBytes,
@@ -207,21 +166,15 @@ __device__ __forceinline__ void store_transposed(uint32_t address, const uint32_
 }
 
 // A warpgroup that multiplies.
-template <int kCluster>
 struct Consumer {
   const Args& args;
   const Shared& shared;
   int warpgroup;
-  int rank;
   Stage stage;
 
-  // Lets the producers, of both blocks, fill a stage again.
+  // Lets the producer fill a stage again.
   __device__ __forceinline__ void release(int index) {
-    if constexpr (kCluster == 1) {
-      if (threadIdx.x % 128 == 0) mbarrier_arrive(shared.free + index);
-    } else {
-      if (threadIdx.x % 128 < kCluster) arrive_at(shared.free + index, threadIdx.x % 128);
-    }
+    if (threadIdx.x % 128 == 0) mbarrier_arrive(shared.free + index);
   }
 
   // Issues the instructions of a stage with this thread's word of metadata.
@@ -299,43 +252,34 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    const int tiles = args.feature_tiles / kCluster * args.row_tiles;
-    const int clusters = gridDim.x / kCluster;
-    for (int item = blockIdx.x / kCluster; item < tiles; item += clusters) {
+    const int tiles = args.feature_tiles * args.row_tiles;
+    for (int item = blockIdx.x; item < tiles; item += gridDim.x) {
       float d[128];
       sum(d);
-      store(d, tile_at<kCluster>(item, rank, args));
+      store(d, tile_at(item, args));
     }
     if (threadIdx.x % 128 == 0) await_stores();
   }
 };
 
-template <int kCluster>
 __global__ void __launch_bounds__(kThreads, 1) matmul(const __grid_constant__ Args args) {
   extern __shared__ unsigned char memory[];
   const Shared shared(memory);
-  const int rank = kCluster > 1 ? cluster_rank_of() : 0;
   const int warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       mbarrier_init(shared.full + s);
-      mbarrier_init(shared.free + s, kConsumers * kCluster);
+      mbarrier_init(shared.free + s, kConsumers);
     }
     mbarrier_init_fence();
   }
   __syncthreads();
-  if constexpr (kCluster > 1) sync_cluster();
   if (warpgroup == kConsumers) {
     set_registers<40, false>();
-    if (threadIdx.x == kConsumers * 128) produce<kCluster>(args, shared, rank);
+    if (threadIdx.x == kConsumers * 128) produce(args, shared);
   } else {
     set_registers<232, true>();
-    Consumer<kCluster>{args, shared, warpgroup, rank}.run();
-  }
-  // A block may not exit while the other one copies into it or arrives at its barriers.
-  if constexpr (kCluster > 1) {
-    __syncwarp();
-    sync_cluster();
+    Consumer{args, shared, warpgroup}.run();
   }
 }
 

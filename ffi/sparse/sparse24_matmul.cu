@@ -53,7 +53,7 @@ ffi::Error describe(EncodeTiled encode, void* data, int64_t rows, int64_t column
 
 // Launches the kernel. A cluster of two blocks that share x takes longer (benchmarks/LAB.md).
 ffi::Error launch(const sparse24::Args& args, const Device& device, cudaStream_t stream) {
-  const auto kernel = sparse24::matmul<1>;
+  const auto kernel = sparse24::matmul;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
   const int blocks = std::min(device.multiprocessors, args.feature_tiles * args.row_tiles);
   return launch_kernel(kernel, args, {dim3(blocks), sparse24::kThreads, sparse24::kSharedBytes},
