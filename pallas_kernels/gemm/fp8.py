@@ -258,12 +258,17 @@ def hidden_gradient_by_slope(
       dtype: dtype of dz.
       maximise: whether the largest magnitude of each row is returned.
     """
+
+    def epilogue(dh, *, slope, **scales):
+        dh = _scaled(dh, scales)
+        return {"dz": dh * _wide(slope[:, : dh.shape[1]])}
+
     return FusedProduct(
         name="fp8_hidden_gradient_by_slope",
         a=dy,
         b=(w,),
         b_transposed=True,
-        epilogue=lambda dh, *, slope, **scales: {"dz": _scaled(dh, scales) * _wide(slope)},
+        epilogue=epilogue,
         scalars=_by_name(scales),
         matrices={"slope": slope},
         outputs={"dz": dtype},

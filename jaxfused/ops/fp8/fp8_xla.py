@@ -108,8 +108,7 @@ def run(product: FusedProduct) -> dict[str, jax.Array]:
     """Returns what `FusedProduct.run` does for matrices a [M, K] and b [N, K]."""
     [b] = product.b
     total = sums("mk,nk->mn", product.a, b)
-    matrices = {name: x[:, : product.n] for name, x in present(product.matrices).items()}
-    results = product.epilogue(total, **product.scalars, **matrices)
+    results = product.epilogue(total, **product.scalars, **present(product.matrices))
     found = {name: results[name].astype(dtype) for name, dtype in product.outputs.items()}
     maxima = {
         f"max_{name}": _row_maxima(maximised(found[name].astype(jnp.float32)))
