@@ -436,7 +436,13 @@ def test_kernels_on_a_gpu(case, labels_dtype, dtype):
 
     draws = [case.arguments(jnp.dtype(dtype), seed) for seed in range(COTANGENTS)]
     arguments = jax.tree.map(lambda *a: jnp.stack(a), *draws)
-    plain = of_draws(lambda z, w: plain_loss(z, labels, w, **case.options))
-    assert_values_and_gradients(of_draws(ours), plain, *arguments, cotangents=2)
+
+    def plain(z, w):
+        # A sum over many pixels is beyond float16, which then is no reference.
+        overflows = z.dtype == jnp.float16 and np.prod(case.pixels[1:]) > 2**14
+        z = z.astype(jnp.float32) if overflows else z
+        return plain_loss(z, labels, w, **case.options)
+
+    assert_values_and_gradients(of_draws(ours), of_draws(plain), *arguments, cotangents=2)
     results = [jax.jit(jax.grad(lambda *a: ours(*a).sum()))(*draws[0]) for _ in range(2)]
     chex.assert_trees_all_equal(*results)
