@@ -103,17 +103,17 @@ OF_ROWS = {
         x.reshape(x.shape[0] * x.shape[1], D), ones(3, D, 32), jnp.zeros(3, int)
     ),
     "block_sparse_matmul": lambda x: jaxfused.block_sparse_matmul(
-        ones(*x.shape[:2], 32), jaxfused.BlockSparse.from_dense(ones(32, 64), 32)
+        ones(*x.shape[:2], 32), jaxfused.BlockSparse.from_dense(ones(32, 64), 32, count=2)
     ),
     "sparse24_matmul": lambda x: jaxfused.sparse24_matmul(x, ones(D, 32)),
     "sparse_matmul": lambda x: jaxfused.sparse_matmul(
-        BCOO.fromdense(ones(3, x.shape[0] * x.shape[1])), x.reshape(x.shape[0] * x.shape[1], D)
+        BCOO.fromdense(x.reshape(x.shape[0] * x.shape[1], D), nse=0), ones(D, 3)
     ),
     "sampled_matmul": lambda x: (
         jaxfused.sampled_matmul(
             x.reshape(x.shape[0] * x.shape[1], D),
             ones(D, 3),
-            BCOO.fromdense(ones(x.shape[0] * x.shape[1], 3)),
+            BCOO.fromdense(ones(x.shape[0] * x.shape[1], 3), nse=0),
         ).data
     ),
     "expert_mlp": lambda x: jaxfused.expert_mlp(

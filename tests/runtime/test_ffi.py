@@ -257,6 +257,9 @@ READING = dict(
     widest=np.float32(1),
     fill=np.zeros(4, np.float32),
 )
+BLUR = dict(
+    steps_before=np.int64(0), reach_y=np.int64(0), reach_x=np.int64(0), sharpens=np.bool_(False)
+)
 POOL = {
     name: np.int64(value)
     for name, value in dict(height=2, width=2, row_stride=2, column_stride=2, top=0, left=0).items()
@@ -552,22 +555,29 @@ POOL = {
             ),
             (
                 "image_pass",
-                [(2, 8, 9, 3), (2, 18), (2, 1, 9), (0,)],
+                [(2, 8, 9, 3), (2, 18), (2, 1, 9), (0,), (0,)],
                 [(2, 8, 9, 3)],
-                READING,
+                READING | BLUR,
                 r"maps has shape \[2, 18\], but \[2, 19\]",
             ),
             (
                 "image_pass",
-                [(2, 8, 9, 2), (2, 19), (2, 1, 9), (0,)],
+                [(2, 8, 9, 2), (2, 19), (2, 1, 9), (0,), (0,)],
                 [(2, 8, 9, 2)],
-                READING,
+                READING | BLUR,
                 "1, 3 or 4 channels",
             ),
             (
-                "image_sums",
+                "image_pass",
+                [(2, 8, 9, 3), (2, 19), (2, 1, 9), (0,), (2, 2)],
+                [(2, 8, 9, 3)],
+                READING | BLUR,
+                "a blur reaches over 16 pixels of uint8 images",
+            ),
+            (
+                "image_statistics",
                 [(2, 8, 9, 3), (2, 19), (2, 17, 9)],
-                [(2, 1)],
+                [(2, 1, 7), (0,)],
                 READING | dict(height=np.int64(8), width=np.int64(9)),
                 "at most 16 steps",
             ),
