@@ -73,7 +73,13 @@ def mask_of(
         _check_mask_object(mask, (heads, query_length, key_length))
         pattern_mask, mask = mask, None
     elif mask is not None:
-        mask = jnp.asarray(mask)
+        try:
+            mask = jnp.asarray(mask)
+        except TypeError as error:
+            raise ValueError(
+                f"{op}: mask is {mask!r}, but it is an array of bool or a mask of jaxfused.masks; pass"
+                " one of them, such as masks.NumpyMask(array), or a function as mask_mod."
+            ) from error
         if mask.dtype != jnp.bool_:
             raise ValueError(
                 f"{op}: mask has dtype {mask.dtype}, but it says True or False for each query and"
@@ -93,8 +99,9 @@ def mask_of(
     sides = _window(local_window_size)
     window = None if sides is None else _shortened(sides)
     is_known = query_offset is None or is_whole(query_offset)
-    if mask_mod is not None and is_known and mask_mod.is_constant and not mask_mod.used[0]:
-        sizes = (query_length, key_length)
+    sizes = (query_length, key_length)
+    is_object = is_known and not any(map(jax.export.is_symbolic_dim, (heads, *sizes)))
+    if mask_mod is not None and is_object and mask_mod.is_constant and not mask_mod.used[0]:
         own = FunctionMask.of_heads_of(mask_mod, sizes, heads, int(query_offset or 0))
         pattern_mask = own if pattern_mask is None else own & pattern_mask
     elif mask_mod is not None:

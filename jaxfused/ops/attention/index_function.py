@@ -6,14 +6,14 @@ arguments it uses are known before any implementation is chosen.
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from jaxfused.ops.attention.masks.mask_class import (
     AttentionMask,
@@ -87,7 +87,7 @@ class IndexFunction:
     @property
     def is_constant(self) -> bool:
         """Whether all arrays that the function closes over are known while programs are traced."""
-        return not any(isinstance(const, jax.core.Tracer) for const in self.program.consts)
+        return not any(isinstance(const, jax.core.Tracer) for const in _constants(self.program))
 
     @functools.cached_property
     def is_additive(self) -> bool:
@@ -124,8 +124,23 @@ class IndexFunction:
     def digest(self) -> str:
         """Returns a hash of the program and the arrays that it closes over, which are constants."""
         parts = [str(self.program.jaxpr).encode()]
-        parts += [np.asarray(const).tobytes() for const in self.program.consts]
+        for const in _constants(self.program):
+            is_key = jnp.issubdtype(const.dtype, jax.dtypes.prng_key)
+            array = np.asarray(jax.random.key_data(const) if is_key else const)
+            parts.append(f"{const.dtype}{array.shape}".encode() + array.tobytes())
         return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
+
+
+def _constants(program: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
+    """Yields the arrays that a program closes over, and that the functions which it calls do."""
+    yield from getattr(program, "consts", ())
+    for eqn in program.eqns:
+        params = jax.tree.leaves(
+            eqn.params, is_leaf=lambda leaf: isinstance(leaf, Jaxpr | ClosedJaxpr)
+        )
+        for inner in params:
+            if isinstance(inner, Jaxpr | ClosedJaxpr):
+                yield from _constants(inner)
 
 
 def _carried(jaxpr: Any, score: Any) -> Any:

@@ -84,6 +84,12 @@ def block_sparse_matmul(
             f"{op}: weight has blocks of shape {blocks.shape}, but one matrix has [kept, B, B]; use"
             " jax.vmap for several."
         )
+    listed = weight.by_column.entries.shape[-1]
+    if blocks.shape[0] != listed:
+        raise ValueError(
+            f"{op}: weight has blocks of shape {blocks.shape}, but places for {listed} blocks; replace"
+            " all of them, or make another matrix by BlockSparse.from_blocks."
+        )
     if x.ndim == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(
             f"{op}: x has shape {x.shape}, but weight has shape {weight.shape}; pass x of shape"

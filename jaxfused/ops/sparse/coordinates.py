@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
+from jaxfused.runtime.checks import as_int32
+
 SparseMatrix = BCOO | BCSR
 
 
@@ -64,14 +66,16 @@ def coordinates(matrix: SparseMatrix) -> Coordinates:
     """
     if isinstance(matrix, BCSR):
         places = jnp.arange(matrix.indices.shape[0], dtype=matrix.indptr.dtype)
-        rows = jnp.searchsorted(matrix.indptr[1:], places, side="right").astype(jnp.int32)
+        # Entries before the first row's start are in row -1, and count for nothing.
+        rows = jnp.searchsorted(matrix.indptr, places, side="right").astype(jnp.int32) - 1
         return Coordinates(rows, _from_the_end(matrix.indices, matrix.shape[1]), True)
     rows, columns = matrix.indices[:, 0], matrix.indices[:, 1]
     in_order = bool(matrix.indices_sorted)
-    rows = rows.astype(jnp.int32) if in_order else _from_the_end(rows, matrix.shape[0])
+    rows = as_int32(rows) if in_order else _from_the_end(rows, matrix.shape[0])
     return Coordinates(rows, _from_the_end(columns, matrix.shape[1]), in_order)
 
 
 def _from_the_end(indices: jax.Array, size: int) -> jax.Array:
-    indices = indices.astype(jnp.int32)
+    """Returns int32 indices; one beyond either end is negative, or `size` or more."""
+    indices = as_int32(indices)
     return jnp.where(indices < 0, indices + size, indices)

@@ -46,6 +46,8 @@ def sparse_matmul(
     The gradient of the entries, in `a.data`, is a sampled product, that of b a product with the
     transpose, for which the entries are sorted. Differentiate by `jax.experimental.sparse.grad`, or by
     the data. Where the matrix is not so sparse, XLA's dense product is faster, and runs instead.
+    `jax.linear_transpose`, which `gmres` and `bicgstab` of `jax.scipy.sparse.linalg` call, needs
+    `a @ b` in place of it; `cg` does not.
 
     Args:
       a: a BCOO or BCSR of `jax.experimental.sparse`, [M, K], float32, bfloat16 or float16 (float64 with

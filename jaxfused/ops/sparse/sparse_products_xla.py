@@ -18,7 +18,7 @@ def sparse_product(
     """Returns the matrix of `rows` rows with these entries times b [K, N]."""
     wide = accumulator_dtype(b.dtype)
     # JAX rounds partial sums to the dtype of the operands.
-    indices = jnp.stack([places.rows, places.columns], axis=1)
+    indices = jnp.stack(_without_negative(places, (rows, b.shape[0])), axis=1)
     matrix = sparse.BCOO((data.astype(wide), indices), shape=(rows, b.shape[0]))
     numbers = (((1,), (0,)), ((), ()))
     y: Any = sparse.bcoo_dot_general(matrix, b.astype(wide), dimension_numbers=numbers)
@@ -36,8 +36,14 @@ def dense_product(
 ) -> jax.Array:
     """Returns the same as `sparse_product`, with the matrix written whole."""
     a = jnp.zeros((rows, b.shape[0]), data.dtype)
-    a = a.at[places.rows, places.columns].add(data, mode="drop")
+    a = a.at[_without_negative(places, a.shape)].add(data, mode="drop")
     return product("mk,kn->mn", a, b, dtype=b.dtype, out_dtype=out_dtype, precision=precision)
+
+
+def _without_negative(places: Coordinates, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Returns rows and columns with those before the first one after the last, as JAX counts from it."""
+    rows, columns = places.rows, places.columns
+    return jnp.where(rows < 0, shape[0], rows), jnp.where(columns < 0, shape[1], columns)
 
 
 @functools.partial(jax.jit, static_argnames="out_dtype", inline=True)

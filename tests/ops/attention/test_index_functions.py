@@ -7,7 +7,7 @@ import pytest
 
 import jaxfused
 from jaxfused import dispatch, masks
-from jaxfused.ops.attention.index_function import IndexFunction
+from jaxfused.ops.attention.index_function import FunctionMask, IndexFunction
 from tests.cases.attention import Case
 from tests.support.arrays import put
 from tests.support.grids import parametrize
@@ -104,6 +104,50 @@ def test_mask_functions(is_traced):
     )
 
 
+@parametrize("inside", [jax.jit, jax.checkpoint, lambda f: f], quick=(0,))
+def test_functions_of_other_arrays_are_other_masks(inside):
+    """Also where a function that is called inside closes over the arrays."""
+
+    def mask(array):
+        f = inside(lambda q, k: array[q, k])
+        function = IndexFunction.of("mask_mod", lambda b, h, q, k: f(q, k), None)
+        return FunctionMask.of_heads_of(function, (T, S), N, 0)
+
+    arrays = RANDOM.random((2, T, S)) > 0.5
+    made = [mask(put(array)) for array in arrays]
+    assert made[0] != made[1] and made[0] == mask(put(arrays[0]))
+    for one, array in zip(made, arrays, strict=True):
+        np.testing.assert_array_equal(one, array)
+
+
+@pytest.mark.exhaustive
+def test_random_masks_by_a_key():
+    query, key, value = arrays()
+    seed = jax.random.key(0)
+
+    def mask_mod(b, h, q, k):
+        return jax.random.bernoulli(jax.random.fold_in(jax.random.fold_in(seed, q), k))
+
+    allowed = jax.vmap(jax.vmap(mask_mod, (None,) * 3 + (0,)), (None, None, 0, None))
+    expected = attend(query, key, value, mask=allowed(0, 0, jnp.arange(T), jnp.arange(S)))
+    actual = attend(query, key, value, mask_mod=mask_mod)
+    np.testing.assert_allclose(actual, expected, 1e-5, 1e-6)
+
+
+@pytest.mark.exhaustive
+def test_exported_for_any_length():
+    query, key, value = arrays()
+    (length,) = jax.export.symbolic_shape("length")
+
+    def f(*args):
+        return attend(*args, mask_mod=lambda b, h, q, k: k <= q + h)
+
+    shapes = [jax.ShapeDtypeStruct((B, length, *a.shape[2:]), a.dtype) for a in (query, key, value)]
+    exported = jax.export.export(jax.jit(f))(*shapes)
+    args = query, key[:, :T], value[:, :T]
+    np.testing.assert_allclose(exported.call(*args), f(*args), 1e-5, 1e-6)
+
+
 @pytest.mark.exhaustive
 def test_queries_stand_at_their_offset():
     """The last tokens with an offset have the rows of the whole sequence."""
@@ -169,6 +213,7 @@ def branches(score, b, h, q, k):
         (dict(score_mod=lambda s, b, h, q, k: s + np.ones(4)[h]), "jax.numpy"),
         (dict(score_mod=lambda s, b, h, q, k: q), "scalar of float32"),
         (dict(score_mod=lambda s, b, h, q, k: s + SLOPES), "one number"),
+        (dict(mask=lambda b, h, q, k: q > k), "a function as mask_mod"),
         (dict(mask_mod=lambda b, h, q, k: q - k), "scalar of bool"),
         (dict(mask_mod=lambda b, h, q, k: (q > k, k)), "scalar of bool"),
     ],

@@ -230,6 +230,12 @@ X = jnp.ones((4, 64))
     [
         (lambda: jaxfused.block_sparse_matmul(X, X), "pass a jaxfused.BlockSparse"),
         (lambda: jaxfused.block_sparse_matmul(X, LARGE), r"pass x of shape \(..., 128\)"),
+        (
+            lambda: jaxfused.block_sparse_matmul(
+                jnp.ones((4, 128)), dataclasses.replace(LARGE, blocks=LARGE.blocks[:1])
+            ),
+            "places for 3 blocks",
+        ),
         (lambda: BlockSparse.from_dense(X.T, 32), "a matrix of two multiples of 32"),
         (lambda: BlockSparse.from_dense(X.T, 16), "pass 32, 64 or 128"),
         (lambda: BlockSparse.from_dense(jnp.ones((64, 64)), 64, count=2), "has 1 blocks"),

@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxfused
+from jaxfused.ops.sparse.coordinates import coordinates
 from jaxfused.ops.sparse.sparse_products import Options, SparseProduct
+from jaxfused.ops.sparse.sparse_products_xla import dense_product
 from jaxfused.runtime import cuda_library
 from jaxfused.runtime.runner import Runner
 from tests.support import eight_devices
@@ -124,6 +126,34 @@ def test_negative_indices_count_from_the_end():
     a = BCOO((jnp.array([1.0, 2.0]), jnp.array([[-1, 0], [0, -2]])), shape=(2, 3))
     y = jaxfused.sparse_matmul(a, jnp.eye(3))
     np.testing.assert_array_equal(y, [[0, 2, 0], [1, 0, 0]])
+
+
+@parametrize("index", [-4, 2**31 - 1, 2**32 + 1, -(2**32)], quick=(0,))
+@pytest.mark.parametrize("axis", [0, 1])
+def test_entries_beyond_either_end_count_for_nothing(axis, index):
+    """Neither the lower 32 bits of an index nor the end from which JAX counts makes an entry of it."""
+    places = np.array([[1, 1], [1, 1]])
+    places[0, axis] = index
+    eye, expected = jnp.eye(3), np.diag([0.0, 1.0, 0.0])
+    with jax.enable_x64(True):
+        a = BCOO((jnp.ones(2, "float32"), jnp.asarray(places)), shape=(3, 3))
+        for form in (a, a.T):
+            y = jaxfused.sparse_matmul(form, eye)
+            np.testing.assert_array_equal(y, expected)
+        options = dict(rows=3, out_dtype="float32", precision=None)
+        np.testing.assert_array_equal(
+            dense_product(a.data, coordinates(a), eye, **options), expected
+        )
+        np.testing.assert_array_equal(jaxfused.sampled_matmul(X, X.T, a).data, [0, X[1] @ X[1]])
+
+
+X = jnp.arange(6.0).reshape(3, 2)
+
+
+@pytest.mark.exhaustive
+def test_entries_before_the_first_row_count_for_nothing():
+    a = BCSR((jnp.arange(1.0, 4.0), jnp.array([0, 1, 1]), jnp.array([1, 2, 3])), shape=(2, 2))
+    np.testing.assert_array_equal(jaxfused.sparse_matmul(a, jnp.eye(2)), [[0, 2], [0, 3]])
 
 
 @pytest.mark.exhaustive
