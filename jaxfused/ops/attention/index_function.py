@@ -21,6 +21,7 @@ from jaxfused.ops.attention.masks.mask_class import (
     MultiHeadMask,
 )
 
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 _ADDITIONS = ("add", "add_any")
 _SAME_VALUE = ("convert_element_type", "copy", "reshape")
 _OF_CALLS = ("jit", "pjit", "closed_call")
@@ -48,7 +49,9 @@ class IndexFunction:
                 " function."
             )
         try:
-            program = jax.make_jaxpr(function)(*score, *index)
+            # Without a mesh of the caller's, as kernels evaluate the program on a device's part.
+            with jax.sharding.use_abstract_mesh(_NO_MESH):
+                program = jax.make_jaxpr(function)(*score, *index)
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
             raise ValueError(
                 f"dot_product_attention: {name} needs the value of an argument while it is traced, as"

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxfused
 from jaxfused import dispatch, masks
@@ -118,6 +120,18 @@ def test_functions_of_other_arrays_are_other_masks(inside):
     assert made[0] != made[1] and made[0] == mask(put(arrays[0]))
     for one, array in zip(made, arrays, strict=True):
         np.testing.assert_array_equal(one, array)
+
+
+def test_masks_are_evaluated_on_a_devices_part():
+    """Kernels do so under `jax.shard_map`, while the caller's mesh has Explicit axes."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        function = IndexFunction.of("mask_mod", lambda b, h, q, k: k <= q + 1, None)
+        mask = FunctionMask.of_heads_of(function, (T, S), N, 0)
+        f = jax.shard_map(
+            lambda q: mask.allowed(q[:, None], jnp.arange(S)[None]), in_specs=P(), out_specs=P()
+        )
+        np.testing.assert_array_equal(jax.jit(f)(jnp.arange(T)), KEY <= Q + 1)
 
 
 @pytest.mark.exhaustive
