@@ -201,6 +201,9 @@ def candidates(sizes: Sizes) -> tuple[PagedConfig, ...]:
     """Returns the configs worth trying, all of them legal, the best guess first."""
     widest = max(sizes.head_size, sizes.value_size)
     shapes = [dict(stages=2), dict(stages=3, ctas_per_multiprocessor=1)]
+    if not sizes.has_scales:
+        # 127 us of 144 for 16 sequences of 8,192 keys in pages of 64, on an H200 (2026-11-28).
+        shapes = [dict(key_block=128, ctas_per_multiprocessor=1), *shapes]
     if widest <= memory.SWIZZLED_COLUMNS:
         shapes = [dict(ctas_per_multiprocessor=3), dict(stages=3), dict(key_block=128), *shapes]
     elif widest > 2 * memory.SWIZZLED_COLUMNS:
