@@ -106,7 +106,12 @@ def test_mask_functions(is_traced):
     )
 
 
-@parametrize("inside", [jax.jit, jax.checkpoint, lambda f: f], quick=(0,))
+@parametrize(
+    "inside",
+    [jax.jit, jax.checkpoint, lambda f: f],
+    quick=(0,),
+    ids=["jit", "checkpoint", "as it is"],
+)
 def test_functions_of_other_arrays_are_other_masks(inside):
     """Also where a function that is called inside closes over the arrays."""
 
