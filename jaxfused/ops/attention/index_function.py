@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.sharding import PartitionSpec as P
 
 from jaxfused.ops.attention.masks.mask_class import (
     AttentionMask,
     Index,
     MultiHeadMask,
 )
+from jaxfused.runtime import sharding
 
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 _ADDITIONS = ("add", "add_any")
@@ -106,6 +108,20 @@ class IndexFunction:
           places: b [B], h [N], q [B or 1, T], and k [S].
           score: of a score_mod, [B, N, T, S], or a number for all elements.
         """
+        consts = self.program.consts
+        operands = consts if score is None else [score, *consts]
+        if not sharding.is_explicit(*operands):
+            return self._over(places, score)
+
+        # `jax.vmap` and indexing take no arrays that are split by Explicit axes, so XLA places these.
+        def over(consts: Any, places: Any, score: Any) -> jax.Array:
+            return IndexFunction(ClosedJaxpr(self.program.jaxpr, consts))._over(places, score)
+
+        whole = P(None, None, None, None)
+        place = whole if score is None or not score.ndim else jax.typeof(score).sharding.spec
+        return jax.sharding.auto_axes(over, out_sharding=place)(consts, places, score)
+
+    def _over(self, places: tuple[Any, Any, Any, Any], score: jax.Array | None) -> jax.Array:
         b, h, q, k = places
         uses_b, uses_h, uses_q, uses_k = self.used
         scores = [] if score is None else [score]

@@ -139,6 +139,26 @@ def test_masks_are_evaluated_on_a_devices_part():
         np.testing.assert_array_equal(jax.jit(f)(jnp.arange(T)), KEY <= Q + 1)
 
 
+@parametrize("kind", ["score", "addition", "mask"], quick=(0,))
+def test_arrays_with_explicit_axes(kind):
+    def f(query, key, value, slopes, documents):
+        mods = dict(
+            score=dict(score_mod=lambda s, b, h, q, k: s * slopes[h]),
+            addition=dict(score_mod=lambda s, b, h, q, k: s + slopes[h] * k),
+            mask=dict(mask_mod=lambda b, h, q, k: documents[b, q] == documents[b, k]),
+        )
+        return jnp.sum(attend(query, key, value, **mods[kind]) ** 2)
+
+    args = (*arrays(), SLOPES, DOCUMENTS)
+    expected = jax.jit(jax.value_and_grad(f, (0, 3)))(*args)
+    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        specs = P("x", None, "y"), P("x", None, "y"), P("x", None, "y"), P("y"), P("x")
+        split = [jax.reshard(a, spec) for a, spec in zip(args, specs, strict=True)]
+        actual = jax.jit(jax.value_and_grad(f, (0, 3)))(*split)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), actual, expected)
+
+
 @pytest.mark.exhaustive
 def test_random_masks_by_a_key():
     query, key, value = arrays()
