@@ -91,8 +91,11 @@ class IndexFunction:
 
     @property
     def is_constant(self) -> bool:
-        """Whether all arrays that the function closes over are known while programs are traced."""
-        return not any(isinstance(const, jax.core.Tracer) for const in _constants(self.program))
+        """Whether arrays closed over are known while programs are traced, and on no Explicit mesh."""
+        return not any(
+            isinstance(const, jax.core.Tracer) or sharding.is_explicit(const)
+            for const in _constants(self.program)
+        )
 
     @functools.cached_property
     def is_additive(self) -> bool:

@@ -139,13 +139,16 @@ def test_masks_are_evaluated_on_a_devices_part():
         np.testing.assert_array_equal(jax.jit(f)(jnp.arange(T)), KEY <= Q + 1)
 
 
-@parametrize("kind", ["score", "addition", "mask"], quick=(0,))
+@parametrize("kind", ["score", "addition", "mask", "constant"], quick=(0,))
 def test_arrays_with_explicit_axes(kind):
+    table = put(RANDOM.random((T, S)) > 0.5)
+
     def f(query, key, value, slopes, documents):
         mods = dict(
             score=dict(score_mod=lambda s, b, h, q, k: s * slopes[h]),
             addition=dict(score_mod=lambda s, b, h, q, k: s + slopes[h] * k),
             mask=dict(mask_mod=lambda b, h, q, k: documents[b, q] == documents[b, k]),
+            constant=dict(mask_mod=lambda b, h, q, k: table[q, k]),
         )
         return jnp.sum(attend(query, key, value, **mods[kind]) ** 2)
 
@@ -154,6 +157,7 @@ def test_arrays_with_explicit_axes(kind):
     mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         specs = P("x", None, "y"), P("x", None, "y"), P("x", None, "y"), P("y"), P("x")
+        table = jax.reshard(table, P("x"))
         split = [jax.reshard(a, spec) for a, spec in zip(args, specs, strict=True)]
         actual = jax.jit(jax.value_and_grad(f, (0, 3)))(*split)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), actual, expected)
