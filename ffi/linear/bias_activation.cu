@@ -106,7 +106,7 @@ __device__ __forceinline__ void preactivation(const Vector<T, kVec>& product,
 // A thread's column of vectors, and the rows that it walks over.
 struct Walk {
   int column;
-  int line;   // the thread's line of columns in its block
+  int line;   // index of the thread's line: `lanes` adjacent threads, which share a row
   int lines;  // lines of a block
   int first;
   int step;
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Adds up each column over the lines of a block, in the order of the lines.
+// Adds up each column over the lines of a block, in order, and writes the sums to `partials`.
 template <int kVec>
 __device__ __forceinline__ void write_partials(const Walk& walk, int lanes, int features,
                                                const float (&sums)[kVec], float* partials) {
@@ -293,7 +293,8 @@ Kernel kernel_of(int vec, Activation activation, bool gated, bool backward) {
   }
 }
 
-// Launches a kernel. `blocks` is the number of blocks along the rows, or 0 for all that find work.
+// Launches the forward or backward kernel. `blocks` is the number of blocks along the rows; 0
+// chooses one for every kThreads / lanes * kForwardRows (or kBackwardRows) rows, at most 65535.
 template <typename T, typename O>
 ffi::Error launch(BiasActivationArgs args, int blocks, bool backward, cudaStream_t stream) {
   constexpr int kFullVec = 16 / sizeof(T);

@@ -23,7 +23,7 @@ struct ForwardArgs {
   int team_size;
   int teams;  // teams of a block
   int stages;
-  int run;  // consecutive rows of a block; 0: as many blocks as are resident take turns
+  int run;  // consecutive rows of a block; 0: the resident blocks take rows in turn
 };
 
 // --- rows that a team holds in registers ---------------------------------------------------------
@@ -77,7 +77,7 @@ struct ForwardForm {
   static constexpr bool kHasPreBias = kChain != Chain::kPlain;
   // Whether T is exact for the values to normalise: x itself, or a sum rounded like x, or its relu.
   static constexpr bool kPacked = kChain == Chain::kPlain || (kChain == Chain::kRelu && kResidual);
-  // Whether scale and bias are in registers. With both, values in float32 would spill.
+  // Whether scale and bias are in registers. With values in float32, both together would spill.
   static constexpr bool kHoldsScale = kChain != Chain::kGeneral;
   static constexpr bool kHoldsBias = kHoldsScale && kPacked && sizeof(T) == 2;
   static constexpr bool kHoldsPreBias = !kHasPreBias;
@@ -743,7 +743,7 @@ template <typename T, Chain kChain, bool kResidual, bool kMean = true>
 ForwardPlan plan_rows(const ForwardArgs& args, int elements) {
   constexpr int kShared = ForwardForm<T, kChain, kResidual, kMean>::kShared;
   const bool spares_pre_bias = kResidual && args.pre_bias.data == nullptr;
-  // Only frequent chains, because every kernel adds compile time.
+  // Only frequent chains have kernels for teams of one warp, because each adds compile time.
   constexpr bool kKnowsWarps = kChain != Chain::kGeneral;
   return {kKnowsWarps && args.team_size == kWarpSize
               ? rows_kernel<T, kChain, kResidual, kMean, kKnowsWarps>(elements)
@@ -773,7 +773,7 @@ ForwardPlan plan_forward(const ForwardArgs& args, int elements) {
   }
 }
 
-// Smaller teams than this reload the parameters more often than runs gain.
+// Threads of a team from which short runs pay: smaller teams lose more by reloading parameters.
 constexpr int kWideTeam = 128;
 
 // Returns ForwardArgs::run for one team, if L2 does not hold the matrices. Blocks that each take a
@@ -886,8 +886,9 @@ ffi::Error launch_few_rows(ForwardArgs args, const Device& device, cudaStream_t 
                        stream);
 }
 
-// Returns the kernel with the fewest words that hold a thread's part of a row. Several warps share
-// a row only if half as many could not hold it, so they have at least half the most words.
+// Returns the kernel with the fewest registers that hold a thread's `words` of a row. If several
+// warps share a row, half as many could not hold it, so that each thread has more than half of
+// kMostFlatWords, and smaller kernels are not compiled.
 template <typename T, bool kWarp, bool kResidual, bool kPlain, int kWords = kMostFlatWords>
 ForwardKernel flat_kernel(int words) {
   constexpr int kFewer = fewer_flat_words(kWords);
@@ -1002,7 +1003,8 @@ ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const D
              : large         ? neighbouring_rows(args, plan.parameters, resident)
                              : 0;
   args.run *= args.teams;
-  // If few blocks are resident and as many stay so, another stage keeps more rows in flight.
+  // If few blocks are resident, one more pipeline stage keeps more rows in flight. It is added
+  // only if its shared memory lets as many blocks be resident as before.
   if (resident <= 2 && args.run > args.stages * args.teams && args.stages < most_stages) {
     Launch larger = launch;
     larger.shared_bytes += stage_bytes;

@@ -42,9 +42,9 @@ class Packing:
         return -(-self.rows // WGMMA_ROWS)
 
     def queries(self, array: jax.Array) -> jax.Array:
-        """Returns [B, T, N, H] as an array whose axes 1 and 3 are the rows of a matrix; see `place`.
+        """Returns [B, T, N, H] as [B * K, rows, 1, H], or as it is if each key head has one query head.
 
-        If a key head has one query head, or if there is one query, no data move.
+        `place` indexes the result. No data move if there is one query.
         """
         if self.group == 1:
             return array
@@ -74,7 +74,7 @@ class Packing:
         return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)], constant_values=fill)
 
     def operands(self, operands: Operands) -> Operands:
-        """Returns the operands for `PackedTile`, whose head is a key head.
+        """Returns the operands for `PackedTile`, in which heads are key heads and queries are rows.
 
         Sinks and query lengths stay as they are, since they concern whole rows.
         """
@@ -104,7 +104,7 @@ class Packing:
         return jnp.broadcast_to(array, shape).reshape(batch, key_heads, self.rows, keys)
 
     def query_range(self, start: Index, count: int) -> tuple[Index, Index]:
-        """Returns a range that holds the queries of `count` rows from `start` on."""
+        """Returns a range of queries that contains those of rows `start` to `start + count`."""
         if self.group == 1:
             return start, start + count
         return 0, self.query_count
@@ -136,7 +136,7 @@ class PackedTile(Tile):
         return self.packing.query(self.query_start + row)
 
     def seed(self, ref, word: int) -> jax.Array:
-        """Returns one of the two seeds of dropout of each element, from seeds of each row."""
+        """Returns one of the two words of dropout's seed for each element; all of a row share it."""
         rows = pl.ds(self.query_start, self.shape[0])
         seeds = plgpu.load(
             ref.at[word, self.batch, self.head, rows],
@@ -162,7 +162,7 @@ class TransposedPackedTile(TransposedTile):
         return lax.broadcast_in_dim(self.packing.query(self.query_start + row), self.shape, [1])
 
     def seed(self, ref, word: int) -> jax.Array:
-        """Returns one of the two seeds of dropout of each element, from seeds of each row."""
+        """Returns one of the two words of dropout's seed for each element; all of a row share it."""
         rows = pl.ds(self.query_start, self.shape[1])
         seeds = plgpu.load(
             ref.at[word, self.batch, self.head, rows],

@@ -1,7 +1,7 @@
-"""Tiles of persistent CTAs: their schedule, and the blocks of the other side that each visits.
+"""Tiles of persistent CTAs: their schedule, and the blocks that each visits.
 
-The forward and the kernel of dQ have tiles of queries, past which keys stream. The kernel of dK and dV
-has tiles of keys, past which queries stream.
+The forward and the kernel of dQ have tiles of queries, which visit blocks of keys. The kernel of dK and
+dV has tiles of keys, which visit blocks of queries.
 """
 
 import functools
@@ -31,8 +31,8 @@ class Place(NamedTuple):
     key_blocks: Callable[[Index, Index], Blocks]
     """Function from a range of the tile's queries to the blocks of keys that they visit."""
     first: jax.Array
-    """First visited block of keys, or entry of the tile's list of blocks if there are lists; [first,
-    stop) are visited, from the last to the first."""
+    """First visited block of keys, or first entry of the tile's list of blocks if there are lists. The
+    tile visits [first, stop) from the last to the first."""
     stop: jax.Array
     entries: Any = None
     """The tile's list of blocks, int32 [entries, 2], or None."""
@@ -70,11 +70,11 @@ class Visits(NamedTuple):
 
 
 class ListedVisits(NamedTuple):
-    """Visits to the entries of a tile's list, which are the same for all consumers; see `Visits`."""
+    """Visits to the blocks in a tile's list, the same for all consumers; see `Visits`."""
 
     at: Place
     full: Blocks | None
-    """Blocks that nothing but the pattern masks, or None if nothing else does."""
+    """Blocks in which only the pattern masks; None if the mask is the pattern alone."""
 
     @property
     def skipped(self) -> int:
@@ -103,7 +103,10 @@ class ListedVisits(NamedTuple):
 
 
 _MANY = 4
-"""Tiles per SM from which the schedule of documents is worth some microseconds of XLA's kernels."""
+"""Fewest tiles per SM for which the schedule is computed on the device, from the segments.
+
+With fewer, it saves less than the microseconds that XLA's kernels take to compute it.
+"""
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class QueryTiles:
         operands: Operands,
         tables: Tables,
     ) -> np.ndarray | jax.Array:
-        """Returns [CTA, 1 + rounds], see `schedule`; tiles with more blocks are taken to cost more."""
+        """Returns the table of the function `schedule`; a tile's cost grows with its visited blocks."""
         count = batch * self.heads * self.count
         if tables.bounds is not None and count >= _MANY * multiprocessors:
             start, stop = reached(self.mask, self._blocks, self.count, operands, tables.bounds)
@@ -137,7 +140,7 @@ class QueryTiles:
         return self.planned(batch, heads_together, multiprocessors)
 
     def planned(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
-        """Returns the schedule by what is known when a kernel is compiled."""
+        """Returns the schedule computed at compile time, when lengths and segments are not known."""
         visited = []
         for i in range(self.count):
             blocks = self.mask.key_blocks(
@@ -197,7 +200,7 @@ class QueryTiles:
         return Place(batch_idx, head_idx, start, extent, key_blocks, first, stop)
 
     def visits(self, at: Place, start: jax.Array, rows: int) -> Visits | ListedVisits:
-        """Returns the visits of the `rows` queries from `start` on, which belong to the tile at `at`."""
+        """Returns the visits of `rows` queries of the tile at `at`, from query `start` on."""
         if at.entries is not None and not self.mask.limits_pattern:
             return ListedVisits(at, None)
         own = at.key_blocks(start, start + rows)
@@ -237,7 +240,7 @@ class QueryVisits(NamedTuple):
     start: jax.Array
     stop: jax.Array
     full: Blocks | None
-    """Blocks without masking; None if only the pattern masks."""
+    """Blocks in which at most the pattern masks; None if the mask is the pattern alone."""
     entries: Any = None
     """The tile's list of blocks, int32 [entries, 2]; without it, a visit's number is its block."""
     bits_gmem: Any = None
@@ -260,7 +263,7 @@ class QueryVisits(NamedTuple):
 
 
 _EVEN = 16
-"""Tiles per SM above which they are assumed to be spread evenly, without computing a schedule."""
+"""Tiles per SM above which `longest` assumes an even spread, without computing a schedule."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +297,7 @@ class KeyTiles:
 
     @functools.cached_property
     def costs(self) -> tuple[int, ...]:
-        """Work of a share of each tile of a head, in visited queries."""
+        """Cost of each tile of a key head for one of its shares, in visited queries."""
         visited = []
         for j in range(self.count):
             blocks = self.mask.query_blocks(
@@ -335,7 +338,7 @@ class KeyTiles:
         operands: Operands,
         tables: Tables,
     ) -> np.ndarray | jax.Array:
-        """Returns [CTA, 1 + rounds], see `schedule`; tiles with more visits are taken to cost more."""
+        """Returns the table of the function `schedule`; a tile's cost grows with its visits."""
         heads = self.key_heads * self.shares
         if tables.bounds is not None and batch * heads * self.count >= _MANY * multiprocessors:
             start, stop = reached(self.mask, self._blocks, self.count, operands, tables.bounds)
@@ -343,7 +346,7 @@ class KeyTiles:
         return self.planned(batch, heads_together, multiprocessors)
 
     def planned(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
-        """Returns the schedule by what is known when a kernel is compiled."""
+        """Returns the schedule computed at compile time, when lengths and segments are not known."""
         heads = batch * self.key_heads * self.shares
         return schedule(self.costs, heads, heads_together, multiprocessors)
 
@@ -396,7 +399,7 @@ class KeyTiles:
     def of_share(
         self, start: jax.Array, stop: jax.Array, share: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the visits of a share of the queries, of all visits [start, stop)."""
+        """Returns the range of a tile's visits [start, stop) that belongs to a share of the queries."""
         if self.query_shares == 1:
             return start, stop
         visits = lax.max(stop - start, jnp.int32(0))
@@ -415,7 +418,7 @@ def _within(tables: Tables, batch_idx: jax.Array, tile_idx: jax.Array) -> Blocks
 def _listed(
     tables: Tables, operands: Operands, batch_idx: Any, head_idx: Any, tile_idx: Any
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Returns the range of a tile's list of blocks that is visited, and the list."""
+    """Returns a tile's list of blocks, after the range (first, stop) of its entries to visit."""
     heads = operands.pattern_heads
     mask_idx = 0 if heads is None else heads[head_idx]
     batch_idx = batch_idx if tables.ranges.shape[0] > 1 else 0
@@ -454,17 +457,17 @@ def schedule_of(visits: jax.Array, heads: int, multiprocessors: int) -> jax.Arra
     """Returns a schedule [CTA, 1 + rounds] like that of `schedule`, computed on the device.
 
     Args:
-      visits: int32 [B, tiles], what each tile costs, in every head.
-      heads: of each batch entry.
-      multiprocessors: most CTAs.
+      visits: int32 [B, tiles], the cost of each tile, the same in all heads.
+      heads: heads of each batch entry.
+      multiprocessors: limit on the CTAs.
 
-    The tiles that cost most come first, each for all heads. The CTAs take them forth and back,
-    so that a CTA that got a larger one than another gets the smaller one next.
+    The tiles that cost most come first, each for all heads. The CTAs take them in order and, in every
+    second round, in reverse order: the CTA with a round's largest tile gets the smallest of the next.
     """
     batch, tiles = visits.shape
     count = batch * tiles
     ctas = min(multiprocessors, heads * count)
-    # The place is a part of the key, so that tiles of equal cost keep their order.
+    # The tile's index is a part of the key, so that tiles of equal cost keep their order.
     keys = jnp.max(visits) - visits.reshape(-1)
     order = jnp.sort(keys * count + jnp.arange(count, dtype=jnp.int32)) % count
     cta = np.arange(ctas, dtype=np.int32)[:, None]

@@ -1,4 +1,4 @@
-"""A matrix product for Hopper with an epilogue that is a traced Python function, as data.
+"""The description of a matrix product for Hopper whose epilogue is a traced Python function.
 
 The bare product is not the point: XLA has a good one. What XLA pays for separately, bias, activation,
 residual, the derivative of an activation and the sums for a bias gradient, is here a function of the
@@ -31,7 +31,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FusedProduct:
-    """A product a @ b with an epilogue, as data: what is read, computed and written.
+    """Description of a product a @ b with an epilogue: its operands, its function and its results.
 
     `run` launches its kernel. Everything else needs only the shapes and dtypes of the arrays.
     """
@@ -64,7 +64,7 @@ class FusedProduct:
     Only with configs without ping-pong."""
     column_sums: Sequence[str] = ()
     """Outputs that are also summed over the rows, to float32 [N], "sum_" + name: before they are
-    rounded, but after it with a `FewRowsConfig`."""
+    rounded, or with a `FewRowsConfig` after."""
     column_moments: Sequence[str] = ()
     """Outputs, as rounded, whose mean and variance over the rows are returned, float32 [N], "mean_" and
     "variance_" + name. The variance is the mean of squared deviations."""
@@ -86,7 +86,7 @@ class FusedProduct:
     `QuantizedTile.copy`: [N, K] with `b_transposed`, where the epilogue applies scales of whole columns;
     else [K, N], where N is `b_columns`, with scales of groups along N and a `MatmulConfig`."""
     b_columns: int = 0
-    """N, where it is not b's."""
+    """N, if it cannot be read from b's shape; else 0."""
 
     # --- its shapes -------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class FusedProduct:
 
     @property
     def few_rows_dtype(self) -> Any:
-        """Dtype in which the small-M kernel reads b, which XLA converts to it where it has another."""
+        """Dtype in which the small-M kernel reads b; XLA converts a b of another dtype first."""
         [dtype, *others] = self.b_dtypes
         last_axis = self.ks[0] if self.b_transposed else self.n
         reason = weights.why_unsupported(dtype, self.dtype, last_axis)
@@ -152,7 +152,7 @@ class FusedProduct:
 
     @property
     def work_beside_xla(self) -> Work:
-        """`work` for a choice between kernel and XLA: only few rows take the time to convert b."""
+        """`work` for the choice between kernel and XLA; with few rows it includes converting b."""
         first = self.b[0] if isinstance(self.b, tuple) else self.b
         return replace(
             self.work,
@@ -191,7 +191,7 @@ class FusedProduct:
 
 
 def present(arrays: Mapping[str, jax.Array | None]) -> dict[str, jax.Array]:
-    """Returns the arrays that are there."""
+    """Returns the arrays that are not None."""
     return {name: array for name, array in arrays.items() if array is not None}
 
 
@@ -201,7 +201,7 @@ class _Call:
 
     product: FusedProduct
     bs: Sequence[jax.Array]
-    """The arrays with b, reshaped so that each of its blocks ends where an axis does."""
+    """The arrays that hold b, reshaped as `_blocks` says."""
     blocks: Sequence[Block]
     multiprocessors: int
 
@@ -373,8 +373,8 @@ def _check_config(p: FusedProduct, config: MatmulConfig) -> None:
 def _blocks(p: FusedProduct) -> tuple[list[jax.Array], list[Block]]:
     """Returns the arrays that hold b, and the position of each term and product in them.
 
-    An array with several b is reshaped so that each ends where an axis does: copies beyond it read
-    zeros.
+    An array that holds several b is reshaped to have an axis over them: a copy that crosses the end of
+    one then reads zeros.
     """
     if isinstance(p.b, tuple):
         return list(p.b), [Block(index) for index in range(len(p.b))]

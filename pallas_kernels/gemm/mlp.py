@@ -1,6 +1,6 @@
 """Products of mlp and gated_mlp on Hopper, with an activation fused before or after them.
 
-The other products are `pallas_kernels.gemm.linear`, or XLA's where nothing is to be fused.
+The other products are in `pallas_kernels.gemm.linear`; those with nothing to fuse run in XLA.
 """
 
 from collections.abc import Callable
@@ -124,7 +124,7 @@ def _gated_unit_of_gate(
     activation: str | None,
     save_preactivations: bool,
 ) -> FusedProduct:
-    """Returns the h and the up of `gated_unit`, given gate."""
+    """Returns a product with the results h and up of `gated_unit`, for a gate computed before."""
     multiplied = _multiplied(activation, x.dtype)
 
     def epilogue(up, *, gate, bias=None):
@@ -143,7 +143,7 @@ def _gated_unit_of_gate(
 
 
 def _multiplied(activation: str | None, dtype: Any) -> Callable[..., dict[str, jax.Array]]:
-    """Returns the function of gate and up with which the epilogues of a gated unit end."""
+    """Returns the last step of a gated unit's epilogue, which computes h from gate and up."""
     return lambda gate, up: {"h": activate(activation, gate, dtype) * up, "gate": gate, "up": up}
 
 
@@ -159,7 +159,7 @@ def gated_forward(
     multiprocessors: int,
     config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Runs `gated_unit`, or without a config one product after the other where that is faster."""
+    """Runs `gated_unit`, or two separate products if they are faster and no config is given."""
     keywords: dict[str, Any] = dict(activation=activation, save_preactivations=save_preactivations)
     unit = gated_unit(x, w_gate, w_up, b_gate, b_up, **keywords)
     in_one, in_two = _times(unit.work_beside_xla, len(unit.outputs), multiprocessors)
@@ -186,7 +186,7 @@ def gated_forward_candidates(
 ) -> list[MatmulConfig | FewRowsConfig | None]:
     """Returns configs of both products of `gated_forward` in one pass over x, the default first.
 
-    None stands for the default where that is one product after the other.
+    None stands for two separate products, where these are the default.
     """
     outputs = 3 if save_preactivations else 1
     in_one, in_two = _times(work, outputs, multiprocessors)
@@ -197,14 +197,14 @@ def gated_forward_candidates(
 def _times(work: Work, outputs: int, multiprocessors: int) -> tuple[float, float]:
     """Returns predicted microseconds of both products in one pass over x, and in one pass each.
 
-    One pass is limited to tiles of half the width.
+    In one pass, the tiles of each product have half the width.
 
     Args:
-      work: the work of one of the products, or of both; epilogue aside.
+      work: the work of one product or of both; the epilogue's numbers in it are ignored.
     """
     one = replace(work, products=1, activations=1, read_bytes=0)
     in_one = replace(one, products=2, written_bytes=outputs * work.itemsize)
-    # The second product writes h, and up too where both are saved.
+    # The second product reads gate and writes h, and up too if preactivations are saved.
     of_gate = replace(one, read_bytes=work.itemsize, written_bytes=min(outputs, 2) * work.itemsize)
     gate = xla_cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
     return (
@@ -216,7 +216,7 @@ def _times(work: Work, outputs: int, multiprocessors: int) -> tuple[float, float
 def _gate(
     x: jax.Array, w_gate: jax.Array, b_gate: jax.Array | None, multiprocessors: int
 ) -> jax.Array:
-    if b_gate is None:  # Nothing to fuse: 16384 x 1024 x 4096 takes XLA 166 us, ours 178.
+    if b_gate is None:  # Nothing to fuse: XLA takes 166 us for 16384 x 1024 x 4096, our kernel 178.
         return jnp.matmul(x, w_gate.astype(x.dtype))
     gate = linear.layer(
         *(x, w_gate, b_gate, None), activation=None, save_preactivation=False, out_dtype=x.dtype
@@ -236,7 +236,8 @@ def gated_hidden_gradient(
 ) -> FusedProduct:
     """Returns dgate, dup, h = activation(gate) * up, and the sums over the rows of the former two.
 
-    dy is [M, E] and w_down [F, E]. h is there if it `returns_hidden`, the sums as in `sum_rows`.
+    dy is [M, E] and w_down [F, E]. h is computed if `returns_hidden`, and each sum if
+    its entry of `sum_rows` is true.
     """
 
     def epilogue(dh, *, gate, up):

@@ -1,9 +1,9 @@
-"""Reading an image at other places, in plain JAX.
+"""Resampling of an image at mapped positions, in plain JAX.
 
 Positions count from 0 at the middle of the first pixel, x to the right and y down. A map leads from the
-positions of the result to those of the image. Every value is a weighted mean of pixels, the weights of
-which are a kernel's of the distances along x and along y. Where the map shrinks and the reading is
-antialiased, the kernel is that much wider.
+positions of the result to those of the image. Every value is a weighted mean of pixels; a pixel's weight
+is the interpolation kernel at its distance along x times that along y. An antialiased kernel is wider
+by the factor by which the map shrinks the image.
 """
 
 import math
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
 
 SUPPORT = {"bilinear": 1, "bicubic": 2}
-"""How far from its middle a kernel reaches, in pixels."""
+"""Radius of each interpolation kernel, in pixels."""
 
 TAPS_UNROLLED = 4
-"""Largest number of taps, over both axes, that are written out; more are a loop."""
+"""Largest number of taps, over both axes, that are unrolled; more are a loop."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Reading:
     is_upright: bool
     """Whether x depends on the result's columns alone and y on its rows alone."""
     drops: bool
-    """Whether pixels outside the window do not count, as at the edges of a crop, or are `fill`."""
+    """True if pixels outside the window have no weight, as beyond a crop; else they are `fill`."""
     fill: tuple[float, ...]
     """Value outside of the image: one for all channels, or one for each."""
     widest: float
-    """The largest radius of the kernel, over its support."""
+    """Limit on `Map.radius`, known at compile time."""
 
     @property
     def taps(self) -> int:
@@ -53,15 +53,15 @@ class Map(NamedTuple):
     window: jax.Array
     """[4]: smallest x, smallest y, largest x, largest y of the pixels that the result may show."""
     radius: jax.Array
-    """[2]: the widths of the kernel along x and y, over its support; 1 where nothing shrinks."""
+    """[2]: radius of the kernel along x and y, in multiples of `SUPPORT`; 1 if nothing shrinks."""
     source: jax.Array
     """[2]: height and width of the image, which may be smaller than its array."""
     result: jax.Array
     """[2]: height and width of the result, which may be smaller than its array."""
     shift: jax.Array | None
-    """[H, W, 2]: what is added to (x, y) after the matrix, and before the matrix `before`."""
+    """[H, W, 2]: displacements, added to (x, y) between `matrix` and `before`; None for none."""
     before: jax.Array | None
-    """[3, 3] or None: from the frame of `shift` to the image."""
+    """[3, 3]: second matrix, from displaced positions to those of the image; None for none."""
 
     def packed(self) -> jax.Array:
         """Returns all but the shift and `before` as one row of `PACKED` numbers."""
@@ -70,7 +70,7 @@ class Map(NamedTuple):
 
 
 PACKED = 19
-"""How many numbers a packed map has."""
+"""Numbers in a packed map."""
 
 
 def unpacked(row: jax.Array, shift: jax.Array | None, before: jax.Array | None) -> Map:
@@ -79,14 +79,14 @@ def unpacked(row: jax.Array, shift: jax.Array | None, before: jax.Array | None) 
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the product of two 3 x 3 matrices in their own precision, which a GPU's dot has not."""
+    """Returns the product of two 3 x 3 matrices in full precision; a GPU's dot of float32 uses tf32."""
     return (a[:, :, None] * b[None]).sum(1)
 
 
 def moved(matrix: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns positions after a matrix of homogeneous coordinates."""
     below = matrix[2, 0] * x + matrix[2, 1] * y + matrix[2, 2]
-    # Positions at the horizon of a perspective and beyond are nowhere in the image.
+    # Positions at or beyond the horizon of a perspective map lie outside the image.
     visible = below > 1e-6
     divisor = jnp.where(visible, below, 1)
     return tuple(
@@ -110,7 +110,7 @@ def positions(reading: Reading, map: Map) -> tuple[jax.Array, jax.Array]:
 
 
 def shift_at(shift: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns a field of displacements [H, W, 2] at positions between its own; its edges go on."""
+    """Returns displacements [H, W, 2] interpolated bilinearly at (x, y); the edges are repeated."""
     height, width, _ = shift.shape
     x, y = jnp.clip(x, 0, width - 1), jnp.clip(y, 0, height - 1)
     left, top = jnp.floor(x), jnp.floor(y)
@@ -127,7 +127,7 @@ Pixels = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def resample(x: jax.Array, reading: Reading, map: Map, pixels: Pixels | None = None) -> jax.Array:
-    """Returns what is at the map's positions in an image [H, W, C], with C as it is."""
+    """Returns an image [H, W, C] sampled at the map's positions, [h, w, C]."""
     fill = jnp.broadcast_to(jnp.array(reading.fill, x.dtype), (x.shape[-1],))
     if reading.interpolation == "nearest":
         return nearest(x, reading, map, fill, pixels)
@@ -140,7 +140,7 @@ def resample(x: jax.Array, reading: Reading, map: Map, pixels: Pixels | None = N
 def nearest(
     x: jax.Array, reading: Reading, map: Map, fill: jax.Array, pixels: Pixels | None = None
 ) -> jax.Array:
-    """Returns the nearest pixels, right or below where two are as near; for labels too."""
+    """Returns the nearest pixel, of two as near the right or lower one; serves labels too."""
     across, down = (jnp.floor(place + 0.5) for place in positions(reading, map))
     seen = _is_seen(across, 0, map) & _is_seen(down, 1, map)
     if not reading.drops:
@@ -171,7 +171,7 @@ def _weights(distance: jax.Array, interpolation: Interpolation) -> jax.Array:
 def _tap_weights(
     place: jax.Array, pixel: jax.Array, axis: int, reading: Reading, map: Map
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (weight, weight if the pixel shows the image) of pixels along an axis for positions."""
+    """Returns each pixel's weight for a position along an axis, and the same with 0 for `fill`."""
     weight = _weights((pixel - place) / map.radius[axis], reading.interpolation)
     in_window = _is_in_window(pixel, axis, map)
     if reading.drops:
@@ -181,12 +181,12 @@ def _tap_weights(
 
 
 def _upright(x: jax.Array, reading: Reading, map: Map, fill: jax.Array) -> jax.Array:
-    """Reads rows and columns one after the other, as two products with matrices of weights."""
+    """Resamples along x and then along y, as two products with matrices of weights."""
     weights, shares = [], []
     for axis, (size, count) in enumerate(zip(x.shape[1::-1], reading.size[::-1], strict=True)):
         steps = jnp.arange(count, dtype=x.dtype)
         place = map.matrix[axis, axis] * steps + map.matrix[axis, 2]
-        # Beyond the array there is only fill, the weight of which is what is missing from 1.
+        # Pixels beyond the array are fill, whose weight is 1 less the sum of the other weights.
         reach = math.ceil(SUPPORT[reading.interpolation] * reading.widest) if reading.drops else 0
         pixel = jnp.arange(-reach, size + reach, dtype=x.dtype)
         weight, seen = _tap_weights(place[:, None], pixel[None], axis, reading, map)
@@ -216,10 +216,10 @@ def _total(place: jax.Array, axis: int, reading: Reading, map: Map) -> jax.Array
 def _anywhere(
     x: jax.Array, reading: Reading, map: Map, fill: jax.Array, pixels: Pixels
 ) -> jax.Array:
-    """Reads pixel by pixel."""
+    """Resamples value by value, for any map."""
     across, down = positions(reading, map)
     support = SUPPORT[reading.interpolation]
-    # Far from the image all is fill, and a position is a number that pixels can be counted from.
+    # Far from the image all is fill, so positions are limited to what integers can index.
     limit = support * reading.widest + 2
     across = jnp.clip(across, -limit, map.source[1] - 1 + limit)
     down = jnp.clip(down, -limit, map.source[0] - 1 + limit)
@@ -266,8 +266,9 @@ def _pixels(x: jax.Array, column: jax.Array, row: jax.Array) -> jax.Array:
 def repeatable_pixels(x: jax.Array, column: jax.Array, row: jax.Array) -> jax.Array:
     """Returns pixels as `_pixels` does; its gradient to x has the same bits each time, on a GPU too.
 
-    Floats are summed there in any order. So they are summed as integers: multiples of a share of the
-    largest, and multiples of a share of that for what is left, 2 x 14 bits for images of 224 x 224.
+    A GPU's scatter adds floats in any order, so the gradient adds integers: each float is rounded to a
+    multiple of a fraction of the largest, and its remainder to a finer multiple. Images of 224 x 224
+    have 2 x 14 bits.
     """
     return _pixels(x, column, row)
 
@@ -294,7 +295,7 @@ def _pixels_bwd(saved, dy):
 
     dx = (total(high) + total(low) * 2.0**-bits) * share
     dx = jnp.where(most > 0, jnp.where(jnp.isfinite(most), dx, jnp.nan), 0)
-    # A position that moves to another pixel does so by a step, which has no slope.
+    # Pixels are piecewise constant in the positions, so the positions' gradients are 0.
     return dx.astype(x.dtype), jnp.zeros_like(column), jnp.zeros_like(row)
 
 

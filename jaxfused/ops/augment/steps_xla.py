@@ -1,7 +1,7 @@
 """The pointwise steps of a pass over an image, in plain JAX.
 
-A step is an operation with its values. Each image has its own, so that the operation is data: a row
-[operation, values...] of an array. A pass knows which operations each of its steps may have.
+A step is an operation with its values. Images differ in their operations, so that a step is data: a row
+[operation, values...] of an array. `Steps` lists the operations that each step of a pass may have.
 
 Values of a picture are 0 to 1 within a pass; "levels" are the 256 of uint8.
 """
@@ -71,7 +71,7 @@ def run(x: jax.Array, rows: jax.Array, steps: Steps, statistics: Statistics | No
 
 
 def until_statistics(x: jax.Array, rows: jax.Array, steps: Steps) -> jax.Array:
-    """Returns the image of which a statistical step needs the statistics: as it is before that step."""
+    """Returns the image just before its statistical step, which needs this image's statistics."""
     taken = x
     last = max(i for i, ops in enumerate(steps) if STATISTICAL & set(ops))
     for row, ops in zip(rows[: last + 1], steps[: last + 1], strict=True):
@@ -115,12 +115,12 @@ def equalized(counts: jax.Array) -> jax.Array:
 
 
 def levels(x: jax.Array) -> jax.Array:
-    """Returns the levels of values, 0 to 255: the nearest, the even one of two that are as near."""
+    """Returns the nearest uint8 levels, 0 to 255, as floats; halves are rounded to even."""
     return jnp.round(jnp.clip(x, 0, 1) * 255)
 
 
 def gray(x: jax.Array) -> jax.Array:
-    """Returns the shades [..., 1] of 1, 3 or 4 channels; the fourth, opacity, does not count."""
+    """Returns the gray values [..., 1] of 1, 3 or 4 channels, of which the fourth is opacity."""
     if x.shape[-1] == 1:
         return x
     red, green, blue = GRAY
@@ -140,7 +140,7 @@ def _step(
 def _on_colours(
     f: Callable[[jax.Array, jax.Array, Statistics | None], jax.Array],
 ) -> Callable[[jax.Array, jax.Array, Statistics | None], jax.Array]:
-    """Makes a function of colours leave the fourth channel, opacity, as it is."""
+    """Returns a function of colours that leaves a fourth channel, opacity, unchanged."""
 
     def with_opacity(x, values, statistics):
         y = f(x[..., :3], values, statistics)
@@ -170,13 +170,13 @@ def _saturation(x, values, statistics):
 
 @_on_colours
 def _hue(x, values, statistics):
-    """Turns colours by `values[0]` of the circle: HSV without its saturation, which cancels."""
+    """Rotates hues by `values[0]` turns, as in HSV, whose saturation is not needed: it cancels."""
     if x.shape[-1] == 1:
         return x
     red, green, blue = x[..., 0], x[..., 1], x[..., 2]
     largest, chroma = x.max(-1), x.max(-1) - x.min(-1)
     divisor = jnp.where(chroma > 0, chroma, 1)
-    # XLA may compute a channel twice, with other roundings, so that none would equal the largest.
+    # No test for equality: XLA may compute a channel twice, rounded differently.
     sixths = jnp.where(
         (red >= green) & (red >= blue),
         (green - blue) / divisor,
@@ -226,7 +226,7 @@ def _equalize(x, values, statistics):
 
 
 def _erase(x, values, statistics):
-    """Fills the box of `values` (top, left, bottom, right) with the colours that follow in them."""
+    """Fills a box with a colour; `values` are top, left, bottom, right and the colour's channels."""
     row = jnp.arange(x.shape[0], dtype=x.dtype)[:, None]
     column = jnp.arange(x.shape[1], dtype=x.dtype)[None]
     within = (row >= values[0]) & (row < values[2]) & (column >= values[1]) & (column < values[3])

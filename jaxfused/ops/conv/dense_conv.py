@@ -1,8 +1,8 @@
 """Dense conv, where each feature depends on all channels: choice of implementation, gradient.
 
-The kernels see a convolution along one axis as one along columns, with a single row. A window of one
-weight is a matrix product of the pixels that it reads, in XLA's program too: cuDNN is slower at it than
-GEMM libraries, most of all at wgrad.
+The kernels run a 1-D convolution as a 2-D one with a single row. A 1 x 1 convolution is a matrix product
+of the pixels that it reads, in XLA's program too: cuDNN is slower at it than GEMM libraries, most of all
+at wgrad.
 """
 
 import functools
@@ -79,7 +79,7 @@ def window_of(
 
 
 class Simplification(Protocol):
-    """Rewrite of (x, w) as another convolution with the same result; equal rewrites compute the same."""
+    """Rewrite of (x, w) as another convolution with the same result; compared by value."""
 
     def __call__(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]: ...
 
@@ -116,7 +116,7 @@ class _Joined:
 
 @dataclass(frozen=True)
 class _MetPixels:
-    """Removal of the pixels of x [B, *spatial, C] that a window of one weight steps over."""
+    """Selection of the pixels of x [B, *spatial, C] that a strided 1 x 1 convolution reads."""
 
     strides: tuple[int, ...]
 
@@ -128,10 +128,10 @@ class _MetPixels:
 def left_to_xla(
     run: Runner, window: Window, options: "Options", x: Any, w: Any, bias: Any, residual: Any
 ) -> LeftToXla | None:
-    """Returns why a call that names no implementation is XLA's, or None if a kernel may be faster.
+    """Returns why XLA runs a call that names no implementation, or None if a kernel may be faster.
 
-    The window of `options` is what `simplified` makes of `window`; x and w are rewritten too. Each stage
-    later runs what is expected to be faster for it.
+    `options.window`, x and w are those after the rewrite by `simplified`; `window` is the call's. If no
+    reason is returned, each stage chooses its own implementation later.
     """
     dense = options.window
     if dense.is_pointwise:
@@ -171,7 +171,7 @@ def stages(options: "Options", x: Any, w: Any, bias: Any, residual: Any) -> Iter
 
 
 _LEAST_JOINED_PIXELS = 2**17
-"""Fewest pixels of the result for which space-to-depth comes first."""
+"""Fewest pixels of the result for which a kernel after space-to-depth is preferred to XLA."""
 
 
 def pixels_of(window: Window, x: Any) -> int:
@@ -240,22 +240,22 @@ class Convolved(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """Reading of x and further results that a call asks for."""
+    """How a call reads x, and the results that it asks for besides y."""
 
     simplify: Simplification = AsItIs()
     hands_on: bool = False
-    """Return of x as a second result; its cotangent is then a part of x's gradient."""
+    """True to return x as a second result, whose cotangent is added to x's gradient."""
     rectified: bool = False
     """True if x holds the values of a `Rectified`."""
     statistics: bool = False
-    """Statistics of y, for the norm that follows. No gradient flows through them."""
+    """True to return statistics of y, for a norm that follows. They have no gradient."""
 
 
 class Residuals(NamedTuple):
     """Arrays that the forward saves for the gradient."""
 
     x: jax.Array
-    """The caller's x. The backward simplifies it again: a saved copy would live for that alone."""
+    """The call's x. The backward simplifies it again, so that no simplified copy is kept for it."""
     w: jax.Array
     bias: jax.Array | None
     residual_like: jax.Array | None
@@ -288,7 +288,7 @@ def _conv_fwd(run: Runner, options: Options, request: Request, x, w, bias, resid
 
 
 def saved_of(options: Options, x, w, bias, residual, y, z) -> Residuals:
-    """Returns what the gradient reads: the operands, and the result y or, if saved, z."""
+    """Returns the residuals: the operands, and y if it gives the activation's derivative, else z."""
     like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
     return Residuals(x, w, bias, like, y if options.activation in SLOPE_OF_RESULT else z)
 
@@ -317,7 +317,7 @@ def _gradients(run: Runner, options: Options, request: Request, x, w, dz, handed
     """Returns (dx, dw); dx includes a returned x's cotangent, and is masked where x is rectified."""
     y = x if request.rectified else None
     if request.simplify != AsItIs():
-        # Without the barrier XLA merges this with the forward's rewritten copy, and keeps that alive.
+        # Without the barrier XLA reuses the forward's rewritten copy, which stays in memory for it.
         x, dz = jax.lax.optimization_barrier((x, dz))
         (x, w), restore = jax.vjp(request.simplify, x, w)
         dx, dw = restore(_gradients(run, options, Request(), x, w, dz, None))

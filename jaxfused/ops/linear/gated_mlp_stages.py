@@ -23,7 +23,7 @@ from pallas_kernels.gemm.fused_product import FusedProduct
 
 
 def gate_axis_of(w_up: jax.Array | None) -> str:
-    """Returns the letter of w_gate's last axis: "g" if it holds both, as a shard is not two halves."""
+    """Returns the letter of w_gate's last axis: "g", which is not split, if it holds gate and up."""
     return "g" if w_up is None else "f"
 
 
@@ -76,7 +76,7 @@ class GatedUnit(ProductStage):
 
     def estimate(self, device, able, x, w_gate, w_up, *biases) -> Estimate:
         work = self.work(x, w_gate, w_up, *biases)
-        # XLA writes gate and up in any case, and again if they are the halves of one array.
+        # XLA writes gate and up, and if they are saved halves of one array, copies them too.
         moved = 3 if w_up is not None or not self.saves_preactivations else 5
         passes = passes_of(work, self.activation, evaluations=1, matrices=moved)
         time = functools.partial(
@@ -211,10 +211,11 @@ class GatedInputGradient(ProductStage):
         del dup
         work = self._one_product(dgate, w_gate)
         if w_up is not None:
-            # Two products, which XLA adds in a pass.
+            # XLA runs two products, and adds them in a pass of its own.
             passes = passes_of(work, None, matrices=3)
             return product_estimate(device, able, dgate.dtype, work, passes, terms=2)
-        # One product. XLA concatenates the cotangents for it, unless the weights' gradient has.
+        # XLA runs one product of the concatenated cotangents. Concatenating them is free if the hidden
+        # gradient writes them so or the wgrad needs them so.
         is_free = self.finds_joined or work.m <= work.n
         matrices = 0 if is_free else math.ceil(4 * work.k / work.n)
         passes = Passes(bytes_of_element=matrices * work.itemsize)

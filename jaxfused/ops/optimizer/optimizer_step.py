@@ -33,7 +33,7 @@ class KernelRule:
 
     @property
     def stage(self) -> str:
-        """The name that `jaxfused.explain` lists."""
+        """The stage's name in `jaxfused.explain`."""
         return f"{self.name} step"
 
 
@@ -52,7 +52,7 @@ def record(
     why: Mapping[str, str | None],
     by_partitioner: bool = False,
 ) -> None:
-    """Records the choice; its operands are the parameters of each dtype, as one vector."""
+    """Records the choice, with all parameters of a dtype as one vector operand."""
     sizes: dict[Any, int] = {}
     for leaf in leaves:
         dtype = leaf.parameter.dtype
@@ -140,7 +140,7 @@ def _each(rows: Sequence[Any], fields: Sequence[Sequence[str]]) -> list[tuple[An
 
 
 def _present(leaf: Leaf) -> list[str]:
-    """Returns the names of a leaf's arrays, scales first, because the last array decides the split."""
+    """Returns the names of a leaf's arrays, scales first: the last array decides how axes are split."""
     present = [field for field, array in leaf._asdict().items() if array is not None]
     return sorted(present, key=lambda field: not field.endswith("scale"))
 
@@ -207,7 +207,7 @@ class _Call:
     def _launches(
         self, leaves: Sequence[Leaf], names: Sequence[tuple[str, ...]]
     ) -> list[list[int]]:
-        """Returns lists of the leaves that one call updates."""
+        """Returns the leaves' indices, in a list for each call of the kernels."""
 
         def kind(i: int) -> Hashable:
             leaf = leaves[i]
@@ -279,10 +279,10 @@ def _has_float32_moments(leaf: Leaf) -> bool:
 def _place(
     where: sharding.OnShards, axes: sharding.AxisNames, shard: jax.Array
 ) -> list[jax.Array | int]:
-    """Returns a shard's place in its array: base, three chunks and three skips, modulo 2^32.
+    """Returns how indices in a shard map to the whole array: a base, three chunks and three skips.
 
-    The element with index l on this device has index base + l + sum of (l // chunk) * skip in the array.
-    Each split axis has a term, except the array's first axis.
+    The element with index l on this device has index base + l + sum of (l // chunk) * skip, modulo 2^32,
+    in the array. Each split axis has a term, except the array's first axis.
     """
     base: jax.Array | int = 0
     terms = []
@@ -313,7 +313,7 @@ def _random(
     places: Sequence[Sequence[jax.Array | int]],
     like: Leaf,
 ) -> jax.Array:
-    """Returns the seeds and places for the kernels' random bits, [leaves, RANDOM_WORDS]."""
+    """Returns uint32 [leaves, RANDOM_WORDS]: seeds of random bits, and the numbers of `_place`."""
     rounding, coding = words
     codes = like.first_scale is not None
 

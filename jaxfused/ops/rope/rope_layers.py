@@ -1,4 +1,6 @@
-"""Layers of a model that rotate, and the type of each, by its config.json.
+"""Layers of a Hugging Face model: the attention type of each, and whether it applies rope.
+
+Both are read from the model's config.json.
 
 Source: the configuration and modelling files of transformers 5.23.0.
 """
@@ -19,10 +21,10 @@ _WINDOWS_ALONE = frozenset(
         "kolibri1",
     }
 )
-"""Models in which only the layers with a window rotate."""
+"""Model types in which only the layers with a sliding window apply rope."""
 
 _EVERY_FOURTH_DOES_NOT = frozenset({"llama4_text", "smollm3"})
-"""Models in which every fourth layer does not rotate, if the config has no list."""
+"""Model types in which every fourth layer does not apply rope, if the config has no list."""
 
 _INTERVALS = {
     "afmoe": 4,
@@ -32,11 +34,11 @@ _INTERVALS = {
     "gemma3_text": 6,
     "olmo3": 4,
 }
-"""Interval of the layers that see all tokens, if the config does not give it."""
+"""Interval of the layers with full attention by model type, if the config does not give it."""
 
 
 class Layer(NamedTuple):
-    """Properties of a layer."""
+    """Attention type of a layer, and whether it applies rope."""
 
     type: str | None
     rotates: bool
@@ -50,7 +52,7 @@ def layers_of(config: Mapping[str, Any]) -> list[Layer]:
         interval = config.get("no_rope_layer_interval")
         if interval is None and config.get("model_type") in _EVERY_FOURTH_DOES_NOT:
             interval = 4
-        # In spite of its name, the list has 1 where a layer rotates.
+        # In spite of its name, the list has 1 where a layer applies rope.
         turning = interval and [int((index + 1) % interval != 0) for index in range(count)]
     types = config.get("layer_types") or _types(config)
     if not types:
@@ -78,7 +80,7 @@ def _types(config: Mapping[str, Any]) -> list[str]:
 
 
 def type_rotates(config: Mapping[str, Any], kind: str | None, index: int | None = None) -> bool:
-    """Returns whether layers of a type rotate, or layer `index` of it where that decides too."""
+    """Returns whether a layer of type `kind` applies rope, which in cohere2_moe depends on its index."""
     if kind is None:
         return True
     if not kind.endswith("attention") or kind == "linear_attention":
