@@ -173,7 +173,7 @@ class _BiasGradient:
         plgpu.barrier_wait(full)
 
     def products(self, refs: _References, s_acc: Any, dp_acc: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns S = Q K^T and dP = dO V^T."""
+        """Returns S = Q K^T and dP = dO V^T of the copied tile, in float32 registers."""
         names = ("q_smem", "k_smem", "do_smem", "v_smem")
         q, k, do, v = (Matrix.of(refs.scratch[name]) for name in names)
         memory.multiply_transposed(s_acc, q, k)

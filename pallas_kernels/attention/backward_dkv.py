@@ -191,7 +191,7 @@ def key_gradients(
 def shared_tiles(
     shape: Shape, logits: Logits, config: KeyGradientConfig, multiprocessors: int
 ) -> KeyTiles:
-    """Returns the tiles of keys, in the number of shares that is predicted fastest.
+    """Returns the tiles of keys, each divided into the number of shares predicted fastest.
 
     A tile of keys visits the queries of all heads that share it. If there are too few tiles for all SMs,
     or the first of them visit many queries and the last few, as in causal attention, the heads are
@@ -218,12 +218,12 @@ def microseconds(
     if tiles.shares == 1:
         return by_tiles
     values = shape.batch * shape.key_count * shape.key_heads * (shape.head_size + shape.value_size)
-    # The gradients of the shares are written and read.
+    # Each share writes dK and dV to memory, 2 bytes an element, and the sum reads them again.
     return by_tiles + LAUNCH + 2 * 2 * tiles.shares * values / BYTES
 
 
 def _sum_of_shares(gradient: jax.Array, shares: int) -> jax.Array:
-    """Returns [B, S, K, .] from [B, S, K * shares, .], in the same dtype."""
+    """Sums the shares of each key head in float32: [B, S, K * shares, .] to [B, S, K, .]."""
     if shares == 1:
         return gradient
     batch, count, heads, size = gradient.shape
@@ -244,7 +244,7 @@ class _Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class _KeyGradients:
-    """The part that both kernels share: static parameters, shared memory, and the producer."""
+    """Base class of both kernels for dK and dV: static parameters, shared memory, and the producer."""
 
     shape: Shape
     dtype: Any
@@ -376,7 +376,7 @@ class _KeyGradients:
     def own(self, cta: Cta) -> jax.Array:
         """Returns the warpgroup's index behind a barrier for the compiler.
 
-        Otherwise it would compute addresses before the loop, which occupy registers throughout it.
+        Without the barrier, addresses would be computed before the loop and occupy registers throughout.
         """
         return lax.optimization_barrier(cta.wg_idx)
 
@@ -415,7 +415,7 @@ class _KeyGradients:
         return queries.slot(visit.step), douts.slot(visit.step)
 
     def release(self, cta: Cta, visit: _Visit) -> None:
-        """Returns the slots of a visited block to the producer."""
+        """Marks the pipeline stages of a visited block as free, for the producer to fill."""
         # The fence orders the producer's next copies after this thread's reads of log-sum-exp and
         # delta.
         plgpu.commit_smem()

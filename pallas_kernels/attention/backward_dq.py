@@ -381,7 +381,7 @@ class _QueryGradient:
 
         blocks = self.padded_logits[3] // block
         if isinstance(rows.visits, ListedVisits):
-            # Each thread overwrites its own zeros in the blocks of the list.
+            # In the blocks of the list, each thread later overwrites the zeros that it wrote itself.
             lax.fori_loop(0, blocks, write, None)
             return
         lax.fori_loop(0, rows.at.first, write, None)

@@ -1,4 +1,4 @@
-"""The part of attention's backward that is separate for each query.
+"""Attention's backward in XLA, where it has one number per query: log-sum-exp, delta, sinks.
 
 It computes log-sum-exp and delta of each query, and the gradients that need no kernel. Let
 D = sum(out * dout) of a query, and p the probability of its sink, which is 0 without a sink. Then

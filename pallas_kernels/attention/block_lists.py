@@ -19,19 +19,19 @@ from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import BlockMask, Blocks, Extent
 
 _WORD = 32
-"""Bits of a word."""
+"""Bits of a word of `Tables.bits`."""
 
 
 class Tiles(Protocol):
-    """Masks in tiles of queries and keys."""
+    """Masks [masks, T, S], cut into tiles of queries and keys."""
 
     @property
     def kinds(self) -> np.ndarray:
-        """int32 [masks, tiles of queries, tiles of keys]: -1 empty, 0 full, or a partial tile."""
+        """Kinds, int32 [masks, query tiles, key tiles]: -1 empty, 0 full, else index in `partial`."""
 
     @property
     def partial(self) -> np.ndarray:
-        """Bool [partial tiles + 1, queries of a tile, keys of a tile]; the first allows everything."""
+        """Allowed pairs, bool [partial tiles + 1, queries, keys of a tile]; entry 0 allows all."""
 
 
 class Pattern(Protocol):
@@ -45,27 +45,27 @@ class Pattern(Protocol):
 
 
 class Tables(NamedTuple):
-    """What a kernel reads to find a tile's blocks; in a kernel, references in global memory."""
+    """Arrays that a kernel reads to find a tile's blocks; in a kernel, references in global memory."""
 
     bounds: Any = None
-    """The table of `segment_blocks`, or None."""
+    """Ranges of blocks by segment, as `segment_blocks` returns them; None without segments."""
     ranges: Any = None
-    """int32 [B or 1, masks, tiles, 2]: the entries [start, stop) of each tile's list. It and the next
+    """Entries [start, stop) of each tile's list, int32 [B or 1, masks, tiles, 2]. It and the next
     two are None without lists."""
     entries: Any = None
-    """int32 [masks, tiles, entries, 2]: block and number of bits of each entry."""
+    """Block of each entry, and the index of its bits, int32 [masks, tiles, entries, 2]."""
     bits: Any = None
-    """uint32 [partial blocks, words of a row, rows]: bit c % 32 of word c // 32 is column c."""
+    """Partial blocks, uint32 [blocks, words of a row, rows]: bit c % 32 of word c // 32 is column c."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """The part of the lists that is known when a kernel is compiled."""
+    """Lists of a `Pattern`, known when a kernel is compiled; `tables` limits them by a call's arrays."""
 
     counts: np.ndarray
-    """int32 [masks, tiles]"""
+    """Entries of each tile's list, int32 [masks, tiles]."""
     entries: np.ndarray
-    """As in `Tables`. The last entry of each list is one that forbids everything."""
+    """`Tables.entries`; the last entry of each list is of a block that forbids everything."""
     bits: np.ndarray
 
     def costs(self, columns: int) -> list[int]:
@@ -165,7 +165,7 @@ def _packed(partial: np.ndarray) -> np.ndarray:
 
 
 def as_explicit(logits: Logits, operands: Operands) -> tuple[Logits, Operands]:
-    """Returns both with the pattern as an explicit mask, for kernels without lists."""
+    """Returns logits and operands with the pattern as an explicit mask, for kernels without lists."""
     pattern = logits.mask.pattern
     if pattern is None:
         return logits, operands

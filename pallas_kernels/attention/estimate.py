@@ -48,7 +48,7 @@ def _split_forward(
     by_tasks = -(-tasks // places) * (1.5 + blocks * per_block)
     read = _bytes_of_keys(shape, keys)
     by_memory = max(read / BYTES, read * tiles / CACHED_BYTES)
-    # Each part writes its output in float32, and what merges the parts reads it: XLA a single one.
+    # Each part's float32 output is written once, and read once by the merge (XLA's for a single part).
     parts = 8 * tasks * min(WGMMA_ROWS, Packing.of(shape).rows) * shape.value_size
     merged = shape.batch * shape.heads * -(-shape.query_count // 4)
     merging = merged / (16 * max(1, multiprocessors)) if config.splits > 1 else 0.0
@@ -62,9 +62,9 @@ def backward(
     config: BackwardConfig | ShortBackwardConfig | SplitBackwardConfig,
     multiprocessors: int,
 ) -> float:
-    """Returns the microseconds of a backward, beside XLA's kernel for the numbers of each query.
+    """Returns the microseconds of a backward, without XLA's kernel for log-sum-exp and delta.
 
-    The backward for few keys computes those numbers itself: it takes the less by that kernel's time.
+    The backward for few keys computes both itself: the time of XLA's kernel is subtracted from it.
     """
     keys = visited_keys(shape, logits)
     multiprocessors = max(1, multiprocessors)
@@ -80,23 +80,23 @@ def backward(
 
 
 _LEAST_OF_QUERIES = 2.4
-"""Least time of a tile of queries, however few keys it visits."""
+"""Microseconds that a tile of queries takes at least, however few keys it visits."""
 
 
 def _row_statistics(shape: Shape) -> float:
-    """XLA's kernel that reads the output and its gradient and sums their products."""
+    """Returns the microseconds of XLA's kernel that computes rowsum(dout * out)."""
     rows = 2.0 * shape.batch * shape.query_count * shape.heads * shape.value_size
-    # Its threads do not read as fast as a copy.
+    # This kernel of XLA's reaches 0.75 of a copy's bandwidth.
     return 2.0 + 2 * rows / (0.75 * BYTES)
 
 
 def _short_backward(shape: Shape, multiprocessors: int) -> float:
-    """A CTA has a key head and all of its queries, 64 at a time."""
+    """Returns the microseconds of the short backward, a CTA for each key head, 64 queries a step."""
     steps = shape.group * -(-shape.query_count // WGMMA_ROWS)
     tiles = -(-shape.key_count // WGMMA_ROWS)
     alone = steps * max(1.0, shape.head_size / 64) * (1 + 0.5 * tiles)
     ctas = shape.batch * shape.key_heads
-    # Where all multiprocessors are at work, their clocks are lower and memory is shared.
+    # When CTAs occupy half of the SMs or more, clocks are lower and memory bandwidth is shared.
     crowded = 1.25 if 2 * ctas > multiprocessors else 1.0
     return LAUNCH + -(-ctas // multiprocessors) * alone * crowded
 

@@ -81,7 +81,7 @@ class ForwardConfig:
         return Columns.in_wide_blocks(size) if widens else layout
 
     def has_own_output(self, shape: Shape) -> bool:
-        """Whether the output has shared memory of its own, as it must where Q has another layout."""
+        """True if the output has shared memory of its own, as it must where Q has another layout."""
         head, value = self.columns(shape)
         return self.separate_output or head != value
 
@@ -135,7 +135,7 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
             ForwardConfig(consumers=1, key_block=64, separate_output=False),
             ForwardConfig(consumers=1, key_block=128, separate_output=False),
         )
-    # Two narrower blocks take longer than a wide one.
+    # Products of two narrower blocks of columns take longer than one product of 64 columns.
     wide_blocks = any(size % SWIZZLED_COLUMNS > 32 for size in (shape.head_size, shape.value_size))
     together = _heads_together(shape, logits, configs[0].query_block, multiprocessors)
     configs = tuple(

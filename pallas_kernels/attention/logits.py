@@ -57,7 +57,7 @@ class Operands(NamedTuple):
     key_lengths: Any = None
     query_offset: Any = None
     query_segments: Any = None
-    """Segments of the queries [B, T], int32; key_segments are [B, S]."""
+    """Segment of each query [B, T], int32; `key_segments` are [B, S]."""
     key_segments: Any = None
     explicit: Any = None
     """Mask [B or 1, N or 1, T or 1, S or 1], int8, 1 where a query may attend to a key."""
@@ -119,18 +119,18 @@ class Bits(NamedTuple):
 
 @dataclass(frozen=True)
 class Tile:
-    """Place of a tile of logits, whose rows are queries, or keys if `transposed`."""
+    """Position of a tile of logits, whose rows are queries, or keys if `transposed`."""
 
     batch: Index
     head: Index
     query_start: Index
     key_start: Index
     shape: tuple[int, int]
-    """(rows, columns)"""
+    """Rows and columns of the tile."""
     transposed: bool = False
     layout: Any = plgpu.Layout.WGMMA
     bits: "Bits | None" = None
-    """What the pattern of the mask allows, if it has one."""
+    """Bits of the pairs that the mask's pattern allows; None without a pattern."""
 
     @property
     def query_axis(self) -> int:
@@ -223,7 +223,7 @@ class TransposedTile(Tile):
 
 @dataclass(frozen=True)
 class Logits:
-    """Static parameters between products and weights: scale, cap, bias, mask and dropout."""
+    """Static parameters of the step from Q K^T to weights: scale, cap, bias, mask and dropout."""
 
     scale: float
     mask: BlockMask
@@ -243,12 +243,12 @@ class Logits:
         return self.has_bias or self.mask.has_explicit
 
     def pads_keys(self, key_block: int) -> bool:
-        """Whether XLA must pad a bias or mask to whole blocks of keys, but not to blocks of 64."""
+        """Whether XLA must pad bias or mask [.., S]: `key_block` does not divide S, but 64 does."""
         count = self.mask.key_count
         return self.has_matrices and count % key_block > 0 and count % WGMMA_ROWS == 0
 
     def operand_start(self, start: jax.Array, count: int, tile_rows: int) -> jax.Array:
-        """Returns the first row of the operands that a warpgroup with rows from `start` on loads.
+        """Returns the first row of bias, mask or segments to load for a warpgroup's rows at `start`.
 
         Operands have `count` rows, padded to a multiple of 64. They are not padded to whole tiles of
         `tile_rows`, since padding takes a copy. A warpgroup with all its rows beyond the operands' end

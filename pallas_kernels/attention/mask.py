@@ -31,12 +31,12 @@ class Blocks(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Lengths of a batch entry, and where its queries stand among its keys."""
+    """Lengths of a batch entry, and the position of its queries among its keys."""
 
     query_length: Index
     key_length: Index
     query_offset: Index = 0
-    """Position of the first query: query t stands at key t + query_offset."""
+    """Position of the first query: query t has the position of key t + query_offset."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class BlockMask:
     window: tuple[int, int] | None = None
     """Bounds (left, right): a query at p attends to keys p - left <= s <= p + right."""
     has_query_offset: bool = False
-    """True if query t stands at p = t + offset, with an offset of each batch entry; else p = t."""
+    """True if query t has position p = t + offset, with an offset of each batch entry; else p = t."""
     has_query_lengths: bool = False
     has_key_lengths: bool = False
     has_segments: bool = False
@@ -166,7 +166,7 @@ class BlockMask:
         """
         query_length, key_length, offset = extent
         left, right = self.reach()
-        # Key s stands at query s - offset.
+        # Key s has the position of query s - offset.
         first, last = keys[0] - offset, _min(keys[1], key_length) - 1 - offset
         start, full_start = 0, 0
         # A last block of queries with rows beyond the length counts as full if the other rows allow it.

@@ -165,7 +165,7 @@ class Matrix(NamedTuple):
         return Matrix(*(tuple(ref.at[index] for ref in refs) for refs in self))
 
     def _places(self, heads: Heads, batch, start, head):
-        """Yields the place of each block in global memory, with rows from `start` on."""
+        """Yields the slice of global memory for each block of columns, with rows from `start` on."""
         # JAX rejects static indices if a block ends beyond its axis, so these are traced.
         traced_zero = batch * 0
         first = 0

@@ -1,4 +1,4 @@
-"""Merges the parts that `page_work` divides each tile of rows into, whose number lengths decide.
+"""Merge of paged attention's outputs over parts of the keys; run-time lengths decide how many there are.
 
 As in `merge_splits`, the output is the mean of the parts' outputs, weighted by their sums of
 exponentials, in a fixed order. A CTA merges four rows, each in one warp. The parts are copied four at a
@@ -25,9 +25,9 @@ from pallas_kernels.hopper import LANES, WARPS
 _WIDEST = 128
 """Columns that a CTA merges at most."""
 _TOGETHER = 4
-"""Parts of a copy."""
+"""Parts whose rows are copied to shared memory together, for one pipeline stage."""
 _SLOTS = 3
-"""Copies that are in flight."""
+"""Pipeline stages, each with the copies of `_TOGETHER` parts."""
 
 
 def merge(
@@ -40,7 +40,7 @@ def merge(
     shape: Shape,
     dtype: Any,
 ) -> jax.Array:
-    """Returns [units, rows, V] from parts outs [parts, rows, 1, V] and lses [parts, 64], in base 2."""
+    """Returns [units, rows, V], merged from outs [parts, rows, 1, V] and base-2 lses [parts, 64]."""
     kernel = _Merge(shape, dtype, division, packing, outs.shape[1])
     optional = {"sinks": operands.sinks, "query_lengths": operands.query_lengths}
     optional = {name: array for name, array in optional.items() if array is not None}
@@ -72,7 +72,7 @@ class _Merge:
     division: Division
     packing: Packing
     rows: int
-    """Rows that are kept of a part."""
+    """Rows of a part in global memory; the other rows of its tile of 64 are padding."""
 
     @property
     def columns(self) -> int:
@@ -85,7 +85,7 @@ class _Merge:
 
     @property
     def quads(self) -> int:
-        """CTAs that share the rows of a unit."""
+        """Groups of four rows of a unit, one row for each warp of a CTA."""
         return -(-self.rows // WARPS)
 
     @property
@@ -95,7 +95,7 @@ class _Merge:
     def memory(self) -> dict[str, Any]:
         return dict(
             outs_smem=plgpu.SMEM((_SLOTS, _TOGETHER, WARPS, self.columns), jnp.float32),
-            # A copy moves a multiple of 128 bytes.
+            # A copy moves a multiple of 128 bytes: eight log-sum-exps of each part, for four rows.
             lses_smem=plgpu.SMEM((_SLOTS, _TOGETHER, 2 * WARPS), jnp.float32),
             out_smem=plgpu.SMEM((WARPS, self.columns), self.dtype),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
@@ -223,7 +223,7 @@ class _Merge:
         start: jax.Array,
         layout: Any,
     ) -> jax.Array:
-        """Returns what the merged rows are multiplied by: 0 for rows past the query length.
+        """Returns the factor of each merged row, 1 / total, or 0 for rows past the query length.
 
         Rows without keys have parts that are 0, and each adds 1 to the total.
         """

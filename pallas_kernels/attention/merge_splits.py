@@ -74,7 +74,7 @@ def merge(
 def only_part(
     outs: jax.Array, lses: jax.Array, operands: Operands, shape: Shape, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `merge` returns, for a single part, in XLA, which does little more than round."""
+    """Returns `merge`'s results for a single part, by XLA: little more than a rounding is left to do."""
     batch, query_count, _, heads, key_heads, _, value_size = shape
     packing = Packing.of(shape)
     out = packing.unpacked(outs.reshape(batch, key_heads, packing.rows, value_size))
@@ -116,7 +116,7 @@ class _Merge:
 
     @property
     def quads(self) -> int:
-        """CTAs that share the queries of a head."""
+        """Groups of four queries of a head, one query for each warp of a CTA."""
         return -(-self.shape.query_count // WARPS)
 
     @property

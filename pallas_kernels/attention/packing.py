@@ -110,7 +110,7 @@ class Packing:
         return 0, self.query_count
 
     def query(self, row: jax.Array) -> jax.Array:
-        """Returns the query of each row."""
+        """Returns the query index of each row of a key head."""
         if self.query_count == 1:
             # A 0 that Mosaic cannot fold into a constant: it finds no layout for one in dropout.
             return jnp.minimum(row, 0)

@@ -27,24 +27,24 @@ class Plan(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A block in the list."""
+    """Position of a block of keys in the list of all blocks that all units visit."""
 
     sequence: jax.Array
     unit: jax.Array
-    """Tile of rows within its sequence, of all key heads."""
+    """Index of the tile of rows among those of the sequence's key heads."""
     block: jax.Array
-    """Number of the block among those that the unit visits."""
+    """Index of the block among those that the unit visits."""
     blocks: jax.Array
     """Blocks that each unit of this sequence visits."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """Static sizes of the division."""
+    """Static sizes of the division of blocks among CTAs."""
 
     ctas: int
     units: int
-    """Tiles of rows of a sequence, of all key heads."""
+    """Tiles of rows of a sequence, over all of its key heads."""
     key_block: int
 
     def blocks(self, mask: BlockMask, extent: Extent) -> tuple[Index, jax.Array]:
@@ -74,7 +74,7 @@ class Division:
         return lax.div(total + (self.ctas - 1), jnp.int32(self.ctas))
 
     def place(self, plan: Plan, number: jax.Array, sequence: jax.Array) -> Place:
-        """Returns the place of block `number`, of `sequence` or of the next one, in a kernel."""
+        """Returns the `Place` of block `number`, in `sequence` or the next one; a kernel calls this."""
         sequence += (number >= plan.starts[sequence + 1]).astype(jnp.int32)
         start = plan.starts[sequence]
         blocks = lax.div(plan.starts[sequence + 1] - start, jnp.int32(self.units))
@@ -82,7 +82,7 @@ class Division:
         return Place(sequence, lax.div(within, blocks), lax.rem(within, blocks), blocks)
 
     def parts(self, plan: Plan, sequence: jax.Array, unit: jax.Array) -> tuple[Index, Index]:
-        """Returns the numbers of a unit's parts as a range, in a kernel."""
+        """Returns the range [start, stop) of the indices of a unit's parts; a kernel calls this."""
         total = plan.starts[plan.starts.shape[0] - 1]
         quota = self.quota(total)
         start = plan.starts[sequence]

@@ -92,7 +92,7 @@ class Sizes(NamedTuple):
         return 1 if self.most_pages == 1 else max(1, key_block // self.page_size)
 
     def fits(self, key_block: int) -> bool:
-        """Whether blocks and pages hold whole numbers of one another."""
+        """Whether a block of keys is a whole number of pages, or a page of blocks."""
         size = self.page_size
         return self.most_pages == 1 or size % key_block == 0 or key_block % size == 0
 
@@ -202,7 +202,8 @@ def candidates(sizes: Sizes) -> tuple[PagedConfig, ...]:
     widest = max(sizes.head_size, sizes.value_size)
     shapes = [dict(stages=2), dict(stages=3, ctas_per_multiprocessor=1)]
     if not sizes.has_scales:
-        # 127 us of 144 for 16 sequences of 8,192 keys in pages of 64, on an H200 (2026-11-28).
+        # Blocks of 128 keys: 127 us in place of 144 for 16 sequences of 8,192 keys in pages of 64,
+        # on an H200 (2026-11-28).
         shapes = [dict(key_block=128, ctas_per_multiprocessor=1), *shapes]
     if widest <= memory.SWIZZLED_COLUMNS:
         shapes = [dict(ctas_per_multiprocessor=3), dict(stages=3), dict(key_block=128), *shapes]
@@ -267,7 +268,7 @@ def forward(
 
 
 class _Cta(NamedTuple):
-    """References of a CTA."""
+    """References to the arrays and buffers that a CTA uses."""
 
     queries: Heads
     pools: tuple[Any, ...]
@@ -286,7 +287,7 @@ class _Cta(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Blocks of a CTA."""
+    """Range of a CTA's blocks in the list of all blocks; see `page_work`."""
 
     begin: jax.Array
     stop: jax.Array
@@ -324,7 +325,7 @@ class _Paged:
 
     @property
     def part_rows(self) -> int:
-        """Rows that are kept of a part."""
+        """Rows of a part that are written; the other rows of its tile of 64 are padding."""
         return min(WGMMA_ROWS, self.packing.rows)
 
     def memory(self) -> dict[str, Any]:
@@ -399,7 +400,7 @@ class _Paged:
         plgpu.wait_smem_to_gmem(0)
 
     def units(self, cta: _Cta, work: _Work, first: jax.Array, last: jax.Array) -> jax.Array:
-        """Returns how many units a CTA works at, given the sequences of its first and its next block."""
+        """Returns a CTA's number of units; it begins in sequence `first`, the next CTA in `last`."""
         begin = jnp.minimum(work.begin, work.stop - 1)
         start = self.division.place(cta.plan, begin, first)
         stop = self.division.place(cta.plan, work.stop - 1, jnp.maximum(last - 1, first))
@@ -424,7 +425,7 @@ class _Paged:
         queries.fill(cta.queries, batch_idx, start, head_idx, cta.shared["q_full"])
 
     def ahead(self, cta: _Cta, work: _Work, number: jax.Array, sequence: jax.Array) -> Place:
-        """Returns the place of a block that will be copied, or of the last one."""
+        """Returns the place of block `number`, whose copy comes next, or of the CTA's last block."""
         return self.division.place(cta.plan, jnp.minimum(number, work.stop - 1), sequence)
 
     def copy(self, name: str, cta: _Cta, work: _Work, i: int | jax.Array, place: Place) -> None:
@@ -633,7 +634,7 @@ class _Paged:
         """Adds Q K^T to the accumulator."""
         queries = Matrix.of(cta.shared["q_smem"])
         if len(queries.operands) != len(keys.operands):
-            # One block of columns, which copies fill by tiles, as the blocks that the queries have.
+            # The keys are one block of columns, copied by tiles: slice it into the queries' blocks.
             [whole], first, blocks = keys.operands, 0, []
             for operand in queries.operands:
                 blocks.append(whole.at[:, pl.ds(first, operand.shape[1])])

@@ -269,7 +269,7 @@ class _Cta(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The place of the queries of a step."""
+    """Position of a step's queries: batch entry, query head and first query."""
 
     batch_idx: jax.Array
     head_idx: jax.Array
@@ -558,7 +558,7 @@ class _ShortBackward:
     def accumulate(
         self, cta: _Cta, item: Any, key_slot: int, within: Any, dv_accs: Any, dk_accs: Any
     ) -> None:
-        """Adds the contribution of a step's queries to dK and dV, and passes dS on."""
+        """Adds the contribution of a step's queries to dK and dV, and stores dS for the product dQ."""
         step = item * self.steps + within
         slot = self.query_slot(step)
         batch_idx = self.place(cta, step).batch_idx

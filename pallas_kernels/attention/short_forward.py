@@ -197,7 +197,7 @@ class _Worker(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The place of the tile of a step."""
+    """Position of a step's tile of queries: batch entry, head and first query."""
 
     batch_idx: jax.Array
     head_idx: jax.Array
@@ -206,7 +206,7 @@ class _Place(NamedTuple):
 
 
 _Part = tuple[Tile, jax.Array]
-"""Place of up to 64 columns of a tile of logits, and their values."""
+"""Position of up to 64 columns of a tile of logits, and the logits' values."""
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def forward(
 
 
 class _Cta(NamedTuple):
-    """References of a CTA."""
+    """References to the arrays and buffers that a CTA uses."""
 
     heads: tuple[Heads, Heads, Heads]
     """Q in rows, K and V in global memory."""

@@ -204,7 +204,7 @@ def _split(
 
 
 class _Cta(NamedTuple):
-    """References of a CTA."""
+    """References to the arrays and buffers that a CTA uses."""
 
     arrays: tuple[Any, ...]
     """Q in rows, K, V, dO in rows, log-sum-exp and delta of each row, in global memory."""
@@ -219,7 +219,7 @@ class _Cta(NamedTuple):
         return self.shared[f"{name}_full"].at[slot]
 
     def matrix(self, name: str, *index: Any) -> Matrix:
-        """Returns a matrix of 16-bit numbers."""
+        """Returns the 16-bit matrix at an index (slot) of the buffers `name`_smem."""
         return Matrix.of([block[:2] for block in self.shared[f"{name}_smem"]], *index)
 
 
@@ -543,7 +543,7 @@ class _SplitBackward:
 def _with_sums(block: Any, width: int) -> Any:
     """Returns a block of `Columns.memory` whose memory can also hold as many columns of float32.
 
-    The latter lie in pieces, each at most as wide as a swizzle.
+    The float32 columns lie in pieces, each at most as wide as a swizzle.
     """
     pieces = -(-width // (SWIZZLED_COLUMNS // 2))
     columns = Columns((width // pieces,), width // pieces)

@@ -21,7 +21,7 @@ from pallas_kernels.attention.mask import BlockMask, Blocks, Extent, Index, segm
 
 
 class Place(NamedTuple):
-    """Place of a tile of queries, and the blocks that it visits."""
+    """Position of a tile of queries, and the blocks of keys that it visits."""
 
     batch_idx: jax.Array
     head_idx: jax.Array
@@ -219,7 +219,7 @@ class QueryTiles:
 
 
 class KeyPlace(NamedTuple):
-    """Place of a tile of keys, and the blocks that it visits."""
+    """Position of a tile of keys, and the blocks of queries that it visits."""
 
     batch_idx: jax.Array
     key_head_idx: jax.Array

@@ -64,7 +64,7 @@ class ConvCall:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape of the result, and the one that the kernel writes: with the axes of a block apart."""
+        """Shape of the result, and the kernel's own, in which the pixels of a block have axes."""
         whole = (*self.result, self.features)
         if self.block == (1, 1):
             return whole, whole
@@ -148,7 +148,7 @@ def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
         # Transposed weights allow tiles of any width, so 8 bits take the same widths as 16 bits.
         whole = swizzled_columns(jnp.bfloat16)
         shapes = [replace(shape, turns_weights=True) for shape in shapes]
-    # Warpgroups that share a tile read less than those that ping-pong.
+    # Warpgroups that share a tile read fewer operand bytes than warpgroups in ping-pong.
     shapes += [replace(shape, ping_pong=False) for shape in shapes if shape.tile_n > whole]
     if call.window.kernel[-2] > 1:
         shapes += [
@@ -234,7 +234,7 @@ def _time(
         columns=config.tile_n,
         slots=product.k_steps,
         slot_bytes=product.tile_k * itemsize * (x_rows + weights),
-        # Multiplications of 8 bits take half as long as those of 16.
+        # A multiply-add of 8-bit numbers takes half as long as one of 16-bit numbers.
         multiplications_of_slot=product.rows_at_once
         * config.cta_tile_m
         * config.tile_n
@@ -462,7 +462,7 @@ def _fastest(
     outputs: Mapping[str, Any],
     activations: int,
 ) -> ConvConfig:
-    """Returns the fastest config, predicted, of those whose epilogue too fits into shared memory."""
+    """Returns the config predicted fastest of those that fit into shared memory with the epilogue."""
     ranked = fitting(
         call,
         read_bytes=sum(v.dtype.itemsize for v in matrices.values()),

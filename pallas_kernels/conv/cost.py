@@ -25,9 +25,9 @@ class Speeds:
     few_channels: float = 1.3
     """Factor of a step with fewer channels than a pipeline stage holds, which is filled with zeros."""
     in_pieces: float = 2.0
-    """Factor of a step whose weights arrive in pieces of 8 features."""
+    """Factor of a step whose weights are copied in pieces of 8 features (no multiple of 16)."""
     strided: float = 1.5
-    """Factor of a step whose pixels are not neighbours."""
+    """Factor of a step of a strided convolution, whose pixels are not adjacent in memory."""
     cached_byte: float = 5.8e-8
     """Time of a byte that the SMs copy from the L2 cache."""
     starved: tuple[float, float, float] = (1.6, 1.3, 1.03)
@@ -63,7 +63,7 @@ SPEEDS = Speeds()
 
 @dataclass(frozen=True)
 class Work:
-    """A convolution as this package's kernel cuts it."""
+    """Sizes of a convolution in this package's kernel: its tiles, pipeline steps and bytes."""
 
     tiles: int
     """Tiles of all CTAs."""
@@ -114,7 +114,7 @@ def kernel(work: Work, multiprocessors: int) -> float:
     )
     product = work.slots * slot
     stored = work.rows * work.columns * of_element / (CONSUMERS if work.shared_tile else 1)
-    # What few tiles store meets nothing else on its way.
+    # With few tiles, few SMs store at once: the stores then take down to half as long.
     stored *= (1 + readers / multiprocessors) / 2
     rounds = math.ceil(work.tiles / multiprocessors)
     if work.shared_tile:
@@ -157,5 +157,5 @@ def weight_gradient(
 
 
 def at_once(a: float, b: float) -> float:
-    """Microseconds of two things of which one hides most of the other."""
+    """Microseconds of two overlapping times, of which the longer hides most of the other."""
     return (a**SPEEDS.overlap + b**SPEEDS.overlap) ** (1 / SPEEDS.overlap)

@@ -70,7 +70,7 @@ class ConvProduct(Product):
 
     @property
     def rows_at_once(self) -> int:
-        """Weights of a window's column that a step multiplies."""
+        """Number of vertically adjacent weights of the window that one K step multiplies."""
         return 1 if self._plan == "taps" else self.window.kernel[-2]
 
     @property
@@ -210,7 +210,7 @@ class ConvProduct(Product):
             self._copy_weights(ring, b_gmem, step.k_idx, slot, step.n_idx, full)
 
     def _tap_and_channel(self, k_idx: Any) -> tuple[list[Any], Any]:
-        """Returns the place in the window of a step's first weight, and the first of its channels.
+        """Returns the window's index of a step's first weight, and the step's first channel.
 
         The steps take all weights of the window for some channels before the next channels, so that
         the pixels that the weights share are still in the cache.
@@ -246,7 +246,7 @@ class ConvProduct(Product):
         for place, stride, size, (low, _) in zip(
             places, window.strides, sizes[1:], window.padding, strict=True
         ):
-            # Division rounds towards 0, and a place may be negative.
+            # Division rounds towards 0, and an index before the array's start is negative.
             beyond = pl.cdiv(low, stride) * stride
             quotient = lax.div(place + beyond, jnp.int32(stride)) - beyond // stride
             index += [pl.ds(quotient, size), place - quotient * stride]

@@ -34,7 +34,7 @@ CHANNELS = 64
 
 @dataclass(frozen=True)
 class ConvWeightGradientConfig:
-    """Tiles and stages of wgrad, as in `MatmulConfig`, and its split into parts."""
+    """Tiles, pipeline stages and split of the summed pixels (split-K) of wgrad; see `MatmulConfig`."""
 
     tile_n: int = 128
     """Features of a tile."""

@@ -1,1 +1,1 @@
-"""Matrix products with an epilogue: one mainloop, and the operators that stand on it."""
+"""Matrix products with an epilogue: one mainloop, and the operators built on it."""

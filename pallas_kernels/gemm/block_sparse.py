@@ -72,7 +72,7 @@ class Shape(NamedTuple):
 
 
 _TILES = {64: ((128, 64), (64, 64)), 128: ((128, 128), (64, 128))}
-"""Rows and columns of a warpgroup's tile, by size of block. Two warpgroups share a tile of a's rows."""
+"""Rows and columns of a warpgroup's tile, by block size. Two warpgroups have adjacent rows of a."""
 _STAGES = ((4, 2), (4, 1), (6, 2), (3, 2), (3, 1))
 """Pipeline stages, and store stages."""
 _BANDS = (8, 16)
@@ -104,14 +104,14 @@ def candidates(work: Shape, dtype: Any, out_dtype: Any, multiprocessors: int) ->
 
 
 _STEP_ELEMENT, _STEP_BYTE = 2.35e-5, 1.39e-5
-"""Microseconds of an element of a CTA's tile in a step, and of a byte that is copied for it: a step
+"""Microseconds of a K step for each element of a CTA's tile, and for each byte copied: a step
 takes the longer of both (benchmarks/LAB.md, 2026-11-28)."""
 _TILE, _STORED_ELEMENT = 0.2, 1e-4
-"""Microseconds of a tile, and to store one of its elements."""
+"""Microseconds that each tile takes besides its steps, and to store one element of it."""
 _MISSING_STAGE = 0.08
-"""Fraction by which a step is longer for each stage below four."""
+"""Fraction by which a K step takes longer for each pipeline stage below four."""
 _LONG_BAND = 1.08
-"""Factor of the longer bands, which keep less of x in L2."""
+"""Factor of the time with longer bands (rows of tiles in raster order), which keep less of x in L2."""
 LAUNCH = 5.0
 """Microseconds to launch a kernel."""
 
@@ -141,7 +141,7 @@ def config_time(work: Shape, config: MatmulConfig, multiprocessors: int) -> floa
 
 
 _TILE_K = 64
-"""Columns of a in a step."""
+"""Columns of the left operand a in a K step."""
 
 
 def predicted_time(work: Shape, multiprocessors: int) -> float:
@@ -227,13 +227,13 @@ def _tiles(
 
 
 class Span(NamedTuple):
-    """The entries of a tile, on the device."""
+    """The nonzero blocks (entries) that are multiplied for a tile, as a kernel sees them."""
 
     start: Any
     end: Any
     """Index of the entry after the last."""
     entries: Any
-    """All entries: each one's index among the blocks, and its place, in global memory."""
+    """Index of every entry among the stored blocks, and its position along K, in global memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +245,7 @@ class _BlockSparseProduct(UnevenProduct):
     indptr: Any = None
     """The first entry of each column of blocks, in global memory."""
     entries: Any = None
-    """Each entry's block and its place along K, in global memory."""
+    """Index of each entry among the stored blocks, and its position along K, in global memory."""
 
     @property
     def steps_of_block(self) -> int:

@@ -57,7 +57,7 @@ def candidates(work: Shape, dtype: Any, out_dtype: Any, multiprocessors: int) ->
 
 
 _NARROW = 1.35
-"""Factor of steps whose instructions take 64 columns each, and read x again for each."""
+"""Factor of a K step whose WGMMAs take 64 columns each, so that each of them reads x again."""
 
 
 def config_time(work: Shape, config: MatmulConfig, multiprocessors: int) -> float:
@@ -109,7 +109,7 @@ def block_sparse_weights(
       config: one of `candidates`; None for the first.
       name: the kernel's name in a profile.
     """
-    # TMA writes WGMMA's layout where rows come in whole eights.
+    # TMA writes the layout that WGMMA reads only if the number of rows is a multiple of 8.
     missing = -x.shape[0] % PIECE_ROWS
     if missing:
         x, dy = (jnp.pad(array, ((0, missing), (0, 0))) for array in (x, dy))
@@ -172,7 +172,7 @@ class _BlockSparseWeights(Product):
     table: Any = None
     """The tiles and entries before each row of blocks, in global memory."""
     entries: Any = None
-    """Each entry's index in the result and its place along N, in global memory."""
+    """Index of each entry in the result, and its position along N, in global memory."""
 
     @property
     def shares_rows(self) -> bool:

@@ -35,19 +35,19 @@ class Work:
     read_bytes: int = 0
     """Bytes that the epilogue reads for each element of the result."""
     written_bytes: int = 2
-    """Bytes that it writes for each element."""
+    """Bytes that the epilogue writes for each element of the result."""
     activations: int = 0
-    """Activations and their derivatives that it evaluates for each element."""
+    """Activations and derivatives that the epilogue evaluates for each element of the result."""
     slow_activation: bool = False
-    """True if they are gelu_erf's, which takes XLA many instructions."""
+    """True if the activation is gelu_erf, which takes XLA many instructions."""
     k_last: bool = False
-    """True if b is [n, k], of which any number of columns makes an instruction."""
+    """True if b is [n, k]; one WGMMA then takes any number of its columns."""
     terms: int = 1
-    """Pairs of operands whose products are added; each has its part of k."""
+    """Products a_i @ b_i that are added; k is the sum of their lengths along K."""
     weights_apart: bool = False
-    """True if several products have their weights in matrices of their own."""
+    """True if each of several products has its weights in a separate matrix."""
     groups: int = 1
-    """Groups of rows, each with a b of its own."""
+    """Groups of rows of a, each multiplied by its own b."""
 
     @property
     def steps(self) -> int:
@@ -55,7 +55,7 @@ class Work:
 
     @property
     def shifts_rows(self) -> bool:
-        """True if rows of b begin anywhere in a line of memory."""
+        """True if rows of b are not aligned to lines of 128 bytes."""
         length = self.k // self.terms if self.k_last else self.n
         return length * self.b_bytes % STEP_BYTES != 0
 
@@ -108,7 +108,7 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
     busy = work.read_bytes > 0 or work.written_bytes > work.itemsize
     if (config.tile_m == 128 and several) or (large and busy):
         stored *= speeds.crowded
-    # In ping-pong a warpgroup multiplies while the other one stores, and each does both in turn.
+    # In ping-pong, one warpgroup multiplies while the other runs its epilogue, and then the reverse.
     tile = (
         overlapped((multiplied, (multiplied + stored) / CONSUMERS), speeds.overlap)
         if config.ping_pong
@@ -124,12 +124,12 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
 
 
 CONVERTED_ROWS = 256
-"""Up to so many rows the time to convert weights is to count: XLA's product has one or two tiles of
+"""Rows of a up to which the conversion of weights is counted: XLA's product has one or two tiles of
 rows, and reads weights of another dtype as they are."""
 
 
 def conversion(work: Work, speeds: Speeds = H200) -> float:
-    """Microseconds in which XLA converts b, where it has to."""
+    """Microseconds in which XLA converts b to a's dtype; 0 if it has this dtype."""
     if work.b_bytes == work.itemsize:
         return 0.0
     moved = work.products * work.n * work.k * (work.b_bytes + work.itemsize)
@@ -195,7 +195,7 @@ def weight_gradient(
     step = max(step, _copies_of_step(work, tile, speeds))
     summed = 0.0
     if work.sums:
-        # Warpgroups with the same columns share the rows of a step, eight at a time.
+        # Warpgroups with the same columns divide the rows of a step among them, in pieces of eight.
         turns = math.ceil(line / 8 / (2 * math.ceil(work.features / tile[0])))
         step += speeds.weights_sum_column * tile[1] * turns
         summed = speeds.weights_sum
@@ -232,11 +232,11 @@ def grouped_weight_gradient(
 
 
 def _copies_of_step(work: WeightWork, tile: tuple[int, int], speeds: Speeds) -> float:
-    """Microseconds in which the operands of a step of a weight's gradient are copied."""
+    """Microseconds to copy the operands of one wgrad step."""
     line = STEP_BYTES // work.itemsize
 
     def of_block(columns: int) -> float:
-        """Microseconds for a block, a line of memory wide, of a matrix with so many columns."""
+        """Microseconds to copy a block, 128 bytes wide, of a matrix with `columns` columns."""
         pitch = columns * work.itemsize
         if 2 * pitch <= STEP_BYTES:
             return line * speeds.weights_narrow_row
@@ -257,7 +257,7 @@ def time(
 
 
 def few_rows_shared_bytes(work: Work, config: FewRowsConfig) -> int:
-    """About what a CTA takes of shared memory: `FewRows.shared_bytes` counts the very allocations."""
+    """Approximate bytes of shared memory of a small-M CTA; `FewRows.shared_bytes` is exact."""
     rows, width = math.ceil(work.m / 8) * 8, work.products * config.tile_n
     chunks = math.ceil(rows / 8 / config.parts)
     return (
@@ -271,7 +271,7 @@ def few_rows_shared_bytes(work: Work, config: FewRowsConfig) -> int:
 def few_rows(
     work: Work, config: FewRowsConfig, multiprocessors: int, speeds: Speeds = H200
 ) -> float:
-    """Microseconds of the product with its epilogue in the kernel for few rows."""
+    """Microseconds of the product with its epilogue in the small-M kernel."""
     rows = math.ceil(work.m / 8) * 8
     width = work.products * config.tile_n
     columns = math.ceil(work.n / config.tile_n)
@@ -310,7 +310,7 @@ def few_rows(
 
 
 def quantized_few_rows_shared_bytes(work: Work, config: QuantizedConfig) -> float:
-    """About what a CTA takes of shared memory where the weights are quantised."""
+    """Approximate bytes of shared memory of a small-M CTA with quantised weights."""
     rows, width = math.ceil(work.m / 8) * 8, work.products * config.tile_n
     chunks = math.ceil(rows / 8 / config.parts)
     return (
@@ -323,7 +323,7 @@ def quantized_few_rows_shared_bytes(work: Work, config: QuantizedConfig) -> floa
 
 
 def quantized_few_rows_registers(work: Work, config: QuantizedConfig) -> int:
-    """About what a thread takes there, as ptxas says of 64 and 128 columns with 8 to 64 rows."""
+    """Approximate registers of a thread, fitted to ptxas's at 64 and 128 columns with 8 to 64 rows."""
     rows, width = math.ceil(work.m / 8) * 8, work.products * config.tile_n
     per_row = 0.0146 if work.b_bytes < 1 else 0.0086
     return 8 * math.ceil((4 + width * (0.84 + per_row * rows)) / 8)
@@ -332,13 +332,13 @@ def quantized_few_rows_registers(work: Work, config: QuantizedConfig) -> int:
 def quantized_few_rows(
     work: Work, config: QuantizedConfig, multiprocessors: int, speeds: Speeds = H200
 ) -> float:
-    """Microseconds of the product in the kernel for few rows where the weights are quantised."""
+    """Microseconds of the product in the small-M kernel with quantised weights."""
     rows = math.ceil(work.m / 8) * 8
     width = work.products * config.tile_n
     columns = math.ceil(work.n / config.tile_n)
     steps = math.ceil(math.ceil(work.k / config.step_k) / config.parts)
     registers = quantized_few_rows_registers(work, config)
-    # Where CTAs share a multiprocessor, what the other function counts too much matters.
+    # The other function counts about 4 KiB too many, which matters if CTAs share an SM.
     shared = quantized_few_rows_shared_bytes(work, config) - 4 * 1024 + ALLOCATION_BYTES
     of_multiprocessor = min(
         (SHARED_MEMORY_BYTES + ALLOCATION_BYTES) // shared, REGISTERS // (128 * registers)
@@ -347,7 +347,7 @@ def quantized_few_rows(
     resident = max(1, int(of_multiprocessor)) * multiprocessors * room.get(config.parts, 1.0)
     ctas = columns * config.parts
     waves = math.ceil(ctas / resident)
-    # CTAs of a multiprocessor share what it converts and multiplies, and each waits in its steps.
+    # CTAs on one SM share its units for conversion and products, but each waits for its own steps.
     at_once = math.ceil(min(ctas, resident) / multiprocessors)
     number = speeds.quantized_number * (speeds.quantized_four_bits if work.b_bytes < 1 else 1.0)
     step = speeds.quantized_step + config.step_k * width * at_once * number * (1 + rows / 37)
@@ -376,7 +376,7 @@ def _epilogue_of_element(work: Work, config: MatmulConfig, speeds: Speeds) -> fl
 
 
 def memory_time(moved_bytes: int) -> float:
-    """Microseconds to read or write so much in a kernel that does other things too."""
+    """Microseconds to read or write `moved_bytes` in a kernel that also does other work."""
     return moved_bytes * H200.memory_byte
 
 
@@ -388,7 +388,7 @@ def cuda_pass(
     *,
     sums: bool,
 ) -> float:
-    """Microseconds of this package's CUDA kernel with the derivative of an activation."""
+    """Microseconds of this package's CUDA C kernel that applies an activation's derivative."""
     unaligned = columns * itemsize % 16 != 0
     traffic = rows * columns * bytes_of_element * H200.memory_byte
     traffic *= H200.cuda_unaligned if unaligned else 1.0
@@ -396,13 +396,13 @@ def cuda_pass(
 
 
 def cublaslt_product(product: float, elements: int, activations: int, *, saves: bool) -> float:
-    """Microseconds of a product that takes XLA so many, where cuBLASLt evaluates activations.
+    """Microseconds of a product by cuBLASLt with an activation in its epilogue.
 
     Args:
-      product: of XLA's, which tries several kernels, where cuBLASLt's heuristic names one.
+      product: microseconds of XLA's product; XLA tries several kernels, cuBLASLt's heuristic one.
       elements: of the result.
-      activations: that it evaluates for an element.
-      saves: whether it also writes what the activation is of.
+      activations: evaluations for each element.
+      saves: whether the preactivation is also written.
     """
     if saves:
         product = product * H200.cublaslt_saves + elements * H200.cublaslt_saved
@@ -410,5 +410,5 @@ def cublaslt_product(product: float, elements: int, activations: int, *, saves: 
 
 
 def overlapped(parts: Sequence[float], overlap: float) -> float:
-    """Returns the time of parts that overlap: between the longest of them and their sum."""
+    """Returns the time of overlapping parts, between the longest part and the sum of all parts."""
     return sum(part**overlap for part in parts) ** (1 / overlap)

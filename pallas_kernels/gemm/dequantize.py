@@ -17,22 +17,22 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 BLOCK = 128
-"""Elements along K whose words are stored together.
+"""Elements along K in a block of int4 weights, whose words are stored together.
 
 Of every 16 elements along K, thread t of four holds four for a WGMMA: 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
 A word has those of two such runs, the four even ones in its low half and the odd ones in its high half,
 8 added to each. The four words of a thread for 128 elements are adjacent, 16 bytes.
 """
 ADDED_TO_BYTES, ADDED_TO_WORDS = 128, 8
-"""Offsets that make the numbers of int8 and int4 unsigned."""
+"""Offsets that are added to int8 and int4 numbers to make them unsigned."""
 
 
 _FACTORS = {"bf16x2": 2.0**127, "f16x2": 2.0**15}
-"""Largest power of two of each dtype, by PTX's name for a pair of its numbers."""
+"""Largest power of two of bfloat16 and float16, by PTX's name for a pair of numbers."""
 
 
 def unit(dtype: Any) -> float:
-    """Returns the divisor that dequantised integers keep: the largest factor is too small for 1."""
+    """Returns the divisor left in dequantised integers; no factor is large enough to remove it."""
     factor = _FACTORS["bf16x2" if dtype == jnp.bfloat16 else "f16x2"]
     return 1 / (float(jnp.finfo(dtype).smallest_subnormal) * factor)
 
@@ -87,7 +87,7 @@ _TILE_COLUMNS = 8
 def _floats_of_bytes(stored: Any, shifts: Sequence[Any]) -> Any:
     """Emits the code of `from_bytes` when a kernel is lowered, and returns its registers."""
     i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
-    # The sign bits of two numbers.
+    # Flip the sign bits of two numbers of a word, which adds 128 to each.
     flipped = _word(ADDED_TO_BYTES * 0x00010001)
     registers = _Registers(stored.shape, shifts)
     for place, pair in np.ndenumerate(stored.registers):
@@ -115,7 +115,7 @@ def _floats_of_words(words: Any, shifts: Sequence[Any]) -> Any:
 
 
 class _Registers:
-    """The registers of the result, which are made one by one."""
+    """Registers of the dequantised matrix, filled one by one."""
 
     def __init__(self, shape: tuple[int, int], shifts: Sequence[Any]):
         self._shifts = shifts

@@ -193,7 +193,7 @@ class _EpilogueOfTile:
         return self.place.n_idx * self.epilogue.product.part_n
 
     def prefetch(self) -> None:
-        """Starts the copies for the first chunks, which overlap the product of the tile."""
+        """Starts to copy the epilogue's operands of the first chunks, while the tile is multiplied."""
         for name, ref in self.gmem.vectors.items():
             row = self.smem["vector_smem"][name].at[self.place.wg_idx]
             plgpu.copy_gmem_to_smem(
@@ -279,8 +279,9 @@ class _EpilogueOfTile:
             for name in self.epilogue.matrices
         }
         if chunk + slots < self.epilogue.chunks:
-            # This waits until all four warps have read it. Without its fence, their loads may be in
-            # flight when a copy from beyond the array's end, which fetches nothing, overtakes them.
+            # The commit waits until all four warps have read the stage. Without its fence, their loads
+            # may be in flight when a copy from beyond the array's end, which fetches nothing, overtakes
+            # them.
             plgpu.commit_smem()
             self._copy_matrices(chunk + slots)
         return loaded

@@ -23,7 +23,7 @@ from pallas_kernels.gemm.matmul_config import MatmulConfig
 
 Maximised = Literal["value", "magnitude"]
 Scales = Sequence[jax.Array]
-"""Scales, [1] each, whose product multiplies the sums."""
+"""Scales of the operands, float32 [1] each; the accumulated sums are multiplied by all of them."""
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _OTHERS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -125,7 +125,7 @@ def _scaled(sums: jax.Array, scales: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def _wide(operand: jax.Array) -> jax.Array:
-    """Returns an operand in float32, as which kernels load it, and XLA does not."""
+    """Returns an epilogue operand in float32: kernels load it so, XLA does not."""
     return operand.astype(jnp.float32)
 
 

@@ -149,11 +149,11 @@ def predicted_time(work: Work, config: MatmulConfig, multiprocessors: int) -> fl
 
 
 _FEW_ROWS = 128
-"""Rows of a group up to which the time is that of reading its matrix."""
+"""Rows of a group up to which reading its matrix from memory determines the time."""
 _LOW = 1.08
-"""Factor of tiles of 64 rows in ping-pong, beyond the model's (benchmarks/LAB.md, 2026-11-28)."""
+"""Factor on the modelled time of 64-row tiles in ping-pong (benchmarks/LAB.md, 2026-11-28)."""
 _LOW_OF_FEW_ROWS = 0.97
-"""The same where groups have few rows: 153.9 us of 162.3 for 64 groups of 128 rows."""
+"""`_LOW` where groups have few rows: 153.9 us in place of 162.3 for 64 groups of 128 rows."""
 
 
 def grouped_product(

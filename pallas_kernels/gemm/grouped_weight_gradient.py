@@ -97,7 +97,7 @@ def grouped_weight_gradient(
       config: one of `candidates`; None for the first.
       name: the kernel's name in a profile.
     """
-    # TMA writes WGMMA's layout where rows come in whole eights.
+    # TMA writes the layout that WGMMA reads only if the number of rows is a multiple of 8.
     missing = -x.shape[0] % PIECE_ROWS
     if missing:
         x, dy = (jnp.pad(array, ((0, missing), (0, 0))) for array in (x, dy))

@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, vector
 
 
 def table(cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Returns [P, R] of interleaved cosines and sines, as `turned` takes them, from [P, R/2] of each."""
+    """Returns cosines and sines [P, R/2] each as one interleaved table [P, R], the form for `turned`."""
     return jnp.stack((cos, sin), axis=-1).reshape(len(cos), 2 * cos.shape[-1])
 
 
@@ -32,7 +32,7 @@ def turned(
       is_fixed: 1 where nothing is rotated, whatever the angles, else 0; a scalar of their dtype.
       layout: of x and the angles, with an even number of features in a register.
     """
-    # JAX 0.11.2 passes a splat on as such, whatever layout is asked for.
+    # JAX 0.11.2 leaves a broadcast scalar in its splat layout, whatever layout is asked for.
     one_number = plgpu.Layout.WG_SPLAT(x.shape)
 
     @plgpu.inline_mgpu(

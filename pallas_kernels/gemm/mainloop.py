@@ -205,7 +205,7 @@ class Consumer:
     ring: Ring
     wg_idx: jax.Array
     epilogue_of: Callable[[TilePlace], Any]
-    """Returns a `TileEpilogue`, or a `SummingEpilogue` where the product sums."""
+    """Returns a tile's `TileEpilogue`, or `SummingEpilogue` if the product also sums operands."""
     step_scales: Sequence[Any] = ()
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""Which configs a product with an epilogue may have, in what order, and what it cannot take."""
+"""Configs of a product with an epilogue, predicted fastest first, and the limits of its kernels."""
 
 import functools
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     shapes = [tiles(tile_m=tile_m, tile_n=tile_n) for tile_m, tile_n in _PING_PONG_TILES]
     shapes.append(tiles(tile_m=64, tile_n=256, ping_pong=False))
     if work.read_bytes > work.itemsize:
-        # Tiles of 64 x 192 leave registers for several matrices, where N is no multiple of 256.
+        # Tiles of 64 x 192 leave registers for several epilogue matrices, if 256 does not divide N.
         shapes.append(tiles(tile_m=64))
     if work.products > 1:
         # CTAs of a cluster share b, so that each reads half as much of it.

@@ -50,17 +50,17 @@ class QkvEpilogue:
 
     @property
     def unit(self) -> int:
-        """Columns of a unit, which are stored together."""
+        """Columns of a unit, the part of a tile that is normalised, rotated and stored together."""
         return self.heads.unit if self.heads.finishes else self.piece
 
     @property
     def run(self) -> int:
-        """Columns of a unit that are adjacent in an output."""
+        """Length of the runs of a unit's columns that are adjacent in an output."""
         return STRIP if self.heads.reorders else self.unit
 
     @property
     def turning(self) -> int:
-        """Rotated features of a unit, which are its first ones."""
+        """Number of a unit's features that are rotated by rope, its first ones."""
         return min(self.heads.rotary_dim, self.unit)
 
     @property
@@ -172,7 +172,7 @@ class _HeadsOfTile:
 
     @property
     def _stored(self) -> tuple[Sequence[Any], ...]:
-        """Groups of arrays; each unit is stored to one array of each group."""
+        """Groups of output arrays (results, saved projections); a unit goes to one array of each."""
         return tuple(filter(None, (self.gmem.projections, self.gmem.outputs)))
 
     def _results(self, pieces: Sequence[jax.Array]) -> Iterator[Sequence[tuple[int, jax.Array]]]:

@@ -1,4 +1,4 @@
-"""What a projection to queries, keys and values computes of its columns, as data."""
+"""Description of a projection to queries, keys and values: its outputs, head norms and rope."""
 
 from dataclasses import dataclass
 

@@ -156,7 +156,7 @@ def predicted_time(
 
 
 def _work(rows: int, features: int, heads: Heads) -> cost.Work:
-    # A norm or rope takes about as many instructions as an activation. `k_last` stands for a padded b.
+    # A norm or rope takes about as many instructions as an activation. `k_last` models a padded b.
     arithmetic = int(heads.norm) + int(heads.rotary_dim > 0)
     return cost.Work(rows, sum(heads.widths), features, activations=arithmetic, k_last=True)
 

@@ -381,7 +381,7 @@ class _Cta:
 
     @staticmethod
     def _leave(value: jax.Array, memory: Sequence[Any]) -> None:
-        """Stores accumulators [columns, rows] in shared memory, for all CTAs of the cluster."""
+        """Stores accumulators [columns, rows] in shared memory, where the CTA's cluster reads them."""
         for index, rows in enumerate(memory):
             part = value[:, index * _CHUNK : (index + 1) * _CHUNK]
             turned = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)

@@ -16,11 +16,11 @@ class Speeds:
     shared_step_element: float = 1.93e-5
     """`step_element` where the warpgroups share a tile; there `step` is not added."""
     ragged: float = 1.28
-    """Factor of a step whose instructions take a block of columns each."""
+    """Factor of a K step in which each WGMMA takes one block of columns (64), not the whole tile."""
     shifted_rows: float = 1.5
-    """Factor of a step where rows of b [n, k] begin anywhere in a line of memory."""
+    """Factor of a step where rows of b [n, k] are not aligned to lines of 128 bytes."""
     shifted_a: float = 1.3
-    """Factor of a step where rows of a begin anywhere in a line of memory; from one shape."""
+    """Factor of a step where rows of a are not aligned to lines of 128 bytes; from one shape."""
     narrow: float = 1.2
     """Factor of a step with a tile of 64 x 128 or smaller, which waits for its operands."""
     low: float = 1.03
@@ -43,7 +43,7 @@ class Speeds:
     missing_stage: float = 0.08
     """Time that each pipeline stage below four adds to a step; four times that at two stages."""
     ragged_result: float = 1.07
-    """Factor where rows of the result begin anywhere in a line of memory."""
+    """Factor of a product whose result has rows that are not aligned to lines of 128 bytes."""
     overlap: float = 2.4
     """Exponent p of the norm (a^p + b^p)^(1/p) that two overlapping times a and b take together."""
     few_rows_launch: float = 2.2
@@ -51,7 +51,7 @@ class Speeds:
     few_rows_byte: float = 1 / 4.35e6
     """Time of a byte of memory traffic in a small-M kernel."""
     few_rows_shifted: float = 1.5
-    """Factor of `few_rows_byte` where rows of the weights begin anywhere in a line of memory."""
+    """Factor of `few_rows_byte` where rows of the weights are not aligned to lines of 128 bytes."""
     cached_byte: float = 1 / 4.5e6
     """Time of a byte that comes from the L2 cache: x, once for each block of columns."""
     few_rows_parts: float = 0.2
@@ -99,7 +99,7 @@ class Speeds:
     """Share of the SMs that suffices to use all of the memory's bandwidth."""
     xla_launch: float = 2.0
     xla_few_rows: float = 1.2
-    """Time that few rows add to XLA's product: tiles as flat as that fill its ring no faster."""
+    """Time that few rows add to XLA's product: flat tiles fill its pipeline no faster than full ones."""
     xla_fewest: float = 1.8
     """Time to start and to end XLA's product of the fewest rows."""
     xla_few_rows_filled: float = 6e6
@@ -107,18 +107,18 @@ class Speeds:
     xla_fewest_rows_byte: float = 1 / 4.55e6
     """Time of a byte of memory traffic in a product of half as many rows."""
     xla_single_row_byte: float = 1 / 1.25e6
-    """Time of a byte of the factors of a single row's sums, which XLA writes and then adds up."""
+    """Time of a byte of the factors x_k w_kn of a single row, which XLA writes and then adds up."""
     xla_step: float = 0.035
     xla_step_element: float = 1.76e-5
     xla_tile_element: float = 8e-5
-    """Time to store an element of a tile, which nothing hides once."""
+    """Time to store an element of XLA's last tile, which no product overlaps."""
     xla_ragged: float = 1.1
     """Factor of a product whose columns are not a multiple of 64."""
     xla_pass: float = 1.2
     """Time of a kernel that reads and writes matrices, besides its traffic."""
     xla_pass_byte: float = 1 / 3.7e6
     xla_activation: float = 1.5e-6
-    """Time of an element in such a kernel with gelu's tanh, or with anything that is no slower."""
+    """Time of an element in such an elementwise kernel with gelu_tanh, or with a faster activation."""
     xla_slow_activation: float = 3.0e-6
     """`xla_activation` of gelu_erf."""
     xla_next_evaluation: float = 0.4
@@ -126,9 +126,9 @@ class Speeds:
     cuda_pass: float = 2.0
     """Time of a CUDA C kernel over the result of a product, besides its traffic."""
     cuda_sums: float = 3.5
-    """Time that sums of the rows add to such a kernel."""
+    """Time that sums over the rows add to such a CUDA C kernel."""
     cuda_unaligned: float = 2.0
-    """Factor of such a kernel's traffic where rows begin anywhere in 16 bytes."""
+    """Factor of the traffic of such a CUDA C kernel where rows are not aligned to 16 bytes."""
     xla_long_launch: float = 1.4
     """Time to start and to end a product with long sums, such as a weight's gradient (wgrad)."""
     xla_single_tile: float = 1.2
@@ -150,7 +150,7 @@ class Speeds:
     weights_step_element: float = 1.9e-5
     """Time that each element of a CTA's tile adds to a wgrad step."""
     weights_ragged: float = 1.2
-    """Factor of a wgrad step whose instructions take a block of columns each, of more than two."""
+    """Factor of a wgrad step in which each WGMMA takes one block of columns, and a tile has over two."""
     weights_line: float = 1.13e-3
     """Least time of a wgrad step for each line of memory that its copies touch."""
     weights_sum: float = 0.55
@@ -181,7 +181,7 @@ class Speeds:
     cublaslt_saves: float = 1.17
     """Factor of a product that also writes its preactivations, for which cuBLASLt has few kernels."""
     cublaslt_saved: float = 3.5e-7
-    """Time of each preactivation that is written so, besides the traffic."""
+    """Time of each preactivation that cuBLASLt writes, besides the traffic."""
 
 
 H200 = Speeds()

@@ -284,7 +284,7 @@ class _BatchedProduct(Product):
         return row * TILE, n_idx
 
     def fold(self, row: Any, column: Any) -> tuple[Any, Any]:
-        """Returns the row and column of the square of tiles that is at a place of the rectangle."""
+        """Returns the square's row and column, given a position in the rectangle of `tile_grid`."""
         even = 1 - self.sides % 2
         below = column <= row - even
         m_idx = jnp.where(below, row - even, self.sides - 1 - row)
@@ -336,7 +336,7 @@ class _Launch:
     rounds: bool
     """True if the result is rounded to tf32."""
     first_turned: int | None
-    """The first matrix of which only the transpose is stored; None where both are of all."""
+    """Index of the first matrix of which only the transpose is stored; None if there is none."""
 
     @property
     def fits(self) -> bool:
@@ -433,7 +433,7 @@ class _EpilogueOfTile:
         s = plgpu.load(registers.at[self.place.wg_idx, slot], layout=plgpu.Layout.WGMMA)
         s = s.astype(jnp.float32)
         if chunk + slots < self._chunks:
-            plgpu.commit_smem()  # Waits until all four warps have read it.
+            plgpu.commit_smem()  # The commit waits until all four warps have read the stage.
             self._copy_matrix(chunk + slots)
         a, b, c = (self.others[1][index] for index in range(3))
         _, row = self.launch.product.place_of(self.place.m_start)
@@ -451,7 +451,7 @@ class _EpilogueOfTile:
         index = self.place.wg_idx, chunk % slots
         registers, copies = self.smem["out_smem"]
         turned = self.smem["turned_smem"].at[index]
-        # The first chunk waits for all copies of the last tile, which have ended long since.
+        # The first chunk waits for the copies of the previous tile, which ended long ago.
         plgpu.wait_smem_to_gmem(slots - 1 if chunk else 0, wait_read_only=True)
         registers.at[index][...] = value
         turned.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -486,7 +486,7 @@ class _EpilogueOfTile:
 
 
 _DROPPED = (1 << 13) - 1
-"""Bits of a float32 that tf32 drops, which keeps 10 of 23 after the point."""
+"""Mask of the float32 bits that tf32 drops: it keeps 10 of the 23 bits after the point."""
 
 
 def _rounded_to_tf32(value: jax.Array) -> jax.Array:

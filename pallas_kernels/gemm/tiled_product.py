@@ -112,7 +112,7 @@ class TiledProduct:
         return OperandTile(
             span=self.config.cta_tile_m,
             k_last=not self.a_transposed,
-            # A WGMMA takes 64 rows, which is one block.
+            # A WGMMA reads 64 rows of a, one block, so that a copy need not cover several blocks.
             whole_blocks=False,
             dtype=self.dtype,
         )
@@ -286,7 +286,7 @@ class TiledProduct:
         plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
 
     def after_tiles(self, wg_idx: Any, epilogue_of: Callable[[TilePlace], Any]) -> None:
-        """Stores, in a consumer warpgroup, what no tile of the product has."""
+        """Stores, in a consumer warpgroup, the parts of the result that belong to no tile."""
 
     @property
     def rows(self) -> int:

@@ -423,7 +423,7 @@ class _WeightProduct(Product):
                 counts = (piece < pieces).astype(jnp.float32)
                 loaded = [value * counts for value in loaded]
             sums = tuple(total + value for total, value in zip(sums, loaded, strict=True))
-        plgpu.commit_smem()  # TMA may overwrite what was read here.
+        plgpu.commit_smem()  # The fence lets TMA overwrite the stage that was read here.
         return sums
 
 
@@ -438,7 +438,7 @@ PIECE_LAYOUT = plgpu.Layout.TILED(
 
 @dataclass(frozen=True)
 class _Launch:
-    """The output of a launch: its static parameters and its shared memory."""
+    """Output of a wgrad launch: its static parameters and its shared memory."""
 
     product: _WeightProduct
     out_dtype: Any
@@ -526,7 +526,7 @@ class _StoreOfTile:
         launch = self.launch
         registers, copies = self.smem["out_smem"]
         place = (self.place.wg_idx, index % launch.slots)
-        # The first piece waits for all copies of the last tile, which have ended long since.
+        # The first piece waits for the copies of the previous tile, which ended long ago.
         plgpu.wait_smem_to_gmem(launch.slots - 1 if index else 0, wait_read_only=True)
         registers.at[place][...] = self._piece(acc, index).astype(launch.stored_dtype)
         plgpu.commit_smem()
@@ -550,7 +550,7 @@ class _StoreOfTile:
                 mine = lax.axis_index("cta") == index
                 add = functools.partial(self._add, piece, turn * cluster + index)
                 pl.when((self.place.wg_idx == wg_idx) & mine)(add)
-        # Others must have read these before this CTA ends, or writes the next pieces here.
+        # The other CTAs must have read these pieces before this CTA overwrites them, or ends.
         self._meet("read")
 
     def _meet(self, name: str) -> None:
@@ -567,7 +567,7 @@ class _StoreOfTile:
             value = plgpu.load(other, layout=plgpu.Layout.WGMMA, optimized=False)
             total = value if total is None else total + value
         assert total is not None
-        plgpu.commit_smem()  # Waits until all four warps have read it.
+        plgpu.commit_smem()  # The commit waits until all four warps have read the piece.
         registers[...] = total.astype(self.launch.stored_dtype)
         plgpu.commit_smem()
         self._copy(copies, index)

@@ -38,9 +38,9 @@ def xla_product(
 
 
 def xla_single_row(n: int, k: int, itemsize: int, b_itemsize: float) -> float:
-    """Microseconds of XLA's product of one row with weights of another dtype, no product to XLA.
+    """Microseconds of one row times weights of another dtype, which XLA runs without a matrix product.
 
-    One kernel writes all factors in the dtype of the row, and another one adds them up.
+    One kernel writes all factors x_k w_kn in the dtype of the row, and another one adds them up.
     """
     factors = n * k
     summed = factors * itemsize * H200.xla_single_row_byte
@@ -57,7 +57,7 @@ def _xla_splits(work: Work, multiprocessors: int) -> int:
 
 
 _XLA_STEPS_OF_PART = 6
-"""Fewest steps of a part into which XLA splits sums."""
+"""Fewest K steps of a part when XLA splits sums along K."""
 
 
 def xla_pads(work: Work, multiprocessors: int) -> bool:
@@ -70,13 +70,13 @@ _COPY_BYTES = 16
 
 
 def xla_copies(work: Work) -> float:
-    """Microseconds in which XLA copies the weights before its product of few rows, or several."""
+    """Microseconds of XLA's copies of weights, padded or merged, before a product of few rows."""
     of_weights = xla_pass(work.products * work.k * work.n, work.b_bytes + work.itemsize)
     pads = work.k * work.itemsize % (_longest_split(work) * _COPY_BYTES) != 0
     merges = work.products > 1 and work.weights_apart and work.m <= _MOST_ROWS_OF_COPY
     merges = merges and work.k * work.n * work.b_bytes <= _MOST_BYTES_MERGED
     merges = merges and work.n % _COLUMNS_OF_TILE != 0
-    # One row is no product to XLA.
+    # XLA runs a single row without a matrix product, and so pads nothing.
     return of_weights * (int(pads and 1 < work.m <= MAX_ROWS) + int(merges))
 
 
@@ -89,7 +89,7 @@ def _longest_split(work: Work) -> int:
 
 
 _MOST_ROWS_OF_COPY = 16
-"""Most rows of x with which XLA copies the two matrices that it merges."""
+"""Most rows of x for which XLA copies two weight matrices into one to merge their products."""
 _COLUMNS_OF_TILE = 128
 """Columns of a tile of XLA's product; matrices of a multiple of them are merged without a copy."""
 _MOST_BYTES_MERGED = 40e6
@@ -99,12 +99,12 @@ _MOST_BYTES_MERGED = 40e6
 def xla_weight_gradient(
     work: WeightWork, multiprocessors: int, *, side_by_side: bool = False
 ) -> float:
-    """Microseconds of XLA's products, of which it pads the operands where the rows do not split evenly.
+    """Microseconds of XLA's wgrad, with padding of the operands where the rows do not split evenly.
 
     Args:
       work: the products.
       multiprocessors: of the device.
-      side_by_side: whether several are one product of what is copied side by side.
+      side_by_side: whether XLA concatenates several right operands and runs one product.
     """
     widths: tuple[int, ...] = work.widths
     total = 0.0
@@ -165,7 +165,7 @@ _FEW_SUMMED = 2e5
 
 
 _XLA_TILE = 128
-"""Rows and columns of a usual tile."""
+"""Rows and columns of a usual tile of XLA's products."""
 _XLA_TILES = [
     tile
     for short in (_XLA_TILE // 2, _XLA_TILE)
@@ -177,7 +177,7 @@ _XLA_TILES = [
 def xla_pass(
     elements: int, bytes_of_element: float, activations: int = 0, *, slow_activation: bool = False
 ) -> float:
-    """Microseconds of a kernel of XLA's that reads and writes matrices of so many elements."""
+    """Microseconds of an elementwise kernel of XLA's over matrices of `elements` elements each."""
     speeds = H200
     traffic = elements * bytes_of_element * speeds.xla_pass_byte
     of_one = speeds.xla_slow_activation if slow_activation else speeds.xla_activation
