@@ -48,7 +48,7 @@ def as_int32(value: Any) -> jax.Array:
 
 
 def _limited(integers: Any, dtype: np.dtype) -> Any:
-    """Returns integers in a narrower dtype, those beyond it as its nearest number."""
+    """Returns integers converted to a narrower dtype, clipped to its range."""
     if integers.dtype == dtype:
         return integers
     held, to = np.iinfo(integers.dtype), np.iinfo(dtype)
@@ -122,7 +122,7 @@ _COUNTS = frozenset(
 """Options that count something, and so are at least 1."""
 
 _BOUNDS = frozenset({"chunk_size", "ignore_index", "local_window_size"})
-"""Options that only bound or mark other numbers, and so may exceed 32 bits."""
+"""Options that only limit or mark other numbers, and so may exceed 32 bits."""
 
 type _Check = Callable[[str, str, Any], Any]
 
@@ -167,13 +167,13 @@ def _kinds(annotations: Mapping[str, Any]) -> dict[str, type[int] | type[float]]
 
 
 def _leaves(annotation: Any) -> set[Any]:
-    """Returns the types, and the words of Literals, that an annotation contains."""
+    """Returns the types that an annotation contains, and the strings of its `Literal`s."""
     arguments = get_args(annotation)
     return set().union(*map(_leaves, arguments)) if arguments else {annotation}
 
 
 def _is_of_several(annotation: Any) -> bool:
-    """Returns whether an annotation allows a sequence."""
+    """Returns whether an annotation allows a sequence of values."""
     origin = get_origin(annotation)
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return True
@@ -183,7 +183,7 @@ def _is_of_several(annotation: Any) -> bool:
 def _as_numbers(
     op: str, name: str, value: Any, *, kind: type, leaves: set[Any], several: bool
 ) -> Any:
-    """Returns the value, or the values in it, as `kind`; None and words that are allowed stay."""
+    """Returns the value, or each value of a sequence, as `kind`; allowed strings and None stay."""
     if (value is None and type(None) in leaves) or (isinstance(value, str) and str in leaves):
         return value
     if not several:

@@ -26,7 +26,7 @@ def is_fast_for_rows(rows: int, features: int) -> bool:
 
 
 def missing(op: str, implementation: str | None) -> dict[str, str]:
-    """Returns the `missing` of `takes_reference`: an unmeasured CUDA kernel that is not named."""
+    """Returns `missing` for `takes_reference`: why an unmeasured CUDA kernel runs only when named."""
     reason = dispatch.why_unmeasured(_name(op)) if implementation is None else None
     return {} if reason is None else {"cuda": reason}
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Times(NamedTuple):
-    """Predicted times, of which the shortest comes first."""
+    """Predicted times of implementations; the implementation with the shortest runs."""
 
     microseconds: Mapping[str, float]
     """The time of each implementation; those without one come last."""
@@ -19,7 +19,7 @@ class Times(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule in the place of predicted times."""
+    """A rule that orders implementations without predicted times."""
 
     first: Sequence[str]
     """The implementations that come before the others, in this order."""

@@ -59,7 +59,7 @@ def takes_reference(
     reasons["xla"] = None
     chosen = dispatch.choose(op, implementation, reasons)
     if 0 in x.shape:
-        return True  # There is nothing to do, and CUDA rejects an empty launch.
+        return True  # An empty array has nothing to compute, and CUDA rejects an empty launch.
     if chosen == "xla":
         dispatch.record(dispatch.Choice(op, shapes_of([x]), chosen, reasons, stages=stages))
     return chosen == "xla"

@@ -84,7 +84,7 @@ class kernel_gradient:
 
 
 def _through(identity: Callable[..., Any], refusal: str, operands: Any) -> Any:
-    """Returns the operands, those of a float dtype after passing through `identity`."""
+    """Returns the operands, with `identity` applied to those of a float dtype."""
     given, tree = jax.tree.flatten(operands)
     leaves, places = _inexact(operands)
     for i, leaf in zip(places, identity(refusal, *(leaves[i] for i in places)), strict=True):

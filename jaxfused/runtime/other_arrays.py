@@ -1,6 +1,6 @@
-"""Quantised arrays of qwix and AQT as `QuantizedArray`.
+"""Conversion of qwix's and AQT's quantised arrays to `QuantizedArray`.
 
-They are known by their attributes, so that neither package has to be installed.
+They are recognised by their attributes, so that neither package has to be installed.
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ def converted(op: str, array: Any, axis: int, *, packs: bool) -> QuantizedArray:
 
 
 def _of_aqt(op: str, array: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the product of the scales, and the sum of what is added, if anything is."""
+    """Returns the product of an AQT tensor's scales, and minus the sum of its biases, or None."""
     sparse = getattr(array, "sparsity_mask", None) is not None
     if array.qvalue is None or not array.scale or array.tiling_state is not None or sparse:
         raise ValueError(
@@ -74,7 +74,7 @@ def _of_aqt(op: str, array: Any) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _packed(values: jax.Array, axis: int) -> tuple[jax.Array, Layout]:
-    """Returns values as an array holds them, and their layout."""
+    """Returns values as a `QuantizedArray` stores them, and the name of their layout."""
     is_even = values.shape[axis] % 2 == 0
     if values.dtype == jnp.uint4:
         codes = values.astype(jnp.uint8)

@@ -51,7 +51,7 @@ def unpack_codes(packed: jax.Array, axis: int, bits: int) -> jax.Array:
 NIBBLES = 8
 """Number of int4 in a word."""
 WORD_BLOCK = 128
-"""Number of int4 whose words are stored together."""
+"""Number of int4 along K in a block, whose words are stored together."""
 
 
 def pack_words(values: jax.Array) -> jax.Array:
@@ -62,7 +62,7 @@ def pack_words(values: jax.Array) -> jax.Array:
     its high half. The words of a block of 128 numbers are ordered by t, then by the runs.
     """
     *leading, k = values.shape
-    # The axes: block, word of the thread, run of the word, half of the run, thread, odd.
+    # Axes of `runs`: block, word of the thread, run of the word, half of the run, thread, odd.
     runs = (values.astype(jnp.int32) + 8).reshape(*leading, k // WORD_BLOCK, 4, 2, 2, 4, 2)
     nibbles = jnp.moveaxis(runs, (-2, -5, -1), (-5, -4, -3)).reshape(*leading, k // 8, NIBBLES)
     shifted = jax.lax.bitcast_convert_type(nibbles, jnp.uint32) << _nibble_shifts()

@@ -12,9 +12,9 @@ from jaxfused.runtime.estimate import Rule, Times
 from pallas_kernels.gemm import cost, small_m, xla_cost
 
 _DOUBT = 1.06
-"""Factor, the model's error, on others' predicted times when they are compared with XLA's."""
+"""Factor on a kernel's predicted time (the model's error) when it is compared with XLA's."""
 _START = 0.5
-"""Microseconds added to those times: XLA has many tiles and epilogues for the smallest products."""
+"""Microseconds added to a kernel's time: XLA has many tiles and epilogues for small products."""
 _CONVERTED_ANEW = 0.3
 """Fraction of the weights' conversion that a small-M gradient pays; the forward has done the rest."""
 _HOPPER = 9
@@ -27,9 +27,9 @@ class Passes:
     """The elementwise kernels that XLA's program runs over the result of its product."""
 
     bytes_of_element: int = 0
-    """Bytes per element that they read and write; 0 if XLA's product includes everything."""
+    """Bytes per element that these kernels read and write; 0 if XLA's product includes everything."""
     evaluations: int = 0
-    """Functions that they evaluate per element: an activation, its derivative, a sum."""
+    """Functions that these kernels evaluate per element: an activation, its derivative, a sum."""
     slow: bool = False
     """True if the activation is gelu_erf, which takes XLA many instructions."""
     bytes_in_product: int = 0
@@ -81,7 +81,7 @@ def is_modelled(device: dispatch.Device) -> bool:
 
 
 def product_times(microseconds: Mapping[str, float]) -> Times:
-    """Returns the times with the model's error added to all but XLA's."""
+    """Returns predicted `Times`, with the model's error added to all but XLA's."""
     return Times(
         {
             name: time if name == "xla" else time * _DOUBT + _START

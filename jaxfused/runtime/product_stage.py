@@ -16,7 +16,7 @@ class ProductStage:
     """A stage that says by `product` what its kernel multiplies, fuses and writes."""
 
     results: ClassVar[Sequence[str]]
-    """Names of the product's results in the order of the stage's; an absent one is None."""
+    """Names of the product's results, in the order of the stage's results; None for an absent one."""
 
     def product(self, *operands: Any) -> FusedProduct:
         """Returns the product of the stage's operands, which may be arrays or only their shapes."""
@@ -40,5 +40,5 @@ class ProductStage:
         return self.in_order(product.run(multiprocessors=device.multiprocessors, config=config))
 
     def in_order(self, found: Mapping[str, jax.Array]) -> Results:
-        """Returns the results of the stage, given those of the product by name."""
+        """Returns the stage's results in order, given the product's results by name."""
         return tuple(found.get(name) for name in self.results)

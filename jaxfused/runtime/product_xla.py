@@ -119,7 +119,7 @@ def _weight_product(
         return product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options)
 
     def widened(x: jax.Array, dy: jax.Array) -> jax.Array:
-        """Multiplies float32 copies, because XLA lacks the 16-bit product: see `_rounded`."""
+        """Multiplies float32 copies, because XLA on a CPU lacks the 16-bit product: see `_rounded`."""
         x, dy = (a.astype(dtype).astype(wide) for a in (x, dy))
         return product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options | {"dtype": wide})
 
@@ -211,9 +211,9 @@ _FEWEST_PARTS, _MOST_PARTS = 4, 64
 _FEW_ROWS = 128
 """Rows up to which a product takes as long as reading its weights; merging two saves a launch."""
 _FEW_ROWS_OF_CONVERTED = 512
-"""The same limit for an operand converted from another dtype, which merging copies at no extra cost."""
+"""`_FEW_ROWS` for an operand converted from another dtype, which merging copies at no extra cost."""
 _LITTLE = 2**19
-"""Bytes up to which an operand is copied in the time of a kernel's launch."""
+"""Bytes of an operand up to which a copy takes no longer than a kernel's launch."""
 _NARROW = 256
 """Columns up to which a product takes as long as reading the operand that the products share."""
 
@@ -283,7 +283,7 @@ def _rounding_product_bwd(subscripts, dtype, out_dtype, precision, of_weights, o
     a_axes, b_axes = operand_subscripts.split(",")
     for_a, for_b = f"{y_axes},{b_axes}->{a_axes}", f"{a_axes},{y_axes}->{b_axes}"
     if explicit_mesh(a, b) is not None:
-        # A gradient is sharded as its operand.
+        # Each operand's gradient gets the sharding of that operand.
         return (
             _rounded(for_a, dtype, a.dtype, precision, dy, b, jax.typeof(a).sharding.spec),
             _rounded(for_b, dtype, b.dtype, precision, a, dy, jax.typeof(b).sharding.spec),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 def common_dtype(*dtypes: Any) -> Any:
-    """Returns the dtype that JAX promotes these to by default."""
+    """Returns the dtype to which JAX promotes these arrays' dtypes by default."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*(jnp.dtype(dtype) for dtype in dtypes))
 

@@ -58,7 +58,7 @@ class Format(NamedTuple):
 
     @property
     def asymmetric_unit(self) -> float:
-        """Ratio of the scale to the range from the smallest to the largest value."""
+        """Ratio of an asymmetric scale to the range from the smallest to the largest value."""
         return float(np.float32(1) / np.float32(self.largest - self.smallest))
 
 
@@ -185,7 +185,7 @@ class QuantizedArray:
         arrays = {name: self.values, "scale": self.scale, "zero_point": self.zero_point}
         # A transformation may have put None in an offset's place, which the tree still has.
         has_offset = self.offset is not None or "_has_offset" in vars(self)
-        if has_offset:  # Checkpoints of arrays without one have no entry for it.
+        if has_offset:  # An array without an offset has no entry for it in checkpoints.
             arrays["offset"] = self.offset
         keyed = tuple((jax.tree_util.GetAttrKey(key), part) for key, part in arrays.items())
         return keyed, (*(getattr(self, name) for name in _STATIC), has_offset)
@@ -263,7 +263,7 @@ class QuantizedArray:
         return values.mT if self.layout == "columns" else values
 
     def numbers(self) -> jax.Array:
-        """Returns what scales multiply: the values, or the codebook's entries that they are codes of."""
+        """Returns the numbers that scales multiply: values, or the codebook's entries for them."""
         values = self.unpacked()
         return values if self.codebook is None else _entries(self.codebook, values)
 
@@ -626,7 +626,7 @@ def spread(
 def _repeated(scale: jax.Array, axis: int, times: int, size: int) -> jax.Array:
     """Repeats each entry `times` times along the axis, the last one as often as `size` leaves room."""
     axis = axis % scale.ndim
-    # Unlike jnp.repeat, this keeps the sharding in the types of Explicit mesh axes.
+    # A broadcast, unlike jnp.repeat, keeps shardings that types state (Explicit mesh axes).
     each = jnp.expand_dims(scale, axis + 1)
     longer = jnp.broadcast_to(each, (*scale.shape[: axis + 1], times, *scale.shape[axis + 1 :]))
     longer = longer.reshape(*scale.shape[:axis], -1, *scale.shape[axis + 1 :])

@@ -19,7 +19,7 @@ from jaxfused.runtime.serialization import serializable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rectified:
-    """The result of a relu whose gradient its reader has to mask.
+    """Result of a relu, whose gradient the operator that reads it has to mask.
 
     `jaxfused.conv`, `ConvNormAct` and `ResNetBlock` take it in place of an array, and the method
     `rectified` of the last two returns it. Everything else takes what `array` returns.

@@ -113,13 +113,13 @@ def encode(
     if dtype == "int4":
         values = pack_words(values) if layout == "columns" else pack_int4(values, axis)
     elif not dtype.startswith("int"):
-        # Without it XLA drops the rounding on a GPU if the values are widened again.
+        # Without the barrier, XLA drops the rounding on a GPU if the values are widened again.
         values = jax.lax.optimization_barrier(values)
     return assembled(values, scale, zero_point, axis, layout, group_size)
 
 
 def codes(units: jax.Array, dtype: str, *, symmetric: bool) -> jax.Array:
-    """Returns the nearest numbers of `dtype`, one a byte: an int4 in an int8."""
+    """Returns x rounded to `dtype`, one number per byte: an int4 in an int8."""
     limits = FORMATS[dtype]
     if dtype.startswith("int"):
         if symmetric:

@@ -1,4 +1,4 @@
-"""The one way from an operator to its kernels.
+"""Runner, by which every operator runs its kernels.
 
 An operator's custom_vjp hands each of its stages (its forward, its backward, ...) to a `Runner`. The
 Runner treats all of them alike, from the outside in:
@@ -242,7 +242,7 @@ class Runner:
         if (unknown := why_symbolic(*operands)) is not None:
             reasons: Mapping[str, str | None] = {"pallas": unknown, "cuda": unknown, "xla": None}
         elif any(operand is not None and operand.size == 0 for operand in operands):
-            # A kernel has nothing to do, and CUDA rejects an empty launch.
+            # An empty array leaves a kernel nothing to compute, and CUDA rejects an empty launch.
             return dispatch.Choice(kernel.name, shapes_of(operands), "xla", {"xla": None})
         else:
             reasons = kernel.why_not(self.device, *operands)
@@ -322,7 +322,7 @@ def batched_rows(
 
 @dataclass(frozen=True)
 class _Call:
-    """The static part of a call."""
+    """A kernel's call with its static arguments: all but the operands."""
 
     kernel: Kernel
     runner: Runner
@@ -346,7 +346,7 @@ class _Call:
         return call(*operands)
 
     def _per_shard(self, *operands: jax.Array | None) -> Results:
-        """Runs the call on shards; batches may be sharded too."""
+        """Runs the call on each device's shards; a `jax.vmap`'s batch axis may be sharded too."""
         entry = [
             None
             if operand is None
@@ -402,7 +402,7 @@ class _OnShard:
         return self._over_batches(of_entry, operands)
 
     def _over_batches(self, of_entry: Callable[..., Results], operands: Operands) -> Results:
-        """Runs `of_entry(self, *operands)`, with the kernel's rule for each of the batches."""
+        """Runs `of_entry(self, *operands)`, with the kernel's `batched` rule for each `jax.vmap`."""
         if not self.call.batches:
             return of_entry(self, *operands)
         without = replace(self, call=replace(self.call, batches=()))
@@ -434,7 +434,7 @@ class _OnShard:
         axes = kernel.axes(*operands)
         rows, matrices = _flatten_rows(operands, axes.operands)
         chosen = self._choose(matrices)
-        # XLA's implementation of some stages takes the rows' axes as they are.
+        # A `TakesRows` stage's XLA implementation takes the rows in the caller's axes, unmerged.
         as_they_are = chosen[0] == "xla" and isinstance(kernel, TakesRows)
         results = self.lower(
             kernel, *chosen, self.call.runner.device, *(operands if as_they_are else matrices)
@@ -470,7 +470,7 @@ class _OnShard:
 
     @property
     def lower(self) -> Callable[..., Results]:
-        """Returns what runs (kernel, implementation, config, device, *operands)."""
+        """Returns the function that runs (kernel, implementation, config, device, *operands)."""
         return _lowered_by_export if self.in_own_module else jitted(self.call.kernel.name)
 
     def _choose(self, operands: Operands) -> tuple[str, Hashable]:
@@ -532,7 +532,7 @@ def _with_rows(
 
 
 def _rows(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
-    """Returns the sizes of the axes that `ROWS` stands for."""
+    """Returns the sizes of an array's axes that `ROWS` stands for."""
     start = letters.index(ROWS)
     return shape[start : len(shape) - (len(letters) - start - 1)]
 
@@ -574,7 +574,7 @@ class _ByPlatform:
     def on_gpu(self, *operands: jax.Array | None) -> Results:
         """Runs `kernel.run` under JAX's defaults."""
         with jax_defaults(self.implementation):
-            # Only a kernel with configs takes one.
+            # Only a kernel that `HasConfigs` takes a config.
             chosen = {} if self.config is None else {"config": self.config}
             return self.kernel.run(self.implementation, self.device, *operands, **chosen)
 
@@ -597,7 +597,7 @@ def jitted(name: str) -> Any:
 
     def run(kernel, implementation, config, device, *operands):
         stage = _ByPlatform(kernel, implementation, config, device)
-        if implementation == "xla":  # It runs on every platform.
+        if implementation == "xla":  # XLA's implementation runs on every platform.
             return stage.on_gpu(*operands)
         return platforms.by_platform(stage, sharding.untracked(operands))
 
@@ -660,7 +660,7 @@ def _exported(
         platforms=["cuda"],
         disabled_checks=[
             *(jax.export.DisabledSafetyCheck.custom_call(name) for name in targets),
-            # A program for several platforms calls it on GPUs alone.
+            # A program for several platforms calls the exported module on GPUs alone.
             jax.export.DisabledSafetyCheck.platform(),
         ],
     )(*(jax.ShapeDtypeStruct(*operand) for operand in operands if operand is not None))

@@ -13,7 +13,7 @@ State = dict[str, Any]
 
 
 def serializable[T](kind: type[T]) -> type[T]:
-    """Registers a pytree that is a dataclass with Flax."""
+    """Registers a pytree dataclass with `flax.serialization`."""
     serialization.register_serialization_state(kind, _state_of, _restored)
     return kind
 
@@ -39,7 +39,7 @@ def _restored(target: Any, state: State) -> Any:
 
 
 def _parts(of: str, target: State, state: State) -> State:
-    """Restores a target's parts from a state, which may lack parts that the target lacks too."""
+    """Restores a target's fields from a state, which may lack those that are None in the target."""
     if not state.keys() <= target.keys():
         names, others = ", ".join(target), ", ".join(sorted(state.keys() - target.keys()))
         raise ValueError(

@@ -118,7 +118,7 @@ def per_shard(
 
 
 class Blocks(NamedTuple):
-    """An axis of blocks of one size, which may be split between blocks only."""
+    """An array's axis of blocks of one size, which devices may split between blocks only."""
 
     name: str
     """The name of the axis that counts the blocks."""
@@ -181,7 +181,7 @@ def per_array_shard(
             axis_names=unsettled if mesh.manual_axes else set(),
             in_specs=in_specs,
             out_specs=tuple(_spec_by_names(axes, places) for axes in result_axes),
-            # The types of results written in place do not say along which axes they vary.
+            # The types of results that are written in place do not say along which mesh axes they vary.
             check_vma=False,
         )(*operands)
     not_split = functools.partial(f, OnShards({}, False))
@@ -211,7 +211,7 @@ def per_array_shard(
     partitioned.def_partition(
         partition,
         sharding_rule=f"{rule(operand_axes)} -> {rule(result_axes)}",
-        # The factors are in the order of the rule, which JAX checks.
+        # JAX checks that the factors are in the order of the sharding rule.
         need_replication_factors=tuple(
             dict.fromkeys(
                 f"{_name(axis)}_within" if isinstance(axis, Blocks) else axis
@@ -385,7 +385,7 @@ def is_in_one_piece(*operands: jax.Array) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """The static part of a call of `per_shard`; absent operands have None for their axes."""
+    """A call of `per_shard` without its operands; an absent operand has None for its axes."""
 
     f: Callable[..., tuple[jax.Array | None, ...]]
     operand_axes: tuple[str | None, ...]
@@ -461,7 +461,7 @@ def _partitioned(call: _Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     partitioned.def_partition(
         partition,
         sharding_rule=f"{rule(call.present_operands)} -> {rule(call.present_results)}",
-        # The factors are in the order of the rule, which JAX checks.
+        # JAX checks that the factors are in the order of the sharding rule.
         need_replication_factors=tuple(
             letter
             for letter in dict.fromkeys("".join(call.present_operands + call.present_results))
@@ -479,7 +479,7 @@ def _places(
     whole: str,
     parts: str,
 ) -> Places:
-    """Returns the mesh axes of each letter: those of the first operand that can be split by them."""
+    """Returns the mesh axes that split each letter, from the first operand that they can split."""
     places: dict[str, tuple[str, ...]] = {}
     decided: set[str] = set()
     for spec, shape, letters in zip(specs, shapes, axes, strict=True):
@@ -503,7 +503,7 @@ def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _explicit_places(
     operands: Sequence[jax.Array], axes: Sequence[str], whole: str, parts: str
 ) -> Places:
-    """Returns `_places` by the types of the operands, which name Explicit axes only."""
+    """Returns `_places` from the shardings that the operands' types state, of Explicit axes only."""
     return _places(
         [jax.typeof(operand).sharding.spec for operand in operands],
         [operand.shape for operand in operands],

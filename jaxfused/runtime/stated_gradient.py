@@ -54,7 +54,7 @@ class stated_gradient:
 
 @dataclass(frozen=True)
 class _Call:
-    """The static part of a call."""
+    """A differentiated function's call: its trees and static arguments, without the arrays."""
 
     function: stated_gradient
     static: tuple[Any, ...]

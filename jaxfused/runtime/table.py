@@ -94,7 +94,7 @@ class Key(NamedTuple):
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """The part of the key that neighbours share: all but the sizes."""
+        """The part of the key that neighbouring shapes share: all but the sizes."""
         ranks = tuple(None if o is None else (o[0], len(o[1])) for o in self.operands)
         return self.kernel, self.statics, ranks
 
@@ -134,7 +134,7 @@ def _as_json(value: Any, *, exact: bool) -> Any:
 
 
 def _has_default(value: Any, field: "dataclasses.Field[Any]") -> bool:
-    """Returns whether a field has its default."""
+    """Returns whether a dataclass's field has its default value."""
     if field.default is dataclasses.MISSING:
         return False
     mine, default = (_as_json(v, exact=False) for v in (getattr(value, field.name), field.default))
@@ -460,7 +460,7 @@ def _replace(path: Path, device: dispatch.Device, entries: Entries) -> None:
         )
         for key, ranking in (kept | dict(entries)).items()
     ]
-    # An entry a line, for the eye and for version control.
+    # One entry per line, for readers and for version control.
     text = json.dumps(_header(device) | {"entries": []})[:-2] + "\n" + ",\n".join(lines) + "\n]}\n"
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         try:

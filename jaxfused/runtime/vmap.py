@@ -19,7 +19,7 @@ def is_batched(in_batched: Any) -> bool:
 def batch_all(
     axis_size: int, in_batched: Sequence[Any], arrays: Sequence[jax.Array | None]
 ) -> list[Any]:
-    """Returns the arrays with the batch as first axis; arrays without a batch are repeated along it."""
+    """Returns arrays with the batch as first axis, along which arrays without a batch are repeated."""
     return [
         array
         if array is None or is_batched(batched)
@@ -48,7 +48,7 @@ class OneByOne:
 
 
 def merged_batch(array: jax.Array) -> jax.Array:
-    """Returns [N, B, ...] as [N * B, ...]; other axes may be empty, so that -1 would be ambiguous."""
+    """Returns [N, B, ...] as [N * B, ...], also where other axes are empty and -1 would be ambiguous."""
     return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
 

@@ -70,7 +70,7 @@ class Fp8State:
         return self.history[MATRICES[operator].index(matrix)]
 
     def after(self, operator: str, found: Mapping[str, jax.Array]) -> "Fp8State":
-        """Returns the next state, given the largest magnitudes that a call has found."""
+        """Returns the next call's state, given the largest magnitude of each matrix in this call."""
         newest = jnp.stack([found[matrix].reshape(()) for matrix in MATRICES[operator]])
         return Fp8State(jnp.concatenate([newest[:, None], self.history[:, :-1]], axis=1))
 
@@ -101,7 +101,7 @@ DELAYED = "fp8_delayed"
 
 
 def is_named(precision: Any, name: str) -> bool:
-    """Returns whether a precision is that string. Arrays are not compared with it."""
+    """Returns whether a precision is a given string, without comparing it with arrays."""
     return isinstance(precision, str) and precision == name
 
 

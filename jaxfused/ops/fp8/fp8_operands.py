@@ -24,21 +24,21 @@ from jaxfused.runtime.vmap import OneByOne
 FORWARD = jnp.dtype(jnp.float8_e4m3fn)
 GRADIENT = jnp.dtype(jnp.float8_e5m2)
 SLOPE_STEPS = 112.0
-"""Integer that stands for a derivative of 1. An int8 then holds the derivatives of all activations but
+"""Int8 code of a derivative of 1. An int8 then holds the derivatives of all activations but
 relu2, in steps finer than those of float8, to which their product with the gradient is rounded."""
 
 
 class Copies(NamedTuple):
-    """A matrix [..., N] in float8: values times a scale."""
+    """A matrix [..., N] quantised to float8: its values, their transpose, and the scale of both."""
 
     values: Any
-    """[..., N], or None. Zeros may follow the last axis's values, up to whole `fp8_xla.PITCH`."""
+    """Float8 [..., N], or None. Zeros may pad the last axis to a multiple of `fp8_xla.PITCH`."""
     transposed: Any
-    """[N, ...], or None. In one piece [N, M], with the same zeros behind the M rows."""
+    """Float8 transpose [N, ...], or None. If unsharded, [N, M] with its last axis padded likewise."""
     scale: jax.Array
-    """A scalar."""
+    """Scale of the values, a float32 scalar."""
     largest: Any
-    """Magnitudes [P]; the scale is computed from their maximum."""
+    """Magnitudes [P], whose maximum determines the scale."""
     sums: Any = None
     """Sums over all rows of the matrix before quantisation, float32 [N], or None."""
     found: Any = None
@@ -100,7 +100,7 @@ def copies(
         matrices=len(matrices),
         returns_scale=in_one_piece,
         pads=in_one_piece,
-        # If the magnitudes are known, the matrices were just written: the L2 still holds their end.
+        # Known magnitudes mean that the matrices were just written: the L2 still holds their end.
         from_end=largest is not None,
     )
     values, transposed, scale, total, parts, derivative = run(stage, *padded, fitting)
@@ -133,7 +133,7 @@ def largest_of(run: Runner, *arrays: jax.Array, activation: str | None = None) -
 
 
 def _of_all_shards(largest: jax.Array) -> jax.Array:
-    """Takes the maximum over shards, if a shard_map tracks what varies, so that they have one scale."""
+    """Returns the maximum over all shards, for one scale, if a shard_map tracks what varies."""
     names = tuple(sorted(sharding.varying(largest)))
     return jax.lax.pmax(largest, names) if names else largest
 
@@ -210,9 +210,9 @@ class _Quantize(OneByOne):
     observes: bool
     matrices: int
     returns_scale: bool
-    """True if the scale is a result. Devices that split the matrices would sum their scales."""
+    """True if the kernel returns the scale; not for split matrices, whose scales would be summed."""
     pads: bool
-    """True if zeros follow each row's values. Devices that split the rows would have them between."""
+    """True if zeros pad each row; not for split rows, where zeros would lie between the shards."""
     from_end: bool
 
     @property
@@ -221,7 +221,7 @@ class _Quantize(OneByOne):
 
     def axes(self, *operands) -> Axes:
         del operands
-        # Concatenated columns are another axis, which devices cannot split.
+        # Concatenated columns get an axis letter of their own, which devices cannot split.
         apart = self.matrices > 1 and not self.gated
         sources = "deg" if apart else "ddd"
         columns = "c" if apart else "d"

@@ -41,7 +41,7 @@ def layer(
 
     The options are those of `pallas_kernels.gemm.fp8.LayerOptions`.
     """
-    # Devices that split the columns would sum their maxima, which are taken from z instead.
+    # If devices split the columns, their maxima would be summed; they are computed from z instead.
     observed = maximised if sharding.is_in_one_piece(x.values, w.transposed) else None
     options = LayerOptions(activation, out_dtype, narrow_dtype, saves, observed)
     factors = _factors(x.values, w.transposed)
@@ -126,7 +126,7 @@ def hidden_gradient_by_slope(
 ) -> HiddenGradient:
     """Returns the gradient to z [..., F], given its `Copies.slope`, in steps of 1 / SLOPE_STEPS."""
     observes = sharding.is_in_one_piece(dy.values, w.values)
-    # An int8 derivative has no NaN. If the hidden layer had one, its scale or magnitude is not finite.
+    # An int8 derivative cannot be NaN. A NaN in the hidden layer shows in its scale or magnitude.
     seen = hidden.scale if hidden.found is None else hidden.found
     unit = jnp.where(jnp.isfinite(seen.reshape(1)), jnp.float32(1.0 / SLOPE_STEPS), jnp.nan)
     padded = slope.shape[-1] != w.values.shape[0]
@@ -137,7 +137,7 @@ def hidden_gradient_by_slope(
 
 
 def _factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns both factors with one length of K; one of them may have zeros at its end."""
+    """Returns both factors [.., K] with the same K: the shorter one is padded with zeros."""
     length = max(a.shape[-1], b.shape[-1])
     return fp8_xla.of_length(a, length), fp8_xla.of_length(b, length)
 
@@ -286,7 +286,7 @@ class _HiddenGradientBySlope(_Fp8Product):
     dtype: Any
     maximises: bool
     padded: bool
-    """True if zeros follow each row of the slope, which then is in one piece."""
+    """True if zeros pad each row of the slope, which is then unsharded."""
 
     @property
     def name(self) -> str:

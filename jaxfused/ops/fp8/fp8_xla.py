@@ -15,7 +15,7 @@ from jaxfused.runtime.quantized_array import FORMATS
 from pallas_kernels.gemm.fused_product import FusedProduct, present
 
 PITCH = 16
-"""Numbers of which the rows of float8 matrices hold whole multiples, as the kernels' TMA copies do."""
+"""Divisor of the length of a float8 matrix's rows in memory, which TMA copies require."""
 
 
 def padded(length: int) -> int:
@@ -24,7 +24,7 @@ def padded(length: int) -> int:
 
 
 def of_length(values: jax.Array, length: int) -> jax.Array:
-    """Returns values [..., K] with zeros behind them, up to `length`."""
+    """Returns values [..., K] padded with zeros to [..., length]."""
     if values.shape[-1] == length:
         return values
     return jnp.pad(values, [*[(0, 0)] * (values.ndim - 1), (0, length - values.shape[-1])])

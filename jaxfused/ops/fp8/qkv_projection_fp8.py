@@ -21,11 +21,11 @@ class Options(NamedTuple):
     x_dtype: Any
     w_dtype: Any
     in_one: bool
-    """True if one matrix holds the weights of all."""
+    """True if one matrix holds the weights of queries, keys and values."""
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Ends of the columns of queries and of keys."""
+        """Column indices at which queries and keys end in the concatenated projection."""
         return self.widths[0], self.widths[0] + self.widths[1]
 
 

@@ -11,7 +11,7 @@ from jaxfused.ops.fp8 import fp8_xla
 from jaxfused.runtime import cuda_library
 
 _GRAIN = 8
-"""Divisor of columns: a thread reads this many."""
+"""Divisor of a matrix's columns: a thread reads so many values at once."""
 _TILE_ROWS = 128
 _TILE_COLUMNS = 64
 _MOST_COLUMNS = 64 * 65535
@@ -121,5 +121,5 @@ def largest(
 
 
 def _three(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the arrays, with empty ones in place of missing ones."""
+    """Returns three arrays, with empty ones in place of missing ones."""
     return [*arrays, *[jnp.zeros_like(arrays[0], shape=(0,))] * (3 - len(arrays))]

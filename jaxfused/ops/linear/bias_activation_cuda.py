@@ -40,7 +40,7 @@ def forward(
     float32; the residual has the same dtype.
     """
     cuda_library.register()
-    # Without a bias the product itself is the preactivation.
+    # Without a bias, the product is the preactivation, and the kernel need not write it.
     writes_z = save_preactivation and (bias is not None or up_bias is not None)
     call = jax.ffi.ffi_call(
         "jaxfused_bias_activation",
@@ -100,7 +100,7 @@ def backward(
 
 
 def _blocks(rows: int, features: int) -> int:
-    """Returns the number of partial sums of a column, so few that they cost little.
+    """Returns the number of partial sums of each column, few enough to add up at little cost.
 
     A partial sum covers 128 rows, or down to 32 if there would be too few blocks to fill a GPU.
     """

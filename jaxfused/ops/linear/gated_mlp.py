@@ -142,7 +142,7 @@ def gated_mlp(
     operands: Sequence[Any] = sharding.align(
         (x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual),
         operand_axes=(rows + "d", "d" + gate_axis, gate_axis, "df", "f", "fe", "e", rows + "e"),
-        # A device's part of the columns of two concatenated matrices is not two halves.
+        # A shard of two concatenated matrices' columns is not half gate and half up.
         whole="de" if w_up is not None else "dfge",
     )
     x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual = operands

@@ -23,7 +23,7 @@ from pallas_kernels.gemm.fused_product import FusedProduct
 
 
 def gate_axis_of(w_up: jax.Array | None) -> str:
-    """Returns the letter of w_gate's last axis: "g", which is not split, if it holds gate and up."""
+    """Returns the letter of w_gate's last axis: "g" (not split over devices) if it has gate and up."""
     return "g" if w_up is None else "f"
 
 
@@ -76,7 +76,7 @@ class GatedUnit(ProductStage):
 
     def estimate(self, device, able, x, w_gate, w_up, *biases) -> Estimate:
         work = self.work(x, w_gate, w_up, *biases)
-        # XLA writes gate and up, and if they are saved halves of one array, copies them too.
+        # XLA writes gate and up, and copies them again if they are halves of one array and saved.
         moved = 3 if w_up is not None or not self.saves_preactivations else 5
         passes = passes_of(work, self.activation, evaluations=1, matrices=moved)
         time = functools.partial(
@@ -119,7 +119,7 @@ class GatedHiddenGradient(ProductStage):
     returns_hidden: bool
     precision: Any
     joined: bool = False
-    """True if dgate and dup are concatenated, as are their sums. The second results are then None."""
+    """True if dgate and dup are one concatenated result, and their sums another; dup's are then None."""
 
     @property
     def name(self) -> str:

@@ -32,7 +32,7 @@ def fp8_runner(op, implementation, device, x, words) -> Runner:
 
 
 def fp8_dtypes(x, w1, w2, residual) -> tuple[Any, ...]:
-    """Returns the dtypes of the gradients, which a backward in float8 needs."""
+    """Returns the dtypes of the parameters' gradients, which a float8 backward has to be told."""
     return x.dtype, w1.dtype, w2.dtype, None if residual is None else residual.dtype
 
 
@@ -60,7 +60,7 @@ def zero_features(
         return 0
     if implementation is None and rows * hidden < _SMALLEST_TO_PAD:
         return 0
-    # Padded to whole steps of the sums, or only to whole instructions if that is many more features.
+    # Pad to whole K steps, or only to whole instructions (`grain`) if steps need many more features.
     step = SWIZZLE_BYTES // x.dtype.itemsize
     zeros = -hidden % step
     return zeros if zeros <= hidden // _LARGEST_SHARE_OF_ZEROS else -hidden % grain
@@ -69,11 +69,11 @@ def zero_features(
 _SMALLEST_TO_PAD = 2**21
 """Fewest elements of a hidden layer that is padded. Below, copying weights costs more than it saves."""
 _LARGEST_SHARE_OF_ZEROS = 8
-"""Whole steps are padded with zeros for up to 1/8 of the features: more cost more than they save."""
+"""Divisor of the features: padding to whole K steps costs more than it saves beyond 1/8 of them."""
 
 
 def append_zeros(a: Any, zeros: int, parts: int = 1, axis: int = -1) -> Any:
-    """Appends zeros to each of the `parts` that an axis consists of; None stays None."""
+    """Appends zeros to each of an axis's `parts` equal parts, such as gate and up; None stays None."""
     if a is None or zeros == 0:
         return a
     pads = [(0, 0)] * a.ndim
@@ -136,5 +136,5 @@ class Options:
 
     @property
     def last_layer(self) -> Layer:
-        """The stage of the last layer."""
+        """Stage of the last layer, with its bias and residual."""
         return Layer(f"{self.op} last layer", None, self.out_dtype, False, self.precision)

@@ -23,7 +23,7 @@ def input_gradient(
     run: Runner, dy: jax.Array, w: jax.Array, dtype: Any, precision: Any
 ) -> jax.Array:
     """Returns the gradient of x for y = x @ w: dy [..., F] times the transpose of w [D, F]."""
-    # A kernel needs F unsplit. If devices may split it, XLA's product adds their parts.
+    # A kernel needs all of F on one device. If devices may split F, XLA's product adds their parts.
     may_run = sharding.is_in_one_piece(dy, w) and run.implementation in (None, "pallas")
     if are_few(dy) and may_run and dy.dtype == dtype:
         (dx,) = run(InputGradient(precision), dy, w)

@@ -50,7 +50,7 @@ def forward(
     # The kernel that computes y adds the residual, in y's dtype.
     dtypes = {jnp.dtype(out_dtype)} | ({residual.dtype} if residual is not None else set())
     dtype = x.dtype if dtypes == {x.dtype} else jnp.dtype(jnp.float32)
-    # z has x's dtype, and the activation is applied to z in this dtype.
+    # z is rounded to x's dtype before the activation is applied.
     has_z = save_preactivation or activation is not None
     y, z, _ = bias_activation_cuda.forward(
         product(x, w, "md,df->mf", x.dtype if has_z else dtype, precision),
@@ -127,7 +127,7 @@ def in_one_product(
     residual_dtype: Any = None,
     out_dtype: Any = None,
 ) -> bool:
-    """Returns whether cuBLASLt is available and has the epilogue for operands of `dtype`."""
+    """Returns whether cuBLASLt is available and can fuse the epilogue into a product of `dtype`."""
     others = {jnp.dtype(other) for other in (residual_dtype, out_dtype) if other is not None}
     return (
         dtype in (jnp.bfloat16, jnp.float16)

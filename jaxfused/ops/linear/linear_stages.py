@@ -85,7 +85,7 @@ class Layer(ProductStage):
 
     def estimate(self, device, able, x, w, bias, residual) -> Estimate:
         work = self.work(x, w, bias, residual)
-        # cuBLASLt is not measured for few tiles.
+        # cuBLASLt was measured only for products of at least one tile per SM.
         large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
         in_one_product = (
             "cuda" in able

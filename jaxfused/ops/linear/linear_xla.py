@@ -68,7 +68,7 @@ def _product_of_rows(x: jax.Array, w: jax.Array, *, out_dtype: Any, precision: A
 
 
 def letters_of_rows(x: jax.Array) -> str:
-    """Returns a letter for each axis of x [..., D] but the last, for `product`."""
+    """Returns an einsum letter for each axis of x [..., D] but the last, for `product`."""
     return string.ascii_lowercase[: x.ndim - 1]
 
 
@@ -105,8 +105,8 @@ def layer(
     """Returns `linear`'s y and, with `save_preactivation`, the preactivation in x's dtype."""
     if activation is None and not save_preactivation:
         if sums_in_product(x, bias, residual, out_dtype):
-            # XLA's product adds both before its one rounding, but sums in float32 would take a pass
-            # over the result. JAX's gradients would sum in 16 bits, so `linear` above keeps float32.
+            # XLA's product adds bias and residual before its one rounding, but float32 sums would take
+            # a pass over the result. JAX's gradients would sum in 16 bits, so `linear` keeps float32.
             y = _product_of_rows(x, w, out_dtype=out_dtype, precision=precision)
             y = y if bias is None else y + along_last_axis(bias, y)
             return y if residual is None else y + residual, None
@@ -121,7 +121,7 @@ def layer(
 
 
 def written_first(activation: str | None, arrays: Any) -> Any:
-    """Makes XLA write the results of gelu_erf before products read them.
+    """Returns gelu_erf's results behind a barrier, so that XLA writes them before products read them.
 
     Otherwise XLA evaluates a part of gelu_erf in each of these products, and writes the other parts.
     """
@@ -131,7 +131,7 @@ def written_first(activation: str | None, arrays: Any) -> Any:
 def sums_in_product(
     x: jax.Array, bias: jax.Array | None, residual: jax.Array | None, out_dtype: Any
 ) -> bool:
-    """Returns whether XLA's product can add bias and residual: it does if all have its dtype."""
+    """Returns whether XLA's product adds bias and residual: it does if both have the product's dtype."""
     added = [a.dtype for a in (bias, residual) if a is not None]
     return all(dtype == x.dtype for dtype in (jnp.dtype(out_dtype), *added))
 
@@ -185,7 +185,7 @@ def activation_gradient(
 
 
 _SIZE_IN_PARTS = 2**17
-"""Most elements of a product of so few tiles that XLA splits its sums."""
+"""Elements of a product's result up to which there are so few tiles that XLA splits its sums."""
 
 
 def saved_alone(activation: str | None, saved: Any) -> Any:

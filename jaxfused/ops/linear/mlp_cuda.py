@@ -1,4 +1,4 @@
-"""The parts of mlp and gated_mlp beyond linear_cuda.py: the gated unit, and both gradients.
+"""CUDA C half of mlp and gated_mlp next to linear_cuda.py: the gated unit, and both gradients.
 
 A backward recomputes the hidden layer h in the same pass that multiplies by the activation's derivative
 and sums the gradients of the biases. This pass reads preactivations and dh, and writes gradients and h.

@@ -123,7 +123,7 @@ class HiddenGradient(ProductStage):
         return pallas_mlp.hidden_gradient(dy, w2, z, **self._options)
 
     def work(self, dy, w2, z) -> cost.Work:
-        # Counted as with an activation, whose value is a second result.
+        # Two results per element, as with an activation, whose value is written next to dz.
         return replace(super().work(dy, w2, z), written_bytes=2 * z.dtype.itemsize)
 
     @property

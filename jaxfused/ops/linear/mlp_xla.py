@@ -97,7 +97,7 @@ def gated_mlp(
 
 
 def dropped(h: jax.Array, words: jax.Array | None, rate: float) -> jax.Array:
-    """Returns the hidden layer after dropout, or unchanged without words."""
+    """Returns the hidden layer after dropout, or unchanged without dropout's seed words."""
     if words is None:
         return h
     return jnp.where(keep_rows(words, h.shape, rate), h / keep_probability(rate), 0)

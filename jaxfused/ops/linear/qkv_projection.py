@@ -168,7 +168,7 @@ def qkv_projection(
 
 
 def _checked_head_size(op: str, columns: int, heads: int, key_heads: int) -> int:
-    """Returns the features of each head of which w has so many columns."""
+    """Returns the size of a head (features), given the columns of w and the numbers of heads."""
     if heads < 1 or key_heads < 1 or heads % key_heads:
         raise ValueError(
             f"{op}: heads is {heads} and key_heads {key_heads}, but query heads share key heads"
@@ -195,8 +195,8 @@ def _check_norms(op: str, head_size: int, q_scale, k_scale, epsilon, scale_offse
 def _of_one_array(
     run: Runner, options: Options, x, w, bias, q_scale, k_scale, cos, sin, *, heads, key_heads
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the projections by kernels, whose weights and biases are those of one array."""
-    # A device's part of the columns is not a part of the queries, of the keys and of the values.
+    """Returns queries, keys and values by kernels, for weights (and biases) in one array."""
+    # A shard of the one array's columns is not a shard of queries, keys and values each.
     whole: Any = sharding.align(
         (x, w, bias),
         operand_axes=(sharding.leading_axes(x.ndim - 1) + "d", "dc", "c"),
@@ -207,7 +207,7 @@ def _of_one_array(
     weights: Sequence[Any]
     biases: Sequence[Any]
     if sharding.is_in_one_piece(x, w):
-        # XLA's products take the array whole, and a kernel's stage splits it.
+        # XLA multiplies by the whole array; a kernel's stage splits it into three.
         options, weights, biases = of_one, (w, None, None), (bias, None, None)
     else:
         # Queries are grouped by the keys that they share, so that devices can split all three alike.
@@ -359,7 +359,7 @@ def _qkv_projection_bwd(run: Runner, options: Options, saved: _Residuals, cotang
         def finish(q, k, scales, tables):
             return options.finish(q, scales[0], *tables), options.finish(k, scales[1], *tables)
 
-        # Zeros stand for projections that are not saved, as nothing reads them.
+        # Projections that are not saved are replaced by zeros, which nothing reads.
         q, k = (
             jnp.zeros_like(dy) if projection is None else projection
             for projection, dy in zip(projections, (dq, dk), strict=True)
@@ -395,11 +395,11 @@ def _parameter_gradients(run: Runner, options: Options, x, weights, biases, dys)
     dbs: Sequence[Any] | None
     shapes = options.shapes(weights)
     if sharding.is_in_one_piece(x, *(w for w in weights if w is not None)):
-        # XLA's gradient of x reads concatenated cotangents.
+        # XLA's gradient of x (dgrad) reads the cotangents of q, k and v concatenated.
         for_x = run.choice(InputGradient(options), *dys, *weights).implementation == "xla"
         joined = options.one_array is not None
         if joined and for_x:
-            # In that form, so that only one form is written.
+            # Concatenate for wgrad too, so that the cotangents are written in one form only.
             flat = [side_by_side(flat, options.head_size)]
         dws, dbs = weight_gradients(
             run,
@@ -438,7 +438,7 @@ def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) 
     itemsize = x.dtype.itemsize
 
     def product_and_pads(columns: int, *padded: int) -> float:
-        """Returns the microseconds of a product of so many columns, and of padding its operands."""
+        """Returns the microseconds of a product with `columns` columns, and of padding its operands."""
         work = cost.Work(features, columns, rows)
         time = xla_time(run.device, work, Passes())
         if xla_cost.xla_pads(work, run.device.multiprocessors):

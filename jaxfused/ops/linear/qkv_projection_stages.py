@@ -27,7 +27,7 @@ from pallas_kernels.gemm.qkv_heads import Heads
 # --- gradient -------------------------------------------------------------------------------------
 
 HEADS = ("ngh", "nkh", "nkh")
-"""Letters of queries, keys and values: groups that share keys, heads of a group, features."""
+"""Axis letters of q, k and v: groups that share keys (n), heads of a group (g, k), features (h)."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Options:
     @property
     def whole(self) -> str:
         """Letters of axes that devices must not split."""
-        # The kernel takes multiples of 16 columns, which groups of narrower heads may not be.
+        # The kernel takes multiples of 16 columns, and shards of narrower heads may have others.
         return "dgkhsrc" if self.head_size % 16 == 0 else "dngkhsrc"
 
     def grouped(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the columns of queries, keys and values with axes [groups, heads, H]."""
+        """Returns the arrays [..., columns] of q, k and v as [..., groups, heads of a group, H]."""
         groups, _ = cast(tuple[int, int], self.one_array)
         width = groups * self.head_size
         return [
@@ -60,22 +60,22 @@ class Options:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Ends of the queries' and the keys' columns in one array of all."""
+        """Column indices at which queries and keys end in the one array."""
         groups, heads = cast(tuple[int, int], self.one_array)
         return groups * heads * self.head_size, groups * (heads + 1) * self.head_size
 
     def apart(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Returns the weights, or the biases, of queries, keys and values, as a kernel takes them."""
+        """Returns the weights, or the biases, of q, k and v apart, with axes of groups and heads."""
         if self.one_array is None or arrays[0] is None:
             return arrays
         return self.grouped(jnp.split(arrays[0], self.ends, axis=-1))
 
     def shapes(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Returns the shapes of the results of `apart`, by which an implementation is chosen."""
+        """Returns the shapes of `apart`'s results, by which an implementation is chosen."""
         return jax.eval_shape(self.apart, list(arrays))
 
     def heads(self, *parameters: Any) -> Heads:
-        """Returns what is computed of the columns: parameters are weights, biases, scales and tables.
+        """Returns the `Heads` (norms, rope) to compute for weights, biases, scales and tables.
 
         With weights alone, it is their product.
         """
@@ -89,7 +89,7 @@ class Options:
         )
 
     def finish(self, y, scale, cos, sin):
-        """Returns grouped heads after norm and rotation by XLA."""
+        """Returns heads [..., groups, heads of a group, H] after norm and rotation, by XLA."""
         heads = ungrouped(y)
         if cos is None or cos.ndim == 2:
             # With more than one leading axis, XLA (jax 0.11.2) tiles some norms wrongly.
@@ -338,7 +338,7 @@ def _why_not(device: dispatch.Device, x: Any, heads: Heads) -> dict[str, str | N
 
 
 _OF_NEIGHBOURS = 2.4
-"""Time of XLA's rotation of interleaved pairs, read one by one, relative to that of halves (an H200)."""
+"""Ratio of XLA's times to rotate interleaved pairs, read one by one, and halves, on an H200."""
 _OF_CONVERSION, _FEW_FOR_XLA = 2 / 3, 1024
 """Part of a conversion kernel's time that converting weights adds to XLA's product of up to 1,024 rows,
 which may fuse it. [512, 4096] to 8,192 columns take 77 us, with bfloat16 weights about 45."""
@@ -360,7 +360,7 @@ def _is_modelled(device: dispatch.Device, x: jax.Array) -> bool:
 
 
 def _unmodelled(device: dispatch.Device, work: cost.Work) -> Rule | None:
-    """Returns the rule where the cost model does not apply."""
+    """Returns the rule that orders implementations where the cost model does not apply, else None."""
     large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
     return None if large else Rule(("xla",), "the product has fewer tiles than the GPU has SMs")
 

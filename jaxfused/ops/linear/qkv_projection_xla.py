@@ -56,7 +56,7 @@ def finish(
     scale_offset: float,
     interleaved: bool,
 ) -> jax.Array:
-    """Returns projected heads [..., T, N, H] after norm and rotation, if their operands are given."""
+    """Returns heads [..., T, N, H] after norm and rotation, each only if its operands are given."""
     if scale is not None:
         y, _ = norm(
             y,

@@ -148,7 +148,7 @@ class _Symmetric:
         return (_by_reference(*operands),)
 
     def batched(self, call, axis_size, in_batched, *operands) -> None:
-        """Returns None: the entries of a batch of batches run one by one."""
+        """Returns None: under `jax.vmap`, the entries of the outer batch run one by one."""
         del call, axis_size, in_batched, operands
 
 
@@ -268,5 +268,5 @@ class _BothWays:
         return _both_ways_by_reference(*operands)
 
     def batched(self, call, axis_size, in_batched, *operands) -> None:
-        """Returns None: the entries of a batch of batches run one by one."""
+        """Returns None: under `jax.vmap`, the entries of the outer batch run one by one."""
         del call, axis_size, in_batched, operands

@@ -163,7 +163,7 @@ def _is_product_with_ones(rows: int, dy: Any) -> bool:
 
 _ROWS_OF_SLOW_SUMS = 2**14
 _SPLIT_ROWS = 256
-"""Divisor of the rows: XLA splits such a product along them, and otherwise writes a padded copy."""
+"""Divisor of the rows: XLA splits wgrad along them, and pads a copy if they do not divide."""
 _SIZE_OF_SLOW_SUMS = 2**20
 _TILE_ROWS = 8
 """Rows of the smallest tile of a product."""
@@ -183,11 +183,11 @@ class WeightGradients:
     """Number of dys."""
     sums_rows: bool
     side_by_side: bool
-    """True if XLA takes one product of the dys, concatenated."""
+    """True if XLA runs one product with the concatenated dys, not one for each."""
     joined: bool = False
     """True if all products are one concatenated result, and the sums too."""
     piece: int | None = None
-    """Columns of the pieces in which XLA concatenates the dys."""
+    """Columns of each piece in which XLA concatenates the dys; None for whole dys."""
 
     @property
     def name(self) -> str:
@@ -268,7 +268,7 @@ class WeightGradients:
         return (*self._as_wanted(dws), *self._as_wanted(sums or ()))
 
     def in_xla(self, x, *dys) -> tuple[jax.Array, ...]:
-        """Returns the results of XLA, for any number of leading axes."""
+        """Returns the products and sums by XLA, for x [..., D] with any number of leading axes."""
         gradient = functools.partial(weight_product, out_dtype=self.dtype, precision=self.precision)
         dws: Sequence[jax.Array]
         if self.side_by_side and len(dys) > 1:
@@ -288,7 +288,7 @@ class WeightGradients:
         return (*dws, *sums)
 
     def _as_wanted(self, columns: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Returns the columns concatenated if they are one result, else unchanged."""
+        """Returns the arrays concatenated along their columns if `joined`, else unchanged."""
         if not self.joined or len(columns) < 2:
             return columns
         return (jnp.concatenate(columns, axis=-1),)
@@ -300,7 +300,7 @@ class WeightGradients:
         return (side_by_side(dys, self.piece),)
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results:
-        """Runs a batch of products as one product in XLA."""
+        """Runs the products of a `jax.vmap`'s batch as one batched product in XLA."""
         del call, axis_size
         in_axes = [0 if batched else None for batched in in_batched]
         return jax.vmap(self.in_xla, in_axes=in_axes)(*operands)

@@ -97,7 +97,7 @@ def _gated_unit_fwd(run: Runner, unit: "_Unit", x, *weights_and_biases):
 
 
 def _gated_unit_bwd(run: Runner, unit: "_Unit", saved, dh):
-    """Has XLA compute the preactivations again. Without the barrier it would keep the forward's."""
+    """Recomputes the preactivations by XLA, behind a barrier, lest XLA keep the forward's."""
     (x, (*weights, b_gate, b_up)), dh = jax.lax.optimization_barrier((saved, dh))
     gate, up = unit.arrays(*weights)
     _, vjp = jax.vjp(
@@ -137,7 +137,7 @@ class _Unit:
 
     def estimate(self, device, able, x, values, *others) -> Estimate:
         del able, others
-        # The limit on rows is that of a single product.
+        # The number of rows from which XLA comes first is that of a single quantised product.
         if x.shape[0] > MAX_ROWS:
             return Rule(("xla",), "its faster product makes up for dequantising the weights first")
         fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])

@@ -208,7 +208,7 @@ def why_no_kernel_reads(w: QuantizedArray) -> str | None:
 
 
 def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the scale and the zero point [G, F], repeated for columns that share one."""
+    """Returns scale and zero point [G, F] of weights; one that columns share is repeated for each."""
     zero_point, columns = w.zero_point, w.shape[1]
     return (
         of_each_column(w.scale, columns),
@@ -217,7 +217,7 @@ def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _of_rows(x: QuantizedArray) -> jax.Array:
-    """Returns the scales [..., G], repeated for rows that share one."""
+    """Returns the scales [..., G] of quantised x; one that rows share is repeated for each."""
     return jnp.broadcast_to(x.scale, (*x.shape[:-1], x.groups))
 
 
@@ -353,7 +353,7 @@ def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.A
         k=w.shape[0],
         w=weights,
     )
-    # A kernel needs F unsplit. If devices may split it, XLA's product adds their parts.
+    # A kernel needs all of F on one device. If devices may split F, XLA's product adds their parts.
     in_one_piece = sharding.is_in_one_piece(dz, w.values)
     if reason is None and in_one_piece and run.implementation in (None, "pallas"):
         (dx,) = run(_InputGradient(options, w.shape[0]), dz, w.values, w.scale, w.zero_point)
@@ -400,7 +400,7 @@ def product_why_not(
 
 
 _WHOLE = "dkgh"
-"""Axes of sums and of their scales, which devices may not split."""
+"""Letters of the summed axis D and its groups of scales, which devices may not split."""
 
 
 @dataclass(frozen=True)
@@ -470,7 +470,7 @@ class _Layer:
         return self._in_kernel(implementation, device, x, x_scale, w, bias, residual, config)
 
     def _x(self, x, x_scale) -> jax.Array | QuantizedArray:
-        """Returns x as XLA's layer takes it."""
+        """Returns x in the form that XLA's `layer` takes: floats, or a `QuantizedArray`."""
         del x_scale
         return x
 
@@ -542,7 +542,7 @@ class _LayerOfBoth(_Layer):
         wide = replace(work, itemsize=2)
         xla = xla_time(device, wide, Passes(bytes_of_element=4 + work.written_bytes))
         if work.k % pallas_quantized.COPIED_BYTES:
-            # XLA pads both operands in 16 bits, and its product of them takes twice as long (LAB).
+            # XLA pads both operands in 16 bits, and multiplies them half as fast (benchmarks/LAB.md).
             pads = sum(xla_cost.xla_pass(operand.size, 1 + 2) for operand in (x, w.values))
             xla = 2 * xla + pads
         return product_times({"pallas": ours, "xla": xla})

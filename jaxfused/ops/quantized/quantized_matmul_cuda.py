@@ -16,7 +16,7 @@ from jaxfused.runtime import cuda_library
 from pallas_kernels.gemm.quantized import Packed
 
 STEP = 128
-"""Features of the weights that a warp copies at a time."""
+"""Features (elements along K) of the weights that a warp copies at a time."""
 _WARPS = 8
 _WARP_COLUMNS = 16
 _TILE_ROWS = 8
@@ -24,9 +24,9 @@ _MOST_TILES = 65535
 _MOST_ROWS = 2**30
 _PARTS = (1, 2, 4, 8, 16)
 _FEW_ROWS = 64
-"""Most rows for split-K. More rows are more blocks anyway, and more partial sums to add."""
+"""Rows of x up to which sums are split (split-K). More rows make enough blocks without it."""
 _BOTH_TILE = 128
-"""Rows and columns of a block, and features of a step."""
+"""Rows and columns of a CTA's tile of the W8A8 kernel, and features of a K step."""
 _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
@@ -180,7 +180,7 @@ def candidates(
     slots = multiprocessors * resident
 
     def cost(config: Config) -> float:
-        """Returns the time in bytes read from memory. x and the sums come from the L2, twice as fast."""
+        """Returns a config's time in bytes read from memory; bytes read from the L2 count half."""
         columns = _WARPS // config.sum_warps * _WARP_COLUMNS // products
         row_blocks = -(-rows // (row_tiles * _TILE_ROWS))
         blocks = -(-w.n // columns) * row_blocks

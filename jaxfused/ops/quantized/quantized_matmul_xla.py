@@ -74,7 +74,7 @@ def layer(
         z = z.astype(wide) + along_last_axis(bias, z.astype(wide))
     if activation is not None:
         z = checkpoint_name(z.astype(narrow), PREACTIVATION)
-    # relu and one sum after it are exact enough in any dtype.
+    # relu is exact in any dtype, and one sum after it adds only its own rounding.
     keeps_dtype = activation in (None, "relu") and sums_in_product(z, None, residual, out_dtype)
     y = z if keeps_dtype else z.astype(wide)
     y = y if activation is None else activate(activation, y)
@@ -241,7 +241,7 @@ def dequantized_again(w: QuantizedArray, dy: jax.Array) -> tuple[jax.Array, jax.
 
 
 _MOST_FEATURES = 512
-"""Most input features for which the weights' gradient exists at a time."""
+"""Input features whose part of the weights' gradient is in memory at a time, at most."""
 
 
 def gradient_of_scale(x: jax.Array, w: QuantizedArray, dy: jax.Array) -> jax.Array:
@@ -268,7 +268,7 @@ def gradient_of_scale(x: jax.Array, w: QuantizedArray, dy: jax.Array) -> jax.Arr
 
     sums = jax.lax.map(of_part, jnp.arange(0, features, part))
     sums = sums.reshape(w.groups, -1, columns).sum(axis=1)
-    # One scale may serve several columns.
+    # Columns that share a scale add their gradients to it.
     return sums.reshape(*w.scale.shape, w.columns_alike).sum(axis=2)
 
 
@@ -285,7 +285,7 @@ def _features_at_a_time(w: QuantizedArray, group: int) -> int:
 
 
 def _rows_of(w: QuantizedArray, start: jax.Array, count: int) -> jax.Array:
-    """Returns the values of `count` rows of w, [count, F], one to a byte."""
+    """Returns `count` rows of w's stored values, unpacked to one per byte, [count, F]."""
     axis = -1 if w.layout == "columns" else -2
     per_row = w.values.shape[axis] / w.shape[0]
     packed = round(count * per_row)
