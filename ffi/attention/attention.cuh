@@ -42,7 +42,7 @@ struct AttentionArgs {
   int left, right;           // a query at p attends to p - left <= s <= p + right
   const int* query_lengths;  // [B]; this pointer and all that follow may be null
   const int* key_lengths;
-  const int* query_offset;    // [B]: query t stands at p = t + offset
+  const int* query_offset;    // [B]: query t has position p = t + offset
   const int* query_segments;  // [B, T]
   const int* key_segments;    // [B, S]
   // [B, blocks of queries, 4]: bounds, in blocks, of the keys of the same segments; then the same
@@ -51,7 +51,7 @@ struct AttentionArgs {
   const int4* query_bounds;
   LogitsOperand bias;
   bool is_bias_float32;           // otherwise the bias has the dtype of q
-  LogitsOperand explicit_mask;    // bytes, 0 where a query may not attend to a key
+  LogitsOperand explicit_mask;    // 8-bit, 0 where a query may not attend to a key
   const uint32_t* dropout_seeds;  // [2, B, N]
   uint32_t dropout_threshold;
   float keep_probability;
@@ -97,10 +97,10 @@ struct Owner {
 // No limit of a window, and the limit of offsets: sums of both and of two lengths fit an int.
 constexpr int kNoLimit = 1 << 29;
 
-// Lengths of a batch entry, and where its queries stand among its keys.
+// Lengths of a batch entry, and the position of its queries among its keys.
 struct Extent {
   int queries, keys;
-  int offset = 0;  // query t stands at key t + offset
+  int offset = 0;  // query t has the position of key t + offset
 
   __device__ Extent(const AttentionArgs& args, int batch)
       : queries(args.query_count), keys(args.key_count) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ Bounds column_bounds(const AttentionArgs& args, const
   const int rows = kTransposed ? extent.keys : extent.queries;
   const int columns = kTransposed ? extent.queries : extent.keys;
   if (first >= rows) return {0, 0, 0, 0};
-  // The columns at which the first and the last row stand.
+  // The columns at the positions of the first and of the last row.
   const int offset = kTransposed ? -extent.offset : extent.offset;
   const int from = first + offset, to = min(end, rows) - 1 + offset;
   const auto clip = [columns](int stop) { return max(0, min(columns, stop)); };

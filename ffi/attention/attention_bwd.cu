@@ -31,12 +31,12 @@ struct BackwardArgs : AttentionArgs {
   const Statistics* statistics;  // [B, N, T padded]
   // [B, N, T padded]: correction of delta, from the sum of the gradients of a row's logits.
   const float* missing;
-  Statistics* corrected;  // laid out like `statistics`
+  Statistics* corrected;  // [B, N, T padded], with the corrected delta
   int statistics_rows;
   void* dq;
   void* dk;
   void* dv;
-  float* dbias;  // shape of the bias
+  float* dbias;  // gradient of the bias, in its shape
   int bias_shape[4];
   int stages;  // blocks of columns in shared memory, 1 or 2
 };
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
       }
     }
 
-    // Other lanes of the warp now overwrite rows that a lane has read.
+    // After this barrier, lanes overwrite rows that other lanes of the warp have read.
     __syncwarp();
 
     const auto store = [&](void* gradient, int size, uint32_t by_way_of, float factor,

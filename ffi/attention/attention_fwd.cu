@@ -38,7 +38,7 @@ constexpr float kMaximumLag = 8.0f;
 // The running softmax of a lane's rows.
 template <int kRowTiles>
 struct Softmax {
-  float maximum[kRowTiles][2];  // in units of the logits passed in
+  float maximum[kRowTiles][2];  // of each row, in units of take's argument x
   float total[kRowTiles][2];    // sums over this lane's columns
 
   // Replaces x, logits divided by `multiplier`, by their exponentials; rescales `acc` if the

@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int kThreads = 256;
-// Rows of a thread whose loads are in flight together.
+// Number of a thread's rows whose loads are in flight at the same time.
 template <bool kGated>
 constexpr int kForwardRows = kGated ? 2 : 4;
 constexpr int kBackwardRows = 2;
@@ -130,7 +130,7 @@ __device__ __forceinline__ Activation known_activation(const BiasActivationArgs&
   return args.activation;
 }
 
-// O is the dtype of the residual and of the result.
+// The forward kernel. O is the dtype of the residual and of the result y.
 template <typename T, typename O, int kVec, bool kGated, Known kKnown>
 __global__ void __launch_bounds__(kThreads)
     bias_activation_rows(const __grid_constant__ BiasActivationArgs args) {
@@ -187,7 +187,7 @@ __device__ __forceinline__ void write_partials(const Walk& walk, int lanes, int 
                                                const float (&sums)[kVec], float* partials) {
   __shared__ float shared[kThreads * kVec];
   const int lane = threadIdx.x % lanes;
-  // Values of a line with the same i are adjacent, which avoids bank conflicts.
+  // Values number i of all threads of a line are adjacent, which avoids bank conflicts.
 #pragma unroll
   for (int i = 0; i < kVec; ++i) shared[(walk.line * kVec + i) * lanes + lane] = sums[i];
   __syncthreads();
@@ -200,7 +200,7 @@ __device__ __forceinline__ void write_partials(const Walk& walk, int lanes, int 
   __syncthreads();
 }
 
-// O is the dtype of dy.
+// The backward kernel. O is the dtype of dy.
 template <typename T, typename O, int kVec, bool kGated, Known kKnown>
 __global__ void __launch_bounds__(kThreads)
     bias_activation_gradient(const __grid_constant__ BiasActivationArgs args) {

@@ -52,8 +52,8 @@ struct QuantizeArgs {
   int columns;
   int pitch;
   int row_pitch;
-  int down;    // tiles along the rows
-  int across;  // tiles along the columns
+  int down;    // number of rows of tiles
+  int across;  // number of columns of tiles
   Activation activation;
 };
 
@@ -71,7 +71,7 @@ __device__ __forceinline__ uint32_t largest_of_warp(uint32_t bits) {
 #endif
 }
 
-// Returns the same over all threads of a block.
+// Returns the largest value of a block, given and ordered as in largest_of_warp.
 __device__ __forceinline__ uint32_t largest_of_block(uint32_t bits) {
   __shared__ uint32_t of_warps[32];
   bits = largest_of_warp(bits);
@@ -101,8 +101,8 @@ __device__ __forceinline__ float scale_of(const QuantizeArgs& args) {
 
 // A block's tile; successive blocks go down a column of tiles.
 struct Tile {
-  int row;     // row of tiles
-  int column;  // column of tiles
+  int row;     // index of the tile's row of tiles
+  int column;  // index of the tile's column of tiles
 
   __device__ __forceinline__ explicit Tile(const QuantizeArgs& args)
       : row(blockIdx.x % args.down), column(blockIdx.x / args.down) {
@@ -147,7 +147,7 @@ struct Places {
   }
 };
 
-// A source from one of its columns on.
+// The part of a source matrix from one of its columns on.
 template <typename T>
 struct Columns {
   const T* data;
@@ -166,7 +166,7 @@ __device__ __forceinline__ Columns<T> columns_from(const QuantizeArgs& args, int
   return {static_cast<const T*>(source) + (column - start), end - start};
 }
 
-// Values in flight: nothing waits for them before they are unpacked.
+// Values that are being loaded: a thread waits for them only when it unpacks them.
 template <typename T>
 struct Raw {
   static constexpr int kPart = 16 / sizeof(T);
@@ -384,7 +384,7 @@ __device__ __forceinline__ void store_sums(const QuantizeArgs& args, float (&sum
 // are also summed over their rows; an activation whose derivative is stored.
 enum class Form { kPlain, kGated, kSums, kSlope };
 
-// A thread's values of a tile while they are in flight.
+// A thread's values of a tile, while they are being loaded.
 template <typename T, bool kGated>
 struct Load {
   Raw<T> values[kPasses];

@@ -24,7 +24,7 @@ struct RowsArgs {
   float* scale;     // [rows]
   int rows;
   int features;
-  int row_threads;  // threads of a row: 32 or the whole block
+  int row_threads;  // threads that share a row: a warp or the whole block
   float limit;      // the largest number of the dtype
   float unit;       // 1 / limit
   Format format;
@@ -33,7 +33,7 @@ struct RowsArgs {
 // Rounds x / scale, half to even. Values beyond the range are clipped, and NaN becomes 0 in int8.
 __device__ __forceinline__ uint8_t rounded(float x, float scale, float limit, Format format) {
   const float units = __fdiv_rn(x, scale);
-  // This form of the conditions keeps a NaN.
+  // Conditions of this form pass a NaN on.
   const float clipped = units > limit ? limit : units < -limit ? -limit : units;
   switch (format) {
     case Format::kInt8: {

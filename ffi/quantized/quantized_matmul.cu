@@ -60,7 +60,7 @@ struct Stage {
   }
 };
 
-// The part of the product that a block and a warp have.
+// The rows and columns of the product that a block and a warp compute.
 template <Weights kWeights, int kRowTiles>
 struct Place {
   using Layout = Stage<kWeights, kRowTiles>;
@@ -87,7 +87,7 @@ struct Place {
   bool second;  // whether the warp's columns are of the second product
   int tile_columns, block_column;
   int column_in_tile, warp_column;
-  int existing;  // columns of the warp that exist
+  int existing;  // columns of the warp within the matrix
   int row_start, rows;
   int stage_bytes, scale_place;  // bytes in shared memory
 
@@ -414,7 +414,7 @@ using Kernel = void (*)(LinearArgs);
 struct Choice {
   Kernel kernel;
   int stage_bytes;
-  int rows;  // rows of a block
+  int rows;  // rows of x in a block's tile
 };
 
 template <typename T, Weights kWeights, int kRowTiles>
@@ -504,7 +504,7 @@ ffi::Error quantized_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   }
   const int64_t columns = values.dimensions()[0], groups = scale.dimensions()[0];
   Weights weights = Weights::kFloat8;
-  int64_t of_element = 1;  // features in an element of `values`
+  int64_t of_element = 1;  // features that one element of `values` holds
   switch (values.element_type()) {
     case ffi::DataType::S8:
       weights = Weights::kInt8;

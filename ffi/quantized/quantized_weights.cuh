@@ -15,18 +15,18 @@
 enum class Weights : int { kInt8, kInt4, kFloat8 };
 
 constexpr int kWarpRows = 16;  // columns of the weights that a warp multiplies
-constexpr int kStep = 128;     // features of a copy
+constexpr int kStep = 128;     // features (elements along K) that a copy brings
 constexpr int kChunk = 32;
 
 // Constants that turn a byte of float8 into a 16-bit float. The exponent and the mantissa are
 // shifted to their places, infinities and NaN get the matching exponent, and a power of two
 // corrects the exponent's bias. All 256 bytes are exact. Fields with two halves hold a value twice.
 struct Float8Code {
-  int shift;          // right shift from the upper byte to the place
+  int shift;          // right shift from the upper byte to the bits of the 16-bit float
   uint32_t above;     // added so that non-finite values carry into `special`
   uint32_t special;   // the bit that the carry sets
-  int left, right;    // their exponent is special << left minus special >> right
-  uint32_t multiply;  // power of two for the exponent's bias
+  int left, right;    // non-finite exponent: special << left minus special >> right
+  uint32_t multiply;  // power of two that corrects the exponent's bias
 };
 
 // Two adjacent numbers of T in a register.
@@ -112,7 +112,7 @@ struct Converter<__nv_bfloat16, Weights::kInt8> {
 
   static __device__ __forceinline__ void convert(const uint32_t (&words)[kWords], Offset offset,
                                                  const Float8Code&, uint32_t (&out)[4]) {
-    // The largest power of two, and the rest of the factor 2^133.
+    // The factor 2^133 as two: the largest power of two of bfloat16, and the rest.
     constexpr uint32_t kLargest = 0x7f007f00u, kRest = 0x42804280u;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -29,7 +29,7 @@ struct ProductArgs {
   const uint8_t* w;      // [columns, features]
   const float* x_scale;  // [rows, groups], or nullptr without groups
   const float* w_scale;  // [groups, columns], or nullptr without groups
-  int groups;            // groups of kTile features
+  int groups;            // number of groups of kTile features that share a scale
   int features;
   int stages;
   QuantizedEpilogue epilogue;

@@ -12,7 +12,7 @@
 #include "common/rows.cuh"
 
 constexpr int kMaxClusterBlocks = 8;
-// Vectors of a thread whose loads are in flight together.
+// Number of a thread's vectors whose loads are in flight at the same time.
 constexpr int kLoads = 4;
 // Warps of all blocks that share a row.
 constexpr int kMaxRowWarps = 64;
@@ -22,9 +22,9 @@ constexpr int kMaxBlockThreads = 1024;
 // How the vectors of a row are spread over blocks and threads.
 struct RowSpread {
   int cluster;       // blocks that share a row
-  int threads;       // of a block
+  int threads;       // threads of a block
   int kept;          // limit on the vectors of a thread that stay in shared memory
-  int shared_bytes;  // of a block
+  int shared_bytes;  // shared memory of a block
 
   Launch launch(int64_t rows) const {
     return {dim3(static_cast<unsigned>(rows * cluster)), threads, shared_bytes, cluster};
@@ -92,7 +92,7 @@ class RowSlice {
       }
     }
 #pragma unroll
-    for (float& value : values) value = value > FLT_MAX ? FLT_MAX : value;  // keeps a NaN
+    for (float& value : values) value = value > FLT_MAX ? FLT_MAX : value;  // NaN stays NaN
   }
 
   __device__ __forceinline__ Pack load(int j) const {
@@ -120,7 +120,7 @@ class ClusterJoin {
 
   __device__ ClusterJoin(float* places, int cluster) : places_(places), cluster_(cluster) {}
 
-  // `Found` consists of 32-bit words, and a default one changes nothing that it is joined to.
+  // `Found` consists of 32-bit words; joining a default `Found` to another changes nothing.
   template <typename Found, typename Join>
   __device__ __forceinline__ Found operator()(Found found, const Join& join) {
     constexpr int kWords = sizeof(Found) / sizeof(float);
@@ -154,7 +154,7 @@ class ClusterJoin {
     return all;
   }
 
-  // To be called before a block ends: others may still read its memory.
+  // Must be called before a block ends: other blocks may still read its shared memory.
   __device__ void finish() const {
     if (cluster_ > 1) cluster_sync();
   }

@@ -1,4 +1,4 @@
-// The sum of the weights of a row's words, and the order in which the words stand.
+// The sum of the weights exp(logit) of a row's words, and the order of words by falling logit.
 #pragma once
 
 #include <cfloat>
@@ -9,12 +9,12 @@ constexpr float kLog2e = 1.4426950408889634f;
 
 __device__ __forceinline__ float exp_fast(float x) { return exp2_fast(x * kLog2e); }
 
-// The sum of exp((logit - maximum) * inverse_temperature).
+// Sum over words of exp((logit - maximum) * inverse_temperature), and the maximum.
 struct RowWeight {
   float maximum = -FLT_MAX;  // not -inf, as its distance from a logit of -inf would be NaN
   float weight = 0.0f;
 
-  // Makes the weight relative to a maximum that is not smaller. Returns what exponents change by.
+  // Makes the weight relative to a maximum `to`, not smaller. Returns what exponents change by.
   __device__ __forceinline__ float raise(float to, float inverse_temperature) {
     const float distance = (maximum - to) * inverse_temperature;
     weight *= exp_fast(distance);
@@ -23,12 +23,12 @@ struct RowWeight {
   }
 };
 
-// The logit and the index of a word, by which words are ordered.
+// Position of a word in the order of words: larger logits first, then smaller indices.
 struct Place {
   float logit;
   int word;
 
-  // Whether another word stands before this one.
+  // Whether another word comes before this one in that order.
   __device__ __forceinline__ bool is_after(float other_logit, int other_word) const {
     return other_logit > logit || (other_logit == logit && other_word < word);
   }

@@ -21,7 +21,7 @@ namespace {
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kNone = -1;  // the token of a row without a distribution
 
-// A row's numbers, in the order of memory; kTopK is a whole number.
+// Columns of `filters`, a row's sampling options in float32; kTopK is a whole number.
 enum Filter { kInverseTemperature, kShare, kLeast, kTopK, kFilters };
 
 struct SampleArgs {
@@ -47,7 +47,7 @@ __device__ __forceinline__ float gumbel(float v) {
   return -kLn2 * log2_fast(exponential);
 }
 
-// The word with the highest score; of equal ones, the first.
+// The word with the highest score; of words with equal scores, the first.
 struct Best {
   float score = -INFINITY;
   int word = INT_MAX;
@@ -90,7 +90,7 @@ struct Race {
   }
 };
 
-// What the first pass finds; scores and weights are relative to the maximum.
+// Results of the first pass; scores and weights are relative to the row's maximum.
 struct Drawn {
   RowWeight sum;
   Best best;
@@ -111,7 +111,7 @@ struct Before {
   }
 };
 
-// The words before one that is tested, and which of them is the next to be tested.
+// The words before the tested word (number, weight), and the best of them, to be tested next.
 struct Tested {
   Before words;
   Best best;
@@ -124,7 +124,7 @@ struct Counts {
   int counts[kPivots] = {};
 };
 
-// Returns integers in the order of the numbers; -0 is 0.
+// Maps floats to integers of the same order; -0 becomes 0.
 __device__ __forceinline__ int ordered(float x) {
   const int bits = __float_as_int(x + 0.0f);
   return bits ^ ((bits >> 31) & INT_MAX);
@@ -191,7 +191,7 @@ class Row {
     const int top_k = static_cast<int>(filters[kTopK]);
     const bool both = top_k < features && share < 1.0f;
     int low = ordered(-INFINITY);
-    float kept_weight = both ? 0.0f : drawn.sum.weight;  // 0 while it is not known
+    float kept_weight = both ? 0.0f : drawn.sum.weight;  // 0 until it is computed
     Tested tested;
     for (Best best = drawn.best;; best = tested.best) {
       tested = test({best.logit, best.word});
@@ -202,7 +202,7 @@ class Row {
         continue;
       }
       if (exponent(best.logit) < least) continue;
-      // What top-k keeps weighs at least as much as these words and this one.
+      // The words that top-k keeps weigh at least as much as these words and this one together.
       if (words.weight < share * (words.weight + weight(best.logit))) return best;
       if (kept_weight == 0.0f) kept_weight = weight_of_top_k(top_k, low, ordered(best.logit) + 1);
       if (words.weight < share * kept_weight) return best;
@@ -215,7 +215,7 @@ class Row {
     Race race;
     slice_.template for_each<false>(
         [&](int column, const float (&z)[kVec]) {
-          if (largest_of(z) < place.logit) return;  // as in most vectors
+          if (largest_of(z) < place.logit) return;  // true of most vectors
 #pragma unroll
           for (int i = 0; i < kVec; ++i) {
             if (!place.is_after(z[i], column + i)) continue;
@@ -231,8 +231,8 @@ class Row {
     });
   }
 
-  // Returns what the `top_k` first words weigh. In the order of `ordered`, fewer than top_k words
-  // are at least `high`, and not fewer at least `low`.
+  // Returns the weight of the first `top_k` words. In the order of `ordered`, fewer than top_k
+  // words are at least `high`, and top_k or more are at least `low`.
   __device__ __forceinline__ float weight_of_top_k(int top_k, int low, int high) {
     int count_high = 0;
     while (low + 1 < high && count_high != top_k) {
@@ -254,7 +254,7 @@ class Row {
       }
     }
     const Before above = words_from(high);
-    // The words that are missing equal the last one, and weigh the same.
+    // Words still missing from the top_k have the last pivot's logit, and so its weight.
     const float last = __int_as_float(low ^ ((low >> 31) & INT_MAX));
     const auto missing = static_cast<float>(top_k - above.count);
     return missing > 0.0f ? fmaf(missing, weight(last), above.weight) : above.weight;
@@ -321,7 +321,7 @@ __global__ void __launch_bounds__(kMaxBlockThreads) sample_rows(SampleArgs args)
   Row<T, kVec> of_row(slice, join, args.seeds[row], draws ? inverse_temperature : 1.0f);
   const Drawn drawn = draws ? of_row.template draw<true>() : of_row.template draw<false>();
   Best best = drawn.best;
-  const bool exists = drawn.sum.weight > 0.0f;  // not where it is NaN
+  const bool exists = drawn.sum.weight > 0.0f;  // false if the weight is NaN
   if (args.is_filtered && draws && exists) best = of_row.first_kept(drawn, filters, args.features);
   if (rank == 0 && threadIdx.x == 0) args.tokens[row] = exists ? best.word : kNone;
   join.finish();

@@ -26,7 +26,7 @@ struct TopArgs {
   RowSpread spread;
 };
 
-// The first word of those seen.
+// The first of the words seen so far, in the order of falling logits.
 struct First {
   Place place = {-INFINITY, INT_MAX};
 
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kMaxBlockThreads) top_log_probs_rows(TopArgs a
     other.raise(most, 1.0f);
     mine.weight += other.weight;
   });
-  const bool exists = sum.weight > 0.0f;  // not where it is NaN
+  const bool exists = sum.weight > 0.0f;  // false if the weight is NaN
   const float log_weight = exists ? logf(sum.weight) : NAN;
   if (writes) {
     const int token = args.tokens[row];
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kMaxBlockThreads) top_log_probs_rows(TopArgs a
     if (token >= 0 && token < args.features) {
       load_as_float<T>(static_cast<const T*>(args.logits) + row * args.features, token, logit);
     }
-    const float clipped = logit[0] > FLT_MAX ? FLT_MAX : logit[0];  // keeps a NaN
+    const float clipped = logit[0] > FLT_MAX ? FLT_MAX : logit[0];  // NaN stays NaN
     args.chosen[row] = clipped - sum.maximum - log_weight;
   }
   Place last = {INFINITY, -1};

@@ -21,12 +21,12 @@ from jaxfused.fusion.graph import Node, Value
 from jaxfused.runtime.activation import FUNCTIONS
 
 POINTS = np.concatenate([np.linspace(-6.0, 6.0, 41), [-1e-3, 1e-3, 11.0, -11.0]])
-"""Arguments at which functions are compared."""
+"""Arguments at which an unknown function is compared with each activation."""
 _LONGEST = 24
 
 
 class Activated(NamedTuple):
-    """An activation of a value."""
+    """Name and result of an activation of a value, and the operations that it covers."""
 
     name: str
     result: Value

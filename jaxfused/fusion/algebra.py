@@ -52,7 +52,7 @@ def passed_on(node: Node) -> Value | None:
 
 
 _NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}
-"""Operand with which each operation changes nothing. Flax's RMSNorm subtracts a mean of 0."""
+"""Neutral operand of each operation, with which it changes nothing (Flax's RMSNorm subtracts 0)."""
 
 
 def core(value: Value) -> Value:
@@ -66,7 +66,7 @@ def core(value: Value) -> Value:
 
 
 class View(NamedTuple):
-    """A value behind views, and the places of its axes in the viewed value."""
+    """A value behind views (`base`), and the positions of its axes in the viewed value."""
 
     base: Value
     axes: tuple[Any, ...]
@@ -117,7 +117,7 @@ def _moved_axes(node: Node, axes: tuple[int | None, ...]) -> tuple[int | None, .
 
 
 class Term(NamedTuple):
-    """One summand: a factor times a value."""
+    """One summand of a `Sum`: a constant factor times a value."""
 
     factor: float
     view: View
@@ -127,7 +127,7 @@ class Term(NamedTuple):
 
 @dataclass
 class Sum:
-    """A constant and summands."""
+    """A value as a constant plus summands."""
 
     constant: float = 0.0
     terms: list[Term] = field(default_factory=list)
@@ -352,7 +352,7 @@ def stages(value: Value) -> list[Value]:
 
 
 def is_reshape(node: Node) -> bool:
-    """Returns whether the operation only reshapes."""
+    """Returns whether the operation only reshapes its operand."""
     if node.name == "broadcast_in_dim":
         return len(node.ins) == 1 and math.prod(node.ins[0].shape) == math.prod(node.out.shape)
     return node.name in ("reshape", "squeeze")

@@ -211,7 +211,7 @@ def _reduce_sum(node: Node, x: np.ndarray) -> np.ndarray:
 
 
 def _tile(node: Node, x: np.ndarray) -> np.ndarray:
-    # An axis of length 1 stays 1: it stands for any length.
+    # An axis of length 1 is not repeated: it stands for a broadcast axis of any length.
     return np.tile(
         x, [1 if size == 1 else r for size, r in zip(x.shape, node.params["reps"], strict=True)]
     )

@@ -77,7 +77,7 @@ STEPS = frozenset(
         "sub",
     }
 )
-"""Operations that `Reader` follows."""
+"""Names of the operations that `Reader` follows."""
 
 
 @dataclass

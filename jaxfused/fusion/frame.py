@@ -25,7 +25,7 @@ class _Cut(NamedTuple):
 
     part: int
     outer: int
-    """Length of the first of the two."""
+    """Length of the outer one of the two new parts."""
 
 
 class Stage(NamedTuple):
@@ -80,7 +80,7 @@ class Frame:
         return View(value, layout)
 
     def is_source(self, seen: View) -> bool:
-        """Returns whether a view is the array itself, with each element at its place."""
+        """Returns whether a view is the array itself, with no axis moved or broadcast."""
         return seen.base is self.source.value and seen.axes == self.source.layout
 
     def arranged(self, array: jax.Array, start: Layout, end: Layout) -> jax.Array:

@@ -40,18 +40,18 @@ class Value:
     def __init__(self, aval: Any, node: "Node | None" = None, index: int = 0):
         self.aval = aval
         self.node = node
-        """Operation that makes it; None for inputs and constants."""
+        """Operation that computes the value; None for inputs and constants."""
         self.index = index
         """Position among the results of its operation."""
         self.uses: list[Node] = []
-        """Operations that read it, one entry for each operand that it is."""
+        """Operations that read the value, one entry for each operand position."""
         self.is_output = False
         self.constant: Any = None
         """The array of a literal or of a closed-over array; None for other values."""
         self.origin: Value | None = None
         """The outer graph's value that this input of a body has in every step, or None."""
         self.is_constant = False
-        """True if it is independent of the arguments, so that it could be evaluated now."""
+        """True if the value does not depend on the arguments, so that it could be evaluated now."""
         self.facts: dict[Any, Any] = {}
         """Cache of results about a constant, such as its array by `constants.evaluate`."""
         self.twin: Value | None = None
@@ -75,7 +75,7 @@ class Value:
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """Its shape, dtype and explicit sharding, for tracing a function."""
+        """Shape, dtype and explicit sharding of the value, for tracing a function."""
         sharding = getattr(self.aval, "sharding", None)
         if sharding is None or not sharding.mesh.explicit_axes:
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
@@ -83,7 +83,7 @@ class Value:
 
     @property
     def made_by(self) -> str:
-        """Name of the operation that makes it, or ""."""
+        """Name of the operation that computes the value, or "" for an input or constant."""
         return "" if self.node is None else self.node.name
 
     @property
@@ -115,7 +115,7 @@ class Node:
         self.ins = list(ins)
         self.outs = [Value(v.aval, self, i) for i, v in enumerate(eqn.outvars)]
         self.call = call
-        """Innermost call that contains it, or None."""
+        """Innermost `Call` that contains the operation, or None."""
         self.order = order
         self.bodies: tuple[Graph, ...] = ()
         """Graphs of the bodies of a loop, a branch or a `jax.checkpoint`."""

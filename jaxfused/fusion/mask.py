@@ -90,7 +90,7 @@ class Part:
     logits: tuple[tuple[str, ...], ...]
     """Names of the atoms that make up each axis of the masked logits; see `Layout`."""
     constant: np.ndarray | None
-    """Its value, negated if need be, with the logits' rank; None if it depends on the arguments."""
+    """The part's constant value in the logits' rank, True for logits that count, else None."""
     negated: bool
 
 

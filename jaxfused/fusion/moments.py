@@ -44,7 +44,7 @@ class Moments:
         parts = total(*seen, look=look)
         constant = parts.constant
         if len(parts.terms) == 1 and parts.terms[0].factor == 1.0:
-            # Rounding may make a variance negative, so that programs clamp it at 0.
+            # Programs clamp the variance at 0, as rounding may make it negative: look behind the clamp.
             lifted = parts.terms[0].view
             node = lifted.base.node
             if node is not None and node.name == "max":

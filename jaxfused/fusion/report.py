@@ -18,7 +18,7 @@ class Found:
     line: str
     detail: str
     replaced: int
-    """Number of operations that it replaces."""
+    """Number of the program's operations that the operator replaces."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Report:
     """The sites and near misses that `fuse` found in a program."""
 
     name: str
-    """Name of the function."""
+    """Name of the function that `fuse` was given."""
     found: tuple[Found, ...] = ()
     misses: tuple[Miss, ...] = ()
     left_alone: str = ""

@@ -24,12 +24,12 @@ class Site:
     call: Callable[..., Sequence[jax.Array]]
     """Computes the outputs from the inputs."""
     covered: set[Node]
-    """Operations that it replaces."""
+    """Operations of the program that the operator replaces."""
     detail: str
     """The call in words."""
     label: str = ""
     parts: tuple["Site", ...] = ()
-    """Earlier sites that this one replaces."""
+    """Sites found earlier that this site replaces."""
     facts: Any = None
     """Details for later recognisers; the type depends on the operator."""
 

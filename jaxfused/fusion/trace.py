@@ -24,11 +24,11 @@ class Trace:
     arguments: Sequence[Any]
     """Arrays of this call, in the order of the jaxpr's inputs."""
     finish: Callable[[Sequence[Any]], Any]
-    """Makes the call's result of the jaxpr's results."""
+    """Converts the jaxpr's results to the result of the traced call."""
 
 
 class _Slot:
-    """Stands for an array, or for an object of nnx, among the arguments or results."""
+    """Placeholder of an array, or of an nnx object, among the arguments or results."""
 
 
 _ARRAY, _OBJECT = _Slot(), _Slot()
@@ -50,7 +50,7 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     ]
     graphdef, state = nnx.split(objects) if objects else (None, None)
     state_leaves, state_tree = jax.tree.flatten(state)
-    # Assigned by `flat` when it is traced.
+    # `flat` assigns the output tree when it is traced.
     out_tree: Any = None
     out_slots: list[Any] = []
     changed: list[int] = []

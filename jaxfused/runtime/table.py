@@ -485,7 +485,7 @@ def _header(device: dispatch.Device) -> dict[str, Any]:
 
 
 def _version() -> str:
-    from jaxfused import __version__  # Not yet there while the package itself is imported.
+    from jaxfused import __version__  # Imported late to avoid an import cycle.
 
     return __version__
 

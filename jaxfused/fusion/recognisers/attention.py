@@ -142,7 +142,7 @@ def _site(book: Book, node: Node, softmax: Softmax, after: Node) -> Site | None:
     key_atoms = logits.axes[softmax.axis]
     if len(key_atoms) != 1:
         raise NoAttention("the softmax is taken over several axes in one")
-    # Queries are the operand of the product that is not the keys.
+    # The product's operands are queries and keys: the one that is not the keys is the queries.
     query_side = 0
     if key_atoms[0].startswith("q"):
         query_side = 1

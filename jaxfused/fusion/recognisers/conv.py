@@ -59,14 +59,14 @@ class Step:
     operand: Value
     """One number, or one for each channel."""
     dtype: Any
-    """Dtype in which the program computes it."""
+    """Dtype in which the program computes this step."""
     is_reversed: bool
     """True if the operand comes first, as in `operand - x`."""
 
 
 @dataclass(frozen=True)
 class Followed:
-    """A convolution's result after some steps."""
+    """A convolution's result after the `Step`s that the operator can include."""
 
     value: Value
     steps: tuple[Step, ...] = ()

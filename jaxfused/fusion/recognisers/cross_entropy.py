@@ -152,7 +152,7 @@ def _gathered(value: Value, logits: Value) -> Value | None:
         numbers = node.params["dimension_numbers"]
         last = operand.ndim - 1
         if operand.shape == (*value.shape, 1) and tuple(numbers.start_index_map) == (last,):
-            # A gather of the only element of the last axis.
+            # The indices select the only element of an axis of length 1.
             index = evaluate(indices)
             if index is None or index.any():
                 return None

@@ -87,7 +87,7 @@ def statistics(root: Node) -> Statistics | Mean | None:
     argument = view(root.ins[0])
     parts = total(root.ins[0])
     if len(parts.terms) == 1:
-        # Rounding may make a variance negative, so that programs clamp it at 0.
+        # Programs clamp the variance at 0, as rounding may make it negative: look behind the clamp.
         term = parts.terms[0]
         node = term.view.base.node
         if node is not None and node.name == "max" and term.factor == 1.0:

@@ -153,7 +153,7 @@ def _forks(nodes: list[Node], result: Value) -> Iterator[Value]:
 
 
 def _whole(forked: Value, result: Value) -> Value | None:
-    """Returns the rotated array before its features were cut into pairs, or None."""
+    """Returns the array that is rotated, before its features are cut into pairs, or None."""
     value = forked
     while value.shape != result.shape:
         cut = core(value).node

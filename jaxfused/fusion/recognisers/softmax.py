@@ -46,7 +46,7 @@ def softmax_of(node: Node) -> Softmax | None:
 
 
 def stands_at_rows(seen: View, shape: tuple[int, ...], axis: int) -> bool:
-    """Returns whether a view is one number for each row, broadcast along the given axis of an array."""
+    """Returns whether a view has one number per row of an array, broadcast along the given axis."""
     rows = [i for i, size in enumerate(shape) if i != axis and size != 1]
     return [place for place in seen.axes if place is not None] == rows
 
