@@ -73,8 +73,11 @@ def pixel_shuffle(
         x = x.reshape(x.shape[0], *spatial, *factors, channels)
         blocks, last = range(n + 1, 2 * n + 1), 2 * n + 1
     pairs = [axis for pair in zip(range(1, n + 1), blocks, strict=True) for axis in pair]
-    sizes = (size * f for size, f in zip(spatial, factors, strict=True))
-    return x.transpose(0, *pairs, last).reshape(x.shape[0], *sizes, channels)
+    x = x.transpose(0, *pairs, last)
+    # Explicit axes let a reshape merge or split one axis at a time.
+    for axis in range(1, n + 1):
+        x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    return x
 
 
 @python_numbers
@@ -118,12 +121,15 @@ def pixel_unshuffle(
             " spatial axes; pad or cut x, or pass another factor."
         )
     n = len(factors)
-    split = [part for size, f in zip(spatial, factors, strict=True) for part in (size // f, f)]
+    y = x
+    for axis, (size, f) in enumerate(zip(spatial, factors, strict=True)):
+        place = 1 + 2 * axis
+        y = y.reshape(*y.shape[:place], size // f, f, *y.shape[place + 1 :])
     places, blocks = range(1, 2 * n, 2), range(2, 2 * n + 1, 2)
     last = 2 * n + 1
     order_of_axes = (last, *blocks) if order == "channel_first" else (*blocks, last)
-    y = x.reshape(x.shape[0], *split, channels).transpose(0, *places, *order_of_axes)
-    return y.reshape(x.shape[0], *split[::2], channels * pixels)
+    y = y.transpose(0, *places, *order_of_axes)
+    return y.reshape(*y.shape[: n + 1], channels * pixels)
 
 
 def _checked(

@@ -87,7 +87,9 @@ class BlockSparse:
         check_floating(op, dict(weight=weight))
         grid = grid_of(op, weight.shape, block_size)
         down, across = grid
-        blocks = weight.reshape(down, block_size, across, block_size).swapaxes(1, 2)
+        # Explicit axes let a reshape split one axis at a time.
+        blocks = weight.reshape(down, block_size, weight.shape[1])
+        blocks = blocks.reshape(down, block_size, across, block_size).swapaxes(1, 2)
         blocks = blocks.reshape(down * across, block_size, block_size)
         if mask is not None and (mask.shape != grid or mask.dtype != jnp.bool_):
             raise ValueError(

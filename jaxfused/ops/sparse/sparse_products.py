@@ -184,6 +184,12 @@ class SampledProduct(OneByOne):
         )
         return {"cuda": reason, "xla": None}
 
+    def estimate(self, device, able, rows, columns, x, y) -> Estimate:
+        del device, able, rows, columns, x, y
+        return Rule(
+            ("cuda", "xla"), "CUDA C reads the rows that an entry needs, and XLA copies them"
+        )
+
     def run(self, implementation, device, rows, columns, x, y) -> Results:
         del device
         places = Coordinates(rows, columns, False)

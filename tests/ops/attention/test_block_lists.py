@@ -194,7 +194,7 @@ def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, n
         ("output", "dquery", "dkey", "dvalue", "dbias"), (out, *actual), low, truth, strict=False
     ):
         if t is not None:
-            assert_accurate(what, a, b, t)
+            assert_accurate(what, a.astype(b.dtype), b, t)
 
 
 LONG = (777, 777)
