@@ -962,17 +962,24 @@ def test_tune_overrules_how_xla_sums(device, is_overruled):
         assert after.stage == before.stage and "were measured to be faster" in str(after.reasons)
 
 
+def with_gradients_of(call):
+    def results_and_gradients(operands, others):
+        results, pullback = jax.vjp(lambda *moving: call(*moving, *others), *operands)
+        return results, pullback(results)
+
+    return results_and_gradients
+
+
+OPERATORS = sorted(__main__.EXAMPLES)
+
+
 @pytest.mark.usefixtures("with_library")
-@parametrize("op", sorted(__main__.EXAMPLES), quick=[sorted(__main__.EXAMPLES).index("max_pool")])
+@parametrize("op", OPERATORS, quick=[OPERATORS.index("max_pool")])
 def test_explain_names_what_decided_for_every_operator(device, op):
     """Where several implementations can run a stage, times or a rule decided, and are printed."""
     example = __main__.EXAMPLES[op]
-
-    def gradient(operands, others):
-        results, pullback = jax.vjp(lambda *moving: example.call(*moving, *others), *operands)
-        return results, pullback(results)
-
-    for choice, _ in traced(gradient, example.shapes, example.others)[0]:
+    of_call = with_gradients_of(example.call)
+    for choice, _ in traced(of_call, example.shapes, example.others)[0]:
         able = [name for name, reason in choice.reasons.items() if reason is None]
         if len(able) > 1:
             text = " ".join(basis(choice))
@@ -1190,3 +1197,15 @@ def test_the_report_names_the_files(device):
     text = "\n".join(__main__.measured_choices(device))
     assert f"{table.user_path(device)} (1 entries)" in text
     assert table.load(device).digest[:12] in text
+
+
+@pytest.mark.usefixtures("with_library")
+@parametrize("op", OPERATORS, quick=[OPERATORS.index("block_sparse_matmul")])
+def test_every_operator_can_be_tuned(device, op):
+    """The stages name candidates for their operands, and no bench has to be there for that."""
+    example = __main__.EXAMPLES[op]
+    arrays = [
+        [jnp.zeros(array.shape, array.dtype) for array in arrays]
+        for arrays in (example.shapes, example.others)
+    ]
+    tune(with_gradients_of(example.call), *arrays)

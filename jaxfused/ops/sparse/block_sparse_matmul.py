@@ -230,10 +230,12 @@ class BlockSparseProduct:
         return block_sparse.Shape(x.shape[0], *sizes, blocks.shape[1], blocks.shape[0])
 
     def configs(self, implementation, device, x, blocks, *lists) -> Sequence[Hashable]:
-        del device, lists
+        del lists
         if implementation != "pallas":
             return ()
-        return block_sparse.candidates(x.shape[0], blocks.shape[1], x.dtype, self.options.out_dtype)
+        return block_sparse.candidates(
+            self.work(x, blocks), x.dtype, self.options.out_dtype, device.multiprocessors
+        )
 
     def run(self, implementation, device, x, blocks, *lists, config: Any = None) -> Results:
         options = self.options
