@@ -36,6 +36,11 @@ class Example(NamedTuple):
     others: tuple[Any, ...] = ()
     """The shapes of the arguments that have no gradient."""
 
+    def value_and_gradients(self, operands: Sequence[Any], others: Sequence[Any]) -> Any:
+        """Returns the results of the call, and its gradients to `operands` with them as cotangents."""
+        results, pullback = jax.vjp(lambda *moving: self.call(*moving, *others), *operands)
+        return results, pullback(results)
+
 
 def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
@@ -186,13 +191,8 @@ def operators(device: dispatch.Device) -> Iterator[tuple[str, jaxfused.Explanati
 
 def _explanation(example: Example, device: dispatch.Device) -> jaxfused.Explanation:
     """Explains the call and its gradient."""
-
-    def value_and_gradients(primals, others):
-        results, vjp = jax.vjp(lambda *primals: example.call(*primals, *others), *primals)
-        return vjp(results)
-
     with dispatch.assume(device):
-        return jaxfused.explain(value_and_gradients, example.shapes, example.others)
+        return jaxfused.explain(example.value_and_gradients, example.shapes, example.others)
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -149,12 +149,8 @@ def _of_sweep(config: configs.Config) -> Iterator[Program]:
 
 
 def _of_example(example: Example) -> Iterator[Program]:
-    def gradient(operands: Sequence[Any], others: Sequence[Any]) -> Any:
-        results, pullback = jax.vjp(lambda *moving: example.call(*moving, *others), *operands)
-        return results, pullback(results)
-
     yield Program(FORWARD, None, example.call, (*example.shapes, *example.others))
-    yield Program(GRADIENT, None, gradient, (example.shapes, example.others))
+    yield Program(GRADIENT, None, example.value_and_gradients, (example.shapes, example.others))
 
 
 def _of_optimizer(row: optimizer.Row) -> Iterator[Program]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import hopper
+from pallas_kernels.gemm import operands
 from pallas_kernels.gemm.epilogue import Epilogue
 from pallas_kernels.gemm.matmul_config import MatmulConfig
 from pallas_kernels.gemm.operands import swizzled_columns
@@ -24,7 +24,6 @@ from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 BLOCKS = (64, 128)
 """Rows and columns of a block."""
-_DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def why_unsupported(
@@ -44,16 +43,8 @@ def why_unsupported(
       block: rows and columns of a block.
       kept: blocks that are kept.
     """
-    reason = hopper.why_unfit(compute_capability)
-    if reason is not None:
+    if reason := operands.why_unfit(compute_capability, dtypes, out_dtype):
         return reason
-    for name, dtype in dtypes.items():
-        if dtype not in _DTYPES:
-            return f"it takes bfloat16 and float16, and {name} has dtype {jnp.dtype(dtype)}"
-    if len(set(map(jnp.dtype, dtypes.values()))) > 1:
-        return "what it multiplies has several dtypes"
-    if out_dtype not in (*_DTYPES, jnp.float32):
-        return f"its results are float32, bfloat16 and float16, not {jnp.dtype(out_dtype)}"
     if block not in BLOCKS:
         return f"it takes blocks of {' and '.join(map(str, BLOCKS))}, not of {block}"
     if not kept:
@@ -216,14 +207,7 @@ def _tiles(
         block=shape.block,
         kept=shape.kept,
     )
-    return Epilogue(
-        product=product,
-        function=lambda sums: {"y": sums},
-        vectors={},
-        matrices={},
-        outputs={"y": out_dtype},
-        column_sums=(),
-    )
+    return Epilogue.of_sums(product, y=out_dtype)
 
 
 class Span(NamedTuple):

@@ -22,7 +22,7 @@ from pallas_kernels.gemm.epilogue import Epilogue
 from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import OperandTile, swizzled_columns
-from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace, part
+from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace, part, run_of
 from pallas_kernels.gemm.weight_gradient import PIECE_ROWS
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
@@ -153,14 +153,7 @@ def _tiles(
         block=work.block,
         kept=work.kept,
     )
-    return Epilogue(
-        product=product,
-        function=lambda sums: {"dw": sums},
-        vectors={},
-        matrices={},
-        outputs={"dw": out_dtype},
-        column_sums=(),
-    )
+    return Epilogue.of_sums(product, dw=out_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,24 +210,14 @@ class _BlockSparseWeights(Product):
         return replace(self, table=others[0], entries=others[1]), others[2:]
 
     def tiles_of_cluster(self) -> jax.Array:
-        tiles = self.table[0, self.m // self.block]
-        first, ctas = lax.axis_index("cluster"), jnp.int32(self.clusters)
-        return lax.div(jnp.maximum(tiles - first, 0) + (ctas - 1), ctas)
+        return self.share_of_cluster(self.table[0, self.m // self.block])
 
     def position(self, sequence_idx: Any) -> tuple[Any, ...]:
         item = lax.axis_index("cluster") + sequence_idx * self.clusters
-        row = self._row_of(item)
+        row = run_of(lambda run: self.table[0, run], self.m // self.block, item)
         start = self.table[1, row] + (item - self.table[0, row]) * self.pieces
         end = jnp.minimum(start + self.pieces, self.table[1, row + 1])
         return row * self.block, 0, Span(start, end, self.entries)
-
-    def _row_of(self, item: Any) -> jax.Array:
-        """Returns the last row of blocks with at most `item` tiles before it, which is not empty."""
-        found, rows = jnp.int32(0), self.m // self.block
-        for bit in reversed(range((rows - 1).bit_length())):
-            next_one = jnp.minimum(found + (1 << bit), rows)
-            found = jnp.where(self.table[0, next_one] <= item, next_one, found)
-        return found
 
     def copy_step(
         self,

@@ -46,6 +46,19 @@ class Epilogue:
     scalars: tuple[str, ...] = ()
     """Names of the arrays of one float32, the same for all elements."""
 
+    @classmethod
+    def of_sums(cls, product: Product, **output: Any) -> "Epilogue":
+        """Returns the epilogue that stores a product's sums as one named output of a dtype."""
+        [name] = output
+        return cls(
+            product=product,
+            function=lambda sums: {name: sums},
+            vectors={},
+            matrices={},
+            outputs=output,
+            column_sums=(),
+        )
+
     @property
     def config(self) -> MatmulConfig:
         return self.product.config

@@ -18,17 +18,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper
-from pallas_kernels.gemm import cost
+from pallas_kernels.gemm import cost, operands
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.epilogue import Epilogue
 from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import swizzled_columns
-from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace
+from pallas_kernels.gemm.tiled_product import Ring, Step, TilePlace, run_of
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
-_DTYPES = (jnp.bfloat16, jnp.float16)
 GRAIN = 8
 """Divisor of K and N: rows of 16-bit numbers then begin at multiples of 16 bytes, as TMA requires."""
 MOST_GROUPS = 1024
@@ -54,16 +52,8 @@ def why_unsupported(
       rows: rows of all groups.
       groups: the number of groups.
     """
-    reason = hopper.why_unfit(compute_capability)
-    if reason is not None:
+    if reason := operands.why_unfit(compute_capability, dtypes, out_dtype):
         return reason
-    for name, dtype in dtypes.items():
-        if dtype not in _DTYPES:
-            return f"it takes bfloat16 and float16, and {name} has dtype {jnp.dtype(dtype)}"
-    if len(set(map(jnp.dtype, dtypes.values()))) > 1:
-        return "what it multiplies has several dtypes"
-    if out_dtype not in (*_DTYPES, jnp.float32):
-        return f"its results are float32, bfloat16 and float16, not {jnp.dtype(out_dtype)}"
     for name, size in features.items():
         if size % GRAIN:
             return f"it takes multiples of {GRAIN} features, and {name} has {size}"
@@ -280,27 +270,17 @@ class _GroupedProduct(Product):
         return replace(self, table=others[0]), others[1:]
 
     def tiles_of_cluster(self) -> jax.Array:
-        tiles = self.table[0, self.groups] * self.tile_grid[1]
-        first, ctas = lax.axis_index("cluster"), jnp.int32(self.clusters)
-        return lax.div(jnp.maximum(tiles - first, 0) + (ctas - 1), ctas)
+        return self.share_of_cluster(self.table[0, self.groups] * self.tile_grid[1])
 
     def position(self, sequence_idx: Any) -> tuple[jax.Array, ...]:
         c = self.config
         down = self.table[0, self.groups]
         item = lax.axis_index("cluster") + sequence_idx * self.clusters
         m_idx, n_idx = plgpu.planar_snake(item, (down, self.tile_grid[1]), 0, c.band)
-        index = self._group_of(m_idx)
+        index = run_of(lambda run: self.table[0, run], self.groups, m_idx)
         group = Group.of(self.table, index)
         within = m_idx - self.table[0, index]
         return group.start + within * c.cta_tile_m, n_idx, group
-
-    def _group_of(self, m_idx: Any) -> jax.Array:
-        """Returns the last group with at most `m_idx` tiles before it, which is not empty."""
-        found = jnp.int32(0)
-        for bit in reversed(range((self.groups - 1).bit_length())):
-            next_one = jnp.minimum(found + (1 << bit), self.groups)
-            found = jnp.where(self.table[0, next_one] <= m_idx, next_one, found)
-        return found
 
     def copy_step(
         self,

@@ -143,14 +143,7 @@ def _tiles(
         b_columns=width,
         groups=groups,
     )
-    return Epilogue(
-        product=product,
-        function=lambda sums: {"dw": sums},
-        vectors={},
-        matrices={},
-        outputs={"dw": out_dtype},
-        column_sums=(),
-    )
+    return Epilogue.of_sums(product, dw=out_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

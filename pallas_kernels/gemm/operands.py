@@ -8,7 +8,7 @@ so arrays of every width whose rows begin at multiples of 16 bytes are copied as
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,36 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import hopper
 from pallas_kernels.hopper import ALLOCATION_BYTES, MBARRIER_BYTES
 
 SWIZZLE_BYTES = 128
 """Bytes of the longest piece of a row that is swizzled as one."""
+
+
+_DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+def why_unfit(
+    compute_capability: tuple[int, int] | None, dtypes: Mapping[str, Any], out_dtype: Any = None
+) -> str | None:
+    """Returns None where a kernel can multiply operands of 16 bits, else the reason.
+
+    Args:
+      compute_capability: of the GPU, or None where there is none.
+      dtypes: dtypes of the operands, by name.
+      out_dtype: of the result; None where it is the operands' own.
+    """
+    if reason := hopper.why_unfit(compute_capability):
+        return reason
+    for name, dtype in dtypes.items():
+        if dtype not in _DTYPES:
+            return f"it takes bfloat16 and float16, and {name} has dtype {jnp.dtype(dtype)}"
+    if len(set(map(jnp.dtype, dtypes.values()))) > 1:
+        return "what it multiplies has several dtypes"
+    if out_dtype is not None and out_dtype not in (*_DTYPES, jnp.float32):
+        return f"its results are float32, bfloat16 and float16, not {jnp.dtype(out_dtype)}"
+    return None
 
 
 def swizzled_columns(dtype: Any) -> int:

@@ -24,6 +24,22 @@ RAW_STAGES = 2
 """Steps of quantised weights that are in flight, or being dequantised."""
 
 
+def run_of(tiles_before: Callable[[Any], Any], runs: int, tile: Any) -> jax.Array:
+    """Returns which of several runs of tiles has a tile, by bisection in a kernel.
+
+    Args:
+      tiles_before: returns the number of tiles before a run, by its index, or before the end, by `runs`.
+        Runs may be empty.
+      runs: their number.
+      tile: the index of the tile among those of all runs.
+    """
+    found = jnp.int32(0)
+    for bit in reversed(range((runs - 1).bit_length())):
+        next_one = jnp.minimum(found + (1 << bit), runs)
+        found = jnp.where(tiles_before(next_one) <= tile, next_one, found)
+    return found
+
+
 @dataclass(frozen=True)
 class TilePlace:
     """The tile that a warpgroup computes."""
@@ -254,6 +270,11 @@ class TiledProduct:
         """Returns the number of tiles that each CTA of this cluster computes."""
         first = lax.axis_index("cluster")
         return lax.div(jnp.int32(self.tile_count - 1) - first, jnp.int32(self.clusters)) + 1
+
+    def share_of_cluster(self, tiles: jax.Array) -> jax.Array:
+        """Returns how many of all tiles, a number that the device alone knows, this cluster computes."""
+        first, ctas = lax.axis_index("cluster"), jnp.int32(self.clusters)
+        return lax.div(jnp.maximum(tiles - first, 0) + (ctas - 1), ctas)
 
     def position(self, sequence_idx: Any) -> tuple[jax.Array, ...]:
         """Returns the first row and the column-of-tiles index of this CTA's tile `sequence_idx`.

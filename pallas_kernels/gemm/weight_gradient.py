@@ -19,8 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper
-from pallas_kernels.gemm import cost
+from pallas_kernels.gemm import cost, operands
 from pallas_kernels.gemm.cost import WeightWork
 from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS, CONSUMERS, MatmulConfig
@@ -32,7 +31,6 @@ from pallas_kernels.store import store_unoptimized
 GRAIN = 8
 """Divisor of the features of x and of dy: rows of 16-bit numbers then begin at multiples of 16 bytes, as
 TMA requires. There may be any number of rows."""
-_DTYPES = (jnp.bfloat16, jnp.float16)
 _CHUNK = 32
 """Columns of a tile that are exchanged and stored at a time: 128 bytes of float32."""
 PIECE_ROWS = 8
@@ -95,14 +93,8 @@ def why_unsupported(
       dtypes: dtypes of the operands, by name.
       features: the sizes of the last axes, by name.
     """
-    reason = hopper.why_unfit(compute_capability)
-    if reason is not None:
+    if reason := operands.why_unfit(compute_capability, dtypes):
         return reason
-    for name, dtype in dtypes.items():
-        if dtype not in _DTYPES:
-            return f"it takes bfloat16 and float16, and {name} has dtype {jnp.dtype(dtype)}"
-    if len(set(map(jnp.dtype, dtypes.values()))) > 1:
-        return "what it multiplies has several dtypes"
     for name, size in features.items():
         if size % GRAIN:
             return f"it takes multiples of {GRAIN} features, and {name} has {size}"

@@ -962,14 +962,6 @@ def test_tune_overrules_how_xla_sums(device, is_overruled):
         assert after.stage == before.stage and "were measured to be faster" in str(after.reasons)
 
 
-def with_gradients_of(call):
-    def results_and_gradients(operands, others):
-        results, pullback = jax.vjp(lambda *moving: call(*moving, *others), *operands)
-        return results, pullback(results)
-
-    return results_and_gradients
-
-
 OPERATORS = sorted(__main__.EXAMPLES)
 
 
@@ -978,8 +970,7 @@ OPERATORS = sorted(__main__.EXAMPLES)
 def test_explain_names_what_decided_for_every_operator(device, op):
     """Where several implementations can run a stage, times or a rule decided, and are printed."""
     example = __main__.EXAMPLES[op]
-    of_call = with_gradients_of(example.call)
-    for choice, _ in traced(of_call, example.shapes, example.others)[0]:
+    for choice, _ in traced(example.value_and_gradients, example.shapes, example.others)[0]:
         able = [name for name, reason in choice.reasons.items() if reason is None]
         if len(able) > 1:
             text = " ".join(basis(choice))
@@ -1208,4 +1199,4 @@ def test_every_operator_can_be_tuned(device, op):
         [jnp.zeros(array.shape, array.dtype) for array in arrays]
         for arrays in (example.shapes, example.others)
     ]
-    tune(with_gradients_of(example.call), *arrays)
+    tune(example.value_and_gradients, *arrays)
