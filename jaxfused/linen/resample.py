@@ -1,6 +1,7 @@
 """Layers of Flax Linen that resample images, without parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -72,8 +73,39 @@ class Resize(linen.Module):
         )
 
 
+class _ByFactor(linen.Module):
+    """Blocks of pixels become channels, or channels become blocks of pixels."""
+
+    function: ClassVar[Callable[..., jax.Array]]
+
+    factor: int | Sequence[int] = 2
+    order: ChannelOrder = "channel_first"
+    dtype: Dtype | None = None
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to x [B, *spatial, C].
+
+        Args:
+          x: [B, *spatial, C].
+
+        Returns:
+          [B, *spatial', C'], the sizes multiplied or divided by the factor, the channels the other way.
+
+        Raises:
+          ValueError: x does not fit, as the function says.
+        """
+        return type(self).function(
+            jnp.asarray(x, self.dtype),
+            factor=self.factor,
+            order=self.order,
+            implementation=self.implementation,
+        )
+
+
 @python_number_fields
-class PixelShuffle(linen.Module):
+class PixelShuffle(_ByFactor):
     r"""Images whose channels become pixels: `jaxfused.pixel_shuffle`, without parameters.
 
     .. math:: y_{b, f i + p, c} = x_{b, i, c P + p}
@@ -94,34 +126,11 @@ class PixelShuffle(linen.Module):
     Source: `torch.nn.PixelShuffle`.
     """
 
-    factor: int | Sequence[int] = 2
-    order: ChannelOrder = "channel_first"
-    dtype: Dtype | None = None
-    implementation: Implementation | None = None
-
-    @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies the layer to x [B, *spatial, C].
-
-        Args:
-          x: [B, *spatial, C].
-
-        Returns:
-          [B, *spatial * factor, C / P].
-
-        Raises:
-          ValueError: x does not fit, as the function says.
-        """
-        return pixel_shuffle.pixel_shuffle(
-            jnp.asarray(x, self.dtype),
-            factor=self.factor,
-            order=self.order,
-            implementation=self.implementation,
-        )
+    function = staticmethod(pixel_shuffle.pixel_shuffle)
 
 
 @python_number_fields
-class PixelUnshuffle(linen.Module):
+class PixelUnshuffle(_ByFactor):
     r"""Images whose pixels become channels: `jaxfused.pixel_unshuffle`, without parameters.
 
     .. math:: y_{b, i, c P + p} = x_{b, f i + p, c}
@@ -142,30 +151,7 @@ class PixelUnshuffle(linen.Module):
     Source: `torch.nn.PixelUnshuffle`.
     """
 
-    factor: int | Sequence[int] = 2
-    order: ChannelOrder = "channel_first"
-    dtype: Dtype | None = None
-    implementation: Implementation | None = None
-
-    @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies the layer to x [B, *spatial, C].
-
-        Args:
-          x: [B, *spatial, C].
-
-        Returns:
-          [B, *spatial / factor, C P].
-
-        Raises:
-          ValueError: x does not fit, as the function says.
-        """
-        return pixel_shuffle.pixel_unshuffle(
-            jnp.asarray(x, self.dtype),
-            factor=self.factor,
-            order=self.order,
-            implementation=self.implementation,
-        )
+    function = staticmethod(pixel_shuffle.pixel_unshuffle)
 
 
 @python_number_fields

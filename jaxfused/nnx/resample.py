@@ -1,6 +1,7 @@
 """Layers of Flax NNX that resample images, without parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,46 @@ class Resize(nnx.Module):
         )
 
 
-class PixelShuffle(nnx.Module):
+class _ByFactor(nnx.Module):
+    """Blocks of pixels become channels, or channels become blocks of pixels."""
+
+    function: ClassVar[Callable[..., jax.Array]]
+
+    @python_numbers
+    def __init__(
+        self,
+        factor: int | Sequence[int] = 2,
+        *,
+        order: ChannelOrder = "channel_first",
+        dtype: Dtype | None = None,
+        implementation: Implementation | None = None,
+    ):
+        self.factor = tuple(factor) if isinstance(factor, Sequence) else factor
+        self.order = order
+        self.dtype = dtype
+        self.implementation = implementation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to x [B, *spatial, C].
+
+        Args:
+          x: [B, *spatial, C].
+
+        Returns:
+          [B, *spatial', C'], the sizes multiplied or divided by the factor, the channels the other way.
+
+        Raises:
+          ValueError: x does not fit, as the function says.
+        """
+        return type(self).function(
+            jnp.asarray(x, self.dtype),
+            factor=self.factor,
+            order=self.order,
+            implementation=self.implementation,
+        )
+
+
+class PixelShuffle(_ByFactor):
     r"""Images whose channels become pixels: `jaxfused.pixel_shuffle`, without parameters.
 
     .. math:: y_{b, f i + p, c} = x_{b, i, c P + p}
@@ -101,41 +141,10 @@ class PixelShuffle(nnx.Module):
     Source: `torch.nn.PixelShuffle`.
     """
 
-    @python_numbers
-    def __init__(
-        self,
-        factor: int | Sequence[int] = 2,
-        *,
-        order: ChannelOrder = "channel_first",
-        dtype: Dtype | None = None,
-        implementation: Implementation | None = None,
-    ):
-        self.factor = tuple(factor) if isinstance(factor, Sequence) else factor
-        self.order = order
-        self.dtype = dtype
-        self.implementation = implementation
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies the layer to x [B, *spatial, C].
-
-        Args:
-          x: [B, *spatial, C].
-
-        Returns:
-          [B, *spatial * factor, C / P].
-
-        Raises:
-          ValueError: x does not fit, as the function says.
-        """
-        return pixel_shuffle.pixel_shuffle(
-            jnp.asarray(x, self.dtype),
-            factor=self.factor,
-            order=self.order,
-            implementation=self.implementation,
-        )
+    function = staticmethod(pixel_shuffle.pixel_shuffle)
 
 
-class PixelUnshuffle(nnx.Module):
+class PixelUnshuffle(_ByFactor):
     r"""Images whose pixels become channels: `jaxfused.pixel_unshuffle`, without parameters.
 
     .. math:: y_{b, i, c P + p} = x_{b, f i + p, c}
@@ -155,38 +164,7 @@ class PixelUnshuffle(nnx.Module):
     Source: `torch.nn.PixelUnshuffle`.
     """
 
-    @python_numbers
-    def __init__(
-        self,
-        factor: int | Sequence[int] = 2,
-        *,
-        order: ChannelOrder = "channel_first",
-        dtype: Dtype | None = None,
-        implementation: Implementation | None = None,
-    ):
-        self.factor = tuple(factor) if isinstance(factor, Sequence) else factor
-        self.order = order
-        self.dtype = dtype
-        self.implementation = implementation
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies the layer to x [B, *spatial, C].
-
-        Args:
-          x: [B, *spatial, C].
-
-        Returns:
-          [B, *spatial / factor, C P].
-
-        Raises:
-          ValueError: x does not fit, as the function says.
-        """
-        return pixel_shuffle.pixel_unshuffle(
-            jnp.asarray(x, self.dtype),
-            factor=self.factor,
-            order=self.order,
-            implementation=self.implementation,
-        )
+    function = staticmethod(pixel_shuffle.pixel_unshuffle)
 
 
 class BlurPool(nnx.Module):

@@ -64,10 +64,12 @@ def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     parameters = inspect.signature(function, eval_str=True).parameters
     checks = _checks({name: parameter.annotation for name, parameter in parameters.items()})
     names = tuple(parameters)
-    op = function.__qualname__.partition(".")[0]
+    of_class, _, own_name = function.__qualname__.partition(".")
 
     @functools.wraps(function)
     def with_numbers(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Layers that share their constructor have names of their own.
+        op = type(args[0]).__name__ if own_name == "__init__" else of_class
         taken = [
             checks[name](op, name, value) if name in checks else value
             for name, value in zip(names, args, strict=False)
