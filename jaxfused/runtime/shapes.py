@@ -1,5 +1,6 @@
-"""Shapes of operands, and symbolic sizes of exported programs: `jax.export.symbolic_shape`."""
+"""Shapes and axes of operands, and symbolic sizes of exported programs (`jax.export.symbolic_shape`)."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,3 +30,17 @@ def shapes_of(operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct | None, ...
         None if operand is None else jax.ShapeDtypeStruct(operand.shape, operand.dtype)
         for operand in operands
     )
+
+
+# Under Explicit axes a reshape may split one axis or merge neighbours into one, not several at once.
+
+
+def split_axis(x: jax.Array, axis: int, *sizes: int) -> jax.Array:
+    """Returns x with axes of these sizes, whose product the axis has, in its place."""
+    return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
+
+
+def merge_axes(x: jax.Array, first: int, count: int = 2) -> jax.Array:
+    """Returns x with one axis in the place of `count` neighbours, of which `first` is the first."""
+    end = first + count
+    return x.reshape(*x.shape[:first], math.prod(x.shape[first:end]), *x.shape[end:])

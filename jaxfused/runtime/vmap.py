@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxfused.runtime.shapes import merge_axes
+
 
 def is_batched(in_batched: Any) -> bool:
     """Whether any leaf of an operand's `in_batched` tree is batched; an absent operand has none."""
@@ -49,7 +51,7 @@ class OneByOne:
 
 def merged_batch(array: jax.Array) -> jax.Array:
     """Returns [N, B, ...] as [N * B, ...], also where other axes are empty and -1 would be ambiguous."""
-    return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+    return merge_axes(array, 0)
 
 
 def merged_images(

@@ -150,6 +150,7 @@ def calls(rows: int = 32, images: int = 8) -> dict[str, Call]:
         "blur_pool": Call(jaxfused.blur_pool, (maps,)),
         "pixel_shuffle": Call(jaxfused.pixel_shuffle, (maps,)),
         "pixel_unshuffle": Call(jaxfused.pixel_unshuffle, (maps,)),
+        "carafe": Call(jaxfused.carafe, (maps, _rows(images, 16, 16, 25))),
         "resize": Call(lambda x: jaxfused.resize(x, (9, 20)), (maps,)),
         "softmax_cross_entropy": Call(
             jaxfused.softmax_cross_entropy, (_rows(rows, 512),), labels, is_mean=True

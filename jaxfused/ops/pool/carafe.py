@@ -7,6 +7,7 @@ from jaxfused import dispatch
 from jaxfused.runtime.checks import check_count, check_floating, python_numbers
 from jaxfused.runtime.gate import reference_only
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.shapes import merge_axes, split_axis
 
 
 @python_numbers
@@ -89,17 +90,18 @@ def carafe(
 def _reassembled(
     x: jax.Array, kernels: jax.Array, factor: int, size: int, groups: int
 ) -> jax.Array:
-    batch, height, width, channels = x.shape
+    _, height, width, channels = x.shape
     wide = accumulator_dtype(x.dtype)
     radius = size // 2
     around = ((0, 0), (radius, radius), (radius, radius), (0, 0), (0, 0))
-    grouped = x.astype(wide).reshape(batch, height, width, groups, channels // groups)
+    grouped = split_axis(x.astype(wide), 3, groups, channels // groups)
     padded = jnp.pad(grouped, around)
     # A pixel of x is one of a block of factor x factor kernels.
-    blocks = kernels.astype(wide).reshape(batch, height, factor, width, factor, groups, size * size)
+    blocks = split_axis(kernels.astype(wide), 3, groups, size * size)
+    blocks = split_axis(split_axis(blocks, 2, width, factor), 1, height, factor)
     total = jnp.zeros((), wide)
     for tap in range(size * size):
         top, left = divmod(tap, size)
         part = padded[:, top : top + height, left : left + width]
         total = total + part[:, :, None, :, None] * blocks[..., tap, None]
-    return total.reshape(batch, height * factor, width * factor, channels).astype(x.dtype)
+    return merge_axes(merge_axes(merge_axes(total, 5), 3), 1).astype(x.dtype)

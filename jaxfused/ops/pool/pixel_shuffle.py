@@ -15,6 +15,7 @@ from jaxfused.runtime.checks import (
     python_numbers,
 )
 from jaxfused.runtime.gate import reference_only
+from jaxfused.runtime.shapes import merge_axes, split_axis
 
 ChannelOrder = Literal["channel_first", "pixel_first"]
 
@@ -74,9 +75,8 @@ def pixel_shuffle(
         blocks, last = range(n + 1, 2 * n + 1), 2 * n + 1
     pairs = [axis for pair in zip(range(1, n + 1), blocks, strict=True) for axis in pair]
     x = x.transpose(0, *pairs, last)
-    # Explicit axes let a reshape merge or split one axis at a time.
     for axis in range(1, n + 1):
-        x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+        x = merge_axes(x, axis)
     return x
 
 
@@ -113,8 +113,8 @@ def pixel_unshuffle(
     Source: `torch.nn.functional.pixel_unshuffle`.
     """
     op = "pixel_unshuffle"
-    x, factors, pixels = _checked(op, x, factor, order, implementation)
-    spatial, channels = x.shape[1:-1], x.shape[-1]
+    x, factors, _ = _checked(op, x, factor, order, implementation)
+    spatial = x.shape[1:-1]
     if any(size % f for size, f in zip(spatial, factors, strict=True)):
         raise ValueError(
             f"{op}: x has shape {x.shape} and factor is {factor!r}, but blocks of pixels divide the"
@@ -122,14 +122,13 @@ def pixel_unshuffle(
         )
     n = len(factors)
     y = x
-    for axis, (size, f) in enumerate(zip(spatial, factors, strict=True)):
-        place = 1 + 2 * axis
-        y = y.reshape(*y.shape[:place], size // f, f, *y.shape[place + 1 :])
+    for axis in reversed(range(n)):
+        y = split_axis(y, 1 + axis, spatial[axis] // factors[axis], factors[axis])
     places, blocks = range(1, 2 * n, 2), range(2, 2 * n + 1, 2)
     last = 2 * n + 1
     order_of_axes = (last, *blocks) if order == "channel_first" else (*blocks, last)
     y = y.transpose(0, *places, *order_of_axes)
-    return y.reshape(*y.shape[: n + 1], channels * pixels)
+    return merge_axes(y, n + 1, n + 1)
 
 
 def _checked(

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxfused.runtime.checks import as_arrays, check_floating, python_numbers, readable_values
 from jaxfused.runtime.serialization import serializable
+from jaxfused.runtime.shapes import merge_axes, split_axis
 
 BlockSize = Literal[32, 64, 128]
 """Rows and columns of a block."""
@@ -87,10 +88,8 @@ class BlockSparse:
         check_floating(op, dict(weight=weight))
         grid = grid_of(op, weight.shape, block_size)
         down, across = grid
-        # Explicit axes let a reshape split one axis at a time.
-        blocks = weight.reshape(down, block_size, weight.shape[1])
-        blocks = blocks.reshape(down, block_size, across, block_size).swapaxes(1, 2)
-        blocks = blocks.reshape(down * across, block_size, block_size)
+        in_rows = split_axis(weight, 0, down, block_size)
+        blocks = merge_axes(split_axis(in_rows, 2, across, block_size).swapaxes(1, 2), 0)
         if mask is not None and (mask.shape != grid or mask.dtype != jnp.bool_):
             raise ValueError(
                 f"{op}: mask has shape {mask.shape} and dtype {mask.dtype}, but the matrix has"
@@ -200,7 +199,7 @@ class BlockSparse:
         table = jnp.full((down, across), count, jnp.int32)
         table = table.at[self.places].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
         grid = jnp.asarray(self.blocks).at[table].get(mode="fill", fill_value=0)
-        return grid.swapaxes(1, 2).reshape(self.shape)
+        return merge_axes(merge_axes(grid.swapaxes(1, 2), 2), 0)
 
 
 def grid_of(op: str, shape: tuple[int, ...], block_size: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxfused.runtime.checks import as_arrays, check_floating, check_word, python_numbers
 from jaxfused.runtime.serialization import serializable
+from jaxfused.runtime.shapes import merge_axes, split_axis
 from jaxfused.runtime.stated_gradient import stated_gradient
 
 GROUP, KEPT = 4, 2
@@ -260,19 +261,16 @@ def packed(places: jax.Array) -> jax.Array:
     codes = jnp.pad(codes, [(0, missing[0]), (0, missing[1])], constant_values=0b0100)
     steps, tiles = codes.shape[0] // 16, codes.shape[1] // 64
     # Axes: step, c, group of four; tile, warp, half, g.
-    # Explicit axes let a reshape split one axis at a time.
-    codes = codes.reshape(steps, 4, 4, tiles * 64).reshape(steps, 4, 4, tiles, 4, 2, 8)
+    codes = split_axis(split_axis(codes, 1, tiles, 4, 2, 8), 0, steps, 4, 4)
     codes = codes.transpose(0, 3, 4, 6, 1, 5, 2) << _SHIFTS
     return jnp.sum(codes, axis=(5, 6), dtype=jnp.uint32).reshape(steps, tiles, 128)
 
 
 def unpacked(metadata: jax.Array, rows: int, features: int) -> jax.Array:
     """Returns the places int32 [D / 4, 2, F] of metadata."""
-    steps, tiles, _ = metadata.shape
-    words = metadata.reshape(steps, tiles, 4, 8, 4, 1, 1)
+    words = split_axis(metadata, 2, 4, 8, 4, 1, 1)
     codes = (words >> _SHIFTS & 15).transpose(0, 4, 6, 1, 2, 5, 3)
-    codes = codes.reshape(steps * 16, *codes.shape[3:]).reshape(steps * 16, tiles * 64)
-    codes = codes[: rows // GROUP, :features]
+    codes = merge_axes(merge_axes(codes, 3, 4), 0, 3)[: rows // GROUP, :features]
     return jnp.stack([codes & 3, codes >> 2], axis=1).astype(jnp.int32)
 
 
