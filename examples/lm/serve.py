@@ -18,11 +18,12 @@ from examples.errors import ExampleError, run_command
 from examples.flags import whole
 from examples.lm import loading
 from examples.lm.engine import Engine, Text
-from examples.lm.packages import needed
 from examples.lm.requests import Request, read_request
 from examples.lm.stream import Stream
 from examples.lm.tokenizer import Tokenizer
 from examples.lm.worker import FailedError, FullError, Worker
+from examples.packages import needed
+from examples.uploads import body_of
 
 _LARGEST_BODY = 4 * 2**20
 _PATIENCE = 15.0
@@ -197,16 +198,7 @@ async def _body(request: Any) -> Any:
     Raises:
       ExampleError: it is none, or too large.
     """
-    data = bytearray()
-    try:
-        async for part in request.stream():
-            data += part
-            if len(data) > _LARGEST_BODY:
-                raise ExampleError(
-                    f"a body must have at most {_LARGEST_BODY} bytes; send a smaller one."
-                )
-    except needed("starlette.requests").ClientDisconnect as error:
-        raise ExampleError("the body must come whole, but the client has gone.") from error
+    data = await body_of(request, "body", _LARGEST_BODY)
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from examples.errors import ExampleError
 from examples.lm.data import START
-from examples.lm.packages import needed
+from examples.packages import needed
 
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

@@ -30,7 +30,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jaxfused
 from examples.errors import ExampleError
-from examples.lm.packages import needed
+from examples.packages import needed
 from examples.unet.network import Network
 from jaxfused import dispatch
 from jaxfused.runtime import cuda_library

@@ -20,9 +20,10 @@ from PIL import Image, ImageOps
 
 from examples.errors import ExampleError, run_command
 from examples.flags import whole
-from examples.lm.packages import needed
+from examples.packages import needed
 from examples.unet.runner import Runner, Segmentation, Stages
 from examples.unet.segment import add_flags, open_runner
+from examples.uploads import body_of
 
 _PAGE = Path(__file__).parent / "page.html"
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
@@ -121,19 +122,10 @@ async def _upload(request: Any) -> bytes:
     Raises:
       ExampleError: it is empty, too large, or has not come whole.
     """
-    data = bytearray()
-    try:
-        async for part in request.stream():
-            data += part
-            if len(data) > _LARGEST_BODY:
-                raise ExampleError(
-                    f"a file must have at most {_LARGEST_BODY} bytes; send a smaller one."
-                )
-    except needed("starlette.requests").ClientDisconnect as error:
-        raise ExampleError("the file must come whole, but the client has gone.") from error
+    data = await body_of(request, "file", _LARGEST_BODY)
     if not data:
         raise ExampleError("the body must be an image's file, but is empty; send one.")
-    return bytes(data)
+    return data
 
 
 def decode(body: bytes, mode: str, *, most_pixels: int) -> np.ndarray:

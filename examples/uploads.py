@@ -1,0 +1,28 @@
+"""What a client sends to the servers of these programs."""
+
+from typing import Any
+
+from examples.errors import ExampleError
+from examples.packages import needed
+
+
+async def body_of(request: Any, what: str, most: int) -> bytes:
+    """Returns the body of a request.
+
+    Args:
+      request: of starlette.
+      what: the word for the body in errors.
+      most: the bytes that it may have.
+
+    Raises:
+      ExampleError: it is larger, or has not come whole.
+    """
+    data = bytearray()
+    try:
+        async for part in request.stream():
+            data += part
+            if len(data) > most:
+                raise ExampleError(f"a {what} must have at most {most} bytes; send a smaller one.")
+    except needed("starlette.requests").ClientDisconnect as error:
+        raise ExampleError(f"the {what} must come whole, but the client has gone.") from error
+    return bytes(data)
