@@ -17,13 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Operands
 from pallas_kernels.attention.memory import WGMMA_ROWS
+from pallas_kernels.attention.merged_rows import MergedRows
 from pallas_kernels.attention.packing import Packing
 from pallas_kernels.attention.page_work import Division, Plan
 from pallas_kernels.attention.shape import Shape
-from pallas_kernels.hopper import LANES, WARPS
+from pallas_kernels.hopper import WARPS
 
-_WIDEST = 128
-"""Columns that a CTA merges at most."""
 _TOGETHER = 4
 """Parts whose rows are copied to shared memory together, for one pipeline stage."""
 _SLOTS = 3
@@ -64,24 +63,13 @@ def merge(
 
 
 @dataclass(frozen=True)
-class _Merge:
+class _Merge(MergedRows):
     """The kernel: its static parameters, its layout of shared memory, and the work of a CTA."""
 
-    shape: Shape
-    dtype: Any
     division: Division
     packing: Packing
     rows: int
     """Rows of a part in global memory; the other rows of its tile of 64 are padding."""
-
-    @property
-    def columns(self) -> int:
-        """Columns that a CTA merges."""
-        return _WIDEST if self.shape.value_size > _WIDEST // 2 else _WIDEST // 2
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.shape.value_size // self.columns)
 
     @property
     def quads(self) -> int:
@@ -202,16 +190,6 @@ class _Merge:
                 def _(i=i, first=first, count=count):
                     row = out_gmem.at[start + i, pl.ds(first, count)]
                     plgpu.copy_smem_to_gmem(out_smem.at[i, pl.ds(0, count)], row)
-
-    def layout(self) -> Any:
-        """Returns the register layout of a tile: a row in each warp, a lane's columns contiguous."""
-        vector = self.columns // LANES
-        return plgpu.Layout.TILED(
-            plgpu.Tiling(((WARPS, self.columns), (vector,))),
-            warp_dims=(-3,),
-            lane_dims=(-2,),
-            vector_dim=-1,
-        )
 
     def inverse(
         self,

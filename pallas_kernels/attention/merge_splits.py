@@ -22,16 +22,14 @@ from pallas_kernels.attention.logits import (
     saved_length,
 )
 from pallas_kernels.attention.memory import ceil_to
+from pallas_kernels.attention.merged_rows import MergedRows
 from pallas_kernels.attention.packing import Packing
 from pallas_kernels.attention.shape import Shape
-from pallas_kernels.hopper import LANES, WARPS
+from pallas_kernels.hopper import WARPS
 from pallas_kernels.store import store_unoptimized
 
 MOST_SPLITS = 96
 """Limit on the parts whose outputs for four queries, 128 columns at a time, fit in shared memory."""
-
-_WIDEST = 128
-"""Columns that a CTA merges at most."""
 
 
 def merge(
@@ -98,21 +96,10 @@ def only_part(
 
 
 @dataclass(frozen=True)
-class _Merge:
+class _Merge(MergedRows):
     """The kernel: its static parameters, its layout of shared memory, and the work of a CTA."""
 
-    shape: Shape
-    dtype: Any
     splits: int
-
-    @property
-    def columns(self) -> int:
-        """Columns that a CTA merges."""
-        return _WIDEST if self.shape.value_size > _WIDEST // 2 else _WIDEST // 2
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.shape.value_size // self.columns)
 
     @property
     def quads(self) -> int:
@@ -222,16 +209,6 @@ class _Merge:
                 plgpu.copy_smem_to_gmem(
                     out_smem.at[i, pl.ds(0, size)], out_gmem.at[start + i, head]
                 )
-
-    def layout(self) -> Any:
-        """Returns the register layout of a tile: a row in each warp, a lane's columns contiguous."""
-        vector = self.columns // LANES
-        return plgpu.Layout.TILED(
-            plgpu.Tiling(((WARPS, self.columns), (vector,))),
-            warp_dims=(-3,),
-            lane_dims=(-2,),
-            vector_dim=-1,
-        )
 
     def normalizer(
         self,

@@ -1,7 +1,7 @@
 """block_sparse_matmul: validation, choice of implementation, gradient."""
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,13 +217,8 @@ class BlockSparseProduct:
 
     def estimate(self, device, able, x, blocks, *lists) -> Estimate:
         del lists
-        if not is_modelled(device):
-            return UNMODELLED
         work = self.work(x, blocks)
-        times = {"xla": dense_time(device, work, x.dtype.itemsize) + written_time(work)}
-        if "pallas" in able:
-            times["pallas"] = block_sparse.predicted_time(work, device.multiprocessors)
-        return product_times(times)
+        return _estimate(device, able, work, x.dtype.itemsize, block_sparse.predicted_time)
 
     def work(self, x, blocks) -> block_sparse.Shape:
         sizes = self.options.shape[::-1] if self.transposed else self.options.shape
@@ -295,13 +290,8 @@ class KeptBlocks(OneByOne):
 
     def estimate(self, device, able, x, dy, blocks, *lists) -> Estimate:
         del lists
-        if not is_modelled(device):
-            return UNMODELLED
         work = self.work(x, dy, blocks)
-        times = {"xla": dense_time(device, work, x.dtype.itemsize) + written_time(work)}
-        if "pallas" in able:
-            times["pallas"] = block_sparse_weights.predicted_time(work, device.multiprocessors)
-        return product_times(times)
+        return _estimate(device, able, work, x.dtype.itemsize, block_sparse_weights.predicted_time)
 
     def configs(self, implementation, device, x, dy, blocks, *lists) -> Sequence[Hashable]:
         del lists
@@ -342,6 +332,22 @@ class KeptBlocks(OneByOne):
     def examples(self, random, device, x, dy, blocks, *lists):
         del device
         return [random(x), random(dy), *example_weight(random, blocks, lists)]
+
+
+def _estimate(
+    device: dispatch.Device,
+    able: Collection[str],
+    work: block_sparse.Shape,
+    itemsize: int,
+    kernel_time: Callable[[block_sparse.Shape, int], float],
+) -> Estimate:
+    """Returns the times of XLA, which multiplies all blocks, and of the kernel where it can run."""
+    if not is_modelled(device):
+        return UNMODELLED
+    times = {"xla": dense_time(device, work, itemsize) + written_time(work)}
+    if "pallas" in able:
+        times["pallas"] = kernel_time(work, device.multiprocessors)
+    return product_times(times)
 
 
 def dense_time(device: dispatch.Device, work: block_sparse.Shape, itemsize: int) -> float:

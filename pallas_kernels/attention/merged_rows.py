@@ -1,0 +1,41 @@
+"""The rows that a CTA merges from parts of attention's outputs: one in each of its warps."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.shape import Shape
+from pallas_kernels.hopper import LANES, WARPS
+
+_WIDEST = 128
+"""Columns that a CTA merges at most."""
+
+
+@dataclass(frozen=True)
+class MergedRows:
+    """The columns of four rows of the output [..., V] that one CTA merges."""
+
+    shape: Shape
+    dtype: Any
+    """Dtype of the output."""
+
+    @property
+    def columns(self) -> int:
+        """Columns that a CTA merges."""
+        return _WIDEST if self.shape.value_size > _WIDEST // 2 else _WIDEST // 2
+
+    @property
+    def chunks(self) -> int:
+        """CTAs that share the columns of a row."""
+        return -(-self.shape.value_size // self.columns)
+
+    def layout(self) -> Any:
+        """Returns the register layout of a tile: a row in each warp, a lane's columns contiguous."""
+        vector = self.columns // LANES
+        return plgpu.Layout.TILED(
+            plgpu.Tiling(((WARPS, self.columns), (vector,))),
+            warp_dims=(-3,),
+            lane_dims=(-2,),
+            vector_dim=-1,
+        )
