@@ -187,7 +187,7 @@ def _method(module: str, owner: str, name: str) -> Iterator[Place]:
 
 
 def _body(node: Definition) -> list[ast.AST]:
-    """What of a definition is followed and counted: of a class its fields, not its methods."""
+    """Returns the nodes of a definition that are followed and counted: of a class its fields alone."""
     if isinstance(node, ast.ClassDef):
         return [n for n in node.body if not isinstance(n, ast.FunctionDef)]
     if isinstance(node, ast.FunctionDef):

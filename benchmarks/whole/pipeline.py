@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         flags += ["--workers", str(options.workers)]
     out = ["--out", str(directory / "run")]
     workers = vit.parse_flags(vit.make_parser("vit", out=out[1]), flags).workers
-    # As many images as all rounds take, and one more round for the beginning.
+    # Images for the timed rounds, for those before them, and some that are held out.
     write_images(directory / "images", options.batch_size * max(workers, 1) * (_ROUNDS + 2))
     args = vit.parse_flags(vit.make_parser("vit", out=out[1]), flags)
     data = vit.load_data(args)

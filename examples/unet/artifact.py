@@ -147,7 +147,7 @@ def write(
 def _without_cache() -> Iterator[None]:
     """Compiles anew: what JAX's cache on disk gave for a CPU may lack functions once it is saved."""
     before = jax.config.jax_enable_compilation_cache
-    # Whether there is a cache is decided once, until it is reset.
+    # JAX decides once whether it uses its compilation cache, until the cache is reset.
     compilation_cache.reset_cache()
     jax.config.update("jax_enable_compilation_cache", False)
     try:

@@ -16,7 +16,7 @@ class Batch(NamedTuple):
     boxes: jax.Array | None = None
     """Boxes [B, N, 4], x1 y1 x2 y2 in pixels from the image's corner: a whole image is 0 0 W H."""
     valid: jax.Array | None = None
-    """Whether each box counts [B, N]. In a result, only boxes count that still have an area."""
+    """Bools [B, N], true for boxes that count; in a result those that still have an area."""
     labels: jax.Array | None = None
     """Labels: whole numbers [B], or weights [B, K], which `MixUp` and `CutMix` mix."""
     sizes: jax.Array | None = None

@@ -57,12 +57,12 @@ class Frame(NamedTuple):
 
     @property
     def is_upright(self) -> bool:
-        """Whether rows stay rows and columns stay columns."""
+        """True if rows stay rows and columns stay columns."""
         return all(part.upright for part in self.parts)
 
     @property
     def antialiases(self) -> bool:
-        """Whether the kernel becomes wider where the whole map shrinks."""
+        """True if the interpolation's window becomes wider where the whole map shrinks the image."""
         return any(part.antialias for part in self.parts)
 
 

@@ -11,7 +11,7 @@ from jaxfused.augment.shards import over_batch
 from jaxfused.augment.transform import Drawn, Mixing, Transform
 
 Draws = tuple[Drawn, ...]
-"""For each part of a chain, what it does with each image: a tree of arrays [B, ...]."""
+"""Draws of a chain: for each of its parts a tree of arrays [B, ...], its parameters for each image."""
 
 _OF_BATCH = 0x6D69780A
 """Number that is folded into the key of a batch for draws that all its images share."""

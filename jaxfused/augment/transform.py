@@ -16,7 +16,7 @@ class Drawn(NamedTuple):
     """What one transform does with one image."""
 
     on: jax.Array
-    """Whether the transform is applied, a bool []."""
+    """Bool [], true if the transform is applied."""
     values: Any
     """Its parameters, a tree of arrays."""
 
@@ -66,14 +66,14 @@ class Geometric(Part):
     """A part that moves pixels."""
 
     crops: ClassVar[bool] = False
-    """Whether it discards what is outside of its result."""
+    """True if the part of the image outside of its result is discarded."""
     upright: ClassVar[bool] = False
-    """Whether rows of the image stay rows and columns stay columns."""
+    """True if rows of the image stay rows and columns stay columns."""
     interpolation: Interpolation = "bilinear"
     antialias: bool = False
     fill: float | Sequence[float] = 0.0
     any_interpolation: ClassVar[bool] = False
-    """Whether every position is that of a pixel, so that interpolation and fill do not matter."""
+    """True if every position is that of a pixel, so that interpolation and fill do not matter."""
 
     def inverse(self, values: Any, size: jax.Array) -> jax.Array:
         """Returns the matrix [3, 3] from positions in the result to positions in the image."""
@@ -92,7 +92,7 @@ class Pointwise(Part):
     """A part that changes each pixel by itself, and perhaps by statistics of the image."""
 
     bounded: ClassVar[bool] = True
-    """Whether it takes values of 0 to 1, and so has to come before `Normalize`."""
+    """True if its images have values of 0 to 1, so that it has to come before `Normalize`."""
 
     def operations(self) -> Steps:
         """Returns which operations each of its steps may have."""
@@ -107,7 +107,7 @@ class Filter(Part):
     """A part whose pixels depend on their neighbours."""
 
     bounded: ClassVar[bool] = True
-    """Whether it takes values of 0 to 1, and so has to come before `Normalize`."""
+    """True if its images have values of 0 to 1, so that it has to come before `Normalize`."""
 
     def filtered(self, values: Any, x: jax.Array, size: jax.Array | None) -> jax.Array:
         """Returns an image [H, W, C] of values 0 to 1; it fills the array if `size` is None."""
@@ -118,7 +118,7 @@ class Blurring(Filter):
     """A filter of a few pixels, which uint8 images go through in the kernel of the passes around it."""
 
     sharpens: ClassVar[bool] = False
-    """Whether an image is blended with its blur by 3 x 3 pixels, or is blurred."""
+    """True if an image is blended with its blur by 3 x 3 pixels, false if the blur is the result."""
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -137,9 +137,9 @@ class Mixing(Part):
     """A part that mixes each image of a batch with the one before it."""
 
     per_image: bool = False
-    """Whether each image has its own draw, or all images of a batch have one."""
+    """True if each image has its own draw, false if all images of a batch share one."""
     cuts: ClassVar[bool] = False
-    """Whether each pixel is of one image, so that masks can be mixed too."""
+    """True if each pixel is of one image, so that masks can be mixed too."""
     axis_name: Any = None
     num_classes: int | None = None
 

@@ -16,7 +16,7 @@ class PruningState(NamedTuple):
     step: jax.Array
     """int32, the steps that were taken."""
     kept: Any
-    """For each parameter that is pruned the bools of what is kept, and for the others None."""
+    """Bools of each parameter that is pruned, true where a number is kept; None for the others."""
 
 
 @checked_options

@@ -20,9 +20,9 @@ class Blur:
     reach: tuple[int, int]
     """Pixels on each side that it depends on, along columns and along rows."""
     sharpens: bool
-    """Whether images are blended with their blur, by a factor in place of weights."""
+    """True if images are blended with their blur, by a factor in place of weights."""
     is_ragged: bool
-    """Whether images may be smaller than their array."""
+    """True if images may be smaller than their array."""
     steps: Steps
     """What follows it."""
 

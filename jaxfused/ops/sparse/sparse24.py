@@ -249,7 +249,7 @@ spread.defvjp(
 
 _HALVES, _FOURS = 16 * np.arange(2, dtype=np.uint32), 4 * np.arange(4, dtype=np.uint32)
 _SHIFTS = (_HALVES[:, None] + _FOURS[None]).reshape(1, 1, 1, 1, 1, 2, 4)
-"""Of the four bits of each half of a word, and of each four rows."""
+"""Bit shifts in a word: of its two halves (columns), and in a half of its four groups of four rows."""
 
 
 def packed(places: jax.Array) -> jax.Array:
