@@ -1,4 +1,4 @@
-"""A chain of transforms: draws, and passes over images."""
+"""A chain of transforms: Draws what each does with each image, and runs them in few passes."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ from jaxfused.runtime.runner import jax_defaults
 class Chain:
     """Random changes of images, one after the other, in as few passes over them as possible.
 
-    Geometric transforms that follow each other are one map and one resampling; pointwise transforms that
-    follow them run in the same pass, which reads the images once and writes them once. Statistics, such
-    as the mean that contrast is changed around, read them once more. `describe` says which transforms
-    share a pass. Within a pass, values are float32 (float64 for float64 images) and are rounded at its
-    end only; what a geometric transform moves out of the image can come back in the same pass, except
-    through a crop.
+    Geometric transforms that follow each other are one map and one resampling; pointwise transforms
+    that follow them run in the same pass, which reads the images once and writes them once. A
+    statistic, such as the mean that contrast is changed around, reads the images once more. `describe`
+    says which transforms share a pass. Within a pass, values are float32 (float64 for float64 images)
+    and are rounded at its end only; what a geometric transform moves out of the image can come back in
+    the same pass, except through a crop.
 
     A chain's draws depend on an image's key alone. So they are the same on any number of devices, and
     the same for all frames of a video.

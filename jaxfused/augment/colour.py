@@ -14,7 +14,7 @@ from jaxfused.runtime.checks import check_count
 
 
 class _OneStep(Pointwise):
-    """A part of one step with one value, which its field `p` turns on or off."""
+    """A pointwise part that consists of one step, applied to an image with probability `p`."""
 
     op: Op
 
@@ -73,7 +73,7 @@ class ColorJitter(Pointwise):
         check_share(op, "p", self.p)
 
     def _used(self) -> list[tuple[Op, Any]]:
-        """Returns the operations that change anything, with their ranges."""
+        """Returns the operations whose range is not the identity alone, with their ranges."""
         every = (
             (Op.BRIGHTNESS, self.brightness, 1),
             (Op.CONTRAST, self.contrast, 1),
@@ -161,7 +161,7 @@ class RandomInvert(_OneStep):
 
 
 class _OfLevels(_OneStep):
-    """A step with one number, the field `number`, from 0 to `most`."""
+    """A step with one parameter, the field `number`, which counts levels or bits from 0 to `most`."""
 
     number: ClassVar[str]
     most: ClassVar[int]
@@ -242,7 +242,7 @@ class RandomEqualize(_OneStep):
 
 
 class _Erasing(Pointwise):
-    """A part that fills a box: rows and columns from `values`, [top, left, bottom, right]."""
+    """A part that fills a box with a colour; `values` are [top, left, bottom, right]."""
 
     bounded: ClassVar[bool] = False
     value: Any = 0.0
@@ -325,7 +325,7 @@ class Cutout(_Erasing):
 
 @transform
 class Normalize(Pointwise):
-    r"""Takes a mean away and divides by a standard deviation: :math:`x' = (x - m) / s`.
+    r"""Subtracts a mean and divides by a standard deviation: :math:`x' = (x - m) / s`.
 
     Values of uint8 images are 0 to 1 here. The result is floating, of the chain's dtype.
 
@@ -361,10 +361,10 @@ class Normalize(Pointwise):
 
 
 def for_channels(op: str, name: str, value: Any, channels: int) -> np.ndarray:
-    """Returns one number for each channel, from as many or from one.
+    """Returns one number for each channel from a sequence of as many or of one.
 
     Raises:
-      ValueError: there are others.
+      ValueError: the sequence has another length.
     """
     numbers = np.asarray(value, np.float64).reshape(-1)
     if len(numbers) not in (1, channels):

@@ -12,11 +12,11 @@ from jaxfused.ops.augment import resample_xla
 from jaxfused.ops.augment.resample_xla import Map, Reading, product
 
 _EVERYWHERE = (-1e9, -1e9, 1e9, 1e9)
-"""A window that every pixel is in."""
+"""A window that holds every pixel of an image: smallest x and y, largest x and y."""
 
 
 class Frame(NamedTuple):
-    """The heights and widths of arrays and the parts between them; they are the same for all images."""
+    """Heights and widths of a pass's arrays, and the geometric parts between them."""
 
     parts: tuple[Geometric, ...]
     shape: tuple[int, int]
@@ -91,7 +91,7 @@ def composed(frame: Frame, drawn: Sequence[Drawn], size: jax.Array) -> Map:
 
 
 def _within(window: jax.Array, matrix: jax.Array, box: jax.Array) -> jax.Array:
-    """Returns the part of a window that an upright map leaves of a box: left, top, width, height."""
+    """Returns a window's intersection with a box [left, top, width, height] after an upright matrix."""
     low, high = box[:2] - 0.5, box[:2] + box[2:] - 0.5
     scale = jnp.stack([matrix[0, 0], matrix[1, 1]])
     ends = jnp.stack([low * scale + matrix[:2, 2], high * scale + matrix[:2, 2]])
@@ -101,7 +101,7 @@ def _within(window: jax.Array, matrix: jax.Array, box: jax.Array) -> jax.Array:
 
 
 def _stretch(matrix: jax.Array, size: jax.Array) -> jax.Array:
-    """Returns how far x and y move in the image by a step in the middle of the result."""
+    """Returns by how many pixels x and y move in the image per pixel at the middle of the result."""
     x, y = middle(size)
     place = _applied(matrix, x, y)
     slope = (matrix[:2, :2] - place[:2, None] / place[2] * matrix[2:, :2]) / place[2]
@@ -109,23 +109,23 @@ def _stretch(matrix: jax.Array, size: jax.Array) -> jax.Array:
 
 
 def _applied(matrix: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns homogeneous coordinates after a matrix."""
+    """Returns the homogeneous coordinates of the point (x, y, 1) multiplied by a matrix."""
     return matrix[:, 0] * x + matrix[:, 1] * y + matrix[:, 2]
 
 
 def moved_mask(mask: jax.Array, reading: Reading, map: Map, fill: float) -> jax.Array:
-    """Returns a mask [H, W, K] moved by the map, with `fill` for what comes in from outside."""
+    """Returns a mask [H, W, K] moved by the map, with `fill` for pixels from outside of the mask."""
     return resample_xla.nearest(mask, reading, map, jnp.full((mask.shape[-1],), fill, mask.dtype))
 
 
 def moved_boxes(boxes: jax.Array, map: Map) -> jax.Array:
-    """Returns the boxes around the corners of boxes [N, 4] after the map."""
+    """Returns the boxes [N, 4] that enclose the mapped corners of each box."""
     corners = boxes[:, jnp.array([[0, 1], [2, 1], [2, 3], [0, 3]])] - 0.5
     x, y = corners[..., 0], corners[..., 1]
     if map.before is not None:
         x, y = resample_xla.moved(inverted(map.before), x, y)
     if map.shift is not None:
-        # The place from which the field leads here, found by steps that become smaller.
+        # The inverse of the displacement is found by fixed-point iteration.
         start = x, y
         for _ in range(4):
             dx, dy = resample_xla.shift_at(map.shift, x, y)

@@ -11,7 +11,7 @@ from jaxfused.augment.transform import Geometric, pair, transform, whole
 from jaxfused.ops.augment.resample_xla import Interpolation
 
 _TRIES = 10
-"""How often a crop is drawn before the largest middle one is taken, as in torchvision."""
+"""Number of times that a crop is drawn before the largest middle one is taken, as in torchvision."""
 
 
 class Crop(Geometric):
@@ -89,7 +89,7 @@ class RandomResizedCrop(Crop):
         widths, heights = jnp.round(jnp.sqrt(areas * ratios)), jnp.round(jnp.sqrt(areas / ratios))
         fits = (widths >= 1) & (widths <= width) & (heights >= 1) & (heights <= height)
         first = jnp.argmax(fits)
-        # The middle of an image that is too narrow or too wide for every draw.
+        # No draw fits: the crop is the middle of the image, with the nearest allowed ratio.
         ratio = width / height
         least, most = self.ratio
         middle_width = jnp.where(ratio > most, jnp.round(height * most), width)
@@ -136,7 +136,7 @@ class Resize(Crop):
 
 @transform
 class RandomCrop(Crop):
-    """Cuts a random part of a size out of an image, which `fill` surrounds where it is too small.
+    """Cuts a random part of a given size out of an image; smaller images are surrounded by `fill`.
 
     Args:
       size: height and width, or one int for both.
@@ -168,7 +168,7 @@ class RandomCrop(Crop):
 
 @transform
 class CenterCrop(Crop):
-    """Cuts the middle of a size out of an image, which `fill` surrounds where it is too small.
+    """Cuts the middle of a given size out of an image; smaller images are surrounded by `fill`.
 
     Args:
       size: height and width, or one int for both.

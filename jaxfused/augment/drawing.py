@@ -1,4 +1,4 @@
-"""The draws of a chain, from the keys of images."""
+"""Draws the random parameters of a chain from the keys of images."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +11,14 @@ from jaxfused.augment.shards import over_batch
 from jaxfused.augment.transform import Drawn, Mixing, Transform
 
 Draws = tuple[Drawn, ...]
-"""Draws of a chain: for each of its parts a tree of arrays [B, ...], its parameters for each image."""
+"""Draws of a chain: one tree of parameters [B, ...] for each part."""
 
 _OF_BATCH = 0x6D69780A
-"""Number that is folded into the key of a batch for draws that all its images share."""
+"""Number folded into a batch's key, for the draws that all images of the batch share."""
 
 
 def as_key(key: Any) -> jax.Array:
-    """Returns a key of `jax.random.key`, also for one of `jax.random.PRNGKey`."""
+    """Returns a typed key (`jax.random.key`), converted if it is one of `jax.random.PRNGKey`."""
     key = jnp.asarray(key)
     is_key = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not is_key and key.dtype != jnp.uint32:
@@ -29,7 +29,7 @@ def as_key(key: Any) -> jax.Array:
 
 
 def sampled(transforms: Sequence[Transform], key: Any, batch: Batch, index: Any) -> Draws:
-    """Returns the draws for a batch of images, split over devices as these are."""
+    """Returns the draws for a batch of images, split over devices as the images are."""
     key, count = as_key(key), batch.images.shape[0]
     if index is None:
         index = jnp.arange(count, dtype=jnp.uint32)
@@ -45,7 +45,7 @@ def sampled(transforms: Sequence[Transform], key: Any, batch: Batch, index: Any)
 
 
 def _check(transforms: Sequence[Transform], key: jax.Array, count: int, index: jax.Array) -> None:
-    """Checks that there is a key for each image."""
+    """Checks that there is one key for the batch, or one for each image."""
     mixes = [part for t in transforms for part in t.parts if isinstance(part, Mixing)]
     if key.ndim and key.shape != (count,):
         raise ValueError(
@@ -71,7 +71,7 @@ def _sampled(
     of_arrays: tuple[int, int],
     of_images: jax.Array | None,
 ) -> Draws:
-    """Returns the draws for images of one size, or each of its own."""
+    """Returns the draws for images that fill their arrays, or that have sizes of their own."""
     shared, keys, count = None, key, len(index)
     if key.ndim == 0:
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(index)

@@ -20,12 +20,12 @@ from jaxfused.ops.augment.resample_xla import Interpolation, product
 
 
 def matrix(rows: Any) -> jax.Array:
-    """Returns a matrix from its entries, numbers or scalars."""
+    """Returns a matrix from rows of numbers or scalar arrays."""
     return jnp.stack([jnp.stack([jnp.asarray(v, jnp.float32) for v in row]) for row in rows])
 
 
 def moved_by(x: Any, y: Any) -> jax.Array:
-    """Returns the matrix that adds (x, y)."""
+    """Returns the 3 x 3 matrix of a translation by (x, y)."""
     return matrix([[1, 0, x], [0, 1, y], [0, 0, 1]])
 
 
@@ -55,7 +55,7 @@ def affine_inverse(
     """Returns the map from the result of an affine warp to the image: shear, scale, turn, then move."""
     s, c = sine_and_cosine(jnp.asarray(degrees, jnp.float32))
     across, down = (jnp.tan(jnp.deg2rad(jnp.asarray(angle, jnp.float32))) for angle in shear)
-    # Counter-clockwise as seen on a screen, where y points down. y is sheared after x.
+    # Rotation is counter-clockwise as seen on a screen, where y points down. y is sheared after x.
     sheared = matrix([[1, -across, 0], [-down, 1 + across * down, 0], [0, 0, 1]])
     turned = matrix([[scale * c, scale * s, 0], [-scale * s, scale * c, 0], [0, 0, 1]])
     x, y = centre
@@ -246,7 +246,8 @@ class RandomPerspective(Geometric):
     def inverse(self, values: Any, size: jax.Array) -> jax.Array:
         to_corners = _from_unit_square(values)
         back = inverted(to_corners)
-        # torchvision's map takes edges of pixels where its corners are middles of pixels.
+        # torchvision's map takes positions of pixel edges where its corners are positions of pixel
+        # centres.
         first = back[2, 0] * values[0, 0] + back[2, 1] * values[0, 1] + back[2, 2]
         scaled = matrix([[size[1] - 1, 0, 0], [0, size[0] - 1, 0], [0, 0, 1]])
         of_edges = product(scaled, back / first)

@@ -1,4 +1,4 @@
-"""A batch each of whose images is mixed with the one before it."""
+"""Mixes each image of a batch with the image before it."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from jaxfused.ops.augment import image_pass_xla
 def mixed(
     part: Mixing, drawn: Drawn, batch: Batch, frames: int | None, axis_name: Any, dtype: Any
 ) -> Batch:
-    """Returns the batch after one part; draws are those of images, which frames of a video share.
+    """Returns the batch after one mixing part; the frames of a video share their image's draws.
 
     `axis_name` names the mapped axes over which the batch is split, or is None.
 
     Raises:
-      ValueError: something in the batch cannot be mixed.
+      ValueError: the batch has an array that cannot be mixed.
     """
     op = type(part).__name__
     if batch.boxes is not None or (batch.masks is not None and not part.cuts):
@@ -59,13 +59,13 @@ def _weights(op: str, labels: jax.Array, num_classes: int | None) -> jax.Array:
             f"{op}: labels are whole numbers, whose mixtures are weights; pass num_classes, or labels"
             " [B, K]."
         )
-    # one_hot counts the classes in the dtype of the labels, which may be too narrow.
+    # `one_hot` compares classes in the dtype of the labels, which may be too narrow for them.
     labels = labels.astype(np.promote_types(labels.dtype, np.int32))
     return jax.nn.one_hot(labels, num_classes, dtype=jnp.float32)
 
 
 def before(x: jax.Array, step: int, axis_name: Any) -> jax.Array:
-    """Returns the array moved on by `step` entries along its first axis; the last ones come first."""
+    """Returns the array rolled by `step` entries along its first axis, across devices too."""
     if axis_name is None:
         return jnp.roll(x, step, 0)
     devices = jax.lax.axis_size(axis_name)

@@ -10,7 +10,7 @@ from jaxfused.augment.transform import Mixing, check_share, transform, whole
 
 
 class _Beta(Mixing):
-    """A part whose share of an image's own is drawn from Beta(alpha, alpha)."""
+    """A mixing part whose images keep a share of themselves drawn from Beta(alpha, alpha)."""
 
     alpha: float = 1.0
 
@@ -84,7 +84,7 @@ class CutMix(_Beta):
     cuts: ClassVar[bool] = True
 
     def values(self, key: jax.Array, size: jax.Array) -> Any:
-        """Draws a box, [top, left, bottom, right], and the share that is left of the image."""
+        """Draws a box [top, left, bottom, right] and the share of the image outside of the box."""
         share, *middles = jax.random.split(key, 3)
         own = jax.random.beta(share, self.alpha, self.alpha, (), jnp.float32)
         reach = 0.5 * jnp.sqrt(1 - own)

@@ -1,4 +1,4 @@
-"""Passes of a chain: which transforms share one reading and writing of the images."""
+"""The passes of a chain: groups of transforms that read and write the images once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jaxfused.ops.augment.steps_xla import STATISTICAL
 
 @dataclass(frozen=True)
 class ImagePass:
-    """Parts that run in one pass: first one resampling, then pointwise steps."""
+    """Indices of the parts of one pass: one resampling for all geometric ones, then pointwise steps."""
 
     geometric: tuple[int, ...] = ()
     pointwise: tuple[int, ...] = ()
@@ -21,14 +21,14 @@ class ImagePass:
 
 @dataclass(frozen=True)
 class FilterPass:
-    """A part whose pixels depend on their neighbours."""
+    """Index of a part that runs alone, because its pixels depend on their neighbours."""
 
     part: int
 
 
 @dataclass(frozen=True)
 class MixPass:
-    """A part that mixes images."""
+    """Index of a part that mixes the images of a batch."""
 
     part: int
 
@@ -58,7 +58,7 @@ def passes(parts: Sequence[Part]) -> tuple[Pass, ...]:
 
 
 def _joins(before: Sequence[Any], part: Geometric, last: ImagePass) -> bool:
-    """Returns whether a geometric part can share the resampling of those before it."""
+    """Returns whether a geometric part can share the resampling of the parts `before`."""
     if last.pointwise:
         return False
     shown = [p for p in (*before, part) if not p.any_interpolation]
@@ -69,14 +69,15 @@ def _joins(before: Sequence[Any], part: Geometric, last: ImagePass) -> bool:
         return False
     if isinstance(part, ElasticTransform) and any(isinstance(p, ElasticTransform) for p in before):
         return False
-    # What a crop discards must not come back. A window of the image says so where the crop is upright.
+    # A crop discards pixels, which a later part must not bring back. An upright crop is a window of
+    # the image, which says so.
     crops = [i for i, p in enumerate(before) if p.crops]
     upright_until_crop = all(p.upright for p in before[: crops[-1]]) if crops else True
     return (part.upright and not part.crops) or upright_until_crop
 
 
 def _fill(part: Any) -> Any:
-    """Returns what a part fills with, or None where it never does."""
+    """Returns the value that a part fills with, or None if the part never fills."""
     if (part.any_interpolation and not part.crops) or (part.crops and part.antialias):
         return None
     fill = part.fill
@@ -84,7 +85,7 @@ def _fill(part: Any) -> Any:
 
 
 def _follows(before: Sequence[Any], part: Any) -> bool:
-    """Returns whether a pointwise part can be in the pass of those before it."""
+    """Returns whether a pointwise part can run in the pass of the pointwise parts `before`."""
     needs = [_is_statistical(p) for p in (*before, part)]
     return not (needs[-1] and any(needs[:-1]))
 
@@ -117,7 +118,7 @@ def check(parts: Sequence[Part]) -> None:
 
 
 def is_normalized(parts: Sequence[Part]) -> bool:
-    """Returns whether the parts leave values that are not 0 to 1."""
+    """Returns whether the parts can leave values outside of 0 to 1."""
     return any(isinstance(part, Normalize) for part in parts)
 
 

@@ -27,7 +27,7 @@ from jaxfused.runtime.checks import check_count
 
 
 class _Several(Transform):
-    """A transform of others, some of which it turns off."""
+    """A transform made of other transforms, some of which it turns off for an image."""
 
     transforms: tuple[Transform, ...]
 
@@ -130,12 +130,12 @@ _COLOURS = {
     "Equalize": Op.EQUALIZE,
 }
 OPERATIONS = ("Identity", *_WARPS, *_COLOURS, "Sharpness")
-"""The operations of both policies; each is as likely."""
+"""Operations that RandAugment and TrivialAugmentWide draw from, all with the same probability."""
 
 
 @dataclass(frozen=True)
 class _Warp(Geometric):
-    """The geometric operations of a policy; the map is drawn."""
+    """The geometric operations of a policy; the draw is the map's matrix."""
 
     interpolation: Interpolation
     fill: Any
@@ -145,7 +145,7 @@ class _Warp(Geometric):
 
 
 class _Colour(Pointwise):
-    """The pointwise operations of a policy."""
+    """The pointwise operations of a policy; the draw is the operation's number and its amount."""
 
     def operations(self) -> Steps:
         return (tuple(_COLOURS.values()),)
@@ -155,7 +155,7 @@ class _Colour(Pointwise):
 
 
 class _Policy(Transform):
-    """A transform that gives each image one operation of a random kind, some number of times."""
+    """A transform that applies `layers` random operations to each image."""
 
     num_magnitude_bins: int
     interpolation: Interpolation
@@ -175,11 +175,11 @@ class _Policy(Transform):
         return tuple(drawn for k in keys for drawn in self._layer(k, size))
 
     def _share(self, key: jax.Array) -> jax.Array:
-        """Returns the magnitude, 0 to 1."""
+        """Draws the magnitude of an operation as a share of the largest, 0 to 1."""
         raise NotImplementedError
 
     def _most(self, size: jax.Array) -> dict[str, Any]:
-        """Returns what magnitude 1 means: of warps, of factors ("factor") and in bits ("bits")."""
+        """Returns amounts at magnitude 1: by warp, "factor" for colours, and "bits" for Posterize."""
         raise NotImplementedError
 
     def _layer(self, key: jax.Array, size: jax.Array) -> tuple[Drawn, ...]:
@@ -191,13 +191,13 @@ class _Policy(Transform):
     def operation(
         self, kind: jax.Array, share: jax.Array, sign: jax.Array, size: jax.Array
     ) -> tuple[Drawn, ...]:
-        """Returns what the parts of one layer do for an operation, by its place in `OPERATIONS`."""
+        """Returns the draws of one layer's parts; `kind` is an operation's index in `OPERATIONS`."""
         most = self._most(size)
 
         def chosen(name: str) -> jax.Array:
             return kind == OPERATIONS.index(name)
 
-        # Shears leave the image's corner where it is, as in torchvision.
+        # A shear keeps the image's corner fixed, as in torchvision.
         corner = jnp.float32(-0.5), jnp.float32(-0.5)
         signed = {name: sign * share * most[name] for name in _WARPS}
         degrees = {name: jnp.rad2deg(jnp.arctan(signed[name])) for name in ("ShearX", "ShearY")}
@@ -272,7 +272,7 @@ class RandAugment(_Policy):
 
     @property
     def layers(self) -> int:  # type: ignore[override]
-        """The number of operations for each image."""
+        """Number of operations for each image."""
         return self.num_ops
 
     def _share(self, key: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The passes of a chain over a batch."""
+"""Runs the passes of a chain over a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from jaxfused.runtime.checks import as_arrays, as_int32, readable_values
 
 @dataclass(frozen=True)
 class Spec:
-    """A chain's parts, passes and options, which do not depend on images."""
+    """Parts, passes and options of a chain, which do not depend on the images."""
 
     parts: tuple[Part, ...]
     passes: tuple[plan.Pass, ...]
@@ -37,10 +37,10 @@ class Spec:
 
 
 def checked(images: Any) -> Batch:
-    """Returns a batch whose arrays fit each other.
+    """Returns a batch, after a check that its arrays fit each other.
 
     Raises:
-      ValueError: they do not.
+      ValueError: the arrays do not fit.
     """
     batch = images if isinstance(images, Batch) else Batch(images)
     batch = Batch(*as_arrays(*batch))
@@ -89,7 +89,7 @@ def checked(images: Any) -> Batch:
 
 
 def _sizes(sizes: jax.Array, most: tuple[int, ...]) -> jax.Array:
-    """Returns the images' sizes, limited to the array; what can be read must be within."""
+    """Returns the images' sizes, limited to that of the array so that no pixel outside is read."""
     values = readable_values(sizes)
     if values is not None:
         wrong = ((values < 0) | (values > np.array(most))).any(-1)
@@ -105,10 +105,10 @@ def _sizes(sizes: jax.Array, most: tuple[int, ...]) -> jax.Array:
 
 
 def check_classes(part: Part, labels: jax.Array | None) -> None:
-    """Checks that labels are classes of a part that mixes them, or weights of these.
+    """Checks that labels are classes of a mixing part, or weights of its classes.
 
     Raises:
-      ValueError: there are classes from `num_classes` on, or not as many weights.
+      ValueError: a class is `num_classes` or more, or the weights are of another number of classes.
     """
     count = part.num_classes if isinstance(part, Mixing) else None
     if count is None or labels is None:
@@ -133,7 +133,7 @@ def check_channels(part: Part, channels: int) -> None:
     """Checks that a part can change images with this many channels.
 
     Raises:
-      ValueError: it mixes colours, and they are none.
+      ValueError: the part mixes colours, and the images have no colour channels.
     """
     operations = part.operations() if isinstance(part, Pointwise) else ()
     if channels not in (1, 3, 4) and COLOURED & {op for ops in operations for op in ops}:
@@ -144,7 +144,7 @@ def check_channels(part: Part, channels: int) -> None:
 
 
 def applied(spec: Spec, draws: Draws, batch: Batch) -> Batch:
-    """Returns a batch that is `checked` after all passes."""
+    """Returns a batch, already `checked`, after all passes."""
 
     def on_shard(split: Any, whole: Any, axis_names: Any) -> Batch:
         return _applied(spec, split[0], split[1], axis_names)
@@ -153,7 +153,10 @@ def applied(spec: Spec, draws: Draws, batch: Batch) -> Batch:
 
 
 def _applied(spec: Spec, draws: Draws, batch: Batch, axis_names: Any) -> Batch:
-    """Returns a device's part of a batch, which `axis_names` split; None if the caller knows them."""
+    """Returns one device's part of a batch after all passes.
+
+    `axis_names` are the mesh axes that split the batch; None inside a caller's own `jax.shard_map`.
+    """
     frames = batch.images.shape[1] if batch.images.ndim == 5 else None
     sizes = batch.sizes
     if sizes is None:
@@ -194,7 +197,7 @@ def _converted(images: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _merged(tree: Any, frames: int | None) -> Any:
-    """Returns a batch whose videos are as many images as they have frames."""
+    """Returns a batch in which each frame of a video is an image."""
     if frames is None:
         return tree
     merged = {
@@ -206,26 +209,26 @@ def _merged(tree: Any, frames: int | None) -> Any:
 
 
 def _repeated(tree: Any, frames: int | None) -> Any:
-    """Returns what is drawn for each video, for each of its frames."""
+    """Returns draws of videos repeated for each of their frames."""
     if frames is None:
         return tree
     return jax.tree.map(lambda a: jnp.repeat(a, frames, axis=0), tree)
 
 
 class _Joined(NamedTuple):
-    """Passes that share a kernel: a first one, a blur, and perhaps one behind it."""
+    """A blur that runs in the kernel of the pass before it, perhaps with the pointwise pass after it."""
 
     spec: image_pass_xla.Pass
     rows: jax.Array
-    """[B, steps, 1 + width], of the steps behind the blur."""
+    """Rows [B, steps, 1 + width] of the steps after the blur."""
     weights: jax.Array
-    """[B, weights] of the blur."""
+    """Weights [B, n] of the blur."""
     passes: int
-    """How many they are but the first."""
+    """Number of passes that join the first one in its kernel."""
 
 
 class _State:
-    """A batch on its way through the passes of a chain."""
+    """State of a batch between the passes of a chain."""
 
     def __init__(
         self,
@@ -242,7 +245,7 @@ class _State:
         self.is_ragged, self.frames, self.axis_names = is_ragged, frames, axis_names
 
     def run(self, draws: Draws, number: int) -> int:
-        """Runs a pass, and those that share its kernel, and returns how many they are."""
+        """Runs the pass at index `number` and those that share its kernel; returns how many ran."""
         dtype = self.after(number)
         match self.spec.passes[number]:
             case ImagePass(geometric, pointwise):
@@ -267,7 +270,7 @@ class _State:
     def _joined(
         self, draws: Draws, number: int, first: image_pass_xla.Pass, shift: jax.Array | None
     ) -> _Joined | None:
-        """Returns a blur at pass `number`, and what follows it, if a kernel has them behind `first`."""
+        """Returns the blur at pass `number`, or None if no kernel appends it to the pass `first`."""
         at = self.spec.passes[number : number + 2]
         index = at[0].part if at and isinstance(at[0], FilterPass) else -1
         part: Any = self.spec.parts[index]
@@ -295,7 +298,7 @@ class _State:
         dtype: Any,
         behind: int,
     ) -> int:
-        """Runs a pass and returns how many of those from `behind` on have run with it."""
+        """Runs an image pass and returns how many of the passes from `behind` on joined its kernel."""
         images = self.batch.images
         height, width, channels = images.shape[1:]
         frame = Frame(tuple(self.spec.parts[i] for i in geometric), (height, width))  # type: ignore[misc]
@@ -342,7 +345,7 @@ class _State:
     def _rows(
         self, draws: Draws, pointwise: Sequence[int], channels: int
     ) -> tuple[jax.Array, steps_xla.Steps]:
-        """Returns the rows [B, steps, 1 + width] of pointwise parts, and their operations."""
+        """Returns the rows [B, steps, 1 + width] of pointwise parts, and each step's operations."""
         wide = steps_xla.width(channels)
         is_uint8, steps = self.batch.images.dtype == jnp.uint8, []
         rows = []
@@ -359,7 +362,7 @@ class _State:
                 return jnp.stack(made) if made else jnp.zeros((0, 1 + wide), jnp.float32)
 
             rows.append(jax.vmap(rows_of)(draws[i]))
-            # After Normalize, values are no levels.
+            # After Normalize, values are no longer levels of uint8.
             is_uint8 = is_uint8 and not plan.is_normalized([part])
         empty = jnp.zeros((len(self.batch.images), 0, 1 + wide), jnp.float32)
         return jnp.concatenate([empty, *rows], 1), tuple(steps)
@@ -388,7 +391,7 @@ class _State:
         )
 
     def finished(self) -> Batch:
-        """Returns the batch with boxes cut at the edges, padding of 0, and videos as videos."""
+        """Returns the batch with boxes cut at the edges, padding set to 0, and frames as videos."""
         batch = self.batch
         if self.is_ragged:
             rows, columns = (jnp.arange(n, dtype=jnp.float32) for n in batch.images.shape[1:3])
@@ -399,7 +402,7 @@ class _State:
             batch = _cut(batch, self.sizes)
         if batch.sizes is not None:
             sizes = self.sizes if self.frames is None else self.sizes[:: self.frames]
-            # A result may be larger than a dtype of one byte can say.
+            # The result may be larger than an 8-bit dtype of the given sizes can hold.
             dtype = np.promote_types(batch.sizes.dtype, np.int32)
             batch = batch._replace(sizes=sizes.astype(dtype))
         if self.frames is None:
@@ -417,7 +420,7 @@ def _parts_of(each: plan.Pass) -> tuple[int, ...]:
 
 
 def _cut(batch: Batch, sizes: jax.Array) -> Batch:
-    """Returns a batch whose boxes end at the edges of its images."""
+    """Returns a batch whose boxes are clipped to its images."""
     boxes: Any = batch.boxes
     most = jnp.concatenate([sizes[:, ::-1]] * 2, 1)[:, None]
     cut = jnp.clip(boxes, 0, most)
@@ -434,7 +437,7 @@ def _cut(batch: Batch, sizes: jax.Array) -> Batch:
 
 
 def _check_mask_fill(fill: float, dtype: Any) -> None:
-    """Checks that masks of a dtype can hold `fill`, which a conversion would wrap."""
+    """Checks that masks of this dtype can hold `fill`; a conversion would wrap around."""
     if jnp.issubdtype(dtype, jnp.integer):
         held = jnp.iinfo(dtype)
         if fill != int(fill) or not held.min <= fill <= held.max:

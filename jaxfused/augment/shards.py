@@ -1,4 +1,4 @@
-"""Work on a batch whose type states how it is split over devices, done by each on its own part."""
+"""Runs a function on each device's part of a batch, where the batch's type says how it is split."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +40,7 @@ def over_batch[R](
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes) if mesh.manual_axes else set(),
         in_specs=specs,
         out_specs=P(names),
-        # The types of kernels' results do not say along which axes they vary.
+        # Types of kernel results do not state the axes along which they vary.
         check_vma=False,
     )
     return on_shards(split, whole)

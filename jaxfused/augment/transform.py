@@ -13,16 +13,16 @@ from jaxfused.runtime.checks import python_number_fields
 
 
 class Drawn(NamedTuple):
-    """What one transform does with one image."""
+    """Draw of one part for one image."""
 
     on: jax.Array
     """Bool [], true if the transform is applied."""
     values: Any
-    """Its parameters, a tree of arrays."""
+    """Parameters of the part, a tree of arrays."""
 
 
 class Transform:
-    """A random change of one image. Its fields say what is drawn; nothing else is kept.
+    """A random change of one image. Its fields say what is drawn; there is no other state.
 
     A transform consists of `parts`, of which a chain makes passes. `draw` returns what each part does.
     """
@@ -32,7 +32,7 @@ class Transform:
 
     @property
     def parts(self) -> "tuple[Part, ...]":
-        """The parts in their order."""
+        """Parts of the transform in the order in which they run."""
         raise NotImplementedError
 
     def draw(self, key: jax.Array, size: jax.Array) -> tuple[Drawn, ...]:
@@ -45,7 +45,7 @@ class Transform:
 
 
 class Part(Transform):
-    """A transform of one kind, which is its own part."""
+    """A transform that consists of one part, itself."""
 
     p: float = 1.0
 
@@ -66,40 +66,42 @@ class Geometric(Part):
     """A part that moves pixels."""
 
     crops: ClassVar[bool] = False
-    """True if the part of the image outside of its result is discarded."""
+    """True if pixels outside of the part's result are discarded, so that later parts cannot bring them
+    back."""
     upright: ClassVar[bool] = False
     """True if rows of the image stay rows and columns stay columns."""
     interpolation: Interpolation = "bilinear"
     antialias: bool = False
     fill: float | Sequence[float] = 0.0
     any_interpolation: ClassVar[bool] = False
-    """True if every position is that of a pixel, so that interpolation and fill do not matter."""
+    """True if every position is that of a pixel's centre, so that interpolation and fill do not
+    matter."""
 
     def inverse(self, values: Any, size: jax.Array) -> jax.Array:
-        """Returns the matrix [3, 3] from positions in the result to positions in the image."""
+        """Returns the matrix [3, 3] that maps positions in the result to positions in the image."""
         raise NotImplementedError
 
     def result_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Returns the height and width of the resulting arrays."""
+        """Returns height and width of the resulting arrays."""
         return shape
 
     def shrinks_by(self, shape: tuple[int, int]) -> float:
-        """Returns how much smaller it makes things at most, for images in arrays of a shape."""
+        """Returns the largest factor by which the part shrinks images in arrays of `shape`."""
         return 1.0
 
 
 class Pointwise(Part):
-    """A part that changes each pixel by itself, and perhaps by statistics of the image."""
+    """A part that changes each pixel from its own value and perhaps from statistics of the image."""
 
     bounded: ClassVar[bool] = True
-    """True if its images have values of 0 to 1, so that it has to come before `Normalize`."""
+    """True if the part takes values of 0 to 1, so that it has to come before `Normalize`."""
 
     def operations(self) -> Steps:
-        """Returns which operations each of its steps may have."""
+        """Returns the operations that each of the part's steps may have."""
         raise NotImplementedError
 
     def rows(self, values: Any, channels: int, is_uint8: bool) -> list[tuple[Any, Any]]:
-        """Returns (operation, its values) of each step for one image."""
+        """Returns the operation and the values of each step for one image."""
         raise NotImplementedError
 
 
@@ -107,28 +109,31 @@ class Filter(Part):
     """A part whose pixels depend on their neighbours."""
 
     bounded: ClassVar[bool] = True
-    """True if its images have values of 0 to 1, so that it has to come before `Normalize`."""
+    """True if the part takes values of 0 to 1, so that it has to come before `Normalize`."""
 
     def filtered(self, values: Any, x: jax.Array, size: jax.Array | None) -> jax.Array:
-        """Returns an image [H, W, C] of values 0 to 1; it fills the array if `size` is None."""
+        """Returns an image [H, W, C] of values 0 to 1 after the filter.
+
+        `size` is its height and width, None if it fills the array.
+        """
         raise NotImplementedError
 
 
 class Blurring(Filter):
-    """A filter of a few pixels, which uint8 images go through in the kernel of the passes around it."""
+    """A filter of few pixels; uint8 images pass through it in the kernel of the pass before it."""
 
     sharpens: ClassVar[bool] = False
-    """True if an image is blended with its blur by 3 x 3 pixels, false if the blur is the result."""
+    """True if an image is blended with its blur by 3 x 3 pixels; false if the blur is the result."""
 
     @property
     def reach(self) -> tuple[int, int]:
-        """How many pixels on each side a value depends on, along columns and along rows."""
+        """Number of pixels on each side that a value depends on, along columns and along rows."""
         raise NotImplementedError
 
     def weights(self, drawn: Drawn) -> jax.Array:
-        """Returns the weights along columns and then those along rows, or [1], the factor of sharpening.
+        """Returns the weights along columns, then along rows; for sharpening one factor, [1].
 
-        Where the filter is off they leave an image as it is.
+        Where the filter is off, the weights are those of the identity.
         """
         raise NotImplementedError
 
@@ -137,9 +142,9 @@ class Mixing(Part):
     """A part that mixes each image of a batch with the one before it."""
 
     per_image: bool = False
-    """True if each image has its own draw, false if all images of a batch share one."""
+    """True if each image has its own draw; false if all images of a batch share one."""
     cuts: ClassVar[bool] = False
-    """True if each pixel is of one image, so that masks can be mixed too."""
+    """True if each pixel comes from one image, so that masks can be mixed too."""
     axis_name: Any = None
     num_classes: int | None = None
 
@@ -161,16 +166,16 @@ def uniform(key: jax.Array, low: Any, high: Any) -> jax.Array:
 
 
 def whole(key: jax.Array, count: jax.Array) -> jax.Array:
-    """Draws one of 0 .. count - 1 as a float32; 0 where count is less than 1."""
+    """Draws a whole number of 0 .. count - 1 as a float32; 0 where count is less than 1."""
     drawn = jnp.floor(jax.random.uniform(key) * count)
     return jnp.clip(drawn, 0, jnp.maximum(count - 1, 0))
 
 
 def pair(op: str, name: str, value: Any, *, around: float | None, least: float | None) -> Any:
-    """Returns (low, high) of a range, which one number may stand for: `around` it on both sides.
+    """Returns (low, high) of a range, where one number stands for `around` -+ that number.
 
     Raises:
-      ValueError: it is no range, or begins below `least`.
+      ValueError: the value is no range, or begins below `least`.
     """
     if isinstance(value, (int, float)):
         if around is None or value < 0:

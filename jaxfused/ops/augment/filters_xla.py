@@ -23,7 +23,8 @@ def separable(
 ) -> jax.Array:
     """Returns x filtered along its rows and columns by odd numbers of weights.
 
-    An image of `size` [height, width] may be smaller than its array, which it fills if that is None.
+    An image of `size` [height, width] may be smaller than its array, which it fills if `size` is
+    None.
     """
     for axis, weights in enumerate((down, across)):
         radius = len(weights) // 2
@@ -38,7 +39,7 @@ def separable(
 def smoothed(x: jax.Array, sigma: float) -> jax.Array:
     """Returns x after a Gaussian of 4 sigma on each side, as products with two matrices.
 
-    They take a blur of any width in the time of a narrow one.
+    Their time does not depend on the blur's width.
     """
     radius = math.ceil(4 * sigma)
     offsets = np.arange(-radius, radius + 1)
@@ -56,7 +57,7 @@ def smoothed(x: jax.Array, sigma: float) -> jax.Array:
 
 
 def shifted(x: jax.Array, axis: int, offset: int, size: jax.Array | None) -> jax.Array:
-    """Returns the pixels that are `offset` further along an axis, as often mirrored as is needed."""
+    """Returns each pixel's neighbour at `offset` along an axis, with mirrored borders."""
     n = x.shape[axis]
     if size is None and abs(offset) < n:
         inner = jax.lax.slice_in_dim(x, max(offset, 0), n + min(offset, 0), axis=axis)
@@ -74,7 +75,7 @@ def shifted(x: jax.Array, axis: int, offset: int, size: jax.Array | None) -> jax
 
 
 def mirrored_places(places, count):
-    """Returns where places outside of 0 .. count - 1 are after mirroring at both ends."""
+    """Returns positions mirrored at both ends into 0 .. count - 1."""
     numbers = np if isinstance(places, np.ndarray) else jnp
     period = numbers.maximum(2 * (count - 1), 1)
     within = places % period

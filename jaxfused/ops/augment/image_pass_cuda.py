@@ -20,11 +20,11 @@ _SUMS = 7
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 DTYPES = (jnp.uint8, *cuda_library.DTYPES)
 _IN_PLACE = Reading((0, 0), "bilinear", is_upright=True, drops=True, fill=(0.0,), widest=1.0)
-"""Stands for a reading where each pixel stays in its place."""
+"""Reading for a pass without a resampling, where each pixel stays in its place."""
 
 
 def why_spec_unfit(spec: Pass, channels: int) -> str | None:
-    """Returns None if the kernels have the steps of a pass, else the reason."""
+    """Returns None if the kernels can compute the steps of a pass, else the reason."""
     if channels not in (1, 3, 4):
         return f"it takes images of 1, 3 or 4 channels, and these have {channels}"
     steps = len(spec.steps) + (len(spec.blur.steps) if spec.blur else 0)
@@ -65,7 +65,7 @@ def why_unsupported(
 def run(
     images: jax.Array, maps: jax.Array, rows: jax.Array, blurs: jax.Array | None, *, spec: Pass
 ) -> jax.Array:
-    """Returns what `image_pass_xla.run` does."""
+    """Returns the images of a pass, as `image_pass_xla.run` states them."""
     cuda_library.register()
     count, channels = images.shape[0], images.shape[3]
     size, options = _size(images.shape, spec), _options(spec)
@@ -101,7 +101,7 @@ def _statistics(
     size: tuple[int, int],
     options: dict[str, Any],
 ) -> jax.Array:
-    """Returns [B, n]: mean of gray, least and largest values of three channels, and tables of levels."""
+    """Returns statistics [B, n]: mean of gray, extremes of each channel, tables of levels."""
     count, channels = images.shape[0], 1 if images.shape[3] == 1 else 3
     levels = 256 if Op.EQUALIZE in needed else 0
     results = (

@@ -1,4 +1,4 @@
-"""One pass over images in plain JAX: what its kernel computes too."""
+"""One pass over images in plain JAX: the reference of the CUDA kernel."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -15,16 +15,16 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 @dataclass(frozen=True)
 class Blur:
-    """A blur of uint8 images behind a pass, with steps behind it, all rounded as passes of their own."""
+    """A blur of uint8 images after a pass, and steps after it, each rounded like a pass of its own."""
 
     reach: tuple[int, int]
-    """Pixels on each side that it depends on, along columns and along rows."""
+    """Number of pixels on each side that a value depends on, along columns and along rows."""
     sharpens: bool
     """True if images are blended with their blur, by a factor in place of weights."""
     is_ragged: bool
-    """True if images may be smaller than their array."""
+    """True if an image may be smaller than its array."""
     steps: Steps
-    """What follows it."""
+    """Pointwise steps after the blur."""
 
 
 @dataclass(frozen=True)
@@ -32,31 +32,31 @@ class Pass:
     """What a pass does with each image: it reads the image once, and once more for statistics."""
 
     reading: Reading | None
-    """Options by which it reads the images, or None where each pixel stays in its place."""
+    """Options of the resampling, or None if each pixel stays in its place."""
     steps: Steps
     dtype: Any
-    """Dtype of the result; in uint8 values are rounded, halves to even ones."""
+    """Dtype of the result; in uint8 values are rounded to the nearest level, halves to even ones."""
     blur: Blur | None = None
 
     @property
     def needed(self) -> frozenset[Op]:
-        """The statistical operations among the steps."""
+        """The operations among the steps that need statistics of the image."""
         return STATISTICAL & {op for ops in self.steps for op in ops}
 
 
 def working_dtype(dtype: Any) -> Any:
-    """Returns the dtype of arithmetic on images of a dtype."""
+    """Returns the dtype of the arithmetic on images of this dtype."""
     return accumulator_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """Returns images in the dtype of arithmetic, with uint8 as 0 to 1."""
+    """Returns images in the dtype of the arithmetic; uint8 levels become 0 to 1."""
     y = x.astype(working_dtype(x.dtype))
     return y / 255 if x.dtype == jnp.uint8 else y
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
-    """Converts images from the dtype of the arithmetic to another one."""
+    """Converts images from the dtype of the arithmetic to `dtype`."""
     if dtype == jnp.uint8:
         return steps_xla.levels(x).astype(jnp.uint8)
     return x.astype(dtype)
@@ -132,5 +132,5 @@ def _one(image, row, rows, shift, before, *, spec: Pass, pixels: Pixels | None):
 
 
 def _in_levels(reading: Reading) -> Reading:
-    """Returns the reading with a fill of 0 to 1, where it is in levels as the images are."""
+    """Returns the reading with its fill in 0 to 1, converted from the levels of uint8 images."""
     return replace(reading, fill=tuple(value / 255 for value in reading.fill))

@@ -20,28 +20,29 @@ SUPPORT = {"bilinear": 1, "bicubic": 2}
 """Radius of each interpolation kernel, in pixels."""
 
 TAPS_UNROLLED = 4
-"""Largest number of taps, over both axes, that are unrolled; more are a loop."""
+"""Largest number of taps, over both axes, that are unrolled; more run in a loop."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Options by which a pass reads an image."""
+    """Options of a pass that say how an image is resampled."""
 
     size: tuple[int, int]
     """Height and width of the result."""
     interpolation: Interpolation
     is_upright: bool
-    """Whether x depends on the result's columns alone and y on its rows alone."""
+    """True if x depends on the result's columns alone and y on its rows alone."""
     drops: bool
-    """True if pixels outside the window have no weight, as beyond a crop; else they are `fill`."""
+    """True if pixels outside the window have no weight, as beyond a crop; false if they count as
+    `fill`."""
     fill: tuple[float, ...]
     """Value outside of the image: one for all channels, or one for each."""
     widest: float
-    """Limit on `Map.radius`, known at compile time."""
+    """Upper limit of `Map.radius`, a constant at compile time."""
 
     @property
     def taps(self) -> int:
-        """The largest number of pixels along an axis that a value depends on."""
+        """Largest number of pixels along an axis that a value depends on."""
         return math.floor(2 * SUPPORT[self.interpolation] * self.widest) + 1
 
 
@@ -49,19 +50,19 @@ class Map(NamedTuple):
     """The map of one image: where each position of the result is in the image."""
 
     matrix: jax.Array
-    """[3, 3], of homogeneous coordinates (x, y, 1)."""
+    """Matrix [3, 3] of homogeneous coordinates (x, y, 1)."""
     window: jax.Array
-    """[4]: smallest x, smallest y, largest x, largest y of the pixels that the result may show."""
+    """Window [4] of pixels that the result may show: smallest x and y, largest x and y."""
     radius: jax.Array
-    """[2]: radius of the kernel along x and y, in multiples of `SUPPORT`; 1 if nothing shrinks."""
+    """Radius [2] of the kernel along x and y, in multiples of `SUPPORT`; 1 if nothing shrinks."""
     source: jax.Array
-    """[2]: height and width of the image, which may be smaller than its array."""
+    """Height and width [2] of the image, which may be smaller than its array."""
     result: jax.Array
-    """[2]: height and width of the result, which may be smaller than its array."""
+    """Height and width [2] of the result, which may be smaller than its array."""
     shift: jax.Array | None
-    """[H, W, 2]: displacements, added to (x, y) between `matrix` and `before`; None for none."""
+    """Displacements [H, W, 2], added to (x, y) between `matrix` and `before`; None for none."""
     before: jax.Array | None
-    """[3, 3]: second matrix, from displaced positions to those of the image; None for none."""
+    """Second matrix [3, 3], from displaced positions to those of the image; None for none."""
 
     def packed(self) -> jax.Array:
         """Returns all but the shift and `before` as one row of `PACKED` numbers."""
@@ -74,17 +75,20 @@ PACKED = 19
 
 
 def unpacked(row: jax.Array, shift: jax.Array | None, before: jax.Array | None) -> Map:
-    """Returns the map that `Map.packed` packed."""
+    """Returns the map from a row of `Map.packed`."""
     return Map(row[:9].reshape(3, 3), row[9:13], row[13:15], row[15:17], row[17:19], shift, before)
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the product of two 3 x 3 matrices in full precision; a GPU's dot of float32 uses tf32."""
+    """Returns the product of two 3 x 3 matrices in full precision.
+
+    By default a GPU multiplies float32 in tf32.
+    """
     return (a[:, :, None] * b[None]).sum(1)
 
 
 def moved(matrix: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns positions after a matrix of homogeneous coordinates."""
+    """Returns positions multiplied by a matrix of homogeneous coordinates."""
     below = matrix[2, 0] * x + matrix[2, 1] * y + matrix[2, 2]
     # Positions at or beyond the horizon of a perspective map lie outside the image.
     visible = below > 1e-6
@@ -95,7 +99,7 @@ def moved(matrix: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax
 
 
 def positions(reading: Reading, map: Map) -> tuple[jax.Array, jax.Array]:
-    """Returns x and y of each pixel of the result, [h, w], in the image."""
+    """Returns the position (x, y) in the image of each pixel of the result, both [h, w]."""
     height, width = reading.size
     dtype = map.matrix.dtype
     y, x = jnp.meshgrid(
@@ -140,7 +144,10 @@ def resample(x: jax.Array, reading: Reading, map: Map, pixels: Pixels | None = N
 def nearest(
     x: jax.Array, reading: Reading, map: Map, fill: jax.Array, pixels: Pixels | None = None
 ) -> jax.Array:
-    """Returns the nearest pixel, of two as near the right or lower one; serves labels too."""
+    """Returns the nearest pixel of each position, also of label masks.
+
+    Ties go to the right and lower pixel.
+    """
     across, down = (jnp.floor(place + 0.5) for place in positions(reading, map))
     seen = _is_seen(across, 0, map) & _is_seen(down, 1, map)
     if not reading.drops:
@@ -149,7 +156,7 @@ def nearest(
 
 
 def _is_seen(place: jax.Array, axis: int, map: Map) -> jax.Array:
-    """Returns whether pixels are in the image, along x (0) or y (1)."""
+    """Returns whether a pixel lies in the image along x (axis 0) or y (axis 1)."""
     return (place >= 0) & (place < map.source[1 - axis])
 
 
@@ -158,7 +165,7 @@ def _is_in_window(place: jax.Array, axis: int, map: Map) -> jax.Array:
 
 
 def _weights(distance: jax.Array, interpolation: Interpolation) -> jax.Array:
-    """Returns the kernel at a distance from its middle."""
+    """Returns the interpolation kernel's values at these distances from its middle."""
     d = jnp.abs(distance)
     if interpolation == "bilinear":
         return jnp.maximum(1 - d, 0)
@@ -171,7 +178,7 @@ def _weights(distance: jax.Array, interpolation: Interpolation) -> jax.Array:
 def _tap_weights(
     place: jax.Array, pixel: jax.Array, axis: int, reading: Reading, map: Map
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns each pixel's weight for a position along an axis, and the same with 0 for `fill`."""
+    """Returns each pixel's weight for a position on an axis, and the same with 0 for `fill`."""
     weight = _weights((pixel - place) / map.radius[axis], reading.interpolation)
     in_window = _is_in_window(pixel, axis, map)
     if reading.drops:
@@ -186,7 +193,7 @@ def _upright(x: jax.Array, reading: Reading, map: Map, fill: jax.Array) -> jax.A
     for axis, (size, count) in enumerate(zip(x.shape[1::-1], reading.size[::-1], strict=True)):
         steps = jnp.arange(count, dtype=x.dtype)
         place = map.matrix[axis, axis] * steps + map.matrix[axis, 2]
-        # Pixels beyond the array are fill, whose weight is 1 less the sum of the other weights.
+        # Pixels beyond the array are fill, and its weight is 1 minus the sum of the other weights.
         reach = math.ceil(SUPPORT[reading.interpolation] * reading.widest) if reading.drops else 0
         pixel = jnp.arange(-reach, size + reach, dtype=x.dtype)
         weight, seen = _tap_weights(place[:, None], pixel[None], axis, reading, map)
@@ -216,10 +223,10 @@ def _total(place: jax.Array, axis: int, reading: Reading, map: Map) -> jax.Array
 def _anywhere(
     x: jax.Array, reading: Reading, map: Map, fill: jax.Array, pixels: Pixels
 ) -> jax.Array:
-    """Resamples value by value, for any map."""
+    """Resamples by a gather of each pixel that a value depends on, for any map."""
     across, down = positions(reading, map)
     support = SUPPORT[reading.interpolation]
-    # Far from the image all is fill, so positions are limited to what integers can index.
+    # Far from the image all pixels are fill, so positions are limited to what integers can index.
     limit = support * reading.widest + 2
     across = jnp.clip(across, -limit, map.source[1] - 1 + limit)
     down = jnp.clip(down, -limit, map.source[0] - 1 + limit)
@@ -264,7 +271,7 @@ def _pixels(x: jax.Array, column: jax.Array, row: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def repeatable_pixels(x: jax.Array, column: jax.Array, row: jax.Array) -> jax.Array:
-    """Returns pixels as `_pixels` does; its gradient to x has the same bits each time, on a GPU too.
+    """Returns pixels as `_pixels` does, with a gradient to x that repeats bit for bit on a GPU too.
 
     A GPU's scatter adds floats in any order, so the gradient adds integers: each float is rounded to a
     multiple of a fraction of the largest, and its remainder to a finer multiple. Images of 224 x 224

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 class Op(IntEnum):
-    """The operations of steps, by the numbers that rows and kernels have for them."""
+    """Operations of pointwise steps; their numbers stand in rows and are those of the CUDA kernels."""
 
     IDENTITY = 0
     BRIGHTNESS = 1
@@ -46,20 +46,20 @@ GRAY = (0.299, 0.587, 0.114)
 
 
 class Statistics(NamedTuple):
-    """Statistics of a whole image, which a step of a pass needs."""
+    """Statistics of a whole image that some steps need."""
 
     pivot: jax.Array
-    """The mean of gray, []."""
+    """Mean of the gray values, a scalar."""
     low: jax.Array
-    """The smallest value of each channel, [C]."""
+    """Smallest value of each channel, [C]."""
     high: jax.Array
-    """The largest value of each channel, [C]."""
+    """Largest value of each channel, [C]."""
     table: jax.Array
-    """The level that equalization gives to each level of each channel, [C, 256]."""
+    """Level that equalization gives to each level of each channel, [C, 256]."""
 
 
 def width(channels: int) -> int:
-    """Returns how many values a step of images with this many channels has."""
+    """Returns the number of values of a step for images with this many channels."""
     return 2 * max(channels, 4)
 
 
@@ -71,7 +71,7 @@ def run(x: jax.Array, rows: jax.Array, steps: Steps, statistics: Statistics | No
 
 
 def until_statistics(x: jax.Array, rows: jax.Array, steps: Steps) -> jax.Array:
-    """Returns the image just before its statistical step, which needs this image's statistics."""
+    """Returns the image before its step that needs statistics; they are taken from this image."""
     taken = x
     last = max(i for i, ops in enumerate(steps) if STATISTICAL & set(ops))
     for row, ops in zip(rows[: last + 1], steps[: last + 1], strict=True):
@@ -84,7 +84,7 @@ def until_statistics(x: jax.Array, rows: jax.Array, steps: Steps) -> jax.Array:
 
 
 def statistics_of(x: jax.Array, inside: jax.Array | None, needed: frozenset[Op]) -> Statistics:
-    """Returns the statistics of an image [H, W, C] over its pixels `inside` [H, W], or all of them."""
+    """Returns the statistics of an image [H, W, C] over pixels `inside` [H, W], all if None."""
     channels = x.shape[-1]
     counted = jnp.ones(x.shape[:2], bool) if inside is None else inside
     zero, nothing = jnp.zeros((), x.dtype), jnp.zeros((channels,), x.dtype)
@@ -106,7 +106,7 @@ def statistics_of(x: jax.Array, inside: jax.Array | None, needed: frozenset[Op])
 
 
 def equalized(counts: jax.Array) -> jax.Array:
-    """Returns Pillow's table for the counts [256] of a channel's levels."""
+    """Returns Pillow's equalization table for the counts [256] of a channel's levels."""
     last = counts[255 - jnp.argmax(counts[::-1] > 0)]
     step = (counts.sum() - last) // 255
     before = jnp.cumsum(counts) - counts
@@ -120,7 +120,7 @@ def levels(x: jax.Array) -> jax.Array:
 
 
 def gray(x: jax.Array) -> jax.Array:
-    """Returns the gray values [..., 1] of 1, 3 or 4 channels, of which the fourth is opacity."""
+    """Returns the gray values [..., 1] of 1, 3 or 4 channels; the fourth is opacity."""
     if x.shape[-1] == 1:
         return x
     red, green, blue = GRAY
@@ -170,13 +170,14 @@ def _saturation(x, values, statistics):
 
 @_on_colours
 def _hue(x, values, statistics):
-    """Rotates hues by `values[0]` turns, as in HSV, whose saturation is not needed: it cancels."""
+    """Rotates hues by `values[0]` turns, as in HSV; the saturation cancels and is not computed."""
     if x.shape[-1] == 1:
         return x
     red, green, blue = x[..., 0], x[..., 1], x[..., 2]
     largest, chroma = x.max(-1), x.max(-1) - x.min(-1)
     divisor = jnp.where(chroma > 0, chroma, 1)
-    # No test for equality: XLA may compute a channel twice, rounded differently.
+    # Channels are compared by order alone: XLA may compute a channel twice with different rounding, so
+    # a test for equality could fail.
     sixths = jnp.where(
         (red >= green) & (red >= blue),
         (green - blue) / divisor,
