@@ -1,1 +1,1 @@
-"""Convolutions: dense, depthwise, transposed, quantised."""
+"""Convolutions: dense, depthwise, deformable, transposed and quantised."""

@@ -16,7 +16,7 @@ def batched_images(
     in_batched: Sequence[Any],
     *operands: jax.Array | None,
 ) -> Results | None:
-    """Implements `Kernel.batched` for images and weights: the batch is merged into the images' "b".
+    """Implements `Kernel.batched` for images and weights: merges the batch into the images' axis "b".
 
     Returns None if weights or a bias are batched, or if the kernel sums over images.
     """

@@ -235,12 +235,12 @@ def convolved(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of `conv`, which one of four kinds of convolution takes."""
+    """Dispatches a call of `conv` to the dense, depthwise, grouped or transposed implementation."""
 
     op: str
     x: ConvInput
     values: jax.Array
-    """x as one array, whose gradient is not masked yet where x is `Rectified`."""
+    """x as one array; the gradient is not masked yet if x is a `Rectified`."""
     implementation: dispatch.Implementation | None
     device: dispatch.Device
     options: dict[str, Any]
@@ -254,7 +254,7 @@ class _Call:
         return Runner(self.implementation, self.device)
 
     def array(self) -> jax.Array:
-        """Returns x as one array, whose gradient is masked where x is `Rectified`."""
+        """Returns x as one array, with the relu's mask on its gradient if x is a `Rectified`."""
         return self.x.array() if isinstance(self.x, Rectified) else self.values
 
     def in_xla(self, x: jax.Array, w: jax.Array, bias: Any, residual: Any) -> jax.Array:
@@ -269,7 +269,7 @@ class _Call:
         )
 
     def enlarging(self, w: jax.Array, bias: Any, residual: Any) -> Output:
-        """Makes a block of pixels of each pixel of x, by a kernel if one may."""
+        """Expands each pixel of x to a block of pixels, by a kernel if one can run."""
         missing = {"cuda": "the CUDA kernels of conv are depthwise, and the input is dilated"}
         images = dense_conv_forward.images
         weights = w[None] if w.ndim == 3 else w
@@ -388,14 +388,14 @@ class _Call:
         )
 
     def _hands_on(self, w: jax.Array) -> bool:
-        """Returns whether kernels return x: theirs may be split otherwise under Explicit axes."""
+        """Returns whether kernels return x too; under Explicit axes they may shard it differently."""
         return self.hand_on and not self._is_explicit(w)
 
     def _is_explicit(self, w: jax.Array) -> bool:
         return sharding.is_explicit(self.values) or sharding.is_explicit(w)
 
     def _output(self, y: jax.Array, x: jax.Array, taken: Statistics | None = None) -> Output:
-        """Returns y and, if requested, the statistics and x."""
+        """Returns y and, if the call asks for them, the statistics and x."""
         beside = (taken,) * self.statistics + (x,) * self.hand_on
         return (y, *beside) if beside else y
 

@@ -1,4 +1,4 @@
-"""Inputs of a convolution in place of an array."""
+"""Inputs of a convolution other than one array."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,7 @@ class Concatenated:
 
     @property
     def parts(self) -> tuple[jax.Array, jax.Array]:
-        """The two arrays."""
+        """The two arrays to be concatenated."""
         return self.first, self.second
 
     @property
@@ -70,7 +70,7 @@ ConvInput = jax.Array | Rectified | Concatenated
 
 
 def as_array(x: ConvInput) -> jax.Array:
-    """Returns the values of x as one array, whichever operator masks its gradient."""
+    """Returns the values of x as one array, without the relu's mask on its gradient."""
     return x.array() if isinstance(x, Rectified | Concatenated) else x
 
 

@@ -66,7 +66,7 @@ def normalised(
 
 
 def _zeros(op: str, padding: Padding, reach: Sequence[int]) -> str | Pairs:
-    """Returns a name in upper case, or (low, high) of each axis."""
+    """Returns the padding's name in upper case, or its zeros (low, high) on each axis."""
     spatial = len(reach)
     if isinstance(padding, str):
         name = padding.upper()
@@ -101,7 +101,7 @@ def geometry(
     kernel_dilation: int | Sequence[int],
     feature_group_count: int,
 ) -> dict[str, Any]:
-    """Returns the options that say which values a convolution of x reads, one number for each axis."""
+    """Returns the options that say which values a window reads, with one number for each axis."""
     spatial = x.ndim - 2
     steps = dict(
         strides=for_each_axis(op, "strides", strides, spatial),

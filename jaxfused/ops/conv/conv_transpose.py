@@ -1,4 +1,4 @@
-"""conv_transpose: its padding, and `conv` of an input dilated with zeros."""
+"""conv_transpose: computes its padding and calls `conv` with an input dilation."""
 
 import math
 from collections.abc import Sequence

@@ -56,7 +56,7 @@ def finish(
 
 
 def adds_in_convolution(dtype: Any, residual: jax.Array | None, activation: str | None) -> bool:
-    """Whether cuDNN's kernel applies the epilogue of a convolution in XLA, before the one rounding.
+    """Whether cuDNN applies a convolution's epilogue before its one rounding, in XLA's program.
 
     cuDNN adds arrays of the result's dtype and evaluates relu, without a pass over the result. A bias is
     rounded to that dtype, as Flax rounds it.
@@ -66,7 +66,7 @@ def adds_in_convolution(dtype: Any, residual: jax.Array | None, activation: str 
 
 @jax.custom_jvp
 def _sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """Returns the sum in y's dtype; the gradient to the bias is still summed in float32."""
+    """Returns the sum in y's dtype; the gradient of the bias is still summed in float32."""
     y = y if bias is None else y + along_last_axis(bias, y)
     return y if residual is None else y + residual
 
@@ -79,9 +79,10 @@ def _sum_jvp(primals, tangents):
 
 @jax.custom_jvp
 def _wide_sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """Returns the sum in float32; the gradient to the bias sums values rounded to y's dtype.
+    """Returns the sum in float32; the gradient of the bias sums values rounded to y's dtype.
 
-    XLA writes those anyway. It would write float32 values too if the sum were of unrounded ones.
+    XLA writes the rounded values anyway; a sum of unrounded ones would make it write float32 values
+    too.
     """
     return _in_float32(y, bias, residual)
 
@@ -91,7 +92,8 @@ def _wide_sum_jvp(primals, tangents):
     y, bias, residual = tangents
     narrow = y
     if bias is not None:
-        # The transpose of this rounds, waits until the rounded values are written, and sums in float32.
+        # The transpose of this conversion rounds, waits until the rounded values are written, and sums
+        # in float32.
         wide = bias.astype(accumulator_dtype(y.dtype))
         along = jnp.broadcast_to(wide, y.shape).astype(y.dtype)
         narrow = y + jax.lax.optimization_barrier(along)
@@ -99,7 +101,7 @@ def _wide_sum_jvp(primals, tangents):
 
 
 def _in_float32(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """Returns the sum in float32."""
+    """Returns the sum of y, bias and residual in float32."""
     y = y.astype(accumulator_dtype(y.dtype))
     if bias is not None:
         y = y + along_last_axis(bias, y)
@@ -107,18 +109,18 @@ def _in_float32(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None
 
 
 NUMPY_MODES = {"edge": "edge", "reflect": "reflect", "circular": "wrap"}
-"""Mode of jnp.pad for each padding mode of a convolution."""
+"""Mode of `jnp.pad` for each padding mode of a convolution."""
 
 
 class Around(NamedTuple):
-    """Padding with values of x."""
+    """Padding whose values are taken from x: edge, reflect or circular."""
 
     mode: str
     pairs: tuple[tuple[int, int], ...]
-    """(low, high) of each spatial axis."""
+    """Widths (low, high) of the padding on each spatial axis."""
 
     def pad(self, x: jax.Array) -> jax.Array:
-        """Returns x [B, *spatial, I] with its padding, which is a copy of x."""
+        """Returns a copy of x [B, *spatial, I] with its padding."""
         return jnp.pad(x, [(0, 0), *self.pairs, (0, 0)], mode=NUMPY_MODES[self.mode])
 
 
@@ -128,7 +130,7 @@ def padded(
     kernel: tuple[int, ...],
     kernel_dilation: tuple[int, ...],
 ) -> tuple[jax.Array, str | Sequence[tuple[int, int]]]:
-    """Returns the array to convolve, and XLA's padding with zeros."""
+    """Returns the array to convolve, and the zero padding that XLA adds to it."""
     if padding in ("CIRCULAR", "REFLECT"):
         reach = [(k - 1) * d for k, d in zip(kernel, kernel_dilation, strict=True)]
         padding = Around(str(padding).lower(), tuple((r // 2, r - r // 2) for r in reach))

@@ -1,4 +1,4 @@
-"""deform_conv: validation."""
+"""deform_conv: validation of the arguments."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""deform_conv in plain JAX: samples by gathers, and a product with them."""
+"""deform_conv in plain JAX: gathers the samples and multiplies them with the weights."""
 
 import math
 
@@ -29,10 +29,10 @@ def deform_conv(
     taps = rows * columns
     wide = accumulator_dtype(x.dtype)
     moved = offset.astype(wide).reshape(batch, *out, parts, taps, 2)
-    # Where each weight of the window lies without an offset.
+    # Position in x that each weight of the window reads if the offset is 0.
     starts = [jnp.arange(n) * step - pad for n, step, pad in zip(out, strides, low, strict=True)]
     inner = [jnp.arange(k) * d for k, d in zip((rows, columns), dilation, strict=True)]
-    # [1, H', 1, 1, taps] and [1, 1, W', 1, taps]
+    # Shapes: down [1, H', 1, 1, taps], right [1, 1, W', 1, taps].
     down = (starts[0][:, None] + jnp.repeat(inner[0], columns)[None])[None, :, None, None]
     right = (starts[1][:, None] + jnp.tile(inner[1], rows)[None])[None, None, :, None]
     samples = _samples(
@@ -59,7 +59,7 @@ def deform_conv(
 
 
 def _samples(x: jax.Array, down: jax.Array, right: jax.Array, size: tuple[int, int]) -> jax.Array:
-    """Returns x [B, H W, parts, D] at places [B, H', W', parts, taps] as [B, H', W', parts, taps, D]."""
+    """Samples x [B, H W, parts, D] at places [B, H', W', parts, taps], the result's axes too."""
     height, width = size
     batch, _, parts, depth = x.shape
     count = math.prod((*down.shape[1:3], down.shape[4]))
@@ -71,7 +71,7 @@ def _samples(x: jax.Array, down: jax.Array, right: jax.Array, size: tuple[int, i
             weight = (1 - jnp.abs(down - y)) * (1 - jnp.abs(right - x_place))
             inside = (y >= 0) & (y < height) & (x_place >= 0) & (x_place < width)
             places = jnp.where(inside, y * width + x_place, 0).astype(jnp.int32)
-            # [B, H' W' taps, parts], so that one gather reads all of an image.
+            # The shape [B, H' W' taps, parts] lets one gather read all of an image.
             flat = jnp.moveaxis(places, 3, 4).reshape(batch, count, parts)
             found = jnp.take_along_axis(x, flat[..., None], axis=1, mode="clip")
             found = found.reshape(batch, *places.shape[1:3], places.shape[4], parts, depth)

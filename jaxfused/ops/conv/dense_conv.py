@@ -1,8 +1,8 @@
-"""Dense conv, where each feature depends on all channels: choice of implementation, gradient.
+"""Dense conv, where each feature depends on all channels: choice of implementation and gradient.
 
 The kernels run a 1-D convolution as a 2-D one with a single row. A 1 x 1 convolution is a matrix product
-of the pixels that it reads, in XLA's program too: cuDNN is slower at it than GEMM libraries, most of all
-at wgrad.
+of the pixels that it reads, in XLA's program too: cuDNN is slower at such products than GEMM libraries,
+most of all at wgrad.
 """
 
 import functools
@@ -52,7 +52,7 @@ def window_of(
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
 ) -> Window | str:
-    """Returns the window of a convolution of two or three axes, or why there is no kernel for it."""
+    """Returns the window of a convolution of two or three axes, or the reason why no kernel has it."""
     kernel = w.shape[:-2]
     if feature_group_count > 1:
         return f"x has {feature_group_count} groups of channels"
@@ -85,7 +85,7 @@ class Simplification(Protocol):
 
 
 def simplified(window: Window | str, x: Any) -> tuple[Simplification, Window | str]:
-    """Returns how a convolution of x is rewritten for the kernels, and the rewritten window."""
+    """Returns how the kernels rewrite a convolution of x, and the window after the rewrite."""
     if isinstance(window, str) or sharding.is_explicit(x):
         return AsItIs(), window
     if x.ndim == 4 and space_to_depth.can_join(window, x.shape[-1]):
@@ -98,7 +98,7 @@ def simplified(window: Window | str, x: Any) -> tuple[Simplification, Window | s
 
 @dataclass(frozen=True)
 class AsItIs:
-    """Identity: the convolution as the caller wrote it."""
+    """Identity: the convolution stays as the caller wrote it."""
 
     def __call__(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
         return x, w
@@ -106,7 +106,7 @@ class AsItIs:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Space-to-depth of a few channels: see `space_to_depth`."""
+    """Space-to-depth of an input with few channels: see `space_to_depth`."""
 
     window: Window
 
@@ -171,11 +171,11 @@ def stages(options: "Options", x: Any, w: Any, bias: Any, residual: Any) -> Iter
 
 
 _LEAST_JOINED_PIXELS = 2**17
-"""Fewest pixels of the result for which a kernel after space-to-depth is preferred to XLA."""
+"""Fewest pixels of the result for which a kernel after space-to-depth is faster than XLA."""
 
 
 def pixels_of(window: Window, x: Any) -> int:
-    """Returns the pixels of the result, of all images together."""
+    """Returns the number of pixels of the result, over all images."""
     sizes = x.shape[1:-1] if len(x.shape) > 3 else (1, *x.shape[1:-1])
     return math.prod((x.shape[0], *window.result(sizes)))
 
@@ -240,13 +240,13 @@ class Convolved(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """How a call reads x, and the results that it asks for besides y."""
+    """Static arguments that say how a call reads x and which results it returns besides y."""
 
     simplify: Simplification = AsItIs()
     hands_on: bool = False
     """True to return x as a second result, whose cotangent is added to x's gradient."""
     rectified: bool = False
-    """True if x holds the values of a `Rectified`."""
+    """True if x holds the values of a `Rectified`, whose gradient this call masks."""
     statistics: bool = False
     """True to return statistics of y, for a norm that follows. They have no gradient."""
 
@@ -259,9 +259,9 @@ class Residuals(NamedTuple):
     w: jax.Array
     bias: jax.Array | None
     residual_like: jax.Array | None
-    """An array without elements, of the residual's dtype."""
+    """Array without elements that has the residual's dtype."""
     z: jax.Array | None
-    """The activation's input, or y if its sign is enough; None without an activation."""
+    """Activation's input, or y if its sign is enough; None without an activation."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")
@@ -301,7 +301,7 @@ def _conv_bwd(run: Runner, options: Options, request: Request, saved: Residuals,
 
 
 def gradients_after(run: Runner, options: Options, saved: Residuals, dy):
-    """Returns (dz, dbias, dresidual): the gradients of the epilogue."""
+    """Returns the gradients of the epilogue: (dz, dbias, dresidual)."""
     bias = saved.bias
     if saved.z is None:
         dz, dbias = dy, None if bias is None else sum_rows(dy, bias.dtype)
@@ -348,7 +348,7 @@ def pointwise_gradients(run: Runner, x, w, dz, precision: Any):
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="conv")
 def _conv_of_two(run: Runner, options: Options, first, second, w, bias, residual):
-    """Computes `_conv` of x in two arrays, concatenated along the channels."""
+    """Computes `_conv` of two arrays that are concatenated along the channels."""
     stage = ForwardOfTwo(Forward(options, save_preactivation=False))
     return run(stage, first, second, w, bias, residual)[0]
 

@@ -1,4 +1,4 @@
-"""The backward stages of dense conv: dgrad, also joined by space-to-depth, and wgrad."""
+"""Backward stages of dense conv: dgrad, dgrad plus another gradient of x, and wgrad."""
 
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -45,11 +45,12 @@ class InputGradient(Windowed):
 
     def axes(self, dz, w) -> Axes:
         letters = Letters(dz.ndim - 2)
-        # Partial sums over split features would be rounded before they are added.
+        # The features are summed, so they must not be split: partial sums would be rounded before they
+        # are added.
         return Axes((letters.result, letters.weights), (letters.images,), whole=letters.whole + "f")
 
     def call(self, device, dz, w, *others) -> pallas_conv.ConvCall:
-        """Returns the kernel's call."""
+        """Returns the kernel's shapes and window."""
         if self.window.is_strided:
             return pallas_strided.call_of(
                 dz,
@@ -168,7 +169,8 @@ class WeightGradient:
                 config=config,
             )
             return (dw,)
-        # w varies like x. In a `jax.shard_map`, a replicated w would get a gradient summed over devices.
+        # The zeros vary over the same mesh axes as x. A replicated w would get a gradient summed over
+        # the devices of a `jax.shard_map`.
         options = Options(self.window, None, self.precision)
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[-1], dz.shape[-1]))
         (dw,) = jax.vjp(lambda w: reference(options, x, w), w)[1](dz)
@@ -180,9 +182,9 @@ class WeightGradient:
 
 @dataclass(frozen=True)
 class JoinedInputGradient(Windowed):
-    """Computes (dx,) from dz, w, the other part of x's gradient, and x if it is rectified.
+    """Computes (dx,) from dz, w, another gradient of x, and x if it is a relu's result.
 
-    The last two may be None. It is a stage of its own, so that `InputGradient` keeps its timings.
+    The last two may be None. A stage of its own keeps recorded timings of `InputGradient` valid.
     """
 
     gradient: InputGradient
@@ -203,13 +205,13 @@ class JoinedInputGradient(Windowed):
         return {"xla": None, "pallas": why_unsupported(device, window.transposed(), dz, w, other)}
 
     def call(self, device, dz, w, *others) -> pallas_conv.ConvCall:
-        """Returns the kernel's call."""
+        """Returns the kernel's shapes and window."""
         return self.gradient.call(device, dz, w)
 
     def times(self, device, dz, w, other, y) -> Mapping[str, float]:
-        """Returns the times of a window of one weight."""
+        """Returns the microseconds of each implementation for a window of one weight."""
         call, streams = self.call(device, dz, w), self.streams(dz, other, y)
-        # XLA writes its gradient, which a second kernel reads with the rest.
+        # XLA writes dgrad's result, and a second kernel adds the other gradient to it.
         passes = Passes(bytes_of_element=streams["read_bytes"] + 2 * dz.dtype.itemsize)
         return {
             "pallas": pallas_conv.predicted_time(call, **streams),

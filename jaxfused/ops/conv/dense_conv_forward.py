@@ -1,4 +1,4 @@
-"""The forward stages of dense conv: plain, of two arrays, with statistics of the result."""
+"""Forward stages of dense conv: of one array, of two arrays, and with statistics of the result."""
 
 import functools
 import math
@@ -41,7 +41,7 @@ def why_unsupported(
 
 
 def images(x: Any) -> Any:
-    """Returns x [B, L, C] as images of one row."""
+    """Returns x [B, L, C] as images of one row; images stay as they are."""
     return x[:, None] if x is not None and x.ndim == 3 else x
 
 
@@ -52,7 +52,7 @@ def weights_of_images(x: Any, w: Any) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """Static arguments of a convolution."""
+    """Static arguments of a convolution's stages."""
 
     window: Window
     activation: str | None
@@ -66,7 +66,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Letters:
-    """Letters of a convolution's axes."""
+    """Letters for the axes of a convolution's operands, as `Axes` takes them."""
 
     axes: int
 
@@ -76,7 +76,7 @@ class Letters:
 
     @property
     def two_images(self) -> tuple[str, str]:
-        """Letters of two arrays that each hold a part of the channels."""
+        """Letters of two arrays that each hold some of the channels."""
         spatial = "b" + "dhw"[-self.axes :]
         return spatial + "x", spatial + "y"
 
@@ -94,7 +94,7 @@ class Letters:
 
 
 class Timed:
-    """A stage whose kernel runs where the predicted `times` of XLA are longer."""
+    """A stage that chooses its implementation by the predicted `times`."""
 
     def estimate(self: Any, device, able: Collection[str], *operands) -> Estimate:
         if "pallas" not in able:
@@ -103,7 +103,7 @@ class Timed:
 
 
 class Windowed(Timed):
-    """A stage whose kernel runs by `dense_conv_regimes`, or by `times` where it is a product."""
+    """A stage that chooses by `dense_conv_regimes`, or by `times` if its window has one weight."""
 
     def estimate(self: Any, device, able: Collection[str], *operands) -> Estimate:
         call = self.call(device, *operands)
@@ -137,11 +137,11 @@ class Forward(Windowed):
         return {"xla": None, "pallas": why_unsupported(device, window, x, w, residual)}
 
     def call(self, device, x, w, *others) -> pallas_conv.ConvCall:
-        """Returns the kernel's call."""
+        """Returns the kernel's shapes and window."""
         return call_of(device, self.options.window, x.shape[:-1], x.dtype, w)
 
     def times(self, device, x, w, bias, residual) -> Mapping[str, float]:
-        """Returns the times of a window of one weight."""
+        """Returns the microseconds of each implementation for a window of one weight."""
         call, streams = self.call(device, x, w), self.streams(x, residual)
         return {
             "pallas": pallas_conv.predicted_time(call, **streams),
@@ -149,7 +149,7 @@ class Forward(Windowed):
         }
 
     def _passes(self, x, bias, residual) -> Passes:
-        """Returns the kernels after XLA's product of a window of one weight."""
+        """Returns the passes over memory that XLA adds after its product, for a window of one weight."""
         streams = self.streams(x, residual)
         if bias is not None or self.options.activation is not None:
             return Passes(
@@ -162,7 +162,7 @@ class Forward(Windowed):
         return Passes(bytes_in_product=streams["read_bytes"])
 
     def streams(self, x, residual) -> dict[str, int]:
-        """Returns the epilogue's bytes read and written, and its activations, of an element."""
+        """Returns the bytes that the epilogue reads and writes per element, and its activations."""
         return dict(
             read_bytes=0 if residual is None else residual.dtype.itemsize,
             written_bytes=x.dtype.itemsize * (1 + self.save_preactivation),
@@ -214,7 +214,7 @@ class ForwardOfTwo(Windowed):
         return axes._replace(operands=(*two, *axes.operands[1:]))
 
     def call(self, device, first, second, w, *others) -> pallas_conv.ConvCall:
-        """Returns the kernel's call."""
+        """Returns the kernel's shapes and window."""
         call = call_of(device, self.alone.options.window, first.shape[:-1], first.dtype, w)
         return replace(call, first_channels=first.shape[-1])
 
@@ -223,7 +223,7 @@ class ForwardOfTwo(Windowed):
         return self.alone.why_not(device, whole, w, bias, residual)
 
     def times(self, device, first, second, w, bias, residual) -> Mapping[str, float]:
-        """Returns the times of a window of one weight."""
+        """Returns the microseconds of each implementation for a window of one weight."""
         call, streams = self.call(device, first, second, w), self.alone.streams(first, residual)
         whole = jax.ShapeDtypeStruct((*first.shape[:-1], w.shape[-2]), first.dtype)
         elements = math.prod(first.shape[:-1]) * w.shape[-2]
@@ -273,13 +273,13 @@ class ForwardWithStatistics(Windowed):
         return self._alone.why_not(device, x, w, bias, residual)
 
     def call(self, device, x, w, *others) -> pallas_conv.ConvCall:
-        """Returns the kernel's call."""
+        """Returns the kernel's shapes and window."""
         return self._alone.call(device, x, w)
 
     def times(self, device, x, w, bias, residual) -> Mapping[str, float]:
-        """Returns the times of a window of one weight."""
+        """Returns the microseconds of each implementation for a window of one weight."""
         call, streams = self.call(device, x, w), self._alone.streams(x, residual)
-        # XLA's statistics read the result once more; our kernel merges those of its tiles.
+        # XLA's statistics read the result once more; the kernel merges the statistics of its tiles.
         read = streams["read_bytes"] + x.dtype.itemsize * (1 + (residual is not None))
         return {
             "pallas": pallas_conv.predicted_time(call, **streams),
@@ -329,7 +329,7 @@ def call_of(
 
 
 def reference(options: Options, x, w, bias=None, residual=None, activation=None) -> jax.Array:
-    """Returns the convolution by XLA, with its epilogue."""
+    """Returns the convolution with its epilogue, computed by XLA."""
     window = options.window
     if window.is_pointwise:
         rows, weights = x.reshape(-1, x.shape[-1]), w.reshape(w.shape[-2:])

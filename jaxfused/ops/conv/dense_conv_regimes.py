@@ -10,20 +10,21 @@ from jaxfused.runtime.estimate import Rule
 from pallas_kernels.conv.conv import ConvCall
 
 _FEW_CHANNELS, _RATHER_FEW_CHANNELS, _FEW_FEATURES = 32, 48, 64
-"""Channels below which images, not volumes, are cuDNN's; the second with at most so many features."""
+"""Channels below which cuDNN convolves images faster (volumes not). The second limit holds for at most
+this many features."""
 _FEW_VALUES, _LONG_SUM = 2**16, {False: 8192, True: 4096}
-"""Values of a result up to which cuDNN, which cuts sums into parts, is faster at sums longer than this:
-of a forward, and of a dgrad, whose weights XLA need not transpose."""
+"""Values of a result up to which cuDNN, which splits sums, is faster if each sums more than this many
+products: in a forward (False), and in a dgrad (True), whose weights XLA need not transpose."""
 _STRIDED_CHANNELS, _STRIDED_PRODUCTS = 64, 6e8
-"""Channels of the picture, and multiplications, above which dgrad of a strided window is cuDNN's."""
+"""Channels of x, and multiplications, above which cuDNN's dgrad of a strided window is faster."""
 
 
 def rule(call: ConvCall, *, of_weights: bool = False) -> Rule:
     """Returns which of Pallas and XLA comes first for a window of several weights.
 
     Args:
-      call: the convolution, or its dgrad if it is flipped.
-      of_weights: whether it is the wgrad of `call`.
+      call: shapes of the convolution, or of its dgrad if flipped.
+      of_weights: True for the wgrad of `call`.
     """
     why = why_cudnn(call, of_weights=of_weights)
     if why is not None:
@@ -33,7 +34,7 @@ def rule(call: ConvCall, *, of_weights: bool = False) -> Rule:
 
 
 def why_strided_cudnn(products: int, channels: int) -> str | None:
-    """Returns why cuDNN is faster at dgrad of a strided window, of so many multiplications, or None."""
+    """Returns why cuDNN's dgrad of a strided window is faster, or None."""
     if channels <= _STRIDED_CHANNELS or products < _STRIDED_PRODUCTS:
         return None
     return (
@@ -43,7 +44,7 @@ def why_strided_cudnn(products: int, channels: int) -> str | None:
 
 
 def why_cudnn(call: ConvCall, *, of_weights: bool = False) -> str | None:
-    """Returns why cuDNN is faster at a convolution or a gradient of it, or None."""
+    """Returns why cuDNN's convolution, or its gradient, is faster, or None."""
     is_dilated = max(call.window.dilation) > 1
     if of_weights or (call.flipped and is_dilated):
         return None

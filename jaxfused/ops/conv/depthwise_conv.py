@@ -1,4 +1,4 @@
-"""Depthwise conv, where each channel has a window of rows and columns of its own: choice, gradient."""
+"""Depthwise conv with a two-axis window for each channel: choice of implementation and gradient."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,9 +30,9 @@ def left_to_xla(
     activation: str | None,
     of_sums: dispatch.Choice | None,
 ) -> LeftToXla | None:
-    """Returns why a call that names no implementation is XLA's, or None if kernels are faster.
+    """Returns why XLA runs a call that names no implementation, or None if kernels are faster.
 
-    `of_sums` is the choice of `fft_conv`, by which XLA sums directly; `jaxfused.tune` measures it too.
+    `of_sums` is `fft_conv`'s choice of direct sums, recorded so that `jaxfused.tune` measures it too.
     """
     why = _why_xla(run.device, x, window)
     if why is None:
@@ -55,7 +55,7 @@ def stages(options: "_Options", x: Any, w: Any, bias: Any, residual: Any) -> Ite
 
 
 def _as_images(window: Window, x, w, residual):
-    """Returns images [B, H, W, C], weights [kh, kw, C] in their dtype, and the residual as images."""
+    """Returns x and the residual as images [B, H, W, C], and the weights as [kh, kw, C]."""
     x, residual = (a[:, None] if a is not None and a.ndim == 3 else a for a in (x, residual))
     return x, w.astype(x.dtype).reshape(*window.kernel, w.shape[-1]), residual
 
@@ -87,10 +87,11 @@ def _why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
 
 _SMALL = (3, 3)
 _LARGE, _LARGE_FOR_TILES = 7, 5
-"""Rows and columns of a window from which kernels were measured to be faster: strips, and tiles."""
+"""Rows and columns from which a window's kernels are faster than XLA: strips, and tiles of tensor
+cores."""
 _USEFUL_STRIPS = {2: 0.7, 4: 0.9}
-"""Least share of useful results at which 3 x 3 kernels are faster, by the bytes of a value. If all are
-useful, XLA takes 1.45 and 1.05 times as long without an activation."""
+"""Least share of useful results at which 3 x 3 kernels are faster, by bytes per value. If all are
+useful, XLA takes 1.45 times (2 bytes) and 1.05 times (4 bytes) as long without an activation."""
 
 
 def window_of(
@@ -103,7 +104,7 @@ def window_of(
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
 ) -> Window | str:
-    """Returns the window of a depthwise convolution of rows and columns, or why it is not one."""
+    """Returns the window of a two-axis depthwise convolution, or the reason why it is none."""
     channels, features = x.shape[-1], w.shape[-1]
     if not feature_group_count == channels == features:
         return (
@@ -125,7 +126,7 @@ def window_of(
 
 
 def _zeros(padding, kernel, strides, sizes) -> tuple[tuple[int, int], ...] | None:
-    """Returns the zeros around each spatial axis; None for padding with something else."""
+    """Returns the zeros around each spatial axis; None if the padding has other values."""
     if padding in ("SAME", "SAME_LOWER", "VALID"):
         return tuple(jax.lax.padtype_to_pads(sizes, kernel, strides, padding))
     return None if isinstance(padding, str) else tuple((low, high) for low, high in padding)
@@ -166,9 +167,9 @@ class _Residuals(NamedTuple):
     w: jax.Array
     bias: jax.Array | None
     residual_like: jax.Array | None
-    """An array without elements, of the residual's dtype."""
+    """Array without elements that has the residual's dtype."""
     z: jax.Array | None
-    """The activation's input; None without an activation."""
+    """Activation's input; None without an activation."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1, 2), op="conv")
@@ -279,7 +280,8 @@ class _InputGradient:
 
     def why_not(self, device, dz, w) -> Mapping[str, str | None]:
         if self.window.stride > 1:
-            # With zeros between the values of dz, most products would be with zeros.
+            # A stride puts zeros between the values of dz, so that most of the kernel's products would
+            # be zero.
             return {"xla": None}
         x = jax.ShapeDtypeStruct((dz.shape[0], *self.size, dz.shape[3]), dz.dtype)
         return _why_not(device, x, self.window)
@@ -291,7 +293,7 @@ class _InputGradient:
         return _configs(implementation, device, dz, window, in_float32=other is not None)
 
     def run(self, implementation, device, dz, w, other=None, *, config=None) -> Results:
-        """Adds `other`, a further part of dx, if it is given."""
+        """Adds `other`, another gradient of x, if there is one."""
         if implementation == "cuda":
             window = self.window.transposed()
             dx, _ = depthwise_conv_cuda.conv(
@@ -315,7 +317,7 @@ class _InputGradient:
 
 @dataclass(frozen=True)
 class _JoinedInputGradient:
-    """Computes dx [B, H, W, C] from dz, w and the gradient of x from its other reader."""
+    """Computes dx [B, H, W, C] from dz, w and another gradient of x."""
 
     gradient: _InputGradient
 
@@ -366,7 +368,8 @@ class _WeightGradient:
                 multiprocessors=device.multiprocessors,
                 config=config or _default(device, x, self.window, of_weights=True),
             )
-        # w varies like x. In a `jax.shard_map`, a replicated w would get a gradient summed over devices.
+        # The zeros vary over the same mesh axes as x. A replicated w would get a gradient summed over
+        # the devices of a `jax.shard_map`.
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[3]))
         (dw,) = jax.vjp(lambda w: _reference(self.window, x, w), w)[1](dz)
         dtype = accumulator_dtype(x.dtype)

@@ -1,4 +1,4 @@
-"""Depthwise conv along one axis, where each channel has a window of its own: choice, gradient.
+"""Depthwise conv with a one-axis window for each channel: choice of implementation and gradient.
 
 These are the short convolutions of Mamba and Griffin. The gradient recomputes the activation's input, so
 that only the operands are saved.
@@ -26,7 +26,7 @@ NO_PALLAS = "there is no Pallas kernel of a depthwise conv"
 
 
 def takes(window: Window) -> bool:
-    """Whether a window lies along the last axis of x [B, *spatial, C] alone, and has a kernel."""
+    """Whether a kernel has this window, which must lie along the last axis of x [B, *spatial, C]."""
     along_one_axis = window.kernel[0] == 1 and window.padding[0] == (0, 0)
     return along_one_axis and window.stride == 1 and window.kernel[1] in depthwise_conv1d_cuda.TAPS
 
@@ -62,7 +62,7 @@ def depthwise_conv1d(
 class _Options:
     taps: int
     padding: tuple[int, int]
-    """Zeros before and after the steps."""
+    """Zeros before the first step and after the last."""
     activation: str | None
 
 
@@ -140,7 +140,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """Computes (dx, dw, dbias, dresidual) from the operands, dy and a further part of dx, or None.
+    """Computes (dx, dw, dbias, dresidual) from the operands, dy and another gradient of x or None.
 
     dw and dbias are sums in the accumulator's dtype; dresidual is None without a residual.
     """
@@ -182,7 +182,8 @@ class _Backward:
             _, slope = value_and_slope(self.options.activation, z.astype(dtype))
             dz = (dy.astype(dtype) * slope).astype(dy.dtype)
         (dx,) = jax.vjp(lambda x: convolve(x, w), x)[1](dz)
-        # w varies like x. In a `jax.shard_map`, a replicated w would get a gradient summed over devices.
+        # The zeros vary over the same mesh axes as x. A replicated w would get a gradient summed over
+        # the devices of a `jax.shard_map`.
         (dw,) = jax.vjp(lambda w: convolve(x, w), jnp.zeros_like(x, shape=w.shape))[1](dz)
         return (
             dx if other is None else dx + other,

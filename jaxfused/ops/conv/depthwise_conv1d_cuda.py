@@ -14,15 +14,15 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 TAPS = (2, 3, 4, 5, 7)
-"""Lengths of windows for which there are kernels, at stride 1."""
+"""Window lengths of the kernels, all of stride 1."""
 MAX_STEPS = 2**28
-"""Limit on the steps of all images together. The number of channels must be below it too."""
+"""Upper limit, excluded, of the steps of all images together, and of the channels."""
 
 _FORWARD_THREADS, _GRADIENT_THREADS = 512, 384
-"""Threads of an SM for which there are registers, in the forward and in the gradient."""
+"""Threads per SM that registers allow, in the forward and in the gradient."""
 _CHANNELS_OF_THREAD = 4
 _LEAST_STEPS = 32
-"""Fewest steps of a piece, so that the inputs that two pieces both read are few in comparison."""
+"""Fewest steps of a piece, because each piece reads its neighbour's last inputs again."""
 
 
 def why_unsupported(
@@ -46,7 +46,7 @@ def why_unsupported(
         return reason
     if taps not in TAPS:
         return f"there is no kernel of {taps} taps"
-    # Zeros beyond the window's reach would make the gradient's padding negative.
+    # The gradient's padding is taps - 1 - zeros, which must not be negative.
     if any(not 0 <= zeros < taps for zeros in padding):
         return f"it pads with 0 to {taps - 1} zeros on a side, and padding is {padding}"
     if length + sum(padding) < taps:
@@ -98,7 +98,7 @@ def gradient(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Returns (dx, dw [taps, C], dbias [C], dresidual or None); dw and dbias are float32.
 
-    `other`, a further part of dx, is added to it. dresidual is None without a residual.
+    `other`, another gradient of x, is added to dx. dresidual is None without a residual.
     """
     cuda_library.register()
     images, length, channels = x.shape
@@ -134,6 +134,6 @@ def _or_absent(operand: jax.Array | None) -> jax.Array:
 
 
 def _pieces(images: int, steps: int, channels: int, resident: int) -> int:
-    """Returns the pieces of an image's steps: as many as resident threads can take at a time."""
+    """Returns the number of pieces of an image, so that all pieces fill the resident threads once."""
     of_image = math.ceil(channels / _CHANNELS_OF_THREAD)
     return max(1, min(resident // (images * of_image), steps // _LEAST_STEPS))

@@ -20,17 +20,17 @@ KERNELS = {
     (5, 5): (1, 2),
     (7, 7): (1,),
 }
-"""Sizes (height, width) for which there are kernels, and their strides."""
+"""Window sizes (height, width) of the kernels, and the strides of each."""
 MAX_PIXELS = 2**28
-"""Limit on the pixels of all images together."""
+"""Upper limit of the pixels of all images together."""
 MAX_CHANNELS = 64 * 65535
 
 _BLOCK_CHANNELS = 64
 _WARPS = 4
 _BLOCKS_OF_MULTIPROCESSOR = 2
-"""Blocks of the weights' gradient that an SM runs at a time."""
+"""Blocks of the wgrad kernel that run on an SM at a time."""
 _PIXELS_OF_WARP = 32
-"""Fewest pixels of a warp of the weights' gradient, so that writing its sums is not most of its work."""
+"""Fewest pixels of a warp in wgrad; with fewer, most of its work would be writing its sums."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Window:
     kernel: tuple[int, int]
     stride: int
     padding: tuple[tuple[int, int], tuple[int, int]]
-    """Zeros (before, after) the rows and the columns."""
+    """Zeros (before, after) the rows, and (before, after) the columns."""
 
     def result(self, height: int, width: int) -> tuple[int, int]:
         """Returns the rows and columns of the result."""
@@ -53,7 +53,7 @@ class Window:
         return sizes[0], sizes[1]
 
     def transposed(self) -> "Window":
-        """Returns the window of dgrad, which exists at stride 1."""
+        """Returns the window of dgrad, at stride 1."""
         assert self.stride == 1
         rows, columns = (
             (kernel - 1 - before, kernel - 1 - after)
@@ -64,7 +64,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Strips:
-    """Config of the kernels that walk down strips; they have nothing to choose."""
+    """Config of the kernels of strips, which have no parameters."""
 
     @staticmethod
     def lanes(channels: int) -> int:
@@ -73,7 +73,7 @@ class Strips:
 
     @staticmethod
     def useful(channels: int, width: int, window: Window) -> float:
-        """Returns the share of a 3 x 3 kernel's results in a row that lie inside the output."""
+        """Returns the share of a 3 x 3 kernel's results that lie inside a row of the output."""
         block, columns = 2 * Strips.lanes(channels), 8 if window.stride == 1 else 4
         _, out_width = window.result(window.kernel[0], width)
         computed = -(-channels // block) * block * -(-out_width // columns) * columns
@@ -86,7 +86,7 @@ class Tile:
 
     block_rows: int
     images: int
-    """Number of images with blocks in a tile."""
+    """Images that a tile has blocks of."""
     blocks_down: int
     blocks_across: int
 
@@ -106,7 +106,7 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile in the output of each image."""
+        """Rows of a tile in each image's output."""
         return self.blocks_down * self.block_rows
 
     @property
@@ -114,7 +114,7 @@ class Tile:
         return self.blocks_across * _BLOCK_COLUMNS
 
     def count(self, images: int, height: int, width: int) -> int:
-        """Returns the number of tiles of an output of these sizes."""
+        """Returns the number of tiles that cover an output of these sizes."""
         return (
             math.ceil(images / self.images)
             * math.ceil(height / self.rows)
@@ -122,17 +122,17 @@ class Tile:
         )
 
     def useful(self, images: int, height: int, width: int) -> float:
-        """Returns the share of an output of these sizes in what its tiles compute; 0 if it is empty."""
+        """Returns the share of a tile's results that lie inside the output; 0 for an empty output."""
         if min(images, height, width) < 1:
             return 0.0
         computed = self.count(images, height, width) * _BLOCKS * self.block_rows * _BLOCK_COLUMNS
         return images * height * width / computed
 
     def input_pairs(self, window: Window, height: int, out_height: int) -> int:
-        """Returns the pairs of columns in a tile's input, with those that only fill up matrices."""
+        """Returns the pairs of columns in a tile's input, including those that only pad the matrices."""
         rows = self.rows + window.kernel[0] - 1
         if self.blocks_down == 1 and out_height <= self.block_rows:
-            # Rows of zeros, above and below, are left out.
+            # Rows of zeros above and below the image are left out.
             top = window.padding[0][0]
             rows = min(rows, top + height) - top
         return self.images * rows * (self.blocks_across + 1) * _BLOCK_COLUMNS // 2
@@ -143,9 +143,9 @@ _BLOCK_ROWS = (7, 8)
 _BLOCK_COLUMNS = 8
 _TILE_CHANNELS = 16
 _TILE_HEIGHTS = (5, 7)
-"""Rows of the windows for which there are kernels on tensor cores."""
+"""Rows of a window on tensor cores."""
 _MOST_TILE_COLUMNS = 9
-"""Largest number of columns of the windows for which there are kernels on tensor cores."""
+"""Largest number of columns of a window on tensor cores."""
 
 
 def why_unsupported(
@@ -173,7 +173,7 @@ def why_unsupported(
         return f"there is no kernel of {rows} x {columns} with stride {window.stride}"
     if channels % 2:
         return f"it takes an even number of channels, and x has {channels}"
-    # Zeros beyond the window's reach would make the gradient's padding negative.
+    # The gradient's padding is the window's reach minus the zeros, which must not be negative.
     reach = [k - 1 for k in window.kernel]
     if any(not 0 <= p <= r for pair, r in zip(window.padding, reach, strict=True) for p in pair):
         return f"it pads with 0 to {reach} zeros on a side, and padding is {window.padding}"
@@ -245,7 +245,7 @@ def candidates(
 
 
 def _bytes_of(tile: Tile, window: Window, pixels: int, of_weights: bool) -> tuple[int, int]:
-    """Returns the bytes into which a channel's `pixels` must fit, and a block's shared memory."""
+    """Returns the shared bytes that hold a channel's `pixels` at most, and those of a block."""
     pitch = (tile.block_rows | 1) * 4 * _BLOCK_COLUMNS
     plane = _BLOCKS * pitch + 256
     taken = _TILE_CHANNELS * plane + pixels + _BLOCKS * tile.block_rows * 8 + 128
@@ -270,15 +270,16 @@ def _cycles_of(
 
 _MOST_CANDIDATES = 8
 _AHEAD_PIXELS = 1536
-"""Largest number of pixels of a tile's input for which a block of 7 rows has room during the previous
+"""Largest number of pixels of a tile's input that a block of 7 rows can load during the previous
 tile."""
 _BY_TWO = 0.85
-"""Factor on the time of tiles that are processed two at a time or all at once, not three at a time."""
+"""Factor on a tile's time if its blocks are processed two at a time or all at once, and not three at a
+time."""
 _TILE_CYCLES = 600
-"""Cycles of a tile for its barriers and waits."""
+"""Cycles of a tile for barriers and waits."""
 _SHARED_BYTES = 226 * 1024
 _LITTLE_SHARED_BYTES = 99 * 1024
-"""Bytes of shared memory that a block can have, on GPUs for training and on the others."""
+"""Bytes of shared memory of a block: on data-centre GPUs, and on others."""
 
 
 def conv(
@@ -336,7 +337,7 @@ def weight_gradient(
         target = "jaxfused_depthwise_conv_mma_weights"
         most = config.count(*dy.shape[:3])
         workers = max(1, resident // math.ceil(channels / _TILE_CHANNELS))
-        # Each block takes as many tiles as the others, or one less.
+        # Every block takes the same number of tiles, or one fewer.
         blocks = math.ceil(most / math.ceil(most / workers))
     else:
         target = "jaxfused_depthwise_conv_weights"
@@ -346,7 +347,7 @@ def weight_gradient(
     shape = (blocks, taps + 1, channels)
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32))
     parts = call(x, dy, **_attributes(window, config))
-    # Parts are sliced before they are summed: XLA would slice the sum in a separate kernel for each.
+    # The parts are sliced before they are summed, because XLA slices a sum in a kernel for each slice.
     dw = jnp.sum(parts[:, :taps], axis=0)
     return dw.reshape(*window.kernel, channels), jnp.sum(parts[:, taps], axis=0)
 

@@ -1,4 +1,4 @@
-"""conv where each channel has a long window of its own, if Fourier transforms are faster."""
+"""Depthwise conv of long windows by Fourier transforms, where these are faster."""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -26,26 +26,26 @@ def padding_of(x: Any, window: Window) -> Padding:
 
 @dataclass(frozen=True)
 class Sums:
-    """The way in which XLA sums: by Fourier transforms, or directly."""
+    """Option that says whether XLA sums by Fourier transforms or directly."""
 
     transformed: bool
 
 
 def choice(run: Runner, x: jax.Array, w: jax.Array, window: Window) -> dispatch.Choice | None:
-    """Returns how XLA sums x [B, *spatial, C] and w [*kernel, 1, C], or None if it has no choice."""
+    """Returns the choice between transforms and direct sums, or None if only the latter can run."""
     if run.implementation is not None or _why_not(run.device, x, w, window) is not None:
         return None
     return run.choice(_Forward(window), x, w)
 
 
 def is_transformed(choice: dispatch.Choice) -> bool:
-    """Returns whether a choice is of transforms."""
+    """Returns whether a choice selects the transforms."""
     config = choice.config or choice.kernel.configs("xla", None, *choice.operands)[0]
     return bool(config.transformed)
 
 
 def _why_not(device: dispatch.Device, x: jax.Array, w: jax.Array, window: Window) -> str | None:
-    """Returns why transforms cannot run, or None."""
+    """Returns why transforms cannot run, or None if they can."""
     if device.compute_capability is None:
         return "there is no GPU"
     if window.stride > 1:
@@ -70,7 +70,7 @@ def _why_not(device: dispatch.Device, x: jax.Array, w: jax.Array, window: Window
 
 @dataclass(frozen=True)
 class _Forward:
-    """Computes (the convolution of x and w,) in XLA, for `jaxfused.tune` in both ways."""
+    """Convolves x and w in XLA, either way, for `jaxfused.tune` to measure."""
 
     window: Window
 
@@ -157,8 +157,9 @@ _SMALL = 7
 _START, _OF_VALUE = 15.0, 31e-6
 _LEAST, _OF_RESULT, _OF_WEIGHT = 60.0, 54e-6, 0.95e-6
 _OF_LINE, _OF_WEIGHT_OF_LINE = 31e-6, 2.6e-6
-"""Microseconds, measured on an H100 at 35 shapes. Transforms: the start of ten kernels, and each value.
-XLA's own convolution: at least, each value, and each value per weight; the latter two for short windows
-along one axis. Its gradient of the weights takes a millisecond even of few values."""
+"""Microseconds measured on an H100 at 35 shapes. Transforms: _START for ten launches, plus _OF_VALUE for
+each value. Direct sums: at least _LEAST; for each value _OF_RESULT, plus _OF_WEIGHT for each weight; the
+last two constants are those of short windows along one axis. XLA's direct wgrad takes a millisecond even
+for few values."""
 _MOST_VALUES = 2**28
-"""Largest number of values, whose transforms take 4 GB."""
+"""Largest number of values; their transforms take 4 GB."""

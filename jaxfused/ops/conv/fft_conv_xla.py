@@ -1,4 +1,4 @@
-"""conv where each channel has a long window of its own, as a product of Fourier transforms.
+"""Depthwise conv of long windows as a product of Fourier transforms.
 
 A value of the result is a sum over its window. A product of transforms gives all of these sums at once,
 in a time that hardly depends on the window.
@@ -47,7 +47,7 @@ def _conv_bwd(padding, saved, dy):
     of_dy = transform.of(dy)
     dx = transform.restored(of_dy * transform.of_window(w, padding).conj(), x.shape[1:-1])
     spread = transform.lengths_of_window(w)
-    # An axis with one weight is not transformed, so that the product is summed over all of its values.
+    # An axis with one weight is not transformed; the product is added up along it.
     once = [0, *(2 + axis for axis, length in enumerate(spread) if length == 1)]
     summed = jnp.sum(of_dy * transform.of(x).conj(), axis=once, keepdims=True)
     (around,) = transform.restored(summed, spread)
@@ -60,7 +60,7 @@ conv.defvjp(_conv_fwd, _conv_bwd)
 
 
 def transformed_size(x: Any, kernel: Sequence[int], padding: Padding) -> int:
-    """Returns how many values are transformed for x [B, *spatial, C] and such a window, with zeros."""
+    """Returns how many values are transformed for x [B, *spatial, C] and this window, zeros included."""
     lengths = _transform(x.shape[1:-1], kernel, padding).lengths
     return x.shape[0] * math.prod(lengths) * x.shape[-1]
 
@@ -69,12 +69,12 @@ class _Transform(NamedTuple):
     """Fourier transform of images, along the axes in which a window has more than one weight."""
 
     lengths: tuple[int, ...]
-    """Values of each spatial axis, with the zeros that follow those of an image."""
+    """Length of each spatial axis of the transform, zeros included."""
     axes: tuple[int, ...]
     """Transformed axes, after the channels have moved to axis 1 for contiguous reads."""
 
     def of(self, x: jax.Array) -> jax.Array:
-        """Returns the transform [B, C, *lengths] of [B, *spatial, C]; the last axis has half plus 1."""
+        """Returns the transform [B, C, *lengths] of [B, *spatial, C]; half of the last axis, plus 1."""
         x = jnp.moveaxis(x, -1, 1).astype(accumulator_dtype(x.dtype))
         return jnp.fft.rfftn(x, s=self._transformed, axes=self.axes)
 
@@ -88,7 +88,7 @@ class _Transform(NamedTuple):
         return jnp.moveaxis(jax.lax.slice(y, (0,) * y.ndim, (*y.shape[:2], *sizes)), 1, -1)
 
     def lengths_of_window(self, w: Any) -> tuple[int, ...]:
-        """Returns the lengths to which zeros fill up each axis of the weights [*kernel, C]."""
+        """Returns the lengths to which each axis of the weights [*kernel, C] is filled with zeros."""
         return tuple(1 if k == 1 else n for n, k in zip(self.lengths, w.shape, strict=False))
 
     @property
@@ -97,10 +97,10 @@ class _Transform(NamedTuple):
 
 
 def _transform(sizes: Sequence[int], kernel: Sequence[int], padding: Padding) -> _Transform:
-    """Returns the transform for images with such spatial axes and such a window.
+    """Returns the transform for images of these spatial sizes and a window.
 
-    A transform is cyclic: its first value follows its last. So all that a window reads before the first
-    value or after the last must be zero.
+    A transform is cyclic: its first value follows its last. So zeros must fill the window's reach before
+    the first value and after the last.
     """
     lengths = tuple(
         size if k == 1 else _fast_length(max(size + low, size + high, k))
@@ -127,7 +127,8 @@ def _is_fast(length: int) -> bool:
 def _around(w: jax.Array, padding: Padding, lengths: Sequence[int]) -> jax.Array:
     """Returns the window [*lengths, C], flipped and rolled: its last weight meets the first value.
 
-    A product of transforms pairs the first values with each other, and a window begins before them.
+    A product of transforms pairs first value with first weight, but a window begins before its first
+    value.
     """
     w, reach = jnp.flip(w, range(w.ndim - 1)), _reach(w, padding)
     zeros = [length - kernel for length, kernel in zip(lengths, w.shape, strict=False)]
@@ -136,5 +137,5 @@ def _around(w: jax.Array, padding: Padding, lengths: Sequence[int]) -> jax.Array
 
 
 def _reach(w: jax.Array, padding: Padding) -> list[int]:
-    """Returns how many weights of each axis of the flipped window precede that of the first value."""
+    """Returns, for each axis of the flipped window, how many weights precede that of the first value."""
     return [kernel - 1 - low for kernel, (low, _) in zip(w.shape, padding, strict=False)]

@@ -78,11 +78,11 @@ def enlarging_conv(
     activation: str | None,
     precision: Any,
 ) -> jax.Array:
-    """Returns what `conv` does, for x [B, *spatial, C] and w [*block, C, F]."""
-    # Pixel i of a block meets weight k - 1 - i of the window.
+    """Returns `conv` of x [B, *spatial, C] with w [*block, C, F]."""
+    # Pixel i of a block is multiplied by weight k - 1 - i of the window.
     weights = weights_of_images(x, jnp.flip(w, range(w.ndim - 2)))
     letters = Letters(weights.ndim - 2)
-    # JAX would not merge split features with the pixels of a block.
+    # JAX cannot merge a sharded feature axis with the pixels of a block.
     explicit = sharding.is_explicit(x) or sharding.is_explicit(w)
     operands = sharding.align(
         (images(x), weights, bias, images(residual)),
@@ -95,7 +95,7 @@ def enlarging_conv(
 
 
 def moved(features: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    """Returns [B, *spatial, block * F] as [B, *(spatial * block), F]."""
+    """Moves features [B, *spatial, block * F] to pixels [B, *(spatial * block), F]."""
     batch, *sizes, columns = features.shape
     count = columns // math.prod(block)
     parts = features.reshape(batch, *sizes, *block, count)
@@ -106,7 +106,7 @@ def moved(features: jax.Array, block: tuple[int, ...]) -> jax.Array:
 
 
 def moved_back(y: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    """Returns [B, *(spatial * block), F] as [B, *spatial, block * F]."""
+    """Moves pixels [B, *(spatial * block), F] back to features [B, *spatial, block * F]."""
     batch, *enlarged, features = y.shape
     sizes = [n // k for n, k in zip(enlarged, block, strict=True)]
     pairs = (n for pair in zip(sizes, block, strict=True) for n in pair)
@@ -118,7 +118,7 @@ def moved_back(y: jax.Array, block: tuple[int, ...]) -> jax.Array:
 
 
 def _cut(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns an array of images in another shape; under Explicit axes only the images are split."""
+    """Reshapes an array of images; under Explicit axes only the axis of images stays sharded."""
     if not sharding.is_explicit(array):
         return array.reshape(shape)
     placed = jax.typeof(array).sharding
@@ -163,7 +163,7 @@ _enlarging.defvjp(_enlarging_fwd, _enlarging_bwd)
 
 @dataclass(frozen=True)
 class _Enlarging(Timed):
-    """Computes `Forward` with w [*block, C, F], which makes a block of each pixel of x."""
+    """Computes `Forward` of w [*block, C, F], where each pixel of x becomes a block."""
 
     alone: Forward
 
@@ -190,7 +190,7 @@ class _Enlarging(Timed):
 
     def times(self, device, x, w, bias, residual) -> Mapping[str, float]:
         call, streams = self._call(device, x, w), self.alone.streams(x, residual)
-        # XLA reads its product once more to move it, and does the rest in that pass.
+        # XLA reads its product again to move the pixels, and applies the epilogue in that pass.
         moving = Passes(
             bytes_of_element=streams["read_bytes"] + x.dtype.itemsize + streams["written_bytes"],
             evaluations=streams["activations"],

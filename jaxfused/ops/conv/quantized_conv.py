@@ -172,7 +172,7 @@ def _missing(
     out_dtype: Any,
     residual: jax.Array | None,
 ) -> dict[str, str]:
-    """Returns why kernels cannot convolve the values, by implementation."""
+    """Returns the reason why kernels cannot convolve these values, by implementation."""
     missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
     reason = _why_unsupported(device, window, x, w, size, out_dtype, residual)
     if reason is not None:
@@ -185,14 +185,14 @@ def _missing(
 
 
 def _integers_in_xla(device: dispatch.Device) -> bool:
-    """Returns whether XLA convolves integers; its GPU compiler takes only some windows and channels."""
+    """Returns whether XLA convolves integers; for GPUs it compiles only some windows and channels."""
     return device.platform == "cpu"
 
 
 def _left_to_xla(
     run: Runner, options: "_Options", x: Any, w: Any, bias: Any, residual: Any
 ) -> LeftToXla | None:
-    """Returns why a call that names no implementation is XLA's, or None if the kernel may be faster."""
+    """Returns why XLA runs a call that names no implementation, or None if the kernel may be faster."""
     x, residual = jax.eval_shape(
         lambda *arrays: tuple(map(dense_conv_forward.images, arrays)), x, residual
     )
@@ -205,7 +205,7 @@ def _left_to_xla(
 
 
 def _why_xla(window: Window, x: Any, w: Any) -> str | None:
-    """Returns why a call that names no implementation is XLA's, or None if the kernel was timed."""
+    """Returns why XLA runs a call that names no implementation, or None if the kernel was faster."""
     channels, features = w.shape[-2:]
     pixels = dense_conv.pixels_of(window, x)
     simple = set(window.kernel) == {3} and set(window.strides) == set(window.dilation) == {1}
@@ -230,14 +230,14 @@ _LEAST_PIXELS = 2**14
 
 
 def _matrix(w: QuantizedArray, size: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the channels that a weight of the window reads, and those of the result."""
+    """Returns the number of channels that a weight of the window reads, and that of the result."""
     return w.shape[0] // math.prod(size), w.shape[1]
 
 
 def _operands(
     op: str, x: Any, w: Any, kernel_size: int | Sequence[int], groups: int
 ) -> tuple[Any, QuantizedArray, Any, tuple[int, ...]]:
-    """Returns the checked operands, a float32 shape of x, and the window's size."""
+    """Returns the checked operands, x's shape as float32, and the window's size."""
     if not isinstance(w, QuantizedArray) or w.axis != -2 or w.ndim != 2:
         given = (
             f"axis {w.axis} and shape {w.shape}"
@@ -419,7 +419,7 @@ def _by_reference(
 
 @dataclass(frozen=True)
 class _Forward:
-    """Computes (activation(scale * conv(x, w) + bias + residual),); x [B, *spatial, C], w are int8."""
+    """Computes (activation(scale * conv(x, w) + bias + residual),) of int8 x [B, *spatial, C] and w."""
 
     options: _Options
 
@@ -484,7 +484,7 @@ class _Forward:
                 config=config,
             )
             return (y,)
-        # A call that is left to XLA is a convolution of 16 bits, which hold these numbers exactly.
+        # XLA convolves in 16 bits here, which hold the 8-bit numbers exactly.
         narrow = device.platform == "gpu" and options.out_dtype.itemsize == 2
         keywords: dict[str, Any] = dict(with_integers=_integers_in_xla(device))
         keywords |= dict(floats=jnp.bfloat16) if narrow else {}

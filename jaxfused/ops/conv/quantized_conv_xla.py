@@ -30,7 +30,7 @@ def conv(
     """Returns act(conv(x, w) + bias + residual) of x [B, *spatial, I] and w [taps * I / groups, O].
 
     Args:
-      with_integers: whether int8 are convolved as such, with exact sums; else as `floats`.
+      with_integers: True to convolve int8 as integers, with exact sums; else as `floats`.
       floats: a dtype that holds the stored numbers of 8 bits exactly.
     """
     y = product(
@@ -56,7 +56,7 @@ def product(
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
 ) -> jax.Array:
-    """Returns the convolution in float32, of the stored numbers if each output has one scale."""
+    """Returns the convolution in float32; of the stored numbers if each output channel has one scale."""
     by_scales = w.groups == 1 and w.is_scaled and x.is_scaled and math.prod(x.scale.shape[1:]) == 1
     if by_scales:
         values, weights = x.unpacked(), w.unpacked()
@@ -67,8 +67,8 @@ def product(
     )
     weights = weights.reshape(*kernel_size, -1, weights.shape[-1])
     if not (are_integers and with_integers):
-        # If XLA's GPU compiler sees operands of 8 bits, it takes cuDNN's kernels for them. Some of those
-        # for float8 do not exist, and with groups those of integers return wrong sums:
+        # If XLA's GPU compiler sees operands of 8 bits, it takes cuDNN's kernels for them. Some float8
+        # kernels do not exist, and grouped integer kernels return wrong sums:
         # https://github.com/openxla/xla/issues/49123.
         values, weights = jax.lax.optimization_barrier(
             (values.astype(floats), weights.astype(floats))

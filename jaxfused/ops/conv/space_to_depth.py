@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from pallas_kernels.conv.window import GROUP, Window
 
 MOST_JOINED = 64
-"""Largest number of channels of the new image, which is what one step of the kernel multiplies."""
+"""Largest number of channels of the rewritten image: those that one step of the kernel multiplies."""
 
 
 def can_join(window: Window, channels: int) -> bool:
-    """Returns whether the squares of a row of the window fit into the channels of one step."""
+    """Returns whether a row of the window, as stride x stride blocks, fits `MOST_JOINED` channels."""
     if channels % GROUP == 0 or window.taps == 1 or set(window.dilation) != {1}:
         return False
     columns = _blocks(window)[1]
@@ -26,12 +26,12 @@ def can_join(window: Window, channels: int) -> bool:
 
 
 def _blocks(window: Window) -> tuple[int, ...]:
-    """Returns the rows and columns of the window, counted in squares of strides."""
+    """Returns the window's rows and columns, counted in blocks of stride x stride pixels."""
     return tuple(-(-k // step) for k, step in zip(window.kernel, window.strides, strict=True))
 
 
 def joined(window: Window) -> Window:
-    """Returns the window of what `join` returns, without padding or strides."""
+    """Returns the window of the rewritten convolution, which has no padding and stride 1."""
     ones = (1, 1)
     return Window((_blocks(window)[0], 1), ((0, 0), (0, 0)), ones, ones)
 

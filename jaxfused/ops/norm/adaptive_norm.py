@@ -35,7 +35,7 @@ Output = jax.Array | tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class NormOptions:
-    """Static arguments of a call: the norm, and its constants."""
+    """Static arguments of a call: the norm's kind and constants."""
 
     op: str
     subtract_mean: bool
@@ -46,7 +46,7 @@ class NormOptions:
     round_before_scale: bool = False
 
     def keywords(self) -> dict[str, Any]:
-        """Returns the options as keyword arguments that every implementation takes."""
+        """Returns the options as keyword arguments, which every implementation takes."""
         return dict(
             subtract_mean=self.subtract_mean,
             epsilon=self.epsilon,
@@ -61,14 +61,14 @@ class Images(NamedTuple):
     """Parameters that may differ between images: [*leading, D] for x [*leading, ..., D], or None."""
 
     scale: jax.Array | None
-    """Offset of the factor from 1."""
+    """Offset of each image's factor from 1, [*leading, D]."""
     shift: jax.Array | None
     gate: jax.Array | None
-    """[*leading, D], or [D] for all images."""
+    """Factor of the branch, [*leading, D], or [D] for all images."""
 
 
 class _Vectors(NamedTuple):
-    """Parameters in the form that the kernels take: [*leading, D] each, or None."""
+    """Parameters in the form that the kernels take: [*leading, D] or None."""
 
     scale: jax.Array | None
     bias: jax.Array | None
@@ -86,7 +86,7 @@ def run(
     pre_bias: jax.Array | None,
     implementation: str | None,
 ) -> Output:
-    """Computes a norm with parameters of each image, after the caller has validated all but `images`."""
+    """Computes a norm with parameters of each image; the caller has validated all but `images`."""
     _validate(options.op, x, images, residual)
     options, vectors = _vectors(options, x, scale, bias, images, pre_bias)
     device = dispatch.current_device(x, residual)
@@ -156,7 +156,7 @@ def _vectors(
     images: Images,
     pre_bias: jax.Array | None,
 ) -> tuple[NormOptions, _Vectors]:
-    """Returns the parameters in one shape, with the modulation of each image folded in."""
+    """Returns the parameters in one shape, with each image's modulation folded into scale and bias."""
     shape = max((array.shape for array in images if array is not None), key=len)
     wide = accumulator_dtype(x.dtype)
 
@@ -166,7 +166,7 @@ def _vectors(
         axes = (1,) * (len(shape) - array.ndim)
         return jnp.broadcast_to(array.reshape(axes + array.shape), shape)
 
-    # Where nothing has to be folded, the kernels read the caller's arrays as they are.
+    # Without a scale and a bias to fold, the kernels read the caller's arrays as they are.
     if images.scale is not None and scale is None and bias is None:
         scale, options = images.scale, replace(options, scale_offset=1.0)
     elif images.scale is not None:
@@ -189,11 +189,11 @@ def _vectors(
 
 class _Residuals(NamedTuple):
     h: jax.Array
-    """The next residual where there is one, else x before pre_bias."""
+    """Next residual if the call has a residual, else x before pre_bias."""
     mean: jax.Array | None
     rstd: jax.Array
     x: jax.Array | None
-    """The branch that a gate multiplies, which the gate's gradient needs; None without a gate."""
+    """Branch that the gate multiplies, saved for the gate's gradient; None without a gate."""
     vectors: _Vectors
 
 
@@ -246,7 +246,7 @@ _norm.defvjp(_norm_fwd, _norm_bwd)
 
 
 def _letters(image_axes: int) -> tuple[str, str]:
-    """Returns the letters of rows, without their features, and of vectors."""
+    """Returns the letters of the rows' axes (without features), and those of the vectors' axes."""
     images = "pqrstuvw"[:image_axes]
     return images + ROWS, images + "d"
 
@@ -295,7 +295,7 @@ class _Forward:
         )
 
     def on_parts(self, names, call, x, residual, *vectors) -> Results:
-        """Runs XLA on the features of one device, and adds the statistics up over the devices."""
+        """Runs XLA on one device's part of the features, and sums the statistics over the devices."""
         del call
         scale, bias, pre_bias, gate = vectors
         found = layer_norm_xla.norm_and_statistics(
@@ -321,7 +321,7 @@ class _Forward:
             config=config,
             **keywords,
         )
-        # Matrices have the features as their last axis, statistics have none.
+        # The last axis of matrices is the features; statistics have no such axis.
         return tuple(
             None if result is None else result.reshape(x.shape[: x.ndim - (2 - result.ndim)])
             for result in results
@@ -388,7 +388,7 @@ class _Backward:
         )
 
     def on_parts(self, names, call, *operands) -> Results:
-        """Runs XLA on the features of one device."""
+        """Runs XLA on one device's part of the features."""
         del call
         return self._gradients(layer_norm_xla.gradients, *operands, names=names)
 
@@ -427,7 +427,7 @@ class _Backward:
 
 
 def _batched(kernel, call, axis_size, in_batched, operands) -> Results:
-    """Applies `jax.vmap`: each entry of a batch becomes an image."""
+    """Implements `jax.vmap`: each entry of a batch becomes an image."""
     batched = batch_all(axis_size, in_batched, operands)
     return call(replace(kernel, image_axes=kernel.image_axes + 1), *batched)
 
@@ -437,17 +437,17 @@ def _rows(array: jax.Array | None) -> jax.Array | None:
 
 
 def _by_segments(vectors: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-    """Returns vectors [*images, D] as [images, D]; those without images stay as they are."""
+    """Returns vectors [*images, D] as [images, D]; vectors [D] stay as they are."""
     return [v if v is None or v.ndim == 1 else v.reshape(-1, v.shape[-1]) for v in vectors]
 
 
 def _tiled_shape(x: Any, image_axes: int) -> tuple[int, int, int]:
-    """Returns what tiles are cut from: rows of an image, features, and bytes of an element."""
+    """Returns the sizes that tiles depend on: rows of an image, features, and bytes per element."""
     return math.prod(x.shape[image_axes:-1]), x.shape[-1], x.dtype.itemsize
 
 
 def _why_not(kernel, device, x, residual, vectors) -> dict[str, str | None]:
-    """Returns why each implementation cannot run rows [*images, M, D], forward or backward."""
+    """Returns why each implementation cannot run rows [*images, M, D], in either direction."""
     reason = pallas_layer_norm.why_unsupported(
         compute_capability=device.compute_capability,
         rows=x.size // x.shape[-1],
@@ -462,7 +462,7 @@ def _why_not(kernel, device, x, residual, vectors) -> dict[str, str | None]:
 
 
 def _norm_like(options, x, residual) -> layer_norm_regimes.Norm:
-    """Returns what the choice for rows [*images, M, D] depends on, as if they had no images."""
+    """Returns the traits of a norm of rows [*images, M, D] that decide the choice."""
     return layer_norm_regimes.Norm(
         rows=x.size // x.shape[-1],
         features=x.shape[-1],

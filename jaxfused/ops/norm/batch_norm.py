@@ -1,6 +1,7 @@
 """batch_norm and fold_batch_norm: validation, choice of implementation, gradient.
 
-The kernels see a batch in training as one image of group_norm with a group for each channel.
+In training the kernels are those of group_norm: the batch is one image, with a group for each
+channel.
 """
 
 import functools
@@ -183,7 +184,7 @@ def _why_xla(x: jax.Array, training: bool, axis_name: Hashable) -> str | None:
 def _over_batch(
     run: Runner, options: group_norm.Options, rectified: bool, x, residual, scale, bias, statistics
 ):
-    """Returns (y, mean, var) by the kernels, to which x is one image with a group for each channel."""
+    """Returns (y, mean, var) by group_norm's kernels, with x as one image and a group a channel."""
     letters = sharding.leading_axes(x.ndim - 1) + "c"
     operands = (x, residual, scale, bias)
     x, residual, scale, bias = sharding.align(operands, operand_axes=(letters, letters, "c", "c"))
@@ -196,10 +197,10 @@ def _over_batch(
 class _Residuals(NamedTuple):
     x: jax.Array
     residual: jax.Array | None
-    """The residual, or under relu the result y: see `group_norm.kept`."""
+    """Residual, or under relu the result y: see `group_norm.kept`."""
     residual_like: jax.Array | None
     mean: jax.Array
-    """[1, C], float32."""
+    """Mean [1, C] in float32."""
     rstd: jax.Array
     scale: jax.Array | None
     bias: jax.Array | None
@@ -222,7 +223,7 @@ def _results_and_residuals(
         forward = group_norm.Forward(options, save_statistics=True, save_variance=True)
         y, mean, rstd, var = run(forward, x, residual, scale, bias)
     else:
-        # Only elementwise arithmetic is left, which XLA fuses by itself.
+        # Given statistics leave only elementwise arithmetic, which XLA fuses by itself.
         mean, var = (a.astype(jnp.float32)[None] for a in statistics)
         rstd = jax.lax.rsqrt(var + options.epsilon)
         y = _normalised(options, x, residual, scale, bias, mean, var)
@@ -249,7 +250,7 @@ def _normalised(options: group_norm.Options, x, residual, scale, bias, mean, var
 def _norm_bwd(
     run: Runner, options: group_norm.Options, rectified: bool, saved: _Residuals, cotangents
 ):
-    # The statistics usually go only into running averages, and have no gradient, not even zeros.
+    # Statistics that go only into running averages have symbolic zeros as cotangents.
     without = all(isinstance(cotangent, SymbolicZero) for cotangent in cotangents[1:])
     dy, dmean, dvar = (
         jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents
@@ -268,7 +269,7 @@ def _norm_bwd(
         return None if array is None else gradient.astype(array.dtype)
 
     dresidual = like(dresidual if passed is None else passed, residual_like)
-    # The gradient of x includes what flows through the statistics.
+    # The gradient of x includes what reaches x through the statistics.
     return dx, dresidual, like(dscale, scale), like(dbias, bias), None
 
 

@@ -22,9 +22,9 @@ def batch_statistics(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns mean and variance [C] of [..., C], over all devices along `axis_name`.
 
-    The variance is the mean of squared deviations from the mean over all devices. That takes two
-    collectives of C numbers. The difference mean(x^2) - mean(x)^2 would take one, but cancellation would
-    cost its accuracy.
+    The variance is the mean of squared deviations from the mean over all devices. The two means take two
+    collectives of C numbers. mean(x^2) - mean(x)^2 would take one, but would lose accuracy by
+    cancellation.
     """
     axes = tuple(range(x.ndim - 1))
 
@@ -44,7 +44,7 @@ def batch_statistics(
 
 
 def values_of_a_channel(x: Any) -> int:
-    """Returns how many values of x [..., C] a channel has."""
+    """Returns the number of values of x [..., C] that a channel has."""
     return math.prod(x.shape[:-1])
 
 
@@ -94,7 +94,10 @@ def row_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mean_of_rows(values: jax.Array) -> jax.Array:
-    """Returns the mean [C] of [M, C]. A few rows are split, because XLA would use only a few SMs."""
+    """Returns the mean [C] of [M, C].
+
+    Few rows are summed in parts, because XLA would use only a few SMs.
+    """
     rows, columns = values.shape
     parts = parts_of(rows, columns)
     if parts == 1:
@@ -136,7 +139,7 @@ def _finish(
 
 
 def channel_factor(scale: jax.Array | None, var: jax.Array, epsilon: float) -> jax.Array:
-    """Returns the factor by which batch_norm multiplies each channel, in `var`'s dtype."""
+    """Returns batch_norm's factor for each channel, in `var`'s dtype."""
     factor = jax.lax.rsqrt(var + epsilon)
     return factor if scale is None else factor * scale.astype(var.dtype)
 
@@ -151,7 +154,7 @@ def fold(
     *,
     epsilon: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns weights [..., C] and bias [C] that do the work of batch_norm after `w` and `bias`."""
+    """Returns weights [..., C] and bias [C] that include the batch_norm after `w` and `bias`."""
     compute_dtype = accumulator_dtype(w.dtype)
     factor = channel_factor(norm_scale, var.astype(compute_dtype), epsilon)
     shift = -mean.astype(compute_dtype)

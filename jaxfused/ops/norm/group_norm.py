@@ -127,7 +127,7 @@ def group_norm(
         return group_norm_xla.norm(
             x, scale, bias, residual, num_groups=num_groups, epsilon=epsilon, activation=activation
         )
-    # Groups become an axis, so that they can be split over devices.
+    # Groups become an axis of their own, so that they can be split over devices.
     x_groups, residual, scale, bias = (
         None if a is None else a.reshape(*a.shape[:-1], num_groups, a.shape[-1] // num_groups)
         for a in (x, residual, scale, bias)
@@ -142,7 +142,7 @@ def group_norm(
 
 
 def _validate(x, scale, bias, image_scale, image_shift, residual, num_groups, group_size) -> int:
-    """Checks every argument, and returns the number of groups."""
+    """Checks all arguments and returns the number of groups."""
     op = "group_norm"
     check_floating(
         op,
@@ -184,7 +184,7 @@ def _validate(x, scale, bias, image_scale, image_shift, residual, num_groups, gr
 
 
 def _modulated(x, scale, bias, image_scale, image_shift):
-    """Returns scale and bias, [C] or [B, C], with the modulation of each image folded in."""
+    """Returns scale and bias, [C] or [B, C], with each image's modulation folded in."""
     dtype = accumulator_dtype(x.dtype)
     scale, bias, image_scale, image_shift = (
         None
@@ -210,7 +210,7 @@ def _modulated(x, scale, bias, image_scale, image_shift):
 
 @dataclass(frozen=True)
 class Options:
-    """Static arguments of a call to group_norm, or to an operator that is a case of it."""
+    """Static arguments of group_norm, or of batch_norm as a case of it."""
 
     op: str
     epsilon: float
@@ -220,11 +220,11 @@ class Options:
 class _Residuals(NamedTuple):
     x: jax.Array
     residual: jax.Array | None
-    """The residual, or under relu the result y: see `kept`."""
+    """Residual, or under relu the result y: see `kept`."""
     residual_like: jax.Array | None
-    """An array without elements, of the residual's dtype."""
+    """Array without elements that has the residual's dtype."""
     mean: jax.Array
-    """[B, G], float32."""
+    """Mean [B, G] in float32."""
     rstd: jax.Array
     scale: jax.Array | None
     bias: jax.Array | None
@@ -261,8 +261,8 @@ def kept(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns what the backward needs of the residual, and an empty array of the residual's dtype.
 
-    Under relu that is y: its sign is enough for the mask, and the next layer saves y anyway. Nothing is
-    needed if `rectified`, because dy then arrives masked.
+    Under relu the backward needs y: its sign is the mask, and the next layer saves y anyway. With
+    `rectified` it needs nothing, because dy arrives masked.
     """
     if residual is None:
         return None, None
@@ -298,21 +298,21 @@ _norm.defvjp(_norm_fwd, _norm_bwd)
 # --- kernels --------------------------------------------------------------------------------------
 
 _IMAGES = "b" + ROWS + "gs"
-"""Images [B, ..., G, S] of G groups with S channels each."""
+"""Letters of images [B, ..., G, S]: G groups of S channels each."""
 
 
 def _parameter(array: jax.Array | None) -> str:
-    """Returns the letters of a parameter [G, S], or [B, G, S] with one for each image."""
+    """Returns the letters of a parameter: [G, S], or [B, G, S] if each image has its own."""
     return "bgs" if array is not None and array.ndim == 3 else "gs"
 
 
 def _whole(x: jax.Array) -> str:
-    """Returns the axes that must not be split: those of the pixels, and the channels of a group."""
+    """Returns the letters of axes that must not be split: the pixels, and the channels of a group."""
     return sharding.leading_axes(x.ndim - 3) + "s"
 
 
 def _spelt_axes(x, residual, scale, bias) -> Axes:
-    """Returns the letters of the operands for `sharding`."""
+    """Returns the letters of all operands and results."""
     axes = Forward(Options("", 0.0, None), save_statistics=False).axes(x, residual, scale, bias)
     pixels = sharding.leading_axes(x.ndim - 3)
     return axes._replace(operands=[letters.replace(ROWS, pixels) for letters in axes.operands])
@@ -427,8 +427,8 @@ class Forward:
 class Backward:
     """Computes (dx, dresidual, dscale, dbias) from dy, saved arrays and the statistics' gradients.
 
-    The gradients of the parameters are float32. With `per_image` there is one for each image, even of
-    parameters that the images share.
+    The gradients of the parameters are float32. With `per_image` they have an axis of images, even if
+    the images share the parameter.
     """
 
     options: Options
@@ -533,7 +533,7 @@ class Backward:
 
 
 def _channels_last(array: jax.Array | None) -> Any:
-    """Merges groups with their channels; a parameter gets an axis of images in front."""
+    """Merges groups with their channels; a shared parameter gets an axis of images of size 1."""
     if array is None:
         return None
     leading = array.shape[:-2] or (1,)
@@ -541,7 +541,7 @@ def _channels_last(array: jax.Array | None) -> Any:
 
 
 def _dropped(parameter: jax.Array | None) -> Any:
-    """Returns a parameter [1, C] as [C], which the reference takes for any number of images."""
+    """Returns a parameter [1, C] as [C], which the reference broadcasts over any number of images."""
     return parameter[0] if parameter is not None and parameter.shape[0] == 1 else parameter
 
 
@@ -575,7 +575,7 @@ def _merged(
 
 
 def _why_not(options: Options, device, x, residual) -> dict[str, str | None]:
-    """Returns why each implementation cannot run images [B, P, G, S], forward or backward."""
+    """Returns why each implementation cannot run images [B, P, G, S], in either direction."""
     images, pixels, groups, size = x.shape
     reason = group_norm_cuda.why_unsupported(
         compute_capability=device.compute_capability,
@@ -606,7 +606,7 @@ _MEGABYTE = 0.25
 
 
 def why_few(values: Any) -> str | None:
-    """Returns why a norm over so few values is left to XLA unless a kernel is named, or None."""
+    """Returns why XLA runs a norm over this few values unless a kernel is named, or None."""
     if not is_few(values):
         return None
     return f"it is over {values} values, of which XLA's own gradient is the most exact"

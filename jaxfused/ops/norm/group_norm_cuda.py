@@ -1,7 +1,7 @@
 """group_norm by the CUDA kernels of ffi/norm/group_norm_fwd.cu and ffi/norm/group_norm_bwd.cu.
 
-The first pass sums slices of an image, and the second writes. They may go over chunks of images that
-the second finds in the L2: a launch then does the second pass of a chunk and the first of the next. If
+The first pass sums slices of an image, and the second writes. The passes may go over chunks of images
+that fit the L2: a launch then runs the second pass of one chunk and the first pass of the next. If
 images fit into the shared memory of a Hopper GPU, one launch does both passes and reads them once.
 """
 
@@ -28,9 +28,9 @@ class Config:
     """Launch parameters of a kernel."""
 
     slices: int
-    """Slices of an image, with a block for each."""
+    """Slices of an image; each is one block."""
     chunk: int
-    """Images of a pass, or at a time if they are read once."""
+    """Images of a pass, or images in flight if they are read once."""
     once: bool = False
     """True if a slice stays in shared memory between the passes: group_norm_single_pass.cuh."""
 
@@ -42,13 +42,13 @@ class Config:
 
 
 def vector_size(channels: int, itemsize: int) -> int:
-    """Returns the values of a thread's vector in the backward, which has the shorter vectors."""
+    """Returns the values of a thread's vector in the backward, shorter than the forward's."""
     return 4 if channels * itemsize % 16 == 0 else 4 // itemsize
 
 
 _FEWEST_VALUES = 4
-"""Fewest values of a group with a 16-bit residual. dx takes the residual's rounded gradient and
-sums of the unrounded one. Over up to three values these cancel, and only rounding errors are left."""
+"""Fewest values of a group that has a 16-bit residual. dx is the residual's rounded gradient minus sums
+of the unrounded one. With up to three values the two cancel, and only rounding errors are left."""
 
 
 def why_unsupported(
@@ -94,47 +94,46 @@ def why_unsupported(
 # --- configs --------------------------------------------------------------------------------------
 
 _CACHED_BYTES = 28e6
-"""Bytes read by a pass that the next pass finds in the L2."""
+"""Bytes that a pass reads and the next pass still finds in the L2."""
 _MOST_SUMS = 4096
-"""Largest number of sums in all slices of an image without a launch of its own to merge them."""
+"""Largest number of sums in an image's slices that every block merges itself; more need a launch to
+merge them."""
 _LAUNCH = 7.0
-"""Microseconds of a launch, with the first loads and the sums of a block."""
+"""Microseconds of a launch, including its first loads and a block's sums."""
 _MERGE_LAUNCH = 3.5
 _ROUND = 2.0
-"""Microseconds of each further round of blocks."""
+"""Microseconds of each wave of blocks after the first."""
 _TERABYTES_A_SECOND = 4.1
 _CACHE_TERABYTES_A_SECOND = 10.0
-"""TB/s of the second pass's reads from the L2. Its writes are counted apart."""
+"""TB/s at which the second pass reads from the L2; its writes are counted separately."""
 _BLOCK_TERABYTES_A_SECOND = 0.024
 _TWO_PASSES = {1: 1.07, 2: 1.16}
-"""Factor on the time by the number of arrays read: instructions take longer than memory."""
+"""Factor on the time by the number of arrays read, because instructions take longer than the memory."""
 _CHUNK_GAIN = 0.9
-"""Largest ratio of the time in chunks to that of a single chunk at which chunks are taken."""
+"""Largest ratio of the time in chunks to the time in one chunk at which chunks are chosen."""
 
 _ONCE_LAUNCH = 7.4
-"""Microseconds of a launch: its start, the first loads, and the last image's wait for its sums."""
+"""Microseconds of a launch: its start, its first loads, and the wait for the last image's sums."""
 _ONCE_TERABYTES_A_SECOND = {1: 3.0, 2: 2.2}
-"""TB/s by the number of arrays read. Two need more instructions than the memory's time allows."""
+"""TB/s by the number of arrays read. With two, instructions take longer than the memory."""
 _ONCE_BLOCK_TERABYTES_A_SECOND = 0.04
 _ONCE_SUM = 0.7e-3
-"""Microseconds to merge a sum of an image, which a block does while it works on other images."""
+"""Microseconds to merge one sum of an image, while the block already works on other images."""
 _ONCE_IMAGE, _ONCE_ROUND = 1.5, 0.3
-"""Least microseconds of an image before a block can begin its next, and those added to each round."""
+"""Microseconds: the least between two images of a block, and the time that each wave adds."""
 _ONCE_ALONE = 3.0
-"""Microseconds of a block with a single image, which has nothing to read while it awaits its sums."""
+"""Microseconds that a block with a single image waits for its sums, with nothing to read meanwhile."""
 _ONCE_BYTES = 140 * 1024
-"""Largest number of bytes of a slice. The sums and the data in flight need the rest of the shared
-memory."""
+"""Largest number of bytes of a slice. The rest of shared memory holds sums and data in flight."""
 _ONCE_PIXEL_BYTES = 2048
-"""Largest number of bytes of a pixel's channels, which the forward's summing warps read 16 bytes a
-thread."""
+"""Largest number of bytes of a pixel's channels; the forward's warps that sum read 16 bytes a thread."""
 _ONCE_GROUPS = 512
 _ONCE_SUMS = 8192
-"""Largest number of sums in all slices of an image, each of which every block merges."""
+"""Largest number of sums in an image's slices, because every block merges all of them."""
 
 
 def reads_once(compute_capability: tuple[int, int] | None) -> bool:
-    """Returns whether a GPU has bulk copies, and enough shared memory for images that are read once."""
+    """Returns whether a GPU has bulk copies and enough shared memory to read images once."""
     return (
         compute_capability is not None
         and compute_capability[0] in (9, 10)
@@ -173,8 +172,8 @@ def candidates(
 ) -> list[Config]:
     """Returns configs for x [images, pixels, channels], the best guess first.
 
-    Both passes read `arrays` of that shape: x, the residual, and dy in the backward. If images are read
-    once, `kept` of them stay on chip; 0 means that they cannot.
+    Both passes read `arrays` of that shape: x, the residual, and dy in the backward. Kernels that read
+    images once keep `kept` of the arrays on chip; with 0 there is no such kernel.
     """
     shape = (images, pixels, channels, itemsize, arrays)
     image_bytes = arrays * pixels * channels * itemsize
@@ -219,7 +218,7 @@ def microseconds(
     slice_bytes = math.ceil(pixels / config.slices) * channels * itemsize
 
     def at(terabytes_a_second: float, count: float) -> float:
-        """Returns the microseconds of `count` arrays of a chunk."""
+        """Returns the microseconds to move `count` arrays of a chunk."""
         of_all = (
             count
             * chunk
@@ -229,7 +228,8 @@ def microseconds(
         of_blocks = count * rounds * slice_bytes / _BLOCK_TERABYTES_A_SECOND
         return max(of_all, of_blocks) / 1e6
 
-    # A block with a whole image reads it again at once, so the L2 holds only the running blocks' images.
+    # A block that has a whole image reads it twice in a row, so the L2 holds only the images of running
+    # blocks.
     whole = config.slices == 1
     live = running * slice_bytes if whole else chunk * image_bytes
     again = min(1.0, _CACHED_BYTES / max(1, arrays * live))
@@ -240,7 +240,8 @@ def microseconds(
     time *= _TWO_PASSES[min(arrays, 2)]
     if whole:
         return time + _LAUNCH
-    # The first pass writes the sums; a merge or every block of the second pass reads them.
+    # The first pass writes sums of slices; a merging launch reads them, or every block of the second
+    # pass does.
     apart = config.slices * groups > _MOST_SUMS
     readers = 1 if apart else config.slices
     sums = 8 * images * config.slices * groups * (1 + readers)
@@ -265,7 +266,7 @@ def _microseconds_once(
 
 
 def _block(pixels: int, channels: int, itemsize: int, multiprocessors: int) -> tuple[int, int]:
-    """Returns the pixels that a block takes at once, and the blocks that the GPU runs at once."""
+    """Returns the pixels that a block takes at a time, and the blocks that the GPU runs at a time."""
     columns = channels // vector_size(channels, itemsize)
     rows = max(1, min(_THREADS // columns, pixels))
     threads = 32 * math.ceil(rows * columns / 32)
@@ -386,7 +387,7 @@ def backward(
     once: bool = False,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns (dx, dresidual, dscale, dbias) of x [B, P, C]; None for what is None.
+    """Returns (dx, dresidual, dscale, dbias) of x [B, P, C]; None for absent operands.
 
     `dmean` and `dvariance` [B, groups] are the gradients of the forward's statistics. dscale and dbias
     are float32 [B, C] if `per_image` or if the images have parameters of their own, else [1, C].
@@ -413,7 +414,7 @@ def backward(
 
     shared = all(a is None or a.shape[0] == 1 for a in (scale, bias))
     rows = 1 if shared and not per_image else images
-    # Blocks that read images once keep the sums of parameters that the images share.
+    # Blocks that read images once can keep sums over the images of parameters that the images share.
     keeps_sums = config.once and (rows == 1 or (scale is None and bias is None))
     call = jax.ffi.ffi_call(
         "jaxfused_group_norm_backward",
@@ -460,7 +461,7 @@ def backward(
 def _scratch(
     config: Config, images: int, groups: int, has_partials: bool = True
 ) -> list[jax.ShapeDtypeStruct]:
-    """Returns arrays for sums of slices, merged sums and counters; unneeded ones have no elements."""
+    """Returns scratch arrays for sums of slices, merged sums and counters; empty where unneeded."""
     partials = (images, config.slices, groups, 2)
     if config.once:
         partials = (images, groups, config.slices, 2)

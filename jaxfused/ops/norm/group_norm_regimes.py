@@ -11,13 +11,15 @@ from typing import Any
 from jaxfused.runtime.estimate import KERNELS, Rule
 
 _SUMMED_IN_A_LOOP = 128
-"""Rows of a batch_norm up to which a few threads of XLA sum in a loop, forward and backward."""
+"""Rows of a batch_norm up to which XLA is faster in both directions: a few threads sum in a loop."""
 _SMALL = {"group_norm": 0.5, "batch_norm": 0.35}
-"""Megabytes up to which XLA's kernels start and end sooner."""
+"""Megabytes of x up to which XLA's kernels start and end sooner."""
 _SMALL_OF_WIDE_GROUPS, _WIDE_GROUP = 2.5, 256
-"""The same of a forward with groups of so many channels or more."""
+"""Megabytes of x up to which XLA's forward is faster, and channels of a group from which that limit
+holds."""
 _SMALL_OF_FEW_IMAGES, _FEW_IMAGES = 3.2, 4
-"""The same of group_norm's backward with so many images or fewer, whose sums CUDA merges."""
+"""Megabytes of x up to which XLA's backward of group_norm is faster, and images up to which that limit
+holds, because CUDA C merges their sums."""
 
 
 def rule(op: str, able: Collection[str], x: Any, *, backward: bool) -> Rule | None:

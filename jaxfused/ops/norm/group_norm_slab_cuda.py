@@ -2,8 +2,8 @@
 
 A block owns a slab (neighbouring channels of whole groups) of an image, or of a part of its pixels. It
 keeps the slab in shared memory until its statistics are known. If an image has several parts, their
-blocks wait for each other, so that all must run at the same time. A batch of batch_norm is an image with
-a group for each channel.
+blocks wait for each other, so that all must run at the same time. For batch_norm, the batch is one image
+with a group for each channel.
 """
 
 import math
@@ -22,7 +22,7 @@ _MOST_VECTORS = 64
 _SHARED_BYTES = 227 * 1024
 """Bytes of shared memory of a block on a Hopper GPU."""
 _FEWEST_PIXELS = 32
-"""Fewest pixels of a part, so that its mean is near that of the image."""
+"""Fewest pixels of a part. The part's mean must be near the image's, to avoid cancellation."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Config:
     vectors: int
     """Vectors of 16 bytes in a pixel of a slab."""
     parts: int
-    """Parts of an image's pixels, with a block for each."""
+    """Parts of an image's pixels; each is one block."""
 
 
 def config_for(
@@ -60,7 +60,7 @@ def config_for(
 def candidates(
     images: int, pixels: int, channels: int, itemsize: int, *, groups: int, multiprocessors: int
 ) -> list[Config]:
-    """Returns all configs that fit."""
+    """Returns all configs whose slabs fit into shared memory."""
     vector = _VECTOR_BYTES // itemsize
     found = []
     for vectors in range(1, _MOST_VECTORS + 1):
@@ -76,12 +76,12 @@ def candidates(
 
 
 def _line_sums(config: Config) -> int:
-    """Returns how many sums of a channel a block leaves in shared memory: one per warp if it can."""
+    """Returns how many sums of a channel a block keeps in shared memory: one per warp if they fit."""
     return THREADS // 32 if 32 % config.vectors == 0 else THREADS // config.vectors
 
 
 def _shared_bytes(config: Config, pixels: int, itemsize: int) -> int:
-    """Returns the shared bytes of a block: its threads' sums, the statistics, and its slab of x."""
+    """Returns the shared bytes of a block: sums of its threads, statistics, and its slab of x."""
     columns = config.vectors * _VECTOR_BYTES // itemsize
     lines = THREADS // config.vectors
     steps = math.ceil(math.ceil(pixels / config.parts) / lines)
@@ -89,20 +89,22 @@ def _shared_bytes(config: Config, pixels: int, itemsize: int) -> int:
 
 
 _BLOCK, _NEXT_BLOCK = 5.0, 2.6
-"""Microseconds of a launch with one block of any size, and of each further block on the same SM."""
+"""Microseconds of a launch with one block per SM, and of each further block on the same SM."""
 _WAIT, _WAIT_FOR_PART = 1.0, 0.015
-"""Microseconds that a block waits for the others, and those added by each part."""
+"""Microseconds that a block waits for the other parts of its image: in all, and for each part."""
 _MERGED, _SUMMED = 4.5e-4, 0.1
-"""Microseconds to merge another block's sum, and to add one of its own in each of two rounds."""
+"""Microseconds to merge the sum of another block, and to add one of its own in each of two rounds."""
 _TERABYTES_A_SECOND, _TERABYTES_TOGETHER = 2.8, 2.6
-"""Memory rates in TB/s of independent blocks, and of blocks that wait for each other."""
+"""Memory rates in TB/s: of independent blocks, and of blocks that wait for each other."""
 _BLOCK_TERABYTES_A_SECOND = 0.03
 _RESIDUAL = 2.2
-"""Cost of a residual over that of reading x: the result waits for it after the statistics."""
+"""Cost of the residual's bytes relative to those of x, because the result waits for them after the
+statistics."""
 _SHORT = {True: ((2, 2.0),), False: ((2, 2.8), (4, 1.2))}
-"""Factors on the transfer time of pixels with fewer than so many vectors, by whether x is small."""
+"""Factors on the transfer time of slabs with fewer vectors than the first number, by whether x is
+small."""
 _SMALL_BYTES = 4e6
-"""Bytes of x up to which the L2 gives pieces of two vectors as fast as longer ones."""
+"""Bytes of x up to which the L2 delivers pieces of two vectors as fast as longer ones."""
 
 
 def microseconds(
@@ -116,7 +118,7 @@ def microseconds(
     groups: int,
     residual: bool = False,
 ) -> float:
-    """Returns the expected microseconds."""
+    """Returns the expected microseconds of the kernel."""
     slabs = channels * itemsize // (_VECTOR_BYTES * config.vectors)
     blocks = images * slabs * config.parts
     size = images * pixels * channels * itemsize

@@ -29,7 +29,7 @@ def saving_statistics(values: Any) -> Callable[..., Any]:
 
 
 def values_of_a_group(x: Any, num_groups: int) -> int:
-    """Returns over how many values each norm of x [B, ..., C] is taken."""
+    """Returns the number of values over which each norm of x [B, ..., C] is taken."""
     return math.prod(x.shape[1:]) // num_groups
 
 
@@ -43,7 +43,7 @@ def norm(
     epsilon: float,
     activation: str | None,
 ) -> jax.Array:
-    """Normalises [B, ..., C] over everything but the batch and the groups of channels.
+    """Normalises [B, ..., C] over all axes but the batch and the groups of channels.
 
     Scale and bias are [C], or [B, C] for each image.
     """
@@ -71,11 +71,11 @@ def norm(
 
 
 Statistics = tuple[jax.Array, jax.Array, jax.Array]
-"""Mean, variance and rstd."""
+"""Statistics of a norm: mean, variance and rstd."""
 
 
 def centered_statistics(groups: jax.Array, epsilon: float) -> Statistics:
-    """Returns the statistics of [B, ..., groups, S] over all but images and groups, in two passes."""
+    """Returns the statistics of groups [B, ..., groups, S], in two passes over their values."""
     axes = (*range(1, groups.ndim - 2), groups.ndim - 1)
     mean = checkpoint_name(jnp.mean(groups, axes, keepdims=True), STATISTICS)
     centered = groups - mean
@@ -84,9 +84,9 @@ def centered_statistics(groups: jax.Array, epsilon: float) -> Statistics:
 
 
 def statistics_in_one_pass(groups: jax.Array, epsilon: float) -> Statistics:
-    """Returns the statistics of [B, P, groups, S] in one pass, which is not differentiated."""
+    """Returns the statistics of [B, P, groups, S] in one pass, which cannot be differentiated."""
     images, pixels, num_groups, size = groups.shape
-    # A few images have too few groups to keep a GPU busy.
+    # Groups of a few images are too few to occupy a GPU, so each is summed in parts.
     parts = parts_of(pixels, images * num_groups) if images <= _FEW_IMAGES else 1
     near = groups[:, pixels // 2, :, size // 2]
     mean, variance = shifted_moments(
@@ -154,12 +154,12 @@ def gradient(
     flat = normalised.reshape(x.shape)
     _, slope = value_and_slope(activation, _affine(flat, residual, scale, bias))
     dz = dy.astype(slope.dtype) * slope
-    # The sums of groups and of parameters both come from these.
+    # The sums over groups and the gradients of the parameters both come from these sums.
     dscale, dbias = _sums_over_pixels(dz * flat, dz)
     size = centered[0].size // num_groups
 
     def mean_of_group(sums: jax.Array) -> jax.Array:
-        """Returns the mean over a group of what scale multiplies, from its sums over pixels [B, C]."""
+        """Returns a group's mean of a gradient times scale, from its sums over pixels [B, C]."""
         scaled = sums if scale is None else sums * scale.astype(sums.dtype)
         return jnp.sum(_groups(scaled, num_groups), -1).reshape(along_groups) / size
 
@@ -180,10 +180,10 @@ def gradient(
 
 
 def _sums_over_pixels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the sums [B, C] over the pixels of each [B, ..., C].
+    """Returns the sums [B, C] over the pixels of each array [B, ..., C].
 
     The barrier keeps XLA from one sum over all images, or over a group, which only a few blocks would
-    compute. A few channels would also use few blocks, so that they are summed in parts of the pixels.
+    compute. A few channels would also use few blocks, so their pixels are summed in parts.
     """
     images, *sides, channels = arrays[0].shape
     pixels = math.prod(sides)
@@ -196,8 +196,8 @@ def _sums_over_pixels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 _FEW_SUMS = 2**13
-"""Largest number of sums to split. XLA gives each block of threads 64 sums: fewer blocks than a large
-GPU has SMs."""
+"""Largest number of sums that are split into parts. XLA gives each block 64 sums: fewer blocks than a
+large GPU has SMs."""
 
 
 def _groups(x: jax.Array, num_groups: int) -> jax.Array:
@@ -224,7 +224,7 @@ def _affine(
 
 
 def _along_channels(parameter: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns a parameter [C] or [B, C] in the dtype of `like` [B, ..., C], and with as many axes."""
+    """Returns a parameter [C] or [B, C] in the dtype of `like` [B, ..., C], broadcastable to it."""
     leading = parameter.shape[:-1] or (1,)
     return parameter.astype(like.dtype).reshape(
         *leading, *(1 for _ in range(like.ndim - 2)), parameter.shape[-1]

@@ -63,7 +63,7 @@ def layer_norm(
     quantize_rows: Any = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Any:
-    r"""Layer normalisation over the last axis, with what stands before and after it in one pass.
+    r"""Layer normalisation over the last axis, with the operations before and after it in one pass.
 
     .. math::
         h &= (x + \text{pre\_bias}) \cdot \text{gate} + \text{residual} \\
@@ -149,7 +149,7 @@ def rms_norm(
     quantize_rows: Any = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Any:
-    r"""Root-mean-square normalisation over the last axis, with what stands around it in one pass.
+    r"""Root-mean-square normalisation over the last axis, with the operations around it in one pass.
 
     .. math::
         h &= (x + \text{pre\_bias}) \cdot \text{gate} + \text{residual} \\
@@ -222,7 +222,7 @@ def _run(
 def _quantized(
     options, x, scale, bias, images, residual, pre_bias, row_dtype, implementation
 ) -> quantized_norm.QuantizedOutput:
-    """Computes `_run` of checked operands, and quantises the rows of its output."""
+    """Computes `_run` of checked operands and quantises the rows of y."""
     row_dtype = check_row_dtype(options.op, "quantize_rows", row_dtype)
     device = dispatch.current_device(x, residual)
     has_vectors = all(array is None for array in images) and not _of_groups(scale, bias)
@@ -231,7 +231,7 @@ def _quantized(
             return quantized_norm.run(
                 options, x, scale, bias, residual, pre_bias, row_dtype, implementation
             )
-        # XLA quantises what it normalises without writing it in between; two kernels would write it.
+        # XLA fuses the quantisation with the norm; two kernels would write y in between.
         implementation = implementation or "xla"
     output: Any = _run(options, x, scale, bias, images, residual, pre_bias, None, implementation)
     return quantized_norm.of_output(output, row_dtype, implementation)
@@ -264,7 +264,7 @@ def _validate(options, x, scale, bias, images, residual, pre_bias) -> None:
 
 
 def _of_groups(*parameters: Any) -> bool:
-    """Returns whether a scale or bias has several axes, which are the last ones of x."""
+    """Returns whether scale or bias has several axes, which are then the last axes of x."""
     return any(array is not None and array.ndim > 1 for array in parameters)
 
 
@@ -273,11 +273,11 @@ def _of_groups(*parameters: Any) -> bool:
 
 class _Residuals(NamedTuple):
     h: jax.Array
-    """The next residual where there is one, else x before pre_bias."""
+    """Next residual if the call has a residual, else x before pre_bias."""
     mean: jax.Array | None
-    """[...] in float32; None for an RMSNorm."""
+    """Mean of each row, [...] in float32; None for an RMSNorm."""
     rstd: jax.Array
-    """[...] in float32."""
+    """Reciprocal standard deviation of each row, [...] in float32."""
     scale: jax.Array | None
     bias: jax.Array | None
     pre_bias: jax.Array | None
@@ -321,7 +321,7 @@ _norm.defvjp(_norm_fwd, _norm_bwd)
 
 
 def _axes(x: jax.Array) -> str:
-    """Returns the letters of x [..., D] for `sharding`."""
+    """Returns the letters of the axes of x [..., D]."""
     return sharding.leading_axes(x.ndim - 1) + "d"
 
 
@@ -376,7 +376,7 @@ class _Forward:
         return kernels.forward_candidates(*shape, matrices, _present(*vectors))
 
     def on_parts(self, names, call, x, residual, scale, bias, pre_bias) -> Results:
-        """Runs XLA on the features of one device, and adds the statistics up over the devices."""
+        """Runs XLA on one device's part of the features, and sums the statistics over the devices."""
         del call
         results = layer_norm_xla.norm_and_statistics(
             x, scale, bias, residual, pre_bias, **self.options.keywords(), names=names
@@ -399,7 +399,7 @@ class _Forward:
         )
 
     def _by_xla(self, device, x, scale, bias, residual, pre_bias) -> Results:
-        """Runs XLA on rows of any axes, as the rows of a matrix."""
+        """Runs XLA on rows with any leading axes, merged into a matrix."""
         norm = _norm_like(self.options, x, residual is not None, (scale, bias, pre_bias))
         dtype = None if residual is None else residual.dtype
         has_pallas = _why_not(self.options, device, x, dtype)["pallas"] is None
@@ -411,7 +411,7 @@ class _Forward:
             matrix, scale, bias, residual, pre_bias, **self.options.keywords()
         )
         if self.save_statistics and not shares:
-            # XLA computes y in one kernel only if nothing else reads its statistics.
+            # XLA computes y in one kernel only if no other operation reads its statistics.
             total, vector = (matrix, pre_bias) if next_residual is None else (next_residual, None)
             mean, rstd = layer_norm_xla.statistics(
                 jax.lax.optimization_barrier(total),
@@ -429,11 +429,11 @@ class _Forward:
 
 
 def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
-    """Returns [..., D] as [M, D].
+    """Returns [..., D] as [M, D]; with `tiled` in a form for which XLA's norm is one fast kernel.
 
-    With `tiled`, XLA's norm is one kernel. It takes several rows at a time only if their number divides
-    the last axis of rows of the array that it reads; with 197 rows it takes single ones, three times as
-    slow. Behind a barrier it reads the matrix.
+    With `tiled`, XLA's norm is one kernel. XLA's norm takes several rows at a time only if their number
+    divides the last axis of rows in the array that it reads; with 197 rows it takes single rows, three
+    times as slow. A barrier makes it read the matrix.
     """
     matrix = array.reshape(-1, array.shape[-1])
     if not tiled or array.ndim <= 2 or array.shape[-2] % _ROWS_OF_A_TILE == 0:
@@ -442,15 +442,15 @@ def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
 
 
 _ROWS_OF_A_TILE = 16
-"""Largest number of rows that XLA takes at a time, which it does with narrow ones."""
+"""Largest number of rows that XLA's norm takes at a time, which it does with narrow rows."""
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """Computes (dx, dscale, dbias, dpre_bias) from dy, dnext_residual and what was saved.
+    """Computes (dx, dscale, dbias, dpre_bias) from dy, dnext_residual and the saved arrays.
 
-    The first `batch_axes` axes of the rows are a batch. The parameters are shared by its entries, and
-    have a float32 gradient [*batch, D] with one for each entry.
+    The first `batch_axes` axes of the rows are a batch. The entries share the parameters, but each has
+    its own gradient of them, float32 [*batch, D].
     """
 
     options: NormOptions
@@ -505,7 +505,7 @@ class _Backward:
         return ()
 
     def on_parts(self, names, call, *operands) -> Results:
-        """Runs XLA on the features of one device."""
+        """Runs XLA on one device's part of the features."""
         del call
         keywords = self.options.keywords()
         return self._gradients(layer_norm_xla.gradient, *operands, names=names, **keywords)
@@ -561,7 +561,7 @@ class _Backward:
 
 
 def _why_not(options, device, x, residual_dtype, segments=1) -> dict[str, str | None]:
-    """Returns why each implementation cannot run rows [..., D], forward or backward."""
+    """Returns why each implementation cannot run rows [..., D], in either direction."""
     limits = dict(
         compute_capability=device.compute_capability,
         rows=x.size // x.shape[-1],
@@ -584,7 +584,7 @@ def _present(*arrays: Any) -> int:
 
 
 def _norm_like(options, x, has_residual, vectors) -> layer_norm_regimes.Norm:
-    """Returns what the choice for a norm over rows [..., D] depends on."""
+    """Returns the traits of a norm over rows [..., D] that decide the choice of implementation."""
     general = options.activation is not None or options.pre_activation not in (None, "relu")
     return layer_norm_regimes.Norm(
         rows=x.size // x.shape[-1],
@@ -597,4 +597,4 @@ def _norm_like(options, x, has_residual, vectors) -> layer_norm_regimes.Norm:
 
 
 _REGISTER_VECTORS = 2
-"""Vectors that CUDA's kernels have registers for; with a third they take a sixth longer."""
+"""Number of vectors [D] for which the CUDA kernels have registers; a third one takes a sixth longer."""

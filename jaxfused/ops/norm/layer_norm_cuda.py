@@ -25,11 +25,13 @@ class ForwardConfig:
     """Launch parameters of the forward."""
 
     few_rows: bool = False
-    """Use of a kernel for few rows, which holds rows of 4,096 features, or 8,192 of a norm alone."""
+    """True for the kernel for few rows, which holds rows of 4,096 features, or 8,192 without residual
+    and pre_bias."""
     threads: int = 128
     """Largest number of threads of a block. Smaller blocks have fewer warps to exchange sums with."""
     run: int = -1
-    """Neighbouring rows of each team; 0 for teams that take turns, -1 if the kernel may choose."""
+    """Consecutive rows that a team takes; 0 if teams take turns row by row, -1 if the kernel may
+    choose."""
 
     def __post_init__(self) -> None:
         if not 32 <= self.threads <= 128 or self.threads % 32:
@@ -45,12 +47,13 @@ class BackwardConfig:
     """Launch parameters of the backward."""
 
     few_rows: bool = False
-    """Use of the kernel for few rows, which needs no second launch. It has no gradient of pre_bias and
-    takes up to 4,096 features. Otherwise a second kernel adds up the blocks' sums over rows."""
+    """True for the kernel for few rows, which needs no second launch. It has no gradient of pre_bias and
+    takes up to 4,096 features. The other kernel needs a second one that adds up the blocks' sums over
+    rows."""
     threads: int = 512
     """Largest number of threads of a block."""
     blocks: int = 1
-    """Largest number of blocks of an SM. Each has sums of its own over its rows."""
+    """Largest number of blocks per SM. Each block sums over its own rows."""
 
     def __post_init__(self) -> None:
         if not 32 <= self.threads <= 512 or self.threads % 32:
@@ -64,12 +67,12 @@ class BackwardConfig:
 _FEW_BYTES_FORWARD = 2**19
 _FEW_BYTES_PLAIN = 2**21
 _FEW_BYTES_BACKWARD = 4 * 2**20
-"""Largest number of bytes for which a kernel for few rows is the first guess: read by the forward, by a
-norm alone (fewest instructions), and of one matrix of the backward (one launch instead of two)."""
+"""Largest numbers of bytes for which a kernel for few rows is tried first: bytes that the forward reads,
+that a norm without other work reads, and of one matrix of the backward (one launch instead of two)."""
 FEW_ROWS_FEATURES = 4096
 _COLUMN_ROWS = 8192
 _FEW_ODD_ROWS = 3072
-"""Limit on the rows, aligned and misaligned, up to which the backward for few rows is the first guess.
+"""Largest number of rows, aligned and misaligned, for which the backward for few rows is tried first.
 Its sums over more rows take too long."""
 
 
@@ -81,14 +84,14 @@ def forward_candidates(
     `matrices` arrays of that shape are read (2 with a residual) and `vectors` of [features].
     """
     if features * itemsize % 16:
-        # Misaligned rows have a kernel of their own, which has nothing to choose.
+        # Misaligned rows have a kernel without launch parameters.
         return [ForwardConfig()]
     is_plain = matrices == 1 and vectors <= 2
     is_held = features <= (2 if is_plain else 1) * FEW_ROWS_FEATURES
     few_rows = [ForwardConfig(few_rows=True)] if is_held else []
     ring = [ForwardConfig(), ForwardConfig(threads=64)]
     if 2 * matrices * rows * features * itemsize > 50 * 10**6:
-        # Beyond the L2 there is a choice between teams that take turns and neighbouring rows.
+        # Beyond the L2, teams may take turns or take consecutive rows.
         ring += [ForwardConfig(run=run) for run in (0, 1, 2, 4, 8) if run <= rows]
     most = _FEW_BYTES_PLAIN if is_plain else _FEW_BYTES_FORWARD
     first = matrices * rows * features * itemsize <= most
@@ -162,7 +165,7 @@ def forward(
     activation: str | None,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns (y, next_residual, mean, rstd) over the rows of x [M, D]; what does not exist is None."""
+    """Returns (y, next_residual, mean, rstd) over the rows of x [M, D], with None for absent results."""
     cuda_library.register()
     rows = x.shape[0]
     save_mean = save_statistics and subtract_mean

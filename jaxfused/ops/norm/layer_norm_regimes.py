@@ -1,8 +1,8 @@
 """Regimes of a norm, by its bytes, rows and alignment: which implementation comes first.
 
-A kernel here starts later than XLA's and moves the bytes of wide aligned rows faster. The thresholds
-come from the recorded sweeps of an H200 and an H100 (`python -m benchmarks.choice.replay` judges a
-change of them); `jaxfused.tune` measures what they leave open.
+A kernel of this package starts later than XLA's, and moves the bytes of wide aligned rows faster. The
+thresholds come from the recorded sweeps of an H200 and an H100 (`python -m benchmarks.choice.replay`
+judges a change of them); `jaxfused.tune` measures what they leave open.
 """
 
 from collections.abc import Collection
@@ -11,33 +11,36 @@ from dataclasses import dataclass
 from jaxfused.runtime.estimate import Rule
 
 _FEW_VALUES = 300_000
-"""Values up to which XLA's norm without a mean, of misaligned rows, takes less than a kernel's start."""
+"""Values of misaligned rows up to which XLA's norm without a mean ends before a kernel has started."""
 _LITTLE, _LITTLE_WITHOUT_PALLAS = 0.3, 8.0
-"""Megabytes up to which XLA's forward starts sooner than a Pallas kernel, or than CUDA's alone."""
+"""Megabytes up to which XLA's forward ends sooner: where a Pallas kernel can run, and where only CUDA C
+can."""
 _XLA_BACKWARD, _MANY_ROWS = 15.0, 2000
-"""Megabytes up to which, and rows from which on, XLA's backward of rms_norm is faster than CUDA's in 16
-bits."""
+"""Limits of XLA's faster backward of rms_norm in 16 bits: at most so many megabytes, at least so many
+rows."""
 _NARROW, _WIDE, _WIDEST = 32, 2048, 4096
-"""Features of misaligned rows up to which XLA's forward is faster, and from which on: without a
-residual, and with one, where CUDA's has no registers left."""
+"""Features of misaligned rows for which XLA's forward is faster: up to the first; from the second
+without a residual, from the third with one, where CUDA C has no registers left."""
 _FEW_ROWS, _LONG_ROW = 128, 8192
-"""Rows up to which, and features beyond which, XLA's backward is faster than CUDA's."""
+"""Limits of XLA's faster backward compared with CUDA C: at most so many rows, more than so many
+features."""
 _WARP_FEATURES, _LONG_BYTES = 1024, 8000
-"""Features up to which a warp has a row, and bytes from which a wider row keeps CUDA's warps busy."""
+"""Features up to which one warp has a row, and bytes of a longer row from which the warps of a row stay
+busy."""
 _RING = {True: 30.0, False: 60.0}
-"""Megabytes from which CUDA's forward is faster than Pallas's, with a row for each warp or not."""
+"""Megabytes from which CUDA C's forward is faster than Pallas's, by whether one warp has a row."""
 _RING_WITH_MEAN, _NARROW_RING = 100.0, 512
-"""Megabytes up to which, and features up to which, that is so for a norm with a mean and such rows."""
+"""Limits of `_RING` for a norm with a mean whose rows have one warp each: megabytes, and features."""
 _SHORT_BACKWARD, _SHORT_WIDE_BACKWARD, _SHORT_ROWS = 1.6, 7.0, 1024
-"""Megabytes up to which CUDA's backward starts sooner than Pallas's, the second of wide rows with a
-mean, and rows up to which it does."""
+"""Limits of CUDA C's faster backward compared with Pallas: megabytes, megabytes of wide rows with a
+mean, and rows."""
 _CTA_ROWS = range(4, 9)
-"""Rows of which a single CTA makes Pallas's backward, without sums of others to add."""
+"""Numbers of rows for which Pallas's backward runs in one CTA and has no partial sums to add."""
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A stage of a norm over [rows, features], as its kernel sees it."""
+    """Traits of a norm's stage over [rows, features] that decide the choice of implementation."""
 
     rows: int
     features: int
@@ -45,10 +48,10 @@ class Norm:
     residual: bool
     subtract_mean: bool
     is_plain: bool = True
-    """True if CUDA's kernels know the activation at compile time, and read two vectors at most."""
+    """True if the CUDA kernels are compiled for the activation, and read at most two vectors."""
 
     def megabytes(self, matrices: int) -> float:
-        """Returns the megabytes of so many matrices, and of a residual's."""
+        """Returns the megabytes of `matrices` matrices; with a residual, always those of four."""
         return (matrices if not self.residual else 4) * self._elements * self.itemsize / 1e6
 
     @property
@@ -62,7 +65,7 @@ class Norm:
 
     @property
     def is_small(self) -> bool:
-        """True if XLA's program without a mean ends sooner than a kernel starts."""
+        """True if XLA's program ends sooner than a kernel starts; it has no mean."""
         few = self.rows == 1 or (not self.aligned and self._elements <= _FEW_VALUES)
         return few and not self.subtract_mean
 
@@ -124,8 +127,8 @@ def backward(norm: Norm, able: Collection[str]) -> Rule:
 def of_images(norm: Norm, able: Collection[str], *, alone: bool = False) -> Rule | None:
     """Returns the order for a stage of a norm of images with parameters of their own.
 
-    XLA, which then has one more array to read for each image, is faster of the fewest bytes only. With
-    `alone` the stage is a forward that saves nothing.
+    XLA then reads one more array for each image, and is faster only for very few bytes. With `alone` the
+    stage is a forward that saves nothing.
     """
     if "pallas" not in able:
         return None
@@ -136,7 +139,7 @@ def of_images(norm: Norm, able: Collection[str], *, alone: bool = False) -> Rule
 
 
 def backward_shares(norm: Norm, *, has_pallas: bool) -> bool:
-    """Whether XLA makes the backward too, in kernels that it shares with a forward of its own."""
+    """Returns whether XLA runs the backward too, in kernels that it shares with its forward."""
     return not norm.subtract_mean and _backward_is_xla(norm, has_pallas=has_pallas)
 
 

@@ -1,7 +1,7 @@
 """layer_norm and rms_norm in plain jax.numpy: the reference that the kernels are tested against.
 
-It is also `implementation="xla"`. As nothing but jax.numpy is in it, it is differentiable to any order
-and in either mode.
+It is also `implementation="xla"`, and being plain jax.numpy it is differentiable to any order, in both
+modes.
 """
 
 import functools
@@ -72,7 +72,7 @@ def norm_and_statistics(
     gate: jax.Array | None = None,
     names: Sequence[str] = (),
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
-    """Returns the results of `norm`, and the mean (None for an RMSNorm) and rstd of each row.
+    """Returns the results of `norm`, and each row's mean (None for an RMSNorm) and rstd.
 
     In a `jax.shard_map`, devices along the mesh axes `names` may each hold a part of the features.
     """
@@ -90,7 +90,7 @@ def norm_and_statistics(
         total = next_residual
 
     def wide() -> jax.Array:
-        # XLA keeps a norm in one kernel if the statistics and the values each convert x for themselves.
+        # XLA keeps a norm in one kernel if the statistics and the values each have a conversion of x.
         return activate(pre_activation, total.astype(compute_dtype))
 
     u, statistics_of, mean = wide(), wide(), None
@@ -118,9 +118,9 @@ def statistics(
     epsilon: float,
     pre_activation: str | None,
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Returns the mean and rstd of each row, in one pass that is not differentiated.
+    """Returns each row's mean and rstd, in one pass that cannot be differentiated.
 
-    `total` is x, to which pre_bias is added, or the next residual, which includes it already.
+    `total` is x, to which pre_bias is added, or the next residual, which already includes pre_bias.
     """
     u = total.astype(accumulator_dtype(total.dtype))
     if pre_bias is not None:
@@ -138,9 +138,9 @@ def statistics(
 def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array:
     """Returns total + residual, rounded once to the residual's dtype.
 
-    On a GPU it is a sum in that dtype, as models write it, so that XLA sees that the norm reads rounded
-    numbers. Elsewhere the rounding is an operation of its own: XLA drops a conversion to fewer bits and
-    back, and the statistics would be those of unrounded numbers, which the backward does not read.
+    On a GPU the sum is computed in that dtype, as in models, so that XLA's norm reads rounded numbers.
+    Elsewhere the rounding is a separate operation: XLA drops a conversion to fewer bits and back, so the
+    statistics would be those of unrounded numbers, which the backward does not read.
     """
 
     def rounded(total: jax.Array, residual: jax.Array) -> jax.Array:
@@ -153,7 +153,7 @@ def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array
 
 
 def _rounded(wide: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds to `dtype` but stays in the wide dtype; XLA would drop a conversion and back."""
+    """Rounds to `dtype` but stays in the wide dtype; XLA would drop a conversion to `dtype` and back."""
     bits = jnp.finfo(dtype)
     if bits.nmant >= jnp.finfo(wide.dtype).nmant:
         return wide
@@ -161,13 +161,13 @@ def _rounded(wide: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _mean(values: jax.Array, names: Sequence[str]) -> jax.Array:
-    """Returns the mean [..., 1] over features that mesh axes `names` split into equal parts."""
+    """Returns the mean [..., 1] over features that the mesh axes `names` split into equal parts."""
     mean = jnp.mean(values, axis=-1, keepdims=True)
     return jax.lax.pmean(mean, tuple(names)) if names else mean
 
 
 class Gradients(NamedTuple):
-    """Results of `gradients`; None for what the call does not have."""
+    """Results of `gradients`; None for those of absent operands."""
 
     x: jax.Array
     residual: jax.Array | None
@@ -197,7 +197,7 @@ def gradient(
     round_before_scale: bool = False,
     names: Sequence[str] = (),
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns (dx, dscale, dbias, dpre_bias) of `gradients`, for a norm without a gate."""
+    """Returns (dx, dscale, dbias, dpre_bias) of `gradients` for a norm without a gate."""
     found = gradients(
         dy,
         dnext_residual,
@@ -242,7 +242,7 @@ def gradients(
     round_before_scale: bool = False,
     names: Sequence[str] = (),
 ) -> Gradients:
-    """Returns the gradients of rows [M, D], from what a forward has saved.
+    """Returns the gradients of rows [M, D] from the arrays that the forward saved.
 
     With `dnext_residual`, h is the next residual; without it, h is x, to which pre_bias is still to be
     added. The vectors are [D], or [segments, D] for equal runs of rows; their gradients are float32
@@ -274,7 +274,7 @@ def gradients(
         projection = _mean(dnormalised * normalised, names)
         dh = dnormalised - normalised * projection - _mean(dnormalised, names)
     else:
-        # This sum does not depend on that of rstd, so that XLA can take both in one kernel.
+        # This mean does not depend on the mean in rstd's gradient, so XLA can take both in one kernel.
         projection = _mean(dnormalised * u, names) * rstd[..., None]
         dh = dnormalised - normalised * projection
     dh = dh * rstd[..., None] * slope_of_pre_activation

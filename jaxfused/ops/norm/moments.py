@@ -1,8 +1,8 @@
 """Mean and variance in one pass over the values, for XLA's stages of norms over images.
 
-With the deviations d from a number near the mean, the variance is mean(d^2) - mean(d)^2. The number is
-one of the values, which XLA reads in the same kernel. If it lies k standard deviations from the mean,
-cancellation costs log2(k^2) of float32's 24 bits, and k^2 is at most the number of values.
+With the deviations d from a number near the mean, the variance is mean(d^2) - mean(d)^2. The number near
+the mean is one of the values, which XLA reads in the same kernel. If it lies k standard deviations from
+the mean, cancellation costs log2(k^2) of float32's 24 bits, and k^2 is at most the number of values.
 """
 
 import functools
@@ -20,24 +20,24 @@ def shifted_moments(
     """Returns the mean and variance of values, by `mean_of`.
 
     Args:
-      values: in the dtype of the sums.
+      values: values to average, in the dtype of the sums.
       near: one of the values of each mean, in the means' shape, which broadcasts against the values.
       mean_of: values to means.
     """
     mean = mean_of(values - near)
-    # The differences are written twice: XLA would often store one array of them for both means.
+    # The differences appear twice, because XLA often stores one array of them for both means.
     variance = mean_of(jnp.square(near - values)) - jnp.square(mean)
     return near + mean, jnp.maximum(variance, 0.0)
 
 
 FEW_VALUES = 16
-"""Largest number of values of a norm that is left to XLA. Its gradient is what a cancellation leaves,
-and rounding x can change it by a tenth. Such a norm has no checkpoint, so XLA can keep x unrounded
-through the norm and back, as it does in the same lines of jax.numpy."""
+"""Largest number of values of a norm that is left to XLA. The gradient of such a norm is the remainder
+of a cancellation, which rounding x can change by a tenth. The norm has no checkpoint, so that XLA can
+keep x unrounded in forward and backward, as it does for plain jax.numpy."""
 
 
 def is_few(values: Any) -> bool:
-    """Returns whether a norm is over few values; False for a number that is not known."""
+    """Returns whether a norm is over few values; False if their number is not known."""
     return isinstance(values, int) and values <= FEW_VALUES
 
 
@@ -63,20 +63,21 @@ def _normalised_deviation_jvp(epsilon, primals, tangents):
 
 
 _FEW = 512, 4096
-"""Range of rows to sum in parts. XLA splits more rows itself, and fewer are not worth a kernel."""
+"""Range of rows that are summed in parts. XLA splits more rows itself, and fewer do not pay for a
+kernel."""
 _MANY_COLUMNS = 1024
-"""Columns that keep a GPU busy without parts."""
+"""Columns from which a GPU is busy without parts."""
 _FEW_VALUES = 2**17
-"""Fewest values to sum in parts. Fewer take less time than the start of further kernels."""
+"""Fewest values that are summed in parts; fewer take less time than the start of further kernels."""
 
 
 def parts_of(rows: int, columns: int) -> int:
-    """Returns in how many parts rows are summed: 1 if XLA splits them itself or parts do not pay."""
+    """Returns in how many parts rows are summed; 1 if XLA splits them itself or parts do not pay."""
     if not _FEW[0] <= rows <= _FEW[1] or columns >= _MANY_COLUMNS or rows * columns < _FEW_VALUES:
         return 1
     return next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
 
 
 def settled(statistics: Sequence[jax.Array], parts: int) -> Sequence[jax.Array]:
-    """Returns statistics that XLA computes once, not again for each value from the sums of the parts."""
+    """Returns statistics behind a barrier: XLA computes them once, not again for each value."""
     return jax.lax.optimization_barrier(statistics) if parts > 1 else statistics

@@ -1,7 +1,7 @@
 """layer_norm and rms_norm with a result that is quantised, row by row, in the pass that normalises.
 
-The product that follows then reads its operand ready to multiply. The public functions of
-`jaxfused.ops.norm.layer_norm` call this file if `quantize_rows` is given.
+The next product then reads a quantised operand. The public functions of `jaxfused.ops.norm.layer_norm`
+call this file if `quantize_rows` is given.
 """
 
 import functools
@@ -29,14 +29,14 @@ QuantizedOutput = QuantizedArray | tuple[QuantizedArray, jax.Array]
 
 
 def is_one_pass(implementation: str | None, device: dispatch.Device, x, residual) -> bool:
-    """Returns whether one kernel normalises and quantises, in place of two kernels in sequence."""
+    """Returns whether one kernel normalises and quantises, instead of two kernels in sequence."""
     if implementation == "pallas":
         return True
     return implementation is None and _why_unsupported(device, x, residual) is None
 
 
 def of_output(output: Output, dtype: str, implementation: str | None) -> QuantizedOutput:
-    """Returns a norm's output with its result quantised."""
+    """Returns a norm's output with its y quantised."""
     y, next_residual = output if isinstance(output, tuple) else (output, None)
     q = quantize_rows(jax.lax.stop_gradient(y), dtype, implementation)
     return q if next_residual is None else (q, next_residual)
@@ -52,7 +52,7 @@ def run(
     dtype: str,
     implementation: str | None,
 ) -> QuantizedOutput:
-    """Computes the norm in one pass, after the caller has validated the arguments."""
+    """Computes norm and quantisation in one pass; the caller has validated the arguments."""
     device = dispatch.current_device(x, residual)
     axes = sharding.leading_axes(x.ndim - 1) + "d"
     operands = sharding.align(
@@ -80,7 +80,10 @@ def _norm_fwd(run: Runner, options: NormOptions, dtype: str, x, residual, scale,
 
 
 def _norm_bwd(run: Runner, options: NormOptions, dtype: str, saved, cotangents):
-    """Returns the gradients through the next residual, a sum. The quantised values have no gradient."""
+    """Returns the gradients, which come through the next residual alone, a sum.
+
+    The quantised values have no gradient.
+    """
     del run, options, dtype
     no_x, pre_bias = saved
     dnext_residual = cotangents[2]
