@@ -72,6 +72,10 @@ def attention_by_seeds(
     batch, query_count, heads, _ = query.shape
     key_count, key_heads = key.shape[1:3]
     groups = heads // key_heads
+    if mask.key_lengths is not None:
+        # A weight of 0 times NaN is NaN: what lies beyond a length must not be multiplied.
+        is_key = jnp.arange(key_count, dtype=jnp.int32) < mask.key_lengths[:, None]
+        key, value = (jnp.where(is_key[:, :, None, None], x, 0) for x in (key, value))
     probabilities, lse = weights(
         *(query, key, bias, sinks, mask),
         scale=scale,

@@ -36,8 +36,8 @@ class KVCache:
         attended = cache.attend(query, layer=i)
 
     and then once `cache = cache.advance(T)`. Token t of sequence b stands at position lengths[b] + t.
-    What lies beyond a sequence's length is never read, and is written over by what comes next: to
-    forget tokens, or a sequence, make its length smaller by `dataclasses.replace`.
+    What lies beyond a sequence's length never counts, NaN neither, and is written over by what comes
+    next: to forget tokens, or a sequence, make its length smaller by `dataclasses.replace`.
 
     The cache is a pytree. Where `jax.jit` is given it with `donate_argnums`, and in the carry of
     `lax.scan`, `lax.fori_loop` and `lax.while_loop`, it is written in place and never copied. A scan
@@ -297,12 +297,14 @@ class KVCache:
         else:
             self._check_ring(tokens, local_window_size)
             options |= self._ring_mask(lengths, given, tokens, batch_index)
+        kept = (self.key, self.key_scale), (self.value, self.value_scale)
+        key, value = (self._read(*x, layer, batch_index, query.dtype) for x in kept)
+        if "mask" in options:
+            # Places that no query sees may hold NaN, which a weight of 0 would not remove.
+            is_seen = jnp.any(options["mask"], axis=(1, 2))[:, :, None, None]
+            key, value = (jnp.where(is_seen, x, 0) for x in (key, value))
         attended = dot_product_attention(
-            query,
-            self._read(self.key, self.key_scale, layer, batch_index, query.dtype),
-            self._read(self.value, self.value_scale, layer, batch_index, query.dtype),
-            implementation=implementation,
-            **options,
+            query, key, value, implementation=implementation, **options
         )
         assert isinstance(attended, jax.Array)
         return attended

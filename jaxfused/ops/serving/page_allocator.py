@@ -3,6 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +95,12 @@ class PageAllocator:
         It is a multiple of the page size, and less than the number of tokens: the last one has to be
         computed again for its logits.
         """
+        if name is None or not _is_hashable(name):
+            raise ValueError(
+                f"PageAllocator.start: name is {name!r}, but sequences are found by their names, and"
+                " None is a row without one; pass a str, an int or another hashable name."
+            )
+        tokens = _numbers("start", tokens)
         if name in self._sequences:
             raise ValueError(
                 f"PageAllocator.start: {name!r} has been started; free it, or pass another name."
@@ -100,7 +108,7 @@ class PageAllocator:
         sequence = self._sequences[name] = _Sequence()
         while sequence.written + self.page_size < len(tokens):
             next_page = tokens[sequence.written : sequence.written + self.page_size]
-            found = self._known.get((sequence.prefix, tuple(map(int, next_page))))
+            found = self._known.get((sequence.prefix, tuple(next_page)))
             if found is None:
                 break
             page, sequence.prefix = found
@@ -113,6 +121,7 @@ class PageAllocator:
     def reserve(self, name: Hashable, count: int) -> None:
         """Gives a sequence the pages that `count` tokens after those that are written need."""
         sequence = self._of("reserve", name)
+        _check_number("reserve", "count", count, "tokens")
         wanted = -(-(sequence.written + int(count)) // self.page_size) - len(sequence.pages)
         if wanted > self.available:
             raise OutOfPages(
@@ -126,7 +135,7 @@ class PageAllocator:
 
     def written(self, name: Hashable, tokens: Sequence[int]) -> None:
         """Says that a sequence's next tokens lie in its pages; full pages can be found from now on."""
-        sequence = self._of("written", name)
+        sequence, tokens = self._of("written", name), _numbers("written", tokens)
         room = len(sequence.pages) * self.page_size - sequence.written
         if len(tokens) > room:
             raise ValueError(
@@ -134,7 +143,7 @@ class PageAllocator:
                 f" have room for {room}; reserve it first."
             )
         for token in tokens:
-            sequence.tail.append(int(token))
+            sequence.tail.append(token)
             sequence.written += 1
             if len(sequence.tail) == self.page_size:
                 self._remember(sequence)
@@ -157,9 +166,16 @@ class PageAllocator:
           names: of sequences; None for a row without pages, to fill a batch of fixed size.
           width: pages a row; of fixed width, steps are not compiled again. None for the most needed.
         """
+        if isinstance(names, str):
+            raise ValueError(
+                f"PageAllocator.table: names is {names!r}, but it is a sequence of names; pass"
+                f" [{names!r}]."
+            )
         rows = [[] if name is None else self._of("table", name).pages for name in names]
         longest = max(map(len, rows), default=0)
-        width = longest if width is None else int(width)
+        if width is None:
+            width = longest
+        _check_number("table", "width", width, "pages")
         if longest > width:
             raise ValueError(
                 f"PageAllocator.table: width is {width}, but a sequence has {longest} pages; pass a"
@@ -171,7 +187,7 @@ class PageAllocator:
         return table
 
     def _of(self, method: str, name: Hashable) -> _Sequence:
-        if name not in self._sequences:
+        if not _is_hashable(name) or name not in self._sequences:
             raise ValueError(f"PageAllocator.{method}: there is no {name!r}; start it first.")
         return self._sequences[name]
 
@@ -190,3 +206,31 @@ class PageAllocator:
         page, _ = self._unused.popitem(last=False)
         del self._known[self._key_of.pop(page)]
         return page
+
+
+def _is_hashable(name: object) -> bool:
+    try:
+        hash(name)
+    except TypeError:
+        return False
+    return True
+
+
+def _check_number(method: str, name: str, value: object, what: str) -> None:
+    """Checks that `value` is a whole number, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 0:
+        raise ValueError(
+            f"PageAllocator.{method}: {name} is {value!r}, but it counts {what}; pass an int of 0 or"
+            " more."
+        )
+
+
+def _numbers(method: str, tokens: Any) -> list[int]:
+    """Returns the ids of tokens as Python's numbers, which are found again whatever held them."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"PageAllocator.{method}: tokens have dtype {ids.dtype} and shape {ids.shape}, but they are"
+            " the ids of tokens in order; pass a list of ints, or an array of them with one axis."
+        )
+    return ids.tolist()

@@ -20,6 +20,7 @@ from jaxfused.ops.serving.pages import (
 from jaxfused.runtime.checks import (
     check_count,
     check_finite,
+    check_floating,
     check_shape,
     check_soft_cap,
     python_numbers,
@@ -57,7 +58,8 @@ def paged_attention(
       k_pages: [K, P, S, H], or [P, S, K, H] in the layout "PSKH": P pages of S tokens, of any float
         dtype; or such a `QuantizedArray` with a scale of each token and head.
       v_pages: likewise.
-      lengths: [B] integers, the tokens of each sequence with those of q. 0 gives 0.
+      lengths: [B] integers, the tokens of each sequence with those of q. 0 gives 0. What its pages hold
+        beyond them never counts, not even NaN.
       page_indices: [B, n] integers, the pages of each sequence in order; sequences may share pages.
       attn_logits_soft_cap: keeps the logits within (-cap, cap).
       pages_per_compute_block: has no effect. JAX's function asks for it.
@@ -179,7 +181,7 @@ def ragged_paged_attention(
     if rows == 0 or batch == 0:
         return jnp.zeros((*q.shape[:-1], pools.value_size), q.dtype)
 
-    tokens = tokens_of(rows, kv_lens, cu_q_lens, num_seqs)
+    tokens = tokens_of(op, rows, kv_lens, cu_q_lens, num_seqs)
     in_place = reads_in_place(q[None, :1], pools, page_indices[:1], implementation)
     # A tile of the kernel has the rows of all query heads that share a key head.
     most = max(1, _MOST_ROWS * pools.heads // q.shape[1]) if in_place else _MOST_ROWS
@@ -280,6 +282,7 @@ def _options(
 
 
 def _check_queries(op: str, queries: jax.Array, batch: int, pools: Pools) -> None:
+    check_floating(op, {"q": queries})
     heads, head_size = pools.heads, pools.key.shape[-1]
     if (
         queries.ndim != 4

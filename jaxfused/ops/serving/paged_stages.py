@@ -76,7 +76,7 @@ class Options:
         """Returns the output [B, T, K, G, V] of attention to a copy of the pages, or of these pools."""
         pools = arrays.pools(self.layout) if pools is None else pools
         batch, tokens, key_heads, group, size = arrays.query.shape
-        key, value = pools.read(arrays.table, arrays.query.dtype)
+        key, value = pools.read(arrays.table, arrays.lengths, arrays.query.dtype)
         output = dot_product_attention(
             arrays.query.reshape(batch, tokens, key_heads * group, size),
             key,
@@ -92,7 +92,7 @@ class Options:
             implementation=implementation,
         )
         assert isinstance(output, jax.Array)
-        return output.reshape(batch, tokens, key_heads, group, -1)
+        return output.reshape(batch, tokens, key_heads, group, pools.value_size)
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def attend(
         aligned = sharding.align(arrays, operand_axes=spelt.operands, whole=spelt.whole)
         run = Runner(implementation, dispatch.current_device(queries, arrays.key))
         output = _in_place(run, options, Arrays(*aligned))
-    return output.reshape(*queries.shape[:3], -1)
+    return output.reshape(*queries.shape[:3], pools.value_size)
 
 
 def _arrays(

@@ -1,5 +1,6 @@
 """Pools of pages: keys and values of many sequences in blocks of equal size, in any order."""
 
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -7,8 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfused.runtime.checks import as_arrays, as_int32, check_shape, python_numbers
-from jaxfused.runtime.quantized_array import QuantizedArray
+from jaxfused.ops.quantize.quantize import quantize
+from jaxfused.runtime.checks import (
+    as_arrays,
+    as_int32,
+    check_floating,
+    check_shape,
+    python_numbers,
+)
+from jaxfused.runtime.quantized_array import FORMATS, QuantizedArray
 
 Layout = Literal["KPSH", "PSKH"]
 """Axes of a pool: K key heads, P pages, S places of a page, H head size."""
@@ -44,12 +52,24 @@ class Pools(NamedTuple):
     def value_size(self) -> int:
         return (self.key if self.value is None else self.value).shape[-1]
 
-    def read(self, page_indices: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns keys and values [B, n * S, K, H] of pages [B, n] in a dtype; see `gathered`."""
-        key = gathered(self.key, page_indices, self.layout, dtype)
+    def read(
+        self, page_indices: jax.Array, lengths: jax.Array, dtype: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values [B, n * S, K, H] of pages [B, n] in a dtype, 0 beyond the lengths [B].
+
+        Ids outside the pool are beyond them.
+        """
+        place = jnp.arange(page_indices.shape[1] * self.page_size, dtype=jnp.int32)
+        is_token = (place < lengths[:, None])[:, :, None, None]
+
+        def read(pages: Pages) -> jax.Array:
+            # What other sequences left in the last page may be NaN, and 0 times NaN is NaN.
+            return jnp.where(is_token, gathered(pages, page_indices, self.layout, dtype), 0)
+
+        key = read(self.key)
         if self.value is None:
             return key[:, :, 0::2], key[:, :, 1::2]
-        return key, gathered(self.value, page_indices, self.layout, dtype)
+        return key, read(self.value)
 
 
 def pools_of(op: str, pages: Any, layout: Layout) -> Pools:
@@ -62,6 +82,11 @@ def pools_of(op: str, pages: Any, layout: Layout) -> Pools:
         raise ValueError(
             f"{op}: layout is {layout!r}; pass 'KPSH' or 'PSKH', the axes of the pages."
         )
+    if isinstance(pages, QuantizedArray):
+        raise ValueError(
+            f"{op}: kv_pages is one QuantizedArray, but quantised keys and values are apart; pass a pair"
+            " (k_pages, v_pages)."
+        )
     if not isinstance(pages, tuple | list):
         both = jnp.asarray(pages)
         if both.ndim != 4 or both.shape[2] % 2 or layout != "PSKH":
@@ -71,7 +96,14 @@ def pools_of(op: str, pages: Any, layout: Layout) -> Pools:
                 " a pair (k_pages, v_pages)."
             )
         return Pools(both, None, layout)
-    key, value = (_as_pages(op, p) for p in pages)
+    if len(pages) != 2:
+        raise ValueError(
+            f"{op}: kv_pages is a sequence of {len(pages)}, but there is a pool of keys and one of"
+            " values; pass a pair (k_pages, v_pages)."
+        )
+    key, value = (
+        _as_pages(op, *named) for named in zip(("k_pages", "v_pages"), pages, strict=True)
+    )
     for name, pool in (("k_pages", key), ("v_pages", value)):
         if len(pool.shape) != 4:
             raise ValueError(
@@ -86,7 +118,9 @@ def pools_of(op: str, pages: Any, layout: Layout) -> Pools:
     return Pools(key, value, layout)
 
 
-def _as_pages(op: str, pages: Any) -> Pages:
+def _as_pages(op: str, name: str, pages: Any) -> Pages:
+    if pages is None:
+        raise ValueError(f"{op}: {name} is None, but it is an array of pages; pass one.")
     if isinstance(pages, QuantizedArray):
         if pages.axis != -1:
             raise ValueError(
@@ -99,7 +133,13 @@ def _as_pages(op: str, pages: Any) -> Pages:
                 " times a scale; pass jaxfused.quantize(pages, axis=-1)."
             )
         return pages
-    return jnp.asarray(pages)
+    array = jnp.asarray(pages)
+    if not jnp.issubdtype(array.dtype, jnp.number) or jnp.iscomplexobj(array):
+        raise ValueError(
+            f"{op}: {name} has dtype {array.dtype}, but pages hold floats, or integers of 8 bits; pass"
+            f" {name}.astype(jnp.float32)."
+        )
+    return array
 
 
 def is_in_pool(page_indices: jax.Array, pages: int) -> jax.Array:
@@ -138,14 +178,20 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(
-    rows: int, kv_lens: jax.Array, cu_q_lens: jax.Array, num_seqs: jax.Array | None
+    op: str, rows: int, kv_lens: jax.Array, cu_q_lens: jax.Array, num_seqs: jax.Array | None
 ) -> Tokens:
     """Returns the tokens of a ragged batch of which each sequence's rows are its last tokens."""
     row = jnp.arange(rows, dtype=jnp.int32)
     sequences = kv_lens.shape[0]
     used = jnp.int32(sequences)
     if num_seqs is not None:
-        used = jnp.asarray(num_seqs).reshape(()).astype(jnp.int32)
+        used = as_int32(num_seqs)
+        if used.size != 1 or not jnp.issubdtype(used.dtype, jnp.integer):
+            raise ValueError(
+                f"{op}: num_seqs has dtype {used.dtype} and shape {used.shape}, but it counts sequences;"
+                " pass one integer."
+            )
+        used = used.reshape(())
     is_used = jnp.arange(sequences, dtype=jnp.int32) < used
     ends = jnp.where(is_used, cu_q_lens[1:], jnp.iinfo(jnp.int32).max)
     sequence = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
@@ -157,7 +203,7 @@ def tokens_of(
 
 @python_numbers
 def append_to_pages(
-    kv_pages: jax.Array | tuple[jax.Array, jax.Array],
+    kv_pages: jax.Array | tuple[Pages, Pages],
     key: jax.Array,
     value: jax.Array,
     kv_lens: jax.Array,
@@ -175,7 +221,8 @@ def append_to_pages(
 
     Args:
       kv_pages: [P, S, 2 K, H] with keys at even heads and values at odd ones, or (k_pages, v_pages) in
-        the layout.
+        the layout, which may be `QuantizedArray`s with a scale of each token and head: new tokens are
+        then quantised. In plain float8 numbers beyond the largest become the largest.
       key: [tokens, K, H], rotated already.
       value: [tokens, K, V].
       kv_lens: [B] integers, the tokens of each sequence with the new ones.
@@ -187,6 +234,9 @@ def append_to_pages(
     Returns:
       The pages, as they were given. Tokens whose page is outside the pool, or that have none, are
       dropped.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit; floats for pages of plain integers.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused
@@ -203,37 +253,65 @@ def append_to_pages(
     Source: Kwon et al., "PagedAttention", 2023, https://arxiv.org/abs/2309.06180
     """
     op = "append_to_pages"
-    is_pair = isinstance(kv_pages, tuple | list)
-    if is_pair and any(isinstance(pool, QuantizedArray) for pool in kv_pages):
-        raise ValueError(
-            f"{op}: kv_pages are quantised, but tokens are written into plain arrays; pass pages of a"
-            " float dtype, or the pairs of values and of scales in two calls, for quantised tokens."
-        )
-    given = as_arrays(*kv_pages) if isinstance(kv_pages, tuple | list) else as_arrays(kv_pages)
     key, value = as_arrays(key, value)
-    pools = pools_of(op, given if is_pair else given[0], layout)
+    pools = pools_of(op, kv_pages, layout)
     pages, size, heads = pools.pages, pools.page_size, pools.heads
     kv_lens, page_indices, cu_q_lens = check_table(op, kv_lens, page_indices, cu_q_lens)
-    for name, new, width in (("key", key, pools.key.shape[-1]), ("value", value, pools.value_size)):
-        expected = (key.shape[0], heads, width)
-        check_shape(op, name, new, expected, f"the pages have {heads} heads of {width}")
+    of_value = pools.key if pools.value is None else pools.value
+    for name, new, pool in (("key", key, pools.key), ("value", value, of_value)):
+        expected = (key.shape[0], heads, pool.shape[-1])
+        check_shape(op, name, new, expected, f"the pages have {heads} heads of {pool.shape[-1]}")
+        _check_kept(op, name, new, pool)
+    given = pools.key if pools.value is None else (pools.key, pools.value)
     if 0 in (*page_indices.shape, key.shape[0], pages, size):
-        return tuple(given) if is_pair else given[0]
-    tokens = tokens_of(key.shape[0], kv_lens, cu_q_lens, num_seqs)
+        return given
+    tokens = tokens_of(op, key.shape[0], kv_lens, cu_q_lens, num_seqs)
     slot = lax.div(tokens.position, jnp.int32(size))
     page = page_indices[tokens.sequence, jnp.clip(slot, 0, page_indices.shape[1] - 1)]
     fits = tokens.is_token & (slot < page_indices.shape[1]) & is_in_pool(page, pages)
     # Ids beyond the pool are dropped, also negative ones, which JAX counts from the end.
     page, place = jnp.where(fits, page, pages), lax.rem(tokens.position, jnp.int32(size))
-    if not is_pair:
-        both = jnp.stack([key, value], axis=2).reshape(key.shape[0], 2 * heads, -1)
-        return given[0].at[page, place].set(both.astype(given[0].dtype), mode="drop")
-    index = (slice(None), page, place) if layout == "KPSH" else (page, place)
-    written = []
-    for pool, new in zip(given, (key, value), strict=True):
+    index: Any = (slice(None), page, place) if layout == "KPSH" else (page, place)
+
+    def written(pool: Pages, new: jax.Array) -> Pages:
         new = new.swapaxes(0, 1) if layout == "KPSH" else new
-        written.append(pool.at[index].set(new.astype(pool.dtype), mode="drop"))
-    return tuple(written)
+        if not isinstance(pool, QuantizedArray):
+            return pool.at[index].set(_as_kept(new, pool.dtype), mode="drop")
+        kept = quantize(new, pool.dtype, axis=-1)
+        values = pool.values.at[index].set(kept.values, mode="drop")
+        scale = pool.scale.at[index].set(kept.scale.astype(pool.scale.dtype), mode="drop")
+        return replace(pool, values=values, scale=scale)
+
+    if pools.value is None:
+        both = jnp.stack([key, value], axis=2).reshape(key.shape[0], 2 * heads, -1)
+        return written(pools.key, both)
+    return written(pools.key, key), written(pools.value, value)
+
+
+def _check_kept(op: str, name: str, new: jax.Array, pool: Pages) -> None:
+    """Checks that pages can keep new tokens: integers no fractions, quantised ones a scale a token."""
+    if isinstance(pool, QuantizedArray):
+        check_floating(op, {name: new})
+        if pool.dtype not in FORMATS or pool.scale.shape != (*pool.values.shape[:-1], 1):
+            raise ValueError(
+                f"{op}: the pages of {name} are {pool.dtype} with scales of shape {pool.scale.shape},"
+                " but tokens are quantised with a scale of each token and head; pass pages of"
+                " jaxfused.quantize(pages, axis=-1), or the values and the scales in two calls."
+            )
+    elif jnp.issubdtype(pool.dtype, jnp.integer) and not jnp.issubdtype(new.dtype, jnp.integer):
+        raise ValueError(
+            f"{op}: {name} has dtype {new.dtype}, but the pages have {pool.dtype}, which would cut off"
+            " its fractions; pass pages of jaxfused.quantize(pages, axis=-1), which get a scale of each"
+            f" token and head, or {name} divided by a scale of your own and rounded to {pool.dtype}."
+        )
+
+
+def _as_kept(new: jax.Array, dtype: Any) -> jax.Array:
+    """Returns numbers in the pages' dtype; those beyond float8 become its largest, as XLA's are NaN."""
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1:
+        largest = float(jnp.finfo(dtype).max)
+        new = jnp.clip(new, -largest, largest)
+    return new.astype(dtype)
 
 
 def check_table(

@@ -297,6 +297,24 @@ def test_sequences_are_given_by_a_list_too():
     np.testing.assert_array_equal(cache.key[1, 0], key[0, 0])
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_what_lies_beyond_a_length_does_not_count(window):
+    """NaN that rejected tokens left, in a cache and in a ring, also in gradients."""
+    query, key, value = tokens(3)
+    cache = zeros(8, window=window).append(key, value).advance(np.array([3, 2]))
+
+    def f(cache, query):
+        return cache.attend(query), jax.grad(lambda q: jnp.sum(cache.attend(q) ** 2))(query)
+
+    is_kept = jnp.arange(8)[None] < cache.lengths[:, None] + 1
+    # The new token, and what lies beyond it.
+    kept = (jnp.where(is_kept[..., None, None], x, jnp.nan) for x in (cache.key, cache.value))
+    stale = dataclasses.replace(cache, **dict(zip(("key", "value"), kept, strict=True)))
+    wanted, actual = (jax.jit(f)(c, query[:, :1]) for c in (cache, stale))
+    assert np.all(np.isfinite(wanted[0]))
+    jax.tree.map(np.testing.assert_array_equal, actual, wanted)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -104,6 +104,13 @@ def test_refuses():
     for call, message in [
         (lambda: PageAllocator(0, 2), "pages is 0"),
         (lambda: allocator.start("a"), "'a' has been started"),
+        (lambda: allocator.reserve("a", -1), "count is -1, but it counts tokens"),
+        (lambda: allocator.reserve("a", 1.5), "count is 1.5, but it counts tokens"),
+        (lambda: allocator.start([1], [1]), r"name is \[1\]"),
+        (lambda: allocator.start("b", [1.5]), "tokens have dtype float64"),
+        (lambda: allocator.written("a", "ab"), "tokens have dtype <U2"),
+        (lambda: allocator.table("a"), "names is 'a'"),
+        (lambda: allocator.table(["a"], -1), "width is -1, but it counts pages"),
         (lambda: allocator.free("b"), "PageAllocator.free: there is no 'b'"),
         (
             lambda: allocator.written("a", [1]),

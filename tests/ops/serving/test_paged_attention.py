@@ -231,11 +231,82 @@ def test_ids_of_64_bits_are_outside_the_pool():
     np.testing.assert_array_equal(output, 0)
 
 
-def test_tokens_are_not_appended_to_quantised_pages():
-    pages = tuple(jaxfused.quantize(jnp.asarray(pool), "int8", axis=-1) for pool in pools())
+@pytest.mark.parametrize("layout", ["PSKH", "KPSH"])
+def test_tokens_are_quantised_as_they_are_appended(layout):
+    """The values and scales are those of jaxfused.quantize, and other tokens stay."""
     key, value = random(4, K, H), random(4, K, V)
-    with pytest.raises(ValueError, match="kv_pages are quantised"):
-        jaxfused.append_to_pages(pages, key, value, LENGTHS, TABLE, [0, 1, 2, 3, 4])
+    lengths, starts = [11, 4, 0, 8], [0, 2, 3, 3, 4]
+    given = [jnp.asarray(p.transpose(2, 0, 1, 3) if layout == "KPSH" else p) for p in pools()]
+    wide = jaxfused.append_to_pages(tuple(given), key, value, lengths, TABLE, starts, layout=layout)
+    quantised = tuple(jaxfused.quantize(pool, "int8", axis=-1) for pool in given)
+    written = jaxfused.append_to_pages(quantised, key, value, lengths, TABLE, starts, layout=layout)
+    for pool, expected in zip(written, wide, strict=True):
+        expected = jaxfused.quantize(expected, "int8", axis=-1)
+        np.testing.assert_array_equal(pool.values, expected.values)
+        np.testing.assert_allclose(pool.scale, expected.scale, rtol=1e-6)
+
+
+def test_pages_keep_what_is_appended_or_refuse_it():
+    key, value = 1e6 * random(4, K, H), random(4, K, V)
+    rest = (key, value, LENGTHS, TABLE, [0, 1, 2, 3, 4])
+    integers = tuple(jnp.asarray(pool).astype("int8") for pool in pools())
+    message = "key has dtype float32, but the pages have int8, which would cut off its fractions"
+    with pytest.raises(ValueError, match=message):
+        jaxfused.append_to_pages(integers, *rest)
+    float8 = tuple(jnp.zeros(pool.shape, "float8_e4m3fn") for pool in pools())
+    written = jaxfused.append_to_pages(float8, *rest)[0][11, 2].astype(np.float32)
+    np.testing.assert_array_equal(written, 448 * np.sign(key[0]))
+
+
+@pytest.mark.parametrize(
+    ("pages", "num_seqs", "message"),
+    [
+        ((*pools(), pools()[0]), None, "kv_pages is a sequence of 3"),
+        ((pools()[0], None), None, "v_pages is None"),
+        ((pools()[0], pools()[1] > 0), None, "v_pages has dtype bool"),
+        (
+            jaxfused.quantize(jnp.ones((2, 4, 4, 8)), axis=-1),
+            None,
+            "kv_pages is one QuantizedArray",
+        ),
+        (pools(), [1, 2], r"num_seqs has dtype int32 and shape \(2,\)"),
+    ],
+    ids=["three", "None", "bool", "one", "num_seqs"],
+)
+def test_refuses_a_ragged_batch(pages, num_seqs, message):
+    query, cu = ragged(4, [1] * 4)
+    with pytest.raises(ValueError, match=message):
+        jaxfused.ragged_paged_attention(query, pages, LENGTHS, TABLE, cu, num_seqs)
+
+
+@pytest.mark.parametrize("ragged_batch", [False, True])
+def test_what_lies_beyond_a_length_does_not_count(ragged_batch):
+    """NaN and infinity that other sequences left in a last page, also in gradients."""
+    k_pages, v_pages = (pool.copy() for pool in pools())
+    for pool in (k_pages, v_pages):
+        pool[11, 3], pool[8, 1:] = np.nan, np.inf
+
+    def f(query, k_pages, v_pages):
+        if ragged_batch:
+            table = (LENGTHS, TABLE, [0, 1, 2, 2, 3])
+            return jaxfused.ragged_paged_attention(query, (k_pages, v_pages), *table)
+        return jaxfused.paged_attention(query, k_pages, v_pages, LENGTHS, TABLE, layout="PSKH")
+
+    def output_and_gradients(*arrays):
+        return f(*arrays), jax.grad(lambda *args: jnp.sum(f(*args) ** 2), (0, 1, 2))(*arrays)
+
+    query = random(3 if ragged_batch else 4, N, H, seed=9)
+    run = jax.jit(output_and_gradients)
+    wanted, actual = run(query, *pools()), run(query, k_pages, v_pages)
+    jax.tree.map(np.testing.assert_array_equal, actual, wanted)
+
+
+def test_of_a_batch_without_sequences_or_tokens():
+    k_pages, v_pages = pools()
+    none = (LENGTHS[:0], TABLE[:0])
+    for q, *table in ((random(0, N, H), *none), (random(4, 0, N, H), LENGTHS, TABLE)):
+        output = jaxfused.paged_attention(q, k_pages, v_pages, *table, layout="PSKH")
+        assert output.shape == (*q.shape[:-1], V)
 
 
 def test_of_no_rows_and_no_sequences():
