@@ -113,7 +113,7 @@ def adafactor(
 
 
 class _Stages(NamedTuple):
-    """The transformations that Optax's Adafactor chains; those that the arguments omit are None."""
+    """Transformations that Optax's Adafactor chains; None for those that the arguments omit."""
 
     factored: optax.GradientTransformation
     clip: optax.GradientTransformation | None
@@ -166,7 +166,7 @@ def _by_kernels(
         moments[i] = (
             (column, row, rows[i].v) if rows[i].normalizes_columns else (row, column, rows[i].v)
         )
-    # Optax updates the remaining leaves, as a tree that is a list.
+    # Optax updates the remaining leaves, given as a list.
     tree = [factor.astype(g.dtype) * g for g in others]
     own = [[row[i] for i in rest] for row in zip(*(row[1:] for row in rows), strict=True)]
     of_rest, new = stages.factored.update(
@@ -186,7 +186,8 @@ def _by_kernels(
         if stage is None or name == "factored":
             continue
         place = len(new_state)
-        if name in ("clip", "parameter_scale"):  # The updates include them already.
+        # Updates of the kernels already include clipping and the parameters' scale.
+        if name in ("clip", "parameter_scale"):
             new_state.append(state[place])
             continue
         result, of_stage = stage.update(result, state[place], params)
@@ -195,7 +196,7 @@ def _by_kernels(
 
 
 class _Leaf(NamedTuple):
-    """The arrays of one leaf, as Optax has them."""
+    """Arrays of one leaf, in Optax's form."""
 
     gradient: jax.Array
     parameter: jax.Array

@@ -1,4 +1,4 @@
-"""Adam: the formula for one leaf, which adamw and lamb share, and the optimizer."""
+"""Adam: the formula for one leaf, shared with adamw and lamb, and the optimizer."""
 
 import functools
 import math
@@ -13,12 +13,12 @@ from jaxfused.optim.options import checked_options
 from jaxfused.optim.transformation import FusedTransformation, LeafRule, Moments, Rule, fuse, stored
 
 Nesterov = bool | Literal["timm", "torch", "keras"]
-"""The library whose Nesterov momentum is used; True is Optax's."""
+"""Library whose Nesterov momentum is used; True is Optax's."""
 
 _MOMENTUM_DECAYS = {"torch": 0.004, "keras": 1.0}
 _WARMUP_STEPS = 512
-"""The step from which the momentum's own factor no longer changes the product of all of them: by then
-torch's product is 0 in float32, and each further factor of Keras' is 1."""
+"""Step from which the momentum's own factor no longer changes the product of all factors: torch's
+product is then 0 in float32, and each further factor of Keras' is 1."""
 
 
 def adam_rule(
@@ -41,7 +41,7 @@ def adam_rule(
         def numerator(g: jax.Array, m: jax.Array) -> jax.Array:
             if isinstance(nesterov, str):
                 return (weights[0] * m + weights[1] * g).astype(m.dtype)
-            # The same weights, in the order of Optax's roundings.
+            # The same weights as below, in the order of Optax's roundings.
             if nesterov:
                 return b1 * _divide(m, next_bias1) + (1 - b1) * _divide(g, bias1)
             return _divide(m, bias1)

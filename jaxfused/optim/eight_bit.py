@@ -7,13 +7,13 @@ the block. The distance of two codes grows with the value, since the relative er
     second moment = scale * (code / 255)^4
 
 If its gradient is small compared with the others of the block, a moment changes by less than half the
-distance of two codes a step, and rounded to nearest it would never move. So it is rounded at random to
-one of the two codes around it, such that the mean of the decoded values, not of the codes, is right. A
-zero stays zero.
+distance of two codes a step, and would never change if it were rounded to nearest. So a moment is
+rounded at random to one of the two codes around it, such that the mean of the decoded values, not of the
+codes, is right. A zero stays zero.
 
 A second moment becomes 0 only if it is 0: otherwise a first moment that is not rounded to 0 would be
-divided by the root of 0. The lowest codes of both have a quotient of (1 / 127)^2 to (1 / 255)^2, a step
-of 4.
+divided by the root of 0. At the lowest codes the first moment over the root of the second is (1 / 127)^2
+/ (1 / 255)^2, a step of 4.
 """
 
 import math
@@ -38,13 +38,13 @@ class EightBitMoment:
     """A moment of one leaf."""
 
     codes: jax.Array
-    """int8 or uint8, of the leaf's shape."""
+    """Codes, int8 or uint8, of the leaf's shape."""
     scales: jax.Array
-    """float32 [leading axes, blocks]; the remaining axes are merged and cut into blocks."""
+    """Scales, float32 [leading axes, blocks]; the remaining axes are merged and cut into blocks."""
 
 
 def is_coded(moment: Any) -> bool:
-    """Returns whether a moment is in 8 bits."""
+    """Returns whether a moment is stored in 8 bits."""
     return isinstance(moment, EightBitMoment)
 
 
@@ -54,7 +54,7 @@ def codes_and_scales(moment: Any) -> tuple[Any, jax.Array | None]:
 
 
 def zero_moment(param: jax.Array, *, signed: bool) -> EightBitMoment | None:
-    """Returns a moment of zeros, or None for a leaf that is small or not a multiple of a block."""
+    """Returns a moment of zeros; None for a leaf that is small, or not a multiple of a block."""
     if (
         param.size < LEAST_SIZE
         or param.size % BLOCK
@@ -72,7 +72,7 @@ def zero_moment(param: jax.Array, *, signed: bool) -> EightBitMoment | None:
 
 
 def decode(moment: Any) -> jax.Array:
-    """Returns a moment's values in float32; one that is not coded is returned as it is."""
+    """Returns a moment's values in float32; a moment that is not in 8 bits stays as it is."""
     if not isinstance(moment, EightBitMoment):
         return moment
     codes = moment.codes.reshape(*moment.scales.shape, BLOCK).astype(jnp.float32)
@@ -86,7 +86,7 @@ def decode(moment: Any) -> jax.Array:
 
 
 def encode(values: jax.Array, like: Any, seeds: jax.Array) -> Any:
-    """Returns values as a moment of the form of `like`.
+    """Returns values as a moment in the format of `like`.
 
     Args:
       values: the moment, of any float dtype.
@@ -96,7 +96,7 @@ def encode(values: jax.Array, like: Any, seeds: jax.Array) -> Any:
     if not isinstance(like, EightBitMoment):
         return values.astype(like.dtype)
     blocks = values.astype(jnp.float32).reshape(*like.scales.shape, BLOCK)
-    # XLA's maximum may lose a NaN.
+    # XLA's maximum may lose a NaN, so NaN is tested separately.
     scales = jnp.where(
         jnp.any(jnp.isnan(blocks), axis=-1), jnp.nan, jnp.max(jnp.abs(blocks), axis=-1)
     )

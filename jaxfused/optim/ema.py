@@ -1,4 +1,4 @@
-"""Growing decays of an average of parameters, for `init_step(ema_decay=...)`.
+"""Decays that grow with the number of updates, for `init_step(ema_decay=...)`.
 
 An average that starts at random parameters and keeps 0.9999 of itself is still random after a thousand
 steps. With these decays it follows the parameters faster at first. Each is a function of the number of
@@ -109,7 +109,7 @@ class RationalWarmup:
 
 
 def check(what: str, decay: Decay) -> None:
-    """Checks that a decay is valid; `what` is its name for messages."""
+    """Checks that a decay is valid; `what` names it in messages."""
     if callable(decay):
         value = jax.eval_shape(decay, jax.ShapeDtypeStruct((), jnp.int32))
         leaves = jax.tree.leaves(value)

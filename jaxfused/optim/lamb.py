@@ -13,7 +13,7 @@ from jaxfused.optim.transformation import FusedTransformation, fuse
 
 
 def _scale_by_trust_ratio(direction, param):
-    # The gradient of optax.safe_norm is defined at 0, so an update can be differentiated through.
+    # The gradient of `optax.safe_norm` is defined at 0, so that the update is differentiable.
     param_norm = optax.safe_norm(param, 0.0)
     direction_norm = optax.safe_norm(direction, 0.0)
     is_zero = (param_norm == 0) | (direction_norm == 0)

@@ -11,12 +11,12 @@ from jaxfused.optim.options import checked_options
 
 
 class PruningState(NamedTuple):
-    """The state of `magnitude_pruning`."""
+    """State of `magnitude_pruning`."""
 
     step: jax.Array
-    """int32, the steps that were taken."""
+    """Number of steps taken, int32."""
     kept: Any
-    """Bools of each parameter that is pruned, true where a number is kept; None for the others."""
+    """Bools for each pruned parameter, true where a number is kept; None for other parameters."""
 
 
 @checked_options
@@ -113,7 +113,8 @@ def magnitude_pruning(
                 lambda: kept,
             )
             whole = _whole(kept, p.shape, block_size)
-            wide = jnp.result_type(u, p)  # In which p - p is 0.
+            # In the wider of the two dtypes p plus its update -p is exactly 0.
+            wide = jnp.result_type(u, p)
             return jnp.where(whole, u.astype(wide), -p.astype(wide)), kept
 
         treedef: Any = jax.tree.structure(updates)
@@ -132,7 +133,7 @@ def _is_divided(p: Any, block_size: int) -> bool:
 
 
 def _grid(p: Any, block_size: int) -> tuple[int, ...]:
-    """Returns the shape of what is kept or pruned."""
+    """Returns the shape of the units that are kept or pruned: single numbers or blocks."""
     if block_size == 1:
         return jnp.shape(p)
     *batch, rows, columns = jnp.shape(p)
@@ -148,9 +149,9 @@ def _sizes(p: jax.Array, block_size: int) -> jax.Array:
 
 
 def _largest(sizes: jax.Array, fraction: Any) -> jax.Array:
-    """Returns which sizes are kept: all but the floor of `fraction` times their number."""
+    """Returns which units are kept: all but the smallest floor(fraction * count)."""
     count = math.prod(sizes.shape)
-    # 0.7 * 10 is 7.0, which float32 may have just below.
+    # The product 0.7 * 10 is 7, which float32 may have just below.
     pruned = jnp.floor(jnp.asarray(fraction, jnp.float32) * count + 1e-3).astype(jnp.int32)
     order = jnp.argsort(sizes.reshape(-1), stable=True)
     rank = jnp.zeros(count, jnp.int32).at[order].set(jnp.arange(count, dtype=jnp.int32))
@@ -158,7 +159,7 @@ def _largest(sizes: jax.Array, fraction: Any) -> jax.Array:
 
 
 def _whole(kept: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Array:
-    """Returns bools of the parameter's shape."""
+    """Returns the units' bools repeated to the parameter's shape."""
     if block_size == 1:
         return kept
     repeated = jnp.repeat(jnp.repeat(kept, block_size, axis=-2), block_size, axis=-1)

@@ -7,7 +7,7 @@ import jax
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Returns leaves and structure; None counts as a leaf, for a parameter without a gradient."""
+    """Returns leaves and structure; None is a leaf, of a parameter without a gradient."""
     return jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
 
 

@@ -43,19 +43,19 @@ PRESETS: Mapping[str, Any] = {
         (1.8749994008682747, -1.2499988017229169, 0.3749994008546422),
     ),
 }
-"""Coefficients by preset. Optax has the first two; those of Polar Express are from its authors'
-program, with their margin of a hundredth."""
+"""Coefficients by preset. The first two are Optax's. Polar Express has those of its authors' program,
+with their safety margin of 1 %."""
 
 
 def _matrices(tree: Any) -> Any:
-    """Returns Optax's dimension numbers for leaves with two axes, neither of them empty."""
+    """Returns Optax's dimension numbers for non-empty leaves of two axes."""
     return jax.tree.map(
         lambda leaf: contrib.MuonDimensionNumbers() if leaf.ndim == 2 and leaf.size else None, tree
     )
 
 
 def _flattened(tree: Any) -> Any:
-    """Returns dimension numbers for leaves with two axes or more: only the last axis is outputs."""
+    """Returns dimension numbers for leaves of two axes or more, where only the last axis is outputs."""
 
     def numbers(leaf: jax.Array) -> contrib.MuonDimensionNumbers | None:
         if leaf.ndim < 2 or not leaf.size:
@@ -70,7 +70,7 @@ def _is_numbers(x: Any) -> bool:
 
 
 class _View(NamedTuple):
-    """A leaf as matrices [batch, fan in, fan out]: its axes in this order, and how many form each."""
+    """A leaf as matrices [batch, fan in, fan out]: the order of its axes, and how many form each."""
 
     order: tuple[int, ...]
     batch_axes: int
@@ -98,13 +98,13 @@ class _View(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True if the leaf's axes are in this order without a transposition."""
+        """True if the leaf's axes already have this order."""
         return self.order == tuple(range(len(self.order)))
 
     def matrices(self, leaf: jax.Array) -> jax.Array:
         ordered = leaf.transpose(self.order)
         if explicit_mesh(leaf) is not None:
-            # Types cannot state the sharding of merged axes, so these are gathered first.
+            # JAX's types cannot state the sharding of merged axes, so these axes are gathered first.
             of_leaf = jax.typeof(ordered).sharding
             groups = self.batch_axes, self.input_axes, leaf.ndim - self.batch_axes - self.input_axes
             alone = [size == 1 for size in groups for _ in range(size)]
@@ -266,8 +266,8 @@ def muon(
     tx = optax.partition(
         {
             "muon": optax.chain(
-                # Orthogonal momentum and the scale of its shape are one function here. In Optax they are
-                # two, the second of which has an empty state.
+                # Optax has two transformations for momentum and scale, the second with an empty state;
+                # here one function does both.
                 optax.GradientTransformationExtraArgs(init, momentum.update),
                 optax.identity(),
                 optax.add_decayed_weights(weight_decay, weight_decay_mask),
@@ -302,7 +302,7 @@ def _after_factor(tx: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def _numbers(given: Any) -> Any:
-    """Returns Optax's numbers of dimensions, or a function of the tree that returns them."""
+    """Returns Optax's dimension numbers, or a function from the tree to them."""
     if given is None:
         return _matrices
     if not isinstance(given, str):
@@ -316,7 +316,7 @@ def _numbers(given: Any) -> Any:
 
 
 def _coefficients(given: Any, steps: Any) -> Any:
-    """Returns checked coefficients: a triple, or one for each iteration."""
+    """Returns checked coefficients: one triple, or one for each iteration."""
     is_known = not isinstance(steps, jax.core.Tracer)
     if isinstance(given, str):
         if given not in PRESETS:
@@ -452,7 +452,7 @@ class _Momentum:
     def _of_kernels(
         self, gradients: Sequence[Any], momenta: Sequence[Any], views: Sequence[_View]
     ) -> list[list[int]]:
-        """Returns the groups of leaves that kernels take together, wide ones first in each."""
+        """Returns lists of leaf indices that kernels take together, wide matrices first in each."""
         if self.adaptive or self.preconditioning != "frobenius" or not _is_known(self.steps):
             return []
         plain = [i for i, view in enumerate(views) if view.is_plain]
@@ -498,7 +498,7 @@ class _Momentum:
         count: jax.Array,
         factor: Any,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns the orthogonal matrices, and the momenta."""
+        """Returns the orthogonal matrices and the momenta, by kernels."""
         of_momentum, of_gradient = self._weights(count)
         wide, tall, squares, new = momentum_op.momentum_both_ways(
             gradients,
@@ -537,7 +537,7 @@ def _is_known(steps: Any) -> bool:
 
 
 def _spread(numbers: Any, tree: Any, f: Callable[[Any], Any]) -> Any:
-    """Returns `f` of each leaf's dimension numbers, given as a prefix or as a function of the tree."""
+    """Returns `f` of each leaf's dimension numbers; `numbers` is a prefix or a function of the tree."""
     prefix = numbers(tree) if callable(numbers) else numbers
     return jax.tree.map(
         lambda n, part: jax.tree.map(lambda _: f(n), part), prefix, tree, is_leaf=_is_numbers

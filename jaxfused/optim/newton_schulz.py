@@ -22,9 +22,10 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
 _LEAST_SCALE = 1e-8
-"""Lower bound of a Gram matrix's size when matrices are scaled by it, as in Optax, whatever `eps` is."""
+"""Lower bound of a Gram matrix's size where it scales matrices, as in Optax, whatever `eps` is."""
 _MOST_ELEMENTS = 2**28
-"""Elements of a batch, at most. Larger ones would not fill a GPU better, but copying takes memory."""
+"""Largest number of elements of a batch. Larger batches take memory for a copy, and fill a GPU no
+better."""
 _MOST_AT_ONCE = 3
 """Iterations per product with matrices that are at least twice as wide as they are high. Small singular
 values grow up to 40-fold in three iterations; in five, rounding can reverse them."""
@@ -33,7 +34,7 @@ _product = functools.partial(symmetric_product, is_factor=True)
 
 
 def rows(coefficients: Any, steps: int) -> list[Any]:
-    """Returns (a, b, c) of each iteration, from one triple for all or an array of enough triples."""
+    """Returns (a, b, c) of each iteration, from one triple for all or from an array of triples."""
     if coefficients.ndim == 1:
         return [coefficients] * int(steps)
     return list(coefficients[: int(steps)])
@@ -81,7 +82,7 @@ def orthogonalize(
 
 
 def batches(matrices: Sequence[jax.Array]) -> list[list[int]]:
-    """Returns the indices of the arrays that are computed together."""
+    """Returns lists of array indices; the arrays of a list are computed together."""
     kinds: dict[Hashable, list[int]] = {}
     for i, x in enumerate(matrices):
         # Arrays with different shardings are not concatenated.
@@ -92,7 +93,7 @@ def batches(matrices: Sequence[jax.Array]) -> list[list[int]]:
 
 
 def _parts(matrices: Sequence[jax.Array], indices: Sequence[int]) -> list[list[int]]:
-    """Splits arrays into the fewest parts below _MOST_ELEMENTS, of about the same size."""
+    """Splits arrays into the fewest parts of at most _MOST_ELEMENTS, of about the same size."""
     total = sum(matrices[i].size for i in indices)
     count = max(1, -(-total // _MOST_ELEMENTS))
     parts: list[list[int]] = [[]]
@@ -182,8 +183,8 @@ def orthogonalize_both_ways(
     """
     size = _at_once(wide)
     scale = 1 / _divisor(jnp.sqrt(squares), eps, clamps_norm)
-    # A matrix is not scaled in a pass of its own: the epilogues of its Gram matrix and of its product
-    # with the polynomials multiply by its scale.
+    # No separate pass scales a matrix: the epilogues of its Gram matrix and of its product with the
+    # polynomials multiply by its scale.
     gram = _product(wide, scales=scale**2)
     last = len(coefficients) - size
     for first in range(0, len(coefficients), size):
@@ -201,12 +202,12 @@ def orthogonalize_both_ways(
 
 
 def _at_once(x: jax.Array) -> int:
-    """Returns the number of iterations per product with x."""
+    """Returns the number of iterations that share one product with x."""
     return _MOST_AT_ONCE if x.shape[2] >= 2 * x.shape[1] else 1
 
 
 def _iterations(x: jax.Array, coefficients: Sequence[Any], preconditioning: str) -> jax.Array:
-    """Runs some iterations with one product with x."""
+    """Runs the iterations that share one product with x."""
     gram = _product(x)
     if preconditioning:
         wide = gram.astype(accumulator_dtype(gram.dtype))

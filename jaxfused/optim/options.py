@@ -13,15 +13,15 @@ import numpy as np
 from jaxfused.runtime import checks
 
 _DECAYS = frozenset({"b1", "b2", "beta", "adam_b1", "adam_b2"})
-"""Options that are the weight of a past average, and so are at least 0 and below 1."""
+"""Options that weigh a past average, and so are at least 0 and below 1."""
 _EPSILONS = frozenset({"eps", "eps_root", "adam_eps", "adam_eps_root"})
-"""Options that keep a divisor above 0, and so are not negative."""
+"""Options that keep a divisor above 0, and so must not be negative."""
 
 type _Check = Callable[[str, str, Any], Any]
 
 
 def checked_options[**P, R](optimizer: Callable[P, R]) -> Callable[P, R]:
-    """Makes an optimizer check its options before a step meets them.
+    """Decorates an optimizer to check its options when it is made.
 
     A number may be Python's, NumPy's or a JAX scalar, also a traced one as under
     `optax.inject_hyperparams`; what is known must be finite, and in the option's range.
@@ -75,7 +75,7 @@ def _is_real(dtype: Any) -> bool:
 
 
 def _known(value: Any) -> float | None:
-    """Returns the value of a scalar array, or None while it is traced or on a GPU."""
+    """Returns a scalar's value, or None if it is traced or on a GPU."""
     known = checks.readable_values(value) if isinstance(value, jax.Array) else value
     return None if known is None else float(known)
 

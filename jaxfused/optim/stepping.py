@@ -40,23 +40,24 @@ LARGEST_LOSS_SCALE = 2.0**127  # Twice this number is infinite in float32.
 class StepState:
     """The state that `step` keeps from step to step besides the parameters; made by `init_step`.
 
-    A pytree: it goes through jit, scan, sharding and checkpoints. Fields that are not used are None.
+    The state is a pytree, so it goes through jit, scan, sharding and checkpoints. Fields that are not
+    used are None.
     """
 
     optimizer: optax.OptState
-    """Optax's own state, which `optax.adamw(...).update` accepts as it is."""
+    """Optax's state, which `optax.adamw(...).update` accepts unchanged."""
     ema: Any
-    """The average of the parameters, in float32 or a wider dtype."""
+    """Average of the parameters, in float32 or a wider dtype."""
     compute: Any
-    """The copy of the parameters in the compute dtype."""
+    """Copy of the parameters in the compute dtype."""
     loss_scale: jax.Array | None
-    """The float32 scalar that the loss is to be multiplied by."""
+    """Factor of the loss, a float32 scalar."""
     good_steps: jax.Array | None
-    """The int32 number of finite steps since the loss scale last changed."""
+    """Number of finite steps since the loss scale last changed, int32."""
     skipped: jax.Array
-    """The int32 number of steps skipped so far because a gradient was not finite."""
+    """Number of steps skipped so far because a gradient was not finite, int32."""
     rounding: jax.Array | None
-    """The seed of random rounding and the number of the next step, uint32 [2]."""
+    """Seed of stochastic rounding and number of the next step, uint32 [2]."""
     ema_decay: averages.Decay | None = field(metadata={"static": True})
     growth_interval: int = field(metadata={"static": True})
 
@@ -68,7 +69,7 @@ class CountingStepState(StepState):
     """A `StepState` whose average has a decay that depends on how often it has been updated."""
 
     ema_updates: jax.Array
-    """The int32 number of these updates."""
+    """Number of updates of the average so far, int32."""
 
 
 def init(
@@ -81,7 +82,7 @@ def init(
     growth_interval: int,
     rounding_seed: int | None,
 ) -> StepState:
-    """Implements `FusedTransformation.init_step`, where the arguments are described."""
+    """Implements `FusedTransformation.init_step`, which documents the arguments."""
     if ema_decay is not None:
         averages.check("init_step: ema_decay", ema_decay)
     if loss_scale is not None and not 1 <= loss_scale <= LARGEST_LOSS_SCALE:
@@ -131,7 +132,7 @@ def step(
     skip_nonfinite: bool,
     implementation: str | None,
 ) -> tuple[optax.Params, Any]:
-    """Implements `FusedTransformation.step`, where the arguments are described."""
+    """Implements `FusedTransformation.step`, which documents the arguments."""
     is_known = max_norm is not None and not isinstance(max_norm, jax.Array)
     if is_known and not (
         isinstance(max_norm, _NUMBERS) and np.ndim(max_norm) == 0 and max_norm > 0
@@ -167,22 +168,22 @@ def _why(
 
 @dataclass(frozen=True)
 class _Reasons:
-    """The reasons of a choice as a static argument; all compare equal, so that none causes a retrace."""
+    """Reasons of a choice as a static argument; all instances are equal, so none causes a retrace."""
 
     why: dict[str, str | None] = field(compare=False)
 
 
 class _Numbers(NamedTuple):
-    """The numbers of one step that are neither gradients nor state.
+    """Inputs of one step that are neither gradients nor state.
 
-    They include the values that an optimizer closes over. As arguments, JAX can differentiate and map a
-    step by them, which the rules below could not do for closed-over values.
+    They include the values that an optimizer closes over. Because they are arguments, JAX can
+    differentiate and map a step with respect to them.
     """
 
     max_norm: Any
     average_decay: Any
     hyper: "Hyperparameters | None"
-    """The hyperparameters at this step, or None for a transformation without a recipe."""
+    """Hyperparameters at this step; None for a transformation without a recipe."""
 
 
 def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, reasons):
@@ -190,7 +191,7 @@ def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, re
     opt_state = state if kept is None else kept.optimizer
     _check_state(tx, opt_state, params)
     _check_gradients(grads, params)
-    # The promotions here are intended, even if the user has made JAX refuse them.
+    # Promotions here are intended, even if the user has made JAX refuse promotions.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         numbers = _Numbers(
             max_norm,
@@ -222,13 +223,14 @@ _donating_step = jax.jit(
     donate_argnames=("state", "params"),
     keep_unused=True,  # The old compute copy is unread, but its buffer is reused.
 )
-# Without donation: if JAX differentiates a step outside of jit, the backward reads the forward's arrays.
+# This step donates nothing: if JAX differentiates it outside of jit, the backward reads the forward's
+# arrays.
 _keeping_step = jax.jit(_step, static_argnames=_STATIC)
 
 
 def _state_without_a_trace() -> Any:
-    """Returns JAX's trace state of code that is not traced, differentiated or mapped."""
-    # This module may be imported under a trace, but a new thread has none.
+    """Returns JAX's trace state outside of any tracing, differentiation or mapping."""
+    # This module may be imported while a program is traced, but a new thread has no trace.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(get_opaque_trace_state).result()
 
@@ -244,7 +246,8 @@ def _with_rules(
     def call(*args):
         leaves = jax.tree.leaves(args)
         treedef: Any = jax.tree.structure(args)
-        results: Any = jax.tree.structure((args[2], args[1]))  # of the same form as the arguments
+        # Results have the structure of the arguments.
+        results: Any = jax.tree.structure((args[2], args[1]))
         # Python's numbers are not converted: as arrays they would promote 16-bit operands.
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
@@ -327,7 +330,7 @@ def _by_kernels(
 
 
 def _rows(leaves: "Leaves", kept: StepState | None) -> list[optimizer_step.Leaf]:
-    """Returns the arrays of each leaf; those of a leaf without a gradient may be trees."""
+    """Returns each leaf's arrays; for a leaf without a gradient these may be trees."""
     count = len(leaves.gradients)
     absent = [None] * count
 
@@ -348,13 +351,13 @@ def _row(g: Any, p: Any, first: Any, second: Any, average: Any, copy: Any) -> op
 
 
 def _moment(row: optimizer_step.Leaf, which: str) -> Any:
-    """Returns a moment in the form that it has in Optax's state."""
+    """Returns a moment in the form that Optax's state has."""
     values, scales = getattr(row, f"{which}_moment"), getattr(row, f"{which}_scale")
     return values if scales is None else eight_bit.EightBitMoment(values, scales)
 
 
 def _at_rest(row: optimizer_step.Leaf, d: Any, taken: jax.Array) -> optimizer_step.Leaf:
-    """Returns a leaf without a gradient after a step: only its average is updated."""
+    """Returns a leaf without a gradient after a step, which updates only its average."""
     if d is None:
         return row
     return row._replace(
@@ -375,7 +378,7 @@ def _by_update(
     numbers: _Numbers,
     clipping_update: Callable[..., tuple[Any, Any]] | None = None,
 ) -> tuple[optax.Params, Any]:
-    """Takes a step by Optax's protocol: update, then write; `clipping_update` also clips."""
+    """Takes a step by Optax's protocol, update and then write; `clipping_update` also clips."""
     kept = state if isinstance(state, StepState) else None
     opt_state = state if kept is None else kept.optimizer
     if kept is not None:
@@ -405,7 +408,7 @@ def _by_update(
         return jnp.where(finite, new, old) if skip_nonfinite else new
 
     def write_column(array, old, new):
-        """Writes the arrays of one kind, one for each leaf of the gradients."""
+        """Writes one kind of array for all leaves of the gradients."""
         treedef: Any = jax.tree.structure(grads, is_leaf=lambda g: g is None)
         pairs = zip(treedef.flatten_up_to(old), treedef.flatten_up_to(new), strict=True)
         return treedef.unflatten(
@@ -495,7 +498,7 @@ def _all_finite(grads: optax.Updates) -> jax.Array:
 
 
 def _clip(grads: optax.Updates, max_norm: float | jax.Array) -> optax.Updates:
-    """Applies `optax.clip_by_global_norm` in float32, since float16 cannot hold the square of 256."""
+    """Applies `optax.clip_by_global_norm` in float32, because 256 squared overflows float16."""
     norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(accumulator_dtype(g.dtype)), grads))
     return jax.tree.map(
         lambda g: jnp.where(norm < max_norm, g, (g / norm * max_norm).astype(g.dtype)), grads

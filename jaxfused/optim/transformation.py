@@ -21,7 +21,7 @@ from jaxfused.runtime import stochastic_rounding
 
 Moments = tuple[jax.Array, ...]
 LeafRule = Callable[[jax.Array, Moments], tuple[jax.Array, Moments]]
-"""A function (gradient, moments) -> (direction, moments) for one leaf."""
+"""Function (gradient, moments) -> (direction, moments) for one leaf."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,15 @@ class Rule:
     """An optimizer's formula with its constants, such as b1 and b2."""
 
     at: Callable[[Any], LeafRule]
-    """The function from the step's number, from 1 up, to the rule for each leaf at this step.
+    """Function from the step's number, from 1 up, to the rule for each leaf at this step. Scalars that
+    the leaves share must be computed outside of the leaf rule: XLA rounds a division by a scalar
+    differently if each leaf computes the scalar, and the numbers would no longer be Optax's.
 
     Scalars that the leaves share must be computed outside of the leaf rule: XLA rounds a division by a
     scalar differently if each leaf computes the scalar, and the numbers would no longer be Optax's.
     """
     kernel: KernelRule
-    """The same formula for the kernels."""
+    """The same formula in the form that the kernels take."""
 
 
 class FusedTransformation(optax.GradientTransformationExtraArgs):
@@ -43,15 +45,15 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
 
     As the pair `(init, update)` that Optax expects, it can be used wherever such a pair can: in
     `optax.chain`, `optax.multi_transform`, `optax.MultiSteps`, `optax.inject_hyperparams`, Flax's
-    `TrainState` and `nnx.Optimizer`. The transformations that these return are Optax's and have no
-    `step`.
+    `TrainState` and `nnx.Optimizer`. The transformations that those functions return are Optax's and
+    have no `step`.
     """
 
     recipe: "Recipe | None" = None
-    """The formula that `step` runs by kernels; None for a transformation that has no such formula."""
+    """Formula that `step` runs by kernels; None if there is none."""
     kernel_update: Callable[..., tuple[Any, Any]] | None = None
-    """(grads, state, params, max_norm=, why=) -> (updates, state): `update` by kernels, with clipping to
-    a norm; None if there are no kernels, or those of a recipe."""
+    """Function (grads, state, params, max_norm=, why=) -> (updates, state): `update` by kernels, with
+    clipping to a norm. None if there are no kernels, or those of a recipe."""
 
     def step(
         self,
@@ -257,12 +259,12 @@ class Leaves(NamedTuple):
     decays: list[bool]
     moments: dict[str, list[Any]]
     count: Any
-    """The number of this step, from 1 up; None for an optimizer that does not count."""
+    """Number of this step, from 1 up; None for an optimizer that does not count."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """The parts in which this package's optimizers differ."""
+    """Parts in which this package's optimizers differ."""
 
     make_rule: Callable[..., Rule]
     constants: tuple[Any, ...]
@@ -285,7 +287,7 @@ class Recipe:
         self, updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         """Implements `update` of Optax's transformations."""
-        del extra_args  # Optax passes an argument meant for one member of a chain to all.
+        del extra_args  # In a chain, Optax passes an argument meant for one member to all members.
         with _optax_promotions():
             return self.update_with(self.hyperparameters(state), updates, state, params)
 
@@ -331,7 +333,7 @@ class Recipe:
     def _coded(
         self, number: int, count: Any, new: Moments, old: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Returns the new moments of a leaf in the form of the old ones."""
+        """Returns the new moments of a leaf in the format of the old ones."""
         if self.coding is None:
             return new
         words = self.coding(count)
@@ -364,7 +366,7 @@ class Recipe:
         moments: dict[str, list[Any]],
         taken: jax.Array | None = None,
     ) -> Any:
-        """Returns Optax's state after the step, with these moments; counts stay if it is not taken."""
+        """Returns Optax's state with these moments; counts stay if the step is not `taken`."""
 
         def counted(new, old):
             return new if taken is None else jnp.where(taken, new, old)
@@ -377,7 +379,7 @@ class Recipe:
         return (type(state[0])(**fields), *schedules)
 
     def _decayed(self, updates: optax.Updates) -> list[bool]:
-        """Returns for each leaf whether it has weight decay."""
+        """Returns, for each leaf, whether weight decay applies to it."""
         leaves, treedef = flatten(updates)
         constant_zero = isinstance(self.weight_decay, (int, float)) and self.weight_decay == 0
         if self.weight_decay is None or constant_zero:
@@ -392,7 +394,7 @@ class Recipe:
 
 
 def stored(new: jax.Array, old: jax.Array, dtype: Any) -> jax.Array:
-    """Returns a moment in the dtype in which Optax stores it: the requested one, or as computed."""
+    """Returns a moment in the dtype that Optax stores: the requested one, or as computed."""
     return new if dtype is None else new.astype(old.dtype)
 
 

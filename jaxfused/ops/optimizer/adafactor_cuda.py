@@ -10,14 +10,14 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 _MAX_LEAVES = 256
-"""Leaves of one launch, at most."""
+"""Largest number of leaves in one launch."""
 _MAX_IN_PLACE = 48
-"""Leaves of a launch that writes in place, at most: see `optimizer_step_cuda.LEAVES_A_CALL`."""
+"""Largest number of leaves in a launch that writes in place: see `optimizer_step_cuda.LEAVES_A_CALL`."""
 _TILE_ROWS, _TILE_COLUMNS = 64, 512
 
 
 class Sizes(NamedTuple):
-    """The sizes of a leaf [..., rows, columns]."""
+    """Sizes of a leaf [..., rows, columns]."""
 
     batch: int
     rows: int

@@ -27,17 +27,17 @@ LEAST_PARAMETER_SCALE = 1e-3
 
 
 class Leaf(NamedTuple):
-    """The arrays of a leaf; the axes before the last two count matrices.
+    """Arrays of a leaf; the axes before the last two count matrices.
 
     Moments come first, because the last array with an axis decides how it is split.
     """
 
     row_moment: jax.Array
-    """[..., rows], the decayed mean of the squares of each row."""
+    """Decayed mean of each row's squares, [..., rows]."""
     column_moment: jax.Array
-    """[..., columns], the decayed mean of the squares of each column."""
+    """Decayed mean of each column's squares, [..., columns]."""
     gradient: jax.Array
-    """[..., rows, columns], as is the parameter."""
+    """Gradient [..., rows, columns], the shape of the parameter too."""
     parameter: jax.Array
 
 
@@ -47,11 +47,11 @@ class Scaled(NamedTuple):
     row_moment: jax.Array
     column_moment: jax.Array
     scale: jax.Array
-    """The factor of each matrix, float32 [...]."""
+    """Factor of each matrix, float32 [...]."""
 
 
 class Scalars(NamedTuple):
-    """The numbers of a step."""
+    """Scalars of one step."""
 
     decay: Any
     one_minus_decay: Any
@@ -59,7 +59,7 @@ class Scalars(NamedTuple):
     clipping_threshold: Any
     max_norm: Any
     other_squares: Any
-    """The sum of the squares of the gradients of all other leaves."""
+    """Sum of the squares of all other leaves' gradients."""
 
 
 def step(
@@ -99,7 +99,7 @@ def _axes(names: Sequence[str]) -> tuple[sharding.AxisNames, ...]:
 
 @dataclass(frozen=True)
 class _Call:
-    """The static part of a step."""
+    """Static arguments of a step."""
 
     normalizes_columns: tuple[bool, ...]
     clips: bool
@@ -147,7 +147,7 @@ class _Call:
         return Scaled(moments[0], moments[1], scale)
 
     def by_kernels(self, vector: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns what `by_reference` does, by kernels that each device runs on its shards."""
+        """Returns the results of `by_reference`, by kernels that each device runs on its shards."""
         names = [
             [f"leaf{i}_{axis}" for axis in range(leaf.parameter.ndim)]
             for i, leaf in enumerate(_leaves(arrays))
@@ -208,7 +208,7 @@ def _leaves(arrays: Sequence[jax.Array]) -> list[Leaf]:
 
 
 def _groups(leaves: Sequence[Leaf]) -> list[list[int]]:
-    """Returns the indices of the leaves that the kernels take together."""
+    """Returns lists of leaf indices; one call of the kernels takes each list."""
     groups: dict[Hashable, list[int]] = {}
     for i, leaf in enumerate(leaves):
         kind = tuple(array.dtype for array in leaf), sharding.varying(*leaf)
@@ -218,7 +218,7 @@ def _groups(leaves: Sequence[Leaf]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _Split:
-    """The mesh axes that split a leaf's matrices, their rows and columns, and the unsharded sizes."""
+    """Mesh axes that split a leaf's matrices, rows and columns, and the unsharded sizes."""
 
     matrices: tuple[str, ...]
     rows: tuple[str, ...]
@@ -242,7 +242,7 @@ class _Split:
 
 @dataclass(frozen=True)
 class _Group:
-    """Leaves of the same dtypes, which the kernels take together."""
+    """Leaves of equal dtypes, which one call of the kernels takes."""
 
     call: _Call
     leaves: Sequence[Leaf]
@@ -250,7 +250,7 @@ class _Group:
     normalizes_columns: Sequence[bool]
 
     def sums_of_squares(self) -> tuple[jax.Array, jax.Array]:
-        """Returns the sums of each row and column, and those of each leaf, over all devices."""
+        """Returns sums of squares over all devices: of each row and column, and of each leaf."""
         gradients = [leaf.gradient for leaf in self.leaves]
         parameters = [leaf.parameter for leaf in self.leaves if self.call.multiplies_by_parameter]
         lines, totals = self._varying(kernels.sums_of_squares)(gradients, parameters)
@@ -275,7 +275,7 @@ class _Group:
             [(s.column_count, s.row_count) for s in self.split],
             self.normalizes_columns,
         )
-        # Vectors have one number for each matrix, or one for each leaf.
+        # Vectors have one number per matrix, or one per leaf.
         matrices = [math.prod(leaf.parameter.shape[:-2]) for leaf in self.leaves]
         lengths, along, across = [], [], []
         for of_columns, s, count in zip(self.normalizes_columns, self.split, matrices, strict=True):
@@ -306,7 +306,7 @@ class _Group:
         ]
 
     def _varying(self, call: Any) -> Any:
-        """Wraps a kernel's call so that operands and results vary along the same Manual axes."""
+        """Wraps a kernel's call so that operands and results vary over the same Manual axes."""
 
         def wrapped(*operands: Any) -> Any:
             leaves = jax.tree.leaves(operands)
@@ -330,7 +330,7 @@ class _Group:
 
 
 def _added_up(array: jax.Array, parts: Sequence[tuple[int, tuple[str, ...]]]) -> jax.Array:
-    """Adds up parts of an array's first axis over devices; `parts` has (size, mesh axes) of each."""
+    """Sums parts of an array's first axis over devices; `parts` has (size, mesh axes) of each part."""
     if not any(names for _, names in parts):
         return array
     split = _parts(array, [size for size, _ in parts])
@@ -340,7 +340,7 @@ def _added_up(array: jax.Array, parts: Sequence[tuple[int, tuple[str, ...]]]) ->
 
 
 def _vector(values: Sequence[float]) -> jax.Array:
-    # XLA's partitioner accepts no functions with constant arrays, only with scalars.
+    # XLA's partitioner accepts no functions that close over constant arrays, only over scalars.
     return jnp.stack([lax.full((), value, jnp.float32) for value in values])
 
 

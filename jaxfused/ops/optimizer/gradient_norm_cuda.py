@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxfused.runtime import cuda_library
 
 _MAX_LEAVES = 256
-"""Gradients of one launch, at most."""
+"""Largest number of gradients in one launch."""
 _MOST_BLOCKS = 2048
 
 

@@ -1,4 +1,4 @@
-"""Muon's momentum of matrices of one shape, both as they are and transposed, by a kernel."""
+"""Muon's momentum of matrices of one shape, written as it is and transposed, by a kernel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,10 +74,10 @@ def momentum_both_ways(
 
 @dataclass(frozen=True)
 class _Call:
-    """The static part of a call."""
+    """Static arguments of a call."""
 
     count: int
-    """The number of gradients, and of the momenta that follow them."""
+    """Number of gradients, and of the momenta after them."""
     dtype: Any
 
     def by_kernel(self, scalars: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -12,7 +12,7 @@ from jaxfused.runtime import cuda_library
 _SIDE = 64
 """Rows and columns of a tile."""
 MAX_LEAVES = 256
-"""Arrays of one launch, at most."""
+"""Largest number of arrays in one launch."""
 
 
 def momentum_both_ways(
@@ -31,7 +31,7 @@ def momentum_both_ways(
       gradients: arrays [B, M, N] with M <= N, and then ones [B, N, M], of one dtype.
       momenta: as many of the same shapes and one dtype; their buffers become the results'.
       dtype: of the first two results.
-      is_factor: whether float32 is rounded to tf32 in them.
+      is_factor: True to round float32 to tf32 in them.
 
     Returns:
       ([matrices, M, N], [matrices, N, M], float32 [matrices], momenta).

@@ -26,14 +26,14 @@ class KernelRule:
     """An optimizer's formula for the kernels."""
 
     name: str
-    """The rule "adam", "lion", "sgd" or "lamb"."""
+    """Name of the formula: "adam", "lion", "sgd" or "lamb"."""
     nesterov: bool
     scalars: Callable[[Any], Scalars]
-    """The function from the step's number to the scalars of the formula."""
+    """Function from the step's number to the scalars of the formula."""
 
     @property
     def stage(self) -> str:
-        """The stage's name in `jaxfused.explain`."""
+        """Name of the stage in `jaxfused.explain`."""
         return f"{self.name} step"
 
 
@@ -52,7 +52,7 @@ def record(
     why: Mapping[str, str | None],
     by_partitioner: bool = False,
 ) -> None:
-    """Records the choice, with all parameters of a dtype as one vector operand."""
+    """Records the choice of an implementation; the parameters of each dtype stand as one vector."""
     sizes: dict[Any, int] = {}
     for leaf in leaves:
         dtype = leaf.parameter.dtype
@@ -117,11 +117,11 @@ def step(
 
 
 def sharding_axes(index: int, leaf: Leaf) -> dict[str, sharding.AxisNames]:
-    """Returns the names of the axes of each array of a leaf."""
+    """Returns the names of each array's axes, for one leaf."""
     names = [f"leaf{index}_{axis}" for axis in range(leaf.parameter.ndim)]
     if leaf.first_scale is None:
         return dict.fromkeys(Leaf._fields, tuple(names))
-    # The last axis may be split between blocks of an 8-bit moment; merged axes are not split.
+    # The last axis may be split between blocks of an 8-bit moment, but not the axes merged with it.
     leading = leaf.first_scale.ndim - 1
     axes: sharding.AxisNames
     if leading == leaf.parameter.ndim - 1:
@@ -140,7 +140,7 @@ def _each(rows: Sequence[Any], fields: Sequence[Sequence[str]]) -> list[tuple[An
 
 
 def _present(leaf: Leaf) -> list[str]:
-    """Returns the names of a leaf's arrays, scales first: the last array decides how axes are split."""
+    """Returns the names of a leaf's arrays; scales are first, as the last array decides the split."""
     present = [field for field, array in leaf._asdict().items() if array is not None]
     return sorted(present, key=lambda field: not field.endswith("scale"))
 
@@ -153,18 +153,18 @@ def _arrays(leaves: Sequence[Leaf], fields: Sequence[Sequence[str]]) -> list[jax
 
 @dataclass(frozen=True)
 class _Call:
-    """The static part of a step."""
+    """Static arguments of a step."""
 
     rule: KernelRule
     decays: tuple[bool, ...]
     fields: tuple[tuple[str, ...], ...]
-    """The names of each leaf's arrays."""
+    """Names of each leaf's arrays."""
     clips: bool
     skips_nonfinite: bool
     why: Mapping[str, str | None]
     numbers: tuple[int, ...]
     rounds: bool
-    """True if bfloat16 arrays are rounded at random."""
+    """True if bfloat16 arrays are rounded stochastically."""
 
     @property
     def written(self) -> tuple[tuple[str, ...], ...]:
@@ -183,7 +183,7 @@ class _Call:
         words: jax.Array,
         *arrays: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        """Returns whether the step is taken, and the written arrays."""
+        """Returns whether the step is taken, and then the arrays that it writes."""
         leaves = self.leaves(arrays, self.fields)
         record(self.rule.stage, leaves, "cuda", self.why, where.by_partitioner)
         names = [where.names(of_leaf["parameter"]) for of_leaf in axes]
@@ -207,13 +207,13 @@ class _Call:
     def _launches(
         self, leaves: Sequence[Leaf], names: Sequence[tuple[str, ...]]
     ) -> list[list[int]]:
-        """Returns the leaves' indices, in a list for each call of the kernels."""
+        """Returns lists of leaf indices; one call of the kernels takes each list."""
 
         def kind(i: int) -> Hashable:
             leaf = leaves[i]
             dtypes = tuple(None if array is None else array.dtype for array in leaf)
             varying = sharding.varying(*(a for a in leaf if a is not None))
-            # LAMB's sums over a leaf are added up over devices for all leaves of a call together.
+            # LAMB adds up the sums of leaves over devices for all leaves of a call together.
             return dtypes, varying, names[i] if self.rule.name == "lamb" else ()
 
         return _grouped(kind, len(leaves))
@@ -279,7 +279,7 @@ def _has_float32_moments(leaf: Leaf) -> bool:
 def _place(
     where: sharding.OnShards, axes: sharding.AxisNames, shard: jax.Array
 ) -> list[jax.Array | int]:
-    """Returns how indices in a shard map to the whole array: a base, three chunks and three skips.
+    """Returns how a shard's indices map to the whole array's: a base, three chunks, three skips.
 
     The element with index l on this device has index base + l + sum of (l // chunk) * skip, modulo 2^32,
     in the array. Each split axis has a term, except the array's first axis.
@@ -318,7 +318,7 @@ def _random(
     codes = like.first_scale is not None
 
     def vector(values: Sequence[jax.Array | int]) -> jax.Array:
-        # XLA's partitioner accepts no functions with constant arrays, only with scalars.
+        # XLA's partitioner accepts no functions that close over constant arrays, only over scalars.
         return jnp.stack(
             [v if isinstance(v, jax.Array) else lax.full((), v, jnp.uint32) for v in values]
         )
@@ -356,7 +356,7 @@ def sum_of_squares(
 
 
 def _grouped(kind: Callable[[int], Hashable], count: int) -> list[list[int]]:
-    """Returns the numbers below `count`, in lists of equal `kind`."""
+    """Returns lists of the numbers below `count`; those in a list have the same `kind`."""
     groups: dict[Hashable, list[int]] = {}
     for i in range(count):
         groups.setdefault(kind(i), []).append(i)

@@ -10,16 +10,16 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 LEAVES_A_CALL = 32
-"""Leaves of one launch, at most. One launch could take all of a large tree, but XLA's search for copies
-between operands and results that share a buffer takes time that grows faster than their number: with 256
-leaves a call, ViT-L/16's step compiles for minutes."""
+"""Largest number of leaves in one launch. A launch could take all leaves of a large tree, but XLA's
+search for copies between operands and results that share a buffer takes time that grows faster than
+their number: with 256 leaves a call, ViT-L/16's step compiles for minutes."""
 _WARPS = 8
 _TILE = 1024
 """Values of a tile if each thread has one vector."""
 
 
 class Leaf(NamedTuple):
-    """The arrays of one leaf, all but the scales of one shape; absent ones are None."""
+    """Arrays of one leaf, all of one shape but the scales; absent ones are None."""
 
     gradient: jax.Array | None
     parameter: jax.Array
@@ -28,12 +28,12 @@ class Leaf(NamedTuple):
     average: jax.Array | None = None
     copy: jax.Array | None = None
     first_scale: jax.Array | None = None
-    """The scales of a first moment in int8; the second moment then is in uint8."""
+    """Scales of a first moment in int8, whose second moment is in uint8."""
     second_scale: jax.Array | None = None
 
 
 class Scalars(NamedTuple):
-    """The scalars that a step reads from device memory, in the kernel's order; unused ones are 0."""
+    """Scalars that a step reads from device memory, in the kernel's order; unused ones are 0."""
 
     learning_rate: Any = 0.0
     weight_decay: Any = 0.0
@@ -73,7 +73,7 @@ BLOCK = 256
 def why_unsupported(
     *, compute_capability: tuple[int, int] | None, dtypes: Sequence[Any]
 ) -> str | None:
-    """Returns None where a tree with arrays of these dtypes can be updated, else the reason."""
+    """Returns None if a tree with arrays of these dtypes can be updated, else the reason."""
     reason = cuda_library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -84,9 +84,9 @@ def why_unsupported(
 
 
 def _vectors(leaf: Leaf) -> int:
-    """Returns the number of vectors of a thread in a tile, more if an element has few bytes."""
+    """Returns the vectors of a thread in a tile: more if the arrays have few bytes per element."""
     read = sum(array.dtype.itemsize for array in leaf[:5] if array is not None)
-    # With two vectors a thread, a warp has a whole block of an 8-bit moment.
+    # With two vectors per thread, a warp has a whole block of an 8-bit moment.
     return 1 if read >= 12 and leaf.first_scale is None else 2
 
 
@@ -112,7 +112,7 @@ def step(
     random: jax.Array | None = None,
     rounded: Sequence[str] = (),
 ) -> tuple[list[Leaf], jax.Array | None]:
-    """Returns the leaves after the step, whose arrays have the buffers of those before it.
+    """Returns the leaves after the step; their arrays take the buffers of the leaves before the step.
 
     Args:
       rule: "adam", "adam_8bit", "lion", "sgd", or one of LAMB's two passes. The first returns the

@@ -11,7 +11,8 @@ from jaxfused.ops.pool.max_pool_xla import Pairs, each_place
 from jaxfused.runtime.promotion import accumulator_dtype
 
 _IN_ONE_PASS = 16
-"""Largest number of values of a window that are summed in one pass over x, and not axis by axis."""
+"""Largest number of values of a window that are summed in one pass over x; larger windows are summed
+axis by axis."""
 
 
 def pool(
@@ -48,7 +49,7 @@ def pool(
 
 
 def _along(axis, ndim, numbers, dtype):
-    """Returns numbers along one of `ndim` axes; a single number if they are all the same."""
+    """Returns `numbers` laid along one of `ndim` axes, or one number if all are equal."""
     if (numbers == numbers[0]).all():
         numbers = numbers[:1]
     return jnp.asarray(numbers.reshape([-1 if a == axis else 1 for a in range(ndim)]), dtype)
@@ -76,7 +77,7 @@ def _sums(x, window, strides, padding):
 
 
 def _window_sums(x, window, strides, padding):
-    # With a zero that is constant in tracing, JAX makes this a sum, which has a transpose.
+    # With a zero that is a constant in tracing, JAX recognises a window sum, which has a transpose.
     return jax.lax.reduce_window(x, np.array(0, x.dtype), jax.lax.add, window, strides, padding)
 
 
@@ -96,7 +97,7 @@ def _padded(x, padding):
 
 
 def _ones_where_counted(dtype, spatial, padding, counted):
-    """Returns [1, *padded, 1] with ones at the positions that count."""
+    """Returns an array [1, *padded, 1] with ones at the positions that count."""
     ones = jnp.ones((1,) * (len(spatial) + 2), dtype)
     for axis, (n, (low, high), (begin, end)) in enumerate(
         zip(spatial, padding, counted, strict=True), 1

@@ -1,4 +1,4 @@
-"""blur_pool: validation, and the sums in plain JAX."""
+"""blur_pool: validation, and its weighted sums in plain JAX."""
 
 import math
 from collections.abc import Sequence

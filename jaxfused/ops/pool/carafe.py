@@ -1,4 +1,4 @@
-"""carafe: validation, and the sums in plain JAX."""
+"""carafe: validation, and its weighted sums in plain JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ def _reassembled(
     around = ((0, 0), (radius, radius), (radius, radius), (0, 0), (0, 0))
     grouped = split_axis(x.astype(wide), 3, groups, channels // groups)
     padded = jnp.pad(grouped, around)
-    # A pixel of x is one of a block of factor x factor kernels.
+    # Each pixel of x has the kernels of the factor x factor block that it becomes.
     blocks = split_axis(kernels.astype(wide), 3, groups, size * size)
     blocks = split_axis(split_axis(blocks, 2, width, factor), 1, height, factor)
     total = jnp.zeros((), wide)

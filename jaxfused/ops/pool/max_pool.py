@@ -101,7 +101,7 @@ def _pool(run: Runner, window: Window, x):
 
 def _pool_fwd(run: Runner, window: Window, x):
     y, places = run(_Forward(window, save_places=True), x)
-    # The gradient needs only x's shape.
+    # The gradient needs only x's shape, which this empty array has.
     return y, (places, jnp.zeros_like(x, shape=(x.shape[1], x.shape[2], 0)))
 
 

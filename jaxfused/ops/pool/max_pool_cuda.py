@@ -12,7 +12,7 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 MAX_ELEMENTS = 2**31 - 2**10
-"""Largest number of elements of the images and of the result: threads are counted in 31 bits."""
+"""Largest number of elements of images and of the result, because threads are counted in 31 bits."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def why_unsupported(
 def forward(
     x: jax.Array, *, window: Window, save_places: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (y, places) of x [B, H, W, C]; a place is that of y in its window, in uint8."""
+    """Returns (y, places) of x [B, H, W, C]; a place is the index of y in its window, in uint8."""
     cuda_library.register()
     shape = (x.shape[0], *window.result(*x.shape[1:3]), x.shape[3])
     call = jax.ffi.ffi_call(

@@ -21,8 +21,8 @@ def pool(
 ) -> jax.Array:
     """Returns the largest value of each window of [B, *spatial, C].
 
-    XLA's own gradient, select-and-scatter, adds with atomics on a GPU if windows overlap. This one adds
-    in a fixed order, in float32 or wider.
+    XLA's own gradient, select-and-scatter, adds with atomics on a GPU if windows overlap. The gradient
+    here adds in a fixed order, in float32 or wider.
     """
     pairs = tuple((low, high) for low, high in padding)
     return _pool(x, tuple(window), tuple(strides), pairs)
@@ -42,7 +42,7 @@ def _pool(x, window, strides, padding):
 
 @_pool.defjvp
 def _pool_jvp(window, strides, padding, primals, tangents):
-    # The gradient finds the largest values again, so that only x is saved.
+    # The gradient finds the largest values again, so only x is saved.
     at_the_largest = jax.checkpoint(_at_the_largest, prevent_cse=False, static_argnums=(2, 3, 4))
     y = _pool(*primals, window, strides, padding)
     return y, at_the_largest(*primals, *tangents, window, strides, padding)
@@ -50,7 +50,7 @@ def _pool_jvp(window, strides, padding, primals, tangents):
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _at_the_largest(x, values, window, strides, padding):
-    """Returns, for each window, the entry of `values` (of x's shape) at the first largest x.
+    """Returns, for each window, the entry of `values` at the first largest entry of x.
 
     The first in row order is in the first row that has the largest value, and is the first in that row.
     So the last axis can be pooled alone, then the one before it.
@@ -126,7 +126,7 @@ def gradient(
     strides: Sequence[int],
     padding: Pairs,
 ) -> jax.Array:
-    """Returns the gradient of x [B, *size, C]: each dy goes to its place."""
+    """Returns the gradient of x [B, *size, C]: each dy is added at its place."""
     padded = (
         dy.shape[0],
         *(n + low + high for n, (low, high) in zip(size, padding, strict=True)),

@@ -28,7 +28,7 @@ def pixel_shuffle(
     order: ChannelOrder = "channel_first",
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""Images enlarged by whole factors, whose new pixels were channels.
+    r"""Images enlarged by whole factors: channels become pixels.
 
     .. math:: y_{b, f i + p, c} = x_{b, i, c P + p}, \qquad P = \prod f
 
@@ -88,7 +88,7 @@ def pixel_unshuffle(
     order: ChannelOrder = "channel_first",
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""Images shrunk by whole factors, whose channels were pixels: the inverse of `pixel_shuffle`.
+    r"""Images shrunk by whole factors: pixels become channels, the inverse of `pixel_shuffle`.
 
     .. math:: y_{b, i, c P + p} = x_{b, f i + p, c}, \qquad P = \prod f
 
@@ -138,7 +138,7 @@ def _checked(
     order: str,
     implementation: dispatch.Implementation | None,
 ) -> tuple[jax.Array, tuple[int, ...], int]:
-    """Returns x, the factor of each axis, and the pixels of a block."""
+    """Returns x, each axis's factor, and the number of pixels of a block."""
     x = jnp.asarray(x)
     check_floating(op, dict(x=x))
     check_images(op, x)

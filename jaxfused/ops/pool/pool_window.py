@@ -1,4 +1,4 @@
-"""Windows of max_pool and avg_pool, and how far the last of them reaches."""
+"""Windows of max_pool and avg_pool, and the reach of the last window."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,9 +16,10 @@ class Windows(NamedTuple):
     size: tuple[int, ...]
     strides: tuple[int, ...]
     padding: Pairs
-    """(low, high) with which all windows fit."""
+    """Padding (low, high) of each axis with which all windows fit."""
     asked: Pairs
-    """(low, high) as the caller passed it; `padding` differs if `ceil_mode` sets the last window."""
+    """Padding (low, high) that the caller passed; `padding` differs if `ceil_mode` sets the last
+    window."""
 
 
 def windows(
@@ -29,7 +30,7 @@ def windows(
     padding: str | int | Sequence[int | tuple[int, int]],
     ceil_mode: bool,
 ) -> Windows:
-    """Checks the windows that a caller passes for x [B, *spatial, C]."""
+    """Checks and returns the windows that a caller passes for x [B, *spatial, C]."""
     shape = x.shape[1:-1]
     sizes = for_each_axis(op, "window", window, len(shape))
     steps = for_each_axis(op, "strides", 1 if strides is None else strides, len(shape))
@@ -47,7 +48,7 @@ def windows(
 
 
 def _with_last_window(n: int, size: int, step: int, pair: tuple[int, int]) -> tuple[int, int]:
-    """Returns the padding with which a last window that begins before x ends may end beyond the edge."""
+    """Returns the padding that a last window needs which begins inside x and ends beyond the edge."""
     low, high = pair
     last = -((size - n - low - high) // step)
     if last * step >= n + low:

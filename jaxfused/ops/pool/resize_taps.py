@@ -1,6 +1,6 @@
-"""Taps of a resized axis: the values that each of its values is made of, and their weights.
+"""Taps of a resized axis: the values of x that each result reads, and their weights.
 
-They are computed by NumPy in float64 as a program is traced, since sizes are known then.
+NumPy computes the taps in float64 while a program is traced, when sizes are known.
 """
 
 import functools
@@ -36,18 +36,18 @@ class ResizedAxis:
 
     @property
     def changes(self) -> bool:
-        """Whether the result differs from the axis."""
+        """True if the result differs from the axis."""
         return self.size != self.result or (self.step != 1 and not self.align_corners)
 
 
 @dataclass(frozen=True)
 class Taps:
-    """The values of an axis that each result reads, [result, taps], and their weights."""
+    """Indices of the values that each result reads, [result, taps], and their weights."""
 
     places: np.ndarray
     weights: np.ndarray
     size: int
-    """Values of the axis."""
+    """Number of values of the axis."""
 
     def matrix(self) -> np.ndarray:
         """Returns the weights as a matrix [result, size]."""
@@ -59,7 +59,7 @@ class Taps:
         """Returns the taps of the transposed matrix: which results read each value of the axis."""
         columns = self.matrix().T
         count = max(1, int((columns != 0).sum(axis=1).max()))
-        # Weights other than 0 first, in the order of their places.
+        # Weights other than 0 come first, in the order of their indices.
         places = np.argsort(columns == 0, axis=1, kind="stable")[:, :count]
         weights = np.take_along_axis(columns, places, axis=1)
         return Taps(np.where(weights != 0, places, 0), weights, len(self.places))
@@ -67,7 +67,7 @@ class Taps:
 
 @functools.lru_cache(maxsize=256)
 def taps(axis: ResizedAxis) -> Taps:
-    """Returns the taps of an axis."""
+    """Computes the taps of an axis."""
     results, last = np.arange(axis.result), axis.size - 1
     if axis.align_corners:
         centres = results * (last / max(axis.result - 1, 1))
@@ -88,7 +88,7 @@ def taps(axis: ResizedAxis) -> Taps:
         weights = kernel(distances)
     inside = (places >= 0) & (places <= last)
     if axis.antialias or axis.method.startswith("lanczos"):
-        # Of a window beyond the ends only what lies within counts.
+        # Weights beyond the axis's ends do not count.
         weights = np.where(inside, weights, 0)
         weights /= weights.sum(axis=1, keepdims=True)
     return Taps(places.clip(0, last), weights, axis.size)
@@ -104,7 +104,7 @@ def _linear(distance: np.ndarray) -> np.ndarray:
 
 
 def _cubic(a: float) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns Keys' cubic of a coefficient. Source: https://doi.org/10.1109/TASSP.1981.1163711."""
+    """Returns Keys' cubic kernel with coefficient `a`."""
 
     def weight(distance: np.ndarray) -> np.ndarray:
         d = np.abs(distance)

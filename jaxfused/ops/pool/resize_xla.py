@@ -1,8 +1,8 @@
 """resize in plain JAX: axis after axis, by the few values that each result reads.
 
 A product with the matrix of weights, as `jax.image.resize` computes it, multiplies by zeros nearly
-everywhere. Derivatives by gathers add in an order that varies on a GPU, so that the gradient is stated:
-it is the same sum, of what the transposed matrix reads.
+everywhere. JAX's derivative of a gather adds in an order that varies on a GPU, so the gradient is
+defined here: the same sum, with the taps of the transposed matrix.
 """
 
 import functools
@@ -16,7 +16,8 @@ from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.stated_gradient import stated_gradient
 
 _MOST_GATHERED = 16
-"""Values that a result reads one by one; more are multiplied as a matrix."""
+"""Largest number of taps that are read one by one; for more, a result is a product with the matrix of
+weights."""
 
 
 def resize(x: jax.Array, axes: Sequence[ResizedAxis]) -> jax.Array:
@@ -57,7 +58,7 @@ _along.defvjp(_along_fwd, _along_bwd)
 
 
 def _read(place: int, read: Taps, x: jax.Array) -> jax.Array:
-    """Returns the weighted sums of the values along an axis that its results read."""
+    """Returns the weighted sums over the taps along one axis."""
     count = read.places.shape[1]
     if count > _MOST_GATHERED:
         matrix = jnp.asarray(read.matrix(), x.dtype)

@@ -20,7 +20,7 @@ def spatial_pyramid_pool(
     *,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""As many features of an image of any size, from grids of cells that become finer.
+    r"""A fixed number of features for images of any size, pooled over ever finer grids of cells.
 
     A level l cuts each spatial axis of n pixels into l cells. Along an axis, cell i holds the pixels
 

@@ -26,7 +26,7 @@ def _between_neighbours(x: jax.Array, axis: int, factor: int) -> jax.Array:
     """Resizes an axis linearly between its pixels, which are the centres of equal parts.
 
     `jax.image.resize` multiplies by a matrix of weights, nearly all of them zero. But each of the
-    `factor` places within a pixel of x always has the same two weights.
+    `factor` new pixels within a pixel of x always has the same two weights.
     """
     size = x.shape[axis]
     first, last = (jax.lax.slice_in_dim(x, i, i + 1, axis=axis) for i in (0, size - 1))
@@ -34,7 +34,7 @@ def _between_neighbours(x: jax.Array, axis: int, factor: int) -> jax.Array:
     after = jnp.concatenate([jax.lax.slice_in_dim(x, 1, size, axis=axis), last], axis)
     parts = []
     for part in range(factor):
-        # Distance of the new pixel from the centre of the pixel of x around it, in pixels of x.
+        # Distance of the new pixel's centre from that of the pixel of x around it, in pixels of x.
         offset = (part + 0.5) / factor - 0.5
         neighbour = before if offset < 0 else after
         parts.append((1 - abs(offset)) * x + abs(offset) * neighbour)

@@ -320,7 +320,7 @@ def _tables(
 
 
 def _by_axis(positions: Sequence[jax.Array] | jax.Array) -> list[jax.Array]:
-    """Returns the positions of each axis, [..., T]."""
+    """Returns a list of positions [..., T], one for each axis."""
     if not isinstance(positions, tuple | list):
         array = as_array(positions)
         if array.ndim < 2:
@@ -342,7 +342,7 @@ def _by_axis(positions: Sequence[jax.Array] | jax.Array) -> list[jax.Array]:
 def _axial_frequencies(
     axes: int, features: Sequence[int] | None, theta: float, order: Sequence[int] | None
 ) -> np.ndarray:
-    """Returns frequencies [axes, R/2] of pairs that each rotate by one axis; zeros for the others."""
+    """Returns frequencies [axes, R/2]; each pair rotates by one axis and has 0 for the others."""
     op = "axial_rope_tables"
     _check_theta(op, theta)
     if features is None or len(features) != axes or any(f < 0 or f % 2 for f in features):
@@ -445,7 +445,7 @@ def _stages(interleaved: bool, *arrays: jax.Array | None) -> Iterator[Stage]:
 # --- gradient -------------------------------------------------------------------------------------
 
 _WHOLE = "gkhr"
-"""Axes that a device must hold whole: the heads of a group, and the features and pairs of a head."""
+"""Letters of axes that a device must hold whole: heads of a group, features and pairs of a head."""
 
 
 def _grouped(q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
@@ -466,7 +466,7 @@ def _heads(x: Any) -> int:
 
 
 def ungrouped(x: jax.Array) -> jax.Array:
-    """Returns [..., T, n, N/n, H] as [..., T, N, H]."""
+    """Merges grouped heads [..., T, n, N/n, H] into [..., T, N, H]."""
     return x.reshape(*x.shape[:-3], math.prod(x.shape[-3:-1]), x.shape[-1])
 
 
@@ -515,7 +515,7 @@ class _Rotation:
         if q.size * q.dtype.itemsize <= few:
             return Rule(("pallas", "xla"), f"CUDA is no faster than XLA with {few} bytes or less")
         in_pallas = pallas_rope.access_bytes(_heads(q), _heads(k), *head)
-        # Both kernels only move data, so that the one with larger accesses is faster.
+        # Both kernels only move data, so the one with larger accesses is faster.
         first = "cuda" if in_pallas < in_cuda else "pallas"
         return Rule((first,), f"accesses have {in_pallas} bytes in Pallas and {in_cuda} in CUDA")
 
@@ -555,18 +555,19 @@ class _Rotation:
 
 
 _XLA_BYTES = 4
-"""Bytes that XLA moves at a time when it reads a head's halves."""
+"""Bytes of the pieces in which XLA reads a head's halves."""
 _FEW_BYTES = 2**16
 """Bytes of the queries up to which a kernel takes longer to start than to read them."""
 _FEW_BYTES_ALONE = 3 * 2**19
-"""The same limit without keys, whose rotation would cost XLA a second kernel."""
+"""The limit `_FEW_BYTES` for queries alone: XLA rotates keys in a second kernel, which then is not
+needed."""
 
 
 class _Residuals(NamedTuple):
     cos: jax.Array
     sin: jax.Array
     q_and_k: tuple[jax.Array, jax.Array | None] | None
-    """q and k, saved only if the angles have gradients: those of q and k need just the angles."""
+    """q and k, saved only for the gradients of the angles; those of q and k need the angles alone."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="rope", once=False)
@@ -578,7 +579,7 @@ def _rope_fwd(run: Runner, rotation: _Rotation, q, k, cos, sin):
     perturbed = cos.perturbed or sin.perturbed
     q, k, cos, sin = (None if a is None else a.value for a in (q, k, cos, sin))
     saved = _Residuals(cos, sin, (q, k) if perturbed else None)
-    # The operator itself runs here, so that a gradient has gradients.
+    # The operator is called again here, so that the gradient is differentiable too.
     return _rope(run, rotation, q, k, cos, sin), saved
 
 
@@ -601,7 +602,7 @@ _rope.defvjp(_rope_fwd, _rope_bwd, symbolic_zeros=True)
 
 
 def _axes(q: jax.Array, table: jax.Array) -> tuple[str, str, str, str]:
-    """Returns the letters of grouped q and k and of both tables, for `sharding`."""
+    """Returns the letters of grouped q and k and of both tables."""
     rows = sharding.leading_axes(q.ndim - 3)
     table_axes = rows[len(rows) - (table.ndim - 1) :] + "r"
     return rows + "ngh", rows + "nkh", table_axes, table_axes
@@ -615,7 +616,7 @@ def batch_tables(
 ) -> Sequence[jax.Array]:
     """Returns the tables for rows [axis_size, *rows], from those for a batch of `rows`.
 
-    They get the batch's axis with all others or not at all: all rows share the angles, or none do.
+    The tables get all axes of the batch, or none if all rows share the angles.
     """
     if is_batched(in_batched):
         own = [

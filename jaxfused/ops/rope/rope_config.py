@@ -1,4 +1,4 @@
-"""Rotation that a model's config.json describes, in the form of Hugging Face transformers."""
+"""The rotation that a model's config.json describes, in the format of Hugging Face transformers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -52,7 +52,7 @@ _KEYS = {
     ),
     "proportional": frozenset({"factor"}),
 }
-"""Keys of each type, next to those that all types have."""
+"""Keys of the config for each rope type, next to those that all types have."""
 
 
 @python_numbers
@@ -137,7 +137,7 @@ def rope_from_config(
         )
     )
     whole = _head_size(given, layer_type) if head_size is None else head_size
-    # GPT-J, CodeGen and MiniMax M2 give the number itself.
+    # GPT-J, CodeGen and MiniMax M2 give the number of rotating features itself.
     turning = int(given.get("rotary_dim", int(whole * fraction)))
     theta = parameters.get("rope_theta", given.get("rope_theta", given.get("rotary_emb_base")))
     if theta is None:
@@ -153,7 +153,7 @@ def rope_from_config(
 
 
 def _type_of(layers: list[Layer], layer: int, layer_type: str | None) -> str | None:
-    """Returns the type of a layer, which `layer_type` must not contradict."""
+    """Returns a layer's attention type, after a check that `layer_type` does not contradict it."""
     if layers and not 0 <= layer < len(layers):
         raise ValueError(
             f"rope_from_config: layer is {layer}, but the model has {len(layers)} layers; pass one from"
@@ -171,7 +171,7 @@ def _type_of(layers: list[Layer], layer: int, layer_type: str | None) -> str | N
 def _rotates(
     config: Mapping[str, Any], layers: list[Layer], layer: int | None, layer_type: str | None
 ) -> bool:
-    """Returns whether the chosen layer rotates; if the layers differ, the caller has to choose one."""
+    """Returns whether the chosen layer applies rope; if layers differ, the caller has to choose one."""
     parameters = config.get("rope_parameters") or {}
     if layer_type in parameters and parameters[layer_type] is None:
         return False
@@ -200,16 +200,16 @@ def _of_layer(config: Mapping[str, Any], layer_type: str | None) -> dict[str, An
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     layers = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
     if not layers and parameters and config.get("model_type") == "olmo3":
-        # In OLMo 3's older form the scaling is that of the full layers alone.
+        # OLMo 3's older form states a scaling that only the layers with full attention have.
         theta = parameters.get("rope_theta", config.get("rope_theta"))
         layers = {"full_attention": parameters, "sliding_attention": {"rope_theta": theta}}
     elif not layers and "rope_local_base_freq" in config:
-        # In Gemma 3's older form the scaling is that of the full layers alone.
+        # Gemma 3's older form states a scaling that only the layers with full attention have.
         full = {"rope_theta": config.get("rope_theta"), **parameters}
         sliding = {"rope_theta": config["rope_local_base_freq"]}
         layers = {"full_attention": full, "sliding_attention": sliding}
     elif not layers and "global_rope_theta" in config:
-        # ModernBERT has keys of its own.
+        # ModernBERT has one key for the theta of each layer type.
         full, sliding = (
             {"rope_theta": config.get(key)} for key in ("global_rope_theta", "local_rope_theta")
         )
@@ -224,7 +224,7 @@ def _of_layer(config: Mapping[str, Any], layer_type: str | None) -> dict[str, An
 
 
 def _head_size(config: Mapping[str, Any], layer_type: str | None) -> int:
-    """Returns H of layers of `layer_type`: those of Gemma 4 that see all tokens have larger heads."""
+    """Returns the head size of layers of `layer_type`; Gemma 4's full layers have larger heads."""
     own = {int(index): layer for index, layer in config.get("per_layer_config", {}).items()}
     sizes = {
         own[index]["head_dim"]

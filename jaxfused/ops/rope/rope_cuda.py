@@ -14,7 +14,8 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 MAX_ELEMENTS = 2**32 - 2**10
-"""Limit on the elements of q and k together: positions, heads and threads are counted in 32 bits."""
+"""Limit on the elements of q and k together, because positions, heads and threads are counted in 32
+bits."""
 
 
 def why_unsupported(
@@ -66,13 +67,14 @@ def rotate(
     interleaved: bool,
     inverse: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (q, k) [B, T, N, H], [B, T, K, H], rotated or rotated back by float32 [B or 1, T, R/2]."""
+    """Rotates (q, k) [B, T, N, H], [B, T, K, H] by float32 [B or 1, T, R/2]; backwards if `inverse`."""
     if q.size == 0:
         if k is not None and k.size > 0:
             k, _ = rotate(k, None, cos, sin, interleaved=interleaved, inverse=inverse)
         return q, k
     cuda_library.register()
-    # Like q, because in a `jax.shard_map` all operands must vary over the same axes.
+    # The empty keys are made like q, because in a `jax.shard_map` all operands must vary over the same
+    # axes.
     other = jnp.zeros_like(q, shape=(*q.shape[:2], 0, q.shape[3])) if k is None else k
     call = jax.ffi.ffi_call(
         "jaxfused_rope",

@@ -24,7 +24,7 @@ _WINDOWS_ALONE = frozenset(
 """Model types in which only the layers with a sliding window apply rope."""
 
 _EVERY_FOURTH_DOES_NOT = frozenset({"llama4_text", "smollm3"})
-"""Model types in which every fourth layer does not apply rope, if the config has no list."""
+"""Model types in which every fourth layer applies no rope, if the config has no list of layers."""
 
 _INTERVALS = {
     "afmoe": 4,
@@ -34,7 +34,7 @@ _INTERVALS = {
     "gemma3_text": 6,
     "olmo3": 4,
 }
-"""Interval of the layers with full attention by model type, if the config does not give it."""
+"""Interval of the layers with full attention, by model type, for configs that do not state it."""
 
 
 class Layer(NamedTuple):
@@ -52,7 +52,7 @@ def layers_of(config: Mapping[str, Any]) -> list[Layer]:
         interval = config.get("no_rope_layer_interval")
         if interval is None and config.get("model_type") in _EVERY_FOURTH_DOES_NOT:
             interval = 4
-        # In spite of its name, the list has 1 where a layer applies rope.
+        # In spite of its name, `no_rope_layers` has 1 where a layer applies rope.
         turning = interval and [int((index + 1) % interval != 0) for index in range(count)]
     types = config.get("layer_types") or _types(config)
     if not types:
@@ -65,7 +65,7 @@ def layers_of(config: Mapping[str, Any]) -> list[Layer]:
 
 
 def _types(config: Mapping[str, Any]) -> list[str]:
-    """Returns the layers' types by the pattern of a config that does not list them."""
+    """Returns the layers' attention types from the pattern of a config without a list of them."""
     interval = config.get("sliding_window_pattern", config.get("global_attn_every_n_layers"))
     if interval is None:
         interval = _INTERVALS.get(config.get("model_type", ""))

@@ -41,11 +41,11 @@ class RopeScaling:
 
     @property
     def depends_on_length(self) -> bool:
-        """True if `at_length` gives the frequencies, from the last position of a call."""
+        """True if the frequencies depend on a sequence's length; `at_length` then computes them."""
         return False
 
     def at_length(self, rotary_dim: int, theta: float, length: jax.Array) -> jax.Array:
-        """Returns the frequencies for sequences of `length` positions, if they depend on it."""
+        """Returns the frequencies for sequences of `length` positions, if they depend on the length."""
         del length
         return jnp.asarray(self.frequencies(rotary_dim, theta), jnp.float32)
 
@@ -165,7 +165,7 @@ class YarnRope(RopeScaling):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rotary_dim - 1)
         pairs = np.arange(rotary_dim // 2)
-        # The published code guards against a ramp of width 0 with 0.001.
+        # The published code replaces a ramp of width 0 by one of 0.001.
         interpolated = np.clip((pairs - low) / (high - low or 0.001), 0.0, 1.0)
         return frequencies * (1.0 - interpolated + interpolated / self.factor)
 
@@ -209,7 +209,7 @@ class Llama3Rope(RopeScaling):
     def frequencies(self, rotary_dim: int, theta: float) -> np.ndarray:
         frequencies = super().frequencies(rotary_dim, theta)
         turns = self.trained_length * frequencies / (2 * math.pi)
-        # Both are 1 in Llama 4 Scout: a step, or a ramp of width 0.
+        # In Llama 4 Scout both are 1, a ramp of width 0: a step.
         width = self.high_freq_factor - self.low_freq_factor or 1e-9
         kept = np.clip((turns - self.low_freq_factor) / width, 0.0, 1.0)
         return frequencies * (kept + (1.0 - kept) / self.factor)
@@ -231,18 +231,18 @@ class LongRope(RopeScaling):
     positive = ("trained_length", "factor", "attention", "length")
 
     short_factor: tuple[float, ...]
-    """[rotary_dim / 2]."""
+    """Factors up to `trained_length`, [rotary_dim / 2]."""
     long_factor: tuple[float, ...]
-    """[rotary_dim / 2]."""
+    """Factors beyond `trained_length`, [rotary_dim / 2]."""
     trained_length: int
     factor: float = 1.0
-    """Longest sequence's length over the trained length."""
+    """Length of the longest sequence over the trained length."""
     attention: float | None = None
     length: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Tuples, because modules need hashable attributes.
+        # Modules need hashable attributes, so lists become tuples.
         for name in ("short_factor", "long_factor"):
             factors = tuple(float(factor) for factor in getattr(self, name))
             if not all(map(_is_positive, factors)):
@@ -305,7 +305,7 @@ class ProportionalRope(RopeScaling):
 
 
 def _is_positive(value: Any) -> bool:
-    """Whether value is a positive, finite number: of Python, of NumPy, or in a concrete array."""
+    """Returns whether value is a positive, finite number of Python or NumPy, or such an array."""
     if isinstance(value, str):
         return False
     try:

@@ -22,14 +22,14 @@ def rotate(
     If heads have their own angles, these are [..., T, N, R/2], with as many axes as x.
 
     A pair is (i, i + R/2), or (2 i, 2 i + 1) if interleaved. The rotation is linear in x and its
-    transpose is the inverse rotation, so that its gradient saves only cos and sin.
+    transpose is the inverse rotation, so that only cos and sin are saved for the backward.
 
     With `in_one_piece`, x is known to be unsharded, so that its axes can be merged.
     """
     of_heads = cos.ndim == x.ndim
     if in_one_piece and x.ndim > 3 and not of_heads:
         # If batch, positions and heads are powers of two, XLA reads halves by single values, but in
-        # vectors once batch and positions are one axis. The checkpoint saves the tables as they are, not
+        # vectors once batch and positions are one axis. The checkpoint saves the tables before they are
         # repeated.
         merged = functools.partial(_rotate_merged, interleaved=interleaved)
         return jax.checkpoint(merged, prevent_cse=False)(x, cos, sin)
@@ -38,14 +38,14 @@ def rotate(
     rotated, rest = x[..., :rotary_dim].astype(wide), x[..., rotary_dim:]
     cos, sin = cos.astype(wide), sin.astype(wide)
     if not of_heads:
-        # The tables get an axis of heads, and any axes that they lack before the positions.
+        # The tables get an axis of heads, and the axes before the positions that they lack.
         axes = (*range(x.ndim - 1 - cos.ndim), -2)
         cos, sin = (jnp.expand_dims(table, axes) for table in (cos, sin))
     if interleaved:
         first, second = rotated[..., ::2], rotated[..., 1::2]
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
-        # A size that is not known yet counts as neither small nor large.
+        # A symbolic size counts as neither small nor large.
         size = _SMALL + 1 if is_symbolic(x) else x.size * x.dtype.itemsize
         of_power, single = rotary_dim.bit_count() == 1, x.shape[-2] == 1
         is_small = (of_power or single) and size <= _SMALL * (2 if of_power and single else 1)
@@ -53,9 +53,9 @@ def rotate(
         is_whole = rotary_dim == x.shape[-1]
         is_odd = rotary_dim % 4 == 2 and size > _SMALL
         if (is_whole and (is_small or is_large)) or is_odd:
-            # The same numbers in another form. With it XLA moves large whole heads in larger pieces if
-            # there are several axes of positions, rotates two small arrays in one kernel, and reads
-            # fewer single values of halves with an odd number of features.
+            # Concatenated tables give the same numbers. With them XLA moves large whole heads in larger
+            # pieces if there are several axes of positions, rotates two small arrays in one kernel, and
+            # reads fewer single values of halves with an odd number of features.
             cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (cos, sin))
             turned = jnp.concatenate([-second, first], axis=-1)
             rotated = (rotated * cos + turned * sin).astype(x.dtype)
@@ -80,7 +80,7 @@ def _rotate_merged(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved:
 
 
 _SMALL, _LARGE = 2**17, 2**26
-"""Bytes of the heads between which concatenated tables cost more than they save."""
+"""Bytes of x, between which concatenated tables cost more than they save."""
 
 
 # --- angles ---------------------------------------------------------------------------------------
@@ -134,8 +134,8 @@ def axial_tables(
 def _hidden(frequencies: Any) -> jax.Array:
     """Returns the frequencies as float32.
 
-    XLA computes cosines and sines in one kernel if both read the same array, but not if that is a
-    constant. The barrier hides that it is one.
+    XLA computes cosines and sines in one kernel if both read the same array, unless that is a constant.
+    The barrier hides that the frequencies are constant.
     """
     return jax.lax.optimization_barrier(jnp.asarray(frequencies, jnp.float32))
 

@@ -1,1 +1,1 @@
-"""Keys and values that are kept between calls: caches, pages, and attention over them."""
+"""Keys and values kept between calls: caches, pages, and attention to them."""

@@ -178,12 +178,12 @@ class KVCache:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of what is kept."""
+        """Dtype of the keys and values."""
         return jnp.dtype(self.float8 or self.key.dtype)
 
     @property
     def capacity(self) -> int:
-        """S, the places of each sequence."""
+        """Places of each sequence, S."""
         return self.key.shape[-3]
 
     def positions(self, tokens: int) -> jax.Array:
@@ -236,7 +236,7 @@ class KVCache:
             index: tuple[Any, ...] = (row[:, None], place)
             if layer is not None:
                 index = (layer, *index)
-            # Under Explicit axes JAX asks where the result lies if the batch is split over devices.
+            # Under Explicit axes JAX requires the result's sharding if the batch is split over devices.
             where = jax.typeof(kept).sharding if sharding.is_explicit(kept) else None
             return kept.at[index].set(new, mode="drop", unique_indices=True, out_sharding=where)
 
@@ -342,7 +342,7 @@ class KVCache:
             )
 
     def _lengths(self, new: Any, counts: Any, batch_index: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the lengths before the step and the new tokens, [B] each, of the call's sequences."""
+        """Returns lengths before the step and numbers of new tokens, both [B], of the sequences."""
         if new.ndim != 4:
             raise ValueError(
                 f"KVCache: new tokens have shape {new.shape}, but they have 4 axes; pass (batch, length,"
@@ -362,7 +362,7 @@ class KVCache:
         return lengths, jnp.clip(counts, 0, tokens)
 
     def _places(self, lengths: jax.Array, counts: jax.Array, tokens: int) -> jax.Array:
-        """Returns the place of each new token, [B, T]; those that are not written have places beyond S.
+        """Returns the place of each new token, [B, T]; unwritten tokens have places beyond S.
 
         No two tokens of a sequence have the same place.
         """
@@ -372,7 +372,7 @@ class KVCache:
         if self.window is None:
             is_written &= place < self.capacity
         else:
-            # Of more tokens than there are places the last ones stay.
+            # If there are more tokens than places, the last tokens stay.
             is_written &= token >= counts[:, None] - self.capacity
             place = place % self.capacity
         return jnp.where(is_written, place, self.capacity + token)
@@ -380,7 +380,7 @@ class KVCache:
     def _mask(
         self, lengths: jax.Array, counts: jax.Array, tokens: int, batch_index: Any
     ) -> dict[str, Any]:
-        """Returns the arguments of attention by which a token sees those up to itself."""
+        """Returns the options of attention with which each token attends to those up to itself."""
         mask: dict[str, Any] = dict(
             # A single token sees all tokens, so that it needs no causal mask.
             is_causal=tokens > 1,
@@ -390,7 +390,7 @@ class KVCache:
         if self.starts is not None:
             place = jnp.arange(self.capacity, dtype=jnp.int32)[None]
             is_token = place >= self._of(self.starts, batch_index)[:, None]
-            # Tokens are in segment 1; padding before them is in segment 0, in which no query is.
+            # Tokens are in segment 1. Padding before them is in segment 0, which has no queries.
             mask["key_value_segment_ids"] = is_token.astype(jnp.int32)
             mask["query_segment_ids"] = jnp.ones((lengths.shape[0], tokens), jnp.int32)
         return mask
@@ -401,10 +401,10 @@ class KVCache:
         capacity, total, window = self.capacity, lengths + counts, self.window
         assert window is not None
         if tokens == 1 and window == capacity and self.starts is None:
-            # All places hold tokens of the window, up to the first round's end.
+            # During the first round through the ring, only the written places hold tokens.
             return dict(key_value_seq_lengths=jnp.minimum(total, capacity))
         last = total[:, None] - 1
-        # The position of the last token that was written to each place, negative where there is none.
+        # Position of the token that each place holds; negative if the place is empty.
         held = last - (last - jnp.arange(capacity, dtype=jnp.int32)[None]) % capacity
         position = lengths[:, None, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :, None]
         first = 0 if self.starts is None else self._of(self.starts, batch_index)[:, None]
@@ -434,13 +434,13 @@ class KVCache:
         return array.at[_integers("batch_index", batch_index)].get(mode="clip")
 
     def _scales_tokens(self, scale: jax.Array) -> bool:
-        """Returns whether there is a scale of each token and head, not only of each head."""
+        """Returns whether each token and head has a scale of its own, rather than each head."""
         return scale.ndim == self.key.ndim - 1
 
     def _as_kept(
         self, new: jax.Array, scale: jax.Array | None, layer: Any
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns new tokens in the cache's dtype, and their scales [B, T, K] where tokens have them."""
+        """Returns new tokens in the cache's dtype, and their scales [B, T, K] if tokens have scales."""
         if scale is None:
             return new.astype(self.dtype), None
         of_tokens = self._scales_tokens(scale)
@@ -470,7 +470,7 @@ class KVCache:
 
 
 def _integers(name: str, value: Any) -> jax.Array:
-    """Returns an argument as int32, where it holds integers."""
+    """Returns an argument as int32 after a check that it holds integers."""
     array = as_int32(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(

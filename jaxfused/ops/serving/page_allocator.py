@@ -19,11 +19,11 @@ class OutOfPages(RuntimeError):
 class _Sequence:
     pages: list[int] = field(default_factory=list)
     written: int = 0
-    """Tokens that lie in the pages."""
+    """Number of tokens written to the pages."""
     prefix: int = 0
-    """The number of the prefix that ends with the last full page; 0 for none."""
+    """Number of the prefix that ends with the last full page; 0 for none."""
     tail: list[int] = field(default_factory=list)
-    """The tokens of the page that is not full."""
+    """Tokens of the last page, which is not full."""
 
 
 class PageAllocator:
@@ -78,10 +78,9 @@ class PageAllocator:
         self._users = [0] * self.pages
         self._empty = list(range(self.pages - 1, -1, -1))
         self._unused: OrderedDict[int, None] = OrderedDict()
-        """Pages without users whose tokens can still be found, the longest unused first."""
+        """Unused pages whose tokens can still be found, the longest unused first."""
         self._known: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        """The page of (number of a prefix, tokens of the next page), and the number of that longer
-        prefix."""
+        """From (prefix number, tokens of the next page) to that page and the longer prefix's number."""
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._prefixes = 0
 
@@ -92,8 +91,8 @@ class PageAllocator:
     def start(self, name: Hashable, tokens: Sequence[int] = ()) -> int:
         """Adds a sequence, and returns how many of its first tokens lie in its pages already.
 
-        It is a multiple of the page size, and less than the number of tokens: the last one has to be
-        computed again for its logits.
+        The result is a multiple of the page size, and less than the number of tokens: the last token has
+        to be computed again for its logits.
         """
         if name is None or not _is_hashable(name):
             raise ValueError(
@@ -119,7 +118,7 @@ class PageAllocator:
         return sequence.written
 
     def reserve(self, name: Hashable, count: int) -> None:
-        """Gives a sequence the pages that `count` tokens after those that are written need."""
+        """Gives a sequence pages for `count` tokens after those that are written."""
         sequence = self._of("reserve", name)
         _check_number("reserve", "count", count, "tokens")
         wanted = -(-(sequence.written + int(count)) // self.page_size) - len(sequence.pages)
@@ -134,7 +133,7 @@ class PageAllocator:
             sequence.pages.append(page)
 
     def written(self, name: Hashable, tokens: Sequence[int]) -> None:
-        """Says that a sequence's next tokens lie in its pages; full pages can be found from now on."""
+        """Records that a sequence's next tokens are written; full pages can be found from now on."""
         sequence, tokens = self._of("written", name), _numbers("written", tokens)
         room = len(sequence.pages) * self.page_size - sequence.written
         if len(tokens) > room:
@@ -149,7 +148,7 @@ class PageAllocator:
                 self._remember(sequence)
 
     def free(self, name: Hashable) -> None:
-        """Ends a sequence; its pages can be given out again, those of its end first."""
+        """Ends a sequence; its pages can be given out again, the last ones first."""
         sequence = self._of("free", name)
         del self._sequences[name]
         for page in reversed(sequence.pages):
@@ -192,7 +191,7 @@ class PageAllocator:
         return self._sequences[name]
 
     def _remember(self, sequence: _Sequence) -> None:
-        """Makes the page that has become full findable, unless another with its tokens is."""
+        """Makes the page that has become full findable, unless a page with equal tokens already is."""
         page = sequence.pages[sequence.written // self.page_size - 1]
         key = (sequence.prefix, tuple(sequence.tail))
         if key not in self._known:
@@ -202,7 +201,7 @@ class PageAllocator:
         sequence.prefix, sequence.tail = self._known[key][1], []
 
     def _evicted(self) -> int:
-        """Takes the page that has been unused the longest, whose tokens are then found no more."""
+        """Takes the page that has been unused the longest; its tokens can then no longer be found."""
         page, _ = self._unused.popitem(last=False)
         del self._known[self._key_of.pop(page)]
         return page

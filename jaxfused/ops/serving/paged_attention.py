@@ -1,4 +1,4 @@
-"""Attention of new tokens to keys and values in pages: of a batch, or of a ragged one."""
+"""Attention of new tokens to keys and values in pages, for a batch or a ragged batch."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,9 +27,9 @@ from jaxfused.runtime.checks import (
 )
 
 _MOST_GATHERED = 2**28
-"""Bytes of keys that a ragged batch gathers at a time."""
+"""Largest number of bytes of keys that a ragged batch gathers at a time."""
 _MOST_ROWS = 64
-"""Rows of a sequence that attend together, as many as a tile of the kernels has."""
+"""Rows of a sequence that attend together: at most those of a kernel's tile."""
 
 
 @python_numbers
@@ -124,7 +124,7 @@ def ragged_paged_attention(
     layout: Layout = "PSKH",
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    """Attention of any number of new tokens of each sequence, chunks of prompts beside single tokens.
+    """Attention of any number of new tokens of each sequence: chunks of prompts, or single tokens.
 
     Names, order and layout are those of `jax.experimental.pallas.ops.tpu.ragged_paged_attention`;
     `sinks`, pages that are a pair, and their `layout` are more. `append_to_pages` takes the same
@@ -183,7 +183,7 @@ def ragged_paged_attention(
 
     tokens = tokens_of(op, rows, kv_lens, cu_q_lens, num_seqs)
     in_place = reads_in_place(q[None, :1], pools, page_indices[:1], implementation)
-    # A tile of the kernel has the rows of all query heads that share a key head.
+    # A kernel's tile has the rows of all query heads that share a key head.
     most = max(1, _MOST_ROWS * pools.heads // q.shape[1]) if in_place else _MOST_ROWS
     tiles = _tiles(tokens, min(most, -(-rows // batch)), kv_lens, cu_q_lens)
     row = tiles.first[:, None] + jnp.arange(tiles.rows, dtype=jnp.int32)[None]
@@ -193,7 +193,7 @@ def ragged_paged_attention(
         call = (options, sinks, implementation, in_place)
         return attend(queries, count, pools, length, page_indices[owner], *call)
 
-    # A copy of the pages of many tiles would need too much memory.
+    # The tiles are processed in groups, because a copy of the pages of all tiles takes too much memory.
     arrays = (queries, tiles.owner, tiles.valid, tiles.length)
     output = of(*arrays) if in_place else _in_groups(of, arrays, tile_bytes)
     output = jnp.take(output.reshape(-1, *output.shape[2:]), tiles.place, axis=0, mode="clip")
@@ -202,23 +202,23 @@ def ragged_paged_attention(
 
 
 class _Tiles(NamedTuple):
-    """Rows of a ragged batch that attend together: up to `rows` neighbours of one sequence each."""
+    """Tiles of a ragged batch: up to `rows` consecutive rows of one sequence, which attend together."""
 
     rows: int
     owner: jax.Array
-    """The sequence of each tile, [tiles]; the next three are of each tile too."""
+    """Sequence of each tile, [tiles]."""
     first: jax.Array
-    """The first row."""
+    """First row of each tile, [tiles]."""
     valid: jax.Array
-    """How many rows there are; 0 in tiles that are not needed."""
+    """Number of rows of each tile, [tiles]; 0 for unused tiles."""
     length: jax.Array
-    """The tokens of the sequence up to the last row."""
+    """Tokens of the sequence up to the tile's last row, [tiles]."""
     place: jax.Array
-    """Index of each row of the batch among all rows of the tiles."""
+    """Position of each row of the batch among the rows of all tiles."""
 
 
 def _tiles(tokens: Tokens, size: int, kv_lens: jax.Array, cu_q_lens: jax.Array) -> _Tiles:
-    """Returns as many tiles of `size` rows as any division among the sequences may need."""
+    """Divides rows into tiles of `size` rows; there are enough tiles for any lengths."""
     batch, rows = kv_lens.shape[0], tokens.position.shape[0]
     tile = jnp.arange((rows + batch * (size - 1)) // size, dtype=jnp.int32)
     counts = jnp.zeros(batch, jnp.int32)
@@ -243,7 +243,7 @@ def _tiles(tokens: Tokens, size: int, kv_lens: jax.Array, cu_q_lens: jax.Array) 
 def _in_groups(
     function: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], entry_bytes: int
 ) -> jax.Array:
-    """Applies a function of a batch to as many entries at a time as need `_MOST_GATHERED` bytes."""
+    """Applies a function to a batch in groups of entries that need `_MOST_GATHERED` bytes together."""
     count = arrays[0].shape[0]
     groups = min(count, -(-count * entry_bytes // _MOST_GATHERED))
     if groups <= 1:
@@ -269,8 +269,8 @@ def _options(
     queries: jax.Array,
     implementation: Any,
 ) -> Options:
-    """Returns the options of the attention, of which those that arrays do not show are checked."""
-    # Any of them attends, or says itself why it cannot.
+    """Returns the checked options of the attention."""
+    # Every implementation is possible here; the stage says later why one cannot run.
     dispatch.choose(op, implementation, dict.fromkeys(("pallas", "cuda", "xla")))
     if window is not None:
         check_count(op, "sliding_window", window)

@@ -1,4 +1,4 @@
-"""Attention to pages where they lie: the stage of the kernel that reads through the table of pages."""
+"""Attention to pages in place: the stage of the kernel that reads through the page table."""
 
 import functools
 from collections.abc import Mapping
@@ -25,30 +25,30 @@ class Arrays(NamedTuple):
     """Operands, with query heads [N] as [K, G] so that they are sharded like their key heads."""
 
     query: Any
-    """[B, T, K, G, H]"""
+    """Queries [B, T, K, G, H]."""
     key: Any
-    """The keys' pool, in its layout, and the next one the values' pool; see `Pools`."""
+    """Pool of keys in its layout; `value` is the pool of values. See `Pools`."""
     value: Any
     table: Any
-    """[B, n] int32"""
+    """Page table, int32 [B, n]."""
     lengths: Any
-    """[B] int32: the keys of each sequence; the next fields have the same form."""
+    """Number of keys of each sequence, int32 [B]."""
     offset: Any
-    """Where the first query stands among the keys."""
+    """Position of the first query among the keys, int32 [B]."""
     counts: Any
-    """How many of the T queries there are; None for all."""
+    """Number of valid queries among the T, int32 [B]; None for all."""
     sinks: Any
-    """[K, G] float32, or None."""
+    """Attention sinks, float32 [K, G], or None."""
     key_scale: Any = None
-    """[K, P, S] float32, the factors of keys of 8 bits; None for others. So are those of the values."""
+    """Scales of 8-bit keys, float32 [K, P, S], or None; `value_scale` has those of the values."""
     value_scale: Any = None
 
     def pages(self) -> paged.Pages:
-        """Returns the pages as the kernel takes them."""
+        """Returns the pages in the form that the kernel takes."""
         return paged.Pages(self.key, self.value, self.table, self.key_scale, self.value_scale)
 
     def pools(self, layout: Layout) -> Pools:
-        """Returns the pages as XLA copies them."""
+        """Returns the pages in the form that XLA copies."""
         if self.key_scale is None:
             return Pools(self.key, self.value, layout)
 
@@ -68,12 +68,12 @@ class Options:
     scale: float
     soft_cap: float | None
     window: int | None
-    """How many tokens each sees, with itself."""
+    """Number of tokens that each query sees, itself included; None for all."""
 
     def gathered(
         self, arrays: Arrays, pools: Pools | None = None, implementation: Any = None
     ) -> jax.Array:
-        """Returns the output [B, T, K, G, V] of attention to a copy of the pages, or of these pools."""
+        """Returns the output [B, T, K, G, V] of attention to a copy of the pages, or of `pools`."""
         pools = arrays.pools(self.layout) if pools is None else pools
         batch, tokens, key_heads, group, size = arrays.query.shape
         key, value = pools.read(arrays.table, arrays.lengths, arrays.query.dtype)
@@ -110,7 +110,7 @@ class InPages:
         if self.options.layout == "PSKH":
             pools = ("pskh", "pskv")
         if Arrays(*operands).value is None:
-            # The heads of keys and of values alternate on one axis, which is not split.
+            # Heads of keys and values alternate on one axis, which therefore is not split.
             pools, whole = ("psch", "pskv"), whole + "ck"
         return Axes(("btkgh", *pools, "bn", "b", "b", "b", "kg", "kps", "kps"), ("btkgv",), whole)
 
@@ -198,9 +198,9 @@ class InPages:
 def reads_in_place(
     queries: jax.Array, pools: Pools, page_indices: jax.Array, implementation: str | None
 ) -> bool:
-    """Whether the kernel attends to the pages where they lie, from queries [B, T, N, H].
+    """Whether the kernel attends to pages in place, from queries [B, T, N, H].
 
-    Pages of 8 bits are copied unless the caller names the kernel, which nobody has measured there.
+    Pages of 8 bits are copied unless the caller names the kernel, which is not measured for them.
     """
     if implementation not in (None, "pallas") or 0 in (queries.size, page_indices.size):
         return False
@@ -224,8 +224,8 @@ def attend(
     implementation: Any,
     in_place: bool,
 ) -> jax.Array:
-    """Returns the output of queries [B, T, N, H], the last counts [B] tokens of `lengths` [B] tokens."""
-    # A sequence ends before its first page that is not there.
+    """Returns the output of queries [B, T, N, H]: the last `counts` [B] of `lengths` [B] tokens."""
+    # A sequence ends before its first page whose id is not in the pool.
     number = jnp.arange(page_indices.shape[1], dtype=jnp.int32)
     is_there = is_in_pool(page_indices, pools.pages)
     pages = jnp.min(jnp.where(is_there, number.size, number[None]), axis=1, initial=number.size)
@@ -272,7 +272,7 @@ def _arrays(
 
 
 def _has_token_scales(pool: Any) -> bool | None:
-    """Whether each token and head has a scale; None where there is more to a number than that."""
+    """Whether each token and head has a scale; None for other forms of quantisation."""
     if not isinstance(pool, QuantizedArray):
         return False
     more = (pool.zero_point, pool.offset, pool.codebook)
@@ -298,7 +298,7 @@ def _in_place_fwd(run: Runner, options: Options, arrays: Arrays) -> tuple[jax.Ar
 
 
 def _in_place_bwd(run: Runner, options: Options, arrays: Arrays, doutput: jax.Array) -> Any:
-    """Differentiates attention to a copy of the pages: gradients of pages serve no server."""
+    """Differentiates attention to a copy of the pages; no server needs fast gradients of pages."""
     floats = {
         name: array
         for name, array in arrays._asdict().items()

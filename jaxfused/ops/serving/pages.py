@@ -29,8 +29,8 @@ class Pools(NamedTuple):
 
     key: Pages
     value: Pages | None
-    """The pool of values; None where `key` is [P, S, 2 K, H], with keys at even heads and values at
-    odd."""
+    """Pool of values; None if `key` is [P, S, 2 K, H], with keys at even heads and values at odd
+    ones."""
     layout: Layout
 
     @property
@@ -39,12 +39,12 @@ class Pools(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        """Places of a page."""
+        """Places of a page, S."""
         return self.key.shape[2 if self.layout == "KPSH" else 1]
 
     @property
     def heads(self) -> int:
-        """Key heads."""
+        """Number of key heads, K."""
         heads = self.key.shape[0 if self.layout == "KPSH" else 2]
         return heads if self.value is not None else heads // 2
 
@@ -76,7 +76,7 @@ def pools_of(op: str, pages: Any, layout: Layout) -> Pools:
     """Returns the pools of `pages`: a pair, or one array [P, S, 2 K, H] with keys at even heads.
 
     Raises:
-      ValueError: they do not belong to each other.
+      ValueError: the pools do not fit each other.
     """
     if layout not in ("KPSH", "PSKH"):
         raise ValueError(
@@ -143,19 +143,19 @@ def _as_pages(op: str, name: str, pages: Any) -> Pages:
 
 
 def is_in_pool(page_indices: jax.Array, pages: int) -> jax.Array:
-    """Returns which ids are those of pages; others are never read or written."""
+    """Returns which ids are pages of the pool; others are never read or written."""
     return (page_indices >= 0) & (page_indices < pages)
 
 
 def gathered(pages: Pages, page_indices: jax.Array, layout: Layout, dtype: Any) -> jax.Array:
-    """Returns [B, n * S, K, H] of the pages [B, n]. An id outside the pool gives any page of it."""
+    """Returns [B, n * S, K, H] of the pages [B, n]. An id outside the pool gives any page."""
     axis = 1 if layout == "KPSH" else 0
 
     def take(pool: jax.Array) -> jax.Array:
-        if pool.shape[axis] == 0:  # No id is in the pool, and none is read.
+        if pool.shape[axis] == 0:  # An empty pool has no page to read.
             pool = jnp.zeros((*pool.shape[:axis], 1, *pool.shape[axis + 1 :]), pool.dtype)
         taken = jnp.take(pool, page_indices, axis=axis, mode="clip")
-        # [K, B, n, S, H] or [B, n, S, K, H]
+        # Axes of the pages: [K, B, n, S, H] or [B, n, S, K, H].
         taken = jnp.moveaxis(taken, 0, 3) if layout == "KPSH" else taken
         batch, count, size, *rest = taken.shape
         return taken.reshape(batch, count * size, *rest)
@@ -167,20 +167,20 @@ def gathered(pages: Pages, page_indices: jax.Array, layout: Layout, dtype: Any) 
 
 
 class Tokens(NamedTuple):
-    """Places of the tokens of a ragged batch, whose rows are those of all sequences in turn."""
+    """Places of the tokens of a ragged batch, whose rows are one sequence's tokens after another's."""
 
     sequence: jax.Array
-    """[tokens]: the sequence of each row; for rows of none, any."""
+    """Sequence of each row, [tokens]; any number for rows without a sequence."""
     position: jax.Array
-    """[tokens]: where the row stands in its sequence."""
+    """Position of each row in its sequence, [tokens]."""
     is_token: jax.Array
-    """[tokens]: whether the row is one of a sequence's."""
+    """True for each row that belongs to a sequence, [tokens]."""
 
 
 def tokens_of(
     op: str, rows: int, kv_lens: jax.Array, cu_q_lens: jax.Array, num_seqs: jax.Array | None
 ) -> Tokens:
-    """Returns the tokens of a ragged batch of which each sequence's rows are its last tokens."""
+    """Returns the tokens of a ragged batch, in which a sequence's rows are its last tokens."""
     row = jnp.arange(rows, dtype=jnp.int32)
     sequences = kv_lens.shape[0]
     used = jnp.int32(sequences)
@@ -269,7 +269,7 @@ def append_to_pages(
     slot = lax.div(tokens.position, jnp.int32(size))
     page = page_indices[tokens.sequence, jnp.clip(slot, 0, page_indices.shape[1] - 1)]
     fits = tokens.is_token & (slot < page_indices.shape[1]) & is_in_pool(page, pages)
-    # Ids beyond the pool are dropped, also negative ones, which JAX counts from the end.
+    # Ids outside the pool are dropped; negative ones too, which JAX would count from the end.
     page, place = jnp.where(fits, page, pages), lax.rem(tokens.position, jnp.int32(size))
     index: Any = (slice(None), page, place) if layout == "KPSH" else (page, place)
 
@@ -317,7 +317,7 @@ def _as_kept(new: jax.Array, dtype: Any) -> jax.Array:
 def check_table(
     op: str, lengths: Any, page_indices: Any, cu_q_lens: Any = None
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Returns lengths [B], ids of pages [B, n] and [B + 1] as int32, of which the last may be None."""
+    """Returns lengths [B], page ids [B, n] and `cu_q_lens` [B + 1] (or None), as int32."""
     given = {"lengths": lengths, "page_indices": page_indices, "cu_q_lens": cu_q_lens}
     arrays = {name: None if a is None else as_int32(_listed(a)) for name, a in given.items()}
     for name, array in arrays.items():
@@ -342,7 +342,7 @@ def check_table(
 
 
 def _listed(values: Any) -> Any:
-    """Returns lists as NumPy's arrays, the empty one as one of integers."""
+    """Returns lists as NumPy arrays; an empty list becomes an array of integers."""
     if not isinstance(values, list | tuple):
         return values
     return np.asarray(values) if len(values) else np.zeros(0, np.int32)

@@ -1,4 +1,4 @@
-"""BlockSparse: a matrix of which some blocks are kept, with lists of them by columns and by rows."""
+"""BlockSparse: a matrix that keeps some of its blocks, with lists of the blocks by column and by row."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ BlockSize = Literal[32, 64, 128]
 
 
 class BlockList(NamedTuple):
-    """The blocks of each column of blocks, one column after the other; or of each row."""
+    """Kept blocks in the order of the columns of blocks, or of the rows."""
 
     starts: jax.Array
-    """int32 [lines + 1], the first entry of each line, and the number of entries."""
+    """First entry of each line, and at the end the number of entries, int32 [lines + 1]."""
     entries: jax.Array
-    """int32 [2, kept]: of each entry, the index of its block, and its place in the line."""
+    """Block index and place in its line of each entry, int32 [2, kept]."""
 
 
 @serializable
@@ -173,7 +173,7 @@ class BlockSparse:
 
     @property
     def block_size(self) -> int:
-        """B, rows and columns of a block."""
+        """Rows and columns of a block, B."""
         return self.blocks.shape[-1]
 
     @property
@@ -188,14 +188,14 @@ class BlockSparse:
 
     @property
     def places(self) -> tuple[jax.Array, jax.Array]:
-        """The row and the column of blocks of each block, int32 [kept] both."""
+        """Row and column of blocks of each block, both int32 [kept]."""
         return places_of(self.by_column), places_of(self.by_row)
 
     def to_dense(self) -> jax.Array:
         """Returns the matrix [D, F]."""
         down, across = (size // self.block_size for size in self.shape)
         count = self.blocks.shape[0]
-        # A gather of blocks, as a GPU adds up scattered numbers one by one.
+        # The blocks are gathered, because a GPU's scatter adds numbers one by one.
         table = jnp.full((down, across), count, jnp.int32)
         table = table.at[self.places].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
         grid = jnp.asarray(self.blocks).at[table].get(mode="fill", fill_value=0)
@@ -203,7 +203,7 @@ class BlockSparse:
 
 
 def grid_of(op: str, shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
-    """Returns the rows and columns of blocks of a matrix, or raises."""
+    """Returns how many rows and columns of blocks a matrix has."""
     sizes = get_args(BlockSize)
     if block_size not in sizes:
         raise ValueError(
@@ -221,7 +221,7 @@ def grid_of(op: str, shape: tuple[int, ...], block_size: int) -> tuple[int, int]
 def block_lists(
     rows: jax.Array, columns: jax.Array, grid: tuple[int, int]
 ) -> tuple[BlockList, BlockList]:
-    """Returns the lists of blocks at these places, by columns and by rows of blocks."""
+    """Returns the lists of blocks at these rows and columns of blocks: by column, and by row."""
     down, across = grid
     beyond = (rows < 0) | (rows >= down) | (columns < 0) | (columns >= across)
     rows = jnp.where(beyond, down, rows).astype(jnp.int32)
@@ -230,7 +230,7 @@ def block_lists(
 
 
 def _lines(lines: jax.Array, places: jax.Array, count: int) -> BlockList:
-    """Returns the blocks in the order of their lines, and of their places in a line.
+    """Returns the blocks sorted by line, and by place within a line.
 
     Blocks beyond the matrix are in the last line's list, at a place beyond its end.
     """

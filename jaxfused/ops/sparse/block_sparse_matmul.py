@@ -130,7 +130,7 @@ def block_sparse_matmul(
 
 
 _LISTS = ("nbc", "p", "qn", "r", "qn")
-"""Axes of the blocks and of their lists, by columns and by rows."""
+"""Letters of the axes of the blocks, and of their lists by column and by row."""
 _WHOLE = "kfnbcpqr"
 _LETTERS = _WHOLE
 
@@ -140,7 +140,7 @@ class Options:
     """Static arguments of a product."""
 
     dtype: Any
-    """Dtype of the multiplication."""
+    """Dtype in which x and the blocks are multiplied."""
     out_dtype: Any
     precision: Any
     shape: tuple[int, int]
@@ -171,7 +171,7 @@ def _bwd(run: Runner, options: Options, operands, dy):
     dy = dy.astype(options.dtype)
     back = replace(options, out_dtype=options.dtype)
     [dx] = run(BlockSparseProduct(back, transposed=True), dy, blocks, *lists)
-    # Devices that split the rows add their parts before they are rounded.
+    # Devices that split the rows sum their partial gradients before these are rounded.
     whole = sharding.is_in_one_piece(x, dy)
     of_blocks = replace(options, out_dtype=options.dtype if whole else jnp.dtype(jnp.float32))
     if options.dtype == jnp.float64:
@@ -265,7 +265,7 @@ class BlockSparseProduct:
 
 @dataclass(frozen=True)
 class KeptBlocks(OneByOne):
-    """Computes (the blocks of x^T @ dy that are kept,) from x [M, D], dy [M, F], blocks and lists."""
+    """Computes the kept blocks of x^T @ dy from x [M, D], dy [M, F], blocks and lists."""
 
     options: Options
 
@@ -302,7 +302,7 @@ class KeptBlocks(OneByOne):
         )
 
     def work(self, x, dy, blocks) -> block_sparse.Shape:
-        """Returns the product, which sums over the rows."""
+        """Returns the shape of the product, whose summed axis is the rows."""
         sizes = x.shape[1], x.shape[0], dy.shape[1]
         return block_sparse.Shape(*sizes, blocks.shape[1], blocks.shape[0])
 
@@ -341,7 +341,7 @@ def _estimate(
     itemsize: int,
     kernel_time: Callable[[block_sparse.Shape, int], float],
 ) -> Estimate:
-    """Returns the times of XLA, which multiplies all blocks, and of the kernel where it can run."""
+    """Returns the microseconds of XLA, which multiplies all blocks, and of the kernel if it can run."""
     if not is_modelled(device):
         return UNMODELLED
     times = {"xla": dense_time(device, work, itemsize) + written_time(work)}
@@ -356,13 +356,13 @@ def dense_time(device: dispatch.Device, work: block_sparse.Shape, itemsize: int)
 
 
 def written_time(work: block_sparse.Shape) -> float:
-    """Microseconds in which XLA writes the matrix with its zeros, or reads its blocks from one."""
-    # Zeros, the blocks, and the copy that brings the blocks' rows into those of the matrix.
+    """Microseconds in which XLA writes the dense matrix from its blocks, or reads the blocks from it."""
+    # Bytes: the zeros, the blocks, and a copy that brings the blocks' rows into the matrix's rows.
     return cost.memory_time(6 * work.k * work.n + 4 * work.kept * work.block**2)
 
 
 def example_weight(random: Any, blocks: Any, lists: Sequence[Any]) -> list[jax.Array]:
-    """Returns random blocks at places that are spread evenly."""
+    """Returns random blocks at evenly spread places, as example operands."""
     columns, _, rows, _ = lists
     down, across = rows.shape[0] - 1, columns.shape[0] - 1
     places = jnp.arange(blocks.shape[0]) * down * across // blocks.shape[0]

@@ -1,4 +1,4 @@
-"""Products with a block-sparse matrix in XLA: the matrix is written with its zeros and multiplied."""
+"""Products with a block-sparse matrix in XLA, which multiplies a dense copy of the matrix."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def block_sparse_matmul(
     precision: Any,
     transposed: bool,
 ) -> jax.Array:
-    """Returns x times the matrix, or its transpose; in `dtype`, with sums in float32."""
+    """Returns x times the matrix, or its transpose, multiplied in `dtype` and summed in float32."""
     rows = "abcdefghij"[: x.ndim - 1]
     axes = "fk" if transposed else "kf"
     return product(
@@ -34,7 +34,7 @@ def block_sparse_matmul(
 def kept_blocks(
     x: jax.Array, dy: jax.Array, weight: BlockSparse, *, out_dtype: Any, precision: Any
 ) -> jax.Array:
-    """Returns the blocks of x^T @ dy, of rows [M, D] and [M, F], where `weight` has blocks."""
+    """Returns x^T @ dy of rows [M, D] and [M, F], computed at the blocks of `weight` only."""
     size = weight.block_size
     wide = accumulator_dtype(x.dtype)
     dw = product("md,mf->df", x, dy, dtype=x.dtype, out_dtype=wide, precision=precision)

@@ -1,4 +1,4 @@
-"""The entries of JAX's sparse matrices by their rows and columns."""
+"""Entries of JAX's sparse matrices by row and column."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,14 +13,14 @@ SparseMatrix = BCOO | BCSR
 
 
 class Coordinates(NamedTuple):
-    """Where each entry of a sparse matrix is. Those beyond the matrix count for nothing."""
+    """Rows and columns of a sparse matrix's entries; entries beyond the matrix count for nothing."""
 
     rows: jax.Array
-    """int32 [entries]; one of the padding is the number of rows or more."""
+    """Row of each entry, int32 [entries]; padding has the number of rows or more."""
     columns: jax.Array
-    """int32 [entries]; likewise."""
+    """Column of each entry, int32 [entries]; padding has the number of columns or more."""
     in_order: bool
-    """True if rows do not fall from entry to entry."""
+    """True if the rows never decrease from entry to entry."""
 
     @property
     def transposed(self) -> "Coordinates":
@@ -29,7 +29,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Container:
-    """How a sparse matrix holds its entries, to make one with other values."""
+    """A sparse matrix's class and structure, to make a matrix with other values."""
 
     like: Any
 
@@ -61,12 +61,12 @@ def check_sparse(op: str, name: str, matrix: Any) -> None:
 def coordinates(matrix: SparseMatrix) -> Coordinates:
     """Returns the rows and columns of a matrix's entries.
 
-    Negative indices count from the end, as in JAX. Where indices are said to be sorted, those of rows
-    are before the first row and count for nothing.
+    Negative indices count from the end, as in JAX. If the matrix claims sorted indices, negative rows
+    lie before the first row and count for nothing.
     """
     if isinstance(matrix, BCSR):
         places = jnp.arange(matrix.indices.shape[0], dtype=matrix.indptr.dtype)
-        # Entries before the first row's start are in row -1, and count for nothing.
+        # Entries before the first row's start get row -1, and count for nothing.
         rows = jnp.searchsorted(matrix.indptr, places, side="right").astype(jnp.int32) - 1
         return Coordinates(rows, _from_the_end(matrix.indices, matrix.shape[1]), True)
     rows, columns = matrix.indices[:, 0], matrix.indices[:, 1]
@@ -76,6 +76,6 @@ def coordinates(matrix: SparseMatrix) -> Coordinates:
 
 
 def _from_the_end(indices: jax.Array, size: int) -> jax.Array:
-    """Returns int32 indices; one beyond either end is negative, or `size` or more."""
+    """Returns int32 indices counted from 0; those beyond either end are negative, or `size` or more."""
     indices = as_int32(indices)
     return jnp.where(indices < 0, indices + size, indices)

@@ -1,4 +1,4 @@
-"""Sparse24: a matrix of which two of each four numbers are kept, packed for Hopper's tensor cores."""
+"""Sparse24: a matrix that keeps two of each four numbers, packed for Hopper's sparse tensor cores."""
 
 import functools
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from jaxfused.runtime.stated_gradient import stated_gradient
 
 GROUP, KEPT = 4, 2
 _STEP = 64
-"""Rows of the matrix whose indices a warpgroup's words have together."""
+"""Rows of the matrix whose metadata one 32-bit word of each thread of a warpgroup holds."""
 _TILE = 128
-"""Columns of the matrix are padded to whole tiles of as many."""
+"""Multiple to which the metadata's columns are padded: those of a tile."""
 
 MetadataOrder = Literal["rows", "cutlass"]
 
@@ -185,10 +185,10 @@ def _check_matrix(op: str, weight: jax.Array) -> None:
 
 
 def greatest_places(weight: jax.Array) -> jax.Array:
-    """Returns the places, in order, of the two greatest of each four numbers: int32 [D / 4, 2, F]."""
+    """Returns the ordered places of the two greatest of each four numbers, int32 [D / 4, 2, F]."""
     groups = jax.lax.stop_gradient(weight).reshape(-1, GROUP, weight.shape[1])
     magnitudes = jnp.abs(groups)
-    # NaN is kept, where it would be seen.
+    # NaN counts as the greatest, so that it stays visible in results.
     magnitudes = jnp.where(jnp.isnan(magnitudes), jnp.inf, magnitudes)
     index = np.arange(GROUP)
     other, own = magnitudes[:, None], magnitudes[:, :, None]
@@ -222,7 +222,7 @@ def spread(values: jax.Array, places: jax.Array) -> jax.Array:
 
 @functools.partial(stated_gradient, linear=(0,))
 def unpruned_gradient(weight: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the pruned matrix, with the gradient of the whole one."""
+    """Returns the pruned matrix; its gradient is passed on to all numbers."""
     return spread(taken(weight, places), places)
 
 
@@ -242,32 +242,32 @@ spread.defvjp(
 
 # --- metadata -------------------------------------------------------------------------------------
 #
-# The words of 64 rows k of the matrix and 64 columns f are those of 128 threads: thread (warp, g, c) has
-# the columns 16 warp + g (lower half of its word) and 16 warp + g + 8, and the rows 16 c to 16 c + 15,
-# four bits for each four of them, of which the lower two are the place of the first number.
+# The metadata of 64 rows k and 64 columns f of the matrix is one word for each of 128 threads: thread
+# (warp, g, c) has the columns 16 warp + g (lower half of its word) and 16 warp + g + 8, and the rows 16
+# c to 16 c + 15, four bits for each group of four rows, the place of the first number in the lower two.
 
 
 _HALVES, _FOURS = 16 * np.arange(2, dtype=np.uint32), 4 * np.arange(4, dtype=np.uint32)
 _SHIFTS = (_HALVES[:, None] + _FOURS[None]).reshape(1, 1, 1, 1, 1, 2, 4)
-"""Bit shifts in a word: of its two halves (columns), and in a half of its four groups of four rows."""
+"""Bit shifts in a word, for its two halves (columns) and the four groups of four rows in a half."""
 
 
 def packed(places: jax.Array) -> jax.Array:
-    """Returns the metadata of places [D / 4, 2, F]."""
+    """Packs places [D / 4, 2, F] into metadata words."""
     groups, _, features = places.shape
     codes = (places[:, 0] | places[:, 1] << 2).astype(jnp.uint32)
     whole_groups = -(-groups // (_STEP // GROUP)) * (_STEP // GROUP)
     missing = (whole_groups - groups, -features % _TILE)
     codes = jnp.pad(codes, [(0, missing[0]), (0, missing[1])], constant_values=0b0100)
     steps, tiles = codes.shape[0] // 16, codes.shape[1] // 64
-    # Axes: step, c, group of four; tile, warp, half, g.
+    # Axes of rows: step, c, group of four. Axes of columns: tile, warp, half, g.
     codes = split_axis(split_axis(codes, 1, tiles, 4, 2, 8), 0, steps, 4, 4)
     codes = codes.transpose(0, 3, 4, 6, 1, 5, 2) << _SHIFTS
     return jnp.sum(codes, axis=(5, 6), dtype=jnp.uint32).reshape(steps, tiles, 128)
 
 
 def unpacked(metadata: jax.Array, rows: int, features: int) -> jax.Array:
-    """Returns the places int32 [D / 4, 2, F] of metadata."""
+    """Unpacks metadata words into places, int32 [D / 4, 2, F]."""
     words = split_axis(metadata, 2, 4, 8, 4, 1, 1)
     codes = (words >> _SHIFTS & 15).transpose(0, 4, 6, 1, 2, 5, 3)
     codes = merge_axes(merge_axes(codes, 3, 4), 0, 3)[: rows // GROUP, :features]
@@ -279,7 +279,7 @@ def _cutlass_places(rows: int, columns: int) -> jax.Array:
     row = jnp.arange(rows)[:, None]
     column = jnp.arange(columns)[None, :]
     place = row // 32 * 32 + row % 8 * 4 + row % 32 // 8
-    # Of each 2 x 2 words the two off the diagonal change places.
+    # Off-diagonal words of each 2 x 2 square are swapped.
     up = ((place % 2 == 0) & (column % 2 == 1)).astype(jnp.int32)
     down = ((place % 2 == 1) & (column % 2 == 0)).astype(jnp.int32)
     place, column = place + up - down, column - up + down

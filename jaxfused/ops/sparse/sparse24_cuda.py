@@ -1,4 +1,4 @@
-"""Products with a matrix of which half is kept, by the kernel of ffi/sparse/sparse24_matmul.cu."""
+"""Products with a matrix that keeps two of each four numbers, by ffi/sparse/sparse24_matmul.cu."""
 
 import math
 from typing import Any
@@ -10,13 +10,13 @@ from jaxfused.runtime import cuda_library
 from pallas_kernels import hopper
 
 _ROWS, _FEATURES, _STEP = 256, 128, 64
-"""Rows of x and features in a tile, and columns of x in a step."""
+"""Sizes of a tile: rows of x, features, and columns of x that a pipeline stage holds."""
 
 
 def why_unsupported(
     *, compute_capability: tuple[int, int] | None, dtype: Any, depth: int, features: int
 ) -> str | None:
-    """Returns None where the kernel can run, else the reason.
+    """Returns None if the kernel can run, else the reason.
 
     Args:
       compute_capability: of the GPU, or None where there is none.
@@ -37,14 +37,14 @@ def why_unsupported(
 
 
 def predicted_time(rows: int, depth: int, features: int, multiprocessors: int) -> float:
-    """Returns the predicted microseconds (fitted on an H200, benchmarks/LAB.md, 2026-11-28)."""
+    """Returns the predicted microseconds, fitted on an H200 (benchmarks/LAB.md, 2026-11-28)."""
     tiles = math.ceil(rows / _ROWS) * math.ceil(features / _FEATURES)
     steps = math.ceil(depth / _STEP)
     return _LAUNCH + math.ceil(tiles / multiprocessors) * (steps * _OF_STEP + _OF_TILE)
 
 
 _LAUNCH, _OF_STEP, _OF_TILE = 5.0, 0.56, 1.5
-"""Microseconds to launch the kernel, of a tile's step, and to store a tile."""
+"""Microseconds to launch the kernel, to compute a pipeline stage of a tile, and to store a tile."""
 
 
 def matmul(x: jax.Array, values: jax.Array, metadata: jax.Array) -> jax.Array:

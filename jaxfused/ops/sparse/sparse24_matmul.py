@@ -140,7 +140,7 @@ def _dense_product(x: jax.Array, dense: jax.Array, precision: Any) -> jax.Array:
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="sparse24_matmul")
 def _sparse24_matmul(run: Runner, options: Options, x, values, metadata, whole):
-    """Returns the product; `whole`, the weight before it was pruned or None, only has a gradient."""
+    """Returns the product; `whole` is the unpruned weight, which gets a gradient only, or None."""
     del whole
     [y] = run(Sparse24Product(options), x, values, metadata)
     return y
@@ -211,7 +211,7 @@ class Sparse24Product:
         dense = xla_cost.xla_product(
             rows, features, depth, x.dtype.itemsize, device.multiprocessors
         )
-        # XLA first writes the matrix with its zeros.
+        # XLA first writes the dense matrix.
         times = {"xla": dense + cost.memory_time(2 * depth * features * x.dtype.itemsize)}
         if "cuda" in able:
             times["cuda"] = sparse24_cuda.predicted_time(
@@ -227,6 +227,6 @@ class Sparse24Product:
         return (_dense_product(x, dense, self.options.precision),)
 
     def examples(self, random, device, x, values, metadata):
-        """Returns a weight of which the first two of each four numbers are kept."""
+        """Returns random operands; the weight keeps the first two of each four numbers."""
         del device
         return [random(x), random(values), jnp.full(metadata.shape, 0x44444444, metadata.dtype)]

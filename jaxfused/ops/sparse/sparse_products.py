@@ -1,4 +1,4 @@
-"""The stages of products with sparse matrices, and of the numbers of a product at some places."""
+"""Stages of sparse_matmul and sampled_matmul: sparse times dense, and a dense product at some places."""
 
 import functools
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class Options:
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1))
 def sparse_product(run: Runner, options: Options, data, rows, columns, b):
-    """Returns the sparse matrix with these entries times b."""
+    """Returns the sparse matrix of these entries times b."""
     [y] = run(SparseProduct(options), data, rows, columns, b)
     return y
 
@@ -59,7 +59,7 @@ sparse_product.defvjp(_sparse_fwd, _sparse_bwd)
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1))
 def sampled_product(run: Runner, options: Options, rows, columns, x, y):
-    """Returns the numbers of x @ y^T at some places."""
+    """Returns the numbers of x @ y^T at `rows` and `columns`."""
     [data] = run(SampledProduct(options.op, "forward"), rows, columns, x, y)
     return data
 
@@ -99,7 +99,7 @@ class SparseProduct:
         return Axes(("e", "e", "e", "kn"), ("mn",), whole="ekm")
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
-        """Makes a batch of b more columns of it."""
+        """Merges a batch of b into the columns of b."""
         *entries, b = operands
         if any(map(is_batched, in_batched[:3])):
             return None
@@ -151,7 +151,7 @@ class SparseProduct:
         return (y,)
 
     def examples(self, random, device, data, rows, columns, b):
-        """Returns entries that are spread evenly, in the order of their rows."""
+        """Returns random operands with evenly spread entries in the order of their rows."""
         del device
         places = jnp.arange(rows.shape[0], dtype=jnp.int32)
         spread = places * (self.options.rows / rows.shape[0])
@@ -160,7 +160,7 @@ class SparseProduct:
 
 @dataclass(frozen=True)
 class SampledProduct(OneByOne):
-    """Computes (the numbers of x @ y^T at some places,) from rows, columns, x [M, D] and y [N, D]."""
+    """Computes x @ y^T at the given rows and columns, from x [M, D] and y [N, D]."""
 
     op: str
     stage: str = "gradient of entries"
@@ -200,14 +200,15 @@ class SampledProduct(OneByOne):
 
 _LAUNCH = 6.0
 _GATHERED_BYTE = 1.0e-7
-"""Microseconds to launch a kernel, and to read a byte of b's rows from L2 (H200, 2026-11-28)."""
+"""Microseconds to launch a kernel, and per byte of b's rows that it reads from the L2 (H200,
+2026-11-28)."""
 _SORT, _SORTED = 30.0, 1.5e-4
-"""Microseconds in which XLA sorts entries, and for each of them; not measured."""
+"""Microseconds in which XLA sorts entries: a constant, and for each entry. Estimated, not measured."""
 _DENSE = 64
-"""XLA multiplies by the whole matrix where at least one of so many numbers is an entry."""
+"""XLA multiplies by the dense matrix if at least one in this many of its numbers is an entry."""
 
 
 def dense_time(device: dispatch.Device, m: int, n: int, k: int, itemsize: int) -> float:
-    """Microseconds of XLA's dense product, and to write the sparse matrix whole."""
+    """Microseconds in which XLA writes the sparse matrix as a dense one and multiplies by it."""
     product = xla_cost.xla_product(m, n, k, itemsize, device.multiprocessors)
     return product * (itemsize / 2) + cost.memory_time(m * k * itemsize)

@@ -10,9 +10,9 @@ from jaxfused.ops.sparse.coordinates import Coordinates
 from jaxfused.runtime import cuda_library
 
 _MOST = 2**31 - 2**11
-"""Most rows, columns and entries, for indices of 32 bits."""
+"""Largest number of rows, columns and entries, because indices have 32 bits."""
 _MOST_COLUMNS = 2**20
-"""Most columns of b: a grid has so many blocks of them."""
+"""Largest number of columns of b, limited by the kernel's grid."""
 
 
 def why_unsupported(
@@ -23,7 +23,7 @@ def why_unsupported(
     sizes: Mapping[str, int],
     columns: int,
 ) -> str | None:
-    """Returns None where the kernels can run, else the reason.
+    """Returns None if the kernels can run, else the reason.
 
     Args:
       compute_capability: of the GPU, or None where there is none.
@@ -48,7 +48,7 @@ def why_unsupported(
 
 
 def sparse_product(data: jax.Array, places: Coordinates, b: jax.Array, *, rows: int) -> jax.Array:
-    """Returns the matrix of `rows` rows with these entries times b [K, N], in b's dtype."""
+    """Returns the sparse matrix of `rows` rows and these entries times b [K, N], in b's dtype."""
     cuda_library.register()
     of_rows, columns = places.rows, places.columns
     if not places.in_order:
@@ -60,7 +60,7 @@ def sparse_product(data: jax.Array, places: Coordinates, b: jax.Array, *, rows: 
 
 
 def sampled_product(places: Coordinates, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the numbers of x [M, D] @ y^T [D, N] at some places: [entries], in x's dtype."""
+    """Returns x [M, D] @ y^T [D, N] at these places, [entries], in x's dtype."""
     cuda_library.register()
     out = jax.ShapeDtypeStruct(places.rows.shape, x.dtype)
     return jax.ffi.ffi_call("jaxfused_sampled_matmul", out)(places.rows, places.columns, x, y)

@@ -1,4 +1,4 @@
-"""Products with sparse matrices in XLA: JAX's own, with sums in float32, or dense ones."""
+"""Products with sparse matrices in XLA: by JAX's sparse product in float32, or by a dense matrix."""
 
 import functools
 from typing import Any
@@ -15,9 +15,9 @@ from jaxfused.runtime.promotion import accumulator_dtype
 def sparse_product(
     data: jax.Array, places: Coordinates, b: jax.Array, *, rows: int, out_dtype: Any
 ) -> jax.Array:
-    """Returns the matrix of `rows` rows with these entries times b [K, N]."""
+    """Returns the sparse matrix of `rows` rows and these entries times b [K, N]."""
     wide = accumulator_dtype(b.dtype)
-    # JAX rounds partial sums to the dtype of the operands.
+    # Operands are converted to float32 first, because JAX rounds partial sums to their dtype.
     indices = jnp.stack(_without_negative(places, (rows, b.shape[0])), axis=1)
     matrix = sparse.BCOO((data.astype(wide), indices), shape=(rows, b.shape[0]))
     numbers = (((1,), (0,)), ((), ()))
@@ -34,14 +34,14 @@ def dense_product(
     out_dtype: Any,
     precision: Any,
 ) -> jax.Array:
-    """Returns the same as `sparse_product`, with the matrix written whole."""
+    """Returns the product of `sparse_product` by a dense copy of the matrix."""
     a = jnp.zeros((rows, b.shape[0]), data.dtype)
     a = a.at[_without_negative(places, a.shape)].add(data, mode="drop")
     return product("mk,kn->mn", a, b, dtype=b.dtype, out_dtype=out_dtype, precision=precision)
 
 
 def _without_negative(places: Coordinates, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns rows and columns with those before the first one after the last, as JAX counts from it."""
+    """Returns places with negative ones moved beyond the end, as JAX would count them from there."""
     rows, columns = places.rows, places.columns
     return jnp.where(rows < 0, shape[0], rows), jnp.where(columns < 0, shape[1], columns)
 
@@ -50,7 +50,7 @@ def _without_negative(places: Coordinates, shape: tuple[int, ...]) -> tuple[jax.
 def sampled_product(
     places: Coordinates, x: jax.Array, y: jax.Array, *, out_dtype: Any
 ) -> jax.Array:
-    """Returns the numbers of x [M, D] @ y^T [D, N] at some places: [entries]."""
+    """Returns x [M, D] @ y^T [D, N] at these places, [entries]."""
     wide = accumulator_dtype(x.dtype)
 
     def numbers(rows: jax.Array, columns: jax.Array) -> jax.Array:
@@ -58,7 +58,7 @@ def sampled_product(
         of_y = y.at[columns].get(mode="fill", fill_value=0).astype(wide)
         return jnp.sum(of_x * of_y, axis=1)
 
-    # One after the other, so that no more than some rows of x and y are held.
+    # A loop over groups of entries bounds the gathered rows of x and y in memory.
     count = places.rows.shape[0]
     together = min(count, max(1, _HELD // x.shape[1]))
     whole = count // together * together
@@ -71,4 +71,4 @@ def sampled_product(
 
 
 _HELD = 2**22
-"""Numbers of x that are gathered at a time."""
+"""Largest number of values of x that are gathered at a time."""

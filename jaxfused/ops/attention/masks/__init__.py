@@ -1,1 +1,1 @@
-"""Masks of attention as objects, which `jaxfused.masks` lists."""
+"""Attention masks as objects; `jaxfused.masks` exports them."""

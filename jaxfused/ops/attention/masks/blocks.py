@@ -1,4 +1,4 @@
-"""Masks in blocks: which tiles of queries and keys are empty, full or partial, and what is in these.
+"""Masks in blocks: which tiles of queries and keys are empty, full or partial, and their bits.
 
 Preparation looks at every tile once, by its bounds, and at the elements of tiles of which bounds say
 nothing. Equal tiles are stored once: a causal mask has one partial tile, however long it is.
@@ -17,12 +17,14 @@ FULL = 0
 
 @dataclass(frozen=True, eq=False)
 class BlockedMasks:
-    """Several masks of one shape in tiles of queries and keys."""
+    """Tiles of queries and keys of several masks of one shape."""
 
     kinds: np.ndarray
-    """int32 [masks, tiles of queries, tiles of keys]: EMPTY, FULL, or the index of a partial tile."""
+    """Kind of each tile, int32 [masks, tiles of queries, tiles of keys]: EMPTY, FULL, or a partial
+    tile's index."""
     partial: np.ndarray
-    """bool [partial tiles + 1, queries of a tile, keys of a tile]; tile FULL allows everything.
+    """Bits of partial tiles, bool [partial tiles + 1, queries of a tile, keys of a tile]; tile FULL
+    allows everything. Keys from S on are forbidden; queries from T on repeat the last one.
 
     Keys from S on are forbidden; queries from T on are like the last one.
     """
@@ -30,7 +32,7 @@ class BlockedMasks:
 
 @functools.lru_cache(maxsize=64)
 def prepare(masks: tuple[AttentionMask, ...], query_block: int, key_block: int) -> BlockedMasks:
-    """Returns masks in tiles; what was prepared is kept, by the contents of the masks."""
+    """Returns masks in tiles, cached by the contents of the masks."""
     indices: dict[bytes, int] = {}
     kinds = np.stack([_kinds(mask, query_block, key_block, indices) for mask in masks])
     partial = np.ones((1 + len(indices), query_block, key_block), np.bool_)
@@ -43,7 +45,7 @@ def prepare(masks: tuple[AttentionMask, ...], query_block: int, key_block: int) 
 def _kinds(
     mask: AttentionMask, query_block: int, key_block: int, indices: dict[bytes, int]
 ) -> np.ndarray:
-    """Returns the kind of each tile, and adds new partial tiles to `indices` by their bits."""
+    """Returns the kind of each tile; bits of new partial tiles are added to `indices`."""
     queries, keys = mask.shape
     rows, columns = -(-queries // query_block), -(-keys // key_block)
     first_query = np.arange(rows)[:, None] * query_block
@@ -51,7 +53,7 @@ def _kinds(
     last_query = np.minimum(first_query + query_block, queries) - 1
     last_key = np.minimum(first_key + key_block, keys) - 1
     some, every = mask.bounds(Spans(first_query, last_query, first_key, last_key))
-    # A last tile with keys beyond the end is partial.
+    # A last tile that extends beyond the keys is partial.
     every = np.broadcast_to(every, (rows, columns)) & (first_key + key_block <= keys)
     kinds = np.where(some, np.where(every, FULL, FULL + 1), EMPTY).astype(np.int32)
     for i, row in enumerate(kinds):
@@ -71,7 +73,7 @@ def _looked_at(
     key_block: int,
     indices: dict[bytes, int],
 ) -> np.ndarray:
-    """Returns the kinds of tiles of one row by their elements."""
+    """Returns the kinds of tiles of one row by looking at their elements."""
     queries, keys = mask.shape
     query = np.minimum(first_query + np.arange(query_block), queries - 1)
     key = columns[:, None] * key_block + np.arange(key_block)

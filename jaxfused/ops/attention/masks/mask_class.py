@@ -1,4 +1,4 @@
-"""AttentionMask: which queries attend to which keys, as an object that is known before any array is.
+"""AttentionMask: an object, known before any array is, that says which queries attend to which keys.
 
 A mask states its rule twice: `allowed` for every query and key, and `bounds` for whole tiles, so that a
 mask of a long sequence is prepared without visiting all of its elements.
@@ -29,12 +29,12 @@ class Spans(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What is known of tiles without looking at their elements."""
+    """Bounds of what tiles allow, known without looking at their elements."""
 
     some: Any
-    """False where a tile allows nothing for sure."""
+    """False if a tile certainly allows nothing."""
     every: Any
-    """True where a tile allows everything for sure."""
+    """True if a tile certainly allows everything."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class AttentionMask:
     """
 
     shape: tuple[int, ...]
-    """(T, S), or (N, T, S) of a `MultiHeadMask`."""
+    """Shape (T, S), or (N, T, S) of a `MultiHeadMask`."""
 
     def __post_init__(self) -> None:
         set_shape(self, self.shape)
@@ -57,7 +57,7 @@ class AttentionMask:
         raise NotImplementedError
 
     def bounds(self, spans: Spans) -> Bounds:
-        """Returns what is known of whole tiles."""
+        """Returns the bounds of whole tiles."""
         del spans
         return Bounds(True, False)
 
@@ -118,7 +118,7 @@ class AttentionMask:
 
 
 def set_shape(mask: AttentionMask, shape: Any) -> None:
-    """Sets (T, S), checked."""
+    """Checks a shape (T, S) and sets it as the mask's."""
     name = type(mask).__name__
     sizes: tuple[Any, ...] = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     if len(sizes) != 2 or not all(is_count(size) for size in sizes):
@@ -140,14 +140,14 @@ def is_whole(value: Any) -> bool:
 
 
 def looked_up(table: np.ndarray, *index: Index) -> Any:
-    """Returns table[index], by JAX if an index is JAX's."""
+    """Returns table[index], as a JAX array if an index is one."""
     if any(isinstance(i, jax.Array) for i in index):
         return jnp.asarray(table)[index]
     return table[index]
 
 
 def combined(kind: type["_Logical"], left: AttentionMask, right: Any) -> AttentionMask:
-    """Returns left and right, or left or right, each for every head."""
+    """Returns the `kind` of two masks, applied head by head if either is a `MultiHeadMask`."""
     name = kind._sign
     if not isinstance(right, AttentionMask):
         raise TypeError(
@@ -185,14 +185,14 @@ class _Logical(AttentionMask):
 
 
 class LogicalAnd(_Logical):
-    """What all of some masks allow, which `a & b` returns."""
+    """The intersection of masks, which `a & b` returns."""
 
     _sign = "&"
     _operation = staticmethod(operator.and_)
 
 
 class LogicalOr(_Logical):
-    """What any of some masks allows, which `a | b` returns."""
+    """The union of masks, which `a | b` returns."""
 
     _sign = "|"
     _operation = staticmethod(operator.or_)
@@ -200,7 +200,7 @@ class LogicalOr(_Logical):
 
 @dataclass(frozen=True, repr=False)
 class LogicalNot(AttentionMask):
-    """What a mask forbids, which `~mask` returns."""
+    """The complement of a mask, which `~mask` returns."""
 
     mask: AttentionMask
 

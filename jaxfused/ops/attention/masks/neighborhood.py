@@ -97,13 +97,13 @@ class NeighborhoodMask(AttentionMask):
         return result
 
     def _near(self, axis: int, query: Index, key: Index) -> Any:
-        """Returns whether places of an axis attend to others."""
+        """Returns whether positions along an axis are in each other's window."""
         n, w, d = self.grid[axis], self.window[axis], self.dilation[axis]
         place, of_key = query // d, key // d
         if self.is_causal[axis]:
             near = (of_key <= place) & (of_key > place - w)
         else:
-            # Interleaved axes may differ by one in length.
+            # The interleaved parts of an axis may differ by one in length.
             length = (n - query % d + d - 1) // d
             first = (place - w // 2).clip(0)
             first = first - (first + w - length).clip(0)
@@ -111,10 +111,10 @@ class NeighborhoodMask(AttentionMask):
         return near & (query % d == key % d)
 
     def bounds(self, spans: Spans) -> Bounds:
-        """Returns bounds by the first axis alone, whose places follow each other in the sequence."""
+        """Returns bounds by the first axis alone, whose positions follow each other in the sequence."""
         stride = self.shape[0] // self.grid[0]
         reach = self.window[0] * self.dilation[0]
         first_query, last_query, first_key, last_key = (x // stride for x in spans)
-        # At a border a window reaches as far as its size to one side.
+        # A window at a border lies on one side of its query, and so reaches as far as its whole size.
         some = (last_key >= first_query - reach) & (first_key <= last_query + reach)
         return Bounds(some, False)

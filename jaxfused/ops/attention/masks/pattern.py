@@ -1,4 +1,4 @@
-"""The masks of a call's heads, in the forms in which implementations take them."""
+"""Masks of a call's heads, in the forms that the implementations take."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ from jaxfused.ops.attention.masks.positions import CausalMask, LocalMask
 
 
 class Pattern:
-    """The different masks that the heads of a call have; an array says which head has which.
+    """The distinct masks of a call's heads; a separate array says which head has which.
 
-    It is no dataclass, so that its text stands for it in the keys of autotuning tables.
+    The class is no dataclass, because its `repr` is part of autotuning tables' keys.
     """
 
     def __init__(self, masks: tuple[AttentionMask, ...]) -> None:
@@ -37,7 +37,7 @@ class Pattern:
     def limited(
         self, is_causal: bool, window: tuple[int, int] | None, query_offset: int
     ) -> "Pattern":
-        """Returns the pattern with the limits of positions."""
+        """Returns the pattern intersected with limits of positions: causal, or a window."""
         masks = self.masks
         if is_causal:
             masks = tuple(mask & CausalMask(mask.shape, query_offset) for mask in masks)

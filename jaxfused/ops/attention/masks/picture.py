@@ -1,4 +1,4 @@
-"""A mask in print: its rule, the share of blocks that attention visits, and a picture of them."""
+"""Text of a mask: its rule, the share of blocks that attention visits, and a picture of the blocks."""
 
 import numpy as np
 
@@ -7,13 +7,13 @@ from jaxfused.ops.attention.masks.mask_class import AttentionMask
 
 _BLOCK = 128
 _MOST = 32
-"""Rows and columns of a picture."""
+"""Largest number of rows and columns of a picture."""
 _SHADES = {EMPTY: "·", FULL: "█"}
 _PARTIAL = "▒"
 
 
 def picture(mask: AttentionMask) -> str:
-    """Returns the lines of a mask, with a picture for each of the first heads that differ."""
+    """Returns the text lines of a mask, with a picture for each of the first heads that differ."""
     heads = list(dict.fromkeys(mask.of_heads))
     lines = [repr(mask), _summary(mask)]
     for one in heads[:4]:
@@ -37,7 +37,7 @@ def _summary(mask: AttentionMask) -> str:
 
 
 def _drawn(mask: AttentionMask) -> list[str]:
-    """Returns a character for each cell, a block or as many as fit it."""
+    """Returns one character for each cell, which is a block or several of them."""
     if 0 in mask.shape:
         return []
     queries, keys = (max(1, -(-size // _MOST)) for size in mask.shape)

@@ -1,4 +1,4 @@
-"""Masks by the places of queries and keys in their sequences."""
+"""Masks by the positions of queries and keys in their sequences."""
 
 import hashlib
 from collections.abc import Sequence
@@ -108,7 +108,7 @@ class LocalMask(AttentionMask):
 
     @property
     def _ends(self) -> tuple[int, int]:
-        """The first and the last key of query 0, if there were such keys."""
+        """First and last key that query 0 attends to, also if they lie outside the keys."""
         left, right = self.window_size
         first = -self.shape[0] if left is None else self.offset - left
         last = self.shape[1] if right is None else self.offset + right
@@ -246,12 +246,12 @@ class GlobalMask(AttentionMask):
 
     @property
     def _offset(self) -> int:
-        """The offset, limited to what makes a difference."""
+        """Offset, limited to the range in which it makes a difference."""
         return min(max(self.offset, -self.shape[0]), _FARTHEST)
 
     def bounds(self, spans: Spans) -> Bounds:
         def before(place):
-            """Returns how many global tokens there are before a place."""
+            """Returns how many global tokens are before a position."""
             if not isinstance(self.tokens, tuple):
                 return np.clip(place, 0, min(self.tokens, _FARTHEST))
             return np.searchsorted(self.tokens, place)
@@ -290,9 +290,9 @@ class RandomBlocksMask(AttentionMask):
 
     @property
     def _table(self) -> np.ndarray:
-        """Whether a block of queries attends to a block of keys."""
+        """True for each block of queries and block of keys that attend."""
         rows, columns = (-(-size // self.block_size) for size in self.shape)
-        # Sorting random numbers draws without replacement, the same on every platform.
+        # Sorted random numbers draw without replacement, and equally on every platform.
         drawn = np.random.default_rng(self.seed).random((rows, columns))
         order = np.argsort(drawn, axis=1, kind="stable")
         table = np.zeros((rows, columns), np.bool_)
@@ -340,16 +340,16 @@ class NumpyMask(AttentionMask):
 
 
 _FARTHEST = 2**30
-"""More than the places of any sequence, with room for their sum in 32 bits."""
+"""A number beyond all positions of a sequence, whose double still fits into 32 bits."""
 
 
 def _limited(mask: AttentionMask, key: int) -> int:
-    """Returns the place of a key, limited to what makes a difference, as JAX adds it in 32 bits."""
+    """Returns a key's position, limited to a range in which JAX can add it in 32 bits."""
     return min(max(key, -mask.shape[0]), mask.shape[1])
 
 
 def check_whole(mask: AttentionMask, name: str, meaning: str) -> None:
-    """Checks that a field is a whole number, and makes it Python's."""
+    """Checks that a field is a whole number, and converts it to Python's int."""
     value = getattr(mask, name)
     if not is_whole(value):
         raise ValueError(
@@ -359,7 +359,7 @@ def check_whole(mask: AttentionMask, name: str, meaning: str) -> None:
 
 
 def check_count(mask: AttentionMask, name: str, meaning: str, least: int = 1) -> None:
-    """Checks that a field is a whole number from `least` up, and makes it Python's."""
+    """Checks that a field is a whole number of at least `least`, and converts it to Python's int."""
     value = getattr(mask, name)
     if not is_count(value, least):
         raise ValueError(
@@ -370,7 +370,7 @@ def check_count(mask: AttentionMask, name: str, meaning: str, least: int = 1) ->
 
 
 def check_window(mask: Any) -> None:
-    """Checks `window_size`, and makes it a pair of Python's numbers or None."""
+    """Checks `window_size`, and converts it to a pair of Python's ints or None."""
     size = mask.window_size
     sides = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(sides) != 2 or not all(side is None or is_count(side) for side in sides):
