@@ -1,18 +1,18 @@
-// What a block of a pass knows of its image and its tile of the result, and the statistics of a
-// tile.
+// State that the threads of a block share: map, steps and blur of its image, and the statistics of
+// its tile.
 #pragma once
 
 #include "augment/staged.cuh"
 #include "augment/writing.cuh"
 
-constexpr int kBlocks = 3;  // of a pass over bytes that an SM has room for at least
-constexpr int kPixels = 4;  // that a thread changes at a time
+constexpr int kBlocks = 3;  // fewest blocks of a pass over bytes that an SM holds
+constexpr int kPixels = 4;  // pixels that a thread changes at a time
 
-// What a block knows of its image.
+// Shared memory of a block: map, steps and blur weights of its image, and its sums.
 struct Shared {
   float map[kMapSize];
   float steps[kMaxSteps * kStepSize];
-  float blur[2][kBlurWeights];  // along columns, along rows
+  float blur[2][kBlurWeights];  // weights along columns, weights along rows
   float sums[kWarps][kSums];
   int counts[3 * 256];
   Box box;
@@ -20,7 +20,7 @@ struct Shared {
 
 struct Tile {
   int image, row, column;
-  int rows, columns;  // inside of the result
+  int rows, columns;  // rows and columns inside of the result
 
   __device__ explicit Tile(const Args& args) {
     image = blockIdx.x / args.tiles;
@@ -32,7 +32,7 @@ struct Tile {
     columns = min(kTile, args.out_width - column);
   }
 
-  // Returns where rows of the tile are, from `line` on, each `step` behind the last.
+  // Returns the tile's rows from `line` on in steps of `step`, as the place of a warp's pixels.
   template <int kChannels>
   __device__ __forceinline__ Place place(const Args& args, int line, int step) const {
     const int64_t pixel = (int64_t{image} * args.out_height + row + line) * args.out_width + column;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load(const Args& args, int image, Shared* shared
   }
   if constexpr (kBlur) {
     if (args.sharpens) {
-      // Sums of 3 x 3 pixels; the place behind them has the factor.
+      // Sharpening sums 3 x 3 pixels. The factor stands after the three weights.
       if (threadIdx.x < 6) shared->blur[threadIdx.x / 3][threadIdx.x % 3] = 1.0f;
       if (threadIdx.x == 0) shared->blur[0][3] = args.blurs[image];
       return;
@@ -64,7 +64,8 @@ __device__ __forceinline__ void load(const Args& args, int image, Shared* shared
   }
 }
 
-// Applies the steps from `first` to `last`, or those before the one that asks for statistics.
+// Applies the steps from `first` to `last`; with kUntilStatistics it stops before the step that
+// needs statistics.
 template <bool kFinite, bool kUntilStatistics, int kChannels>
 __device__ __forceinline__ void run(const Shared& shared, int first, int last,
                                     const Statistics& statistics, const int (&rows)[kPixels],
@@ -77,7 +78,7 @@ __device__ __forceinline__ void run(const Shared& shared, int first, int last,
   }
 }
 
-// Returns the operation of an image that asks for statistics, or kIdentity.
+// Returns the operation of the image's step that needs statistics, or kIdentity.
 __device__ __forceinline__ int statistical(const Args& args, const Shared& shared) {
   for (int step = 0; step < args.steps; ++step) {
     const float operation = shared.steps[step * kStepSize];
@@ -87,7 +88,8 @@ __device__ __forceinline__ int statistical(const Args& args, const Shared& share
   return kIdentity;
 }
 
-// Statistics of a thread's values, and then of a block's. All are zero where no step asks for them.
+// Statistics of a thread's values, combined later over the block. All are zero if no step needs
+// statistics.
 template <int kChannels>
 class Counted {
   static constexpr int kColours = kChannels == 4 ? 3 : kChannels;
@@ -107,7 +109,7 @@ class Counted {
     }
   }
 
-  // Adds those of a thread's pixels that are inside of the image's result.
+  // Adds those of a thread's pixels that lie inside of the image's result.
   __device__ __forceinline__ void add(const Args& args, const Map& map, const int (&rows)[kPixels],
                                       const int (&columns)[kPixels],
                                       const float (&values)[kPixels][kChannels]) {
@@ -119,7 +121,7 @@ class Counted {
     }
   }
 
-  // Writes what all threads of a block have added.
+  // Writes the statistics of all threads of a block.
   __device__ __forceinline__ void write(const Args& args, int image) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -170,7 +172,7 @@ class Counted {
   float sums_[kSums] = {};
 };
 
-// Writes the statistics of an image that needs none.
+// Writes zeros as the statistics of an image that needs none.
 __device__ __forceinline__ void write_none(const Args& args) {
   if (threadIdx.x < kSums) args.sums[int64_t{blockIdx.x} * kSums + threadIdx.x] = 0.0f;
 }

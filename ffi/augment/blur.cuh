@@ -3,8 +3,7 @@
 
 #include "augment/staged.cuh"
 
-// A thread has this many adjacent values of a line, so that it reads most pixels once for all of
-// them.
+// Adjacent values of a line per thread, which share most of the pixels that they read.
 constexpr int kAcross = 2;
 
 // Blurs along rows: from words [row][columns] to values [row][kTile, channel].
@@ -26,7 +25,7 @@ __device__ __forceinline__ void blur_rows(const uint32_t* words, const Region& r
     float sums[kAcross][kChannels] = {};
 #pragma unroll
     for (int k = 0; k < 2 * reach + kAcross; ++k) {
-      // The last pixel is beyond the line where the number of columns is odd.
+      // If the number of columns is odd, the last pixel lies beyond the line.
       if (k == 2 * reach + 1 && column + 1 >= count) break;
       float pixel[kChannels];
       levels_of(from[k], pixel);
@@ -48,7 +47,8 @@ __device__ __forceinline__ void blur_rows(const uint32_t* words, const Region& r
   }
 }
 
-// Blurs along a column, for adjacent rows from `row` on; those beyond the region do not matter.
+// Blurs along a column, for adjacent rows from `row` on. Values of rows beyond the region are not
+// used.
 template <int kReach, int kPixels, int kChannels>
 __device__ __forceinline__ void blur_column(const float* blurred, const float* weights, int reach,
                                             int row, int column,
@@ -70,8 +70,8 @@ __device__ __forceinline__ void blur_column(const float* blurred, const float* w
   }
 }
 
-// Makes of the sum of 3 x 3 pixels the blend of the middle one with their mean, in which it counts
-// for five; the outermost pixels of an image, and opacity, stay.
+// Turns the sum of 3 x 3 pixels into a blend of the middle pixel with their mean, in which the
+// middle pixel has weight 5 of 13. The outermost pixels of an image, and opacity, stay as they are.
 template <int kChannels>
 __device__ __forceinline__ void sharpen(uint32_t word, float factor, bool is_inner,
                                         float (&values)[kChannels]) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void sharpen(uint32_t word, float factor, bool is_inn
   }
 }
 
-// Calls `f` with a blur's reach as a constant where it is a usual one, else with 0.
+// Calls `f` with the blur's reach as a compile-time constant if it is 1 or 2, else with 0.
 template <typename F>
 __device__ __forceinline__ void with_reach(int reach, const F& f) {
   switch (reach) {

@@ -1,11 +1,12 @@
-// A pass over uint8 images, with a blur and further steps. A block copies the pixels that its tile
-// depends on into shared memory, if they have room.
+// A pass over uint8 images, perhaps with a blur and steps after it. A block copies the pixels that
+// its tile depends on into shared memory, if they fit.
 #pragma once
 
 #include "augment/block.cuh"
 #include "augment/blur.cuh"
 
-// Reads a value from global memory, which is rare and so must not take registers.
+// Reads a value from global memory. The function is not inlined, because it is rarely called and
+// would take registers.
 template <int kChannels>
 __device__ __noinline__ float4 read_directly(const Args& args, const float* map_values, int image,
                                              int row, int column) {
@@ -24,7 +25,7 @@ __device__ __noinline__ float4 read_directly(const Args& args, const float* map_
   return all;
 }
 
-// The pixels of a region that a thread has, kPixels at a time.
+// Pixels of a region, divided among the threads; a thread has kPixels at a time.
 template <bool kBlur>
 class Pixels {
  public:
@@ -34,8 +35,8 @@ class Pixels {
         height_(kBlur ? static_cast<int>(map.result(1)) : 0),
         width_(kBlur ? static_cast<int>(map.result(0)) : 0) {}
 
-  // Computes where the i-th pixel of a thread is, from the pixel `start` of all threads on: in the
-  // region, and in the result. Returns whether there is one.
+  // Computes the position of the thread's i-th pixel, counted from pixel `start` of the region:
+  // line and place in the region, row and column in the result. Returns false beyond the region.
   __device__ __forceinline__ bool place(int start, int i, int* line, int* place, int* row,
                                         int* column) const {
     const int number = start + i * kThreads + static_cast<int>(threadIdx.x);
@@ -46,7 +47,7 @@ class Pixels {
     return *line < region_.rows && *place < region_.columns;
   }
 
-  // Returns how many pixels all threads look at.
+  // Returns the number of pixels that the threads of a block cover together.
   __device__ __forceinline__ int count() const {
     return region_.rows * (kBlur ? region_.columns : kTile);
   }
@@ -57,7 +58,7 @@ class Pixels {
   int height_, width_;
 };
 
-// The weights of an upright reading, which all threads must synchronise before they use.
+// Weights of an upright reading, in shared memory. All threads must synchronise after `set`.
 struct Tables {
   Table across, down;
 
@@ -84,12 +85,13 @@ struct Tables {
   }
 };
 
-// Whether a kernel reads in a way: in the one that it is compiled for, in all of them for kDirect.
+// Whether a kernel compiled for `only` contains the code of `reading`; kDirect contains all of
+// them.
 __host__ __device__ constexpr bool reads_by(Reading reading, Reading only) {
   return only == Reading::kDirect || reading == only;
 }
 
-// Reads kPixels pixels of a thread, from 0 to 255.
+// Reads kPixels pixels of a thread, as values from 0 to 255.
 template <Reading kOnly, bool kBlur, int kChannels>
 __device__ __forceinline__ void read_levels(const Args& args, const Shared& shared, int image,
                                             const Pixels<kBlur>& pixels, const Tables& tables,
@@ -140,27 +142,28 @@ __device__ __forceinline__ void read_levels(const Args& args, const Shared& shar
   }
 }
 
-// Returns a pixel of values 0 to 1 in bytes.
+// Rounds a pixel's values of 0 to 1 to bytes, packed in a word.
 template <int kChannels>
 __device__ __forceinline__ uint32_t packed(const float (&values)[kChannels]) {
   uint32_t word = 0;
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
-    // The nearest level is in the last bits of the sum; the even one of two that are as near.
+    // Adding kBias rounds to the nearest level, halves to even; the sum's last bits hold the level.
     const float level = __fmul_rn(__saturatef(values[c]), 255.0f) + kBias;
     word |= (__float_as_uint(level) & 0xffu) << (8 * c);
   }
   return word;
 }
 
-// The shared memory of a block whatever its image; behind it is its room.
+// Part of a block's shared memory whose size does not depend on the image. The box and its filtered
+// values follow.
 template <int kChannels>
 struct alignas(16) Fixed {
   Shared shared;
-  uint4 stages[kWarps * 8 * kChannels];  // a warp's pixels, 4 bytes a value
+  uint4 stages[kWarps * 8 * kChannels];  // a warp's pixels, 4 bytes per value
 };
 
-// Blurs a region of pixels, or sharpens it, and writes the tile after the steps that are left.
+// Blurs or sharpens a region of pixels, applies the steps after the blur, and writes the tile.
 template <int kChannels>
 __device__ __forceinline__ void blur(const Args& args, const Tile& tile, const Region& region,
                                      const Fixed<kChannels>& fixed, const Statistics& statistics,
@@ -191,7 +194,7 @@ __device__ __forceinline__ void blur(const Args& args, const Tile& tile, const R
       }
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        // A pass that is followed by another one writes bytes.
+        // Steps after the blur read bytes, so values are rounded here.
         if (is_followed) values[i][c] = rintf(values[i][c]);
         values[i][c] *= 1.0f / 255.0f;
       }
@@ -201,7 +204,7 @@ __device__ __forceinline__ void blur(const Args& args, const Tile& tile, const R
   }
 }
 
-// As image_pass_kernel, with kBlur a blur after the first steps.
+// The kernel of image_pass_kernel for uint8 images; kBlur adds a blur after the first steps.
 template <int kChannels, Reading kOnly, bool kCounts, bool kBlur>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     byte_pass_kernel(const __grid_constant__ Args args) {

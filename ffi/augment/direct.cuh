@@ -1,4 +1,4 @@
-// Reading values of a result from an image in global memory, by any map and kernel.
+// Reads values of a result from an image in global memory, by any map and interpolation.
 #pragma once
 
 #include "augment/pass.cuh"
@@ -10,7 +10,7 @@ __device__ __forceinline__ void fill_with(const Args& args, float share,
   for (int c = 0; c < kChannels; ++c) values[c] += share * args.fill[c];
 }
 
-// Reads an image by a kernel of any width.
+// Interpolates at a position of the image by a kernel of any width.
 template <typename T, int kChannels>
 __device__ __forceinline__ void read_around(const Args& args, const Map& map,
                                             const Image<T, kChannels>& image, float x, float y,
@@ -41,7 +41,7 @@ __device__ __forceinline__ void read_around(const Args& args, const Map& map,
   fill_with(args, 1.0f - covered_x * covered_y * inverse, values);
 }
 
-// Reads the value of a pixel of the result; all values are 0 before.
+// Reads the value of a pixel of the result into `values`, which must be 0 before.
 template <typename T, int kChannels>
 __device__ __forceinline__ void read(const Args& args, const Map& map,
                                      const Image<T, kChannels>& image, int row, int column,
@@ -60,7 +60,7 @@ __device__ __forceinline__ void read(const Args& args, const Map& map,
   }
   if (args.interpolation == kBilinear && map.radius(0, args.widest) == 1.0f &&
       map.radius(1, args.widest) == 1.0f) {
-    // Four pixels, where all of them show the image.
+    // Bilinear interpolation between four pixels, if all of them show the image.
     const float left = floorf(x), top = floorf(y);
     if (left >= fmaxf(map.first(0), 0.0f) && top >= fmaxf(map.first(1), 0.0f) &&
         left + 1.0f <= fminf(map.last(0), map.source(0) - 1.0f) &&

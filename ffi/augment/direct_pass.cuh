@@ -1,14 +1,14 @@
-// A pass over images of any dtype, which it reads from global memory.
+// A pass over images of any dtype, read directly from global memory.
 #pragma once
 
 #include "augment/block.cuh"
 
-// Computes a tile of a result, or with `kCounts` statistics of it, as it is before the
-// step that asks for them.
+// Computes a tile of a result, or with kCounts the statistics of its values before the step that
+// needs them.
 template <typename T, int kChannels, bool kCounts>
 __global__ void __launch_bounds__(kThreads) image_pass_kernel(const __grid_constant__ Args args) {
   __shared__ Shared shared;
-  __shared__ uint4 stages[kWarps * 8 * kChannels];  // a warp's pixels, 4 bytes a value
+  __shared__ uint4 stages[kWarps * 8 * kChannels];  // a warp's pixels, 4 bytes per value
   const Tile tile(args);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   load<false>(args, tile.image, &shared);

@@ -90,7 +90,7 @@ ffi::Error parse(const ffi::AnyBuffer& x, const ffi::AnyBuffer& maps, const ffi:
   return ffi::Error::Success();
 }
 
-// Sets the shared memory that a block has for parts of an image beside `fixed` bytes, and returns
+// Divides a block's shared memory, besides its `fixed` bytes, among the parts of an image; returns
 // the bytes of both.
 int set_room(int channels, int fixed, bool blurs, const Device& device, Args* args) {
   const int64_t columns = kTile + 2 * args->reach_x, lines = kTile + 2 * args->reach_y;
@@ -102,7 +102,8 @@ int set_room(int channels, int fixed, bool blurs, const Device& device, Args* ar
   if (is_upright) {
     const double reach = (args->interpolation == kBicubic ? 2.0 : 1.0) * args->widest;
     const int64_t taps = static_cast<int64_t>(std::ceil(std::min(2.0 * reach, 64.0)));
-    // A larger step than the kernel's radius is one without antialiasing.
+    // The image's step per pixel of the result exceeds the kernel's radius only without
+    // antialiasing.
     const double step = std::min(std::max(1.25, double{args->widest}), 64.0);
     const auto span = [&](int64_t size) {
       return static_cast<int64_t>(std::ceil((size - 1) * step)) + taps + 1;
@@ -112,7 +113,8 @@ int set_room(int channels, int fixed, bool blurs, const Device& device, Args* ar
     table = (2 + taps) * (columns + lines);
     args->taps = static_cast<int>(taps);
   } else {
-    // At angles and scales as they are usual; in place, the region is smaller.
+    // The factor 6 is enough for usual angles and scales. Without a resampling the box is the
+    // region itself.
     box = (args->reads ? 6 : 1) * round_up(columns + 3, int64_t{4}) * lines;
     if (!args->reads) box = std::max<int64_t>(box, 64 * lines);
   }
@@ -150,8 +152,8 @@ ffi::Error launch_bytes(const ffi::AnyBuffer& x, Args args, cudaStream_t stream)
   return launch_kernel(kernel, args, Launch{dim3(blocks), kThreads, shared_bytes}, stream);
 }
 
-// Launches the kernel for the way in which images of three channels are read; those that know all
-// ways have more code, and less room for values in registers.
+// Launches the kernel for the reading that images of three channels need. A kernel for every
+// reading has more code and fewer registers for values.
 template <bool kCounts, bool kBlur>
 ffi::Error launch_colours(const ffi::AnyBuffer& x, const Args& args, cudaStream_t stream) {
   if (args.reads && args.interpolation != kNearest && args.drops) {
@@ -195,9 +197,9 @@ ffi::Error launch_of(const ffi::AnyBuffer& x, const Args& args, cudaStream_t str
   }
 }
 
-// Writes the results y of the images x, with a blur after `steps_before` of the steps unless blurs
-// are absent; their last axis has the weights
-// along columns and then those along rows, or the factor by which an image is sharpened.
+// Writes the results y of the images x. A blur follows `steps_before` of the steps unless `blurs`
+// is absent, whose last axis has the weights along columns and then those along rows, or the factor
+// of sharpening.
 ffi::Error image_pass(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer maps,
                       ffi::AnyBuffer rows, ffi::AnyBuffer statistics, ffi::AnyBuffer blurs,
                       ffi::Result<ffi::AnyBuffer> y, int64_t interpolation, bool reads, bool drops,
@@ -246,8 +248,8 @@ ffi::Error image_pass(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer maps
   return launch_of<false>(x, args, stream);
 }
 
-// Writes the statistics of results of size [height, width] before the step that asks for them: sums
-// of gray and extremes by tile, and with counts the number of pixels of each level.
+// Writes statistics of results of size [height, width] before the step that needs them: sums of
+// gray and extremes for each tile and, with counts, the number of pixels of each level.
 ffi::Error image_statistics(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer maps,
                             ffi::AnyBuffer rows, ffi::Result<ffi::AnyBuffer> sums,
                             ffi::Result<ffi::AnyBuffer> counts, int64_t height, int64_t width,

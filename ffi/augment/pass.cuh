@@ -1,4 +1,4 @@
-// A pass over images: its options, and the map and the pixels of an image.
+// Arguments of a pass over images, an image's map, and access to its pixels.
 #pragma once
 
 #include <cstdint>
@@ -8,20 +8,20 @@
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kTile = 32;  // rows and columns of the result that a block has
+constexpr int kTile = 32;  // rows and columns of a block's tile of the result
 constexpr int kMapSize =
     19;  // matrix 9, window 4, radius 2, size of the image 2 and of the result 2
-constexpr int kStepSize = 9;  // operation, values 8
+constexpr int kStepSize = 9;  // an operation and 8 values
 constexpr int kMaxSteps = 16;
 constexpr int kSums = 7;
-constexpr int kMaxBlur = 16;  // pixels that a blur reaches on each side
+constexpr int kMaxBlur = 16;  // largest number of pixels on each side that a blur reaches
 constexpr int kBlurWeights = 2 * kMaxBlur + 1;
 
 enum Interpolation { kNearest = 0, kBilinear = 1, kBicubic = 2 };
 
 enum class Type { kUint8, kFloat32, kBfloat16, kFloat16 };
 
-// How many 4-byte words of shared memory a block has for parts of an image.
+// 4-byte words of a block's shared memory for each part of an image.
 struct Room {
   int box;     // pixels of the image
   int middle;  // values filtered along rows only
@@ -30,38 +30,40 @@ struct Room {
 };
 
 struct Args {
-  int height, width;          // of the images
-  int out_height, out_width;  // of the results
-  int tiles_across, tiles;    // tiles of a result
+  int height, width;          // size of the images
+  int out_height, out_width;  // size of the results
+  int tiles_across, tiles;    // tiles across a result, tiles of a result
   int steps;
-  int steps_before;  // of the blur; all of them where there is none
+  int steps_before;  // steps before the blur; all steps if there is none
   int interpolation;
-  bool reads;  // whether the images are resampled; else each pixel stays in its place
-  bool drops;  // whether pixels outside the window do not count, or are `fill`; where they do not,
-               // x depends on the result's column alone, and y on its row
+  bool reads;  // whether images are resampled; if not, each pixel stays in its place
+  // True if pixels outside the window have no weight, false if they are `fill`. If true, x depends
+  // on the result's column alone, and y on its row.
+  bool drops;
   Type out_type;
   float widest;          // largest radius of the kernel
-  float fill[4];         // in the values of the images
-  bool fill_is_bytes;    // whether it is a pixel that uint8 images may have
-  uint32_t fill_word;    // that pixel
+  float fill[4];         // fill colour, in the values of the images
+  bool fill_is_bytes;    // whether the fill is a pixel of uint8 images
+  uint32_t fill_word;    // the fill as a pixel of bytes
   int taps;              // largest number of pixels along an axis that a value depends on
   int reach_x, reach_y;  // pixels that the blur reaches on each side
-  bool sharpens;         // whether the blur is blended with what it blurs, so that edges sharpen
+  bool sharpens;         // whether the image is blended with its blur, which sharpens edges
   Room room;
-  int64_t bytes;  // of all images
+  int64_t bytes;  // bytes of all images
   const void* x;
   const float* maps;        // [images, kMapSize]
   const float* rows;        // [images, steps, kStepSize]
-  const float* statistics;  // [images, statistics_size], or nullptr where no step asks for them
+  const float* statistics;  // [images, statistics_size], or nullptr if no step needs statistics
   int statistics_size;
   const float* blurs;  // [images, 2 reach_y + 1 + 2 reach_x + 1], or nullptr
   void* y;             // [images, out_height, out_width, channels]
-  float* sums;  // [images, tiles, kSums]: of gray, least and largest values of three channels; or
-                // nullptr. They are of the image before the step that asks for them.
-  int* counts;  // [images, colours, 256]: how often each level is there, or nullptr
+  // [images, tiles, kSums], or nullptr: the sum of gray, least and largest values of three
+  // channels, taken before the step that needs statistics.
+  float* sums;
+  int* counts;  // [images, colours, 256]: number of pixels of each level, or nullptr
 };
 
-// A map in shared memory.
+// An image's map in shared memory.
 struct Map {
   const float* values;
 
@@ -70,7 +72,8 @@ struct Map {
   __device__ float radius(int axis, float widest) const {
     return fminf(fmaxf(values[13 + axis], 1.0f), widest);
   }
-  __device__ float source(int axis) const { return values[16 - axis]; }  // along x (0) or y (1)
+  // Returns the image's size along x (0) or y (1).
+  __device__ float source(int axis) const { return values[16 - axis]; }
   __device__ float result(int axis) const { return values[18 - axis]; }
 
   // Computes the position in the image of a pixel of the result.
@@ -80,7 +83,7 @@ struct Map {
     *y = values[3] * u + values[4] * v + values[5];
     if (values[6] == 0.0f && values[7] == 0.0f && values[8] == 1.0f) return;
     const float below = values[6] * u + values[7] * v + values[8];
-    // Positions at the horizon of a perspective and beyond are nowhere in the image.
+    // Positions at or beyond the horizon of a perspective map lie outside of the image.
     *x = below > 1e-6f ? *x / below : -1e6f;
     *y = below > 1e-6f ? *y / below : -1e6f;
   }
@@ -115,7 +118,7 @@ struct Image {
   static __device__ __forceinline__ float as_float(__half value) { return __half2float(value); }
 };
 
-// Returns the kernel of an interpolation at a distance from its middle.
+// Returns the interpolation kernel's value at a distance from its middle.
 __device__ __forceinline__ float kernel_at(float distance, int interpolation) {
   const float d = fabsf(distance);
   if (interpolation == kBilinear) return fmaxf(1.0f - d, 0.0f);
@@ -123,10 +126,11 @@ __device__ __forceinline__ float kernel_at(float distance, int interpolation) {
   return d < 2.0f ? ((-0.5f * d + 2.5f) * d - 4.0f) * d + 2.0f : 0.0f;
 }
 
-// What the pixels along an axis count for a position: those inside the window, inside the image.
+// Weights of the pixels along one axis for a position: those inside the window, and inside the
+// image.
 struct Axis {
   float place, inverse_radius, reach;
-  float first, last, count;  // of the window, and the length of the image
+  float first, last, count;  // ends of the window, and length of the image
   int interpolation;
   bool drops;
 
@@ -139,11 +143,11 @@ struct Axis {
     const float radius = map.radius(axis, args.widest);
     inverse_radius = 1.0f / radius;
     reach = radius * (interpolation == kBicubic ? 2.0f : 1.0f);
-    // Far from the image all is fill.
+    // Far from the image all pixels are fill, so the position is clipped.
     place = fminf(fmaxf(position, -reach - 2.0f), count + reach + 1.0f);
   }
 
-  // Returns a pixel's weight where it shows the image, and adds its weight to `total`.
+  // Returns a pixel's weight, or 0 if it shows no part of the image; adds the weight to `total`.
   __device__ __forceinline__ float seen(float pixel, float* total) const {
     const float weight = kernel_at((pixel - place) * inverse_radius, interpolation);
     const bool in_window = pixel >= first && pixel <= last;

@@ -1,4 +1,4 @@
-// Reading values of a result from a box of a uint8 image in shared memory, where a pixel is a word.
+// Reads values of a result from a box of a uint8 image in shared memory, with one word per pixel.
 //
 // In global memory a warp's pixels lie in as many cache lines as rows of the image, each of which
 // takes a cycle for every byte that a lane loads; in shared memory they lie in banks.
@@ -6,7 +6,7 @@
 
 #include "augment/direct.cuh"
 
-// Divides numbers below 2^16.
+// Divides numbers below 2^16 by a constant.
 class Divider {
  public:
   __device__ explicit Divider(int divisor)
@@ -20,7 +20,7 @@ class Divider {
   uint32_t inverse_;
 };
 
-// Returns where a place outside of 0 .. count - 1 is after mirroring at both ends.
+// Returns a position mirrored at both ends into 0 .. count - 1.
 __device__ __forceinline__ int mirrored(int place, int count) {
   if (place >= 0 && place < count) return place;
   const int period = max(2 * (count - 1), 1);
@@ -28,14 +28,14 @@ __device__ __forceinline__ int mirrored(int place, int count) {
   return min(within, period - within);
 }
 
-// A tile of a result with what a blur needs around it, which is mirrored at the result's edges.
+// A tile of a result, with the pixels around it that a blur needs.
 struct Region {
   int first_row, first_column;
   int rows, columns;
-  int end_row, end_column;  // of the result, beyond which there is nothing
+  int end_row, end_column;  // size of the result
 
-  // Returns which row of the result is shown by row i of the region. Where an image's result has
-  // fewer rows than its array, it is mirrored there, and beyond it values do not matter.
+  // Returns the row of the result that row i of the region shows, mirrored at the image's edges.
+  // Beyond an image that is smaller than its array, values are not used.
   __device__ __forceinline__ int row(int i, int count) const {
     return inside(mirrored(first_row + i, count), first_row, rows, end_row);
   }
@@ -53,22 +53,22 @@ enum class Reading { kDirect, kInPlace, kNearest, kBetweenFour, kUpright };
 
 // The pixels of an image that a region depends on.
 struct Box {
-  Reading reading;  // how the region reads them; kDirect where they are not in shared memory
+  Reading reading;  // method of reading; kDirect if the pixels are not in shared memory
   int left, top, width, height;
-  int pitch;           // words from a row to the next
-  int taps_x, taps_y;  // of kUpright: pixels that a value depends on
+  int pitch;           // words between the starts of rows
+  int taps_x, taps_y;  // kUpright only: pixels along x and y that a value depends on
 };
 
-// Returns whether the pixels from (left, top) to (right, bottom) have room in the box.
+// Sets the box to the pixels from (left, top) to (right, bottom), and returns whether they fit.
 __device__ inline bool fits(const Args& args, float left, float top, float right, float bottom,
                             Box* box) {
-  // Not so for NaNs either.
+  // The negated test is also true of NaN.
   if (!(left > -1e6f && top > -1e6f && right < 1e6f && bottom < 1e6f)) return false;
   box->left = static_cast<int>(left) & ~3;
   box->top = static_cast<int>(top);
   box->width = static_cast<int>(right) - box->left + 1;
   box->height = static_cast<int>(bottom) - box->top + 1;
-  // With whole lines of banks, lanes in different rows do not meet in one unless their columns do.
+  // If rows are whole multiples of 32 banks, lanes conflict only if their columns share a bank.
   box->pitch = (box->width + 31) & ~31;
   if (int64_t{box->pitch} * box->height > args.room.box) box->pitch = (box->width + 3) & ~3;
   return int64_t{box->pitch} * box->height <= args.room.box;
@@ -109,8 +109,8 @@ __device__ inline Box box_of(const Args& args, const Map& map, const Region& reg
   const bool is_plain = args.interpolation == kBilinear && map.radius(0, args.widest) == 1.0f &&
                         map.radius(1, args.widest) == 1.0f;
   if (!args.fill_is_bytes || (!is_plain && args.interpolation != kNearest)) return box;
-  // A tile that is wholly visible becomes a convex quadrilateral, of which these are the corners.
-  // The positions between them are rounded.
+  // The tile's corners in the image; a wholly visible tile becomes a convex quadrilateral.
+  // Positions within it are rounded, hence the margins below.
   const float left = fminf(fminf(x[0], x[1]), fminf(x[2], x[3]));
   const float right = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
   const float top = fminf(fminf(y[0], y[1]), fminf(y[2], y[3]));
@@ -123,8 +123,8 @@ __device__ inline Box box_of(const Args& args, const Map& map, const Region& reg
   return box;
 }
 
-// Copies a box into shared memory, four pixels of a row at a time. Pixels that are not to be seen
-// are the fill's.
+// Copies a box into shared memory, four pixels of a row at a time. Pixels outside the window get
+// the fill.
 template <int kChannels>
 __device__ __forceinline__ void stage(const Args& args, const Map& map, const Box& box,
                                       const uint8_t* image, uint32_t* words) {
@@ -165,7 +165,7 @@ __device__ __forceinline__ void stage(const Args& args, const Map& map, const Bo
             b = __byte_perm(b, c, shifts);
             c = __byte_perm(c, d, shifts);
           }
-          p[0] = a;  // the fourth byte is not read
+          p[0] = a;  // the fourth byte is not used
           p[1] = __byte_perm(a, b, 0x0543);
           p[2] = __byte_perm(b, c, 0x0432);
           p[3] = c >> 8;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void stage(const Args& args, const Map& map, const Bo
   }
 }
 
-// A float32 with the bits of 2^23 in which a byte is the last of its mantissa.
+// The float32 2^23: a byte placed in the last bits of its mantissa adds the byte's value.
 constexpr float kBias = 8388608.0f;
 __device__ __forceinline__ float biased(uint32_t word, int byte) {
   return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u + byte));
@@ -207,7 +207,7 @@ __device__ __forceinline__ void add_levels(uint32_t word, float weight, float (&
   for (int c = 0; c < kChannels; ++c) sums[c] += weight * (biased(word, c) - kBias);
 }
 
-// Reads between four pixels.
+// Interpolates bilinearly between four pixels.
 template <int kChannels>
 __device__ __forceinline__ void read_between(const Box& box, const uint32_t* words, float x,
                                              float y, float (&values)[kChannels]) {
@@ -219,7 +219,7 @@ __device__ __forceinline__ void read_between(const Box& box, const uint32_t* wor
   const uint32_t a = upper[0], b = upper[1], c = lower[0], d = lower[1];
 #pragma unroll
   for (int k = 0; k < kChannels; ++k) {
-    // Differences of what has the same bias are exact.
+    // Differences of two biased values are exact.
     const float upper_left = biased(a, k), lower_left = biased(c, k);
     const float above = share_x * (biased(b, k) - upper_left) + (upper_left - kBias);
     const float below = share_x * (biased(d, k) - lower_left) + (lower_left - kBias);
@@ -227,13 +227,13 @@ __device__ __forceinline__ void read_between(const Box& box, const uint32_t* wor
   }
 }
 
-// The weights of the pixels that the columns of a region depend on, or its rows.
+// Weights of the pixels that each column (or row) of a region depends on.
 struct Table {
   int entries;
   uint32_t* words;
 
   __device__ int& first(int i) const { return reinterpret_cast<int*>(words)[i]; }
-  // The weight of all that shows the image.
+  // Sum of the weights of pixels that show the image; the rest is fill.
   __device__ float& share(int i) const { return reinterpret_cast<float*>(words)[entries + i]; }
   __device__ float& weight(int i, int tap) const {
     return reinterpret_cast<float*>(words)[(2 + tap) * entries + i];
@@ -254,7 +254,7 @@ struct Table {
   }
 };
 
-// Filters the rows of a box, for each column of a region: to [row of the box, column, channel].
+// Filters the rows of a box for each column of a region, into [row of the box, column, channel].
 template <int kTaps, int kChannels>
 __device__ __forceinline__ void filter_rows(const Box& box, const uint32_t* words,
                                             const Table& table, float* middle) {
@@ -296,7 +296,7 @@ __device__ __forceinline__ void filter_rows(const Box& box, const uint32_t* word
   }
 }
 
-// Filters along a column what `filter_rows` left, for a pixel of a region.
+// Filters the results of `filter_rows` along a column, for a pixel of a region.
 template <int kTaps, int kChannels>
 __device__ __forceinline__ void filter_column(const Box& box, const Table& across,
                                               const Table& down, const float* middle, int row,

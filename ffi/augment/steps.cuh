@@ -4,7 +4,7 @@
 
 #include "augment/pass.cuh"
 
-// The numbers are those of steps_xla.py.
+// Operations, with the numbers of `Op` in steps_xla.py.
 enum Operation {
   kIdentity = 0,
   kBrightness = 1,
@@ -21,11 +21,11 @@ enum Operation {
   kNormalize = 12,
 };
 
-// What a pass has to know of a whole image, as image_pass_cuda.py makes it: the mean of gray, the
-// smallest values and the largest ones of three channels, and what becomes of each level of each.
+// Statistics of a whole image, computed by image_pass_cuda.py: the mean of gray, the smallest and
+// the largest values of three channels, and a table of new levels for each channel.
 struct Statistics {
   const float* values;
-  int size;  // 0 where no step asks for them, and without the table where no step equalizes
+  int size;  // 0 if no step needs statistics; without the table if no step equalises
 
   __device__ __forceinline__ float at(int i, float otherwise = 0.0f) const {
     return i < size ? __ldg(values + i) : otherwise;
@@ -38,12 +38,12 @@ struct Statistics {
   }
 };
 
-// Whether a step depends on all pixels of an image. There is one such step at most.
+// Whether an operation depends on all pixels of an image. A pass has at most one such step.
 __device__ __forceinline__ bool is_statistical(float operation) {
   return operation == kContrast || operation == kAutocontrast || operation == kEqualize;
 }
 
-// Returns a value in 0 to 1. A NaN stays one where there may be any.
+// Clips a value to 0 .. 1. A NaN stays a NaN unless values are known to be finite.
 template <bool kFinite = false>
 __device__ __forceinline__ float clipped(float value) {
   if constexpr (kFinite) return __saturatef(value);
@@ -61,18 +61,18 @@ __device__ __forceinline__ float gray(const float (&v)[kChannels]) {
   }
 }
 
-// It is rare, and so its many registers must not be those of all steps.
+// Computes a power. It is not inlined, because it is rare and takes many registers.
 static __device__ __noinline__ float power(float value, float exponent) {
   return powf(value, exponent);
 }
 
-// Turns the hue of a pixel: HSV without its saturation, which cancels.
+// Rotates a pixel's hue, as in HSV; the saturation cancels and is not computed.
 template <bool kFinite, int kChannels>
 __device__ __forceinline__ void turn_hue(float turns, float (&v)[kChannels]) {
   if constexpr (kChannels > 1) {
     const float largest = fmaxf(v[0], fmaxf(v[1], v[2]));
     const float chroma = largest - fminf(v[0], fminf(v[1], v[2]));
-    // The reciprocal of a smaller chroma is infinite.
+    // A smaller chroma has an infinite reciprocal.
     const float inverse = chroma > 1e-35f ? __fdividef(1.0f, chroma) : 1.0f;
     const float sixths = largest == v[0]   ? (v[1] - v[2]) * inverse
                          : largest == v[1] ? 2.0f + (v[2] - v[0]) * inverse
@@ -87,7 +87,7 @@ __device__ __forceinline__ void turn_hue(float turns, float (&v)[kChannels]) {
   }
 }
 
-// Applies a step to pixels of a thread.
+// Applies a step to a thread's pixels.
 template <bool kFinite, int kPixels, int kChannels>
 __device__ __forceinline__ void apply(const float* step, const Statistics& statistics,
                                       const int (&rows)[kPixels], const int (&columns)[kPixels],

@@ -1,4 +1,4 @@
-// Writing pixels of a result.
+// Writes pixels of a result.
 #pragma once
 
 #include "augment/steps.cuh"
@@ -12,10 +12,10 @@ __device__ __forceinline__ void convert(float value, __nv_bfloat16* out) {
 }
 __device__ __forceinline__ void convert(float value, __half* out) { *out = __float2half_rn(value); }
 
-// Where a warp's pixels belong: rows of adjacent pixels, as many as a thread has pixels.
+// Destination of a warp's pixels: rows of adjacent pixels, one row for each pixel of a thread.
 struct Place {
-  int64_t first;  // value of the result
-  int64_t pitch;  // values from a row to the next
+  int64_t first;  // index of the first value in the result
+  int64_t pitch;  // values between the starts of rows
   int rows, columns;
 };
 
@@ -44,8 +44,7 @@ __device__ __forceinline__ void write(void* y, const Place& place,
   }
 }
 
-// Writes a warp's pixels, whose lanes are adjacent in a row of the result; `stage` has room for a
-// row.
+// Writes a warp's pixels; its lanes hold adjacent pixels of a row, and `stage` holds one row.
 template <int kPixels, int kChannels>
 __device__ __forceinline__ void write(const Args& args, const Place& place,
                                       const float (&values)[kPixels][kChannels], uint4* stage) {

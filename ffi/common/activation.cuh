@@ -341,9 +341,9 @@ struct AnyActivation {
 template <typename A>
 constexpr bool kIsNone = std::is_same_v<A, KnownActivation<Activation::kNone>>;
 
-// Calls f(activation, whether there is a residual) with types that have these as constants, so that
-// a loop in f has no branches for them. Activations that are rare after norms of images share one
-// loop with a branch.
+// Calls f(activation, has residual) with types that have these as constants, so that a loop in f
+// has no branches for them. Activations that are rare after norms of images share one loop with a
+// branch.
 template <typename F>
 __device__ __forceinline__ void with_constants(Activation activation, bool has_residual,
                                                const F& f) {

@@ -140,7 +140,7 @@ inline std::optional<Dtype> dtype_of(const ffi::AnyBuffer& buffer) {
   }
 }
 
-// Calls `f` with a value of the type that `dtype` names, and returns its result.
+// Calls `f` with a value of the type that `dtype` stands for, and returns its result.
 template <typename F>
 ffi::Error with_dtype(Dtype dtype, const F& f) {
   switch (dtype) {

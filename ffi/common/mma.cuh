@@ -1,4 +1,4 @@
-// Matrix products of a warp on tensor cores: the instructions alone, independent of attention.
+// Matrix products of a warp on tensor cores: wrappers of the instructions.
 //
 // An instruction gives D[16, 8] += A[16, 16] B[16, 8]. With g = lane / 4 and q = lane % 4, a lane
 // has
@@ -31,7 +31,7 @@ constexpr bool kHasProducts =
     std::is_same_v<T, __half>;
 #endif
 
-// The columns of A, which are the rows of B, in one instruction.
+// Columns of A, and rows of B, of one instruction.
 template <typename T>
 constexpr int kDepth = 32 / sizeof(T);
 

@@ -32,8 +32,8 @@ __device__ __forceinline__ void add_over_lanes(int size, float (&values)[kValues
   }
 }
 
-// Sums what the `warps` warps of a team have written. Each value has one place per warp; places
-// without a warp must be zero.
+// Sums the values that the `warps` warps of a team have written. Each value has one place per warp;
+// places without a warp must be zero.
 template <int kValues>
 __device__ __forceinline__ void add_places(const float* places, int warps,
                                            float (&values)[kValues]) {

@@ -178,7 +178,7 @@ class Columns {
     return static_cast<int64_t>(row) * features + first_;
   }
 
-  // Returns the index of column(v) among all features, of which the team may own a part.
+  // Returns the index of column(v) among all features; the team may own only a part of them.
   __device__ __forceinline__ int of_all(int v) const { return first_ + (*this)(v); }
 
  private:

@@ -29,7 +29,7 @@ struct RowPieces {
   __device__ __forceinline__ int count() const { return (shift + features + kVec - 1) / kVec; }
   // Returns the column of a piece's first value; it is negative if that lies before the row.
   __device__ __forceinline__ int column(int piece) const { return piece * kVec - shift; }
-  // Whether the whole piece lies in the matrix, and below in the row.
+  // Whether the whole piece lies in the matrix; the next function tests the row.
   __device__ __forceinline__ bool in_matrix(int piece) const {
     return first + int64_t{piece + 1} * kVec <= total;
   }
@@ -88,7 +88,7 @@ struct RowPieces {
   }
 };
 
-// Loads one value of type T as float32; below, stores one.
+// Load one value of type T as float32, and store one.
 template <typename T>
 __device__ __forceinline__ float value_at(const T* data) {
   float value[1];

@@ -229,7 +229,8 @@ class FlatWords {
   static constexpr int kValues = kPerWord * kWords;
   using Values = float[kValues];
 
-  // For row `line` of a tile, and all rows that start in the same half of a word.
+  // Sets the words of row `line` of a tile, which are those of all rows that start in the same half
+  // of a word.
   __device__ FlatWords(const Team& team, int features, int line)
       : rank_(team.rank),
         size_(team.size),

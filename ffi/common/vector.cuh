@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_vector(void* address, const Vector<T, kSiz
   }
 }
 
-// Loads or, below, stores values that are used only once, so that they leave the caches first.
+// Load and store values that are used only once, so that the caches evict them first.
 template <typename T, int kSize>
 __device__ __forceinline__ Vector<T, kSize> load_streaming(const void* address) {
   using V = Vector<T, kSize>;

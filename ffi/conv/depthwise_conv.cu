@@ -452,7 +452,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, K>)
     }
     input.take(values);
     request(step + Input::kAhead);
-    // Oldest first, so that each sum's place is free when the next younger one moves there.
+    // The oldest sum is first, so that its place is free when the next younger one moves there.
 #pragma unroll
     for (int j = K::kOlder; j >= 0; --j) {
       if (decltype(guarded)::value && (step - j < strip.begin || step - j >= strip.end)) continue;
@@ -489,7 +489,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, K>)
   for (int ahead = 0; ahead < Input::kAhead; ++ahead) request(strip.begin + ahead);
 #pragma unroll 1
   for (int step = strip.begin; step < end; ++step) {
-    // No guards if all sums belong to rows of the strip, or if there are few products.
+    // Guards are left out if all sums belong to rows of the strip, or if there are few products.
     if (K::kFewWeights || (step >= strip.begin + K::kOlder && step < strip.end)) {
       advance(step, std::false_type{});
     } else {
@@ -730,7 +730,7 @@ ffi::Error conv(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weights, f
         Plan<K> plan;
         RETURN_IF_ERROR((plan_conv<T, K>(args.shape, device, &plan)));
         if constexpr (S::kHeight == 7) {
-          // With 49 products an idle column is costly, and many images are 7 * 2^n columns wide.
+          // With 49 products an idle column is costly, and many images have 7 * 2^n columns.
           using Narrow = Kernel<S::kHeight, S::kWidth, S::kStride, 7>;
           Plan<Narrow> narrow;
           RETURN_IF_ERROR((plan_conv<T, Narrow>(args.shape, device, &narrow)));

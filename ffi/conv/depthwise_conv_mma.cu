@@ -72,7 +72,7 @@ struct Tiling {
   int images, row_bits, column_bits;  // the blocks of a tile: images * 2^row_bits * 2^column_bits
   int down, across, count;            // tiles down and across an image, and of all images
   int first, rows;                    // input rows of a tile that may contain non-zeros
-  // Bytes. The rows of each block are followed by a pad, and each image by another one.
+  // Bytes between rows, after each block's rows, and between images of a plane.
   int row_pitch, pad, image_pitch;
 
   // Quads of a tile's input, including those that only complete the matrices.
@@ -126,7 +126,7 @@ __device__ __forceinline__ int row_offset(const Tiling& tiling, int row) {
 struct Part {
   int octet, slot;
   int channel;  // first of the eight channels
-  bool exists;  // whether the channels exist
+  bool exists;  // whether the thread's channels exist
 
   __device__ __forceinline__ Part(const ConvShape& shape, int first_channel)
       : octet(threadIdx.x % kOctets),

@@ -168,7 +168,7 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
     };
     const auto workspace = static_cast<uint64_t>(product.workspace_bytes);
     RETURN_IF_ERROR(prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace));
-    // Split-K only with partial sums in float32, added in a fixed order.
+    // Split-K is allowed only with float32 partial sums, which are added in a fixed order.
     const uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
     RETURN_IF_ERROR(prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reductions));
     constexpr cublasLtMatmulPreferenceAttributes_t kAlignments[] = {

@@ -96,7 +96,7 @@ __device__ __forceinline__ float capped(float logit, const LossOptions& options)
 // --- sums over a row -----------------------------------------------------------------------------
 
 // exp(logit - maximum) in two instructions, as 2^power(logit). The rounding of `bias` leaves a
-// factor 2^slip, which is taken out of the sums instead of each term.
+// factor 2^slip, which is divided out of the sums instead of each term.
 class Exponent {
  public:
   __device__ __forceinline__ explicit Exponent(float maximum) {
@@ -111,12 +111,12 @@ class Exponent {
   float bias;
 };
 
-// Sums over some elements of a row, relative to the maximum of these.
+// Sums over some elements of a row, relative to their maximum.
 template <Form kForm>
 struct RowSums {
   enum { kExp, kDistance, kCount, kSoft, kSoftTotal };
   static constexpr int kSums = kForm == Form::kPlain ? 1 : kForm == Form::kSmooth ? 3 : 5;
-  // Not -inf, as its distance from a logit of -inf would be NaN.
+  // A finite start, because the distance of -inf from a logit of -inf would be NaN.
   float maximum = -FLT_MAX;
   float sums[kSums] = {};
 
@@ -464,7 +464,8 @@ struct RowGradient {
   float push;    // factor of the target
   float spread;  // subtracted from each class
 
-  // For a row whose loss has the cotangent `coefficient`, as in the reference's token_gradients.
+  // Coefficients of a row whose loss has the cotangent `coefficient`, as in the reference's
+  // token_gradients.
   __device__ RowGradient(const LossOptions& options, int features, float coefficient,
                          float row_maximum, float sum, float total)
       : exponent(row_maximum) {
@@ -476,7 +477,7 @@ struct RowGradient {
     spread = coefficient * options.smoothing / static_cast<float>(features);
   }
 
-  // For a row whose statistics have the given cotangents.
+  // Coefficients of a row whose statistics have the given cotangents.
   __device__ RowGradient(const float* statistics, const float* cotangents)
       : exponent(statistics[kMaximum]), push(cotangents[1]), spread(cotangents[2]) {
     // A shard may have no finite logit. Its log_sum is then -inf, and its pull stays 0.

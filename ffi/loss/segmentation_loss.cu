@@ -323,7 +323,7 @@ struct MaskBits {
   static constexpr int kPart = kVec * sizeof(T) <= 16 ? kVec : 16 / sizeof(T);
   static constexpr int kLabelPart = kVec < 4 ? kVec : 4;
   Vector<T, kPart> logits[kVec / kPart];
-  int labels[kVec];  // or bytes: four in each, or a single one
+  int labels[kVec];  // classes; or bytes, four to a word or single
 
   __device__ __forceinline__ MaskBits(const ImageArgs& args, int64_t place) {
 #pragma unroll

@@ -429,7 +429,7 @@ struct Operands {
   }
 };
 
-// Rows of a block that share the parameters and whose loads are in flight together.
+// Rows of a block that share parameters and are loaded at the same time.
 constexpr int kTermRows = 4;
 
 // Computes row_terms. A block takes fewer than kTermRows rows at a time if there are few.

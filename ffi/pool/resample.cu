@@ -1,7 +1,7 @@
 // Resampling of images: max_pool, bilinear upsampling by 2, and their gradients.
 //
-// Every kernel writes each value once. A thread has one pixel of what it writes (of a quarter of
-// it, when it upsamples) and a vector of channels, and inputs that adjacent threads share come from
+// Every kernel writes each value once. A thread has one pixel of the result (of a quarter of the
+// result when it upsamples) and a vector of channels. Inputs that adjacent threads share come from
 // the caches. max_pool saves the position of each maximum in its window, so that its gradient need
 // not read the image again.
 
@@ -55,7 +55,7 @@ struct PoolArgs {
 struct UpsampleArgs {
   Threads threads;
   int channels;
-  Image small;  // size of the image that is not upsampled
+  Image small;  // Size of the smaller image, before the upsampling.
   const void* x;
   void* y;
 };
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads)
   Place place;
   if (!Place::find<kVec>(args.threads, &place)) return;
   const Image large = {2 * args.small.height, 2 * args.small.width};
-  // The pixel's four results: even and odd row, even and odd column.
+  // Four results of the pixel: even and odd row, even and odd column.
   float sums[2][2][kVec] = {};
 #pragma unroll
   for (int i = -1; i <= 1; ++i) {

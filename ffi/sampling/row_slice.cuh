@@ -108,7 +108,7 @@ class RowSlice {
   Pack* shared_;
 };
 
-// Joins what the threads of a cluster have found, in an order that is the same in every run.
+// Combines the results of a cluster's threads, in an order that is the same in every run.
 //
 // All threads get the same result. Turns alternate between two halves of the shared memory, so that
 // one barrier per turn suffices: whoever overwrites a place has passed the barrier of the turn in

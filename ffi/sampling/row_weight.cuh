@@ -14,7 +14,8 @@ struct RowWeight {
   float maximum = -FLT_MAX;  // not -inf, as its distance from a logit of -inf would be NaN
   float weight = 0.0f;
 
-  // Makes the weight relative to a maximum `to`, not smaller. Returns what exponents change by.
+  // Makes the weight relative to `to`, which is no smaller maximum; returns the change of the
+  // exponents.
   __device__ __forceinline__ float raise(float to, float inverse_temperature) {
     const float distance = (maximum - to) * inverse_temperature;
     weight *= exp_fast(distance);

@@ -47,7 +47,7 @@ __device__ __forceinline__ float gumbel(float v) {
   return -kLn2 * log2_fast(exponential);
 }
 
-// The word with the highest score; of words with equal scores, the first.
+// Word with the highest score; of equal scores, the first.
 struct Best {
   float score = -INFINITY;
   int word = INT_MAX;
@@ -58,22 +58,23 @@ struct Best {
   }
 };
 
-// The race of a warp's words for the highest score. To beat the score s, a word of weight w needs
-// noise with v < -log(1 - v) < w exp(-s), which is tested first: most words get no logarithms.
+// The race of a warp's words for the highest score. A word of weight w beats the score s only if
+// its noise has v < -log(1 - v) < w exp(-s). The bound on v is tested first, so most words need no
+// logarithm.
 struct Race {
   Best best;
-  float reach = INFINITY;  // exp(-s) for a score of the warp, and a little more
+  float reach = INFINITY;  // exp(-s) for the best score s of the warp, rounded up
 
   __device__ __forceinline__ void enter(float logit, int word, float exponent, float weight,
                                         uint2 seeds) {
     const float v = uniform(seeds, word);
-    // The comparison fails for a weight of 0, with which no word wins.
+    // The comparison is false for a weight of 0, which never wins.
     if (!(v < weight * reach)) return;
     const float score = exponent + gumbel(v);
     if (score > best.score) best = {score, word, logit};
   }
 
-  // Lets the lanes of a warp, whose scores are relative to one number, know the highest one.
+  // Gives all lanes of a warp the highest score; their scores must be relative to one number.
   __device__ __forceinline__ void share() {
     float highest = best.score;
 #pragma unroll
@@ -83,7 +84,7 @@ struct Race {
     reach = exp_fast(-highest) * (1.0f + 0x1p-10f);
   }
 
-  // Makes scores relative to a number that is smaller by `distance`.
+  // Makes scores relative to a number smaller by `distance`.
   __device__ __forceinline__ void shift(float distance) {
     best.score += distance;
     reach *= exp_fast(-distance);
@@ -111,13 +112,14 @@ struct Before {
   }
 };
 
-// The words before the tested word (number, weight), and the best of them, to be tested next.
+// The words before the tested word: their number and weight, and the best of them, which is tested
+// next.
 struct Tested {
   Before words;
   Best best;
 };
 
-// Numbers that a pass compares every logit with.
+// Pivots that each logit is compared with in one pass.
 constexpr int kPivots = 3;
 
 struct Counts {
@@ -144,7 +146,7 @@ class Row {
     RowWeight sum;
     Race race;
     const auto raise = [&](float to) {
-      // NaN raises nothing.
+      // A NaN leaves the maximum unchanged.
       if (to > sum.maximum) race.shift(sum.raise(to, inverse_temperature_));
     };
     slice_.template for_each<true>(

@@ -1,4 +1,4 @@
-// The handler of csr_matmul.cuh: a sparse matrix in rows times a dense one.
+// Handler of csr_matmul.cuh: a sparse matrix in CSR format times a dense one.
 #include <algorithm>
 
 #include "common/handler.h"
@@ -6,7 +6,7 @@
 
 namespace {
 
-// Threads of a row's team: as many as its columns need, up to a warp.
+// Returns the threads of a row's team: as many as its columns need, up to a warp.
 int lanes_of(int width, int vec) {
   int lanes = 1;
   while (lanes < 32 && lanes * vec < width) lanes *= 2;

@@ -1,9 +1,9 @@
 // A sparse matrix in rows (CSR) times a dense one, with sums in float32 in the order of the
 // entries.
 //
-// A team of threads has some columns of a row of the result, and reads the rows of b that the row's
-// entries name. All rows' first columns come before the next ones, so that what is read of b stays
-// in L2. Entries whose column lies outside of the matrix add nothing.
+// A team of threads has some columns of a row of the result, and reads the rows of b to which the
+// row's entries point. The first columns of all rows are computed before the next columns, so that
+// the read part of b stays in L2. Entries whose column lies outside of the matrix add nothing.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include "common/rows.cuh"
 
 struct CsrArgs {
-  const int* starts;   // [rows + 1], the first entry of each row, and the end of the last
+  const int* starts;   // [rows + 1]: first entry of each row, and the number of entries
   const int* columns;  // [entries]
   const void* values;  // [entries]
   const void* b;       // [depth, width]
@@ -25,7 +25,7 @@ struct CsrArgs {
 constexpr int kCsrThreads = 128;
 constexpr int kTogether = 4;  // entries whose loads are in flight together
 
-// Adds some columns of kCount rows of b, each times its value, to `sums`, in their order.
+// Adds kCount rows of b, each times its value, to the `sums` of some columns, in the rows' order.
 template <typename T, int kVec, int kCount>
 __device__ __forceinline__ void add_rows(const CsrArgs& args, const int (&rows)[kCount],
                                          const float (&values)[kCount], int column,

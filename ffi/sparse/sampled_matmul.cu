@@ -1,4 +1,4 @@
-// Some numbers of a dense product x @ y^T, each the product of a row of x and a row of y.
+// Selected elements of a dense product x @ y^T, each the dot product of a row of x and a row of y.
 //
 // A team of threads takes several of them, whose loads are in flight together. Places outside of
 // the product are zeros.
@@ -13,8 +13,8 @@ constexpr int kThreads = 128;
 constexpr int kTogether = 4;
 
 struct SampledArgs {
-  const int* rows;     // [entries], of x
-  const int* columns;  // [entries], rows of y
+  const int* rows;     // [entries]: rows of x
+  const int* columns;  // [entries]: rows of y
   const void* x;       // [x_rows, depth]
   const void* y;       // [y_rows, depth]
   void* out;           // [entries]

@@ -1,8 +1,8 @@
 // x @ w^T for a matrix w of which two of each four numbers in a row are zero, on Hopper.
 //
-// The tensor cores take a sparse matrix as their left operand alone, so a tile of the result is
-// computed transposed: w's rows (features) are its rows. Two warpgroups multiply, 64 features each;
-// a warp of a third one copies.
+// Tensor cores accept a sparse matrix only as their left operand, so each tile of the result is
+// computed transposed: its rows are rows of w, the features. Two warpgroups multiply, 64 features
+// each; a warp of a third one copies.
 #pragma once
 
 #include <cuda.h>
@@ -15,17 +15,19 @@
 
 namespace sparse24 {
 
-constexpr int kFeatures = 128;  // of a block's tile, 64 for each warpgroup
-constexpr int kRows = 256;      // of x in a tile
-constexpr int kStep = 64;       // columns of x and w in a stage
-constexpr int kWords = 128;     // of metadata for 64 features and 64 columns: one for each thread
+constexpr int kFeatures = 128;  // features of a block's tile, 64 for each warpgroup
+constexpr int kRows = 256;      // rows of x in a tile
+constexpr int kStep = 64;       // columns of x and w in a pipeline stage
+constexpr int kWords = 128;     // words of metadata for 64 features and 64 columns: one per thread
 constexpr int kStages = 4;
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr int kBand = 8;          // tiles of rows that are computed together, so that L2 keeps them
-constexpr int kStoredRows = 128;  // of the result that a warpgroup stores at a time
+// Rows of tiles that are computed together, so that L2 keeps their x.
+constexpr int kBand = 8;
+constexpr int kStoredRows = 128;  // rows of the result that a warpgroup stores at a time
 
-constexpr int kWeightBytes = kFeatures * kStep;  // half of the numbers, of two bytes
+// Bytes of w in a stage: half of the numbers, two bytes each.
+constexpr int kWeightBytes = kFeatures * kStep;
 constexpr int kXBytes = kRows * kStep * 2;
 constexpr int kMetadataBytes = kConsumers * kWords * 4;
 constexpr int kStageBytes = kXBytes + kWeightBytes + kMetadataBytes;
@@ -34,9 +36,9 @@ constexpr int kSharedBytes =
     1024 + kStages * kStageBytes + kConsumers * kStoredBytes + 2 * kStages * 8;
 
 struct Args {
-  CUtensorMap weights;  // [features, K / 2], in boxes of [128, 32], swizzled in pieces of 64 bytes
-  CUtensorMap x;        // [rows, K], in boxes of [256, 64], swizzled in pieces of 128
-  CUtensorMap y;        // [rows, features], in boxes of [128, 64], swizzled in pieces of 128
+  CUtensorMap weights;       // [features, K / 2], in boxes of [128, 32], with a swizzle of 64 bytes
+  CUtensorMap x;             // [rows, K], in boxes of [256, 64], with a swizzle of 128 bytes
+  CUtensorMap y;             // [rows, features], in boxes of [128, 64], with a swizzle of 128 bytes
   const uint32_t* metadata;  // [K / 64, features / 64, 128], with features a multiple of 128
   int feature_tiles;
   int row_tiles;
@@ -61,7 +63,7 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, int column, in
                    "r"(column), "r"(row), "r"(shared) : "memory"));
 }
 
-// Waits until this thread's stores have read shared memory.
+// Waits until this thread's stores have finished reading shared memory.
 __device__ __forceinline__ void await_stores_read() {
   JAXFUSED_SM90A(asm volatile("cp.async.bulk.wait_group.read 0;" :: : "memory"));
 }
@@ -79,7 +81,7 @@ __device__ __forceinline__ void set_registers() {
   }
 }
 
-// A stage of the pipeline, and the parity of the phase in which its barriers are.
+// A pipeline stage, and the phase parity of its barriers.
 struct Stage {
   int index = 0;
   uint32_t phase = 0;
@@ -97,7 +99,8 @@ struct Tile {
   int row;      // index of the tile of rows
 };
 
-// Returns tile `item`: bands of tiles of rows, in which features come last.
+// Returns tile number `item`. Tiles come in bands of rows of tiles; within a band, features vary
+// slowest.
 __device__ __forceinline__ Tile tile_at(int item, const Args& args) {
   const int across = args.feature_tiles;
   const int band = item / (kBand * across);
@@ -116,7 +119,7 @@ struct Shared {
   uint64_t* free;
 
   __device__ explicit Shared(unsigned char* memory) {
-    // Swizzling is by the address, in units of 1024 bytes.
+    // The swizzle depends on the address, so the memory starts at a multiple of 1024 bytes.
     memory += (1024 - (shared_address(memory) & 1023)) & 1023;
     x = memory;
     weights = x + kStages * kXBytes;
@@ -127,7 +130,7 @@ struct Shared {
   }
 };
 
-// Fills the stages for all tiles of the block; one thread runs this.
+// Fills the pipeline stages for all tiles of the block; one thread runs it.
 __device__ __forceinline__ void produce(const Args& args, const Shared& shared) {
   Stage stage;
   const int tiles = args.feature_tiles * args.row_tiles;
@@ -152,7 +155,7 @@ __device__ __forceinline__ void produce(const Args& args, const Shared& shared) 
   }
 }
 
-// Two numbers as one word, the first in its lower half.
+// Packs two numbers as bfloat16 into a word, the first in the lower half.
 __device__ __forceinline__ uint32_t packed(float first, float second) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
   return reinterpret_cast<const uint32_t&>(pair);
@@ -165,19 +168,19 @@ __device__ __forceinline__ void store_transposed(uint32_t address, const uint32_
       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory"));
 }
 
-// A warpgroup that multiplies.
+// A consumer warpgroup.
 struct Consumer {
   const Args& args;
   const Shared& shared;
   int warpgroup;
   Stage stage;
 
-  // Lets the producer fill a stage again.
+  // Releases a stage to the producer.
   __device__ __forceinline__ void release(int index) {
     if (threadIdx.x % 128 == 0) mbarrier_arrive(shared.free + index);
   }
 
-  // Issues the instructions of a stage with this thread's word of metadata.
+  // Issues the instructions of a stage, with this thread's word of metadata.
   __device__ __forceinline__ void multiply(float (&d)[128], uint32_t& word, bool accumulates) {
     const int s = stage.index;
     mbarrier_wait(shared.full + s, stage.phase);
@@ -195,7 +198,7 @@ struct Consumer {
     stage.advance();
   }
 
-  // Computes the sums of a tile. The word of a step in flight is not overwritten.
+  // Computes the sums of a tile. A step's word of metadata is kept until its instructions end.
   __device__ __forceinline__ void sum(float (&d)[128]) {
     uint32_t even, odd;
     int previous = stage.index;
@@ -223,11 +226,11 @@ struct Consumer {
     release(previous);
   }
 
-  // Stores a tile's sums, rounded, through shared memory.
+  // Rounds a tile's sums and stores them through shared memory.
   __device__ __forceinline__ void store(const float (&d)[128], const Tile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     const uint32_t stored = shared_address(shared.stored + warpgroup * kStoredBytes);
-    // Of the four matrices of an instruction, two have the rows of x of the first eight columns.
+    // Two of an instruction's four matrices hold the rows of x for the first eight columns.
     const int chunk = warp * 2 + lane / 8 % 2;
     const int row_of_lane = lane / 16 * 8 + lane % 8;
 #pragma unroll

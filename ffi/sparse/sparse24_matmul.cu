@@ -1,4 +1,4 @@
-// The handler of sparse24_kernel.cuh: x @ w^T where two of each four numbers of w are kept.
+// Handler of sparse24_kernel.cuh: x @ w^T where w keeps two of each four numbers of a row.
 #include <algorithm>
 #include <climits>
 
@@ -12,8 +12,8 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// Finds the driver's function that describes matrices to TMA. It comes with the driver, which the
-// library is not linked to.
+// Finds the driver's function that encodes tensor maps for TMA. The library is not linked to the
+// driver.
 ffi::Error find_encoder(EncodeTiled* encode) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -33,7 +33,7 @@ ffi::Error find_encoder(EncodeTiled* encode) {
   return ffi::Error::Success();
 }
 
-// Describes a bfloat16 matrix [rows, columns], of which boxes are copied.
+// Encodes the tensor map of a bfloat16 matrix [rows, columns] that is copied in boxes.
 ffi::Error describe(EncodeTiled encode, void* data, int64_t rows, int64_t columns, int box_rows,
                     int box_columns, CUtensorMap* map) {
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};

@@ -1,23 +1,23 @@
-// An instruction of Hopper's tensor cores for a matrix of which two of four numbers are zero:
-// wgmma.mma_async.sp, 64 x 256 x 32. Its layouts of metadata and accumulators are those of the PTX
-// ISA's chapter on it.
+// The instruction of Hopper's sparse tensor cores, for a matrix with two zeros among each four
+// numbers: wgmma.mma_async.sp, 64 x 256 x 32. Its layouts of metadata and accumulators are those of
+// the PTX ISA's chapter on it.
 #pragma once
 
 #include <cstdint>
 
 #include "common/ptx.cuh"
 
-// Code for Hopper and no later GPU, which is compiled for sm_90a.
+// Hopper's code, compiled for sm_90a; no later GPU has these instructions.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define JAXFUSED_SM90A(...) __VA_ARGS__
 #else
 #define JAXFUSED_SM90A(...)  // never called
 #endif
 
-// The pieces of a row that are swizzled as one, as descriptors of a matrix name them.
+// Swizzle modes of a matrix descriptor, by the bytes of a swizzled row.
 enum class Swizzle : uint64_t { k128 = 1, k64 = 2 };
 
-// Describes a matrix in shared memory to the tensor cores. Its rows have one swizzled piece each.
+// Returns a matrix descriptor for shared memory; each row of the matrix is one swizzled row.
 template <Swizzle kSwizzle>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   constexpr uint64_t kEightRows = kSwizzle == Swizzle::k128 ? 1024 : 512;
@@ -25,25 +25,26 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
          static_cast<uint64_t>(kSwizzle) << 62;
 }
 
-// Orders earlier uses of the accumulators before the instructions that follow.
+// Orders earlier accesses to the accumulators before the next wgmma instructions.
 __device__ __forceinline__ void wgmma_fence() {
   JAXFUSED_SM90A(asm volatile("wgmma.fence.sync.aligned;" :: : "memory"));
 }
 
-// Ends a group of instructions.
+// Ends a group of wgmma instructions.
 __device__ __forceinline__ void wgmma_commit() {
   JAXFUSED_SM90A(asm volatile("wgmma.commit_group.sync.aligned;" :: : "memory"));
 }
 
-// Waits until at most kPending groups of instructions run.
+// Waits until at most kPending groups of wgmma instructions are in flight.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   JAXFUSED_SM90A(asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"));
 }
 
 // Adds a @ b^T to the accumulators of a warpgroup, or replaces them. `a` is [64, 32] and has the 16
-// kept bfloat16 of each row, `b` is [256, 32]. kSelector names the two threads of each four whose
-// metadata is read: that of columns 0 to 15 and that of 16 to 31, for two rows eight apart.
+// kept bfloat16 of each row, `b` is [256, 32]. kSelector chooses the two of each four threads whose
+// metadata the instruction reads: one for columns 0 to 15, one for 16 to 31, both for two rows
+// eight apart.
 template <int kSelector>
 __device__ __forceinline__ void wgmma_sparse(float (&d)[128], uint64_t a, uint64_t b,
                                              uint32_t metadata, bool accumulates) {
