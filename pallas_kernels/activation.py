@@ -34,7 +34,7 @@ _LOG2_E = math.log2(math.e)
 
 
 def activation(name: str | None, x: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """The activation called `name` of float32 `x`; None is the identity.
+    """Returns the activation called `name` of float32 `x`; None is the identity.
 
     The result is float32, and as exact as it must be to be rounded to `dtype`.
     """
@@ -67,14 +67,14 @@ def activation(name: str | None, x: jax.Array, dtype: Any = jnp.float32) -> jax.
 
 
 def derivative(name: str | None, x: jax.Array, dtype: Any = jnp.float32) -> jax.Array | float:
-    """The derivative at `x` of the activation called `name`; 0 at relu's kink, as in jax.nn."""
+    """Returns the derivative at `x` of the activation called `name`; 0 at relu's kink, as in jax.nn."""
     return activation_and_derivative(name, x, dtype)[1]
 
 
 def activation_and_derivative(
     name: str | None, x: jax.Array, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, jax.Array | float]:
-    """Returns both at `x`, and computes their common terms once."""
+    """Returns the activation and its derivative at `x`, with common terms computed once."""
     match name:
         case None:
             return x, 1.0
@@ -114,7 +114,7 @@ def activation_and_derivative(
 
 
 class Functions(NamedTuple):
-    """How an epilogue evaluates activations, each by name, of float32 and for a dtype of the result."""
+    """Functions by which an epilogue evaluates activations: of float32, for a dtype of the result."""
 
     activation: Callable[[str | None, jax.Array, Any], jax.Array]
     activation_and_derivative: Callable[
@@ -138,7 +138,7 @@ def _clipped(x: jax.Array, low: float, high: float) -> jax.Array:
 
 
 def _clip_slope(x: jax.Array, low: float, high: float) -> jax.Array:
-    """The derivative of `_clipped`: 0 at its corners, as in jax.nn.relu6."""
+    """Returns the derivative of `_clipped`, which is 0 at the corners, as in jax.nn.relu6."""
     return jnp.where(x > low, jnp.where(x < high, 1.0, 0.0), 0.0)
 
 
@@ -174,7 +174,7 @@ def _mish_gate(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _tail(name: str, distance: jax.Array, dtype: Any) -> jax.Array:
-    """Returns T(distance) of the activation called `name`."""
+    """Returns the tail T(distance) of the activation called `name`."""
     match name:
         case "gelu_erf":
             return _normal_tail(distance, dtype)

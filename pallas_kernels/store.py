@@ -11,7 +11,7 @@ from jaxlib.mlir.dialects import nvvm
 def store_unoptimized(ref, value: jax.Array) -> None:
     """Writes a value without the check that its layout fills whole sectors and avoids bank conflicts.
 
-    Since JAX 0.12 `ref[...] = value` makes that check; JAX 0.11 does not, and has no `plgpu.store`.
+    Since JAX 0.12, `ref[...] = value` makes the check; JAX 0.11 does not, and has no `plgpu.store`.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
@@ -36,8 +36,9 @@ def store_registers(ref, value: jax.Array, layout: Any) -> None:
 def store_piece(ref, value: jax.Array) -> None:
     """Writes swizzled [rows, columns] from the register layout of WGMMA, without a barrier.
 
-    `ref[...] = value` has the warpgroup wait for its slowest warp before and after. Here the caller
-    ensures that earlier reads of this memory have ended, and calls `commit_stores` before later ones.
+    With `ref[...] = value` the warpgroup waits for its slowest warp before and after. Here the caller
+    ensures that earlier reads of this memory have ended, and calls `commit_stores` before later
+    reads.
     """
     columns = value.shape[1]
     swizzle = columns * value.dtype.itemsize
@@ -78,8 +79,8 @@ def store_swizzled(ref, value: jax.Array, layout: Any) -> None:
 def commit_stores() -> None:
     """Makes the warpgroup's stores to shared memory visible to copies, and waits for earlier copies.
 
-    It is `plgpu.commit_smem` and `plgpu.wait_smem_to_gmem` with one barrier: afterwards no earlier
-    copy to global memory still reads shared memory.
+    The function is `plgpu.commit_smem` and `plgpu.wait_smem_to_gmem` with one barrier: afterwards no
+    earlier copy to global memory still reads shared memory.
     """
 
     @plgpu.inline_mgpu()

@@ -102,7 +102,7 @@ def why_residual_unfit(dtype: Any, residual_dtype: Any) -> str | None:
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Returns None where the kernels can be called, else the reason."""
+    """Returns None if the kernels can be called, else the reason."""
     loaded = _load(PATH)
     return loaded if isinstance(loaded, str) else _why_not_built_for_these_gpus()
 
@@ -130,7 +130,7 @@ def runs_on(architecture: str, compute_capability: tuple[int, int]) -> bool:
 def why_not_built_from(
     least: tuple[int, int], compute_capability: tuple[int, int] | None
 ) -> str | None:
-    """Returns None where a GPU runs code that was compiled for `least` or a later one, else the reason.
+    """Returns None if a GPU runs code that was compiled for `least` or a later one, else the reason.
 
     Code for earlier GPUs, which later ones can run too, lacks the features of `least`.
     """
@@ -150,7 +150,7 @@ def why_not_built_from(
 
 
 def _why_not_built_for_these_gpus() -> str | None:
-    """Returns None where the kernels run on the GPUs that JAX sees here, if any, else the reason."""
+    """Returns None if the kernels run on the GPUs that JAX sees here, if any, else the reason."""
     if jax.default_backend() not in ("gpu", "cuda"):
         return None
     built = architectures()

@@ -1,1 +1,1 @@
-"""Convolution kernels: implicit matrix products whose left operand is windows of a picture."""
+"""Convolution kernels: implicit matrix products whose left operand is windows of images."""

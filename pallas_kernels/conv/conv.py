@@ -28,19 +28,19 @@ from pallas_kernels.gemm.speeds import H200
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 MAX_PIXELS = 2**30
-"""Pixels of all images at most: together with those of tiles beyond the edges they fit 32 bits."""
+"""Largest number of pixels of all images; with those of tiles beyond the edges they fit 32 bits."""
 
 
 Config = ConvConfig | MatmulConfig | FewRowsConfig
-"""Config of a convolution; that of a matrix product if its window has one weight."""
+"""Config of a convolution, which is a matrix product's config if the window has one weight."""
 
 
 @dataclass(frozen=True)
 class ConvCall:
-    """A convolution of x [B, *spatial, C] with w, whose weights are [taps, C, F] or [taps, F, C]."""
+    """Static description of a convolution of x [B, *spatial, C] with w [taps, C, F] or [taps, F, C]."""
 
     sizes: tuple[int, ...]
-    """Sizes of x: images, then each axis of the picture."""
+    """Sizes of x: number of images, then the size of each spatial axis."""
     channels: int
     features: int
     window: Window
@@ -49,10 +49,10 @@ class ConvCall:
     flipped: bool = False
     """True if the window is rotated by 180 degrees, as in dgrad; the weights are then [taps, F, C]."""
     first_channels: int = 0
-    """Channels of the first array where x is two concatenated ones; 0 where x is one array."""
+    """Channels of the first array if x is two concatenated arrays; 0 if x is one array."""
     block: tuple[int, int] = (1, 1)
-    """Rows and columns of pixels that one row of the product holds: more than one in a transposed
-    convolution without overlap and in strided dgrad. `features` counts those of all its pixels."""
+    """Rows and columns of pixels that one row of the product computes, with all their features: more
+    than one in a transposed convolution without overlap and in strided dgrad."""
 
     @property
     def is_matrix_product(self) -> bool:
@@ -64,7 +64,7 @@ class ConvCall:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape of the result, and the kernel's own, in which the pixels of a block have axes."""
+        """Shape of the result, and the kernel's own shape, in which a block's pixels are axes."""
         whole = (*self.result, self.features)
         if self.block == (1, 1):
             return whole, whole
@@ -114,7 +114,7 @@ class ConvCall:
         )
 
     def why_not(self, config: ConvConfig) -> str | None:
-        """Returns None if the config can tile the convolution, else why not."""
+        """Returns None if the config can tile the convolution, else the reason."""
         transposed = self.flipped or config.turns_weights
         if not transposed and self.is_of_bytes:
             return "weights of 8 bits lie with their channels contiguous: turns_weights"
@@ -148,7 +148,7 @@ def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
         # Transposed weights allow tiles of any width, so 8 bits take the same widths as 16 bits.
         whole = swizzled_columns(jnp.bfloat16)
         shapes = [replace(shape, turns_weights=True) for shape in shapes]
-    # Warpgroups that share a tile read fewer operand bytes than warpgroups in ping-pong.
+    # Warpgroups that share a tile read fewer bytes of operands than warpgroups in ping-pong.
     shapes += [replace(shape, ping_pong=False) for shape in shapes if shape.tile_n > whole]
     if call.window.kernel[-2] > 1:
         shapes += [
@@ -170,7 +170,7 @@ _PLANS_OF_ROWS: tuple[Plan, ...] = ("resident", "rows")
 def fitting(
     call: ConvCall, *, read_bytes: int = 0, written_bytes: int, activations: int = 0
 ) -> Sequence[Config]:
-    """Candidates that fit into shared memory, predicted fastest first.
+    """Returns the configs that fit into shared memory, predicted fastest first.
 
     Args:
       read_bytes: bytes that the epilogue reads per element of the result.
@@ -300,7 +300,7 @@ def why_enlarging_unsupported(
     sizes: tuple[int, ...],
     block: tuple[int, int],
 ) -> str | None:
-    """Returns None if each pixel of x can produce a block of pixels, else why not.
+    """Returns None if each pixel of x can be expanded to a block of pixels, else the reason.
 
     Args:
       dtypes: the operands' dtypes by name, None for an absent one.
@@ -325,7 +325,7 @@ def why_enlarging_unsupported(
 
 
 _EPILOGUE_COLUMNS = 32
-"""Columns that an epilogue stores at a time; they must belong to one pixel of a block."""
+"""Columns that an epilogue stores at a time; they must belong to the same pixel of a block."""
 _LARGEST_BLOCK = 16
 
 
@@ -489,7 +489,7 @@ def forward(
     config: Config | None = None,
     block: tuple[int, int] = (1, 1),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns y = activation(z) and z = conv(x, w) + bias + residual, which is None unless it is saved.
+    """Returns y = activation(z), and z = conv(x, w) + bias + residual if it is saved, else None.
 
     `block` is that of `conv`.
     """
@@ -517,7 +517,7 @@ def _layer(
     activation: str | None,
     **options: Any,
 ) -> dict[str, jax.Array]:
-    """Returns the outputs "y" and "preactivation" of a layer that the options of `conv` ask for."""
+    """Returns the outputs "y" and "preactivation" that the options of `conv` ask for."""
     dtype = (x[0] if isinstance(x, tuple) else x).dtype
     return conv(
         x,

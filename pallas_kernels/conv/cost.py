@@ -1,6 +1,7 @@
 """The predicted time of a convolution in a kernel with a config.
 
-As in `pallas_kernels.gemm.cost`: few terms, each with a reason, and constants for one device.
+Like `pallas_kernels.gemm.cost`, the model has few terms, each with a reason, and constants fitted to one
+device.
 """
 
 import math
@@ -19,11 +20,11 @@ class Speeds:
     """Time of a multiply-add on one SM."""
     narrow: float = 1.14
     """Factor of `multiplication` with tiles of 64 columns, whose instructions read as many pixels for
-    fewer sums."""
+    fewer results."""
     narrowest: float = 1.45
     """Factor of `multiplication` with tiles of 32 columns and fewer."""
     few_channels: float = 1.3
-    """Factor of a step with fewer channels than a pipeline stage holds, which is filled with zeros."""
+    """Factor of a step whose channels do not fill a pipeline stage; the rest is zeros."""
     in_pieces: float = 2.0
     """Factor of a step whose weights are copied in pieces of 8 features (no multiple of 16)."""
     strided: float = 1.5
@@ -39,23 +40,24 @@ class Speeds:
     written_byte: float = 2.3e-5
     """Time of an epilogue for each byte that it writes, beyond the first two of an element."""
     activation: float = 1.3e-4
-    """Time of an epilogue for each activation of an element."""
+    """Time of an epilogue for each activation of each element."""
     both_store: float = 1.45
-    """Factor of an epilogue that both warpgroups run at once."""
+    """Factor of an epilogue that both warpgroups run at the same time."""
     memory_byte: float = 1.54e-7
-    """Time of a byte of memory traffic, some of which the L2 cache keeps for its next reader."""
+    """Time of a byte of memory traffic; the L2 cache serves some of it."""
     overlap: float = 2.4
     """Exponent p of the norm (a^p + b^p)^(1/p) that two overlapping times a and b take together."""
     weights_multiplication: float = 3.05e-7
     """Time of a multiply-add of wgrad, whose operands are read across their rows."""
     weights_wide: float = 1.16
-    """Factor of `weights_multiplication` with tiles of more than 64 features, a block an instruction."""
+    """Factor of `weights_multiplication` with tiles of more than 64 features, whose instructions take
+    one block each."""
     weights_ends: float = 0.8
-    """Time for the first operands to arrive and the last sums to leave."""
+    """Time for the first operands to arrive and the last results to be stored."""
     weights_sum: float = 6 / 3.6e6
-    """Time of each sum of each part, which XLA adds up in the order of the weights' axes."""
+    """Time for XLA to add one element of one part; XLA adds the parts in the layout of the weights."""
     weights_pixels: int = 384
-    """Pixels that the ring of pipeline stages has to hold for no step to wait."""
+    """Pixels that the pipeline stages must hold together so that no step waits."""
 
 
 SPEEDS = Speeds()
@@ -63,16 +65,16 @@ SPEEDS = Speeds()
 
 @dataclass(frozen=True)
 class Work:
-    """Sizes of a convolution in this package's kernel: its tiles, pipeline steps and bytes."""
+    """Sizes of a convolution in this package's kernel: tiles, pipeline steps and bytes."""
 
     tiles: int
-    """Tiles of all CTAs."""
+    """Number of tiles, of all CTAs."""
     rows: int
     """Pixels of a tile of the result."""
     columns: int
     """Features of a tile of the result."""
     slots: int
-    """Pipeline stages that a tile fills, one after the other."""
+    """Pipeline stages that a tile fills in turn."""
     slot_bytes: float
     """Bytes that are copied for a pipeline stage."""
     multiplications_of_slot: int
@@ -142,7 +144,7 @@ def weight_gradient(
 
     Args:
       multiplications: of a step of the sums.
-      wide: whether a tile has more than 64 features.
+      wide: True if a tile has more than 64 features.
       pixels_in_ring: those of all its slots.
       steps: of a tile.
       rounds: tiles that a CTA computes one after the other.
@@ -157,5 +159,5 @@ def weight_gradient(
 
 
 def at_once(a: float, b: float) -> float:
-    """Microseconds of two overlapping times, of which the longer hides most of the other."""
+    """Returns the microseconds of two overlapping times; the longer one hides most of the other."""
     return (a**SPEEDS.overlap + b**SPEEDS.overlap) ** (1 / SPEEDS.overlap)

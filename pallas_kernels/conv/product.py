@@ -1,8 +1,8 @@
 """A convolution as an implicit product: the boxes of x that a step copies and the WGMMAs that read them.
 
 The product is [pixels of the result, weights of the window x channels] @ [the same, features]. The left
-operand is never written: each of its tiles is a box of x, which TMA copies for the weight and the
-channels of a step. There are three plans:
+operand is never written to memory: each of its tiles is a box of x, which TMA copies for the weight and
+the channels of a step. There are three plans:
 
 - "taps": a step of the sums is one weight of the window and 64 channels.
 - "rows": a step is all weights of a column of the window. Its box of x is higher by the window's reach,
@@ -35,7 +35,7 @@ Plan = Literal["taps", "rows", "resident"]
 
 @dataclass(frozen=True)
 class ConvConfig(MatmulConfig):
-    """Tiles of a convolution, and the plan that says what a step of its sums is."""
+    """Config of a convolution: tiles, and the plan that says what one step of the sums is."""
 
     plan: Plan = "taps"
     turns_weights: bool = False
@@ -45,7 +45,7 @@ class ConvConfig(MatmulConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvProduct(Product):
-    """The static facts of a launch, and how windows are copied and multiplied.
+    """Static parameters of a launch, and how windows are copied and multiplied.
 
     The inherited `m` counts the rows of all tiles, and `ks` holds the channels of x.
     """
@@ -55,9 +55,9 @@ class ConvProduct(Product):
     flipped: bool
     """True if the window is rotated by 180 degrees, as in dgrad."""
     first_channels: int = 0
-    """Channels of the first array where x is two concatenated ones; 0 where x is one array."""
+    """Channels of the first array if x is two concatenated arrays; 0 if x is one array."""
     block: tuple[int, int] = (1, 1)
-    """See `ConvCall.block`."""
+    """Rows and columns of pixels that one row of the product computes: see `ConvCall.block`."""
 
     @property
     def _plan(self) -> Plan:
@@ -133,7 +133,8 @@ class ConvProduct(Product):
         pixel = lax.div(columns.start, features)
         row, column = pixel * 0, pixel
         # Features past the last must index past the end of an axis, so that the copy skips them. TMA
-        # drops axes of one element and ignores their start: then the pixel indexes the other axis.
+        # drops axes of one element and ignores their start: then the start along the other axis skips
+        # the copy.
         if self.block[0] > 1:
             across_block = jnp.int32(self.block[1])
             row, column = lax.div(pixel, across_block), lax.rem(pixel, across_block)
@@ -158,7 +159,7 @@ class ConvProduct(Product):
         if fits and tiles == self.boxes.count:
             return None
         starts = self.boxes.start(lax.div(m_start, jnp.int32(self.config.tile_m)))
-        # All sizes of a box are powers of two.
+        # Sizes of a box are powers of two, so divisions are shifts.
         rest = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
         exists = None
         for start, size, box in reversed(

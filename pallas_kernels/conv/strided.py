@@ -22,12 +22,13 @@ from pallas_kernels.conv.window import Window
 
 @dataclass(frozen=True)
 class _Axis:
-    """One axis of a strided window as a window over dz."""
+    """One axis of a strided window, rewritten as a window over dz."""
 
     first: int
-    """Offset in dz of the first weight, relative to the block's own index."""
+    """Offset in dz of the first weight, relative to the block's index."""
     places: tuple[tuple[int | None, ...], ...]
-    """Places in the strided window for each weight over dz and value of a block; None for zeros."""
+    """Position in the strided window of each weight over dz and each value of a block; None for a
+    zero."""
 
     @classmethod
     def of(cls, kernel: int, stride: int, low: int) -> "_Axis":
@@ -85,7 +86,7 @@ def why_unsupported(
     sizes: tuple[int, ...],
     window: Window,
 ) -> str | None:
-    """Returns None if the gradient of x can be computed in blocks, else why not.
+    """Returns None if dgrad can be computed in blocks, else the reason.
 
     Args:
       dtypes: the operands' dtypes, by name.
@@ -115,7 +116,7 @@ def why_unsupported(
 def call_of(
     dz: Any, channels: int, *, window: Window, sizes: tuple[int, ...], multiprocessors: int
 ) -> pallas_conv.ConvCall:
-    """Returns the kernel's call for dz [B, *spatial', F] and x [B, *sizes, channels]."""
+    """Returns the convolution of dz [B, *spatial', F] that gives dgrad of x [B, *sizes, channels]."""
     return pallas_conv.ConvCall(
         sizes=dz.shape[:-1],
         channels=dz.shape[-1],

@@ -1,9 +1,10 @@
 """wgrad of a convolution for Hopper: a product over the pixels of all images.
 
-For each weight of the window it is x^T @ dz, over the pixels where both are. A tile of the product has
-64 channels of x and all weights of a column of the window: each of them multiplies the same dz with the
-same box of x, read from another row on. There are few tiles and many pixels, so each tile is computed by
-several CTAs that take some of the pixels each (split-K); XLA adds the parts in a fixed order.
+For each weight of the window it is x^T @ dz, summed over the pixels of dz whose pixel of x lies in the
+image. A tile of the product has 64 channels of x and all weights of a column of the window: each of them
+multiplies the same dz with the same box of x, read from another row on. There are few tiles and many
+pixels, so each tile is computed by several CTAs that take some of the pixels each (split-K); XLA adds
+the parts in a fixed order.
 """
 
 import functools
@@ -39,7 +40,7 @@ class ConvWeightGradientConfig:
     tile_n: int = 128
     """Features of a tile."""
     pixels: int = 64
-    """Pixels that a step of the sums adds up."""
+    """Pixels that a step of the sums adds."""
     stages: int = 4
     """Pipeline stages: steps whose operands are in flight or in use."""
     parts: int | None = None
@@ -55,7 +56,7 @@ class ConvWeightGradientConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class _WeightProduct(Product):
-    """The static facts of a launch, and how boxes of x and dz are copied and multiplied.
+    """Static parameters of a launch, and how boxes of x and dz are copied and multiplied.
 
     The inherited `m` counts the rows of all tiles: a tile has one for each weight of a window's column
     and each channel. `ks` holds the pixels of all boxes.
@@ -80,7 +81,7 @@ class _WeightProduct(Product):
 
     @property
     def steps_of_terms(self) -> tuple[int, ...]:
-        """Boxes of a part; the last part may have fewer, and adds zeros for the rest."""
+        """Boxes of each part; the last part may have fewer, and adds zeros in place of the rest."""
         return (pl.cdiv(self.boxes.count, self.parts),)
 
     @property
@@ -103,7 +104,7 @@ class _WeightProduct(Product):
         )
 
     def _memory(self, blocks: int, box: tuple[int, ...]) -> plgpu.RefUnion:
-        """Returns the blocks of each stage: boxes of pixels with the channels of one swizzled row."""
+        """Returns the stages' blocks: boxes of pixels, with the channels of one swizzled row."""
         leading = (self.config.stages, blocks)
         swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)
         return plgpu.RefUnion(
@@ -187,7 +188,7 @@ class _WeightProduct(Product):
 def _best_parts(
     tiles: int, boxes: int, multiprocessors: int, of_parts: Callable[..., float]
 ) -> int:
-    """Returns the number of parts with which the tiles take the least time.
+    """Returns the number of parts with which all tiles take the least time.
 
     Args:
       tiles: the gradient's tiles.
@@ -204,7 +205,7 @@ def _best_parts(
 
 
 def why_unsupported(window: Window) -> str | None:
-    """Returns None if the kernel takes a convolution that `conv` takes, else why not."""
+    """Returns None if the wgrad kernel takes a convolution that `conv` takes, else the reason."""
     if window.is_strided:
         return "the rows of a strided window do not follow one another"
     if window.is_pointwise:

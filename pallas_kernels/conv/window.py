@@ -1,6 +1,6 @@
 """The window of a convolution, and the boxes of its result that are tiles of a product.
 
-A tile of the product is not 128 rows of a matrix but a box of the picture: some images, rows and columns
+A tile of the product is not 128 rows of a matrix but a box of the result: some images, rows and columns
 of the result. For one weight of the window it reads a box of x of the same size elsewhere, by one TMA
 copy, which fills what lies beyond the picture's edges with zeros: the padding. With strides, x is
 reshaped so that each coordinate is split into quotient and remainder, and the box is dense again.
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 GROUP = 8
 """Rows in a group of the swizzle pattern; reads of a tile must begin at a multiple of it."""
 MAX_REACH = 48
-"""Largest reach in rows of a window if all weights of a column read one box of x."""
+"""Largest reach in rows of a window whose weights of a column share one box of x."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Window:
     """Zeros before and after each axis; negative ones crop."""
     strides: tuple[int, ...]
     dilation: tuple[int, ...]
-    """Distance between the values that adjacent weights read."""
+    """Distance along each axis between the values that adjacent weights read."""
 
     @classmethod
     def pointwise(cls, axes: int) -> "Window":
@@ -59,7 +59,7 @@ class Window:
         return self.taps == 1 and not self.is_strided and not any(map(any, self.padding))
 
     def result(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """The size of the result for a picture of these sizes."""
+        """Returns the size of the result for an image of these sizes."""
         return tuple(
             (size + sum(pads) - reach - 1) // stride + 1
             for size, pads, reach, stride in zip(
@@ -68,7 +68,7 @@ class Window:
         )
 
     def why_unfit(self, sizes: tuple[int, ...]) -> str | None:
-        """Returns None if boxes of a picture of these sizes can be copied with padding, else why not.
+        """Returns None if boxes of images of these sizes can be copied with padding, else why not.
 
         TMA drops an axis of one element, and would read that element in place of the padding's zeros.
         A picture with one axis counts as a single row, which has no padding.
@@ -89,7 +89,7 @@ class Window:
         return Window(self.kernel, padding, self.strides, self.dilation)
 
     def splits(self, x: jax.Array) -> jax.Array:
-        """Returns x as a strided window's copies index it, [B, H / s, s, W / s, s * C]."""
+        """Returns x as the copies of a strided window index it, [B, H / s, s, W / s, s * C]."""
         if not self.is_strided:
             return x
         (step_h, step_w), (b, h, w, c) = self.strides, x.shape
@@ -102,10 +102,10 @@ class Window:
 
 @dataclass(frozen=True)
 class Boxes:
-    """The result, cut into boxes: images, then each axis of the picture."""
+    """Division of the result into boxes."""
 
     sizes: tuple[int, ...]
-    """Sizes of the result: images, then each axis of the picture."""
+    """Sizes of the result: number of images, then the size of each spatial axis."""
     box: tuple[int, ...]
 
     @property
@@ -115,7 +115,7 @@ class Boxes:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Boxes along each axis."""
+        """Number of boxes along each axis."""
         return tuple(pl.cdiv(size, box) for size, box in zip(self.sizes, self.box, strict=True))
 
     @property
@@ -163,7 +163,8 @@ def best_box(sizes: tuple[int, ...], rows: int, *, halo: int = 0) -> tuple[int, 
                     continue
                 boxes = Boxes(sizes, box)
                 read = boxes.count * rows * (height + halo) / height
-                # Ties go to boxes about 16 columns wide: rows of a picture are contiguous in memory.
+                # Ties go to boxes about 16 columns wide, because rows of an image are contiguous in
+                # memory.
                 key = (read, boxes.count, abs(math.log2(width) - 4))
                 if best is None or key < best[0]:
                     best = (key, box)

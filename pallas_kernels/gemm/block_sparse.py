@@ -1,7 +1,7 @@
 """Products with a block-sparse matrix for Hopper: only the blocks that are kept are read and multiplied.
 
-An output tile has the columns of one column of blocks. Its steps along K are those of the blocks that
-are kept there, found in a list on the device; rows of a that meet no block are not read either. A step
+An output tile has the columns of one column of blocks. Its steps along K are the kept blocks of that
+column, found in a list on the device. Columns of a that meet no kept block are not read either. A step
 beyond the end of a list reads beyond the end of both arrays, which TMA fills with zeros.
 """
 
@@ -23,7 +23,7 @@ from pallas_kernels.gemm.uneven_steps import FEWEST_STEPS, UnevenProduct
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 BLOCKS = (64, 128)
-"""Rows and columns of a block."""
+"""Supported block sizes: rows and columns of a block."""
 
 
 def why_unsupported(
@@ -34,7 +34,7 @@ def why_unsupported(
     block: int,
     kept: int,
 ) -> str | None:
-    """Returns None where the kernels can run, else the reason.
+    """Returns None if the kernels can run, else the reason.
 
     Args:
       compute_capability: of the GPU, or None where there is none.
@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 _TILES = {64: ((128, 64), (64, 64)), 128: ((128, 128), (64, 128))}
 """Rows and columns of a warpgroup's tile, by block size. Two warpgroups have adjacent rows of a."""
 _STAGES = ((4, 2), (4, 1), (6, 2), (3, 2), (3, 1))
-"""Pipeline stages, and store stages."""
+"""Numbers of pipeline stages and of store stages, in the order in which they are tried."""
 _BANDS = (8, 16)
 
 
@@ -95,14 +95,14 @@ def candidates(work: Shape, dtype: Any, out_dtype: Any, multiprocessors: int) ->
 
 
 _STEP_ELEMENT, _STEP_BYTE = 2.35e-5, 1.39e-5
-"""Microseconds of a K step for each element of a CTA's tile, and for each byte copied: a step
-takes the longer of both (benchmarks/LAB.md, 2026-11-28)."""
+"""Microseconds of a K step for each element of a CTA's tile, and for each byte copied. A step takes the
+longer of the two (benchmarks/LAB.md, 2026-11-28)."""
 _TILE, _STORED_ELEMENT = 0.2, 1e-4
-"""Microseconds that each tile takes besides its steps, and to store one element of it."""
+"""Microseconds of a tile besides its steps, and to store one of its elements."""
 _MISSING_STAGE = 0.08
 """Fraction by which a K step takes longer for each pipeline stage below four."""
 _LONG_BAND = 1.08
-"""Factor of the time with longer bands (rows of tiles in raster order), which keep less of x in L2."""
+"""Factor on the time with more rows of tiles in raster order, which keeps less of a in L2."""
 LAUNCH = 5.0
 """Microseconds to launch a kernel."""
 
@@ -111,8 +111,8 @@ def tile_time(steps: float, config: MatmulConfig, area: int, copied: int) -> flo
     """Returns the microseconds of a CTA's tile.
 
     Args:
-      steps: along K.
-      config: of the kernel.
+      steps: number of steps along K.
+      config: config of the kernel.
       area: elements of the tile.
       copied: bytes that a step copies.
     """
@@ -136,7 +136,7 @@ _TILE_K = 64
 
 
 def predicted_time(work: Shape, multiprocessors: int) -> float:
-    """Returns the predicted microseconds of the default config."""
+    """Returns the predicted microseconds of the product with its default config."""
     [config, *_] = candidates(work, jnp.bfloat16, jnp.bfloat16, multiprocessors)
     return config_time(work, config, multiprocessors)
 
@@ -193,7 +193,7 @@ def _tiles(
     multiprocessors: int,
     out_dtype: Any,
 ) -> Epilogue:
-    """Returns the product with its epilogue, which stores the sums as they are."""
+    """Returns the product with an epilogue that stores the sums as they are."""
     product = _BlockSparseProduct(
         m=shape.rows,
         n=shape.n,
@@ -211,25 +211,25 @@ def _tiles(
 
 
 class Span(NamedTuple):
-    """The nonzero blocks (entries) that are multiplied for a tile, as a kernel sees them."""
+    """Kept blocks (entries) that are multiplied for a tile, as a kernel sees them."""
 
     start: Any
     end: Any
     """Index of the entry after the last."""
     entries: Any
-    """Index of every entry among the stored blocks, and its position along K, in global memory."""
+    """Index among the stored blocks, and position along K, of each entry; in global memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockSparseProduct(UnevenProduct):
-    """Static parameters of a launch, and which blocks are multiplied for a tile."""
+    """Static parameters of a launch, and the blocks that are multiplied for each tile."""
 
     block: int
     kept: int
     indptr: Any = None
-    """The first entry of each column of blocks, in global memory."""
+    """First entry of each column of blocks, in global memory."""
     entries: Any = None
-    """Index of each entry among the stored blocks, and its position along K, in global memory."""
+    """Index among the stored blocks, and position along K, of each entry; in global memory."""
 
     @property
     def steps_of_block(self) -> int:

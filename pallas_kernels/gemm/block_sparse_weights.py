@@ -1,7 +1,7 @@
 """The gradient of a block-sparse matrix for Hopper: x^T @ dy at the blocks that are kept.
 
 An output tile has several blocks of one row of blocks, wherever they are in it: they share their columns
-of x. Each warpgroup has half the rows of blocks of 128, and half the blocks where they are smaller. A
+of x. Each warpgroup has half the rows of each block if blocks have 128 rows, else half the blocks. A
 place in a tile beyond the end of its row's list reads beyond the end of dy, which TMA fills with zeros,
 and is not stored.
 """
@@ -28,9 +28,9 @@ from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 
 _TILE_M = 64
 _TILES = {64: (192, 128, 256, 64), 128: (256, 128)}
-"""Columns of a warpgroup's tile, by size of block."""
+"""Columns of a warpgroup's tile, by block size."""
 _STAGES = ((4, 2), (3, 2), (5, 2), (4, 1), (3, 1), (2, 1))
-"""Pipeline stages, and store stages."""
+"""Numbers of pipeline stages and of store stages, in the order in which they are tried."""
 
 
 def candidates(work: Shape, dtype: Any, out_dtype: Any, multiprocessors: int) -> list[MatmulConfig]:
@@ -57,7 +57,7 @@ def candidates(work: Shape, dtype: Any, out_dtype: Any, multiprocessors: int) ->
 
 
 _NARROW = 1.35
-"""Factor of a K step whose WGMMAs take 64 columns each, so that each of them reads x again."""
+"""Factor of a K step whose WGMMAs take 64 columns each, because each WGMMA reads x again."""
 
 
 def config_time(work: Shape, config: MatmulConfig, multiprocessors: int) -> float:
@@ -78,7 +78,7 @@ def config_time(work: Shape, config: MatmulConfig, multiprocessors: int) -> floa
 
 
 def predicted_time(work: Shape, multiprocessors: int) -> float:
-    """Returns the predicted microseconds of the default config."""
+    """Returns the predicted microseconds of the gradient with its default config."""
     [config, *_] = candidates(work, jnp.bfloat16, jnp.bfloat16, multiprocessors)
     return config_time(work, config, multiprocessors)
 
@@ -139,7 +139,7 @@ def block_sparse_weights(
 def _tiles(
     work: Shape, dtype: Any, config: MatmulConfig, multiprocessors: int, out_dtype: Any
 ) -> Any:
-    """Returns the product with its `Epilogue`, which stores the sums as they are."""
+    """Returns the product with an epilogue that stores the sums as they are."""
     product = _BlockSparseWeights(
         m=work.rows,
         n=config.tile_n,
@@ -158,18 +158,18 @@ def _tiles(
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockSparseWeights(Product):
-    """Static parameters of a launch, and which blocks a tile has."""
+    """Static parameters of a launch, and the blocks of each tile."""
 
     block: int
     kept: int
     table: Any = None
-    """The tiles and entries before each row of blocks, in global memory."""
+    """Number of tiles and of entries before each row of blocks, in global memory."""
     entries: Any = None
-    """Index of each entry in the result, and its position along N, in global memory."""
+    """Index in the result, and position along N, of each entry; in global memory."""
 
     @property
     def shares_rows(self) -> bool:
-        """True if each warpgroup has half of a block's rows, and not half of the blocks."""
+        """True if each warpgroup has half of a block's rows; false if each has half of the blocks."""
         return self.block == CONSUMERS * self.config.tile_m
 
     @property
@@ -178,7 +178,7 @@ class _BlockSparseWeights(Product):
 
     @property
     def pieces(self) -> int:
-        """Blocks of a tile."""
+        """Number of blocks of a tile."""
         return self.pieces_of_warpgroup * (1 if self.shares_rows else CONSUMERS)
 
     @property

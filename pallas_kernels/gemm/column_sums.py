@@ -1,10 +1,10 @@
-"""Sums over the rows of a tile, from the registers in which its warpgroup has it.
+"""Sums over the rows of a tile, from the registers in which its warpgroup holds the tile.
 
-In the layout of WGMMA eight threads of a warp have the same columns, in different rows. They sum by
-halves: of two threads, each sums one half of the columns and sends the other its values of the other
-half. After three such exchanges each thread has one column of 32, and nothing was summed twice. The sums
-of the four warps are added in shared memory. Mosaic's own sum over rows would give every thread every
-column, through one buffer that the warpgroups of a CTA share.
+In the layout of WGMMA eight threads of a warp have the same columns, in different rows. Pairs of threads
+exchange halves: each thread sums one half of the columns and sends its values of the other half to its
+partner. After three such exchanges each thread has one column of 32, and nothing was summed twice. The
+sums of the four warps are added in shared memory. Mosaic's own sum over rows would give every thread
+every column, through one buffer that the warpgroups of a CTA share.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ def keep(ref: Any, sums: jax.Array) -> None:
 
 
 def finish(ref: Any, destination: Any) -> None:
-    """Adds the sums of all warps in shared memory [4, C], and writes them to global memory [C]."""
+    """Adds the sums of all warps in shared memory [4, C], and stores them in global memory [C]."""
     columns = ref.shape[-1] // WARPS
     quarters = plgpu.Layout.TILED(
         plgpu.Tiling(((ref.shape[-1],), (columns,), (columns // 8,))),

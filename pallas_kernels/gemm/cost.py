@@ -1,9 +1,8 @@
 """The predicted time of a product with an epilogue in a kernel of this package with a config.
 
-A model and not a table, since sizes are without number. It has few terms, each of which has a reason,
-and constants, in `speeds`, that were fitted to times on one device (benchmarks/LAB.md, 2026-11-22 to
-2026-11-26). It orders the configs of a product, and beside `xla_cost` says where a kernel of this
-package is worth taking.
+The model covers sizes that no table could list. It has few terms, each with a reason, and constants, in
+`speeds`, fitted to times on one device (benchmarks/LAB.md, 2026-11-22 to 2026-11-26). It orders the
+configs of a product and, compared with `xla_cost`, says whether a kernel of this package is faster.
 """
 
 import math
@@ -25,7 +24,7 @@ class Work:
 
     m: int
     n: int
-    """Columns of each product."""
+    """Columns of each product's b."""
     k: int
     products: int = 1
     itemsize: int = 2
@@ -43,11 +42,11 @@ class Work:
     k_last: bool = False
     """True if b is [n, k]; one WGMMA then takes any number of its columns."""
     terms: int = 1
-    """Products a_i @ b_i that are added; k is the sum of their lengths along K."""
+    """Number of products a_i @ b_i that are added; k is the sum of their lengths along K."""
     weights_apart: bool = False
     """True if each of several products has its weights in a separate matrix."""
     groups: int = 1
-    """Groups of rows of a, each multiplied by its own b."""
+    """Number of groups of rows of a, each multiplied by its own b."""
 
     @property
     def steps(self) -> int:
@@ -55,7 +54,7 @@ class Work:
 
     @property
     def shifts_rows(self) -> bool:
-        """True if rows of b are not aligned to lines of 128 bytes."""
+        """True if the rows of b do not start at lines of 128 bytes."""
         length = self.k // self.terms if self.k_last else self.n
         return length * self.b_bytes % STEP_BYTES != 0
 
@@ -138,7 +137,7 @@ def conversion(work: Work, speeds: Speeds = H200) -> float:
 
 @dataclass(frozen=True)
 class WeightWork:
-    """The gradient of weights: the transpose of [rows, features] times several of [rows, width]."""
+    """Sizes of a weight gradient: the transpose of [rows, features] times several [rows, width]."""
 
     rows: int
     features: int
@@ -147,7 +146,7 @@ class WeightWork:
     out_bytes: int = 4
     """Bytes of a number of the gradient."""
     sums: bool = False
-    """True if the rows of the right operands are summed too."""
+    """True if the rows of the right operands are also summed."""
 
     @property
     def steps(self) -> int:
@@ -178,7 +177,7 @@ def weight_gradient(
       work: the product.
       tile: rows and columns of the result that a CTA computes at a time, through a ring of four slots
         or more.
-      parts: of each tile.
+      parts: parts of each tile.
       cluster: parts that are added within a cluster.
       multiprocessors: of the device.
     """
@@ -195,7 +194,7 @@ def weight_gradient(
     step = max(step, _copies_of_step(work, tile, speeds))
     summed = 0.0
     if work.sums:
-        # Warpgroups with the same columns divide the rows of a step among them, in pieces of eight.
+        # Warpgroups with the same columns share the summing of a step's rows, in pieces of eight rows.
         turns = math.ceil(line / 8 / (2 * math.ceil(work.features / tile[0])))
         step += speeds.weights_sum_column * tile[1] * turns
         summed = speeds.weights_sum
@@ -251,7 +250,7 @@ def _copies_of_step(work: WeightWork, tile: tuple[int, int], speeds: Speeds) -> 
 def time(
     work: Work, config: MatmulConfig | FewRowsConfig, multiprocessors: int, speeds: Speeds = H200
 ) -> float:
-    """Microseconds of the product with its epilogue in the kernel of a config."""
+    """Returns the microseconds of the product with its epilogue, in the config's kernel."""
     predicted = few_rows if isinstance(config, FewRowsConfig) else kernel
     return predicted(work, config, multiprocessors, speeds)
 
@@ -338,7 +337,7 @@ def quantized_few_rows(
     columns = math.ceil(work.n / config.tile_n)
     steps = math.ceil(math.ceil(work.k / config.step_k) / config.parts)
     registers = quantized_few_rows_registers(work, config)
-    # The other function counts about 4 KiB too many, which matters if CTAs share an SM.
+    # `quantized_few_rows_shared_bytes` counts about 4 KiB too many, which matters if CTAs share an SM.
     shared = quantized_few_rows_shared_bytes(work, config) - 4 * 1024 + ALLOCATION_BYTES
     of_multiprocessor = min(
         (SHARED_MEMORY_BYTES + ALLOCATION_BYTES) // shared, REGISTERS // (128 * registers)
@@ -400,8 +399,7 @@ def cublaslt_product(product: float, elements: int, activations: int, *, saves: 
 
     Args:
       product: microseconds of XLA's product; XLA tries several kernels, cuBLASLt's heuristic one.
-      elements: of the result.
-      activations: evaluations for each element.
+      elements: elements of the result. activations: evaluations for each element.
       saves: whether the preactivation is also written.
     """
     if saves:

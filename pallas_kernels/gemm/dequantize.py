@@ -1,4 +1,4 @@
-"""Integers of 8 and 4 bits to floats of 16 bits, in registers.
+"""Conversion of integers of 8 and 4 bits to floats of 16 bits, in registers.
 
 Subnormal floats, and the normal ones below twice the smallest normal, are equally far apart. There the
 bits of a float count steps of the smallest one, so that an unsigned integer of up to 8 bits is a float

@@ -24,7 +24,8 @@ from pallas_kernels.hopper import row_of_copies
 
 Function = Callable[..., Mapping[str, jax.Array]]
 Maximised = Callable[[jax.Array], jax.Array]
-"""Increasing function of its argument or its magnitude, so that its maximum can be rounded last."""
+"""An increasing function of its argument, or of its argument's magnitude; its maximum may therefore be
+rounded last."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Epilogue:
     outputs: Mapping[str, Any]
     column_sums: tuple[str, ...]
     column_moments: tuple[str, ...] = ()
-    """Outputs for which each column's mean and variance are returned, of the rounded values."""
+    """Outputs whose mean and variance over each column are returned, computed from the rounded
+    values."""
     row_vectors: Mapping[str, Any] = MappingProxyType({})
     """Dtypes of the vectors with one number per row."""
     row_maxima: Mapping[str, Maximised] = MappingProxyType({})
@@ -65,7 +67,7 @@ class Epilogue:
 
     @property
     def chunks(self) -> int:
-        """Chunks of columns in a tile; fewer where the output is narrower than a tile."""
+        """Number of chunks of columns in a tile; fewer if the output is narrower than a tile."""
         columns = min(self.product.n, self.product.part_n)
         return pl.cdiv(columns, self.config.epilogue_columns)
 
@@ -106,7 +108,8 @@ class Epilogue:
                 num_arrivals=len(self.row_vectors), num_barriers=CONSUMERS
             )
         if self.column_sums:
-            # Sums are used in step with the outputs' stages, and the same waits protect them.
+            # The buffers of sums are reused in step with the outputs' store stages, whose waits protect
+            # them too.
             shape = (CONSUMERS, c.write_slots, column_sums.WARPS, c.epilogue_columns)
             scratch["sum_smem"] = {
                 name: plgpu.SMEM(shape, jnp.float32) for name in self.column_sums
@@ -194,7 +197,7 @@ class _Refs:
 
 @dataclass(frozen=True)
 class _EpilogueOfTile:
-    """The epilogue of one tile, in chunks of its columns."""
+    """Epilogue of one tile, which processes the tile in chunks of columns."""
 
     epilogue: Epilogue
     gmem: _Refs
@@ -240,7 +243,7 @@ class _EpilogueOfTile:
         self._store_maxima(maxima)
 
     def store_zeros(self) -> None:
-        """Stores zeros in the place of the tile's results, from one stage for all chunks."""
+        """Stores zeros in place of the tile's results; all chunks are copied from one stage."""
         zeros = plgpu.layout_cast(jnp.zeros(self._shape, jnp.float32), plgpu.Layout.WGMMA)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for name, dtype in self.epilogue.outputs.items():
@@ -292,9 +295,9 @@ class _EpilogueOfTile:
             for name in self.epilogue.matrices
         }
         if chunk + slots < self.epilogue.chunks:
-            # The commit waits until all four warps have read the stage. Without its fence, their loads
-            # may be in flight when a copy from beyond the array's end, which fetches nothing, overtakes
-            # them.
+            # The commit waits until all four warps have read the stage. Without its fence, a copy from
+            # beyond the array's end, which fetches nothing, may overwrite the stage while their loads
+            # are in flight.
             plgpu.commit_smem()
             self._copy_matrices(chunk + slots)
         return loaded
@@ -350,7 +353,7 @@ class _EpilogueOfTile:
         return vectors | rows
 
     def _store(self, chunk: int, results: _Results) -> None:
-        """Writes a chunk to its stage in shared memory, and the column sums of its warps to theirs."""
+        """Writes a chunk to its stage in shared memory, and its warps' column sums to their buffer."""
         for name, tile in results.tiles.items():
             store.store_piece(self._written(name, chunk)[0], tile)
         for name, sums in results.sums.items():
@@ -374,7 +377,7 @@ class _EpilogueOfTile:
             self._store_moments(name, chunk)
 
     def _send_outputs(self, chunk: int, written: int) -> None:
-        """Starts the copies of a chunk from the stages of the chunk `written`."""
+        """Starts the copies of a chunk from the store stages that hold the chunk `written`."""
         for name, ref in self.gmem.outputs.items():
             _, source = self._written(name, written)
             product = self.epilogue.product
@@ -388,7 +391,7 @@ class _EpilogueOfTile:
         column_sums.finish(self._summed(name, chunk), destination)
 
     def _store_moments(self, name: str, chunk: int) -> None:
-        """Stores the means of a tile's columns, and the sums of their squared deviations from them."""
+        """Stores the means of a tile's columns, and the sums of squared deviations from these means."""
         epilogue, c = self.epilogue, self.epilogue.config
         layout = _column_layout(c.epilogue_columns, epilogue.outputs[name])
         tile, _ = self._written(name, chunk)

@@ -41,7 +41,7 @@ def why_unsupported(
     k: int,
     n: int,
 ) -> str | None:
-    """Returns None where x [M, K] can be multiplied with w [N, K], else why not.
+    """Returns None if x [M, K] can be multiplied with w [N, K], else why not.
 
     Args:
       others: dtypes of the epilogue's other operands and results, by name; None for absent ones.
@@ -63,7 +63,7 @@ def why_unsupported(
 
 
 def why_slope_unsupported(*, columns: int) -> str | None:
-    """Returns None where a derivative of `columns` columns, one byte each, can be read, else why not."""
+    """Returns None if a derivative of `columns` columns, one byte each, can be read, else why not."""
     if columns % 16:
         return f"it copies rows of whole multiples of 16 bytes, and the slope has {columns}"
     return None
@@ -76,11 +76,11 @@ def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
 
 
 _SPARE_BYTES = 4096
-"""Bytes of shared memory for a second vector of float32 and for maxima."""
+"""Bytes of shared memory reserved for a second float32 vector and for maxima."""
 
 
 def hidden_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns configs for a hidden layer's gradient: small tiles first, which leave registers for it."""
+    """Returns configs for a hidden layer's gradient; small tiles, which leave registers, come first."""
     configs = candidates(work, multiprocessors)
     return sorted(configs, key=lambda config: config.tile_m * config.tile_n > 128 * 128)
 
@@ -93,7 +93,7 @@ def slope_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
 
 
 def promoted_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns configs for a weight gradient, whose sums are in registers twice, predicted fastest first.
+    """Returns configs for a weight gradient, predicted fastest first; its sums take registers twice.
 
     There are few tiles with long sums, so that the number of waves decides.
     """
@@ -111,7 +111,7 @@ def promoted_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
 
 
 _PROMOTED_STEP, _PROMOTED_COLUMN = 0.06, 0.0025
-"""Microseconds of a K step of a tile of 128 rows: by itself, and for each column. Fitted to an H200."""
+"""Microseconds of a K step of a tile of 128 rows: a constant, and for each column. Fitted to an H200."""
 
 
 def _by_name(scales: Scales) -> dict[str, jax.Array]:
@@ -120,12 +120,12 @@ def _by_name(scales: Scales) -> dict[str, jax.Array]:
 
 
 def _scaled(sums: jax.Array, scales: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns the accumulators times all scales, with which every epilogue begins."""
+    """Returns the accumulators times all scales; every epilogue begins with this product."""
     return sums * functools.reduce(operator.mul, scales.values())
 
 
 def _wide(operand: jax.Array) -> jax.Array:
-    """Returns an epilogue operand in float32: kernels load it so, XLA does not."""
+    """Returns an epilogue operand in float32, which kernels load anyway but XLA does not."""
     return operand.astype(jnp.float32)
 
 
@@ -134,15 +134,15 @@ class LayerOptions:
     """Static options of a layer, for the kernel and the reference alike."""
 
     activation: str | None
-    """Activation in the first result."""
+    """Activation of the first result."""
     out_dtype: Any
     """Dtype of the first result; None if it is not returned."""
     narrow_dtype: Any
-    """Dtype of the second result, to which the activation's input is rounded too."""
+    """Dtype of the second result, the preactivation; the activation reads it in this dtype too."""
     saves: bool
     """True if the second result is returned."""
     maximised: Maximised | None
-    """Largest "value" or "magnitude" to return of each row of the second result, or None."""
+    """Kind of row maximum of the second result to return, "value" or "magnitude"; None for none."""
 
 
 def layer(

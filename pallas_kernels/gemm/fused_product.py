@@ -1,8 +1,8 @@
 """The description of a matrix product for Hopper whose epilogue is a traced Python function.
 
-The bare product is not the point: XLA has a good one. What XLA pays for separately, bias, activation,
-residual, the derivative of an activation and the sums for a bias gradient, is here a function of the
-float32 accumulators and of named operands, traced into the kernel.
+XLA's bare products are good, but bias, activation, residual, an activation's derivative and the sums of
+a bias gradient often take it further kernels. Here they are a function of the float32 accumulators and
+of named operands, traced into the kernel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,37 +37,39 @@ class FusedProduct:
     """
 
     name: str
-    """The kernel's name in a profile."""
+    """Name of the kernel in a profile."""
     a: Any
-    """[M, K] ([K, M] with `a_transposed`), or a tuple, for a sum of products a_i @ b_i."""
+    """Left operand [M, K] ([K, M] with `a_transposed`), or a tuple of them for a sum of products a_i @
+    b_i."""
     b: Any
-    """[K, N] ([N, K] with `b_transposed`) for each a and each of the `products` that are taken in one
-    pass over a: in this order in a tuple, or as blocks of one array. The tensor cores take float32 only
-    as [N, K], to which [K, N] is copied, and no transposed a. b is rounded to a's dtype, without a copy
-    where a has few rows."""
+    """Right operand [K, N] ([N, K] with `b_transposed`) for each a and each of the `products` that share
+    one pass over a: in this order in a tuple, or as blocks of one array. The tensor cores take float32
+    only as [N, K], to which [K, N] is copied, and no transposed a. b is rounded to a's dtype, without a
+    copy where a has few rows."""
     epilogue: Function
-    """Takes a float32 tile of each product and, by name and as float32, the same tile of `scalars`,
-    `vectors` and `matrices`. Returns tiles by name."""
+    """Function of a float32 tile of each product and, by name and in float32, the same tile of
+    `scalars`, `vectors` and `matrices`. Returns tiles by name."""
     outputs: Mapping[str, Any]
-    """Dtypes of those tiles that are stored as matrices [M, N]."""
+    """Dtypes, by name, of the epilogue's tiles that are stored as matrices [M, N]."""
     vectors: Mapping[str, jax.Array | None] = _NOTHING
-    """[N] each, the same for all rows, or None for one that is absent."""
+    """Vectors [N], the same for all rows; None for an absent one."""
     matrices: Mapping[str, jax.Array | None] = _NOTHING
-    """[M, N] each, or None."""
+    """Matrices [M, N]; None for an absent one."""
     row_vectors: Mapping[str, jax.Array] = _NOTHING
-    """[M] each, the same for all columns. Only with a `MatmulConfig`."""
+    """Vectors [M], the same for all columns. Only with a `MatmulConfig`."""
     scalars: Mapping[str, jax.Array] = _NOTHING
-    """[1] each, float32, the same for all elements. Only with a `MatmulConfig`."""
+    """Scalars [1] in float32, the same for all elements. Only with a `MatmulConfig`."""
     step_scales: Sequence[jax.Array] = ()
-    """float32 scales of each step of 128 bytes along K, for the rows of a [K steps, M] and for the
-    columns of b [K steps, N], or for runs of a multiple of 64 columns. They multiply the step's sums.
+    """Scales in float32 of each step of 128 bytes along K: [K steps, M] for the rows, and [K steps, N]
+    for the columns of b, or fewer for runs of a multiple of 64 columns. They multiply the step's sums.
     Only with configs without ping-pong."""
     column_sums: Sequence[str] = ()
-    """Outputs that are also summed over the rows, to float32 [N], "sum_" + name: before they are
-    rounded, or with a `FewRowsConfig` after."""
+    """Outputs that are also summed over the rows, to float32 [N] named "sum_" + name. They are summed
+    before their rounding, or after it with a `FewRowsConfig`."""
     column_moments: Sequence[str] = ()
-    """Outputs, as rounded, whose mean and variance over the rows are returned, float32 [N], "mean_" and
-    "variance_" + name. The variance is the mean of squared deviations."""
+    """Outputs whose mean and variance over the rows are returned, as float32 [N] named "mean_" and
+    "variance_" + name. They are computed from the rounded outputs; the variance is the mean of squared
+    deviations."""
     row_maxima: Mapping[str, Maximised] = _NOTHING
     """Functions of outputs, as rounded, whose largest value in each row is returned, for each of P parts
     of the columns: float32 [P, M], "max_" + name. They must grow with their argument (or its magnitude).
@@ -77,16 +79,16 @@ class FusedProduct:
     leaves them to the tensor cores, which keep fewer bits. Only with configs without ping-pong."""
     products: int = 1
     activations: int = 0
-    """Activations and derivatives that the epilogue evaluates for an element, for the choice of a
+    """Number of activations and derivatives that the epilogue evaluates per element; it influences the
     config."""
     a_transposed: bool = False
     b_transposed: bool = False
     b_format: Format | None = None
-    """The format of b, if it is quantised. Then b holds the arrays of each product, in the order of
-    `QuantizedTile.copy`: [N, K] with `b_transposed`, where the epilogue applies scales of whole columns;
-    else [K, N], where N is `b_columns`, with scales of groups along N and a `MatmulConfig`."""
+    """Format of a quantised b, else None. If quantised, b holds the arrays of each product, in the order
+    of `QuantizedTile.copy`: [N, K] with `b_transposed`, where the epilogue applies scales of whole
+    columns; else [K, N], where N is `b_columns`, with scales of groups along N and a `MatmulConfig`."""
     b_columns: int = 0
-    """N, if it cannot be read from b's shape; else 0."""
+    """Number of columns N, if it cannot be read from b's shape; else 0."""
 
     # --- its shapes -------------------------------------------------------------------------------
 
@@ -152,7 +154,10 @@ class FusedProduct:
 
     @property
     def work_beside_xla(self) -> Work:
-        """`work` for the choice between kernel and XLA; with few rows it includes converting b."""
+        """`work` for the choice between kernel and XLA.
+
+        With few rows it includes the conversion of b.
+        """
         first = self.b[0] if isinstance(self.b, tuple) else self.b
         return replace(
             self.work,
@@ -201,13 +206,13 @@ class _Call:
 
     product: FusedProduct
     bs: Sequence[jax.Array]
-    """The arrays that hold b, reshaped as `_blocks` says."""
+    """Arrays that hold b, reshaped by `_blocks`."""
     blocks: Sequence[Block]
     multiprocessors: int
 
     @property
     def others(self) -> tuple[jax.Array, ...]:
-        """The epilogue's operands, in the order of the kernel's."""
+        """Operands of the epilogue, in the order of the kernel's arguments."""
         p = self.product
         operands = (present(p.vectors), p.row_vectors, p.scalars, present(p.matrices))
         return tuple(array for by_name in operands for array in by_name.values())
@@ -333,7 +338,7 @@ def _sum_rows(matrix: jax.Array) -> jax.Array:
 
 
 def _check_config(p: FusedProduct, config: MatmulConfig) -> None:
-    """Raises a ValueError where a config does not fit the operands or the epilogue's matrices."""
+    """Raises a ValueError if a config does not fit the operands or the epilogue's matrices."""
     if config.tile_n % (p.products * config.epilogue_columns):
         raise ValueError(
             f"matmul: {p.products} products share tile_n ({config.tile_n}), and epilogue_columns"

@@ -1,9 +1,9 @@
-"""Grouped products for Hopper: runs of rows of one matrix, each multiplied by a matrix of its own.
+"""Grouped products for Hopper: groups of rows of one matrix, each multiplied by its own matrix.
 
-The sizes of the groups are known to the device alone. A tile starts at the first row of its group or a
-whole number of tiles after it, so that no tile mixes groups; what a group's last tile computes of the
-next group's rows is not stored. Which group a tile belongs to is found in a table of the tiles and rows
-before each group, by bisection. Rows that no group has are stored as zeros after all tiles.
+The sizes of the groups are known on the device only. A tile starts at the first row of its group or a
+whole number of tiles after it, so that no tile mixes groups; rows of the next group in a group's last
+tile are not stored. A bisection in a table of the tiles and rows before each group finds the group of a
+tile. Rows that belong to no group are stored as zeros after all tiles.
 """
 
 import functools
@@ -42,7 +42,7 @@ def why_unsupported(
     rows: int,
     groups: int,
 ) -> str | None:
-    """Returns None where the kernels can run, else the reason.
+    """Returns None if the kernels can run, else the reason.
 
     Args:
       compute_capability: of the GPU, or None where there is none.
@@ -118,14 +118,15 @@ def candidates(work: Work, out_dtype: Any, multiprocessors: int) -> list[MatmulC
 
 
 _TILES = ((128, 192, True), (128, 128, True), (64, 256, True), (64, 128, True), (64, 256, False))
-"""Rows and columns of a warpgroup's tile, and whether the warpgroups have different tiles."""
+"""Rows and columns of a warpgroup's tile, and True if the warpgroups have different tiles
+(ping-pong)."""
 _STAGES = ((4, 2), (5, 2), (6, 2), (4, 1), (5, 1), (3, 1))
-"""Pipeline stages, and store stages."""
+"""Numbers of pipeline stages and of store stages, in the order in which they are tried."""
 _BANDS = (8, 16)
 
 
 def predicted_time(work: Work, config: MatmulConfig, multiprocessors: int) -> float:
-    """Returns the predicted microseconds, between those for groups of one size and for any sizes.
+    """Returns the predicted microseconds, a compromise between groups of equal and of any sizes.
 
     The rows count that tiles have beyond their groups' ends: a quarter of a tile for each group.
     """
@@ -139,11 +140,12 @@ def predicted_time(work: Work, config: MatmulConfig, multiprocessors: int) -> fl
 
 
 _FEW_ROWS = 128
-"""Rows of a group up to which reading its matrix from memory determines the time."""
+"""Rows of a group up to which the time is that of reading the group's matrix from memory."""
 _LOW = 1.08
 """Factor on the modelled time of 64-row tiles in ping-pong (benchmarks/LAB.md, 2026-11-28)."""
 _LOW_OF_FEW_ROWS = 0.97
-"""`_LOW` where groups have few rows: 153.9 us in place of 162.3 for 64 groups of 128 rows."""
+"""The factor `_LOW` for groups of few rows: 64 groups of 128 rows take 153.9 us with it, 162.3
+without."""
 
 
 def grouped_product(
@@ -165,7 +167,7 @@ def grouped_product(
     Args:
       a: [M, K], bfloat16 or float16.
       b: [E, K, N] of the same dtype ([E, N, K] with `b_transposed`) for each of the `products`; or one
-        array with all of them side by side, [E, K, products N] ([E, products N, K]).
+        array with all of them concatenated, [E, K, products N] ([E, products N, K]).
       group_sizes: int [G]: rows of each group.
       offset: int [], the index of the group that b's first matrix is for.
       epilogue: takes a float32 tile of each product, and returns that of the result; None for one
@@ -236,7 +238,7 @@ def _tiles(
 
 
 class Group(NamedTuple):
-    """A group of rows, on the device."""
+    """A group of rows, as the kernel sees it."""
 
     index: Any
     start: Any
@@ -252,15 +254,15 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupedProduct(Product):
-    """Static parameters of a launch, and which tiles of which group are multiplied."""
+    """Static parameters of a launch, and the tiles of each group."""
 
     groups: int
     table: Any = None
-    """The tiles and rows before each group, in global memory."""
+    """Number of tiles and of rows before each group, in global memory."""
 
     @property
     def tile_grid(self) -> tuple[int, int]:
-        """Rows of tiles, of which there are at most so many, and columns."""
+        """Rows of tiles (an upper limit) and columns of tiles."""
         down = self.m // self.config.cta_tile_m + min(self.groups, self.m)
         return down, pl.cdiv(self.n, self.part_n)
 
@@ -309,7 +311,7 @@ class _GroupedProduct(Product):
             self.b_tile.copy(b_matrix, b_smem, slot, start, k_start, full)
 
     def store_rows(self, source: Any, ref: Any, place: TilePlace, columns: Any) -> None:
-        """Stores the rows before the group's end, in copies of a power of two rows each."""
+        """Stores a tile's rows before the group's end, by copies whose rows are powers of two."""
         tile_m = self.config.tile_m
         rows = jnp.clip(place.group.end - place.m_start, 0, tile_m)
 

@@ -1,9 +1,10 @@
 """The gradient of grouped weights for Hopper: x^T @ dy over the rows of each group.
 
 The sums are over rows, of which the groups have any number, and a group may begin at any row. The tiles
-of x and dy in the pipeline begin at multiples of 8 rows, as copies into WGMMA's layout need. Where a
-step also has rows of other groups, the consumers clear these in shared memory before they multiply, in
-x and in dy: what another group holds, NaN too, does not reach the sums. Groups without rows get zeros.
+of x and dy in the pipeline begin at multiples of 8 rows, as copies into WGMMA's layout require. If a
+step also has rows of other groups, the consumers clear these rows of x and dy in shared memory before
+they multiply, so that no value of another group, not even NaN, reaches the sums. Groups without rows get
+zeros.
 """
 
 import functools
@@ -60,13 +61,13 @@ def candidates(
 _TILES = ((64, 256), (64, 192), (128, 192), (128, 128), (64, 128))
 """Rows and columns of a warpgroup's tile; the two warpgroups have adjacent ones."""
 _STAGES = ((3, 4), (4, 2), (3, 2), (5, 2), (4, 1), (3, 1))
-"""Pipeline stages, and store stages."""
+"""Numbers of pipeline stages and of store stages, in the order in which they are tried."""
 
 
 def predicted_time(
     work: WeightWork, groups: int, config: MatmulConfig, *, multiprocessors: int
 ) -> float:
-    """Returns the predicted microseconds, where groups are of one size."""
+    """Returns the predicted microseconds for groups of equal size."""
     return cost.grouped_weight_gradient(
         work, groups, (config.cta_tile_m, config.tile_n), multiprocessors
     )
@@ -129,7 +130,7 @@ def _tiles(
     multiprocessors: int,
     out_dtype: Any,
 ) -> Epilogue:
-    """Returns the product with its epilogue, which stores the sums as they are."""
+    """Returns the product with an epilogue that stores the sums as they are."""
     [width] = work.widths
     product = _GroupedWeightProduct(
         m=work.features,
@@ -148,11 +149,11 @@ def _tiles(
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupedWeightProduct(UnevenProduct):
-    """Static parameters of a launch, and which rows of x and dy are multiplied for a tile."""
+    """Static parameters of a launch, and the rows of x and dy that are multiplied for each tile."""
 
     groups: int
     table: Any = None
-    """The rows before each group, in global memory."""
+    """Number of rows before each group, in global memory."""
 
     @property
     def tile_count(self) -> int:
@@ -234,7 +235,7 @@ class _GroupConsumer(UnevenConsumer):
         return self._issue(acc_ref, k_idx, slot)
 
     def _clear(self, slot: Any, start: Any, end: Any) -> None:
-        """Clears rows of a stage before `start` and from `end` on, in this warpgroup's share of it."""
+        """Clears a stage's rows before `start` and from `end` on, in this warpgroup's share."""
         product, ring, wg_idx = self.product, self.ring, self.wg_idx
         x = [memory for _, memory in product.a_tile.operands(ring.a_smem, slot, wg_idx, CONSUMERS)]
         dy = [memory for _, memory in product.b_tile.operands(ring.b_smem[0], slot)]
@@ -247,7 +248,7 @@ class _GroupConsumer(UnevenConsumer):
                 for memory in x:
                     _clear_piece(memory, row, start, end)
 
-                # The warpgroups read all of dy, and each clears every other piece of it.
+                # Both warpgroups read all of dy, and each clears every other piece of dy.
                 @pl.when(lax.rem(piece, jnp.int32(CONSUMERS)) == wg_idx)
                 def _():
                     for memory in dy:

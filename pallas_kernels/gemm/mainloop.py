@@ -26,7 +26,7 @@ class TileEpilogue(Protocol):
     """The epilogue of one output tile."""
 
     def prefetch(self) -> None:
-        """Starts the copies of what the epilogue reads, which overlap the product of the tile."""
+        """Starts the copies of the epilogue's operands, which overlap the tile's product."""
 
     def run(self, acc: jax.Array) -> None:
         """Stores the epilogue's results for the accumulators."""
@@ -36,7 +36,7 @@ class SummingEpilogue(TileEpilogue, Protocol):
     """The epilogue of a product that also sums operands from the pipeline's stages."""
 
     def store_sums(self, sums: Any) -> None:
-        """Stores what `Product.sum_slot` has summed, before the accumulators."""
+        """Stores the sums of `Product.sum_slot`, before the accumulators are stored."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Producer:
         self._await_readers(slot, filled)
 
     def _fill_tile(self, sequence_idx, carry):
-        """Fills stages for all K steps of a tile; carries the next stage and how many were filled."""
+        """Fills stages for all K steps of a tile; the carry is (next stage, stages filled)."""
         place = self.product.position(sequence_idx)
         for term, steps in enumerate(self.product.steps_of_terms):
             fill = functools.partial(self._fill_slot, sequence_idx, place, term)
@@ -86,7 +86,7 @@ class Producer:
         return product.next_slot(slot), filled + 1
 
     def _await_readers(self, slot, filled) -> None:
-        """Waits until all stages are free: no CTA may arrive at a barrier of one that has exited."""
+        """Waits until all stages are free: no CTA may arrive at a barrier of an exited CTA."""
         stages = self.product.config.stages
         for back in range(1, stages + 1):
 
@@ -101,7 +101,7 @@ class _Converter(Producer):
     """The producer warpgroup for a quantised b: it copies, dequantises and stores each step."""
 
     def run(self) -> None:
-        # The registers that the consumers leave.
+        # Registers per thread that the consumers leave for the producer.
         plgpu.set_max_registers(56, action="decrease")
         product = self.product
         total = product.tiles_of_cluster() * product.raw_steps
@@ -194,7 +194,7 @@ _CONVERTED_COLUMNS = 64
 
 
 SCALED_PIECE = 64
-"""Columns that are scaled at a time where columns share scales; divides the columns of a scale."""
+"""Columns that are scaled at a time if columns share scales; divides the number that share one."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class Consumer:
 
         def step(k_idx, carry):
             slot, totals = carry
-            # Scales are loaded before the WGMMAs, which hide the memory's latency.
+            # Scales are loaded before the WGMMAs, which hide the latency of memory.
             numbers = self._column_numbers(k_idx, n_idx, starts)
             self._await_slot(sequence_idx, slot)
 
@@ -345,14 +345,14 @@ class Consumer:
             plgpu.wgmma_wait(0)
             return acc_ref[...], last
 
-        # As in `_accumulate_scaled`, accumulators are allocated after the wait.
+        # Accumulators are allocated after the wait, as in `_accumulate_scaled`.
         self._await_slot(sequence_idx, slot)
         sums, last = pl.run_scoped(multiply, self._accumulator)
         plgpu.barrier_arrive(self.ring.free.at[last])
         return self.product.next_slot(last), total + sums
 
     def _accumulate(self, sequence_idx, tiles, place, acc_ref):
-        """Runs all K steps of a tile; returns accumulators, the stage still to free, and sums."""
+        """Runs all K steps of a tile; returns accumulators, the stage to free next, and sums."""
         product, turn = self.product, self.ring.turn
         if product.config.ping_pong:
             plgpu.barrier_wait(turn.at[self.wg_idx])
@@ -367,7 +367,7 @@ class Consumer:
         return acc_ref[...], slot, sums
 
     def _step(self, acc_ref, sequence_idx, place, k_idx, carry):
-        """Multiplies a stage, and frees the one before it, whose WGMMAs have ended by then."""
+        """Multiplies a stage, and frees the stage before it, whose WGMMAs have ended by then."""
         previous, sums = carry
         slot = self.product.next_slot(previous)
         count = self._multiply(acc_ref, sequence_idx, k_idx, slot)

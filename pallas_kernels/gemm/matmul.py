@@ -24,7 +24,7 @@ def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     """Returns configs of tiles, predicted fastest first; not all of them fit into shared memory."""
     tiles = functools.partial(MatmulConfig, epilogue_columns=32)
     if work.itemsize == 4:
-        # No float32 products were measured. Their results are not rounded to 16 bits, so that only
+        # Float32 products were not measured. Their results are not rounded to 16 bits, so that only
         # smaller tiles leave registers.
         stages = (4, 3, 2)
         small = tiles(tile_m=64, tile_n=128, stages=2)
@@ -33,7 +33,7 @@ def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     shapes = [tiles(tile_m=tile_m, tile_n=tile_n) for tile_m, tile_n in _PING_PONG_TILES]
     shapes.append(tiles(tile_m=64, tile_n=256, ping_pong=False))
     if work.read_bytes > work.itemsize:
-        # Tiles of 64 x 192 leave registers for several epilogue matrices, if 256 does not divide N.
+        # If 256 does not divide N, tiles of 64 x 192 leave registers for several epilogue matrices.
         shapes.append(tiles(tile_m=64))
     if work.products > 1:
         # CTAs of a cluster share b, so that each reads half as much of it.
@@ -59,7 +59,7 @@ _PING_PONG_TILES = ((128, 192), (128, 128), (64, 256), (64, 128), (128, 64))
 
 
 def few_rows_candidates(work: Work, multiprocessors: int) -> list[FewRowsConfig]:
-    """Returns configs of the small-M kernel, predicted fastest first; none where there are many rows."""
+    """Returns configs of the small-M kernel, predicted fastest first; none for many rows."""
     if work.m > MAX_ROWS or work.itemsize != 2:
         return []
     parts = [parts for parts in (1, 2, 4, MAX_PARTS) if parts <= work.steps]
@@ -124,7 +124,7 @@ def why_unsupported(
     features: Mapping[str, int],
     allows_tf32: bool = False,
 ) -> str | None:
-    """Returns None where products with epilogues can run, else why not.
+    """Returns None if products with epilogues can run, else why not.
 
     Args:
       dtypes: dtypes of the left operand, "x", and of the epilogue's operands and results, None for

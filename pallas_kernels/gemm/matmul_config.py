@@ -20,7 +20,8 @@ class MatmulConfig:
     stages: int = 4
     """Pipeline stages: tiles of the operands in flight or in use."""
     ping_pong: bool = True
-    """True if the consumers hold different output tiles, not the halves of one twice as high."""
+    """True if the consumers hold different output tiles; false if they hold halves of one tile of twice
+    the height."""
     cluster: int = 1
     """CTAs, one below the other, that share the tiles of b: each multicasts a part of them to all."""
     epilogue_columns: int = 64
@@ -32,8 +33,8 @@ class MatmulConfig:
     band: int = 8
     """Rows of tiles in a group of the raster order, which keeps shared operands in L2."""
     pads_columns: bool = False
-    """True if XLA first pads b to whole blocks of columns, where its width is not a multiple of one. A
-    WGMMA then takes all of a tile's columns and not one block of them, which pays for many rows."""
+    """True if XLA first pads b's width to whole blocks of columns. A WGMMA then takes all of a tile's
+    columns and not one block of them, which pays for many rows."""
 
     def __post_init__(self) -> None:
         if self.tile_m % 64 or self.tile_n % 8 or self.tile_n > 256:

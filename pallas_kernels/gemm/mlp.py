@@ -143,7 +143,7 @@ def _gated_unit_of_gate(
 
 
 def _multiplied(activation: str | None, dtype: Any) -> Callable[..., dict[str, jax.Array]]:
-    """Returns the last step of a gated unit's epilogue, which computes h from gate and up."""
+    """Returns the end of a gated unit's epilogue, which computes h from gate and up."""
     return lambda gate, up: {"h": activate(activation, gate, dtype) * up, "gate": gate, "up": up}
 
 
@@ -216,7 +216,9 @@ def _times(work: Work, outputs: int, multiprocessors: int) -> tuple[float, float
 def _gate(
     x: jax.Array, w_gate: jax.Array, b_gate: jax.Array | None, multiprocessors: int
 ) -> jax.Array:
-    if b_gate is None:  # Nothing to fuse: XLA takes 166 us for 16384 x 1024 x 4096, our kernel 178.
+    # There is nothing to fuse without a bias: XLA takes 166 us for 16384 x 1024 x 4096, our kernel
+    # 178.
+    if b_gate is None:
         return jnp.matmul(x, w_gate.astype(x.dtype))
     gate = linear.layer(
         *(x, w_gate, b_gate, None), activation=None, save_preactivation=False, out_dtype=x.dtype

@@ -21,7 +21,7 @@ from pallas_kernels import hopper
 from pallas_kernels.hopper import ALLOCATION_BYTES, MBARRIER_BYTES
 
 SWIZZLE_BYTES = 128
-"""Bytes of the longest piece of a row that is swizzled as one."""
+"""Bytes of the longest piece of a row that is swizzled as one unit."""
 
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -30,7 +30,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 def why_unfit(
     compute_capability: tuple[int, int] | None, dtypes: Mapping[str, Any], out_dtype: Any = None
 ) -> str | None:
-    """Returns None where a kernel can multiply operands of 16 bits, else the reason.
+    """Returns None if a kernel can multiply operands of 16 bits, else the reason.
 
     Args:
       compute_capability: of the GPU, or None where there is none.
@@ -50,12 +50,12 @@ def why_unfit(
 
 
 def swizzled_columns(dtype: Any) -> int:
-    """Returns the columns in the longest piece of a row."""
+    """Returns the number of columns in the longest piece of a row."""
     return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
 
 
 def bits_of(dtype: Any) -> int:
-    """Returns the bits of an element in memory, also of int4, of which a byte holds two."""
+    """Returns the bits of an element in memory, also for int4, two of which share a byte."""
     return 4 if dtype == jnp.int4 else 8 * jnp.dtype(dtype).itemsize
 
 
@@ -104,7 +104,7 @@ class OperandTile:
     """True if the array is a whole number of pieces wide, so that a copy may cover several."""
     dtype: Any
     depth: int = 0
-    """Elements along K, where K is the last axis and they are fewer than a piece holds; else 0."""
+    """Elements along K, if K is the last axis and shorter than a piece; else 0."""
 
     @property
     def tile_k(self) -> int:

@@ -55,17 +55,17 @@ class QkvEpilogue:
 
     @property
     def run(self) -> int:
-        """Length of the runs of a unit's columns that are adjacent in an output."""
+        """Length of the runs of a unit's columns that are adjacent in an output array."""
         return STRIP if self.heads.reorders else self.unit
 
     @property
     def turning(self) -> int:
-        """Number of a unit's features that are rotated by rope, its first ones."""
+        """Number of leading features of a unit that rope rotates."""
         return min(self.heads.rotary_dim, self.unit)
 
     @property
     def turning_pieces(self) -> list[tuple[int, ...]]:
-        """Indices of pieces that are rotated together: single ones, or one of each half."""
+        """Indices of pieces that are rotated together: one piece, or a piece of each half."""
         count = self.turning // self.piece
         if self.heads.interleaved:
             return [(index,) for index in range(count)]
@@ -77,7 +77,7 @@ class QkvEpilogue:
         return pl.cdiv(min(self.product.n, self.product.part_n), self.unit)
 
     def first_column(self, output: int) -> int:
-        """Returns the product's column at which an output begins."""
+        """Returns the product's column at which an output array begins."""
         return sum(self.heads.widths[:output])
 
     def first_pair(self, column: jax.Array) -> jax.Array | int:
@@ -160,7 +160,7 @@ class _HeadsOfTile:
             pieces = [
                 piece + self._row(bias, start) for piece, start in zip(pieces, starts, strict=True)
             ]
-        # Rounded pieces leave registers for the arithmetic.
+        # Pieces are rounded here, because that leaves registers for the arithmetic.
         pieces = lax.optimization_barrier([p.astype(launch.product.dtype) for p in pieces])
         store.store_in_turn(
             self._results(pieces),
@@ -211,11 +211,11 @@ class _HeadsOfTile:
             store.store_piece(registers.at[*self._slot(number), index], piece)
 
     def _slot(self, number: int) -> tuple[jax.Array, int]:
-        """Returns the indices of a result's stage in shared memory."""
+        """Returns the warpgroup and the index of a result's stage in shared memory."""
         return self.place.wg_idx, number % self.launch.product.config.write_slots
 
     def _send(self, number: int) -> None:
-        """Starts the copy of a result from its stage to the array that has its unit, if one does."""
+        """Starts the copy of a result from its stage to the array of its unit, if there is one."""
         launch, config = self.launch, self.launch.product.config
         place = self._slot(number)
         _, copies = self.smem["out_smem"]
@@ -245,9 +245,9 @@ class _HeadsOfTile:
     ) -> Iterator[tuple[int, jax.Array]]:
         """Yields the pieces of a unit after norm and rotation, each with its index.
 
-        All heads run the same code, in which values have a norm factor of 1 and an angle of 0. With
-        separate code the compiler converts pieces for several cases ahead of any, and spills registers;
-        and a selection takes single 16-bit numbers, where a product takes pairs.
+        All heads run the same code; heads of values have a norm factor of 1 and an angle of 0. With
+        separate code the compiler converts pieces for several cases in advance and spills registers, and
+        a selection works on single 16-bit numbers where a product works on pairs.
         """
         launch = self.launch
         column = self.column(unit)
@@ -281,7 +281,7 @@ class _HeadsOfTile:
     def _turned(
         self, pieces: Sequence[jax.Array], angles: Sequence[jax.Array], is_value: jax.Array
     ) -> Iterator[jax.Array]:
-        """Yields the pieces of some pairs after their rotation, which leaves values as they are."""
+        """Yields the rotated pieces of some pairs; pieces of values stay as they are."""
         value = is_value.astype(angles[0].dtype)
         if self.launch.heads.interleaved:
             yield interleaved_rope.turned(pieces[0], angles[0], value)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 STRIP = 32
-"""Features of either half that the epilogue processes at a time, where it can."""
+"""Features of either half that the epilogue processes at a time, if the head is cut."""
 VALUES = 2
 """Index of the output without norm and rotation."""
 
@@ -29,7 +29,7 @@ class Heads:
 
     @property
     def finishes(self) -> bool:
-        """True if heads have a norm or a rotation."""
+        """True if the heads have a norm or a rotation."""
         return self.norm or self.rotary_dim > 0
 
     @property
@@ -39,7 +39,7 @@ class Heads:
 
     @property
     def splits(self) -> bool:
-        """True if a unit is a part of a head: a strip of each half, or 64 adjacent features.
+        """True if a unit is only a part of a head: a strip of each half, or 64 adjacent features.
 
         Tiles of whole heads of 128 have 128 or 256 columns: 32768 x 4096 to 48 heads 2.24 and 2.12 ms
         on an H200, 2.06 in tiles of 192 of such units.
@@ -49,10 +49,10 @@ class Heads:
 
     @property
     def reorders(self) -> bool:
-        """True if the columns of the weights are reordered, so that a unit's are adjacent."""
+        """True if the weights' columns are reordered, so that those of a unit are adjacent."""
         return self.splits and not self.interleaved
 
     @property
     def unit(self) -> int:
-        """Columns that the epilogue normalises and rotates together, where it does."""
+        """Number of columns that the epilogue normalises and rotates together."""
         return 2 * STRIP if self.splits else self.size

@@ -1,7 +1,7 @@
 """qkv_projection on the Hopper product: queries, keys and values are stored as attention reads them.
 
-One product writes its columns to three outputs, so that nothing is split afterwards: `qkv_epilogue` has
-how.
+One product stores its columns in three outputs, so that nothing is split afterwards: see
+`qkv_epilogue`.
 """
 
 import math
@@ -33,7 +33,7 @@ _WIDEST_HEAD = 256
 def why_unsupported(
     *, compute_capability: tuple[int, int] | None, dtype: Any, features: int, heads: Heads
 ) -> str | None:
-    """Returns None where forward and backward can run, else the rule that is broken."""
+    """Returns None if forward and backward can run, else the rule that is broken."""
     if dtype == jnp.float32:
         return "it takes bfloat16 and float16, and x has dtype float32"
     queries, keys, *_ = heads.widths
@@ -63,7 +63,7 @@ def why_unsupported(
 
 
 def candidates(rows: int, features: int, heads: Heads, multiprocessors: int) -> list[MatmulConfig]:
-    """Returns tiles of whole units with few columns past the end, the likely fastest first."""
+    """Returns tiles of whole units with few columns beyond the end, the likely fastest first."""
     unit = piece = math.gcd(STRIP, *heads.widths)
     if heads.finishes:
         unit = heads.unit
@@ -92,7 +92,7 @@ def candidates(rows: int, features: int, heads: Heads, multiprocessors: int) -> 
     order = {size: index for index, size in enumerate(sizes)}
 
     def time(config: MatmulConfig) -> tuple[float, int]:
-        # The measured order of stages above decides, and not the model's estimates of them.
+        # The measured order of pipeline stages above decides; the model's estimates of them do not.
         as_measured = replace(config, stages=4)
         return (
             cost.kernel(work, as_measured, multiprocessors),
@@ -162,7 +162,7 @@ def _work(rows: int, features: int, heads: Heads) -> cost.Work:
 
 
 def _in_strips(columns: jax.Array, head_size: int) -> jax.Array:
-    """Returns [..., heads * H] with the strips of a head's halves alternating, a pair for each unit."""
+    """Returns [..., heads * H] with strips of each head's two halves alternating, a pair per unit."""
     halves = columns.reshape(*columns.shape[:-1], -1, 2, head_size // (2 * STRIP), STRIP)
     return jnp.swapaxes(halves, -2, -3).reshape(columns.shape)
 
@@ -293,7 +293,7 @@ def _table(cos: jax.Array, sin: jax.Array, interleaved: bool, dtype: Any, tile_m
         # float16 takes half the registers, and its rounding is 8 times finer than the result's.
         table = table.astype(jnp.float16)
     if period % tile_m:
-        # A tile of rows may go on from the last position to the first.
+        # A tile of rows may continue from the last position with the first one.
         table = jnp.pad(table, ((0, tile_m), (0, 0)), mode="wrap")
     return table
 
@@ -305,7 +305,7 @@ def input_gradient(
     multiprocessors: int,
     config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array]:
-    """Returns the sum of dy [M, heads * H] @ w^T of w [D, heads * H] over all three."""
+    """Returns the sum over all three of dy [M, heads * H] @ w^T, with w [D, heads * H]."""
     product = FusedProduct(
         name="qkv_input_gradient",
         a=tuple(dys),

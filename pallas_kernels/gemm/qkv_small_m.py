@@ -2,7 +2,8 @@
 
 The norm and the rotation of a head are computed in the registers of a chunk of rows. A warp has whole
 rows: the mean square is a sum within a warp, and both features of a pair are in the same thread, be they
-of two halves or interleaved. Only data distinguish queries, keys and values, as in `qkv_projection`.
+of two halves or interleaved. Queries, keys and values run the same code with different data, as in
+`qkv_projection`.
 """
 
 from collections.abc import Sequence

@@ -34,11 +34,11 @@ class Packed(NamedTuple):
     """Weights of one product: scale * (values - zero_point)."""
 
     values: jax.Array
-    """[N, K], of int8, int4 or float8; or int32 [N, K / 8] for int4 in words."""
+    """Values [N, K] in int8, int4 or float8; or int32 [N, K / 8] for int4 packed in words."""
     scale: jax.Array
-    """[G, N] for G groups along K; or [1, N]; or [1, 1]. float32."""
+    """Scales in float32: [G, N] for G groups along K, [1, N], or [1, 1]."""
     zero_point: jax.Array | None = None
-    """Zero points, int8, in the shape of the scale; or None where the integer 0 stands for 0."""
+    """Zero points in int8, in the scale's shape; None if the integer 0 stands for 0."""
 
     @property
     def n(self) -> int:
@@ -96,7 +96,7 @@ def why_unsupported(
     x_shape: tuple[int, int],
     w: Packed,
 ) -> str | None:
-    """Returns None where x [M, K] can be multiplied with quantised weights, else why not."""
+    """Returns None if x [M, K] can be multiplied with quantised weights, else why not."""
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -157,7 +157,7 @@ def why_both_unsupported(
     x_scale: jax.Array,
     w: Packed,
 ) -> str | None:
-    """Returns None where quantised x [M, K] can be multiplied with unconverted weights, else why not.
+    """Returns None if quantised x [M, K] can be multiplied with unconverted weights, else why not.
 
     Args:
       x_scale: [M, 1], or [M, G] for G groups along K.
@@ -215,7 +215,7 @@ def both_forward(
         of_columns = w.scale[:, ::columns_alike]
     product = FusedProduct(
         name="quantized_product",
-        # Zeros add nothing to the sums.
+        # K is padded with zeros, which add nothing to the sums.
         a=_padded(x, COPIED_BYTES),
         b=(_padded(w.values, COPIED_BYTES),),
         epilogue=layer_epilogue(activation, out_dtype),
@@ -269,7 +269,7 @@ _SCALED_STEPS = 1.3
 def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulConfig]:
     """Returns configs for a product with quantised x, predicted fastest first."""
     if w.groups > 1:
-        # Two accumulators have to fit into the registers.
+        # Both accumulators, of a step and of all steps, must fit into the registers.
         return [
             MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
             for tile_n, stages in ((192, 4), (192, 3), (128, 4), (128, 3), (64, 3))
@@ -285,7 +285,7 @@ _SCALES_BYTES = 2048
 def why_gradient_unsupported(
     *, compute_capability: tuple[int, int] | None, dtype: Any, k: int, w: Packed
 ) -> str | None:
-    """Returns None where the gradient of x [M, k] can be taken from quantised weights, else why not."""
+    """Returns None if the gradient of x [M, k] can be taken from quantised weights, else why not."""
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -353,7 +353,7 @@ def gated_forward(
     multiprocessors: int,
     config: MatmulConfig | QuantizedConfig | None = None,
 ) -> jax.Array:
-    """Returns activation(x @ w_gate + b_gate) * (x @ w_up + b_up) of x [M, K]; w are of one format."""
+    """Returns activation(x @ w_gate + b_gate) * (x @ w_up + b_up); both w have one format."""
 
     def epilogue(gate, up, *, scale_gate=None, scale_up=None, b_gate=None, b_up=None):
         gate, up = (
@@ -454,8 +454,8 @@ def candidates(
 ) -> list[MatmulConfig | QuantizedConfig]:
     """Returns configs for a product with quantised weights, predicted fastest first.
 
-    Those of small M come first wherever they apply: tiles dequantise each weight as often, once for
-    every 64 or 128 rows, and begin later.
+    Those of small M come first wherever they apply: the configs of tiles dequantise each weight as
+    often, once for every 64 or 128 rows, and start later.
 
     Args:
       written: dtypes of the results.
@@ -504,7 +504,7 @@ def times(
     product = xla_cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
     kernels = 0
     if w.n % w.grain:
-        # All of them are padded, and the result is sliced.
+        # XLA pads each of these operands in a kernel of its own, and slices the result.
         kernels = 1 + sum(a is not None for a in (w.scale, w.zero_point, *others))
     return {
         "pallas": cost.quantized_few_rows(work, config, multiprocessors)

@@ -1,9 +1,9 @@
 """Weights of 8 or 4 bits in a product: from global memory to operands in registers.
 
-The weights lie as [N, K], so that a thread finds the numbers of a row next to one another, as many at a
-time as a register holds. In registers they are converted to x's dtype, which holds each of them exactly.
-A scale of a whole column is left to the epilogue. A small-M product multiplies a group's float32 sum
-along K by its scale, and so rounds no weight; tiles multiply the weights by it and round.
+The weights lie as [N, K], so that a thread loads adjacent numbers of a row, as many at a time as a
+register holds. In registers they are converted to x's dtype, which holds each of them exactly. A scale
+of a whole column is left to the epilogue. A small-M product multiplies a group's float32 sum along K by
+its scale, and so rounds no weight; tiles multiply the weights by it and round.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from pallas_kernels.gemm.operands import bits_of, block
 DTYPES = (jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2)
 """Dtypes of weights; int4 are packed in words."""
 _X_COLUMNS = 64
-"""Numbers of x in 128 bytes, which are swizzled as one."""
+"""Numbers of x in 128 bytes, which are swizzled as one unit."""
 _BLOCK_WORDS = BLOCK // 8
 
 
@@ -52,7 +52,7 @@ class Format:
 
 
 def why_unsupported(*, dtype: Any, group: int, k: int, step: int) -> str | None:
-    """Returns None where [M, k] @ [N, k]^T with such weights can run in steps of `step`, else why not.
+    """Returns None if [M, k] @ [N, k]^T with such weights can run in steps of `step`, else why not.
 
     Args:
       group: weights along K that share a scale; 0 for one scale a column.
@@ -93,7 +93,7 @@ class QuantizedTile:
 
     @property
     def group(self) -> int:
-        """Elements along K of one operand: those that share a scale, but at most a block."""
+        """Elements along K of one operand: those that share a scale, at most a block."""
         return min(self.format.group or BLOCK, BLOCK)
 
     @property
@@ -112,7 +112,7 @@ class QuantizedTile:
 
     @property
     def x_columns(self) -> int:
-        """Elements of x along K that a WGMMA finds swizzled as one."""
+        """Elements of x along K in one swizzled piece, as a WGMMA reads them."""
         return min(_X_COLUMNS, self.group)
 
     def memory(self, stages: int) -> Mapping[str, Any]:
@@ -239,7 +239,7 @@ class QuantizedTile:
     def _shifts(
         self, memory: Mapping[str, Any], slot: Any, index: int, start: int, width: int
     ) -> list[jax.Array]:
-        """Returns what each group of a block adds to its unsigned integers [width], over `unit`."""
+        """Returns each group's shift of its unsigned integers [width], over `unit`."""
         added = dequantize.ADDED_TO_WORDS if self.format.in_words else dequantize.ADDED_TO_BYTES
         if not self.format.has_zero_point:
             splat = jnp.full((width,), -added / self.unit, self.x_dtype)

@@ -1,11 +1,11 @@
 """A small-M product for Hopper, which reads its weights as fast as memory delivers them.
 
-Where x has at most 64 rows, nearly all of the traffic is weights. A CTA takes a block of their columns
-and a part of K (split-K); all CTAs are resident at once, and each keeps several copies in flight, so
-that the memory is busy from the first microsecond on. The operands are swapped: 64 columns of w are the
-rows of a WGMMA, and the few rows of x, filled up to a multiple of 8, its columns. The CTAs that share
-columns are a cluster: each leaves its sums in shared memory, and adds its share of the rows over all
-CTAs, in a fixed order, so that results repeat bit for bit and no second kernel is needed.
+If x has at most 64 rows, nearly all of the memory traffic is weights. A CTA takes a block of the
+weights' columns and a part of K (split-K); all CTAs are resident at once, and each keeps several copies
+in flight, so that the memory is busy from the first microsecond on. The operands are swapped: 64 columns
+of w are the rows of a WGMMA, and the few rows of x, filled up to a multiple of 8, its columns. The CTAs
+that share columns are a cluster: each leaves its sums in shared memory, and adds its share of the rows
+over all CTAs, in a fixed order, so that results repeat bit for bit and no second kernel is needed.
 """
 
 import functools
@@ -84,7 +84,7 @@ class QuantizedConfig(FewRowsConfig):
 
 @dataclass(frozen=True)
 class FewRows:
-    """Static parameters of a launch."""
+    """Static parameters of a small-M launch."""
 
     m: int
     n: int
@@ -110,7 +110,7 @@ class FewRows:
     segments: tuple[int, ...] = ()
     """Columns of each array, if an output is split into several; whole blocks of columns each."""
     segments_of: Mapping[str, int] = MappingProxyType({})
-    """Numbers of arrays, for outputs that lack the last segments."""
+    """Number of arrays of each output that lacks the last segments."""
     piece: int = 0
     """Columns of a piece, if `function` returns tiles in pieces; else 0."""
     quantized: Format | None = None
@@ -192,7 +192,7 @@ class FewRows:
             x_smem=self.x_tile.memory(c.stages * self.x_pieces),
             w_smem=[w_tile.memory(c.stages) for _ in range(self.products)],
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=c.stages),
-            # Swizzled, because accumulators are stored transposed.
+            # The memory of sums is swizzled, because accumulators are stored transposed.
             sums=[
                 [tiled((_CHUNK, c.tile_n), jnp.float32, 32) for _ in range(self.chunks)]
                 for _ in range(self.products)
@@ -308,7 +308,7 @@ class FewRows:
 
 @dataclass(frozen=True, kw_only=True)
 class _Cta:
-    """The code of a CTA, which is one warpgroup: a block of columns, and a part of K."""
+    """The code of a CTA, which is one warpgroup with a block of columns and a part of K."""
 
     product: FewRows
     x_gmem: Sequence[Any]
@@ -319,18 +319,18 @@ class _Cta:
     x_smem: Any
     w_smem: Sequence[Any]
     full: Any
-    """Barriers: a stage holds the operands of a K step."""
+    """Barriers that say that a stage holds the operands of a K step."""
     sums: Sequence[Sequence[Any]]
-    """Buffers for this CTA's sums, for each product and each chunk of rows."""
+    """Buffers for this CTA's sums, one for each product and chunk of rows."""
     out_smem: Mapping[str, Any]
     vector_smem: Any = None
     vector_full: Any = None
     matrix_smem: Any = None
     matrix_full: Any = None
     summed: Any = None
-    """Cluster barrier: every CTA has left its sums."""
+    """Cluster barrier that says that every CTA has stored its sums."""
     read: Any = None
-    """Cluster barrier: every CTA has read all it needs of the others' memory."""
+    """Cluster barrier that says that every CTA has read all it needs of the others' memory."""
 
     @property
     def config(self) -> FewRowsConfig:
@@ -346,7 +346,7 @@ class _Cta:
 
     @property
     def _accumulator(self) -> Any:
-        """Accumulators of a product, [columns, rows]."""
+        """Type of the accumulators of a product, [columns, rows]."""
         return plgpu.ACC((self.config.tile_n, self.product.rows), jnp.float32)
 
     def run(self) -> None:
@@ -374,7 +374,7 @@ class _Cta:
             plgpu.barrier_wait(self.vector_full)
         self._each_chunk(self._finish_rows)
         if c.parts > 1:
-            # The others must have read this CTA's shared memory before it ends.
+            # A CTA may end only after the others have read its shared memory.
             plgpu.barrier_arrive(self.read)
             plgpu.barrier_wait(self.read)
         plgpu.wait_smem_to_gmem(0)
@@ -416,7 +416,8 @@ class _Cta:
             else:
                 product.w_tile.copy(block.view(self.w_gmem, product.w_transposed), *place)
         x = self.x_gmem[term]
-        no_row = 0 * self.part  # Traced, as a static span may not end beyond x's rows.
+        # The zero is traced, because a static span may not end beyond x's rows.
+        no_row = 0 * self.part
         for piece in range(product.x_pieces):
             product.x_tile.copy(
                 lambda first, second: x.at[first, second],
@@ -438,7 +439,7 @@ class _Cta:
         def step(i, _):
             self._multiply(accumulators, lax.rem(i, jnp.int32(stages)))
 
-            # The stage before this one is free when only this one's WGMMAs are in flight.
+            # The stage before this one is free once only this stage's WGMMAs are in flight.
             @pl.when((i >= 1) & (i - 1 + stages < count))
             def _():
                 self._refill(first + i - 1 + stages, lax.rem(i - 1, jnp.int32(stages)))
@@ -479,7 +480,7 @@ class _Cta:
         return lax.fori_loop(0, count, step, totals)
 
     def _multiply_step(self, accumulators: Sequence[Any], slot: Any, nothing: None) -> None:
-        """Adds the products of a step to the accumulators, where all its weights have one scale."""
+        """Adds the products of a step to the accumulators, if each column has one scale."""
         tile = self.product.quantized_tile
         for acc, w_smem in zip(accumulators, self.w_smem, strict=True):
             for group, w in enumerate(tile.operands(w_smem, slot)):
@@ -535,11 +536,12 @@ class _Cta:
 
     def _first_row(self, chunk: int) -> jax.Array:
         parts = self.config.parts
-        # Equal to this CTA's `chunk * _CHUNK`, but traced: a static span may not end beyond a matrix.
+        # The expression equals this CTA's `chunk * _CHUNK`, but is traced: a static span may not end
+        # beyond a matrix.
         return (chunk // parts * parts + self.part) * _CHUNK
 
     def _own(self, memory: Any, chunk: int) -> tuple[Any, Any]:
-        """Returns this CTA's memory for a chunk of rows in two views, for registers and for copies."""
+        """Returns this CTA's memory for a chunk of rows as two views, for registers and for copies."""
         for_registers, for_copies = memory
         index = chunk // self.config.parts
         return for_registers.at[index], for_copies.at[index]

@@ -8,19 +8,19 @@ class Speeds:
     """Times of a device in microseconds, and factors; fitted to an H200 in bfloat16."""
 
     launch: float = 1.3
-    """Time to start and to end a kernel, whose ring of pipeline stages is filled first."""
+    """Time to start and to end a kernel, including the first fill of its pipeline stages."""
     step: float = 0.115
     """Time of a step along K, whatever the tile."""
     step_element: float = 1.34e-5
     """Time that each element of a tile adds to a step in ping-pong."""
     shared_step_element: float = 1.93e-5
-    """`step_element` where the warpgroups share a tile; there `step` is not added."""
+    """`step_element` if both warpgroups share a tile; `step` is then not added."""
     ragged: float = 1.28
     """Factor of a K step in which each WGMMA takes one block of columns (64), not the whole tile."""
     shifted_rows: float = 1.5
-    """Factor of a step where rows of b [n, k] are not aligned to lines of 128 bytes."""
+    """Factor of a step if the rows of b [n, k] are not aligned to lines of 128 bytes."""
     shifted_a: float = 1.3
-    """Factor of a step where rows of a are not aligned to lines of 128 bytes; from one shape."""
+    """Factor of a step if the rows of a are not aligned to lines of 128 bytes; measured at one shape."""
     narrow: float = 1.2
     """Factor of a step with a tile of 64 x 128 or smaller, which waits for its operands."""
     low: float = 1.03
@@ -36,10 +36,10 @@ class Speeds:
     memory_byte: float = 1 / 3.9e6
     """Time of a byte of memory traffic."""
     crowded: float = 1.1
-    """Factor of an epilogue that lacks registers: one that reads, or makes two matrices, beside a tile
-    of more than 128 x 128, or where several matrices meet in a tile of 128 rows."""
+    """Factor of an epilogue that lacks registers: one that reads, or writes two matrices, with a tile of
+    more than 128 x 128; or one with several matrices and a tile of 128 rows."""
     both_store: float = 1.15
-    """Factor of an epilogue that both warpgroups run at once."""
+    """Factor of an epilogue that both warpgroups run at the same time."""
     missing_stage: float = 0.08
     """Time that each pipeline stage below four adds to a step; four times that at two stages."""
     ragged_result: float = 1.07
@@ -51,11 +51,11 @@ class Speeds:
     few_rows_byte: float = 1 / 4.35e6
     """Time of a byte of memory traffic in a small-M kernel."""
     few_rows_shifted: float = 1.5
-    """Factor of `few_rows_byte` where rows of the weights are not aligned to lines of 128 bytes."""
+    """Factor of `few_rows_byte` if the rows of the weights are not aligned to lines of 128 bytes."""
     cached_byte: float = 1 / 4.5e6
     """Time of a byte that comes from the L2 cache: x, once for each block of columns."""
     few_rows_parts: float = 0.2
-    """Time for which the CTAs of a cluster wait for each other."""
+    """Time that the CTAs of a cluster wait for each other."""
     few_rows_exchange: float = 2e-5
     """Time of each sum that a CTA passes to another one of its cluster."""
     few_rows_chunk: float = 0.5
@@ -87,31 +87,32 @@ class Speeds:
     quantized_missing_stage: float = 0.26
     """Time that each pipeline stage below four adds."""
     quantized_room_of_four: float = 0.66
-    """Share of the SMs on which clusters of four CTAs, which begin together, find room."""
+    """Fraction of the SMs on which clusters of four CTAs, which must start together, find room."""
     quantized_room_of_eight: float = 0.57
     """`quantized_room_of_four` for clusters of eight CTAs."""
     cluster_room: float = 0.9
-    """Share of the SMs on which clusters of more than two CTAs find room at once: each lies within a
-    GPC, and GPCs have several sizes."""
+    """Fraction of the SMs on which clusters of more than two CTAs run at once: a cluster lies within one
+    GPC, and GPCs differ in size."""
     in_flight_bytes: float = 38e3
-    """Bytes that an SM has to have in flight for memory to be as fast as `memory_byte` says."""
+    """Bytes that an SM must have in flight to reach the memory rate of `memory_byte`."""
     busy: float = 0.52
-    """Share of the SMs that suffices to use all of the memory's bandwidth."""
+    """Fraction of the SMs that is enough to use the full memory bandwidth."""
     xla_launch: float = 2.0
     xla_few_rows: float = 1.2
-    """Time that few rows add to XLA's product: flat tiles fill its pipeline no faster than full ones."""
+    """Time that few rows add to XLA's product, whose flat tiles fill the pipeline no faster than full
+    tiles."""
     xla_fewest: float = 1.8
     """Time to start and to end XLA's product of the fewest rows."""
     xla_few_rows_filled: float = 6e6
-    """Bytes of traffic from which on a product takes all of `xla_few_rows` and `xla_fewest`."""
+    """Bytes of traffic from which a product takes all of `xla_few_rows` and `xla_fewest`."""
     xla_fewest_rows_byte: float = 1 / 4.55e6
-    """Time of a byte of memory traffic in a product of half as many rows."""
+    """Time of a byte of memory traffic in XLA's product with half as many rows."""
     xla_single_row_byte: float = 1 / 1.25e6
     """Time of a byte of the factors x_k w_kn of a single row, which XLA writes and then adds up."""
     xla_step: float = 0.035
     xla_step_element: float = 1.76e-5
     xla_tile_element: float = 8e-5
-    """Time to store an element of XLA's last tile, which no product overlaps."""
+    """Time to store an element of XLA's last tile, which overlaps with no product."""
     xla_ragged: float = 1.1
     """Factor of a product whose columns are not a multiple of 64."""
     xla_pass: float = 1.2
@@ -128,7 +129,7 @@ class Speeds:
     cuda_sums: float = 3.5
     """Time that sums over the rows add to such a CUDA C kernel."""
     cuda_unaligned: float = 2.0
-    """Factor of the traffic of such a CUDA C kernel where rows are not aligned to 16 bytes."""
+    """Factor of such a CUDA C kernel's traffic if rows are not aligned to 16 bytes."""
     xla_long_launch: float = 1.4
     """Time to start and to end a product with long sums, such as a weight's gradient (wgrad)."""
     xla_single_tile: float = 1.2
@@ -166,22 +167,22 @@ class Speeds:
     weights_byte: float = 1 / 3.45e6
     """Time of a byte of memory traffic in a wgrad kernel."""
     weights_overlap: float = 3.6
-    """`overlap` of that traffic and the steps."""
+    """Exponent `overlap` for the overlap of that traffic with the steps."""
     weights_narrow_row: float = 0.005
-    """Time to copy a row of a wgrad operand of which two or more share a line of memory."""
+    """Time to copy a row of a wgrad operand so narrow that rows share a line of memory."""
     narrow_row: float = 0.012
-    """`weights_narrow_row` of the rows of x in a product with an epilogue."""
+    """`weights_narrow_row` for the rows of x in a product with an epilogue."""
     weights_sum_byte: float = 1 / 4.6e6
     """Time of a byte of the split sums' parts, some of which the L2 cache still holds when XLA adds
     them."""
     weights_row_sums: float = 1.4
-    """Time in which XLA adds the parts of the sums of rows."""
+    """Time in which XLA adds up the parts of the row sums."""
     cublaslt_activation: float = 3.2e-7
     """Time of an element whose activation cuBLASLt evaluates in a product's epilogue."""
     cublaslt_saves: float = 1.17
     """Factor of a product that also writes its preactivations, for which cuBLASLt has few kernels."""
     cublaslt_saved: float = 3.5e-7
-    """Time of each preactivation that cuBLASLt writes, besides the traffic."""
+    """Time of each preactivation that cuBLASLt writes, in addition to its traffic."""
 
 
 H200 = Speeds()

@@ -1,4 +1,4 @@
-"""Batched products for Hopper: symmetric ones, of which half is multiplied, and ones with transposes.
+"""Batched products for Hopper: symmetric ones, computed by half, and products with their transposes.
 
 A symmetric product is a I + b S + c X Y^T. A product both ways is X Y^T and its transpose: tf32 WGMMAs
 sum along the last axes of both operands, so a matrix that is multiplied from both sides is needed both
@@ -39,7 +39,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 GRAIN = 64
 """Divisor of a matrix's rows: a transposed tile is copied in pieces of 64."""
 _ROW_BYTES = 16
-"""Divisor of the bytes of a row, as TMA requires."""
+"""Divisor of a row's bytes, as TMA requires."""
 TILE = 128
 """Rows of a warpgroup's tile, and its columns in symmetric products, where tiles are transposed."""
 
@@ -51,7 +51,7 @@ def why_unsupported(
     dtype: Any,
     allows_tf32: bool,
 ) -> str | None:
-    """Returns None where the kernel can run, else the reason.
+    """Returns None if the kernel can run, else the reason.
 
     Args:
       compute_capability: of the GPU, or None where there is none.
@@ -218,7 +218,7 @@ def _launch(
     rounds: bool = False,
     first_turned: int | None = None,
 ) -> "_Launch":
-    """Returns a launch for x of `shape`; `columns` of the result, None where it is symmetric."""
+    """Returns a launch for x of `shape`; `columns` are the result's, None if it is symmetric."""
     batch, rows, sums = shape
     product = _BatchedProduct(
         m=rows,
@@ -237,7 +237,7 @@ def _launch(
 
 @dataclass(frozen=True, kw_only=True)
 class _BatchedProduct(Product):
-    """Static parameters of a launch, and which tiles of which matrices are multiplied.
+    """Static parameters of a launch, and the tiles that are multiplied.
 
     The matrices are one below the other, each filled up to whole tiles of a cluster, so that a tile's
     first row (`m_start`) gives its matrix too.
@@ -336,7 +336,7 @@ class _Launch:
     rounds: bool
     """True if the result is rounded to tf32."""
     first_turned: int | None
-    """Index of the first matrix of which only the transpose is stored; None if there is none."""
+    """Index of the first matrix whose transpose alone is stored; None if there is none."""
 
     @property
     def fits(self) -> bool:
@@ -368,13 +368,13 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _EpilogueOfTile:
-    """The epilogue of a tile, which is stored in chunks of its columns, as it is and transposed."""
+    """Epilogue of a tile, which is stored in chunks of columns, as it is and transposed."""
 
     launch: _Launch
     others: Sequence[Any]
     """Operands in global memory: S and the coefficients, or the scales."""
     results: Sequence[Any]
-    """The product, and its transpose where it is not symmetric."""
+    """The product and, if it is not symmetric, its transpose."""
     smem: Mapping[str, Any]
     place: TilePlace
 
@@ -473,7 +473,7 @@ class _EpilogueOfTile:
         plgpu.commit_smem_to_gmem_group()
 
     def _stored(self, matrix: Any, row: Any) -> tuple[Any, Any]:
-        """Returns whether the tile and its transpose are stored, None where those of all tiles are."""
+        """Returns whether the tile and its transpose are stored; None if those of all tiles are."""
         if not self.launch.product.is_symmetric:
             first_turned = self.launch.first_turned
             if first_turned is None:

@@ -1,4 +1,4 @@
-"""A product cut into tiles and steps: its memory, its order, and what a step copies and multiplies.
+"""Product cut into tiles and steps: their memory and order, and the copies and WGMMAs of each step.
 
 It says where each tile, step and pipeline stage is; `mainloop` has the loops over them.
 """
@@ -25,12 +25,12 @@ RAW_STAGES = 2
 
 
 def run_of(tiles_before: Callable[[Any], Any], runs: int, tile: Any) -> jax.Array:
-    """Returns which of several runs of tiles has a tile, by bisection in a kernel.
+    """Returns the index of the run of tiles that contains a tile, by bisection in a kernel.
 
     Args:
       tiles_before: returns the number of tiles before a run, by its index, or before the end, by `runs`.
         Runs may be empty.
-      runs: their number.
+      runs: the number of runs.
       tile: the index of the tile among those of all runs.
     """
     found = jnp.int32(0)
@@ -49,7 +49,7 @@ class TilePlace:
     n_idx: jax.Array
     """Index of the column of tiles."""
     group: Any = None
-    """The group of rows that the tile belongs to, in a grouped product."""
+    """Group of rows that the tile belongs to, in a grouped product."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Block:
     """Index along the axis of products, in an array with the b of several products."""
 
     def view(self, refs: Sequence[Any], transposed: bool) -> Callable[[Any, Any], Any]:
-        """Returns a function from spans of b's axes, in the array's order, to that part of the array."""
+        """Returns a function from spans of b's axes, in the array's order, to that part of it."""
 
         def index(part, span):
             return (span,) if part is None else (part, span)
@@ -85,7 +85,7 @@ class TiledProduct:
     m: int
     """Valid rows; the arrays may have a few more."""
     n: int
-    """Columns of each product."""
+    """Columns of each product's b."""
     ks: tuple[int, ...]
     """Length of K of each term."""
     dtype: Any
@@ -104,7 +104,7 @@ class TiledProduct:
     quantized: Format | None = None
     """Format of b, if it is quantised: the producer warpgroup then dequantises it to a's dtype."""
     b_dtype: Any = None
-    """Dtype of b where it is not a's: one float8 may be multiplied by the other."""
+    """Dtype of b if it differs from a's, because the two float8 dtypes may be multiplied."""
     promoted_steps: int = 0
     """K steps after which the sums are added to float32 totals in registers; 0 for never. The tensor
     cores keep fewer bits of a float8 product's sums than a float32 has."""
@@ -128,7 +128,7 @@ class TiledProduct:
         return OperandTile(
             span=self.config.cta_tile_m,
             k_last=not self.a_transposed,
-            # A WGMMA reads 64 rows of a, one block, so that a copy need not cover several blocks.
+            # A WGMMA reads one block, 64 rows of a, so a copy need not cover several blocks.
             whole_blocks=False,
             dtype=self.dtype,
         )
@@ -216,7 +216,7 @@ class TiledProduct:
         return allocated_bytes((self._ring_memory(), dict(scratch))) + reductions
 
     def check_shared_bytes(self, wanted: int) -> None:
-        """Raises a ValueError where a CTA has less shared memory than `wanted` bytes."""
+        """Raises a ValueError if a CTA has less shared memory than `wanted` bytes."""
         if wanted > SHARED_MEMORY_BYTES:
             raise ValueError(
                 f"MatmulConfig: a CTA has {SHARED_MEMORY_BYTES} bytes of shared memory, and"
@@ -224,7 +224,7 @@ class TiledProduct:
             )
 
     def operand_memory(self) -> dict[str, Any]:
-        """Returns the shared memory of the operands in the pipeline, and of what goes with them."""
+        """Returns the shared memory of the pipeline: operands, scales and barriers."""
         stages = self.config.stages
         return dict(
             a_smem=self.a_tile.memory(stages),
@@ -272,7 +272,7 @@ class TiledProduct:
         return lax.div(jnp.int32(self.tile_count - 1) - first, jnp.int32(self.clusters)) + 1
 
     def share_of_cluster(self, tiles: jax.Array) -> jax.Array:
-        """Returns how many of all tiles, a number that the device alone knows, this cluster computes."""
+        """Returns this cluster's share of `tiles`, a number that is known on the device only."""
         first, ctas = lax.axis_index("cluster"), jnp.int32(self.clusters)
         return lax.div(jnp.maximum(tiles - first, 0) + (ctas - 1), ctas)
 
@@ -327,7 +327,7 @@ class TiledProduct:
         return row < self.m - m_start
 
     def copy_once(self, ring: "Ring", b_gmem: Sequence[Any]) -> None:
-        """Starts the copies of what stays in shared memory for all tiles."""
+        """Starts the copies of operands that stay in shared memory for all tiles."""
 
     def await_once(self, ring: "Ring") -> None:
         """Waits in a consumer warpgroup for what `copy_once` has copied."""
@@ -400,7 +400,7 @@ class Step:
     k_idx: Any
     """Index among the steps of the term."""
     group: Any = None
-    """The group of rows that the tile belongs to, in a grouped product."""
+    """Group of rows that the tile belongs to, in a grouped product."""
 
 
 @dataclass(frozen=True)
@@ -410,20 +410,20 @@ class Ring:
     a_smem: Any
     b_smem: Sequence[Any]
     full: Any
-    """Barriers: a stage holds the tiles of a K step."""
+    """Barriers that say that a stage holds the tiles of a K step."""
     free: Any
-    """Barriers: all WGMMAs that read a stage have ended."""
+    """Barriers that say that all WGMMAs that read a stage have ended."""
     turn: Any = None
-    """Barriers of ping-pong: a warpgroup may issue its WGMMAs."""
+    """Barriers of ping-pong that let a warpgroup issue its WGMMAs."""
     a_scale: Any = None
     b_scale: Any = None
     raw: Any = None
     """Quantised tiles of b, which only the producer warpgroup reads."""
     raw_full: Any = None
     once: Any = None
-    """Barrier: the operands that stay in shared memory for all tiles have arrived."""
+    """Barrier that says that the operands which stay in shared memory have arrived."""
     masked: Any = None
-    """Barrier: the consumers have cleared the rows of other groups from a stage."""
+    """Barrier that says that the consumers have cleared other groups' rows in a stage."""
 
 
 def part(acc_ref: Any, rows: slice, columns: slice) -> Any:

@@ -1,7 +1,7 @@
 """The main loop of a product whose output tiles have different numbers of steps along K.
 
 Tiles follow one another through the same pipeline, so that the stage of a tile's first step depends on
-all tiles before it: the warpgroups carry it along. The two consumers share each tile.
+all tiles before it, and is part of the warpgroups' loop state. The two consumers share each tile.
 """
 
 import functools
@@ -19,20 +19,20 @@ from pallas_kernels.gemm.mainloop import Consumer, Producer, Product
 from pallas_kernels.gemm.tiled_product import Ring, TilePlace
 
 FEWEST_STEPS = 2
-"""Steps of every tile, so that the loop over them has no branch around it. A step beyond the tile's own
-adds zeros."""
+"""Least number of steps of every tile, so that the loop over steps has no branch around it. A step
+beyond the tile's own steps adds zeros."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnevenProduct(Product):
-    """A product whose tiles have as many steps as their group needs."""
+    """A product whose tiles have different numbers of steps, by group."""
 
     def steps_of(self, group: Any) -> jax.Array:
         """Returns the steps of each of the group's tiles, at least `FEWEST_STEPS`."""
         raise NotImplementedError
 
     def first_row_of_warpgroup(self, m_start: Any, wg_idx: Any) -> Any:
-        """Returns the first row of a consumer's part of a tile, from that of the tile."""
+        """Returns the first row of a consumer's part of a tile, given the tile's first row."""
         return m_start + wg_idx * self.config.tile_m
 
     def producer(
@@ -73,7 +73,7 @@ class UnevenConsumer(Consumer):
         plgpu.wait_smem_to_gmem(0)
 
     def _sum_tile(self, sequence_idx: Any, slot: Any) -> jax.Array:
-        """Computes a tile, whose first step is in a stage; returns the stage of the next tile's."""
+        """Computes a tile that starts in stage `slot`; returns the next tile's first stage."""
         product = self.product
         m_start, n_idx, group = product.position(sequence_idx)
         m_start = product.first_row_of_warpgroup(m_start, self.wg_idx)
@@ -84,7 +84,7 @@ class UnevenConsumer(Consumer):
         return product.next_slot(last)
 
     def _sum_steps(self, group: Any, slot: Any, acc_ref: Any) -> tuple[jax.Array, jax.Array]:
-        """Runs all steps of a tile; returns the accumulators, and the stage that is still to free."""
+        """Runs all steps of a tile; returns the accumulators, and the stage still to be freed."""
 
         def step(k_idx: Any, previous: Any) -> jax.Array:
             slot = self.product.next_slot(previous)

@@ -39,7 +39,7 @@ PIECE_ROWS = 8
 
 @dataclass(frozen=True)
 class WeightGradientConfig:
-    """Tiles, pipeline and split-K of the gradient."""
+    """Config of the gradient: tiles, pipeline and split-K."""
 
     tile_m: int = 64
     """Features of x in a warpgroup's accumulators; the two warpgroups have adjacent tiles."""
@@ -86,7 +86,7 @@ def why_unsupported(
     dtypes: Mapping[str, Any],
     features: Mapping[str, int],
 ) -> str | None:
-    """Returns None where the kernel can run, else the reason.
+    """Returns None if the kernel can run, else the reason.
 
     Args:
       compute_capability: of the GPU, or None where there is none.
@@ -309,7 +309,7 @@ class _WeightProduct(Product):
 
     @property
     def steps_of_terms(self) -> tuple[int, ...]:
-        """K steps of a part; the last parts may have fewer, and are filled up with zeros."""
+        """K steps of each part; the last parts may have fewer, and are filled up with zeros."""
         return (pl.cdiv(pl.cdiv(self.ks[0], self.tile_k), self.parts),)
 
     @property
@@ -376,7 +376,7 @@ class _WeightProduct(Product):
         self.each_dy(step.n_idx, b_gmem, copy)
 
     def each_dy(self, n_idx: Any, arrays: Sequence[Any], do: Any) -> None:
-        """Calls `do` with the dy that has a column of tiles, and with the first column of this dy."""
+        """Calls `do` with the dy that has column of tiles `n_idx`, and dy's first such column."""
         for array, (first, last) in zip(arrays, itertools.pairwise(self.first_tiles), strict=True):
             if len(arrays) == 1:
                 do(array, first)

@@ -29,7 +29,7 @@ class Weights(Protocol):
 
     @property
     def in_registers(self) -> bool:
-        """True if WGMMAs read registers, which must not change before they have ended."""
+        """True if WGMMAs read the tile from registers, which must not change before they have ended."""
 
     def memory(self, stages: int) -> Any:
         """Returns shared memory for `stages` tiles."""
@@ -46,11 +46,11 @@ class Weights(Protocol):
         """Starts the copies of the tile from column `start` on, as `OperandTile.copy` does."""
 
     def operands(self, memory: Any, slot: Any) -> Iterator[tuple[slice, Any]]:
-        """Yields spans of columns, and these as the left operand [columns, step] of WGMMAs."""
+        """Yields spans of columns, and their weights [columns, step] as the left operand of WGMMAs."""
 
 
 def why_unsupported(dtype: Any, x_dtype: Any, last_axis: int) -> str | None:
-    """Returns None where weights of `dtype` can be multiplied with x without a copy, else why not.
+    """Returns None if weights of `dtype` can be multiplied with x without a copy, else why not.
 
     Args:
       last_axis: size of w's last axis in memory.
@@ -70,7 +70,7 @@ def why_unsupported(dtype: Any, x_dtype: Any, last_axis: int) -> str | None:
 def weights(dtype: Any, x_dtype: Any, span: int, *, k_last: bool) -> Weights:
     """Returns the tile of `span` columns of weights, for x of another dtype; `k_last` if w is [N, K]."""
     if dtype == x_dtype:
-        # A WGMMA takes one block.
+        # Each WGMMA takes one block, so the tile need not be one copy.
         tile = OperandTile(span=span, k_last=k_last, whole_blocks=False, dtype=dtype)
         return _Multiplied(tile)
     return _Converted(span, k_last, dtype, x_dtype)
@@ -78,7 +78,7 @@ def weights(dtype: Any, x_dtype: Any, span: int, *, k_last: bool) -> Weights:
 
 @dataclass(frozen=True)
 class _Multiplied:
-    """Weights that WGMMAs read from shared memory."""
+    """Weights of x's dtype, which WGMMAs read from shared memory."""
 
     tile: OperandTile
 
@@ -108,7 +108,7 @@ class _Multiplied:
 
 @dataclass(frozen=True)
 class _Converted:
-    """Weights that are converted to x's dtype in registers."""
+    """Weights of another dtype, which are converted to x's in registers."""
 
     span: int
     k_last: bool

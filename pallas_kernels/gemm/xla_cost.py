@@ -61,7 +61,7 @@ _XLA_STEPS_OF_PART = 6
 
 
 def xla_pads(work: Work, multiprocessors: int) -> bool:
-    """Whether XLA pads both operands along the sum, so that its parts begin at multiples of 16 bytes."""
+    """Whether XLA pads both operands along K, so that parts begin at multiples of 16 bytes."""
     splits = _xla_splits(work, multiprocessors)
     return splits > 1 and work.k * work.itemsize % (splits * _COPY_BYTES) != 0
 
@@ -89,11 +89,12 @@ def _longest_split(work: Work) -> int:
 
 
 _MOST_ROWS_OF_COPY = 16
-"""Most rows of x for which XLA copies two weight matrices into one to merge their products."""
+"""Largest number of rows of x for which XLA copies two weight matrices into one to merge their
+products."""
 _COLUMNS_OF_TILE = 128
-"""Columns of a tile of XLA's product; matrices of a multiple of them are merged without a copy."""
+"""Columns of a tile of XLA's product; XLA merges matrices of a multiple of this width without a copy."""
 _MOST_BYTES_MERGED = 40e6
-"""Most bytes of weights whose products XLA merges; of 35 MB it did, of 84 MB not."""
+"""Largest number of bytes of weights whose products XLA merges: it merged 35 MB and not 84 MB."""
 
 
 def xla_weight_gradient(
@@ -161,7 +162,7 @@ def xla_row_sums(elements: int, itemsize: int) -> float:
 
 
 _FEW_SUMMED = 2e5
-"""Elements of a matrix whose sum takes no longer than a kernel starts."""
+"""Number of elements of a matrix whose sum takes no longer than a kernel's start."""
 
 
 _XLA_TILE = 128

@@ -98,15 +98,15 @@ class Norm:
 
 
 class ForwardResults(NamedTuple):
-    """Results of the forward; those that were not asked for are None."""
+    """Results of the forward; None for those that the call does not ask for."""
 
     y: jax.Array
     next_residual: jax.Array | None
     mean: jax.Array | None
-    """Row means [M] in float32, as are the following."""
+    """Row means [M] in float32; the fields after it are float32 too."""
     rstd: jax.Array | None
     row_scale: jax.Array | None
-    """Scale that dequantises each row of y, where y has 8 bits."""
+    """Scale of each row by which an 8-bit y is dequantised, [M]."""
 
 
 def forward(
@@ -117,7 +117,7 @@ def forward(
     pre_bias: jax.Array | None,
     **keywords: Any,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns (y, next_residual, mean, rstd) of `forward_results`, without a rounding."""
+    """Returns (y, next_residual, mean, rstd) of `forward_results`, without a quantised y."""
     return forward_results(x, scale, bias, residual, pre_bias, **keywords)[:4]
 
 
@@ -204,7 +204,7 @@ def forward_results(
 
 @dataclass(frozen=True)
 class _ForwardKernel:
-    """The forward over `tiles`, and the names of its operands and results in global memory."""
+    """Forward kernel over `tiles`, with the names of its operands and results in global memory."""
 
     norm: Norm
     tiles: RowTiles
@@ -240,7 +240,7 @@ class _ForwardKernel:
 
 @dataclass(frozen=True)
 class _ForwardWarpgroup:
-    """State of a warpgroup of the forward that all of its tiles share."""
+    """State that a forward warpgroup keeps for all of its tiles."""
 
     kernel: _ForwardKernel
     gmem: Mapping[str, Any]
@@ -296,14 +296,14 @@ class _ForwardWarpgroup:
             tiles.store_statistic(self.gmem["rstd"], self.place, row, rstd)
 
     def _parities(self, step_idx) -> Mapping[str, Any]:
-        """Returns the parities of a row's exchanges: consecutive ones alternate, also across rows."""
+        """Returns the parities of a row's exchanges, which alternate, also from row to row."""
         exchanges = ["mean"] if self.kernel.norm.subtract_mean else []
         exchanges += ["squares"] if self.kernel.rounding is None else ["squares", "largest"]
         first = lax.rem(step_idx, jnp.int32(2)) if len(exchanges) % 2 else 0
         return {name: 1 - first if i % 2 else first for i, name in enumerate(exchanges)}
 
     def _summed(self, tile_refs, chunk: int) -> jax.Array:
-        """Returns the sum that is normalised; with a residual, rounded as the next residual is."""
+        """Returns the sum that is normalised; with a residual it is rounded like the next residual."""
         tiles = self.kernel.tiles
         h = tiles.load(tile_refs[0], chunk, self.layout)
         if "pre_bias" in self.parameters:
@@ -315,13 +315,13 @@ class _ForwardWarpgroup:
         return h
 
     def _total(self, line: jax.Array, parity) -> jax.Array:
-        """Returns sums over whole rows, given sums over lines."""
+        """Returns sums over whole rows, given sums over the lines of a tile."""
         return self.kernel.tiles.total(
             [line], self.exchange_smem, self.exchange_barrier, parity, self.place
         )[0]
 
     def _scaled(self, y: jax.Array, chunk: int) -> jax.Array:
-        """Returns y, given the normalised values."""
+        """Returns y from the normalised values: scaled and shifted."""
         norm = self.kernel.norm
         y = norm.scaled(y, self.kernel.dtype)
         if "scale" in self.parameters:

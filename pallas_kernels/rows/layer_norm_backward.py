@@ -25,9 +25,9 @@ class Gradients(NamedTuple):
 
     x: jax.Array
     residual: jax.Array | None
-    """Gradient of the residual; None where it equals the gradient of x."""
+    """Gradient of the residual; None if it equals the gradient of x."""
     scale: jax.Array | None
-    """Gradients [segments, D] in float32, as are the following."""
+    """Gradient of the scale [segments, D] in float32; the fields after it have the same form."""
     bias: jax.Array | None
     pre_bias: jax.Array | None
     gate: jax.Array | None
@@ -159,7 +159,7 @@ def _over_ctas(partials: jax.Array, are_rounded: bool) -> Sequence[jax.Array]:
 
 @dataclass(frozen=True)
 class _BackwardKernel:
-    """The backward over `tiles`, and the names of its operands and results in global memory."""
+    """Backward kernel over `tiles`, with the names of its operands and results in global memory."""
 
     norm: Norm
     tiles: RowTiles
@@ -168,7 +168,7 @@ class _BackwardKernel:
     statistics: tuple[str, ...]
     vectors: tuple[str, ...]
     sums: tuple[str, ...]
-    """Parameters with a gradient, each of which is a sum over rows."""
+    """Parameters whose gradient, a sum over rows, the kernel computes."""
     outputs: tuple[str, ...]
 
     def launch(
@@ -232,7 +232,7 @@ class _BackwardKernel:
 
 @dataclass(frozen=True)
 class _BackwardWarpgroup:
-    """State of a warpgroup of the backward that all of its tiles share."""
+    """State that a backward warpgroup keeps for all of its tiles."""
 
     kernel: _BackwardKernel
     gmem: Mapping[str, Any]
@@ -247,7 +247,7 @@ class _BackwardWarpgroup:
         """Computes a tile's gradient; the carry holds the sums over rows and this tile's statistics."""
         kernel, tiles, norm = self.kernel, self.kernel.tiles, self.kernel.norm
         sums_so_far, row_statistics = carry
-        # Loaded one tile ahead, so that this tile's work hides the latency.
+        # Statistics are loaded one tile ahead, so that this tile's work hides the latency.
         next_row = tiles.first_row(self.place, jnp.minimum(step_idx + 1, self.last_step))
         next_statistics = {
             n: tiles.load_statistic(self.gmem[n], next_row) for n in kernel.statistics

@@ -1,4 +1,4 @@
-"""Configs of the kernels of layer_norm and rms_norm: first guesses, and those to choose from.
+"""Configs of the kernels of layer_norm and rms_norm: first guesses, and alternatives to measure.
 
 benchmarks/LAB.md has the trials behind the first guesses.
 """
@@ -7,7 +7,7 @@ from pallas_kernels.hopper import LANES, SHARED_MEMORY_BYTES, WARPS
 from pallas_kernels.rows.tiles import RowConfig
 
 _DIRECT_BYTES = 78 * 10**6
-"""Bytes read and written from which the forward needs no ring; well over the L2's 50 MB."""
+"""Bytes read and written from which the forward needs no ring: well above the L2's 50 MB."""
 
 
 def forward_candidates(
@@ -41,7 +41,7 @@ def forward_guesses(
     rings = [_forward_ring(rows, features, itemsize, matrices, vectors)]
     in_segments = all_rows is not None and all_rows != rows
     if in_segments and matrices == 1 and 1024 < features <= 1536 and rows >= 2 * WARPS:
-        # A CTA has few rows of its segment: larger copies keep as many bytes in flight.
+        # A CTA has few rows of its segment, so larger copies are needed to keep as many bytes in flight.
         rings.insert(0, _ring_of_warps(features, matrices * itemsize, 2 * WARPS, 2))
     if features <= 2048:
         # Tiles of more rows make larger copies; tiles of fewer rows leave room for more CTAs.
@@ -56,7 +56,7 @@ def forward_guesses(
         return [*rings, short]
     if features <= 1024 and features % 256 == 0:
         return [narrow, *rings]
-    # Without a ring each row reads the vectors again, and a third one costs too much.
+    # Without a ring each row reads the vectors again, and a third vector costs too much.
     if (features == 8192 and vectors <= 2) or (features == 4096 and vectors == 1):
         return [wide, *rings]
     return [*rings, narrow, wide]
@@ -105,7 +105,7 @@ def backward_candidates(
 
 
 def _balanced(guesses: list[RowConfig], segments: int, multiprocessors: int) -> list[RowConfig]:
-    """Returns the guesses, first those that leave few SMs idle if no CTA has rows of two segments.
+    """Returns the guesses; if no CTA has rows of two segments, those that leave few SMs idle first.
 
     One CTA an SM is the best guess for one long segment; with a hundred segments it leaves every fourth
     SM idle.
@@ -152,8 +152,8 @@ def backward_guesses(
     row_bytes = features * itemsize * matrices
     if _row_per_warp(rows, features):
         lines = _lines(rows, 8192 // (features * itemsize))
-        # More than 2 warpgroups an SM spill registers, unless rows are narrow. One CTA of 2 writes
-        # half the partial sums of 2 CTAs.
+        # More than 2 warpgroups per SM spill registers, unless rows are narrow. One CTA of 2 warpgroups
+        # writes half the partial sums of 2 CTAs.
         shapes = [(1, 4, lines)] if features <= 128 else [(2, max(1, 256 // features), lines)]
         shapes += [(wgs, ctas, lines) for wgs, ctas in ((2, 1), (2, 2), (1, 2), (1, 4), (2, 4))]
         shapes += [(1, 6, 2 * WARPS), (2, 1, WARPS)]
@@ -179,7 +179,7 @@ def backward_guesses(
     warpgroups = 1 if features <= 4096 or features % 512 else 2
     ctas = 4 if features <= 2048 else 2 if features <= 4096 else 1
     most_slots = 4 if features <= 2048 else 3
-    # With few rows, fewer CTAs write fewer partial sums to add up.
+    # With few rows, fewer CTAs leave fewer partial sums to add up.
     shapes = [(warpgroups, ctas), (warpgroups, 1), (warpgroups, 2), (2, 1), (1, 4)]
     return [
         _backward_ring_of_ctas(features, row_bytes, vectors, *shape, most_slots) for shape in shapes
@@ -247,7 +247,10 @@ def _room_for(vectors: int, values: int) -> bool:
 
 
 def _lines(rows: int, wanted: int) -> int:
-    """Returns the rows of a tile: more for few features, or copies would be small and sums wait."""
+    """Returns the rows of a tile.
+
+    Narrow rows need more of them, for larger copies and sums that wait less.
+    """
     if rows < 4 * WARPS:
         return WARPS
     return min(4, max(1, wanted // WARPS)) * WARPS
@@ -256,7 +259,7 @@ def _lines(rows: int, wanted: int) -> int:
 def _row_per_warp(rows: int, features: int) -> bool:
     if features % (2 * LANES * WARPS):
         return features <= 2048
-    # A tile with a row for each warp needs four rows at least; one with a row for each CTA, one.
+    # A tile with a row for each warp needs at least four rows; a tile with a row for each CTA needs one.
     return features <= 1024 and rows >= WARPS
 
 
@@ -271,7 +274,7 @@ def _slots(wanted: int, slot_bytes: int, reserved: int = 0) -> int:
 def check_config(
     config: RowConfig, rows: int, features: int, element_bytes: int, sums: bool
 ) -> None:
-    """Raises a ValueError where the config does not fit the shape."""
+    """Raises a ValueError if the config does not fit the shape."""
     reason = config.why_unfit(rows, features, element_bytes, sums)
     if reason is not None:
         raise ValueError(f"layer_norm: {config} does not fit: {reason}")

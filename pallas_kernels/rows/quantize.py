@@ -21,7 +21,7 @@ def candidates(rows: int, features: int, itemsize: int) -> list[RowConfig]:
 def why_unsupported(
     *, compute_capability: tuple[int, int] | None, rows: int, features: int, dtype: Any
 ) -> str | None:
-    """Returns None if x [rows, features] can be quantised, else why not."""
+    """Returns None if x [rows, features] can be quantised, else the reason."""
     return layer_norm.why_unsupported(
         compute_capability=compute_capability, rows=rows, features=features, dtype=dtype
     )
@@ -52,7 +52,7 @@ def forward(
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The kernel over `tiles`."""
+    """Kernel over `tiles`."""
 
     tiles: RowTiles
     x_dtype: Any

@@ -1,6 +1,6 @@
 """rope on Hopper: q and k rotated in one kernel.
 
-A warp takes a position and works through its heads, those of q and then those of k, some at a time. The
+A warp takes a position and works through its heads in steps: first the heads of q, then those of k. The
 two halves of the rotating features are two loads with one register layout, so that a thread holds both
 values of a pair; cosines and sines are loaded once for all heads.
 """
@@ -24,12 +24,12 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Steps in which a warp works through the heads of its position."""
+    """Config of the steps in which a warp works through the heads of its position."""
 
     bytes_per_step: int = 128
-    """Bytes that each thread loads in a step, at most."""
+    """Largest number of bytes that each thread loads in a step."""
     ahead: int = 2
-    """Steps whose loads are in flight while one is computed."""
+    """Number of steps whose loads are in flight while one step is computed."""
 
     def __post_init__(self) -> None:
         if self.bytes_per_step < 16 or self.ahead < 0:
@@ -71,20 +71,20 @@ def why_unsupported(
 
 
 def access_bytes(heads: int, key_heads: int, head_size: int, rotary_dim: int, itemsize: int) -> int:
-    """Returns the bytes of a thread's loads and stores, 16 at best, for sizes that the kernel takes."""
+    """Returns the bytes of a thread's loads and stores, at most 16, for sizes that the kernel takes."""
     common = math.gcd(heads, key_heads)
     pieces = [_Piece.choose(w, common, itemsize) for w in _widths(head_size, rotary_dim)]
     return min((piece.vec * itemsize for piece in pieces if piece is not None), default=0)
 
 
 def _widths(head_size: int, rotary_dim: int) -> list[int]:
-    """Features of the pieces of a head: of each rotating half, and of those that do not rotate."""
+    """Returns the features of a head's pieces: both rotating halves, and what does not rotate."""
     return [rotary_dim // 2, *([head_size - rotary_dim] if rotary_dim < head_size else [])]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some features of some heads, spread over a warp; each warp has its own position."""
+    """Features and heads of one piece, spread over a warp; each warp has its own position."""
 
     vec: int
     """Contiguous features that a lane loads at a time."""
@@ -103,7 +103,7 @@ class _Piece:
 
     @property
     def heads(self) -> int:
-        """Heads that a warp holds at a time."""
+        """Number of heads that a warp holds at a time."""
         return LANES // self.lanes
 
     @property

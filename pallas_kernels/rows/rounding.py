@@ -1,4 +1,4 @@
-"""Rounding of a row in registers to 8 bits, by a scale of its own."""
+"""Quantisation of rows in registers to 8 bits, each by its own scale."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -38,7 +38,7 @@ class RowConfig:
     ctas_per_multiprocessor: int
     """CTAs an SM, each of which works through many tiles; with 0 stages there is no such limit."""
     lines: int = WARPS
-    """Lines of a tile: its rows with a row per warp, else the parts of a row that four warps hold."""
+    """Lines of a tile: its rows with a row per warp, else the parts of a row, one part for each warp."""
     chunks: int = 1
     """Column blocks into which a line is cut, so that fewer registers are live at once."""
     keeps_tile: bool = True
@@ -85,7 +85,7 @@ class RowConfig:
         return None
 
     def shared_bytes(self, features: int, element_bytes: int, sums: bool) -> int:
-        """Bytes of shared memory that a CTA needs at most, given the arguments of `why_unfit`."""
+        """Returns the most shared bytes that a CTA needs, given the arguments of `why_unfit`."""
         lines = self.warpgroups * self.lines
         ring = self.slots * lines * self.width(features) * element_bytes
         partials = lines * features * 4 if sums and self.row_per_warp else 0
@@ -180,7 +180,7 @@ class RowTiles:
 
     @property
     def launch(self) -> dict[str, Any]:
-        """Arguments of plgpu.kernel: the grid, its threads and compiler options."""
+        """Returns arguments of plgpu.kernel: the grid, its threads and compiler options."""
         return {
             "grid": (self.ctas,),
             "grid_names": ("cta",),
@@ -199,15 +199,15 @@ class RowTiles:
         return Place(lax.axis_index("cta"), lax.axis_index("wg"))
 
     def lines(self, place: Place) -> pl.Slice:
-        """Lines of a row that this warpgroup holds, where warpgroups share rows."""
+        """Returns the lines of a row that this warpgroup holds, if warpgroups share rows."""
         return pl.ds(place.wg_idx * WARPS, WARPS)
 
     def columns(self, chunk: int) -> pl.Slice:
-        """Columns of a tile that column block `chunk` holds."""
+        """Returns the columns of a tile that column block `chunk` holds."""
         return pl.ds(chunk * self.chunk_width, self.chunk_width)
 
     def per_chunk(self, f: Callable[[int], Any]) -> Callable[[int], Any]:
-        """Returns `f` for each column block: computed now and kept, or anew on every call."""
+        """Returns `f` for each column block: computed once and kept, or computed anew on every call."""
         return self._kept(f) if self.config.keeps_tile else f
 
     def _kept(self, f: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -445,7 +445,7 @@ class RowTiles:
         def copy_in(step_idx, slot):
             row = self.first_row(place, step_idx)
             for gmem, smem in sources:
-                # In bounds by `first_row`; the promise turns the copy into one 1-D bulk copy.
+                # The copy is in bounds by `first_row`; this promise turns it into one 1-D bulk copy.
                 plgpu.copy_gmem_to_smem(
                     self.tile(gmem, place, row),
                     smem.at[place.wg_idx, slot],
