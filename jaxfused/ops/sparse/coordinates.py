@@ -21,10 +21,12 @@ class Coordinates(NamedTuple):
     """Column of each entry, int32 [entries]; padding has the number of columns or more."""
     in_order: bool
     """True if the rows never decrease from entry to entry."""
+    is_unique: bool
+    """True if no two entries of the matrix are at one place."""
 
     @property
     def transposed(self) -> "Coordinates":
-        return Coordinates(self.columns, self.rows, False)
+        return Coordinates(self.columns, self.rows, False, self.is_unique)
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,13 @@ def coordinates(matrix: SparseMatrix) -> Coordinates:
         places = jnp.arange(matrix.indices.shape[0], dtype=matrix.indptr.dtype)
         # Entries before the first row's start get row -1, and count for nothing.
         rows = jnp.searchsorted(matrix.indptr, places, side="right").astype(jnp.int32) - 1
-        return Coordinates(rows, _from_the_end(matrix.indices, matrix.shape[1]), True)
+        columns = _from_the_end(matrix.indices, matrix.shape[1])
+        return Coordinates(rows, columns, True, bool(matrix.unique_indices))
     rows, columns = matrix.indices[:, 0], matrix.indices[:, 1]
     in_order = bool(matrix.indices_sorted)
     rows = as_int32(rows) if in_order else _from_the_end(rows, matrix.shape[0])
-    return Coordinates(rows, _from_the_end(columns, matrix.shape[1]), in_order)
+    columns = _from_the_end(columns, matrix.shape[1])
+    return Coordinates(rows, columns, in_order, bool(matrix.unique_indices))
 
 
 def _from_the_end(indices: jax.Array, size: int) -> jax.Array:

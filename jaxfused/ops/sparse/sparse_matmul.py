@@ -45,7 +45,9 @@ def sparse_matmul(
 
     The gradient of the entries, in `a.data`, is a sampled product, that of b a product with the
     transpose, for which the entries are sorted. Differentiate by `jax.experimental.sparse.grad`, or by
-    the data. Where the matrix is not so sparse, XLA's dense product is faster, and runs instead.
+    the data. Where the matrix is not so sparse, XLA's dense product is faster on a GPU, and runs:
+    it multiplies by the zeros too. Results repeat bit for bit but with implementation "xla" on a GPU,
+    whose scatters have no order.
     `jax.linear_transpose`, which `gmres` and `bicgstab` of `jax.scipy.sparse.linalg` call, needs
     `a @ b` in place of it; `cg` does not.
 
@@ -108,11 +110,13 @@ def _sparse_matmul(
     missing = {"pallas": f"there is no Pallas kernel of {op} yet"}
     run = Runner(implementation, device)
     if takes_reference(op, implementation, device, b, data, missing=missing):
-        if not sharding.is_explicit(b, data):
+        if (implementation == "xla" or device.platform != "gpu") and not sharding.is_explicit(
+            b, data
+        ):
             y = sparse_products_xla.sparse_product(data, places, b, rows=rows, out_dtype=dtype)
             return named(y, op, "output")
         run = Runner("xla", device)
-    options = Options(op, rows, places.in_order, precision)
+    options = Options(op, rows, places.in_order, places.is_unique, precision)
     operands = (data, places.rows, places.columns, b)
     aligned = sharding.align(operands, operand_axes=("e", "e", "e", "kn"), whole="ek")
     return sparse_products.sparse_product(run, options, *aligned)
@@ -182,11 +186,11 @@ def sampled_matmul(
     missing = {"pallas": f"there is no Pallas kernel of {op} yet"}
     run = Runner(implementation, device)
     if takes_reference(op, implementation, device, x, y, missing=missing):
-        if not sharding.is_explicit(x, y):
+        if (implementation == "xla" or device.platform != "gpu") and not sharding.is_explicit(x, y):
             data = sparse_products_xla.sampled_product(places, x, y, out_dtype=dtype)
             return container.with_data(named(data, op, "output"))
         run = Runner("xla", device)
-    options = Options(op, x.shape[0], places.in_order, None)
+    options = Options(op, x.shape[0], places.in_order, places.is_unique, None)
     operands = (places.rows, places.columns, x, y)
     aligned = sharding.align(operands, operand_axes=("e", "e", "md", "nd"), whole="emnd")
     return container.with_data(sparse_products.sampled_product(run, options, *aligned))

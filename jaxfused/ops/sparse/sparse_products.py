@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,7 +28,13 @@ class Options:
     """Rows of the sparse matrix."""
     in_order: bool
     """True if the entries are in the order of their rows."""
+    is_unique: bool
+    """True if no two entries are at one place."""
     precision: Any
+
+    def of_transpose(self, rows: int) -> "Options":
+        """Returns the options of a product with the transpose, which has so many rows."""
+        return replace(self, rows=rows, in_order=False)
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -49,7 +55,7 @@ def _sparse_fwd(run: Runner, options: Options, data, rows, columns, b):
 def _sparse_bwd(run: Runner, options: Options, operands, dy):
     data, rows, columns, b = operands
     [ddata] = run(SampledProduct(options.op), rows, columns, dy, b)
-    back = Options(options.op, b.shape[0], False, options.precision)
+    back = options.of_transpose(b.shape[0])
     [db] = run(SparseProduct(back, "gradient"), data, columns, rows, dy)
     return ddata, None, None, db
 
@@ -72,7 +78,7 @@ def _sampled_fwd(run: Runner, options: Options, rows, columns, x, y):
 def _sampled_bwd(run: Runner, options: Options, operands, ddata):
     rows, columns, x, y = operands
     [dx] = run(SparseProduct(options, "dx"), ddata, rows, columns, y)
-    back = Options(options.op, y.shape[0], False, options.precision)
+    back = options.of_transpose(y.shape[0])
     [dy] = run(SparseProduct(back, "dy"), ddata, columns, rows, x)
     return None, None, dx, dy
 
@@ -123,7 +129,10 @@ class SparseProduct:
         if not is_modelled(device):
             return Rule(("cuda", "xla"), "the dense product is timed on Hopper GPUs only")
         sizes = self.options.rows, b.shape[1], b.shape[0]
+        sort = _SORT + rows.shape[0] * _SORTED
         times = {"xla": dense_time(device, *sizes, b.dtype.itemsize)}
+        if not self.options.is_unique:
+            times["xla"] += sort
         if "cuda" in able:
             moved = rows.shape[0] * b.shape[1] * b.dtype.itemsize
             times["cuda"] = (
@@ -132,22 +141,23 @@ class SparseProduct:
                 + cost.memory_time(self.options.rows * b.shape[1] * b.dtype.itemsize)
             )
             if not self.options.in_order:
-                times["cuda"] += _SORT + rows.shape[0] * _SORTED
+                times["cuda"] += sort
         del data
         return product_times(times)
 
     def run(self, implementation, device, data, rows, columns, b) -> Results:
-        options, places = self.options, Coordinates(rows, columns, self.options.in_order)
+        options = self.options
+        places = Coordinates(rows, columns, options.in_order, options.is_unique)
         if implementation == "cuda":
             return (sparse_products_cuda.sparse_product(data, places, b, rows=options.rows),)
         shape = dict(rows=options.rows, out_dtype=b.dtype)
-        is_dense = rows.shape[0] * _DENSE >= options.rows * b.shape[0]
-        if device.platform == "gpu" and is_dense:
-            y = sparse_products_xla.dense_product(
-                data, places, b, precision=options.precision, **shape
-            )
+        if device.platform != "gpu":
+            return (sparse_products_xla.sparse_product(data, places, b, **shape),)
+        if rows.shape[0] * _DENSE >= options.rows * b.shape[0]:
+            precision = options.precision
+            y = sparse_products_xla.dense_product(data, places, b, precision=precision, **shape)
         else:
-            y = sparse_products_xla.sparse_product(data, places, b, **shape)
+            y = sparse_products_xla.repeatable_product(data, places, b, **shape)
         return (y,)
 
     def examples(self, random, device, data, rows, columns, b):
@@ -192,7 +202,7 @@ class SampledProduct(OneByOne):
 
     def run(self, implementation, device, rows, columns, x, y) -> Results:
         del device
-        places = Coordinates(rows, columns, False)
+        places = Coordinates(rows, columns, False, False)
         if implementation == "cuda":
             return (sparse_products_cuda.sampled_product(places, x, y),)
         return (sparse_products_xla.sampled_product(places, x, y, out_dtype=x.dtype),)

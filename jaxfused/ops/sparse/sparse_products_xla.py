@@ -35,9 +35,58 @@ def dense_product(
     precision: Any,
 ) -> jax.Array:
     """Returns the product of `sparse_product` by a dense copy of the matrix."""
-    a = jnp.zeros((rows, b.shape[0]), data.dtype)
-    a = a.at[_without_negative(places, a.shape)].add(data, mode="drop")
+    shape = (rows, b.shape[0])
+    if places.is_unique:
+        at = _without_negative(places, shape)
+    else:
+        at, data = _with_sums(data, places, shape)
+    # A scatter that adds has no order on a GPU.
+    a = jnp.zeros(shape, b.dtype).at[at].set(data.astype(b.dtype), mode="drop")
     return product("mk,kn->mn", a, b, dtype=b.dtype, out_dtype=out_dtype, precision=precision)
+
+
+def repeatable_product(
+    data: jax.Array, places: Coordinates, b: jax.Array, *, rows: int, out_dtype: Any
+) -> jax.Array:
+    """Returns the same as `sparse_product`, whose scatter has no order on a GPU, in a fixed order."""
+    wide = accumulator_dtype(b.dtype)
+    at, columns = _without_negative(places, (rows, b.shape[0]))
+    data = data.astype(wide)
+    if not places.in_order:
+        at, columns, data = jax.lax.sort((at, columns, data), num_keys=1)
+    ends = jnp.searchsorted(at, jnp.arange(rows, dtype=at.dtype), side="right")
+    has_entries = ends > jnp.searchsorted(at, jnp.arange(rows, dtype=at.dtype))
+
+    def times(column: jax.Array) -> jax.Array:
+        terms = data * column.astype(wide).at[columns].get(mode="fill", fill_value=0)
+        return jnp.where(has_entries, _sums(terms, at)[ends - 1], 0)
+
+    together = max(1, _HELD // data.shape[0])
+    return jax.lax.map(times, b.T, batch_size=min(together, b.shape[1])).T.astype(out_dtype)
+
+
+def _with_sums(
+    data: jax.Array, places: Coordinates, shape: tuple[int, ...]
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Returns rows, columns and sums of the entries of each place, once; the others' row is beyond."""
+    at = _without_negative(places, shape)
+    rows, columns, data = jax.lax.sort(
+        (*at, data.astype(accumulator_dtype(data.dtype))), num_keys=2
+    )
+    is_first = jnp.diff(rows, prepend=-1).astype(bool) | jnp.diff(columns, prepend=-1).astype(bool)
+    is_last = jnp.append(is_first[1:], True)
+    sums = _sums(data, jnp.cumsum(is_first))
+    return (jnp.where(is_last, rows, shape[0]), columns), sums
+
+
+def _sums(values: jax.Array, groups: jax.Array) -> jax.Array:
+    """Returns for each of some values [entries] the sum of its group's up to it, in a fixed order."""
+
+    def joined(left, right):
+        (of_left, sum_left), (of_right, sum_right) = left, right
+        return of_right, jnp.where(of_left == of_right, sum_left + sum_right, sum_right)
+
+    return jax.lax.associative_scan(joined, (groups, values))[1]
 
 
 def _without_negative(places: Coordinates, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,7 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused.ops.sparse.coordinates import coordinates
 from jaxfused.ops.sparse.sparse_products import Options, SparseProduct
-from jaxfused.ops.sparse.sparse_products_xla import dense_product
+from jaxfused.ops.sparse.sparse_products_xla import dense_product, repeatable_product
 from jaxfused.runtime import cuda_library
 from jaxfused.runtime.runner import Runner
 from tests.support import eight_devices
@@ -147,6 +147,28 @@ def test_entries_beyond_either_end_count_for_nothing(axis, index):
         np.testing.assert_array_equal(jaxfused.sampled_matmul(X, X.T, a).data, [0, X[1] @ X[1]])
 
 
+@pytest.mark.parametrize("product", [dense_product, repeatable_product])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_products_of_a_gpu_in_xla(product, in_order):
+    """Entries of one place add up, in any order, and padding counts for nothing."""
+    rng = np.random.default_rng(0)
+    places = rng.integers([7, 5], size=(60, 2))
+    places[::9] = (7, 5)
+    if in_order:
+        places = places[np.argsort(places[:, 0], kind="stable")]
+    data, b = rng.standard_normal(60), rng.standard_normal((5, 3))
+    expected = np.zeros((8, 6))
+    np.add.at(expected, tuple(places.T), data)
+    a = BCOO(
+        (jnp.asarray(data, "float32"), jnp.asarray(places)), shape=(7, 5), indices_sorted=in_order
+    )
+    options = dict(rows=7, out_dtype="float32")
+    if product is dense_product:
+        options["precision"] = "highest"
+    y = product(a.data, coordinates(a), jnp.asarray(b, "float32"), **options)
+    np.testing.assert_allclose(y, expected[:7, :5] @ b, rtol=1e-5, atol=1e-5)
+
+
 X = jnp.arange(6.0).reshape(3, 2)
 
 
@@ -217,7 +239,7 @@ def test_where_the_matrix_is_not_so_sparse_the_dense_product_runs(with_library):
         count = int(8192 * 8192 * density)
         entries = [jax.ShapeDtypeStruct((count,), t) for t in (jnp.bfloat16, jnp.int32, jnp.int32)]
         b = jax.ShapeDtypeStruct((8192, 512), jnp.bfloat16)
-        stage = SparseProduct(Options("sparse_matmul", 8192, True, None))
+        stage = SparseProduct(Options("sparse_matmul", 8192, True, True, None))
         chosen.append(Runner(None, device).choice(stage, *entries, b).implementation)
     assert chosen == ["cuda", "cuda", "xla"]
 
