@@ -113,7 +113,7 @@ def _in_order(
     logits: Logits,
     multiprocessors: int,
 ) -> tuple[Any, ...]:
-    """Returns the configs of the family that is expected to be faster, and the best of the other.
+    """Returns the configs of the family expected to be faster, then the best of the other.
 
     Kernels that split the keys read less, or occupy more SMs, only if queries are few.
     """

@@ -25,7 +25,7 @@ from pallas_kernels.attention.shape import Shape
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Configs of the two kernels."""
+    """Configs of the two backward kernels."""
 
     queries: QueryGradientConfig
     keys: KeyGradientConfig

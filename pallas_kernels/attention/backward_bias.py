@@ -25,7 +25,7 @@ from pallas_kernels.attention.memory import Columns, Heads, Matrix
 from pallas_kernels.attention.shape import Shape
 
 BIAS_GRADIENT_TILE = (64, 128)
-"""Queries and keys of a tile."""
+"""Queries and keys of a tile of the bias gradient."""
 
 
 def bias_gradient(
@@ -73,7 +73,7 @@ def bias_gradient(
     out_shape = (*own[:2], own[2] * BIAS_GRADIENT_TILE[0], own[3] * BIAS_GRADIENT_TILE[1])
     dbias = plgpu.kernel(
         run,
-        # If all queries share a row of the bias, XLA adds up the tiles' sums.
+        # If all queries share a row of the bias, XLA adds up the sums of the tiles.
         out_type=jax.ShapeDtypeStruct(out_shape, jnp.float32 if bias_shape[2] == 1 else dtype),
         grid=own,
         grid_names=("b", "n", "t", "s"),

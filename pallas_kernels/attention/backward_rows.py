@@ -1,8 +1,8 @@
 """Attention's backward in XLA, where it has one number per query: log-sum-exp, delta, sinks.
 
-It computes log-sum-exp and delta of each query, and the gradients that need no kernel. Let
-D = sum(out * dout) of a query, and p the probability of its sink, which is 0 without a sink. Then
-delta = D - dlse is common to the gradients of all its logits: dL_s = P_s (dP_s - delta).
+It covers log-sum-exp and delta of each query, and the gradients that need no kernel. Let D = sum(out *
+dout) of a query, and p the probability of its sink, which is 0 without a sink. Then delta = D - dlse is
+common to the gradients of all its logits: dL_s = P_s (dP_s - delta).
 """
 
 import jax

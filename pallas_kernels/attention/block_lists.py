@@ -1,10 +1,10 @@
-"""Lists of the blocks that each tile visits, where more than positions decides which blocks are empty.
+"""Lists of the blocks that each tile visits, for masks given by a pattern and not by position alone.
 
-A pattern says what queries attend to which keys before a kernel is compiled. For each tile of queries
-(or of keys, in the kernel of dK and dV) a list has the blocks of the other side that are not empty, in
-ascending order, each with the number of a matrix of bits: 0 for a full block, which is not masked. Equal
-partial blocks share their bits. Lengths, segments and positions that are known only at run time cut a
-list to the range of its entries that they reach.
+A pattern states, before a kernel is compiled, which queries attend to which keys. For each tile of
+queries (or of keys, in the kernel of dK and dV) a list has the blocks of the other side that are not
+empty, in ascending order, each with the number of a matrix of bits: 0 for a full block, which is not
+masked. Equal partial blocks share their bits. Lengths, segments and positions that are known only at run
+time cut a list to the range of its entries that they reach.
 """
 
 import functools
@@ -19,11 +19,11 @@ from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import BlockMask, Blocks, Extent
 
 _WORD = 32
-"""Bits of a word of `Tables.bits`."""
+"""Bits per word of `Tables.bits`."""
 
 
 class Tiles(Protocol):
-    """Masks [masks, T, S], cut into tiles of queries and keys."""
+    """Interface of masks [masks, T, S], cut into tiles of queries and keys."""
 
     @property
     def kinds(self) -> np.ndarray:
@@ -35,7 +35,7 @@ class Tiles(Protocol):
 
 
 class Pattern(Protocol):
-    """Hashable masks that are known when a kernel is compiled."""
+    """Interface of hashable masks that are known when a kernel is compiled."""
 
     def tiles(self, query_block: int, key_block: int) -> Tiles:
         """Returns the masks in tiles; keys beyond the last are forbidden."""
@@ -50,8 +50,8 @@ class Tables(NamedTuple):
     bounds: Any = None
     """Ranges of blocks by segment, as `segment_blocks` returns them; None without segments."""
     ranges: Any = None
-    """Entries [start, stop) of each tile's list, int32 [B or 1, masks, tiles, 2]. It and the next
-    two are None without lists."""
+    """Entries [start, stop) of each tile's list, int32 [B or 1, masks, tiles, 2]. `ranges`, `entries`
+    and `bits` are None without lists."""
     entries: Any = None
     """Block of each entry, and the index of its bits, int32 [masks, tiles, entries, 2]."""
     bits: Any = None
@@ -60,12 +60,12 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """Lists of a `Pattern`, known when a kernel is compiled; `tables` limits them by a call's arrays."""
+    """Lists of a `Pattern`, known at compile time; `tables` limits them by the arrays of a call."""
 
     counts: np.ndarray
     """Entries of each tile's list, int32 [masks, tiles]."""
     entries: np.ndarray
-    """`Tables.entries`; the last entry of each list is of a block that forbids everything."""
+    """`Tables.entries`; the last entry of each list stands for a block that forbids all pairs."""
     bits: np.ndarray
 
     def costs(self, columns: int) -> list[int]:
@@ -78,7 +78,7 @@ class BlockLists:
         """Returns the tables of a call.
 
         Args:
-          mask: whose positions and lengths limit the lists further.
+          mask: the mask whose positions and lengths limit the lists further.
           blocks: function (tile, extent, within) of the mask, which returns the blocks of a tile.
           operands: with lengths and offsets.
           bounds: the table of `segment_blocks`, or None.
@@ -106,9 +106,9 @@ def reached(
     """Returns the first block that each tile reaches, and the one after the last: int32 [B, tiles].
 
     Args:
-      mask: of the tiles.
+      mask: the mask of the tiles.
       blocks: function (tile, extent, within) of the mask, which returns the blocks of a tile.
-      tiles: of each batch entry.
+      tiles: tiles of each batch entry.
       operands: with lengths and offsets.
       bounds: the table of `segment_blocks`, or None.
     """
@@ -155,7 +155,7 @@ def block_lists(
 
 
 def _packed(partial: np.ndarray) -> np.ndarray:
-    """Returns bool [blocks, rows, columns] as words [blocks, words, rows]."""
+    """Packs bool [blocks, rows, columns] into words [blocks, words, rows]."""
     blocks, rows, columns = partial.shape
     words = -(-columns // _WORD)
     padded = np.zeros((blocks, rows, words * _WORD), np.bool_)

@@ -1,6 +1,6 @@
-"""How long the attention kernels take: an estimate, by which the families of kernels are ordered.
+"""Predicted time of the attention kernels, by which the families of kernels are ordered.
 
-It counts what each kernel gives to a multiprocessor, one task after the other. The numbers in
+The estimate adds up the tasks that a kernel gives to an SM, one after the other. The numbers in
 microseconds are those of an H200; benchmarks/LAB.md says what they were fitted to. Between kernels that
 take about as long, either choice is good.
 """
@@ -80,7 +80,7 @@ def backward(
 
 
 _LEAST_OF_QUERIES = 2.4
-"""Microseconds that a tile of queries takes at least, however few keys it visits."""
+"""Least microseconds of a tile of queries, however few keys it visits."""
 
 
 def _row_statistics(shape: Shape) -> float:

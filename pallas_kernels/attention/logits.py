@@ -64,7 +64,7 @@ class Operands(NamedTuple):
     dropout_seeds: Any = None
     """Seeds [2, B, N], uint32; a kernel cannot tell which shard of the batch or heads it computes."""
     pattern_heads: Any = None
-    """Which mask of the pattern each head has [N], int32; absent if all share one."""
+    """Index in the pattern of each head's mask [N], int32; None if all heads share one."""
 
     def extent(self, mask: BlockMask, batch_idx: Index) -> Extent:
         """Returns the extent of a batch entry, in a kernel."""
@@ -110,7 +110,7 @@ class Operands(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """Rows of a matrix of bits in `Tables.bits`."""
+    """Bits of a tile: rows of one matrix of `Tables.bits`."""
 
     gmem: Any
     number: Index
@@ -190,7 +190,8 @@ class Tile:
         """Returns whether the pattern allows each element.
 
         A row's bits are in words of 32 columns. A thread's columns differ from each other by known
-        multiples of 8, so the compiler knows which word has a column, and all but 3 bits of its place.
+        multiples of 8, so the compiler knows which word holds a column, and all but 3 bits of its place
+        in the word.
         """
         assert self.bits is not None
         gmem, number, first_row = self.bits

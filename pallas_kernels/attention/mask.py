@@ -41,7 +41,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockMask:
-    """The part of the mask that is known when a kernel is compiled.
+    """Static part of the mask, known when a kernel is compiled.
 
     Position and lengths allow each query one interval of keys, whose ends do not decrease from one query
     to the next. Segments and an explicit mask remove further elements. The blocks that segments empty
@@ -60,7 +60,7 @@ class BlockMask:
     has_segments: bool = False
     has_explicit: bool = False
     pattern: Any = None
-    """What mask objects allow, a `block_lists.Pattern`; positions and lengths limit it further."""
+    """Pattern that says what mask objects allow; positions and lengths limit it further."""
 
     @property
     def limits_pattern(self) -> bool:
@@ -75,14 +75,14 @@ class BlockMask:
 
     @property
     def visited_share(self) -> float:
-        """The share of blocks of 128 x 128 that the pattern does not empty."""
+        """Fraction of the blocks of 128 x 128 that the pattern does not empty."""
         if self.pattern is None:
             return 1.0
         return float((self.pattern.tiles(128, 128).kinds >= 0).mean())
 
     @property
     def extent(self) -> Extent:
-        """The extent to plan for: full lengths, and queries of unknown offset at the end of the keys."""
+        """Extent that schedules assume: full lengths, unknown offsets at the end of the keys."""
         offset = max(0, self.key_count - self.query_count) if self.has_query_offset else 0
         return Extent(self.query_count, self.key_count, offset)
 
@@ -93,7 +93,7 @@ class BlockMask:
         return is_listed or self.window is not None or self.has_segments or self.has_explicit
 
     def is_always_full(self, query_block: int, key_block: int) -> bool:
-        """Whether every visited block is full, so that a kernel needs no masked version of its step."""
+        """Whether every visited block is full, so that kernels need no masked version of their step."""
         del query_block  # Rows beyond the last query are clipped when they are written.
         return not (
             self.is_causal
@@ -188,7 +188,7 @@ class BlockMask:
         block: int,
         within: Blocks | None,
     ) -> Blocks:
-        """Converts bounds in elements to bounds in blocks; partial blocks are visited but not full."""
+        """Converts bounds in elements to bounds in blocks; a partial block is visited but not full."""
         bounds = Blocks(
             _down(start, block), _up(full_start, block), _down(full_stop, block), _up(stop, block)
         )
@@ -273,7 +273,7 @@ def _divides(x: int, y: int) -> bool:
     return x % y == 0 or y % x == 0
 
 
-# A bound is a Python number if all of its inputs are, and a traced number otherwise.
+# A bound is a Python number if all of its inputs are, else a traced number.
 
 
 def _min(x: Index, y: Index) -> Index:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WGMMA_ROWS = 64
-"""Rows of the accumulator of one WGMMA instruction, and of the tile of one warpgroup."""
+"""Rows of a WGMMA's accumulator, and of a warpgroup's tile."""
 
 SWIZZLED_COLUMNS = 64
 """Columns of 16 bits in the widest swizzle, which is 128 bytes."""
@@ -85,7 +85,7 @@ class Columns:
 
     @property
     def count(self) -> int:
-        """Number of blocks, and so of copies and products that a matrix takes."""
+        """Number of blocks of columns, and so of copies and products of a matrix."""
         return len(self.widths)
 
     def memory(self, leading: tuple[int, ...], rows: int, dtype: Any) -> list[Any]:
@@ -130,7 +130,7 @@ def tiled(leading: tuple[int, ...], rows: int, columns: int, dtype: Any, swizzle
 
 
 class Heads(NamedTuple):
-    """The heads of an array [B, rows, heads, width] in global memory, from head `first` on."""
+    """Heads of an array [B, rows, heads, width] in global memory, from head `first` on."""
 
     gmem: Any
     first: int = 0

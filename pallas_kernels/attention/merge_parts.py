@@ -1,8 +1,8 @@
-"""Merge of paged attention's outputs over parts of the keys; run-time lengths decide how many there are.
+"""Merges attention over pages from parts of the keys, whose number depends on run-time lengths.
 
 As in `merge_splits`, the output is the mean of the parts' outputs, weighted by their sums of
-exponentials, in a fixed order. A CTA merges four rows, each in one warp. The parts are copied four at a
-time, and the next ones while these are added.
+exponentials, in a fixed order. A CTA merges four rows, one in each warp. Parts are copied four at a time
+while the four before them are added.
 """
 
 import functools
@@ -69,11 +69,11 @@ class _Merge(MergedRows):
     division: Division
     packing: Packing
     rows: int
-    """Rows of a part in global memory; the other rows of its tile of 64 are padding."""
+    """Rows of a part in global memory; the rest of a tile of 64 rows is padding."""
 
     @property
     def quads(self) -> int:
-        """Groups of four rows of a unit, one row for each warp of a CTA."""
+        """Number of groups of four rows of a unit; each warp of a CTA takes one row of a group."""
         return -(-self.rows // WARPS)
 
     @property
@@ -123,7 +123,7 @@ class _Merge(MergedRows):
             columns = pl.ds(chunk * self.columns, self.columns)
             place = outs_gmem.at[parts, pl.ds(start, WARPS), columns]
             plgpu.copy_gmem_to_smem(place, outs_smem.at[slot], full.at[slot])
-            # A part has room for 64 rows, and a copy takes eight from a multiple of four on.
+            # A part has room for 64 rows. A copy takes eight, from a multiple of four on.
             rows = pl.ds(jnp.minimum(start, WGMMA_ROWS - 2 * WARPS), 2 * WARPS)
             plgpu.copy_gmem_to_smem(lses_gmem.at[parts, rows], lses_smem.at[slot], full.at[slot])
 
@@ -159,7 +159,7 @@ class _Merge(MergedRows):
                 is_part = first + i * _TOGETHER + j < stop
                 added = functools.partial(add_part, slot, j)
                 carry = lax.cond(is_part, added, cast, *carry)
-            # All warps have read the slot before it is filled again.
+            # All warps must have read the slot before it is filled again.
             plgpu.commit_smem()
             pl.when(i + _SLOTS < copies)(lambda: copy(i + _SLOTS))
             return cast(*carry)

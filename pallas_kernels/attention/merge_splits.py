@@ -103,7 +103,7 @@ class _Merge(MergedRows):
 
     @property
     def quads(self) -> int:
-        """Groups of four queries of a head, one query for each warp of a CTA."""
+        """Number of groups of four queries of a head; each warp of a CTA takes one query of a group."""
         return -(-self.shape.query_count // WARPS)
 
     @property

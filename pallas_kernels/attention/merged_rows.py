@@ -1,4 +1,4 @@
-"""The rows that a CTA merges from parts of attention's outputs: one in each of its warps."""
+"""Rows that a CTA merges from parts of attention's outputs, one in each warp."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +9,12 @@ from pallas_kernels.attention.shape import Shape
 from pallas_kernels.hopper import LANES, WARPS
 
 _WIDEST = 128
-"""Columns that a CTA merges at most."""
+"""Largest number of columns that a CTA merges."""
 
 
 @dataclass(frozen=True)
 class MergedRows:
-    """The columns of four rows of the output [..., V] that one CTA merges."""
+    """Columns of four rows of the output [..., V], which one CTA merges."""
 
     shape: Shape
     dtype: Any

@@ -53,7 +53,7 @@ class Packing:
         return heads.transpose(0, 2, 3, 1, 4).reshape(-1, self.rows, 1, size)
 
     def unpacked(self, rows: jax.Array) -> jax.Array:
-        """Returns [B, T, N, H] from rows [B, K, rows, H]."""
+        """Returns [B, T, N, H] unpacked from rows [B, K, rows, H]."""
         batch, _, _, size = rows.shape
         heads = rows.reshape(batch, self.key_heads, self.group, self.query_count, size)
         return heads.transpose(0, 3, 1, 2, 4).reshape(batch, self.query_count, -1, size)

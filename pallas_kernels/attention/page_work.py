@@ -1,9 +1,9 @@
 """Division of attention over pages among CTAs, by the lengths that the sequences have at run time.
 
-The work is a list of blocks of keys: those of the first tile of rows of the first sequence, of its next
-tile, and so on to the last sequence. Each CTA takes as many consecutive blocks, whatever they belong to,
-so that one long sequence keeps no CTA busy alone. What a CTA computes for one tile of rows is a part of
-that tile; since both are in order, part number (CTA + tile) is of no other CTA and tile.
+The work is a list of blocks of keys: those of the first tile of rows of the first sequence, then of its
+next tile, and so on to the last sequence. Every CTA takes the same number of consecutive blocks, also
+across sequences, so that one long sequence is shared by many CTAs. A CTA's output for one tile of rows
+is a part of the tile. CTAs and tiles both ascend, so CTA + tile numbers the parts without collisions.
 """
 
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ class Plan(NamedTuple):
     """Arrays that say where each sequence's and each CTA's work begins; in a kernel, references."""
 
     starts: Any
-    """[B + 1] int32: the blocks before each sequence, and all blocks."""
+    """Number of blocks before each sequence, and of all blocks, int32 [B + 1]."""
     first: Any
-    """[CTAs + 1] int32: the sequence in which each CTA begins; at most B - 1."""
+    """Sequence in which each CTA begins, at most B - 1, int32 [CTAs + 1]."""
 
 
 class Place(NamedTuple):
-    """Position of a block of keys in the list of all blocks that all units visit."""
+    """Position of a block of keys in the list of all blocks."""
 
     sequence: jax.Array
     unit: jax.Array
-    """Index of the tile of rows among those of the sequence's key heads."""
+    """Index of the unit, a tile of rows among those of the sequence's key heads."""
     block: jax.Array
     """Index of the block among those that the unit visits."""
     blocks: jax.Array
-    """Blocks that each unit of this sequence visits."""
+    """Number of blocks that each unit of this sequence visits."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Division:
         return Plan(starts, jnp.minimum(first, batch - 1))
 
     def quota(self, total: jax.Array) -> jax.Array:
-        """Returns how many blocks a CTA takes."""
+        """Returns the number of blocks that a CTA takes."""
         return lax.div(total + (self.ctas - 1), jnp.int32(self.ctas))
 
     def place(self, plan: Plan, number: jax.Array, sequence: jax.Array) -> Place:

@@ -4,9 +4,9 @@ As in `split_keys`, the rows of a CTA are the queries of all heads that share a 
 kernel (`merge_parts`) merges the parts. Here the blocks of keys are copied page by page, through the
 sequence's row of the page table, and `page_work` divides them among CTAs by the lengths at run time, so
 that a program serves sequences of any lengths. A CTA works through the parts of several tiles of rows;
-the copies for the next one start before the last one is done.
+copies for the next part start before the current part is done.
 
-A cache in one piece is a single page for each sequence, as long as the cache.
+A contiguous cache is one page for each sequence, as long as the cache.
 """
 
 from dataclasses import dataclass
@@ -32,20 +32,22 @@ from pallas_kernels.hopper import ALLOCATION_BYTES, BARRIER_BYTES, SHARED_MEMORY
 
 Layout = Literal["KPSH", "PSKH"]
 MOST_QUERIES = 64
-"""New tokens of a sequence: more would take more than a tile of rows for each query head."""
+"""Largest number of new tokens per sequence: with more, a query head takes more than one tile of
+rows."""
 
 
 class Pages(NamedTuple):
-    """Pools of pages in global memory, and the table of pages."""
+    """Pools of pages in global memory, and the page table."""
 
     key: Any
-    """[P, S, K, H] or [K, P, S, H], or [P, S, 2 K, H] with keys at even heads and values at odd ones."""
+    """Pool of keys [P, S, K, H] or [K, P, S, H]; or [P, S, 2 K, H] with keys at even heads and values at
+    odd ones."""
     value: Any
-    """The pool of values, with V columns; None where `key` has both."""
+    """Pool of values, with V columns; None if `key` holds both."""
     table: Any
-    """[B, n] int32: the pages of each sequence in order. Other ids than 0 to P - 1 read zeros."""
+    """Pages of each sequence in order, int32 [B, n]; ids outside of 0 to P - 1 read zeros."""
     key_scale: Any = None
-    """[K, P, S] float32 in every layout, by which keys of 8 bits are multiplied; else None."""
+    """Scales of 8-bit keys, float32 [K, P, S] in every layout; else None."""
     value_scale: Any = None
 
     def sizes(self, layout: Layout) -> "Sizes":
@@ -66,7 +68,7 @@ class Pages(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of `Pages`."""
+    """Sizes of `Pages` and their layout."""
 
     layout: Layout
     pages: int
@@ -75,7 +77,7 @@ class Sizes(NamedTuple):
     head_size: int
     value_size: int
     most_pages: int
-    """Pages that a sequence has at most."""
+    """Largest number of pages of a sequence."""
     is_combined: bool
     kept_dtype: Any
     has_scales: bool
@@ -88,11 +90,11 @@ class Sizes(NamedTuple):
         )
 
     def pieces(self, key_block: int) -> int:
-        """Returns how many copies a block of keys takes, each of rows of one page."""
+        """Returns the number of copies that a block of keys takes, each of rows of one page."""
         return 1 if self.most_pages == 1 else max(1, key_block // self.page_size)
 
     def fits(self, key_block: int) -> bool:
-        """Whether a block of keys is a whole number of pages, or a page of blocks."""
+        """Whether a block of keys is a whole number of pages, or a page a whole number of blocks."""
         size = self.page_size
         return self.most_pages == 1 or size % key_block == 0 or key_block % size == 0
 
@@ -129,12 +131,12 @@ def why_unsupported(
 
 
 _SCALES = 32
-"""Scales of a page that a copy moves at least, 128 bytes."""
+"""Least number of scales that a copy moves: 128 bytes."""
 _BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def _why_unfit_in_8_bits(dtype: Any, sizes: Sizes) -> str | None:
-    """Returns None if the kernel can widen the pages, else the rule that rejects them."""
+    """Returns None if the kernel can convert 8-bit pages, else the rule that rejects them."""
     if dtype != jnp.bfloat16 or sizes.kept_dtype.name not in _BYTES:
         return f"pages of {sizes.kept_dtype} need queries in bfloat16, got {dtype}"
     size = sizes.head_size
@@ -161,7 +163,7 @@ class PagedConfig:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
 
     def ctas(self, shape: Shape, multiprocessors: int) -> int:
-        """Returns how many CTAs the GPU holds at once, or as many as there may be blocks."""
+        """Returns how many CTAs the GPU holds at once, limited by the most blocks that there can be."""
         units = shape.batch * shape.key_heads * Packing.of(shape).tiles
         most = units * -(-shape.key_count // self.key_block)
         return min(most, self.ctas_per_multiprocessor * max(1, multiprocessors))
@@ -202,8 +204,8 @@ def candidates(sizes: Sizes) -> tuple[PagedConfig, ...]:
     widest = max(sizes.head_size, sizes.value_size)
     shapes = [dict(stages=2), dict(stages=3, ctas_per_multiprocessor=1)]
     if not sizes.has_scales:
-        # Blocks of 128 keys: 127 us in place of 144 for 16 sequences of 8,192 keys in pages of 64,
-        # on an H200 (2026-11-28).
+        # Blocks of 128 keys take 127 us instead of 144 for 16 sequences of 8,192 keys in pages of 64, on
+        # an H200 (2026-11-28).
         shapes = [dict(key_block=128, ctas_per_multiprocessor=1), *shapes]
     if widest <= memory.SWIZZLED_COLUMNS:
         shapes = [dict(ctas_per_multiprocessor=3), dict(stages=3), dict(key_block=128), *shapes]
@@ -272,7 +274,7 @@ class _Cta(NamedTuple):
 
     queries: Heads
     pools: tuple[Any, ...]
-    """Keys and values, or both in one, and their scales if they have any."""
+    """Pools of keys and of values, or one pool of both, and their scales if they have any."""
     table: Any
     plan: Plan
     operands: Operands
@@ -316,7 +318,7 @@ class _Paged:
 
     @property
     def pools(self) -> tuple[int, ...]:
-        """The operand that has the keys, and the one that has the values."""
+        """Indices of the operands that hold the keys and the values."""
         return (0,) if self.sizes.is_combined else (0, 1)
 
     @property
@@ -325,7 +327,7 @@ class _Paged:
 
     @property
     def part_rows(self) -> int:
-        """Rows of a part that are written; the other rows of its tile of 64 are padding."""
+        """Rows of a part that are written; the rest of a tile of 64 rows is padding."""
         return min(WGMMA_ROWS, self.packing.rows)
 
     def memory(self) -> dict[str, Any]:
@@ -354,7 +356,7 @@ class _Paged:
         )
 
     def _bytes(self) -> dict[str, Any]:
-        """Returns the buffers of keys and values of 8 bits, and of the block that is widened."""
+        """Returns the buffers of 8-bit keys and values, and of the block converted to 16 bits."""
         block, stages, size = self.config.key_block, self.config.stages, self.sizes.head_size
         swizzled = min(size, 2 * memory.SWIZZLED_COLUMNS)
         bytes_smem = memory.tiled((stages,), block, size, self.sizes.kept_dtype, swizzled)
@@ -400,7 +402,7 @@ class _Paged:
         plgpu.wait_smem_to_gmem(0)
 
     def units(self, cta: _Cta, work: _Work, first: jax.Array, last: jax.Array) -> jax.Array:
-        """Returns a CTA's number of units; it begins in sequence `first`, the next CTA in `last`."""
+        """Returns a CTA's number of units; `last` is the sequence in which the next CTA begins."""
         begin = jnp.minimum(work.begin, work.stop - 1)
         start = self.division.place(cta.plan, begin, first)
         stop = self.division.place(cta.plan, work.stop - 1, jnp.maximum(last - 1, first))
@@ -425,7 +427,7 @@ class _Paged:
         queries.fill(cta.queries, batch_idx, start, head_idx, cta.shared["q_full"])
 
     def ahead(self, cta: _Cta, work: _Work, number: jax.Array, sequence: jax.Array) -> Place:
-        """Returns the place of block `number`, whose copy comes next, or of the CTA's last block."""
+        """Returns the place of block `number`, which is copied next, limited to the CTA's last block."""
         return self.division.place(cta.plan, jnp.minimum(number, work.stop - 1), sequence)
 
     def copy(self, name: str, cta: _Cta, work: _Work, i: int | jax.Array, place: Place) -> None:
@@ -451,9 +453,9 @@ class _Paged:
     def page(
         self, cta: _Cta, extent: Extent, sequence: jax.Array, token: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the page that has a token, and the token's place in it.
+        """Returns the page that holds a token, and the token's place in the page.
 
-        The page of a token past the sequence's end is beyond the pool, where copies read zeros.
+        A token past the sequence's end gets a page beyond the pool, from which copies read zeros.
         """
         if self.sizes.most_pages == 1:
             return cta.table[sequence, 0], token
@@ -513,9 +515,9 @@ class _Paged:
         return lax.broadcast_in_dim(scales, (WGMMA_ROWS, block), [1])
 
     def widen(self, name: str, cta: _Cta, slot: Any) -> Matrix:
-        """Returns a block in the dtype of the queries, which holds until the next is widened.
+        """Returns a block in the queries' dtype, valid until the next block is converted.
 
-        The store waits until all warps have read the bytes, and multiplied the previous block.
+        Before it is stored, all warps have read the bytes and multiplied the previous block.
         """
         [kept] = self.matrix(name, cta, slot).operands
         [[wide]] = cta.shared["wide_smem"]
@@ -542,7 +544,7 @@ class _Paged:
     def visit(
         self, cta: _Cta, work: _Work, number: jax.Array, sequence: jax.Array, ahead: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Computes a part, which begins with a block of the list, and returns where the next begins."""
+        """Computes a part, which begins with block `number`; returns where the next part begins."""
         place = self.division.place(cta.plan, number, sequence)
         count = jnp.minimum(place.blocks - place.block, work.stop - number)
         plgpu.barrier_wait(cta.shared["q_full"])
@@ -568,7 +570,7 @@ class _Paged:
         out: list[jax.Array],
         softmax: Softmax,
     ) -> tuple[jax.Array, list[jax.Array], Softmax]:
-        """Adds block n of a part to the output and to the softmax."""
+        """Adds block n of a part to the output and the softmax."""
         block, i = self.config.key_block, number - work.begin + n
         slot, later = self.slot(i), i + self.config.stages
         next_place = self.ahead(cta, work, work.begin + later, ahead)
@@ -634,7 +636,8 @@ class _Paged:
         """Adds Q K^T to the accumulator."""
         queries = Matrix.of(cta.shared["q_smem"])
         if len(queries.operands) != len(keys.operands):
-            # The keys are one block of columns, copied by tiles: slice it into the queries' blocks.
+            # The keys are one block of columns, copied by tiles, and are sliced like the queries'
+            # blocks.
             [whole], first, blocks = keys.operands, 0, []
             for operand in queries.operands:
                 blocks.append(whole.at[:, pl.ds(first, operand.shape[1])])
@@ -661,7 +664,7 @@ class _Paged:
         staged.write(Heads(out_gmem), part, part * 0, part * 0)
 
     def narrow(self, blocks: list[jax.Array]) -> list[jax.Array]:
-        """Cuts a product's blocks of columns into the narrower ones of the output's memory."""
+        """Cuts a product's blocks of columns into the narrower blocks of the output's memory."""
         pieces = []
         for block in blocks:
             for first in range(0, block.shape[1], memory.SWIZZLED_COLUMNS // 2):

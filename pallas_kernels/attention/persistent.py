@@ -82,13 +82,13 @@ class Ring(NamedTuple):
             self.release(slot)
 
     def drain(self) -> None:
-        """Waits for the arrivals still due at the producer's end, as the interpreter requires."""
+        """Waits for the arrivals still due when the producer ends, as the interpreter requires."""
         for slot in range(self.slots):
             plgpu.barrier_wait(self.free.at[slot])
 
 
 class Role(NamedTuple):
-    """Work of some of the warpgroups of every CTA."""
+    """Warpgroups of every CTA that do the same work."""
 
     warpgroups: range
     run: Callable[[Cta], None]
@@ -107,7 +107,7 @@ class PersistentKernel:
     name: str
     tiles: QueryTiles | KeyTiles
     schedule: np.ndarray | jax.Array
-    """The tiles of each CTA; see `tiles.schedule`."""
+    """Tiles of each CTA; see `tiles.schedule`."""
     roles: Sequence[Role]
     memory: Mapping[str, Any]
     results: Sequence[jax.ShapeDtypeStruct]

@@ -1,4 +1,4 @@
-"""Attention on Hopper for S <= 256 keys, such as images cut into patches: limits and entry points.
+"""Attention on Hopper for S <= 256 keys, such as in a ViT: limits and entry points.
 
 One SM holds all keys of a head, so that forward and backward read and write each array once and need no
 sums in global memory. The number of queries is not limited.

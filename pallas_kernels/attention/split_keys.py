@@ -103,7 +103,7 @@ def candidates(
         if not config.fits(shape):
             continue
         counts = _numbers_of_splits(shape, logits, config, multiprocessors)
-        # Other numbers of parts are worth trying only with the first options.
+        # Other numbers of parts are tried only with the first options.
         for splits in counts[:1] if result else counts:
             result.append(SplitForwardConfig(splits, **options))
     return tuple(result)
@@ -380,7 +380,7 @@ class _SplitForward:
         plgpu.wait_smem_to_gmem(0)
 
     def pieces(self, blocks: list[jax.Array]) -> list[jax.Array]:
-        """Cuts a product's blocks of columns into the narrower ones of the output's memory."""
+        """Cuts a product's blocks of columns into the narrower blocks of the output's memory."""
         pieces = []
         for block in blocks:
             for first in range(0, block.shape[1], memory.SWIZZLED_COLUMNS // 2):

@@ -4,7 +4,7 @@ If the queries of all heads that share a key head are at most 64 rows (`packing`
 meets all of its queries at once: dK and dV of the block are complete after one visit, and only dQ is a
 sum over blocks. A CTA visits one part of the blocks, keeps its sum of dQ in registers, and writes it in
 float32 at the end; the parts are then added in a fixed order. With more rows this kernel computes only
-dQ, and that of `backward_dkv` the other gradients.
+dQ, and `backward_dkv`'s kernel computes dK and dV.
 
 A visit takes five products. The product for dQ reads dS^T, with keys as rows, from shared memory; those
 for dK and dV take dS^T and P^T from the registers in which they were computed. The gradients of a block

@@ -1,4 +1,4 @@
-"""Tiles of persistent CTAs: their schedule, and the blocks that each visits.
+"""Tiles of persistent CTAs: their schedule, and the blocks that each tile visits.
 
 The forward and the kernel of dQ have tiles of queries, which visit blocks of keys. The kernel of dK and
 dV has tiles of keys, which visit blocks of queries.
@@ -70,11 +70,11 @@ class Visits(NamedTuple):
 
 
 class ListedVisits(NamedTuple):
-    """Visits to the blocks in a tile's list, the same for all consumers; see `Visits`."""
+    """Visits to the blocks of a tile's list, the same for all consumers; see `Visits`."""
 
     at: Place
     full: Blocks | None
-    """Blocks in which only the pattern masks; None if the mask is the pattern alone."""
+    """Blocks in which nothing but the pattern masks; None if the mask is the pattern alone."""
 
     @property
     def skipped(self) -> int:
@@ -111,7 +111,7 @@ With fewer, it saves less than the microseconds that XLA's kernels take to compu
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """The cut of queries into tiles, and of keys into blocks."""
+    """Division of queries into tiles, and of keys into blocks."""
 
     mask: BlockMask
     heads: int
@@ -155,7 +155,7 @@ class QueryTiles:
 
     @functools.cached_property
     def lists(self) -> BlockLists | None:
-        """The blocks that each tile visits, if the mask has a pattern."""
+        """Blocks that each tile visits, if the mask has a pattern."""
         if self.mask.pattern is None:
             return None
         return block_lists(self.mask.pattern, self.rows, self.key_block)
@@ -240,7 +240,7 @@ class QueryVisits(NamedTuple):
     start: jax.Array
     stop: jax.Array
     full: Blocks | None
-    """Blocks in which at most the pattern masks; None if the mask is the pattern alone."""
+    """Blocks in which nothing but the pattern masks; None if the mask is the pattern alone."""
     entries: Any = None
     """The tile's list of blocks, int32 [entries, 2]; without it, a visit's number is its block."""
     bits_gmem: Any = None
@@ -268,7 +268,7 @@ _EVEN = 16
 
 @dataclass(frozen=True)
 class KeyTiles:
-    """The cut of keys into tiles, and of queries into blocks: `QueryTiles` transposed.
+    """Division of keys into tiles, and of queries into blocks: `QueryTiles` transposed.
 
     Shares divide a tile's visits among CTAs, and each share of a key head has gradients of its own, as
     if it were a head.
@@ -312,7 +312,7 @@ class KeyTiles:
 
     @functools.cached_property
     def lists(self) -> BlockLists | None:
-        """The blocks of queries that each tile visits, if the mask has a pattern."""
+        """Blocks of queries that each tile visits, if the mask has a pattern."""
         if self.mask.pattern is None:
             return None
         return block_lists(self.mask.pattern, self.query_block, self.rows, transposed=True)
@@ -409,7 +409,7 @@ class KeyTiles:
 
 
 def _within(tables: Tables, batch_idx: jax.Array, tile_idx: jax.Array) -> Blocks | None:
-    """Returns the blocks that the segments of a tile reach."""
+    """Returns the blocks that a tile's segments reach."""
     if tables.bounds is None:
         return None
     return Blocks(*(tables.bounds[batch_idx, tile_idx, i] for i in range(4)))
@@ -418,7 +418,7 @@ def _within(tables: Tables, batch_idx: jax.Array, tile_idx: jax.Array) -> Blocks
 def _listed(
     tables: Tables, operands: Operands, batch_idx: Any, head_idx: Any, tile_idx: Any
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Returns a tile's list of blocks, after the range (first, stop) of its entries to visit."""
+    """Returns the range (first, stop) of the entries to visit, and the tile's list of blocks."""
     heads = operands.pattern_heads
     mask_idx = 0 if heads is None else heads[head_idx]
     batch_idx = batch_idx if tables.ranges.shape[0] > 1 else 0
