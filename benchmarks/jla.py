@@ -1,7 +1,7 @@
 """Compares with jax-linear-attention, cuDNN and XLA in one process: `python -m benchmarks jla`.
 
-Its kernels have their own layouts (w_gate and w_up in one array, embeddings by class), which are inputs
-here, so that neither side pays for the other's layout. Needs `pip install jax-linear-attention`.
+Its kernels have their own layouts (w_gate and w_up in one array, embeddings by class). They get inputs
+in these layouts, so that no time for conversion is counted. Needs `pip install jax-linear-attention`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from benchmarks.run import timing
 
 NAME = "jla"
 _LARGEST_ERROR = 3e-2
-"""The largest relative difference of a result or gradient from the peer's, by the norm of all values."""
+"""Largest relative difference of a result or gradient from the peer's, by the norm of all values."""
 
 Program = Callable[..., Any]
 
@@ -237,7 +237,7 @@ def _grouped(
 
 
 def group_sizes(groups: int, rows: int, skewed: bool) -> np.ndarray:
-    """Returns sizes that add up to `rows`: equal ones, or as those of a router that prefers some."""
+    """Returns sizes that add up to `rows`: equal ones, or those of a router with preferences."""
     if not skewed:
         return np.full(groups, rows // groups)
     shares = np.random.default_rng(0).dirichlet(np.full(groups, 2.0))
@@ -296,7 +296,8 @@ def main(arguments: Sequence[str]) -> int:
         for problem in PROBLEMS[name]:
             try:
                 written[problem.name] = _measure(problem, options.seconds)
-            except Exception as error:  # A peer's refusal must not end the others' measurements.
+            # A peer that refuses must not end the measurements of the others.
+            except Exception as error:
                 print(f"{problem.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
             jax.clear_caches()
             if options.out:

@@ -1,8 +1,9 @@
 """Steps of optimizers, in place: `python -m benchmarks optimizer [--trees NAME...] [--out FILE]`.
 
-With `--beside FOLDER` the package of another checkout takes the same steps, before and after, in its own
-processes. A step overwrites its state, so that calls cannot repeat with the same buffers as in the
-operators' runner: each call continues from the one before. Bytes are those that the step needs.
+With `--beside FOLDER` the package of another checkout takes the same steps, before and after, in its
+own processes. A step overwrites its state, so calls cannot repeat with the same buffers as in the
+operators' runner: each call continues from the previous one. Bytes are the least that a step must
+read and write.
 """
 
 import argparse
@@ -91,8 +92,7 @@ class Row:
     name: str
     ours: optim.FusedTransformation
     bytes: int
-    """Bytes of a parameter in float32 that a step reads and writes; 0 if products take most of the
-    time."""
+    """Bytes that a step reads and writes per float32 parameter; 0 if products take most of the time."""
     theirs: optax.GradientTransformation | None = None
     how: dict[str, Any] = field(default_factory=dict)
 
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _side_by_side(other: Path, arguments: Sequence[str]) -> int:
-    """Runs this program with the other package, with this one, and with the other one again."""
+    """Runs this program with the other package, with this one, and with the other again."""
     place = arguments.index("--beside")
     rest = [*arguments[:place], *arguments[place + 2 :]]
     here = Path(__file__).parents[1]
@@ -253,7 +253,7 @@ def _of_step(
 
 
 def _random(shapes: Any, seed: int) -> Any:
-    """Repeats one random vector, since a program for each shape would compile for long."""
+    """Repeats one random vector, because a random program for each shape would take long to compile."""
     vector = jax.random.normal(jax.random.key(seed), (2**20,), jnp.float32)
     return jax.tree.map(
         lambda shape: jnp.resize(vector, (int(np.prod(shape)),)).reshape(shape),

@@ -1,4 +1,4 @@
-"""Augmentation of uint8 images to bfloat16, with the draws given: two chains, forward."""
+"""Augmentation of uint8 images to bfloat16, with given draws: two chains, forward."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,7 +32,7 @@ def _case(name: str, shape: Shape) -> Case:
     ours, xla, torch, inputs = _CHAINS[name]
     count = shape[0]
     size = shape[1] * shape[2] if name == WARP else SIZE * SIZE
-    # Contrast reads the images twice; the blur's pass reads and writes bytes once more.
+    # Contrast reads the images twice; the blur's pass reads and writes one more byte per value.
     moved = 2 * shape[1] * shape[2] + 2 * size if name == WARP else shape[1] * shape[2] + 4 * size
     return Case(
         name=name,
@@ -94,7 +94,7 @@ def _warp(images, degrees, scale, brightness, contrast, *, implementation):
 
 
 def _warp_xla(images, degrees, scale, brightness, contrast):
-    """The same as a JAX user writes it."""
+    """Computes the warp chain as a JAX user writes it."""
 
     def one(image, degrees, scale, brightness, contrast):
         height, width, _ = image.shape
@@ -164,7 +164,7 @@ def _crop(images, boxes, flip, saturation, hue, sigma, *, implementation):
 
 
 def _crop_xla(images, boxes, flip, saturation, hue, sigma):
-    """The same as a JAX user writes it."""
+    """Computes the crop chain as a JAX user writes it."""
 
     def one(image, box, flip, saturation, hue, sigma):
         left, top, width, height = box
@@ -191,7 +191,7 @@ def _crop_xla(images, boxes, flip, saturation, hue, sigma):
 
 
 def _hue(x, turns, library):
-    """Turns the hue of colours in the last axis, in jax.numpy or torch."""
+    """Rotates the hue of colours in the last axis, in jax.numpy or torch."""
     red, green, blue = x[..., 0], x[..., 1], x[..., 2]
     largest = library.maximum(library.maximum(red, green), blue)
     chroma = largest - library.minimum(library.minimum(red, green), blue)

@@ -16,7 +16,7 @@ FORWARD, WITH_GRADIENTS = "forward", "forward+backward"
 
 @dataclass(frozen=True)
 class Operation:
-    """An operator with its options, and its peers. All take x and then the parameters."""
+    """An operator with its options and its peers; all of them take x and then the parameters."""
 
     name: str
     ours: Function
@@ -35,7 +35,7 @@ def cases(
     shapes: Sequence[Shape],
     bars: Mapping[tuple[str, Shape], tuple[Bar, ...]],
 ) -> list[Case]:
-    """Returns each operation at each shape, forward and with gradients; `bars` by name and shape."""
+    """Returns cases of all operations and shapes, both directions; `bars` by name and shape."""
     return [
         _case(operation, direction, shape, bars.get((f"{operation.name} {direction}", shape), ()))
         for shape in shapes

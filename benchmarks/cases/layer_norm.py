@@ -81,7 +81,7 @@ def _flax_bias_relu(x, scale, bias, pre_bias):
 def _torch_layer_norm(x, scale, bias):
     import torch
 
-    # This is autocast's form: float32 inside, and the compiler fuses the casts.
+    # This is what autocast does: float32 inside, and the compiler fuses the casts.
     wide = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], scale, bias, _EPSILON)
     return wide.to(x.dtype)
 
@@ -113,14 +113,14 @@ def _liger_layer_norm() -> Function:
 def _liger_rms_norm() -> Function:
     from liger_kernel.ops import LigerRMSNormFunction
 
-    # in_place would write dx over dy, which the other peers still need.
+    # With in_place, dx would overwrite dy, which the other peers still need.
     return lambda x, scale: LigerRMSNormFunction.apply(x, scale, _EPSILON, 0.0, "llama", False)
 
 
 def _tokamax(x, scale, bias=None, *, subtract_mean):
     from tokamax._src.ops.normalization.triton import TritonNormalization
 
-    # tokamax.layer_norm would overwrite x: XLA then copies x first, which leaves it in the L2.
+    # tokamax.layer_norm would overwrite x, so XLA would copy x first, which leaves x in the L2.
     return TritonNormalization(input_output_alias=False)(
         x,
         scale,
@@ -139,7 +139,7 @@ def _tokamax(x, scale, bias=None, *, subtract_mean):
 class _Operation:
     name: str
     ours: Function
-    """Our function, which takes implementation= as well."""
+    """Function of this package, which takes implementation= as well."""
     flax: Function
     torch: Function
     bars: tuple[Bar, ...]
@@ -150,7 +150,7 @@ class _Operation:
     differentiable: int = 2
     """Number of leading operands with a gradient: x, scale and perhaps bias."""
     extra: tuple[str, ...] = ()
-    """Operands after those: "residual" like x, "pre_bias" of [features]."""
+    """Operands after the differentiable ones: "residual" in x's shape, "pre_bias" [features]."""
     cotangents: int = 0
     """Number of cotangents; 0 measures the forward alone."""
     liger: Callable[[], Function] | None = None

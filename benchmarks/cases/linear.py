@@ -51,7 +51,7 @@ def _gelu_layer(x, w, bias, *, implementation):
 
 
 def _flax_gelu_layer(x, w, bias):
-    # This is flax.linen.Dense and jax.nn.gelu, which by default approximates by tanh.
+    # This is flax.linen.Dense with jax.nn.gelu, whose default is the tanh approximation.
     return jax.nn.gelu(x @ w + bias)
 
 
@@ -65,7 +65,7 @@ def _torch_gelu_layer(x, w, bias):
 class _Operation:
     name: str
     ours: Function
-    """Our function, which takes implementation= as well."""
+    """Function of this package, which takes implementation= as well."""
     flax: Function
     torch: Function
     has_bias: bool

@@ -83,7 +83,7 @@ def _then_down(gated_unit: Function) -> Function:
 
 
 def _pallas_gated_unit(x, w_gate, w_up):
-    """Runs the kernel alone: it is the first half of `gated_mlp`, and not an operator itself."""
+    """Runs the gated unit's kernel, the first half of `gated_mlp`, which is no operator itself."""
     unit, _, _ = pallas_mlp.gated_forward(
         x,
         w_gate,
@@ -104,7 +104,7 @@ def _pallas_gated_unit(x, w_gate, w_up):
 class _Operation:
     name: str
     ours: Function
-    """Our function, which takes implementation= as well."""
+    """Function of this package, which takes implementation= as well."""
     peers: dict[str, Function]
     torch: Function
     products: int

@@ -1,4 +1,4 @@
-"""sample: tokens drawn from float32 logits, beside sorts of the vocabulary."""
+"""sample: tokens drawn from float32 logits, compared with sorts of the vocabulary."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def _case(operation: _Operation, shape: tuple[int, int]) -> Case:
         logits = 3.0 * jax.random.normal(key, shape, jnp.float32)
         return logits, jnp.arange(shape[0], dtype=jnp.int32)
 
-    # 30 us for the first shape on an H100, whose bulk copy reads about 3 TB/s.
+    # The bar is 30 us for the first shape on an H100, whose bulk copy reads about 3 TB/s.
     is_timed = shape == SHAPES[0] and "top_k" not in operation.options
     bars = (Bar(BULK_COPY, must=0.36),) if is_timed else ()
     return Case(
@@ -49,7 +49,7 @@ def _case(operation: _Operation, shape: tuple[int, int]) -> Case:
         bytes=4 * shape[0] * shape[1],
         bars=(*bars, Bar("xla", must=5.0)) if shape == SHAPES[0] and operation.options else (),
         dtype="float32",
-        # The peers draw other noise, and so other tokens.
+        # The peers draw other noise, so their tokens differ.
         error_limit=math.inf,
         **functions(
             ours,

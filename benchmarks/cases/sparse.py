@@ -1,4 +1,4 @@
-"""Products with sparse weights and matrices, beside the dense product and JAX's sparse ones."""
+"""Products with sparse weights and matrices, compared with the dense product and JAX's sparse ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -2,10 +2,10 @@
 
 `--out FILE` traces the recorded cases as for an H200, without a GPU, and writes what runs each stage and
 the times expected of the others. `--before FILE` traces them again and compares: a case whose stages all
-run as before has a ratio of 1. The other cases are judged by recorded times where these tell: ours ran
-kernels, stock is XLA. Else by the times that the code before expected, of the stages that differ.
-A ratio is the time before over the time now, so that below 1 the change makes a case slower; a loss is
-what the sweep calls one, of 5 % and half a microsecond.
+run as before has a ratio of 1. The other cases are judged by recorded times if these apply (ours ran
+kernels, stock is XLA), else by the times that the earlier code expected of the stages that differ. A
+ratio is the time before over the time now: below 1 the change makes a case slower. A loss is at least 5
+% and half a microsecond, as in the sweep.
 """
 
 import argparse
@@ -160,7 +160,7 @@ def _compare(
 
 
 def _is_loss(item: tuple[float, str, dict[str, Any]]) -> bool:
-    """Returns whether a case is slower by more than the sweep counts as equal."""
+    """Returns whether a case is slower by more than the sweep's tolerance."""
     ratio, _, entry = item
     before = entry["microseconds"][OURS]
     return ratio < report.NEAR and before / ratio - before > report.MICROSECONDS
@@ -173,7 +173,7 @@ def _told(stages: Sequence[Stage]) -> str:
 def _ratio(
     entry: dict[str, Any], before: Sequence[Stage], now: Sequence[Stage]
 ) -> tuple[float, str]:
-    """Returns (the time before over the time now, how that is known)."""
+    """Returns the time before over the time now, and the source of the times."""
     runs = [[stage["runs"] for stage in stages] for stages in (before, now)]
     if runs[0] == runs[1]:
         return 1.0, "same"

@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _lines(options: argparse.Namespace) -> list[str]:
-    """Returns the cases, which the checkout of this process draws, operators in turn."""
+    """Returns lines of cases drawn by this process's checkout, one operator after the other."""
     if options.lower:
         return (options.folder / "cases").read_text().splitlines()
     names = options.operators or list(configs.OPERATORS)
@@ -101,7 +101,7 @@ def _lower(folder: Path, index: int, line: str) -> None:
 
 def _compare(options: argparse.Namespace, lines: Sequence[str], processes: Sequence[Any]) -> None:
     if cuda_library.why_unavailable() is None:
-        # Modules lowered by other processes call these kernels by the names that this registers.
+        # The registered kernels are called by name in modules that other processes lowered.
         cuda_library.register()
         cublaslt.why_unavailable()
     deadline = time.monotonic() + options.seconds
@@ -124,7 +124,7 @@ def _compare(options: argparse.Namespace, lines: Sequence[str], processes: Seque
                 elif not raised:
                     compiled = [pool.submit(judge.compile_module, module) for module in modules]
                     batch.append((key, lines[index], compiled))
-            # Nothing is compiled while a case is timed.
+            # Timing begins after all compilations have ended.
             wait([future for _, _, compiled in batch for future in compiled])
             for key, line, compiled in batch:
                 if time.monotonic() < deadline:
@@ -138,7 +138,7 @@ def _compare(options: argparse.Namespace, lines: Sequence[str], processes: Seque
 def _modules(
     folder: Path, index: int, direction: str, processes: Sequence[Any], deadline: float
 ) -> Any:
-    """Returns both builds' modules of a case, or None if the time is up before they are there."""
+    """Returns both builds' modules of a case; None if they are not ready before the deadline."""
     paths = [folder / build / f"{index}.{direction}" for build in _BUILDS]
     while not all(path.exists() for path in paths):
         if time.monotonic() > deadline or all(p.poll() is not None for p in processes):

@@ -1,11 +1,11 @@
 """`python -m benchmarks.choice.size`: counts lines and constants by which implementations are chosen.
 
-A choice begins at a stage's `estimate`, or where an operator leaves a call to XLA before its
-custom_vjp. Counted is all that these name, and what that names in turn, in `jaxfused` and
-`pallas_kernels`: functions, classes of sizes, and module constants. A constant is a numeric literal in
-there other than -1, 0, 1 and 2. A second row adds what orders the configs of a kernel (`configs`).
-Reasons why a kernel cannot run (`why_not`, `why_unsupported`) are limits, not choices, and not followed;
-nor are the Runner and the table, which have no figure of an operator.
+A choice begins at a stage's `estimate`, or where an operator leaves a call to XLA before its custom_vjp.
+The count covers all that these roots name, directly or indirectly, in `jaxfused` and `pallas_kernels`:
+functions, classes of sizes, and module constants. A constant is a numeric literal in them other than -1,
+0, 1 and 2. A second row adds what orders the configs of a kernel (`configs`). Reasons why a kernel
+cannot run (`why_not`, `why_unsupported`) are limits, not choices, and not followed; nor are the Runner
+and the table, which have no figure of an operator.
 """
 
 import argparse
@@ -37,14 +37,14 @@ Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 
 class Place(NamedTuple):
-    """A definition: its module, and its name in it, with its class before a dot."""
+    """Place of a definition: its module, and its name there, with its class before a dot."""
 
     module: str
     name: str
 
 
 class Module:
-    """The definitions of a file, and the modules and names that it imports."""
+    """Definitions of a file, and the modules and names that it imports."""
 
     def __init__(self, path: Path, name: str):
         self.name = name
@@ -72,7 +72,7 @@ class Module:
 
 @functools.cache
 def modules() -> dict[str, Module]:
-    """The modules of both packages, by name."""
+    """Returns the modules of both packages, by name."""
     found = {}
     for package in ("jaxfused", "pallas_kernels"):
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -83,7 +83,7 @@ def modules() -> dict[str, Module]:
 
 @functools.cache
 def _resolved(module: str, name: str) -> Place | str | None:
-    """Returns what a name of a module is: a definition, a module's name, or None."""
+    """Returns what a name in a module refers to: a definition, a module's name, or None."""
     if module not in modules():
         return None
     here = modules()[module]
@@ -97,7 +97,7 @@ def _resolved(module: str, name: str) -> Place | str | None:
 
 
 def roots(*, with_configs: bool) -> list[Place]:
-    """The functions with which choices begin."""
+    """Returns the functions in which choices begin."""
     names = {"estimate", *_GATES, *(["configs"] if with_configs else [])}
     return [
         Place(module.name, name)
@@ -109,7 +109,7 @@ def roots(*, with_configs: bool) -> list[Place]:
 
 
 def _inline_gates() -> Iterator[Place]:
-    """Functions that pass `why_xla` to the gate as they are."""
+    """Yields functions that are passed to the gate as `why_xla`."""
     for module in modules().values():
         for name, node in module.definitions.items():
             calls = (n for n in ast.walk(node) if isinstance(n, ast.Call))
@@ -122,7 +122,7 @@ def _inline_gates() -> Iterator[Place]:
 
 
 def reached(begin: Iterable[Place]) -> set[Place]:
-    """Returns the definitions that the roots name, and what those name."""
+    """Returns the definitions that the roots name, directly or indirectly."""
     seen: set[Place] = set()
     waiting = [p for p in begin if not p.name.endswith("()")]
     while waiting:
@@ -158,21 +158,22 @@ def _named_by(place: Place, seen: set[Place]) -> Iterator[Place]:
                     if isinstance(found, Place):
                         yield found
                 else:
-                    # A method or property of a class that is reached, and that this module knows.
+                    # The methods and properties of a reached class count if this module imports the
+                    # class.
                     for other in [p for p in seen if "." not in p.name]:
                         if _knows(place.module, other):
                             yield from _method(other.module, other.name, part.attr)
 
 
 def _knows(module: str, place: Place) -> bool:
-    """Returns whether a definition is of this module, or of one that it imports from."""
+    """Returns whether a definition belongs to this module or to one that it imports from."""
     sources = {source for source, _ in modules()[module].imports.values()}
     named = {f"{source}.{name}" for source, name in modules()[module].imports.values()}
     return place.module == module or place.module in sources | named
 
 
 def _method(module: str, owner: str, name: str) -> Iterator[Place]:
-    """The method of a class, or of the classes it inherits from."""
+    """Yields the method of a class, or of its base classes."""
     if name in _LAUNCHES or module not in modules():
         return
     definitions = modules()[module].definitions
@@ -187,7 +188,7 @@ def _method(module: str, owner: str, name: str) -> Iterator[Place]:
 
 
 def _body(node: Definition) -> list[ast.AST]:
-    """Returns the nodes of a definition that are followed and counted: of a class its fields alone."""
+    """Returns the nodes of a definition that are followed and counted; for a class only its fields."""
     if isinstance(node, ast.ClassDef):
         return [n for n in node.body if not isinstance(n, ast.FunctionDef)]
     if isinstance(node, ast.FunctionDef):
@@ -196,7 +197,7 @@ def _body(node: Definition) -> list[ast.AST]:
 
 
 def constants(node: Definition) -> int:
-    """Counts the numeric literals that steer."""
+    """Counts the numeric literals of a definition."""
     return sum(
         isinstance(part, ast.Constant)
         and isinstance(part.value, int | float)
@@ -208,7 +209,7 @@ def constants(node: Definition) -> int:
 
 
 def lines(node: Definition) -> int:
-    """Counts the lines with code, without docstrings."""
+    """Counts the lines of a definition with code, without docstrings."""
     nodes = [node] if not isinstance(node, ast.ClassDef) else _body(node)
     found: set[int] = set()
     for child in nodes:
@@ -230,14 +231,14 @@ def _spans(part: ast.AST) -> bool:
 
 
 def table(*, with_configs: bool) -> Counter[tuple[str, str]]:
-    """Returns (module, "lines" | "constants") counts of all that steers."""
+    """Returns counts of lines and constants by (module, "lines" or "constants")."""
     counts: Counter[tuple[str, str]] = Counter()
     found = reached(roots(with_configs=with_configs))
     counted: set[int] = set()
     for place in found:
         node = modules()[place.module].definitions[place.name]
         if id(node) in counted:
-            continue  # Several names of one assignment.
+            continue  # The loop skips the other names of one assignment.
         counted.add(id(node))
         counts[place.module, "lines"] += lines(node)
         counts[place.module, "constants"] += constants(node)

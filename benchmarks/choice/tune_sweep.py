@@ -3,7 +3,8 @@
 Each stage of these programs, forward and gradient, is measured in all its implementations, each by its
 default config. The file in `--out` has the format of the shipped tables and is added to, so that a run
 that was cut off goes on. Several processes lower and compile at the same time; one at a time measures,
-while the others rest. `measured.jsonl` beside it has for each stage what the code chose and expected.
+while the others rest. `measured.jsonl` next to it has, for each stage, the code's choice and the times
+that it expected.
 """
 
 import argparse
@@ -33,18 +34,18 @@ from jaxfused.tuning import tuner
 from jaxfused.tuning.bench import GpuBench
 
 _BATCH = 10
-"""Stages that a process compiles before it measures them."""
+"""Number of stages that a process compiles before it measures them."""
 _SLOWER = 1.05
-"""Ratio from which a choice counts as wrong."""
+"""Ratio of times from which a choice counts as wrong."""
 
-# Tokens, width, heads and hidden features of models, with the norm of each.
+# Tokens, width, heads, hidden features and norm of the models.
 _VIT_S, _VIT_B, _VIT_L = (197, 384, 6, 1536), (197, 768, 12, 3072), (197, 1024, 16, 4096)
 _GPT2, _LLAMA_1B, _LLAMA_8B = (1024, 768, 12, 3072), (2048, 2048, 32, 8192), (2048, 4096, 32, 14336)
 _MODELS = [
     *((batch, model, "layer_norm") for model in (_VIT_S, _VIT_B, _VIT_L) for batch in (64, 256, 1)),
     *((batch, _GPT2, "layer_norm") for batch in (16, 4)),
     *((batch, model, "rms_norm") for model in (_LLAMA_1B, _LLAMA_8B) for batch in (1, 4)),
-    # A token each of several requests.
+    # Decoding: one token for each of several requests.
     *(
         (batch, (1, *model[1:]), "rms_norm")
         for model in (_LLAMA_1B, _LLAMA_8B)
@@ -179,7 +180,7 @@ def _cases(seed: int) -> Iterator[configs.Config]:
         yield from _layers(batch, *sizes, norm)
     names = [name for name in configs.OPERATORS if name != "fp8_mlp"]
     for index in range(200):
-        # Image operators have no models above.
+        # No model above has image operators.
         for name in (*names, *_IMAGES):
             yield configs.drawn(name, seed, index + 1000 * (name in _IMAGES))
 
@@ -228,7 +229,7 @@ def _layers(
 
 
 def _report(folder: Path, seconds: float) -> None:
-    """Prints for each stage how the code's choice does against the fastest implementation."""
+    """Prints, for each stage, the choice's time relative to the fastest implementation's."""
     found: dict[str, list[tuple[float, dict[str, Any]]]] = {}
     for line in (folder / "measured.jsonl").read_text().splitlines():
         record = json.loads(line)

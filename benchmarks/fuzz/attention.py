@@ -173,7 +173,7 @@ _UNIT_VECTORS = 256
 
 
 def _rounded_output_noise(o: Options) -> Any:
-    """Returns what rounding the output does to gradients in a backward that keeps no weights.
+    """Returns the error of gradients in a backward that reads a rounded output, not the weights.
 
     The gradient of a logit is p (dp - delta), with delta = sum(dy * y) of a row. Where a row gives all
     of its weight to one key, dp and delta are equal, and only p times the rounding error of y remains.
@@ -214,9 +214,9 @@ def _rounded_output_noise(o: Options) -> Any:
 
 
 def _weights(attend: Any, k: jax.Array) -> jax.Array:
-    """Returns the weights [..., T, N, S], which are what attention makes of unit vectors as values.
+    """Returns the weights [..., T, N, S]: attention's results for unit vectors as values.
 
-    All S unit vectors at once would take S * S numbers a head, so `attend` gets a few at a time.
+    All S unit vectors at once would take S * S numbers per head, so `attend` gets a few at a time.
     """
     keys = k.shape[-3]
     count = max(1, min(keys, _UNIT_VECTORS))

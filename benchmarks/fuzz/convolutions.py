@@ -23,7 +23,7 @@ from benchmarks.fuzz.problem import (
 from benchmarks.run.draw import Draw
 
 _MOST_PIXELS = 2**12
-"""Pixels of all images together."""
+"""Largest number of pixels of all images together."""
 
 
 def draw_conv(draw: Draw) -> Options:
@@ -59,7 +59,7 @@ def _enlarging(draw: Draw, drawn: Options) -> Options:
 
 
 def draw_depthwise_conv(draw: Draw) -> Options:
-    """Draws mostly what depthwise kernels support: their windows, and one channel per group."""
+    """Draws mostly convolutions that depthwise kernels support: their windows, one channel per group."""
     channels = features(draw, 300)
     window = draw.pick(((3,), (4,), (7,), (3, 3), (5, 5), (7, 7), (7, 7), (5, 3)))
     dilated = draw.chance(0.1)
@@ -84,7 +84,7 @@ def _draw_window(draw: Draw) -> Options:
         groups * draw.pick((1, 3, 4, 8, 64, 72, features(draw, 200))) for _ in range(2)
     )
     input_dilation = draw.pick((1, 1, 1, 1, 1, 2))
-    # "SAME" does not say how a transposed convolution is padded.
+    # "SAME" does not define the padding of a transposed convolution.
     paddings = ("SAME", "SAME", "VALID", "CIRCULAR", 1) if input_dilation == 1 else (0, 1, 2)
     return dict(
         batch=draw.size(1, min(512, max(1, _MOST_PIXELS // math.prod(sides)))),

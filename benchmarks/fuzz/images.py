@@ -8,7 +8,7 @@ from benchmarks.fuzz.problem import DTYPES, How, Operand, Options, Problem, feat
 from benchmarks.run.draw import Draw
 
 _MOST_PIXELS = 2**12
-"""Pixels of all images together."""
+"""Largest number of pixels of all images together."""
 
 
 def _draw_image(draw: Draw, axes: int) -> Options:

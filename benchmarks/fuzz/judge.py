@@ -2,8 +2,8 @@
 
 A result is right if its error is at most twice that of XLA in the same precision plus two units in the
 last place at the largest value, over several draws of the operands. The tests' rule, which compares with
-float64, allows one unit; here arrays may be so small that XLA's error is luck. So a case that seems
-wrong is drawn many more times, and the largest errors of all draws are compared.
+float64, allows one unit; here arrays may be so small that XLA's error is a matter of chance. So a case
+that seems wrong is drawn many more times, and the largest errors of all draws are compared.
 """
 
 import warnings
@@ -22,13 +22,13 @@ from benchmarks.run import peers
 OK, WRONG, RAISED, DIFFERENT, REFUSED = "ok", "wrong", "raised", "different", "refused"
 
 _DRAWS, _MORE_DRAWS = 4, 28
-"""Draws of operands and cotangents for each case, and further ones for a case that seems wrong."""
+"""Draws of operands and cotangents for each case, and additional draws for a case that seems wrong."""
 _FACTOR, _UNITS = 2.0, 2.0
 _TRUTH_ROUNDING = 2.0**-18
 """Error of the float32 truth itself, as a share of its largest value."""
 _UNSURE = 4.0
 """Allowed multiple of the truth's change when all operands are off by their last bits. A difference of
-nearly equal numbers, such as the gradient of a norm over two features, is no more certain than that."""
+nearly equal numbers, such as the gradient of a norm over two features, cannot be more accurate."""
 _TF32_BITS = 10
 _KINK_STEPS = 6
 _HUGE = 1e30
@@ -44,7 +44,7 @@ class Verdict:
     status: str
     why: str = ""
     share: float = 0.0
-    """The largest error, as a share of what is allowed."""
+    """Largest error, relative to the allowed error."""
 
 
 def judge(options: Options) -> Verdict:
@@ -65,7 +65,7 @@ def judge(options: Options) -> Verdict:
 
 
 def is_refused(programs: Programs, error: Exception) -> bool:
-    """Returns whether the named implementation cannot run this, or the operator's validation refused it.
+    """Returns whether an error is a refusal, by the named implementation or by validation.
 
     Validation raises the same error for implementation="xla".
     """
@@ -106,7 +106,7 @@ def _compare(programs: Programs, ours: Any, plain: Any, truth: Any) -> Verdict:
 def _add_draw(
     errors: list[dict[str, Any]], programs: Programs, ours: Any, plain: Any, truth: Any
 ) -> str | None:
-    """Updates the largest errors; returns the name of a result that differs in a second run."""
+    """Updates the largest errors; returns the name of a result that differs in a second run, if any."""
     operands, cotangents = programs.draw()
     first = programs.run(programs.ours, ours, operands, cotangents)
     low = programs.run(PLAIN, plain, operands, cotangents)
@@ -121,8 +121,8 @@ def _add_draw(
         slack[index] = slack[index] + of_one
     cut = true
     if programs.problem.tf32:
-        # XLA may multiply small matrices in full float32; the truth of rounded operands has tf32's
-        # error.
+        # XLA may multiply small matrices in full float32. The truth of operands rounded to tf32 has
+        # tf32's error.
         cut = programs.run(TRUTH, truth, *programs.as_tf32(operands, cotangents))[: len(errors)]
     shaken = programs.run(TRUTH, truth, programs.shaken(operands), cotangents)[: len(errors)]
     for seen, *arrays in zip(errors, first, low, true, cut, slack, shaken, strict=True):
@@ -145,7 +145,7 @@ def _verdict(programs: Programs, errors: list[dict[str, Any]]) -> Verdict:
 def _slack(
     programs: Programs, truth: Any, operands: Arrays, cotangents: list[Any], true: list[Any]
 ) -> list[Any]:
-    """Returns how far each value moves while a relu's input is shifted up and down by its rounding.
+    """Returns how far values move while a relu's input is shifted up and down by its rounding error.
 
     Within that range a preactivation is on either side of the kink by luck, and its gradient with it.
     The shift grows in steps whose changes are added up: in a sum over rows two kinks may cancel each
@@ -180,7 +180,7 @@ def _add(
     XLA's error is the larger one of `plain` and of `cut`, the truth for operands cut to tf32.
     """
     seen["dtype"] = ours.dtype
-    # float16 may overflow where float32 does not, which is no error.
+    # An overflow in float16 where float32 has none is no error.
     limit = min(_HUGE, float(jnp.finfo(ours.dtype).max) / 2)
     usual = np.isfinite(true) & (np.abs(true) < limit)
     with warnings.catch_warnings():
@@ -209,7 +209,7 @@ def _add(
 
 
 def _share(problem: Problem, seen: dict[str, Any]) -> tuple[float, str]:
-    """Returns the error of one result as a share of what is allowed, and a sentence about it."""
+    """Returns a result's error relative to the allowed error, and a sentence about it."""
     if seen["strange"]:
         return (
             np.inf,

@@ -41,7 +41,7 @@ def draw_cross_entropy(draw: Draw) -> Options:
         bias=draw.chance(0.4),
         soft_cap=draw.pick((None, None, 5.0)),
         cotangent=draw.pick((None, "any", 0.5)),
-        # By default XLA takes small logits; "cuda" makes the kernels run.
+        # By default XLA runs small logits; "cuda" makes the kernels run.
         implementation=draw.pick((None, "cuda", "cuda")),
     )
 
@@ -112,7 +112,7 @@ def _loss(
         logits = operands["x"] @ operands["w"] if is_product else operands["logits"]
         logits = logits.astype(jnp.float32)
         logits = logits if bias is None else logits + bias
-        # A row's loss has the errors of the label's logit and of the largest logits.
+        # A row's loss has the rounding errors of the label's logit and of the largest logits.
         of_rows = eps * jnp.max(jnp.abs(logits), axis=-1, initial=0.0)
         if o["reduction"] != "none":
             of_rows = jnp.sqrt(jnp.sum(of_rows**2))
@@ -120,7 +120,8 @@ def _loss(
             of_rows = of_rows / max(1, logits[..., 0].size)
         found = {"result 0": of_rows}
         if cotangents is not None and not is_product:
-            # The gradient is a difference of two numbers up to 1; with one class only rounding is left.
+            # The gradient is a difference of two numbers up to 1; with one class only its rounding error
+            # is left.
             of_row = jnp.max(jnp.abs(cotangents[0]), initial=0.0) * constants.get("weights", 1.0)
             of_row = of_row / (max(1, logits[..., 0].size) if o["reduction"] == "mean" else 1)
             of_row = jnp.broadcast_to(of_row, logits.shape[:-1])[..., None]

@@ -28,9 +28,9 @@ from benchmarks.fuzz.problem import (
 from benchmarks.run.draw import Draw
 
 _MOST = 2**19
-"""Elements of x."""
+"""Largest number of elements of x."""
 _MOST_PIXELS = 2**14
-"""Pixels of all images together."""
+"""Largest number of pixels of all images together."""
 
 
 def draw_norm(draw: Draw) -> Options:
@@ -90,7 +90,7 @@ def _norm(o: Options, norm: Any) -> Problem:
 
     def run(operands: Any, constants: Any, how: How) -> Any:
         del constants
-        # The truth is y before it is quantised.
+        # The truth is y before its quantisation.
         results = norm(
             operands["x"],
             operands.get("scale"),
@@ -137,7 +137,8 @@ def _images(o: Options) -> dict[str, Operand]:
 def draw_group_norm(draw: Draw) -> Options:
     groups, size = draw.pick((1, 2, 4, 8, 32)), draw.pick((1, 2, 3, 4, 8, 16))
     options = _draw_image(draw, groups * size)
-    # No modulation before a relu: the relu would read the image's shift, and the judge shifts the bias.
+    # A modulation before a relu is left out: the relu would read the image's shift, but the judge shifts
+    # the bias.
     modulated = options["activation"] != RELU and draw.chance(0.2)
     return options | dict(num_groups=groups, epsilon=draw.pick((1e-6, 1e-5)), modulated=modulated)
 
@@ -152,7 +153,7 @@ def _draw_image(draw: Draw, channels: int) -> Options:
     after = activation(draw, 0.4)
     most = min(512, max(1, _MOST_PIXELS // math.prod(sides)))
     return dict(
-        # At least one example: the statistics of none are not defined.
+        # There is at least one example, because the statistics of none are undefined.
         shape=[max(1, length(draw, most)), *sides, channels],
         dtype=draw.pick(DTYPES),
         scale=maybe_dtype(draw, 0.8),
@@ -197,7 +198,7 @@ def group_norm(options: Options) -> Problem:
         )
 
     def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
-        """Returns dx's noise: among equal values it is rstd times a difference of equal numbers."""
+        """Returns dx's noise: for equal values dx is rstd times a difference of equal numbers."""
         del constants, results
         if cotangents is None:
             return {}

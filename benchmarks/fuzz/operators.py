@@ -1,4 +1,4 @@
-"""Every operator of the fuzz: how its options are drawn, and what they mean."""
+"""Every operator of the fuzz, with functions that draw its options and build its problem."""
 
 import json
 from collections.abc import Callable
@@ -54,10 +54,10 @@ def drawn(seed: int, index: int, names: list[str], largest: int | None = None) -
     draw = Draw(seed, f"fuzz {index}", largest)
     name = draw.pick([name for name in names for _ in range(OPERATORS[name].share)])
     options = {"operator": name, "data": draw.between(0, 2**31 - 1)}
-    # Kernels are named too: the tuner may choose any that can run.
+    # Kernels are named explicitly too, because the tuner may choose any that can run.
     options |= dict(implementation=draw.pick((None, None, None, None, "pallas", "cuda")))
     options |= OPERATORS[name].draw(draw)
-    # Under vmap either all operands have the axis or only the first.
+    # Under vmap either all operands have the batch axis, or only the first.
     vmap = draw.pick(("all", "first")) if draw.chance(0.2) else None
     return options | dict(vmap=vmap, vmap_size=draw.pick((1, 2, 3)), gradient=draw.chance(0.75))
 

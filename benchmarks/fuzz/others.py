@@ -151,7 +151,8 @@ _OPTIMIZERS = {
     "adamw": (jaxfused.optim.adamw, optax.adamw, dict(weight_decay=0.1)),
     "lamb": (jaxfused.optim.lamb, optax.lamb, dict(weight_decay=0.1)),
 }
-"""Optimizers to draw from. lion is left out: the sign of an update near zero is luck."""
+"""Optimizers to draw from. lion is left out, because rounding decides the sign of an update near
+zero."""
 
 
 def draw_optimizer(draw: Draw) -> Options:

@@ -34,7 +34,8 @@ class How(NamedTuple):
     """One of three ways to compute a function: as drawn, by XLA, and by XLA in float32."""
 
     implementation: str | None
-    """Implementation to name: the drawn one for what is judged, "xla" for what it is compared with."""
+    """Implementation to name: the drawn one for the judged program, "xla" for those it is compared
+    with."""
     exact: bool
     """True if operands are float32, and results too, even if the call names a dtype."""
 
@@ -43,7 +44,7 @@ class How(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A random array of which a gradient is taken."""
+    """Random array whose gradient is taken."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -64,18 +65,19 @@ class Problem:
     constants: Mapping[str, Any]
     """Operands without a gradient: masks, lengths, labels, tables, quantised weights."""
     kinks: tuple[str, ...] = ()
-    """Operands that are added to a relu's input; shifting them shows what crossing its kink changes."""
+    """Operands that are added to a relu's input; the judge shifts them across the relu's kink."""
     tf32: bool = False
     """True if float32 products may round their operands to 11 bits."""
     with_gradient: bool = True
     noise: Callable[[Any, Any, Any, Any], Mapping[str, jax.Array]] | None = None
-    """Function of (operands, constants, results, cotangents) that returns further errors to allow, by
+    """Function of (operands, constants, results, cotangents) that returns additional errors to allow, by
     name: "result 0", or an operand for its gradient. Without gradients the cotangents are None."""
 
     def whole(self, how: How, batched: tuple[str, ...], gradient: bool) -> Function:
         """Returns a function of (operands, constants, cotangents) to results and, if asked, gradients.
 
-        The exact one appends the noise of each of them, if the problem has it.
+        The exact function appends the noise of each result and gradient, if the problem defines
+        noise.
         """
 
         def forward(operands: Any, constants: Any) -> list[jax.Array]:
@@ -125,7 +127,7 @@ class Problem:
         # The order is the problem's, because jax.jit sorts a dict by its keys.
         for name in self.operands:
             values = noise.get(name, jnp.zeros(operands[name].shape))
-            # An unbatched operand's gradient is a sum over the batch, of independent errors.
+            # An unbatched operand's gradient is a sum over the batch, whose errors are independent.
             if batched and name in noise and name not in batched:
                 values = jnp.sqrt(jnp.sum(values**2, axis=0))
             whole.append(values)
@@ -133,7 +135,7 @@ class Problem:
 
 
 def _mapped(f: Function, batched: tuple[str, ...], operands: Any, *axes: int) -> Function:
-    """Returns `f` under vmap over the operands in `batched`; `axes` are those of further arguments."""
+    """Returns `f` under vmap over the operands in `batched`; `axes` are those of the other arguments."""
     if not batched:
         return f
     return jax.vmap(f, in_axes=({name: 0 if name in batched else None for name in operands}, *axes))

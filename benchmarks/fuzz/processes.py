@@ -1,4 +1,4 @@
-"""Judges cases in several processes, one a core by default, which share the GPU if there is one.
+"""Judges cases in several processes, by default one per core, which share the GPU if there is one.
 
 A process that raised is replaced, because an error of the GPU stays with its process. One that does not
 answer is stopped, and its case counts as hung.
@@ -21,7 +21,7 @@ Judge = Callable[[Options], judge.Verdict]
 
 
 def _work(pipe: Any, judged: Judge) -> None:
-    """Receives options and sends verdicts in a process, until None comes or the parent is gone."""
+    """Receives options and sends verdicts in a process, until None comes or the parent has ended."""
     try:
         while (options := pipe.recv()) is not None:
             pipe.send(judged(options))
@@ -52,7 +52,7 @@ class _Worker:
 def run(
     cases: Iterable[Options], judged: Judge, count: int, limit: float, stop: Callable[[], bool]
 ) -> Iterator[tuple[Options, judge.Verdict, float]]:
-    """Yields (case, verdict, seconds), each within `limit` seconds; none begins after `stop()`."""
+    """Yields (case, verdict, seconds), each within `limit` seconds; none starts after `stop()`."""
     remaining = iter(cases)
     workers: list[_Worker] = []
 

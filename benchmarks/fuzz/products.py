@@ -51,7 +51,7 @@ def _precision(draw: Draw, with_fp8: bool) -> str | None:
 
 
 def _as_float8_has_it(options: Options) -> Options:
-    """Adapts options to fp8: no relu, whose input is too often rounded over its kink, and no dropout."""
+    """Adapts options to fp8: no dropout, and no relu, whose inputs are often rounded across its kink."""
     if options["precision"] != "fp8":
         return options
     is_relu = options["activation"] == RELU
@@ -246,7 +246,7 @@ def draw_quantized_matmul(draw: Draw) -> Options:
         quantized_x=_format_of_x(draw, dtype) if draw.chance(0.4) else None,
     )
     width = max(1, width // unit) * unit
-    # The layout in columns has int4 in blocks of 128.
+    # In the layout of columns, int4 comes in blocks of 128.
     in_rows = dtype == "int4" and width % 128
     return options | dict(width=width) | (dict(layout="rows") if in_rows else {})
 
@@ -306,7 +306,7 @@ def quantize_rows(options: Options) -> Problem:
 
     def run(operands: Any, constants: Any, how: How) -> Any:
         del constants
-        # The truth is x before it is quantised.
+        # The truth is x before its quantisation.
         x, implementation = operands["x"], how.implementation
         if how.exact:
             return x

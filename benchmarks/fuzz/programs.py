@@ -1,4 +1,4 @@
-"""The programs of one case: ours, the two that it is compared with, and random inputs for them."""
+"""The programs of one case: ours, the two references, and random inputs for all of them."""
 
 import re
 from typing import Any
@@ -51,7 +51,7 @@ class Programs:
         return whole, (operands, self.problem.constants, cotangents)
 
     def draw(self) -> tuple[Arrays, list[Any]]:
-        """Draws operands and cotangents in the dtypes that our program gets."""
+        """Draws operands and cotangents in the dtypes of our program."""
         operands = {
             name: jnp.asarray(self._normal(self._shape(name), operand), operand.dtype)
             for name, operand in _items(self.problem)
@@ -72,7 +72,7 @@ class Programs:
         return [np.asarray(result) for result in results]
 
     def shaken(self, operands: Arrays) -> Arrays:
-        """Returns operands in float32, each value changed in about its last bits."""
+        """Returns operands in float32, each value changed by about two units in its last place."""
         return {
             name: jnp.asarray(
                 np.asarray(a, np.float32)
@@ -82,7 +82,10 @@ class Programs:
         }
 
     def as_tf32(self, operands: Arrays, cotangents: list[Any]) -> tuple[Arrays, list[Any]]:
-        """Cuts float32 to the first 11 bits, which tensor cores read. Other dtypes stay as they are."""
+        """Truncates float32 to the first 11 bits, which tensor cores read.
+
+        Other dtypes stay as they are.
+        """
         cut = jax.tree.map(_as_tf32, (operands, list(cotangents)))
         return cut[0], cut[1]
 

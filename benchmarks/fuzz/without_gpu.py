@@ -1,7 +1,7 @@
-"""Lowers or compiles one case for an H200 that is not there; nothing is computed.
+"""Lowers or compiles one case for an H200 that is absent; nothing is computed.
 
-Tracing and lowering find most errors of a kernel, layouts and shared memory among them; Mosaic's passes
-and ptxas, which come with compiling, find what only they refuse.
+Tracing and lowering find most errors of a kernel, such as layouts and shared memory. Compiling adds the
+errors of Mosaic's passes and of ptxas.
 """
 
 import functools

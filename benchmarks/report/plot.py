@@ -16,7 +16,7 @@ PAGE = results.DIRECTORY / "README.md"
 SWEEP = "sweep"
 """Last word in the names of the sweep's files."""
 
-# Ours have one hue and peers muted ones, so that the eye finds ours first.
+# Our implementations share one hue and peers are muted, so that ours are found first.
 _COLORS = {
     MIXED: "#0b4f4a",
     "pallas": "#0f766e",
@@ -143,7 +143,7 @@ def replace_part(path: Path, part: str, lines: Sequence[str]) -> None:
 
 
 def write_tables(directory: Path, readme: Path, page: Path) -> None:
-    """Writes the tables of both files from the results alone; the charts are those that exist."""
+    """Writes the tables of both files from the result files alone; charts that exist are linked."""
     sections, sweeps = [], []
     for path in sorted(directory.glob("*.json")):
         (sweeps if path.stem.endswith(f"-{SWEEP}") else sections).append(path)

@@ -21,14 +21,14 @@ def microseconds(case: CaseResult, name: str | None) -> float | None:
 
 
 def rate(case: CaseResult, time: float) -> tuple[float, str]:
-    """Returns TFLOP/s of a case that is judged by arithmetic, GB/s of one judged by bytes."""
+    """Returns TFLOP/s for a case judged by arithmetic, GB/s for one judged by bytes."""
     if case["flops"]:
         return case["flops"] / time / 1e6, "TFLOP/s"
     return case["bytes"] / time / 1e3, "GB/s"
 
 
 def ceiling_share(case: CaseResult, time: float, section: Section) -> float | None:
-    """Returns the rate as a share of the best copy's, or matrix product's, in the same run."""
+    """Returns the rate relative to that of the best copy, or matrix product, in the same run."""
     ceiling = section["ceilings"].get("gemm" if case["flops"] else "copy")
     return rate(case, time)[0] / ceiling if ceiling else None
 

@@ -1,4 +1,4 @@
-"""The result files: results/<gpu>.json, one section per benchmark with its own machine notes."""
+"""Result files: results/<gpu>.json, with one section per benchmark and notes on its machine."""
 
 import importlib.metadata
 import json
@@ -53,7 +53,7 @@ def now() -> str:
 def versions() -> dict[str, str]:
     """Returns the versions of installed packages that affect the timings.
 
-    It also says if the kernels run without cuBLASLt, which is optional in the library.
+    The versions also say whether the kernels run without cuBLASLt, which is optional in the library.
     """
     installed = {}
     for package in _PACKAGES:

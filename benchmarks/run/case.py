@@ -1,4 +1,4 @@
-"""Data that an operator's file gives to the runner: cases, implementations, and the bars to meet."""
+"""Data that an operator's file gives to the runner: cases, implementations, and bars (target ratios)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ UNROTATED = "unrotated"
 """Name of qkv_projection without rope, by the default implementation."""
 
 LESS = (BARE, UNROTATED)
-"""Names of programs that do less than the others: their results are not compared."""
+"""Names of programs that do less than the others, so that their results are not compared."""
 
 LABELS = {
     MIXED: "jaxfused",
@@ -52,7 +52,7 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Bar:
-    """`ours` must be `must` times as fast as `against`; `aim` is what we hope for.
+    """Target: `ours` must be `must` times as fast as `against`; `aim` is a further goal.
 
     `ours` is an implementation or DEFAULT, the one that implementation=None takes. `against` is an
     implementation, BEST_PEER, BULK_COPY (then the ratio is the share of that kernel's rate), or
@@ -76,7 +76,7 @@ class Case:
     truth: Function
     """Reference function, which is run in float64."""
     jax: Mapping[str, Function]
-    """Ours and the peers in JAX, by name; each returns what `truth` returns."""
+    """Functions of this package and of JAX peers, by name; each returns what `truth` returns."""
     torch: Mapping[str, Callable[[], Function]]
     """Functions that import what a torch peer needs and return it, by name."""
     bytes: int
@@ -92,7 +92,7 @@ class Case:
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Reasons for not running an implementation at this shape, by name."""
     error_limit: float = 1e-2
-    """Largest error of a row that counts as right: twice what two roundings to bfloat16 give."""
+    """Largest relative error of a row that counts as right: twice that of two roundings to bfloat16."""
 
 
 def functions(
@@ -138,9 +138,9 @@ def gradient_in_jax(forward: Function, differentiable: int, cotangents: int) -> 
     """Returns forward and backward as one function of (*operands, *dys) to (*outputs, *gradients).
 
     The gradients are those of the first `differentiable` operands. All are returned, so that XLA can
-    drop nothing. The cotangents wait for the outputs, as in a network, where the loss lies in between:
-    else XLA merges an activation with its own gradient into one pass over its operand, which no training
-    step can.
+    drop none. The cotangents depend on the outputs by a barrier, as in a network, where the loss lies in
+    between: otherwise XLA merges an activation with its gradient into one pass over its operand, which
+    no training step can.
     """
 
     def run(*args: jax.Array) -> Arrays:

@@ -13,7 +13,7 @@ from benchmarks.run import peers, timing
 
 _COPY_BYTES = 512 * 2**20
 _GEMM_SIZE = 8192
-# (elements of 2 bytes per chunk, chunks in flight per CTA, CTAs per SM)
+# Elements of 2 bytes per chunk, chunks in flight per CTA, CTAs per SM.
 _RINGS = ((8192, 8, 1), (8192, 12, 1), (8192, 6, 2), (4096, 12, 2))
 
 
@@ -46,7 +46,7 @@ def bulk_copy(x: jax.Array, *, chunk: int, slots: int, ctas: int) -> jax.Array:
             slot = lax.rem(step, jnp.int32(slots))
             plgpu.barrier_wait(loaded.at[slot])
             plgpu.copy_smem_to_gmem(ring_smem.at[slot], y_gmem.at[cta + step * ctas])
-            # One store may still read its slot; the slot of the step before it is free again.
+            # One store may still read its slot; the slot of the previous step is free again.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             refill = step - 1 + slots
 
@@ -72,7 +72,7 @@ def bulk_copy(x: jax.Array, *, chunk: int, slots: int, ctas: int) -> jax.Array:
 def measure() -> dict[str, float | str]:
     """Returns rates: bulk_copy, device_copy, stream, copy (the best of them) in GB/s, gemm in TFLOP/s.
 
-    What fails is left out, with its error under "<name>_error".
+    A rate that fails is left out, with its error under "<name>_error".
     """
     result: dict[str, float | str] = {}
     copies = {

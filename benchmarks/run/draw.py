@@ -19,13 +19,13 @@ HEAD_SIZES = (32, 64, 64, 64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 256)
 """Head sizes to draw from; common ones are listed more than once."""
 
 MOST_ELEMENTS = 2**27
-"""Elements of the largest operand: 256 MiB in bfloat16, several times what any L2 holds."""
+"""Largest number of elements of an operand: 256 MiB in bfloat16, several times the L2 of any GPU."""
 MOST_FLOPS = 1.5e12
-"""Operations of a forward pass: a few milliseconds on an H200, so that float32 checks it in a second."""
+"""Largest number of operations of a forward: a few milliseconds on an H200, and a second in float32."""
 
 
 class Draw:
-    """A random stream that depends only on a seed and a name; no size is above `largest`."""
+    """Random stream that depends only on a seed and a name; sizes are at most `largest`."""
 
     def __init__(self, seed: int, name: str, largest: int | None = None):
         self._largest = largest

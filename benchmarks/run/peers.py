@@ -1,4 +1,4 @@
-"""Finds which peers are installed here, and why another one is not."""
+"""Finds which peers are installed, and why others cannot be used."""
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ def _tokamax() -> None:
 
 
 def _nothing() -> None:
-    """Finds stock XLA and cuDNN, which come with JAX."""
+    """Does nothing: XLA and cuDNN come with JAX."""
 
 
 PROBES: dict[str, Callable[[], object]] = {

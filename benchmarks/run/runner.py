@@ -1,4 +1,4 @@
-"""Runs the cases of one file: compile, check, time; what fails costs one row, not the run."""
+"""Runs the cases of one file: compiles, checks and times; a failure costs one row, not the run."""
 
 import itertools
 import os
@@ -65,7 +65,7 @@ def run(
 
 
 def _summary(rows: dict[str, _Row]) -> str:
-    """Returns a line of progress: microseconds, or what happened instead."""
+    """Returns a line of progress: microseconds, or the reason for none."""
     parts = []
     for name, row in rows.items():
         short = next(k for k in ("microseconds", "wrong", "failed", "skipped") if k in row)
@@ -111,7 +111,7 @@ def _submit(pool: ThreadPoolExecutor, f: Function, shapes: Any, *, x64: bool) ->
 
 
 def _in_float64(f: Function) -> Function:
-    # Numbers of one byte are quantised values and stay as they are.
+    # One-byte numbers are quantised values and stay as they are.
     def widened(a: jax.Array) -> jax.Array:
         is_wide = jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize > 1
         return a.astype(jnp.float64) if is_wide else a
@@ -124,7 +124,7 @@ def _in_float64(f: Function) -> Function:
 
 @jax.jit
 def _distance(output: jax.Array, truth: jax.Array) -> jax.Array:
-    """Returns the largest relative error of a row, or of a whole vector; NaN if there is one.
+    """Returns the largest relative error of a row, or of a whole vector; NaN if any value is NaN.
 
     A row shorter than most is divided by the root mean square of all rows' lengths: the gradient of a
     query that sees one key is 0.
@@ -137,7 +137,7 @@ def _distance(output: jax.Array, truth: jax.Array) -> jax.Array:
 
 
 def distance(outputs: Any, truth: Any) -> float:
-    """Returns the worst distance of all outputs; infinite if shapes or their number differ."""
+    """Returns the largest distance over all outputs; infinite if their number or shapes differ."""
     outputs, truth = jax.tree.leaves(outputs), jax.tree.leaves(truth)
     if [o.shape for o in outputs] != [t.shape for t in truth]:
         return float("inf")
@@ -150,7 +150,7 @@ def distance(outputs: Any, truth: Any) -> float:
 
 
 def make_sets(case: Case) -> list[Arrays]:
-    """Makes so many sets of random inputs that none is still cached when its turn comes."""
+    """Returns so many sets of random inputs that none is still cached when it is used again."""
     first = case.make_inputs(jax.random.key(0))
     count = timing.input_sets(sum(a.nbytes for a in first))
     more = [case.make_inputs(jax.random.key(seed)) for seed in range(1, count)]
@@ -193,7 +193,7 @@ def _admit(
     executables: dict[str, Future[Any]],
     sets: Sequence[Arrays],
 ) -> tuple[dict[str, _Row], dict[str, Callable[[], _Row]]]:
-    """Runs every implementation once; returns rows, and clocks of those whose result is right."""
+    """Runs every implementation once; returns rows, and timers of those whose result is right."""
     prepared: dict[str, Callable[[], tuple[Function, Callable[[], _Row]]]] = {}
     for name in case.jax:
         if name in chosen:
@@ -258,7 +258,7 @@ def _prepare_torch(
 
     def clock() -> _Row:
         samples: _Row = {"events": timing.torch_graph(call, tensor_sets)}
-        # The row needs the events' time; CUPTI's can only lower it.
+        # The row requires the events' time; CUPTI's time can only lower it.
         try:
             samples["cupti"] = timing.torch_cupti(call, tensor_sets)
         except Exception as error:
@@ -270,7 +270,7 @@ def _prepare_torch(
 
 
 def _combine(rounds: Sequence[_Row]) -> _Row:
-    """Returns a row of the result: the median of all samples, by the clock that gives less."""
+    """Returns a row of the result: the median of all samples, by the timer that gives less."""
     by_clock: dict[str, list[list[float]]] = {}
     for clock in ("cupti", "events"):
         if all(clock in r for r in rounds):

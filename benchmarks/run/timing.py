@@ -41,7 +41,7 @@ def torch_cupti(call: Callable[..., Any], sets: Sequence[Any]) -> Samples:
 
 
 def torch_graph(call: Callable[..., Any], sets: Sequence[Any]) -> Samples:
-    """Times a CUDA graph of one call per input set (at least 8), replayed between two events.
+    """Times a CUDA graph of one call per input set, at least 8 calls, replayed between two events.
 
     The graph hides the host's time for a launch; the gap between two kernels remains.
     """
@@ -58,7 +58,7 @@ def torch_graph(call: Callable[..., Any], sets: Sequence[Any]) -> Samples:
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        # Every call's outputs stay alive, so that no call overwrites the one before it.
+        # All outputs stay alive, so that no call overwrites those of an earlier call.
         outputs = [call(*args) for args in calls]
 
     def milliseconds(replays: int) -> float:
@@ -90,7 +90,7 @@ def wall(call: Callable[..., Any], sets: Sequence[Any], calls: int = 24) -> Samp
 
 
 def steps(run: Callable[[int], None]) -> dict[str, Any]:
-    """Times training steps on the host; `run(n)` takes n of them and waits for the last.
+    """Times training steps on the host; `run(n)` takes n steps and waits for the last.
 
     Returns milliseconds a step: the median of the rounds, each of about 1.5 s.
     """

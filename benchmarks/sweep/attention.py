@@ -1,6 +1,6 @@
 """Attention for the sweep: jaxfused, jax.nn, Flax, cuDNN, and the truth a few heads at a time.
 
-Operands are q, k, v, the bias if there is one, then the lengths and segment ids of the mask.
+Operands are q, k, v, then the bias, lengths and segment ids that the case has.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def stock_fits(config: Attention) -> bool:
 
 
 def masks(config: Attention, key: jax.Array) -> list[jax.Array]:
-    """Draws lengths [B] and segment ids [B, S], as far as the case has them."""
+    """Draws lengths [B] and segment ids [B, S], if the case has them."""
     operands = []
     if config.lengths:
         fewest = 1 + config.keys // 4
@@ -40,7 +40,7 @@ def masks(config: Attention, key: jax.Array) -> list[jax.Array]:
 
 
 def _split(config: Attention, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns (q, k, v, bias, lengths, segments), with None for absent ones."""
+    """Returns (q, k, v, bias, lengths, segments), with None for absent operands."""
     q, k, v, *rest = operands
     present = (config.bias_batch > 0, config.lengths, config.segments > 0)
     return q, k, v, *(rest.pop(0) if there else None for there in present)
@@ -104,7 +104,8 @@ def _same_segment(segments: jax.Array) -> jax.Array:
 def in_pieces(config: Attention, *operands: Any) -> jax.Array:
     """Runs jax.nn's attention over some key heads of some examples at a time, and recomputes the logits.
 
-    It serves as the truth and, if the logits of all heads do not fit, as stock's accuracy.
+    The result is the truth and, if the logits of all heads do not fit, the measure of stock's
+    accuracy.
     """
     q, k, v, bias, lengths, segments = _split(config, operands)
     batch, key_heads, group = config.batch, config.key_heads, config.group

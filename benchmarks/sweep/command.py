@@ -21,7 +21,7 @@ from jaxfused.runtime import cuda_library
 NAME = "sweep"
 
 _BATCH = 24
-"""Cases that are compiled at the same time; while one is timed nothing else uses the GPU."""
+"""Number of cases that are compiled at the same time; nothing else uses the GPU while one is timed."""
 _SAVE_SECONDS = 10.0
 
 
@@ -93,7 +93,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _cases(options: argparse.Namespace) -> list[configs.Config]:
-    """Lists the cases, operators in turn, so that a run that is cut off has seen them all."""
+    """Returns the cases, alternating between operators, so that an interrupted run has some of each."""
     cases = [configs.from_line(line) for line in options.case]
     if not options.case:
         cases = [
@@ -115,7 +115,7 @@ class _Sweep:
     def run(self, cases: Sequence[configs.Config]) -> None:
         """Lowers all cases ahead in processes, and compiles and times them batch by batch."""
         if cuda_library.why_unavailable() is None:
-            # Modules lowered by other processes call these kernels by the names that this registers.
+            # The registered kernels are called by name in modules that other processes lowered.
             cuda_library.register()
             cublaslt.why_unavailable()
         workers = Workers(
@@ -135,7 +135,7 @@ class _Sweep:
             workers.close()
 
     def _batch(self, cases: Mapping[int, configs.Config], workers: Workers) -> None:
-        """Compiles these cases at the same time, then times one after the other."""
+        """Compiles these cases at the same time, then times them one by one."""
         compiled: dict[int, Any] = {}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for index, config in cases.items():

@@ -27,7 +27,8 @@ from benchmarks.sweep.quantized_configs import (
 )
 
 MOST_TRUTH_LOGITS = 2**30
-"""Logits of the query heads that share a key head, which attention's truth holds at a time."""
+"""Largest number of logits, of the query heads that share a key head, that attention's truth holds at a
+time."""
 
 
 @dataclass(frozen=True)
@@ -419,7 +420,7 @@ def _qkv_projection(draw: Draw) -> QKVProjection:
 
 
 def _cross_entropy(draw: Draw) -> CrossEntropy:
-    # Images have one class each, texts one for each token.
+    # Images have one class each; texts have one per token.
     of_images = draw.chance(0.3)
     classes = (10, 100, 1000, 1000, 21841) if of_images else _VOCABULARIES
     return CrossEntropy(
@@ -466,7 +467,7 @@ OPERATORS: dict[str, Callable[[Draw], Config]] = {
 
 
 def drawn(operator: str, seed: int, index: int) -> Config:
-    """Returns case `index` of a seed: the first of its random stream that fits."""
+    """Returns case `index` of a seed: the first draw of its random stream that fits."""
     draw = Draw(seed, f"{operator} {index}")
     config = OPERATORS[operator](draw)
     while not config.fits():
@@ -478,7 +479,7 @@ def drawn(operator: str, seed: int, index: int) -> Config:
 
 
 def label(config: Config) -> str:
-    """Returns the operator's name in tables, where a norm with a residual has its own row."""
+    """Returns the operator's name in tables; a norm with a residual has its own row."""
     with_residual = isinstance(config, Norm) and config.residual
     return config.operator + ("_residual" if with_residual else "")
 

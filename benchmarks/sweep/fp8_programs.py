@@ -1,8 +1,8 @@
 """Layers that multiply in float8, ours and stock, forward and with gradients.
 
 Stock is the same layer in bfloat16, and with XLA's float8 products in the two forms that users write.
-The truth rounds nothing. A result may be twice as far from it as the exact product of the same float8
-numbers is.
+The truth has no rounding. A result may differ from the truth twice as much as the exact product of the
+same float8 numbers.
 """
 
 from collections.abc import Callable
@@ -108,7 +108,7 @@ def _fp8_programs(
 
 
 _Fp8 = tuple[jax.Array, jax.Array]
-"""Quantised numbers and their one scale."""
+"""Quantised numbers and the scale that they share."""
 
 
 def _fp8_product(multiply: Callable[[str, _Fp8, _Fp8, Any], jax.Array]) -> Function:

@@ -83,7 +83,8 @@ class DepthwiseConv(_Images):
         return (1 if self.height == 1 else self.window, self.window)
 
     def fits(self) -> bool:
-        # XLA computes these convolutions product by product: long windows of large images take seconds.
+        # XLA computes these convolutions multiplication by multiplication: long windows of large images
+        # take seconds.
         multiplications = math.prod(self.shape) * math.prod(self.kernel)
         return super().fits() and 2 * multiplications <= MOST_FLOPS // 32
 

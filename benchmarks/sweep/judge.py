@@ -34,7 +34,7 @@ MEMORY_LIMIT = 24 * 2**30
 """Bytes of memory beyond which a stock program is left out."""
 
 _TRUTH_ROUNDING = 2.0**-18
-"""Error of the float32 truth itself, as a share of its largest value."""
+"""Error of the float32 truth itself, relative to its largest value."""
 
 _NO_AUTOTUNING = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 _AS_WRITTEN = {"xla_allow_excess_precision": False}
@@ -54,8 +54,8 @@ def compile_case(
     """Compiles each program of the case in threads; returns (shared, by direction).
 
     Programs of a direction compile one after the other, ours last: XLA autotunes a product or fusion
-    once in a process, and its choice varies between runs. So the parts that two programs share run the
-    same config.
+    once in a process, and its choice varies between runs. Parts that two programs share therefore run
+    the same config.
     """
     quick = _NO_AUTOTUNING if on_gpu else {}
     options = dict.fromkeys((INPUTS, TRUTH, COMPARE), quick) | {YARDSTICK: quick | _AS_WRITTEN}
@@ -109,7 +109,7 @@ def _compile_here(f: Callable[..., Any], arrays: Sequence[Any]) -> Any:
 
 
 def program_text(compiled: Any) -> str:
-    """Returns the optimised program without names and sources, which do not bear on its speed."""
+    """Returns the optimised program without names and sources, which do not affect its speed."""
     text = compiled.as_text()
     text = text[re.search(r"^(%|ENTRY)", text, re.MULTILINE).start() :]  # type: ignore[union-attr]
     text = re.sub(r", metadata=\{[^}]*\}", "", text)
@@ -174,7 +174,7 @@ def judge(
 
 
 def input_sets(make: Callable[[Any], Any], weight_bytes: int, *, on_gpu: bool) -> list[Any]:
-    """Returns the sets of inputs that take turns."""
+    """Returns the sets of inputs that are used in turn."""
     first = make(jnp.int32(0))
     count = _count_of_sets(sum(a.nbytes for a in first), weight_bytes) if on_gpu else 2
     return jax.block_until_ready([first, *(make(jnp.int32(seed)) for seed in range(1, count))])
@@ -185,7 +185,7 @@ _MOST_SETS = 64
 
 
 def _count_of_sets(set_bytes: int, weight_bytes: int) -> int:
-    """Returns how many sets of inputs take turns, so that weights come from memory as in a network.
+    """Returns the number of input sets, chosen so that weights are read from memory as in a network.
 
     The weights of all sets then exceed twice an H200's L2. The number is smaller if `_MOST_SETS` bounds
     it, or if a call's other operands are large enough to evict the weights.
@@ -210,7 +210,7 @@ def _check(compiled: Compiled, operands: Any, plain: Any, truth: Any, written: P
 
 
 def _worst(figures: np.ndarray, dtypes: Sequence[Any]) -> tuple[float, str]:
-    """Returns the largest error as a share of what is allowed, and which results exceed it."""
+    """Returns the largest error relative to the allowed one, and the results that exceed it."""
     shares, reasons = [], []
     for index, ((error, plain, largest, misplaced, excused), dtype) in enumerate(
         zip(figures, dtypes, strict=True)
@@ -260,7 +260,7 @@ def _time(compiled: Compiled, sets: Sequence[Any], *, seconds: float, on_gpu: bo
         else:
             programs_by_name[name] = program
     entry: Entry = {"left_out": left_out, "memory": sizes}
-    # The entry names the form of stock, if any, that compiles to the same program as ours.
+    # The entry says which form of stock, if any, compiles to the same program as ours.
     text = program_text(programs_by_name[OURS])
     same = (n for n in programs_by_name if n.startswith(STOCK))
     same = (n for n in same if program_text(programs_by_name[n]) == text)
@@ -275,7 +275,7 @@ def _on_gpu(calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any], second
     try:
         samples = timing.interleaved(calls, sets, seconds)
     except RuntimeError as error:
-        # Some kernels cannot be told apart: each program is timed alone, which clocks and heat may bias.
+        # If kernels cannot be told apart, each program is timed alone, which clocks and heat may bias.
         note = {"note": f"not interleaved: {peers.describe(error)}"}
         samples = {name: timing.cupti(call, sets) for name, call in calls.items()}
     kernels = {
@@ -287,7 +287,7 @@ def _on_gpu(calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any], second
 
 
 def _on_host(calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any]) -> Entry:
-    """Times by the host's clock, only to try the sweep without a GPU."""
+    """Times by the host's clock, to test the sweep without a GPU."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     turns = itertools.cycle(sets)
     for _ in range(3):

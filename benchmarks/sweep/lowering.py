@@ -1,6 +1,6 @@
 """Traces and lowers the programs of a case in several processes, because Python does that on one core.
 
-The modules travel between processes; the one that has the GPU compiles them in threads.
+The modules are sent to the process that has the GPU, which compiles them in threads.
 """
 
 import os
@@ -36,7 +36,7 @@ class Lowered:
     """The modules of a case."""
 
     shared: Mapping[str, Module]
-    """INPUTS, TRUTH and YARDSTICK; the last two with gradients."""
+    """Modules of INPUTS, TRUTH and YARDSTICK; the last two include gradients."""
     by_direction: Mapping[str, Mapping[str, Module]] = field(default_factory=dict)
     """Modules by direction and name: OURS, COMPARE, and "stock <form>" for each form."""
 
@@ -72,7 +72,7 @@ def lower(line: str, directions: tuple[str, ...], platform: str) -> Lowered:
 
 
 def lower_ours(line: str, direction: str, platform: str) -> tuple[Module, list[str]]:
-    """Lowers our program of a case alone; returns it with its choices, configs included."""
+    """Lowers our program of a case alone; returns it with its choices and configs."""
     written = programs.of(configs.from_line(line))
     if direction == WHOLE and not written.differentiable:
         return "it has no gradient", []
@@ -92,7 +92,7 @@ def lower_ours(line: str, direction: str, platform: str) -> tuple[Module, list[s
 
 
 _ACROSS_A_KINK = 2.0**-22
-"""Share of normally distributed float32 sums that rounding may move across 0: it moves a sum by a few
+"""Fraction of normally distributed float32 sums that rounding may move across 0: it moves a sum by a few
 units in the last place of the standard deviation."""
 
 _SEED = jax.ShapeDtypeStruct((), jnp.int32)
@@ -109,8 +109,8 @@ def compare(ours: Any, plain: Any, truth: Any, strict: int) -> jax.Array:
     NaNs count if either ours or the truth has them, but not both.
 
     From number `strict` on, errors are root mean squares: in the gradient of relu, a preactivation that
-    rounding moves across 0 changes a few values completely. If a share of the preactivations crosses at
-    random, gradients move by the root of that share of their own root mean square, which is allowed.
+    rounding moves across 0 changes a few values completely. If a fraction f of the preactivations
+    crosses at random, gradients move by sqrt(f) of their own root mean square, which is allowed.
     """
     rows = []
     for index, (mine, other, true) in enumerate(zip(ours, plain, truth, strict=True)):
@@ -135,14 +135,15 @@ def _root_mean_square(x: jax.Array) -> jax.Array:
 
 
 def _export(platform: str, f: Callable[..., Any], *shapes: Any) -> Module:
-    # JAX does not promise that our calls into the CUDA library stay stable, and they need not here.
+    # JAX does not promise that calls into our CUDA library stay stable, which is not needed here.
     anything = jax.export.DisabledSafetyCheck.custom_call("ALL")
     # An operator's error belongs to its case and must not end the sweep.
     try:
         exported = jax.export.export(jax.jit(f), platforms=[platform], disabled_checks=[anything])(
             *shapes
         )
-        # Its gradient is a closure that cannot travel between processes; gradients are in the module.
+        # The gradient is a closure that cannot be sent between processes, but the module contains the
+        # gradients.
         return replace(exported, _get_vjp=None)
     except Exception as error:
         return peers.describe(error)

@@ -23,33 +23,33 @@ ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
 
 @dataclass(frozen=True)
 class Programs:
-    """Functions of the same operands, of which the first `differentiable` get gradients."""
+    """Functions of the same operands; the first `differentiable` operands get gradients."""
 
     make_inputs: Callable[[jax.Array], Arrays]
     """Function of a key that returns the operands, then a cotangent for each result if any operand gets
     a gradient."""
     ours: Function
     stock: Mapping[str, Function]
-    """Stock's functions by form; empty if XLA would exceed its memory limit."""
+    """Functions of stock by form; empty if XLA would exceed its memory limit."""
     differentiable: int
     """Number of leading operands with a gradient; 0 for a forward only."""
     cotangents: int = 1
     """Number of results."""
     peers: Mapping[str, Function] = field(default_factory=dict)
     terms: tuple[float, ...] = ()
-    """Usual size of terms that may cancel, for each result and gradient; 0 where none do."""
+    """Usual size of terms that may cancel, for each result and gradient; 0 if none cancel."""
     reference: Function | None = None
-    """Stock's formula in little memory; by default the first form of stock itself."""
+    """Formula of stock in little memory; by default the first form of stock itself."""
     truth: Function | None = None
-    """The truth if results are quantised, which `plain` in float32 is not."""
+    """Truth of quantised results, which differs from `plain` in float32."""
     judged: Callable[[Arrays], Arrays] = lambda results: results
-    """Maps results to what is compared."""
+    """Function from results to the arrays that are compared."""
     units: tuple[Any, ...] = ()
     """Dtypes in which compared values may be off by one unit in the last place; by default our
     results'."""
     weight_bytes: int = 0
-    """Bytes of weights that a call reads, which a network never finds in a cache; 0 adds no input sets
-    for them."""
+    """Bytes of weights that a call reads, which in a network are never cached; 0 adds no input sets for
+    them."""
 
     def whole(self, forward: Function, with_gradient: bool) -> Function:
         """Returns a function of (*operands, *cotangents) to results, with gradients if asked."""
@@ -64,7 +64,7 @@ class Programs:
         return self.reference or next(iter(self.stock.values()))
 
     def in_float32(self) -> Function:
-        """Returns a function to results and gradients in float32 throughout, products included."""
+        """Returns the function in float32 throughout, products included."""
         whole = self.whole(self.truth or self.plain(), with_gradient=True)
 
         def run(*args: jax.Array) -> Arrays:

@@ -146,8 +146,8 @@ def attention_programs(config: Attention) -> Programs:
         differentiable=3 + (config.bias_batch > 0),
         peers={"cudnn": partial(attention.of_jax, config, implementation="cudnn")},
         reference=partial(attention.in_pieces, config),
-        # If one key has all of the weight, the gradients of q and k are differences of equal numbers,
-        # one of which comes from a 16-bit output.
+        # If one key has all the weight, the gradients of q and k are differences of equal numbers, one
+        # of which comes from a 16-bit output.
         terms=(
             0.0,
             config.keys**-0.5,
@@ -469,6 +469,6 @@ def _cross_entropy(config: CrossEntropy) -> Programs:
             return losses.mean().astype(jnp.float32)
         return (jnp.sum(losses * counts) / jnp.maximum(counts.sum(), 1)).astype(jnp.float32)
 
-    # A program that stays in the logits' dtype is stock too, though few trust its losses.
+    # A program that stays in the logits' dtype is stock too, although few rely on its losses.
     forms = {"as they are": partial(stock, False), "float32": partial(stock, True)}
     return Programs(make_inputs, ours, forms, differentiable=1)

@@ -52,7 +52,7 @@ def quantized_matmul(draw: Draw) -> QuantizedMatmul:
     layout = "columns" if draw.chance(0.85) else "rows"
     group = draw.pick((0, 32, 64, 128, 128)) if weights == "int4" else draw.pick((0, 0, 0, 128))
     width, out = _width_and_out(draw)
-    # Only weights in columns and in one format are multiplied in one pass.
+    # Only weights in columns and of one format are multiplied in one pass.
     gated = layout == "columns" and draw.chance(0.15)
     return QuantizedMatmul(
         rows=_rows(draw),

@@ -42,7 +42,7 @@ from jaxfused.runtime.quantized_array import Layout
 
 @dataclass(frozen=True)
 class _Weights:
-    """The arrays that stand for weights [D, F] among the operands of a program.
+    """Arrays that represent weights [D, F] among the operands of a program.
 
     int4 come twice: as jaxfused packs them, and in XLA's own 4-bit dtype, which stock reads.
     """
@@ -54,7 +54,7 @@ class _Weights:
 
     @property
     def count(self) -> int:
-        """The number of arrays."""
+        """Number of arrays."""
         return 2 + (not self.symmetric) + (self.format == "int4")
 
     def make(self, w: jax.Array) -> list[jax.Array]:
@@ -117,7 +117,7 @@ def quantized_matmul(config: QuantizedMatmul) -> Programs:
         return (*operands, random.normal(shape, dtype))
 
     def split(args: Arrays) -> tuple[Any, Sequence[Any], Any, list[Sequence[jax.Array]]]:
-        """Returns (x, a bias or None for each product, the residual, the arrays of each weight)."""
+        """Returns x, a bias or None for each product, the residual, and the arrays of each weight."""
         x, *rest = args
         of_products = rest[:biases] or [None] * products
         residual = rest[biases] if config.residual else None
@@ -167,7 +167,7 @@ _MOST_PARTS = 2**26
 
 
 def _forms_of_float_x(config: QuantizedMatmul) -> dict[str, Function]:
-    """Returns the product of float x with weights in each form that XLA may be fast at."""
+    """Returns the product of float x with weights, in each form that may be fast in XLA."""
     forms: dict[str, Function] = {"dequantised": _dequantised_first}
     if not config.group:
         forms["scaled last"] = _scaled_last
@@ -188,7 +188,7 @@ def _scaled_last(weights: _Weights, x, arrays):
 
 
 def _by_groups(weights: _Weights, x, arrays):
-    """Sums each group by itself, as AQT and Qwix do: products read the numbers themselves."""
+    """Sums each group separately, as AQT and Qwix do: the products read the stored numbers."""
     numbers, scale = weights.in_groups(arrays, x.dtype)
     groups = x.reshape(x.shape[0], scale.shape[0], -1)
     sums = jnp.einsum("mgd,gdf->gmf", groups, numbers, preferred_element_type=jnp.float32)
@@ -250,10 +250,10 @@ def quantized_product(config: QuantizedProduct) -> Programs:
 
 
 def _forms_of_both(config: QuantizedProduct, out_dtype: Any) -> dict[str, Function]:
-    """Returns the product of two quantised matrices in each form that XLA may be fast at."""
+    """Returns the product of two quantised matrices, in each form that may be fast in XLA."""
     if config.group:
         return {"dequantised": partial(_dequantised_both, dtype=out_dtype)}
-    # bfloat16 holds the numbers of both formats.
+    # bfloat16 represents the numbers of both formats exactly.
     narrow = narrow_sums(out_dtype)
     sums = jnp.int32 if config.format == "int8" else narrow
     return {
@@ -263,7 +263,7 @@ def _forms_of_both(config: QuantizedProduct, out_dtype: Any) -> dict[str, Functi
 
 
 def _scaled_sums(weights: _Weights, x, w, *, multiplied: Any, sums: Any):
-    """Multiplies the numbers, as they are or in another dtype, and scales their sums."""
+    """Multiplies the stored numbers, perhaps in another dtype, and scales the sums."""
     (values, scale), numbers = x, w[0].mT if weights.layout == "columns" else w[0]
     if multiplied is not None:
         values, numbers = values.astype(multiplied), numbers.astype(multiplied)
@@ -308,14 +308,14 @@ def _scale(wide, number_format: str, axes: Any):
 
 
 def _exactly(x, number_format: str, axes: Any):
-    """Returns the truth of `quantised`: numbers that are not rounded."""
+    """Returns the truth of `quantised`: the numbers before their rounding."""
     wide = x.astype(jnp.float32)
     scale = _scale(wide, number_format, axes)
     return wide / scale, scale
 
 
 def in_steps(number_format: str, results: Arrays) -> Arrays:
-    """Returns results with the first one, numbers of a format, counted in its steps.
+    """Returns results whose first one, numbers of a format, is counted in steps of the format.
 
     A step leads from one number of the format to the next. Numbers of a float format are counted from 0,
     with a fraction for values between two of them.
@@ -417,7 +417,7 @@ def quantized_conv(config: QuantizedConv) -> Programs:
             bias_dtype = config.dtype if config.param_dtype == "same" else config.param_dtype
             operands.append(random.small(config.out, bias_dtype))
         operands += [random.normal(config.result, dtype) for _ in range(config.residual)]
-        # The peer convolves the floats from which the others were quantised.
+        # The peer convolves the floats that the other operands were quantised from.
         return (*operands, x, w)
 
     def split(args: Arrays) -> tuple[Arrays, Arrays, Any, Any, Arrays]:

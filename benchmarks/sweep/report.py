@@ -17,14 +17,14 @@ NEAR = 0.95
 MICROSECONDS = 0.5
 PEERS = {"cuDNN": "cudnn", "bf16": "bfloat16"}
 """Names of peers' programs by their names in tables: cuDNN's attention, and for quantised convolutions
-the bfloat16 one of the unquantised operands."""
+the bfloat16 convolution of the unquantised operands."""
 
 
 # --- files ----------------------------------------------------------------------------------------
 
 
 def save(path: Path, run: dict[str, Any], entries: Sequence[Entry]) -> None:
-    """Writes all entries so far; a run that is cut off leaves what it had."""
+    """Writes all entries so far, so that an interrupted run keeps them."""
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial.write_text(json.dumps({"runs": [run | {"entries": list(entries)}]}, indent=1) + "\n")
@@ -32,7 +32,7 @@ def save(path: Path, run: dict[str, Any], entries: Sequence[Entry]) -> None:
 
 
 def load(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[Entry]]:
-    """Returns (runs, entries) of all files; a GPU's last run of a case counts."""
+    """Returns (runs, entries) of all files; for each GPU the last run of a case counts."""
     runs: list[dict[str, Any]] = []
     by_case: dict[tuple[str, str, str], Entry] = {}
     for path in paths:
@@ -53,7 +53,7 @@ def stock_time(entry: Entry) -> tuple[str, float] | None:
 
 
 def over_stock(entry: Entry) -> float | None:
-    """Returns how many times as fast as stock ours is; 1 for one program, None without stock."""
+    """Returns stock's time over ours; 1 if both are one program, None without stock."""
     stock = stock_time(entry)
     if stock is None:
         return None
@@ -121,7 +121,7 @@ def _row(entries: Sequence[Entry], against: str) -> str:
 
 
 def percentile(ascending: Sequence[float], percent: float) -> float:
-    """Returns a percentile, by linear interpolation."""
+    """Returns a percentile, linearly interpolated."""
     position = (len(ascending) - 1) * percent / 100
     below = int(position)
     above = min(below + 1, len(ascending) - 1)
@@ -149,7 +149,7 @@ README_ROWS = {
     "quantized_matmul": ("Dense of int8, int4 or float8 weights", "quantized_matmul"),
     "quantized_norm": ("norm, then quantised rows", 'layer_norm(quantize_rows="int8")'),
 }
-"""Rows of the README by the sweep's operator: the layers of a model, and the call for them."""
+"""Rows of the README by the sweep's operator: the layer in a model, and the call that replaces it."""
 
 
 def readme_table(runs: Sequence[dict[str, Any]], entries: Sequence[Entry]) -> list[str]:
@@ -183,7 +183,7 @@ def readme_table(runs: Sequence[dict[str, Any]], entries: Sequence[Entry]) -> li
 
 
 def _kernel_counts(entries: Sequence[Entry]) -> str:
-    """Returns median kernel counts of ours and the fastest stock form, where they were listed."""
+    """Returns median kernel counts of ours and of the fastest stock form, if they were listed."""
     pairs = [
         (len(entry["kernels"][OURS]), len(entry["kernels"][stock[0]]))
         for entry in entries

@@ -1,7 +1,7 @@
 """`python -m benchmarks compile`: how long a ViT of 12 layers in a Python loop takes to compile.
 
 Stock is the network in flax.linen; ours is the same source with its imports swapped to jaxfused.linen.
-Each measurement has a process of its own, so that none finds what another left in a cache.
+Each measurement has a process of its own, so that it finds nothing in a cache.
 """
 
 import argparse
@@ -43,7 +43,7 @@ CLASSES = 1000
 
 @dataclass(frozen=True)
 class Job:
-    """One network to compile; it is sent to the process that compiles it."""
+    """One network to compile, as it is sent to the process that compiles it."""
 
     size: str
     variant: str
@@ -257,7 +257,7 @@ def _in_process(job: Job) -> dict[str, Any]:
 
 
 def _prepare(job: Job) -> None:
-    """Configures JAX before it lists devices: no compiled program is kept from run to run.
+    """Configures JAX before it lists devices, without a cache of compiled programs.
 
     To lower without a GPU, operators are told that they run on an H200, and JAX gets as many CPU devices
     as the job needs.

@@ -225,7 +225,7 @@ def _measure(workload: Workload, compiled: Compiled) -> Row:
     device = jax.devices()[0]
     batch = jax.block_until_ready(jax.jit(workload.make_batch)(jax.random.key(1)))
     state = jax.block_until_ready(compiled.init(jax.random.key(2)))
-    # CPUs keep no such statistics.
+    # CPUs have no such statistics.
     before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     row, step = timed_steps(compiled.step, state, batch)
     row |= {"planned_bytes": compiled.planned_bytes, "compile_seconds": compiled.seconds}

@@ -42,7 +42,7 @@ MAX_NORM = 1.0
 
 @dataclass(frozen=True)
 class Program:
-    """Functions to compile: of a key to the state, and of (state, batch) to (state, loss)."""
+    """Functions to compile: from a key to the state, and from (state, batch) to (state, loss)."""
 
     init: Callable[[jax.Array], State]
     step: Callable[[State, Batch], tuple[State, jax.Array]]
@@ -276,7 +276,7 @@ def _with_jaxfused(
     *,
     copies: bool = False,
 ) -> Program:
-    """Returns a training step; with `copies` the layers read bfloat16 kernels that the optimizer wrote.
+    """Returns a training step; with `copies`, layers read bfloat16 kernels that the optimizer wrote.
 
     Then no weight is converted, and gradients of kernels are rounded to bfloat16, as in stock's program
     and under torch's autocast.
@@ -400,7 +400,7 @@ def _answers_of_flax(model: nn.Module, make_batch: Callable[[jax.Array], Batch])
 
 
 def _answers(make: Callable[[jax.Array], Any], apply: Callable[..., jax.Array]) -> Program:
-    """Returns a step that changes no parameter; its loss is the mean of all logits."""
+    """Returns a step that changes no parameters; its loss is the mean of all logits."""
 
     def init(key: jax.Array) -> State:
         return jax.tree.map(lambda a: a.astype(jnp.bfloat16), make(key)), (), ()

@@ -30,7 +30,7 @@ KINDS = {
     "norms": r"norm",
     "optimizer": r"adam|multi_tensor",
 }
-"""Kinds of kernels by pattern: the first found in a name counts, and the rest is "other"."""
+"""Kinds of kernels by pattern; the first pattern found in a name counts, and other names are "other"."""
 
 _COLORS = {
     "attention": "#e0a458",
@@ -69,7 +69,7 @@ def by_kind(row: Row) -> dict[str, float]:
 
 
 def tflops(model: Section, row: Row) -> float:
-    """Returns model TFLOP/s: operations that the network needs, whatever else a variant computes."""
+    """Returns model TFLOP/s, of the operations that the network needs, not the variant."""
     rate: float = model["flops"] / row["milliseconds"] / 1e9
     return rate
 

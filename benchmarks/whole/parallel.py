@@ -1,9 +1,9 @@
 """Compares several GPUs with one of them: `python -m benchmarks parallel`.
 
 Data parallel: a training step under Auto axes, with parameters on every device and the same number of
-images for each. Its share is the slowest single device's time over that of all together. A run of all
-devices at the same time, each with its own step and no sums, tells what the host costs from what the
-sums cost. Tensor parallel: forward and gradients of an mlp whose hidden features are split, and the time
+images for each. The share is the slowest single device's time over that of all together. A run of all
+devices at the same time, each with its own step and no sums, separates the cost of the host from that of
+the sums. Tensor parallel: forward and gradients of an mlp whose hidden features are split, and the time
 of one device that has them all.
 """
 
@@ -80,7 +80,7 @@ def measure(
 ) -> None:
     """Compiles all programs in parallel, then runs one after the other."""
     devices = jax.devices()
-    # Each device alone, then all: devices are not equally fast.
+    # Each device runs alone, then all together, because devices are not equally fast.
     groups = [*([device] for device in devices), devices]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         steps = {

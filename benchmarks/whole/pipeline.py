@@ -2,7 +2,7 @@
 
 The example's own program trains with `--augment`. Decoding alone takes the batches of its worker
 processes and does nothing with them; the step alone trains on one batch that stays on the device. The
-share is the whole run's images a second over those of the slower of the two.
+share is the whole run's images per second over those of the slower of decoding and step.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from examples.vit import train as vit
 
 NAME = "pipeline"
 MUST = 0.95
-"""Least share of the slower part's images a second."""
+"""Least accepted share."""
 _SIZE = (500, 375)
 _DISTINCT, _CLASSES = 64, 4
 _ROUNDS = 6
-"""How many batches of each worker are timed; the workers' first batches come all at once."""
+"""Number of batches per worker that are timed; the workers' first batches come all at once."""
 _STEPS = 30
 
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Returns images a second of decoding, of steps, and of the whole training."""
+    """Returns images per second of decoding, of steps, and of the whole training."""
     jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
     flags = ["--data", str(directory / "images"), "--model", options.model, "--epochs", "1"]
     flags += ["--augment", options.augment, "--image-size", str(options.image_size)]
@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         flags += ["--workers", str(options.workers)]
     out = ["--out", str(directory / "run")]
     workers = vit.parse_flags(vit.make_parser("vit", out=out[1]), flags).workers
-    # Images for the timed rounds, for those before them, and some that are held out.
+    # Images for the timed rounds, for warm-up, and some that are held out.
     write_images(directory / "images", options.batch_size * max(workers, 1) * (_ROUNDS + 2))
     args = vit.parse_flags(vit.make_parser("vit", out=out[1]), flags)
     data = vit.load_data(args)
@@ -99,7 +99,7 @@ def write_images(directory: Path, count: int) -> None:
 
 
 def _per_second(make_batch: Callable[[int], Any], workers: int) -> float:
-    """Returns how many batches a second the workers make."""
+    """Returns how many batches per second the workers make."""
     with Loader(make_batch, workers) as loader:
         first, count = 2 * max(workers, 1), (_ROUNDS - 1) * max(workers, 1)
         batches = loader.batches(itertools.count())
@@ -112,7 +112,7 @@ def _per_second(make_batch: Callable[[int], Any], workers: int) -> float:
 
 
 def _steps_per_second(args: argparse.Namespace, data: Any) -> float:
-    """Returns how many training steps a second the device takes."""
+    """Returns how many training steps per second the device takes."""
     graphdef, params = vit.create_vit(args, channels=data.channels, classes=len(data.classes))
     optimizer = training.make_optimizer(args, training.steps_per_epoch(args, data.train_size))
     loss_of = vit.make_loss(

@@ -1,1 +1,1 @@
-"""The kernels that programs become on an H200, seen on a machine without a GPU."""
+"""Kernels that programs become on an H200, found on a machine without a GPU."""

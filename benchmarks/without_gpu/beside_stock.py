@@ -24,10 +24,10 @@ from benchmarks.without_gpu import hlo, target
 KERNELS, SAME, LIKE, MORE, FAILED = "kernels", "same program", "like stock", "more", "failed"
 
 _START, _OF_MEGABYTE = 0.8, 0.25
-"""Microseconds that a kernel's launch takes, and that each megabyte takes."""
+"""Microseconds per kernel launch, and per megabyte."""
 _RATIO, _MICROSECONDS = 1.03, 0.3
-"""Factor and microseconds by which our program may be slower: the same kernels in another order may read
-an array once more."""
+"""Factor and microseconds by which our program may be slower, because the same kernels in another order
+may read an array once more."""
 _OURS = r"custom_call @(mosaic_gpu|jaxfused_)"
 
 
@@ -116,7 +116,7 @@ def _compared(config: configs.Config, with_gradient: bool) -> tuple[str, str]:
 
 
 def microseconds(kernels: Sequence[hlo.Kernel]) -> float:
-    """Returns what kernels would take if only launches and memory took time."""
+    """Returns the microseconds of kernels if only launches and memory took time."""
     return sum(_START + _OF_MEGABYTE * kernel.megabytes for kernel in kernels)
 
 

@@ -1,7 +1,8 @@
 """`python -m benchmarks kernels LINE`: the kernels of a case of the sweep on an H200, without a GPU.
 
-One list for ours and for each form of stock: what XLA would launch and the bytes of its operands, not
-how long that takes. METHOD.md says how closely it agrees with a compilation on the GPU.
+It prints one list for ours and for each form of stock: the kernels that XLA would launch and the bytes
+of their operands, but no times. METHOD.md says how closely the list agrees with a compilation on the
+GPU.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def _show(device: Any, config: configs.Config, direction: str, triton: bool, fol
 
 
 def listing(name: str, kernels: Sequence[hlo.Kernel], instructions: Mapping[str, str]) -> str:
-    """Returns two lines for each kernel: what it moves, and its source and instructions."""
+    """Returns two lines for each kernel: its bytes, and its source and instructions."""
     total = sum(kernel.megabytes for kernel in kernels)
     lines = [f"\n  {name}: kernels {len(kernels)}, at most {total:.2f} MB"]
     for kernel in kernels:
@@ -92,5 +93,5 @@ def listing(name: str, kernels: Sequence[hlo.Kernel], instructions: Mapping[str,
 
 
 def _short(source: str) -> str:
-    """Returns an operation's place in the program without the prefix that all places share."""
+    """Returns an operation's place in the program, without the prefix that all places share."""
     return re.sub(r"^jit\((?:run|<lambda>)\)/", "", source)

@@ -31,20 +31,20 @@ class Kernel:
 
     name: str
     what: str
-    """Generator of its code, or the library call with its epilogue."""
+    """Generator of the kernel's code, or the library call with its epilogue."""
     results: tuple[str, ...]
     operands: tuple[str, ...]
-    """Shapes that it reads: of an operand that it only slices, the slices."""
+    """Shapes that the kernel reads: of an operand that is only sliced, the slices."""
     source: str
-    """The operation of the traced program that it was named after."""
+    """Operation of the traced program after which the kernel is named."""
     function: str = ""
     """Name of a fusion's code, which several fusions may share."""
     depth: int = 0
-    """Number of loops, branches and calls that it is in."""
+    """Number of loops, branches and calls around the kernel."""
 
     @property
     def megabytes(self) -> float:
-        """Megabytes that it reads and writes, at most: a kernel may read a part of an operand."""
+        """Largest number of megabytes that the kernel may read and write."""
         return sum(map(size, self.results + self.operands)) / 1e6
 
 
@@ -53,7 +53,7 @@ class _Instruction(NamedTuple):
     shapes: tuple[str, ...]
     opcode: str
     operands: tuple[str, ...]
-    """Names of its operands; a parameter's number."""
+    """Names of the instruction's operands; for a parameter, its number."""
     attributes: str
 
 
@@ -93,7 +93,7 @@ def _instruction(line: str) -> _Instruction | None:
 
 
 def _balanced(text: str) -> tuple[str, str]:
-    """Returns what is in parentheses at the start, or else the first word, and the rest."""
+    """Returns the parenthesised start of a text, or else its first word, and the rest."""
     if not text.startswith("("):
         word, _, rest = text.partition(" ")
         return word, rest
@@ -150,7 +150,7 @@ def _kernel(
 
 
 def _slices(body: Mapping[str, _Instruction], place: int) -> tuple[str, ...]:
-    """Returns the slices that a fusion reads of an operand, or () if it reads anything else."""
+    """Returns the slices that a fusion reads of an operand; () if it also reads it otherwise."""
     parameters = (i for i in body.values() if i.opcode == "parameter")
     names = {i.name for i in parameters if i.operands == (str(place),)}
     shapes: list[str] = []

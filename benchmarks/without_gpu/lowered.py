@@ -1,9 +1,9 @@
 """`python -m benchmarks lowered`: whether a change of the code changes any program, without a GPU.
 
 Cases of the fuzz and of the sweep, an example of each operator and the optimizers are lowered, forward
-and with gradients, for an H200 and an A100 that are not there. The file has the hash of each lowering's
-text, its choices with their reasons, and its keys of the tuning table; `--compare` says what differs
-between two files. METHOD.md says what is hashed.
+and with gradients, for an absent H200 and an absent A100. The file has the hash of each lowering's text,
+its choices with their reasons, and its keys of the tuning table; `--compare` says what differs between
+two files. METHOD.md says what is hashed.
 """
 
 import argparse
@@ -48,7 +48,7 @@ FORWARD, GRADIENT = "forward", "gradient"
 
 PARTS = ("text", "raised", "choices", "keys")
 Record = dict[str, Any]
-"""PARTS that a lowering has, of JSON's types."""
+"""PARTS of a lowering, of JSON's types."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -97,7 +97,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def lowered(seed: int, cases: int, only: str | None = None) -> dict[str, Any]:
-    """Returns what was drawn for each case, and the record of each lowering by its name."""
+    """Returns the drawn cases, and the record of each lowering by its name."""
     begin = time.monotonic()
     made: dict[str, tuple[Any, Callable[[], Iterator[Program]]]] = {}
     for index, name in zip(range(cases), itertools.cycle(operators.OPERATORS)):
@@ -165,7 +165,7 @@ def _of_optimizer(row: optimizer.Row) -> Iterator[Program]:
 
 @contextlib.contextmanager
 def _library_is_there() -> Iterator[None]:
-    """Makes programs call the CUDA library within this context; it need not be built."""
+    """Makes programs call the CUDA library within this context, even if it is not built."""
     built = ("75-real", "80-real", "90-real", "100-real", "120")
     with (
         mock.patch.object(cuda_library, "why_unavailable", lambda: None),
@@ -178,7 +178,7 @@ def _library_is_there() -> Iterator[None]:
 
 def record(program: Program, device: dispatch.Device) -> Record:
     """Returns the record of a program lowered for a GPU."""
-    # A cached trace may be for another GPU.
+    # A cached trace may belong to another GPU.
     jax.clear_caches()
     with _library_is_there(), dispatch.assume(device), dispatch.recorded(alone=True) as choices:
         try:
@@ -202,7 +202,7 @@ _ESCAPED = re.compile(rb'\\(?:([0-9A-F]{2})|(["\\]))')
 
 
 def without_places(text: str) -> str:
-    """Returns a program with its kernels as text too, and without files and line numbers."""
+    """Returns a program with its kernels as text, and without files and line numbers."""
     return _MODULE.sub(lambda found: f"module = {_kernel(found[1])}", text)
 
 
@@ -223,7 +223,7 @@ def _kernel(escaped: str) -> str:
 
 
 def differences(before: Any, now: Any) -> list[str]:
-    """Returns a line for each lowering that differs, and one that counts them by what differs."""
+    """Returns a line for each lowering that differs, and one with counts by kind of difference."""
     lines = []
     counts: Counter[str] = Counter()
     for label in dict.fromkeys((*before["lowerings"], *now["lowerings"])):

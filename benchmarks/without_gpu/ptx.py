@@ -7,11 +7,12 @@ from pathlib import Path
 _COUNTED = re.compile(
     r"(ld|st)\.(global|shared)|shfl|red|atom|div|ex2|lg2|rcp|r?sqrt|tanh|sin|cos|mma|wgmma"
 )
-"""Instructions to name: memory, exchanges between threads, and those slower than an addition."""
+"""Instructions that are counted: memory, exchanges between threads, and those slower than an
+addition."""
 
 
 def instructions(folder: Path) -> dict[str, str]:
-    """Returns by kernel how many instructions it has, and which of them reach memory or take long."""
+    """Returns counts by kernel: all instructions, and those that access memory or are slow."""
     texts = (path.read_text() for path in sorted(folder.glob("*.ptx")))
     return {name: count(body) for text in texts for name, body in _entries(text)}
 

@@ -1,4 +1,4 @@
-"""An H200 that is not there: XLA's compiler for it, and programs compiled ahead of time.
+"""An absent H200: XLA's compiler for it, and programs compiled ahead of time.
 
 The compiler is in JAX's CUDA plugin and needs no driver. `make without-gpu` puts the plugin into a
 folder of its own, so that JAX does not look for a GPU in every other program.
@@ -37,14 +37,14 @@ def prepare() -> Any:
     """Returns an H200 to compile for, not to run on; must come before JAX lists its devices."""
     jax.config.update("jax_platforms", "cpu")
     sys.path.insert(0, str(PLUGIN))
-    # Mosaic links its kernels to this library, and searched for it when it was imported.
+    # Mosaic links its kernels to this library, but searched for it before, when it was imported.
     ctypes.CDLL(str(PLUGIN / "jax_cuda13_plugin/libmosaic_gpu_runtime.so"), ctypes.RTLD_GLOBAL)
     if cuda_library.why_unavailable() is not None and _QUICK_LIBRARY.exists():
         cuda_library.PATH = _QUICK_LIBRARY
         cuda_library.why_unavailable.cache_clear()
     if cuda_library.why_unavailable() is None:
         cuda_library.register()
-        # A machine with a GPU has cuBLASLt from the plugin's wheels; nothing is called here.
+        # A machine with a GPU has cuBLASLt from the plugin's wheels; here nothing is called.
         cublaslt.why_unavailable = lambda: None  # type: ignore[assignment]
     topology = topologies.get_topology_desc(
         platform="cuda",
@@ -65,7 +65,7 @@ def lower_for(device: Any, f: Callable[..., Any], shapes: Sequence[Any]) -> Any:
 
 
 def compile(lowered: Any, *, triton_products: bool = False, dump: Path | None = None) -> Any:
-    """Compiles what was lowered; `dump` is a folder for its texts."""
+    """Compiles a lowered program; `dump` is a folder for its texts."""
     options = _WITHOUT_GPU | {"xla_gpu_enable_triton_gemm": triton_products}
     if dump is not None:
         options |= {"xla_dump_to": str(dump), "xla_dump_emitter_re": ".*"}
