@@ -1,4 +1,4 @@
-"""Chains of `--augment`, and a sheet of what they do: `python -m examples.augmentation --out sheet.png`.
+"""Chains of `--augment`, and a picture of them: `python -m examples.augmentation --out sheet.png`.
 
 The workers of the examples decode images and cut them to one size; the chain then changes them on the
 device, as a part of the training step.
@@ -27,7 +27,8 @@ NAMES = tuple(_COLOURS)
 """The chains that `--augment` takes."""
 
 _LARGER = 8 / 7
-"""Side of the images that workers make for a chain that crops, over that of the model's images."""
+"""Ratio of the side of the images that workers make for a chain that crops to the side of the model's
+images."""
 
 
 def add_flag(group: argparse._ArgumentGroup) -> None:
@@ -66,7 +67,7 @@ def of_classes(
 
 
 def of_masks(name: str, *, turn: bool, dtype: str) -> augment.Chain:
-    """Returns the chain for segmentation: crops are turned, bent, and get other light.
+    """Returns the chain for segmentation: crops are rotated, bent and relit.
 
     Args:
       name: one of `NAMES`; all but "light" are bent too.
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _square(path: Path, side: int) -> np.ndarray:
-    """Returns the middle of an image file, [side, side, 3]."""
+    """Returns the middle square of an image file, resized to [side, side, 3]."""
     image = read_image(path, "RGB")
     least = min(image.size)
     left, top = (image.width - least) // 2, (image.height - least) // 2

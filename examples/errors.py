@@ -1,4 +1,4 @@
-"""The errors that end an example. Worker processes import this file, so it imports little."""
+"""Errors that end an example. Worker processes import this file, so its imports are few."""
 
 import contextlib
 import os
@@ -7,23 +7,23 @@ from collections.abc import Callable
 
 
 class ExampleError(Exception):
-    """The user's input is at fault; the message states the rule, the value received, and the remedy."""
+    """An error of the user's input; its message states the rule, the value received, and the remedy."""
 
 
 class Stopped(Exception):
-    """The user ended the run early; the message says what was saved and how to go on."""
+    """An early end that the user asked for; its message says what was saved and how to continue."""
 
 
 def run_command(main: Callable[[], None]) -> None:
     """Runs `main` as a command: expected errors become one line and an exit code, no traceback."""
-    # If a shell has closed either, Python has None for it.
+    # Python has None for a stream that the shell has closed.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of the output has stopped; Python would flush once more at exit.
+        # The reader of the output is gone. Without this, Python would fail when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(

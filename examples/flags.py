@@ -12,9 +12,9 @@ from examples import optimizers
 from examples.errors import ExampleError
 from examples.runs import Run
 
-# These flags belong to one call, and config.json does not keep them.
+# Flags of one call, which config.json does not keep.
 _CALL_FLAGS = ("out", "resume", "coordinator", "processes", "process_id", "cpu_devices")
-# These flags say only where and how a run is carried out; all others define what it computes.
+# Flags that say only where and how a run is carried out; all others define what the run computes.
 _PLACE_FLAGS = (*_CALL_FLAGS, "workers", "checkpoint_every", "data", "tensor", "fsdp")
 
 
@@ -67,7 +67,9 @@ def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags. With --resume, those not given are the run's own, and no other may differ.
+    """Returns the flags.
+
+    With --resume, missing ones are the run's own, and the others may not differ.
 
     The defaults of learning rate and weight decay are those of the optimizer that is named. "auto"
     becomes the dtype of this device, so that a run keeps its dtype when resumed elsewhere.
@@ -142,7 +144,7 @@ def number(
             value = float(text)
         except ValueError:
             value = math.nan
-        # The condition is written such that nan fails it too.
+        # This form of the condition also rejects nan.
         if not (least <= value < below and value > above and math.isfinite(value)):
             limits = [
                 *([f"from {least:g} up"] if least > -math.inf else []),

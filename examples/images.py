@@ -148,7 +148,7 @@ class Loader:
             return
         steps = iter(steps)
         try:
-            # Two batches more than workers: each has its next one at hand when it finishes one.
+            # Two batches more than workers are requested, so that a worker always has its next batch.
             ahead = collections.deque(
                 self._pool.submit(_make, step)
                 for step in itertools.islice(steps, self._workers + 2)
@@ -165,13 +165,13 @@ class Loader:
 
 
 _make_batch: MakeBatch
-"""The function that this worker process's loader was created with."""
+"""Function that this worker process's loader was created with."""
 
 
 def _start_worker(make_batch: MakeBatch) -> None:
     global _make_batch
     _make_batch = make_batch
-    # Ctrl-C reaches every process of the terminal; only the parent decides what happens then.
+    # Ctrl-C reaches every process of the terminal, but only the parent decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

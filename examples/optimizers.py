@@ -1,4 +1,4 @@
-"""The optimizers that `--optimizer` names: the one list of them, for all examples.
+"""Table of the optimizers that `--optimizer` names, shared by all examples.
 
 Optimizers differ in their formula and in the size of a good step. So the table gives each one's default
 learning rate and decay as multiples of AdamW's; values from the user are taken unscaled.
@@ -21,10 +21,10 @@ DEFAULT = "adamw"
 
 @dataclass(frozen=True)
 class Entry:
-    """An optimizer of the list."""
+    """An optimizer of the table."""
 
     make: Callable[[optax.Schedule, float], FusedTransformation]
-    """The function (learning rate, weight decay) -> optimizer."""
+    """Function (learning rate, weight decay) -> optimizer."""
     rate: float = 1.0
     """Default learning rate of the optimizer, as a multiple of AdamW's."""
     decay: float = 1.0
@@ -35,7 +35,7 @@ def make(name: str, schedule: optax.Schedule, weight_decay: float) -> FusedTrans
     """Returns the optimizer of this name, which decays the kernels only.
 
     Raises:
-      ExampleError: the optimizer has no weight decay, and this is not 0.
+      ExampleError: the optimizer has no weight decay, and `weight_decay` is not 0.
     """
     entry = OPTIMIZERS[name]
     if weight_decay and not entry.decay:
@@ -93,7 +93,7 @@ def _muon(schedule: optax.Schedule, decay: float) -> FusedTransformation:
         weight_decay_mask=is_decayed,
         adam_b2=0.99,
         muon_weight_dimension_numbers=matrices,
-        consistent_rms=0.2,  # With it, the steps of a matrix are as large as AdamW's.
+        consistent_rms=0.2,  # The option makes a matrix's steps as large as AdamW's.
     )
 
 

@@ -1,4 +1,4 @@
-"""The devices on which a training runs: all that differs between one device and many.
+"""Placement of a training on devices: the only code that differs between one device and many.
 
 A training is written once, for whole batches and whole parameters, and a placement compiles its
 functions. The placements on many devices are in examples/multi_gpu.
@@ -18,11 +18,11 @@ class OneDevice:
         return jax.devices()[0].device_kind
 
     def rows(self, batch_size: int) -> slice:
-        """Returns which images of each batch this process makes."""
+        """Returns the images of each batch that this process makes, as a slice."""
         return slice(0, batch_size)
 
     def model(self, model: nnx.Module) -> nnx.Module:
-        """Returns `model`, changed in place where its parameters are to be read in another way."""
+        """Returns `model`, changed in place if its parameters have to be read in another way."""
         return model
 
     def init(self, f: Callable[..., Any], *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Coordinates the processes of one run: one of them writes, and all stop before the same step.
+"""Coordinates the processes of one run: one of them writes files, and all stop before the same step.
 
 A process that stopped alone would leave the others waiting for it. A run of one process skips all this.
 """
@@ -24,7 +24,7 @@ def is_first() -> bool:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Waits at the end until all processes have come this far; one's ExampleError is raised in all."""
+    """Waits at the end until all processes get here; an ExampleError of one is raised in all."""
     error = None
     try:
         yield
@@ -36,7 +36,7 @@ def together() -> Iterator[None]:
 def in_step(
     batches: Iterator[Batch], stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Batch]:
-    """Yields `batches`, as long as all processes have theirs and none was told to stop.
+    """Yields `batches` as long as all processes have theirs and none was told to stop.
 
     Args:
       batches: this process's part of each batch.

@@ -17,7 +17,7 @@ from examples.errors import ExampleError
 from examples.flags import number, whole
 from examples.runs import Run
 
-# int8 and fp8 are multiplied in their own dtype, so inputs are quantised too; int4 weights are
+# int8 and fp8 are multiplied in their own dtype, so inputs are quantised too. int4 weights are
 # dequantised.
 RULES = {
     "float": [],
@@ -26,11 +26,11 @@ RULES = {
     "int4": [jaxfused.QuantizationRule("", "int4")],
 }
 
-# Layers of a Transformer's block that read straight from a norm can be smoothed in that norm.
+# Inputs of these layers come straight from a norm, so smoothing can be folded into that norm.
 FOLDS = (jaxfused.Fold("norm1", ("qkv",)), jaxfused.Fold("norm2", ("mlp/up",)))
 
 _SECONDS = 1.0
-"""The seconds that one timing lasts; there are three."""
+"""Seconds of each of three timings."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Quantized:
     name: str
     model: nnx.Module
     report: jaxfused.QuantizationReport | None
-    """Errors of its layers, if it was calibrated."""
+    """Errors of the layers, if the network was calibrated."""
 
     @property
     def bytes(self) -> int:
@@ -109,8 +109,8 @@ def in_all_formats(
     calibration: Callable[[int], jaxfused.Calibration],
 ) -> Iterator[Quantized]:
     """Yields the network in each format; `calibration(n)` runs it on n training batches."""
-    # The rules of all formats come first: a flag may be invalid, and the first format takes minutes to
-    # judge.
+    # The rules of all formats are made first: a flag may be invalid, and judging the first format takes
+    # minutes.
     formats = {name: with_flags(model, given, args) for name, given in RULES.items()}
     for name, rules in formats.items():
         if not rules:

@@ -26,7 +26,7 @@ from examples import processes, stacks
 from examples.errors import ExampleError
 
 State = dict[str, Any]
-"""The content of a checkpoint: a pytree of arrays for each name ("params", "opt_state", ...)."""
+"""Content of a checkpoint: a pytree of arrays for each name ("params", "opt_state", ...)."""
 
 
 class Run:
@@ -165,7 +165,7 @@ class Run:
         }
         try:
             self._checkpoints().save(step, args=ocp.args.Composite(**items))
-        # A full disk ends in a ValueError of tensorstore, an OSError, or an Exception of orbax.
+        # A full disk shows as a ValueError of tensorstore, an OSError, or an Exception of orbax.
         except Exception as error:
             raise self._cannot_write(error) from error
 
@@ -262,7 +262,7 @@ class Run:
 
     @contextlib.contextmanager
     def finished_writes(self) -> Iterator[None]:
-        """Waits at the end until all checkpoints are on the disk, even if an error is raised."""
+        """Waits at the end until all checkpoints are written, even if an error is raised."""
         try:
             yield
         finally:
@@ -323,7 +323,7 @@ def _lock(directory: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         raise
-    except OSError:  # Network file systems may have no locks; a run works without.
+    except OSError:  # Some network file systems have no locks; a run works without.
         os.close(descriptor)
         return None
     return descriptor
@@ -334,7 +334,7 @@ def _is_finite(array: jax.Array) -> bool:
 
 
 def _for_orbax(array: jax.Array) -> jax.Array | np.ndarray:
-    """Returns `array`, or a NumPy copy if each process has its own, of which orbax writes the first."""
+    """Returns `array`, or a NumPy copy if each process has its own; orbax writes the first's."""
     if jax.process_count() > 1 and array.is_fully_addressable:
         return np.array(array)
     return array

@@ -1,8 +1,8 @@
 """Reads checkpoints in which layers of one kind are one stack, for models with separate layers.
 
 The ViT's blocks used to be one stack, an array [blocks, ...] for each parameter, whether or not a loop
-ran them. Now they are one only if a loop runs them. What was saved as "blocks.qkv.kernel" is read as
-"blocks.0.qkv.kernel", "blocks.1.qkv.kernel" and so on, and the optimizer's moments likewise.
+ran them. Now they are a stack only if a loop runs them. The saved "blocks.qkv.kernel" is read as
+"blocks.0.qkv.kernel", "blocks.1.qkv.kernel" and so on; the optimizer's moments in the same way.
 """
 
 import collections
@@ -23,10 +23,11 @@ Shape = tuple[tuple[int, ...], np.dtype]
 
 @dataclass(frozen=True)
 class Source:
-    """The place in a checkpoint of an array of a model."""
+    """Place in a checkpoint of an array of a model."""
 
     names: tuple[str, ...]
-    """Names of the saved arrays that it is made of: one, or codes and scales of an 8-bit moment."""
+    """Names of the saved arrays that the array is made of: one, or codes and scales of an 8-bit
+    moment."""
     index: int | None = None
     """Index into the saved arrays if they are stacks."""
     is_shared: bool = False
@@ -38,19 +39,19 @@ class Source:
             return eight_bit.decode(moment)[self.index]
         array = restored[self.names[0]]
         if self.is_shared:
-            return jnp.copy(array)  # a buffer can be donated only once
+            return jnp.copy(array)  # The copy is needed because a buffer can be donated only once.
         return array if self.index is None else array[self.index]
 
 
 def sources(wanted: Mapping[str, Shape], saved: Mapping[str, Shape]) -> dict[str, Source]:
-    """Returns the place in `saved` of each array of `wanted`, as far as it has them."""
+    """Returns the place in `saved` of each array of `wanted` that `saved` contains."""
     found = {}
     for name, array in wanted.items():
         source = Source((name,)) if saved.get(name) == array else _of_stack(name, array, saved)
         if source is not None:
             found[name] = source
     layers = collections.Counter(source.names for source in found.values())
-    # A stack of more layers than the model's belongs to another model.
+    # A stack with more layers than the model belongs to another model.
     return {
         name: source
         for name, source in found.items()
@@ -80,7 +81,7 @@ def _of_stack(name: str, array: Shape, saved: Mapping[str, Shape]) -> Source | N
                 # A placeholder has one size for arrays of any size.
                 return Source((stack,), is_shared=True)
         codes, scales = f"{stack}.codes", f"{stack}.scales"
-        # One layer's moment may be too small for 8 bits although the stack's was not.
+        # A layer's moment may be too small for 8 bits although the stack's was not.
         if codes in saved and saved[codes][0][1:] == shape and dtype == np.float32:
             return Source((codes, scales), index)
     return None

@@ -1,8 +1,7 @@
 """The training loop that every example shares: steps, evaluations, checkpoints, resume, learning curve.
 
-An example brings its model, its data and a jitted `train_step`; `fit` does the rest, so that all
-examples keep the same promises. The flags are in `examples.flags`, the run's directory in
-`examples.runs`.
+An example supplies its model, its data and a jitted `train_step`; `fit` does the rest, so that all
+examples behave alike. The flags are in `examples.flags`, the run's directory in `examples.runs`.
 
 A resumed run gives the numbers of an uninterrupted one: batches and random keys are functions of
 the step, and everything else is in the checkpoint.
@@ -35,11 +34,11 @@ from examples.runs import Run, State
 from jaxfused.optim import FusedTransformation
 
 TrainStep = Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]
-"""A function (state, batch, step) -> (next state, metrics), where metrics contain "loss"."""
+"""Function (state, batch, step) -> (next state, metrics), where metrics contain "loss"."""
 
 
 def steps_per_epoch(args: argparse.Namespace, train_size: int, *, unit: str = "images") -> int:
-    """Returns the number of full batches in an epoch of `train_size` images, or what else they are.
+    """Returns the number of full batches in an epoch of `train_size` images, or of another `unit`.
 
     Raises:
       ExampleError: there is none, or the warm-up is as long as the run.
@@ -80,7 +79,7 @@ def create(
         jax.eval_shape(lambda *arrays: build()(*arrays), *inputs)
     except ValueError as error:
         raise ExampleError(str(error)) from error
-    # All operations are compiled as one program, since otherwise each would be compiled alone.
+    # All operations are compiled as one program; otherwise each would be compiled separately.
     return graphdef, placement.init(lambda: nnx.to_pure_dict(nnx.state(build())))
 
 
@@ -159,7 +158,8 @@ def optimizer_share(
     zeros = placement.init(lambda params: jax.tree.map(jnp.zeros_like, params), state["params"])
     state = dict(params=state["params"], opt_state=state["opt_state"], gradients=zeros)
     rows = placement.rows(args.batch_size)
-    batch = dict(row=np.zeros(rows.stop - rows.start, np.float32))  # Placements split a batch.
+    # Placements split a batch among devices.
+    batch = dict(row=np.zeros(rows.stop - rows.start, np.float32))
     take = placement.train_step(step)
     state, _ = take(state, batch, 0)
     jax.block_until_ready(state)
@@ -222,7 +222,7 @@ def fit(
     pending: tuple[int, dict[str, jax.Array]] | None = None
 
     def settle() -> None:
-        """Waits for the step that was dispatched last, and records it."""
+        """Waits for the last dispatched step, and records its metrics."""
         nonlocal pending
         if pending is None:
             return
@@ -255,7 +255,8 @@ def fit(
             except (ExampleError, Stopped) as reason:
                 raise type(reason)(stop(str(reason))) from reason
             state, metrics = train_step(state, batch, step)
-            # Reading the metrics of the previous step, rather than this one's, keeps the device busy.
+            # The device stays busy, because the metrics of the previous step are read and not those of
+            # this one.
             settle()
             step += 1
             pending = (step, metrics)
@@ -266,7 +267,8 @@ def fit(
                     with clock.paused():
                         values = evaluate(state)
                 except ExampleError as reason:
-                    # A held-out image cannot be read; the progress since the last checkpoint is saved.
+                    # A held-out image could not be read; the progress since the last checkpoint is
+                    # saved.
                     raise ExampleError(stop(str(reason))) from reason
                 run.record(step, **values)
                 shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
@@ -286,14 +288,14 @@ def fit(
 
 
 def _progress(initial: int, total: int, unit: str) -> tqdm:
-    """Returns the bar of images, or what else they are, that the first process shows."""
+    """Returns the progress bar of images, or of another unit, that the first process shows."""
     return tqdm(
         total=total,
         initial=initial,
         unit=f" {unit}",
         unit_scale=True,
         disable=not processes.is_first(),
-        # A log file needs a line now and then, not ten a second.
+        # A log file gets a line now and then, a terminal ten updates a second.
         mininterval=0.1 if sys.stderr.isatty() else 10,
     )
 
@@ -368,7 +370,7 @@ def save_curve(
     losses = np.array([r["loss"] for r in train])
     window = max(1, len(losses) // 50)
     left.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="each step")
-    if len(losses):  # There are none if metrics.jsonl was removed and a finished run resumed.
+    if len(losses):  # Losses are missing if metrics.jsonl was removed and a finished run resumed.
         smooth = np.convolve(losses, np.full(window, 1 / window), mode="valid")
         left.plot(steps[window - 1 :], smooth, color="tab:blue", label=f"mean of {window} steps")
         left.legend(frameon=False)

@@ -1,4 +1,4 @@
-"""What a client sends to the servers of these programs."""
+"""Reads the bodies of requests, for the servers of these examples."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ async def body_of(request: Any, what: str, most: int) -> bytes:
       most: the bytes that it may have.
 
     Raises:
-      ExampleError: it is larger, or has not come whole.
+      ExampleError: the body is larger, or incomplete.
     """
     data = bytearray()
     try:

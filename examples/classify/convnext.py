@@ -25,7 +25,7 @@ class ConvNeXtSize:
     """Rows and columns of the depthwise convolutions."""
 
 
-# digits: a size that learns 8 x 8 pixels in a minute or two on two CPU cores.
+# The digits' size learns 8 x 8 pixels in a minute or two on two CPU cores.
 CONVNEXTS = {
     "convnext-digits": ConvNeXtSize((2, 2), (32, 64), patch=1, kernel=3),
     "convnext-t": ConvNeXtSize((3, 3, 9, 3), (96, 192, 384, 768)),
@@ -87,7 +87,7 @@ class ConvNeXt(nnx.Module):
             jaxfused.nnx.Linear(many, width, kernel_init=normal, dtype=dtype, rngs=rngs)
             for many, width in zip(before, size.widths, strict=True)
         )
-        # The first norm comes after its product, the others before theirs.
+        # The first norm comes after its convolution, the others before theirs.
         norms = (size.widths[0], *size.widths[:-1])
         self.norms = nnx.List(
             jaxfused.nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for width in norms

@@ -53,7 +53,7 @@ def create(
         return vit.create_vit(args, channels=channels, classes=classes, placement=placement)
     refused = dict(dropout=args.dropout, unroll=args.unroll)
     if name in RESNETS:
-        # With --data the default of drop_path is for other models, and no error here.
+        # With --data, the default of drop_path belongs to other models and is no error here.
         refused |= dict(drop_path=args.drop_path if args.data is None else 0.0)
     for flag, value in refused.items():
         if value:

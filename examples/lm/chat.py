@@ -1,7 +1,7 @@
 """Answers questions on the terminal: `python -m examples.lm.chat "What is a GPU?"`, `--help` for flags.
 
-Without a question it asks for one after the other, and remembers the conversation. A model without a
-form for conversations goes on with the text instead.
+Without a question it reads questions from the terminal, and remembers the conversation. A model without
+a chat template continues the text instead.
 """
 
 import argparse
@@ -54,8 +54,8 @@ def questions() -> Iterator[str]:
 def say(
     engine: Engine, tokenizer: Tokenizer, messages: Sequence[dict], args: argparse.Namespace
 ) -> str:
-    """Prints the answer to the last message as it comes, then how fast it came; returns it."""
-    if tokenizer.template is None:  # A model that was not taught to answer goes on with the text.
+    """Prints the answer to the last message token by token, then its speed; returns the answer."""
+    if tokenizer.template is None:  # A model without a chat template continues the text.
         prompt = tokenizer.encode(messages[-1]["content"])
     else:
         prompt = tokenizer.encode_chat(messages)
@@ -77,7 +77,8 @@ def say(
             print(answer[-1], end="", flush=True)
     answer.append(stream.end())
     print(answer[-1])
-    # The first token's time has the compilation of the prompt's program, the second's that of a step's.
+    # The first token's time contains the compilation of the prompt's program, the second's that of a
+    # step.
     rate = (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else 0
     print(
         f"{len(prompt)} tokens read and {len(times)} written, the first after {times[0] - begin:.2f} s,"

@@ -1,7 +1,7 @@
 """The shape of a language model, read from its config.json in the form of Hugging Face transformers.
 
-Every key of the file is used, or known to leave the logits as they are, or refused by name: a key that
-was passed over in silence could be another model.
+Every key of the file is used, known not to change the logits, or refused by name: an ignored key could
+mean another model.
 
 Source: the configuration files of transformers 5.23.0.
 """
@@ -25,7 +25,7 @@ class Rope(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a decoder, whichever family it is of."""
+    """Sizes and options of a decoder of any family."""
 
     vocabulary: int
     width: int
@@ -34,14 +34,14 @@ class Config:
     key_heads: int
     head_size: int
     hidden: int
-    """The number of features inside the gated MLP."""
+    """Number of features inside the gated MLP."""
     max_length: int
     ropes: tuple[Rope | None, ...]
-    """Rotation of each layer; None where a layer does not rotate."""
+    """Rotation of each layer; None if the layer does not rotate."""
     windows: tuple[int | None, ...]
     """Tokens that a query of each layer sees, itself included; None for all."""
     scale: float
-    """Factor of the attention's logits."""
+    """Scale of the attention's logits."""
     epsilon: float = 1e-6
     activation: str = "silu"
     is_tied: bool = False
@@ -50,9 +50,9 @@ class Config:
     project_bias: bool = False
     mlp_bias: bool = False
     head_norms: bool = False
-    """True if the queries and keys of each head pass a norm."""
+    """True if the queries and keys of each head are normalised."""
     branch_norms: bool = False
-    """True if the results of attention and MLP pass a norm before they are added."""
+    """True if the results of attention and MLP are normalised before they are added."""
     scale_offset: float = 0.0
     """Number added to the norms' scales: Gemma stores scale - 1."""
     embedding_scale: float = 1.0
@@ -62,16 +62,17 @@ class Config:
 
 @dataclass(frozen=True)
 class Family:
-    """The keys that a family of models has besides those of all."""
+    """Keys of a family's config.json besides those that all families have."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that a file may leave out."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of which this program knows one value; any other is refused."""
+    """Keys of which this program supports one value; others are refused."""
     features: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `Config` that the family has whatever the file says."""
+    """Fields of `Config` that all models of the family share."""
     every: int | None = None
-    """Layers in a period, all but the last of which have a window, where the file does not list them."""
+    """Layers in a period, all but the last of which have a window; used if the file does not list the
+    layers."""
 
 
 _WINDOW = "sliding_window"
@@ -103,7 +104,7 @@ _USED = frozenset(
         "tie_word_embeddings",
         "use_sliding_window",
         "vocab_size",
-        # These are read by jaxfused.rope_from_config.
+        # jaxfused.rope_from_config reads these keys.
         "no_rope_layer_interval",
         "no_rope_layers",
         "original_max_position_embeddings",
@@ -152,7 +153,7 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Keys that do not change the logits: of training, of drawing tokens, of the file itself."""
+"""Keys that do not change the logits: they concern training, sampling, or the file itself."""
 _HARMLESS_NAME = re.compile(r"_|\w+_token_id$")
 
 _FIXED: Mapping[str, Any] = {"rope_interleaved": False}
@@ -183,7 +184,7 @@ FAMILIES: Mapping[str, Family] = {
         features=_GEMMA_FEATURES,
         every=2,
     ),
-    # The files of models with images leave out much of what is the default.
+    # Files of models with images omit many keys that have default values.
     "gemma3_text": Family(
         dict(
             _GEMMA,
@@ -218,7 +219,7 @@ def read_config(config: Mapping[str, Any]) -> Config:
     """
     name = config.get("model_type")
     if name == "gemma3" and "text_config" in config:
-        # Its images are left out: this is the language model inside.
+        # The image part is ignored: this is the language model inside.
         return read_config({"model_type": "gemma3_text", **config["text_config"]})
     if name not in FAMILIES:
         why = f" ({_LATER[name]})" if name in _LATER else ""
@@ -229,7 +230,7 @@ def read_config(config: Mapping[str, Any]) -> Config:
     family = FAMILIES[name]
     given = {key: value for key, value in config.items() if value is not None}
     _check_keys(name, given, _FIXED | family.fixed)
-    # A cap or window that is null in the file is none, also where the family has one by default.
+    # A cap or window that is null in the file is absent, even if the family has one by default.
     none = (config.keys() - given.keys()) & {_WINDOW, _ATTENTION_CAP, _FINAL_CAP}
     read = _Reader({k: v for k, v in family.defaults.items() if k not in none} | given)
 
@@ -264,7 +265,7 @@ def read_config(config: Mapping[str, Any]) -> Config:
 
 
 class _Reader:
-    """Reads keys of a config, and refuses those that are missing."""
+    """Reads keys of a config; missing ones are refused."""
 
     def __init__(self, given: Mapping[str, Any]):
         self.given = given
@@ -347,7 +348,7 @@ def _rope(
     config: Mapping[str, Any], layer: int, windows: tuple[int | None, ...], head_size: int
 ) -> Rope | None:
     kind = _FULL if windows[layer] is None else _SLIDING
-    # Without its windows a model has one kind of layer, whatever its list says.
+    # Without windows all layers of a model are alike, whatever its list says.
     config = dict(config, layer_types=[_FULL if w is None else _SLIDING for w in windows])
     try:
         options = jaxfused.rope_from_config(
@@ -367,7 +368,7 @@ def _rope(
 
 
 def _activation(config: Mapping[str, Any], is_gemma: bool) -> str:
-    # Gemma reads hidden_activation alone; a hidden_act beside it is a remnant.
+    # Gemma reads hidden_activation alone; a hidden_act next to it is unused.
     name = (
         config.get("hidden_activation", "gelu_pytorch_tanh")
         if is_gemma

@@ -1,4 +1,4 @@
-"""Rows of text for training: the bytes of documents, one behind the other.
+"""Rows of text for training: the bytes of documents, one after another.
 
 A token is a byte; START stands in front of each document. Documents are packed: a row of T + 1 tokens is
 cut from all of them in a row, and `split` says which of its tokens belong together. Worker processes
@@ -20,23 +20,23 @@ from examples.errors import ExampleError
 from examples.images import Batch, epoch_indices, epoch_of
 
 START = 256
-"""The token in front of a document, and behind the last."""
+"""Token before each document, and after the last."""
 TOKENS = 264
-"""The size of the vocabulary: bytes and START, and as many unused ones as kernels need."""
+"""Size of the vocabulary: bytes, START, and unused tokens up to a size that kernels support."""
 
 _SUFFIXES = (".txt", ".md", ".py", ".rst", ".c", ".h", ".json", ".html", ".xml", ".tex")
 _NOT_READ = frozenset({"test", "tests", "idlelib", "site-packages", "__pycache__"})
-"""Folders of Python's library that hold tests, or what others installed."""
+"""Folders of Python's library that hold tests or packages of others."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a packed text: `rows(step)` is a batch of them, drawn anew in each pass over the text."""
+    """Rows of a packed text; `rows(step)` is a batch of them, in a new order in each pass."""
 
     tokens: np.ndarray
-    """All documents, each behind a START, uint16."""
+    """All documents, each after a START, uint16."""
     length: int
-    """T, the tokens of a row that a model reads."""
+    """Number of tokens in a row that a model reads, T."""
     batch_size: int
     part: slice
     """Rows of a batch that this process makes."""
@@ -48,23 +48,23 @@ class Rows:
         return (len(self.tokens) - 1) // self.length - 1
 
     def __call__(self, step: int) -> Batch:
-        """Returns rows [B, T + 1], of which the last T are what the model is to say."""
+        """Returns rows [B, T + 1]; the last T tokens are the labels."""
         of_all = dict(size=self.count, batch_size=self.batch_size)
         rows = epoch_indices(step, **of_all, seed=self.seed)[self.part]
-        # Each pass cuts the text at other places.
+        # Each pass cuts the text into rows at other places.
         shift = np.random.default_rng([self.seed, epoch_of(step, **of_all), 1]).integers(
             self.length
         )
         return dict(text=self._cut(rows * self.length + shift))
 
     def in_order(self, batch: int) -> Batch:
-        """Returns a batch of rows that cover the text once; those beyond its end are all START."""
+        """Returns a batch of rows that cover the text once, filled with START beyond its end."""
         rows = np.arange(batch * self.batch_size, (batch + 1) * self.batch_size)[self.part]
         return dict(text=self._cut(rows * self.length))
 
     @property
     def batches(self) -> range:
-        """The numbers of the batches that cover the text once."""
+        """Indices of the batches that cover the text once."""
         return range(-(-(len(self.tokens) - 1) // (self.length * self.batch_size)))
 
     def _cut(self, starts: np.ndarray) -> np.ndarray:
@@ -75,7 +75,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents to learn, and others that are held out."""
+    """Documents to train on, and documents that are held out."""
 
     train: tuple[bytes, ...]
     held_out: tuple[bytes, ...]
@@ -83,7 +83,7 @@ class Texts:
     """A string that changes when files are added, removed or renamed."""
 
     def compressed(self) -> dict[str, float]:
-        """Returns bits a byte of the held-out texts, all in one, by programs that learned nothing."""
+        """Returns bits per byte of the held-out texts, concatenated, by general compressors."""
         text = b"".join(self.held_out)
         made = dict(xz=lzma.compress(text, preset=9), bz2=bz2.compress(text))
         return {name: 8 * len(data) / len(text) for name, data in made.items()}
@@ -92,7 +92,7 @@ class Texts:
 def read_texts(folder: Path | None, *, held_out: float) -> Texts:
     """Returns the text files of a folder, or the sources of Python's own library.
 
-    A file is held out or learned by its name alone, so the same on every machine and in every run.
+    A file's name alone decides whether it is held out, so every machine and run makes the same split.
 
     Raises:
       ExampleError: a file cannot be read, or there are too few.
@@ -127,7 +127,7 @@ def read_texts(folder: Path | None, *, held_out: float) -> Texts:
 
 
 def packed(texts: Sequence[bytes]) -> np.ndarray:
-    """Returns all texts in one array of tokens, with a START before each and behind the last."""
+    """Returns all texts in one array of tokens, with a START before each and after the last."""
     start = np.array([START], np.uint16)
     parts = [part for text in texts for part in (start, np.frombuffer(text, np.uint8))]
     return np.concatenate([*parts, start])

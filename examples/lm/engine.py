@@ -1,8 +1,8 @@
 """Continuous batching: one program decodes a token of every text, and texts come and go.
 
-The cache has a slot for each text. A prompt is read into its slot in chunks of one size, one between two
-decoded tokens, so that long prompts do not hold up the others. All shapes are fixed, so nothing is
-compiled again, and a text's tokens do not depend on what is in the other slots.
+The cache has a slot for each text. A prompt is read into its slot in chunks of one size, with a decoded
+token between two chunks, so that long prompts do not delay other texts. All shapes are fixed, so nothing
+is compiled again, and a text's tokens do not depend on what is in the other slots.
 """
 
 import collections
@@ -45,32 +45,32 @@ class Text:
 
     prompt: Sequence[int]
     most: int
-    """Tokens that may follow."""
+    """Largest number of tokens that may follow."""
     sampling: Sampling = Sampling()
     tokens: list[int] = field(default_factory=list)
     finish: Literal["stop", "length", "cancelled"] | None = None
     read: int = 0
-    """Tokens of the prompt that have been read."""
+    """Number of the prompt's tokens that have been read."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _State:
-    """State of each slot, which the programs keep on the device."""
+    """State of all slots, which the programs keep on the device."""
 
     cache: Cache
     last: jax.Array
-    """The last token, [slots], which has not been read yet."""
+    """Last token of each text, [slots], which has not been read yet."""
     history: jax.Array
-    """Prompt and answer so far, [slots, length], and -1 beyond."""
+    """Prompt and answer so far, [slots, length]; -1 in unused places."""
     answers: jax.Array
-    """Tokens of the history that are the answer's, [slots]."""
+    """Number of answered tokens in the history, [slots]."""
     options: dict[str, jax.Array]
-    """The fields of `Sampling`, [slots] each."""
+    """Fields of `Sampling`, [slots] each."""
 
     @property
     def lengths(self) -> jax.Array:
-        """Tokens of each slot that have been read, [slots]."""
+        """Number of tokens of each slot that have been read, [slots]."""
         return self.cache[0].lengths
 
     @classmethod
@@ -116,14 +116,14 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """True if there is something left to do."""
+        """True if a text is waiting or in a slot."""
         return bool(self._waiting or self._computed or any(self._slots))
 
     def submit(self, text: Text) -> None:
-        """Puts a text in line.
+        """Queues a text.
 
         Raises:
-          ExampleError: it has no token, or does not fit.
+          ExampleError: the text has no token, or does not fit.
         """
         if not text.prompt or text.most < 1:
             raise ExampleError(
@@ -138,7 +138,7 @@ class Engine:
         self._waiting.append(text)
 
     def cancel(self, text: Text) -> None:
-        """Ends a text; its slot is free at once."""
+        """Ends a text and frees its slot at once."""
         if text.finish is None:
             text.finish = "cancelled"
         self._release(text)
@@ -146,7 +146,8 @@ class Engine:
     def step(self) -> list[tuple[Text, int]]:
         """Reads a chunk of a prompt, decodes a token of each text, and returns tokens as (text, token).
 
-        They are those of the step before: the device computes while they are looked at.
+        The tokens are those of the previous step, so that the device computes while the host reads
+        them.
         """
         for slot, held in enumerate(self._slots):
             if held is None and self._waiting:
@@ -187,7 +188,7 @@ class Engine:
         ]
         if not unread:
             return
-        # The one that is partly read came before those that are not.
+        # A text whose prompt is partly read comes before texts whose prompt is unread.
         slot, text = max(unread, key=lambda each: each[1].read)
         part = np.asarray(text.prompt[text.read : text.read + self._chunk], np.int32)
         text.read += len(part)
@@ -205,7 +206,7 @@ class Engine:
             self._computed.append((tokens, [(slot, text)]))
 
     def _take(self, text: Text, token: int) -> bool:
-        """Adds a token to its text, and returns False where that is over already."""
+        """Adds a token to its text; returns False if the text has already ended."""
         if text.finish is not None:
             return False
         text.tokens.append(token)
@@ -227,7 +228,8 @@ class Engine:
 def _programs(graphdef: nnx.GraphDef) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns the compiled `_prefill` and `_decode` of models of this structure.
 
-    It is no argument of theirs, since its hash would take longer than a step of a small model.
+    The structure is no argument of the programs, because hashing it would take longer than a step of a
+    small model.
     """
     options = dict(donate_argnums=1, static_argnames="penalties")
     return tuple(jax.jit(functools.partial(f, graphdef), **options) for f in (_prefill, _decode))
@@ -258,7 +260,7 @@ def _prefill(
     *,
     penalties: bool,
 ) -> tuple[_State, jax.Array]:
-    """Reads a chunk of a prompt, of which `count` tokens are real; the last one draws the next token."""
+    """Reads a chunk of a prompt with `count` real tokens; the last chunk draws the next token."""
     model = nnx.merge(graphdef, params)
     at = state.lengths[slot] + jnp.arange(len(tokens))
     written = jnp.where(jnp.arange(len(tokens)) < count, tokens, -1)
@@ -292,7 +294,7 @@ def _decode(
 def _with_tokens(
     state: _State, slot: jax.Array, drawn: jax.Array, active: jax.Array
 ) -> tuple[_State, jax.Array]:
-    """Returns the state with drawn tokens in one slot, or in all, where they are active.
+    """Returns the state with drawn tokens in one slot, or in all slots, where they are active.
 
     The last tokens are returned too, since the state itself is donated to the next program.
     """
@@ -312,7 +314,8 @@ def _draw(state: _State, logits: jax.Array, penalties: bool) -> jax.Array:
     given = {name: options.pop(name) for name in names}
     if penalties:
         place = jnp.arange(state.history.shape[-1])
-        # Presence and frequency count the answer alone, repetition counts the prompt too.
+        # Presence and frequency penalties count the answer alone; repetition penalties count the prompt
+        # too.
         length = (state.history >= 0).sum(-1, keepdims=True)
         is_prompt = place < length - state.answers[..., None]
         given |= dict(

@@ -1,8 +1,7 @@
 """Checkpoints of llama.cpp: one GGUF file with the shape, the arrays and the vocabulary.
 
-jaxfused.quantization reads the file and decodes its formats of few bits. What is left to do here is to
-undo what llama.cpp's converter did: names, permuted rows of q and k, and the norms of Gemma with 1
-added.
+jaxfused.quantization reads the file and decodes its formats of few bits. This module undoes the changes
+of llama.cpp's converter: names, permuted rows of q and k, and Gemma's norms with 1 added.
 
 Source: convert_hf_to_gguf.py and gguf-py/gguf/constants.py of llama.cpp, with gguf 0.19.0.
 """
@@ -31,9 +30,10 @@ _FAMILIES = {
     "smollm3": "smollm3",
 }
 _PERMUTED = ("llama", "smollm3")
-"""Architectures in which neighbouring rows of q and k are a pair, not rows of both halves."""
+"""Architectures whose file pairs neighbouring rows of q and k for rope, not rows of the two halves."""
 _LARGEST_GEMMAS = {("gemma2", 46), ("gemma3", 62)}
-"""Layers of the models with 27 B parameters, whose scale is that of width / heads; no key says so."""
+"""Number of layers of the models with 27 B parameters, whose scale is that of width / heads; no key says
+so."""
 
 _KEYS = {
     "block_count": "num_hidden_layers",
@@ -86,7 +86,7 @@ _FACTORS = "rope_freqs.weight"
 
 @dataclasses.dataclass(frozen=True)
 class DividedRope(jaxfused.RopeScaling):
-    """Frequencies divided by numbers of the file, which is how llama.cpp stores those of Llama 3."""
+    """Rotation whose frequencies are divided by numbers of the file, llama.cpp's form of Llama 3's."""
 
     divisors: tuple[float, ...]
 
@@ -102,14 +102,14 @@ class GgufFile:
     arrays: Mapping[str, Read]
     """Arrays by their names in transformers."""
     fields: Mapping[str, Any]
-    """Fields of the vocabulary, by their names without "tokenizer."."""
+    """Fields of the vocabulary, by their names without the prefix "tokenizer."."""
 
     @classmethod
     def open(cls, path: Path) -> "GgufFile":
         """Reads the head of a file.
 
         Raises:
-          ExampleError: it cannot be read, or is no model of these families.
+          ExampleError: the file cannot be read, or is no model of these families.
         """
         try:
             fields = jaxfused.quantization.read_metadata(path)
@@ -135,7 +135,7 @@ class GgufFile:
 
 
 def _tensors(found: Mapping[str, QuantizedLayer | jax.Array]) -> dict[str, Read]:
-    """Returns what reads each tensor [outputs, inputs], by its name in the file."""
+    """Returns functions that read the tensors [outputs, inputs], by their names in the file."""
     tensors: dict[str, Read] = {}
     for name, array in found.items():
         if isinstance(array, jax.Array):
@@ -180,7 +180,7 @@ def _config(architecture: Any, fields: Mapping[str, Any], tensors: Mapping[str, 
             config["query_pre_attn_scalar"] = config["hidden_size"] // heads
     if architecture == "gemma3":
         config["rope_local_base_freq"] = own.get("rope.freq_base_swa", 10_000.0)
-    # The file holds the sums of Gemma's scales and 1.
+    # The file holds Gemma's scales with 1 added.
     found = dataclasses.replace(read_config(config), scale_offset=0.0)
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, found.head_size) != found.head_size:
@@ -211,7 +211,7 @@ def _scaling(own: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _name(name: str, config: Config) -> str:
-    """Returns the name in transformers; one that is not known stays as it is, and has no place then."""
+    """Returns the name in transformers; an unknown name stays as it is and is refused later."""
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         layer, part, ending = match.groups()
         table = _NAMES | (_GEMMA_NORMS if config.branch_norms else _NORMS)
@@ -221,7 +221,7 @@ def _name(name: str, config: Config) -> str:
 
 
 def _read(name: str, tensor: Read, architecture: str, config: Config) -> Read:
-    """Returns what reads a tensor in transformers' order of rows."""
+    """Returns a function that reads a tensor with its rows in transformers' order."""
     heads = {"attn_q": config.heads, "attn_k": config.key_heads}
     part = name.split(".")[-2]
     if architecture not in _PERMUTED or part not in heads:

@@ -1,4 +1,4 @@
-"""Models by the path that a user passes, with their tokenizers, in the format that is asked for."""
+"""Loads the model of a path that a user passes, with its tokenizer, in the requested format."""
 
 import argparse
 import importlib.util
@@ -87,7 +87,7 @@ def quantized(model: LanguageModel, form: str) -> LanguageModel:
             f"^blocks/.*{pattern}",
             dtype,
             group_size=_GROUP if form == "int4" and inputs % _GROUP == 0 else None,
-            # The layout is the one that kernels read; they take whole words of int4.
+            # The layout is the one that kernels read. Columns of int4 need a multiple of 128 inputs.
             layout="columns" if form != "int4" or inputs % 128 == 0 else "rows",
         )
         for pattern, inputs in features.items()
@@ -98,7 +98,7 @@ def quantized(model: LanguageModel, form: str) -> LanguageModel:
 
 
 def size_of(model: LanguageModel) -> tuple[int, int]:
-    """Returns how many numbers the parameters are, and in how many bytes they are stored."""
+    """Returns the number of parameters, and the bytes in which they are stored."""
     leaves = jax.tree.leaves(
         nnx.state(model), is_leaf=lambda leaf: isinstance(leaf, jaxfused.QuantizedArray)
     )

@@ -15,7 +15,7 @@ import jaxfused.nnx
 from examples.lm.config import Config
 
 Cache = tuple[jaxfused.KVCache, ...]
-"""Keys and values of the tokens that were read before, of each layer."""
+"""Keys and values of the tokens read so far, for each layer."""
 Reduction = Literal["mean", "sum", "none"]
 Tables = tuple[jax.Array, jax.Array]
 """Cosines and sines of the rotation, [T, R/2] or [B, T, R/2] each."""
@@ -93,7 +93,7 @@ class LanguageModel(nnx.Module):
 
         Args:
           tokens: integers below the vocabulary's size.
-          positions: [B, T], by default 0, 1, 2, ... after what the cache holds.
+          positions: [B, T], by default 0, 1, 2, ... after the cache's tokens.
           segments: [B, T], the document of each token: a token sees those of its own. Not with a cache.
           cache: what was read before.
           counts: [B], with a cache: how many of the T tokens are real; the others are padding behind.
@@ -177,7 +177,7 @@ class LanguageModel(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then a gated MLP, each behind a norm and added to the residual stream by the next."""
+    """Attention, then a gated MLP; each follows a norm, and the next norm adds it to the stream."""
 
     def __init__(
         self,

@@ -45,22 +45,22 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-"""Fields of which this server knows only these values, besides null."""
+"""Fields for which this server supports only these values, besides null."""
 _MOST_STOPS = 16
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request whose fields are known to be good."""
+    """A request whose fields are checked."""
 
     model: str
     messages: list[dict[str, str]] | None
     """Messages of a conversation."""
     prompt: str | list[int] | None
-    """A text to go on with, or its tokens."""
+    """Text to continue, or its tokens."""
     most: int | None
-    """Tokens of the answer; None for as many as fit."""
+    """Largest number of tokens of the answer; None for as many as fit."""
     sampling: Sampling
     stops: tuple[str, ...]
     stream: bool

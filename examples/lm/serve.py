@@ -27,9 +27,9 @@ from examples.uploads import body_of
 
 _LARGEST_BODY = 4 * 2**20
 _PATIENCE = 15.0
-"""The seconds after which a stream without news sends a comment, so that no client gives it up."""
+"""Seconds after which an idle stream sends a comment, so that no client times out."""
 _GRACE = 5
-"""The seconds that answers have to end after Ctrl-C."""
+"""Seconds that unfinished answers have to end after Ctrl-C."""
 
 
 class Server:
@@ -103,7 +103,7 @@ class Server:
         answer = _Answer(asked, text, self._name, is_chat=is_chat)
         pieces = self._pieces(text, asked)
         try:
-            # A full queue or a bad prompt ends in a status, before a stream has begun.
+            # A full queue or a bad prompt is answered by a status code, before the stream starts.
             first = await anext(pieces, None)
         except FullError as error:
             return self._error(429, f"{error}; try again", headers={"retry-after": "1"})
@@ -137,7 +137,7 @@ class Server:
         return Text(prompt, room if asked.most is None else asked.most, asked.sampling)
 
     async def _pieces(self, text: Text, asked: Request) -> AsyncIterator[str | None]:
-        """Yields the answer in pieces, and None where a stream should give a sign of life."""
+        """Yields the answer in pieces, and None when a stream should send a comment."""
         stream = Stream(asked.stops)
         tokens = self._worker.tokens(text, patience=self._patience)
         try:
@@ -175,7 +175,7 @@ class Server:
 
 
 def _closing(response: Any, *generators: Any) -> Any:
-    """Returns the response, after which generators are closed, however far a client has read."""
+    """Returns the response, which closes the generators however far a client has read."""
 
     async def send_and_close(scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -196,7 +196,7 @@ async def _body(request: Any) -> Any:
     """Returns the JSON of a request.
 
     Raises:
-      ExampleError: it is none, or too large.
+      ExampleError: the body is no JSON, or too large.
     """
     data = await body_of(request, "body", _LARGEST_BODY)
     try:
@@ -206,7 +206,7 @@ async def _body(request: Any) -> Any:
 
 
 class _Answer:
-    """The forms in which an answer is sent."""
+    """Formats in which an answer is sent."""
 
     def __init__(self, asked: Request, text: Text, name: str, *, is_chat: bool):
         self._asked, self._text, self._is_chat = asked, text, is_chat
@@ -232,8 +232,8 @@ class _Answer:
     async def events(self, first: str | None, rest: Any) -> AsyncIterator[bytes]:
         """Yields the answer as server-sent events.
 
-        An error on the way is sent, and then the connection is torn, so that no client takes the text
-        for whole.
+        An error is sent as an event, and the connection is then aborted, so that no client takes the
+        text as complete.
         """
         try:
             if self._is_chat:

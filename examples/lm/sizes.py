@@ -1,4 +1,4 @@
-"""Language models to be trained: sizes, and what a training step computes from rows of text."""
+"""Language models for training: their sizes, and the loss of a training step on rows of text."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from examples.lm.model import LanguageModel
 
 
 def _size(*, width: int, depth: int, heads: int, key_heads: int, hidden: int) -> Config:
-    """Returns a model in the manner of Qwen3, for bytes."""
+    """Returns a model for bytes, built like Qwen3."""
     head_size = width // heads
     return Config(
         vocabulary=TOKENS,
@@ -32,8 +32,8 @@ def _size(*, width: int, depth: int, heads: int, key_heads: int, hidden: int) ->
     )
 
 
-# byte: a size that learns something in five minutes on two CPU cores; the others by parameters of the
-# blocks, of which the largest is the shape of many models of one billion.
+# The size "byte" learns in five minutes on two CPU cores. Others are named by the parameters of their
+# blocks; the largest has the shape of many models of one billion.
 MODELS = {
     "lm-byte": _size(width=128, depth=4, heads=4, key_heads=2, hidden=384),
     "lm-12m": _size(width=384, depth=6, heads=6, key_heads=2, hidden=1152),
@@ -44,15 +44,15 @@ MODELS = {
 
 
 def config_of(name: str, *, vocabulary: int) -> Config:
-    """Returns the size of this name with so many tokens."""
+    """Returns the size of this name for a vocabulary of this many tokens."""
     return dataclasses.replace(MODELS[name], vocabulary=vocabulary)
 
 
 def split(text: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns (tokens, labels, segments, positions), [B, T] each, of rows [B, T + 1] of packed text.
 
-    A token sees those of its own document, and is told how far it stands in it. After the last token of
-    a document nothing can be said of the next one: its label is -1.
+    A token attends to tokens of its own document, and its position counts from the document's start. The
+    last token of a document has label -1, because the next document does not follow from it.
     """
     tokens, labels = text[:, :-1].astype(jnp.int32), text[:, 1:].astype(jnp.int32)
     is_start = tokens == START

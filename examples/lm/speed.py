@@ -1,7 +1,7 @@
 """How fast a model of a known shape reads and writes: `python -m examples.lm.speed --shape llama-8b`.
 
-The weights are random, so nothing is downloaded. Tokens are the likeliest ones, and each step is timed
-twice: as the server takes it, where the host sees each token, and in a loop on the device.
+The weights are random, so nothing is downloaded. Decoding is greedy, and each step is timed twice: as
+the server runs it, where the host sees each token, and in a loop on the device.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def random_model(config: Config, dtype: str, form: str) -> LanguageModel:
     def draw(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
 
-    # A program for each shape, where one for the whole model takes minutes to compile.
+    # One program for each shape compiles fast; one for the whole model takes minutes.
     graphdef, state = nnx.split(nnx.eval_shape(build))
     leaves, tree = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(0, impl="rbg"), len(leaves))
@@ -94,9 +94,9 @@ def random_model(config: Config, dtype: str, form: str) -> LanguageModel:
 
 
 def bytes_of_a_step(model: LanguageModel, size: int, args: argparse.Namespace) -> int:
-    """Returns the bytes that a step has to read: weights, and keys and values of all texts."""
+    """Returns the bytes that a step has to read: weights, and the keys and values of all texts."""
     config = model.config
-    # Of an embedding that is no head a step reads a few rows.
+    # A step reads only a few rows of an embedding that is not the head too.
     embedding = model.embed.embedding[...]
     weights = size - (0 if config.is_tied else embedding.nbytes)
     of_token = (
@@ -106,7 +106,7 @@ def bytes_of_a_step(model: LanguageModel, size: int, args: argparse.Namespace) -
 
 
 def served(model: LanguageModel, args: argparse.Namespace) -> tuple[float, float]:
-    """Returns the seconds to the first token of one text, and those of a step of all texts."""
+    """Returns the seconds to the first token of one text, and the seconds per step of all texts."""
     engine = Engine(
         model, (), slots=args.batch, length=args.length + args.steps + 3, chunk=args.chunk
     )
@@ -135,7 +135,7 @@ def served(model: LanguageModel, args: argparse.Namespace) -> tuple[float, float
 
 
 def looped(model: LanguageModel, args: argparse.Namespace) -> float:
-    """Returns the seconds of a step in a loop that the device runs by itself."""
+    """Returns the seconds per step of a loop that runs on the device."""
     graphdef, params = nnx.split(model)
 
     @functools.partial(jax.jit, donate_argnums=1)

@@ -1,4 +1,4 @@
-"""Text from tokens as they come: whole characters, and nothing of a stop string."""
+"""Converts tokens to text as they arrive: whole characters, and no part of a stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 class Stream:
     r"""Turns the bytes of tokens into text.
 
-    What might be the beginning of a stop string is held back until the next token decides. A character
-    that the bytes leave unfinished becomes U+FFFD at the end.
+    A possible beginning of a stop string is held back until the next token decides. A character that the
+    bytes leave unfinished becomes U+FFFD at the end.
 
     Args:
       stops: strings at which the text ends; they are no part of it.
@@ -29,11 +29,11 @@ class Stream:
         self.is_stopped = False
 
     def add(self, data: bytes) -> str:
-        """Returns the text that is certain with these bytes."""
+        """Returns the text that these bytes make certain."""
         return self._text(self._decoder.decode(data), is_last=False)
 
     def end(self) -> str:
-        """Returns the rest of the text."""
+        """Returns the rest of the text, at the end."""
         return self._text(self._decoder.decode(b"", final=True), is_last=True)
 
     def _text(self, new: str, *, is_last: bool) -> str:
@@ -50,7 +50,7 @@ class Stream:
         return text[: len(text) - held]
 
     def _length_of_beginning(self, text: str) -> int:
-        """Returns the length of the longest end of `text` with which a stop string begins."""
+        """Returns the length of the longest end of `text` that begins a stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[len(text) - length :]) for stop in self._stops):

@@ -1,4 +1,4 @@
-"""Texts as tokens and back, by the package tokenizers, and a model's own form of a conversation."""
+"""Converts texts to tokens and back by the package tokenizers, with the model's chat template."""
 
 import dataclasses
 import datetime as dt
@@ -33,23 +33,23 @@ class Tokenizer:
     rules: Any
     """A `tokenizers.Tokenizer`."""
     ends: frozenset[int]
-    """Tokens after which a text is over."""
+    """Tokens that end a text."""
     first: int | None = None
-    """The token in front of a text that is no conversation."""
+    """Token before a text that is no conversation."""
     template: str | None = None
-    """The conversation's form, in Jinja."""
+    """Chat template, in Jinja."""
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Texts of bos_token and eos_token, which templates read."""
 
     @classmethod
     def of_directory(cls, directory: Path) -> "Tokenizer":
-        """Reads tokenizer.json, and what its neighbours say of ends and conversations."""
+        """Reads tokenizer.json, and the end tokens and chat template from the files next to it."""
         path = directory / "tokenizer.json"
         try:
             rules = needed("tokenizers").Tokenizer.from_file(str(path))
         except ExampleError:
             raise
-        except Exception as error:  # tokenizers raises nothing more precise.
+        except Exception as error:  # The package tokenizers raises nothing more precise.
             raise ExampleError(
                 f"a model's directory must hold a readable tokenizer.json, but {path} is not ({error});"
                 " pass the directory of a downloaded checkpoint."
@@ -62,7 +62,8 @@ class Tokenizer:
         if names["eos_token"]:
             ends.add(rules.token_to_id(names["eos_token"]))
         template = options.get("chat_template")
-        if isinstance(template, list):  # Of several, one is for conversations without tools.
+        # Of several templates, one is for conversations without tools.
+        if isinstance(template, list):
             template = {each["name"]: each["template"] for each in template}.get("default")
         if (path := directory / "chat_template.jinja").exists():
             template = path.read_text()
@@ -73,7 +74,7 @@ class Tokenizer:
         """Makes the tokenizer of a GGUF file's vocabulary.
 
         Raises:
-          ExampleError: it is not known how that cuts a text into words.
+          ExampleError: the vocabulary's rule for cutting a text into words is unknown.
         """
         fields = {name.removeprefix("ggml."): value for name, value in fields.items()}
         kind, pre = fields.get("model"), fields.get("pre", "default")
@@ -139,7 +140,7 @@ class Tokenizer:
         return self.rules.encode(text, add_special_tokens=False).ids
 
     def bytes_of(self, token: int) -> bytes:
-        """Returns what a token adds to a text: a part of its UTF-8, and nothing for control tokens."""
+        """Returns the UTF-8 bytes that a token adds to a text; none for control tokens."""
         return self._bytes[token]
 
     @functools.cached_property
@@ -186,13 +187,13 @@ class ByteTokenizer:
 
 
 def _of_byte_level(token: str) -> bytes:
-    """Returns the bytes that GPT-2's alphabet, in which a blank is "Ġ", spells."""
+    """Returns the bytes of a token in GPT-2's byte-level alphabet, in which a blank is "Ġ"."""
     return bytes(_alphabet()[character] for character in token)
 
 
 @functools.cache
 def _alphabet() -> dict[str, int]:
-    """Returns the bytes of GPT-2's characters: those that can be printed, then the others from 256."""
+    """Returns the bytes of GPT-2's characters: printable ones, then the others from 256."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,8 +1,8 @@
 """Trains a language model on bytes: `python -m examples.lm.train`, `--help` for the flags.
 
 Without --data it learns the sources of Python's own library, on two CPU cores for about five minutes;
-with `--data DIR` the text files of a folder. It says how many bits a byte of held-out files takes,
-beside what xz makes of them, and writes samples.
+with `--data DIR` the text files of a folder. It prints the bits per byte of held-out files, compared
+with xz, and writes samples.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def report(
     result: dict[str, float],
     compressed: dict[str, float],
 ) -> None:
-    """Draws the curve, and prints and saves how good the model is, and how fast it was trained."""
+    """Draws the curve; prints and saves the model's quality and the training's speed."""
     speed = result["rows_per_second"] * args.length
     run.finish(result | {"tokens_per_second": round(speed, 1)} | compressed)
     training.save_curve(
@@ -134,7 +134,7 @@ def report(
 
 
 def sample(model: LanguageModel, args: argparse.Namespace) -> list[str]:
-    """Returns documents that the model writes, as far as --length goes."""
+    """Returns documents that the model writes, up to --length tokens."""
     slots = min(args.samples, _SAMPLES_AT_ONCE)
     engine = Engine(model, [START], slots=slots, length=args.length, chunk=1)
     texts = [
@@ -152,7 +152,7 @@ def sample(model: LanguageModel, args: argparse.Namespace) -> list[str]:
 
 
 def save_samples(args: argparse.Namespace, texts: Sequence[str]) -> None:
-    """Writes the samples, and prints which share of them is Python, of Python's own library."""
+    """Writes the samples; prints the share that is valid Python, if the data is Python's library."""
     path = args.out / "samples.txt"
     path.write_text(("\n" + "-" * 100 + "\n").join(texts))
     if args.data is not None:
@@ -163,7 +163,7 @@ def save_samples(args: argparse.Namespace, texts: Sequence[str]) -> None:
 
 
 def parses(text: str) -> bool:
-    """Returns whether a text is Python, apart from its last statement, which may be cut short."""
+    """Returns whether a text is valid Python up to its last statement, which may be cut short."""
     lines = text.splitlines(keepends=True)
     last = max((i for i, line in enumerate(lines) if line[0] not in " \t\n#)]}"), default=0)
     whole = "".join(lines[:last])
@@ -248,7 +248,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     if parser.parse_args(argv).data is not None:
         parser.set_defaults(**_FOLDER_DEFAULTS)
     args = flags.parse_flags(parser, argv)
-    # A resumed run has its folder from config.json, as text.
+    # The folder of a resumed run comes from config.json, as text.
     args.data = None if args.data is None else Path(args.data)
     return args
 

@@ -1,7 +1,7 @@
 """Parameters of a `LanguageModel` from a checkpoint with the names of Hugging Face transformers.
 
-Linear layers are stored there as [out, in], queries, keys and values apart; here their kernels are
-[in, out], and those three are one.
+The checkpoint stores linear layers as [out, in], with queries, keys and values separate; here kernels
+are [in, out], and the three are one.
 """
 
 import json
@@ -20,7 +20,7 @@ from examples.lm.config import Config, read_config
 from examples.lm.model import LanguageModel
 
 Read = Callable[[], np.ndarray | jax.Array]
-"""Reads one array of a checkpoint."""
+"""Function that reads one array of a checkpoint."""
 
 _LAYER = {
     "norm1": ("input_layernorm",),
@@ -42,7 +42,7 @@ _ENDINGS = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias"
 
 _NOT_OF_TEXT = ("vision_tower.", "multi_modal_projector.")
 _COMPUTED = ("rotary_emb.inv_freq",)
-"""Ends of names of tables that old checkpoints hold, though they follow from config.json."""
+"""Ends of names of tables that old checkpoints hold although config.json determines them."""
 
 
 def load_model(
@@ -116,10 +116,10 @@ def open_safetensors(directory: Path) -> dict[str, Read]:
 
 
 def _text_only(arrays: Mapping[str, Read]) -> dict[str, Read]:
-    """Returns the arrays of the decoder, under their names within it.
+    """Returns the arrays of the decoder, by their names within it.
 
-    They are "model.layers...", of a model with images "model.language_model.layers..." by transformers 5
-    and "language_model.model.layers..." by 4, and of a decoder alone "layers...".
+    Names begin with "model.layers", with "model.language_model.layers" (transformers 5) or
+    "language_model.model.layers" (4) in a model with images, and with "layers" in a decoder alone.
     """
     short = {
         name.replace("language_model.", "").removeprefix("model."): read
@@ -129,7 +129,7 @@ def _text_only(arrays: Mapping[str, Read]) -> dict[str, Read]:
 
 
 def _names(path: str, config: Config) -> tuple[str, ...]:
-    """Returns the names in a checkpoint of the arrays that one parameter is made of."""
+    """Returns the checkpoint's names of the arrays that one parameter consists of."""
     *owner, leaf = path.split(".")
     ending = _ENDINGS[leaf]
     if owner[0] == "blocks":
@@ -166,8 +166,8 @@ def _parameter(
 
 
 def _joined(parts: list[np.ndarray | jax.Array], is_kernel: bool, dtype: Any) -> jax.Array:
-    """Returns [out, in] parts as one kernel [in, out], or vectors as one."""
-    # A copy: what is mapped into memory changes with the file.
+    """Returns [out, in] parts as one kernel [in, out], or vectors as one vector."""
+    # The array is copied, because memory-mapped data changes with the file.
     array = jnp.array(parts[0]) if len(parts) == 1 else jnp.concatenate(parts)
     return (array.T if is_kernel else array).astype(dtype)
 

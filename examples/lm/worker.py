@@ -1,4 +1,4 @@
-"""The thread that runs an `Engine`, and hands tokens to the coroutines that wait for them."""
+"""A thread that runs an `Engine` and passes tokens to the coroutines that wait for them."""
 
 import asyncio
 import queue
@@ -11,11 +11,11 @@ from examples.lm.engine import Engine, Text
 
 
 class FullError(Exception):
-    """Too many texts are in line."""
+    """Raised if too many texts are queued."""
 
 
 class FailedError(Exception):
-    """The engine has failed, and no text goes on."""
+    """Raised after the engine has failed; no text continues."""
 
 
 @dataclass(eq=False)
@@ -27,18 +27,18 @@ class _Ticket:
     tokens: asyncio.Queue[int | None] = field(default_factory=asyncio.Queue)
 
     def put(self, token: int | None) -> None:
-        """Hands over a token, or None at the end, from any thread."""
+        """Passes on a token, or None at the end, from any thread."""
         try:
             self.loop.call_soon_threadsafe(self.tokens.put_nowait, token)
         except RuntimeError:
-            return  # The loop is closed: nobody waits any more.
+            return  # The loop is closed, so nothing waits for the token.
 
 
 class Worker:
     """Runs an engine in a thread, from `with` to the end of its block.
 
     Args:
-      engine: continues the texts; nobody else may call it.
+      engine: continues the texts; no other code may call it.
       most: texts that may be in line or under way.
     """
 
@@ -61,7 +61,7 @@ class Worker:
 
     @property
     def texts(self) -> int:
-        """Returns the number of texts in line or under way."""
+        """Returns the number of texts queued or in progress."""
         return len(self._tickets)
 
     async def tokens(self, text: Text, *, patience: float) -> AsyncIterator[int | None]:
@@ -98,7 +98,7 @@ class Worker:
     def _run(self) -> None:
         try:
             while True:
-                # While there is nothing to do, it waits for the next call.
+                # While there is no text, the thread waits for the next call.
                 while not self._calls.empty() or not self._engine.is_busy:
                     call = self._calls.get()
                     if call is None:

@@ -33,8 +33,8 @@ from examples.vit import train
 from examples.vit.model import MODELS
 
 COLUMNS = ("qkv", "gate", "up")
-"""Layers whose outputs are split over `tensor`: features of the MLP, and columns of qkv. There all
-queries come first, so that XLA exchanges columns between devices to get whole heads."""
+"""Layers whose outputs are split over `tensor`: features of the MLP, and columns of qkv. In qkv all
+queries come first, so XLA exchanges columns between devices to get whole heads."""
 ROWS = ("project", "down")
 """Layers whose inputs are split over `tensor`; a sum over `tensor` completes their outputs."""
 
@@ -81,7 +81,7 @@ class OnMesh(OneDevice):
         return f"{axes} {super().__str__()}" + ", fsdp" * self.fsdp
 
     def _tensor_spec(self, layer: str, name: str, rank: int) -> P:
-        """Returns how a parameter is split while it is used."""
+        """Returns the sharding of a parameter while a layer uses it."""
         axes: list[str | None] = [None] * rank
         if layer in COLUMNS:
             axes[-1] = "tensor"
@@ -90,7 +90,7 @@ class OnMesh(OneDevice):
         return P(*axes)
 
     def spec(self, layer: str, name: str, shape: tuple[int, ...]) -> P:
-        """Returns how a parameter is stored, or an optimizer moment under its parameter's name.
+        """Returns the stored sharding of a parameter, or of a moment named after its parameter.
 
         Moments of another shape than the parameter have few elements, and each device has all of them.
         """
@@ -116,7 +116,7 @@ class OnMesh(OneDevice):
 
         def sharding(path: Sequence[Any], leaf: Any) -> NamedSharding:
             names = [jax.tree_util.keystr((key,), simple=True) for key in path]
-            if names[-1] == "codes":  # codes of an 8-bit moment, which are as its parameter
+            if names[-1] == "codes":  # The codes of an 8-bit moment are split like their parameter.
                 names.pop()
             return NamedSharding(self.mesh, self.spec("".join(names[-2:-1]), names[-1], leaf.shape))
 

@@ -11,7 +11,7 @@ from examples.errors import ExampleError
 from examples.flags import whole
 
 _SECONDS = 120
-"""The seconds that a process waits for the others."""
+"""Seconds that a process waits for the others."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

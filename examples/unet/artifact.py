@@ -1,4 +1,4 @@
-"""One file that answers: weights, programs compiled ahead for one machine, and the portable program.
+"""One file that answers: weights, programs compiled for one machine, and a portable program.
 
 It is a zip file without compression, whose arrays and programs are read when they are needed:
 
@@ -40,7 +40,7 @@ _CPU = dispatch.Device("cpu", "cpu", None, 0)
 
 Answer = tuple[jax.Array, jax.Array]
 Program = Callable[[Sequence[jax.Array], Any], Answer]
-"""Maps weights and uint8 images [B, H, W, C] to `Network.answer`'s two arrays."""
+"""Function from weights and uint8 images [B, H, W, C] to the two arrays of `Network.answer`."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Description:
     channels: int
     classes: tuple[str, ...]
     shapes: tuple[tuple[int, int, int], ...]
-    """(batch, height, width) of the compiled programs."""
+    """Shapes (batch, height, width) of the compiled programs."""
 
 
 def machine() -> dict[str, str]:
-    """Returns what a compiled program depends on: versions, and the device that runs it."""
+    """Returns all that a compiled program depends on: versions, and the device that runs it."""
     device = jax.devices()[0]
     kind = device.device_kind if device.platform != "cpu" else f"{platform.machine()} {_cpu_name()}"
     return {
@@ -93,14 +93,14 @@ def write(
     Args:
       path: of the file.
       network: what answers.
-      precision: by name, for who reads the file.
+      precision: its name, as information for readers of the file.
       shapes: (batch, height, width) of the images.
-      say: is told what was compiled.
+      say: receives messages about what was compiled.
 
     Raises:
       ExampleError: the network refuses a size, or the file cannot be written.
     """
-    needed("flatbuffers")  # jax.export writes with it.
+    needed("flatbuffers")  # jax.export needs this package to write.
     graphdef, state = nnx.split(network.model)
     leaves, tree = jax.tree.flatten(state)
 
@@ -145,7 +145,7 @@ def write(
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Compiles anew: what JAX's cache on disk gave for a CPU may lack functions once it is saved."""
+    """Turns off JAX's cache on disk, from which a saved CPU program may lack functions."""
     before = jax.config.jax_enable_compilation_cache
     # JAX decides once whether it uses its compilation cache, until the cache is reset.
     compilation_cache.reset_cache()
@@ -161,7 +161,7 @@ def _portable(program: Program, like: list[Any], size: tuple[int, int, int]) -> 
     """Returns the StableHLO of a batch of any size, of operators that every platform has."""
     (batch,) = jax.export.symbolic_shape("b")
     images = jax.ShapeDtypeStruct((batch, *size), jnp.uint8)
-    # A function of its own, as traces are cached, and those of a GPU have its kernels.
+    # The function is a new one, because traces are cached, and those of a GPU contain its kernels.
     with dispatch.assume(_CPU):
         exported = jax.export.export(
             jax.jit(lambda weights, images: program(weights, images)), platforms=("cpu", "cuda")
@@ -223,7 +223,7 @@ class Artifact:
             return self._compiled(batch, height, width)
         except ExampleError:
             raise
-        # XLA, pickle and flatbuffers have exceptions of their own for broken bytes.
+        # XLA, pickle and flatbuffers raise exceptions of their own for broken bytes.
         except Exception as error:
             raise self._broken(error) from error
 

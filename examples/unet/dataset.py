@@ -58,7 +58,7 @@ class Crops:
 
     @property
     def size(self) -> int:
-        """The number of crops in an epoch."""
+        """Number of crops in an epoch."""
         return self.images * self.crops
 
     def __call__(self, step: int) -> Batch:
@@ -98,11 +98,11 @@ class Data:
 
     channels: int
     train_size: int
-    """The number of crops in an epoch."""
+    """Number of crops in an epoch."""
     train_batch: MakeBatch
     held_out: HeldOut
     fingerprint: str
-    """A string that changes when images are added, removed or renamed."""
+    """Text that changes when images are added, removed or renamed."""
 
 
 def _held_out_count(size: int, share: float) -> int:
@@ -124,7 +124,7 @@ def random_crop(image: np.ndarray, mask: np.ndarray, crop: int, rng: np.random.G
 
 
 def turned(image: np.ndarray, mask: np.ndarray, rng: np.random.Generator) -> Pair:
-    """Returns the pair in a random one of the eight orientations of a square."""
+    """Returns the pair in one of the eight orientations of a square, at random."""
     quarters = rng.integers(4)
     image, mask = np.rot90(image, quarters), np.rot90(mask, quarters)
     return (image[:, ::-1], mask[:, ::-1]) if rng.random() < 0.5 else (image, mask)
@@ -224,7 +224,7 @@ def folder(
                 f"a mask must be stored without loss, but {mask} is a JPEG, whose background is not"
                 " black everywhere; save the masks as PNG."
             )
-    # The seed is a constant rather than the run's, so that runs of different seeds can be compared.
+    # The seed is a constant and not the run's, so that runs of different seeds can be compared.
     order = np.random.default_rng(0).permutation(len(pairs))
     count = _held_out_count(len(pairs), held_out)
     test, train = ([pairs[i] for i in np.sort(part)] for part in (order[:count], order[count:]))

@@ -1,4 +1,4 @@
-"""DeepLabV3 over a ResNet, as torchvision has it, on the fused layers of jaxfused.
+"""DeepLabV3 over a ResNet, as in torchvision, on the fused layers of jaxfused.
 
 Source: Chen et al., "Rethinking Atrous Convolution for Semantic Image Segmentation", 2017,
 https://arxiv.org/abs/1706.05587
@@ -75,7 +75,7 @@ class DeepLabV3(nnx.Module):
         for index, depth in enumerate(size.depths):
             strides, first = (2 if index == 1 else 1), dilation
             if index >= 2:
-                # The first block has the windows of the stage before it.
+                # The first block of a stage has the windows of the stage before it.
                 dilation *= 2
             blocks = []
             for j in range(depth):
@@ -124,7 +124,7 @@ class DeepLabV3(nnx.Module):
         return seen
 
     def _context(self, x: jax.Array) -> jax.Array:
-        """Returns the features of windows of several sizes, and of the whole image, together."""
+        """Returns the concatenated features of windows of several sizes, and of the whole image."""
         mean = self.pooled(jaxfused.global_avg_pool(x)[:, None, None])
         parts = [branch(x) for branch in self.branches]
         parts.append(jnp.broadcast_to(mean, (*x.shape[:-1], mean.shape[-1])))
@@ -151,7 +151,7 @@ class Bottleneck(nnx.Module):
 def _layer(
     before: int, width: int, window: int, *, strides: int = 1, dilation: int = 1, **shared
 ) -> jaxfused.nnx.ConvNormAct:
-    """Returns a convolution with as many zeros on both sides, where "SAME" may have fewer before."""
+    """Returns a convolution with equal zeros on both sides; "SAME" may have fewer before."""
     around = dilation * (window - 1) // 2
     return jaxfused.nnx.ConvNormAct(
         before,

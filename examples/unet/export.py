@@ -35,7 +35,7 @@ from examples.unet.train import load_data
 PRECISIONS = ("float32", "bfloat16", "int8", "fp8")
 _CODES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 _LEAST_CHANNELS = 128
-"""Convolutions of fewer channels are no faster in 8 bits."""
+"""Fewest channels of a convolution that is quantised; with fewer, 8 bits are no faster."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -189,7 +189,7 @@ def _calibration(
             f"--calibrate-on must name a folder of images, but {args.calibrate_on} has none; add some."
         )
     tiles = [cut_tile(open_image(path, net.channels), 0, 0, size) for path in paths]
-    # The last images fill no batch, and are left out where there are others.
+    # The last images do not fill a batch, and are left out if there are others.
     full = len(tiles) // 4 * 4 or len(tiles)
     return [np.stack(tiles[i : i + 4]) for i in range(0, full, 4)]
 

@@ -1,4 +1,4 @@
-"""Image files in and out of a prediction: the whole image need never be in memory.
+"""Reads and writes image files of a prediction; the whole image need never be in memory.
 
 `.npy` files of any size are read through a memory map and written row by row. PNG is written row by row,
 too; PNG and the other formats are read by Pillow, which decodes an image as a whole.
@@ -18,7 +18,7 @@ from examples.images import read_image
 
 
 def open_image(path: Path, channels: int) -> np.ndarray:
-    """Returns the image, uint8 [H, W, channels]; for an `.npy` file a view that reads what is indexed.
+    """Returns the image, uint8 [H, W, channels]; for `.npy` a view that reads what is indexed.
 
     Args:
       path: of the file; an `.npy` file holds uint8 [H, W] or [H, W, channels].

@@ -20,7 +20,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of each class, NaN for one that is nowhere, and their means without those."""
+    """Scores of each class, NaN for absent classes, and their means without NaN."""
 
     iou: np.ndarray
     dice: np.ndarray
@@ -37,7 +37,7 @@ class Scores:
 def confusion(
     prediction: np.ndarray, truth: np.ndarray, classes: int, *, ignore_index: int | None = None
 ) -> np.ndarray:
-    """Returns how many pixels of each class (row) were taken for each class (column).
+    """Returns how many pixels of each true class (row) were predicted as each class (column).
 
     Args:
       prediction: class numbers, of any shape.
@@ -94,7 +94,8 @@ def mean_iou_by_picture(
 ) -> float:
     """Returns the mean over pictures and their classes, which counts small pictures as much as large.
 
-    It is `torchmetrics.segmentation.MeanIoU`: each class that a picture has counts once.
+    The score is that of `torchmetrics.segmentation.MeanIoU`: each class that a picture has counts
+    once.
     """
     found = [
         scores_of(confusion(*pair, classes, ignore_index=ignore_index), ignore_index=ignore_index)

@@ -1,4 +1,4 @@
-"""A segmenting network with all that its answers depend on, from a training run or a weights file."""
+"""A segmentation network with all that its answers depend on, from a training run or a weights file."""
 
 import argparse
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ VOC = (
     "sheep", "sofa", "train", "tvmonitor",
 )
 # fmt: on
-"""The classes of torchvision's published weights."""
+"""Classes of torchvision's published weights."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """A model, and how its pictures are scaled and its classes named."""
+    """A model, the scaling of its images, and the names of its classes."""
 
     model: nnx.Module
     """Maps pictures, floats [B, H, W, channels], to logits: [B, H, W] of the foreground, or
@@ -37,7 +37,7 @@ class Network:
     mean: tuple[float, ...]
     """Mean of each channel, which is subtracted from pixels between 0 and 1."""
     deviation: tuple[float, ...]
-    """Standard deviation of each channel, by which pixels are divided then."""
+    """Standard deviation of each channel, by which pixels are then divided."""
     dtype: str
     """Dtype of the computation."""
 
@@ -105,7 +105,7 @@ def narrowed(model: nnx.Module, dtype: Any) -> nnx.Module:
     """Returns the model with kernels of `dtype`; norms, biases and scales stay in float32."""
 
     def leaf(path: Any, array: jax.Array) -> jax.Array:
-        # The scales of a quantised kernel have two axes too, and are few.
+        # Scales of a quantised kernel have two axes too, and are few.
         is_kernel = array.ndim >= 2 and "scale" not in jax.tree_util.keystr(path)
         return array.astype(dtype) if is_kernel and array.dtype == jnp.float32 else array
 

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from examples.images import Batch
 
 PICTURED = 4
-"""The greatest number of images in a picture."""
+"""Largest number of images in a picture."""
 
 _FOUND, _MISSED, _INVENTED = "white", "tab:red", "tab:blue"
 
@@ -21,7 +21,7 @@ def save_picture(path: Path, predictions: Sequence[tuple[Batch, np.ndarray]]) ->
 
     Args:
       path: of the PNG.
-      predictions: an image with its mask, and the probability of the foreground at each pixel.
+      predictions: pairs of an image with its mask, and the probability of the foreground at each pixel.
     """
     shapes = [probability.shape for _, probability in predictions]
     ratios = [min(max(height / width, 0.3), 3.0) for height, width in shapes]
@@ -48,7 +48,7 @@ def save_picture(path: Path, predictions: Sequence[tuple[Batch, np.ndarray]]) ->
 
 
 def stretched(image: np.ndarray) -> np.ndarray:
-    """Returns an image whose darkest and brightest hundredth are black and white: faint cells show."""
+    """Returns an image stretched from its darkest to its brightest hundredth, so faint cells show."""
     low, high = np.percentile(image, (1, 99))
     return ((image - low) / max(high - low, 1)).clip(0, 1)
 

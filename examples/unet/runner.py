@@ -1,7 +1,7 @@
 """Answers for images of any size, by programs of a few fixed shapes.
 
-An image that fits a compiled size is mirrored at its edges up to it. A larger one is cut into tiles of
-the largest size; neighbours overlap, and each pixel comes from the tile in which it lies farther inside.
+An image that fits a compiled size is padded to it by mirroring. A larger one is cut into tiles of the
+largest size; neighbours overlap, and each pixel comes from the tile in which it lies farther inside.
 Tiles are answered in batches. While the device works on one, the next is copied to it and the one before
 comes back.
 """
@@ -23,12 +23,12 @@ from examples.unet.tiles import cut_tile
 Size = tuple[int, int]
 
 _AHEAD = 2
-"""Batches that are on their way at the same time."""
+"""Number of batches in progress at the same time."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Where a tile lies in its image, and the pixels of the image that it decides on."""
+    """Position of a tile in its image, and the pixels of the image that the tile decides."""
 
     top: int
     left: int
@@ -38,17 +38,17 @@ class Window:
 
 @dataclass
 class Segmentation:
-    """The class of each pixel, and how sure the network is of it in 255ths, both uint8 [H, W]."""
+    """Class of each pixel, and the network's certainty in 255ths, both uint8 [H, W]."""
 
     classes: np.ndarray
     sure: np.ndarray
     missing: int = 0
-    """How many tiles are on their way."""
+    """Number of tiles in progress."""
 
 
 @dataclass
 class Stages:
-    """Seconds of each stage, of which none then works beside another."""
+    """Seconds of each stage, measured without overlap of the stages."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -103,7 +103,7 @@ class Runner:
         yield from _finished(jobs)
 
     def warm(self) -> None:
-        """Loads all programs and runs each once, which the first answer then need not wait for."""
+        """Loads all programs and runs each once, so that the first answer is as fast as later ones."""
         channels = self.artifact.description.channels
         for batch, *size in self.artifact.description.shapes:
             images = np.zeros((batch, *size, channels), np.uint8)
@@ -119,7 +119,7 @@ class Runner:
     def _groups(
         self, images: Iterable[np.ndarray], jobs: collections.deque
     ) -> Iterator[tuple[Size, list]]:
-        """Yields tiles that one program answers together; those of several images may be together."""
+        """Yields groups of tiles that one program answers together, perhaps of several images."""
         group: list = []
         size: Size | None = None
         for image in images:
@@ -144,7 +144,7 @@ class Runner:
             yield size, group
 
     def _launch(self, size: Size, group: list, stages: Stages | None) -> tuple[jax.Array, ...]:
-        """Starts the copy of a group's tiles, their answer, and the copy of that."""
+        """Starts the copy of a group's tiles to the device, the program, and the copy back."""
         timed = stages or Stages()
         batch = next(batch for batch in self._batches[size] if batch >= len(group))
         with timed.time("prepare"):
@@ -185,7 +185,7 @@ class Runner:
 
 
 def _land(answer: tuple[jax.Array, ...], group: list, stages: Stages | None) -> None:
-    """Writes a group's answer into the segmentations that it belongs to."""
+    """Writes a group's answer into the segmentations of its images."""
     with (stages or Stages()).time("copy out"):
         parts = [np.asarray(array) for array in answer]
     for index, (_, w, job) in enumerate(group):
@@ -215,7 +215,7 @@ def _windows(shape: Size, size: Size, overlap: float) -> Iterator[Window]:
 
 
 def _parts(length: int, tile: int, overlap: int) -> Iterator[tuple[int, slice]]:
-    """Yields the start of each tile along an axis, and the pixels it decides on, up to mid-overlap."""
+    """Yields the start of each tile along an axis, and the pixels that it decides, up to mid-overlap."""
     starts = [*range(0, max(length - tile, 0), tile - overlap), max(length - tile, 0)]
     borders = [(a + tile + b) // 2 for a, b in itertools.pairwise(starts)]
     for start, first, last in zip(starts, [0, *borders], [*borders, length], strict=True):

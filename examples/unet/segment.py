@@ -85,7 +85,7 @@ def open_runner(args: argparse.Namespace) -> Runner:
 
 
 def _images(inputs: Sequence[Path]) -> list[tuple[Path, Path]]:
-    """Returns each image, and the name of its result."""
+    """Returns each image's path, and the path of its result."""
     found = []
     for path in inputs:
         if path.is_dir():
@@ -110,7 +110,7 @@ def _images(inputs: Sequence[Path]) -> list[tuple[Path, Path]]:
 def _decoded(
     pool: ThreadPoolExecutor, inputs: Sequence[tuple[Path, Path]], channels: int
 ) -> Iterator[np.ndarray]:
-    """Yields the images, which are decoded ahead, beside the device's work."""
+    """Yields the images, decoded ahead while the device works."""
     sources = [source for source, _ in inputs]
     ahead = [pool.submit(open_image, path, channels) for path in sources[:_DECODED_AHEAD]]
     for path in [*sources[_DECODED_AHEAD:], *[None] * len(ahead)]:

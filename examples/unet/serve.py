@@ -29,7 +29,7 @@ _PAGE = Path(__file__).parent / "page.html"
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 _LARGEST_BODY = 64 * 2**20
 _SHOWN = 1280
-"""Pixels of the longer side of the picture that is shown; the mask keeps its size."""
+"""Pixels of the longer side of the displayed picture; the mask keeps its size."""
 
 
 class Page:
@@ -120,7 +120,7 @@ async def _upload(request: Any) -> bytes:
     """Returns the body of a request.
 
     Raises:
-      ExampleError: it is empty, too large, or has not come whole.
+      ExampleError: the body is empty, too large, or incomplete.
     """
     data = await body_of(request, "file", _LARGEST_BODY)
     if not data:
@@ -131,7 +131,7 @@ async def _upload(request: Any) -> bytes:
 def decode(body: bytes, mode: str, *, most_pixels: int) -> np.ndarray:
     """Returns the upright image of a file's bytes, in the Pillow mode "L" or "RGB".
 
-    Its size is read from the file's header, before pixels have a place in memory.
+    The size is read from the file's header, before memory for pixels is allocated.
 
     Raises:
       ExampleError: the bytes are no image of a known format, are broken, or hold too many pixels.
@@ -175,7 +175,7 @@ def palette(count: int) -> np.ndarray:
 
 
 def painted(image: np.ndarray, classes: np.ndarray, colours: np.ndarray) -> Image.Image:
-    """Returns the image with the colours of its classes over it, except the first class's."""
+    """Returns the image overlaid with the colours of its classes, except the first class's."""
     base = Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).convert("RGB")
     mask = _indexed(classes, colours)
     scale = min(_SHOWN / max(base.size), 1)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 PredictTiles = Callable[[np.ndarray], np.ndarray]
-"""Maps tiles, uint8 [N, tile, tile, C], to foreground probabilities, [N, tile, tile]."""
+"""Function from tiles, uint8 [N, tile, tile, C], to foreground probabilities, [N, tile, tile]."""
 
 
 def predict_rows(

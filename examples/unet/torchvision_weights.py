@@ -1,6 +1,6 @@
 """Parameters of a `DeepLabV3` from a state dict of torchvision, in a .safetensors or .npz file.
 
-Weights are stored there as [O, I, height, width]; here they are [height, width, I, O].
+The state dict stores weights as [O, I, height, width]; here they are [height, width, I, O].
 """
 
 import re
@@ -17,7 +17,7 @@ from examples.errors import ExampleError
 from examples.unet.deeplab import DeepLabSize, DeepLabV3
 
 _COUNTER = "num_batches_tracked"
-"""End of the names of the counters of a batch norm, which only its training reads."""
+"""End of the names of batch norms' counters, which only training reads."""
 
 
 def load_deeplab(
@@ -57,7 +57,7 @@ def read_state_dict(path: Path) -> dict[str, np.ndarray]:
             return jaxfused.quantization.read_tensors(path)
         with np.load(path, allow_pickle=False) as stored:
             return dict(stored)
-    except Exception as error:  # NumPy's reader of zip files has several.
+    except Exception as error:  # NumPy's reader of zip files raises several exceptions.
         raise ExampleError(
             f"weights must be readable, but {path} is not ({' '.join(str(error).split())}); {remedy}."
         ) from error
@@ -125,7 +125,7 @@ def assemble(
 def _described(
     arrays: Mapping[str, np.ndarray], rates: tuple[int, ...]
 ) -> tuple[DeepLabSize, int, bool]:
-    """Returns size, classes, and whether there is an auxiliary head, by names and shapes."""
+    """Returns size, number of classes, and whether there is an auxiliary head, from names and shapes."""
     found = [re.fullmatch(r"backbone\.layer([1-4])\.(\d+)\.conv1\.weight", name) for name in arrays]
     blocks = [(int(match[1]), int(match[2])) for match in found if match]
     depths = tuple(sum(stage == i for stage, _ in blocks) for i in range(1, 5))

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     predict = make_predict(graphdef, dtype=args.dtype)
 
     def segmented(state: State, batch: Batch) -> np.ndarray:
-        """Returns the probabilities of a whole image, as `examples.unet.predict` computes them."""
+        """Returns the probabilities of a whole image, computed as in `examples.unet.predict`."""
         rows = predict_rows(
             batch["image"],
             lambda tiles: predict(state["params"], tiles),

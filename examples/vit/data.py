@@ -37,7 +37,7 @@ class HeldOut:
 
     @property
     def batches(self) -> range:
-        """The numbers of the batches that cover all images."""
+        """Indices of the batches that cover all images."""
         return range(-(-len(self.labels) // self.batch_size))
 
     def __call__(self, batch: int) -> Batch:
@@ -63,7 +63,7 @@ class Data:
 
 
 def split(labels: np.ndarray, held_out: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns indices to train on and to hold out: the same share of every class, the same on every run.
+    """Returns indices to train on and to hold out, an equal share of every class in each.
 
     The seed is a constant and not the run's, so that runs of different seeds can be compared.
     """
@@ -88,7 +88,8 @@ def digits(
     Source: Alpaydin, Kaynak, "Optical Recognition of Handwritten Digits", 1998,
     https://doi.org/10.24432/C50P49
     """
-    from sklearn.datasets import load_digits  # takes a second, which worker processes save
+    # The import takes a second, which worker processes save.
+    from sklearn.datasets import load_digits
 
     loaded = load_digits()
     images = np.round(loaded.images * (255 / 16)).astype(np.uint8)
@@ -124,7 +125,8 @@ class _DigitsTrain:
             step, size=len(self.labels), batch_size=self.batch_size, seed=self.seed
         )
         rng = np.random.default_rng([self.seed, step, 1])
-        # Random numbers are drawn for the whole batch, so that all of its few pixels are processed.
+        # The whole batch is processed, because random numbers are drawn for all of it; its pixels are
+        # few.
         images = jitter(self.images[indices], rng)
         return dict(image=images[self.rows], label=self.labels[indices][self.rows])
 
@@ -132,10 +134,10 @@ class _DigitsTrain:
 def jitter(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Rotates, scales, shears and shifts each image a little, with bilinear sampling; black outside.
 
-    Digits may not be flipped or cropped: that would make other digits of them.
+    Digits are not flipped or cropped, which would turn them into other digits.
     """
     batch, height, width, _ = images.shape
-    angle = rng.uniform(-0.15, 0.15, batch)  # radians: 9 degrees
+    angle = rng.uniform(-0.15, 0.15, batch)  # radians; 9 degrees
     slant = rng.uniform(-0.1, 0.1, batch)
     zoom_y, zoom_x = rng.uniform(0.9, 1.1, (2, batch))
     shift = rng.uniform(-0.08, 0.08, (2, batch)) * np.array([[height], [width]])

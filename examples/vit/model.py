@@ -36,12 +36,12 @@ class ViTSize:
     width: int
     heads: int
     hidden: int
-    """The number of features inside the MLP."""
+    """Number of features inside the MLP."""
 
 
-# digits: a size that learns 8 x 8 pixels in a minute on two CPU cores.
-# ti, s: DeiT (https://arxiv.org/abs/2012.12877); b, l, h: the paper above, table 1;
-# g: Zhai et al., "Scaling Vision Transformers", 2022, table 2.
+# The digits' size learns 8 x 8 pixels in a minute on two CPU cores. ti, s: DeiT
+# (https://arxiv.org/abs/2012.12877); b, l, h: the paper above, table 1; g: Zhai et al., "Scaling Vision
+# Transformers", 2022, table 2.
 MODELS = {
     "vit-digits": ViTSize(patch=2, depth=4, width=48, heads=4, hidden=96),
     "vit-ti16": ViTSize(patch=16, depth=12, width=192, heads=3, hidden=768),
@@ -208,7 +208,7 @@ class VisionTransformer(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then MLP, each behind a norm and added to the residual stream by the next norm."""
+    """Attention, then MLP; each follows a norm and is added to the residual stream by the next norm."""
 
     def __init__(
         self,
@@ -329,7 +329,7 @@ def sharding_of_batch(x: jax.Array) -> NamedSharding | None:
 
 
 def count_parameters(size: ViTSize, *, image_size: int, channels: int, classes: int) -> int:
-    """Returns how many parameters the model has; nothing is computed or stored."""
+    """Returns the number of the model's parameters, without computing or storing them."""
     model = nnx.eval_shape(
         lambda: VisionTransformer(
             size, image_size=image_size, channels=channels, classes=classes, rngs=nnx.Rngs(0)

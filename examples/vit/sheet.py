@@ -1,4 +1,4 @@
-"""A picture of held-out images with what the model says about them."""
+"""A picture of held-out images with the model's predictions."""
 
 from pathlib import Path
 

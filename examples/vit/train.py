@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class Create(Protocol):
-    """Makes the model of the flags: its structure and its initial parameters."""
+    """Function that makes the model of the flags: its structure and its initial parameters."""
 
     def __call__(
         self,
@@ -161,7 +161,7 @@ def create_vit(
     """Returns the model of the flags, as its structure and its initial parameters.
 
     Raises:
-      ExampleError: it is no Vision Transformer, or refuses its sizes.
+      ExampleError: the model is no Vision Transformer, or refuses its sizes.
     """
     if args.model not in MODELS:
         raise ExampleError(
@@ -333,7 +333,7 @@ def _open_run(args: argparse.Namespace, data: vit_data.Data) -> Run:
 
 
 def check_classes(run: Run, data: vit_data.Data) -> None:
-    """Raises ExampleError where the data's classes are not those that the run learned."""
+    """Raises ExampleError if the data's classes are not those of the run's training."""
     saved = tuple(run.config["classes"])
     if data.classes != saved:
         raise ExampleError(
