@@ -36,7 +36,7 @@ def mask(w: Writer, batch: int, queries: int, keys: int) -> str:
 
 
 def masked(w: Writer, logits: str, batch: int, number: str) -> str:
-    """Masks the logits, by a choice, a sum or a product."""
+    """Masks the logits by a select, a sum or a product."""
     shape = w.shapes[logits]
     allowed = mask(w, batch, *shape[-2:])
     if w.odd(3):

@@ -17,24 +17,23 @@ from tests.support.tolerances import FACTOR, ULPS, ulp
 OK, UNFUSED, INVALID, WRONG, RAISED = "ok", "unfused", "invalid", "wrong", "raised"
 
 _EXACT = 1e-12
-"""Share of the largest value by which a fused program may be off in float64: its sums have another
-order."""
+"""Allowed relative error of a fused program in float64, whose sums have another order."""
 _DRAWS = (1, 15)
 """Draws of arguments for a narrow dtype, and further draws if a program seems wrong."""
 
 _UNSURE = 4.0
 """Allowed multiple of a result's change when all arguments are off by their last bits: a small sum of
-large numbers is no more certain than that."""
+large numbers cannot be more accurate."""
 _CANCELS = 1e-13
-"""Share of the largest result below which a result is 0 but for float64's rounding, as the gradient to
-a bias of the keys is."""
+"""Fraction of the largest result below which a result counts as 0 up to float64's rounding, such as the
+gradient of a bias of keys."""
 _CANCELLED_ULPS = 8
 """Allowed units in the last place of the largest result for a result that cancels."""
 _BESIDE = 4
-"""Points beside the arguments at which a draw is tried for a kink."""
+"""Points next to the arguments at which a draw is tested for a kink."""
 _KINK = 0.05
-"""Share of itself by which a result changes with the last bits of a narrow dtype where the program is
-not smooth, as beside 0 in `maximum(x, 0)`: no rounding is right there, and the draw does not count."""
+"""Relative change of a result by the last bits of a narrow dtype from which the program is not smooth
+there, as next to 0 in `maximum(x, 0)`. The draw then does not count, because any rounding is right."""
 
 Arrays = list[np.ndarray]
 
@@ -51,7 +50,7 @@ class Verdict:
 
 def judge(program: Program, dtype: str, seed: int = 0) -> Verdict:
     """Judges whether `fuse` keeps the program's values and gradients."""
-    # Without this, fuse would ignore losses of few logits.
+    # With the default limit, fuse would ignore losses of few logits.
     cross_entropy.FEWEST_LOGITS = 0
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
@@ -124,7 +123,7 @@ def _in_float64(compiled: _Compiled, seed: int) -> Verdict:
         _, shaken = compiled.run(_shaken(arrays, np.random.default_rng(seed), 2.0**-52), cotangents)
     results = len(compiled.program.results)
     for i, (name, a, b, s) in enumerate(zip(compiled.names, ours, plain, shaken, strict=True)):
-        # As written, the gradient of a silu by exp(-x) is Inf / Inf at a large -x, and ours is 0.
+        # The gradient of a silu written with exp(-x) is Inf / Inf at a large -x, where ours is 0.
         usual = np.isfinite(b) if i >= results else np.full(b.shape, True)
         if not np.array_equal(np.isfinite(a)[usual], np.isfinite(b)[usual]):
             return Verdict(WRONG, f"float64: {name} is NaN or Inf elsewhere", found)
@@ -185,7 +184,7 @@ def _narrow(in_float64: _Compiled, compiled: _Compiled, seed: int) -> Verdict:
                 if _largest(t) < _CANCELS * largest:
                     unit = _CANCELLED_ULPS * ulp(largest, a.dtype)
                 off = [_largest(np.where(usual, x.astype(np.float64) - t, 0.0)) for x in (a, b, s)]
-                # What is computed in a narrow dtype is no more certain than its arguments' last bits.
+                # Results in a narrow dtype are no more accurate than the last bits of their arguments.
                 off[1] = max(off[1], changed)
                 seen = errors.setdefault(name, np.zeros(4))
                 np.maximum(seen, [*off, unit], out=seen)
@@ -211,7 +210,7 @@ def _widened(*lots: Arrays) -> list[Arrays]:
 
 
 def _found(f: Any, arrays: Arrays) -> tuple[str, ...] | Verdict:
-    """Returns the operators that `fuse` finds, or a verdict if its search went wrong."""
+    """Returns the operators that `fuse` finds, or a verdict if its search fails."""
     with report.recorded() as reports:
         jax.eval_shape(jaxfused.fuse(f), *arrays)
     for miss in reports[0].misses:

@@ -36,7 +36,7 @@ ODD_ACTIVATIONS = (
 
 
 def activation(w: Writer, z: str) -> str:
-    """Writes an activation that operators have, or another one."""
+    """Writes an activation that the operators support, or another one."""
     of = ODD_ACTIVATIONS if w.odd(2) else ACTIVATIONS
     return w.let(w.pick(*of).format(z=z, n=w.number()), w.shapes[z], z)
 
@@ -135,7 +135,7 @@ def divided(w: Writer, array: str, variance: str, factor: str | None) -> str:
 
 
 def norm(w: Writer, x: str) -> str:
-    """Writes LayerNorm or RMSNorm, now and then after a residual sum."""
+    """Writes LayerNorm or RMSNorm, sometimes after a residual sum."""
     shape = w.shapes[x]
     if w.draw.chance(0.3):
         x = w.perturbed(w.let(f"{w.input(*shape)} + {x}", shape))

@@ -19,7 +19,7 @@ class Line:
     name: str
     expression: str
     instead: str | None = None
-    """Name of a value of the same shape that may replace the expression when a program is reduced."""
+    """Name of a value of the same shape that replaces the expression when a program is reduced."""
 
     def __str__(self) -> str:
         return f"    {self.name} = {self.expression}"
@@ -39,7 +39,7 @@ class Input:
         return self.kind not in ("mask",) and not self.kind.startswith("labels")
 
     def array(self, rng: np.random.Generator) -> np.ndarray:
-        """Draws numbers that bfloat16 represents, in float64: every dtype starts from the same."""
+        """Draws numbers in float64 that bfloat16 represents, equal for every dtype."""
         if self.kind == "mask":
             return rng.random(self.shape) < 0.6
         if self.kind.startswith("labels"):
@@ -56,7 +56,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Program:
-    """Lines of Python, and their inputs."""
+    """A program: lines of Python, and their inputs."""
 
     inputs: dict[str, Input]
     lines: tuple[Line, ...]
@@ -119,9 +119,9 @@ class Writer:
     lines: list[Line] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     beside: list[str] = field(default_factory=list)
-    """Intermediate values that are results too."""
+    """Intermediate values that are also results."""
     oddity: float = 0.12
-    """Probability that a place of the program deviates from the pattern."""
+    """Probability that a part of the program deviates from the pattern."""
 
     def input(self, *shape: int, kind: str = "normal") -> str:
         """Adds an argument."""
@@ -138,7 +138,7 @@ class Writer:
         return name
 
     def odd(self, share: float = 1.0) -> bool:
-        """Draws whether to deviate from the pattern at this place."""
+        """Draws whether to deviate from the pattern here."""
         return self.draw.chance(self.oddity * share)
 
     def pick(self, *options: Any) -> Any:
@@ -151,7 +151,7 @@ class Writer:
         )
 
     def perturbed(self, name: str, *, axis: int = -1) -> str:
-        """Returns the value, or now and then a small change of it."""
+        """Returns the value, or sometimes a small change of it."""
         while self.odd():
             name = self._oddity(name, axis)
         if self.odd(0.25):

@@ -7,12 +7,13 @@ from tests.support.arrays import put
 from tests.support.tolerances import assert_accurate
 
 COTANGENTS = 8
-"""Number of random cotangents for each gradient. Few parameters have few sums as their gradient: the
-error of plain jax.numpy in one draw is luck, and the largest over eight draws a reference."""
+"""Number of random cotangents for each gradient. Few parameters have few sums as their gradient, for
+which the error of plain jax.numpy in one draw is a matter of chance; the largest over eight draws is a
+reference."""
 
 
 def assert_values_and_gradients(ours, plain, *args, cotangents=COTANGENTS, seed=0):
-    """`ours` and its gradients must be as accurate as the rule of tests/support/tolerances.py requires.
+    """Asserts that `ours` and its gradients are as accurate as tests/support/tolerances.py requires.
 
     Both functions take `args`, pytrees of float arrays, and return a pytree of arrays; other operands
     are in their closures. The cotangents are random; pass fewer if a call takes seconds, as in an

@@ -1,4 +1,4 @@
-"""Arrays put on the device without a program."""
+"""Puts arrays on the device without a compiled program."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint that a package has written, and those that it stands for by that package."""
+"""Quantised weights of a checkpoint that a package wrote, and the package's own dequantised weights."""
 
 import hashlib
 from pathlib import Path
@@ -9,11 +9,11 @@ import numpy as np
 import jaxfused
 
 ULPS = {"bitsandbytes-int8": 1}
-"""What is not bit for bit, and by how many units in the last place."""
+"""Differences in units in the last place, for formats that are not equal bit for bit."""
 
 
 def layer_in(folder: Path) -> jaxfused.quantization.QuantizedLayer:
-    """Reads the only quantised layer of a checkpoint."""
+    """Reads the quantised layer of a checkpoint that has one."""
     found = jaxfused.quantization.load(next(iter(folder.glob("*.gguf")), folder))
     (layer,) = (a for a in found.values() if not isinstance(a, jax.Array))
     return layer
@@ -26,12 +26,12 @@ def weights_in(layer: jaxfused.quantization.QuantizedLayer, dtype) -> np.ndarray
 
 
 def positive_zeros(weights: np.ndarray) -> np.ndarray:
-    """Returns weights in which a zero is positive; that of a product with a negative scale is not."""
+    """Returns weights with zeros of positive sign; products with negative scales have others."""
     return np.where(weights == 0, np.zeros((), weights.dtype), weights)
 
 
 def digest(weights: np.ndarray) -> str:
-    """Returns a hash of the bits of weights, NaN and zeros each of one kind."""
+    """Returns a hash of the weights' bits, with one form of NaN and one of zero."""
     bits = positive_zeros(weights).copy()
     bits[np.isnan(bits)] = np.nan
     return hashlib.sha256(np.ascontiguousarray(bits).tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Finds what runs the stages of an operator, through the public interface."""
+"""Finds which implementation runs each stage of an operator, through the public interface."""
 
 from collections.abc import Callable
 from typing import Any

@@ -12,7 +12,7 @@ def assert_passes(file: str, selection: str) -> None:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(DEVICES),
-        # A cached program's key does not cover its partitioning callbacks.
+        # A cached program's key does not include its partitioning callbacks.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]

@@ -76,7 +76,7 @@ def errors(results, exact):
 def excess(ours, xla, exact):
     """Returns the errors that exceed what is allowed, ours and XLA's, by name.
 
-    Allowed are 1.1 times the reference's own error plus the rounding of the results.
+    The limit is 1.1 times the reference's own error plus the rounding of the results.
     """
     ours, xla = errors(ours, exact), errors(xla, exact)
     rounding = 2.0**-8

@@ -31,7 +31,7 @@ def assert_fuses(f, *args, into):
 
 
 def assert_left_alone(f, *args, because=None):
-    """Asserts that `f` keeps its bits, and has a near miss with the words `because` if given."""
+    """Asserts that `f` keeps its bits and, if `because` is given, has a near miss with these words."""
     found = fusion(f, *args)
     assert found.counts() == {}, str(found)
     if because is not None:
@@ -48,5 +48,5 @@ def normal(seed, *shape, dtype="float32", scale=1.0):
 
 
 def wide(x):
-    """Widens an array to float32, and keeps float64, as models write `x.astype(float32)`."""
+    """Converts an array to float32, but leaves float64, as models write `x.astype(float32)`."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -30,7 +30,7 @@ def kernels(f: Callable, *args: Any) -> list[str]:
 
 
 def kernels_in(program: str) -> list[str]:
-    """Returns the kernels of a program that has been lowered already."""
+    """Returns the kernels of a program that is already lowered."""
     found = []
     for line in program.splitlines():
         if (call := _CALL.search(line)) is None:

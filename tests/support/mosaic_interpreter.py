@@ -25,7 +25,7 @@ from pallas_kernels.hopper import COPY_BYTES
 
 
 def prepare(monkeypatch) -> None:
-    """Adds what is missing for all kernels, for one test."""
+    """Adds what all kernels need, for one test."""
     share_unions(monkeypatch)
     align_copies(monkeypatch)
     fill_before_the_start(monkeypatch)
@@ -161,7 +161,7 @@ def reach_into_clusters(monkeypatch) -> None:
         kept = []
         for transform in transforms:
             if isinstance(transform, core.ClusterRefTransform):
-                (block,) = transform.idxs  # the CTA's index: clusters here have one axis
+                (block,) = transform.idxs  # The CTA's index: clusters have one axis here.
                 key = key.at[fields.index("block_id")].set(block)
             else:
                 kept.append(transform)
@@ -171,7 +171,7 @@ def reach_into_clusters(monkeypatch) -> None:
 
 
 def complete(monkeypatch) -> None:
-    """Adds what is missing for attention, for one test."""
+    """Adds what attention needs, for one test."""
     interpreter = jaxpr_interpret.JaxprInterpreter
     of_references = interpreter._interpret_wgmma_ref_p
 
@@ -241,7 +241,7 @@ def upcast_integers(monkeypatch) -> None:
     def from_words(words, shifts):
         n, count = words.shape
         pairs = jnp.stack([(words >> (4 * pair)) & 0x000F000F for pair in range(4)])
-        # axes: run of a word, half of the run, row, thread, word of the thread, odd or even
+        # Axes: run of a word, half of the run, row, thread, word of the thread, odd or even.
         both = jax.lax.bitcast_convert_type(pairs, jnp.int16).reshape(2, 2, n, count // 4, 4, 2)
         return floats(both.transpose(2, 4, 0, 1, 3, 5).reshape(n, 8 * count), shifts)
 

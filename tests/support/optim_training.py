@@ -1,4 +1,4 @@
-"""A small tree with leaves of every kind, which tests of jaxfused.optim train with Optax."""
+"""A small tree with leaves of every kind, for tests of jaxfused.optim against Optax."""
 
 import math
 

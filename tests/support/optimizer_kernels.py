@@ -1,4 +1,4 @@
-"""The CUDA kernels of optimizer steps in jax.numpy, to test their callers."""
+"""Stand-ins in jax.numpy for the CUDA kernels of optimizer steps, to test their callers."""
 
 import contextlib
 import math
@@ -47,7 +47,7 @@ def direction(rule, s, nesterov, g, m, v):
 
 
 def halves(random, i, array, shape):
-    """Returns the random bits of a leaf, of which this device may have only a part."""
+    """Returns the random bits of a leaf, or of the part that this device has."""
     seeds, base = random[i, 2 * array : 2 * array + 2], random[i, 6]
     local = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
     index = base + local

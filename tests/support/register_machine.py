@@ -1,7 +1,7 @@
 """Runs a kernel's lowered register operations one by one with NumPy.
 
-A vector value has the elements of its register as its last axis. Before it is an axis for the threads of
-a warp, if a test follows several.
+A vector value has the elements of its register as its last axis, and before it an axis for the threads
+of a warp if a test follows several.
 """
 
 from typing import Any

@@ -44,7 +44,8 @@ def _cut(x: jax.Array) -> jax.Array:
 def rounded_einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns `jnp.einsum` of float32 operands rounded to the nearest tf32, in its gradient too.
 
-    It is the same on any machine: the rounded operands are multiplied with all their bits.
+    The result is the same on any machine, because the rounded operands are multiplied with all their
+    bits.
     """
     return jnp.einsum(subscripts, _rounded(a), _rounded(b), precision="highest")
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 FACTOR = 2.0
-"""Factor of the plain version's largest error that an implementation may have."""
+"""Largest allowed multiple of the plain version's largest error."""
 ULPS = 1.0
-"""Further units in the last place of the output's dtype, at the truth's largest magnitude."""
+"""Additional allowed units in the last place of the output's dtype, at the truth's largest magnitude."""
 
 
 def ulp(magnitude: float, dtype: jnp.dtype) -> float:
@@ -57,8 +57,8 @@ def assert_accurate(name: str, actual: jax.Array, plain: jax.Array, truth: np.nd
     if not finite.any():
         return
     error = np.abs(ours - truth)[finite].max()
-    # If low precision fails altogether (0 / 0 of an epsilon that float16 rounds to 0) it is no
-    # reference, and only one unit is allowed.
+    # If low precision fails altogether (0 / 0 of an epsilon that float16 rounds to 0), the plain result
+    # is no reference, and only one unit is allowed.
     plain_error = np.abs(naive - truth)[finite & np.isfinite(naive)].max(initial=0.0)
     unit = ulp(np.abs(truth[finite]).max(), actual.dtype)
     allowed = FACTOR * plain_error + ULPS * unit

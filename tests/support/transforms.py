@@ -1,4 +1,4 @@
-"""The transformations that every operator must support: jit, vmap, checkpoint, scan and donation."""
+"""Transformations that every operator must support: jit, vmap, checkpoint, scan and donation."""
 
 import warnings
 
@@ -13,7 +13,7 @@ from tests.support.arrays import put
 def assert_transforms(f, *args):
     """Asserts that `f` of a tree of float arrays gives the same numbers and gradients under each one.
 
-    The first argument is an array, which scan carries and which is donated.
+    The first argument is an array, which is donated and is the carry of scan.
     """
 
     def assert_same(actual, expected):
