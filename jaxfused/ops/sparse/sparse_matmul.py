@@ -190,7 +190,7 @@ def sampled_matmul(
             data = sparse_products_xla.sampled_product(places, x, y, out_dtype=dtype)
             return container.with_data(named(data, op, "output"))
         run = Runner("xla", device)
-    options = Options(op, x.shape[0], places.in_order, places.is_unique, None)
+    options = Options(op, x.shape[0], places.in_order, places.is_unique, jax.lax.Precision.HIGHEST)
     operands = (places.rows, places.columns, x, y)
     aligned = sharding.align(operands, operand_axes=("e", "e", "md", "nd"), whole="emnd")
     return container.with_data(sparse_products.sampled_product(run, options, *aligned))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+from jax.lax import Precision
 
 from jaxfused import dispatch
 from jaxfused.ops.sparse import sparse_products_cuda, sparse_products_xla
@@ -131,6 +132,8 @@ class SparseProduct:
         sizes = self.options.rows, b.shape[1], b.shape[0]
         sort = _SORT + rows.shape[0] * _SORTED
         times = {"xla": dense_time(device, *sizes, b.dtype.itemsize)}
+        if b.dtype == jnp.float32 and self.options.precision == Precision.HIGHEST:
+            times["xla"] *= _WITHOUT_TF32
         if not self.options.is_unique:
             times["xla"] += sort
         if "cuda" in able:
@@ -214,6 +217,8 @@ _GATHERED_BYTE = 1.0e-7
 2026-11-28)."""
 _SORT, _SORTED = 30.0, 1.5e-4
 """Microseconds in which XLA sorts entries: a constant, and for each entry. Estimated, not measured."""
+_WITHOUT_TF32 = 7.0
+"""Multiple of a float32 product's time where it may not round its operands to TF32."""
 _DENSE = 64
 """XLA multiplies by the dense matrix if at least one in this many of its numbers is an entry."""
 
