@@ -23,19 +23,10 @@ _DRAWS = (1, 15)
 
 _UNSURE = 4.0
 """Allowed multiple of a result's change when all arguments are off by their last bits: a small sum of
-<<<<<<< HEAD
 large numbers cannot be more accurate."""
-_CANCELS = 1e-13
-"""Fraction of the largest result below which a result counts as 0 up to float64's rounding, such as the
-gradient of a bias of keys."""
-_CANCELLED_ULPS = 8
-"""Allowed units in the last place of the largest result for a result that cancels."""
-=======
-large numbers is no more certain than that."""
 _CANCELS = 1e-3
-"""Share of the largest result below which a result is a small sum of large numbers, as the gradient to
-a bias of the keys is: in a narrow dtype it is noise, so that float64 alone judges it."""
->>>>>>> a437e895 (The fuzz of programs judges small sums of large numbers in float64 alone)
+"""Fraction of the largest result below which a result is a small sum of large numbers, such as the
+gradient of a bias of keys. In a narrow dtype it is noise, so float64 alone judges it."""
 _BESIDE = 4
 """Points next to the arguments at which a draw is tested for a kink."""
 _KINK = 0.05
