@@ -48,9 +48,11 @@ def resize(
       factor: in place of a size, what to multiply sizes by, rounded down; one number or one for each
         axis. Then n / m above is 1 / factor, as in `torch.nn.functional.interpolate`.
       method: "nearest" is the value in whose part of the axis the centre of the result's lies (torch's
-        "nearest-exact"), and "nearest_floor" torch's "nearest", which starts at a part's edge. "bicubic"
-        has Keys' coefficient -0.75, and beyond its ends x goes on with its outermost values. "lanczos3"
-        and "lanczos5" leave out what lies beyond.
+        "nearest-exact"), and "nearest_floor" torch's "nearest", which starts at a part's edge. Both
+        round places to float32, which decides ties, as torch does for images of two axes (of one axis
+        its "nearest-exact" rounds otherwise: 2 values enlarged to 41 differ in one). "bicubic" has
+        Keys' coefficient -0.75, and beyond its ends x goes on with its outermost values. "lanczos3" and
+        "lanczos5" leave out what lies beyond.
       align_corners: whether the first and the last result are the first and the last value, where
         otherwise values are the centres of equal parts. Not for "nearest".
       antialias: whether windows grow by the factor by which an axis shrinks, and leave out what lies

@@ -1,6 +1,7 @@
 """Taps of a resized axis: the values of x that each result reads, and their weights.
 
-NumPy computes the taps in float64 while a program is traced, when sizes are known.
+NumPy computes the taps in float64, and places of the nearest value in float32, while a program is
+traced, when sizes are known.
 """
 
 import functools
@@ -73,10 +74,8 @@ def taps(axis: ResizedAxis) -> Taps:
         centres = results * (last / max(axis.result - 1, 1))
     else:
         centres = (results + 0.5) * axis.step - 0.5
-    if axis.method == "nearest":
-        return _one((results + 0.5) * axis.step, last)
-    if axis.method == "nearest_floor":
-        return _one(results * axis.step, last)
+    if axis.method.startswith("nearest"):
+        return _one(_nearest(axis, results), last)
     radius, kernel = _KERNELS[axis.method]
     grows = max(axis.step, 1.0) if axis.antialias else 1.0
     first = np.floor(centres - radius * grows).astype(int) + 1
@@ -92,6 +91,18 @@ def taps(axis: ResizedAxis) -> Taps:
         weights = np.where(inside, weights, 0)
         weights /= weights.sum(axis=1, keepdims=True)
     return Taps(places.clip(0, last), weights, axis.size)
+
+
+def _nearest(axis: ResizedAxis, results: np.ndarray) -> np.ndarray:
+    """Returns where each result lies in the axis, rounded to float32 as torch's are for images.
+
+    Where a place is near a whole number, one in float64 may lie on its other side.
+    """
+    if axis.method == "nearest":
+        return (results + 0.5).astype(np.float32) * np.float32(axis.step)
+    # An axis that keeps its size is copied, whatever the factor.
+    step = 1.0 if axis.result == axis.size else axis.step
+    return results.astype(np.float32) * np.float32(step)
 
 
 def _one(places: np.ndarray, last: int) -> Taps:

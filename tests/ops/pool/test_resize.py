@@ -41,6 +41,23 @@ def test_values_and_gradients_are_torchs(name):
     np.testing.assert_allclose(pull(dy)[0], last(row.results["dx"]), atol=4e-6)
 
 
+@pytest.mark.parametrize(
+    ("method", "size", "change", "at", "place"),
+    [
+        ("nearest", 30, dict(size=11), 5, 15),
+        ("nearest", 2, dict(size=49), 24, 1),
+        ("nearest", 2, dict(size=41), 20, 0),
+        ("nearest_floor", 2, dict(size=82), 41, 0),
+        ("nearest_floor", 46, dict(factor=1.02), 45, 45),
+    ],
+    ids=str,
+)
+def test_the_nearest_at_a_tie_is_torchs(method, size, change, at, place):
+    # Recorded from interpolate of torch 2.14.1, of images [1, 1, 1, size] on a CPU.
+    x = jnp.arange(float(size)).reshape(1, size, 1)
+    assert jaxfused.resize(x, method=method, **change)[0, at, 0] == place
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [(14, 3), (2, 31), (7, 9)], ids=str)
 @pytest.mark.parametrize("method", ["nearest", "bilinear", "bicubic", "lanczos3", "lanczos5"])
