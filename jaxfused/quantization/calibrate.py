@@ -56,7 +56,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What a layer has read in a calibration, before smoothing.
+    """Inputs that a layer has read in a calibration, before smoothing.
 
     Attributes:
       low: [D], the smallest value of each feature, in all rows; a convolution's features are all numbers
@@ -103,11 +103,11 @@ def calibrate(
     rules: str | Sequence[QuantizationRule],
     calibration: Calibration | Iterable[Any],
 ) -> Calibrated:
-    """Quantises a model by what its layers read on some batches, and reports the errors by layer.
+    """Quantises a model by the inputs of its layers on some batches, and reports the errors by layer.
 
-    The float model runs on the batches once, while its quantised layers' inputs are looked at. Then each
-    layer is smoothed, where its rule says so, gets its scales, and is rounded. A layer that is rounded
-    with "gptq" never has a larger error on the batches than with rounding to nearest.
+    The float model runs on the batches once, while the inputs of the layers to quantise are recorded.
+    Then each layer is smoothed, where its rule says so, gets its scales, and is rounded. A layer that is
+    rounded with "gptq" never has a larger error on the batches than with rounding to nearest.
 
     Args:
       module_or_params: as for `jaxfused.quantize_params`, as are the rules.

@@ -37,20 +37,20 @@ def plain_array(kernel: jax.Array, rule: QuantizationRule) -> QuantizedArray:
 
 @dataclass(frozen=True)
 class CalibratedLayer:
-    """A layer to quantise; of stacked layers, a single one."""
+    """A layer to quantise, or one layer of a stack."""
 
     name: str
     rule: QuantizationRule
     kernel: jax.Array
     inputs: Inputs
     divisor: np.ndarray | None
-    """The smoothing divisor of each input feature, or None without smoothing."""
+    """Smoothing divisor of each input feature, or None without smoothing."""
     is_folded: bool
     """True if a norm before the layer divides its inputs."""
     taps: int
     """Positions of a convolution's window; 1 for a linear layer."""
     damping: float
-    """`damping` of `jaxfused.Calibration`, as is `sampled_rows`."""
+    """`damping` of `jaxfused.Calibration`; `sampled_rows` comes from there too."""
     sampled_rows: int
 
     def quantized(self) -> tuple[QuantizedKernel, LayerError]:
@@ -99,7 +99,7 @@ class CalibratedLayer:
             plain.zero_point,
             damping=self.damping,
         )
-        # Weights that are already on the grid of their scale stay as they are.
+        # Weights that already lie on the grid of their scale stay as they are.
         return rounding.encode(
             rounded, plain.dtype, plain.scale, plain.zero_point, plain.axis, plain.layout
         )

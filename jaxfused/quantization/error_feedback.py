@@ -75,7 +75,8 @@ def _inverse_factor(gram: np.ndarray, damping: float) -> jax.Array:
             "quantize_params: a layer reads numbers that are not finite, or whose squares are not, in"
             " the calibration; pass batches on which the model's activations are finite."
         )
-    # A feature that was always 0 gets the mean on the diagonal: its weights are rounded to nearest.
+    # A feature that was always 0 gets the mean on the diagonal, so that its weights are rounded to
+    # nearest.
     mean = mean if mean > 0 else 1.0
     damped = np.array(gram, np.float64)
     damped[np.diag_indices_from(damped)] = np.where(diagonal > 0, diagonal, mean)

@@ -23,7 +23,7 @@ from jaxfused.runtime.quantized_array import assembled
 
 Path = tuple[Any, ...]
 Replace = Callable[[Path, jax.Array, int], KernelStandIn | None]
-"""(path, kernel, taps) -> the replacement of a layer's kernel [..., D, F], or None for no change.
+"""Function (path, kernel, taps) -> replacement of a kernel [..., D, F], or None for no change.
 
 A convolution is treated as the product with all numbers of a window, which has `taps` positions; a
 linear layer has 1.
@@ -31,12 +31,12 @@ linear layer has 1.
 
 
 def name_of(path: Path) -> str:
-    """Returns a path as text, which rules search."""
+    """Returns a path as the text in which rules search."""
     return "/".join(str(key) for key in path)
 
 
 LeaveOut = Callable[[Path, str], None]
-"""(path, reason) -> None: called for a layer whose kernel stays as it is."""
+"""Function (path, reason) -> None, called for a layer whose kernel stays as it is."""
 
 
 def replace_kernels(
@@ -65,7 +65,7 @@ def _replace_in_tree(
     """Returns a tree of Linen's parameters with other kernels.
 
     Args:
-      siblings: the names of the parent tree, this one's included.
+      siblings: the names in the parent tree, including this tree's.
       depths: the numbers of stacked axes that the layers of the surrounding tree show.
     """
     if isinstance(tree, list | tuple) and type(tree) in (list, tuple):
@@ -161,7 +161,7 @@ def _axes_of(
 
 
 _PROJECTIONS = ("query", "key", "value", "out")
-"""The projections of attention, by Flax's names."""
+"""Names of attention's projections in Flax."""
 
 
 def _depths_of_stacks(tree: Mapping[Any, Any]) -> frozenset[int]:
@@ -254,7 +254,7 @@ def _replace_in_layer(
     """Returns a new layer, or None for no change."""
     kernel = layer.kernel.get_value()
     if not isinstance(kernel, jax.Array):
-        return None  # The kernel is quantised already.
+        return None  # A quantised kernel stays as it is.
     if isinstance(layer, nnx.Linear):
         instead = replace(path, kernel, 1)
         return None if instead is None else _with_kernel(layer, instead)
@@ -293,7 +293,7 @@ def _with_kernel(layer: nnx.Linear, kernel: KernelStandIn) -> nnx.Module:
     )
     if not isinstance(layer, nnx.LoRALinear):
         return quantized
-    # The layer's low-rank product is added to that of the quantised kernel.
+    # The layer's low-rank product is added to the product of the quantised kernel.
     adapted = nnx.clone(layer.lora)
     adapted.base_module = nnx.data(quantized)
     return adapted
@@ -332,7 +332,7 @@ def _conv_with_kernel(layer: nnx.Conv, kernel: KernelStandIn) -> Conv:
 
 
 def _check_plain(layer: nnx.Linear | nnx.Conv, name: str, **given: bool) -> None:
-    """Checks that a layer has no product of its own; `given` says which other such arguments it has."""
+    """Checks that a layer has no product of its own; `given` lists other arguments of this kind."""
     reason = why_given(
         **given,
         promote_dtype=layer.promote_dtype is not promote_dtype,

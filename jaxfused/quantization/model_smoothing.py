@@ -93,7 +93,7 @@ def check_folds(
 
 
 _SAME = 0.02
-"""Largest relative difference of two results that rounding to bfloat16 can explain."""
+"""Largest relative difference of two results that rounding to bfloat16 can cause."""
 
 
 def _look_away(layer: jax.Array, x: jax.Array | None, inside: jax.Array | None) -> None:

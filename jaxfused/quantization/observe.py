@@ -20,7 +20,7 @@ from jaxfused.modules.linear import ObservedKernel
 from jaxfused.quantization.layers import Path, name_of, replace_kernels
 
 Call = Callable[[Any, Any], Any]
-"""(module or parameters, batch) -> result."""
+"""Function (module or parameters, batch) -> result."""
 
 
 @dataclass
@@ -82,10 +82,10 @@ class _Recorder:
     sampled_rows: int
     inputs: dict[int, Inputs] = field(default_factory=dict)
     in_groups: set[int] = field(default_factory=set)
-    """Numbers of the layers that convolve channels in groups, which have no statistics."""
+    """Numbers of the layers that convolve channels in groups, for which there are no statistics."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    # The instance is static in compiled programs, so that instances compare by identity.
+    # The instance is static in compiled programs, so instances are compared by identity.
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
@@ -144,7 +144,8 @@ class _Recorder:
 def _drawn(count: int, most: int) -> np.ndarray | slice:
     """Returns the rows to sample: all, or `most` of them, drawn at random with a fixed seed.
 
-    A fixed stride would not do: every 16th window is at the same columns if 16 divides an image's width.
+    A fixed stride is no fair sample: every 16th window has the same columns if 16 divides an image's
+    width.
     """
     if count <= most:
         return slice(None)
@@ -213,7 +214,8 @@ def observe(
         try:
             jax.block_until_ready(run(batch))
         except ValueError as error:
-            # Flax raises this for every effect within the body, such as the callbacks of a calibration.
+            # Flax raises this error for every effect within the body, such as the callbacks of a
+            # calibration.
             if "data dependency on the scan body" not in str(error):
                 raise
             raise ValueError(

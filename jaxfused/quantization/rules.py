@@ -57,7 +57,7 @@ class QuantizationRule:
                 f"QuantizationRule: rounding={self.rounding!r} is not known; pass 'nearest', 'gptq' or"
                 " None."
             )
-        # The comparisons are written such that NaN is rejected too.
+        # The comparisons are written so that they reject NaN too.
         if self.smoothing is not None and not 0.0 <= self.smoothing <= 1.0:
             raise ValueError(
                 f"QuantizationRule: smoothing is {self.smoothing!r}, but it is a share; pass a number"
@@ -100,7 +100,7 @@ class Chooser:
         self.used: set[QuantizationRule] = set()
         self.paths: list[str] = []
         self.left_out: dict[str, str] = {}
-        """The reasons why layers with a rule stay in floats, by the layers' names."""
+        """Reasons why layers with a rule stay in floats, by the layers' names."""
 
     def _find(self, name: str) -> QuantizationRule | None:
         return next((rule for rule in self.rules if re.search(rule.pattern, name)), None)
@@ -125,7 +125,7 @@ class Chooser:
         return None if rule.dtype is None else rule
 
     def check_all_used(self) -> None:
-        """Checks that each rule decides over a layer, and warns of layers that stay in floats."""
+        """Checks that each rule applies to a layer, and warns of layers that stay in floats."""
         left_out = "; ".join(f"{name!r}, because {why}" for name, why in self.left_out.items())
         for rule in self.rules:
             if rule not in self.used:

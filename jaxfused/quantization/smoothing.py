@@ -20,7 +20,7 @@ from flax.core import meta
 from jaxfused.quantization.layers import Path
 
 _LEAST = 1e-5
-"""Lower bound of a range, so that a feature that is always 0 is not multiplied by infinity."""
+"""Lower bound of a range; without it, a feature that is always 0 would be multiplied by infinity."""
 
 
 def divisors(magnitudes: np.ndarray, of_kernel: np.ndarray, share: float) -> np.ndarray:
@@ -56,7 +56,7 @@ class Fold:
 def folded_groups(
     module_or_params: Any, folds: Sequence[Fold], layers: Mapping[str, Path]
 ) -> list[tuple[Path, list[str]]]:
-    """Returns the norms that exist together with some of their layers, each with these layers' names.
+    """Returns the norms that exist together with some of their layers, each with its layers' names.
 
     Args:
       module_or_params: the model.
@@ -135,7 +135,7 @@ def _divided_in_tree(tree: Any, path: Path, norms: Mapping[Path, np.ndarray]) ->
 
 
 def _divided(parameter: Any, s: np.ndarray, offset: float = 0.0) -> Any:
-    """Returns a norm's parameter divided by s; the norm multiplies by parameter + offset."""
+    """Returns a norm's parameter divided by s, where the norm multiplies by parameter + offset."""
     if isinstance(parameter, meta.AxisMetadata):
         return parameter.replace_boxed(_divided(meta.unbox(parameter), s, offset))
     wide = (jnp.asarray(parameter, jnp.float32) + offset) / s - offset

@@ -38,8 +38,8 @@ FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 ACTIVATIONS = tuple(FUNCTIONS)
 """The names that every `activation` of an operator or a module takes, next to None.
 
-They are those of `jax.nn`; "gelu_tanh" and "gelu_erf" are its two gelus, "quick_gelu" is
-x sigmoid(1.702 x), "relu2" the square of relu. Values and derivatives are those of `jax.nn`, at corners
+The names are those of `jax.nn`; "gelu_tanh" and "gelu_erf" are its two gelus, "quick_gelu" is x
+sigmoid(1.702 x), "relu2" the square of relu. Values and derivatives are those of `jax.nn`, at corners
 too. A backward reads the result of "relu", "relu6" and "leaky_relu", and the input of the others.
 """
 
@@ -62,7 +62,9 @@ BOUNDED_FROM_ABOVE = {
     "sigmoid": 0.5,
     "hard_sigmoid": 0.5,
 }
-"""Bounds, rounded up, of an activation's magnitude below 0; above 0 these activations grow.
+"""Upper bound of an activation's magnitude below 0; above 0 these activations grow. So their largest
+magnitude follows from the largest input. For other activations it follows from the largest magnitude of
+an input.
 
 So their largest magnitude follows from the largest input; for the others it follows from the largest
 magnitude of an input.
@@ -84,4 +86,4 @@ def value_and_slope(name: str | None, x: jax.Array) -> tuple[jax.Array, jax.Arra
 IN_XLA = Functions(
     lambda name, x, dtype: activate(name, x), lambda name, x, dtype: value_and_slope(name, x)
 )
-"""The functions for an epilogue that XLA runs after its product."""
+"""Functions for an epilogue that XLA runs after its product."""

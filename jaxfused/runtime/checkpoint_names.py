@@ -14,9 +14,9 @@ PREFIX = "jaxfused."
 What = Literal[
     "output", "next_residual", "statistics", "log_sum_exp", "preactivation", "hidden", "projections"
 ]
-"""The kinds of an operator's values: its result; the residual stream after a norm; means and
-1 / standard deviations; attention's log-sum-exp; the input of an activation; a perceptron's hidden
-layer and the activation's derivative; queries and keys before their norm and rotation."""
+"""Kinds of an operator's values: its result; the residual stream after a norm; means and 1 / standard
+deviations; attention's log-sum-exp; the input of an activation; an MLP's hidden layer and the
+activation's derivative; queries and keys before their norm and rotation."""
 
 
 def name_of(operator: str, what: What) -> str:
@@ -25,5 +25,5 @@ def name_of(operator: str, what: What) -> str:
 
 
 def named(value: Any, operator: str, what: What) -> Any:
-    """Returns a tree of arrays with their name; None stays None."""
+    """Names the arrays of a tree; None stays None."""
     return checkpoint_name(value, name_of(operator, what))

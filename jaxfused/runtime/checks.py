@@ -27,7 +27,7 @@ def as_arrays(*operands: Any) -> tuple[Any, ...]:
 def as_array(value: Any) -> jax.Array:
     """Converts to a JAX array; NumPy's integers of 64 bits are limited to those of the array's dtype.
 
-    JAX would take their lower 32 bits, by which 2**32 is 0.
+    JAX would take their lower 32 bits, so that 2**32 would become 0.
     """
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iu":
         value = _limited(value, jax.dtypes.canonicalize_dtype(value.dtype))
@@ -35,7 +35,7 @@ def as_array(value: Any) -> jax.Array:
 
 
 def as_int32(value: Any) -> jax.Array:
-    """Converts integers to int32, of which wider ones get the nearest; an array of others stays."""
+    """Converts integers to int32, clipping wider ones to its range; arrays of other dtypes stay."""
     if isinstance(value, int) and not isinstance(value, bool):
         info = np.iinfo(np.int32)
         return jnp.asarray(min(max(value, info.min), info.max), jnp.int32)
@@ -121,7 +121,7 @@ _COUNTS = frozenset(
         "chunk_size",
     }
 )
-"""Options that count something, and so are at least 1."""
+"""Options that count things, and so are at least 1."""
 
 _BOUNDS = frozenset({"chunk_size", "ignore_index", "local_window_size"})
 """Options that only limit or mark other numbers, and so may exceed 32 bits."""
@@ -144,7 +144,7 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
                 _as_numbers, kind=kinds[name], leaves=leaves, several=_is_of_several(annotation)
             )
         elif name.endswith("dtype") and Any in leaves and (name, annotation) != ("dtype", Any):
-            # The `dtype: Any` of `quantize` has names of its own, which `quantize` checks.
+            # `quantize` has dtype names of its own for `dtype: Any`, and checks them itself.
             checks[name] = as_dtype
         elif bool in leaves and leaves <= {bool, type(None), *words}:
             checks[name] = functools.partial(as_flag, words=words, optional=optional)
@@ -158,7 +158,7 @@ def _checks(annotations: Mapping[str, Any]) -> dict[str, _Check]:
 
 
 def _kinds(annotations: Mapping[str, Any]) -> dict[str, type[int] | type[float]]:
-    """Returns int or float for each parameter that is a number or a sequence of numbers."""
+    """Returns int or float for each parameter that is a number, or a sequence of numbers."""
     kinds: dict[str, type[int] | type[float]] = {}
     for name, annotation in annotations.items():
         leaves = _leaves(annotation)
@@ -297,7 +297,7 @@ def as_dtype(op: str, name: str, value: Any) -> Any:
 
 
 def _as_axis_name(op: str, name: str, value: Any, *, bound: bool) -> Any:
-    """Returns the name or names of mapped axes; those of an operator (`bound`) must be mapped here."""
+    """Returns the name or names of mapped axes; those of an operator (`bound`) must be mapped now."""
     for axis in value if isinstance(value, (tuple, list)) else (value,):
         if axis is None and axis is value:
             return None

@@ -10,9 +10,9 @@ from pallas_kernels import hopper
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
 _LEAST_WEIGHTS = 2**24
-"""Fewest weights of a product for a kernel: XLA's copy of fewer stays in the cache, and is as fast."""
+"""Fewest weights of a product that a kernel runs: XLA's copy of fewer weights stays in the cache."""
 _LEAST_VALUES = 2**21
-"""Fewest values to quantise with a kernel: for fewer the launch takes most of the time."""
+"""Fewest values that a kernel quantises: for fewer, the launch takes most of the time."""
 
 
 def is_fast_for_weights(rows: int, features: int, columns: int) -> bool:

@@ -32,7 +32,7 @@ def keep(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
 
 
 def keep_rows(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
-    """Returns which elements of rows [..., F] dropout keeps, by `keep` of one batch entry and head."""
+    """Returns which elements of rows [..., F] dropout keeps: `keep` for one batch entry and one head."""
     rows = math.prod(shape[:-1])
     return keep(words, (1, 1, rows, shape[-1]), rate).reshape(shape)
 

@@ -1,7 +1,7 @@
 """The order of a stage's implementations, from what the stage expects of them.
 
-A stage says why an implementation cannot run (`why_not`) and, where it can tell, what it expects of
-those that can (`estimate`). The order follows from both here, and nowhere else.
+A stage says why an implementation cannot run (`why_not`) and, if it has an expectation, how fast the
+others are (`estimate`). This module alone derives the order from both.
 """
 
 import math
@@ -10,32 +10,32 @@ from typing import Any, NamedTuple
 
 
 class Times(NamedTuple):
-    """Predicted times of implementations; the implementation with the shortest runs."""
+    """Predicted times of implementations; the one with the shortest time runs."""
 
     microseconds: Mapping[str, float]
-    """The time of each implementation; those without one come last."""
+    """Time of each implementation; implementations without a time come last."""
     note: str | None = None
-    """The part of the times that no model predicts, such as "XLA's includes a margin of 6 %"."""
+    """Part of the times that no model predicts, such as "XLA's includes a margin of 6 %"."""
 
 
 class Rule(NamedTuple):
     """A rule that orders implementations without predicted times."""
 
     first: Sequence[str]
-    """The implementations that come before the others, in this order."""
+    """Implementations that come before the others, in this order."""
     why: str
     """The reason as part of a sentence, such as "the rows are short"."""
 
 
 Estimate = Times | Rule | None
-"""Times or a rule; None where the order of `why_not` stands."""
+"""Times or a rule; None if the order of `why_not` stands."""
 
 
 KERNELS = ("pallas", "cuda")
 
 
 def kernels_first(why: str) -> Callable[..., Rule]:
-    """Returns a stage's `estimate` by which kernels are faster than XLA at all sizes."""
+    """Returns an `estimate` that orders kernels before XLA at all sizes, for the reason `why`."""
 
     def estimate(stage: Any, device: Any, able: Collection[str], *operands: Any) -> Rule:
         del stage, device, able, operands

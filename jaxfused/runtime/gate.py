@@ -17,7 +17,7 @@ class LeftToXla(NamedTuple):
 
     why: str | None
     stages: Sequence[dispatch.Choice] = ()
-    """The choices of the stages that would run otherwise, which `jaxfused.tune` measures."""
+    """Choices of the stages that would run otherwise, which `jaxfused.tune` measures."""
 
 
 def takes_reference(

@@ -84,7 +84,7 @@ class kernel_gradient:
 
 
 def _through(identity: Callable[..., Any], refusal: str, operands: Any) -> Any:
-    """Returns the operands, with `identity` applied to those of a float dtype."""
+    """Returns the operands, with `identity` applied to those of float dtypes."""
     given, tree = jax.tree.flatten(operands)
     leaves, places = _inexact(operands)
     for i, leaf in zip(places, identity(refusal, *(leaves[i] for i in places)), strict=True):
@@ -137,7 +137,7 @@ def _in_reverse_jvp(refusal: str, arrays: Arrays, tangents: Arrays) -> tuple[Arr
         moving, _tangents.bind(*(tangents[i] for i in moving), refusal=refusal), strict=True
     ):
         passed[i] = tangent
-    # The arrays themselves, so that a value saved here is the one that the caller may save too.
+    # The arrays are returned uncopied, so that a value saved here is the caller's own array.
     return tuple(arrays), tuple(passed)
 
 

@@ -1,6 +1,6 @@
 """Conversion of qwix's and AQT's quantised arrays to `QuantizedArray`.
 
-They are recognised by their attributes, so that neither package has to be installed.
+The arrays are recognised by their attributes, so that neither package has to be installed.
 """
 
 from typing import Any

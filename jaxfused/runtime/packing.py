@@ -1,4 +1,4 @@
-"""Several numbers of few bits in one byte or word, as the docstring of `quantized_array` says."""
+"""Packs several numbers of few bits into a byte or word, as the docstring of `quantized_array` says."""
 
 import functools
 import operator
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def pack_int4(values: jax.Array, axis: int) -> jax.Array:
-    """Packs integers -8 to 7 as the module's docstring says, along an axis of even size."""
+    """Packs integers -8 to 7 along an axis of even size, as the module's docstring says."""
     low, high = (
         jax.lax.slice_in_dim(values, start, None, stride=2, axis=axis % values.ndim)
         for start in (0, 1)
@@ -76,8 +76,8 @@ def unpack_words(words: jax.Array) -> jax.Array:
     unsigned = jax.lax.bitcast_convert_type(words, jnp.uint32)
     nibbles = ((unsigned[..., None] >> _nibble_shifts()) & 15).astype(jnp.int8) - jnp.int8(8)
     blocks = count * NIBBLES // WORD_BLOCK
-    # The axes: block, thread, word of the thread, odd, run of the word, half of the run. One axis is
-    # split at a time, which JAX can do to arrays whose sharding is in their types.
+    # Axes: block, thread, word of the thread, odd, run of the word, half of the run. One axis is split
+    # at a time, which JAX can do for arrays whose types state a sharding.
     runs = nibbles.reshape(*leading, blocks, 4, 4, NIBBLES)
     runs = runs.reshape(*leading, blocks, 4, 4, 2, 2, 2)
     return jnp.moveaxis(runs, (-5, -4, -3), (-2, -5, -1)).reshape(*leading, count * NIBBLES)

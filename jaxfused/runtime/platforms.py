@@ -2,8 +2,8 @@
 
 An operator chooses for the device that its program is expected to run on. JAX may lower the program for
 another one: `jax.jit` of arrays that are committed to the CPU, on a machine with a GPU, and `jax.export`
-for several platforms at once. There the stage runs in XLA. A program lowered for one platform contains
-no trace of this.
+for several platforms at once. On other platforms the stage runs in XLA. A program lowered for one
+platform contains nothing of this.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from jax.interpreters import mlir
 Arrays = Sequence[jax.Array | None]
 
 KERNELS_RUN_EVERYWHERE = False
-"""True if kernels stay on all platforms, for tests that interpret, emulate or replace them."""
+"""True if kernels are kept on all platforms, for tests that interpret, emulate or replace them."""
 
 
 class Stage(Protocol):
-    """A computation by a kernel or by XLA; equal stages compute the same function."""
+    """Interface of a computation by a kernel or by XLA; equal stages compute the same function."""
 
     def on_gpu(self, *operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
         """Returns the results of a kernel for NVIDIA GPUs."""
@@ -84,7 +84,7 @@ def _lower(f: Callable[..., Any], context: Any, operands: Sequence[Any], given: 
 
 
 def _lower_for_gpus(context, *operands, call: ClosedJaxpr, stage: Stage, given: Any) -> Any:
-    # Pallas lowers no kernel into a module for several platforms.
+    # Pallas cannot lower a kernel into a module for several platforms.
     if len(context.module_context.platforms) > 1:
         return _lower(stage.on_gpu_exported, context, operands, given)
     return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(context, *operands)
@@ -99,10 +99,10 @@ def _lower_elsewhere(context, *operands, call: ClosedJaxpr, stage: Stage, given:
 
 
 def _in_parts(result: jax.Array, like: Any) -> jax.Array:
-    """Returns XLA's result in the shape of the kernel's.
+    """Returns XLA's result repeated to the shape of the kernel's result.
 
-    They differ where a kernel finds a largest magnitude in parts. XLA has one part, and repeating it
-    does not change the largest.
+    The shapes differ if a kernel finds a largest magnitude in parts. XLA has one part; repeating it does
+    not change the largest.
     """
     if result.shape == like.shape:
         return result

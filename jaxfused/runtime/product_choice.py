@@ -16,10 +16,10 @@ _DOUBT = 1.06
 _START = 0.5
 """Microseconds added to a kernel's time: XLA has many tiles and epilogues for small products."""
 _CONVERTED_ANEW = 0.3
-"""Fraction of the weights' conversion that a small-M gradient pays; the forward has done the rest."""
+"""Fraction of the weights' conversion that a small-M gradient pays again; the forward did the rest."""
 _HOPPER = 9
 UNMODELLED = Rule(("xla",), "the cost model of products covers only Hopper GPUs")
-"""The order on a device for which `is_modelled` is false."""
+"""Rule for a device that the cost model does not cover."""
 
 
 @dataclass(frozen=True)

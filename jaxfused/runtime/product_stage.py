@@ -13,7 +13,7 @@ from pallas_kernels.gemm.matmul import fitting
 
 
 class ProductStage:
-    """A stage that says by `product` what its kernel multiplies, fuses and writes."""
+    """A stage whose kernel is the FusedProduct that `product` returns."""
 
     results: ClassVar[Sequence[str]]
     """Names of the product's results, in the order of the stage's results; None for an absent one."""
@@ -35,7 +35,7 @@ class ProductStage:
         return fitting(self.work(*operands), device.multiprocessors)
 
     def in_pallas(self, device: dispatch.Device, *operands: Any, config: Any) -> Results:
-        """Launches the kernel."""
+        """Launches the kernel of the product."""
         product = self.product(*operands)
         return self.in_order(product.run(multiprocessors=device.multiprocessors, config=config))
 

@@ -148,7 +148,8 @@ def side_by_side(arrays: Sequence[jax.Array], piece: int | None = None) -> jax.A
 def sums_side_by_side(sums: Sequence[jax.Array]) -> jax.Array:
     """Returns sums over rows, each [F], concatenated.
 
-    The barrier keeps XLA from summing within the copy, where one thread would add all rows of a column.
+    The barrier keeps XLA from summing within the copy, where one thread would add up all rows of a
+    column.
     """
     return jnp.concatenate(jax.lax.optimization_barrier(list(sums)))
 
@@ -209,13 +210,14 @@ _FEWEST_PARTS, _MOST_PARTS = 4, 64
 
 
 _FEW_ROWS = 128
-"""Rows up to which a product takes as long as reading its weights; merging two saves a launch."""
+"""Rows up to which a product takes as long as reading its weights, so that merging two products saves a
+launch."""
 _FEW_ROWS_OF_CONVERTED = 512
 """`_FEW_ROWS` for an operand converted from another dtype, which merging copies at no extra cost."""
 _LITTLE = 2**19
 """Bytes of an operand up to which a copy takes no longer than a kernel's launch."""
 _NARROW = 256
-"""Columns up to which a product takes as long as reading the operand that the products share."""
+"""Columns up to which a product takes as long as reading the operand that two products share."""
 
 
 def unshared(
@@ -248,7 +250,7 @@ def _rounding_product(subscripts, dtype, out_dtype, precision, of_weights, a, b)
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 6), inline=True)
 def _rounded(subscripts, dtype, out_dtype, precision, a, b, spec=None):
-    # The product leaves the accumulators either in the operands' dtype or in that of the accumulators.
+    # The product leaves the accumulators in the operands' dtype or in the accumulators' dtype.
     leaving = dtype if out_dtype == dtype else accumulator_dtype(dtype)
     einsum = functools.partial(
         _einsum, subscripts, precision=precision, preferred_element_type=leaving, spec=spec
@@ -256,8 +258,8 @@ def _rounded(subscripts, dtype, out_dtype, precision, a, b, spec=None):
     a, b = a.astype(dtype), b.astype(dtype)
     if leaving == dtype or not _is_batched(subscripts) or explicit_mesh(a, b) is not None:
         return einsum(a, b).astype(out_dtype)
-    # On a CPU, XLA lacks the batched product of 16 bits into float32 where an operand was transposed.
-    # The product of float32 copies has the same terms and the same sums.
+    # XLA on a CPU lacks the batched product of 16 bits into float32 with a transposed operand. The
+    # product of float32 copies has the same terms and the same sums.
     y = jax.lax.platform_dependent(
         a, b, cpu=lambda a, b: einsum(a.astype(leaving), b.astype(leaving)), default=einsum
     )

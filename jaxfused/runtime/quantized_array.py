@@ -183,9 +183,9 @@ class QuantizedArray:
         name = "values" if self.layout == "rows" else "columns"
         name = name if self.codebook is None else f"codes_in_{name}"
         arrays = {name: self.values, "scale": self.scale, "zero_point": self.zero_point}
-        # A transformation may have put None in an offset's place, which the tree still has.
+        # A transformation may have replaced an offset by None, but the tree still has its entry.
         has_offset = self.offset is not None or "_has_offset" in vars(self)
-        if has_offset:  # An array without an offset has no entry for it in checkpoints.
+        if has_offset:  # Checkpoints of arrays without an offset have no entry for it.
             arrays["offset"] = self.offset
         keyed = tuple((jax.tree_util.GetAttrKey(key), part) for key, part in arrays.items())
         return keyed, (*(getattr(self, name) for name in _STATIC), has_offset)
@@ -268,7 +268,7 @@ class QuantizedArray:
         return values if self.codebook is None else _entries(self.codebook, values)
 
     def as_read(self) -> "QuantizedArray":
-        """Returns the same numbers in the form that products read.
+        """Returns an array of the same numbers, in the form that products read.
 
         Scales are float32 (or float64). Zero points are int8 if it holds every number of their dtype,
         else float32. Groups are equal: blocks of 128 with a last one of 64 become groups of 64.
@@ -355,7 +355,7 @@ def assembled(
 def as_operand(op: str, name: str, array: QuantizedArray) -> QuantizedArray:
     """Returns the operand in the form that products read, after checking its parts.
 
-    They are checked again because transformations build arrays without the constructor.
+    The parts are checked again, because transformations build arrays without the constructor.
     """
     check_parts(op, name, array)
     return array.as_read()
@@ -413,7 +413,7 @@ def _sides(axis: int, group_size: int | tuple[int, int] | None) -> dict[int, int
 
 
 def _readable(codebook: tuple[float, ...] | None) -> tuple[Any, ...]:
-    """Returns the dtypes that values may have."""
+    """Returns the dtypes that the values may have."""
     if codebook is None:
         return _READABLE
     return (jnp.uint8, jnp.uint4) if _code_bits(codebook) == 4 else (jnp.uint8,)

@@ -1,9 +1,9 @@
 """Rectified: the result of a relu whose gradient the reader masks.
 
-Where several gradients meet at such an array, as between the blocks of a ResNet, their sum and its mask
-are a pass over memory. The kernel that computes one of them can do both as it writes. The operator that
-made the array must then not mask again. A type of its own ensures that the values of a `Rectified` are
-not read without masking their gradient.
+If an array has several readers, as between the blocks of a ResNet, the sum of their gradients and its
+mask take a pass over memory. The kernel that computes one of the gradients can add the others and mask
+as it writes. The operator that made the array must then not mask again. A type of its own ensures that
+the values of a `Rectified` are not read without masking their gradient.
 """
 
 from dataclasses import dataclass

@@ -35,7 +35,8 @@ def with_reference_rules(by_kernels: Function, by_reference: Function) -> Functi
     def differentiable(*arrays):
         return batchable(*arrays)
 
-    # A tangent of zeros differs from none: times the infinite derivative of a root at 0 it is NaN.
+    # Zero tangents are kept symbolic: multiplied by the infinite derivative of a root at 0, they would
+    # give NaN.
     @functools.partial(differentiable.defjvp, symbolic_zeros=True)
     def jvp(primals, tangents):
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]

@@ -10,7 +10,7 @@ from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.quantized_array import FORMATS, Layout, QuantizedArray, assembled, spread
 
 
-# `scales` and `encode` are jitted because a model's weights are quantised one after the other.
+# `scales` and `encode` are jitted because the layers of a model are quantised one by one.
 @functools.partial(
     jax.jit, static_argnames=("dtype", "axis", "groups", "blocks", "per_tensor", "symmetric")
 )
@@ -44,14 +44,14 @@ def scales(
 
     def extreme(reduction, values):
         result = reduction(values, axis=over, keepdims=per_tensor, initial=0.0)
-        # On a CPU XLA's maximum may ignore NaN (jax 0.11.2).
+        # XLA's maximum on a CPU may ignore NaN (jax 0.11.2).
         has_nan = jnp.any(jnp.isnan(values), axis=over, keepdims=per_tensor)
         return jnp.where(has_nan, jnp.nan, result.astype(jnp.float32))
 
     def divisible(scale):
-        # Groups of (almost) zeros get the smallest scale that can be divided by. An infinite scale,
-        # which would make some of its group NaN, some infinite and some 0, becomes NaN, by a sum
-        # because XLA would run a `jnp.where` as a separate kernel.
+        # Groups of (almost) zeros get the smallest scale that can be divided by. An infinite scale, by
+        # which values of its group would become NaN, infinite or 0, becomes NaN. A sum does it, because
+        # XLA would run a `jnp.where` as a separate kernel.
         scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
         return scale + 0 * scale
 
@@ -88,7 +88,7 @@ def in_units(
     axis: int,
     group_size: int | tuple[int, int] | None,
 ) -> jax.Array:
-    """Returns `x / scale + zero_point`, the number to round; the axis is counted from the last."""
+    """Returns `x / scale + zero_point`, the numbers to round; `axis` is counted from the last."""
     units = x.astype(accumulator_dtype(x.dtype))
     units = units / spread(scale, x.shape, axis, group_size).astype(units.dtype)
     if zero_point is None:

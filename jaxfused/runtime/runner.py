@@ -1,7 +1,7 @@
-"""Runner, by which every operator runs its kernels.
+"""Runner, which runs the kernels of every operator.
 
-An operator's custom_vjp hands each of its stages (its forward, its backward, ...) to a `Runner`. The
-Runner treats all of them alike, from the outside in:
+An operator's custom_vjp calls a `Runner` with each of its stages (forward, backward, ...). The Runner
+does the following for all stages, from the outside in:
 
 1. Shards: `sharding.per_shard` runs the kernel on the part of the operands that a device holds. The
    batch of a `jax.vmap` is an axis that may be split too.
@@ -39,7 +39,7 @@ Operands = Sequence[jax.Array | None]
 Results = tuple[jax.Array | None, ...]
 
 ROWS = "."
-"""The letter for all leading axes of an array, which a kernel sees as one axis."""
+"""Letter for all leading axes of an array, which a kernel sees as one axis."""
 
 
 class Axes(NamedTuple):
@@ -47,17 +47,17 @@ class Axes(NamedTuple):
 
     operands: Sequence[str]
     results: Sequence[str | None]
-    """The letters of each result, or None for a result that is None."""
+    """Letters of each result's axes, or None for a result that is None."""
     whole: str = ""
-    """The letters of axes that must not be split over devices."""
+    """Letters of axes that must not be split over devices."""
     padded: Mapping[str, str] = MappingProxyType({})
-    """Result axes that are padded, each with the operand axis that has the valid length."""
+    """Padded result axes, each with the operand axis that has the valid length."""
     parts: str = ""
-    """The letters of contracted axes, over which the kernel sums before its last step. If the first
-    operand with one is split along it, the kernel's `on_parts` runs."""
+    """Letters of contracted axes, over which the kernel sums before its last step. If the first operand
+    with such an axis is split along it, the kernel's `on_parts` runs."""
     parts_by: str | None = None
-    """The implementation that `on_parts` consists of, or None if it runs kernels of any. If the caller
-    names another one, the contracted axes are gathered for it."""
+    """Implementation that `on_parts` consists of, or None if it runs kernels of any implementation. If
+    the caller names another implementation, the contracted axes are gathered for it."""
 
     def split(self, implementation: str | None) -> tuple[str, str]:
         """Returns (whole, parts) for the implementation that the caller named, or None."""
@@ -75,11 +75,11 @@ class Kernel(Protocol):
 
     @property
     def name(self) -> str:
-        """The operator and its stage, such as "layer_norm forward"."""
+        """Operator and stage, such as "layer_norm forward"."""
 
     @property
     def axes(self) -> Callable[..., Axes]:
-        """The function `axes(*operands)`, which returns the letters of operands and results.
+        """Function `axes(*operands)`, which returns the letters of operands and results.
 
         The letters may depend only on the rank of the operands and on which of them are None.
         """
@@ -179,13 +179,13 @@ class Runner:
     """
 
     implementation: str | None
-    """The name of the implementation, or None for the fastest."""
+    """Name of the implementation, or None for the fastest."""
     device: dispatch.Device
-    """The device that the operator will run on."""
+    """Device that the operator will run on."""
     why: str | None = None
-    """The operator's reason, if it and not the caller named the implementation."""
+    """Reason why the operator, and not the caller, named the implementation; else None."""
     table: tables.Table = field(init=False, repr=False)
-    """The autotuning table of the device."""
+    """Autotuning table of the device."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", tables.load(self.device))
@@ -327,7 +327,8 @@ class _Call:
     kernel: Kernel
     runner: Runner
     batches: tuple[tuple[bool, ...], ...] = ()
-    """For each `jax.vmap` around the call, outermost first: whether each operand has its batch.
+    """Whether each operand has the batch, for each `jax.vmap` around the call, outermost first. The
+    batches are the first axes of an operand, in this order.
 
     The batches are the first axes of an operand, in this order.
     """
@@ -434,7 +435,7 @@ class _OnShard:
         axes = kernel.axes(*operands)
         rows, matrices = _flatten_rows(operands, axes.operands)
         chosen = self._choose(matrices)
-        # A `TakesRows` stage's XLA implementation takes the rows in the caller's axes, unmerged.
+        # An XLA implementation of a `TakesRows` stage takes the caller's axes of rows, unmerged.
         as_they_are = chosen[0] == "xla" and isinstance(kernel, TakesRows)
         results = self.lower(
             kernel, *chosen, self.call.runner.device, *(operands if as_they_are else matrices)
@@ -452,7 +453,7 @@ class _OnShard:
             own_operands = [None if operand is None else next(remaining) for operand in operands]
             chosen = on_shard._choose(own_operands)
             results = self.lower(kernel, *chosen, self.call.runner.device, *own_operands)
-            # The types of a kernel's results do not say along which mesh axes they vary.
+            # Types of kernel results do not state the mesh axes along which they vary.
             stated = iter(sharding.vary([r for r in results if r is not None], own))
             return tuple(None if result is None else next(stated) for result in results)
 
@@ -574,7 +575,7 @@ class _ByPlatform:
     def on_gpu(self, *operands: jax.Array | None) -> Results:
         """Runs `kernel.run` under JAX's defaults."""
         with jax_defaults(self.implementation):
-            # Only a kernel that `HasConfigs` takes a config.
+            # Only kernels that implement `HasConfigs` take a config.
             chosen = {} if self.config is None else {"config": self.config}
             return self.kernel.run(self.implementation, self.device, *operands, **chosen)
 
@@ -590,9 +591,9 @@ class _ByPlatform:
 def jitted(name: str) -> Any:
     """Returns the jitted `kernel.run` that carries the kernel's name in profiles.
 
-    Its arguments are (kernel, implementation, config, device, *operands); the first four are static. It
-    is lowered once for all places of a program that call it, by XLA's implementation where that is for
-    another platform.
+    Its arguments are (kernel, implementation, config, device, *operands); the first four are static. The
+    function is lowered once for all its calls in a program, and by XLA's implementation for another
+    platform.
     """
 
     def run(kernel, implementation, config, device, *operands):
@@ -616,7 +617,7 @@ def _lowered_by_export(
 
     The lowered text is cached and inserted into each of these modules.
     """
-    # XLA's implementation is lowered quickly, and an interpreted kernel's callbacks cannot be exported.
+    # XLA's implementation is lowered fast, and callbacks of an interpreted kernel cannot be exported.
     if implementation == "xla" or jax.default_backend() != "gpu":
         return jitted(kernel.name)(kernel, implementation, config, device, *operands)
     return _call_exported(kernel, implementation, config, device, *operands)
@@ -660,7 +661,7 @@ def _exported(
         platforms=["cuda"],
         disabled_checks=[
             *(jax.export.DisabledSafetyCheck.custom_call(name) for name in targets),
-            # A program for several platforms calls the exported module on GPUs alone.
+            # A program for several platforms calls the exported module only on GPUs.
             jax.export.DisabledSafetyCheck.platform(),
         ],
     )(*(jax.ShapeDtypeStruct(*operand) for operand in operands if operand is not None))

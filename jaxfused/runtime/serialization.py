@@ -1,7 +1,7 @@
 """Support for this package's pytrees in `flax.serialization`, which saves `TrainState`.
 
-A state has the arrays under the names of their fields. Static fields, such as a quantised array's
-layout, are those of the target into which the state is read.
+A state holds the arrays by the names of their fields. Static fields, such as a quantised array's layout,
+come from the target into which the state is restored.
 """
 
 from dataclasses import fields

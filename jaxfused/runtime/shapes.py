@@ -25,7 +25,7 @@ def why_symbolic(*arrays: Any) -> str | None:
 
 
 def shapes_of(operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct | None, ...]:
-    """Returns the shapes and dtypes of the operands, None for one that is absent."""
+    """Returns the shapes and dtypes of the operands; None for an absent operand."""
     return tuple(
         None if operand is None else jax.ShapeDtypeStruct(operand.shape, operand.dtype)
         for operand in operands
@@ -36,11 +36,11 @@ def shapes_of(operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct | None, ...
 
 
 def split_axis(x: jax.Array, axis: int, *sizes: int) -> jax.Array:
-    """Returns x with axes of these sizes, whose product the axis has, in its place."""
+    """Splits an axis of x into axes of these sizes."""
     return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
 
 
 def merge_axes(x: jax.Array, first: int, count: int = 2) -> jax.Array:
-    """Returns x with one axis in the place of `count` neighbours, of which `first` is the first."""
+    """Merges `count` axes of x, from axis `first` on, into one."""
     end = first + count
     return x.reshape(*x.shape[:first], math.prod(x.shape[first:end]), *x.shape[end:])

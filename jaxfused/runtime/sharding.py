@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Places = Mapping[str, tuple[str, ...]]
-"""The mesh axes that split each axis of an operation; an axis that is not split is not listed."""
+"""Mesh axes that split each axis of an operation; an unsplit axis has no entry."""
 
 
 def per_shard(
@@ -44,9 +44,9 @@ def per_shard(
 ) -> tuple[jax.Array | None, ...]:
     """Returns `f(*operands)`, computed by each device from its shards.
 
-    A string names the axes of an array by letters, as in `jax.numpy.einsum`. Where mesh axes split a
-    letter, `f` sees a part of it, in all operands and results alike; a result without the letter is
-    a sum over it, and gets added up over the devices.
+    A string names the axes of an array by letters, as in `jax.numpy.einsum`. If mesh axes split a
+    letter, `f` sees a part of that axis, in all operands and results alike. A result without the letter
+    is a sum over the axis, and is added up over the devices.
 
     Args:
       f: a function that holds for any size of the axes that are not `whole`. Equal functions must
@@ -102,7 +102,7 @@ def per_shard(
         results = jax.shard_map(
             functools.partial(call.on_shards, places),
             mesh=mesh,
-            # An empty set means all axes but those that an enclosing `jax.vmap` uses for its batch.
+            # An empty set means all axes except those that an enclosing `jax.vmap` uses for its batch.
             axis_names=unsettled if mesh.manual_axes else set(),
             in_specs=tuple(_spec(letters, places) for letters in call.present_operands),
             out_specs=tuple(_spec(letters, places) for letters in call.present_results),
@@ -118,19 +118,19 @@ def per_shard(
 
 
 class Blocks(NamedTuple):
-    """An array's axis of blocks of one size, which devices may split between blocks only."""
+    """An array's axis that consists of blocks of one size; devices may split it between blocks only."""
 
     name: str
-    """The name of the axis that counts the blocks."""
+    """Name of the axis that counts the blocks."""
     size: int
 
 
 AxisNames = tuple[str | Blocks, ...]
-"""The names of an array's axes; axes of one name, in whichever arrays, are split alike."""
+"""Names of an array's axes; axes of the same name are split alike in all arrays."""
 
 
 class OnShards(NamedTuple):
-    """The split of the arrays for which `per_array_shard` calls its function."""
+    """How arrays are split where `per_array_shard` calls its function."""
 
     places: Places
     by_partitioner: bool
@@ -150,7 +150,7 @@ def per_array_shard(
 ) -> tuple[jax.Array, ...]:
     """Returns `f(on_shards, *operands)`, computed by each device from its shards of many arrays.
 
-    Unlike `per_shard` it names axes by words, so that the number of arrays is not limited.
+    Unlike in `per_shard`, axes are named by words, so that the number of arrays is not limited.
 
     Args:
       f: a function that computes results elementwise. It adds up sums over the devices itself, along the
@@ -181,7 +181,8 @@ def per_array_shard(
             axis_names=unsettled if mesh.manual_axes else set(),
             in_specs=in_specs,
             out_specs=tuple(_spec_by_names(axes, places) for axes in result_axes),
-            # The types of results that are written in place do not say along which mesh axes they vary.
+            # Types of results that are written in place do not state the mesh axes along which they
+            # vary.
             check_vma=False,
         )(*operands)
     not_split = functools.partial(f, OnShards({}, False))
@@ -375,7 +376,7 @@ def is_partitioned_by_xla(*operands: jax.Array) -> bool:
 
 
 def is_in_one_piece(*operands: jax.Array) -> bool:
-    """Returns whether each operand is certainly on one device: an unsharded array, or one shard."""
+    """Returns whether each operand is certainly on one device: an unsharded array, or a shard."""
     mesh = _mesh(operands)
     unsettled = set(mesh.axis_names) - set(mesh.manual_axes)
     if mesh.explicit_axes or (mesh.manual_axes and unsettled):
@@ -406,7 +407,8 @@ class _Call:
         """Returns the results that are not None, from the shards of the operands that are not None."""
         varying = _varying(shards)
         names = tuple(n for letter in self.parts for n in places.get(letter, ()))
-        # An operand that is added once, after the sum of parts, must not vary along the parts' axes.
+        # An operand that is added once, after the sum of parts, must not vary along the axes of the
+        # parts.
         remaining = iter(shards if names else _vary(shards, varying))
         operands = [None if letters is None else next(remaining) for letters in self.operand_axes]
         if names:
@@ -519,7 +521,7 @@ def _spec(letters: str, places: Places) -> P:
 
 
 def _mesh(operands: Sequence[jax.Array]) -> AbstractMesh:
-    """Returns the mesh of the first operand whose type has one, since constants have none."""
+    """Returns the mesh of the first operand whose type has a mesh; constants have none."""
     meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
     return next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
 

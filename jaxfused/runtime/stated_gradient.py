@@ -1,4 +1,4 @@
-"""Functions with a stated gradient that have forward-mode derivatives as well.
+"""Functions with a stated gradient that also have forward-mode derivatives.
 
 A `jax.custom_vjp` has no forward mode. A `jax.custom_jvp` has both modes if JAX can transpose the
 operations on its tangents. Here that operation is a primitive: its value is JAX's own derivative of the
@@ -54,12 +54,12 @@ class stated_gradient:
 
 @dataclass(frozen=True)
 class _Call:
-    """A differentiated function's call: its trees and static arguments, without the arrays."""
+    """Trees and static arguments of a differentiated function's call, without the arrays."""
 
     function: stated_gradient
     static: tuple[Any, ...]
     operands: Any
-    """The tree of the operands."""
+    """Tree of the operands."""
     is_linear: tuple[bool, ...]
     """True if each leaf belongs to an argument in which the function is linear."""
 
@@ -129,7 +129,7 @@ def _varying_alike(leaves: Arrays) -> Arrays:
 
 
 class _Map(Protocol):
-    """A function that is linear in its second list of arrays. It is hashable."""
+    """Interface of a hashable function that is linear in its second list of arrays."""
 
     def value(self, fixed: Arrays, tangents: Arrays) -> list[Any]: ...
 
@@ -186,7 +186,7 @@ class _Batched:
 
     map: _Map
     axes: tuple[int | None, ...]
-    """The batch axis of each fixed array, then of each tangent: 0, or None without a batch."""
+    """Batch axis of each fixed array, then of each tangent: 0, or None without a batch."""
 
     def value(self, fixed: Arrays, tangents: Arrays) -> list[Any]:
         axes = list(self.axes)

@@ -1,8 +1,8 @@
 """Stochastic rounding, by random bits that do not depend on the sharding.
 
-A parameter in bfloat16 has 8 significant bits, and a step smaller than half of the last one would never
-change it. Rounded up with the probability of the part cut off, it takes the step in the mean. The bits
-depend on a seed, the step, the leaf, the array of the leaf and the element's index in the unsharded
+A parameter in bfloat16 has 8 significant bits, and a step smaller than half of the last bit would never
+change it. If it is rounded up with the probability of the part cut off, its mean takes the step. The
+bits depend on a seed, the step, the leaf, the array of the leaf and the element's index in the unsharded
 array.
 """
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxfused.runtime.dropout import murmur
 
 ARRAYS = ("parameter", "first_moment", "second_moment")
-"""The arrays of a leaf, each with its own random bits."""
+"""Arrays of a leaf, each with its own random bits."""
 
 
 def leaf_seeds(words: jax.Array, leaf: jax.Array | int, array: str) -> jax.Array:

@@ -32,14 +32,14 @@ from jax.experimental import multihost_utils
 from jaxfused import dispatch
 
 FORMAT = 2
-"""Version of the files' format. From 2 on, statics leave out the fields that have their default."""
+"""Version of the files' format. Since version 2, statics leave out fields that have their default."""
 
 _GROWN = {
     "dot_product_attention forward": {11: 7, 12: 12},
     "dot_product_attention backward": {15: 11, 16: 16},
 }
-"""Stages that have more operands since entries of this format were written, `query_offset` and
-`pattern_heads`: for each number of operands before, the place of the new one."""
+"""Stages that got more operands after entries of this format were written, `query_offset` and
+`pattern_heads`: from the number of operands before to the position of the new one."""
 
 SHIPPED = Path(__file__).parent / "tables"
 
@@ -63,7 +63,7 @@ class Ranked(NamedTuple):
 
     implementation: str
     config: str | None
-    """The config's text, as `config_text` writes it; None for the implementation's default."""
+    """Text of the config, as `config_text` writes it; None for the implementation's default."""
     microseconds: float
 
 
@@ -71,7 +71,7 @@ class Key(NamedTuple):
     """A stage with its static parameters and operands, by which its measurements are found."""
 
     kernel: str
-    """The name of the stage, such as "layer_norm forward"."""
+    """Name of the stage, such as "layer_norm forward"."""
     statics: str
     """The stage's static parameters as JSON, without the fields that have their default.
 
@@ -79,7 +79,7 @@ class Key(NamedTuple):
     another name, because entries without the field were measured with the old default.
     """
     operands: tuple[tuple[str, tuple[int, ...]] | None, ...]
-    """The dtype and shape of each operand, None for one that is absent."""
+    """Dtype and shape of each operand; None for an absent operand."""
 
     @classmethod
     def of(cls, kernel: Any, operands: Sequence[Any]) -> "Key":
@@ -100,7 +100,7 @@ class Key(NamedTuple):
 
 
 Entries = Mapping[Key, tuple[Ranked, ...]]
-"""The rankings of all stages, each fastest first."""
+"""Rankings of all stages, each fastest first."""
 
 
 def config_text(config: Any) -> str | None:
@@ -120,7 +120,7 @@ def _as_json(value: Any, *, exact: bool) -> Any:
             for field in dataclasses.fields(value)
             if exact or not _has_default(value, field)
         }
-        # Configs of two classes may have the same fields.
+        # The class is part of the text, because configs of two classes may have the same fields.
         return {"class": type(value).__name__} | fields if exact else fields
     if isinstance(value, tuple | list):
         return [_as_json(item, exact=exact) for item in value]
@@ -154,7 +154,7 @@ class File(NamedTuple):
     path: Path
     entries: int
     refusal: str | None
-    """The message that says why the file is not used, or None."""
+    """Message that says why the file is not used, or None."""
 
     def __str__(self) -> str:
         return self.refusal or f"{self.path} ({self.entries} entries)"
@@ -166,7 +166,7 @@ class Found(NamedTuple):
     ranking: tuple[Ranked, ...]
     exact: bool
     operands: tuple[tuple[str, tuple[int, ...]] | None, ...]
-    """The `Key.operands` at which it was measured."""
+    """`Key.operands` at which the ranking was measured."""
 
 
 class Table:
@@ -176,7 +176,7 @@ class Table:
         self.entries = dict(entries)
         self.files = tuple(files)
         self.digest = _digest(self.entries)
-        """The SHA-256, in hexadecimal digits, of everything that choices depend on."""
+        """SHA-256, in hexadecimal digits, of everything that choices depend on."""
         self._families: dict[tuple[Any, ...], list[Key]] = {}
         for key in self.entries:
             self._families.setdefault(key.family, []).append(key)
@@ -266,7 +266,7 @@ def _places(device: dispatch.Device) -> list[Path]:
         paths.append(user_path(device))
     found = []
     for path in paths:
-        # A folder that this user may not look into has no file for this user.
+        # A folder that this user may not read has no file for this user.
         with contextlib.suppress(OSError):
             if path.exists():
                 found.append(path)
@@ -319,7 +319,7 @@ def _compare_processes(table: Table, device: dispatch.Device) -> None:
 
 
 class Refused(ValueError):
-    """A file cannot be used; the message says why, and the remedy."""
+    """Raised for a file that cannot be used; the message says why, and the remedy."""
 
 
 def read(path: Path, device: dispatch.Device) -> dict[Key, tuple[Ranked, ...]]:
@@ -433,8 +433,8 @@ def write(path: Path, device: dispatch.Device, entries: Entries) -> None:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Locks out a file's other writers in this context, by its folder, because the file is replaced."""
-    import fcntl  # Not on Windows, where there is no GPU to measure on.
+    """Locks out other writers of a file in this context, by its folder, because the file is replaced."""
+    import fcntl  # Windows lacks fcntl, but has no GPU to measure on.
 
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -485,7 +485,7 @@ def _header(device: dispatch.Device) -> dict[str, Any]:
 
 
 def _version() -> str:
-    from jaxfused import __version__  # Imported late to avoid an import cycle.
+    from jaxfused import __version__  # The import is late, to avoid an import cycle.
 
     return __version__
 

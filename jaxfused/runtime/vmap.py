@@ -42,7 +42,7 @@ def one_by_one(f: Callable[..., Any], in_batched: Sequence[Any], args: Sequence[
 
 
 class OneByOne:
-    """The batching rule of kernels without an axis for a batch, since each entry has its own scale."""
+    """Batching rule of kernels without an axis for a batch, because each entry has its own scale."""
 
     def batched(self, call, axis_size, in_batched, *operands) -> None:
         """Returns None, so that the entries run one after the other."""
@@ -50,7 +50,7 @@ class OneByOne:
 
 
 def merged_batch(array: jax.Array) -> jax.Array:
-    """Returns [N, B, ...] as [N * B, ...], also where other axes are empty and -1 would be ambiguous."""
+    """Reshapes [N, B, ...] to [N * B, ...], also if other axes are empty and -1 would be ambiguous."""
     return merge_axes(array, 0)
 
 

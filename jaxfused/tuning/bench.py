@@ -17,14 +17,15 @@ from jaxfused.runtime import runner
 from jaxfused.tuning import timing
 
 _SECONDS = 0.1
-"""Seconds that measuring a stage takes, about, without the start of CUPTI."""
+"""Approximate seconds to measure a stage, without the start of CUPTI."""
 _ERROR = 4.0
-"""Largest error of a result, as a multiple of the narrowest dtype's eps times its largest value.
+"""Largest error of a result, as a multiple of the narrowest dtype's eps times the result's largest
+value. Wrong results are off by much more, and other orders of rounding by much less.
 
 Wrong results are off by much more, and other orders of rounding by much less.
 """
 _COARSEST = 2.0**-10
-"""Smallest eps that is assumed: float16's, which is also that of products of float32 in tf32."""
+"""Smallest eps that is assumed: float16's, which is also that of float32 products in tf32."""
 
 
 class Candidate(NamedTuple):
@@ -53,7 +54,7 @@ class Work:
 
 
 class Bench(Protocol):
-    """An object that measures candidates; tests have one without a GPU."""
+    """Interface of an object that measures candidates; tests have one without a GPU."""
 
     def submit(self, work: Work, candidate: Candidate) -> None:
         """Begins to compile a candidate."""
@@ -104,7 +105,7 @@ class GpuBench:
         return self.pool.submit(lowered.compile)
 
     def wait(self) -> None:
-        # While it compiles, XLA's autotuning runs kernels, which would disturb a measurement.
+        # XLA's autotuning runs kernels while it compiles, which would disturb a measurement.
         futures.wait([*self.inputs.values(), *self.errors.values(), *self.compiled.values()])
 
     def measure(self, work: Work, candidates: Sequence[Candidate]) -> dict[Candidate, float | str]:

@@ -64,7 +64,7 @@ def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # An import that fails inside the module is shown to the user as it is.
+        # An import error inside the module is shown to the user unchanged.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(

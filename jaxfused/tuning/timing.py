@@ -14,15 +14,16 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 SAMPLES = 12
-"""Calls per measurement; the benchmarks measure each implementation in two rounds."""
+"""Number of calls per measurement; the benchmarks measure each implementation in two rounds."""
 
 COLD_BYTES = 256 * 2**20
-"""Bytes of the input sets that take turns, several times any GPU's L2, so that inputs are cold."""
+"""Bytes of the input sets that are used in turn, several times the L2 of any GPU, so that inputs are
+cold."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The microseconds of each call, and its kernels (name, median microseconds)."""
+    """Microseconds of each call, and its kernels (name, median microseconds)."""
 
     microseconds: list[float]
     kernels: list[tuple[str, float]]
@@ -34,7 +35,7 @@ def input_sets(bytes_per_set: int) -> int:
 
 
 class InTurn:
-    """Calls a function with one input set after the other, in the form that `measure` accepts.
+    """Calls a function with each input set in turn, in the form that `measure` accepts.
 
     `measure` passes the same arguments to every iteration and asks for a jax.stages.Wrapped. This class
     has the methods of one, so that torch's kernels can be timed in the same way as JAX's.
@@ -92,8 +93,8 @@ def interleaved(
         for call in calls.values():
             outputs.append(call(*next(turns)))
             last = _marker(flag)
-        # As in `cupti`, outputs stay alive so that calls write to different memory, but only until
-        # they exceed twice COLD_BYTES.
+        # Outputs stay alive, as in `cupti`, so that calls write to different memory, but only until they
+        # exceed twice COLD_BYTES.
         while sum(a.nbytes for out in outputs for a in jax.tree.leaves(out)) > 2 * COLD_BYTES:
             outputs.popleft()
         return last

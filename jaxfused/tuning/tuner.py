@@ -18,35 +18,36 @@ from jaxfused.runtime import table
 from jaxfused.tuning.bench import Bench, Candidate, GpuBench, Work
 
 _TIE = 1.02
-"""Ratio of times up to which the default order decides, since two measurements differ by as much."""
+"""Ratio of times up to which the default order decides, because measurements vary by this much."""
 _SLOW = 1.5
-"""Ratio of its default config's time to the fastest above which an implementation is given up."""
+"""Ratio to the fastest time above which an implementation is dropped after its default config."""
 _KEPT = 4
-"""Configs kept of an implementation; a slower one may be legal at shapes where others are not."""
+"""Number of configs kept per implementation; a slower one may be legal at shapes where others are
+not."""
 _SHARE = 0.005
-"""Share of all stages' time below which a stage's other configs are not measured."""
+"""Fraction of all stages' time below which a stage's other configs are not measured."""
 _CONFIGS_A_ROUND = 2
-"""Configs measured of each stage in a round, so that no stage takes the time of another."""
+"""Number of configs of each stage that are measured in a round, so that all stages get time."""
 _RESERVE = 1.3
-"""Factor by which a round may take longer per candidate than the round before."""
+"""Factor by which a round's time per candidate may exceed that of the round before."""
 
 
 @dataclass
 class TunedStage:
-    """The measurements of a stage."""
+    """Measurements of a stage."""
 
     choice: dispatch.Choice
-    """The choice before tuning."""
+    """Choice before tuning."""
     count: int
-    """How often the program runs the stage, counting the trips of loops of known length."""
+    """Number of times that the program runs the stage, counting trips of loops of known length."""
     work: Work
     waiting: list[Candidate]
-    """The candidates that are still to be measured, in this order."""
+    """Candidates still to be measured, in this order."""
     order: list[Candidate]
     """All candidates, the most promising first: the choice before tuning, then by the cost model."""
     microseconds: dict[Candidate, float] = field(default_factory=dict)
     dropped: dict[Candidate, str] = field(default_factory=dict)
-    """The candidates that raised or returned wrong results, with the reason."""
+    """Candidates that raised or returned wrong results, with the reason."""
 
     @property
     def has_choice(self) -> bool:
@@ -55,12 +56,12 @@ class TunedStage:
 
     @property
     def before(self) -> float | None:
-        """The microseconds of the choice before tuning."""
+        """Microseconds of the choice before tuning."""
         return self.microseconds.get(Candidate(self.choice.implementation, self.choice.config))
 
     @property
     def ranking(self) -> list[Candidate]:
-        """The measured candidates, fastest first; those within `_TIE` in the default order."""
+        """Measured candidates, fastest first; those within `_TIE` in the default order."""
         left = [candidate for candidate in self.order if candidate in self.microseconds]
         result = []
         while left:
@@ -72,19 +73,19 @@ class TunedStage:
 
     @property
     def best(self) -> list[Candidate]:
-        """The ranking with at most `_KEPT` candidates of each implementation."""
+        """Ranking with at most `_KEPT` candidates of each implementation."""
         ranking = self.ranking
         names = [candidate.implementation for candidate in ranking]
         return [c for i, c in enumerate(ranking) if names[:i].count(c.implementation) < _KEPT]
 
     @property
     def total(self) -> float:
-        """The microseconds that the program spends in the stage with the fastest candidate so far."""
+        """Microseconds that the program spends in the stage with the fastest candidate so far."""
         return self.count * min(self.microseconds.values(), default=0.0)
 
     @property
     def shapes(self) -> str:
-        """The operands, for a report."""
+        """Shapes and dtypes of the operands, for a report."""
         return ", ".join(f"{o.dtype}{list(o.shape)}" for o in self.choice.operands if o is not None)
 
     def add(self, measured: dict[Candidate, float | str]) -> None:
@@ -118,7 +119,7 @@ class TuningReport:
 
     device: dispatch.Device
     path: Path | None
-    """The file that was written, or None if there was nothing to write."""
+    """File that was written, or None if there was nothing to write."""
     seconds: float
     """Seconds that tuning took."""
     stages: tuple[TunedStage, ...]

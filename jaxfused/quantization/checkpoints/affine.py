@@ -31,7 +31,7 @@ QUANTO_PARTS = ("weight._data", "weight._data._data", "weight._scale", "weight._
 
 
 def plan_of_metal(parts: Parts, config: Config) -> Build:
-    """Checks a layer of words along the inputs, and returns what builds it."""
+    """Checks a layer of words along the inputs, and returns the function that builds it."""
     bits = number(parts, config, ("bits",), (2, 4, 8))
     words = parts.take("weight", ("uint32",), (None, None))
     columns, features = words.shape[0], words.shape[-1] * 32 // bits
@@ -54,7 +54,7 @@ _of_words = functools.partial(jax.jit, static_argnums=1)(unpacked_bits)
 def with_offset(
     codes: jax.Array, bits: int, scale: np.ndarray, offset: np.ndarray, size: int | None
 ) -> QuantizedArray:
-    """Returns weights `scale * code + offset` of codes [F, D]; of 2 bits they stay so."""
+    """Returns weights `scale * code + offset` of codes [F, D]; 2-bit codes stay packed in 2 bits."""
     size = size if scale.shape[-1] > 1 else None
     if bits == 2 and codes.shape[-1] % 4 == 0:
         stored, book = stored_codes(codes, 2), (0.0, 1.0, 2.0, 3.0)
@@ -64,10 +64,10 @@ def with_offset(
 
 
 def plan_of_quanto(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns what builds it.
+    """Checks a layer, and returns the function that builds it.
 
-    Weights of 4 and 2 bits are flattened and cut into rows of a group; a byte has a code of each half or
-    quarter of the rows, and neither says how many outputs there are.
+    Weights of 4 and 2 bits are flattened and cut into rows, one per group. A byte has a code of each
+    half or quarter of the rows, so the shape does not tell the number of outputs.
     """
     if parts.get("weight._data") is not None:
         arrays = {"weight": parts.arrays["weight._data"], **parts.arrays}
@@ -102,7 +102,7 @@ def plan_of_quanto(parts: Parts, config: Config) -> Build:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _of_halves(packed: jax.Array, bits: int, shape: tuple[int, int]) -> jax.Array:
-    """Returns codes of bytes that have the first half (or quarter) of the rows in their low bits."""
+    """Returns the codes of bytes whose low bits hold the first half (or quarter) of the rows."""
     parts = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
     return jnp.concatenate(parts).reshape(-1)[: shape[0] * shape[1]].reshape(shape)
 

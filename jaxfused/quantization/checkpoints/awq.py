@@ -24,7 +24,7 @@ _NIBBLE_OF_COLUMN = np.argsort(_COLUMN_OF_NIBBLE)
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns what builds it."""
+    """Checks a layer, and returns the function that builds it."""
     version = str(config.get("version", "gemm")).lower()
     if version not in ("gemm", "gemv"):
         parts.fail(f"the config has version {version!r}, but gemm and gemv are read; convert it.")
@@ -60,7 +60,7 @@ def plan(parts: Parts, config: Config) -> Build:
 
 
 def _in_columns(nibbles):
-    """Returns numbers in the order of the columns, of which eight share a word."""
+    """Returns numbers in the order of the columns; eight columns share a word."""
     words = nibbles.reshape(*nibbles.shape[:-1], -1, 8)
     return words[..., _NIBBLE_OF_COLUMN].reshape(nibbles.shape)
 

@@ -1,4 +1,4 @@
-"""BitNet of Transformers: ternary numbers, four in a byte, of four quarters of the outputs."""
+"""BitNet of Transformers: ternary numbers, four per byte, from four quarters of the outputs."""
 
 import functools
 
@@ -23,7 +23,7 @@ PARTS = ("weight", "weight_scale", "bias")
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns what builds it.
+    """Checks a layer, and returns the function that builds it.
 
     The config's linear_class says whether weight_scale divides ("bitlinear") or multiplies.
     """

@@ -37,13 +37,13 @@ PARTS = (
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns what builds it."""
+    """Checks a layer, and returns the function that builds it."""
     del config
     return _plan_int8(parts) if parts.get("SCB") is not None else _plan_4bit(parts)
 
 
 def _plan_int8(parts: Parts) -> Build:
-    """Rows of int8; SCB is the largest magnitude of a row."""
+    """Checks rows of int8, whose SCB is the largest magnitude of each row."""
     values = parts.take("weight", ("int8",), (None, None))
     largest = parts.scales("SCB", ("float32",), values.shape[:1])
     form = parts.get("weight_format")
@@ -81,7 +81,7 @@ def _plan_4bit(parts: Parts) -> Build:
 
 
 def _codes(packed: jax.Array, columns: int, features: int) -> jax.Array:
-    """Returns codes as an array holds them, of bytes that have the first code in the high bits."""
+    """Returns codes in the layout of an array, from bytes with the first code in the high bits."""
     swapped = packed >> 4 | packed << 4
     if features % 2 == 0:
         return swapped.reshape(columns, -1)
@@ -90,7 +90,7 @@ def _codes(packed: jax.Array, columns: int, features: int) -> jax.Array:
 
 
 def _state(parts: Parts) -> dict[str, Any]:
-    """Returns what bitsandbytes writes as JSON in bytes."""
+    """Returns the settings that bitsandbytes writes as JSON in bytes."""
     for kind in ("nf4", "fp4"):
         if parts.get(_STATE + kind) is not None:
             content = parts.take(_STATE + kind, ("uint8",)).tobytes()

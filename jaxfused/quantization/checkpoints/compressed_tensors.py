@@ -44,7 +44,7 @@ PARTS = (
 
 
 def plan(parts: Parts, config: Config) -> Build | None:
-    """Checks a layer, and returns what builds it."""
+    """Checks a layer, and returns the function that builds it."""
     scheme = _scheme(parts, config)
     if scheme is None:
         return None
@@ -106,7 +106,7 @@ def _strategy(parts: Parts, args: Config, features: int) -> tuple[int, tuple[int
 
 
 def _packed(parts: Parts, args: Config) -> Build:
-    """Integers in words along the inputs, and zero points in words along the outputs."""
+    """Checks integers in words along the inputs, with zero points in words along the outputs."""
     bits = number(parts, args, ("num_bits",), range(1, 9))
     words = parts.take("weight_packed", ("int32",), (..., None, None))
     stack = words.shape[:-2]
@@ -167,7 +167,7 @@ def _order(parts: Parts, features: int, size: int | None) -> np.ndarray | None:
 
 
 def _values(parts: Parts, args: Config) -> Build:
-    """Values one a byte, int8 or float8."""
+    """Checks values of one byte, int8 or float8."""
     is_float = args.get("type") == "float"
     values = parts.take("weight", FLOAT8 if is_float else ("int8",), (..., None, None))
     groups, block = _strategy(parts, args, values.shape[-1])
@@ -200,7 +200,7 @@ def _float4(parts: Parts, size: int) -> tuple[np.ndarray, int]:
 
 
 def _nvfp4(parts: Parts, args: Config) -> Build:
-    """E2M1 in groups with E4M3 scales, which a scale of the tensor divides."""
+    """Checks E2M1 in groups with E4M3 scales, which a scale of the tensor divides."""
     size = number(parts, args, ("group_size",))
     packed, groups = _float4(parts, size)
     scale = parts.scales("weight_scale", FLOAT8, (*packed.shape[:-1], groups))
@@ -211,14 +211,14 @@ def _nvfp4(parts: Parts, args: Config) -> Build:
 
 
 def _mxfp4(parts: Parts, args: Config) -> Build:
-    """E2M1 in groups of 32 with scales that are powers of two."""
+    """Checks E2M1 in groups of 32 with scales that are powers of two."""
     size = number(parts, args, ("group_size",), (32,))
     packed, groups = _float4(parts, size)
     return e2m1(parts, packed, e8m0(parts, "weight_scale", (*packed.shape[:-1], groups)), size)
 
 
 def e2m1(parts: Parts, packed: np.ndarray, scale: np.ndarray, size: int) -> Build:
-    """Returns what builds weights of E2M1, two a byte along the inputs, the first in the low bits."""
+    """Returns the function that builds weights of E2M1: two a byte along the inputs, low bits first."""
     bias = parts.bias()
 
     def build() -> QuantizedLayer:
@@ -230,7 +230,7 @@ def e2m1(parts: Parts, packed: np.ndarray, scale: np.ndarray, size: int) -> Buil
 
 
 def _mxfp8(parts: Parts, args: Config) -> Build:
-    """float8 in groups of 32 with scales that are powers of two."""
+    """Checks float8 in groups of 32 with scales that are powers of two."""
     size = number(parts, args, ("group_size",), (32,))
     values = parts.take("weight", FLOAT8, (..., None, None))
     groups = groups_of(parts, values.shape[-1], size)

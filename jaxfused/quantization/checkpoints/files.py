@@ -1,4 +1,4 @@
-"""The files of a checkpoint: which ones belong to it, and its config. No pickle is ever read."""
+"""Files of a checkpoint: which ones belong to it, and its config. No pickle is ever read."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def tensors_of(op: str, path: Path) -> tuple[dict[str, np.ndarray], dict[str, st
 
 
 def config_of(op: str, path: Path) -> dict[str, Any]:
-    """Returns the quantization config that lies beside a checkpoint's tensors."""
+    """Returns the quantization config that lies next to a checkpoint's tensors."""
     folder = path if path.is_dir() else path.parent
     config = _json(op, folder / "config.json") if (folder / "config.json").exists() else {}
     candidates: list[Any] = [config, config.get("text_config")]
@@ -69,11 +69,12 @@ def config_of(op: str, path: Path) -> dict[str, Any]:
 
 
 _OWN_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Configs that AutoGPTQ and AutoAWQ wrote before config.json had them, with the method of each."""
+"""Config files that AutoGPTQ and AutoAWQ wrote before config.json held their settings, with the method
+of each."""
 
 
 def _files(op: str, path: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Returns a checkpoint's files, and in which of them an index says a tensor is."""
+    """Returns a checkpoint's files, and the file of each tensor that an index lists."""
     if not path.exists():
         raise ValueError(f"{op}: {path} does not exist; pass a checkpoint's folder or file.")
     if not path.is_dir():
@@ -117,7 +118,7 @@ def parts_of_gguf(op: str, path: Path) -> list[Path]:
 
 
 def _regular(op: str, folder: Path, name: str, suffix: str) -> Path:
-    """Returns a file in the folder, after checks that it is one, and that its name does not lead away.
+    """Returns a file in the folder, after checks that it exists and lies in the folder.
 
     Links are followed within the folder, and to the blobs of the Hugging Face hub's cache, whose
     snapshots are links.

@@ -21,7 +21,7 @@ _SCALES = (*FLOATS, "float8_e8m0fnu")
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns what builds it."""
+    """Checks a layer, and returns the function that builds it."""
     block = config.get("weight_block_size")
     if not isinstance(block, list | tuple | None):
         parts.fail(f"the config has weight_block_size {block!r}, but it has to be two sides.")
@@ -68,7 +68,7 @@ def _check_grid(parts: Parts, name: str, scale: np.ndarray, wanted: tuple[int, .
 
 
 def e8m0(parts: Parts, name: str, shape: Any = None) -> np.ndarray:
-    """Returns scales that are stored as exponents' bytes, of which 255 stands for NaN."""
+    """Returns scales that are stored as bytes of exponents; 255 stands for NaN."""
     scale = parts.take(name, ("uint8", "float8_e8m0fnu"), shape).view(np.uint8)
     if (scale == 255).any():
         where = tuple(int(i) for i in np.argwhere(scale == 255)[0])

@@ -24,7 +24,7 @@ PARTS = ("weight", "weight_scale", "bias")
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns what builds it."""
+    """Checks a layer, and returns the function that builds it."""
     options = {"num_bits": config.get("num_bits", 4)}
     for pattern, changes in mapping(parts, config, "module_quant_configs").items():
         if re.search(pattern, parts.layer):
@@ -41,7 +41,7 @@ def plan(parts: Parts, config: Config) -> Build:
         stored = on_device(values)
         if bits == 8:
             return QuantizedLayer(weights(stored, scale), None, bias())
-        # 2 bits are -2 to 1, which int4 holds.
+        # Numbers of 2 bits are -2 to 1, which int4 can hold.
         zeros = None if bits == 4 else np.full(scale.shape, 2, np.uint8)
         return QuantizedLayer(integer_weights(_codes(stored, bits), 4, scale, zeros), None, bias())
 

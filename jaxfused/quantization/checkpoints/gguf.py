@@ -36,23 +36,23 @@ FLOATS = {
     "I16": np.int16,
     "I32": np.int32,
 }
-"""Types whose tensors are arrays as they are."""
+"""Types whose tensors are plain arrays."""
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 class _Scales(NamedTuple):
-    """Scales [..., blocks, groups of a block], and what is added, or None."""
+    """Scales [..., blocks, groups of a block], and offsets or None."""
 
     scale: np.ndarray
     offset: np.ndarray | None = None
 
 
 class _Form(NamedTuple):
-    """A type of blocks."""
+    """Type of blocks: its bits, and the function that reads its codes."""
 
     bits: int
-    """Bits of a code; integers are around 2^(bits - 1), or from 0 on where there is an offset."""
+    """Bits per code; integers are centred on 2^(bits - 1), or start at 0 if there is an offset."""
     scales: Callable[[np.ndarray], _Scales]
     codes: Callable[[Any], Any]
     """Returns the codes [..., blocks, values] of blocks [..., blocks, bytes]."""
@@ -62,7 +62,7 @@ class _Form(NamedTuple):
 def planned(
     op: str, paths: list[Path], prefix: str
 ) -> tuple[dict[str, tuple[Build, int]], dict[str, np.ndarray]]:
-    """Returns what builds each layer of GGUF files, with its bytes, and the other tensors."""
+    """Returns functions that build the layers of GGUF files, with their bytes, and the other tensors."""
     tensors: dict[str, Tensor] = {}
     for path in paths:
         tensors |= gguf_file.read(op, path)
@@ -89,7 +89,7 @@ def planned(
 
 
 def plan(parts: Parts, tensor: Tensor, bias: np.ndarray | None) -> Build:
-    """Checks a tensor of weights, and returns what builds its layer."""
+    """Checks a tensor of weights, and returns the function that builds its layer."""
     of = next(form for form in TYPES.values() if form.name == tensor.kind)
     form = _FORMS[tensor.kind]
     blocks = tensor.bytes.reshape(*tensor.shape[:-1], -1, of.size)
@@ -136,7 +136,7 @@ def _codes(blocks: jax.Array, kind: str) -> jax.Array:
 
 
 def _planes(part: Any, run: int, bits: int) -> Any:
-    """Returns codes of runs of bytes: those in the lowest bits of all bytes of a run, then the next."""
+    """Returns codes of runs of bytes: first those in the lowest bits of a run's bytes, then the next."""
     runs = part.reshape(*part.shape[:-1], -1, 1, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     codes = (runs >> shifts) & np.uint8(2**bits - 1)
@@ -150,7 +150,7 @@ def _fifth_bits(words: Any) -> Any:
 
 
 def _bytes_as_codes(blocks: Any) -> Any:
-    """Returns int8 as codes around 128."""
+    """Returns int8 as codes centred on 128."""
     return blocks[..., 2:] ^ np.uint8(128)
 
 

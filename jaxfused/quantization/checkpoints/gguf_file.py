@@ -1,6 +1,7 @@
 """Reading GGUF files: a header with metadata, and tensors in blocks.
 
-The package `gguf` is not used: it checks no sizes before it reads, and gives numbers in float32 alone.
+The package `gguf` is not used, because it checks no sizes before it reads, and returns numbers only in
+float32.
 """
 
 import math
@@ -17,7 +18,7 @@ _AGAIN = "download or convert it again"
 
 
 class Blocks(NamedTuple):
-    """A type of tensors."""
+    """Type of a tensor's blocks."""
 
     name: str
     values: int
@@ -56,16 +57,16 @@ class Tensor(NamedTuple):
 
     kind: str
     bytes: np.ndarray
-    """uint8 [..., F, bytes of the rows' blocks], mapped into memory."""
+    """Bytes of the rows' blocks, uint8 [..., F, bytes], mapped into memory."""
     shape: tuple[int, ...]
-    """[..., F, D], D of which are stored together."""
+    """Shape [..., F, D]; numbers along D are stored together."""
 
 
 def read(op: str, path: Path) -> dict[str, Tensor]:
     """Returns a file's tensors, mapped into memory and not read yet.
 
     Raises:
-      ValueError: the header is not as the format says, or not of this file, which may be truncated.
+      ValueError: the header breaks the format, or does not fit the file, which may be truncated.
     """
     header, tensors, metadata = _opened(op, path, with_arrays=False)
     mapped, alignment = header.mapped, metadata.get("general.alignment", 32)
@@ -115,7 +116,7 @@ def _opened(op: str, path: Path, *, with_arrays: bool) -> tuple["_Header", int, 
 
 
 class _Header:
-    """A place in the header that moves on with what is read."""
+    """Reading position in the header."""
 
     def __init__(self, op: str, path: Path, mapped: np.ndarray):
         self.op, self.path, self.mapped, self.at = op, path, mapped, 0
@@ -140,7 +141,7 @@ class _Header:
         return self.bytes(self.number("Q")).decode("utf-8", "replace")
 
     def value(self, *, with_arrays: bool) -> Any:
-        """Reads a value; arrays, which are the vocabulary's, are skipped if they are not wanted."""
+        """Reads a value; arrays, which hold the vocabulary, are skipped unless `with_arrays`."""
         kind = self.number("I")
         if kind in _FIXED:
             return self.number(_FIXED[kind])

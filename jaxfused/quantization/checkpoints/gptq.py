@@ -1,8 +1,8 @@
 """GPTQ: AutoGPTQ's and GPTQModel's qweight, qzeros, scales and g_idx.
 
-Weights are packed along the inputs, zero points along the outputs, the lowest bits first. Of format
-"gptq" (v1) a packed word of zero points is stored less a one in each of its places, as a whole, so that
-a zero point of 0 borrows from its neighbour. "gptq_v2" has them as they are.
+Weights are packed along the inputs, zero points along the outputs, the lowest bits first. Format "gptq"
+(v1) stores each word of zero points minus a word with a 1 in each place, so that a zero point of 0
+borrows from its neighbour. "gptq_v2" stores the words unchanged.
 """
 
 import functools
@@ -36,7 +36,7 @@ _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 
 def plan(parts: Parts, config: Config) -> Build | None:
-    """Checks a layer, and returns what builds it."""
+    """Checks a layer, and returns the function that builds it."""
     own = _of_layer(parts, config)
     if own is None:
         return None
@@ -88,7 +88,7 @@ def _codes(words: jax.Array, order: jax.Array | None, bits: int) -> jax.Array:
 
 
 def _permutation(parts: Parts, features: int, size: int, groups: int) -> np.ndarray | None:
-    """Returns in which order groups take the inputs, by g_idx alone; None for that of the inputs."""
+    """Returns the order in which groups take the inputs, from g_idx; None if it is the inputs' own."""
     if parts.get("g_idx") is None:
         return None
     of_input = parts.take("g_idx", ("int32", "int64"), (features,))

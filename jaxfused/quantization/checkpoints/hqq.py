@@ -25,11 +25,11 @@ _SETTINGS = (
 )
 PARTS = ("W_q", "scale", "zero", "bias", *_SETTINGS)
 _SHIFTS = {8: (0,), 4: (4, 0), 3: tuple(range(27, -1, -3)), 2: (6, 4, 2, 0)}
-"""Shifts of the codes in an element, for each number of bits; the first run of rows has the highest."""
+"""Shifts of the codes in an element, by number of bits; the first run of rows has the highest shift."""
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns what builds it."""
+    """Checks a layer, and returns the function that builds it."""
     del config
     bits, size = _setting(parts, "nbits"), _setting(parts, "group_size")
     if bits not in _SHIFTS or _setting(parts, "axis") != 1:
@@ -53,7 +53,7 @@ def plan(parts: Parts, config: Config) -> Build:
     def build() -> QuantizedLayer:
         codes = _codes(on_device(packed), bits, shape)
         if bits == 8:
-            # int8 holds codes less 128; the difference from a zero point may then round.
+            # int8 holds codes minus 128; their difference from a zero point may be rounded.
             array = weights(codes_around_0(codes), scale, zero_point=zero - 128, group_size=group)
         else:
             held = 2 if bits == 2 and features % 4 == 0 else 4
@@ -80,5 +80,5 @@ def _codes(packed: jax.Array, bits: int, shape: tuple[int, int]) -> jax.Array:
 
 
 def codes_around_0(codes: jax.Array) -> jax.Array:
-    """Returns unsigned codes of 8 bits less 128, as int8."""
+    """Returns unsigned 8-bit codes minus 128, as int8."""
     return jax.lax.bitcast_convert_type(codes ^ jnp.uint8(128), jnp.int8)

@@ -1,4 +1,4 @@
-"""A layer of a checkpoint: its tensors by their parts' names, and the weights that they stand for."""
+"""A layer of a checkpoint: its tensors by part, and the weights that they represent."""
 
 import functools
 import math
@@ -57,7 +57,7 @@ class QuantizedLayer:
         return QuantizedKernel(self.array)
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
-        """Returns the weights [..., D, F] as floats, for inputs in the order as they are."""
+        """Returns the weights [..., D, F] as floats, with rows in the order of the inputs."""
         weights = self.array.dequantize(dtype)
         if self.permutation is None:
             return weights
@@ -65,13 +65,13 @@ class QuantizedLayer:
 
 
 Build = Callable[[], QuantizedLayer]
-"""Reads and converts a layer that was found right; what takes memory happens there."""
+"""Function that reads and converts a checked layer; memory is allocated only there."""
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The tensors of a layer, mapped into memory, by what their names have after the layer's.
+    """Tensors of a layer, mapped into memory, by the rest of their names after the layer's.
 
     Attributes:
       op: the function that the user called.
@@ -116,7 +116,7 @@ class Parts:
         return array
 
     def scales(self, part: str, dtypes: Iterable[str], shape: Any = None) -> np.ndarray:
-        """Returns a tensor of floats without NaN, in float32 unless it is E8M0."""
+        """Returns a tensor of floats without NaN, in float32 unless its dtype is E8M0."""
         scale = self.take(part, dtypes, shape)
         wide = scale.astype(np.float32)
         if np.isnan(wide).any():
@@ -127,7 +127,7 @@ class Parts:
         return scale if scale.dtype.itemsize == 1 and scale.dtype.name.endswith("e8m0fnu") else wide
 
     def bias(self, part: str = "bias") -> Callable[[], jax.Array | None]:
-        """Returns what reads the bias, if the layer has one."""
+        """Returns a function that reads the bias, if the layer has one."""
         bias = self.get(part)
         return lambda: None if bias is None else on_device(bias)
 
@@ -145,7 +145,7 @@ FLOATS = ("float16", "bfloat16", "float32")
 
 
 def on_device(array: np.ndarray) -> jax.Array:
-    """Returns a copy of a mapped array; without x64 JAX holds integers and floats of 32 bits."""
+    """Returns a copy of a mapped array on the device; 64-bit numbers get 32 bits without x64."""
     return jnp.array(array)
 
 
@@ -179,7 +179,7 @@ def names(parts: Parts, config: Config, name: str) -> list[str]:
 
 
 def order_of_groups(parts: Parts, name: str, of_input: np.ndarray, size: int) -> np.ndarray | None:
-    """Returns in which order groups of `size` take the inputs; None for that of the inputs."""
+    """Returns the order in which groups of `size` take the inputs; None if it is the inputs' own."""
     expected = np.arange(of_input.size) // size
     if (of_input == expected).all():
         return None
@@ -206,7 +206,7 @@ def flat_groups(
 ) -> tuple[np.ndarray, int | None]:
     """Returns scales [F, G] and their group size, of blocks that run over the flattened [F, D].
 
-    Where a block lies across rows, it becomes several smaller groups with the same scale.
+    A block that spans several rows becomes several smaller groups with the same scale.
     """
     columns, features = shape
     size = math.gcd(block, features)
@@ -228,7 +228,7 @@ def weights(
     group_size: int | tuple[int, int] | None = None,
     codebook: tuple[float, ...] | None = None,
 ) -> QuantizedArray:
-    """Returns the array of stored values and of scales [..., F, G], as checkpoints have them."""
+    """Returns the weights of stored values and of scales [..., F, G], in the shapes of checkpoints."""
     parts = (scale, zero_point, offset)
     of_groups = [None if a is None else jnp.array(np.swapaxes(a, -1, -2)) for a in parts]
     scale_of_groups, zeros, offsets = of_groups
@@ -256,8 +256,8 @@ def integer_weights(
 ) -> QuantizedArray:
     """Returns weights of unsigned codes [..., F, D] and zero points in their range, uint8.
 
-    Codes and zero points are stored less 2^(bits - 1), as int8 or, of up to four bits, as int4; without
-    a zero point that number stands for 0.
+    Codes and zero points are stored minus 2^(bits - 1), as int8, or as int4 for up to four bits; without
+    a zero point, that number is the zero point.
     """
     center = 2 ** (bits - 1)
     values, layout = stored_integers(codes, bits)
@@ -268,7 +268,7 @@ def integer_weights(
 
 
 def stored_integers(codes: jax.Array, bits: int) -> tuple[jax.Array, Layout]:
-    """Returns unsigned codes [..., F, D] as integers around 0, in the layout of kernels if they fit."""
+    """Returns unsigned codes [..., F, D] as integers around 0, in the layout of kernels if possible."""
     narrow, features = bits <= 4, codes.shape[-1]
     layout: Layout = "rows" if narrow and features % WORD_BLOCK and features % 2 == 0 else "columns"
     return _stored_integers(codes, bits, layout), layout
@@ -286,7 +286,7 @@ def _stored_integers(codes: jax.Array, bits: int, layout: str) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def stored_codes(codes: jax.Array, bits: int) -> jax.Array:
-    """Returns codes [..., F, D] of a codebook as an array of layout "columns" holds them."""
+    """Returns codes [..., F, D] of a codebook in the form of an array of layout "columns"."""
     if codes.shape[-1] % (8 // bits):
         assert bits == 4
         return codes.astype(jnp.uint4)
@@ -294,7 +294,7 @@ def stored_codes(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpacked_bits(words: Any, bits: int) -> Any:
-    """Returns the codes of `bits` bits in uint32 [..., W] (or bytes), the first in the lowest bits.
+    """Returns codes of `bits` bits from uint32 [..., W] (or bytes), the first in the lowest bits.
 
     Of bits that do not divide 32, codes lie across neighbouring words. Both NumPy's arrays and JAX's are
     taken.

@@ -42,7 +42,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class _Format:
-    """A format: the parts of a layer's names, and what checks a layer."""
+    """A format: the parts of a layer's names, and the function that checks a layer."""
 
     plan: Callable[[Parts, Config], Build | None]
     parts: tuple[str, ...]
@@ -192,13 +192,13 @@ def from_tensors(
 
 
 _Plans = dict[str, tuple[Build, int]]
-"""By each layer's name, the function that builds it and its bytes."""
+"""Functions that build layers, with the layers' bytes, by the layers' names."""
 
 
 def planned(
     op: str, tensors: Mapping[str, np.ndarray], config: Config
 ) -> tuple[_Plans, dict[str, np.ndarray]]:
-    """Returns what builds each layer, all of them checked, and the tensors that belong to none."""
+    """Returns functions that build all layers, after a check, and the tensors of no layer."""
     form = _format(op, config)
     others = dict(tensors)
     plans: _Plans = {}
@@ -236,7 +236,7 @@ _NOT_READ = dict.fromkeys(
 def _layers(
     op: str, form: _Format, tensors: Mapping[str, Any], config: Config
 ) -> list[tuple[str, str]]:
-    """Returns names of quantised layers that the config does not leave out, and their separators."""
+    """Returns the names of quantised layers that the config does not exclude, and their separators."""
     lists = [names(Parts(op, "", {}), config, key) for key in _LEFT_OUT]
     left_out = [module for found in lists for module in found]
     ends = [(separator, separator + mark) for separator in form.separators for mark in form.marks]
@@ -253,11 +253,11 @@ def _layers(
 
 
 _LEFT_OUT = ("modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers")
-"""Names that configs have for the list of modules that were not converted."""
+"""Names in configs for the list of modules that were not converted."""
 
 
 def _is_within(layer: str, module: str) -> bool:
-    """Returns whether a module's name is a run of whole components of a layer's."""
+    """Returns whether a module's name is a sequence of whole components of a layer's name."""
     return re.search(rf"(^|\.){re.escape(module)}(\.|$)", layer) is not None
 
 

@@ -13,7 +13,7 @@ _GROUP = 16
 
 
 def plan(parts: Parts, config: Config) -> Build | None:
-    """Checks a layer, and returns what builds it; None if the config leaves it out."""
+    """Checks a layer, and returns the function that builds it; None if the config excludes the layer."""
     left_out = names(parts, config, "exclude_modules") + names(parts, config, "ignore")
     if any(fnmatch.fnmatchcase(parts.layer, pattern) for pattern in left_out):
         return None

@@ -1,4 +1,4 @@
-"""MXFP4 as gpt-oss has it: E2M1 in groups of 32 whose scales are the exponents of powers of two.
+"""MXFP4 of gpt-oss: E2M1 in groups of 32 whose scales are exponents of powers of two.
 
 The experts of a layer are stacked, [E, F, D / 32, 16 bytes].
 """
@@ -12,7 +12,7 @@ _GROUP, _BYTES = 32, 16
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns what builds it."""
+    """Checks a layer, and returns the function that builds it."""
     del config
     blocks = parts.take("blocks", ("uint8",), (..., None, None, _BYTES))
     scale = e8m0(parts, "scales", blocks.shape[:-1])

@@ -17,13 +17,13 @@ Placing = Sharding | Callable[[str, tuple[int, ...]], Sharding | None]
 
 
 def placed_tensor(op: str, name: str, array: jax.Array, sharding: Placing | None) -> jax.Array:
-    """Returns an array where the sharding says."""
+    """Places an array by a sharding."""
     where = _where(op, name, array.shape, sharding)
     return array if where is None else jax.device_put(array, where)
 
 
 def placed(op: str, name: str, layer: QuantizedLayer, sharding: Placing | None) -> QuantizedLayer:
-    """Returns a layer where the sharding of its weights [..., D, F] says.
+    """Places a layer by the sharding of its weights [..., D, F].
 
     Raises:
       ValueError: a shard would cut a group of weights that share a scale, or a word of them.
@@ -41,7 +41,7 @@ def placed(op: str, name: str, layer: QuantizedLayer, sharding: Placing | None) 
     def put(part: jax.Array | None, *axes: Any) -> jax.Array | None:
         if part is None:
             return None
-        # An axis of one entry is shared by all shards.
+        # All shards share an axis of size 1.
         fitting = (a if n > 1 else None for a, n in zip(axes, part.shape, strict=True))
         return jax.device_put(part, NamedSharding(where.mesh, PartitionSpec(*fitting)))
 

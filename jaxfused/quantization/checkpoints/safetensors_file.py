@@ -1,7 +1,7 @@
 """Reading and writing safetensors files.
 
-The package `safetensors` is not used: for NumPy and Flax it cannot read float8 (0.8.0), and it copies
-what is mapped here.
+The package `safetensors` (0.8.0) is not used, because it cannot read float8 for NumPy and Flax, and
+copies what is memory-mapped here.
 """
 
 import json
@@ -42,7 +42,7 @@ def read(op: str, path: Path) -> tuple[dict[str, np.ndarray], Metadata]:
     """Returns a file's tensors, mapped into memory and not read yet, and its metadata.
 
     Raises:
-      ValueError: the header is not as the format says, or not of this file, which may be truncated.
+      ValueError: the header breaks the format, or does not fit the file, which may be truncated.
     """
     size = path.stat().st_size
     if size < 8:
@@ -127,7 +127,7 @@ def _place(op: str, path: Path, name: str, entry: Any) -> tuple[Any, tuple[int, 
 
 
 def is_held(dtype: np.dtype) -> bool:
-    """Returns whether a file can hold an array of a dtype."""
+    """Returns whether a file can store arrays of this dtype."""
     return dtype in _NAMES
 
 

@@ -74,10 +74,10 @@ def save(
 
 
 def _numbers(name: str, given: Any) -> np.ndarray:
-    """Returns what a file can hold under a name.
+    """Returns an array in a form that a file can store.
 
     Raises:
-      ValueError: it is no array of numbers, or of a dtype that safetensors has not.
+      ValueError: `given` is no array of numbers, or of a dtype that safetensors lacks.
     """
     array = np.asarray(given)
     if not safetensors_file.is_held(array.dtype):
@@ -151,7 +151,7 @@ def _floats(scale: jax.Array) -> jax.Array:
 
 
 def _strategy(name: str, array: QuantizedArray) -> dict[str, Any]:
-    """Returns how scales are shared, in the words of compressed-tensors."""
+    """Returns how scales are shared, in compressed-tensors' terms."""
     groups, columns = array.scale.shape
     features, outputs = array.shape
     if array.scale.size == 1 and (features, outputs) != (1, 1):
@@ -170,7 +170,7 @@ def _strategy(name: str, array: QuantizedArray) -> dict[str, Any]:
 
 
 def _words(values: np.ndarray) -> np.ndarray:
-    """Returns integers -8 to 7 [F, D] plus 8 in words of 32 bits, padded with zeros to whole ones."""
+    """Returns integers -8 to 7 [F, D] plus 8 in words of 32 bits, padded with zeros to whole words."""
     codes = np.pad((values + 8).astype(np.uint32), ((0, 0), (0, -values.shape[1] % 8)))
     shifts = np.arange(0, 32, 4, dtype=np.uint32)
     words = (codes.reshape(len(codes), -1, 8) << shifts).sum(-1, dtype=np.uint32)

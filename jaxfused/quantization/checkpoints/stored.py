@@ -1,4 +1,4 @@
-"""read_tensors and read_metadata: what the files of a checkpoint hold, as it is stored."""
+"""read_tensors and read_metadata: the content of a checkpoint's files, as stored."""
 
 import os
 from pathlib import Path

@@ -24,7 +24,7 @@ _TYPES = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
 
 
 def plan(parts: Parts, config: Config) -> Build:
-    """Checks a layer, and returns what builds it."""
+    """Checks a layer, and returns the function that builds it."""
     kind, data = _type(parts, config)
     if kind == "Float8Tensor":
         return _plan_float8(parts, data)
@@ -71,7 +71,7 @@ def _plan_float8(parts: Parts, data: dict[str, Any]) -> Build:
 
 
 def _type(parts: Parts, config: Config) -> tuple[str, dict[str, Any]]:
-    """Returns the type of a layer's weights, and its attributes, by the metadata of the file."""
+    """Returns the type of a layer's weights and its attributes, from the file's metadata."""
     name = f"{parts.layer}.weight" if parts.layer else "weight"
     text = mapping(parts, config, "metadata").get(name, "{}")
     try:
