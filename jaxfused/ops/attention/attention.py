@@ -172,7 +172,8 @@ def dot_product_attention(
         at = places(query_offset, batch, heads, query_length, key_length)
         score = ScoreMod(IndexFunction.of("score_mod", score_mod, dtype), at, dtype)
         if score.function.is_additive:
-            # What is added is a bias, whose gradient is that of the arrays it was computed from.
+            # An addend of the logits is a bias, and its gradient reaches the arrays it was computed
+            # from.
             bias, score = score.bias() if bias is None else bias + score.bias(), None
     dropout_words = dropout_arguments.dropout_words(
         "dot_product_attention", dropout_rate, dropout_key
@@ -239,7 +240,7 @@ def _options(who: Mask, dtype, scale, logits_soft_cap, dropout_rate) -> Options:
 
 
 def _takes_reference(implementation, device, query, key, scale, score: ScoreMod | None) -> bool:
-    """Whether plain jax.numpy runs the call, as it does if scale is an array: kernels take constants."""
+    """Returns whether plain jax.numpy runs the call, as with an array as scale: kernels take numbers."""
     missing = None
     if score is not None:
         why = "score_mod does more than add to the score what does not depend on it"
@@ -287,7 +288,8 @@ def _run(run: Runner, options: Options, query, key, value, bias, sinks, mask: Ma
     output = output.reshape(batch, query_count, heads, value.shape[-1])
     lse = lse[..., :query_count].reshape(batch, heads, query_count).swapaxes(1, 2)
     if sinks is not None and mask.query_lengths is not None:
-        # The kernels skip queries beyond the length entirely, including their sinks.
+        # The kernels skip queries beyond the length, with their sinks; their log-sum-exp is that of
+        # the sink.
         lse = jnp.where(within(mask, query_count), lse, sinks.astype(lse.dtype)[None, None])
     return output, lse
 
@@ -295,9 +297,9 @@ def _run(run: Runner, options: Options, query, key, value, bias, sinks, mask: Ma
 class _Residuals(NamedTuple):
     arrays: Arrays
     output: jax.Array
-    """[B, T, K, G, V]"""
+    """Output [B, T, K, G, V]."""
     lse: jax.Array
-    """[B, K, G, R] with R = `saved_length(T)`; entries from T on are padding."""
+    """Log-sum-exp [B, K, G, R] with R = `saved_length(T)`; entries from T on are padding."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="dot_product_attention")
@@ -316,7 +318,7 @@ def _attention_bwd(run: Runner, options: Options, saved: _Residuals, cotangents)
     doutput, dlse = cotangents
     arrays = saved.arrays
     bias, query = arrays.bias, arrays.query
-    # Only an axis of the batch or of the key heads is split over devices.
+    # Devices split only the axes of the batch and of the key heads.
     own_bias = bias is not None and bias.shape[:2] == (query.shape[0], query.shape[2])
     dquery, dkey, dvalue, dbias, dsinks = run(
         Backward(options, own_bias), saved.output, saved.lse, doutput, dlse, *arrays

@@ -64,7 +64,7 @@ def mask_of(
     key_segments,
     mask_mod: IndexFunction | None = None,
 ) -> Mask:
-    """Returns who attends to whom, with masks that broadcast to [B, N, T, S]."""
+    """Returns the mask of a call, the array `mask` in a shape that broadcasts to [B, N, T, S]."""
     op = "dot_product_attention"
     batch, query_length, heads, _ = query.shape
     key_length = key.shape[1]
@@ -111,7 +111,8 @@ def mask_of(
     if pattern_mask is not None:
         pattern, pattern_heads = Pattern.of(pattern_mask)
         if is_known:
-            # Positions that are known become a part of the pattern, whose blocks are then exact.
+            # With a known offset, limits of positions are a part of the pattern, whose blocks are then
+            # exact.
             pattern = pattern.limited(bool(is_causal), sides, int(query_offset or 0))
             is_causal, window, query_offset = False, None, None
     offset = query_offsets(query_offset, batch, query_length, key_length, sides or (0, 0))
@@ -120,7 +121,7 @@ def mask_of(
         pattern_heads=pattern_heads,
         is_causal=bool(is_causal),
         window=window,
-        # Without either limit positions say nothing.
+        # The offset changes nothing unless the mask is causal or has a window.
         query_offset=offset if is_causal or window is not None else None,
         query_lengths=query_lengths,
         key_lengths=key_lengths,
@@ -141,13 +142,13 @@ def _check_mask_object(mask: AttentionMask, shape: tuple[int, int, int]) -> None
 
 
 def first_place(query_offset: Any, query, key, query_lengths: Any, key_lengths: Any) -> Any:
-    """Returns the offset with "bottom_right" replaced by what it stands for."""
+    """Returns the offset, a number or [B]; "bottom_right" becomes the keys' count minus the queries'."""
     if not isinstance(query_offset, str) or query_offset != "bottom_right":
         return query_offset
     (batch, queries), keys = query.shape[:2], key.shape[1]
     query_lengths = _lengths("query_seq_lengths", query_lengths, batch, queries)
     key_lengths = _lengths("key_value_seq_lengths", key_lengths, batch, keys)
-    # Lengths are arrays, and counts are numbers.
+    # The lengths are arrays [B]; the counts that replace missing lengths are numbers.
     last = keys if key_lengths is None else key_lengths
     return last - (queries if query_lengths is None else query_lengths)
 
@@ -157,7 +158,7 @@ def places(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns the arguments of `IndexFunction.over`: b [B], h [N], q [B or 1, T] and k [S].
 
-    A query stands at its index plus the offset, which is not limited here, as functions may use it.
+    A query's position q is its index plus the offset, which is not clipped, as functions may use it.
     """
     offset = jnp.asarray(0 if query_offset is None else query_offset).astype(jnp.int32)
     b, h, q, k = (jnp.arange(size, dtype=jnp.int32) for size in (batch, heads, queries, keys))
@@ -165,7 +166,7 @@ def places(
 
 
 def scale_of(scale: Any, head_size: int, logits_shape: tuple[int, ...]) -> float | jax.Array:
-    """Returns a constant of the kernels, or an array of shape () or of four axes."""
+    """Returns the scale as a number, for kernels, or as an array of shape () or of four axes."""
     if scale is None:
         return head_size**-0.5 if head_size else 1.0
     if hasattr(scale, "shape") and (scale.shape or not isinstance(scale, np.ndarray | np.generic)):
@@ -197,7 +198,7 @@ def _window(size: Any) -> tuple[int, int] | None:
 
 
 _LONGEST = 2**29
-"""The longest window that positions of 32 bits have room for, and more keys than there are."""
+"""Longest window, in tokens, with which positions fit into 32 bits; more than any call's keys."""
 
 
 def _shortened(window: tuple[int, int]) -> tuple[int, int]:
@@ -208,7 +209,7 @@ def _shortened(window: tuple[int, int]) -> tuple[int, int]:
 def query_offsets(
     offset: Any, batch: int, queries: int, keys: int, window: tuple[int, int] = (0, 0)
 ) -> jax.Array | None:
-    """Returns [B] offsets limited to what makes a difference, as kernels add to them; None for 0."""
+    """Returns int32 offsets [B], clipped so that kernels can add positions to them; None for 0."""
     if offset is None:
         return None
     if isinstance(offset, str) and offset == "bottom_right":
@@ -224,7 +225,7 @@ def query_offsets(
     if isinstance(offset, Sequence):
         offset = np.asarray(offset)
     if isinstance(offset, np.ndarray) and np.issubdtype(offset.dtype, np.integer):
-        # Before JAX takes the lower 32 bits.
+        # The integers are clipped in 64 bits, because JAX would keep their lower 32.
         wide = np.array([_in_64_bits(o) for o in offset.flat], np.int64).reshape(offset.shape)
         offset = _limited(wide, queries, keys, window).astype(np.int32)
     is_limited = isinstance(offset, np.ndarray)
@@ -245,7 +246,9 @@ def _in_64_bits(number: Any) -> np.int64:
 
 
 def _limited(offset: Any, queries: int, keys: int, window: tuple[int, int]) -> Any:
-    """Returns signed or unsigned offsets, as near to the keys as they mean the same to `_shortened`.
+    """Returns offsets clipped near the keys, where `_shortened` windows allow the same keys.
+
+    A query beyond the keys moves towards them by as much as `_shortened` takes from its window.
 
     What a window loses there is taken from the offsets beyond the keys, or before them, up to the keys.
     """
@@ -266,7 +269,7 @@ def _limited(offset: Any, queries: int, keys: int, window: tuple[int, int]) -> A
 
 
 def _lengths(name: str, lengths: Any, batch: int, full: int) -> jax.Array | None:
-    """Returns the lengths clipped to 0 to `full`, as kernels rely on it."""
+    """Returns the lengths [B], clipped to 0 to `full`, on which kernels rely; None without lengths."""
     array = _integers(name, lengths, (batch,))
     if array is None:
         return None
@@ -278,12 +281,12 @@ def _lengths(name: str, lengths: Any, batch: int, full: int) -> jax.Array | None
 def _segments(
     query_segments: Any, key_segments: Any, batch: int, query_length: int, key_length: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns both as int32; 64-bit ids are replaced by their ranks."""
+    """Returns the ids of queries and keys as int32; 64-bit ids are replaced by their ranks."""
     wide = [
         a.dtype == np.int64 for a in (query_segments, key_segments) if isinstance(a, np.ndarray)
     ]
     if len(wide) == 2 and any(wide):
-        # Before JAX takes the lower 32 bits.
+        # The ids are ranked in 64 bits, because JAX would keep their lower 32.
         _, ranks = np.unique([*query_segments.flat, *key_segments.flat], return_inverse=True)
         of_queries, of_keys = np.split(ranks.astype(np.int32), [query_segments.size])
         query_segments = of_queries.reshape(query_segments.shape)

@@ -16,13 +16,13 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 SEGMENT_BLOCK = 32
-"""Queries or keys in a block. Bounds set by segments are given per block, in blocks."""
+"""Queries or keys in a block, the unit of the bounds that segments set."""
 _STATISTICS_BLOCK = 128
 _LARGEST_LENGTH = 2**24
 _LARGEST_HEAD_SIZE = 256
 _LARGEST_HEAD_SIZE_OF_TURING = 128
 _LARGEST_HEAD_SIZE_OF_FLOAT32 = 128
-"""Largest heads with tiles that fit into the shared memory of most GPUs."""
+"""Largest head sizes, in elements, with tiles that fit into the shared memory of most GPUs."""
 _LOG2E = float(np.log2(np.e))
 _EMPTY_LSE = -0.7 * float(np.finfo(np.float32).max)
 """Log-sum-exp that the kernels return for a query that attends to nothing, as in the reference."""
@@ -32,26 +32,27 @@ class Operands(NamedTuple):
     """Optional arrays of attention."""
 
     bias: jax.Array | None = None
-    """[B or 1, N or 1, T or 1, S or 1], any float dtype."""
+    """Bias [B or 1, N or 1, T or 1, S or 1], any float dtype."""
     explicit: jax.Array | None = None
-    """[B or 1, N or 1, T or 1, S or 1] int8, 1 where a query may attend to a key."""
+    """Mask [B or 1, N or 1, T or 1, S or 1] int8, 1 where a query may attend to a key."""
     query_lengths: jax.Array | None = None
-    """[B] int32, in the same form as key_lengths and query_offset."""
+    """Number of queries [B] int32; `key_lengths` and `query_offset` have the same form."""
     key_lengths: jax.Array | None = None
     query_offset: jax.Array | None = None
     query_segments: jax.Array | None = None
-    """[B, T] int32; given together with key_segments [B, S] and the two bounds."""
+    """Ids [B, T] int32; given together with key_segments [B, S] and the two bounds."""
     key_segments: jax.Array | None = None
     key_bounds: jax.Array | None = None
-    """[B, T / SEGMENT_BLOCK rounded up, 4] int32: for each block of queries, four bounds in blocks of
-    keys. They are the first visited block, the start and end of a run that needs no masking, and the end
-    of the visit."""
+    """Bounds [B, T / SEGMENT_BLOCK rounded up, 4] int32: four blocks of keys for each block of queries.
+    They are the first visited block, the start and end of a run that needs no masking, and the end of
+    the visit."""
     query_bounds: jax.Array | None = None
-    """[B, S / SEGMENT_BLOCK rounded up, 4] int32: the same for blocks of keys, in blocks of queries."""
+    """Bounds [B, S / SEGMENT_BLOCK rounded up, 4] int32: four blocks of queries for each block of
+    keys."""
     dropout_seeds: jax.Array | None = None
-    """[2, B, N] uint32: the first counters from which dropout's random bits are computed."""
+    """First counters [2, B, N] uint32 from which dropout's random bits are computed."""
     sinks: jax.Array | None = None
-    """[N] float32."""
+    """Sinks [N] float32, one more logit in every row of a head."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Options:
     scale: float
     soft_cap: float | None = None
     left: int | None = None
-    """Keys before a query's position p that it attends to, p - left <= s <= p + right; None for no
-    limit."""
+    """Keys before a query's position p that the query attends to, p - left <= s <= p + right; None for
+    no limit."""
     right: int | None = None
     dropout_threshold: int = 0
     """Dropout rate in units of 1/65536."""
@@ -186,7 +187,7 @@ def backward(
     factor = _rounded_to_tf32(dout) if dout.dtype == jnp.float32 else dout.astype(jnp.float32)
     delta = jnp.sum(factor * out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2) - dlse
-    # Empty rows, and rows that pad the last block, get weights of 2^-inf = 0.
+    # A row with lse = inf gets weights of 2^-inf = 0: an empty row, or one that pads the last block.
     lse = lse[:, :, :query_count]
     lse = jnp.where(lse < -1e38, jnp.inf, lse)
     sink_weight = 0.0 if operands.sinks is None else jnp.exp(operands.sinks[:, None] - lse)

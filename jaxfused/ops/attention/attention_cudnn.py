@@ -8,7 +8,9 @@ from jaxfused.ops.attention.mask import Mask
 
 
 def why_unsupported(device, query, key, value, mask: Mask, used) -> str | None:
-    """Returns the limit exceeded of jax.nn.dot_product_attention(implementation="cudnn"), or None.
+    """Returns the exceeded limit of jax.nn.dot_product_attention(implementation="cudnn"), or None.
+
+    `used` names the given optional arguments that cuDNN lacks, or whose gradient it lacks.
 
     `used` names the given optional arguments that cuDNN lacks, or of which it lacks the gradient.
     """
@@ -45,9 +47,9 @@ def why_unsupported(device, query, key, value, mask: Mask, used) -> str | None:
 def attend(query, key, value, bias, mask: Mask, scale) -> jax.Array:
     """Calls cuDNN with a key for every query, and writes 0 where a query attends to nothing.
 
-    For such a query cuDNN would return the mean of the values or NaN, and non-finite gradients. So here
-    it attends to whatever is left; its result is not used and has cotangent 0. `why_unsupported`
-    refuses windows that leave queries no key.
+    For such a query cuDNN would return the mean of the values or NaN, and non-finite gradients. So such
+    a query attends to any keys that the other conditions allow; its result is not used and has cotangent
+    0. `why_unsupported` refuses windows that leave queries no key.
     """
     mask = mask.without_pattern()
     is_causal, window = mask.is_causal, mask.window

@@ -23,15 +23,15 @@ from pallas_kernels.attention.mask import BlockMask, segment_blocks
 from pallas_kernels.attention.shape import Shape
 
 _FEW_QUERIES, _MANY_KEYS = 16, 64
-"""Queries up to which, and keys from which on, CUDA's backward, where Pallas has none, is slower than
-XLA's."""
+"""Number of queries up to which, and of keys from which on, the CUDA backward is slower than XLA's,
+where Pallas has none."""
 _KERNELS_FIRST = Rule(
     KERNELS, "a kernel writes no logits: XLA was faster in 2 of 400 recorded cases"
 )
 
 
 def _times(by_kernels: float, by_xla: float) -> Times:
-    """Returns the times of XLA and of both kernels, of which the first that can run is taken."""
+    """Returns the times in µs of XLA and of both kernels, which have one model."""
     times = dict.fromkeys(KERNELS, by_kernels) | {"xla": by_xla}
     return Times(times, "Pallas and CUDA have one model, and Pallas comes first")
 
@@ -46,7 +46,7 @@ class Options:
     soft_cap: float | None
     dropout_rate: float
     pattern: Pattern | None = None
-    """What mask objects allow; `Arrays.pattern_heads` says which head has which mask."""
+    """Masks that mask objects allow; `Arrays.pattern_heads` says which head has which."""
     allows_tf32: bool = False
     """True if the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
 
@@ -106,7 +106,7 @@ class Options:
         )
 
     def why_not(self, device: dispatch.Device, arrays: "Arrays") -> Mapping[str, str | None]:
-        """Returns why each implementation cannot run, in both directions, or None if it can."""
+        """Returns each implementation's reason why it cannot run both directions, or None if it can."""
         call = dict(
             compute_capability=device.compute_capability,
             dtype=arrays.query.dtype,
@@ -122,7 +122,7 @@ class Options:
         }
 
     def visited_keys(self, arrays: "Arrays") -> int:
-        """Returns how many keys some of the queries may attend to by their positions."""
+        """Returns the most keys that the queries together may attend to by their positions."""
         queries, keys = arrays.query.shape[1], arrays.key.shape[1]
         if self.is_causal and arrays.query_offset is None:
             keys = min(keys, queries)
@@ -187,15 +187,15 @@ class Arrays(NamedTuple):
     """
 
     query: Any
-    """[B, T, K, G, H]"""
+    """Queries [B, T, K, G, H]."""
     key: Any
-    """[B, S, K, H]"""
+    """Keys [B, S, K, H]."""
     value: Any
-    """[B, S, K, V]"""
+    """Values [B, S, K, V]."""
     bias: Any = None
-    """[B or 1, K or 1, G or 1, T or 1, S or 1]; `explicit` has the same axes and is int8."""
+    """Bias [B or 1, K or 1, G or 1, T or 1, S or 1]; `explicit` has the same axes and is int8."""
     sinks: Any = None
-    """[K, G]"""
+    """Sinks [K, G]."""
     query_lengths: Any = None
     key_lengths: Any = None
     query_offset: Any = None
@@ -203,9 +203,9 @@ class Arrays(NamedTuple):
     key_segments: Any = None
     explicit: Any = None
     dropout_seeds: Any = None
-    """[2, B, K, G]"""
+    """First counters [2, B, K, G] of dropout's random bits."""
     pattern_heads: Any = None
-    """[K, G]"""
+    """Index [K, G] of each head's mask in the pattern."""
 
     def axes(self) -> tuple[str, ...]:
         """Returns the letters of each operand's axes for `sharding`."""
@@ -278,7 +278,7 @@ def _axes_of_logits(array: jax.Array | None) -> str:
 
 
 def within(mask: Mask, query_count: int) -> jax.Array:
-    """Returns [B, T, 1]: whether a query is within its length."""
+    """Returns booleans [B, T, 1], True for a query within its length."""
     assert mask.query_lengths is not None
     return jnp.arange(query_count)[None, :, None] < mask.query_lengths[:, None, None]
 
@@ -350,15 +350,15 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """Computes (dquery, dkey, dvalue, dbias, dsinks); the last two are None if the operand is absent.
+    """Computes (dquery, dkey, dvalue, dbias, dsinks); dbias and dsinks may be None.
 
     The operands are the output, the log-sum-exp, the cotangents of both, and Arrays.
     """
 
     options: Options
     own_bias: bool = False
-    """True if each device owns a part of the bias. If so, dbias has the bias's dtype if kernels support
-    it. Else it is float32, because devices may add up their parts."""
+    """True if each device owns a part of the bias. dbias then has the bias's dtype if kernels support
+    it. Otherwise it is float32, because devices may add up their parts."""
 
     @property
     def name(self) -> str:
@@ -519,7 +519,7 @@ def _in_xla(options: Options, arrays: Arrays) -> Callable[..., Results]:
             dropout_rate=options.dropout_rate,
         )
         if sinks is not None and mask.query_lengths is not None:
-            # The kernels' backward recognises queries beyond the length by this value alone.
+            # The kernels' backward recognises queries beyond the length by EMPTY_LSE alone.
             lse = jnp.where(within(mask, query_count), lse, EMPTY_LSE)
         missing = saved_length(query_count) - query_count
         lse = jnp.pad(lse.swapaxes(1, 2), ((0, 0), (0, 0), (0, missing)))
@@ -529,7 +529,9 @@ def _in_xla(options: Options, arrays: Arrays) -> Callable[..., Results]:
 
 
 def _over_batch(kernel, call, axis_size: int, in_batched, operands, first: int) -> Results | None:
-    """Runs the kernel over a batch of operands; those from `first` on are Arrays.
+    """Runs the kernel over a batch of operands, which are Arrays from index `first` on.
+
+    The batch is merged into the axis B of the operands, unless one of them has no such axis.
 
     The batch is merged into the axis B of the operands, unless one of them has no such axis.
     """

@@ -1,7 +1,7 @@
 """dot_product_attention in plain jax.numpy: the kernels' reference, and `implementation="xla"`.
 
-Two definitions hold for every implementation: `Mask`, which says what attends to what, and `keep`, which
-says what dropout keeps.
+Two definitions hold for every implementation: `Mask`, the keys to which each query attends, and `keep`,
+the probabilities that dropout keeps.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output [B, T, N, V] in the query's dtype, and its log-sum-exp [B, T, N].
 
-    The gradient saves only the arguments, and computes the probabilities, [B, N, T, S], again.
+    The gradient saves only the arguments, and computes the probabilities [B, N, T, S] again.
     """
     seeds = None
     if dropout_words is not None:
@@ -68,12 +68,12 @@ def attention_by_seeds(
     dropout_rate: float,
     score_mod: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `attention` from dropout's seeds [2, B, N]: a shard cannot tell its place in B and N."""
+    """Computes `attention` from dropout's seeds [2, B, N], because a shard does not know its B and N."""
     batch, query_count, heads, _ = query.shape
     key_count, key_heads = key.shape[1:3]
     groups = heads // key_heads
     if mask.key_lengths is not None:
-        # A weight of 0 times NaN is NaN: what lies beyond a length must not be multiplied.
+        # A probability of 0 times NaN is NaN, so keys and values beyond the length become 0.
         is_key = jnp.arange(key_count, dtype=jnp.int32) < mask.key_lengths[:, None]
         key, value = (jnp.where(is_key[:, :, None, None], x, 0) for x in (key, value))
     probabilities, lse = weights(
@@ -88,7 +88,7 @@ def attention_by_seeds(
 
     grouped = probabilities.reshape(batch, key_heads, groups, query_count, key_count)
     if jnp.issubdtype(value.dtype, jnp.integer):
-        # As in JAX, probabilities are cast to the integers' dtype, which keeps only those of 1.
+        # Probabilities are cast to the integers' dtype as in JAX, which keeps only those of 1.
         output = jnp.einsum("bkgts,bskv->btkgv", grouped.astype(value.dtype), value)
     else:
         output = product("bkgts,bskv->btkgv", grouped, value, dtype=value.dtype)
@@ -144,7 +144,7 @@ def _softmax(
     if sinks is not None:
         sinks = sinks[None, :, None, None]
         maximum = jnp.maximum(maximum, sinks)
-    # In a fully masked row the exponentials would be 1.
+    # The exponentials of a fully masked row would be 1.
     exponentials = jnp.where(allowed, jnp.exp(logits - maximum), 0.0)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
@@ -157,7 +157,7 @@ def _softmax(
 
 @_softmax.defjvp
 def _softmax_jvp(primals, tangents):
-    """Computes the derivative from the results: JAX's own of the steps above loses digits."""
+    """Computes the derivative from the results: JAX's derivative of the steps loses digits."""
     sinks = primals[2]
     dlogits, _, dsinks = tangents
     probabilities, lse = _softmax(*primals)
@@ -168,6 +168,7 @@ def _softmax_jvp(primals, tangents):
             return dlse
         return dlse + jnp.exp(sinks[None, :, None] - lse) * dsinks[None, :, None]
 
-    # One sum for each result: of cotangents that are added first, terms would not cancel fully.
+    # A single sum of all cotangents of the logits, because the terms of separate sums would not cancel
+    # fully.
     dprobabilities = probabilities * (dlogits - derivative_of_lse()[..., None])
     return (probabilities, lse), (dprobabilities, derivative_of_lse())

@@ -1,23 +1,23 @@
-"""How long attention of float32 takes in the CUDA kernels and in XLA, which says which runs first.
+"""Predicted times of float32 attention in the CUDA kernels and in XLA; the faster one runs first.
 
 A CTA of the kernels owns a tile of rows of one head and visits blocks of columns one after the other.
-Two CTAs that share a multiprocessor take almost twice as long as one. XLA writes the logits to memory
-and reads them several times. The microseconds were fitted to kernel times on an H200
-(benchmarks/LAB.md); on another GPU the same order is the best guess.
+Two CTAs that share an SM take almost twice as long as one. XLA writes the logits to memory and reads
+them several times. The microseconds were fitted to kernel times on an H200 (benchmarks/LAB.md); other
+GPUs take the same order, which is the best guess.
 """
 
 import math
 from dataclasses import dataclass
 
 _LAUNCH = 4.0
-"""A kernel's start and end."""
+"""Microseconds of a kernel's start and end."""
 _BYTES = 3.9e6
-"""The bytes that memory moves."""
+"""Bytes that memory moves in a microsecond."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The sizes of a call."""
+    """Sizes of a call."""
 
     batch: int
     queries: int
@@ -25,9 +25,9 @@ class Work:
     heads: int
     key_heads: int
     head_size: int
-    """The larger of the head sizes of the keys and the values."""
+    """Larger one of the head sizes of keys and values."""
     visited_keys: float
-    """The keys to which a query may attend by its position, on average over the queries."""
+    """Number of keys that a query's position allows, on average over the queries."""
     multiprocessors: int
 
     def forward(self) -> float:
@@ -64,14 +64,17 @@ class Work:
 
     @staticmethod
     def _visits(visited: float, count: int, rows: int, columns: int) -> int:
-        """How many blocks of columns a tile of rows visits, and one for what comes before and after.
+        """Returns the column blocks that a tile of rows visits, plus one for its start and end.
+
+        A row visits `visited` of the `count` columns, and the next row other columns, unless all visit
+        all.
 
         A row visits `visited` of the `count` columns, and the next row others, unless all visit all.
         """
         return 1 + math.ceil(min(count, visited + (rows / 2 if visited < count else 0)) / columns)
 
     def _rounds(self, heads: int, length: int, rows: int) -> float:
-        """How many CTAs the multiprocessor with the most of them gets."""
+        """Returns the number of CTAs of the SM that has the most of them."""
         ctas = self.batch * heads * -(-length // rows)
         return max(1.0, -(-ctas // max(1, self.multiprocessors)))
 
@@ -79,9 +82,9 @@ class Work:
         return float(self.batch) * self.heads * self.queries * self.keys
 
     def _of_queries(self) -> float:
-        """The values of the queries."""
+        """Number of elements of the queries."""
         return float(self.batch) * self.queries * self.heads * self.head_size
 
     def _of_keys(self) -> float:
-        """The values of the keys and of the values together, halved."""
+        """Number of elements of the keys; the values have as many."""
         return float(self.batch) * self.keys * self.key_heads * self.head_size

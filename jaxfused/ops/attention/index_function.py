@@ -1,7 +1,7 @@
 """Functions of a logit and its place, which callers pass as `score_mod` and `mask_mod`.
 
-A function is traced once, for one element: its program, the arrays that it closes over, and which of its
-arguments it uses are known before any implementation is chosen.
+A function is traced once, for one element: its program, its closed-over arrays and its used arguments
+are known before an implementation is chosen.
 """
 
 import functools
@@ -51,7 +51,7 @@ class IndexFunction:
                 " function."
             )
         try:
-            # Without a mesh of the caller's, as kernels evaluate the program on a device's part.
+            # The caller's mesh is hidden, because kernels evaluate the program on one device's part.
             with jax.sharding.use_abstract_mesh(_NO_MESH):
                 program = jax.make_jaxpr(function)(*score, *index)
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
@@ -81,7 +81,7 @@ class IndexFunction:
 
     @functools.cached_property
     def used(self) -> tuple[bool, bool, bool, bool]:
-        """The letters among b, h, q and k that the result depends on."""
+        """Flags of b, h, q and k, True where the result depends on the index."""
         needed = {var for var in self.program.jaxpr.outvars if not isinstance(var, Literal)}
         for eqn in reversed(self.program.jaxpr.eqns):
             if needed & set(eqn.outvars):
@@ -91,7 +91,7 @@ class IndexFunction:
 
     @property
     def is_constant(self) -> bool:
-        """Whether arrays closed over are known while programs are traced, and on no Explicit mesh."""
+        """Whether the closed-over arrays are known at tracing, and lie on no Explicit mesh."""
         return not any(
             isinstance(const, jax.core.Tracer) or sharding.is_explicit(const)
             for const in _constants(self.program)
@@ -99,13 +99,13 @@ class IndexFunction:
 
     @functools.cached_property
     def is_additive(self) -> bool:
-        """Whether a score_mod adds to the score what does not depend on it."""
+        """Whether a score_mod returns the score plus a term that does not depend on the score."""
         jaxpr = self.program.jaxpr
         carrier = _carried(jaxpr, jaxpr.invars[0])
         return carrier is not None and jaxpr.outvars[0] is carrier
 
     def over(self, places: tuple[Any, Any, Any, Any], score: jax.Array | None = None) -> jax.Array:
-        """Returns the function of all elements, [B or 1, N or 1, T or 1, S or 1] by what it uses.
+        """Returns the function of all elements [B, N, T, S], with length 1 for an unused index.
 
         Args:
           places: b [B], h [N], q [B or 1, T], and k [S].
@@ -116,7 +116,8 @@ class IndexFunction:
         if not sharding.is_explicit(*operands):
             return self._over(places, score)
 
-        # `jax.vmap` and indexing take no arrays that are split by Explicit axes, so XLA places these.
+        # `jax.vmap` and indexing take no arrays that Explicit axes split, so XLA chooses the
+        # placement.
         def over(consts: Any, places: Any, score: Any) -> jax.Array:
             return IndexFunction(ClosedJaxpr(self.program.jaxpr, consts))._over(places, score)
 
@@ -144,7 +145,7 @@ class IndexFunction:
         return jax.vmap(f, (*every, 0, None, 0, None))(*scores, b, h, q, k)
 
     def digest(self) -> str:
-        """Returns a hash of the program and the arrays that it closes over, which are constants."""
+        """Returns a hash of the program and of its closed-over arrays, which are constants."""
         parts = [str(self.program.jaxpr).encode()]
         for const in _constants(self.program):
             is_key = jnp.issubdtype(const.dtype, jax.dtypes.prng_key)
@@ -154,7 +155,7 @@ class IndexFunction:
 
 
 def _constants(program: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
-    """Yields the arrays that a program closes over, and that the functions which it calls do."""
+    """Yields the arrays that a program closes over, with those of the functions that it calls."""
     yield from getattr(program, "consts", ())
     for eqn in program.eqns:
         params = jax.tree.leaves(
@@ -166,7 +167,7 @@ def _constants(program: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
 
 
 def _carried(jaxpr: Any, score: Any) -> Any:
-    """Returns the variable that is `score` plus something, at the end of a program; None if lost."""
+    """Returns a program's variable that holds `score` plus other terms at its end, or None."""
     carrier = score
     earlier: set[Any] = set()
     for eqn in jaxpr.eqns:
@@ -198,21 +199,21 @@ class ScoreMod:
 
     function: IndexFunction
     places: tuple[Any, Any, Any, Any]
-    """The arguments of `IndexFunction.over`."""
+    """Indices b, h, q and k, as `IndexFunction.over` takes them."""
     dtype: Any
 
     def __call__(self, logits: jax.Array) -> jax.Array:
         return self.function.over(self.places, logits)
 
     def bias(self) -> jax.Array:
-        """Returns what an additive function adds, [B or 1, N or 1, T or 1, S or 1]."""
+        """Returns the addend of an additive function, [B or 1, N or 1, T or 1, S or 1]."""
         zero = jnp.zeros((), self.dtype)
         return self.function.over(self.places, zero)
 
 
 @dataclass(frozen=True)
 class FunctionMask(AttentionMask):
-    """The mask of one head that a constant `mask_mod` states; equal by the function's contents."""
+    """Mask of one head that a constant `mask_mod` computes; equal by the function's contents."""
 
     head: int
     query_offset: int
@@ -241,7 +242,7 @@ class FunctionMask(AttentionMask):
 
 @functools.lru_cache(maxsize=256)
 def _evaluated(mask: FunctionMask) -> np.ndarray:
-    """Returns the whole mask, computed while a program is traced, some rows at a time."""
+    """Returns all elements of the mask, computed at tracing, some rows at a time."""
     queries, keys = mask.shape
     rows = max(1, min(queries, _ELEMENTS // max(1, keys)))
     function, head, offset = mask.function, mask.head, mask.query_offset
@@ -262,4 +263,4 @@ def _evaluated(mask: FunctionMask) -> np.ndarray:
 
 
 _ELEMENTS = 2**26
-"""Elements of a mask that are computed at a time."""
+"""Number of mask elements that are computed at a time."""

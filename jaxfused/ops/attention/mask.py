@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxfused.ops.attention.masks.pattern import Pattern
 
 EMPTY_LSE = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""Log-sum-exp of a row that attends to nothing: finite, so that two of them have a difference."""
+"""Log-sum-exp of a row that attends to nothing: finite, so that the difference of two is 0."""
 
 
 @jax.tree_util.register_dataclass
@@ -24,25 +24,25 @@ class Mask:
     """
 
     is_causal: bool = field(default=False, metadata={"static": True})
-    """s <= p."""
+    """Condition s <= p."""
     window: tuple[int, int] | None = field(default=None, metadata={"static": True})
-    """p - left <= s <= p + right."""
+    """Condition p - left <= s <= p + right."""
     query_lengths: jax.Array | None = None
-    """[B]: t < length; a query at or beyond it attends to nothing."""
+    """Lengths [B], condition t < length; a query at or beyond the length attends to nothing."""
     key_lengths: jax.Array | None = None
-    """[B]: s < length."""
+    """Lengths [B], condition s < length."""
     query_segments: jax.Array | None = None
-    """[B, T], with key_segments: the two must be equal."""
+    """Ids [B, T] of the queries' segments; the condition is the same id in key_segments."""
     key_segments: jax.Array | None = None
-    """[B, S]."""
+    """Ids [B, S] of the keys' segments."""
     explicit: jax.Array | None = None
-    """bool that broadcasts to [B, N, T, S]."""
+    """Booleans that broadcast to [B, N, T, S], True where a query may attend to a key."""
     query_offset: jax.Array | None = None
-    """[B]: the position of the first query."""
+    """Positions [B] of the first query."""
     pattern: Pattern | None = field(default=None, metadata={"static": True})
-    """The combined mask objects of a call, by positions to which `query_offset` is not added."""
+    """Combined mask objects of a call, at positions to which `query_offset` is not added."""
     pattern_heads: jax.Array | None = None
-    """[N]: which mask of the pattern a head has; None if all share one."""
+    """Indices [N] of each head's mask in the pattern; None if all heads share one."""
 
     def key_interval(self, query: jax.Array, key_count: int) -> tuple[jax.Array, jax.Array]:
         """Returns (start, stop), [B or 1, T], of the keys that position and length allow queries [T]."""
@@ -64,7 +64,7 @@ class Mask:
         return start, stop
 
     def allowed(self, query_count: int, key_count: int) -> jax.Array:
-        """Returns the mask as booleans that broadcast to [B, N, T, S]."""
+        """Returns booleans that broadcast to [B, N, T, S], True where a query attends to a key."""
         key = jnp.arange(key_count, dtype=jnp.int32)[None, None]
         start, stop = self.key_interval(jnp.arange(query_count, dtype=jnp.int32), key_count)
         allowed = (key >= start[..., None]) & (key < stop[..., None])
@@ -76,7 +76,7 @@ class Mask:
         return allowed if self.explicit is None else allowed & self.explicit
 
     def without_pattern(self) -> "Mask":
-        """Returns the same mask with the pattern as a part of `explicit`."""
+        """Returns an equal mask, with the pattern as a part of `explicit`."""
         if self.pattern is None:
             return self
         explicit = self.pattern.allowed(self.pattern_heads)

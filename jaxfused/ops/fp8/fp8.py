@@ -22,7 +22,13 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Fp8State:
-    """The largest magnitudes of past calls, by which the matrices of the next one are scaled.
+    """Largest magnitudes of past calls, by which the matrices of the next call are scaled.
+
+    An operator whose `precision` is such a state scales each matrix by the largest magnitude of its
+    history instead of reading the matrix first (delayed scaling); larger values saturate in that call.
+    The scale is 1 while the history is empty. The magnitudes of a call come back as the state's
+    cotangent: **its gradient is not a derivative but the next state**, and takes the state's place. Each
+    call of an operator in a program has a state of its own.
 
     An operator whose `precision` is such a state scales each matrix by the largest of its history
     instead of reading it first (delayed scaling): what has become larger than that saturates, for once.
@@ -53,7 +59,7 @@ class Fp8State:
 
         Args:
           operator: its name.
-          calls: how many calls are remembered.
+          calls: number of calls that the history holds.
         """
         if operator not in MATRICES:
             raise ValueError(

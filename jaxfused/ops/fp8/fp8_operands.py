@@ -100,7 +100,7 @@ def copies(
         matrices=len(matrices),
         returns_scale=in_one_piece,
         pads=in_one_piece,
-        # Known magnitudes mean that the matrices were just written: the L2 still holds their end.
+        # Known magnitudes mean that the matrices were just written, so that their end is still in L2.
         from_end=largest is not None,
     )
     values, transposed, scale, total, parts, derivative = run(stage, *padded, fitting)
@@ -124,7 +124,7 @@ def copies_of(
 def largest_of(run: Runner, *arrays: jax.Array, activation: str | None = None) -> jax.Array:
     """Returns magnitudes [P] whose maximum is the largest magnitude of arrays [..., N_i].
 
-    With an activation, it bounds the activation's magnitude at arguments no larger than the arrays'.
+    With an activation, the maximum bounds its magnitude at arguments no larger than the arrays'.
     """
     if sharding.is_in_one_piece(*arrays):
         stage = _Largest(len(arrays), activation)
@@ -141,8 +141,8 @@ def _of_all_shards(largest: jax.Array) -> jax.Array:
 def _from_history(history: jax.Array, dtype: Any) -> jax.Array:
     """Returns the largest magnitude [1] in the history, or that of scale 1 if there is none.
 
-    Magnitudes that are not finite are ignored. They may come from one step with too large a loss scale,
-    and do not predict the next call.
+    Magnitudes that are not finite are ignored. A step with too large a loss scale may have caused them,
+    and they do not predict the next call.
     """
     largest = jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), keepdims=True)
     return jnp.where(largest > 0.0, largest, FORMATS[jnp.dtype(dtype).name].largest)
@@ -152,8 +152,8 @@ def _from_history(history: jax.Array, dtype: Any) -> jax.Array:
 
 
 _BLOCKS, _BLOCK_BYTES = 2, 2**16
-"""Most blocks per SM of the kernel that finds the largest magnitude, and fewest bytes that each reads.
-Every tile that is quantised reads the results of all blocks again."""
+"""Largest number of blocks per SM of the kernel that finds the largest magnitude, and least number of
+bytes that each block reads. Every block that quantises a tile reads the results of all of them."""
 
 
 @dataclass(frozen=True)

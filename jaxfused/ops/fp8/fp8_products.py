@@ -41,7 +41,7 @@ def layer(
 
     The options are those of `pallas_kernels.gemm.fp8.LayerOptions`.
     """
-    # If devices split the columns, their maxima would be summed; they are computed from z instead.
+    # Devices that split the columns would sum their maxima, so the maxima are computed from z instead.
     observed = maximised if sharding.is_in_one_piece(x.values, w.transposed) else None
     options = LayerOptions(activation, out_dtype, narrow_dtype, saves, observed)
     factors = _factors(x.values, w.transposed)

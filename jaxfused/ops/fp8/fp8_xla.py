@@ -15,11 +15,12 @@ from jaxfused.runtime.quantized_array import FORMATS
 from pallas_kernels.gemm.fused_product import FusedProduct, present
 
 PITCH = 16
-"""Divisor of the length of a float8 matrix's rows in memory, which TMA copies require."""
+"""Number of elements that divides the length of a float8 matrix's rows in memory, as TMA copies
+require."""
 
 
 def padded(length: int) -> int:
-    """Returns `length` rounded up to whole `PITCH`."""
+    """Returns `length` rounded up to a multiple of `PITCH`."""
     return -(-length // PITCH) * PITCH
 
 
@@ -105,7 +106,7 @@ def sums(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def run(product: FusedProduct) -> dict[str, jax.Array]:
-    """Returns what `FusedProduct.run` does for matrices a [M, K] and b [N, K]."""
+    """Returns the results of `FusedProduct.run` for matrices a [M, K] and b [N, K]."""
     [b] = product.b
     total = sums("mk,nk->mn", product.a, b)
     results = product.epilogue(total, **product.scalars, **present(product.matrices))
@@ -154,7 +155,7 @@ def largest_activation(activation: str | None, maxima: jax.Array) -> jax.Array:
     """Returns a bound of an activation's magnitude, given maxima of its arguments; NaN if one is NaN.
 
     The bound is exact if some argument is larger than a few tenths. Below 0 most activations have a
-    constant bound. Without one, and without an activation, the maxima must be of magnitudes.
+    constant bound. An activation without one, and no activation, need maxima of magnitudes.
     """
     largest = jnp.max(maxima, initial=0.0)
     largest = jnp.where(jnp.any(jnp.isnan(maxima)), jnp.nan, largest)

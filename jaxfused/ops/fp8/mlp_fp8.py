@@ -50,10 +50,10 @@ class _MlpResiduals(NamedTuple):
     w2: fp8_operands.Copies
     b2: jax.Array | None
     hidden: fp8_operands.Copies
-    """The hidden layer's scale, and its transposed copy if that is saved."""
+    """Scale of the hidden layer, with its transposed copy if that is saved."""
     preactivation: jax.Array | None
     slope: jax.Array | None
-    """The activation's derivative, saved in place of the preactivation."""
+    """Derivative of the activation, saved in place of the preactivation."""
     state: fp8.Fp8State | None
 
 
@@ -117,7 +117,7 @@ def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
         what: Any = options.save
         slope, hs = named((slope, hs), "mlp", what)
     if options.save == "inputs" or options.keeps_slope:
-        # The backward reads the derivative, or repeats the product with the same operands.
+        # The backward reads the derivative, or computes z again from the same operands.
         z = None
     if options.save != "inputs":
         xs, w1s = xs.kept("transposed"), w1s.kept("values")

@@ -11,7 +11,7 @@ from jaxfused.ops.fp8 import fp8_xla
 from jaxfused.runtime import cuda_library
 
 _GRAIN = 8
-"""Divisor of a matrix's columns: a thread reads so many values at once."""
+"""Divisor of a matrix's columns, the number of values that a thread reads at once."""
 _TILE_ROWS = 128
 _TILE_COLUMNS = 64
 _MOST_COLUMNS = 64 * 65535
@@ -52,7 +52,7 @@ def quantize(
     """Returns (values [M, N'], values^T [N, M'], scale [1], sums [N], slope [M, N'], found [P]).
 
     N' and M' are N and M rounded up to whole `fp8_xla.PITCH`, with zeros in the places behind the
-    values. Results that are not asked for are None.
+    values. Results that the caller does not ask for are None.
 
     Args:
       matrices: up to three [M, N_i], which are concatenated in the results; or two [M, N] if `gated`.
@@ -112,8 +112,8 @@ def largest(
 ) -> jax.Array:
     """Returns magnitudes [blocks] of up to three arrays of one dtype, whose maximum is that of all.
 
-    With an activation they bound its magnitudes at arguments no larger than the arrays'. It must grow
-    above 0, and never be below -`least`.
+    With an activation, they bound its magnitudes at arguments no larger than the arrays'. The activation
+    must grow above 0, and never be below -`least`.
     """
     cuda_library.register()
     call = jax.ffi.ffi_call("jaxfused_largest", jax.ShapeDtypeStruct((blocks,), jnp.float32))

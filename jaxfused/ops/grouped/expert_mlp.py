@@ -109,7 +109,7 @@ def expert_mlp(
     )
     of_experts = _repeated(k, rows, order)
     if weight_on == "input":
-        # The weights in the order of the experts: the rows of a matrix of one column.
+        # The weights in the order of the experts, permuted as the rows of a matrix of one column.
         by_choice = shares.T.reshape(-1, 1)
         of_experts = (of_experts * _permuted(by_choice, order)).astype(x.dtype)
     h = product(of_experts, w_up.astype(x.dtype))
@@ -151,18 +151,22 @@ def _check_shapes(op, x, weights, indices, w_gate, w_up, w_down, transposed) -> 
 
 
 class _Order(NamedTuple):
-    """The order of rows by their experts. Choices are numbered first choices first, k T in all."""
+    """Order of rows by their experts.
+
+    A choice is one of the k experts of one of T tokens; all first choices come before all second
+    ones.
+    """
 
     choice: jax.Array
-    """[k T], the choice whose row is at each place."""
+    """Choice [k T] whose row is at each place."""
     place: jax.Array
-    """[k T], the place of each choice's row."""
+    """Place [k T] of each choice's row."""
     sizes: jax.Array
-    """[E], rows of each expert. Those of no expert come after all others."""
+    """Number of rows [E] of each expert; rows of no expert come after all others."""
 
 
 def _order(indices: jax.Array, experts: int, capacity: int | None) -> _Order:
-    # The number of experts stands for "none", and an index of one byte may not hold it.
+    # An index equal to the number of experts means no expert, and one byte may not hold it.
     chosen = indices.T.reshape(-1)
     chosen = chosen.astype(np.promote_types(chosen.dtype, np.int32))
     chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).astype(jnp.int32)
@@ -178,13 +182,13 @@ def _order(indices: jax.Array, experts: int, capacity: int | None) -> _Order:
     return _Order(choice.astype(jnp.int32), place.astype(jnp.int32), sizes)
 
 
-# The gradients are stated as gathers: that of an indexing is a sum into places, which a GPU adds in any
-# order.
+# The gradients are gathers, because the gradient of an indexing is a scatter-add, whose order of
+# additions varies on a GPU.
 
 
 @functools.partial(stated_gradient, nondiff_argnums=(0,), linear=(1,))
 def _repeated(k: int, x: jax.Array, order: _Order) -> jax.Array:
-    """Returns the row of x [T, D] of each choice, in the order of the experts: [k T, D]."""
+    """Returns the row of each choice of x [T, D], in the order of the experts: [k T, D]."""
     return x[order.choice % (len(order.choice) // k)]
 
 
@@ -210,7 +214,7 @@ _permuted.defvjp(
 
 @functools.partial(stated_gradient, linear=(0,))
 def _returned(rows: jax.Array, order: _Order) -> jax.Array:
-    """Returns rows [k T, D] in the order of the experts in that of the choices."""
+    """Returns rows [k T, D], given in the order of the experts, in the order of the choices."""
     return rows[order.place]
 
 

@@ -87,7 +87,7 @@ def ragged_dot(
     check_floating(op, dict(lhs=lhs, rhs=rhs))
     _check_shapes(op, lhs, rhs, group_sizes, group_offset is not None, transpose_rhs)
     if group_sizes.dtype.itemsize < 4:
-        # The number of all rows is beyond what these dtypes hold.
+        # Dtypes of 8 and 16 bits may not hold the number of all rows.
         group_sizes = group_sizes.astype(jnp.int32)
     offset = _offset(op, group_offset, group_sizes, rhs.shape[0])
     dtype = common_dtype(lhs.dtype, rhs.dtype)

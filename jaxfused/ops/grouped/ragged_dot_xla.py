@@ -1,8 +1,8 @@
 """Grouped products in XLA: tiles of one group's rows, one after the other.
 
-Each tile reads its group's matrix, so that no row meets another group's numbers and nothing larger than
-the operands is held. XLA's own program for `jax.lax.ragged_dot` multiplies every row by every group's
-matrix, on a CPU and on a GPU: its time and memory grow with the number of groups.
+Each tile reads its group's matrix, so that no row is multiplied by another group's matrix and nothing
+larger than the operands is held. XLA's own program for `jax.lax.ragged_dot` multiplies every row by
+every group's matrix, on a CPU and on a GPU: its time and memory grow with the number of groups.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jaxfused.runtime.shapes import is_symbolic
 from jaxfused.runtime.stated_gradient import stated_gradient
 
 _FEWEST_ROWS, _MOST_ROWS = 16, 512
-"""Bounds of a tile's rows, which are near the mean of a group's."""
+"""Least and greatest number of rows of a tile, which is otherwise near a group's mean."""
 _SYMBOLIC_ROWS = 128
 """Rows of a tile where the number of all rows is symbolic."""
 
@@ -76,19 +76,19 @@ def gradients(
 
 
 class _Tile(NamedTuple):
-    """A tile of one group's rows, or with arrays several."""
+    """Part of one group's rows, or several such parts if the fields have an axis."""
 
     group: jax.Array
     """Index of the tile's matrix."""
     first: jax.Array
-    """Row at which the tile is cut out of the array, where it fits."""
+    """Index of the row from which the tile is cut, early enough for all its rows to exist."""
     start: jax.Array
-    """First row of the tile that is the group's, and not that of the tile before."""
+    """Index of the group's first row in the tile; rows before it are another tile's."""
     end: jax.Array
-    """Row after the last one that is the group's."""
+    """Index after the group's last row in the tile."""
 
     def own_rows(self, height: int) -> jax.Array:
-        """Returns a mask [height, 1] of the tile's rows that are its group's."""
+        """Returns a mask [height, 1], True for the tile's rows that are its group's."""
         row = self.first + jnp.arange(height, dtype=jnp.int32)[:, None]
         return (row >= self.start) & (row < self.end)
 
@@ -106,7 +106,7 @@ def _over_tiles(
     sizes = jnp.clip(sizes, 0, rows).astype(jnp.int32)
     ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows).astype(jnp.int32)
     ends = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    # The ends before and of each group that has a matrix; further groups have no rows.
+    # The groups from `offset` on have a matrix; their bounds are a start and the ends of all.
     index = offset.reshape(()).astype(jnp.int32) + jnp.arange(groups + 1, dtype=jnp.int32)
     bounds = ends[jnp.clip(index, 0, sizes.shape[0])]
     counts = (jnp.diff(bounds) + (height - 1)) // height
@@ -121,14 +121,14 @@ def _over_tiles(
 
     if is_symbolic(jax.ShapeDtypeStruct((rows,), jnp.int32)):
         return lax.fori_loop(0, last[-1], lambda i, t: add(t, tile_at(i), height), total)
-    # Where the number of tiles is known, a GPU need not wait for the host after each. Those beyond the
-    # last have no rows.
+    # A known number of tiles runs as a scan, so that a GPU need not wait for the host after each.
+    # Tiles beyond the last one have no rows.
     tiles = tile_at(jnp.arange(rows // height + min(groups, rows), dtype=jnp.int32))
     return lax.scan(lambda t, tile: (add(t, tile, height), None), total, tiles)[0]
 
 
 def tile_height(rows: int, groups: int) -> int:
-    """Returns the rows of a tile: about as many as a group has."""
+    """Returns the number of rows of a tile, about as many as a group has."""
     if is_symbolic(jax.ShapeDtypeStruct((rows,), jnp.int32)):
         return _SYMBOLIC_ROWS
     mean = max(1, rows // max(groups, 1))
@@ -136,7 +136,7 @@ def tile_height(rows: int, groups: int) -> int:
 
 
 def _padded(x: jax.Array, groups: int) -> jax.Array:
-    """Returns x with rows enough for a tile, where their number is only known when the program runs."""
+    """Returns x, padded to the rows of a tile if the number of rows is symbolic."""
     if not is_symbolic(x):
         return x
     return jnp.pad(x, ((0, tile_height(x.shape[0], groups)), (0, 0)))

@@ -28,9 +28,9 @@ class Routes(NamedTuple):
     """The experts of each token."""
 
     weights: jax.Array
-    """[..., k], float32."""
+    """Weights [..., k], float32."""
     indices: jax.Array
-    """[..., k], int32, the greatest first."""
+    """Indices [..., k] of experts, int32, the greatest score first."""
 
 
 @python_numbers
@@ -184,7 +184,8 @@ def _scores(score: Score, z: jax.Array) -> jax.Array:
         return jax.nn.softmax(z, axis=-1)
     if score == "sigmoid":
         return jax.nn.sigmoid(z)
-    # Below -40 softplus(z) is exp(z) in all digits, and its root has no slope where that is 0.
+    # The root of softplus(z) has no slope where softplus rounds to 0; below -40 it is exp(z / 2) in
+    # all digits.
     root = jnp.sqrt(jax.nn.softplus(jnp.maximum(z, -40.0)))
     return jnp.where(z < -40.0, jnp.exp(0.5 * z), root)
 
@@ -192,12 +193,12 @@ def _scores(score: Score, z: jax.Array) -> jax.Array:
 def _shares(
     weights: jax.Array, z: jax.Array, score: Score, floor: float, epsilon: float
 ) -> jax.Array:
-    """Returns the weights [..., k] of logits z over their sum."""
+    """Returns the weights [..., k] of logits z, divided by their sum."""
     total = jnp.sum(weights, axis=-1, keepdims=True)
     tiny = float(jnp.finfo(z.dtype).tiny)
     if max(floor, epsilon) >= tiny:
         return weights / (jnp.maximum(total, floor) + epsilon)
-    # Weights that vanish are exponentials, whose shares do not.
+    # A softmax of the exponents divides weights that underflow, which are exponentials.
     vanishes = total < tiny * 2**24
     exponents = 0.5 * z if score == "sqrt_softplus" else z
     shares = weights / jnp.where(vanishes, 1.0, total)
@@ -207,7 +208,7 @@ def _shares(
 def _in_kept_groups(
     choice: jax.Array, groups: int, kept: int, group_score: GroupScore, masked: float
 ) -> jax.Array:
-    """Returns the biased scores, `masked` for the experts in groups that are not kept."""
+    """Returns the biased scores, with `masked` for the experts of groups that are not kept."""
     size = choice.shape[-1] // groups
     in_groups = choice.reshape(*choice.shape[:-1], groups, size)
     greatest, _ = jax.lax.top_k(in_groups, 1 if group_score == "max" else min(2, size))
@@ -220,13 +221,14 @@ def _in_kept_groups(
 def load_balancing_loss(
     logits: jax.Array, indices: jax.Array, *, mask: jax.Array | None = None
 ) -> jax.Array:
-    r"""The loss that has a mixture's router use all experts alike.
+    r"""Loss that makes a mixture's router use all experts equally often.
 
     .. math:: \ell = E \sum_e f_e P_e
 
-    where f is the number of choices of an expert by a token, and P the mean of softmax(logits), both
-    over the tokens. It is k, the number of experts of a token, where all are used alike, and E where all
-    tokens choose one. The choices are those that ran, also where a bias has part in them.
+    where f_e is the mean number of a token's choices of expert e, and P_e the mean of softmax(logits)
+    over the tokens. The loss is k, the number of experts of a token, if all experts are used equally
+    often, and E if all tokens choose one. The choices are those that ran, including the effect of a
+    bias.
 
     Args:
       logits: [..., E], any float dtype; those of several layers may be stacked.
@@ -262,7 +264,7 @@ def load_balancing_loss(
     probabilities = jax.nn.softmax(logits.astype(accumulator_dtype(logits.dtype)), axis=-1)
     dtype = probabilities.dtype
     kept = jnp.ones(logits.shape[:-1], dtype) if mask is None else mask.astype(dtype)
-    # one_hot counts the experts in the dtype of the indices, which may be too narrow.
+    # one_hot compares in the dtype of the indices, which may not hold the number of experts.
     indices = indices.astype(np.promote_types(indices.dtype, np.int32))
     chosen = jax.nn.one_hot(indices, experts, dtype=dtype).sum(axis=-2)
     tokens = tuple(range(logits.ndim - 1))

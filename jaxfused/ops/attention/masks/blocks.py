@@ -1,7 +1,7 @@
 """Masks in blocks: which tiles of queries and keys are empty, full or partial, and their bits.
 
-Preparation looks at every tile once, by its bounds, and at the elements of tiles of which bounds say
-nothing. Equal tiles are stored once: a causal mask has one partial tile, however long it is.
+Preparation evaluates the bounds of every tile once, and the elements of a tile only if its bounds leave
+its kind open. Equal tiles are stored once: a causal mask has one partial tile, however long it is.
 """
 
 import functools
@@ -24,7 +24,7 @@ class BlockedMasks:
     tile's index."""
     partial: np.ndarray
     """Bits of partial tiles, bool [partial tiles + 1, queries of a tile, keys of a tile]; tile FULL
-    allows everything. Keys from S on are forbidden; queries from T on repeat the last one.
+    allows everything.
 
     Keys from S on are forbidden; queries from T on are like the last one.
     """
@@ -73,7 +73,7 @@ def _looked_at(
     key_block: int,
     indices: dict[bytes, int],
 ) -> np.ndarray:
-    """Returns the kinds of tiles of one row by looking at their elements."""
+    """Returns the kinds of the tiles of one row, found by evaluating their elements."""
     queries, keys = mask.shape
     query = np.minimum(first_query + np.arange(query_block), queries - 1)
     key = columns[:, None] * key_block + np.arange(key_block)
