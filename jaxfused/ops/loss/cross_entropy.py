@@ -168,7 +168,8 @@ def softmax_cross_entropy(
     if expected is None:
         losses = losses_of(aligned_statistics(run, options, logits, classes, soft), counts, options)
         return reduce_losses(losses, counts, weights, reduction)
-    # JAX computes each loss's cotangent like this, so that the expected one matches to the bit.
+    # JAX computes the losses' cotangents by the same formula, so that the expected ones equal them in
+    # all bits.
     shares, total = shares_of(counts, weights, reduction)
     coefficients = jnp.asarray(expected / total, jnp.float32) * shares
     losses = losses_ahead(
@@ -201,7 +202,7 @@ def _statistics_over_shards(
     own_maximum = lax.stop_gradient(own.maximum)
     maximum = lax.pmax(own_maximum, axis_name)
     distance = own_maximum - maximum
-    # A shard without a finite logit has distance -inf, and adds 0.
+    # A shard whose logits are all -inf has distance -inf, and adds 0.
     picked = own.picked + jnp.where(own.total == 0.0, 0.0, own.total * distance)
     return Statistics(
         maximum,
@@ -273,8 +274,8 @@ def weighed_losses(
 ) -> jax.Array:
     """Returns the losses [...] with each class's term times its weight.
 
-    They follow from the statistics that kernels compute for unweighted losses. A target that is spread
-    over all classes needs one more weighted sum of the logits.
+    The losses follow from the statistics that kernels compute for unweighted losses. A target that is
+    spread over all classes needs one more weighted sum of the logits.
     """
     cap, smoothing = options.logits_soft_cap, options.label_smoothing
     terms = replace(options, label_smoothing=0.0, z_loss=0.0)

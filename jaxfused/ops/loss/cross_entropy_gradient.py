@@ -62,7 +62,7 @@ def pulls_on_rows(cotangents: Statistics, statistics: Statistics, columns: int) 
     """Returns the coefficients of the logits' gradient from the statistics' cotangents, sharded as rows.
 
     JAX's zeros for an unused statistic are replicated on all devices, but `jnp.stack` takes arrays of
-    one sharding. So a zero that is sharded as the rows is added to them.
+    one sharding. So a zero that is sharded like the rows is added to each.
     """
     zero = (jnp.isnan(statistics.maximum) & False).astype(statistics.maximum.dtype)
     pulls = cotangents.log_sum, -cotangents.picked, -cotangents.mean / columns

@@ -1,8 +1,8 @@
 """Cross-entropy of one token and its gradient, and both over the logits of a linear layer.
 
-A row of logits is reduced to a few numbers (`Statistics`), from which its loss follows. Both are stated
-only here: softmax_cross_entropy, linear_softmax_cross_entropy and segmentation_loss use them with XLA,
-and around kernels too.
+A row of logits is reduced to a few numbers (`Statistics`), from which its loss follows. Loss and
+gradient are defined only here: softmax_cross_entropy, linear_softmax_cross_entropy and segmentation_loss
+use them with XLA, and around kernels too.
 """
 
 import functools
@@ -18,7 +18,8 @@ from jaxfused.runtime.promotion import accumulator_dtype
 
 IGNORED = -1
 ELSEWHERE = -2
-"""Values in place of a class: the token does not count, or its class is in another device's logits."""
+"""Values in place of a class, for a token that does not count, and for a class of another device's
+logits."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Options:
 class Statistics(NamedTuple):
     """Numbers of a row of (capped) logits from which its loss follows: [...] each.
 
-    The maximum is kept apart, because subtracting a sum with a large maximum from a large logit would
-    leave few correct digits. All other numbers are relative to it. It is a constant in the gradient,
-    because the loss does not depend on it.
+    The maximum is a field of its own, because the difference of a large logit and a large sum would have
+    few correct digits. All other numbers are relative to the maximum, which is a constant in the
+    gradient, because the loss does not depend on it.
     """
 
     maximum: jax.Array
@@ -50,7 +51,7 @@ class Statistics(NamedTuple):
     """Sum of the labels: 1, or 0 for a class that is elsewhere."""
 
     def log_probabilities(self, logits: jax.Array) -> jax.Array:
-        """Returns the logarithms of the softmax of the logits, which are capped already."""
+        """Returns the logarithms of the softmax of logits that are already capped."""
         return logits - self.maximum[..., None] - self.log_sum[..., None]
 
     def lse(self) -> jax.Array:
@@ -106,8 +107,8 @@ def row_statistics(logits: jax.Array, labels: jax.Array, options: Options) -> St
         shares = labels.astype(logits.dtype)
         picked, total = _weighted_sum(shares, distances), jnp.sum(shares, axis=-1)
     else:
-        # A class that does not exist gives NaN. A token that does not count must not: although its loss
-        # is replaced by 0 later, `jax_debug_nans` would report it.
+        # A missing class gives NaN. A token that does not count must give none, because
+        # `jax_debug_nans` would report a NaN although 0 replaces the token's loss later.
         is_here = labels >= 0
         place = jnp.where(is_here, labels, 0)[..., None]
         picked = jnp.take_along_axis(distances, place, -1, mode="fill")[..., 0]
@@ -146,7 +147,7 @@ def row_gradients(
     values = capped(logits, cap)
     features = logits.shape[-1]
     pull = pulls.pull[..., None]
-    # A shard of a row without a finite logit has pull 0 and log_sum -inf, which would give NaN.
+    # A shard whose logits are all -inf has pull 0 and log_sum -inf, whose product would be NaN.
     gradients = jnp.where(pull == 0.0, 0.0, pull * jnp.exp(statistics.log_probabilities(values)))
     if is_soft(labels):
         targets = labels.astype(values.dtype)
@@ -157,7 +158,8 @@ def row_gradients(
         gradients = gradients * (1.0 - jnp.square(values / cap))
     if is_soft(labels):
         return gradients
-    # A literal NaN would be reported by `jax_debug_nans` even where no class is missing.
+    # The square root of -1 is NaN only where a class is missing; `jax_debug_nans` would report a
+    # literal NaN anywhere.
     missing = labels >= features
     gradients = gradients * jnp.sqrt(jnp.where(missing, -1.0, 1.0).astype(values.dtype))[..., None]
     return jnp.where((labels == IGNORED)[..., None], 0.0, gradients)
@@ -206,8 +208,8 @@ def _as_classes(labels: jax.Array, features: int, options: Options) -> jax.Array
     return labels if is_soft(labels) else classes_of(labels, features, options)
 
 
-# The steps of a loop are new functions in each call. Under a `jax.jit` with static options they compile
-# once, outside of `jax.jit` too.
+# Under a `jax.jit` with static options, a loop's steps compile once; elsewhere they are new functions
+# in each call.
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5), inline=True)

@@ -1,6 +1,6 @@
 """linear_softmax_cross_entropy: validation, choice, gradient.
 
-The logits of a language model are its largest array. Here they exist for one chunk of tokens at a time.
+The logits of a language model are its largest array. Here only one chunk of tokens has logits at a time.
 If the kernels of softmax_cross_entropy run and the loss's cotangent is known in advance, a chunk's
 logits are turned into their gradient in place and multiplied at once, so that each product is computed
 once.
@@ -290,7 +290,7 @@ _statistics.defvjp(_statistics_fwd, _statistics_bwd)
 # --- gradient of the reference --------------------------------------------------------------------
 
 _CHUNK_LOGITS = 2**24
-"""Logits that XLA's program holds at once by default: 64 MiB of float32."""
+"""Number of logits that XLA's program holds at once by default: 64 MiB of float32."""
 
 
 def _reference_losses(options, chunk_size, x, w, bias, labels):
@@ -313,7 +313,7 @@ def _chunk_of_tokens(x: jax.Array, w: jax.Array, chunk_size: int | None) -> int:
     Chunks are equal by default, so that the last one needs little padding.
     """
     rows = math.prod(x.shape[:-1])
-    if is_symbolic(x):  # A loop has chunks of one size, and an exact number of them.
+    if is_symbolic(x):  # A loop needs equal chunks, whose number a symbolic size leaves open.
         return rows
     if chunk_size:
         return chunk_size
@@ -321,13 +321,13 @@ def _chunk_of_tokens(x: jax.Array, w: jax.Array, chunk_size: int | None) -> int:
     return max(1, math.ceil(rows / chunks))
 
 
-# Like the steps of the reference's loops, these compile once outside of `jax.jit` too.
+# Under `jax.jit`, the steps compile once, as those of the reference's loops do.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _weighed_losses(options, chunk_size, x, w, bias, labels, class_weights):
     """Returns losses with each class's term times its weight; logits are recomputed by chunks."""
     leading = x.shape[:-1]
     rows = math.prod(leading)
-    # JAX adds up the gradients of the chunks in the dtype that w and bias have here.
+    # JAX adds up the chunks' gradients in the dtype of w and bias, so they are widened first.
     wide = accumulator_dtype(x.dtype)
     w, bias = (None if a is None else a.astype(wide) for a in (w, bias))
 
@@ -377,17 +377,17 @@ _linear_token_losses.defvjp(_linear_token_losses_fwd, _linear_token_losses_bwd)
 # --- kernels --------------------------------------------------------------------------------------
 
 _CHUNK_ROWS = 4096
-"""Fewest rows of a default chunk if w's gradient is summed in float32. With fewer, the sums would be
-read and written more often, and the products would be too short to hide it."""
+"""Least number of rows of a default chunk if w's gradient is summed in float32. With fewer rows, the
+sums would be read and written more often, and the products would be too short to hide that."""
 _NARROW_ROWS = 2048
-"""Fewest rows of a default chunk if w's gradient is summed in w's 16-bit dtype."""
+"""Least number of rows of a default chunk if w's gradient is summed in w's 16-bit dtype."""
 _NARROW_CHUNKS = 3
-"""Largest number of default chunks of 16-bit sums. So few roundings stay well within the error that
-tests/support grants, if the terms of different chunks do not cancel."""
+"""Largest number of default chunks of 16-bit sums. The error of so few roundings is well below the
+tolerance of tests/support, if the terms of different chunks do not cancel."""
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
-"""Tile of a product in cuBLAS."""
+"""Rows and columns of a product's tile in cuBLAS."""
 _UNROLLED_CHUNKS = 8
-"""Largest number of chunks for which the program has a copy of the step each, in place of a loop."""
+"""Largest number of chunks whose steps the program contains one by one; more chunks run as a loop."""
 
 
 @dataclass(frozen=True)
@@ -550,14 +550,15 @@ class _Layer:
     def gradients(
         self, x: jax.Array, dlogits: jax.Array, sums: _Sums | None
     ) -> tuple[jax.Array, _Sums]:
-        """Returns dx, and the sums with those of this chunk added; `sums` are None before the first."""
+        """Returns dx, and the sums plus this chunk's terms; `sums` is None for the first chunk."""
         w = self.w.astype(x.dtype)
         dx = jnp.einsum("nv,dv->nd", dlogits, w, preferred_element_type=x.dtype)
         dbias = None
         if self.bias is not None:
             dbias = jnp.sum(dlogits.astype(jnp.float32), axis=0)
         if sums is None:
-            # Without sums to add to, the product rounds its own if they are 16-bit or final.
+            # The first chunk's product rounds its result itself if the sums are 16-bit or the chunk is
+            # the only one.
             rounds = self._is_narrow() or self._chunk_rows() >= self.rows
             dtype = x.dtype if rounds and self.w.dtype == x.dtype else jnp.float32
             dw = jnp.einsum("nd,nv->dv", x, dlogits, preferred_element_type=dtype)
@@ -592,14 +593,14 @@ class _Layer:
             parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), part))
             done = whole * size
         for start in range(done, self.rows, size):
-            # The barrier lets the next chunk's logits reuse the memory of those of a chunk that is done.
+            # The barrier lets the next chunk's logits reuse the memory of the last chunk's logits.
             chunk, sums, parts[-1] = lax.optimization_barrier((chunk_at(start), sums, parts[-1]))
             sums, part = step(self, chunk, sums)
             parts.append(part)
         return sums, jax.tree.map(lambda *a: a[0] if len(a) == 1 else jnp.concatenate(a), *parts)
 
     def _chunk_rows(self) -> int:
-        """Returns the rows of a chunk; the last one may have fewer."""
+        """Returns the number of rows of a chunk; the last chunk may have fewer."""
         if self.rows == 0:
             return 1
         if self.constants.chunk_size is not None:
@@ -623,7 +624,7 @@ class _Layer:
         return self.rows <= _NARROW_CHUNKS * (self.constants.chunk_size or self._most_rows())
 
     def _most_rows(self) -> int:
-        """Returns the rows whose logits take as much memory as float32 sums of w's gradient."""
+        """Returns the number of rows whose logits take as much memory as float32 sums for dw."""
         return max(_CHUNK_ROWS, 4 * self.w.shape[0] // jnp.dtype(self.dtype).itemsize)
 
     def _waves(self, size: int) -> int:

@@ -20,7 +20,8 @@ MAX_IMAGES = 65535
 MAX_PIXELS = 2**30
 
 _CLUSTER = 8
-"""Blocks that share an image of a mask, on GPUs with clusters, where they add up their own sums."""
+"""Number of blocks that share an image of a mask, on GPUs with clusters, where they add up their own
+sums."""
 _FEW_CLASSES = 24
 _PIXELS_OF_BLOCK = 1024
 
@@ -63,7 +64,7 @@ def forward(
     cuda_library.register()
     images, pixels, classes = logits.shape
     clustered = classes == 1 and _have_clusters(images, compute_capability, multiprocessors)
-    # Blocks that an SM runs at a time.
+    # Number of blocks that an SM runs at a time.
     resident = 2 if classes == 1 else 6 if 8 < classes <= _FEW_CLASSES else 8
     wanted = resident * multiprocessors // images
     blocks = 1 if clustered else max(1, min(wanted, -(-pixels // _PIXELS_OF_BLOCK)))

@@ -44,26 +44,26 @@ class Sums(NamedTuple):
     """Sums over the counted pixels of each image, times the pixels' weights."""
 
     total: jax.Array
-    """[B]: sums of the weights."""
+    """Sums [B] of the weights."""
     losses: jax.Array
-    """[B]: sums of the cross-entropies, or focal losses."""
+    """Sums [B] of the cross-entropies, or focal losses."""
     overlap: jax.Array
-    """[B, C]: sums of the probabilities of the pixels' own classes."""
+    """Sums [B, C] of the probabilities of the pixels' own classes."""
     predicted: jax.Array
-    """[B, C]: sums of the probabilities of all classes."""
+    """Sums [B, C] of the probabilities of all classes."""
     present: jax.Array
-    """[B, C]: sums of 1 for the pixels' own classes."""
+    """Sums [B, C] of 1 for the pixels' own classes."""
 
 
 SHARE_TOLERANCE = 1e-3
-"""Distance by which a share may lie below 0 or above 1, because its producer rounded it."""
+"""Distance from 0 to 1 by which a share may miss that range, because its producer rounded it."""
 
 
 def shares(labels: jax.Array, dtype: Any) -> jax.Array:
     """Returns labels as shares from 0 to 1, and NaN for other values, such as a mask's 255."""
     if labels.dtype == jnp.bool_:
         return labels.astype(dtype)
-    # Integers that a float of few bits would round are compared as integers.
+    # Integers are compared as integers, because a float of few bits would round them.
     if jnp.issubdtype(labels.dtype, jnp.integer):
         is_share = (labels == 0) | (labels == 1)
     else:
@@ -94,7 +94,7 @@ def image_sums(
         targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
         misses = 1.0 - jnp.exp(-losses)
     if options.focal_gamma:
-        # The power has no derivative at 0.
+        # The gradient of the power is undefined at 0, so that 1 replaces the base there.
         hits_wholly = misses <= 0.0
         factors = jnp.where(hits_wholly, 1.0, misses) ** options.focal_gamma
         losses = jnp.where(hits_wholly, 0.0, factors * losses)

@@ -111,7 +111,7 @@ def quantize_rows(
     *,
     implementation: dispatch.Implementation | None = None,
 ) -> QuantizedArray:
-    r"""Quantises activations as they come, each row by its own largest magnitude.
+    r"""Quantises activations during a call, each row by its own largest magnitude.
 
     .. math::
         \text{scale}_m = \max_d |x_{md}| / \text{largest}, \qquad
@@ -154,7 +154,7 @@ def fake_quantize(
     scale: jax.Array | float | None = None,
     zero_point: jax.Array | int | None = None,
 ) -> jax.Array:
-    r"""What `quantize` followed by `dequantize` gives, with the straight-through gradient.
+    r"""Quantises and dequantises x, with the straight-through gradient.
 
     .. math::
         y &= \text{scale} \cdot (q(x) - \text{zero\_point}) \\
@@ -364,7 +364,7 @@ def _given_sides(op: str, axis: int, group_size: Any) -> int | tuple[int, int] |
 def _runs(
     op: str, x: jax.Array, axis: int, group_size: int | tuple[int, int] | None
 ) -> tuple[int, int | None]:
-    """Returns into how many runs the axis is cut, and the last axis if it is cut too."""
+    """Returns the number of runs of the axis, and that of the last axis if it is cut too."""
     if group_size is None:
         return 1, None
     sizes = tuple(group_size) if isinstance(group_size, tuple | list) else (group_size,)

@@ -208,7 +208,7 @@ def why_no_kernel_reads(w: QuantizedArray) -> str | None:
 
 
 def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
-    """Returns scale and zero point [G, F] of weights; one that columns share is repeated for each."""
+    """Returns the weights' scale and zero point as [G, F], repeated where columns share one."""
     zero_point, columns = w.zero_point, w.shape[1]
     return (
         of_each_column(w.scale, columns),
@@ -217,7 +217,7 @@ def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _of_rows(x: QuantizedArray) -> jax.Array:
-    """Returns the scales [..., G] of quantised x; one that rows share is repeated for each."""
+    """Returns the scales of quantised x as [..., G], repeated where rows share one."""
     return jnp.broadcast_to(x.scale, (*x.shape[:-1], x.groups))
 
 
@@ -277,7 +277,7 @@ class _Options:
     columns_alike: int
     """Number of adjacent columns of w that share a scale."""
     x_dtype: Any
-    """The dtype of x; None if x is quantised."""
+    """Dtype of x; None if x is quantised."""
     residual_dtype: Any
     scale_gradient: bool
 
@@ -299,9 +299,10 @@ class _Residuals(NamedTuple):
     w: QuantizedArray
     bias: jax.Array | None
     preactivation: jax.Array | None
-    """x @ w + bias in x's dtype, or float32 if x is quantised; None without an activation."""
+    """Preactivation x @ w + bias in x's dtype, or float32 if x is quantised; None without an
+    activation."""
     x: jax.Array | None
-    """The input, if the scales get a gradient."""
+    """Input x, if the scales get a gradient."""
 
 
 @functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="quantized_matmul")
@@ -519,7 +520,7 @@ class _LayerOfBoth(_Layer):
             x_scale=x_scale,
             w=Packed(values, scale, zero_point),
         )
-        # XLA's product is faster than that of CUDA C on the only GPU where both were timed.
+        # XLA's product is faster than CUDA's on the only GPU where both were timed.
         return {
             "pallas": pallas_quantized.why_both_unsupported(**facts),
             "xla": None,
@@ -542,7 +543,8 @@ class _LayerOfBoth(_Layer):
         wide = replace(work, itemsize=2)
         xla = xla_time(device, wide, Passes(bytes_of_element=4 + work.written_bytes))
         if work.k % pallas_quantized.COPIED_BYTES:
-            # XLA pads both operands in 16 bits, and multiplies them half as fast (benchmarks/LAB.md).
+            # XLA pads both operands to 16-bit copies, and multiplies them half as fast
+            # (benchmarks/LAB.md).
             pads = sum(xla_cost.xla_pass(operand.size, 1 + 2) for operand in (x, w.values))
             xla = 2 * xla + pads
         return product_times({"pallas": ours, "xla": xla})
@@ -584,7 +586,7 @@ class _InputGradient:
 
     options: _Options
     features: int
-    """Number of input features of w (D)."""
+    """Number D of input features of w."""
 
     @property
     def name(self) -> str:
@@ -602,7 +604,7 @@ class _InputGradient:
             k=self.features,
             w=Packed(values, scale, zero_point),
         )
-        # XLA dequantises the weights first, which takes more memory and somewhat less time.
+        # XLA comes first: it dequantises the weights, which takes more memory but less time.
         return {"xla": None, "pallas": reason}
 
     def configs(self, implementation, device, dz, values, scale, zero_point) -> Sequence[Hashable]:

@@ -24,7 +24,7 @@ _MOST_TILES = 65535
 _MOST_ROWS = 2**30
 _PARTS = (1, 2, 4, 8, 16)
 _FEW_ROWS = 64
-"""Rows of x up to which sums are split (split-K). More rows make enough blocks without it."""
+"""Number of rows of x up to which sums are split (split-K). More rows make enough blocks without it."""
 _BOTH_TILE = 128
 """Rows and columns of a CTA's tile of the W8A8 kernel, and features of a K step."""
 _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -32,14 +32,15 @@ _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 @dataclass(frozen=True)
 class Config:
-    """The split of a product over warps and blocks."""
+    """Split of a product over warps and blocks."""
 
     row_tiles: int
-    """Tiles of 8 rows of x in a block: 1, 2, 4 or 8."""
+    """Number of a block's tiles, of 8 rows of x each: 1, 2, 4 or 8."""
     sum_warps: int
-    """Number of a block's 8 warps that share the sums of a column. The others compute other columns."""
+    """Number of a block's 8 warps that share the sums of a column. The other warps compute other
+    columns."""
     parts: int
-    """Blocks that share the sums of a column (split-K)."""
+    """Number of blocks that share the sums of a column (split-K)."""
 
 
 # --- what can run ---------------------------------------------------------------------------------
@@ -144,12 +145,12 @@ def _why_shapes_unfit(
 # --- configs --------------------------------------------------------------------------------------
 
 _LITTLE_MEMORY_ROWS, _MEMORY_ROWS = 32, 64
-"""Most rows of x times `sum_warps` for which two pipeline stages fit into a block's shared memory, on
-Turing and on later GPUs."""
+"""Largest product of x's rows and `sum_warps` for which two pipeline stages fit into a block's shared
+memory, on Turing and on later GPUs."""
 _BUSY_BLOCKS = 1.5
-"""Blocks per SM that convert weights as fast as memory delivers them."""
+"""Number of blocks per SM that convert weights as fast as memory delivers them."""
 _LAUNCH_BYTES = 8e6
-"""Bytes that a GPU reads, roughly, while the second kernel starts. A block starts in half that time."""
+"""Bytes that a GPU reads while the second kernel starts. A block starts in half that time."""
 
 
 def candidates(

@@ -62,8 +62,8 @@ def layer(
         z = quantized_product(x, w, out_dtype)
         narrow = z.dtype
     else:
-        # As in `linear`, the product has x's dtype if its sums are rounded to it anyway. XLA's product
-        # then adds a bias and a residual of that dtype before its one rounding.
+        # As in `linear`, the product has x's dtype if its sums are rounded to that dtype anyway. XLA's
+        # product then adds a bias and a residual of that dtype before its one rounding.
         narrow = x.dtype
         rounds = activation is not None or out_dtype == narrow
         joins = rounds and narrow.itemsize == 2 and bias is not None and bias.dtype == narrow
@@ -74,7 +74,7 @@ def layer(
         z = z.astype(wide) + along_last_axis(bias, z.astype(wide))
     if activation is not None:
         z = checkpoint_name(z.astype(narrow), PREACTIVATION)
-    # relu is exact in any dtype, and one sum after it adds only its own rounding.
+    # relu is exact in any dtype, and a single sum after relu adds only its own rounding.
     keeps_dtype = activation in (None, "relu") and sums_in_product(z, None, residual, out_dtype)
     y = z if keeps_dtype else z.astype(wide)
     y = y if activation is None else activate(activation, y)
@@ -119,7 +119,7 @@ def frozen_product(
     """Returns x @ w plus a bias of the result's 16 bits, in `out_dtype` or, if it is None, float32.
 
     Gradients go to x and the bias, and with `scale_gradient` to the scale of w. The backward dequantises
-    w again: keeping the dequantised weights would take the memory that quantisation has saved.
+    w again: the dequantised weights would take the memory that quantisation saves.
     """
     del scale_gradient
     rows = linear_xla.letters_of_rows(x)
@@ -174,7 +174,11 @@ For this many rows, writing a dequantised copy at 2.5 TB/s takes as long as Trit
 
 
 def is_scaled_last(x: jax.Array, w: QuantizedArray) -> bool:
-    """Whether the stored numbers of w are multiplied, and the scales of its columns applied to the sums.
+    """Whether the product multiplies stored numbers, and the columns' scales multiply its sums.
+
+    Every float dtype of x holds these numbers, so that nothing is rounded before the sums. XLA converts
+    them inside a product of few rows, but would write a dequantised copy. XLA computes a single row as a
+    sum, in which dequantising would take six times as long as reading the numbers.
 
     Every float dtype of x holds these numbers, so that nothing is rounded before the sums. XLA converts
     them inside a product of few rows, but would write a dequantised copy. It runs one row as a sum, in
@@ -187,8 +191,8 @@ def is_scaled_last(x: jax.Array, w: QuantizedArray) -> bool:
 def _is_by_groups(x: jax.Array, w: QuantizedArray) -> bool:
     """Returns whether each group is summed separately, and scaled before the sums are added.
 
-    Up to half as many rows as a group has numbers, that moves fewer bytes than a dequantised copy of the
-    weights. Features that Explicit mesh axes split are not cut into groups.
+    For at most half as many rows as a group has numbers, separate sums move fewer bytes than a
+    dequantised copy of the weights. Features that Explicit mesh axes split are not cut into groups.
     """
     group = w.shape[0] // w.groups
     is_few = not is_symbolic(x) and 2 * math.prod(x.shape[:-1]) <= group
@@ -377,7 +381,7 @@ def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 _EXACT_PRODUCTS = 1024
 """Number of int8 products, each of at most 2^14, that float32 sums exactly."""
 _FEWEST_PRODUCTS = 256
-"""Fewest products in a part of the sums. Shorter parts would be read and written too often."""
+"""Least number of products in a part of the sums. Shorter parts would be read and written too often."""
 _LAUNCH_BYTES = 2**23
 """Bytes that memory moves while the kernels that pad x and slice the result start."""
 
@@ -385,13 +389,13 @@ _LAUNCH_BYTES = 2**23
 def _ragged_int8_matmul(a: jax.Array, b: jax.Array, copied: int) -> jax.Array:
     """Returns `_int8_matmul` of [M, D] and [D, F]: in parts of the sums in bfloat16, or zero-padded.
 
-    bfloat16 holds every int8, so that the parts are exact in float32. XLA converts inside a product,
-    but would write `copied` bytes to pad.
+    bfloat16 holds every int8, so that the parts are exact in float32. XLA converts to bfloat16 inside a
+    product, but would write `copied` bytes of padded operands.
     """
     (m, d), n = a.shape, b.shape[1]
     lengths = [size for size in range(_FEWEST_PRODUCTS, _EXACT_PRODUCTS + 1) if d % size == 0]
     length = d if d <= _EXACT_PRODUCTS else max(lengths, default=0)
-    # Symbolic sizes take the form that suits many rows.
+    # Symbolic sizes are treated as large ones.
     if length and not is_symbolic(a) and 8 * (d // length) * m * n <= _LAUNCH_BYTES + 2 * copied:
         parts = jnp.einsum(
             "mgd,gdf->gmf",

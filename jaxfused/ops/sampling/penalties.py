@@ -22,7 +22,7 @@ def penalized(
     presence: Any,
     frequency: Any,
 ) -> jax.Array:
-    """Returns the logits less the penalties, or as they are if there are none."""
+    """Returns the logits less the penalties, or the logits themselves without penalties."""
     rows = logits.shape[:-1]
     named = {
         "repetition_penalty": repetition,
@@ -87,11 +87,11 @@ def _less_penalties(
     """Returns logits [..., V] in float32 (float64 for float64 logits) less their penalties.
 
     Args:
-      tokens: integers [..., L], to which all three penalties apply; others than 0 to V - 1 are skipped.
-      prompt: integers [..., P], to which only the repetition penalty applies.
+      tokens: integers [..., L] with all three penalties; those outside 0 to V - 1 are skipped.
+      prompt: integers [..., P] with the repetition penalty alone.
       repetition: [...], divides positive logits and multiplies negative ones, once a token.
       presence: [...], is subtracted once a token.
-      frequency: [...], is subtracted as often as the token came.
+      frequency: [...], is subtracted once for each time that the token occurs.
     """
     z = logits.astype(accumulator_dtype(logits.dtype))
     counts = _counts(tokens, z)
@@ -105,7 +105,7 @@ def _less_penalties(
 
 
 def _counts(tokens: jax.Array | None, logits: jax.Array) -> jax.Array:
-    """Returns how often each token came, int32 [..., V]."""
+    """Returns the number of times that each token occurs, int32 [..., V]."""
     counts = jnp.zeros_like(logits, jnp.int32)
     if tokens is None:
         return counts

@@ -11,8 +11,8 @@ from jaxfused.runtime.checks import as_array, as_int32, readable_values
 from jaxfused.runtime.dropout import murmur
 
 _SLACK = 2.0**-21
-"""The relative rounding that a sum of probabilities may be short of top_p by and still reaches it: the
-logarithms of round probabilities are not exact in float32."""
+"""Relative error by which a sum of probabilities may miss top_p and still count as top_p, because
+float32 logarithms of round probabilities are not exact."""
 
 
 def of_rows(
@@ -56,12 +56,13 @@ def _is_off(value: Any, off: float) -> bool:
 def filters_of(
     op: str, logits: jax.Array, temperature: jax.Array, top_k: Any, top_p: Any, min_p: Any
 ) -> tuple[jax.Array, bool]:
-    """Returns `sample_xla.Filters` as float32 [..., 4], and whether any may leave out a word."""
+    """Returns `sample_xla.Filters` as float32 [..., 4], and whether any filter may exclude a word."""
     *rows, words = logits.shape
     k = of_rows(op, "top_k", 0 if top_k is None else top_k, tuple(rows), 0, math.inf)
     p = of_rows(op, "top_p", 1.0 if top_p is None else top_p, tuple(rows), 0.0, 1.0)
     m = of_rows(op, "min_p", 0.0 if min_p is None else min_p, tuple(rows), 0.0, 1.0)
-    # The bounds keep the products with distances of 0 and infinity from being NaN.
+    # The bounds exclude NaN: products of an infinite factor with distances of 0, or of 0 with
+    # infinity.
     inverse = jnp.where(temperature > 0.0, 1.0 / jnp.clip(temperature, 1e-30, 1e30), 0.0)
     share = jnp.where(p >= 1.0, 2.0, jnp.where(p > 0.0, p, 0.0) * (1.0 - _SLACK))
     smallest = jnp.finfo(jnp.float32).tiny
@@ -69,7 +70,7 @@ def filters_of(
     k = jnp.where((k <= 0) | (k > words), words, k)
     is_filtered = not (_is_off(top_k, 0) and _is_off(top_p, 1) and _is_off(min_p, 0))
     columns = inverse, share, least, k.astype(jnp.float32)
-    # The sum, which is finite, gives each column the batch and the sharding of all.
+    # The sum of all columns, times 0, gives each column the batch and the sharding of all.
     zero = 0.0 * sum(columns[1:], columns[0])
     return jnp.stack([column + zero for column in columns], axis=-1), is_filtered
 
@@ -77,7 +78,7 @@ def filters_of(
 def seeds_of(
     op: str, key: Any, position: Any, temperature: jax.Array, rows: tuple[int, ...]
 ) -> jax.Array:
-    """Returns the seeds uint32 [..., 2] of each row's noise, from its key, position and number."""
+    """Returns the seeds uint32 [..., 2] of each row's noise, from its key, position and index."""
     of_rows(op, "position", position, rows, -math.inf, math.inf)
     if key is None:
         values = readable_values(temperature)
@@ -114,14 +115,14 @@ def seeds_of(
 
 
 def _position_word(position: Any) -> jax.Array:
-    """Returns a word uint32 of each position; those of more than 32 bits are hashed to it."""
+    """Returns a uint32 for each position; positions of more than 32 bits are hashed."""
     if isinstance(position, int):
         position = np.uint64(position % 2**64)
     if not isinstance(position, np.ndarray | np.generic):
         position = jnp.asarray(position)
     if position.dtype.itemsize < 4:
         position = position.astype(np.int32)
-    # The high word is 0 for all of int32's numbers, of any dtype.
+    # The high half is 0 for all of int32's numbers, of any dtype.
     high = ((position >> 31) + 1) >> 1
     low = position & 0xFFFFFFFF if position.dtype.itemsize == 8 else position
     return jnp.asarray(low.astype(np.uint32)) ^ murmur(jnp.asarray(high.astype(np.uint32)))
@@ -139,6 +140,6 @@ def _words_of(op: str, key: Any) -> jax.Array:
             f"{op}: key has dtype {key.dtype}; pass keys of jax.random.key, or integer seeds."
         )
     words = key.astype(jnp.uint32)
-    # Unlike zeros made anew, these have the batch and the sharding of the seeds.
+    # `words & 0` has the batch and the sharding of the seeds, unlike new zeros.
     high = (key >> 32).astype(jnp.uint32) if key.dtype.itemsize == 8 else words & 0
     return jnp.stack([high, words], axis=-1)

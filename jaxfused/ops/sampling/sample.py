@@ -1,7 +1,7 @@
 """sample: validation and choice of the draw of tokens from logits.
 
 The kernel is CUDA C: its blocks share a row through their clusters' shared memory in passes whose number
-depends on the row, and add up weights in one order, which Pallas has no words for.
+depends on the row, and add up weights in a fixed order. Pallas can express neither.
 """
 
 import math
@@ -149,7 +149,7 @@ class _Draw:
     """Draws tokens int32 [M] from logits [M, V], seeds uint32 [M, 2] and filters float32 [M, 4]."""
 
     is_filtered: bool
-    """False if of all filters only the temperature counts."""
+    """False if temperature is the only filter that counts."""
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from jaxfused.runtime import cuda_library
 
 _MOST_ROWS = 2**27
 _MOST_WORDS = 2**24
-"""A float32 holds every top_k up to here."""
+"""Largest top_k up to which float32 holds every integer."""
 
 
 def why_unsupported(

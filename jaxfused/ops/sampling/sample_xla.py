@@ -1,8 +1,8 @@
 """The draw of a token from each row of logits, in jax.numpy and without a sort of the vocabulary.
 
-Words stand in the order of falling logits, equal ones by rising id; every filter keeps the first words
-of this order. So no threshold is needed, only the test whether one word is kept: how many words stand
-before it, and what they weigh. With Gumbel noise g, the draw is
+A word is an entry of the vocabulary. The words are ordered by falling logits, and equal ones by rising
+id; every filter keeps the first words of this order. So no threshold is needed, only the test whether a
+word is kept, by the number and the weight of the words before it. With Gumbel noise g, the draw is
 
     token = argmax over the kept words of distance * inverse_temperature + g.
 
@@ -25,7 +25,7 @@ NONE = -1
 """The token of a row without a distribution: one with a NaN, or with -inf alone."""
 
 _BLOCK = 256
-"""Weights that are added up by themselves, which keeps the error of float32 sums near one rounding."""
+"""Number of weights in a partial sum, which keeps the error of float32 sums near one rounding."""
 
 
 class Filters(NamedTuple):
@@ -34,11 +34,12 @@ class Filters(NamedTuple):
     inverse_temperature: jax.Array
     """1 / temperature, or 0 for the largest logit without a draw."""
     share: jax.Array
-    """A word is kept if the words before it weigh less than this share of the words that top-k keeps."""
+    """Share of the weight of top-k's words; a word is kept if the words before it weigh less than
+    that."""
     least: jax.Array
-    """The least distance of a kept word from the largest logit, times the inverse temperature."""
+    """Least distance of a kept word from the largest logit, times the inverse temperature."""
     top_k: jax.Array
-    """Words that top-k keeps, int32."""
+    """Number of words that top-k keeps, int32."""
 
 
 class Row(NamedTuple):
@@ -48,9 +49,9 @@ class Row(NamedTuple):
     exponents: jax.Array
     """Distances from the row's largest logit, times the inverse temperature."""
     weights: jax.Array
-    """exp(exponents)"""
+    """exp(exponents), at most 1."""
     total: jax.Array
-    """The sum of the weights [...]; not above 0 for a row without a distribution."""
+    """Sum of the weights [...]; not above 0 for a row without a distribution."""
 
 
 def unpacked(filters: jax.Array) -> Filters:
@@ -91,7 +92,7 @@ def sample(
 ) -> jax.Array:
     """Returns tokens int32 [...] from logits [..., V], seeds uint32 [..., 2] and filters [..., 4].
 
-    Without `is_filtered`, of all filters only the temperature counts.
+    Without `is_filtered`, temperature is the only filter that counts.
     """
     of_row = unpacked(filters)
     row = row_of(logits, of_row.inverse_temperature)
@@ -109,8 +110,7 @@ def is_kept(row: Row, filters: Filters, kept_weight: jax.Array, token: jax.Array
     """Returns whether a word of each row is kept, and the words before it as a mask [..., V].
 
     Args:
-      kept_weight: what the words that top-k keeps weigh, [...].
-      token: int32 [...].
+      kept_weight: [...], the sum of the weights of the words that top-k keeps. token: [...] int32.
     """
     at = token[..., None]
     logit = jnp.take_along_axis(row.logits, at, axis=-1)
@@ -125,10 +125,10 @@ def is_kept(row: Row, filters: Filters, kept_weight: jax.Array, token: jax.Array
 
 
 def weight_of_top_k(row: Row, filters: Filters) -> jax.Array:
-    """Returns what the `top_k` first words of each row weigh, by bisection on the bits of the logits."""
+    """Returns the weight of the `top_k` first words of each row, by bisection on the logits' bits."""
     words = row.logits.shape[-1]
     keys = _ordered(row.logits)
-    # Between `low`, of which at least `top_k` words are not smaller, and `high`, of which fewer are not.
+    # At least `top_k` words have a key of at least `low`, and fewer have a key of at least `high`.
     low = jnp.min(keys, axis=-1)
     high = jnp.max(keys, axis=-1) + 1
     nothing = jnp.zeros_like(row.total)
@@ -145,7 +145,7 @@ def weight_of_top_k(row: Row, filters: Filters) -> jax.Array:
         low, high = jnp.where(enough, middle, low), jnp.where(enough, high, middle)
         count_high = jnp.where(enough, count_high, count)
         weight_high = jnp.where(enough, weight_high, weight)
-        # Words that equal the last one weigh the same.
+        # Words with equal logits have equal weights.
         at_low = jnp.max(jnp.where(keys == low[..., None], row.weights, 0.0), axis=-1)
         missing = (filters.top_k - count_high).astype(weight.dtype)
         found = jnp.where(count == filters.top_k, weight, weight_high + missing * at_low)
@@ -174,7 +174,7 @@ def _first_kept(
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """Returns integers in the order of the numbers."""
+    """Returns integers that have the same order as the numbers."""
     bits = jnp.finfo(x.dtype).bits
     integers = jnp.dtype(f"int{bits}")
     signed = lax.bitcast_convert_type(x + 0.0, integers)  # -0 + 0 is 0
@@ -185,5 +185,5 @@ def _sum(x: jax.Array) -> jax.Array:
     """Returns the sum over the last axis, block by block."""
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _BLOCK)]
     blocks = jnp.pad(x, padding).reshape(*x.shape[:-1], -(-x.shape[-1] // _BLOCK), _BLOCK)
-    # Without the barrier, XLA makes one sum of the two.
+    # Without the barrier, XLA merges both sums into one.
     return jnp.sum(lax.optimization_barrier(jnp.sum(blocks, axis=-1)), axis=-1)

@@ -24,9 +24,9 @@ class LogProbs(NamedTuple):
     chosen: jax.Array
     """Log-probabilities of the drawn tokens [...]; NaN where there is none."""
     top: jax.Array
-    """The largest ones of each row, falling, [..., n]."""
+    """Largest log-probabilities of each row, in falling order, [..., n]."""
     top_tokens: jax.Array
-    """Their tokens, int32 [..., n]; of equal ones the lower token comes first."""
+    """Tokens of the largest ones, int32 [..., n]; of equal ones the lower token comes first."""
 
 
 def log_probs(
@@ -44,7 +44,7 @@ def log_probs(
     )
     device = dispatch.current_device(logits)
     missing = {"pallas": NO_PALLAS}
-    # Even a named kernel leaves many log-probabilities to XLA.
+    # XLA computes many log-probabilities, even if the caller names a kernel.
     named = None if count > top_log_probs_cuda.MOST or count == 0 else implementation
     if count == 0 or takes_reference("sample", named, device, logits, missing=missing):
         return LogProbs(*top_log_probs(*operands, count=count))

@@ -7,7 +7,7 @@ import numpy as np
 from jaxfused.runtime import cuda_library
 
 MOST = 64
-"""Largest count for which a pass over the row for each token is worth its time."""
+"""Largest count for which one pass over the row for each token is fast enough."""
 
 
 def forward(

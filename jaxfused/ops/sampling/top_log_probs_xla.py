@@ -15,7 +15,7 @@ def top_log_probs(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns log-probabilities of tokens int32 [...] and of the `count` likeliest, and these tokens.
 
-    What is no token, and a row without a distribution, have NaN; the latter's tokens are `NONE`.
+    Invalid tokens, and rows without a distribution, have NaN; the tokens of such rows are `NONE`.
     """
     row = row_of(logits, jnp.ones_like(logits[..., 0], jnp.float32))
     exists = row.total > 0.0
