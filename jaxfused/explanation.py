@@ -66,7 +66,7 @@ _SOURCES = {
 
 def basis(choice: dispatch.Choice) -> list[str]:
     """Returns what decided a choice, a line each: the figures, and why others cannot run."""
-    # Where a rule of the operator decided, the estimates of its stages did not.
+    # If a rule of the operator decided, the estimates of its stages did not.
     asked = [c for c in choice.stages if c.implementation == "xla" or c.measured is not None]
     stages = dict.fromkeys(f"{c.stage}, {_figures(c)}" for c in asked if _figures(c))
     cannot = [f"not {name!r}: {reason}" for name, reason in choice.reasons.items() if reason]
@@ -229,7 +229,7 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def _traced_anew() -> Iterator[None]:
-    """Makes JAX trace everything in this context anew instead of taking it from its caches."""
+    """Makes JAX trace everything in this context again instead of using its caches."""
     with set_xla_metadata(jaxfused_explain=str(next(_numbers))):
         yield
 

@@ -122,7 +122,7 @@ def store_in_turn(
             # The stores of the previous result have completed by now.
             commit_and_send(number - 1)
         if not overlaps or (number == 0 and count % slots):
-            # Otherwise the previous commit, in this tile or the last, has freed the stage.
+            # If stores overlap, the previous commit has freed the stage, in this tile or the last.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         store(number, result)
         if not overlaps:

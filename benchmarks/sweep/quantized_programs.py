@@ -315,10 +315,9 @@ def _exactly(x, number_format: str, axes: Any):
 
 
 def in_steps(number_format: str, results: Arrays) -> Arrays:
-    """Returns results whose first one, numbers of a format, is counted in steps of the format.
+    """Returns results with the numbers of the first one replaced by their places in a format.
 
-    A step leads from one number of the format to the next. Numbers of a float format are counted from 0,
-    with a fraction for values between two of them.
+    The place of a number counts the format's numbers from 0; a value between two numbers has a fraction.
     """
     numbers = results[0].astype(jnp.float32)
     if number_format != "int8":

@@ -192,8 +192,9 @@ __device__ __forceinline__ void for_loaded_elements(const F& f) {
   }
 }
 
-// A lane's elements of an operand that broadcasts to the logits. Beyond the end of an axis it reads
-// another element, whose value has no effect. Offsets from the lane's first element fit an int.
+// A lane's elements of an operand that broadcasts to the logits. A lane beyond the end of an axis
+// reads another element, whose value has no effect. Offsets from the lane's first element fit an
+// int.
 template <bool kTransposed, typename T>
 class LaneOfLogits {
  public:

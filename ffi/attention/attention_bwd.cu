@@ -332,8 +332,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
           const int row = first + warp_row + 16 * i + 8 * half + lane / 4;
           const int64_t place =
               (int64_t{at.batch} * args.heads + at.head) * args.statistics_rows + row;
-          // With a cap, 16-bit kernels sum gradients of products, not logits: no correction of
-          // delta.
+          // The 16-bit kernels correct delta only without a cap: with a cap they sum the gradients
+          // of the products instead of the logits'.
           const float delta = kIsTf32<T> || args.soft_cap == 0.0f ? sum + args.missing[place]
                                                                   : of_rows[i][half].delta;
           if (lane % 4 == 0) args.corrected[place] = {of_rows[i][half].lse, delta};

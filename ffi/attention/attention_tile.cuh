@@ -30,8 +30,9 @@ struct Tile {
   }
 
   // Returns the address at which this lane starts to read A, if A's rows are the tile's rows, in
-  // blocks of 16 rows by 32 bytes. Step `k` of 32 bytes is at ^ (k << 5), and the next 16 rows are
-  // at + 16 * kStride. The next function is for B whose columns are the tile's rows.
+  // blocks of 16 rows by 32 bytes. Step `k` of 32 bytes is at address ^ (k << 5), and the next 16
+  // rows are at address + 16 * kStride. `lane_of_columns` is for B, if the tile's rows are the
+  // columns of B.
   static __device__ __forceinline__ uint32_t lane_of_rows(uint32_t tile) {
     const int lane = threadIdx.x % kLanes;
     return address(tile, lane & 15, lane >> 4);
@@ -41,7 +42,8 @@ struct Tile {
     return address(tile, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
   }
 
-  // Returns the same address for B whose rows are the tile's rows, as add_product reads it.
+  // Returns the address at which this lane starts to read B for add_product, if the tile's rows are
+  // the rows of B.
   static __device__ __forceinline__ uint32_t lane_of_depth(uint32_t tile) {
     if constexpr (!kIsTf32<T>) return lane_of_rows(tile);
     const int lane = threadIdx.x % kLanes;
@@ -59,7 +61,7 @@ struct Head {
 
   // Returns the address of `column` in any row, which may lie beyond the last row.
   __device__ __forceinline__ T* at(int row, int column) const {
-    // This takes one multiplication, since the bytes of a row fit an int.
+    // The offset takes one multiplication, because the bytes of a row fit an int.
     constexpr int kBytes = sizeof(T);
     using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
     return reinterpret_cast<T*>(reinterpret_cast<Byte*>(data + column) +
@@ -195,9 +197,9 @@ __device__ __forceinline__ void round_to_operand(const float (&x)[kRowTiles][kCo
   }
 }
 
-// Writes the warp's rows of acc * factor[row], or 0 if the factor is 0, whatever acc is. The rows
-// pass through rows of `tile` that no other warp still uses. `first` is the warp's first row in the
-// head, and `tile_row` its first row in the tile.
+// Writes the warp's rows of acc * factor[row], or 0 if the factor is 0, even if acc is NaN. The
+// rows pass through rows of `tile` that no other warp still uses. `first` is the warp's first row
+// in the head, and `tile_row` its first row in the tile.
 template <typename T, int kHead, int kRowTiles>
 __device__ __forceinline__ void store_rows(const Head<T>& head, int first, uint32_t tile,
                                            int tile_row,

@@ -109,7 +109,7 @@ class Counted {
     }
   }
 
-  // Adds those of a thread's pixels that lie inside of the image's result.
+  // Adds the values of a thread's pixels that lie inside the image's result.
   __device__ __forceinline__ void add(const Args& args, const Map& map, const int (&rows)[kPixels],
                                       const int (&columns)[kPixels],
                                       const float (&values)[kPixels][kChannels]) {

@@ -197,9 +197,9 @@ ffi::Error launch_of(const ffi::AnyBuffer& x, const Args& args, cudaStream_t str
   }
 }
 
-// Writes the results y of the images x. A blur follows `steps_before` of the steps unless `blurs`
-// is absent, whose last axis has the weights along columns and then those along rows, or the factor
-// of sharpening.
+// Writes the results y of the images x. `blurs`, if present, has the weights along columns and then
+// those along rows, or the factor of sharpening; that filter follows the first `steps_before`
+// steps.
 ffi::Error image_pass(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer maps,
                       ffi::AnyBuffer rows, ffi::AnyBuffer statistics, ffi::AnyBuffer blurs,
                       ffi::Result<ffi::AnyBuffer> y, int64_t interpolation, bool reads, bool drops,

@@ -89,8 +89,8 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
 
 // --- blocks that wait for each other -------------------------------------------------------------
 
-// Increments a counter in global memory, once for each block. Whoever waits for the count sees what
-// the block's threads wrote before the barrier that precedes this call.
+// Increments a counter in global memory, once for each block. A block that has waited for the count
+// sees what this block's threads wrote before the barrier that precedes the call.
 __device__ __forceinline__ void count_up(unsigned* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }

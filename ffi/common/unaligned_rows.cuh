@@ -1,6 +1,7 @@
 // Misaligned rows, which do not start at multiples of 16 bytes. A tile is as many consecutive rows
-// as form a 16-byte aligned piece of memory. A block copies it through shared memory in vectors,
-// whatever the rows' width; there, a thread owns single columns of a row, or words of two.
+// as form a 16-byte aligned piece of memory. A block copies a tile through shared memory in
+// vectors, for rows of any width; in shared memory a thread owns single columns of a row, or words
+// of two.
 #pragma once
 
 #include <numeric>
@@ -14,7 +15,7 @@ constexpr int kFlatBarrierBytes = 128;     // bytes for an mbarrier of each stag
 // Limit on the features if a kernel also sums columns over rows, which halves a lane's columns.
 constexpr int kMostFlatSums = 512;
 
-// Rows whose bytes are a multiple of 16, whatever their width.
+// Number of rows whose bytes together are a multiple of 16, for rows of any width.
 template <typename T>
 constexpr int kFlatRows = 16 / sizeof(T);
 

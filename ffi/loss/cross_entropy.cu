@@ -77,8 +77,11 @@ struct LossArgs {
   void* dlogits;
   int64_t rows;
   int features;
-  int slice;    // limit on the vectors of a row in a block; in the backward, threads of a team
-  int cluster;  // blocks that share a row; in the backward, teams
+  // In the forward, the limit on a row's vectors in a block; in the backward, the threads of a
+  // team.
+  int slice;
+  // In the forward, the number of blocks that share a row; in the backward, the number of teams.
+  int cluster;
 };
 
 // Caps the logit to (-cap, cap).
@@ -256,8 +259,9 @@ class WarpJoin {
     const int lane = threadIdx.x % kWarpSize;
     const int rank = cluster_ > 1 ? cluster_rank() : 0;
     const int place = rank * warps + threadIdx.x / kWarpSize;
-    // Turns alternate between two halves, so that one barrier per turn suffices: whoever overwrites
-    // a place has passed the barrier of the turn in between, and so has every reader of that place.
+    // Turns alternate between two halves of the memory, so that one barrier per turn suffices: a
+    // thread that overwrites a place has passed the barrier of the turn in between, and so have all
+    // threads that read that place.
     float* own = places_ + turn_ * kValues * kPlaces;
     const int used = cluster_ * warps;
     if (cluster_ == 1) {
@@ -635,8 +639,8 @@ class WarpSlots {
   __device__ __forceinline__ int begin(int part) const { return min(part * part_turns_, turns_); }
   __device__ __forceinline__ int end(int part) const { return begin(part + 1); }
 
-  // Starts to copy a part of the `count` vectors at `source`, once lanes have read what it
-  // replaces.
+  // Starts to copy a part of the `count` vectors at `source`, once all lanes have read the part
+  // that the copy overwrites.
   __device__ __forceinline__ void fetch(int part, const T* source, int count) {
     if constexpr (kHasBulkCopies) {
       __syncwarp();

@@ -299,7 +299,8 @@ constexpr int kMaskPixels = 8;
 constexpr int kCluster = 8;
 constexpr int kMaskSums = kOverall + 3;
 
-// The same number as SHARE_TOLERANCE of jaxfused/ops/loss/segmentation_loss_xla.py.
+// Distance from 0 to 1 by which a share may miss that range; equal to SHARE_TOLERANCE of
+// jaxfused/ops/loss/segmentation_loss_xla.py.
 constexpr float kShareTolerance = 1e-3f;
 
 // Returns a mask's label, or NaN if it is not between 0 and 1, such as 255.
@@ -635,7 +636,7 @@ __device__ __forceinline__ void store_gradient(const ImageArgs& args, int64_t pl
     pack(part, packed);
     T* const to = static_cast<T*>(args.dlogits) + place + i;
     if constexpr (sizeof(packed) == 16) {
-      // One instruction; nvcc splits an ordinary store into four.
+      // A single instruction stores 16 bytes; nvcc would split an ordinary store into four.
       __stwb(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&packed));
     } else {
       store_vector(to, packed);

@@ -125,7 +125,7 @@ struct Place {
   }
 };
 
-// Whole warps of a block with a common job. With kBarrier 0, a crew is the whole block.
+// Crew: whole warps of a block with a common job. With kBarrier 0, a crew is the whole block.
 template <int kBarrier>
 struct Crew {
   int thread;  // index of the thread in its crew

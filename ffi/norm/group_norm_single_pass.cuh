@@ -17,7 +17,7 @@
 
 namespace group_norm {
 
-// The crews of a block in one direction.
+// Sizes of the crews (warps of one role) of a block, in the forward or the backward.
 template <int kFirst, int kSecond, int kThird, int kSlotArrays, int kChunk>
 struct Crews {
   static constexpr int kLoader = 32;
@@ -30,7 +30,7 @@ struct Crews {
   static_assert(kThreads <= kMaxThreads);
 };
 
-// Ids of the crews' barriers; kMergedBarrier is that of the second and the third crew.
+// Ids of the crews' barriers; the second and the third crew share kMergedBarrier.
 enum CrewBarrier : int { kSumsBarrier = 1, kMergeBarrier, kMergedBarrier };
 
 struct Ring {
@@ -48,7 +48,7 @@ struct Ring {
   unsigned* counters;
 };
 
-// A crew's position in the ring.
+// Position of a crew (warps of one role) in the ring of slots.
 struct Turn {
   int slot = 0;
   uint32_t phase = 0;
@@ -170,7 +170,7 @@ class Block {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(free(turn.slot));
   }
 
-  // Announces that the first crew has stored its sums of the image.
+  // Announces that the first crew has stored its sums of the image in global memory.
   __device__ __forceinline__ void publish(const Crew<kSumsBarrier>& crew, int image) const {
     crew.sync();
     if (crew.thread == 0) count_up(ring.counters + image);
@@ -205,7 +205,8 @@ class Block {
   unsigned char* shared_;
 };
 
-// Calls load(), sums(crew), merge(crew) or write(thread of the crew), by the crew of the thread.
+// Calls load(), sums(crew), merge(crew) or write(thread of the crew), depending on the thread's
+// crew.
 template <typename Crews, typename Load, typename Take, typename Merge, typename Write>
 __device__ __forceinline__ void divide_work(const Ring& ring, const Load& load, const Take& take,
                                             const Merge& merge, const Write& write) {
@@ -227,8 +228,9 @@ inline ffi::Error check_counters(const ffi::AnyBuffer& counters, const Images& i
   return check_dtype("counters", counters, ffi::DataType::S32);
 }
 
-// Launches `kernel`. `args` has the members images, plan and ring, with its counters set. See
-// `spread` for `item_sums` and `row_parts`; a block keeps `kept_bytes` over its images.
+// Launches `kernel`. `args` has the members images, plan and ring, whose counters are set.
+// `item_sums` and `row_parts` are the arguments of `spread`, and `kept_bytes` are the bytes that a
+// block keeps over its images.
 template <int kVec, typename Crews, typename Args>
 ffi::Error launch_once(void (*kernel)(Args), Args args, const Config& config, const Device& device,
                        int item_sums, int row_parts, int kept_bytes, int item_bytes,

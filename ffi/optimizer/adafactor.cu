@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kMomentThreads)
       const float old = load_value(leaf.moments[kind], args.moment_dtype, place);
       const float value = s.decay * old + s.one_minus_decay * (squares[i] * scale + s.eps);
       store_value(leaf.moments[kind], args.moment_dtype, place, value);
-      // Sums the moments as rounded, which is what the next pass reads.
+      // The sums are of the rounded moments, which the next pass reads.
       sums[kind] += load_value(leaf.moments[kind], args.moment_dtype, place);
     }
   }

@@ -85,7 +85,8 @@ __device__ __forceinline__ void unpack_raw(const RawVector& raw, Dtype dtype,
   });
 }
 
-// Returns the last leaf whose member `kFirst` is at most `index`; it must grow from leaf to leaf.
+// Returns the last leaf whose member `kFirst` is at most `index`; `kFirst` must grow from leaf to
+// leaf.
 template <auto kFirst, typename Args>
 __device__ __forceinline__ int leaf_at(const Args& args, uint32_t index) {
   int leaf = 0, last = args.count - 1;

@@ -1,5 +1,5 @@
-// Muon's momentum for the leaves of a tree, updated in place. It writes the matrices to
-// orthogonalise, stacked and of one shape, as they are and transposed, and their sums of squares.
+// Muon's momentum for the leaves of a tree, updated in place. The kernels also write the matrices
+// to orthogonalise, stacked and of one shape, with their transposes and their sums of squares.
 
 #include <string>
 

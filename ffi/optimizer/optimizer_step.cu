@@ -50,10 +50,10 @@ struct alignas(16) Scalars {
 };
 constexpr int kScalars = sizeof(Scalars) / sizeof(float);
 
-// LAMB needs the norms of a whole leaf between moments and parameters, so it takes two passes. The
-// second recomputes the direction: from the moments that the first has written if these are
-// float32, else from the gradient. In 16 bits a second moment may have become 0, which would give
-// another direction than the one whose norm was taken.
+// LAMB takes two passes, because the norms of a whole leaf are needed between the moments and the
+// parameters. The second pass recomputes the direction: from the moments that the first pass has
+// written if these are float32, else from the gradient, because a second moment that was rounded to
+// 0 in 16 bits would give another direction than the one whose norm was computed.
 enum class Rule { kAdam, kAdam8Bit, kLion, kSgd, kLambMoments, kLambWrite, kLambNorms, kLambWhole };
 
 __host__ __device__ constexpr bool takes_norms(Rule rule) {

@@ -380,8 +380,8 @@ __device__ __forceinline__ void store_sums(const QuantizeArgs& args, float (&sum
   args.sums[row_block * args.columns + column] = total;
 }
 
-// What is quantised: plain matrices; the product of an activated gate and a factor; matrices that
-// are also summed over their rows; an activation whose derivative is stored.
+// Kind of the quantised values: plain matrices; the product of an activated gate and a factor;
+// matrices that are also summed over their rows; an activation whose derivative is stored.
 enum class Form { kPlain, kGated, kSums, kSlope };
 
 // A thread's values of a tile, while they are being loaded.
@@ -480,9 +480,9 @@ __device__ __forceinline__ void quantize_tile(const QuantizeArgs& args, const Ti
 
 constexpr int kUnroll = 4;
 
-// Returns the bits of the largest magnitude among a thread's values of the sources. It goes from
-// the end to the beginning: L2 may still hold what was written last, and will hold what is read
-// last. With `kBounds`, negative values count as 0.
+// Returns the bits of the largest magnitude among a thread's values of the sources. A thread reads
+// from the end to the beginning, because L2 may still hold the values written last, and will hold
+// those read last. With `kBounds`, negative values count as 0.
 template <typename T, bool kBounds>
 __device__ __forceinline__ uint32_t largest_of_thread(const Sources& sources) {
   constexpr int kSize = 16 / sizeof(T);

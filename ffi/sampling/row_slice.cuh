@@ -19,7 +19,7 @@ constexpr int kMaxRowWarps = 64;
 constexpr int kMinBlockThreads = 256;
 constexpr int kMaxBlockThreads = 1024;
 
-// How the vectors of a row are spread over blocks and threads.
+// Distribution of a row's vectors over blocks and threads.
 struct RowSpread {
   int cluster;       // blocks that share a row
   int threads;       // threads of a block
@@ -33,7 +33,7 @@ struct RowSpread {
 
 // The vectors of a row that belong to this block. Threads of all blocks take turns, so that a
 // thread's vectors do not depend on how many blocks there are. Its first `kept` vectors stay in
-// shared memory; the others are read again, and come from the L2.
+// shared memory; the others are read from the L2 again.
 template <typename T, int kVec>
 class RowSlice {
   using Pack = Vector<T, kVec>;
@@ -111,8 +111,8 @@ class RowSlice {
 // Combines the results of a cluster's threads, in an order that is the same in every run.
 //
 // All threads get the same result. Turns alternate between two halves of the shared memory, so that
-// one barrier per turn suffices: whoever overwrites a place has passed the barrier of the turn in
-// between, and so has every reader of that place.
+// one barrier per turn suffices: a thread that overwrites a place has passed the barrier of the
+// turn in between, and so have all threads that read that place.
 class ClusterJoin {
  public:
   static constexpr int kMostWords = 5;

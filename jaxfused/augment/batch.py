@@ -22,4 +22,4 @@ class Batch(NamedTuple):
     sizes: jax.Array | None = None
     """Height and width [B, 2] of each image where it is smaller than its array, at the top left."""
     visible: jax.Array | None = None
-    """In a result, the share of each moved box's area that is in the image, [B, N]."""
+    """Share of each moved box's area that lies in the image, [B, N]; only in results."""

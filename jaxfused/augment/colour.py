@@ -73,7 +73,7 @@ class ColorJitter(Pointwise):
         check_share(op, "p", self.p)
 
     def _used(self) -> list[tuple[Op, Any]]:
-        """Returns the operations whose range is not the identity alone, with their ranges."""
+        """Returns the operations, with their ranges, that may change an image."""
         every = (
             (Op.BRIGHTNESS, self.brightness, 1),
             (Op.CONTRAST, self.contrast, 1),
@@ -184,7 +184,7 @@ class RandomPosterize(_OfLevels):
     """Keeps the highest bits of each of the 256 levels.
 
     Args:
-      bits: how many, 0 to 8.
+      bits: the number of kept bits, 0 to 8.
       p: probability.
 
     Source: `torchvision.transforms.v2.RandomPosterize`; values of float images become levels first.
@@ -201,7 +201,7 @@ class RandomSolarize(_OfLevels):
     """Inverts the levels that are at least a threshold.
 
     Args:
-      threshold: 0 to 256, of which 256 inverts none. It counts levels of uint8, whatever the dtype.
+      threshold: 0 to 256, a level of uint8 for images of any dtype; 256 inverts none.
       p: probability.
 
     Source: `torchvision.transforms.v2.RandomSolarize`.

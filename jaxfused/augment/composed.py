@@ -101,7 +101,7 @@ def _within(window: jax.Array, matrix: jax.Array, box: jax.Array) -> jax.Array:
 
 
 def _stretch(matrix: jax.Array, size: jax.Array) -> jax.Array:
-    """Returns by how many pixels x and y move in the image per pixel at the middle of the result."""
+    """Returns the pixels that x and y move in the image per pixel at the middle of the result."""
     x, y = middle(size)
     place = _applied(matrix, x, y)
     slope = (matrix[:2, :2] - place[:2, None] / place[2] * matrix[2:, :2]) / place[2]

@@ -90,7 +90,7 @@ class RandomChoice(_Several):
     """Applies one of its transforms.
 
     Args:
-      transforms: of which each image gets one.
+      transforms: the transforms; each image gets one of them.
       p: how likely each of them is, before division by the sum; None for all alike.
 
     Source: `torchvision.transforms.v2.RandomChoice`.

@@ -22,7 +22,9 @@ class Drawn(NamedTuple):
 
 
 class Transform:
-    """A random change of one image. Its fields say what is drawn; there is no other state.
+    """A random change of one image.
+
+    Its fields are the ranges of the drawn parameters; there is no other state.
 
     A transform consists of `parts`, of which a chain makes passes. `draw` returns what each part does.
     """
@@ -74,7 +76,7 @@ class Geometric(Part):
     antialias: bool = False
     fill: float | Sequence[float] = 0.0
     any_interpolation: ClassVar[bool] = False
-    """True if every position is that of a pixel's centre, so that interpolation and fill do not
+    """True if positions are always the centres of pixels, so that interpolation and fill do not
     matter."""
 
     def inverse(self, values: Any, size: jax.Array) -> jax.Array:

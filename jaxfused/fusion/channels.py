@@ -15,7 +15,7 @@ class Arrangement:
 
     layout: Layout
     images: tuple[int, ...]
-    """Parts (see `frame`) that count images, each of which has its own moments."""
+    """Parts (see `frame`) whose axes number the images; each image has its own moments."""
     pixels: Layout
     """Axes that are averaged over."""
     channels: tuple[int, ...]
@@ -79,8 +79,8 @@ def is_of_rows(moments: Moments) -> bool:
 def why_no_channels_first(value: Value, axes: int) -> str:
     """Returns why images [B, C, H, W] are not transposed for an operator, or "".
 
-    XLA's convolutions of 16-bit images keep the channels last in memory, whatever the order of the axes.
-    The transposition is then a view.
+    XLA's convolutions of 16-bit images keep the channels last in memory, for any order of the axes. The
+    transposition is then a view.
     """
     if value.dtype.itemsize == 2 and axes == 2:
         return ""

@@ -42,7 +42,8 @@ class Frame:
     sizes: tuple[int, ...]
     """Lengths of the parts."""
     stages: tuple[Stage, ...]
-    """The array whose moments are taken, then the same before each convert, reshape, transposition."""
+    """Arrays of which moments are taken: the last one, then those before each convert, reshape,
+    transposition."""
 
     @property
     def source(self) -> Stage:

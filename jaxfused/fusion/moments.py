@@ -129,7 +129,7 @@ class Moments:
 
 
 def statistics(root: Node) -> Moments | None:
-    """Returns the moments whose variance a square root is taken of, or None."""
+    """Returns the moments whose variance is the square root's argument, or None."""
     sums = list(_sums_before(root))
     for node in sums:
         square = core(node.ins[0]).node

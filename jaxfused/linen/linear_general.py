@@ -136,7 +136,7 @@ class GeneralAffine(linen.Module):
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = linen.initializers.zeros
 
-    # A method for the same reason as that of `Affine`.
+    # Not `__call__`, because `capture_intermediates` would keep the parameters as its results.
     @linen.compact
     def parameters(self, inputs: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
         """Returns (kernel [*inputs, *features], bias [*features] or None)."""

@@ -20,7 +20,7 @@ from jaxfused.runtime.checks import python_number_fields
 
 
 class _Perceptron(linen.Module):
-    """What `MLP` and `GatedMLP` share: fields of theirs, and a call of their operator."""
+    """Common part of `MLP` and `GatedMLP`: fields, and a call of the operator."""
 
     hidden_features: int
     out_features: int | None = None

@@ -39,7 +39,7 @@ def why_intercepted() -> str | None:
 
 
 def why_given(**given: bool) -> str | None:
-    """Names the first of these arguments that is given, as the reason for Flax's code, or None."""
+    """Names the first given one of these arguments, as the reason for Flax's code, or None."""
     return next((f"{name} is given" for name, is_given in given.items() if is_given), None)
 
 

@@ -21,26 +21,26 @@ class Routing(NamedTuple):
     """What a mixture's router found, for losses and statistics."""
 
     logits: jax.Array
-    """[..., E], float32."""
+    """Logits [..., E] of the router, float32."""
     weights: jax.Array
-    """[..., k], float32."""
+    """Weights [..., k] of each token's experts, float32."""
     indices: jax.Array
-    """[..., k], int32."""
+    """Indices [..., k] of each token's experts, int32."""
 
 
 class Experts(NamedTuple):
     """The parameters of a mixture."""
 
     router_kernel: jax.Array
-    """[D, E]."""
+    """Kernel [D, E] of the router."""
     correction_bias: jax.Array | None
-    """[E]."""
+    """Bias [E] that balances the load, or None."""
     w_gate: jax.Array | None
-    """[E, D, F]."""
+    """Weights [E, D, F] of the gate, or None."""
     w_up: jax.Array
-    """[E, D, F]."""
+    """Weights [E, D, F] of the hidden layer."""
     w_down: jax.Array
-    """[E, F, D]."""
+    """Weights [E, F, D] of the last layer."""
 
 
 def mixture(
@@ -58,7 +58,8 @@ def mixture(
     """Returns the weighted sum of each token's experts, without shared ones, and the routes."""
     routed = jnp.asarray(x)
     wide = accumulator_dtype(routed.dtype)
-    # The router's product has all of float32's digits: a choice by fewer is another one.
+    # The router's product is in full float32, because a product of fewer digits may choose other
+    # experts.
     logits = jnp.matmul(
         routed.astype(wide), experts.router_kernel.astype(wide), precision=jax.lax.Precision.HIGHEST
     )

@@ -24,7 +24,7 @@ def max_pool(
 ) -> jax.Array:
     """`flax.linen.max_pool` by `jaxfused.max_pool`, which computes the gradient in a kernel too.
 
-    Of equal values the first has the gradient. Integers, negative padding and windows larger than the
+    The first of equal values gets the gradient. Integers, negative padding and windows larger than the
     inputs run Flax's code, and `jaxfused.explain` lists the call.
 
     Args:

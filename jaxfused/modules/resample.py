@@ -1,4 +1,4 @@
-"""What the layers of nnx and linen share whose kernels or windows depend on their input."""
+"""Code of the layers of nnx and linen whose kernels or windows depend on their input."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jaxfused.runtime.promotion import accumulator_dtype, common_dtype
 
 
 def predicted_channels(kernel_size: Sequence[int], offset_groups: int) -> int:
-    """Returns the channels of a deformable convolution's offsets and masks together."""
+    """Returns the number of channels of a deformable convolution's offsets and masks."""
     return 3 * offset_groups * math.prod(kernel_size)
 
 
@@ -26,7 +26,7 @@ def deformed(
     dtype: Any,
     **options: Any,
 ) -> jax.Array:
-    """Runs a deformable convolution by offsets and the logits of masks, channel after channel."""
+    """Runs a deformable convolution; `predicted` has the offsets and then the logits of the masks."""
     dtype = common_dtype(x.dtype, kernel.dtype) if dtype is None else dtype
     count = predicted.shape[-1] // 3 * 2
     mask = jax.nn.sigmoid(predicted[..., count:].astype(accumulator_dtype(predicted.dtype)))
@@ -36,7 +36,7 @@ def deformed(
 
 
 def encoder_channels(kernel_size: int, groups: int, factor: int) -> int:
-    """Returns the channels from which the kernels of a block of new pixels are made."""
+    """Returns the number of channels that a block of new pixels needs for its kernels."""
     return groups * (kernel_size * factor) ** 2
 
 
@@ -49,7 +49,7 @@ def reassembled(
     groups: int,
     implementation: Any,
 ) -> jax.Array:
-    """Enlarges x by kernels whose logits are the channels of `encoded`, at the size of x."""
+    """Enlarges x [B, H, W, C] by kernels whose logits are the channels of `encoded` [B, H, W, ...]."""
     if x.ndim != 4:
         raise ValueError(
             f"CARAFE: x has shape {x.shape}, but it is of images; pass x of shape [batch, height, width,"

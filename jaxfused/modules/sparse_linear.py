@@ -42,7 +42,7 @@ def first_places(
 def first_blocks(
     key: jax.Array, kernel_init: Any, shape: tuple[int, int], dtype: Any, lists: Any
 ) -> jax.Array:
-    """Returns blocks of a random matrix, scaled so that results are as large as with all of them."""
+    """Returns blocks of a random matrix, scaled so that results are as large as the whole matrix's."""
     by_column, by_row = lists
     down, across = len(by_row.starts) - 1, len(by_column.starts) - 1
     kernel = kernel_init(key, shape, dtype)
@@ -61,7 +61,7 @@ def sparse_linear(
     precision: Any,
     implementation: Any,
 ) -> jax.Array:
-    """Returns x times the weight, plus the bias, in `dtype` or in what they promote to."""
+    """Returns x times the weight, plus the bias, in `dtype` or in the promoted dtype of all three."""
     x = jnp.asarray(x)
     parameters = [p.dtype for p in (weight, bias) if p is not None]
     with jax.numpy_dtype_promotion("standard"):

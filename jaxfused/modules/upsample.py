@@ -14,7 +14,7 @@ Method = Literal["nearest", "bilinear", "learned"]
 
 
 def check_method(method: str, out_features: int | None) -> None:
-    """Checks that there is such a method, and that one without parameters keeps the channels."""
+    """Checks that the method exists, and that a method without parameters keeps the channels."""
     if method not in ("nearest", "bilinear", "learned"):
         raise ValueError(
             f"Upsample: method={method!r} is not known; pass 'nearest', 'bilinear' or 'learned'."

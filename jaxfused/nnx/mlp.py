@@ -46,7 +46,7 @@ def _add_layers(
 
 
 class _Perceptron(nnx.Module):
-    """What `MLP` and `GatedMLP` share: a call of their operator with their layers."""
+    """Common part of `MLP` and `GatedMLP`: a call of the operator with the layers."""
 
     _operator: ClassVar[Callable[..., jax.Array]]
     layer_names: tuple[str, ...]

@@ -411,7 +411,7 @@ class _Momentum:
         return treedef.unflatten(scaled), state
 
     def _weights(self, count: jax.Array) -> tuple[Any, Any]:
-        """Returns the weights of new momentum and gradient in the matrix to orthogonalise."""
+        """Returns the factors of momentum and gradient, whose sum is the matrix to orthogonalise."""
         now, ahead = 1.0, 1.0
         if self.bias_correction:
             now = 1 - _power(self.beta, count)

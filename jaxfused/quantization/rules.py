@@ -106,7 +106,7 @@ class Chooser:
         return next((rule for rule in self.rules if re.search(rule.pattern, name)), None)
 
     def leave_out(self, path: Sequence[Any], reason: str) -> None:
-        """Records that the layer at `path` stays in floats, whatever the rules say."""
+        """Records that the layer at `path` stays in floats, even if a rule fits."""
         name = "/".join(str(key) for key in path)
         rule = self._find(name)
         if rule is not None and rule.dtype is None:

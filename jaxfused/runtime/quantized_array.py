@@ -192,7 +192,7 @@ class QuantizedArray:
 
     @classmethod
     def tree_unflatten(cls, static: "_Static", arrays: Any) -> "QuantizedArray":
-        """Rebuilds the array unchecked, from whatever parts a transformation returned."""
+        """Rebuilds the array unchecked, from any parts that a transformation returns."""
         array = object.__new__(cls)
         *fields, has_offset = static
         arrays = (*arrays, None)[: len(_ARRAYS)]

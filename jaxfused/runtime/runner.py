@@ -551,7 +551,7 @@ def _merged(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def jax_defaults(implementation: str) -> Iterator[None]:
-    """Sets JAX's default promotions, and for kernels 32-bit types, whatever the user has set.
+    """Sets JAX's default promotions, and for kernels 32-bit types, in place of the user's settings.
 
     A kernel's indices are 32 bits wide, and promotions in its arithmetic are intended.
     """

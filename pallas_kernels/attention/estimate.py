@@ -86,7 +86,7 @@ _LEAST_OF_QUERIES = 2.4
 def _row_statistics(shape: Shape) -> float:
     """Returns the microseconds of XLA's kernel that computes rowsum(dout * out)."""
     rows = 2.0 * shape.batch * shape.query_count * shape.heads * shape.value_size
-    # This kernel of XLA's reaches 0.75 of a copy's bandwidth.
+    # XLA's kernel reaches 0.75 of a copy's bandwidth.
     return 2.0 + 2 * rows / (0.75 * BYTES)
 
 

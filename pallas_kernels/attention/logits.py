@@ -330,9 +330,9 @@ class Logits:
     ) -> jax.Array:
         """Returns the gradient of the products, divided by `scale` if there is no cap.
 
-        dp is the gradient with respect to the probabilities after dropout, `kept` are these
-        probabilities, and `derivative` is that of the cap, or None without a cap. If it is None, the
-        result is the gradient of the logits, which is also that of the bias.
+        dp is the gradient of the probabilities after dropout, `kept` are these probabilities, and
+        `derivative` is the cap's derivative, or None without a cap. Without a cap, the result is the
+        gradient of the logits, and of the bias.
         """
         if kept is not None:
             dp = jnp.where(kept == 0, 0.0, dp * (1 / self.keep_probability))

@@ -143,12 +143,12 @@ def weight_gradient(
     """Microseconds of the gradient of the weights.
 
     Args:
-      multiplications: of a step of the sums.
+      multiplications: number in a step of the sums.
       wide: True if a tile has more than 64 features.
-      pixels_in_ring: those of all its slots.
-      steps: of a tile.
-      rounds: tiles that a CTA computes one after the other.
-      parts: of each tile.
+      pixels_in_ring: number of pixels of all slots.
+      steps: number of steps of a tile.
+      rounds: number of tiles that a CTA computes one after the other.
+      parts: number of parts of each tile.
       sums: the weights of the window, for all channels and features.
     """
     speeds = SPEEDS

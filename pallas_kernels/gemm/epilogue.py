@@ -24,8 +24,8 @@ from pallas_kernels.hopper import row_of_copies
 
 Function = Callable[..., Mapping[str, jax.Array]]
 Maximised = Callable[[jax.Array], jax.Array]
-"""An increasing function of its argument, or of its argument's magnitude; its maximum may therefore be
-rounded last."""
+"""Function that increases with its argument or with the argument's magnitude, so that the maximum of
+rounded values equals the rounded maximum."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Epilogue:
     outputs: Mapping[str, Any]
     column_sums: tuple[str, ...]
     column_moments: tuple[str, ...] = ()
-    """Outputs whose mean and variance over each column are returned, computed from the rounded
-    values."""
+    """Names of the outputs whose mean and variance over each column are returned, computed from the
+    rounded values."""
     row_vectors: Mapping[str, Any] = MappingProxyType({})
     """Dtypes of the vectors with one number per row."""
     row_maxima: Mapping[str, Maximised] = MappingProxyType({})

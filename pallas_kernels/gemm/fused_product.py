@@ -71,8 +71,8 @@ class FusedProduct:
     "variance_" + name. They are computed from the rounded outputs; the variance is the mean of squared
     deviations."""
     row_maxima: Mapping[str, Maximised] = _NOTHING
-    """Functions of outputs, as rounded, whose largest value in each row is returned, for each of P parts
-    of the columns: float32 [P, M], "max_" + name. They must grow with their argument (or its magnitude).
+    """Functions of rounded outputs, whose largest value in each row is returned, for each of P parts of
+    the columns: float32 [P, M], "max_" + name. They must grow with their argument (or its magnitude).
     Only with a `MatmulConfig`."""
     promoted_steps: int = 0
     """For float8, steps of 128 numbers along K after which the sums are added to float32 totals; 0
@@ -378,8 +378,8 @@ def _check_config(p: FusedProduct, config: MatmulConfig) -> None:
 def _blocks(p: FusedProduct) -> tuple[list[jax.Array], list[Block]]:
     """Returns the arrays that hold b, and the position of each term and product in them.
 
-    An array that holds several b is reshaped to have an axis over them: a copy that crosses the end of
-    one then reads zeros.
+    An array that holds several matrices b gets an axis over them, so that a copy that crosses the end of
+    a matrix reads zeros.
     """
     if isinstance(p.b, tuple):
         return list(p.b), [Block(index) for index in range(len(p.b))]

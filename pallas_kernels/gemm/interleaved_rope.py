@@ -29,10 +29,10 @@ def turned(
 
     Args:
       angles: [M, C], interleaved cosines and sines, of float32 or float16.
-      is_fixed: 1 where nothing is rotated, whatever the angles, else 0; a scalar of their dtype.
+      is_fixed: 1 to rotate nothing, else 0; a scalar of the angles' dtype.
       layout: of x and the angles, with an even number of features in a register.
     """
-    # JAX 0.11.2 leaves a broadcast scalar in its splat layout, whatever layout is asked for.
+    # JAX 0.11.2 leaves a broadcast scalar in its splat layout, even if another layout is requested.
     one_number = plgpu.Layout.WG_SPLAT(x.shape)
 
     @plgpu.inline_mgpu(

@@ -10,7 +10,7 @@ class Speeds:
     launch: float = 1.3
     """Time to start and to end a kernel, including the first fill of its pipeline stages."""
     step: float = 0.115
-    """Time of a step along K, whatever the tile."""
+    """Time of a step along K that does not depend on the tile."""
     step_element: float = 1.34e-5
     """Time that each element of a tile adds to a step in ping-pong."""
     shared_step_element: float = 1.93e-5
@@ -147,7 +147,7 @@ class Speeds:
     weights_launch: float = 1.8
     """Time to start and to end a wgrad kernel."""
     weights_step: float = 0.034
-    """Time of a wgrad step, whatever the tile."""
+    """Time of a wgrad step that does not depend on the tile."""
     weights_step_element: float = 1.9e-5
     """Time that each element of a CTA's tile adds to a wgrad step."""
     weights_ragged: float = 1.2

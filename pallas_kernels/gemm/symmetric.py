@@ -336,7 +336,7 @@ class _Launch:
     rounds: bool
     """True if the result is rounded to tf32."""
     first_turned: int | None
-    """Index of the first matrix whose transpose alone is stored; None if there is none."""
+    """Index of the first matrix that is stored only as its transpose; None if there is none."""
 
     @property
     def fits(self) -> bool:
@@ -425,7 +425,7 @@ class _EpilogueOfTile:
             self._store(value.astype(self.launch.product.dtype), chunk)
 
     def _added(self, value: jax.Array, chunk: int) -> jax.Array:
-        """Returns a I + b S + c times a chunk of the product."""
+        """Returns the sum of a I, b S and c times a chunk of the product."""
         slots = self._config.read_slots
         slot = chunk % slots
         plgpu.barrier_wait(self._matrix_full(slot))

@@ -542,7 +542,7 @@ class _StoreOfTile:
                 mine = lax.axis_index("cta") == index
                 add = functools.partial(self._add, piece, turn * cluster + index)
                 pl.when((self.place.wg_idx == wg_idx) & mine)(add)
-        # The other CTAs must have read these pieces before this CTA overwrites them, or ends.
+        # This CTA's pieces stay in place until all CTAs of the cluster have read them.
         self._meet("read")
 
     def _meet(self, name: str) -> None:

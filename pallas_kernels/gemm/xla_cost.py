@@ -81,7 +81,7 @@ def xla_copies(work: Work) -> float:
 
 
 def _longest_split(work: Work) -> int:
-    """Number of parts into which XLA splits the sums of a product of few rows, whatever its tiles."""
+    """Number of parts into which XLA splits the sums of a product of few rows, for any tile."""
     parts = 1
     while work.steps >= 2 * parts * _XLA_STEPS_OF_PART:
         parts *= 2

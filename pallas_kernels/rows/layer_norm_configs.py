@@ -74,7 +74,7 @@ def _forward_ring(
             ctas = 3
         return _ring_of_warps(features, matrices * itemsize, lines, ctas)
     warpgroups = 1 if features <= 4096 or features % 512 else 2
-    # For long rows, more CTAs are better than a third stage.
+    # Long rows gain more from one more CTA than from a third pipeline stage.
     ctas = max(1, _slots(8 // warpgroups, (3 if row_bytes < 32768 else 2) * row_bytes))
     return _ring_of_ctas(row_bytes, warpgroups, ctas)
 

@@ -186,7 +186,7 @@ class RowTiles:
             "grid_names": ("cta",),
             "num_threads": self.config.warpgroups,
             "thread_name": "wg",
-            # Without a ring and with a row per warp, no warp reads what another has written.
+            # Without a ring and with a row per warp, a warp never reads another warp's results.
             "compiler_params": plgpu.CompilerParams(
                 unsafe_no_auto_barriers=self.config.slots == 0 and self.config.row_per_warp
             ),
@@ -207,7 +207,7 @@ class RowTiles:
         return pl.ds(chunk * self.chunk_width, self.chunk_width)
 
     def per_chunk(self, f: Callable[[int], Any]) -> Callable[[int], Any]:
-        """Returns `f` for each column block: computed once and kept, or computed anew on every call."""
+        """Returns `f` for each column block, computed once and kept, or on every call."""
         return self._kept(f) if self.config.keeps_tile else f
 
     def _kept(self, f: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -445,7 +445,7 @@ class RowTiles:
         def copy_in(step_idx, slot):
             row = self.first_row(place, step_idx)
             for gmem, smem in sources:
-                # The copy is in bounds by `first_row`; this promise turns it into one 1-D bulk copy.
+                # `first_row` keeps the copy in bounds; this promise turns it into one 1-D bulk copy.
                 plgpu.copy_gmem_to_smem(
                     self.tile(gmem, place, row),
                     smem.at[place.wg_idx, slot],

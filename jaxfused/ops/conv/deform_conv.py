@@ -27,7 +27,7 @@ def deform_conv(
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""Convolution whose windows read x where offsets say, between pixels too (version 2, with a mask).
+    r"""Convolution whose windows read x at given offsets, between pixels too (version 2, with a mask).
 
     .. math:: y_{b, p, o} = \text{bias}_o + \sum_{t, c} w_{t, c, o} \, m_{b, p, t} \,
               x_{b, \, s p + d t - \text{low} + \Delta_{b, p, t}, \, c}

@@ -60,7 +60,7 @@ class Options:
 
     @property
     def keeps_preactivation(self) -> bool:
-        """True if the gradient reads the activation's input; that of relu reads its result."""
+        """True if the gradient reads the activation's input; relu's gradient reads the result."""
         return self.activation not in (None, *SLOPE_OF_RESULT)
 
 

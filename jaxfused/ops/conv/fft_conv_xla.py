@@ -60,7 +60,7 @@ conv.defvjp(_conv_fwd, _conv_bwd)
 
 
 def transformed_size(x: Any, kernel: Sequence[int], padding: Padding) -> int:
-    """Returns how many values are transformed for x [B, *spatial, C] and this window, zeros included."""
+    """Returns the number of transformed values, zeros included, for x [B, *spatial, C] and a window."""
     lengths = _transform(x.shape[1:-1], kernel, padding).lengths
     return x.shape[0] * math.prod(lengths) * x.shape[-1]
 
@@ -137,5 +137,5 @@ def _around(w: jax.Array, padding: Padding, lengths: Sequence[int]) -> jax.Array
 
 
 def _reach(w: jax.Array, padding: Padding) -> list[int]:
-    """Returns, for each axis of the flipped window, how many weights precede that of the first value."""
+    """Returns, for each axis of the flipped window, the number of weights before the first value."""
     return [kernel - 1 - low for kernel, (low, _) in zip(w.shape, padding, strict=False)]

@@ -268,7 +268,7 @@ class GroupedProduct(OneByOne):
         return (y,)
 
     def examples(self, random, device, lhs, rhs, sizes, offset):
-        """Returns groups of one size."""
+        """Returns random operands with groups of equal sizes."""
         del device
         return [random(lhs), random(rhs), _equal_sizes(lhs, sizes), jnp.zeros_like(offset)]
 
@@ -334,6 +334,6 @@ class GroupedWeights(OneByOne):
         return (dw,)
 
     def examples(self, random, device, x, dy, sizes, offset):
-        """Returns groups of one size."""
+        """Returns random operands with groups of equal sizes."""
         del device
         return [random(x), random(dy), _equal_sizes(x, sizes), jnp.zeros_like(offset)]

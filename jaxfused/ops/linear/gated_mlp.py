@@ -156,7 +156,7 @@ def gated_mlp(
 
 
 def _check_first_layers(op, x, w_gate, b_gate, w_up, b_up) -> int:
-    """Checks the shapes of the gate and of what it multiplies; returns the width of the hidden layer."""
+    """Checks the shapes of gate and up; returns the width of the hidden layer."""
     check_affine(op, x, "w_gate", w_gate, "b_gate", b_gate)
     if w_up is not None:
         check_shape(op, "w_up", w_up, w_gate.shape, f"w_gate has shape {w_gate.shape}")

@@ -185,7 +185,7 @@ def activation_gradient(
 
 
 _SIZE_IN_PARTS = 2**17
-"""Elements of a product's result up to which there are so few tiles that XLA splits its sums."""
+"""Elements of a product's result up to which XLA splits its sums, because there are few tiles."""
 
 
 def saved_alone(activation: str | None, saved: Any) -> Any:

@@ -301,7 +301,7 @@ def weighed_losses(
         assert of_labels is not None
         losses = (1.0 - smoothing) * of_labels * losses
     if smoothing and not soft:
-        # A token that does not count has no gradient, whatever its logits are.
+        # A token that does not count has no gradient, even if its logits are NaN.
         values = capped(jnp.where(counts[..., None], logits, 0), cap)
         distances = values - lax.stop_gradient(statistics.maximum)[..., None]
         # A weight of 0 cancels even an infinite value.

@@ -166,7 +166,7 @@ def _vectors(
         axes = (1,) * (len(shape) - array.ndim)
         return jnp.broadcast_to(array.reshape(axes + array.shape), shape)
 
-    # Without a scale and a bias to fold, the kernels read the caller's arrays as they are.
+    # Without a scale and a bias to fold, the kernels read the caller's arrays unchanged.
     if images.scale is not None and scale is None and bias is None:
         scale, options = images.scale, replace(options, scale_offset=1.0)
     elif images.scale is not None:

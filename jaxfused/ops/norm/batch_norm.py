@@ -168,7 +168,7 @@ def batch_norm(
 
 
 def _why_xla(x: jax.Array, training: bool, axis_name: Hashable) -> str | None:
-    """Returns why a call is left to XLA whatever its shapes are, or None."""
+    """Returns why XLA runs a call of any shape, or None."""
     if not training:
         return "with mean and var it is arithmetic of single values, which XLA fuses by itself"
     if axis_name is not None:

@@ -76,7 +76,7 @@ def candidates(
 
 
 def _line_sums(config: Config) -> int:
-    """Returns how many sums of a channel a block keeps in shared memory: one per warp if they fit."""
+    """Returns the number of sums of a channel in a block's shared memory: one per warp if they fit."""
     return THREADS // 32 if 32 % config.vectors == 0 else THREADS // config.vectors
 
 

@@ -72,7 +72,7 @@ _FEW_VALUES = 2**17
 
 
 def parts_of(rows: int, columns: int) -> int:
-    """Returns in how many parts rows are summed; 1 if XLA splits them itself or parts do not pay."""
+    """Returns the number of parts in which rows are summed; 1 if XLA splits rows or parts do not pay."""
     if not _FEW[0] <= rows <= _FEW[1] or columns >= _MANY_COLUMNS or rows * columns < _FEW_VALUES:
         return 1
     return next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)

@@ -100,7 +100,7 @@ def _nearest(axis: ResizedAxis, results: np.ndarray) -> np.ndarray:
     """
     if axis.method == "nearest":
         return (results + 0.5).astype(np.float32) * np.float32(axis.step)
-    # An axis that keeps its size is copied, whatever the factor.
+    # An axis that keeps its size is copied, for any factor.
     step = 1.0 if axis.result == axis.size else axis.step
     return results.astype(np.float32) * np.float32(step)
 

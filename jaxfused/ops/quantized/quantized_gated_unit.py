@@ -97,7 +97,7 @@ def _gated_unit_fwd(run: Runner, unit: "_Unit", x, *weights_and_biases):
 
 
 def _gated_unit_bwd(run: Runner, unit: "_Unit", saved, dh):
-    """Recomputes the preactivations by XLA, behind a barrier, lest XLA keep the forward's."""
+    """Recomputes the preactivations by XLA; a barrier keeps XLA from saving the forward's."""
     (x, (*weights, b_gate, b_up)), dh = jax.lax.optimization_barrier((saved, dh))
     gate, up = unit.arrays(*weights)
     _, vjp = jax.vjp(

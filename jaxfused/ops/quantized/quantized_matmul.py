@@ -166,7 +166,7 @@ def _takes_reference(
     x: jax.Array | QuantizedArray,
     w: QuantizedArray,
 ) -> bool:
-    """Returns whether plain jax.numpy runs the product, whatever its shapes; `array` is x as floats."""
+    """Returns whether plain jax.numpy runs a product of any shape; `array` is x as floats."""
     why_xla = why_no_kernel_reads(w)
     if (
         why_xla is None

@@ -80,7 +80,7 @@ class PageAllocator:
         self._unused: OrderedDict[int, None] = OrderedDict()
         """Unused pages whose tokens can still be found, the longest unused first."""
         self._known: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        """From (prefix number, tokens of the next page) to that page and the longer prefix's number."""
+        """Maps (prefix number, tokens of the next page) to that page and the longer prefix's number."""
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._prefixes = 0
 
@@ -225,7 +225,7 @@ def _check_number(method: str, name: str, value: object, what: str) -> None:
 
 
 def _numbers(method: str, tokens: Any) -> list[int]:
-    """Returns the ids of tokens as Python's numbers, which are found again whatever held them."""
+    """Returns the ids of tokens as Python's numbers, which are equal in lists and arrays."""
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(

@@ -63,7 +63,7 @@ class Pools(NamedTuple):
         is_token = (place < lengths[:, None])[:, :, None, None]
 
         def read(pages: Pages) -> jax.Array:
-            # What other sequences left in the last page may be NaN, and 0 times NaN is NaN.
+            # Other sequences may have left NaN in the last page, and 0 times NaN is NaN.
             return jnp.where(is_token, gathered(pages, page_indices, self.layout, dtype), 0)
 
         key = read(self.key)

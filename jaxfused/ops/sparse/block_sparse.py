@@ -203,7 +203,7 @@ class BlockSparse:
 
 
 def grid_of(op: str, shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
-    """Returns how many rows and columns of blocks a matrix has."""
+    """Returns the number of rows and of columns of blocks."""
     sizes = get_args(BlockSize)
     if block_size not in sizes:
         raise ValueError(

@@ -33,7 +33,7 @@ def block_sparse_matmul(
     preferred_element_type: Any = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""A product with a matrix of which only some blocks are kept, which alone are multiplied.
+    r"""Product with a matrix that consists of a few blocks; only these are multiplied.
 
     .. math::
         y_{:, J} = \sum_{I \,:\, (I, J) \text{ is kept}} x_{:, I} \, W_{IJ}

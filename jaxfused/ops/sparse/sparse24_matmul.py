@@ -33,7 +33,7 @@ def sparse24_matmul(
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""A product with a matrix of which two of each four numbers along its first axis are kept.
+    r"""Product with a matrix that keeps two of each four numbers along its first axis.
 
     .. math:: y = x W
 
