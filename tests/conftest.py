@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfused import dispatch
-from jaxfused.runtime import cuda_library, platforms, table
+from jaxfused.runtime import cuda_library, platforms, table, traced_once
 from tests.support import mosaic_interpreter, uncut_stores
 from tests.support.calls import have_library
 
@@ -43,6 +43,13 @@ HOPPER = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=4)
 def stores_are_cut():
     with uncut_stores.refused():
         yield
+
+
+@pytest.fixture(autouse=True)
+def calls_are_traced_anew():
+    """Tests replace limits, libraries and rules that a call asks while it is traced."""
+    yield
+    traced_once.forget()
 
 
 OF_LIBRARY = {"library_path", "loadable", "built_library"}

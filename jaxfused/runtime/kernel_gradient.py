@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -64,7 +64,7 @@ class kernel_gradient:
     def __call__(self, *args: Any) -> Any:
         static, operands = args[: self.count], args[self.count :]
         refusal = self._refusal(static, "forward mode of differentiation")
-        return self.function(*static, *_through(_in_reverse, refusal, operands))
+        return self.function(*static, *_in_reverse_of(refusal, operands))
 
     def _once(self, static: Arrays, operands: Any) -> None:
         """Refuses a second derivative by the operands of kernels.
@@ -74,7 +74,8 @@ class kernel_gradient:
         """
         if self.once and any(isinstance(a, Runner) and a.device.platform == "gpu" for a in static):
             leaves, places = _inexact(operands)
-            _not_at_all(self._refusal(static, "second derivative"), *(leaves[i] for i in places))
+            refusal = self._refusal(static, "second derivative")
+            _not_at_all.bind(*(leaves[i] for i in places), refusal=refusal)
 
     def _refusal(self, static: Arrays, what: str) -> str:
         op = self.op or next(a.op for a in static if hasattr(a, "op"))
@@ -83,11 +84,12 @@ class kernel_gradient:
         return f"{op} on a GPU has no {what}; pass implementation='xla'."
 
 
-def _through(identity: Callable[..., Any], refusal: str, operands: Any) -> Any:
-    """Returns the operands, with `identity` applied to those of float dtypes."""
+def _in_reverse_of(refusal: str, operands: Any) -> Any:
+    """Returns the operands, with `_in_reverse` applied to those of float dtypes."""
     given, tree = jax.tree.flatten(operands)
     leaves, places = _inexact(operands)
-    for i, leaf in zip(places, identity(refusal, *(leaves[i] for i in places)), strict=True):
+    identical = _in_reverse.bind(*(leaves[i] for i in places), refusal=refusal)
+    for i, leaf in zip(places, identical, strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(
         tree,
@@ -109,53 +111,57 @@ def _inexact(operands: Any) -> tuple[list[Any], list[int]]:
     return leaves, places
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _not_at_all(refusal: str, *arrays: jax.Array) -> tuple[()]:
-    """Returns nothing; differentiating it by any of the arrays raises `refusal`."""
-    return ()
+def _refuse(*arrays: Any, refusal: str) -> Any:
+    raise TypeError(refusal)
 
 
-def _not_at_all_jvp(refusal: str, arrays: Arrays, tangents: Arrays) -> tuple[tuple[()], tuple[()]]:
-    if not all(isinstance(t, SymbolicZero) for t in tangents):
-        raise TypeError(refusal)
-    return (), ()
+_not_at_all = Primitive("jaxfused_no_derivative")
+"""Returns nothing; differentiating it by any of the arrays raises `refusal`."""
+_in_reverse = Primitive("jaxfused_only_in_reverse")
+"""Returns the arrays; JAX may transpose their tangents (reverse mode) but not evaluate them."""
+_tangents = Primitive("jaxfused_tangents_in_reverse")
+"""Returns tangents, which may be transposed alone."""
+
+for primitive in (_not_at_all, _in_reverse, _tangents):
+    primitive.multiple_results = True
+_not_at_all.def_impl(lambda *arrays, refusal: [])
+_not_at_all.def_abstract_eval(lambda *types, refusal: [])
+_in_reverse.def_impl(lambda *arrays, refusal: list(arrays))
+_in_reverse.def_abstract_eval(lambda *types, refusal: types)
+_tangents.def_impl(_refuse)
+_tangents.def_abstract_eval(lambda *types, refusal: types)
 
 
-_not_at_all.defjvp(_not_at_all_jvp, symbolic_zeros=True)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _in_reverse(refusal: str, *arrays: jax.Array) -> Arrays:
-    """Returns the arrays; JAX may transpose their tangents (reverse mode) but not evaluate them."""
-    return arrays
-
-
-def _in_reverse_jvp(refusal: str, arrays: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
-    moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+def _in_reverse_jvp(primals: Arrays, tangents: Arrays, *, refusal: str) -> tuple[Arrays, Arrays]:
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
     passed = list(tangents)
     for i, tangent in zip(
         moving, _tangents.bind(*(tangents[i] for i in moving), refusal=refusal), strict=True
     ):
         passed[i] = tangent
     # The arrays are returned uncopied, so that a value saved here is the caller's own array.
-    return tuple(arrays), tuple(passed)
+    return list(primals), passed
 
 
-_in_reverse.defjvp(_in_reverse_jvp, symbolic_zeros=True)
-
-
-def _refuse(*arrays: Any, refusal: str) -> Any:
-    raise TypeError(refusal)
-
-
-_tangents = Primitive("jaxfused_tangents_in_reverse")
-_tangents.multiple_results = True
-_tangents.def_impl(_refuse)
-_tangents.def_abstract_eval(lambda *types, refusal: types)
-mlir.register_lowering(_tangents, lambda context, *values, refusal: _refuse(refusal=refusal))
+# JAX asks for a derivative only where a tangent is not zero.
+ad.primitive_jvps[_not_at_all] = lambda primals, tangents, *, refusal: _refuse(refusal=refusal)
+ad.primitive_jvps[_in_reverse] = _in_reverse_jvp
 ad.primitive_transposes[_tangents] = lambda cotangents, *arrays, refusal: [
     ad.instantiate_zeros(c) for c in cotangents
 ]
+
+
+mlir.register_lowering(_not_at_all, lambda context, *values, refusal: ())
+mlir.register_lowering(_in_reverse, lambda context, *values, refusal: values)
+mlir.register_lowering(_tangents, lambda context, *values, refusal: _refuse(refusal=refusal))
+batching.primitive_batchers[_not_at_all] = lambda arrays, axes, *, refusal: (
+    _not_at_all.bind(*arrays, refusal=refusal),
+    (),
+)
+batching.primitive_batchers[_in_reverse] = lambda arrays, axes, *, refusal: (
+    _in_reverse.bind(*arrays, refusal=refusal),
+    axes,
+)
 batching.primitive_batchers[_tangents] = lambda arrays, axes, *, refusal: (
     _tangents.bind(*arrays, refusal=refusal),
     axes,

@@ -33,6 +33,7 @@ from jaxfused.runtime import cuda_library, gate, platforms, sharding
 from jaxfused.runtime import table as tables
 from jaxfused.runtime.estimate import Estimate, Rule, in_order
 from jaxfused.runtime.shapes import shapes_of, why_symbolic
+from jaxfused.runtime.traced_once import traced_once
 from jaxfused.runtime.vmap import batch_all, is_batched, one_by_one
 
 Operands = Sequence[jax.Array | None]
@@ -196,7 +197,7 @@ class Runner:
         Raises:
           ValueError: the named implementation cannot run the shapes that the kernel sees.
         """
-        return _Call(kernel, self).batchable(*operands)
+        return traced_once(_Call(kernel, self), *operands)
 
     def choice(self, kernel: Kernel, *operands: Any) -> dispatch.Choice:
         """Returns what would run a kernel of these operands, or of their shapes, and why.
@@ -333,20 +334,12 @@ class _Call:
     The batches are the first axes of an operand, in this order.
     """
 
-    def batchable(self, *operands: jax.Array | None) -> Results:
-        """Runs the call with a rule for `jax.vmap`, which makes the batch one more axis of the call."""
-        call = custom_vmap(self._per_shard)
+    def batched(self, in_batched: Sequence[bool], *operands: jax.Array | None) -> Results:
+        """Runs the call under one more `jax.vmap`, whose batch is the first axis of these operands."""
+        batches = (tuple(in_batched), *self.batches)
+        return traced_once(replace(self, batches=batches), *operands)
 
-        @call.def_vmap
-        def rule(axis_size, in_batched, *operands):
-            del axis_size
-            batches = (tuple(map(is_batched, in_batched)), *self.batches)
-            results = replace(self, batches=batches).batchable(*operands)
-            return results, jax.tree.map(lambda _: True, results)
-
-        return call(*operands)
-
-    def _per_shard(self, *operands: jax.Array | None) -> Results:
+    def run(self, *operands: jax.Array | None) -> Results:
         """Runs the call on each device's shards; a `jax.vmap`'s batch axis may be sharded too."""
         entry = [
             None

@@ -1,0 +1,130 @@
+"""A call that is traced once for all places of a program where its operands have the same types.
+
+Equal layers call an operator with the same options and shapes, and tracing its stages takes longer than
+what JAX does with the results. `jax.jit` keeps what it has traced, by the call's static arguments, the
+operands' types and JAX's settings; the program gets what was traced as one equation.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from jaxfused import dispatch
+
+Arrays = Sequence[jax.Array | None]
+
+
+class Call(Protocol):
+    """A computation over arrays or Nones; equal calls compute the same function."""
+
+    def run(self, *operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
+        """Returns the results, and records its choices."""
+
+    def batched(
+        self, in_batched: Sequence[bool], *operands: jax.Array | None
+    ) -> tuple[jax.Array | None, ...]:
+        """Returns the results for a batch, the first axis of all results and of the marked operands."""
+
+
+def traced_once(call: Call, *operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
+    """Returns `call.run(*operands)`, under `jax.vmap` `call.batched`, and records its choices."""
+    traced = _run.trace(call, *operands)
+    results, choices = jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals)
+    for choice in choices.list:
+        dispatch.record(choice)
+    present = [operand for operand in operands if operand is not None]
+    given = tuple(operand is not None for operand in operands)
+    computed = iter(_call.bind(*present, jaxpr=traced.jaxpr, call=call, given=given))
+    return tuple(None if result is None else next(computed) for result in results)
+
+
+class _Choices:
+    """The choices that were recorded while a call was traced."""
+
+    def __init__(self, choices: Sequence[dispatch.Choice]) -> None:
+        self.list = choices
+
+
+class _Traced(NamedTuple):
+    """The results of a call and its choices, which are no array: they are kept in the tree's structure."""
+
+    results: tuple[jax.Array | None, ...]
+    choices: _Choices
+
+
+jax.tree_util.register_pytree_node(
+    _Choices, lambda choices: ((), choices), lambda choices, _: choices
+)
+
+
+def _trace(call: Call, *operands: jax.Array | None) -> _Traced:
+    with dispatch.recorded(alone=True) as choices:
+        results = call.run(*operands)
+    return _Traced(results, _Choices(choices))
+
+
+_run = jax.jit(_trace, static_argnums=0)
+
+
+def forget() -> None:
+    """Has every call traced anew, for tests that replace what stages ask, such as kernels' limits."""
+    _run.clear_cache()
+
+
+_call = Primitive("jaxfused_call")
+_call.multiple_results = True
+
+
+@_call.def_impl
+def _compute(*operands: jax.Array, jaxpr: ClosedJaxpr, call: Call, given: Sequence[bool]) -> Any:
+    del call, given
+    return jaxpr_as_fun(jaxpr)(*operands)
+
+
+@_call.def_effectful_abstract_eval
+def _types(*operands: Any, jaxpr: ClosedJaxpr, call: Call, given: Sequence[bool]) -> Any:
+    del operands, call, given
+    return jaxpr.out_avals, jaxpr.effects
+
+
+def _batched(
+    arrays: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    *,
+    jaxpr: ClosedJaxpr,
+    call: Call,
+    given: Sequence[bool],
+) -> tuple[list[jax.Array], list[int]]:
+    del jaxpr
+    remaining = zip(arrays, axes, strict=True)
+    operands: list[jax.Array | None] = []
+    in_batched = []
+    for there in given:
+        array, axis = next(remaining) if there else (None, None)
+        operands.append(array if array is None or axis is None else jnp.moveaxis(array, axis, 0))
+        in_batched.append(axis is not None)
+    results = [r for r in call.batched(in_batched, *operands) if r is not None]
+    return results, [0] * len(results)
+
+
+def _derivative(
+    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **static: Any
+) -> tuple[list[Any], list[Any]]:
+    """Differentiates what was traced, as a second derivative in XLA does."""
+    del static
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of_moving(*some: Any) -> list[Any]:
+        replaced = dict(zip(moving, some, strict=True))
+        return jaxpr_as_fun(jaxpr)(*(replaced.get(i, x) for i, x in enumerate(primals)))
+
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+batching.primitive_batchers[_call] = _batched
+ad.primitive_jvps[_call] = _derivative
+mlir.register_lowering(_call, mlir.lower_fun(_compute, multiple_results=True))
