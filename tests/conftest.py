@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfused import dispatch
-from jaxfused.runtime import cuda_library, platforms, table, traced_once
+from jaxfused.runtime import cuda_library, platforms, runner, table
 from tests.support import mosaic_interpreter, uncut_stores
 from tests.support.calls import have_library
 
@@ -46,10 +46,10 @@ def stores_are_cut():
 
 
 @pytest.fixture(autouse=True)
-def calls_are_traced_anew():
-    """Tests replace limits, libraries and rules that a call asks while it is traced."""
+def stages_choose_anew():
+    """Tests replace limits, libraries and rules that a stage asks while it is traced."""
     yield
-    traced_once.forget()
+    runner.forget()
 
 
 OF_LIBRARY = {"library_path", "loadable", "built_library"}

@@ -29,11 +29,10 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxfused import dispatch
-from jaxfused.runtime import cuda_library, gate, platforms, sharding
+from jaxfused.runtime import cuda_library, gate, platforms, sharding, traced_once
 from jaxfused.runtime import table as tables
 from jaxfused.runtime.estimate import Estimate, Rule, in_order
 from jaxfused.runtime.shapes import shapes_of, why_symbolic
-from jaxfused.runtime.traced_once import traced_once
 from jaxfused.runtime.vmap import batch_all, is_batched, one_by_one
 
 Operands = Sequence[jax.Array | None]
@@ -197,7 +196,7 @@ class Runner:
         Raises:
           ValueError: the named implementation cannot run the shapes that the kernel sees.
         """
-        return traced_once(_Call(kernel, self), *operands)
+        return traced_once.apply(_Call(kernel, self), *operands)
 
     def choice(self, kernel: Kernel, *operands: Any) -> dispatch.Choice:
         """Returns what would run a kernel of these operands, or of their shapes, and why.
@@ -239,38 +238,46 @@ class Runner:
 
     def choice_on_shard(self, kernel: Kernel, *operands: Any) -> dispatch.Choice:
         """Returns the choice for operands as the kernel sees them: shards whose rows are one axis."""
-        named, estimate, found = self.implementation, None, None
+        shapes = shapes_of(operands)
         if (unknown := why_symbolic(*operands)) is not None:
-            reasons: Mapping[str, str | None] = {"pallas": unknown, "cuda": unknown, "xla": None}
-        elif any(operand is not None and operand.size == 0 for operand in operands):
+            reasons = {"pallas": unknown, "cuda": unknown, "xla": None}
+            return self._among(kernel, shapes, reasons)
+        if any(operand is not None and operand.size == 0 for operand in operands):
             # An empty array leaves a kernel nothing to compute, and CUDA rejects an empty launch.
-            return dispatch.Choice(kernel.name, shapes_of(operands), "xla", {"xla": None})
-        else:
-            reasons = kernel.why_not(self.device, *operands)
-            if isinstance(kernel, HasEstimate):
-                able = [name for name, reason in reasons.items() if reason is None]
-                estimate = kernel.estimate(self.device, able, *operands)
-                reasons = in_order(reasons, estimate)
-            found = self.table.find(kernel, operands)
-        if named is not None and named not in reasons:
-            named = "xla"
+            return dispatch.Choice(kernel.name, shapes, "xla", {"xla": None})
+        return _choice_of_shapes(
+            self, cast(Hashable, kernel), shapes, jax.config.jax_default_matmul_precision
+        )
+
+    def _among(
+        self,
+        kernel: Kernel,
+        shapes: Sequence[jax.ShapeDtypeStruct | None],
+        reasons: Mapping[str, str | None],
+        estimate: Estimate = None,
+    ) -> dispatch.Choice:
+        """Returns the choice of the named implementation, or of the first that can run."""
+        named = self._named(reasons)
         by_operator = self.why is not None and named == self.implementation is not None
         rule = Rule((str(named),), str(self.why)) if by_operator else None
-        choice = dispatch.Choice(
+        return dispatch.Choice(
             kernel.name,
-            shapes_of(operands),
+            shapes,
             dispatch.choose(kernel.name.split(" ")[0], named, reasons),
             dict(reasons),
             source="model" if named is None or rule is not None else "named",
             kernel=kernel,
             estimate=rule or estimate,
         )
-        return choice if found is None else self._measured(choice, operands, named, found)
 
-    def _measured(
-        self, choice: dispatch.Choice, operands: Operands, named: str | None, found: tables.Found
-    ) -> dispatch.Choice:
+    def _named(self, reasons: Mapping[str, str | None]) -> str | None:
+        """Returns the named implementation, XLA's for one that leaves the stage to it, or None."""
+        named = self.implementation
+        return "xla" if named is not None and named not in reasons else named
+
+    def _measured(self, choice: dispatch.Choice, found: tables.Found) -> dispatch.Choice:
         """Returns the fastest choice of an entry that can run and is legal here, else `choice`."""
+        named = self._named(choice.reasons)
         for ranked in found.ranking:
             implementation = ranked.implementation
             can_run = choice.reasons.get(implementation, "it is not known") is None
@@ -279,7 +286,7 @@ class Runner:
             legal: dict[str | None, Hashable] = {None: None}
             legal |= {
                 tables.config_text(config): config
-                for config in configs(choice.kernel, implementation, self.device, operands)
+                for config in configs(choice.kernel, implementation, self.device, choice.operands)
             }
             if ranked.config in legal:
                 return choice._replace(
@@ -289,6 +296,34 @@ class Runner:
                     measured=found,
                 )
         return choice
+
+
+@functools.lru_cache(maxsize=4096)
+def _choice_of_shapes(
+    runner: Runner,
+    kernel: Kernel,
+    shapes: Sequence[jax.ShapeDtypeStruct | None],
+    precision: Any,
+) -> dispatch.Choice:
+    """Returns a kernel's choice for known sizes, none of which is 0.
+
+    A stage may read JAX's `precision`, which the arguments name so that the cache tells it apart.
+    """
+    del precision
+    reasons, estimate = kernel.why_not(runner.device, *shapes), None
+    if isinstance(kernel, HasEstimate):
+        able = [name for name, reason in reasons.items() if reason is None]
+        estimate = kernel.estimate(runner.device, able, *shapes)
+        reasons = in_order(reasons, estimate)
+    choice = runner._among(kernel, shapes, reasons, estimate)
+    found = runner.table.find(kernel, shapes)
+    return choice if found is None else runner._measured(choice, found)
+
+
+def forget() -> None:
+    """Has every stage chosen and traced anew, for tests that replace what they ask, such as limits."""
+    _choice_of_shapes.cache_clear()
+    traced_once.forget()
 
 
 def batched_rows(
@@ -337,7 +372,7 @@ class _Call:
     def batched(self, in_batched: Sequence[bool], *operands: jax.Array | None) -> Results:
         """Runs the call under one more `jax.vmap`, whose batch is the first axis of these operands."""
         batches = (tuple(in_batched), *self.batches)
-        return traced_once(replace(self, batches=batches), *operands)
+        return traced_once.apply(replace(self, batches=batches), *operands)
 
     def run(self, *operands: jax.Array | None) -> Results:
         """Runs the call on each device's shards; a `jax.vmap`'s batch axis may be sharded too."""

@@ -6,7 +6,7 @@ operands' types and JAX's settings; the program gets what was traced as one equa
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class Call(Protocol):
         """Returns the results for a batch, the first axis of all results and of the marked operands."""
 
 
-def traced_once(call: Call, *operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
+def apply(call: Call, *operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
     """Returns `call.run(*operands)`, under `jax.vmap` `call.batched`, and records its choices."""
     traced = _run.trace(call, *operands)
     results, choices = jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals)
@@ -50,7 +50,7 @@ class _Choices:
 
 
 class _Traced(NamedTuple):
-    """The results of a call and its choices, which are no array: they are kept in the tree's structure."""
+    """The results of a call, and its choices, which the tree's structure keeps as they are no arrays."""
 
     results: tuple[jax.Array | None, ...]
     choices: _Choices
@@ -71,8 +71,8 @@ _run = jax.jit(_trace, static_argnums=0)
 
 
 def forget() -> None:
-    """Has every call traced anew, for tests that replace what stages ask, such as kernels' limits."""
-    _run.clear_cache()
+    """Has every call traced anew."""
+    cast(Any, _run).clear_cache()
 
 
 _call = Primitive("jaxfused_call")

@@ -16,6 +16,7 @@ from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.product_xla import product, side_by_side
 from jaxfused.runtime.runner import Axes, Results
+from jaxfused.runtime.shapes import shapes_of
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.gemm import cost, xla_cost
 from pallas_kernels.gemm import matmul as pallas_matmul
@@ -72,7 +73,13 @@ class Options:
 
     def shapes(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """Returns the shapes of `apart`'s results, by which an implementation is chosen."""
-        return jax.eval_shape(self.apart, list(arrays))
+        if self.one_array is None or arrays[0] is None:
+            return shapes_of(arrays)
+        groups, heads = self.one_array
+        before, dtype = arrays[0].shape[:-1], arrays[0].dtype
+        return [
+            jax.ShapeDtypeStruct((*before, groups, n, self.head_size), dtype) for n in (heads, 1, 1)
+        ]
 
     def heads(self, *parameters: Any) -> Heads:
         """Returns the `Heads` (norms, rope) to compute for weights, biases, scales and tables.
