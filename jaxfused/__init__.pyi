@@ -94,7 +94,6 @@ from jaxfused.quantization.rules import QuantizationRule as QuantizationRule
 from jaxfused.quantization.smoothing import Fold as Fold
 from jaxfused.runtime.activation import ACTIVATIONS as ACTIVATIONS
 from jaxfused.runtime.quantized_array import QuantizedArray as QuantizedArray
-from jaxfused.runtime.rectified import Rectified as Rectified
 from jaxfused.tuning.tuner import TuningReport as TuningReport
 from jaxfused.tuning.tuner import tune as tune
 

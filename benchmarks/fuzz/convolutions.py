@@ -21,6 +21,8 @@ from benchmarks.fuzz.problem import (
     rng_of,
 )
 from benchmarks.run.draw import Draw
+from jaxfused.ops.conv import conv as conv_operator
+from jaxfused.runtime.rectified import Rectified
 
 _MOST_PIXELS = 2**12
 """Largest number of pixels of all images together."""
@@ -126,7 +128,7 @@ def _geometry(o: Options) -> dict[str, Any]:
 def _input(x: jax.Array, o: Options) -> Any:
     if o.get("first"):
         return jaxfused.Concatenated(x[..., : o["first"]], x[..., o["first"] :])
-    return jaxfused.Rectified(x) if o["rectified"] else x
+    return Rectified(x) if o["rectified"] else x
 
 
 def conv(options: Options) -> Problem:
@@ -142,18 +144,19 @@ def conv(options: Options) -> Problem:
         del constants
         # conv has no precision argument.
         with jax.default_matmul_precision("highest" if how.exact else "default"):
-            y = jaxfused.conv(
+            y, x, statistics = conv_operator.run(
                 _input(operands["x"], o),
                 operands["w"],
                 operands.get("bias"),
+                window=geometry,
                 activation=o["activation"],
                 residual=operands.get("residual"),
                 hand_on=o["hand_on"],
                 statistics=o.get("statistics", False),
                 implementation=how.implementation,
-                **geometry,
             )
-        return _with_statistics(y) if o.get("statistics") else y
+        handed_on = (x,) * o["hand_on"]
+        return (y, *handed_on, *(_statistics(y, statistics) if o.get("statistics") else ()))
 
     y = jax.eval_shape(
         lambda x, w: jaxfused.conv(x, w, **geometry),
@@ -176,8 +179,7 @@ def conv(options: Options) -> Problem:
 
         def shifted(before: jax.Array) -> jax.Array:
             moved = operands | {"residual": operands.get("residual", 0.0) + before}
-            y = run(moved, constants, How("xla", exact=True))
-            return y[0] if isinstance(y, tuple) else y
+            return run(moved, constants, How("xla", exact=True))[0]
 
         (dz,) = jax.vjp(shifted, before)[1](cotangents[0])
         return {"bias": eps * jnp.sqrt(jnp.sum(dz**2, tuple(range(dz.ndim - 1))))}
@@ -185,13 +187,12 @@ def conv(options: Options) -> Problem:
     return Problem(run, operands, {}, kinks, tf32=o["dtype"] == "float32", noise=noise)
 
 
-def _with_statistics(results: Any) -> tuple[jax.Array, ...]:
-    """Appends y's statistics, computed here if the kernel took none; they have no gradient."""
-    y, statistics, *handed_on = results
+def _statistics(y: jax.Array, statistics: Any) -> Any:
+    """Returns y's statistics, computed here if the kernel took none; they have no gradient."""
     if statistics is None:
         values, axes = y.astype(jnp.float32), tuple(range(y.ndim - 1))
         statistics = values.mean(axes), values.var(axes)
-    return (y, *handed_on, *jax.lax.stop_gradient(statistics))
+    return jax.lax.stop_gradient(statistics)
 
 
 def draw_quantized_conv(draw: Draw) -> Options:

@@ -54,8 +54,32 @@ class BatchNorm(linen.BatchNorm):
     activation: str | None = None
     implementation: Implementation | None = None
 
-    @linen.compact
     def __call__(
+        self,
+        x: jax.Array,
+        use_running_average: bool | None = None,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """Normalises x [..., C], and in training moves the running averages.
+
+        Args:
+          x: [..., C].
+          use_running_average: as in Flax; either this or the attribute is given.
+          mask: broadcastable to x, as in Flax.
+          residual: like x, is added before the activation.
+
+        Returns:
+          y [..., C].
+
+        Raises:
+          ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
+        """
+        return self._run(x, use_running_average, mask=mask, residual=residual)
+
+    @linen.compact
+    def _run(
         self,
         x: jax.Array,
         use_running_average: bool | None = None,
@@ -65,21 +89,7 @@ class BatchNorm(linen.BatchNorm):
         mask_gradient: bool = True,
         statistics: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
-        """Normalises x [..., C], and in training moves the running averages.
-
-        Args:
-          x: [..., C].
-          use_running_average: as in Flax; either this or the attribute is given.
-          mask: broadcastable to x, as in Flax.
-          residual: like x, is added before the activation.
-          mask_gradient: as in `jaxfused.batch_norm`, and so are the statistics.
-
-        Returns:
-          y [..., C].
-
-        Raises:
-          ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
-        """
+        """Implements a call, for the layers around it too: see `jaxfused.ops.norm.batch_norm.run`."""
         x = jnp.asarray(x)
         reason = why_given(
             mask=mask is not None,

@@ -13,7 +13,7 @@ from jaxfused.linen.linear import stand_in
 from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given, why_intercepted
 from jaxfused.modules.linear import Kernel, shape_of
-from jaxfused.ops.conv.conv import Statistics
+from jaxfused.ops.conv.conv import Convolved
 from jaxfused.ops.conv.conv_input import ConvInput, as_array, as_input
 from jaxfused.runtime.checks import python_number_fields
 
@@ -69,49 +69,18 @@ class Conv(linen.Conv):
         Raises:
           ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
         """
-        return self.run(inputs, residual=residual)[0]
-
-    def forked(
-        self, inputs: ConvInput, *, residual: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Convolves inputs [..., *spatial, I] that other code reads too.
-
-        Args:
-          inputs: [..., *spatial, I], any number of batch axes.
-          residual: of the result's shape, is added before the activation.
-
-        Returns:
-          `(y, inputs)`: the convolution's backward adds the gradient of the returned inputs to its own,
-          as with `hand_on` of `jaxfused.conv`.
-
-        Raises:
-          ValueError: as for a call.
-        """
-        return self.run(inputs, residual=residual, hand_on=True)[:2]
+        return self._run(inputs, residual=residual).y
 
     @linen.compact
-    def run(
+    def _run(
         self,
         inputs: ConvInput,
         *,
         residual: jax.Array | None = None,
         hand_on: bool = False,
         statistics: bool = False,
-    ) -> tuple[jax.Array, jax.Array, Statistics | None]:
-        """Implements a call, and returns the inputs and statistics too.
-
-        Args:
-          inputs: [..., *spatial, I], any number of batch axes.
-          residual: of the result's shape, is added before the activation.
-          hand_on: whether the backward adds the gradient of the returned inputs to its own.
-          statistics: whether to compute statistics of y.
-
-        Returns:
-          `(y, inputs, statistics)`; the statistics are the argument of `jaxfused.batch_norm`, or None.
-
-        Raises:
-          ValueError: as for a call.
-        """
+    ) -> Convolved:
+        """Implements a call, for the layers around it too: see `jaxfused.ops.conv.conv.run`."""
         inputs = as_input(inputs)
         reason = (
             why_intercepted()
@@ -135,7 +104,7 @@ class Conv(linen.Conv):
                 implementation=self.implementation,
                 adds_first=True,
             )
-            return y, x, None
+            return Convolved(y, x, None)
         size = self.kernel_size
         size = (size,) if isinstance(size, int) else tuple(size)
         shape = (*size, inputs.shape[-1] // self.feature_group_count, self.features)

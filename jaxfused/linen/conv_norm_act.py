@@ -19,7 +19,7 @@ from jaxfused.modules.conv import Norm, check_norm, convolve, fold_norm
 from jaxfused.modules.linear import promoted
 from jaxfused.ops.conv.conv_input import ConvInput, as_array
 from jaxfused.runtime.checks import python_number_fields
-from jaxfused.runtime.rectified import Rectified, check_mask
+from jaxfused.runtime.rectified import Rectified, check_rectified
 
 
 @python_number_fields
@@ -100,42 +100,24 @@ class ConvNormAct(linen.Module):
         """
         return self._apply(x, residual, use_running_average)[0]
 
-    def forked(
+    def _forked(
         self, x: ConvInput, *, use_running_average: bool | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Applies the layer to x [..., *spatial, I] that other code reads too, such as a shortcut.
+        """Returns `(y, x)` for x that a shortcut reads too.
 
-        Args:
-          x: [..., *spatial, I].
-          use_running_average: of the batch norm, as in Flax.
-
-        Returns:
-          `(y, x)`: the convolution's backward adds the gradient of the returned x to its own, as with
-          `hand_on` of `jaxfused.conv`.
+        The convolution's backward adds the gradient of the returned x to its own.
         """
         return self._apply(x, None, use_running_average, hand_on=True)
 
-    def rectified(
+    def _rectified(
         self,
         x: ConvInput,
         *,
         residual: jax.Array | None = None,
         use_running_average: bool | None = None,
     ) -> Rectified:
-        """Applies the layer, with a relu whose gradient is masked by the readers of y.
-
-        Args:
-          x: [..., *spatial, I].
-          residual: of the result's shape, is added before the activation.
-          use_running_average: of the batch norm, as in Flax.
-
-        Returns:
-          y in a `jaxfused.Rectified`.
-
-        Raises:
-          ValueError: the activation is another one.
-        """
-        check_mask("ConvNormAct", False, self.activation)
+        """Applies the layer, with a relu whose gradient is masked by the readers of y."""
+        check_rectified("ResNetBlock", self.activation)
         y, _ = self._apply(x, residual, use_running_average, mask_gradient=False)
         return Rectified(y)
 
@@ -174,14 +156,13 @@ class ConvNormAct(linen.Module):
             **shared,
             name="norm",
         )
-        behind: dict[str, Any] = dict(residual=residual, mask_gradient=mask_gradient)
         watched = why_watched() is not None
         if self.norm == "group_norm":
             if watched:
                 inputs = as_array(x)
-                return GroupNorm(self.num_groups, **after)(conv(inputs), **behind), inputs
-            y, x, _ = conv.run(x, hand_on=hand_on)
-            return GroupNorm(self.num_groups, **after)(y, **behind), x
+                return GroupNorm(self.num_groups, **after)(conv(inputs), residual=residual), inputs
+            y, x, _ = conv._run(x, hand_on=hand_on)
+            return GroupNorm(self.num_groups, **after)(y, residual=residual), x
         use_running_average = linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average
         )
@@ -191,11 +172,12 @@ class ConvNormAct(linen.Module):
             )
             if watched:
                 inputs = as_array(x)
-                return norm(conv(inputs), **behind), inputs
-            y, x, statistics = conv.run(
+                return norm(conv(inputs), residual=residual), inputs
+            y, x, statistics = conv._run(
                 x, hand_on=hand_on, statistics=self.axis_name is None and not use_running_average
             )
-            return norm(y, statistics=statistics, **behind), x
+            y = norm._run(y, residual=residual, mask_gradient=mask_gradient, statistics=statistics)
+            return y, x
         variables = meta.unbox(self.variables)
         params, statistics = variables["params"], variables["batch_stats"]["norm"]
         kernel = params["conv"]["kernel"]

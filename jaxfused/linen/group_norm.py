@@ -59,7 +59,6 @@ class GroupNorm(linen.GroupNorm):
         residual: jax.Array | None = None,
         image_scale: jax.Array | None = None,
         image_shift: jax.Array | None = None,
-        mask_gradient: bool = True,
     ) -> jax.Array:
         """Normalises x [B, ..., C].
 
@@ -69,7 +68,6 @@ class GroupNorm(linen.GroupNorm):
           residual: like x, is added before the activation.
           image_scale: [B, C], modulates each image, as an offset from 1.
           image_shift: [B, C], is added after `image_scale`.
-          mask_gradient: as in `jaxfused.group_norm`.
 
         Returns:
           y [B, ..., C].

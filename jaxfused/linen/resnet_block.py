@@ -99,7 +99,7 @@ class ResNetBlock(linen.Module):
           use_running_average: of the batch norms, as in Flax.
 
         Returns:
-          What a call returns, as a `jaxfused.Rectified`; code other than a block reads its `array()`.
+          What a call returns, for the next block alone; other code reads its `array()`.
 
         Raises:
           ValueError: the activation is another one.
@@ -149,7 +149,7 @@ class ResNetBlock(linen.Module):
             for name, (width, size, step) in zip(names, layers, strict=True)
         )
         needs = needs_shortcut(x.shape[-1], layers[-1][0], self.strides)
-        y, residual = first.forked(x, **options)
+        y, residual = first._forked(x, **options)
         if needs:
             shortcut = ConvNormAct(
                 layers[-1][0], (1, 1), self.strides, activation=None, **shared, name="shortcut"
@@ -157,5 +157,5 @@ class ResNetBlock(linen.Module):
             residual = shortcut(residual, **options)
         for layer in inner:
             y = layer(y, **options)
-        call = last.rectified if rectified else last
+        call = last._rectified if rectified else last
         return call(y, residual=residual, **options)

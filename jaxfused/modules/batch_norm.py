@@ -56,7 +56,7 @@ def train(
     implementation: Implementation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the operator with the batch's statistics, and returns the updated running averages too."""
-    y, batch_mean, batch_var = batch_norm.batch_norm(
+    y, batch_mean, batch_var = batch_norm.run(
         x,
         floating(scale, x.dtype),
         floating(bias, x.dtype),

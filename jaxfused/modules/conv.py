@@ -12,7 +12,7 @@ from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import Kernel, ObservedKernel, QuantizedKernel, promoted
 from jaxfused.modules.promotion import floating
 from jaxfused.ops.conv import conv, quantized_conv
-from jaxfused.ops.conv.conv import Statistics
+from jaxfused.ops.conv.conv import Convolved
 from jaxfused.ops.conv.conv_input import ConvInput, as_array
 from jaxfused.ops.norm import batch_norm
 from jaxfused.ops.quantize.quantize import quantize
@@ -49,11 +49,10 @@ def convolve(
     precision: jax.lax.PrecisionLike = None,
     hand_on: bool = False,
     statistics: bool = False,
-) -> tuple[jax.Array, jax.Array, Statistics | None]:
+) -> Convolved:
     """Runs the operator with any number of batch axes; None stands for 1, as in Flax's `Conv`.
 
-    Returns (y, inputs, statistics of y or None). With `hand_on` the operator returns the inputs if it
-    reads them unchanged.
+    With `hand_on` the operator returns the inputs if it reads them unchanged.
     """
     x = promoted(as_array(inputs), kernel, bias, dtype=dtype)
     size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
@@ -62,7 +61,7 @@ def convolve(
     def fold(array: jax.Array) -> jax.Array:
         return array.reshape(math.prod(batch), *array.shape[len(batch) :])
 
-    geometry: dict[str, Any] = dict(
+    window: dict[str, Any] = dict(
         strides=1 if strides is None else strides,
         padding=padding,
         padding_mode=padding_mode,
@@ -88,32 +87,30 @@ def convolve(
             bias,
             kernel_size=size,
             out_dtype=x.dtype,
-            **geometry,
+            **window,
             **rest,
         )
-        return y.reshape(*batch, *y.shape[1:]), as_array(inputs), None
+        return Convolved(y.reshape(*batch, *y.shape[1:]), as_array(inputs), None)
     if isinstance(kernel, ObservedKernel):
-        windows = patches(fold(x), size, **geometry)
-        kernel.observe(kernel.layer, windows, inside_windows(fold(x), size, **geometry))
+        windows = patches(fold(x), size, **window)
+        kernel.observe(kernel.layer, windows, inside_windows(fold(x), size, **window))
         kernel = kernel.array.reshape(*size, -1, kernel.array.shape[-1])
     array = floating(jnp.asarray(kernel), x.dtype)
     as_it_is = x.dtype == inputs.dtype
     images: ConvInput = jax.tree.map(fold, inputs) if as_it_is else fold(x)
     hands_on = hand_on and as_it_is
-    results: Any = conv.conv(
+    result = conv.run(
         images,
         array,
         bias,
+        window=window,
         precision=precision,
         hand_on=hands_on,
         statistics=statistics,
-        **geometry,
         **rest,
     )
-    y, *beside = results if isinstance(results, tuple) else (results,)
-    taken = beside.pop(0) if statistics else None
-    x = beside[0].reshape(inputs.shape) if hands_on else as_array(inputs)
-    return y.reshape(*batch, *y.shape[1:]), x, taken
+    x = result.x.reshape(inputs.shape) if hands_on else as_array(inputs)
+    return Convolved(result.y.reshape(*batch, *result.y.shape[1:]), x, result.statistics)
 
 
 def image_inputs(kernel: QuantizedKernel, x: jax.Array) -> jax.Array | QuantizedArray:

@@ -34,7 +34,7 @@ def normalise(
             for a in (residual, image_scale, image_shift)
         )
         x = x[None]
-    y = group_norm.group_norm(
+    y = group_norm.run(
         x,
         floating(scale, x.dtype),
         floating(bias, x.dtype),

@@ -123,8 +123,6 @@ class BatchNorm(nnx.BatchNorm):
         *,
         mask: jax.Array | None = None,
         residual: jax.Array | None = None,
-        mask_gradient: bool = True,
-        statistics: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
         """Normalises x [..., C], and in training moves the running averages.
 
@@ -133,7 +131,6 @@ class BatchNorm(nnx.BatchNorm):
           use_running_average: as in Flax; takes precedence over the constructor's.
           mask: broadcastable to x, as in Flax.
           residual: like x, is added before the activation.
-          mask_gradient: as in `jaxfused.batch_norm`, and so are the statistics.
 
         Returns:
           y [..., C].
@@ -141,6 +138,19 @@ class BatchNorm(nnx.BatchNorm):
         Raises:
           ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
         """
+        return self._run(x, use_running_average, mask=mask, residual=residual)
+
+    def _run(
+        self,
+        x: jax.Array,
+        use_running_average: bool | None = None,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        mask_gradient: bool = True,
+        statistics: tuple[jax.Array, jax.Array] | None = None,
+    ) -> jax.Array:
+        """Implements a call, for the layers around it too: see `jaxfused.ops.norm.batch_norm.run`."""
         x = jnp.asarray(x)
         use_running_average = first_from(
             use_running_average,

@@ -21,7 +21,7 @@ from flax.typing import (
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given, why_intercepted
-from jaxfused.ops.conv.conv import Statistics
+from jaxfused.ops.conv.conv import Convolved
 from jaxfused.ops.conv.conv_input import ConvInput, as_array, as_input
 from jaxfused.runtime.checks import python_numbers
 
@@ -155,27 +155,9 @@ class Conv(nnx.Conv):
         Raises:
           ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
         """
-        return self.run(inputs, out_sharding, residual=residual)[0]
+        return self._run(inputs, out_sharding, residual=residual).y
 
-    def forked(
-        self, inputs: ConvInput, *, residual: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Convolves inputs [..., *spatial, I] that other code reads too.
-
-        Args:
-          inputs: [..., *spatial, I], any number of batch axes.
-          residual: of the result's shape, is added before the activation.
-
-        Returns:
-          `(y, inputs)`: the convolution's backward adds the gradient of the returned inputs to its own,
-          as with `hand_on` of `jaxfused.conv`.
-
-        Raises:
-          ValueError: as for a call.
-        """
-        return self.run(inputs, residual=residual, hand_on=True)[:2]
-
-    def run(
+    def _run(
         self,
         inputs: ConvInput,
         out_sharding: Any = None,
@@ -183,22 +165,8 @@ class Conv(nnx.Conv):
         residual: jax.Array | None = None,
         hand_on: bool = False,
         statistics: bool = False,
-    ) -> tuple[jax.Array, jax.Array, Statistics | None]:
-        """Implements a call, and returns the inputs and statistics too.
-
-        Args:
-          inputs: [..., *spatial, I], any number of batch axes.
-          out_sharding: as in Flax.
-          residual: of the result's shape, is added before the activation.
-          hand_on: whether the backward adds the gradient of the returned inputs to its own.
-          statistics: whether to compute statistics of y.
-
-        Returns:
-          `(y, inputs, statistics)`; the statistics are the argument of `jaxfused.batch_norm`, or None.
-
-        Raises:
-          ValueError: as for a call.
-        """
+    ) -> Convolved:
+        """Implements a call, for the layers around it too: see `jaxfused.ops.conv.conv.run`."""
         inputs = as_input(inputs)
         intercepted = why_intercepted()
         kernel = self.kernel[...] if intercepted else self.kernel.get_value()
@@ -228,7 +196,7 @@ class Conv(nnx.Conv):
                 implementation=self.implementation,
                 adds_first=True,
             )
-            return y, x, None
+            return Convolved(y, x, None)
         return convolve(
             inputs,
             kernel,

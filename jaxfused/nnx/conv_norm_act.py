@@ -18,7 +18,7 @@ from jaxfused.nnx.conv import Conv
 from jaxfused.nnx.group_norm import GroupNorm
 from jaxfused.ops.conv.conv_input import ConvInput, as_array
 from jaxfused.runtime.checks import python_numbers
-from jaxfused.runtime.rectified import Rectified, check_mask
+from jaxfused.runtime.rectified import Rectified, check_rectified
 
 
 class ConvNormAct(nnx.Module):
@@ -141,42 +141,24 @@ class ConvNormAct(nnx.Module):
         """
         return self._apply(x, residual, use_running_average)[0]
 
-    def forked(
+    def _forked(
         self, x: ConvInput, *, use_running_average: bool | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Applies the layer to x [..., *spatial, I] that other code reads too, such as a shortcut.
+        """Returns `(y, x)` for x that a shortcut reads too.
 
-        Args:
-          x: [..., *spatial, I].
-          use_running_average: of the batch norm, as in Flax.
-
-        Returns:
-          `(y, x)`: the convolution's backward adds the gradient of the returned x to its own, as with
-          `hand_on` of `jaxfused.conv`.
+        The convolution's backward adds the gradient of the returned x to its own.
         """
         return self._apply(x, None, use_running_average, hand_on=True)
 
-    def rectified(
+    def _rectified(
         self,
         x: ConvInput,
         *,
         residual: jax.Array | None = None,
         use_running_average: bool | None = None,
     ) -> Rectified:
-        """Applies the layer, with a relu whose gradient is masked by the readers of y.
-
-        Args:
-          x: [..., *spatial, I].
-          residual: of the result's shape, is added before the activation.
-          use_running_average: of the batch norm, as in Flax.
-
-        Returns:
-          y in a `jaxfused.Rectified`.
-
-        Raises:
-          ValueError: the activation is another one.
-        """
-        check_mask("ConvNormAct", False, self.activation)
+        """Applies the layer, with a relu whose gradient is masked by the readers of y."""
+        check_rectified("ResNetBlock", self.activation)
         y, _ = self._apply(x, residual, use_running_average, mask_gradient=False)
         return Rectified(y)
 
@@ -191,7 +173,7 @@ class ConvNormAct(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         conv, norm = self.conv, self.norm
         if why_intercepted() is not None:
-            return self._one_by_one(as_array(x), residual, use_running_average, mask_gradient)
+            return self._one_by_one(as_array(x), residual, use_running_average)
         after: dict[str, Any] = dict(residual=residual, mask_gradient=mask_gradient)
         if isinstance(norm, BatchNorm):
             if use_running_average is None:
@@ -205,26 +187,24 @@ class ConvNormAct(nnx.Module):
             kernel = conv.kernel.get_value()
             return self._convolve(x, kernel, conv.bias[...], residual, hand_on)
         wanted = isinstance(norm, BatchNorm) and norm.axis_name is None
-        y, x, statistics = conv.run(x, hand_on=hand_on, statistics=wanted)
+        y, x, statistics = conv._run(x, hand_on=hand_on, statistics=wanted)
         if statistics is not None:
             after["statistics"] = statistics
-        return norm(y, **after), x
+        return norm._run(y, **after), x
 
     def _one_by_one(
-        self,
-        x: jax.Array,
-        residual: jax.Array | None,
-        use_running_average: bool | None,
-        mask_gradient: bool,
+        self, x: jax.Array, residual: jax.Array | None, use_running_average: bool | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Runs the layers one by one, because the convolution's product is intercepted."""
+        """Runs the layers one by one, because the convolution's product is intercepted.
+
+        The norm masks its gradient, even if its reader does too.
+        """
         y, norm = self.conv(x), self.norm
         if norm is None:
             return followed(y, self.activation, residual, adds_first=True), x
-        options: dict[str, Any] = dict(residual=residual, mask_gradient=mask_gradient)
         if isinstance(norm, BatchNorm):
-            options["use_running_average"] = use_running_average
-        return norm(y, **options), x
+            return norm(y, use_running_average, residual=residual), x
+        return norm(y, residual=residual), x
 
     def fold(self) -> None:
         """Makes the batch norm with its running averages a part of the convolution, for good.

@@ -120,7 +120,6 @@ class GroupNorm(nnx.GroupNorm):
         residual: jax.Array | None = None,
         image_scale: jax.Array | None = None,
         image_shift: jax.Array | None = None,
-        mask_gradient: bool = True,
     ) -> jax.Array:
         """Normalises x [B, ..., C].
 
@@ -130,7 +129,6 @@ class GroupNorm(nnx.GroupNorm):
           residual: like x, is added before the activation.
           image_scale: [B, C], modulates each image, as an offset from 1.
           image_shift: [B, C], is added after `image_scale`.
-          mask_gradient: as in `jaxfused.group_norm`.
 
         Returns:
           y [B, ..., C].
@@ -138,6 +136,21 @@ class GroupNorm(nnx.GroupNorm):
         Raises:
           ValueError: `residual`, a modulation or a named kernel in a call that Flax has to serve.
         """
+        return self._run(
+            x, mask=mask, residual=residual, image_scale=image_scale, image_shift=image_shift
+        )
+
+    def _run(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        image_scale: jax.Array | None = None,
+        image_shift: jax.Array | None = None,
+        mask_gradient: bool = True,
+    ) -> jax.Array:
+        """Implements a call, for the layers around it too: see `jaxfused.ops.norm.group_norm.run`."""
         x = jnp.asarray(x)
         scale = None if self.scale is None else self.scale[...]
         bias = None if self.bias is None else self.bias[...]

@@ -135,7 +135,7 @@ class ResNetBlock(nnx.Module):
           use_running_average: of the batch norms, as in Flax.
 
         Returns:
-          What a call returns, as a `jaxfused.Rectified`; code other than a block reads its `array()`.
+          What a call returns, for the next block alone; other code reads its `array()`.
 
         Raises:
           ValueError: the activation is another one.
@@ -152,7 +152,7 @@ class ResNetBlock(nnx.Module):
           (2, 7, 7, 16)
         """
         x, after = self._until_last(x, use_running_average)
-        return getattr(self, f"layer{self.layers}").rectified(x, **after)
+        return getattr(self, f"layer{self.layers}")._rectified(x, **after)
 
     def _until_last(
         self, x: jax.Array | Rectified, use_running_average: bool | None
@@ -160,7 +160,7 @@ class ResNetBlock(nnx.Module):
         """Returns the last layer's input, and the arguments of its call."""
         options: dict[str, Any] = dict(use_running_average=use_running_average)
         first, *inner = (getattr(self, f"layer{index}") for index in range(1, self.layers))
-        y, residual = first.forked(x, **options)
+        y, residual = first._forked(x, **options)
         if self.shortcut is not None:
             residual = self.shortcut(residual, **options)
         for layer in inner:

@@ -21,16 +21,16 @@ from jaxfused.runtime.serialization import serializable
 class Rectified:
     """Result of a relu, whose gradient the operator that reads it has to mask.
 
-    `jaxfused.conv`, `ConvNormAct` and `ResNetBlock` take it in place of an array, and the method
-    `rectified` of the last two returns it. Everything else takes what `array` returns.
+    `ResNetBlock.rectified` returns it, and the next `ResNetBlock` takes it in place of an array.
+    Everything else takes what `array` returns.
 
     Args:
-      values: what relu returned. It is made by an operator that leaves the mask away, such as
-        `jaxfused.batch_norm(..., activation="relu", mask_gradient=False)`, and read nowhere else.
+      values: what relu returned. It is made by a norm that leaves the mask away, and read nowhere else.
 
     Example:
-      >>> import jax, jax.numpy as jnp, jaxfused
-      >>> y = jaxfused.Rectified(jnp.array([0.0, 3.0]))
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxfused.runtime.rectified import Rectified
+      >>> y = Rectified(jnp.array([0.0, 3.0]))
       >>> jax.grad(lambda y: (5.0 * y.array()).sum())(y).values
       Array([0., 5.], dtype=float32)
     """
@@ -73,11 +73,10 @@ def _masked_jvp(primals, tangents):
     return _masked(y), masked_gradient(tangent, y)
 
 
-def check_mask(op: str, mask_gradient: bool, activation: str | None) -> None:
-    """Checks that mask_gradient=False is only passed with a relu."""
-    if not mask_gradient and activation != "relu":
+def check_rectified(op: str, activation: str | None) -> None:
+    """Checks that the result of a relu is asked for."""
+    if activation != "relu":
         raise ValueError(
-            f"{op}: mask_gradient=False was passed with activation={activation!r}, but only behind a"
-            " relu the result says where the gradient is zero; pass activation='relu', or leave out"
-            " mask_gradient."
+            f"{op}: rectified() was called with activation={activation!r}, but only behind a relu the"
+            " result says where the gradient is zero; pass activation='relu', or call the layer itself."
         )

@@ -11,6 +11,7 @@ import pytest
 import jaxfused
 from benchmarks.without_gpu.target import H200
 from jaxfused import QuantizedArray, dispatch
+from jaxfused.runtime.rectified import Rectified
 from tests.every_operator.test_strict_modes import FUNCTIONS
 
 
@@ -61,7 +62,7 @@ def test_parts_of_wrappers():
     x = np.ones((1, 4, 4, 8), np.float32)
     w = flax.nnx.Param(jnp.ones((3, 3, 16, 8)))
     parts = jaxfused.Concatenated(flax.nnx.Param(jnp.asarray(x)), Variable(jnp.asarray(x)))
-    rectified = jaxfused.Rectified(Variable(jnp.concatenate([x, x], axis=-1)))
+    rectified = Rectified(Variable(jnp.concatenate([x, x], axis=-1)))
     one, other = (
         jax.jit(lambda given=given: jaxfused.conv(given, w))() for given in (parts, rectified)
     )

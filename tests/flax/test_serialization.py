@@ -16,6 +16,7 @@ from flax.training.train_state import TrainState
 import jaxfused
 import jaxfused.linen
 from jaxfused import QuantizationRule, QuantizedArray, optim
+from jaxfused.runtime.rectified import Rectified
 from tests.flax.test_modules import normal
 
 WEIGHTS = {"w": jnp.ones((16, 512)), "b": jnp.ones(7)}
@@ -69,7 +70,7 @@ TREES = {
     "counted steps": lambda: stepped(optim.adamw(1e-3), ema_decay=lambda count: 0.5),
     "fp8": lambda: {"fp8": jaxfused.Fp8State.zeros("mlp")},
     "images": lambda: {
-        "r": jaxfused.Rectified(jnp.ones(3)),
+        "r": Rectified(jnp.ones(3)),
         "c": jaxfused.Concatenated(jnp.ones((2, 3)), jnp.ones((2, 1))),
     },
 }

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfused
+from jaxfused.ops.conv import conv as conv_operator
 from jaxfused.ops.conv import depthwise_conv_cuda, patch_expand
 from jaxfused.ops.linear import (
     qkv_projection,
@@ -38,6 +39,7 @@ from jaxfused.ops.norm import (
 from jaxfused.ops.pool import max_pool_cuda, max_pool_xla, upsample_cuda
 from jaxfused.ops.rope import rope, rope_xla
 from jaxfused.runtime import cuda_library, runner, sharding
+from jaxfused.runtime.rectified import Rectified
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
 from pallas_kernels.gemm.fused_product import FusedProduct
@@ -1478,10 +1480,10 @@ def test_depthwise_and_pooling(image_stand_ins, monkeypatch, axis_type, images, 
 
     def results(implementation, x, w, dy):
         def f(x, w):
-            y, x = jaxfused.conv(
+            y, x, _ = conv_operator.run(
                 x,
                 w,
-                feature_group_count=16,
+                window=dict(feature_group_count=16),
                 activation="relu",
                 hand_on=True,
                 implementation=implementation,
@@ -1593,14 +1595,15 @@ def test_dense_convolution(dense_stand_ins, axis_type, images, weights, result):
 
     def results(implementation, x, w, bias, dy):
         def f(x, w, bias):
-            return jaxfused.conv(
-                jaxfused.Rectified(x),
+            return conv_operator.run(
+                Rectified(x),
                 w,
                 bias,
+                window={},
                 activation="relu",
                 hand_on=True,
                 implementation=implementation,
-            )
+            )[:2]
 
         y, vjp = jax.vjp(f, x, w, bias)
         return y, vjp((dy, jnp.cos(x)))

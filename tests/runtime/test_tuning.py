@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 import jaxfused
 from jaxfused import __main__, dispatch
 from jaxfused.explanation import basis, traced
+from jaxfused.ops.conv import conv as conv_operator
 from jaxfused.ops.conv import dense_conv_regimes
 from jaxfused.ops.norm import layer_norm
 from jaxfused.runtime import platforms, runner, table
@@ -652,7 +653,7 @@ LAYOUTS = {
         ("gated_mlp hidden gradient", "joined", False),
     ),
     "a kernel that takes statistics gives way to XLA": (
-        functools.partial(jaxfused.conv, statistics=True),
+        functools.partial(conv_operator.run, window={}, statistics=True),
         (array(8, 32, 32, 128), array(3, 3, 128, 128)),
         ("conv dense forward with statistics", "xla"),
         ("conv dense forward", "save_preactivation", False),

@@ -12,7 +12,7 @@ from jaxfused.fusion.recognisers import image_norm
 from jaxfused.fusion.recognisers.image_norm import Match, widened
 from jaxfused.fusion.site import Book, Site
 from jaxfused.ops.conv.conv import Statistics
-from jaxfused.ops.norm.batch_norm import batch_norm
+from jaxfused.ops.norm.batch_norm import run
 
 
 def find(book: Book) -> None:
@@ -26,7 +26,7 @@ def _site(root: Node, found: Match) -> Site:
 
     def call(*arrays: jax.Array, statistics: Statistics | None = None) -> list[jax.Array]:
         operands = found.operands_of([*widened(found, arrays[:1]), *arrays[1:]])
-        y, mean, variance = batch_norm(
+        y, mean, variance = run(
             operands.pop("x"),
             epsilon=found.epsilon,
             activation=found.activation,

@@ -21,7 +21,7 @@ from jaxfused.fusion.graph import Node, Value
 from jaxfused.fusion.recognisers.image_norm import Match, widened
 from jaxfused.fusion.recognisers.product import residual_of
 from jaxfused.fusion.site import Book, Site, leaking
-from jaxfused.ops.conv.conv import conv
+from jaxfused.ops.conv.conv import run
 from jaxfused.ops.conv.conv_input import Concatenated, ConvInput
 from jaxfused.runtime.promotion import accumulator_dtype
 
@@ -219,7 +219,7 @@ def _site(book: Book, node: Node, followed: Followed) -> Site:
         x: ConvInput = Concatenated(*images) if len(images) > 1 else images[0]
         w = w.transpose(*numbers.rhs_spec[2:], numbers.rhs_spec[1], numbers.rhs_spec[0])
         w, bias = folded(w, steps, others, accumulator_dtype(x.dtype))
-        results: Any = conv(
+        y, _, taken = run(
             x,
             w,
             bias,
@@ -227,16 +227,18 @@ def _site(book: Book, node: Node, followed: Followed) -> Site:
             residual=None
             if residual is None
             else others[-1].reshape(node.out.shape).transpose(last),
-            strides=node.params["window_strides"],
-            padding=node.params["padding"],
-            input_dilation=node.params["lhs_dilation"],
-            kernel_dilation=node.params["rhs_dilation"],
-            feature_group_count=node.params["feature_group_count"],
+            window=dict(
+                strides=node.params["window_strides"],
+                padding=node.params["padding"],
+                input_dilation=node.params["lhs_dilation"],
+                kernel_dilation=node.params["rhs_dilation"],
+                feature_group_count=node.params["feature_group_count"],
+            ),
             precision=node.params["precision"],
             statistics=statistics,
         )
-        y, *taken = results if statistics else (results,)
-        return y.transpose([last.index(axis) for axis in range(y.ndim)]).reshape(shape), *taken
+        y = y.transpose([last.index(axis) for axis in range(y.ndim)]).reshape(shape)
+        return (y, taken) if statistics else (y,)
 
     return Site(
         "conv",

@@ -1,9 +1,9 @@
 """conv: validation and choice of implementation."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -34,7 +34,17 @@ from jaxfused.runtime.rectified import Rectified
 from jaxfused.runtime.runner import Runner
 
 Statistics = tuple[jax.Array, jax.Array]
-Output = jax.Array | tuple[jax.Array | Statistics | None, ...]
+
+
+class Convolved(NamedTuple):
+    """The result of a convolution, with what the layers around it may use."""
+
+    y: jax.Array
+    """[B, *spatial', O] of x's dtype."""
+    x: jax.Array
+    """The input, whose gradient the convolution's backward adds to its own if it `hands_on`."""
+    statistics: Statistics | None
+    """Mean and variance of y over all but its channels, in float32, where a kernel took them."""
 
 
 @python_numbers
@@ -51,11 +61,9 @@ def conv(
     feature_group_count: int = 1,
     activation: str | None = None,
     residual: jax.Array | None = None,
-    hand_on: bool = False,
-    statistics: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
-) -> Output:
+) -> jax.Array:
     r"""Convolution of channels-last arrays, with the sum and the activation after it.
 
     .. math::
@@ -68,8 +76,7 @@ def conv(
 
     Args:
       x: [B, *spatial, I] with one spatial axis or more, float32, bfloat16 or float16 (float64 with
-        implementation "xla"). A `jaxfused.Rectified` too: its gradient is masked by the kernel that
-        computes it. And a `jaxfused.Concatenated`, two arrays that are concatenated by channels.
+        implementation "xla"). Or a `jaxfused.Concatenated`: two arrays, concatenated by channels.
       w: [*kernel, I / feature_group_count, O], Flax's layout. Any float dtype; it is rounded to x's.
       bias: [O]. Any float dtype.
       strides: steps between windows, one for all spatial axes or one for each; so are the
@@ -90,19 +97,11 @@ def conv(
         Fourier transforms on a GPU (stride 1, no dilation) where that is faster: see below.
       activation: None or a name of `jaxfused.ACTIVATIONS`, after everything else.
       residual: of the result's shape, is added before the activation.
-      hand_on: whether x is returned too, for what else reads it, such as a shortcut around the
-        convolution. What comes back as its gradient is then added by the kernel that computes the
-        gradient of x, where two readers of one array have XLA add theirs in a pass over both.
-      statistics: whether the mean and the variance of y over all but its channels are returned, in
-        float32, for the `jaxfused.batch_norm` that follows, where a kernel takes them with the
-        convolution. No gradient flows through them: that of the norm is complete.
       precision: of the products, as in `jax.lax.conv`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Returns:
-      y, [B, *spatial', O] of x's dtype. With `hand_on`: `(y, x)`, and x is an array. With `statistics`:
-      `(y, (mean, variance))`, or `(y, None)` where the norm is to take its own. With both: all three, x
-      last.
+      [B, *spatial', O] of x's dtype.
 
     Raises:
       ValueError: shapes, dtypes or options do not fit, or the named implementation cannot run.
@@ -114,9 +113,6 @@ def conv(
       Array([0., 0., 3., 2.], dtype=float32)
       >>> jaxfused.conv(x, jnp.ones((2, 1, 1)), strides=2, padding="VALID").ravel()
       Array([1., 5.], dtype=float32)
-      >>> y, shortcut = jaxfused.conv(x, jnp.ones((3, 1, 1)), hand_on=True)
-      >>> (y + shortcut).ravel()
-      Array([1., 4., 8., 8.], dtype=float32)
 
     Where a kernel runs, forward-mode differentiation and gradients of gradients need
     `implementation="xla"`. The gradient then saves what the activation reads, in x's
@@ -137,6 +133,55 @@ def conv(
     Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", 1998; the
     arguments are those of `flax.linen.Conv`.
     """
+    return run(
+        x,
+        w,
+        bias,
+        window=dict(
+            strides=strides,
+            padding=padding,
+            padding_mode=padding_mode,
+            input_dilation=input_dilation,
+            kernel_dilation=kernel_dilation,
+            feature_group_count=feature_group_count,
+        ),
+        activation=activation,
+        residual=residual,
+        precision=precision,
+        implementation=implementation,
+    ).y
+
+
+def run(
+    x: ConvInput,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    window: Mapping[str, Any],
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    hand_on: bool = False,
+    statistics: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: dispatch.Implementation | None = None,
+) -> Convolved:
+    """Computes `conv`, as layers and `fuse` call it.
+
+    Args:
+      x: as in `conv`. A `Rectified` too: its gradient is masked by the kernel that computes it.
+      w: as in `conv`, and so are the arguments not named here.
+      bias: [O].
+      window: options of `geometry` by name.
+      activation: after everything else.
+      residual: is added before the activation.
+      hand_on: whether the returned x is for what else reads x, such as a shortcut around the
+        convolution. What comes back as its gradient is then added by the kernel that computes the
+        gradient of x, where two readers of one array have XLA add theirs in a pass over both.
+      statistics: whether mean and variance of y are asked for, for the batch norm that follows. No
+        gradient flows through them: that of the norm is complete.
+      precision: of the products.
+      implementation: None for the fastest that can run.
+    """
     op = "conv"
     x = as_input(x)
     if isinstance(x, Concatenated):
@@ -144,25 +189,14 @@ def conv(
     w, bias, residual = as_arrays(w, bias, residual)
     check_floating(op, dict(x=as_array(x), w=w, bias=bias, residual=residual))
     check_activation(op, activation)
-    _check_kernel(x, w, feature_group_count)
+    _check_kernel(x, w, window.get("feature_group_count", 1))
     check_shape(op, "bias", bias, w.shape[-1:], f"w has {w.shape[-1]} output channels")
-    options = geometry(
-        op,
-        x,
-        w.shape[:-2],
-        strides=strides,
-        padding=padding,
-        padding_mode=padding_mode,
-        input_dilation=input_dilation,
-        kernel_dilation=kernel_dilation,
-        feature_group_count=feature_group_count,
-    )
     return convolved(
         op,
         x,
         w,
         bias,
-        options=options,
+        options=geometry(op, x, w.shape[:-2], **window),
         activation=activation,
         residual=residual,
         hand_on=hand_on,
@@ -185,8 +219,8 @@ def convolved(
     statistics: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None,
-) -> Output:
-    """Computes `conv` for the operator `op`, of checked operands and `options` from `geometry`."""
+) -> Convolved:
+    """Computes `run` for the operator `op`, of checked operands and `options` from `geometry`."""
     around = options["padding"]
     if isinstance(around, Around):
         shortcut = as_array(x)
@@ -203,9 +237,7 @@ def convolved(
             precision=precision,
             implementation=implementation,
         )
-        if not hand_on:
-            return result
-        return (*(result if isinstance(result, tuple) else (result,)), shortcut)
+        return result._replace(x=shortcut)
     values = x.values if isinstance(x, Rectified) else as_array(x)
     call = _Call(
         op,
@@ -268,7 +300,7 @@ class _Call:
             **self.options,
         )
 
-    def enlarging(self, w: jax.Array, bias: Any, residual: Any) -> Output:
+    def enlarging(self, w: jax.Array, bias: Any, residual: Any) -> Convolved:
         """Expands each pixel of x to a block of pixels, by a kernel if one can run."""
         missing = {"cuda": "the CUDA kernels of conv are depthwise, and the input is dilated"}
         images = dense_conv_forward.images
@@ -283,7 +315,7 @@ class _Call:
         )
         values = self.array()
         if takes_xla:
-            return self._output(self.in_xla(values, w, bias, residual), values)
+            return Convolved(self.in_xla(values, w, bias, residual), values, None)
         y = patch_expand.enlarging_conv(
             self.run,
             values,
@@ -293,16 +325,16 @@ class _Call:
             activation=self.activation,
             precision=self.precision,
         )
-        return self._output(y, values)
+        return Convolved(y, values, None)
 
     def by_fourier_transform(
         self, of_sums: dispatch.Choice, w: jax.Array, bias: Any, residual: Any, window: Window
-    ) -> Output:
+    ) -> Convolved:
         values = self.array()
         y = fft_conv.fourier_conv(
             of_sums, values, w, bias, residual, window=window, activation=self.activation
         )
-        return self._output(y, values)
+        return Convolved(y, values, None)
 
     def depthwise(
         self,
@@ -311,7 +343,7 @@ class _Call:
         residual: Any,
         window: Window,
         of_sums: dispatch.Choice | None,
-    ) -> Output:
+    ) -> Convolved:
         operands = self.values, w, bias, residual
         missing = {"pallas": depthwise_conv1d.NO_PALLAS}
         left = functools.partial(
@@ -320,7 +352,7 @@ class _Call:
         takes_xla = self._takes_xla(w, missing, left)
         values = self.array()
         if takes_xla:
-            return self._output(self.in_xla(values, w, bias, residual), values)
+            return Convolved(self.in_xla(values, w, bias, residual), values, None)
         convolve: Any = depthwise_conv.depthwise_conv
         if depthwise_conv1d.takes(window):
             convolve = depthwise_conv1d.depthwise_conv1d
@@ -334,9 +366,9 @@ class _Call:
             activation=self.activation,
             hands_on=self._hands_on(w),
         )
-        return self._output(y, values if handed_on is None else handed_on)
+        return Convolved(y, values if handed_on is None else handed_on, None)
 
-    def dense(self, w: jax.Array, bias: Any, residual: Any, why_not_depthwise: str) -> Output:
+    def dense(self, w: jax.Array, bias: Any, residual: Any, why_not_depthwise: str) -> Convolved:
         values = self.values
         missing = {"cuda": f"the CUDA kernels of conv are depthwise, and {why_not_depthwise}"}
         window = dense_conv.window_of(values, w, **self.options)
@@ -355,7 +387,7 @@ class _Call:
         masks = isinstance(self.x, Rectified) and not takes_xla and hands_on == self.hand_on
         values = values if masks else self.array()
         if takes_xla:
-            return self._output(self.in_xla(values, w, bias, residual), values)
+            return Convolved(self.in_xla(values, w, bias, residual), values, None)
         assert not isinstance(dense, str) and not isinstance(window, str)
         run = self.run
         if dense.taps < window.taps and not dense.is_pointwise:
@@ -372,7 +404,7 @@ class _Call:
             activation=self.activation,
             precision=self.precision,
         )
-        return self._output(y, values if handed_on is None else handed_on, taken)
+        return Convolved(y, values if handed_on is None else handed_on, taken)
 
     def _takes_xla(
         self, w: jax.Array, missing: dict[str, str], left: Callable[[], LeftToXla | None] | None
@@ -393,11 +425,6 @@ class _Call:
 
     def _is_explicit(self, w: jax.Array) -> bool:
         return sharding.is_explicit(self.values) or sharding.is_explicit(w)
-
-    def _output(self, y: jax.Array, x: jax.Array, taken: Statistics | None = None) -> Output:
-        """Returns y and, if the call asks for them, the statistics and x."""
-        beside = (taken,) * self.statistics + (x,) * self.hand_on
-        return (y, *beside) if beside else y
 
 
 def _check_kernel(x: Any, w: jax.Array, groups: int) -> None:

@@ -94,12 +94,12 @@ def geometry(
     x: Any,
     kernel: tuple[int, ...],
     *,
-    strides: int | Sequence[int],
-    padding: Padding,
+    strides: int | Sequence[int] = 1,
+    padding: Padding = "SAME",
     padding_mode: str = "zeros",
-    input_dilation: int | Sequence[int],
-    kernel_dilation: int | Sequence[int],
-    feature_group_count: int,
+    input_dilation: int | Sequence[int] = 1,
+    kernel_dilation: int | Sequence[int] = 1,
+    feature_group_count: int = 1,
 ) -> dict[str, Any]:
     """Returns the options that say which values a window reads, with one number for each axis."""
     spatial = x.ndim - 2

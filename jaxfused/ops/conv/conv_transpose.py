@@ -111,7 +111,7 @@ def conv_transpose(
         kernel_dilation=dilation,
         feature_group_count=groups,
     )
-    y = convolved(
+    return convolved(
         op,
         x,
         w,
@@ -121,9 +121,7 @@ def conv_transpose(
         residual=residual,
         precision=precision,
         implementation=implementation,
-    )
-    assert isinstance(y, jax.Array)
-    return y
+    ).y
 
 
 def _check_kernel(op: str, x: jax.Array, w: jax.Array, groups: int, transposed: bool) -> None:

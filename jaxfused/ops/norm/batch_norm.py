@@ -6,7 +6,7 @@ channel.
 
 import functools
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from jaxfused.runtime.checks import (
 )
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.rectified import check_mask
 from jaxfused.runtime.runner import Runner
 
 
@@ -42,8 +41,6 @@ def batch_norm(
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
-    mask_gradient: bool = True,
-    statistics: tuple[jax.Array, jax.Array] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]:
     r"""Batch normalisation of channels-last arrays, with what follows it in one pass.
@@ -70,10 +67,6 @@ def batch_norm(
         `jax.lax.pmean` takes them.
       activation: None or a name of `jaxfused.ACTIVATIONS`, after everything else.
       residual: [..., C] like x, is added before the activation.
-      mask_gradient: False where all that reads y, behind a relu, masks its gradient, which is then
-        taken to be masked: see `jaxfused.Rectified`.
-      statistics: in training, mean and variance of x [C], float32, where they are known already, as
-        `jaxfused.conv` returns them. They are not taken again; the gradient is what it is without.
       implementation: None for the fastest that can run, or "cuda" in training, "xla".
 
     Returns:
@@ -99,6 +92,45 @@ def batch_norm(
     the kernels, forward-mode differentiation and gradients of gradients need `implementation="xla"`.
 
     Source: Ioffe, Szegedy, "Batch Normalization", 2015, https://arxiv.org/abs/1502.03167
+    """
+    return run(
+        x,
+        scale,
+        bias,
+        mean=mean,
+        var=var,
+        epsilon=epsilon,
+        axis_name=axis_name,
+        axis_index_groups=axis_index_groups,
+        activation=activation,
+        residual=residual,
+        implementation=implementation,
+    )
+
+
+def run(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    mean: jax.Array | None = None,
+    var: jax.Array | None = None,
+    epsilon: float = 1e-5,
+    axis_name: Hashable | tuple[Hashable, ...] | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    mask_gradient: bool = True,
+    statistics: tuple[jax.Array, jax.Array] | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> Any:
+    """Computes `batch_norm`, as layers and `fuse` call it, with two more arguments.
+
+    Args:
+      mask_gradient: False where all that reads y, behind a relu, masks its gradient, which is then
+        taken to be masked: see `Rectified`.
+      statistics: in training, mean and variance of x [C], float32, where they are known already, as
+        `conv.run` returns them. They are not taken again; the gradient is what it is without.
     """
     op = "batch_norm"
     x, scale, bias, mean, var, residual = as_arrays(x, scale, bias, mean, var, residual)
@@ -139,7 +171,6 @@ def batch_norm(
         )
     check_epsilon(op, epsilon)
     check_activation(op, activation)
-    check_mask(op, mask_gradient, activation)
     device = dispatch.current_device(x, residual)
     unable = _why_xla(x, training, axis_name)
     missing = {"pallas": group_norm.why_no_pallas(op)}
@@ -148,8 +179,8 @@ def batch_norm(
     why_xla = group_norm.why_few(batch_norm_xla.values_of_a_channel(x))
     if not takes_reference(op, implementation, device, x, missing=missing, why_xla=why_xla):
         options = group_norm.Options(op, epsilon, activation)
-        run = Runner(implementation, device)
-        return _over_batch(run, options, not mask_gradient, x, residual, scale, bias, statistics)
+        runner = Runner(implementation, device)
+        return _over_batch(runner, options, not mask_gradient, x, residual, scale, bias, statistics)
 
     if mean is None or var is None:
         return batch_norm_xla.of_batch(

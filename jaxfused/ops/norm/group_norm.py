@@ -34,7 +34,7 @@ from jaxfused.runtime.estimate import Estimate
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.promotion import accumulator_dtype
-from jaxfused.runtime.rectified import check_mask, masked_gradient
+from jaxfused.runtime.rectified import masked_gradient
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner
 from jaxfused.runtime.vmap import (
     batch_all,
@@ -58,7 +58,6 @@ def group_norm(
     image_shift: jax.Array | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
-    mask_gradient: bool = True,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     r"""Group normalisation of channels-last images, with what follows it in one pass.
@@ -88,8 +87,6 @@ def group_norm(
       image_shift: [B, C], is added after `image_scale`.
       activation: None or a name of `jaxfused.ACTIVATIONS`, after everything else.
       residual: [B, ..., C] like x, is added before the activation.
-      mask_gradient: False where all that reads y, behind a relu, masks its gradient, which is then
-        taken to be masked: see `jaxfused.Rectified`.
       implementation: None for the fastest that can run, or "cuda", "xla".
 
     Returns:
@@ -110,6 +107,42 @@ def group_norm(
     Source: Wu, He, "Group Normalization", 2018, https://arxiv.org/abs/1803.08494; image_scale and
     image_shift: Perez et al., "FiLM", 2017, https://arxiv.org/abs/1709.07871
     """
+    return run(
+        x,
+        scale,
+        bias,
+        num_groups=num_groups,
+        group_size=group_size,
+        epsilon=epsilon,
+        image_scale=image_scale,
+        image_shift=image_shift,
+        activation=activation,
+        residual=residual,
+        implementation=implementation,
+    )
+
+
+def run(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    num_groups: int | None = None,
+    group_size: int | None = None,
+    epsilon: float = 1e-6,
+    image_scale: jax.Array | None = None,
+    image_shift: jax.Array | None = None,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    mask_gradient: bool = True,
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+    """Computes `group_norm`, as layers call it, with one more argument.
+
+    Args:
+      mask_gradient: False where all that reads y, behind a relu, masks its gradient, which is then
+        taken to be masked: see `Rectified`.
+    """
     op = "group_norm"
     x, scale, bias, image_scale, image_shift, residual = as_arrays(
         x, scale, bias, image_scale, image_shift, residual
@@ -119,7 +152,6 @@ def group_norm(
     )
     check_epsilon(op, epsilon)
     check_activation(op, activation)
-    check_mask(op, mask_gradient, activation)
     scale, bias = _modulated(x, scale, bias, image_scale, image_shift)
     device = dispatch.current_device(x, residual)
     missing, why_xla = {"pallas": why_no_pallas(op)}, why_few(values_of_a_group(x, num_groups))

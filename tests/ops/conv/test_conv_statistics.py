@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import jaxfused
+from jaxfused.ops.conv import conv as conv_operator
+from jaxfused.ops.norm import batch_norm
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.conv import forward_and_statistics
 from pallas_kernels.conv.product import ConvConfig
@@ -136,11 +138,11 @@ def test_a_norm_with_the_statistics_of_the_convolution(residual, all_stand_ins):
     options = dict(activation="relu")
 
     def ours(x, w, scale, bias, added):
-        y, statistics, x = jaxfused.conv(
-            x, w, hand_on=True, statistics=True, implementation="pallas"
+        y, x, statistics = conv_operator.run(
+            x, w, window={}, hand_on=True, statistics=True, implementation="pallas"
         )
         assert statistics is not None
-        results = jaxfused.batch_norm(
+        results = batch_norm.run(
             y, scale, bias, residual=added, statistics=statistics, implementation="cuda", **options
         )
         return *results, x
@@ -159,7 +161,7 @@ def test_under_vmap_each_entry_has_its_own(all_stand_ins):
     x, w = (put(rng.normal(size=s), jnp.float32) for s in ((3, 2, 5, 6, 8), (1, 1, 8, 8)))
 
     def statistics(x):
-        y, taken = jaxfused.conv(x, w, statistics=True, implementation="pallas")
+        y, _, taken = conv_operator.run(x, w, window={}, statistics=True, implementation="pallas")
         return taken, (y.mean((0, 1, 2)), y.var((0, 1, 2)))
 
     chex.assert_trees_all_close(*jax.vmap(statistics)(x), rtol=1e-5, atol=1e-5)
@@ -167,13 +169,13 @@ def test_under_vmap_each_entry_has_its_own(all_stand_ins):
 
 def test_who_has_none_says_so():
     x, w = jnp.ones((2, 5, 5, 8)), jnp.ones((3, 3, 8, 8))
-    y, statistics, handed_on = jaxfused.conv(x, w, statistics=True, hand_on=True)
+    y, handed_on, statistics = conv_operator.run(x, w, window={}, statistics=True, hand_on=True)
     assert statistics is None and y.shape == handed_on.shape
     scale = jnp.ones(8)
     taken = jnp.zeros(8), jnp.zeros(8)
     # The plain operator computes its own statistics, so that JAX can differentiate them.
     chex.assert_trees_all_equal(
-        jaxfused.batch_norm(y, scale, statistics=taken), jaxfused.batch_norm(y, scale)
+        batch_norm.run(y, scale, statistics=taken), jaxfused.batch_norm(y, scale)
     )
 
 
@@ -187,6 +189,6 @@ def test_who_has_none_says_so():
 )
 def test_errors(change, message):
     arguments = dict(statistics=(jnp.ones(4), jnp.ones(4))) | change
-    call = jax.vmap(lambda x: jaxfused.batch_norm(x, **arguments), axis_name="i")
+    call = jax.vmap(lambda x: batch_norm.run(x, **arguments), axis_name="i")
     with pytest.raises(ValueError, match=f"batch_norm: {message}"):
         call(jnp.ones((1, 2, 4)))

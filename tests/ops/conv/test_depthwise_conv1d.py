@@ -6,6 +6,7 @@ import pytest
 
 import jaxfused
 from jaxfused import dispatch
+from jaxfused.ops.conv import conv as conv_operator
 from jaxfused.ops.conv import depthwise_conv1d_cuda
 from tests.cases.conv import CONV1D_CASES, CONV1D_KERNEL_CASES
 from tests.ops.conv.test_conv import plain_conv
@@ -88,12 +89,11 @@ def test_what_is_handed_on_joins_the_gradient(stand_ins):
     x, w, bias, _ = case.arguments(jnp.float32)
 
     def total(implementation, x, w, bias):
-        y, x = jaxfused.conv(
+        y, x, _ = conv_operator.run(
             x,
             w,
             bias,
-            padding="CAUSAL",
-            feature_group_count=8,
+            window=dict(padding="CAUSAL", feature_group_count=8),
             activation="silu",
             hand_on=True,
             implementation=implementation,

@@ -7,7 +7,9 @@ import pytest
 
 import jaxfused
 from jaxfused import dispatch
+from jaxfused.ops.conv import conv as conv_operator
 from jaxfused.ops.conv import fft_conv
+from jaxfused.runtime.rectified import Rectified
 from tests.support.against_float64 import assert_values_and_gradients
 from tests.support.arrays import put
 from tests.support.grids import parametrize
@@ -75,12 +77,11 @@ def test_transformations(transforms):
 
 def test_what_stands_beside_the_result(transforms):
     x, w, _, _ = arguments(CASES[0], "float32")
-    y, statistics, handed_on = jaxfused.conv(
-        x, w, feature_group_count=3, statistics=True, hand_on=True
-    )
+    window = dict(feature_group_count=3)
+    y, handed_on, statistics = conv_operator.run(x, w, window=window, statistics=True, hand_on=True)
     assert statistics is None
     np.testing.assert_array_equal(handed_on, x)
-    rectified = jaxfused.conv(jaxfused.Rectified(jax.nn.relu(x)), w, feature_group_count=3)
+    rectified = conv_operator.run(Rectified(jax.nn.relu(x)), w, window=window).y
     np.testing.assert_array_equal(
         rectified, jaxfused.conv(jax.nn.relu(x), w, feature_group_count=3)
     )

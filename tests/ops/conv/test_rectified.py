@@ -12,7 +12,10 @@ import pytest
 import jaxfused.linen
 import jaxfused.nnx
 from jaxfused import dispatch
+from jaxfused.ops.conv import conv as conv_operator
 from jaxfused.ops.conv import dense_conv, dense_conv_backward
+from jaxfused.ops.norm import batch_norm, group_norm
+from jaxfused.runtime.rectified import Rectified
 from tests.cases.conv import DENSE_CASES, DEPTHWISE_CASES, TILED_CASES, Case
 from tests.flax.test_modules import linen_apply, nnx_apply, normal, shared_params
 from tests.ops.conv.test_conv import dense_stand_ins, plain_conv, stand_ins, with_library
@@ -50,15 +53,17 @@ def forked(case, implementation, *, rectified=True):
     """Returns functions that give the convolution and the handed-on input, for x >= 0."""
 
     def ours(x, w, bias, residual):
-        return jaxfused.conv(
-            jaxfused.Rectified(x) if rectified else x,
+        window = dict(case.options)
+        return conv_operator.run(
+            Rectified(x) if rectified else x,
             w,
             bias,
+            activation=window.pop("activation", None),
+            window=window,
             residual=residual,
             hand_on=True,
             implementation=implementation,
-            **case.options,
-        )
+        )[:2]
 
     def plain(x, w, bias, residual):
         x = jnp.where(x > 0, x, jnp.zeros_like(x)) if rectified else x
@@ -163,7 +168,10 @@ def test_one_kernel_adds_and_masks(hopper):
 # --- norms ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["batch_norm", "group_norm"])
+NORMS = dict(batch_norm=batch_norm, group_norm=group_norm)
+
+
+@pytest.mark.parametrize("name", NORMS)
 def test_a_norm_takes_the_gradient_as_masked(name, hopper, monkeypatch):
     """XLA computes the stages, on the path that leads to the kernels."""
     monkeypatch.setattr(jaxfused.runtime.cuda_library, "why_unavailable", lambda: None)
@@ -172,9 +180,7 @@ def test_a_norm_takes_the_gradient_as_masked(name, hopper, monkeypatch):
     groups = {} if name == "batch_norm" else {"num_groups": 2}
 
     def norm(x, residual, **options):
-        results = getattr(jaxfused, name)(
-            x, residual=residual, activation="relu", **groups, **options
-        )
+        results = NORMS[name].run(x, residual=residual, activation="relu", **groups, **options)
         return results[0] if isinstance(results, tuple) else results
 
     y, vjp = jax.vjp(norm, x, residual)
@@ -183,13 +189,6 @@ def test_a_norm_takes_the_gradient_as_masked(name, hopper, monkeypatch):
     assert (masked != dy).any()
     chex.assert_trees_all_equal(open_vjp(masked), vjp(dy))
     np.testing.assert_array_equal(open_vjp(dy)[1], dy)
-
-
-@pytest.mark.parametrize("name", ["batch_norm", "group_norm"])
-def test_only_behind_a_relu(name):
-    groups = {} if name == "batch_norm" else {"num_groups": 2}
-    with pytest.raises(ValueError, match=f"{name}: mask_gradient=False .* activation='silu'"):
-        getattr(jaxfused, name)(jnp.ones((2, 4)), activation="silu", mask_gradient=False, **groups)
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -250,15 +249,15 @@ def test_blocks_that_mask_for_one_another(kind):
 
 def test_a_block_without_relu_has_nothing_to_mask():
     block = jaxfused.nnx.ResNetBlock(8, 2, activation="silu", rngs=flax.nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"ConvNormAct: mask_gradient=False .* activation='silu'"):
+    with pytest.raises(ValueError, match="ResNetBlock: .* activation='silu'"):
         block.rectified(jnp.ones((1, 4, 4, 8)))
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_what_is_handed_on_keeps_its_dtype(dtype):
-    conv = jaxfused.nnx.Conv(4, 4, (1, 1), dtype=dtype, rngs=flax.nnx.Rngs(0))
+    layer = jaxfused.nnx.Conv(4, 4, (1, 1), dtype=dtype, rngs=flax.nnx.Rngs(0))
     x = normal(0, 2, 3, 5, 5, 4)
-    y, handed_on = conv.forked(x)
+    y, handed_on, _ = layer._run(x, hand_on=True)
     assert y.shape == x.shape and y.dtype == (dtype or jnp.float32)
     np.testing.assert_array_equal(handed_on, x)
 
@@ -282,7 +281,7 @@ def test_a_block_keeps_no_more_than_its_layers_read_and_return(with_library, str
     x = jax.ShapeDtypeStruct((images, pixels, pixels, 4 * width), jnp.bfloat16)
 
     def run(params, rest, x):
-        return flax.nnx.merge(graphdef, params, rest).rectified(jaxfused.Rectified(x)).values
+        return flax.nnx.merge(graphdef, params, rest).rectified(Rectified(x)).values
 
     small = pixels // strides
     unit, smaller = (2 * images * p**2 * width for p in (pixels, small))
