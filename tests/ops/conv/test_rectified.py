@@ -249,7 +249,7 @@ def test_blocks_that_mask_for_one_another(kind):
 
 def test_a_block_without_relu_has_nothing_to_mask():
     block = jaxfused.nnx.ResNetBlock(8, 2, activation="silu", rngs=flax.nnx.Rngs(0))
-    with pytest.raises(ValueError, match="ResNetBlock: .* activation='silu'"):
+    with pytest.raises(ValueError, match=r"ResNetBlock: .* activation='silu'"):
         block.rectified(jnp.ones((1, 4, 4, 8)))
 
 
