@@ -42,7 +42,7 @@ class Frame:
     sizes: tuple[int, ...]
     """Lengths of the parts."""
     stages: tuple[Stage, ...]
-    """Arrays of which moments are taken: the last one, then those before each convert, reshape,
+    """Array whose moments are taken, followed by its versions before each convert, reshape or
     transposition."""
 
     @property

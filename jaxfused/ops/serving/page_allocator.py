@@ -225,7 +225,7 @@ def _check_number(method: str, name: str, value: object, what: str) -> None:
 
 
 def _numbers(method: str, tokens: Any) -> list[int]:
-    """Returns the ids of tokens as Python's numbers, which are equal in lists and arrays."""
+    """Returns the ids of tokens as Python's numbers, which compare equal for lists and arrays."""
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(
