@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
-
-import jaxfused
-from benchmarks.cases import image_case
-from benchmarks.cases.image_case import Operation, Shape
+from benchmarks.cases import of_config
 from benchmarks.run.case import Bar, Case
+from benchmarks.sweep.image_configs import ImageNorm
+
+Shape = tuple[int, ...]
+"""Sizes [B, H, W, C] of x."""
 
 SHAPES: tuple[Shape, ...] = (
     (64, 56, 56, 256),
@@ -19,42 +18,24 @@ SHAPES: tuple[Shape, ...] = (
 QUICK_SHAPES = SHAPES[:2]
 _NAME = "batch_norm + relu"
 _BARS = {
-    (f"{_NAME} {image_case.WITH_GRADIENTS}", shape): (Bar("xla", must=1.3, aim=2.0),)
+    (f"{_NAME} {of_config.WITH_GRADIENTS}", shape): (Bar("xla", must=1.3, aim=2.0),)
     for shape in SHAPES
 }
-_FAR = 8.0
-"""Magnitude of the bias in standard deviations: no rounding of a result then turns a gradient on or
-off."""
-
-
-def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    return image_case.cases(_operations, shapes or (QUICK_SHAPES if quick else SHAPES), _BARS)
-
-
-def _ours(x, scale, bias, *, implementation):
-    bias = _FAR * jnp.sign(bias)
-    y, *_ = jaxfused.batch_norm(x, scale, bias, activation="relu", implementation=implementation)
-    return y
-
-
-def _flax(x, scale, bias):
-    """Computes what flax.linen.BatchNorm and jax.nn do, by the mean of squares."""
-    wide = x.astype(jnp.float32)
-    mean = wide.mean((0, 1, 2))
-    variance = jnp.maximum(jnp.square(wide).mean((0, 1, 2)) - jnp.square(mean), 0.0)
-    y = (wide - mean) * (jax.lax.rsqrt(variance + 1e-5) * scale) + _FAR * jnp.sign(bias)
-    return jax.nn.relu(y.astype(x.dtype))
 
 
 def _torch(x, scale, bias):
     from torch.nn import functional
 
-    y = functional.batch_norm(
-        x.movedim(-1, 1), None, None, scale, _FAR * bias.sign(), training=True, eps=1e-5
-    )
+    y = functional.batch_norm(x.movedim(-1, 1), None, None, scale, bias, training=True, eps=1e-6)
     return functional.relu(y).movedim(1, -1)
 
 
-def _operations(shape: Shape) -> list[Operation]:
-    parameters = (shape[-1:],) * 2
-    return [Operation(_NAME, _ours, {"xla": _flax}, _torch, parameters, 0.1, is_norm=True)]
+def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
+    shapes = shapes or (QUICK_SHAPES if quick else SHAPES)
+    return [case for shape in shapes for case in _cases(shape)]
+
+
+def _cases(shape: Shape) -> list[Case]:
+    config = ImageNorm(*shape, "bfloat16", "batch_norm", 0, "relu", residual=False)
+    options = dict(stock="fast variance", torch=_torch, far_bias=2)
+    return of_config.of_images(_NAME, shape, config, _BARS, **options)

@@ -3,40 +3,21 @@
 from collections.abc import Sequence
 from functools import partial
 
-import jax
-
-import jaxfused
-from benchmarks.cases import image_case
-from benchmarks.cases.image_case import Operation, Shape
+from benchmarks.cases import of_config
 from benchmarks.run.case import Bar, Case
+from benchmarks.sweep.image_configs import DepthwiseConv
+
+Shape = tuple[int, ...]
+"""Sizes [B, H, W, C] of x."""
 
 SHAPES: tuple[Shape, ...] = ((32, 112, 112, 64), (32, 56, 56, 128), (64, 28, 28, 384))
 QUICK_SHAPES = SHAPES[:2]
 WINDOWS = (3, 7, 31)
 _BARS = {
-    (f"7 x 7 {image_case.FORWARD}", SHAPES[0]): (Bar("xla", must=178 / 65, aim=178 / 50),),
-    (f"7 x 7 {image_case.WITH_GRADIENTS}", SHAPES[0]): (Bar("xla", must=2.5),),
-    (f"3 x 3 {image_case.FORWARD}", SHAPES[1]): (Bar("xla", must=1.4),),
+    (f"7 x 7 {of_config.FORWARD}", SHAPES[0]): (Bar("xla", must=178 / 65, aim=178 / 50),),
+    (f"7 x 7 {of_config.WITH_GRADIENTS}", SHAPES[0]): (Bar("xla", must=2.5),),
+    (f"3 x 3 {of_config.FORWARD}", SHAPES[1]): (Bar("xla", must=1.4),),
 }
-
-
-def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    return image_case.cases(_operations, shapes or (QUICK_SHAPES if quick else SHAPES), _BARS)
-
-
-def _ours(x, w, *, implementation):
-    return jaxfused.conv(x, w, feature_group_count=x.shape[-1], implementation=implementation)
-
-
-def _flax(x, w):
-    return jax.lax.conv_general_dilated(
-        x,
-        w,
-        (1, 1),
-        "SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        feature_group_count=x.shape[-1],
-    )
 
 
 def _torch(window, x, w):
@@ -48,15 +29,21 @@ def _torch(window, x, w):
     return y.movedim(1, -1)
 
 
-def _operations(shape: Shape) -> list[Operation]:
+def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
+    shapes = shapes or (QUICK_SHAPES if quick else SHAPES)
+    return [case for shape in shapes for case in _cases(shape)]
+
+
+def _cases(shape: Shape) -> list[Case]:
     return [
-        Operation(
-            f"{window} x {window}",
-            _ours,
-            {"xla": _flax},
-            partial(_torch, window),
-            ((window, window, 1, shape[-1]),),
-            1 / window,
-        )
+        case
         for window in WINDOWS
+        for case in of_config.of_images(
+            f"{window} x {window}",
+            shape,
+            DepthwiseConv(*shape, "bfloat16", window, 1, bias=False, activation=None),
+            _BARS,
+            stock="flax",
+            torch=partial(_torch, window),
+        )
     ]

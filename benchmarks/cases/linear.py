@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-import jaxfused
-from benchmarks.run.case import BARE, Arrays, Bar, Case, Function, functions, torch_compiled
+from benchmarks.cases import of_config
+from benchmarks.run.case import BARE, Bar, Case, Function
+from benchmarks.sweep.configs import Linear
 
 Shape = tuple[int, int, int]
 """Sizes (rows, features, out features)."""
@@ -38,21 +38,12 @@ def random_operands(
     return operands
 
 
-# --- ours and the peers, as functions of (x, w, ...) ----------------------------------------------
+# --- the peers, as functions of (x, w, ...) -------------------------------------------------------
 
 
 def product(x, w, *_):
     """Returns the product alone: an operator's epilogue should add nothing to its time."""
     return x @ w
-
-
-def _gelu_layer(x, w, bias, *, implementation):
-    return jaxfused.linear(x, w, bias, activation="gelu_tanh", implementation=implementation)
-
-
-def _flax_gelu_layer(x, w, bias):
-    # This is flax.linen.Dense with jax.nn.gelu, whose default is the tanh approximation.
-    return jax.nn.gelu(x @ w + bias)
 
 
 def _torch_gelu_layer(x, w, bias):
@@ -64,27 +55,17 @@ def _torch_gelu_layer(x, w, bias):
 @dataclass(frozen=True)
 class _Operation:
     name: str
-    ours: Function
-    """Function of this package, which takes implementation= as well."""
-    flax: Function
     torch: Function
     has_bias: bool
+    """True if a bias and gelu follow the product."""
     with_gradient: bool = False
 
 
 _OPERATIONS = (
-    _Operation("product forward", jaxfused.linear, product, product, has_bias=False),
-    _Operation(
-        "linear + bias + gelu forward",
-        _gelu_layer,
-        _flax_gelu_layer,
-        _torch_gelu_layer,
-        has_bias=True,
-    ),
+    _Operation("product forward", product, has_bias=False),
+    _Operation("linear + bias + gelu forward", _torch_gelu_layer, has_bias=True),
     _Operation(
         "linear + bias + gelu forward+backward",
-        _gelu_layer,
-        _flax_gelu_layer,
         _torch_gelu_layer,
         has_bias=True,
         with_gradient=True,
@@ -104,37 +85,29 @@ def _bars(operation: _Operation, shape: Shape) -> tuple[Bar, ...]:
 
 def _case(operation: _Operation, shape: Shape) -> Case:
     rows, features, out_features = shape
-    peers = {"xla": operation.flax}
-    written = functions(
-        operation.ours,
-        peers,
-        {"torch_compile": partial(torch_compiled, operation.torch)},
-        differentiable=3 if operation.has_bias else 2,
-        cotangents=int(operation.with_gradient),
+    config = Linear(
+        batch=0,
+        tokens=rows,
+        width=features,
+        out=out_features,
+        dtype="bfloat16",
+        param_dtype="same",
+        bias=operation.has_bias,
+        activation="gelu_tanh" if operation.has_bias else None,
+        residual=False,
     )
-    if operation.has_bias and not operation.with_gradient:
-        written["jax"][BARE] = product
-    x_size, w_size, y_size = rows * features, features * out_features, rows * out_features
-    b_size = out_features if operation.has_bias else 0
-    size = x_size + w_size + b_size + y_size
-    if operation.with_gradient:
-        # Reads x, w and dy, and the preactivation that the forward wrote; writes dx, dw, dbias.
-        size += 2 * x_size + 2 * w_size + b_size + 3 * y_size
-    return Case(
-        name=operation.name,
-        shape=shape,
-        make_inputs=partial(_make_inputs, operation, shape),
-        bytes=2 * size,
-        flops=2 * rows * features * out_features * (3 if operation.with_gradient else 1),
+    # The backward reads x, w and the preactivation that the forward wrote.
+    saved = rows * features + features * out_features + 2 * rows * out_features
+    is_bare = operation.has_bias and not operation.with_gradient
+    return of_config.case(
+        operation.name,
+        shape,
+        config,
+        stock="flax",
+        torch=operation.torch,
+        with_gradient=operation.with_gradient,
+        read_again=2 * saved if operation.with_gradient else 0,
+        flops=2 * rows * features * out_features,
         bars=_bars(operation, shape),
-        **written,
+        peers={BARE: product} if is_bare else {},
     )
-
-
-def _make_inputs(operation: _Operation, shape: Shape, key: jax.Array) -> Arrays:
-    rows, features, out_features = shape
-    cotangents = [(rows, out_features)] if operation.with_gradient else []
-    weights = [(features, out_features), *([(out_features,)] if operation.has_bias else [])]
-    x, *rest = random_operands(key, [(rows, features), *cotangents], weights)
-    dys, parameters = rest[: len(cotangents)], rest[len(cotangents) :]
-    return x, *parameters, *dys

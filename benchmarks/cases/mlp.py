@@ -1,15 +1,15 @@
 """mlp with gelu and gated_mlp with silu, forward and with gradients, and the gated unit alone."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 
-import jaxfused
+from benchmarks.cases import of_config
 from benchmarks.cases.linear import random_operands
-from benchmarks.run.case import TERAFLOPS, Arrays, Bar, Case, Function, functions, torch_compiled
+from benchmarks.run.case import TERAFLOPS, Bar, Case, Function, torch_compiled
+from benchmarks.sweep.configs import MLP
 from jaxfused import dispatch
 from pallas_kernels.gemm import mlp as pallas_mlp
 
@@ -41,22 +41,10 @@ def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Ca
 # --- ours and the peers ---------------------------------------------------------------------------
 
 
-def _mlp(x, w1, b1, w2, b2, *, implementation):
-    return jaxfused.mlp(x, w1, b1, w2, b2, save="hidden", implementation=implementation)
-
-
-def _flax_mlp(x, w1, b1, w2, b2):
-    return jax.nn.gelu(x @ w1 + b1) @ w2 + b2
-
-
 def _torch_mlp(x, w1, b1, w2, b2):
     import torch
 
     return torch.nn.functional.gelu(x @ w1 + b1, approximate="tanh") @ w2 + b2
-
-
-def _gated_mlp(x, w_gate, w_up, w_down, *, implementation):
-    return jaxfused.gated_mlp(x, w_gate, w_up, w_down, save="hidden", implementation=implementation)
 
 
 def _flax_gated_unit(x, w_gate, w_up):
@@ -103,8 +91,8 @@ def _pallas_gated_unit(x, w_gate, w_up):
 @dataclass(frozen=True)
 class _Operation:
     name: str
-    ours: Function
-    """Function of this package, which takes implementation= as well."""
+    operator: str
+    activation: str
     peers: dict[str, Function]
     torch: Function
     products: int
@@ -112,11 +100,12 @@ class _Operation:
     has_bias: bool
 
 
-_MLP = _Operation("mlp, gelu,", _mlp, {"xla": _flax_mlp}, _torch_mlp, products=2, has_bias=True)
+_MLP = _Operation("mlp, gelu,", "mlp", "gelu_tanh", {}, _torch_mlp, products=2, has_bias=True)
 _GATED_MLP = _Operation(
     "gated_mlp, silu,",
-    _gated_mlp,
-    {"xla": _then_down(_flax_gated_unit), "tokamax": _then_down(_tokamax_gated_unit)},
+    "gated_mlp",
+    "silu",
+    {"tokamax": _then_down(_tokamax_gated_unit)},
     _then_down(_torch_gated_unit),
     products=3,
     has_bias=False,
@@ -125,36 +114,39 @@ _GATED_MLP = _Operation(
 
 def _case(operation: _Operation, shape: Shape, with_gradient: bool) -> Case:
     rows, features, hidden = shape
-    parameters = _parameters(operation, shape)
-    in_jax = dict(operation.peers)
+    config = MLP(
+        operator=operation.operator,
+        batch=0,
+        tokens=rows,
+        width=features,
+        hidden=hidden,
+        dtype="bfloat16",
+        param_dtype="same",
+        bias=operation.has_bias,
+        activation=operation.activation,
+        residual=False,
+        save="hidden",
+    )
     bars = [Bar("xla", aim=1.0)]
     if with_gradient:
-        # tokamax's gradient is XLA's, with the products computed again.
-        in_jax.pop("tokamax", None)
-        bars = [
-            Bar("xla", must=1.0 if shape == _LARGE else 1.1),
-            Bar(TERAFLOPS, aim=720.0),
-        ]
-    size = 2 * rows * features + _count(parameters)
-    if with_gradient:
-        # Reads x, dy, the weights and the preactivations that the forward wrote; writes gradients.
-        weights = [shape for shape in parameters if len(shape) == 2]
-        preactivations = (operation.products - 1) * rows * hidden
-        size += 3 * rows * features + _count(weights) + _count(parameters) + 2 * preactivations
-    return Case(
-        name=f"{operation.name} {'forward+backward' if with_gradient else 'forward'}",
-        shape=shape,
-        make_inputs=partial(_make_inputs, shape, parameters, with_gradient),
-        bytes=2 * size,
-        flops=2 * rows * features * hidden * operation.products * (3 if with_gradient else 1),
+        bars = [Bar("xla", must=1.0 if shape == _LARGE else 1.1), Bar(TERAFLOPS, aim=720.0)]
+    # The backward reads x, the weights and the preactivations that the forward wrote.
+    preactivations = (operation.products - 1) * rows * hidden
+    saved = rows * features + operation.products * features * hidden + 2 * preactivations
+    return of_config.case(
+        f"{operation.name} {'forward+backward' if with_gradient else 'forward'}",
+        shape,
+        config,
+        stock="flax",
+        torch=operation.torch,
+        with_gradient=with_gradient,
+        read_again=2 * saved if with_gradient else 0,
+        flops=2 * rows * features * hidden * operation.products,
         bars=tuple(bars),
-        **functions(
-            operation.ours,
-            in_jax,
-            {"torch_compile": partial(torch_compiled, operation.torch)},
-            differentiable=1 + len(parameters),
-            cotangents=int(with_gradient),
-        ),
+        # tokamax's gradient is XLA's, with the products computed again.
+        peers={} if with_gradient else operation.peers,
+        # The derivative of an activation is taken at a rounded sum, and is rounded itself.
+        error_limit=2e-2 if with_gradient else 1e-2,
     )
 
 
@@ -164,7 +156,7 @@ def _unit_case(shape: Shape) -> Case:
     return Case(
         name="gated unit, silu, forward",
         shape=shape,
-        make_inputs=partial(_make_inputs, shape, weights, False),
+        make_inputs=lambda key: tuple(random_operands(key, [shape[:2]], weights)),
         truth=_flax_gated_unit,
         jax={
             "pallas": _pallas_gated_unit,
@@ -172,29 +164,8 @@ def _unit_case(shape: Shape) -> Case:
             "tokamax": _tokamax_gated_unit,
         },
         torch={"torch_compile": partial(torch_compiled, _torch_gated_unit)},
-        bytes=2 * (rows * features + _count(weights) + rows * hidden),
+        bytes=2 * (rows * features + 2 * features * hidden + rows * hidden),
         flops=4 * rows * features * hidden,
         default="pallas",
         bars=(Bar("tokamax", must=1.0),),
     )
-
-
-def _parameters(operation: _Operation, shape: Shape) -> list[tuple[int, ...]]:
-    """Returns shapes in the order of the operands after x."""
-    _, features, hidden = shape
-    if operation.has_bias:
-        return [(features, hidden), (hidden,), (hidden, features), (features,)]
-    return [*[(features, hidden)] * (operation.products - 1), (hidden, features)]
-
-
-def _count(shapes: Sequence[tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in shapes)
-
-
-def _make_inputs(
-    shape: Shape, parameters: Sequence[tuple[int, ...]], with_gradient: bool, key: jax.Array
-) -> Arrays:
-    x_like = [shape[:2]] * (2 if with_gradient else 1)
-    x, *rest = random_operands(key, x_like, parameters)
-    dys, weights = rest[: len(x_like) - 1], rest[len(x_like) - 1 :]
-    return x, *weights, *dys

@@ -3,33 +3,21 @@
 from collections.abc import Sequence
 from functools import partial
 
-import flax.linen
-
-import jaxfused
-from benchmarks.cases import image_case
-from benchmarks.cases.image_case import Operation, Shape
+from benchmarks.cases import of_config
 from benchmarks.run.case import Bar, Case
+from benchmarks.sweep.image_configs import Pool
+
+Shape = tuple[int, ...]
+"""Sizes [B, H, W, C] of x."""
 
 SHAPES: tuple[Shape, ...] = ((32, 256, 256, 64), (32, 64, 64, 256), (64, 112, 112, 64))
 QUICK_SHAPES = SHAPES[1:2]
 WINDOWS = (2, 3)
 _BARS = {
-    (f"max_pool {window} x {window} {image_case.WITH_GRADIENTS}", shape): (Bar("xla", must=2.0),)
+    (f"max_pool {window} x {window} {of_config.WITH_GRADIENTS}", shape): (Bar("xla", must=2.0),)
     for window in WINDOWS
     for shape in SHAPES
 }
-
-
-def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    return image_case.cases(_operations, shapes or (QUICK_SHAPES if quick else SHAPES), _BARS)
-
-
-def _ours(window, x, *, implementation):
-    return jaxfused.max_pool(x, window, strides=2, implementation=implementation)
-
-
-def _flax(window, x):
-    return flax.linen.max_pool(x, (window, window), (2, 2))
 
 
 def _torch(window, x):
@@ -38,14 +26,21 @@ def _torch(window, x):
     return functional.max_pool2d(x.movedim(-1, 1), window, 2).movedim(1, -1)
 
 
-def _operations(shape: Shape) -> list[Operation]:
-    del shape
+def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
+    shapes = shapes or (QUICK_SHAPES if quick else SHAPES)
+    return [case for shape in shapes for case in _cases(shape)]
+
+
+def _cases(shape: Shape) -> list[Case]:
     return [
-        Operation(
-            f"max_pool {window} x {window}",
-            partial(_ours, window),
-            {"xla": partial(_flax, window)},
-            partial(_torch, window),
-        )
+        case
         for window in WINDOWS
+        for case in of_config.of_images(
+            f"max_pool {window} x {window}",
+            shape,
+            Pool(*shape, "bfloat16", window, 2),
+            _BARS,
+            stock="flax",
+            torch=partial(_torch, window),
+        )
     ]

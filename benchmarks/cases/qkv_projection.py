@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import jax
-
 import jaxfused
-from benchmarks.cases.linear import product, random_operands
-from benchmarks.cases.rope import flax_rope, tables, torch_rope
-from benchmarks.run.case import BARE, UNROTATED, Arrays, Bar, Case, functions, torch_compiled
+from benchmarks.cases import of_config
+from benchmarks.cases.linear import product
+from benchmarks.cases.rope import torch_rope
+from benchmarks.run.case import BARE, UNROTATED, Bar, Case, Function
+from benchmarks.sweep.configs import QKVProjection
 
 Shape = tuple[int, int, int, int, int]
 """Sizes (B, T, N, K, H); there are N * H input features."""
@@ -29,20 +29,12 @@ def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Ca
 # --- ours and the peers ---------------------------------------------------------------------------
 
 
-def _projection(x, w, *tables, sizes, implementation):
-    heads, key_heads = sizes
-    cos, sin = tables or (None, None)
-    return jaxfused.qkv_projection(
-        x, w, heads=heads, key_heads=key_heads, cos=cos, sin=sin, implementation=implementation
-    )
-
-
 def _unrotated(x, w, *_, sizes):
-    return _projection(x, w, sizes=sizes, implementation=None)
+    heads, key_heads = sizes
+    return jaxfused.qkv_projection(x, w, heads=heads, key_heads=key_heads)
 
 
-def _peer_projection(x, w, *tables, sizes, rope):
-    """Computes the product, splits it into heads and rotates q and k, in JAX and in torch."""
+def _torch_projection(x, w, *tables, sizes):
     heads, key_heads = sizes
     qkv = (x @ w).reshape(*x.shape[:-1], heads + 2 * key_heads, -1)
     q, k, v = (
@@ -51,7 +43,7 @@ def _peer_projection(x, w, *tables, sizes, rope):
         qkv[..., heads + key_heads :, :],
     )
     if tables:
-        q, k = rope(q, k, *tables, interleaved=False)
+        q, k = torch_rope(q, k, *tables, interleaved=False)
     return q, k, v
 
 
@@ -69,37 +61,41 @@ class _Operation:
 def _case(operation: _Operation, shape: Shape) -> Case:
     batch, length, heads, key_heads, head_size = shape
     sizes = (heads, key_heads)
-    written = functions(
-        partial(_projection, sizes=sizes),
-        {"xla": partial(_peer_projection, sizes=sizes, rope=flax_rope)},
-        {
-            "torch_compile": partial(
-                torch_compiled, partial(_peer_projection, sizes=sizes, rope=torch_rope)
-            )
-        },
-        differentiable=2,
-        cotangents=3 if operation.with_gradient else 0,
-    )
-    if not operation.with_gradient:
-        written["jax"][BARE] = product
-        if operation.rotates:
-            written["jax"][UNROTATED] = partial(_unrotated, sizes=sizes)
     rows, features = batch * length, heads * head_size
     out_features = (heads + 2 * key_heads) * head_size
-    x_size, w_size, y_size = rows * features, features * out_features, rows * out_features
-    tables_size = length * head_size if operation.rotates else 0
-    size = 2 * (x_size + w_size + y_size) + 4 * tables_size
-    if operation.with_gradient:
-        # Reads x, w and the cotangents, and writes dx and dw.
-        size += 2 * (2 * x_size + 2 * w_size + y_size) + 4 * tables_size
-    return Case(
-        name=operation.name,
-        shape=shape,
-        make_inputs=partial(_inputs, operation, shape),
-        bytes=size,
-        flops=2 * rows * features * out_features * (3 if operation.with_gradient else 1),
+    config = QKVProjection(
+        batch=batch,
+        tokens=length,
+        width=features,
+        key_heads=key_heads,
+        group=heads // key_heads,
+        head_size=head_size,
+        dtype="bfloat16",
+        param_dtype="same",
+        bias=False,
+        norm=False,
+        rope=operation.rotates,
+        interleaved=False,
+    )
+    peers: dict[str, Function] = {}
+    if not operation.with_gradient:
+        peers = {BARE: product}
+        if operation.rotates:
+            peers[UNROTATED] = partial(_unrotated, sizes=sizes)
+    # The backward reads x, w and the tables.
+    tables = 4 * length * head_size if operation.rotates else 0
+    saved = 2 * (rows * features + features * out_features) + tables
+    return of_config.case(
+        operation.name,
+        shape,
+        config,
+        stock="reshape",
+        torch=partial(_torch_projection, sizes=sizes),
+        with_gradient=operation.with_gradient,
+        read_again=saved if operation.with_gradient else 0,
+        flops=2 * rows * features * out_features,
         bars=operation.bars,
-        **written,
+        peers=peers,
     )
 
 
@@ -115,17 +111,3 @@ _OPERATIONS = (
         "qkv_projection with rope forward+backward", (_OVER_XLA,), rotates=True, with_gradient=True
     ),
 )
-
-
-def _inputs(operation: _Operation, shape: Shape, key: jax.Array) -> Arrays:
-    batch, length, heads, key_heads, head_size = shape
-    heads_of = [heads, key_heads, key_heads] if operation.with_gradient else []
-    x, *rest = random_operands(
-        key,
-        [
-            (batch, length, heads * head_size),
-            *((batch, length, n, head_size) for n in heads_of),
-        ],
-        [(heads * head_size, (heads + 2 * key_heads) * head_size)],
-    )
-    return x, rest[-1], *(tables(shape) if operation.rotates else ()), *rest[:-1]

@@ -2,34 +2,21 @@
 
 from collections.abc import Sequence
 
-import jax
-
-import jaxfused
-from benchmarks.cases import image_case
-from benchmarks.cases.image_case import Operation, Shape
+from benchmarks.cases import of_config
 from benchmarks.run.case import Bar, Case
+from benchmarks.sweep.image_configs import Upsample
+
+Shape = tuple[int, ...]
+"""Sizes [B, H, W, C] of x."""
 
 SHAPES: tuple[Shape, ...] = ((32, 64, 64, 256), (16, 128, 128, 64), (8, 32, 32, 512))
 QUICK_SHAPES = SHAPES[:1]
 _NAME = "bilinear upsampling by 2"
 _BARS = {
     (f"{_NAME} {direction}", shape): (Bar("xla", must=1.5),)
-    for direction in (image_case.FORWARD, image_case.WITH_GRADIENTS)
+    for direction in (of_config.FORWARD, of_config.WITH_GRADIENTS)
     for shape in SHAPES
 }
-
-
-def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
-    return image_case.cases(_operations, shapes or (QUICK_SHAPES if quick else SHAPES), _BARS)
-
-
-def _ours(x, *, implementation):
-    return jaxfused.upsample(x, implementation=implementation)
-
-
-def _jax(x):
-    images, height, width, channels = x.shape
-    return jax.image.resize(x, (images, 2 * height, 2 * width, channels), "bilinear")
 
 
 def _torch(x):
@@ -39,6 +26,11 @@ def _torch(x):
     return y.movedim(1, -1)
 
 
-def _operations(shape: Shape) -> list[Operation]:
-    del shape
-    return [Operation(_NAME, _ours, {"xla": _jax}, _torch)]
+def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Case]:
+    shapes = shapes or (QUICK_SHAPES if quick else SHAPES)
+    return [case for shape in shapes for case in _cases(shape)]
+
+
+def _cases(shape: Shape) -> list[Case]:
+    config = Upsample(*shape, "bfloat16")
+    return of_config.of_images(_NAME, shape, config, _BARS, stock="jax.image", torch=_torch)

@@ -128,7 +128,7 @@ def _geometry(o: Options) -> dict[str, Any]:
 def _input(x: jax.Array, o: Options) -> Any:
     if o.get("first"):
         return jaxfused.Concatenated(x[..., : o["first"]], x[..., o["first"] :])
-    return Rectified(x) if o["rectified"] else x
+    return Rectified(x) if o.get("rectified") else x
 
 
 def conv(options: Options) -> Problem:
@@ -151,11 +151,11 @@ def conv(options: Options) -> Problem:
                 window=geometry,
                 activation=o["activation"],
                 residual=operands.get("residual"),
-                hand_on=o["hand_on"],
+                hand_on=o.get("hand_on", False),
                 statistics=o.get("statistics", False),
                 implementation=how.implementation,
             )
-        handed_on = (x,) * o["hand_on"]
+        handed_on = (x,) * o.get("hand_on", False)
         return (y, *handed_on, *(_statistics(y, statistics) if o.get("statistics") else ()))
 
     y = jax.eval_shape(

@@ -68,6 +68,20 @@ def _draw_images(draw: Draw, rank: int, has_residual: bool) -> Options:
     )
 
 
+_PLAIN: Options = dict(
+    scale="float32",
+    scale_offset=0.0,
+    round_before_scale=False,
+    bias=None,
+    pre_bias=None,
+    pre_activation=None,
+    activation=None,
+    residual=None,
+    epsilon=1e-6,
+)
+"""Options of a norm that others read too, which need not be stated."""
+
+
 def layer_norm(options: Options) -> Problem:
     return _norm(options, jaxfused.layer_norm)
 
@@ -76,7 +90,8 @@ def rms_norm(options: Options) -> Problem:
     return _norm(options, jaxfused.rms_norm)
 
 
-def _norm(o: Options, norm: Any) -> Problem:
+def _norm(options: Options, norm: Any) -> Problem:
+    o = _PLAIN | options
     shape, width = tuple(o["shape"]), o["shape"][-1]
     operands = present(
         x=Operand(shape, o["dtype"], 0.5, 2.0),

@@ -71,7 +71,7 @@ def rope(options: Options) -> Problem:
     def run(operands: Any, constants: Any, how: How) -> Any:
         more = dict(constants)
         if "cos" not in more:
-            more |= dict(theta=o["theta"], rotary_dim=o["rotary_dim"])
+            more |= dict(theta=o.get("theta", 10000.0), rotary_dim=o["rotary_dim"])
             more |= dict(offset=3) if o["angles"] == "offset" else {}
         return jaxfused.rope(
             operands["q"],
@@ -111,7 +111,8 @@ def qkv_projection(options: Options) -> Problem:
     o, rng = options, rng_of(options)
     heads = o["key_heads"] * o["group"]
     out = (heads + 2 * o["key_heads"]) * o["head_size"]
-    scale = 1.0 - o["scale_offset"]
+    scale_offset = o.get("scale_offset", 0.0)
+    scale = 1.0 - scale_offset
     operands = present(
         x=Operand((*o["batch"], o["tokens"], o["width"]), o["dtype"]),
         w=weight((o["width"], out), o["param_dtype"]),
@@ -133,7 +134,7 @@ def qkv_projection(options: Options) -> Problem:
             key_heads=o["key_heads"],
             q_scale=operands.get("q_scale"),
             k_scale=operands.get("k_scale"),
-            scale_offset=o["scale_offset"],
+            scale_offset=scale_offset,
             interleaved=o["interleaved"],
             precision="highest" if how.exact else o.get("precision"),
             implementation=how.implementation,

@@ -187,7 +187,7 @@ def activation(draw: Draw, probability: float = 0.5) -> str | None:
 
 def rng_of(options: Options) -> np.random.Generator:
     """Returns the random generator of a case's constants."""
-    return np.random.default_rng(options["data"] + 1)
+    return np.random.default_rng(options.get("data", 0) + 1)
 
 
 def present(**operands: Operand | None) -> dict[str, Operand]:

@@ -74,8 +74,8 @@ def _shared(o: Options, operands: Any, how: How) -> dict[str, Any]:
     return dict(
         activation=o["activation"],
         residual=operands.get("residual"),
-        precision="highest" if how.exact else o["precision"],
-        out_dtype=how.out_dtype(o["out_dtype"]),
+        precision="highest" if how.exact else o.get("precision"),
+        out_dtype=how.out_dtype(o.get("out_dtype")),
         implementation=how.implementation,
     )
 

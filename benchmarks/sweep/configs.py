@@ -42,6 +42,8 @@ class Norm:
     dtype: str
     residual: bool
     bias: bool
+    pre_bias: bool = False
+    """True if a bias and a relu stand before the norm."""
 
     def fits(self) -> bool:
         return self.batch * self.tokens * self.width <= MOST_ELEMENTS

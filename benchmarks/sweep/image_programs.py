@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxfused
+from benchmarks.fuzz import convolutions, images, norms
 from benchmarks.run.case import Arrays
 from benchmarks.sweep.image_configs import (
     Conv,
@@ -25,39 +26,35 @@ from benchmarks.sweep.program_parts import (
     EPSILON,
     Programs,
     RandomArrays,
+    of_problem,
     split_operands,
 )
 
 
 def image_norm(config: ImageNorm) -> Programs:
-    dtype = jnp.dtype(config.dtype)
-
-    def make_inputs(key: jax.Array) -> Arrays:
-        random = RandomArrays(key)
-        operands = [
-            random.normal(config.shape, dtype, mean=0.5, deviation=2.0),
-            random.small(config.channels, jnp.float32, mean=1.0),
-            random.small(config.channels, jnp.float32),
-        ]
-        return (
-            *operands,
-            *(random.normal(config.shape, dtype) for _ in range(1 + config.residual)),
+    is_group_norm = config.operator == "group_norm"
+    problem = (norms.group_norm if is_group_norm else norms.batch_norm)(
+        dict(
+            shape=config.shape,
+            dtype=config.dtype,
+            scale="float32",
+            bias="float32",
+            residual=config.residual,
+            activation=config.activation,
+            num_groups=config.groups,
+            epsilon=EPSILON,
+            training=True,
         )
-
-    def ours(x, scale, bias, residual=None):
-        options: Any = dict(epsilon=EPSILON, activation=config.activation, residual=residual)
-        if config.operator == "group_norm":
-            return jaxfused.group_norm(x, scale, bias, num_groups=config.groups, **options)
-        return jaxfused.batch_norm(x, scale, bias, **options)[0]
+    )
 
     def stock(fast: bool) -> Callable[..., jax.Array]:
         def norm(x, scale, bias, residual=None):
             wide = x.astype(jnp.float32)
-            if config.operator == "group_norm":
+            if is_group_norm:
                 wide = wide.reshape(
                     config.batch, -1, config.groups, config.channels // config.groups
                 )
-            axes = (1, 3) if config.operator == "group_norm" else (0, 1, 2)
+            axes = (1, 3) if is_group_norm else (0, 1, 2)
             mean = wide.mean(axes, keepdims=True)
             if fast:
                 variance = jnp.square(wide).mean(axes, keepdims=True) - jnp.square(mean)
@@ -70,43 +67,28 @@ def image_norm(config: ImageNorm) -> Programs:
 
         return norm
 
-    return Programs(
-        make_inputs,
-        ours,
-        {"two passes": stock(False), "fast variance": stock(True)},
-        differentiable=3 + config.residual,
-    )
+    return of_problem(problem, {"two passes": stock(False), "fast variance": stock(True)})
 
 
 def conv(config: Conv) -> Programs:
-    dtype, param_dtype = (
-        jnp.dtype(config.dtype),
-        jnp.dtype(config.dtype if config.param_dtype == "same" else config.param_dtype),
-    )
-    window = (config.window,) * config.axes
-    deviation = (config.window**config.axes * config.channels) ** -0.5
-
-    def make_inputs(key: jax.Array) -> Arrays:
-        random = RandomArrays(key)
-        operands = [random.normal(config.shape, dtype)]
-        weights = (*window, config.channels, config.out)
-        operands.append(random.normal(weights, param_dtype, deviation=deviation))
-        if config.bias:
-            operands.append(random.small(config.out, param_dtype))
-        results = 2 if config.residual else 1
-        return (*operands, *(random.normal(config.result, dtype) for _ in range(results)))
-
-    def ours(*args: jax.Array) -> Any:
-        x, w, bias, residual = split_operands(config, args)
-        return jaxfused.conv(
-            x,
-            w,
-            bias,
+    problem = convolutions.conv(
+        dict(
+            batch=config.batch,
+            sides=config.shape[1:-1],
+            channels=config.channels,
+            out=config.out,
+            groups=1,
+            window=(config.window,) * config.axes,
             strides=config.stride,
             kernel_dilation=config.dilation,
+            padding="SAME",
+            dtype=config.dtype,
+            param_dtype=config.dtype if config.param_dtype == "same" else config.param_dtype,
+            bias=config.bias,
             activation=config.activation,
-            residual=residual,
+            residual=config.residual,
         )
+    )
 
     def stock(*args: jax.Array) -> Any:
         x, w, bias, residual = split_operands(config, args)
@@ -122,34 +104,28 @@ def conv(config: Conv) -> Programs:
         y = y if bias is None else y + bias.astype(y.dtype)
         return ACTIVATIONS[config.activation](y if residual is None else y + residual)
 
-    return Programs(
-        make_inputs, ours, {"flax": stock}, differentiable=2 + config.bias + config.residual
-    )
+    return of_problem(problem, {"flax": stock})
 
 
 def depthwise_conv(config: DepthwiseConv) -> Programs:
-    dtype = jnp.dtype(config.dtype)
-    kernel = (*config.kernel, 1, config.channels)
-    sides = (-(-side // config.stride) for side in (config.height, config.width))
-    result = (config.batch, *sides, config.channels)
-
-    def make_inputs(key: jax.Array) -> Arrays:
-        random = RandomArrays(key)
-        operands = [random.normal(config.shape, dtype)]
-        operands.append(random.normal(kernel, dtype, deviation=math.prod(config.kernel) ** -0.5))
-        if config.bias:
-            operands.append(random.small(config.channels, dtype))
-        return (*operands, random.normal(result, dtype))
-
-    def ours(x, w, bias=None):
-        return jaxfused.conv(
-            x,
-            w,
-            bias,
+    problem = convolutions.conv(
+        dict(
+            batch=config.batch,
+            sides=config.shape[1:-1],
+            channels=config.channels,
+            out=config.channels,
+            groups=config.channels,
+            window=config.kernel,
             strides=config.stride,
-            feature_group_count=config.channels,
+            kernel_dilation=1,
+            padding="SAME",
+            dtype=config.dtype,
+            param_dtype=config.dtype,
+            bias=config.bias,
             activation=config.activation,
+            residual=False,
         )
+    )
 
     def stock(x, w, bias=None):
         y = lax.conv_general_dilated(
@@ -162,7 +138,7 @@ def depthwise_conv(config: DepthwiseConv) -> Programs:
         )
         return ACTIVATIONS[config.activation](y if bias is None else y + bias)
 
-    return Programs(make_inputs, ours, {"flax": stock}, differentiable=2 + config.bias)
+    return of_problem(problem, {"flax": stock})
 
 
 _FAR = 8.0
@@ -207,31 +183,14 @@ def inverted_residual(config: InvertedResidual) -> Programs:
 
 def max_pool(config: Pool) -> Programs:
     window, strides = (config.window,) * 2, (config.stride,) * 2
-    result = [1 + (side - config.window) // config.stride for side in config.shape[1:3]]
-
-    def make_inputs(key: jax.Array) -> Arrays:
-        random, dtype = RandomArrays(key), jnp.dtype(config.dtype)
-        dy = random.normal((config.batch, *result, config.channels), dtype)
-        return random.normal(config.shape, dtype), dy
-
-    return Programs(
-        make_inputs,
-        lambda x: jaxfused.max_pool(x, config.window, strides=config.stride),
-        {"flax": lambda x: flax.linen.max_pool(x, window, strides)},
-        differentiable=1,
-    )
+    drawn = dict(shape=config.shape, dtype=config.dtype, padding="VALID")
+    problem = images.max_pool(drawn | dict(window=window, strides=strides))
+    return of_problem(problem, {"flax": lambda x: flax.linen.max_pool(x, window, strides)})
 
 
 def upsample(config: Upsample) -> Programs:
     result = (config.batch, 2 * config.height, 2 * config.width, config.channels)
-
-    def make_inputs(key: jax.Array) -> Arrays:
-        random, dtype = RandomArrays(key), jnp.dtype(config.dtype)
-        return random.normal(config.shape, dtype), random.normal(result, dtype)
-
-    return Programs(
-        make_inputs,
-        jaxfused.upsample,
-        {"jax.image": lambda x: jax.image.resize(x, result, "bilinear")},
-        differentiable=1,
+    problem = images.upsample(
+        dict(shape=config.shape, dtype=config.dtype, factor=2, method="bilinear")
     )
+    return of_problem(problem, {"jax.image": lambda x: jax.image.resize(x, result, "bilinear")})

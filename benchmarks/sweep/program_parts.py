@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.fuzz.problem import How, Problem
 from benchmarks.run.case import Arrays, Function, gradient_in_jax
 
 EPSILON = 1e-6
@@ -80,6 +81,42 @@ def _as_tuple(outputs: Any) -> Arrays:
 
 def _widened(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def of_problem(
+    problem: Problem, stock: Mapping[str, Function], *, results: int = 1, **more: Any
+) -> Programs:
+    """Returns the programs of a case whose operands and call of ours the fuzz states.
+
+    Args:
+      problem: its operands, then its constants, are the programs' operands, in this order.
+      stock: stock's forms, as functions of the same operands.
+      results: how many of our results are judged.
+      more: further fields of the programs.
+    """
+    names = (*problem.operands, *problem.constants)
+
+    def ours(*args: jax.Array, implementation: str | None = None) -> Any:
+        values = dict(zip(names, args, strict=True))
+        operands = {name: values[name] for name in problem.operands}
+        constants = {name: values[name] for name in problem.constants}
+        found = problem.function(operands, constants, How(implementation, exact=False))
+        return found if not isinstance(found, tuple) else found[0] if results == 1 else found
+
+    def make_inputs(key: jax.Array) -> Arrays:
+        random = RandomArrays(key)
+        arrays = [
+            random.small(*o.shape, o.dtype, o.mean)
+            if len(o.shape) == 1
+            else random.normal(o.shape, o.dtype, mean=o.mean, deviation=o.deviation)
+            for o in problem.operands.values()
+        ]
+        arrays += [jnp.asarray(constant) for constant in problem.constants.values()]
+        form = next(iter(stock.values()), ours)
+        found = _as_tuple(jax.eval_shape(form, *arrays))
+        return (*arrays, *(random.normal(y.shape, y.dtype) for y in found))
+
+    return Programs(make_inputs, ours, stock, len(problem.operands), cotangents=results, **more)
 
 
 class RandomArrays:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import optax
 
 import jaxfused
+from benchmarks.fuzz import norms, others, products
+from benchmarks.fuzz.problem import Problem
 from benchmarks.run.case import Arrays, Function
 from benchmarks.sweep import attention, fp8_programs, image_programs, quantized_programs
 from benchmarks.sweep.configs import (
@@ -35,13 +37,13 @@ from benchmarks.sweep.image_configs import (
 )
 from benchmarks.sweep.program_parts import (
     ACTIVATIONS,
-    EPSILON,
     VARIANCES,
     Programs,
     RandomArrays,
     dense,
     flax_norm,
     mean_square,
+    of_problem,
     split_operands,
 )
 from benchmarks.sweep.quantized_configs import (
@@ -81,40 +83,38 @@ def of(config: Config) -> Programs:
     return build[type(config)](config)
 
 
+def _rows(config: Norm | Linear | MLP | QKVProjection) -> tuple[int, ...]:
+    """Returns the axes before the features: rows alone, of a listed benchmark, if the batch is 0."""
+    return (config.batch, config.tokens) if config.batch else (config.tokens,)
+
+
 # --- norms ----------------------------------------------------------------------------------------
 
 
 def _norm(config: Norm) -> Programs:
-    shape, dtype = (config.batch, config.tokens, config.width), jnp.dtype(config.dtype)
-    has_mean = config.operator == "layer_norm"
-
-    def make_inputs(key: jax.Array) -> Arrays:
-        random = RandomArrays(key)
-        operands = [random.normal(shape, dtype, mean=0.5, deviation=2.0)]
-        operands.append(random.small(config.width, jnp.float32, mean=1.0))
-        if config.bias:
-            operands.append(random.small(config.width, jnp.float32))
-        rows = 3 if config.residual else 1
-        return (*operands, *(random.normal(shape, dtype) for _ in range(rows)))
-
-    def ours(*args: jax.Array) -> Any:
-        x, scale, bias, residual = split_operands(config, args)
-        norm = jaxfused.layer_norm if has_mean else jaxfused.rms_norm
-        return norm(x, scale, bias, residual=residual, epsilon=EPSILON)
+    problem = (norms.layer_norm if config.operator == "layer_norm" else norms.rms_norm)(
+        dict(
+            shape=(*_rows(config), config.width),
+            dtype=config.dtype,
+            bias="float32" if config.bias else None,
+            pre_bias="float32" if config.pre_bias else None,
+            pre_activation="relu" if config.pre_bias else None,
+            residual=config.dtype if config.residual else None,
+        )
+    )
 
     def stock(variance: Function, *args: jax.Array) -> Any:
-        x, scale, bias, residual = split_operands(config, args)
-        h = x if residual is None else x + residual
-        y = flax_norm(h, scale, bias, variance)
+        operands = dict(zip(problem.operands, args, strict=True))
+        h, residual = operands["x"], operands.get("residual")
+        if config.pre_bias:
+            # flax.nnx.Linear casts its bias to the compute dtype before it adds it.
+            h = jax.nn.relu(h + operands["pre_bias"].astype(h.dtype))
+        h = h if residual is None else h + residual
+        y = flax_norm(h, operands["scale"], operands.get("bias"), variance)
         return y if residual is None else (y, h)
 
-    return Programs(
-        make_inputs,
-        ours,
-        {name: partial(stock, variance) for name, variance in VARIANCES[config.operator].items()},
-        differentiable=2 + config.bias + config.residual,
-        cotangents=1 + config.residual,
-    )
+    forms = {name: partial(stock, form) for name, form in VARIANCES[config.operator].items()}
+    return of_problem(problem, forms, results=1 + config.residual)
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -161,175 +161,123 @@ def attention_programs(config: Attention) -> Programs:
 # --- products -------------------------------------------------------------------------------------
 
 
-def _param_dtype(config: Linear | MLP | QKVProjection) -> Any:
-    return jnp.dtype(config.dtype if config.param_dtype == "same" else config.param_dtype)
+def _layer(config: Linear | MLP | QKVProjection) -> dict[str, Any]:
+    """Returns the fuzz's options of a layer over [batch, tokens, width]."""
+    dtype = config.dtype if config.param_dtype == "same" else config.param_dtype
+    return dict(
+        rows=_rows(config),
+        width=config.width,
+        dtype=config.dtype,
+        param_dtype=dtype,
+        bias=config.bias,
+    )
+
+
+def _over_rows(config: Linear | MLP, forms: dict[str, Function], residual: bool) -> Any:
+    """Adds stock's form over [rows, width], which XLA multiplies otherwise than batches."""
+    if config.batch <= 1:
+        return forms
+
+    def over_rows(*args: jax.Array) -> Any:
+        x, *rest = args
+        if residual:
+            rest[-1] = rest[-1].reshape(-1, rest[-1].shape[-1])
+        y = forms["flax"](x.reshape(-1, config.width), *rest)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    return forms | {"rows": over_rows}
 
 
 def _linear(config: Linear) -> Programs:
-    rows, dtype, param_dtype = (
-        (config.batch, config.tokens),
-        jnp.dtype(config.dtype),
-        _param_dtype(config),
+    residual = config.dtype if config.residual else None
+    problem = products.linear(
+        _layer(config) | dict(out=config.out, activation=config.activation, residual=residual)
     )
-
-    def make_inputs(key: jax.Array) -> Arrays:
-        random = RandomArrays(key)
-        operands = [random.normal((*rows, config.width), dtype)]
-        operands.append(random.weight((config.width, config.out), param_dtype))
-        if config.bias:
-            operands.append(random.small(config.out, param_dtype))
-        results = 2 if config.residual else 1
-        return (
-            *operands,
-            *(random.normal((*rows, config.out), dtype) for _ in range(results)),
-        )
-
-    def ours(*args: jax.Array) -> Any:
-        x, w, bias, residual = split_operands(config, args)
-        return jaxfused.linear(x, w, bias, activation=config.activation, residual=residual)
 
     def stock(*args: jax.Array) -> Any:
         x, w, bias, residual = split_operands(config, args)
         y = ACTIVATIONS[config.activation](dense(x, w, bias))
         return y if residual is None else y + residual
 
-    def over_rows(*args: jax.Array) -> Any:
+    return of_problem(problem, _over_rows(config, {"flax": stock}, config.residual))
+
+
+def _mlp_options(config: MLP) -> dict[str, Any]:
+    return _layer(config) | dict(
+        hidden=config.hidden,
+        out=config.width,
+        out_bias=config.bias,
+        activation=config.activation,
+        save=config.save,
+        stacked=config.stacked,
+        residual=config.dtype if config.residual else None,
+    )
+
+
+def _mlp_programs(config: MLP, problem: Problem, unit: Function) -> Programs:
+    """Returns the programs of an MLP; `unit(x, *layers)` is stock's part before the last layer."""
+
+    def stock(*args: jax.Array) -> Any:
         x, *rest = args
-        if config.residual:
-            rest[-1] = rest[-1].reshape(-1, config.out)
-        return stock(x.reshape(-1, config.width), *rest).reshape(*rows, config.out)
+        residual = rest.pop() if config.residual else None
+        step = 2 if config.bias else 1
+        layers = [(*rest[i : i + step], None)[:2] for i in range(0, len(rest), step)]
+        y = dense(unit(x, *layers[:-1]), *layers[-1])
+        return y if residual is None else y + residual
 
-    return Programs(
-        make_inputs,
-        ours,
-        {"flax": stock, "rows": over_rows} if config.batch > 1 else {"flax": stock},
-        differentiable=2 + config.bias + config.residual,
-    )
-
-
-def _mlp_inputs(config: MLP, weights: list[tuple[int, int]], key: jax.Array) -> Arrays:
-    """Returns x, each weight with its bias, the residual and the cotangent."""
-    random, dtype, param_dtype = RandomArrays(key), jnp.dtype(config.dtype), _param_dtype(config)
-    shape = (config.batch, config.tokens, config.width)
-    operands = [random.normal(shape, dtype)]
-    for weight in weights:
-        operands.append(random.weight(weight, param_dtype))
-        if config.bias:
-            operands.append(random.small(weight[1], param_dtype))
-    rows = 2 if config.residual else 1
-    return (*operands, *(random.normal(shape, dtype) for _ in range(rows)))
-
-
-def _mlp_operands(config: MLP, args: Arrays) -> tuple[Any, list[tuple[Any, Any]], Any]:
-    """Splits operands into (x, [(weight, bias or None)], residual or None)."""
-    x, *rest = args
-    residual = rest.pop() if config.residual else None
-    if config.bias:
-        return x, list(zip(rest[::2], rest[1::2], strict=True)), residual
-    return x, [(w, None) for w in rest], residual
-
-
-def _mlp_programs(
-    config: MLP, weights: list[tuple[int, int]], ours: Function, stock: Function
-) -> Programs:
-    def of_operands(f: Function, *args: jax.Array) -> Any:
-        return f(*_mlp_operands(config, args))
-
-    def flat(x, layers, residual):
-        y = stock(
-            x.reshape(-1, config.width),
-            layers,
-            None if residual is None else residual.reshape(-1, config.width),
-        )
-        return y.reshape(x.shape)
-
-    forms = {"flax": stock, "rows": flat} if config.batch > 1 else {"flax": stock}
-    return Programs(
-        partial(_mlp_inputs, config, weights),
-        partial(of_operands, ours),
-        {name: partial(of_operands, form) for name, form in forms.items()},
-        differentiable=1 + len(weights) * (2 if config.bias else 1) + config.residual,
-    )
+    return of_problem(problem, _over_rows(config, {"flax": stock}, config.residual))
 
 
 def _mlp(config: MLP) -> Programs:
     activation = ACTIVATIONS[config.activation]
 
-    def ours(x, layers, residual):
-        (w1, b1), (w2, b2) = layers
-        options: Any = dict(activation=config.activation, residual=residual, save=config.save)
-        return jaxfused.mlp(x, w1, b1, w2, b2, **options)
+    def unit(x, first):
+        return activation(dense(x, *first))
 
-    def stock(x, layers, residual):
-        first, second = layers
-        y = dense(activation(dense(x, *first)), *second)
-        return y if residual is None else y + residual
-
-    weights = [(config.width, config.hidden), (config.hidden, config.width)]
-    return _mlp_programs(config, weights, ours, stock)
+    return _mlp_programs(config, products.mlp(_mlp_options(config)), unit)
 
 
 def _gated_mlp(config: MLP) -> Programs:
     activation = ACTIVATIONS[config.activation]
-    first = (config.width, config.hidden)
 
-    def ours(x, layers, residual):
-        (w_gate, b_gate), *up, (w_down, b_down) = layers
-        w_up, b_up = up[0] if up else (None, None)
-        options: Any = dict(activation=config.activation, residual=residual, save=config.save)
-        biases = dict(b_gate=b_gate, b_up=b_up, b_down=b_down)
-        return jaxfused.gated_mlp(x, w_gate, w_up, w_down, **biases, **options)
+    def unit(x, gate, *up):
+        gate = dense(x, *gate)
+        gate, up = (gate, dense(x, *up[0])) if up else jnp.split(gate, 2, axis=-1)
+        return activation(gate) * up
 
-    def stock(x, layers, residual):
-        if config.stacked:
-            gate, up = jnp.split(dense(x, *layers[0]), 2, axis=-1)
-        else:
-            gate, up = dense(x, *layers[0]), dense(x, *layers[1])
-        y = dense(activation(gate) * up, *layers[-1])
-        return y if residual is None else y + residual
-
-    firsts = [(config.width, 2 * config.hidden)] if config.stacked else [first, first]
-    return _mlp_programs(config, [*firsts, (config.hidden, config.width)], ours, stock)
+    return _mlp_programs(config, products.gated_mlp(_mlp_options(config)), unit)
 
 
 # --- rotations ------------------------------------------------------------------------------------
 
 
 def _rope(config: Rope) -> Programs:
-    dtype = jnp.dtype(config.dtype)
-    heads = [config.heads, *([config.key_heads] if config.key_heads else [])]
-    shapes = [(config.batch, config.tokens, n, config.head_size) for n in heads]
-
-    def make_inputs(key: jax.Array) -> Arrays:
-        random = RandomArrays(key)
-        rows = [random.normal(shape, dtype) for shape in shapes]
-        tables = _angles(config.tokens, config.rotary_dim) if config.tables else ()
-        return (*rows, *tables, *(random.normal(shape, dtype) for shape in shapes))
-
-    def ours(*args: jax.Array) -> Any:
-        q, k = args[0], args[1] if config.key_heads else None
-        options: dict[str, Any] = dict(interleaved=config.interleaved, rotary_dim=config.rotary_dim)
-        if config.tables:
-            options = dict(interleaved=config.interleaved, cos=args[-2], sin=args[-1])
-        return jaxfused.rope(q, k, **options)
+    problem = others.rope(
+        dict(
+            batch=(config.batch,),
+            tokens=config.tokens,
+            heads=config.heads,
+            key_heads=config.key_heads,
+            head_size=config.head_size,
+            rotary_dim=config.rotary_dim,
+            dtype=config.dtype,
+            interleaved=config.interleaved,
+            angles="tables" if config.tables else "from 0",
+        )
+    )
+    heads = len(problem.operands)
 
     def stock(rotate: Function, *args: jax.Array) -> Any:
-        cos, sin = args[-2:] if config.tables else _angles(config.tokens, config.rotary_dim)
+        cos, sin = args[heads:] if config.tables else _angles(config.tokens, config.rotary_dim)
         rotated = tuple(
-            rotate(x, cos[:, None], sin[:, None], config.interleaved) for x in args[: len(heads)]
+            rotate(x, cos[:, None], sin[:, None], config.interleaved) for x in args[:heads]
         )
-        return rotated if len(heads) > 1 else rotated[0]
+        return rotated if heads > 1 else rotated[0]
 
-    forms = {"halves": rotate_halves}
+    forms = {"halves": partial(stock, rotate_halves)}
     if not config.interleaved:
-        forms["rotate_half"] = rotate_whole
-    return Programs(
-        make_inputs,
-        ours,
-        {name: partial(stock, rotate) for name, rotate in forms.items()},
-        differentiable=len(heads),
-        cotangents=len(heads),
-    )
+        forms["rotate_half"] = partial(stock, rotate_whole)
+    return of_problem(problem, forms, results=heads)
 
 
 def _angles(tokens: int, rotary_dim: int) -> tuple[jax.Array, jax.Array]:
@@ -368,42 +316,28 @@ def rotate_whole(x, cos, sin, interleaved):
 
 
 def _qkv_projection(config: QKVProjection) -> Programs:
-    dtype, param_dtype = jnp.dtype(config.dtype), _param_dtype(config)
-    parts = (config.heads, config.key_heads, config.key_heads)
-    rows = (config.batch, config.tokens)
-    differentiable = 2 + config.bias + 2 * config.norm
-
-    def make_inputs(key: jax.Array) -> Arrays:
-        random = RandomArrays(key)
-        operands = [random.normal((*rows, config.width), dtype)]
-        operands.append(random.weight((config.width, config.out), param_dtype))
-        if config.bias:
-            operands.append(random.small(config.out, param_dtype))
-        if config.norm:
-            sizes = [config.head_size] * 2
-            operands += [random.small(size, jnp.float32, mean=1.0) for size in sizes]
-        tables = _angles(config.tokens, config.head_size) if config.rope else ()
-        dys = (random.normal((*rows, n, config.head_size), dtype) for n in parts)
-        return (*operands, *tables, *dys)
-
-    def split(args: Arrays) -> dict[str, Any]:
-        names = ["x", "w", *["bias"] * config.bias, *["q_scale", "k_scale"] * config.norm]
-        names += ["cos", "sin"] * config.rope
-        return dict(zip(names, args, strict=True))
-
-    def ours(*args: jax.Array) -> Any:
-        operands = split(args)
-        x, w, bias = operands.pop("x"), operands.pop("w"), operands.pop("bias", None)
-        sizes = dict(heads=config.heads, key_heads=config.key_heads, epsilon=EPSILON)
-        return jaxfused.qkv_projection(
-            x, w, bias, interleaved=config.interleaved, **sizes, **operands
+    problem = others.qkv_projection(
+        _layer(config)
+        | dict(
+            batch=(config.batch,),
+            tokens=config.tokens,
+            key_heads=config.key_heads,
+            group=config.group,
+            head_size=config.head_size,
+            rotary_dim=config.head_size,
+            q_scale=config.norm,
+            k_scale=config.norm,
+            rope=config.rope,
+            interleaved=config.interleaved,
         )
+    )
+    names = (*problem.operands, *problem.constants)
+    heads = (config.heads + 2 * config.key_heads, config.head_size)
 
     def stock(project: Function, *args: jax.Array) -> Any:
-        operands = split(args)
+        operands = dict(zip(names, args, strict=True))
         qkv = project(operands["x"], operands["w"], operands.get("bias"))
-        ends = (config.heads, config.heads + config.key_heads)
-        q, k, v = jnp.split(qkv, ends, axis=-2)
+        q, k, v = jnp.split(qkv, (config.heads, config.heads + config.key_heads), axis=-2)
         if config.norm:
             q = flax_norm(q, operands["q_scale"], None, mean_square)
             k = flax_norm(k, operands["k_scale"], None, mean_square)
@@ -414,22 +348,16 @@ def _qkv_projection(config: QKVProjection) -> Programs:
         return q, k, v
 
     def reshaped(x, w, bias):
-        return dense(x, w, bias).reshape(*rows, sum(parts), config.head_size)
+        return dense(x, w, bias).reshape(*x.shape[:-1], *heads)
 
     def einsum(x, w, bias):
         # The form of flax.linen.DenseGeneral with an axis for the heads.
-        heads = (sum(parts), config.head_size)
         w = w.astype(x.dtype).reshape(config.width, *heads)
         qkv = jnp.einsum("btd,dnh->btnh", x, w)
         return qkv if bias is None else qkv + bias.astype(x.dtype).reshape(heads)
 
-    return Programs(
-        make_inputs,
-        ours,
-        {"reshape": partial(stock, reshaped), "einsum": partial(stock, einsum)},
-        differentiable=differentiable,
-        cotangents=3,
-    )
+    forms = {"reshape": partial(stock, reshaped), "einsum": partial(stock, einsum)}
+    return of_problem(problem, forms, results=3)
 
 
 # --- losses ---------------------------------------------------------------------------------------

@@ -1,0 +1,116 @@
+"""Cases of listed shapes from configs of the sweep: its operands, its programs of ours and of stock."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.run.case import Arrays, Bar, Case, Function, functions, torch_compiled
+from benchmarks.sweep import programs
+from benchmarks.sweep.configs import Config
+
+FORWARD, WITH_GRADIENTS = "forward", "forward+backward"
+_FAR = 8.0
+"""Magnitude of a bias before a relu, in standard deviations of a sum."""
+
+
+def case(
+    name: str,
+    shape: tuple[int, ...],
+    config: Config,
+    *,
+    stock: str,
+    torch: Function,
+    with_gradient: bool = False,
+    read_again: int = 0,
+    flops: int = 0,
+    bars: tuple[Bar, ...] = (),
+    peers: Mapping[str, Function] | None = None,
+    torch_peers: Mapping[str, Callable[[], Function]] | None = None,
+    far_bias: int | None = None,
+    differentiable: int | None = None,
+    error_limit: float = 1e-2,
+) -> Case:
+    """Returns a case of a config.
+
+    Args:
+      name: of the case, with its direction.
+      shape: the sizes that the case is listed by.
+      config: of the sweep.
+      stock: the form of stock JAX that is the peer "xla".
+      torch: the same function of torch's tensors.
+      with_gradient: whether the backward is measured too.
+      read_again: bytes of what the forward saved that the backward reads, and of saved values that are
+        neither an operand nor a result, when they are written and when they are read.
+      flops: of the forward's products; the backward has twice as many.
+      bars: what ours must reach.
+      peers: further functions in JAX.
+      torch_peers: further functions that import what a torch peer needs and return it.
+      far_bias: the index of a bias before a relu, of which each value is far from 0: no rounding of a
+        sum then turns a gradient on or off.
+      differentiable: how many operands get a gradient, if not all that the sweep differentiates by.
+      error_limit: largest error of a row that counts as right.
+    """
+    written = programs.of(config)
+    cotangents = written.cotangents if with_gradient else 0
+
+    def make_inputs(key: jax.Array) -> Arrays:
+        inputs = list(written.make_inputs(key))
+        if far_bias is not None:
+            inputs[far_bias] = _FAR * jnp.sign(inputs[far_bias])
+        return tuple(inputs if with_gradient else inputs[: -written.cotangents])
+
+    found: dict[str, Any] = functions(
+        written.ours,
+        {"xla": written.stock[stock], **(peers or {})},
+        {"torch_compile": partial(torch_compiled, torch), **(torch_peers or {})},
+        differentiable=differentiable or written.differentiable,
+        cotangents=cotangents,
+    )
+    inputs = jax.eval_shape(make_inputs, jax.random.key(0))
+    results = jax.eval_shape(found["jax"]["xla"], *inputs)
+    return Case(
+        name=name,
+        shape=shape,
+        make_inputs=make_inputs,
+        bytes=read_again
+        + sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((inputs, results))),
+        flops=flops * (3 if with_gradient else 1),
+        bars=bars,
+        error_limit=error_limit,
+        **found,
+    )
+
+
+def of_images(
+    name: str,
+    shape: tuple[int, ...],
+    config: Config,
+    bars: Mapping[tuple[str, tuple[int, ...]], tuple[Bar, ...]],
+    **options: Any,
+) -> list[Case]:
+    """Returns the cases of an operator over images, forward and with gradients.
+
+    Args:
+      name: without the direction.
+      shape: of x, which the backward reads again.
+      config: of the sweep, over images [B, H, W, C] in bfloat16.
+      bars: by name and shape.
+      options: of `case`.
+    """
+    size = 2 * shape[0] * shape[1] * shape[2] * shape[3]
+    return [
+        case(
+            f"{name} {direction}",
+            shape,
+            config,
+            with_gradient=direction == WITH_GRADIENTS,
+            read_again=size if direction == WITH_GRADIENTS else 0,
+            bars=bars.get((f"{name} {direction}", shape), ()),
+            error_limit=2e-2 if direction == WITH_GRADIENTS else 1e-2,
+            **options,
+        )
+        for direction in (FORWARD, WITH_GRADIENTS)
+    ]
