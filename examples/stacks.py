@@ -60,7 +60,7 @@ def sources(wanted: Mapping[str, Shape], saved: Mapping[str, Shape]) -> dict[str
 
 
 def like(array: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns the array or shape to restore a stack as, placed as `array`, one of its layers."""
+    """Returns the shape and sharding in which to restore a stack; `array` is one of its layers."""
     if jax.process_count() > 1 and array.is_fully_addressable:
         return np.empty(shape, dtype)
     sharding = array.sharding

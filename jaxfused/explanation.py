@@ -220,7 +220,7 @@ def _calls(jaxpr: Jaxpr, times: int = 1) -> Counter[tuple[Any, ...]]:
 
 
 def _as_rows(shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the shape with all axes but the last merged; XLA's implementation may get several."""
+    """Returns the shape as rows: all axes but the last are merged."""
     return (math.prod(shape[:-1]), *shape[-1:])
 
 

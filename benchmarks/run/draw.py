@@ -94,5 +94,5 @@ class Draw:
         return max(1, size // self.pick((1, 1, 1, 2, 4, 8)))
 
     def dtype(self, *rare: str) -> str:
-        """Draws mostly bfloat16, some float16, and each of `rare` as often as that."""
+        """Draws bfloat16 in most cases, and float16 or one of `rare` in the others."""
         return self.pick(("bfloat16",) * 6 + ("float16", *rare))

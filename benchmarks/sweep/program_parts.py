@@ -86,7 +86,7 @@ def _widened(x: jax.Array) -> jax.Array:
 def of_problem(
     problem: Problem, stock: Mapping[str, Function], *, results: int = 1, **more: Any
 ) -> Programs:
-    """Returns the programs of a case whose operands and call of ours the fuzz states.
+    """Returns the programs of a case that a problem of the fuzz describes: operands, and our call.
 
     Args:
       problem: its operands, then its constants, are the programs' operands, in this order.

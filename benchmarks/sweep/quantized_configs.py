@@ -78,7 +78,7 @@ def _legal_width(width: int, weights: str, layout: str, group: int) -> int:
 
 
 def _rows(draw: Draw) -> int:
-    """Draws a decoder's tokens, up to 64, nearly as often as any number up to 16384."""
+    """Draws the number of rows: up to 64, as in decoding, in 45 % of the cases, else up to 16384."""
     if draw.chance(0.45):
         return draw.pick((1, 1, 2, 4, 8, 16, 32, 64)) if draw.chance(0.6) else draw.size(1, 64)
     return draw.rounded(1, 16384)

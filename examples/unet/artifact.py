@@ -161,7 +161,7 @@ def _portable(program: Program, like: list[Any], size: tuple[int, int, int]) -> 
     """Returns the StableHLO of a batch of any size, of operators that every platform has."""
     (batch,) = jax.export.symbolic_shape("b")
     images = jax.ShapeDtypeStruct((batch, *size), jnp.uint8)
-    # The function is a new one, because traces are cached, and those of a GPU contain its kernels.
+    # A new function is traced, because JAX caches traces, and a trace for a GPU contains kernels.
     with dispatch.assume(_CPU):
         exported = jax.export.export(
             jax.jit(lambda weights, images: program(weights, images)), platforms=("cpu", "cuda")

@@ -376,7 +376,8 @@ __global__ void __launch_bounds__(BiasShape<T, kHead>::kThreads, 2)
     const uint32_t k_smem = do_smem + Tile<T, kHead>::bytes(kRows);
     const uint32_t v_smem = k_smem + Tile<T, kHead>::bytes(kColumns);
 
-    // Along each axis of logits, the CTA visits its index, or all if the bias has one entry there.
+    // Along each axis of the logits, the CTA visits one index, or all indices if the bias has
+    // length 1 there.
     const int counts[4] = {args.batch, args.heads, divide_up(args.query_count, kRows),
                            divide_up(args.key_count, kColumns)};
     int begin[4], end[4];

@@ -25,7 +25,7 @@ __device__ __forceinline__ void blur_rows(const uint32_t* words, const Region& r
     float sums[kAcross][kChannels] = {};
 #pragma unroll
     for (int k = 0; k < 2 * reach + kAcross; ++k) {
-      // The last pixel of an odd number of columns lies beyond the line.
+      // A pair of columns with a single one does not need the last pixel.
       if (k == 2 * reach + 1 && column + 1 >= count) break;
       float pixel[kChannels];
       levels_of(from[k], pixel);

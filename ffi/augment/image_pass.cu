@@ -90,8 +90,8 @@ ffi::Error parse(const ffi::AnyBuffer& x, const ffi::AnyBuffer& maps, const ffi:
   return ffi::Error::Success();
 }
 
-// Divides a block's shared memory, besides its `fixed` bytes, among the parts of an image; returns
-// the bytes of both.
+// Divides a block's shared memory among the parts of an image; returns the bytes of these parts and
+// of `fixed`.
 int set_room(int channels, int fixed, bool blurs, const Device& device, Args* args) {
   const int64_t columns = kTile + 2 * args->reach_x, lines = kTile + 2 * args->reach_y;
   const int64_t blurred = blurs ? lines * kTile * channels : 0;

@@ -34,8 +34,8 @@ struct Region {
   int rows, columns;
   int end_row, end_column;  // size of the result
 
-  // Returns the row of the result that row i of the region shows, mirrored at the image's edges.
-  // Beyond an image that is smaller than its array, values are not used.
+  // Returns the row of the image for row `i` of the region; rows beyond an edge are mirrored.
+  // Values beyond an image that is smaller than its array are not used.
   __device__ __forceinline__ int row(int i, int count) const {
     return inside(mirrored(first_row + i, count), first_row, rows, end_row);
   }

@@ -525,7 +525,7 @@ __global__ void __launch_bounds__(kThreads, K::kFewWeights ? 3 : 2)
     const int end = min(strip.end + K::kOlder, (shape.height - 1 + shape.top) / K::kStride + 1);
     const auto request = [&](int step) {
       if (step < end) {
-        // Another strip has the rows of dy below this one.
+        // The rows of dy below `strip.end` belong to another strip.
         dy_rows.request(step, strip.end);
         x_rows.request(step * K::kStride - shape.top, end * K::kStride - shape.top);
       }

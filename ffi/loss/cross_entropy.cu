@@ -464,7 +464,7 @@ class RowReader {
 // Coefficients of the gradient of a row.
 struct RowGradient {
   Exponent exponent;
-  float pull;    // factor of 2^power(logit)
+  float pull;    // factor of exp(logit)
   float push;    // factor of the target
   float spread;  // subtracted from each class
 

@@ -299,7 +299,7 @@ constexpr int kMaskPixels = 8;
 constexpr int kCluster = 8;
 constexpr int kMaskSums = kOverall + 3;
 
-// Distance from 0 to 1 by which a share may miss that range; equal to SHARE_TOLERANCE of
+// Distance by which a share may lie below 0 or above 1; equal to SHARE_TOLERANCE of
 // jaxfused/ops/loss/segmentation_loss_xla.py.
 constexpr float kShareTolerance = 1e-3f;
 

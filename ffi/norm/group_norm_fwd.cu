@@ -54,7 +54,7 @@ __device__ __forceinline__ float2 moments_of(float base, float count, const Sums
 // Fewest values whose mean is taken to be near the mean of all.
 constexpr float kFewestValues = 31.0f;
 
-// The moments of an image's slices, or already merged ones.
+// Moments of an image's slices, or moments that are already merged.
 struct Moments {
   const float2* data;
   int count;

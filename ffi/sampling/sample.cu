@@ -204,7 +204,8 @@ class Row {
         continue;
       }
       if (exponent(best.logit) < least) continue;
-      // The words that top-k keeps weigh at least as much as these words and this one together.
+      // The words that top-k keeps include this word and those before it, so they weigh at least as
+      // much.
       if (words.weight < share * (words.weight + weight(best.logit))) return best;
       if (kept_weight == 0.0f) kept_weight = weight_of_top_k(top_k, low, ordered(best.logit) + 1);
       if (words.weight < share * kept_weight) return best;

@@ -89,7 +89,7 @@ class Reader:
     tables: list[Factors] = field(default_factory=list)
 
     def read(self, nodes: Sequence[Node], result: Value) -> Sums | None:
-        """Returns the features of `result`, or None if these operations are not such a sum."""
+        """Returns the features of `result`, or None if they are no sums of factors times features."""
         shape = self.x.shape[self.leading :]
         source = np.arange(math.prod(shape)).reshape(shape)
         none = np.full(shape, NO_TABLE)

@@ -13,7 +13,7 @@ class Found:
     """An operator in place of operations of the program."""
 
     label: str
-    """Name by which `without` leaves it out."""
+    """Name of the operator and its site for the argument `without` of `fuse`."""
     operator: str
     line: str
     detail: str

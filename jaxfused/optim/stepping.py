@@ -408,7 +408,7 @@ def _by_update(
         return jnp.where(finite, new, old) if skip_nonfinite else new
 
     def write_column(array, old, new):
-        """Writes one kind of array for all leaves of the gradients."""
+        """Writes one kind of array, such as a moment, for all leaves of the gradients."""
         treedef: Any = jax.tree.structure(grads, is_leaf=lambda g: g is None)
         pairs = zip(treedef.flatten_up_to(old), treedef.flatten_up_to(new), strict=True)
         return treedef.unflatten(

@@ -68,7 +68,7 @@ def python_numbers[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def with_numbers(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Layers that share their constructor have names of their own.
+        # Classes that share a constructor are named by the instance's class.
         op = type(args[0]).__name__ if own_name == "__init__" else of_class
         taken = [
             checks[name](op, name, value) if name in checks else value

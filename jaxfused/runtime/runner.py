@@ -199,7 +199,7 @@ class Runner:
         return traced_once.apply(_Call(kernel, self), *operands)
 
     def choice(self, kernel: Kernel, *operands: Any) -> dispatch.Choice:
-        """Returns what would run a kernel of these operands, or of their shapes, and why.
+        """Returns the implementation for a kernel of these operands or shapes, and its reasons.
 
         The choice is for a device's shards, which are the operands themselves under Auto mesh axes,
         as XLA's partitioner decides later.

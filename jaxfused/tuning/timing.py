@@ -129,7 +129,7 @@ def _marker(flag: jax.Array) -> jax.Array:
 def split_at_markers(
     timings: Sequence[tuple[str, float]], count: int
 ) -> list[list[tuple[str, float]]]:
-    """Returns the kernels of each program, separated by the marker, which is the last kernel of all."""
+    """Returns the kernels of each program, split at the marker, the kernel that also ends the list."""
     marker = timings[-1][0]
     parts: list[list[tuple[str, float]]] = [[]]
     for name, milliseconds in timings:

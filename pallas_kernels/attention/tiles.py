@@ -231,7 +231,7 @@ class KeyPlace(NamedTuple):
     """Index of the first key."""
     extent: Extent
     visits: Callable[[Index], "QueryVisits"]
-    """Function from the number of a visited head to the visits to its queries."""
+    """Function from a visited head's number to the visits of that head's blocks of queries."""
 
 
 class QueryVisits(NamedTuple):

@@ -172,7 +172,7 @@ class _HeadsOfTile:
 
     @property
     def _stored(self) -> tuple[Sequence[Any], ...]:
-        """Groups of output arrays (results, saved projections); a unit goes to one array of each."""
+        """Groups of output arrays (results, saved projections); a unit is stored once in each group."""
         return tuple(filter(None, (self.gmem.projections, self.gmem.outputs)))
 
     def _results(self, pieces: Sequence[jax.Array]) -> Iterator[Sequence[tuple[int, jax.Array]]]:

@@ -108,7 +108,8 @@ class FewRows:
     outputs: Mapping[str, Any]
     """Dtypes of the outputs."""
     segments: tuple[int, ...] = ()
-    """Columns of each array, if an output is split into several; whole blocks of columns each."""
+    """Columns of each array, a multiple of a CTA's columns, if an output is split into several
+    arrays."""
     segments_of: Mapping[str, int] = MappingProxyType({})
     """Number of arrays of each output that lacks the last segments."""
     piece: int = 0
@@ -122,7 +123,7 @@ class FewRows:
 
     @property
     def result_widths(self) -> dict[str, tuple[int, ...]]:
-        """Columns of each array that an output is split into."""
+        """Columns of each array into which an output is split."""
         widths = self.segments or (self.n,)
         return {name: widths[: self.segments_of.get(name, len(widths))] for name in self.outputs}
 

@@ -127,17 +127,17 @@ class Speeds:
     cuda_pass: float = 2.0
     """Time of a CUDA C kernel over the result of a product, besides its traffic."""
     cuda_sums: float = 3.5
-    """Time that sums over the rows add to such a CUDA C kernel."""
+    """Time that sums over the rows add to a CUDA C kernel over the result of a product."""
     cuda_unaligned: float = 2.0
-    """Factor of such a CUDA C kernel's traffic if rows are not aligned to 16 bytes."""
+    """Factor of the traffic of a CUDA C kernel over a result whose rows are not aligned to 16 bytes."""
     xla_long_launch: float = 1.4
     """Time to start and to end a product with long sums, such as a weight's gradient (wgrad)."""
     xla_single_tile: float = 1.2
-    """Time that such a product saves if its result is a single tile."""
+    """Time that a product with long sums saves if its result is a single tile."""
     xla_first_step: float = 0.27
-    """Time of each of such a product's first steps, which wait for their operands."""
+    """Time of each of the first steps of a product with long sums, which wait for their operands."""
     xla_long_element: float = 2.04e-5
-    """Time that each element of a tile adds to a step of such a product."""
+    """Time that each element of a tile adds to a step of a product with long sums."""
     xla_parts: float = 2.0
     """Time to add up the parts of split sums, besides the traffic."""
     xla_parts_byte: float = 1 / 5.2e6
@@ -157,7 +157,7 @@ class Speeds:
     weights_sum: float = 0.55
     """Time to add up the sums of rows at the end of a tile."""
     weights_sum_column: float = 8e-5
-    """Time that each column whose rows a warpgroup sums adds to a step, for each of its turns."""
+    """Time that a column adds to a step, for each turn in which a warpgroup sums the column's rows."""
     weights_stored: float = 9.7e-5
     """Time of each element of a CTA's tile that it stores."""
     weights_exchange: float = 3.5
@@ -167,7 +167,7 @@ class Speeds:
     weights_byte: float = 1 / 3.45e6
     """Time of a byte of memory traffic in a wgrad kernel."""
     weights_overlap: float = 3.6
-    """Exponent `overlap` for the overlap of that traffic with the steps."""
+    """Exponent `overlap` for the overlap of a wgrad kernel's memory traffic with its steps."""
     weights_narrow_row: float = 0.005
     """Time to copy a row of a wgrad operand so narrow that rows share a line of memory."""
     narrow_row: float = 0.012

@@ -46,7 +46,7 @@ class Options:
     soft_cap: float | None
     dropout_rate: float
     pattern: Pattern | None = None
-    """Masks that mask objects allow; `Arrays.pattern_heads` says which head has which."""
+    """Mask objects of the call, combined; `Arrays.pattern_heads` says which head has which."""
     allows_tf32: bool = False
     """True if the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
 

@@ -44,7 +44,7 @@ class Convolved(NamedTuple):
     x: jax.Array
     """The input, whose gradient the convolution's backward adds to its own if it `hands_on`."""
     statistics: Statistics | None
-    """Mean and variance of y over all but its channels, in float32, where a kernel took them."""
+    """Mean and variance of y per channel, in float32, if a kernel computed them."""
 
 
 @python_numbers

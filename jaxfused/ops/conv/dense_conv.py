@@ -317,7 +317,7 @@ def _gradients(run: Runner, options: Options, request: Request, x, w, dz, handed
     """Returns (dx, dw); dx includes a returned x's cotangent, and is masked where x is rectified."""
     y = x if request.rectified else None
     if request.simplify != AsItIs():
-        # Without the barrier XLA reuses the forward's rewritten copy, which stays in memory for it.
+        # Without the barrier XLA keeps the forward's rewritten copy of x in memory, to use it here.
         x, dz = jax.lax.optimization_barrier((x, dz))
         (x, w), restore = jax.vjp(request.simplify, x, w)
         dx, dw = restore(_gradients(run, options, Request(), x, w, dz, None))

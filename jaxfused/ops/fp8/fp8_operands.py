@@ -44,7 +44,8 @@ class Copies(NamedTuple):
     found: Any = None
     """Largest magnitude [1] of the matrix if a history determines the scale, else None."""
     slope: Any = None
-    """Derivative of the activation in steps of 1 / SLOPE_STEPS, int8 as `values`, or None."""
+    """Derivative of the activation in steps of 1 / SLOPE_STEPS, int8 of the shape of `values`, or
+    None."""
 
     def kept(self, *names: str) -> "Copies":
         """Returns what a backward needs: the scale, the magnitudes and the named fields."""

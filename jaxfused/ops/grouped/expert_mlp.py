@@ -214,7 +214,7 @@ _permuted.defvjp(
 
 @functools.partial(stated_gradient, linear=(0,))
 def _returned(rows: jax.Array, order: _Order) -> jax.Array:
-    """Returns rows [k T, D], given in the order of the experts, in the order of the choices."""
+    """Moves rows [k T, D] from the order of the experts to the order of the choices."""
     return rows[order.place]
 
 

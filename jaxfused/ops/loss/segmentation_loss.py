@@ -385,7 +385,7 @@ class _Masks:
         return _why_not(device, logits)
 
     def run(self, implementation, device, logits, labels) -> Results:
-        # A shard may have too few of the images.
+        # A device's shard may have too few images for the kernel.
         if implementation == "cuda" and _why_not_at_once(device, logits, labels, None) is None:
             return segmentation_loss_cuda.losses_and_gradient(
                 logits,

@@ -56,7 +56,7 @@ class Sums(NamedTuple):
 
 
 SHARE_TOLERANCE = 1e-3
-"""Distance from 0 to 1 by which a share may miss that range, because its producer rounded it."""
+"""Distance by which a share may lie below 0 or above 1, because its producer rounded it."""
 
 
 def shares(labels: jax.Array, dtype: Any) -> jax.Array:

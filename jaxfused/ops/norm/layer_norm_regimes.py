@@ -65,7 +65,7 @@ class Norm:
 
     @property
     def is_small(self) -> bool:
-        """True if XLA's program ends sooner than a kernel starts; it has no mean."""
+        """True for a norm without a mean whose XLA program ends sooner than a kernel starts."""
         few = self.rows == 1 or (not self.aligned and self._elements <= _FEW_VALUES)
         return few and not self.subtract_mean
 

@@ -279,7 +279,7 @@ def _cutlass_places(rows: int, columns: int) -> jax.Array:
     row = jnp.arange(rows)[:, None]
     column = jnp.arange(columns)[None, :]
     place = row // 32 * 32 + row % 8 * 4 + row % 32 // 8
-    # Off-diagonal words of each 2 x 2 square are swapped.
+    # The two off-diagonal words of each 2 x 2 square are swapped.
     up = ((place % 2 == 0) & (column % 2 == 1)).astype(jnp.int32)
     down = ((place % 2 == 1) & (column % 2 == 0)).astype(jnp.int32)
     place, column = place + up - down, column - up + down

@@ -90,7 +90,7 @@ def _sums(values: jax.Array, groups: jax.Array) -> jax.Array:
 
 
 def _without_negative(places: Coordinates, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns places with negative ones moved beyond the end, as JAX would count them from there."""
+    """Returns places with negative indices moved beyond the end; JAX would count them from the end."""
     rows, columns = places.rows, places.columns
     return jnp.where(rows < 0, shape[0], rows), jnp.where(columns < 0, shape[1], columns)
 
