@@ -14,6 +14,10 @@ from jaxfused.fusion import fuse as fuse
 from jaxfused.modules.linear import QuantizedKernel as QuantizedKernel
 from jaxfused.modules.moe import Routing as Routing
 from jaxfused.ops.attention.attention import dot_product_attention as dot_product_attention
+from jaxfused.ops.attention.context_parallel import (
+    context_parallel_attention as context_parallel_attention,
+)
+from jaxfused.ops.attention.context_parallel import zigzag_order as zigzag_order
 from jaxfused.ops.conv.conv import conv as conv
 from jaxfused.ops.conv.conv_input import Concatenated as Concatenated
 from jaxfused.ops.conv.conv_transpose import conv_transpose as conv_transpose

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
+from jax.sharding import AxisType, PartitionSpec
 
 import jaxfused
 from jaxfused import dispatch
@@ -84,6 +85,13 @@ def _sampled_matmul(x: jax.Array, y: jax.Array) -> jax.Array:
     return jaxfused.sampled_matmul(x, y, pattern).data
 
 
+def _context_parallel(*heads: jax.Array) -> jax.Array:
+    attend = functools.partial(jaxfused.context_parallel_attention, axis_name="context")
+    mesh = jax.make_mesh((1,), ("context",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec(None, "context")
+    return jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)(*heads)
+
+
 def _paged(query: jax.Array, *others: jax.Array) -> jax.Array:
     return jaxfused.paged_attention(query, *others, scale=query.shape[-1] ** -0.5, layout="PSKH")
 
@@ -110,6 +118,7 @@ EXAMPLES: dict[str, Example] = {
     "avg_pool": Example(lambda x: jaxfused.avg_pool(x, 2, strides=2), _MAPS),
     "batch_norm": Example(lambda x, p: jaxfused.batch_norm(x, p, p)[0], (*_MAPS, _array(64))),
     "block_sparse_matmul": Example(_block_sparse, (*_ROWS, _WIDE)),
+    "context_parallel_attention": Example(_context_parallel, 3 * _HEADS),
     "conv": Example(jaxfused.conv, (*_MAPS, _array(3, 3, 64, 64), _array(64))),
     "conv_transpose": Example(
         functools.partial(jaxfused.conv_transpose, strides=2),

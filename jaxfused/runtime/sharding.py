@@ -361,6 +361,11 @@ def untracked(operands: Sequence[jax.Array | None]) -> tuple[jax.Array | None, .
     )
 
 
+def mesh_of(*operands: jax.Array) -> AbstractMesh:
+    """Returns the mesh of the operands' types, or of the context."""
+    return _mesh(operands)
+
+
 def is_explicit(*operands: jax.Array) -> bool:
     """Returns whether the operands' types state their sharding.
 

@@ -55,7 +55,7 @@ def test_the_cases_are_of_all_operators():
         and not name.startswith("_")
         and getattr(getattr(jaxfused, name), "__module__", "").startswith("jaxfused.ops")
     }
-    assert with_operands - of_cases == {"rope_from_config"}  # It takes a config, no array.
+    assert with_operands - of_cases == {"rope_from_config", "zigzag_order"}  # They take no array.
 
 
 def test_parts_of_wrappers():

@@ -117,6 +117,17 @@ attention("offsets", is_causal=True, query_offset=lambda: jnp.array([-2, 3]))
 attention("dropout", dropout_rate=0.25, dropout_key=lambda: jax.random.key(0))
 
 
+@case("context_parallel_attention")
+def _(dtype):
+    def f(q, k, v, sinks):
+        attend = functools.partial(
+            jaxfused.context_parallel_attention, axis_name="context", is_causal=True, sinks=sinks
+        )
+        return jax.vmap(attend, axis_name="context")(*(jnp.stack([a]) for a in (q, k, v)))[0]
+
+    return f, (*(normal(i, B, T, 4, 8, dtype=dtype) for i in range(3)), normal(9, 4))
+
+
 @case("fuse")
 def _(dtype):
     def f(x, scale, wq, wk, wv, w1, w2):

@@ -1,0 +1,476 @@
+"""context_parallel_attention: attention over a sequence that several devices share."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxfused import dispatch
+from jaxfused.ops.attention.attention import dot_product_attention
+from jaxfused.runtime import sharding
+from jaxfused.runtime.checks import as_arrays, python_numbers
+
+Layout = Literal["contiguous", "zigzag"]
+Method = Literal["all_gather", "all_to_all", "ring"]
+
+_OP = "context_parallel_attention"
+
+
+@python_numbers
+def context_parallel_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    axis_name: str,
+    spec: P | None = None,
+    layout: Layout = "contiguous",
+    method: Method | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    segment_ids: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+    r"""`dot_product_attention` of a sequence to itself, of which each device of a mesh axis has a part.
+
+    .. math:: O = \text{softmax}(\text{scale} \cdot Q K^T + \text{mask}) V
+
+    over all T tokens, where T is that of one device times the size n of the axis. Results and gradients
+    are those of one device up to rounding, and repeat bit for bit.
+
+    How keys and values reach the queries, in bytes that a device receives in the forward pass, for
+    tokens L = T / n of a device, N query heads and K key heads of H numbers:
+
+    - "all_gather": 2 (n - 1) L K H numbers; each device then holds all keys and values, and no more
+      than its own queries. The gradients of keys and values return by a reduce-scatter in float32.
+    - "ring": as many, one device's part at a time, while the part before is attended to. A device
+      holds two parts of keys and values, and the backward pass computes the forward pass again.
+    - "all_to_all": 2 (N + K) L H (n - 1) / n; each device attends with N / n heads over all tokens. The
+      size of the axis must divide K.
+
+    A causal mask leaves the first device of a "contiguous" layout less to do than the last, except by
+    "all_to_all". In the "zigzag" layout device i holds parts i and 2 n - 1 - i of 2 n, and all have as
+    much to do: put tokens and their positions in the order of `zigzag_order` where a batch is made.
+
+    Args:
+      query: [B, T, N, H], float32, bfloat16 or float16. Within `jax.shard_map` or `jax.pmap` over
+        `axis_name` a device's own tokens; else, under `jax.jit`, all tokens.
+      key: [B, T, K, H], of the query's dtype; N is a multiple of K.
+      value: [B, T, K, V], of the query's dtype.
+      axis_name: the mesh axis that splits the tokens.
+      spec: how the query's axes are split outside of `jax.shard_map`, as P("data", "context"), where
+        axes of the mesh are Auto; batch and heads may be. By default by `axis_name` alone. Types
+        with Explicit axes state it themselves.
+      layout: "contiguous" or "zigzag", the tokens' order.
+      method: None for "all_to_all" where a causal mask meets a contiguous layout and the heads can be
+        split, and "all_gather" elsewhere.
+      scale: of the logits; by default 1 / sqrt(H).
+      is_causal: a token attends to itself and those before it.
+      local_window_size: (left, right), or one number for both: keys this near to a query count.
+      logits_soft_cap: keeps the logits within (-cap, cap).
+      segment_ids: [B, T] integers; a token attends to those of its own segment.
+      sinks: [N], one learned logit a head that takes probability and gives nothing.
+      implementation: of `dot_product_attention`.
+
+    Returns:
+      The output, [B, T, N, V], split as the query is.
+
+    Raises:
+      ValueError: shapes, the axis or the method do not fit, or the named implementation cannot run.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> n, auto = jax.device_count(), jax.sharding.AxisType.Auto
+      >>> mesh = jax.make_mesh((n,), ("context",), axis_types=(auto,))
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16 * n, 4, 8))
+      >>> with jax.set_mesh(mesh):
+      ...     jaxfused.context_parallel_attention(q, k, v, axis_name="context", is_causal=True).shape[2:]
+      (4, 8)
+
+    Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023,
+    https://arxiv.org/abs/2310.01889; Jacobs et al., "DeepSpeed Ulysses", 2023,
+    https://arxiv.org/abs/2309.14509; the zigzag order: Brandon et al., "Striped Attention", 2023,
+    https://arxiv.org/abs/2311.09431, and the public code that followed it.
+    """
+    query, key, value, sinks = as_arrays(query, key, value, sinks)
+    _check(query, key, value)
+    options = _Options(
+        axis_name, layout, scale, is_causal, local_window_size, logits_soft_cap, implementation
+    )
+    operands = _Operands(query, key, value, segment_ids, sinks)
+    if _is_mapped(axis_name):
+        return _on_a_device(options, method, operands)
+    mesh, specs = _specs(options, spec, operands)
+    split = jax.shard_map(
+        functools.partial(_on_a_device, options, method),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=specs.query,
+    )
+    return split(operands)
+
+
+@python_numbers
+def zigzag_order(length: int, devices: int) -> np.ndarray:
+    """Returns which token stands at each place of the zigzag layout: int [length].
+
+    Device i of n gets parts i and 2 n - 1 - i of 2 n equal ones, so that under a causal mask all have
+    as much to do. `x[:, zigzag_order(T, n)]` has the order, and `x[:, numpy.argsort(order)]` undoes it.
+
+    Args:
+      length: tokens of a sequence, a multiple of 2 `devices`.
+      devices: the size of the mesh axis that splits the tokens.
+
+    Returns:
+      The indices of the tokens.
+
+    Raises:
+      ValueError: the length is no multiple of 2 `devices`.
+
+    Example:
+      >>> import jaxfused
+      >>> jaxfused.zigzag_order(8, 2)
+      array([0, 1, 6, 7, 2, 3, 4, 5])
+    """
+    if devices < 1 or length < 0 or length % (2 * devices):
+        raise ValueError(
+            f"zigzag_order: length is {length} and devices is {devices}, but each device gets two equal"
+            " parts; pass a length that is a multiple of twice the devices."
+        )
+    parts = np.arange(length).reshape(2 * devices, -1)
+    return np.concatenate([parts[:devices], parts[: devices - 1 : -1]], axis=1).reshape(-1)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Static arguments."""
+
+    axis_name: str
+    layout: Layout
+    scale: float | None
+    is_causal: bool
+    window: int | tuple[int, int] | None
+    soft_cap: float | None
+    implementation: dispatch.Implementation | None
+
+    def attend(self, query, key, value, offset, segments=None, key_segments=None, **kwargs: Any):
+        """Returns attention to keys of which the first is `offset` tokens before the first query."""
+        is_placed = self.is_causal or self.window is not None
+        return dot_product_attention(
+            query,
+            key,
+            value,
+            scale=self.scale,
+            is_causal=self.is_causal,
+            local_window_size=self.window,
+            query_offset=offset if is_placed else None,
+            logits_soft_cap=self.soft_cap,
+            query_segment_ids=segments,
+            key_value_segment_ids=key_segments,
+            implementation=self.implementation,
+            **kwargs,
+        )
+
+
+class _Operands(NamedTuple):
+    query: Any
+    key: Any
+    value: Any
+    segment_ids: Any
+    sinks: Any
+
+
+def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+    for name, array in dict(query=query, key=key, value=value).items():
+        if array.ndim != 4:
+            raise ValueError(
+                f"{_OP}: {name} has shape {array.shape}; pass one of 4 axes, [batch, tokens, heads,"
+                " features]."
+            )
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"{_OP}: query has {query.shape[1]} tokens and key {key.shape[1]}, but both are of the same"
+            " sequence; pass as many."
+        )
+
+
+def _is_mapped(axis_name: str) -> bool:
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True
+
+
+def _specs(options: _Options, spec: P | None, operands: _Operands) -> tuple[Any, _Operands]:
+    """Returns the mesh, and how each operand is split over it."""
+    mesh = sharding.mesh_of(operands.query)
+    name = options.axis_name
+    if name not in mesh.axis_names:
+        raise ValueError(
+            f"{_OP}: axis_name is {name!r}, but the mesh here has the axes {mesh.axis_names}; call it"
+            " within jax.set_mesh of a mesh with that axis, or within jax.shard_map over it."
+        )
+    if mesh.explicit_axes:
+        spec = jax.typeof(operands.query).sharding.spec
+    split: list[Any] = [*(spec or P(None, name)), *(None,) * 4]
+    batch, tokens, heads = split[:3]
+    if tokens not in (name, (name,)):
+        raise ValueError(
+            f"{_OP}: the query's tokens are split by {tokens!r}, and axis_name is {name!r}; split its"
+            f" second axis by {name!r}, as P(batch, {name!r})."
+        )
+    whole = P(batch, name, heads)
+    segments = None if operands.segment_ids is None else P(batch, name)
+    sinks = None if operands.sinks is None else P(heads)
+    return mesh, _Operands(whole, whole, whole, segments, sinks)
+
+
+# --- on one device --------------------------------------------------------------------------------
+
+
+def _on_a_device(options: _Options, method: Method | None, operands: _Operands) -> jax.Array:
+    """Returns the output for a device's own tokens."""
+    size = lax.axis_size(options.axis_name)
+    tokens, heads = operands.query.shape[1], operands.query.shape[2]
+    key_heads = operands.key.shape[2]
+    if options.layout == "zigzag" and tokens % 2:
+        raise ValueError(
+            f"{_OP}: a device has {tokens} tokens, but the zigzag layout has two equal parts of them;"
+            f" pass a multiple of {2 * size} tokens in all."
+        )
+    if method is None:
+        is_uneven = options.is_causal and options.layout == "contiguous"
+        method = "all_to_all" if is_uneven and key_heads % size == 0 else "all_gather"
+    if method == "all_to_all":
+        if key_heads % size or heads % size:
+            raise ValueError(
+                f"{_OP}: method is 'all_to_all', but {heads} query and {key_heads} key heads cannot be"
+                f" split over {size} devices; pass method='all_gather' or 'ring'."
+            )
+        return _all_to_all(options, operands)
+    if method == "ring":
+        return _ring(options, *operands)
+    return _all_gather(options, operands)
+
+
+def _starts(options: _Options, device: Any, tokens: int) -> list[tuple[Any, slice]]:
+    """Returns the first token, among all, of each part of a device's tokens, and the part."""
+    if options.layout == "contiguous":
+        return [(device * tokens, slice(0, tokens))]
+    half = tokens // 2
+    last = 2 * lax.axis_size(options.axis_name) - 1
+    return [(device * half, slice(0, half)), ((last - device) * half, slice(half, tokens))]
+
+
+def _in_order(options: _Options, gathered: jax.Array) -> jax.Array:
+    """Returns gathered tokens in the order of the sequence, their second axis."""
+    if options.layout == "contiguous":
+        return gathered
+    order = zigzag_order(gathered.shape[1], lax.axis_size(options.axis_name))
+    return jnp.take(gathered, np.argsort(order), axis=1)
+
+
+def _all_gather(options: _Options, operands: _Operands) -> jax.Array:
+    query, key, value, segments, sinks = operands
+    key, value = (_in_order(options, _gathered(options.axis_name, a)) for a in (key, value))
+    all_segments = None
+    if segments is not None:
+        whole = lax.all_gather(segments, options.axis_name, axis=1, tiled=True)
+        all_segments = _in_order(options, whole)
+    parts = []
+    for start, part in _starts(options, lax.axis_index(options.axis_name), query.shape[1]):
+        own = None if segments is None else segments[:, part]
+        parts.append(
+            options.attend(query[:, part], key, value, start, own, all_segments, sinks=sinks)
+        )
+    return jnp.concatenate(parts, axis=1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(axis_name: str, array: jax.Array) -> jax.Array:
+    """Returns the tokens of all devices; what they get as gradients is summed in float32."""
+    return lax.all_gather(array, axis_name, axis=1, tiled=True)
+
+
+def _gathered_bwd(axis_name: str, saved: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
+    own = lax.psum_scatter(wide, axis_name, scatter_dimension=1, tiled=True)
+    return (own.astype(cotangent.dtype),)
+
+
+_gathered.defvjp(lambda axis_name, array: (_gathered(axis_name, array), None), _gathered_bwd)
+
+
+def _all_to_all(options: _Options, operands: _Operands) -> jax.Array:
+    query, key, value, segments, sinks = operands
+    name = options.axis_name
+
+    def by_heads(array: jax.Array) -> jax.Array:
+        return _in_order(options, lax.all_to_all(array, name, 2, 1, tiled=True))
+
+    if segments is not None:
+        segments = _in_order(options, lax.all_gather(segments, name, axis=1, tiled=True))
+    if sinks is not None:
+        own = query.shape[2] // lax.axis_size(name)
+        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(name) * own, own)
+    query, key, value = map(by_heads, (query, key, value))
+    output = options.attend(query, key, value, None, segments, segments, sinks=sinks)
+    if options.layout == "zigzag":
+        order = zigzag_order(output.shape[1], lax.axis_size(name))
+        output = jnp.take(output, order, axis=1)
+    return lax.all_to_all(output, name, 1, 2, tiled=True)
+
+
+# --- ring -----------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(options: _Options, query, key, value, segments, sinks) -> jax.Array:
+    return _ring_fwd(options, query, key, value, segments, sinks)[0]
+
+
+def _ring_fwd(options: _Options, query, key, value, segments, sinks):
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    like = query[..., :1] * 0
+    out = like.astype(dtype) + jnp.zeros((*query.shape[:3], value.shape[-1]), dtype)
+    lse = like[..., 0].astype(dtype) - 0.7 * float(jnp.finfo(jnp.float32).max)
+    if sinks is not None:
+        lse = jnp.maximum(lse, sinks.astype(dtype))
+
+    def step(state, device, key, value, key_segments, _):
+        merged = []
+        for own, (out, lse) in zip(_parts(options, query, segments), state, strict=True):
+            for part in _parts(options, key, key_segments, device):
+                out, lse = _joined(
+                    out,
+                    lse,
+                    *_of_part(
+                        options,
+                        own,
+                        part,
+                        query[:, own.part],
+                        key[:, part.part],
+                        value[:, part.part],
+                    ),
+                )
+            merged.append((out, lse))
+        return merged, ()
+
+    parts = [part for _, part in _starts(options, 0, query.shape[1])]
+    state = [(out[:, part], lse[:, part]) for part in parts]
+    state, _ = _around(options, step, state, key, value, segments, ())
+    out = jnp.concatenate([o for o, _ in state], axis=1).astype(query.dtype)
+    lse = jnp.concatenate([l for _, l in state], axis=1)
+    return out, (query, key, value, segments, sinks, out, lse)
+
+
+def _ring_bwd(options: _Options, saved, dout):
+    query, key, value, segments, sinks, out, lse = saved
+    dtype = lse.dtype
+    # Of the derivative of the log-sum-exp of all keys, by rows [B, T, N].
+    delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)
+
+    def step(dqueries, device, key, value, key_segments, gradients):
+        sums = [list(g) for g in (dqueries, *gradients)]
+        for i, own in enumerate(_parts(options, query, segments)):
+            for j, part in enumerate(_parts(options, key, key_segments, device)):
+                q, k = own.part, part.part
+                attend = functools.partial(_of_part, options, own, part)
+                (o, l), pullback = jax.vjp(attend, query[:, q], key[:, k], value[:, k])
+                weight = jnp.exp(l - lse[:, q])
+                do = weight[..., None] * dout[:, q].astype(dtype)
+                dl = jnp.sum(do * o.astype(dtype), axis=-1) - weight * delta[:, q]
+                found = pullback((do.astype(o.dtype), dl.astype(l.dtype)))
+                for total, at, one in zip(sums, (i, j, j), found, strict=True):
+                    total[at] += one.astype(dtype)
+        return sums[0], tuple(sums[1:])
+
+    zeros = [
+        [(array[:, part.part] * 0).astype(dtype) for part in _parts(options, array, None)]
+        for array in (query, key, value)
+    ]
+    dqueries, moved = _around(options, step, zeros[0], key, value, segments, tuple(zeros[1:]))
+    dsinks = None
+    if sinks is not None:
+        dsinks = -jnp.sum(jnp.exp(sinks.astype(dtype) - lse) * delta, axis=(0, 1))
+        mapped = tuple(sharding.varying(dsinks) - sharding.varying(sinks))
+        dsinks = (lax.psum(dsinks, mapped) if mapped else dsinks).astype(sinks.dtype)
+    gradients = (
+        jnp.concatenate(parts, axis=1).astype(array.dtype)
+        for parts, array in zip((dqueries, *moved), saved[:3], strict=True)
+    )
+    return (*gradients, None, dsinks)
+
+
+_ring.defvjp(_ring_fwd, _ring_bwd)
+
+
+class _Part(NamedTuple):
+    """Tokens of a device that follow each other in the sequence."""
+
+    start: Any
+    """The number of the first, among all tokens."""
+    part: slice
+    segments: Any
+
+
+def _parts(options: _Options, array, segments, device=None) -> list[_Part]:
+    device = lax.axis_index(options.axis_name) if device is None else device
+    return [
+        _Part(start, part, None if segments is None else segments[:, part])
+        for start, part in _starts(options, device, array.shape[1])
+    ]
+
+
+def _of_part(options: _Options, own: _Part, part: _Part, query, key, value):
+    return options.attend(
+        query,
+        key,
+        value,
+        own.start - part.start,
+        own.segments,
+        part.segments,
+        return_lse=True,
+    )
+
+
+def _joined(out, lse, other, other_lse):
+    """Returns attention over two parts of the keys, from that over each, and its log-sum-exp."""
+    total = jnp.logaddexp(lse, other_lse)
+    kept, added = jnp.exp(lse - total)[..., None], jnp.exp(other_lse - total)[..., None]
+    return out * kept + other.astype(out.dtype) * added, total
+
+
+def _around(options: _Options, step: Callable[..., Any], state, key, value, segments, moving):
+    """Calls `step` with each device's keys and values in turn, which pass from device to device.
+
+    `moving` goes with them, and is what `step` makes of it; after the last step it is at home again.
+    """
+    name, size = options.axis_name, lax.axis_size(options.axis_name)
+    own = lax.axis_index(name)
+
+    def passed_on(arrays: Any) -> Any:
+        return lax.ppermute(arrays, name, [(i, (i + 1) % size) for i in range(size)])
+
+    def body(carry, hop):
+        state, parts, moving = carry
+        # The next hop's parts do not wait for this one's attention: XLA may send them meanwhile.
+        parts, moving = passed_on(parts), passed_on(moving)
+        state, moving = step(state, (own - hop) % size, *parts, moving)
+        return (state, parts, moving), None
+
+    parts = (key, value, segments)
+    state, moving = step(state, own, *parts, moving)
+    hops = jnp.arange(1, size)
+    (state, _, moving), _ = lax.scan(body, (state, parts, moving), hops, unroll=1)
+    return state, passed_on(moving)

@@ -1,0 +1,187 @@
+"""context_parallel_attention: the numbers of one device, by each method, layout and kind of axis."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxfused
+from jaxfused import dispatch
+from tests.support import eight_devices
+from tests.support.grids import parametrize
+from tests.support.lowering import kernels
+
+on_eight_devices = pytest.mark.skipif(
+    jax.device_count() < eight_devices.DEVICES, reason="needs eight devices"
+)
+B, T, N, K, H = 2, 32, 8, 4, 8
+METHODS = ("all_gather", "ring", "all_to_all")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(jax.device_count() == eight_devices.DEVICES, reason="this is that process")
+@parametrize("selection", ["not exhaustive", "exhaustive"], quick=(0,))
+def test_on_eight_devices(selection):
+    eight_devices.assert_passes(__file__, selection)
+
+
+def arrays(dtype="float32"):
+    """Returns query, key, value, the output's cotangent, segment ids and sinks."""
+    rng = np.random.default_rng(0)
+    shapes = [(B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H)]
+    qkv = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    segments = jnp.asarray(np.sort(rng.integers(0, 3, (B, T)), axis=1))
+    return (*qkv, segments, jnp.asarray(rng.standard_normal(N), "float32"))
+
+
+def alone(options, q, k, v, dy, segments, sinks):
+    """Returns the output and the gradients of one device."""
+    given = dict(query_segment_ids=segments, key_value_segment_ids=segments)
+
+    def f(q, k, v, sinks):
+        return jaxfused.dot_product_attention(q, k, v, sinks=sinks, **given, **options)
+
+    y, pullback = jax.vjp(f, q, k, v, sinks)
+    return (y, *pullback(dy))
+
+
+def shared(options, how, q, k, v, dy, segments, sinks):
+    """Returns the output and the gradients of several devices."""
+
+    def f(q, k, v, sinks):
+        return jaxfused.context_parallel_attention(
+            q, k, v, axis_name="context", segment_ids=segments, sinks=sinks, **how, **options
+        )
+
+    y, pullback = jax.vjp(f, q, k, v, sinks)
+    return (y, *pullback(dy))
+
+
+OPTIONS = [
+    dict(is_causal=True),
+    dict(is_causal=True, local_window_size=(5, 0), logits_soft_cap=3.0, scale=0.2),
+    dict(local_window_size=(4, 9)),
+    {},
+]
+
+
+def compare(options, method, layout, axis_type, spec, shape, names, with_more):
+    q, k, v, dy, segments, sinks = arrays()
+    if not with_more:
+        segments = sinks = None
+    mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
+    size = mesh.shape["context"]
+    order = jaxfused.zigzag_order(T, size) if layout == "zigzag" else np.arange(T)
+    expected = alone(options, q, k, v, dy, segments, sinks)
+    how = dict(method=method, layout=layout, spec=spec)
+    with jax.set_mesh(mesh):
+
+        def put(array, spec=spec):
+            if array is None:
+                return None
+            spec = P(*spec[: array.ndim])
+            return jax.device_put(array[:, order], NamedSharding(mesh, spec))
+
+        operands = (*map(put, (q, k, v, dy, segments)), sinks)
+        got = jax.jit(functools.partial(shared, options, how))(*operands)
+    for ours, one in zip(got, expected, strict=True):
+        if ours is None:
+            assert one is None
+            continue
+        ours = np.asarray(ours)
+        back = ours[:, np.argsort(order)] if ours.ndim == 4 else ours
+        np.testing.assert_allclose(back, one, rtol=2e-5, atol=2e-5)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("method", METHODS)
+@parametrize("layout", ["contiguous", "zigzag"], quick=(1,))
+@parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], quick=(0,))
+@parametrize("options", OPTIONS, quick=(1,))
+@parametrize("with_more", [False, True], quick=(1,))
+def test_numbers_are_those_of_one_device(options, method, layout, axis_type, with_more):
+    spec = P(None, "context")
+    compare(options, method, layout, axis_type, spec, (4,), ("context",), with_more)
+
+
+@on_eight_devices
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_batch_and_heads_may_be_split_too(method, axis_type):
+    spec, names = P("data", "context", "heads"), ("data", "context", "heads")
+    compare(OPTIONS[0], method, "zigzag", axis_type, spec, (2, 2, 2), names, True)
+
+
+@on_eight_devices
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", [None, "ring"])
+def test_under_pmap_and_in_a_shard_map(method):
+    q, k, v, *_ = arrays()
+    f = functools.partial(
+        jaxfused.context_parallel_attention, axis_name="context", method=method, is_causal=True
+    )
+    expected = jaxfused.dot_product_attention(q, k, v, is_causal=True)
+    apart = [a.reshape(B, 8, T // 8, *a.shape[2:]).swapaxes(0, 1) for a in (q, k, v)]
+    y = jax.pmap(f, axis_name="context")(*apart)
+    np.testing.assert_allclose(y.swapaxes(0, 1).reshape(expected.shape), expected, atol=1e-5)
+    mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Auto,))
+    spec = P(None, "context")
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    np.testing.assert_allclose(jax.jit(mapped)(q, k, v), expected, atol=1e-5)
+
+
+@on_eight_devices
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", METHODS)
+def test_devices_run_kernels_and_no_program_uses_multicast(with_library, method):
+    """Each device's attention lowers to kernels, with XLA's collectives between them."""
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Explicit,))
+    q, k, v, dy, *_ = (a.astype("bfloat16") for a in arrays()[:4])
+    with dispatch.assume(with_library), jax.set_mesh(mesh):
+        operands = [
+            jax.device_put(a, NamedSharding(mesh, P(None, "context"))) for a in (q, k, v, dy)
+        ]
+        how = dict(method=method, implementation="pallas")
+        f = functools.partial(shared, dict(is_causal=True), how)
+        text = kernels(f, *operands, None, None)
+    assert text and not [line for line in text if "multicast" in str(line)]
+
+
+def test_one_device():
+    q, k, v, *_ = arrays()
+    with jax.set_mesh(jax.make_mesh((1,), ("context",), axis_types=(AxisType.Auto,))):
+        for method in METHODS:
+            y = jaxfused.context_parallel_attention(
+                q, k, v, axis_name="context", method=method, is_causal=True
+            )
+            np.testing.assert_allclose(
+                y, jaxfused.dot_product_attention(q, k, v, is_causal=True), atol=1e-5
+            )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(axis_name="rows"), r"axis_name is 'rows', but the mesh here has the axes"),
+        (dict(spec=P("context")), r"split its second axis by 'context'"),
+        (dict(key=jnp.ones((B, 3, K, H))), r"query has 32 tokens and key 3"),
+        (dict(value=jnp.ones((T, K, H))), r"value has shape .*pass one of 4 axes"),
+    ],
+)
+def test_messages(change, message):
+    q, k, v, *_ = arrays()
+    given = dict(query=q, key=k, value=v, axis_name="context") | change
+    mesh = jax.make_mesh((1,), ("context",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        jaxfused.context_parallel_attention(**given)
+
+
+def test_zigzag_order():
+    np.testing.assert_array_equal(jaxfused.zigzag_order(8, 2), [0, 1, 6, 7, 2, 3, 4, 5])
+    with pytest.raises(ValueError, match="zigzag_order: length is 6 and devices is 2"):
+        jaxfused.zigzag_order(6, 2)
