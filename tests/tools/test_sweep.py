@@ -335,7 +335,12 @@ def test_fuzz_draws_every_operator_and_traces_it():
     known -= {"conv_transpose", "avg_pool", "global_avg_pool", "spatial_pyramid_pool", "sample"}
     known -= {"blur_pool", "carafe", "deform_conv", "pixel_shuffle", "pixel_unshuffle", "resize"}
     # Their kernels are those of ragged_dot, of attention over gathered pages, and of attention.
-    known -= {"expert_mlp", "paged_attention", "ragged_paged_attention", "context_parallel_attention"}
+    known -= {
+        "expert_mlp",
+        "paged_attention",
+        "ragged_paged_attention",
+        "context_parallel_attention",
+    }
     assert {*names} == known
     seen = {}
     for index in range(250):
