@@ -29,9 +29,7 @@ class Rule:
     """An optimizer's formula with its constants, such as b1 and b2."""
 
     at: Callable[[Any], LeafRule]
-    """Function from the step's number, from 1 up, to the rule for each leaf at this step. Scalars that
-    the leaves share must be computed outside of the leaf rule: XLA rounds a division by a scalar
-    differently if each leaf computes the scalar, and the numbers would no longer be Optax's.
+    """Function from the step's number, from 1 up, to the rule for each leaf at this step.
 
     Scalars that the leaves share must be computed outside of the leaf rule: XLA rounds a division by a
     scalar differently if each leaf computes the scalar, and the numbers would no longer be Optax's.

@@ -62,12 +62,10 @@ BOUNDED_FROM_ABOVE = {
     "sigmoid": 0.5,
     "hard_sigmoid": 0.5,
 }
-"""Upper bound of an activation's magnitude below 0; above 0 these activations grow. So their largest
-magnitude follows from the largest input. For other activations it follows from the largest magnitude of
-an input.
+"""Upper bound of an activation's magnitude below 0; above 0 these activations grow.
 
-So their largest magnitude follows from the largest input; for the others it follows from the largest
-magnitude of an input.
+So their largest magnitude follows from the largest input; that of other activations follows from the
+largest magnitude of an input.
 """
 
 

@@ -363,8 +363,7 @@ class _Call:
     kernel: Kernel
     runner: Runner
     batches: tuple[tuple[bool, ...], ...] = ()
-    """Whether each operand has the batch, for each `jax.vmap` around the call, outermost first. The
-    batches are the first axes of an operand, in this order.
+    """Whether each operand has the batch, for each `jax.vmap` around the call, outermost first.
 
     The batches are the first axes of an operand, in this order.
     """

@@ -20,7 +20,7 @@ _SECONDS = 0.1
 """Approximate seconds to measure a stage, without the start of CUPTI."""
 _ERROR = 4.0
 """Largest error of a result, as a multiple of the narrowest dtype's eps times the result's largest
-value. Wrong results are off by much more, and other orders of rounding by much less.
+value.
 
 Wrong results are off by much more, and other orders of rounding by much less.
 """

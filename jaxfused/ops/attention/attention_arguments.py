@@ -249,8 +249,6 @@ def _limited(offset: Any, queries: int, keys: int, window: tuple[int, int]) -> A
     """Returns offsets clipped near the keys, where `_shortened` windows allow the same keys.
 
     A query beyond the keys moves towards them by as much as `_shortened` takes from its window.
-
-    What a window loses there is taken from the offsets beyond the keys, or before them, up to the keys.
     """
     xp = jnp if isinstance(offset, jax.Array) else np
     info = np.iinfo(offset.dtype)

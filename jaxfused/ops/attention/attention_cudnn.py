@@ -11,8 +11,6 @@ def why_unsupported(device, query, key, value, mask: Mask, used) -> str | None:
     """Returns the exceeded limit of jax.nn.dot_product_attention(implementation="cudnn"), or None.
 
     `used` names the given optional arguments that cuDNN lacks, or whose gradient it lacks.
-
-    `used` names the given optional arguments that cuDNN lacks, or of which it lacks the gradient.
     """
     capability = device.compute_capability
     if capability is None or capability < (8, 0):

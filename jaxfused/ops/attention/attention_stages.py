@@ -531,9 +531,7 @@ def _in_xla(options: Options, arrays: Arrays) -> Callable[..., Results]:
 def _over_batch(kernel, call, axis_size: int, in_batched, operands, first: int) -> Results | None:
     """Runs the kernel over a batch of operands, which are Arrays from index `first` on.
 
-    The batch is merged into the axis B of the operands, unless one of them has no such axis.
-
-    The batch is merged into the axis B of the operands, unless one of them has no such axis.
+    The batch is merged into the axis B of the operands, unless one of them lacks that axis.
     """
     arrays = Arrays(*operands[first:])
     shared = (arrays.bias, arrays.sinks, arrays.explicit, arrays.dropout_seeds)

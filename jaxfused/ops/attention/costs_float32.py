@@ -68,8 +68,6 @@ class Work:
 
         A row visits `visited` of the `count` columns, and the next row other columns, unless all visit
         all.
-
-        A row visits `visited` of the `count` columns, and the next row others, unless all visit all.
         """
         return 1 + math.ceil(min(count, visited + (rows / 2 if visited < count else 0)) / columns)
 

@@ -30,12 +30,6 @@ class Fp8State:
     cotangent: **its gradient is not a derivative but the next state**, and takes the state's place. Each
     call of an operator in a program has a state of its own.
 
-    An operator whose `precision` is such a state scales each matrix by the largest of its history
-    instead of reading it first (delayed scaling): what has become larger than that saturates, for once.
-    Where nothing has been seen yet the scale is 1. What this call finds comes back as the state's
-    cotangent: **its gradient is not a derivative but the next state**, and takes the state's place.
-    Each call of an operator in a program has a state of its own.
-
     Attributes:
       history: [matrices, calls], float32, the last call first.
 

@@ -429,9 +429,9 @@ class _Forward:
 
 
 def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
-    """Returns [..., D] as [M, D]; with `tiled` in a form for which XLA's norm is one fast kernel.
+    """Returns [..., D] as [M, D]; with `tiled`, XLA reads the matrix several rows at a time.
 
-    With `tiled`, XLA's norm is one kernel. XLA's norm takes several rows at a time only if their number
+    XLA's norm takes several rows at a time only if their number
     divides the last axis of rows in the array that it reads; with 197 rows it takes single rows, three
     times as slow. A barrier makes it read the matrix.
     """

@@ -179,10 +179,6 @@ def is_scaled_last(x: jax.Array, w: QuantizedArray) -> bool:
     Every float dtype of x holds these numbers, so that nothing is rounded before the sums. XLA converts
     them inside a product of few rows, but would write a dequantised copy. XLA computes a single row as a
     sum, in which dequantising would take six times as long as reading the numbers.
-
-    Every float dtype of x holds these numbers, so that nothing is rounded before the sums. XLA converts
-    them inside a product of few rows, but would write a dequantised copy. It runs one row as a sum, in
-    which dequantising would take six times as long as reading the numbers.
     """
     is_few = not is_symbolic(x) and math.prod(x.shape[:-1]) <= _MOST_SCALED_ROWS
     return w.groups == 1 and w.is_scaled and is_few
