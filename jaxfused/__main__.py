@@ -33,12 +33,12 @@ class Example(NamedTuple):
 
     call: Callable[..., Any]
     shapes: tuple[Any, ...]
-    """The shapes of the arguments that the call is differentiated by."""
+    """Shapes of the arguments that get a gradient."""
     others: tuple[Any, ...] = ()
-    """The shapes of the arguments that have no gradient."""
+    """Shapes of the arguments that have no gradient."""
 
     def value_and_gradients(self, operands: Sequence[Any], others: Sequence[Any]) -> Any:
-        """Returns the results of the call, and its gradients to `operands` with them as cotangents."""
+        """Returns the results of the call, and the gradients of `operands` for these cotangents."""
         results, pullback = jax.vjp(lambda *moving: self.call(*moving, *others), *operands)
         return results, pullback(results)
 

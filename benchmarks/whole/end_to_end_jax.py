@@ -285,7 +285,7 @@ def _with_jaxfused(
     optimizer = jaxfused.optim.adamw(**OPTIMIZER)
 
     def init(key: jax.Array) -> State:
-        del key  # `build` has its own key.
+        del key  # `build` does not need the key: it has one of its own.
         params, averages = nnx.state(build(), nnx.Param, ...)
         params, averages = nnx.to_pure_dict(params), nnx.to_pure_dict(averages)
         if copies:

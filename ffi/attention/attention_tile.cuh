@@ -132,7 +132,8 @@ __device__ __forceinline__ void add_product_transposed(float (&acc)[kRowTiles][k
   }
 }
 
-// Rounded accumulators of a product as the next one's first operand: an A per kDepth columns.
+// First operand of a product whose values are the rounded accumulators of another product; kDepth
+// columns make one A.
 template <typename T, int kRowTiles, int kColumnTiles>
 using Operand = uint32_t[kRowTiles][kColumnTiles * 8 / kDepth<T>][4];
 

@@ -102,8 +102,9 @@ class FlatRing {
     return tiles_ + (stage_ * kStreams + stream) * tile_values_;
   }
 
-  // Starts the copies of the next tile into the oldest stage. All threads must have synchronised
-  // since they last accessed it, and before that called bulk_copies_fence if they wrote there.
+  // Starts the copies of the next tile into the oldest stage. After the last access to that stage,
+  // all threads must have synchronised; a thread that wrote to the stage must have called
+  // bulk_copies_fence before.
   __device__ __forceinline__ void fetch() {
     const int64_t start = static_cast<int64_t>(next_) * tile_values_;
     if (start < values_) {

@@ -196,7 +196,8 @@ class RowsInShared {
   static constexpr int kCopies = (kPixels + kPixelsAtOnce - 1) / kPixelsAtOnce;
 
  public:
-  static constexpr int kAhead = sizeof(T) == 2 ? 3 : 1;  // equal bytes for either T
+  // 16-bit and 32-bit values take equal bytes.
+  static constexpr int kAhead = sizeof(T) == 2 ? 3 : 1;
   static constexpr int kBytes = (kAhead + 1) * kStepBytes;
 
   __device__ __forceinline__ RowsInShared(const Source& pixels, char* shared)

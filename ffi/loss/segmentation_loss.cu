@@ -828,11 +828,11 @@ struct Truth {
 // A lane's terms of its pixel.
 template <int kMost>
 struct FewTerms {
-  float exponentials[kMost];  // the probabilities, times `sum`
-  float inverse;              // 1 / `sum`
+  float exponentials[kMost];  // probabilities times 1 / inverse
+  float inverse;              // reciprocal of the sum of exponentials
   float own;                  // the probability of the pixel's own class
   float loss;
-  float slope;  // derivative of the loss by a logit, over probability - share
+  float slope;  // derivative of the loss by a logit, divided by (probability - share)
   bool valid;   // whether the label is a class
 
   template <typename T>

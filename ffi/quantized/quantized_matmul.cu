@@ -47,8 +47,8 @@ struct LinearArgs {
 template <Weights kWeights, int kRowTiles>
 struct Stage {
   static constexpr int kRows = 8 * kRowTiles;
-  // Eight threads read 16 bytes of x each at a time, and the pitch avoids bank conflicts: with int4
-  // each reads another row (ldmatrix), with bytes they read 64 bytes of two rows.
+  // Pitch of a row of x, which avoids bank conflicts. Eight threads read 16 bytes each at a time:
+  // one row each with int4 (ldmatrix), else 64 bytes of each of two rows.
   static constexpr int kPitch = kStep * 2 + (kWeights == Weights::kInt4 ? 16 : 64);
   static constexpr int kWeightBytes = kWarps * WarpWeights<kWeights>::kBytes;
   static constexpr int kSliceBytes = kRows * kPitch;  // x, for the features of a warp

@@ -265,7 +265,7 @@ def _identity(value: Value) -> Any:
 
 
 def cuts(value: Value) -> list[slice]:
-    """Returns, for each axis of its operand, the slice that a result of a slice or split takes."""
+    """Returns the slice of each axis of the operand, for a result of the operation slice or split."""
     node = value.node
     assert node is not None
     if node.name == "split":

@@ -217,7 +217,7 @@ def _iterations(x: jax.Array, coefficients: Sequence[Any], preconditioning: str)
 
 
 def _total(gram: jax.Array, coefficients: Sequence[Any]) -> jax.Array:
-    """Returns the product of some iterations' polynomials, from a matrix's Gram matrix.
+    """Returns the product of the polynomials of some iterations, evaluated at a Gram matrix.
 
     With P the polynomial of an iteration, the next Gram matrix is P G P. All of these are symmetric and
     commute, so that only the product of the polynomials is multiplied by the matrix.

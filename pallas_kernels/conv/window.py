@@ -138,7 +138,7 @@ class Boxes:
 
 @functools.cache
 def best_box(sizes: tuple[int, ...], rows: int, *, halo: int = 0) -> tuple[int, ...]:
-    """Returns the box of `rows` elements that reads the least of x, and then the one with fewest boxes.
+    """Returns the box of `rows` elements that reads the least of x; among equals, with fewest boxes.
 
     Args:
       sizes: the result's images, then each axis of its picture.

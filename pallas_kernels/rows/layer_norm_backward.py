@@ -294,7 +294,7 @@ class _BackwardWarpgroup:
         return new_sums, next_statistics
 
     def _block(self, tile_refs, row_statistics, rstd_tile, chunk: int):
-        """Returns pre_activation's derivative, the normalised values, dz, and their gradient."""
+        """Returns pre_activation's derivative, the normalised values, dz and dz times the scale."""
         tiles, norm, parameters = self.kernel.tiles, self.kernel.norm, self.parameters
         v = tiles.load(tile_refs[0], chunk, self.layout)
         if "pre_bias" in parameters and "dnext_residual" not in self.kernel.matrices:

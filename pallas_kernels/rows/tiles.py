@@ -101,7 +101,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class RowTiles:
-    """The tiles of a [rows, features] matrix, cut into `segments` equal runs of rows, under a config.
+    """Tiles of a [rows, features] matrix whose rows are cut into `segments` equal runs.
 
     The grid is `(ctas,)`; a CTA stays inside one segment.
     """

@@ -235,7 +235,7 @@ def _classes_here(
 
 
 def is_one_term(labels: jax.Array, options: Options) -> bool:
-    """Whether a token's loss is the term of one class, so that the class's weight is the token's."""
+    """Whether a token's loss has the term of one class alone, whose weight multiplies the loss."""
     return not (options.label_smoothing or options.z_loss or is_soft(labels))
 
 

@@ -414,7 +414,7 @@ def backward(
 
     shared = all(a is None or a.shape[0] == 1 for a in (scale, bias))
     rows = 1 if shared and not per_image else images
-    # Blocks that read images once can keep sums over the images of parameters that the images share.
+    # In a single pass, a block keeps its sums for parameters that all images share over its images.
     keeps_sums = config.once and (rows == 1 or (scale is None and bias is None))
     call = jax.ffi.ffi_call(
         "jaxfused_group_norm_backward",

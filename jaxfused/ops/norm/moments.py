@@ -25,7 +25,7 @@ def shifted_moments(
       mean_of: values to means.
     """
     mean = mean_of(values - near)
-    # The differences appear twice, because XLA often stores one array of them for both means.
+    # Both means use the same differences, because XLA often stores one array of them for both.
     variance = mean_of(jnp.square(near - values)) - jnp.square(mean)
     return near + mean, jnp.maximum(variance, 0.0)
 

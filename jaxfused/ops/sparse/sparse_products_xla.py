@@ -80,7 +80,7 @@ def _with_sums(
 
 
 def _sums(values: jax.Array, groups: jax.Array) -> jax.Array:
-    """Returns for each of some values [entries] the sum of its group's up to it, in a fixed order."""
+    """Returns running sums [entries] of values within each group, added up in a fixed order."""
 
     def joined(left, right):
         (of_left, sum_left), (of_right, sum_right) = left, right
