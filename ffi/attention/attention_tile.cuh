@@ -132,8 +132,8 @@ __device__ __forceinline__ void add_product_transposed(float (&acc)[kRowTiles][k
   }
 }
 
-// First operand of a product whose values are the rounded accumulators of another product; kDepth
-// columns make one A.
+// Rounded accumulators of a product, laid out as the first operand (A) of the next product: one A
+// for every kDepth columns.
 template <typename T, int kRowTiles, int kColumnTiles>
 using Operand = uint32_t[kRowTiles][kColumnTiles * 8 / kDepth<T>][4];
 

@@ -1046,7 +1046,8 @@ struct ForwardConfig {
 constexpr int kWarpVectors = 8;
 constexpr int kKeptVectors = 16;
 
-// Returns the shared memory of a block with `slice` vectors of a row, kept if `keeps`.
+// Returns the bytes of shared memory of a block with `slice` vectors of a row; with `keeps`, these
+// vectors stay in it.
 template <typename T, int kVec, Form kForm>
 int row_bytes(bool keeps, int slice, int threads) {
   using Join = WarpJoin<kForm>;
