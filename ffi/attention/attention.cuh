@@ -121,7 +121,7 @@ __device__ __forceinline__ Bounds column_bounds(const AttentionArgs& args, const
   const int rows = kTransposed ? extent.keys : extent.queries;
   const int columns = kTransposed ? extent.queries : extent.keys;
   if (first >= rows) return {0, 0, 0, 0};
-  // The columns at the positions of the first and of the last row.
+  // Columns at the positions of the first and of the last row.
   const int offset = kTransposed ? -extent.offset : extent.offset;
   const int from = first + offset, to = min(end, rows) - 1 + offset;
   const auto clip = [columns](int stop) { return max(0, min(columns, stop)); };

@@ -254,8 +254,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThre
       const Place<kTransposed> place{at.batch, visit.head, first + warp_row + lane / 4,
                                      column + lane % 4 * 2};
       const bool is_full = column >= bounds.full_start && column + kColumns <= bounds.full_stop;
-      // In float32, delta is corrected even with a cap, so the kernel for queries first needs the
-      // gradients of the logits without the cap's derivative.
+      // In float32, delta is corrected even with a cap. So the kernel for queries first computes
+      // the gradients of the logits without the cap's derivative.
       constexpr bool kDerivativesLater = kIsTf32<T> && kOf == Gradient::kQuery && !kPlain;
       float derivatives[kDerivativesLater ? kRowTiles : 1][kColumnTiles][4];
       differentiate<T, kPlain>(

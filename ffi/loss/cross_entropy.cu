@@ -565,7 +565,7 @@ __device__ __forceinline__ void write_gradient(const RowReader<T, kVec, kForm>& 
 
 // --- forward, with or without the gradient -------------------------------------------------------
 
-// A row's label and coefficient, loaded a row ahead.
+// Label and coefficient of a row, loaded one row ahead.
 struct RowRequest {
   int label = kIgnored;
   float coefficient = 0.0f;
@@ -616,7 +616,7 @@ class WarpSlots {
   // Bytes of a block's mbarriers, a multiple of a vector's size.
   static constexpr int kBarrierBytes = kMaxKeepingThreads / kWarpSize * kParts * sizeof(uint64_t);
 
-  // Each part but the last ones has a multiple of `group` turns.
+  // All parts but the last ones have a multiple of `group` turns.
   __device__ WarpSlots(Pack* slots, uint64_t* barriers, int turns, int group)
       : slots_(slots),
         own_(shared_address(slots) + lane() * sizeof(Pack)),
@@ -704,8 +704,9 @@ constexpr int row_blocks(Form form, bool warp, Mode mode) {
   return mode == Mode::kResident ? kRowsInFlight : 2;
 }
 
-// Each team of threads takes rows in turns: a warp (kWarp), a block or a cluster of blocks. If it
-// keeps the row, a part of the next row is copied as soon as the gradient of this part is written.
+// Each team of threads (a warp with kWarp, else a block or a cluster of blocks) takes some of the
+// rows. If a team keeps its row, a part of the next row is copied as soon as the gradient of this
+// part is written.
 template <typename T, int kVec, Form kForm, bool kWarp, Mode kMode>
 __global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, kWarp, kMode))
     forward_rows(const __grid_constant__ LossArgs args) {
@@ -1058,7 +1059,8 @@ int row_bytes(bool keeps, int slice, int threads) {
   return Slots::kBarrierBytes + kJoinBytes + vectors * int{sizeof(typename Slots::Pack)};
 }
 
-// Returns how many blocks share a row, each of `bytes(blocks)`; 0 means to read it twice.
+// Returns the number of blocks that share a row, each of `bytes(blocks)`; 0 means to read the row
+// twice.
 template <typename Bytes>
 int choose_cluster(const Bytes& bytes, const Device& device) {
   constexpr int kReserved = 1024;  // CUDA reserves it for each block

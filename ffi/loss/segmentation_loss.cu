@@ -27,7 +27,7 @@ constexpr int kFewClasses = 24;
 // Pixels of a lane whose loads are in flight together.
 constexpr int kUnroll = 4;
 constexpr int kMostClasses = 256;
-// The sums of an image begin with its pixels' weights and losses; three for each class follow.
+// An image's sums begin with those of its pixels' weights and losses; three for each class follow.
 constexpr int kOverall = 2;
 
 enum class LabelType : int { kInt32, kUint8, kFloat32 };
@@ -135,7 +135,7 @@ struct Terms {
   float probabilities[kOwn];
   float shares[kOwn];
   float loss;
-  float slope;  // derivative of the loss by a logit, over probability - share
+  float slope;  // derivative of the loss by a logit, divided by (probability - share)
 };
 
 // Computes a pixel's terms. The focal loss is the cross-entropy times (1 - p)^gamma, where p is the
@@ -455,8 +455,8 @@ struct MaskTotals {
   template <int kVec>
   __device__ __forceinline__ void add(const ImageArgs& args, const MaskPixels<kVec>& pixels,
                                       float (&inside)[kVec]) {
-    // For plain pixels: the product of all 1 + exp(-|logit|), minus 1, so that tiny terms are not
-    // lost next to the 1. It takes a single logarithm.
+    // Product of all 1 + exp(-|logit|) of plain pixels, minus 1, so that tiny terms are not lost
+    // next to the 1. Its logarithm is computed once.
     float product = 0.0f;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
@@ -791,7 +791,8 @@ __device__ __forceinline__ void store_rows(const ImageArgs& args, const Rows& ro
   }
 }
 
-// Pixels that a lane has at a time: with few classes, one would be too little to load.
+// Number of pixels that a lane has at a time; with few classes, a single pixel would be too little
+// to load.
 template <int kMost>
 constexpr int kPixels = kMost <= 4   ? 4
                         : kMost <= 8 ? 2
@@ -892,7 +893,8 @@ __global__ void __launch_bounds__(kFewThreads) few_sums(const __grid_constant__ 
   constexpr int kTurn = kPixels<kMost>, kWarpPixels = kTurn * kWarpSize;
   const int stage = kTurn * rows.bytes();
   char* const stages = shared + warp * 2 * stage;
-  // Each thread's sums by the label of its pixels: of the label's probability, and of 1.
+  // Sums of a thread by the label of its pixels: the sum of the label's probabilities, and the
+  // number of pixels.
   float2* const places = reinterpret_cast<float2*>(shared + kWarps * 2 * stage);
   float2* const own = places + threadIdx.x;
   for (int c = 0; c < args.classes; ++c) own[c * kFewThreads] = make_float2(0.0f, 0.0f);
