@@ -175,7 +175,7 @@ class Server:
 
 
 def _closing(response: Any, *generators: Any) -> Any:
-    """Returns the response, which closes the generators however far a client has read."""
+    """Returns the response, which closes the generators even if the client stops reading early."""
 
     async def send_and_close(scope: Any, receive: Any, send: Any) -> None:
         try:

@@ -162,7 +162,7 @@ def _work(rows: int, features: int, heads: Heads) -> cost.Work:
 
 
 def _in_strips(columns: jax.Array, head_size: int) -> jax.Array:
-    """Returns [..., heads * H] with strips of each head's two halves alternating, a pair per unit."""
+    """Returns [..., heads * H] in which strips of each head's first and second half alternate."""
     halves = columns.reshape(*columns.shape[:-1], -1, 2, head_size // (2 * STRIP), STRIP)
     return jnp.swapaxes(halves, -2, -3).reshape(columns.shape)
 

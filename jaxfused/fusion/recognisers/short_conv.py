@@ -164,7 +164,7 @@ def _windows(value: Value) -> Iterator[Window]:
 
 
 def _moved(node: Node, window: Window, axis: int | None) -> Window | None:
-    """Returns the window as one of the array that an operation slices or pads, or None."""
+    """Returns the window in terms of the array that an operation slices or pads, or None."""
     if node.name == "slice":
         taken = cuts(node.out)
         whole = [slice(0, size, 1) for size in node.ins[0].shape]

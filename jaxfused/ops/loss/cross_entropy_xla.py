@@ -290,6 +290,6 @@ def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def binary_token_losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the cross-entropy of two classes with logits 0 and `logits`, the latter's in `targets`."""
+    """Returns the cross-entropy of two classes; the second has logit `logits` and share `targets`."""
     # For a certain and right prediction only the last term is left, without cancellation.
     return (jnp.maximum(logits, 0.0) - targets * logits) + jax.nn.softplus(-jnp.abs(logits))
