@@ -37,22 +37,11 @@ def by_platform(stage: Stage, operands: Arrays) -> tuple[jax.Array | None, ...]:
     """Returns the results of `stage`: by its kernel if lowered for NVIDIA GPUs, else by XLA."""
     if KERNELS_RUN_EVERYWHERE:
         return stage.on_gpu(*operands)
-    present, given = _present(operands)
-    results: list[bool] = []
-
-    def kernel(*present: jax.Array) -> list[jax.Array]:
-        found = stage.on_gpu(*_all(present, given))
-        results[:] = [result is not None for result in found]
-        return [result for result in found if result is not None]
-
-    call = jax.make_jaxpr(kernel)(*present)
-    remaining = iter(_kernel.bind(*present, call=call, stage=stage, given=given))
-    return tuple(next(remaining) if there else None for there in results)
-
-
-def _present(operands: Arrays) -> tuple[list[jax.Array], tuple[bool, ...]]:
-    """Returns the operands that are not None, and for each operand whether it is given."""
-    return [o for o in operands if o is not None], tuple(o is not None for o in operands)
+    call, results = jax.make_jaxpr(stage.on_gpu, return_shape=True)(*operands)
+    present = [operand for operand in operands if operand is not None]
+    given = tuple(operand is not None for operand in operands)
+    computed = iter(_kernel.bind(*present, call=call, stage=stage, given=given))
+    return tuple(None if result is None else next(computed) for result in results)
 
 
 def _all(present: Sequence[jax.Array], given: Sequence[bool]) -> list[jax.Array | None]:

@@ -417,9 +417,18 @@ class _OnShard:
     """True if XLA lowers the call into a separate module, where cached `jax.jit`s cannot be reused."""
 
     def __call__(self, *operands: jax.Array | None) -> Results:
-        if not self.call.batches:
-            return self._entry(*operands)
-        return self._over_batches(_OnShard._entry, operands)
+        if self.call.batches:
+            return self._over_batches(_OnShard.__call__, operands)
+        kernel = self.call.kernel
+        axes = kernel.axes(*operands)
+        rows, matrices = _flatten_rows(operands, axes.operands)
+        chosen = self._choose(matrices)
+        # An XLA implementation of a `TakesRows` stage takes the caller's axes of rows, unmerged.
+        as_they_are = chosen[0] == "xla" and isinstance(kernel, TakesRows)
+        results = self.lower(
+            kernel, *chosen, self.call.runner.device, *(operands if as_they_are else matrices)
+        )
+        return results if as_they_are else _with_rows(results, axes.results, rows)
 
     def on_parts(self, names: Sequence[str], *operands: jax.Array | None) -> Results:
         """Runs the call on a device's part of the contracted axes."""
@@ -456,18 +465,6 @@ class _OnShard:
             return results, jax.tree.map(lambda _: True, results)
 
         return call(*operands)
-
-    def _entry(self, *operands: jax.Array | None) -> Results:
-        kernel = self.call.kernel
-        axes = kernel.axes(*operands)
-        rows, matrices = _flatten_rows(operands, axes.operands)
-        chosen = self._choose(matrices)
-        # An XLA implementation of a `TakesRows` stage takes the caller's axes of rows, unmerged.
-        as_they_are = chosen[0] == "xla" and isinstance(kernel, TakesRows)
-        results = self.lower(
-            kernel, *chosen, self.call.runner.device, *(operands if as_they_are else matrices)
-        )
-        return results if as_they_are else _with_rows(results, axes.results, rows)
 
     def _entry_on_parts(self, names: Sequence[str], operands: Operands) -> Results:
         kernel: Any = self.call.kernel
