@@ -1,4 +1,4 @@
-"""mlp and gated_mlp in float8: their gradient.
+"""mlp and gated_mlp in float8: one computation and its gradient, of one first layer or of gate and up.
 
 The first product writes the preactivation and its maxima, from which a bound of the activation's
 magnitude follows. The pass that quantises the hidden layer evaluates the activation, so that the hidden
@@ -7,6 +7,7 @@ backward reads instead of the preactivation.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,258 +27,194 @@ SLOPES = ("relu", "gelu_tanh", "gelu_erf", "quick_gelu", "silu")
 class Options:
     """Static arguments of a call, except for the Runner."""
 
+    op: str
+    """"mlp" or "gated_mlp", whose hidden layer is activation(gate) * up."""
     activation: str | None
     save: str
     out_dtype: Any
     dtypes: tuple[Any, ...]
     """Dtypes of x, the first layer's weights, the last layer's weights, and residual (or None)."""
-    keeps_slope: bool = False
-    """True if the activation's derivative is kept for the backward instead of the preactivation."""
 
-    @classmethod
-    def of_mlp(cls, activation: str | None, save: str, out_dtype: Any, dtypes: Any) -> "Options":
-        """Returns the options of `mlp`, with the saved arrays that were measured to be fastest."""
-        # Hidden layer and derivative in 8 bits take as much memory as a preactivation of 16 bits, and
-        # the gradient that reads them is faster.
-        keeps_slope = save != "inputs" and activation in SLOPES
-        return cls(activation, save, out_dtype, dtypes, keeps_slope)
+    @property
+    def gated(self) -> bool:
+        return self.op == "gated_mlp"
+
+    @property
+    def first_layer(self) -> str:
+        """The name of the first layer's stages."""
+        return "gated_mlp gated unit" if self.gated else "mlp first layer"
+
+    @property
+    def keeps_slope(self) -> bool:
+        """True if the activation's derivative is kept for the backward instead of the preactivation.
+
+        Hidden layer and derivative in 8 bits take as much memory as a preactivation of 16 bits, and the
+        gradient that reads them was measured to be faster.
+        """
+        return not self.gated and self.save != "inputs" and self.activation in SLOPES
 
 
-class _MlpResiduals(NamedTuple):
+def by_layers(operands: Sequence[Any]) -> Sequence[Any]:
+    """Returns x, weights and biases by turns, and the residual as `mlp` takes them."""
+    x, *layers, last, last_bias, residual = operands
+    return x, tuple(layers[::2]), tuple(layers[1::2]), last, last_bias, residual
+
+
+class _Residuals(NamedTuple):
     x: fp8_operands.Copies
-    w1: fp8_operands.Copies
-    b1: jax.Array | None
-    w2: fp8_operands.Copies
-    b2: jax.Array | None
+    first: fp8_operands.Copies
+    """Weights of the first layer: those of gate and up are concatenated."""
+    biases: tuple[jax.Array | None, ...]
+    last: fp8_operands.Copies
+    last_bias: jax.Array | None
     hidden: fp8_operands.Copies
     """Scale of the hidden layer, with its transposed copy if that is saved."""
-    preactivation: jax.Array | None
+    preactivations: tuple[jax.Array, ...] | None
     slope: jax.Array | None
     """Derivative of the activation, saved in place of the preactivation."""
     state: fp8.Fp8State | None
 
 
-@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="mlp", in_float8=True)
-def mlp(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
-    """Computes `jaxfused.mlp` in float8."""
-    copies = functools.partial(fp8_operands.copies_of, run, state, "mlp")
-    xs, w1s = copies("x", x, transposes=False), copies("w1", w1, straight=False)
-    z, largest = _first_layer(run, options, xs, w1s, b1)
-    hs = copies("hidden", z, largest=largest, activation=options.activation, transposes=False)
-    w2s = copies("w2", w2, straight=False)
-    return _last_layer(run, "mlp", options, hs, w2s, b2, residual)
+@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), in_float8=True)
+def mlp(run: Runner, options: Options, x, weights, biases, last, last_bias, residual, state):
+    """Computes `jaxfused.mlp`, or `gated_mlp` with separate weights of gate and up, in float8.
+
+    `weights` and `biases` are tuples of those of the first layer: one of each, or gate's and up's.
+    """
+    copies = functools.partial(fp8_operands.copies_of, run, state, options.op)
+    xs, firsts = copies("x", x, transposes=False), copies("w1", *weights, straight=False)
+    z, maxima = _first_layer(run, options, xs, firsts, biases)
+    hs = copies("hidden", *z, **_hidden(run, options, maxima), transposes=False)
+    return _last_layer(run, options, hs, copies("w2", last, straight=False), last_bias, residual)
 
 
-def _first_layer(run: Runner, options: Options, xs, w1s, b1):
-    _, z, maxima = fp8_products.layer(
-        run,
-        "mlp first layer",
-        xs,
-        w1s,
-        b1,
-        narrow_dtype=options.dtypes[0],
-        saves=True,
-        maximised=fp8_products.maximised_of(options.activation),
-    )
-    return z, fp8_products.hidden_magnitude(run, options.activation, maxima)
+def _first_layer(
+    run: Runner, options: Options, xs, firsts, biases
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the preactivations and maxima of their rows.
+
+    A backward that needs the preactivations alone runs the same kernel, which is compiled already.
+    """
+    whole = firsts.transposed
+    parts = jnp.split(whole, len(biases)) if options.gated else [whole]
+    maximised: Any = (fp8_products.maximised_of(options.activation), "magnitude")
+    results = [
+        fp8_products.layer(
+            run,
+            options.first_layer,
+            xs,
+            firsts._replace(transposed=part),
+            bias,
+            narrow_dtype=options.dtypes[0],
+            saves=True,
+            maximised=of_rows,
+        )
+        for part, bias, of_rows in zip(parts, biases, maximised, strict=False)
+    ]
+    return tuple(z for _, z, _ in results), tuple(maxima for *_, maxima in results)
 
 
-def _last_layer(run: Runner, op: str, options: Options, hs, w2s, b2, residual) -> jax.Array:
+def _hidden(run: Runner, options: Options, maxima: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns how the pass that quantises the hidden layer computes it from the preactivations."""
+    largest = fp8_products.hidden_magnitude(run, options.activation, *maxima)
+    return dict(activation=options.activation, gated=options.gated, largest=largest)
+
+
+def _last_layer(run: Runner, options: Options, hs, lasts, last_bias, residual) -> jax.Array:
     y, _, _ = fp8_products.layer(
         run,
-        f"{op} last layer",
+        f"{options.op} last layer",
         hs,
-        w2s,
-        b2,
+        lasts,
+        last_bias,
         residual,
         out_dtype=options.out_dtype,
         narrow_dtype=options.dtypes[0],
     )
-    return named(y, op, "output")
+    return named(y, options.op, "output")
 
 
-def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
-    copies = functools.partial(fp8_operands.copies_of, run, state, "mlp")
-    xs, w1s, w2s = copies("x", x), copies("w1", w1), copies("w2", w2)
-    z, largest = _first_layer(run, options, xs, w1s, b1)
+def _mlp_fwd(run: Runner, options: Options, x, weights, biases, last, last_bias, residual, state):
+    copies = functools.partial(fp8_operands.copies_of, run, state, options.op)
+    xs, firsts, lasts = copies("x", x), copies("w1", *weights), copies("w2", last)
+    z: Any
+    z, maxima = _first_layer(run, options, xs, firsts, biases)
+    hidden = _hidden(run, options, maxima)
     if not options.keeps_slope:
-        z = named(z, "mlp", "preactivation")
+        z = named(z, options.op, "preactivation")
     hs = copies(
         "hidden",
-        z,
-        activation=options.activation,
-        largest=largest,
+        *z,
+        **hidden,
         transposes=options.keeps_slope or options.save == "hidden",
         slope=options.keeps_slope,
     )
-    y = _last_layer(run, "mlp", options, hs, w2s, b2, residual)
+    y = _last_layer(run, options, hs, lasts, last_bias, residual)
     slope = hs.slope
-    hs, w2s = hs.kept("transposed"), w2s.kept("values")
+    hs, lasts = hs.kept("transposed"), lasts.kept("values")
     if options.keeps_slope:
         what: Any = options.save
-        slope, hs = named((slope, hs), "mlp", what)
+        slope, hs = named((slope, hs), options.op, what)
     if options.save == "inputs" or options.keeps_slope:
         # The backward reads the derivative, or computes z again from the same operands.
         z = None
     if options.save != "inputs":
-        xs, w1s = xs.kept("transposed"), w1s.kept("values")
-    return y, _MlpResiduals(xs, w1s, b1, w2s, b2, hs, z, slope, state)
+        xs, firsts = xs.kept("transposed"), firsts.kept("values")
+    return y, _Residuals(xs, firsts, biases, lasts, last_bias, hs, z, slope, state)
 
 
-def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
-    xs, w1s, b1, w2s, b2, hs, z, slope, state = saved
-    x_dtype, w1_dtype, w2_dtype, residual_dtype = options.dtypes
-    copies = functools.partial(
-        fp8_operands.copies_of, run, state, "mlp", dtype=fp8_operands.GRADIENT
-    )
-    dys = copies("dy", dy, sums=b2 is not None)
-    activation: Any = options.activation
+def _mlp_bwd(run: Runner, options: Options, saved: _Residuals, dy):
+    xs, firsts, biases, lasts, last_bias, hs, z, slope, state = saved
+    op, (x_dtype, first_dtype, last_dtype, residual_dtype) = options.op, options.dtypes
+    copies = functools.partial(fp8_operands.copies_of, run, state, op, dtype=fp8_operands.GRADIENT)
+    dys = copies("dy", dy, sums=last_bias is not None)
     if slope is not None:
         gradient = fp8_products.hidden_gradient_by_slope(
-            run, "mlp", dys, w2s, slope, hs, dtype=x_dtype
+            run, op, dys, lasts, slope, hs, dtype=x_dtype
         )
     else:
         if z is None:
-            _, z, _ = fp8_products.layer(
-                run, "mlp first layer", xs, w1s, b1, narrow_dtype=x_dtype, saves=True
-            )
+            z, _ = _first_layer(run, options, xs, firsts, biases)
         gradient = fp8_products.hidden_gradient(
-            run, "mlp", dys, w2s, z, None, activation=activation
+            run,
+            op,
+            dys,
+            lasts,
+            z[0],
+            z[-1] if options.gated else None,
+            activation=options.activation,
         )
-    dzs = copies("dhidden", gradient.dz, sums=b1 is not None, largest=gradient.largest)
-    found = _found(xs, w1s, hs, w2s, dys, dzs)
+    dz = (gradient.dz, gradient.dup) if options.gated else (gradient.dz,)
+    has_bias = any(bias is not None for bias in biases)
+    dzs = copies("dhidden", *dz, sums=has_bias, largest=gradient.largest)
+    matrices = (xs, firsts, hs, lasts, dys, dzs)
+    found = {name: c.found for name, c in zip(fp8.MATRICES[op], matrices, strict=True)}
     if hs.transposed is None:
         assert z is not None
-        hidden: dict[str, Any] = dict(activation=activation, largest=hs.largest)
-        hs = fp8_operands.copies(run, z, **hidden, straight=False)
+        hidden: Any = dict(activation=options.activation, gated=options.gated, largest=hs.largest)
+        hs = fp8_operands.copies(run, *z, **hidden, straight=False)
+    dx = fp8_products.input_gradient(run, op, dzs, firsts, x_dtype)
+    dw = fp8_products.weight_gradient(run, options.first_layer, xs, dzs, first_dtype)
+    sums = dzs.sums
     return (
-        fp8_products.input_gradient(run, "mlp", dzs, w1s, x_dtype),
-        fp8_products.weight_gradient(run, "mlp first layer", xs, dzs, w1_dtype),
-        None if b1 is None else dzs.sums.astype(b1.dtype),
-        fp8_products.weight_gradient(run, "mlp last layer", hs, dys, w2_dtype),
-        None if b2 is None else dys.sums.astype(b2.dtype),
+        dx,
+        tuple(jnp.split(dw, 2, axis=1)) if options.gated else (dw,),
+        tuple(
+            None if bias is None else part.astype(bias.dtype)
+            for bias, part in zip(biases, _parts(sums, len(biases)), strict=True)
+        ),
+        fp8_products.weight_gradient(run, f"{op} last layer", hs, dys, last_dtype),
+        None if last_bias is None else dys.sums.astype(last_bias.dtype),
         None if residual_dtype is None else dy.astype(residual_dtype),
-        None if state is None else state.after("mlp", found),
+        None if state is None else state.after(op, found),
     )
 
 
-def _found(*copies: fp8_operands.Copies) -> dict[str, Any]:
-    """Returns the largest magnitudes of x, w1, hidden, w2, dy and dhidden."""
-    return {name: c.found for name, c in zip(fp8.MATRICES["mlp"], copies, strict=True)}
+def _parts(sums: jax.Array | None, count: int) -> Any:
+    """Returns the sums over rows of each preactivation's gradient; there are none without a bias."""
+    if sums is None or count == 1:
+        return [sums] * count
+    return jnp.split(sums, count)
 
 
 mlp.defvjp(_mlp_fwd, _mlp_bwd)
-
-
-class _GatedResiduals(NamedTuple):
-    x: fp8_operands.Copies
-    w1: fp8_operands.Copies
-    """Weights of gate and up, concatenated."""
-    biases: tuple[jax.Array | None, jax.Array | None]
-    w_down: fp8_operands.Copies
-    b_down: jax.Array | None
-    hidden: fp8_operands.Copies
-    preactivations: tuple[jax.Array | None, jax.Array | None]
-    state: fp8.Fp8State | None
-
-
-@functools.partial(kernel_gradient, nondiff_argnums=(0, 1), op="gated_mlp", in_float8=True)
-def gated_mlp(
-    run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, state
-):
-    """Computes `jaxfused.gated_mlp` in float8, with separate weights of gate and up."""
-    copies = functools.partial(fp8_operands.copies_of, run, state, "gated_mlp")
-    xs, ws = copies("x", x, transposes=False), copies("w1", w_gate, w_up, straight=False)
-    gate, up, largest = _gate_and_up(run, options, xs, ws, (b_gate, b_up))
-    hidden: dict[str, Any] = dict(activation=options.activation, gated=True, largest=largest)
-    hs = copies("hidden", gate, up, **hidden, transposes=False)
-    w_downs = copies("w2", w_down, straight=False)
-    return _last_layer(run, "gated_mlp", options, hs, w_downs, b_down, residual)
-
-
-def _gate_and_up(run: Runner, options: Options, xs, ws, biases) -> tuple[Any, Any, jax.Array]:
-    """Returns gate, up and a bound of the hidden layer's magnitudes."""
-    of_gate = fp8_products.maximised_of(options.activation)
-    halves = zip(jnp.split(ws.transposed, 2), biases, (of_gate, "magnitude"), strict=True)
-    (gate, gate_maxima), (up, up_maxima) = (
-        fp8_products.layer(
-            run,
-            "gated_mlp gated unit",
-            xs,
-            ws._replace(transposed=half),
-            bias,
-            narrow_dtype=options.dtypes[0],
-            saves=True,
-            maximised=maximised,
-        )[1:]
-        for half, bias, maximised in halves
-    )
-    largest = fp8_products.hidden_magnitude(run, options.activation, gate_maxima, up_maxima)
-    return gate, up, largest
-
-
-def _gated_mlp_fwd(
-    run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, state
-):
-    copies = functools.partial(fp8_operands.copies_of, run, state, "gated_mlp")
-    xs, ws, w_downs = copies("x", x), copies("w1", w_gate, w_up), copies("w2", w_down)
-    biases = (b_gate, b_up)
-    gate, up, largest = _gate_and_up(run, options, xs, ws, biases)
-    gate, up = named((gate, up), "gated_mlp", "preactivation")
-    hidden: dict[str, Any] = dict(activation=options.activation, gated=True, largest=largest)
-    hs = copies("hidden", gate, up, **hidden, transposes=options.save == "hidden")
-    y = _last_layer(run, "gated_mlp", options, hs, w_downs, b_down, residual)
-    hs, w_downs = hs.kept("transposed"), w_downs.kept("values")
-    if options.save == "inputs":
-        gate = up = None
-    else:
-        xs, ws = xs.kept("transposed"), ws.kept("values")
-    return y, _GatedResiduals(xs, ws, biases, w_downs, b_down, hs, (gate, up), state)
-
-
-def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
-    xs, ws, (b_gate, b_up), w_downs, b_down, hs, (gate, up), state = saved
-    x_dtype, w1_dtype, w2_dtype, residual_dtype = options.dtypes
-    copies = functools.partial(
-        fp8_operands.copies_of, run, state, "gated_mlp", dtype=fp8_operands.GRADIENT
-    )
-    dys = copies("dy", dy, sums=b_down is not None)
-    if gate is None:
-        gate, up, _ = _gate_and_up(run, options, xs, ws, (b_gate, b_up))
-    gradient = fp8_products.hidden_gradient(
-        run,
-        "gated_mlp",
-        dys,
-        w_downs,
-        gate,
-        up,
-        activation=options.activation,
-    )
-    dzs = copies(
-        "dhidden",
-        gradient.dz,
-        gradient.dup,
-        sums=b_gate is not None or b_up is not None,
-        largest=gradient.largest,
-    )
-    found = _found(xs, ws, hs, w_downs, dys, dzs)
-    if hs.transposed is None:
-        hidden: dict[str, Any] = dict(activation=options.activation, gated=True, largest=hs.largest)
-        assert gate is not None and up is not None
-        hs = fp8_operands.copies(run, gate, up, **hidden, straight=False)
-    dw = fp8_products.weight_gradient(run, "gated_mlp gated unit", xs, dzs, w1_dtype)
-    dw_gate, dw_up = jnp.split(dw, 2, axis=1)
-    return (
-        fp8_products.input_gradient(run, "gated_mlp", dzs, ws, x_dtype),
-        dw_gate,
-        None if b_gate is None else jnp.split(dzs.sums, 2)[0].astype(b_gate.dtype),
-        dw_up,
-        None if b_up is None else jnp.split(dzs.sums, 2)[1].astype(b_up.dtype),
-        fp8_products.weight_gradient(run, "gated_mlp last layer", hs, dys, w2_dtype),
-        None if b_down is None else dys.sums.astype(b_down.dtype),
-        None if residual_dtype is None else dy.astype(residual_dtype),
-        None if state is None else state.after("gated_mlp", found),
-    )
-
-
-gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)

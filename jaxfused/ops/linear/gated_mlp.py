@@ -118,14 +118,15 @@ def gated_mlp(
             w_gate, w_up = jnp.split(w_gate, 2, axis=1)
             b_gate, b_up = (None, None) if b_gate is None else jnp.split(b_gate, 2)
         dtypes = fp8_dtypes(x, w_gate, w_down, residual)
-        fp8_options = mlp_fp8.Options(activation, save, jnp.dtype(out_dtype), dtypes)
+        fp8_options = mlp_fp8.Options(op, activation, save, jnp.dtype(out_dtype), dtypes)
         rows = sharding.leading_axes(x.ndim - 1)
         aligned = sharding.align(
             (x, w_gate, b_gate, w_up.astype(w_gate.dtype), b_up, w_down, b_down, residual),
             operand_axes=(rows + "d", "df", "f", "df", "f", "fe", "e", rows + "e"),
             whole="dfe",
         )
-        return mlp_fp8.gated_mlp(run, fp8_options, *aligned, fp8.state_of(op, precision))
+        state = fp8.state_of(op, precision)
+        return mlp_fp8.mlp(run, fp8_options, *mlp_fp8.by_layers(aligned), state)
     if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
         y = mlp_xla.gated_mlp(
             *(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, words),

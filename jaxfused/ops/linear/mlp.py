@@ -116,11 +116,12 @@ def mlp(
     if fp8.is_fp8(precision):
         run = fp8_runner(op, implementation, device, x, words)
         dtypes = fp8_dtypes(x, w1, w2, residual)
-        fp8_options = mlp_fp8.Options.of_mlp(activation, save, jnp.dtype(out_dtype), dtypes)
+        fp8_options = mlp_fp8.Options(op, activation, save, jnp.dtype(out_dtype), dtypes)
         rows = sharding.leading_axes(x.ndim - 1)
         axes = (rows + "d", "df", "f", "fe", "e", rows + "e")
         aligned = sharding.align((x, w1, b1, w2, b2, residual), operand_axes=axes, whole="dfe")
-        return mlp_fp8.mlp(run, fp8_options, *aligned, fp8.state_of(op, precision))
+        state = fp8.state_of(op, precision)
+        return mlp_fp8.mlp(run, fp8_options, *mlp_fp8.by_layers(aligned), state)
     if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
         y = mlp_xla.mlp(
             x,
