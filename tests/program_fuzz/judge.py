@@ -66,8 +66,10 @@ class _Compiled:
         self.program, self.dtype = program, dtype
         self.f = program.function(dtype)
         self.names = [*program.results, *(f"the gradient to {name}" for name in program.floating)]
+        # Without excess precision, each value has the dtype that the program states.
         self._run = jax.jit(
-            lambda *args: (self.results(jaxfused.fuse(self.f), *args), self.plain(*args))
+            lambda *args: (self.results(jaxfused.fuse(self.f), *args), self.plain(*args)),
+            compiler_options={"xla_allow_excess_precision": False},
         )
 
     def plain(self, *args: Any) -> list[Any]:
