@@ -303,6 +303,25 @@ def align(
     return tuple(None if operand is None else next(aligned) for operand in operands)
 
 
+def whole_images(x: jax.Array) -> jax.Array:
+    """Returns images [B, *spatial, C] of which types split the batch and the channels only."""
+    spatial = leading_axes(x.ndim - 2)
+    (aligned,) = align((x,), operand_axes=("b" + spatial + "c",), whole=spatial)
+    assert aligned is not None
+    return aligned
+
+
+def split_by_batch(
+    batched: Sequence[jax.Array | None], others: Sequence[jax.Array | None] = ()
+) -> tuple[Any, ...]:
+    """Returns the arrays, of which types split the first axis of those that are `batched` only."""
+    arrays = (*batched, *others)
+    axes = ["" if array is None else leading_axes(array.ndim) for array in arrays]
+    for i in range(len(batched)):
+        axes[i] = "b" + axes[i][1:]
+    return align(arrays, operand_axes=axes, whole=string.ascii_uppercase)
+
+
 def shards(
     operands: Sequence[Any], *, operand_axes: Sequence[str], whole: str = "", parts: str = ""
 ) -> list[jax.ShapeDtypeStruct | None]:

@@ -25,6 +25,7 @@ on_eight_devices = pytest.mark.skipif(
     jax.device_count() != DEVICES or jax.default_backend() != "cpu",
     reason="runs in the process that test_on_eight_devices starts",
 )
+CPU = dispatch.Device("cpu", "", None, 0)
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
 FEW, MANY = 64, 8192
 """Numbers of rows. Each device has 8, for which products have a kernel of their own, or 1024."""
@@ -95,6 +96,29 @@ def test_it_lowers_with_its_gradient(monkeypatch, name, how, rows):
             check_vma=checked,
         )
     lower(f, mesh, specs, operands)
+
+
+@on_eight_devices
+@parametrize(
+    ("name", "device"),
+    list(itertools.product(NAMES, (H200, CPU))),
+    quick=[2 * NAMES.index(name) + 1 for name in ("conv", "resize", "softmax_cross_entropy")],
+)
+def test_any_axis_may_be_split(monkeypatch, name, device):
+    """Explicit axes that an operator cannot split are gathered, in its gradient too."""
+    have_library(monkeypatch)
+    call = calls(FEW)[name]
+    operands = (*call.operands, *call.others)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    jax.clear_caches()
+    for i, operand in enumerate(operands):
+        for axis, size in enumerate(operand.shape):
+            if (name, i, axis) == ("quantized_conv", 1, 2):
+                continue  # The call itself merges that axis with others.
+            specs = [P()] * len(operands)
+            specs[i] = P(*[None] * axis, "d") if size % 2 == 0 else P()
+            with jax.set_mesh(mesh), dispatch.assume(device):
+                jax.eval_shape(call.gradients, *typed(mesh, specs, operands))
 
 
 def batched(operands, kind):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxfused.runtime import sharding
 from jaxfused.runtime.activation import activate
 from jaxfused.runtime.promotion import accumulator_dtype, along_last_axis
 
@@ -30,6 +31,8 @@ def conv(
     result of bfloat16 operands makes XLA's GPU compiler convert the operands to float32 instead of
     calling cuDNN on them as they are.
     """
+    if sharding.is_explicit(x, w):
+        x, residual, w, bias = sharding.split_by_batch((x, residual), (w, bias))
     spatial = "HWD"[: x.ndim - 2]
     x, padding = padded(x, padding, w.shape[:-2], kernel_dilation)
     y = jax.lax.conv_general_dilated(

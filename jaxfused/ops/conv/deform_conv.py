@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.conv import deform_conv_xla
 from jaxfused.ops.conv.conv_padding import Padding, geometry
+from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import check_floating, check_shape, python_numbers
 from jaxfused.runtime.gate import reference_only
 
@@ -126,6 +127,11 @@ def deform_conv(
     check_shape(op, "mask", mask, (x.shape[0], *size, taps * parts), rule)
     check_shape(op, "bias", bias, (features,), f"w has {features} features in its last axis")
     reference_only(op, implementation, x)
+    x, w, offset, mask, bias = sharding.align(  # type: ignore[assignment]
+        (x, w, offset, mask, bias),
+        operand_axes=("bhwc", "ijko", "buvs", "buvt", "o"),
+        whole="hwcijkuvst" + "o" * (groups > 1),
+    )
     return deform_conv_xla.deform_conv(
         x,
         w,

@@ -1,11 +1,10 @@
 """deform_conv in plain JAX: gathers the samples and multiplies them with the weights."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from jaxfused.runtime.promotion import accumulator_dtype
+from jaxfused.runtime.shapes import merge_axes, split_axis
 
 
 def deform_conv(
@@ -23,12 +22,12 @@ def deform_conv(
     precision: jax.lax.PrecisionLike,
 ) -> jax.Array:
     """Returns y [B, H', W', O]; `low` are the zeros before each axis, `parts` the groups of offsets."""
-    batch, height, width, channels = x.shape
+    _, height, width, channels = x.shape
     out = offset.shape[1:3]
     rows, columns, _, features = w.shape
     taps = rows * columns
     wide = accumulator_dtype(x.dtype)
-    moved = offset.astype(wide).reshape(batch, *out, parts, taps, 2)
+    moved = split_axis(offset.astype(wide), 3, parts, taps, 2)
     # Position in x that each weight of the window reads if the offset is 0.
     starts = [jnp.arange(n) * step - pad for n, step, pad in zip(out, strides, low, strict=True)]
     inner = [jnp.arange(k) * d for k, d in zip((rows, columns), dilation, strict=True)]
@@ -36,33 +35,33 @@ def deform_conv(
     down = (starts[0][:, None] + jnp.repeat(inner[0], columns)[None])[None, :, None, None]
     right = (starts[1][:, None] + jnp.tile(inner[1], rows)[None])[None, None, :, None]
     samples = _samples(
-        x.astype(wide).reshape(batch, height * width, parts, channels // parts),
+        split_axis(merge_axes(x.astype(wide), 1), 2, parts, channels // parts),
         moved[..., 0] + down.astype(wide),
         moved[..., 1] + right.astype(wide),
         (height, width),
     )
     if mask is not None:
-        samples = samples * mask.astype(wide).reshape(batch, *out, parts, taps, 1)
+        samples = samples * split_axis(mask.astype(wide), 3, parts, taps)[..., None]
     # [B, H', W', parts, taps, C / parts] -> [B, H', W', taps, groups, C / groups]
-    patches = jnp.moveaxis(samples, 3, 4).reshape(batch, *out, taps, groups, channels // groups)
-    kernel = w.astype(x.dtype).reshape(taps, channels // groups, groups, features // groups)
+    patches = merge_axes(jnp.moveaxis(samples, 3, 4), 4)
+    patches = split_axis(patches, 4, groups, channels // groups)
+    kernel = split_axis(merge_axes(w.astype(x.dtype), 0), 2, groups, features // groups)
     y = jnp.einsum(
         "bhwtgc,tcgo->bhwgo",
         patches.astype(x.dtype),
         kernel,
         precision=precision,
         preferred_element_type=wide,
-    ).reshape(batch, *out, features)
+    )
+    y = merge_axes(y, 3)
     if bias is not None:
-        y = y + bias.astype(wide).reshape(1, 1, 1, features)
+        y = y + bias.astype(wide)
     return y.astype(x.dtype)
 
 
 def _samples(x: jax.Array, down: jax.Array, right: jax.Array, size: tuple[int, int]) -> jax.Array:
     """Samples x [B, H W, parts, D] at places [B, H', W', parts, taps], the result's axes too."""
     height, width = size
-    batch, _, parts, depth = x.shape
-    count = math.prod((*down.shape[1:3], down.shape[4]))
     top, left = jnp.floor(down), jnp.floor(right)
     total = jnp.zeros((), x.dtype)
     for row in (0, 1):
@@ -72,9 +71,9 @@ def _samples(x: jax.Array, down: jax.Array, right: jax.Array, size: tuple[int, i
             inside = (y >= 0) & (y < height) & (x_place >= 0) & (x_place < width)
             places = jnp.where(inside, y * width + x_place, 0).astype(jnp.int32)
             # The shape [B, H' W' taps, parts] lets one gather read all of an image.
-            flat = jnp.moveaxis(places, 3, 4).reshape(batch, count, parts)
+            flat = merge_axes(jnp.moveaxis(places, 3, 4), 1, 3)
             found = jnp.take_along_axis(x, flat[..., None], axis=1, mode="clip")
-            found = found.reshape(batch, *places.shape[1:3], places.shape[4], parts, depth)
+            found = split_axis(found, 1, *places.shape[1:3], places.shape[4])
             weight = jnp.where(inside, weight, 0)
             total = total + jnp.moveaxis(found, 4, 3) * weight[..., None]
     return total

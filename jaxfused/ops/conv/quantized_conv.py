@@ -96,6 +96,9 @@ def quantized_conv(
     check_floating(op, dict(bias=bias, residual=residual))
     check_activation(op, activation)
     x, w, array, size = _operands(op, x, w, kernel_size, feature_group_count)
+    if sharding.is_explicit(*jax.tree.leaves((x, w))):
+        x = jax.tree.map(lambda part: sharding.split_by_batch((part,))[0], x)
+        w = jax.tree.map(lambda part: sharding.split_by_batch((), (part,))[0], w)
     check_shape(op, "bias", bias, w.shape[-1:], f"w has {w.shape[-1]} output channels")
     geometry = conv_padding.geometry(
         op,

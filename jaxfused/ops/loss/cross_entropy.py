@@ -150,6 +150,10 @@ def softmax_cross_entropy(
     refuse_pallas(op, implementation)
     device = dispatch.current_device(logits)
     is_reference = takes_reference(op, implementation, device, logits)
+    if is_reference and axis_name is None:
+        classes, soft = (None, labels) if is_soft(labels) else (labels, None)
+        logits, classes, soft, weights = aligned(logits, classes, soft, weights)
+        labels = classes if soft is None else soft
     run = None if is_reference else Runner(implementation, device)
     counts = counted(labels, options)
     if class_weights is not None:

@@ -151,6 +151,8 @@ def linear_softmax_cross_entropy(
     device = dispatch.current_device(x)
     counts = counted(labels, options)
     is_reference = takes_reference(op, implementation, device, x, why_xla=why_xla)
+    if is_reference:
+        x, w, bias, labels, weights = _aligned(x, w, bias, labels, weights)
     if class_weights is not None:
         class_weights = class_weights.astype(accumulator_dtype(x.dtype))
         of_labels = weights_of_labels(class_weights, labels, options)
@@ -203,7 +205,11 @@ def _aligned(x, w, bias, classes, shares=None, *scalars):
     rows = sharding.leading_axes(x.ndim - 1)
     return sharding.align(
         (x, w, bias, classes, shares, *scalars),
-        operand_axes=(rows + "d", "dv", "v", rows, rows, *("" for _ in scalars)),
+        operand_axes=(
+            *(rows + "d", "dv", "v"),
+            rows if classes.ndim < x.ndim else rows + "v",
+            *(rows, *("" for _ in scalars)),
+        ),
         whole="dv",
     )
 

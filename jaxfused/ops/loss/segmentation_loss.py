@@ -141,10 +141,9 @@ def segmentation_loss(
     else:
         # Kernels read uint8 labels as they are.
         fits = ignore_index is None or 0 <= ignore_index < 256
-        images, truth, pixel_weights = sharding.align(
-            _flat_images(logits, given if given.dtype == jnp.uint8 and fits else labels, weights),
-            operand_axes=_AXES,
-        )
+        kept = given if given.dtype == jnp.uint8 and fits else labels
+        whole = sharding.split_by_batch((logits, kept, weights))
+        images, truth, pixel_weights = sharding.align(_flat_images(*whole), operand_axes=_AXES)
         run = Runner(implementation, device)
         if reduction != "none" and _why_not_at_once(device, images, truth, weights) is None:
             scale = 1.0 / logits.shape[0] if reduction == "mean" else 1.0

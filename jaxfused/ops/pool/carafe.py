@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
+from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import check_count, check_floating, python_numbers
 from jaxfused.runtime.gate import reference_only
 from jaxfused.runtime.promotion import accumulator_dtype
@@ -84,6 +85,9 @@ def carafe(
             f" factor * {x.shape[2]}, {wanted[3]}]."
         )
     reference_only(op, implementation, x)
+    x, kernels = sharding.align(  # type: ignore[assignment]
+        (x, kernels), operand_axes=("bhwc", "buvk"), whole="hwuvk" + "c" * (groups > 1)
+    )
     return _reassembled(x, kernels, factor, kernel_size, groups)
 
 

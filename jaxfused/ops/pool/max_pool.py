@@ -81,6 +81,7 @@ def max_pool(
     elif why_window := max_pool_cuda.why_window_unfit(sizes):
         missing["cuda"] = why_window
     if takes_reference(op, implementation, device, x, missing=missing):
+        x = sharding.whole_images(x)
         return max_pool_xla.pool(x, window=sizes, strides=steps, padding=pairs)
     images = x if spatial == 2 else x[:, None]
     if spatial == 1:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
+from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import (
     check_floating,
     check_images,
@@ -67,6 +68,9 @@ def pixel_shuffle(
             f" are made of multiples of {pixels} channels; pass such an x, or another factor."
         )
     n = len(factors)
+    # A device's part of the channels is no part of the pixels.
+    letters = sharding.leading_axes(x.ndim)
+    (x,) = sharding.align((x,), operand_axes=(letters,), whole=letters[-1])  # type: ignore[assignment]
     if order == "channel_first":
         x = x.reshape(x.shape[0], *spatial, channels, *factors)
         blocks, last = range(n + 2, 2 * n + 2), n + 1
@@ -121,7 +125,7 @@ def pixel_unshuffle(
             " spatial axes; pad or cut x, or pass another factor."
         )
     n = len(factors)
-    y = x
+    y = sharding.whole_images(x)
     for axis in reversed(range(n)):
         y = split_axis(y, 1 + axis, spatial[axis] // factors[axis], factors[axis])
     places, blocks = range(1, 2 * n, 2), range(2, 2 * n + 1, 2)

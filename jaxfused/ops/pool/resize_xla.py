@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.ops.pool.resize_taps import ResizedAxis, Taps, taps
+from jaxfused.runtime import sharding
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.stated_gradient import stated_gradient
 
@@ -22,6 +23,9 @@ weights."""
 
 def resize(x: jax.Array, axes: Sequence[ResizedAxis]) -> jax.Array:
     """Resizes the spatial axes of [B, *spatial, C]."""
+    letters = sharding.leading_axes(x.ndim)
+    changed = "".join(letters[place] for place, axis in enumerate(axes, 1) if axis.changes)
+    (x,) = sharding.align((x,), operand_axes=(letters,), whole=changed)  # type: ignore[assignment]
     y = x.astype(accumulator_dtype(x.dtype))
     for place, axis in enumerate(axes, 1):
         if axis.changes:

@@ -100,7 +100,7 @@ def upsample(
             f"it upsamples bilinearly by (2, 2), and method is {method!r}, factor {factors}"
         )
     if takes_reference(op, implementation, device, x, missing=missing):
-        return upsample_xla.upsample(x, factors=factors, method=method)
+        return upsample_xla.upsample(sharding.whole_images(x), factors=factors, method=method)
     aligned = sharding.align((x,), operand_axes=(_SMALL,), whole=_WHOLE)
     return _upsample(Runner(implementation, device), *aligned)
 

@@ -123,6 +123,8 @@ def quantized_matmul(
         )
     out_dtype = jnp.dtype(resolve_out_dtype(op, out_dtype, array, residual))
     if _takes_reference(op, implementation, array, x, w):
+        if sharding.is_explicit(values, *jax.tree.leaves(w)):
+            x, w = _with_whole_sums(x, w)
         return quantized_matmul_xla.matmul(
             x,
             w,
@@ -157,6 +159,22 @@ def quantized_matmul(
     )
     device = dispatch.current_device(values)
     return _quantized_matmul(Runner(implementation, device), options, *arrays)
+
+
+def _with_whole_sums(
+    x: jax.Array | QuantizedArray, w: QuantizedArray
+) -> tuple[jax.Array | QuantizedArray, QuantizedArray]:
+    """Returns operands of which types do not split the axis that the product sums over."""
+
+    def whole(part: jax.Array, letters: str) -> Any:
+        return sharding.align((part,), operand_axes=(letters,), whole="d")[0]
+
+    rows = sharding.leading_axes(len(x.shape) - 1)
+    letters = "df" if w.layout == "rows" else "dd"
+    return (
+        jax.tree.map(lambda part: whole(part, rows + "d"), x),
+        jax.tree.map(lambda part: whole(part, letters), w),
+    )
 
 
 def _takes_reference(

@@ -16,6 +16,7 @@ from jaxfused.ops.serving.pages import (
     check_table,
     pools_of,
     tokens_of,
+    with_whole_rows,
 )
 from jaxfused.runtime.checks import (
     check_count,
@@ -168,6 +169,9 @@ def ragged_paged_attention(
     op = "ragged_paged_attention"
     q, pools = jnp.asarray(q), pools_of(op, kv_pages, layout)
     kv_lens, page_indices, cu_q_lens = check_table(op, kv_lens, page_indices, cu_q_lens)
+    # Which rows belong together is known at run time only: they are not split.
+    q, *table = with_whole_rows(q, kv_lens, page_indices, cu_q_lens)
+    kv_lens, page_indices, cu_q_lens = table
     batch, rows = kv_lens.shape[0], q.shape[0]
     _check_queries(op, q[None] if q.ndim == 3 else q, 1, pools)
     check_soft_cap(op, soft_cap, "soft_cap")

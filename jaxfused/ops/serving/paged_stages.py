@@ -231,15 +231,38 @@ def attend(
     pages = jnp.min(jnp.where(is_there, number.size, number[None]), axis=1, initial=number.size)
     arrays = _arrays(queries, pools, page_indices, lengths, counts, sinks)
     arrays = arrays._replace(lengths=jnp.clip(lengths, 0, pages * pools.page_size))
-    if not in_place:
+    stage = InPages(options)
+    spelt = stage.axes(*arrays)
+    output: Any
+    by_batch = any(jax.typeof(x).sharding.spec[0] for x in (queries, lengths, page_indices))
+    is_split = by_batch or not pools.are_split_by_heads()
+    if not in_place and is_split and _in_arrays(pools):
+        # Each device copies the pages of its own sequences.
+        (output,) = sharding.per_shard(
+            _Gathered(options, implementation),
+            arrays,
+            operand_axes=spelt.operands,
+            result_axes=spelt.results,
+            whole=spelt.whole,
+        )
+    elif not in_place:
         output = options.gathered(arrays, pools, implementation)
     else:
-        stage = InPages(options)
-        spelt = stage.axes(*arrays)
         aligned = sharding.align(arrays, operand_axes=spelt.operands, whole=spelt.whole)
         run = Runner(implementation, dispatch.current_device(queries, arrays.key))
         output = _in_place(run, options, Arrays(*aligned))
     return output.reshape(*queries.shape[:3], pools.value_size)
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Attends to a copy of the pages."""
+
+    options: Options
+    implementation: Any
+
+    def __call__(self, *operands: Any) -> tuple[jax.Array]:
+        return (self.options.gathered(Arrays(*operands), implementation=self.implementation),)
 
 
 def _arrays(
@@ -269,6 +292,11 @@ def _arrays(
         key_scale,
         value_scale,
     )
+
+
+def _in_arrays(pools: Pools) -> bool:
+    """Whether `Arrays` has all that there is to the pages."""
+    return all(_has_token_scales(pool) is not None for pool in (pools.key, pools.value))
 
 
 def _has_token_scales(pool: Any) -> bool | None:

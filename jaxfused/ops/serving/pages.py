@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxfused.ops.quantize.quantize import quantize
+from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import (
     as_arrays,
     as_int32,
@@ -51,6 +52,12 @@ class Pools(NamedTuple):
     @property
     def value_size(self) -> int:
         return (self.key if self.value is None else self.value).shape[-1]
+
+    def are_split_by_heads(self) -> bool:
+        """Whether types split no other axis of the pools than that of their heads."""
+        heads = 0 if self.layout == "KPSH" else 2
+        specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves((self.key, self.value))]
+        return not any(name and i != heads for spec in specs for i, name in enumerate(spec))
 
     def read(
         self, page_indices: jax.Array, lengths: jax.Array, dtype: Any
@@ -201,6 +208,16 @@ def tokens_of(
     return Tokens(sequence, position, (row < last) & (row >= cu_q_lens[0]) & (position >= 0))
 
 
+def with_whole_rows(*arrays: jax.Array) -> Any:
+    """Returns rows [tokens, K, H], lengths [B], ids of pages [B, n] and [B + 1], not split by rows.
+
+    Which rows are of one sequence is known at run time only. Devices may split the heads.
+    """
+    *rows, _, _, _ = arrays
+    axes = [*("rkh" for _ in rows), "b", "bn", "c"]
+    return sharding.align(arrays, operand_axes=axes, whole="rhbnc")
+
+
 @python_numbers
 def append_to_pages(
     kv_pages: jax.Array | tuple[Pages, Pages],
@@ -263,8 +280,16 @@ def append_to_pages(
         check_shape(op, name, new, expected, f"the pages have {heads} heads of {pool.shape[-1]}")
         _check_kept(op, name, new, pool)
     given = pools.key if pools.value is None else (pools.key, pools.value)
+    if not pools.are_split_by_heads():
+        spec = jax.typeof(jax.tree.leaves(given)[0]).sharding.spec
+        raise ValueError(
+            f"{op}: kv_pages are split as {spec}, but any device may have to write any page; split their"
+            " heads only, or call it in jax.shard_map with each device's own pages and table."
+        )
     if 0 in (*page_indices.shape, key.shape[0], pages, size):
         return given
+    key, value, *table = with_whole_rows(key, value, kv_lens, page_indices, cu_q_lens)
+    kv_lens, page_indices, cu_q_lens = table
     tokens = tokens_of(op, key.shape[0], kv_lens, cu_q_lens, num_seqs)
     slot = lax.div(tokens.position, jnp.int32(size))
     page = page_indices[tokens.sequence, jnp.clip(slot, 0, page_indices.shape[1] - 1)]

@@ -66,6 +66,66 @@ def test_cache(kind, batch, dtype):
 
 @on_eight_devices
 @each_kind
+@pytest.mark.parametrize("kept", ["float32", "int8"])
+@pytest.mark.parametrize("pages", [None, "h"])
+def test_pages_by_batch(kind, kept, pages):
+    """Each device attends from its own sequences; pages that are split are gathered."""
+    query = tokens(4)[0]
+    rng = np.random.default_rng(1)
+    pools = [jnp.asarray(rng.normal(size=(8, 4, 4, 16)), jnp.float32) for _ in "kv"]
+    table = (jnp.array([7, 5, 0, 1]), jnp.array([[0, 2], [5, 1], [-1, 3], [7, 9]]))
+
+    def f(query, *rest):
+        k_pages, v_pages, lengths, table = rest
+        if kept == "int8":
+            k_pages, v_pages = (jaxfused.quantize(x, axis=-1) for x in (k_pages, v_pages))
+        return jaxfused.paged_attention(query, k_pages, v_pages, lengths, table, layout="PSKH")
+
+    def run(*arrays):
+        return f(*arrays), jax.grad(lambda *a: jnp.sum(f(*a) ** 2))(*arrays)
+
+    wanted = jax.jit(run)(query, *pools, *table)
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(kind,) * 2)
+    specs = (P("b"), P(pages), P(pages), P("b"), P("b"))
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in zip((query, *pools, *table), specs, strict=True)
+        ]
+        actual = jax.jit(run)(*placed)
+    for a, b in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@on_eight_devices
+def test_rows_and_tables_that_are_split_are_gathered():
+    query, key, value = tokens(8)
+    pages = jnp.zeros((6, 4, 8, 16))
+    table = (jnp.array([7, 5]), jnp.array([[0, 2], [5, 1]]), jnp.array([0, 3, 8]))
+
+    def step(pages, query, key, value, *table):
+        pages = jaxfused.append_to_pages(pages, key, value, *table)
+        return pages, jaxfused.ragged_paged_attention(query, pages, *table)
+
+    arrays = (pages, query, key, value, *table)
+    wanted = jax.jit(step)(*arrays)
+    mesh = jax.make_mesh((2, 4), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
+    specs = (P(), P("h"), P("b"), P(None, None, "h"), P("b"), P("b"), P())
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in zip(arrays, specs, strict=True)
+        ]
+        actual = jax.jit(step)(*placed)
+        split = jax.device_put(pages, NamedSharding(mesh, P("b")))
+        with pytest.raises(ValueError, match="kv_pages are split as"):
+            jax.jit(step)(split, *placed[1:])
+    for a, b in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@on_eight_devices
+@each_kind
 def test_pages(kind):
     query, key, value = tokens(6)
     pages = jnp.zeros((6, 4, 8, 16))
