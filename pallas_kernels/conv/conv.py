@@ -20,7 +20,6 @@ from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.epilogue import Epilogue, Function
 from pallas_kernels.gemm.fused_product import FusedProduct
 from pallas_kernels.gemm.matmul import fitting as product_configs
-from pallas_kernels.gemm.matmul import predicted_time as product_time
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
 from pallas_kernels.gemm.operands import allocated_bytes, swizzled_columns
 from pallas_kernels.gemm.small_m import FewRowsConfig
@@ -188,22 +187,6 @@ def fitting(
         ),
         key=lambda config: _time(call, config, *streams),
     )
-
-
-def predicted_time(
-    call: ConvCall, *, read_bytes: int = 0, written_bytes: int, activations: int = 0
-) -> float:
-    """Microseconds that a convolution takes with its default config; see `fitting`."""
-    streams = (read_bytes, written_bytes, activations)
-    if call.is_matrix_product:
-        return product_time(call.as_product(*streams), call.multiprocessors)
-    configs = candidates(call, read_bytes=read_bytes)
-    times = [
-        _time(call, config, *streams)
-        for config in configs
-        if _shared_bytes(call, config, read_bytes, written_bytes) <= SHARED_MEMORY_BYTES
-    ]
-    return min(times, default=math.inf)
 
 
 def _shared_bytes(call: ConvCall, config: ConvConfig, read_bytes: int, written_bytes: int) -> int:

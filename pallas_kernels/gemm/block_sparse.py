@@ -135,12 +135,6 @@ _TILE_K = 64
 """Columns of the left operand a in a K step."""
 
 
-def predicted_time(work: Shape, multiprocessors: int) -> float:
-    """Returns the predicted microseconds of the product with its default config."""
-    [config, *_] = candidates(work, jnp.bfloat16, jnp.bfloat16, multiprocessors)
-    return config_time(work, config, multiprocessors)
-
-
 def block_sparse_product(
     a: jax.Array,
     blocks: jax.Array,

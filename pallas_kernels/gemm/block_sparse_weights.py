@@ -77,12 +77,6 @@ def config_time(work: Shape, config: MatmulConfig, multiprocessors: int) -> floa
     return 2 * LAUNCH + math.ceil(count / multiprocessors) * tile
 
 
-def predicted_time(work: Shape, multiprocessors: int) -> float:
-    """Returns the predicted microseconds of the gradient with its default config."""
-    [config, *_] = candidates(work, jnp.bfloat16, jnp.bfloat16, multiprocessors)
-    return config_time(work, config, multiprocessors)
-
-
 def block_sparse_weights(
     x: jax.Array,
     dy: jax.Array,

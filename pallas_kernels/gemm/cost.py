@@ -2,7 +2,7 @@
 
 The model covers sizes that no table could list. It has few terms, each with a reason, and constants, in
 `speeds`, fitted to times on one device (benchmarks/LAB.md, 2026-11-22 to 2026-11-26). It orders the
-configs of a product and, compared with `xla_cost`, says whether a kernel of this package is faster.
+configs of a product.
 """
 
 import math
@@ -37,14 +37,10 @@ class Work:
     """Bytes that the epilogue writes for each element of the result."""
     activations: int = 0
     """Activations and derivatives that the epilogue evaluates for each element of the result."""
-    slow_activation: bool = False
-    """True if the activation is gelu_erf, which takes XLA many instructions."""
     k_last: bool = False
     """True if b is [n, k]; one WGMMA then takes any number of its columns."""
     terms: int = 1
     """Number of products a_i @ b_i that are added; k is the sum of their lengths along K."""
-    weights_apart: bool = False
-    """True if each of several products has its weights in a separate matrix."""
     groups: int = 1
     """Number of groups of rows of a, each multiplied by its own b."""
 
@@ -372,39 +368,6 @@ def _epilogue_of_element(work: Work, config: MatmulConfig, speeds: Speeds) -> fl
         + work.activations * speeds.activation
     )
     return speeds.element + of_result / work.products
-
-
-def memory_time(moved_bytes: int) -> float:
-    """Microseconds to read or write `moved_bytes` in a kernel that also does other work."""
-    return moved_bytes * H200.memory_byte
-
-
-def cuda_pass(
-    rows: int,
-    columns: int,
-    bytes_of_element: int,
-    itemsize: int,
-    *,
-    sums: bool,
-) -> float:
-    """Microseconds of this package's CUDA C kernel that applies an activation's derivative."""
-    unaligned = columns * itemsize % 16 != 0
-    traffic = rows * columns * bytes_of_element * H200.memory_byte
-    traffic *= H200.cuda_unaligned if unaligned else 1.0
-    return H200.cuda_pass + sums * H200.cuda_sums + traffic
-
-
-def cublaslt_product(product: float, elements: int, activations: int, *, saves: bool) -> float:
-    """Microseconds of a product by cuBLASLt with an activation in its epilogue.
-
-    Args:
-      product: microseconds of XLA's product; XLA tries several kernels, cuBLASLt's heuristic one.
-      elements: elements of the result. activations: evaluations for each element.
-      saves: whether the preactivation is also written.
-    """
-    if saves:
-        product = product * H200.cublaslt_saves + elements * H200.cublaslt_saved
-    return product + elements * activations * H200.cublaslt_activation
 
 
 def overlapped(parts: Sequence[float], overlap: float) -> float:

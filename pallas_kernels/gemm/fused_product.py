@@ -163,7 +163,6 @@ class FusedProduct:
             self.work,
             w_itemsize=first.dtype.itemsize if self.m <= cost.CONVERTED_ROWS else 0,
             terms=len(self.terms),
-            weights_apart=self.products > 1 and isinstance(self.b, tuple),
             k_last=self.b_transposed,
         )
 

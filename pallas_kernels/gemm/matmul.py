@@ -74,11 +74,6 @@ def few_rows_candidates(work: Work, multiprocessors: int) -> list[FewRowsConfig]
     return sorted(configs, key=lambda config: cost.few_rows(work, config, multiprocessors))
 
 
-def predicted_time(work: Work, multiprocessors: int) -> float:
-    """Returns the predicted microseconds of the product with its default config."""
-    return cost.time(work, fitting(work, multiprocessors)[0], multiprocessors)
-
-
 def fitting(
     work: Work, multiprocessors: int, *, spare_bytes: int = 0
 ) -> list[MatmulConfig | FewRowsConfig]:

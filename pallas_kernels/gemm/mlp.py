@@ -4,7 +4,6 @@ The other products are in `pallas_kernels.gemm.linear`; those with nothing to fu
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,10 +11,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import activation_and_derivative
-from pallas_kernels.gemm import linear, xla_cost
-from pallas_kernels.gemm.cost import Work, conversion
+from pallas_kernels.gemm import linear
+from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.fused_product import FusedProduct
-from pallas_kernels.gemm.matmul import MatmulConfig, fitting, predicted_time
+from pallas_kernels.gemm.matmul import MatmulConfig, fitting
 from pallas_kernels.gemm.small_m import FewRowsConfig
 
 
@@ -159,11 +158,10 @@ def gated_forward(
     multiprocessors: int,
     config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Runs `gated_unit`, or two separate products if they are faster and no config is given."""
+    """Runs `gated_unit`, or two separate products for long sums of many rows if no config is given."""
     keywords: dict[str, Any] = dict(activation=activation, save_preactivations=save_preactivations)
     unit = gated_unit(x, w_gate, w_up, b_gate, b_up, **keywords)
-    in_one, in_two = _times(unit.work_beside_xla, len(unit.outputs), multiprocessors)
-    if w_up is None or in_one <= in_two or config is not None:
+    if w_up is None or config is not None or not _takes_two_products(unit.work):
         results = unit.run(multiprocessors=multiprocessors, config=config)
         return results["h"], results.get("gate"), results.get("up")
     gate = _gate(x, w_gate, b_gate, multiprocessors)
@@ -173,44 +171,23 @@ def gated_forward(
     return results["h"], gate if save_preactivations else None, results.get("up")
 
 
-def gated_forward_time(
-    work: Work, *, stacked: bool, save_preactivations: bool, multiprocessors: int
-) -> float:
-    """Returns the predicted microseconds of `gated_forward` in 16 bits."""
-    times = _times(work, 3 if save_preactivations else 1, multiprocessors)
-    return times[0] if stacked else min(times)
-
-
 def gated_forward_candidates(
-    work: Work, *, stacked: bool, save_preactivations: bool, multiprocessors: int
+    work: Work, *, stacked: bool, multiprocessors: int
 ) -> list[MatmulConfig | FewRowsConfig | None]:
     """Returns configs of both products of `gated_forward` in one pass over x, the default first.
 
     None stands for two separate products, where these are the default.
     """
-    outputs = 3 if save_preactivations else 1
-    in_one, in_two = _times(work, outputs, multiprocessors)
     in_one_pass = fitting(work, multiprocessors)
-    return in_one_pass if stacked or in_one <= in_two else [None, *in_one_pass]
+    return [None, *in_one_pass] if _takes_two_products(work) and not stacked else in_one_pass
 
 
-def _times(work: Work, outputs: int, multiprocessors: int) -> tuple[float, float]:
-    """Returns predicted microseconds of both products in one pass over x, and in one pass each.
+def _takes_two_products(work: Work) -> bool:
+    """Returns whether two passes over x are faster than one, in which tiles are half as wide."""
+    return min(work.m, work.k) >= _LONG_SUM
 
-    In one pass, the tiles of each product have half the width.
 
-    Args:
-      work: the work of one product or of both; the epilogue's numbers in it are ignored.
-    """
-    one = replace(work, products=1, activations=1, read_bytes=0)
-    in_one = replace(one, products=2, written_bytes=outputs * work.itemsize)
-    # The second product reads gate and writes h, and up too if preactivations are saved.
-    of_gate = replace(one, read_bytes=work.itemsize, written_bytes=min(outputs, 2) * work.itemsize)
-    gate = xla_cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
-    return (
-        predicted_time(in_one, multiprocessors),
-        gate + conversion(one) + predicted_time(of_gate, multiprocessors),
-    )
+_LONG_SUM = 2048
 
 
 def _gate(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gemm import cost, interleaved_rope, matmul, qkv_small_m, xla_cost
+from pallas_kernels.gemm import cost, interleaved_rope, matmul, qkv_small_m
 from pallas_kernels.gemm.fused_product import FusedProduct
 from pallas_kernels.gemm.mainloop import Product
 from pallas_kernels.gemm.matmul_config import CONSUMERS, MatmulConfig
@@ -133,26 +133,6 @@ def fitting(
     ):
         return [*few_rows, *of_many]
     return [*of_many, *few_rows]
-
-
-def predicted_time(
-    rows: int, features: int, heads: Heads, *, w_itemsize: int, multiprocessors: int
-) -> float:
-    """Returns the predicted microseconds of `forward` with its default config.
-
-    They include XLA's conversion of weights of `w_itemsize` bytes each, or their copy into the order
-    that the kernel reads. The weights are assumed to be concatenated already.
-    """
-    work = _work(rows, features, heads)
-    config = fitting(rows, features, heads, multiprocessors)[0]
-    time = cost.time(work, config, multiprocessors)
-    if isinstance(config, FewRowsConfig):
-        return time
-    columns = SWIZZLE_BYTES // 2
-    reorders = config.tile_n % columns > 0 or sum(heads.widths) % columns > 0 or heads.reorders
-    if reorders or w_itemsize != 2:
-        time += xla_cost.xla_pass(features * sum(heads.widths), w_itemsize + 2)
-    return time
 
 
 def _work(rows: int, features: int, heads: Heads) -> cost.Work:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
-from pallas_kernels.gemm import cost, quantized_weights, xla_cost
+from pallas_kernels.gemm import cost, quantized_weights
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.fused_product import FusedProduct
 from pallas_kernels.gemm.linear import layer_epilogue
@@ -252,20 +252,6 @@ def both_work(
     )
 
 
-def both_time(w: Packed, work: Work, multiprocessors: int) -> float:
-    """Returns the predicted microseconds of the product with its default config."""
-    config = both_candidates(w, work, multiprocessors)[0]
-    slower = _SCALED_STEPS if w.groups > 1 else 1.0
-    time = slower * cost.kernel(work, config, multiprocessors)
-    if work.k % COPIED_BYTES == 0:
-        return time
-    return time + sum(xla_cost.xla_pass(rows * work.k, 2) for rows in (work.m, work.n))
-
-
-_SCALED_STEPS = 1.3
-"""Factor by which a product takes longer where the sums of each K step are scaled."""
-
-
 def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulConfig]:
     """Returns configs for a product with quantised x, predicted fastest first."""
     if w.groups > 1:
@@ -489,28 +475,6 @@ def _of_tiles(work: Work, multiprocessors: int) -> list[MatmulConfig]:
 _TILES = ((128, 128, 3, False), (64, 128, 3, False), (64, 128, 4, True))
 """Rows and columns of accumulators, pipeline stages, and ping-pong. Warpgroups that share a tile need
 half as many weights dequantised for each product."""
-
-
-def times(
-    x: jax.Array, w: Packed, others: Iterable[jax.Array | None], multiprocessors: int
-) -> dict[str, float]:
-    """Returns the predicted microseconds of a small-M product, and of XLA's, which copies the weights.
-
-    Args:
-      others: operands of the epilogue with as many columns.
-    """
-    work = _work(x, w, 1, 0, x.dtype.itemsize)
-    config = _of_few_rows(work, multiprocessors)[0]
-    product = xla_cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
-    kernels = 0
-    if w.n % w.grain:
-        # XLA pads each of these operands in a kernel of its own, and slices the result.
-        kernels = 1 + sum(a is not None for a in (w.scale, w.zero_point, *others))
-    return {
-        "pallas": cost.quantized_few_rows(work, config, multiprocessors)
-        + kernels * xla_cost.xla_pass(0, 0),
-        "xla": product + cost.conversion(work),
-    }
 
 
 def _work(x: jax.Array, w: Packed, products: int, read_bytes: int, written_bytes: int) -> Work:

@@ -97,53 +97,9 @@ class Speeds:
     """Bytes that an SM must have in flight to reach the memory rate of `memory_byte`."""
     busy: float = 0.52
     """Fraction of the SMs that is enough to use the full memory bandwidth."""
-    xla_launch: float = 2.0
-    xla_few_rows: float = 1.2
-    """Time that few rows add to XLA's product, whose flat tiles fill the pipeline no faster than full
-    tiles."""
-    xla_fewest: float = 1.8
-    """Time to start and to end XLA's product of the fewest rows."""
-    xla_few_rows_filled: float = 6e6
-    """Bytes of traffic from which a product takes all of `xla_few_rows` and `xla_fewest`."""
-    xla_fewest_rows_byte: float = 1 / 4.55e6
-    """Time of a byte of memory traffic in XLA's product with half as many rows."""
-    xla_single_row_byte: float = 1 / 1.25e6
-    """Time of a byte of the factors x_k w_kn of a single row, which XLA writes and then adds up."""
-    xla_step: float = 0.035
-    xla_step_element: float = 1.76e-5
-    xla_tile_element: float = 8e-5
-    """Time to store an element of XLA's last tile, which overlaps with no product."""
-    xla_ragged: float = 1.1
-    """Factor of a product whose columns are not a multiple of 64."""
     xla_pass: float = 1.2
     """Time of a kernel that reads and writes matrices, besides its traffic."""
     xla_pass_byte: float = 1 / 3.7e6
-    xla_activation: float = 1.5e-6
-    """Time of an element in such an elementwise kernel with gelu_tanh, or with a faster activation."""
-    xla_slow_activation: float = 3.0e-6
-    """`xla_activation` of gelu_erf."""
-    xla_next_evaluation: float = 0.4
-    """Share of the first evaluation's time that each further one of the same element takes."""
-    cuda_pass: float = 2.0
-    """Time of a CUDA C kernel over the result of a product, besides its traffic."""
-    cuda_sums: float = 3.5
-    """Time that sums over the rows add to a CUDA C kernel over the result of a product."""
-    cuda_unaligned: float = 2.0
-    """Factor of the traffic of a CUDA C kernel over a result whose rows are not aligned to 16 bytes."""
-    xla_long_launch: float = 1.4
-    """Time to start and to end a product with long sums, such as a weight's gradient (wgrad)."""
-    xla_single_tile: float = 1.2
-    """Time that a product with long sums saves if its result is a single tile."""
-    xla_first_step: float = 0.27
-    """Time of each of the first steps of a product with long sums, which wait for their operands."""
-    xla_long_element: float = 2.04e-5
-    """Time that each element of a tile adds to a step of a product with long sums."""
-    xla_parts: float = 2.0
-    """Time to add up the parts of split sums, besides the traffic."""
-    xla_parts_byte: float = 1 / 5.2e6
-    xla_row_sums: float = 1.8
-    """Time of a sum over many rows, besides a kernel and its traffic."""
-    xla_row_sums_byte: float = 1 / 3.8e6
     weights_launch: float = 1.8
     """Time to start and to end a wgrad kernel."""
     weights_step: float = 0.034
@@ -177,12 +133,6 @@ class Speeds:
     them."""
     weights_row_sums: float = 1.4
     """Time in which XLA adds up the parts of the row sums."""
-    cublaslt_activation: float = 3.2e-7
-    """Time of an element whose activation cuBLASLt evaluates in a product's epilogue."""
-    cublaslt_saves: float = 1.17
-    """Factor of a product that also writes its preactivations, for which cuBLASLt has few kernels."""
-    cublaslt_saved: float = 3.5e-7
-    """Time of each preactivation that cuBLASLt writes, in addition to its traffic."""
 
 
 H200 = Speeds()

@@ -19,6 +19,7 @@ from jaxfused.explanation import traced
 from jaxfused.ops.attention import attention_stages
 from jaxfused.ops.linear import (
     gated_mlp_stages,
+    input_gradient,
     linear_stages,
     mlp_stages,
     qkv_projection_stages,
@@ -332,6 +333,7 @@ def kernels_and_operands():
             dtype, count=2, sums_rows=sums_rows, side_by_side=sums_rows, joined=True
         )
         yield joined, (x, h, h)
+    yield input_gradient.InputGradient(None), (h, ones((D, F), BF16))
 
 
 KERNELS = list(kernels_and_operands())

@@ -38,7 +38,7 @@ from jaxfused.ops.norm import (
 )
 from jaxfused.ops.pool import max_pool_cuda, max_pool_xla, upsample_cuda
 from jaxfused.ops.rope import rope, rope_xla
-from jaxfused.runtime import cuda_library, runner, sharding
+from jaxfused.runtime import cuda_library, product_regimes, runner, sharding
 from jaxfused.runtime.rectified import Rectified
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
@@ -849,7 +849,7 @@ def test_gradients_of_weights_run_on_shards(monkeypatch, hopper, x_spec, dy_spec
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
     run = runner.Runner(None, hopper)
     # So small a product is faster in XLA than in a kernel, so the choice is overridden.
-    monkeypatch.setattr(weight_gradient_operator, "product_times", lambda times: None)
+    monkeypatch.setattr(product_regimes, "of_weights", lambda *args, **options: None)
 
     def ours(x, dy):
         (dw,), sums = weight_gradient_operator.weight_gradients(
@@ -876,7 +876,7 @@ def test_gradients_of_weights_run_on_shards(monkeypatch, hopper, x_spec, dy_spec
 
 @on_eight_devices
 def test_gradients_of_weights_beside_manual_axes_are_left_to_the_partitioner(monkeypatch, hopper):
-    monkeypatch.setattr(weight_gradient_operator, "product_times", lambda times: None)
+    monkeypatch.setattr(product_regimes, "of_weights", lambda *args, **options: None)
     x, dy = (jnp.ones((16, 8, n), jnp.bfloat16) for n in (32, 64))
     run = runner.Runner(None, hopper)
 

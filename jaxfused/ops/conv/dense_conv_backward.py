@@ -20,15 +20,16 @@ from jaxfused.ops.conv.dense_conv_forward import (
     why_unsupported,
 )
 from jaxfused.runtime.estimate import Estimate, Rule
-from jaxfused.runtime.product_choice import UNMODELLED, Passes, is_modelled, xla_time
 from jaxfused.runtime.product_xla import product
 from jaxfused.runtime.promotion import accumulator_dtype
 from jaxfused.runtime.rectified import masked_gradient
+from jaxfused.runtime.roofline import UNMODELLED, Passes, is_modelled
 from jaxfused.runtime.runner import Axes, Results
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import strided as pallas_strided
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
 from pallas_kernels.conv.window import Window
+from pallas_kernels.gemm.cost import Work
 
 
 @dataclass(frozen=True)
@@ -208,15 +209,13 @@ class JoinedInputGradient(Windowed):
         """Returns the kernel's shapes and window."""
         return self.gradient.call(device, dz, w)
 
-    def times(self, device, dz, w, other, y) -> Mapping[str, float]:
-        """Returns the microseconds of each implementation for a window of one weight."""
-        call, streams = self.call(device, dz, w), self.streams(dz, other, y)
+    def product(self, device, dz, w, other, y) -> tuple[Work, float]:
+        """Returns the product of a window of one weight, and the time of XLA's passes."""
+        streams = self.streams(dz, other, y)
+        work = self.call(device, dz, w).as_product(**streams)
         # XLA writes dgrad's result, and a second kernel adds the other gradient to it.
         passes = Passes(bytes_of_element=streams["read_bytes"] + 2 * dz.dtype.itemsize)
-        return {
-            "pallas": pallas_conv.predicted_time(call, **streams),
-            "xla": xla_time(device, call.as_product(**streams), passes),
-        }
+        return work, passes.time(work.m * work.n)
 
     def streams(self, dz, other, y) -> dict[str, int]:
         read = sum(a.dtype.itemsize for a in (other, y) if a is not None)

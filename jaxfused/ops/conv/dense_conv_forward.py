@@ -1,7 +1,6 @@
 """Forward stages of dense conv: of one array, of two arrays, and with statistics of the result."""
 
 import functools
-import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,15 +13,16 @@ from jaxfused.ops.conv import conv_xla, dense_conv_regimes
 from jaxfused.ops.conv.batched_images import batched_images
 from jaxfused.ops.linear.linear_stages import CHEAP_ACTIVATIONS
 from jaxfused.ops.norm import batch_norm_xla
+from jaxfused.runtime import product_regimes
 from jaxfused.runtime.activation import ARITHMETIC, SLOPE_OF_RESULT
 from jaxfused.runtime.estimate import Estimate
-from jaxfused.runtime.product_choice import UNMODELLED, Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.roofline import UNMODELLED, Passes, is_modelled
 from jaxfused.runtime.runner import Axes, Results
 from jaxfused.runtime.shapes import why_symbolic
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
-from pallas_kernels.gemm.xla_cost import xla_pass
+from pallas_kernels.gemm.cost import Work
 
 
 def why_unsupported(
@@ -93,17 +93,22 @@ class Letters:
         return "dhwcxyijktuv"
 
 
-class Timed:
-    """A stage that chooses its implementation by the predicted `times`."""
+class AsProduct:
+    """A stage that is a product with an epilogue, whose kernel runs by `product_regimes`.
+
+    `product` returns it, and the microseconds of XLA's passes beside it.
+    """
 
     def estimate(self: Any, device, able: Collection[str], *operands) -> Estimate:
         if "pallas" not in able:
             return None
-        return product_times(self.times(device, *operands)) if is_modelled(device) else UNMODELLED
+        if not is_modelled(device):
+            return UNMODELLED
+        return product_regimes.rule(*self.product(device, *operands))
 
 
-class Windowed(Timed):
-    """A stage that chooses by `dense_conv_regimes`, or by `times` if its window has one weight."""
+class Windowed(AsProduct):
+    """A stage whose kernel runs by `dense_conv_regimes`, or as a product with a window of one weight."""
 
     def estimate(self: Any, device, able: Collection[str], *operands) -> Estimate:
         call = self.call(device, *operands)
@@ -140,13 +145,10 @@ class Forward(Windowed):
         """Returns the kernel's shapes and window."""
         return call_of(device, self.options.window, x.shape[:-1], x.dtype, w)
 
-    def times(self, device, x, w, bias, residual) -> Mapping[str, float]:
-        """Returns the microseconds of each implementation for a window of one weight."""
-        call, streams = self.call(device, x, w), self.streams(x, residual)
-        return {
-            "pallas": pallas_conv.predicted_time(call, **streams),
-            "xla": xla_time(device, call.as_product(**streams), self._passes(x, bias, residual)),
-        }
+    def product(self, device, x, w, bias, residual) -> tuple[Work, float]:
+        """Returns the product of a window of one weight, and the time of XLA's passes."""
+        work = self.call(device, x, w).as_product(**self.streams(x, residual))
+        return work, self._passes(x, bias, residual).time(work.m * work.n)
 
     def _passes(self, x, bias, residual) -> Passes:
         """Returns the passes over memory that XLA adds after its product, for a window of one weight."""
@@ -159,7 +161,7 @@ class Forward(Windowed):
                 evaluations=int(self.options.activation not in (None, *CHEAP_ACTIVATIONS)),
                 slow=self.options.activation == "gelu_erf",
             )
-        return Passes(bytes_in_product=streams["read_bytes"])
+        return Passes()
 
     def streams(self, x, residual) -> dict[str, int]:
         """Returns the bytes that the epilogue reads and writes per element, and its activations."""
@@ -222,16 +224,12 @@ class ForwardOfTwo(Windowed):
         whole = jax.ShapeDtypeStruct((*first.shape[:-1], w.shape[-2]), first.dtype)
         return self.alone.why_not(device, whole, w, bias, residual)
 
-    def times(self, device, first, second, w, bias, residual) -> Mapping[str, float]:
-        """Returns the microseconds of each implementation for a window of one weight."""
-        call, streams = self.call(device, first, second, w), self.alone.streams(first, residual)
+    def product(self, device, first, second, w, bias, residual) -> tuple[Work, float]:
+        """Returns the product of a window of one weight, and the time of XLA's passes."""
         whole = jax.ShapeDtypeStruct((*first.shape[:-1], w.shape[-2]), first.dtype)
-        elements = math.prod(first.shape[:-1]) * w.shape[-2]
-        concatenated = xla_pass(elements, 2 * first.dtype.itemsize, 0)
-        return {
-            "pallas": pallas_conv.predicted_time(call, **streams),
-            "xla": self.alone.times(device, whole, w, bias, residual)["xla"] + concatenated,
-        }
+        work, passes = self.alone.product(device, whole, w, bias, residual)
+        concatenation = Passes(bytes_of_element=2 * first.dtype.itemsize)
+        return work, passes + concatenation.time(work.m * work.k)
 
     def configs(
         self, implementation: str, device: dispatch.Device, first, second, w, bias, residual
@@ -276,15 +274,13 @@ class ForwardWithStatistics(Windowed):
         """Returns the kernel's shapes and window."""
         return self._alone.call(device, x, w)
 
-    def times(self, device, x, w, bias, residual) -> Mapping[str, float]:
-        """Returns the microseconds of each implementation for a window of one weight."""
-        call, streams = self.call(device, x, w), self._alone.streams(x, residual)
+    def product(self, device, x, w, bias, residual) -> tuple[Work, float]:
+        """Returns the product of a window of one weight, and the time of XLA's passes."""
+        streams = self._alone.streams(x, residual)
+        work = self.call(device, x, w).as_product(**streams)
         # XLA's statistics read the result once more; the kernel merges the statistics of its tiles.
         read = streams["read_bytes"] + x.dtype.itemsize * (1 + (residual is not None))
-        return {
-            "pallas": pallas_conv.predicted_time(call, **streams),
-            "xla": xla_time(device, call.as_product(**streams), Passes(bytes_of_element=read)),
-        }
+        return work, Passes(bytes_of_element=read).time(work.m * work.n)
 
     def configs(
         self, implementation: str, device: dispatch.Device, x, w, bias, residual

@@ -19,21 +19,22 @@ from jaxfused import dispatch
 from jaxfused.ops.conv import conv_xla
 from jaxfused.ops.conv.dense_conv import Residuals, gradients_after, pointwise_gradients, saved_of
 from jaxfused.ops.conv.dense_conv_forward import (
+    AsProduct,
     Forward,
     Letters,
     Options,
-    Timed,
     images,
     weights_of_images,
 )
 from jaxfused.runtime import sharding
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import Passes, xla_time
 from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.roofline import Passes
 from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.shapes import why_symbolic
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
+from pallas_kernels.gemm.cost import Work
 
 
 def block_of(
@@ -162,7 +163,7 @@ _enlarging.defvjp(_enlarging_fwd, _enlarging_bwd)
 
 
 @dataclass(frozen=True)
-class _Enlarging(Timed):
+class _Enlarging(AsProduct):
     """Computes `Forward` of w [*block, C, F], where each pixel of x becomes a block."""
 
     alone: Forward
@@ -188,17 +189,16 @@ class _Enlarging(Timed):
     def why_not(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
         return {"xla": None, "pallas": why_unsupported(device, x, w, residual)}
 
-    def times(self, device, x, w, bias, residual) -> Mapping[str, float]:
-        call, streams = self._call(device, x, w), self.alone.streams(x, residual)
+    def product(self, device, x, w, bias, residual) -> tuple[Work, float]:
+        """Returns the product, and the time of XLA's passes after it."""
+        streams = self.alone.streams(x, residual)
+        work = self._call(device, x, w).as_product(**streams)
         # XLA reads its product again to move the pixels, and applies the epilogue in that pass.
         moving = Passes(
             bytes_of_element=streams["read_bytes"] + x.dtype.itemsize + streams["written_bytes"],
             evaluations=streams["activations"],
         )
-        return {
-            "pallas": pallas_conv.predicted_time(call, **streams),
-            "xla": xla_time(device, call.as_product(**streams), moving),
-        }
+        return work, moving.time(work.m * work.n)
 
     def configs(
         self, implementation: str, device: dispatch.Device, x, w, bias, residual

@@ -25,8 +25,8 @@ from jaxfused.runtime.checks import (
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import LeftToXla, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import is_modelled
 from jaxfused.runtime.quantized_array import QuantizedArray, as_operand, assembled, of_each_column
+from jaxfused.runtime.roofline import is_modelled
 from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.shapes import why_symbolic
 from pallas_kernels.conv import conv as pallas_conv

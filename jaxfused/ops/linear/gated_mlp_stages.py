@@ -1,7 +1,5 @@
 """The stages of gated_mlp: its hidden layer, the gradients of both its products, and of the input."""
 
-import functools
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,14 +10,15 @@ from jaxfused.ops.linear import mlp_cuda, mlp_xla
 from jaxfused.ops.linear.linear_stages import product_estimate
 from jaxfused.ops.linear.mlp_stages import passes_of, why_not_of
 from jaxfused.runtime.estimate import Estimate
-from jaxfused.runtime.product_choice import Passes
 from jaxfused.runtime.product_stage import ProductStage
 from jaxfused.runtime.product_xla import side_by_side, sums_side_by_side
+from jaxfused.runtime.roofline import Passes
 from jaxfused.runtime.runner import ROWS, Axes, Results, batched_rows
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm import linear as pallas_linear
 from pallas_kernels.gemm import mlp as pallas_mlp
 from pallas_kernels.gemm.fused_product import FusedProduct
+from pallas_kernels.gemm.small_m import MAX_ROWS
 
 
 def gate_axis_of(w_up: jax.Array | None) -> str:
@@ -67,7 +66,6 @@ class GatedUnit(ProductStage):
         return pallas_mlp.gated_forward_candidates(
             self.work(x, w_gate, w_up, *biases),
             stacked=w_up is None,
-            save_preactivations=self.saves_preactivations,
             multiprocessors=device.multiprocessors,
         )
 
@@ -75,18 +73,12 @@ class GatedUnit(ProductStage):
         return why_not_of(device, self.precision, x, self.work(x, *parameters))
 
     def estimate(self, device, able, x, w_gate, w_up, *biases) -> Estimate:
+        del able
         work = self.work(x, w_gate, w_up, *biases)
         # XLA writes gate and up, and copies them again if they are halves of one array and saved.
         moved = 3 if w_up is not None or not self.saves_preactivations else 5
         passes = passes_of(work, self.activation, evaluations=1, matrices=moved)
-        time = functools.partial(
-            pallas_mlp.gated_forward_time,
-            work,
-            stacked=w_up is None,
-            save_preactivations=self.saves_preactivations,
-            multiprocessors=device.multiprocessors,
-        )
-        return product_estimate(device, able, x.dtype, work, passes, pallas_time=time)
+        return product_estimate(device, x.dtype, work, passes)
 
     def run(self, implementation, device, x, w_gate, w_up, b_gate, b_up, config=None) -> Results:
         if implementation == "pallas":
@@ -153,10 +145,14 @@ class GatedHiddenGradient(ProductStage):
         return why_not_of(device, self.precision, dy, self.work(dy, w_down, gate, up))
 
     def estimate(self, device, able, dy, w_down, gate, up) -> Estimate:
+        del able
         work = self.work(dy, w_down, gate, up)
         evaluations = work.activations + sum(self.sums_rows)
         passes = passes_of(work, self.activation, evaluations=evaluations)
-        return product_estimate(device, able, dy.dtype, work, passes)
+        if work.m > MAX_ROWS:
+            # An epilogue of so many matrices takes the kernel nearly as long as XLA's pass takes.
+            passes = Passes(bytes_of_element=work.itemsize, launches=0)
+        return product_estimate(device, dy.dtype, work, passes)
 
     def run(self, implementation, device, dy, w_down, gate, up, config=None) -> Results:
         options = self._options | dict(precision=self.precision)
@@ -208,18 +204,19 @@ class GatedInputGradient(ProductStage):
         return why_not_of(device, self.precision, dgate, self._one_product(dgate, w_gate))
 
     def estimate(self, device, able, dgate, dup, w_gate, w_up) -> Estimate:
-        del dup
+        del able, dup
         work = self._one_product(dgate, w_gate)
+        work = replace(work, k=2 * work.k, terms=2)
         if w_up is not None:
             # XLA runs two products, and adds them in a pass of its own.
             passes = passes_of(work, None, matrices=3)
-            return product_estimate(device, able, dgate.dtype, work, passes, terms=2)
-        # XLA runs one product of the concatenated cotangents. Concatenating them is free if the hidden
-        # gradient writes them so or the wgrad needs them so.
-        is_free = self.finds_joined or work.m <= work.n
-        matrices = 0 if is_free else math.ceil(4 * work.k / work.n)
-        passes = Passes(bytes_of_element=matrices * work.itemsize)
-        return product_estimate(device, able, dgate.dtype, replace(work, k=2 * work.k), passes)
+        else:
+            # XLA runs one product of the concatenated cotangents. Concatenating them is free if the
+            # hidden gradient writes them so or the wgrad needs them so.
+            is_free = self.finds_joined or work.m <= work.n
+            copied = 0 if is_free else 2 * work.k / work.n
+            passes = Passes(bytes_of_element=copied * work.itemsize)
+        return product_estimate(device, dgate.dtype, work, passes)
 
     def run(self, implementation, device, dgate, dup, w_gate, w_up, config=None) -> Results:
         if implementation == "pallas":

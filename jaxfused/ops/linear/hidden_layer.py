@@ -128,11 +128,9 @@ class Options:
         has_derivative = self.activation is not None
         return self.save == "hidden" and run.implementation != "cuda" and has_derivative
 
-    def first_layer(
-        self, x: jax.Array, *, activation: str | None, saves: bool, again: bool = False
-    ) -> Layer:
-        """Returns the stage of the first layer; `again` is `Layer.weights_read_again`."""
-        return Layer(f"{self.op} first layer", activation, x.dtype, saves, self.precision, again)
+    def first_layer(self, x: jax.Array, *, activation: str | None, saves: bool) -> Layer:
+        """Returns the stage of the first layer."""
+        return Layer(f"{self.op} first layer", activation, x.dtype, saves, self.precision)
 
     @property
     def last_layer(self) -> Layer:

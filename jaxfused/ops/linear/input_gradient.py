@@ -10,9 +10,9 @@ import jax
 from jaxfused.ops.linear.linear_stages import product_estimate, product_why_not
 from jaxfused.runtime import sharding
 from jaxfused.runtime.estimate import Estimate
-from jaxfused.runtime.product_choice import Passes
 from jaxfused.runtime.product_stage import ProductStage
 from jaxfused.runtime.product_xla import product
+from jaxfused.runtime.roofline import Passes
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from pallas_kernels.gemm import linear as pallas_linear
 from pallas_kernels.gemm import small_m
@@ -79,7 +79,8 @@ class InputGradient(ProductStage):
         return why_not
 
     def estimate(self, device, able, dy, w) -> Estimate:
-        return product_estimate(device, able, dy.dtype, self.work(dy, w), Passes())
+        del able
+        return product_estimate(device, dy.dtype, self.work(dy, w), Passes())
 
     def run(self, implementation, device, dy, w, config=None) -> Results:
         if implementation == "pallas":
@@ -91,11 +92,6 @@ class InputGradient(ProductStage):
 
     results = ("dx",)
     batched = batched_rows
-
-
-def are_weights_converted(x: jax.Array, w: jax.Array) -> bool:
-    """Returns whether XLA converts the weights to x's dtype for a product of few rows."""
-    return are_few(x) and w.dtype.itemsize != x.dtype.itemsize
 
 
 def are_few(rows: jax.Array) -> bool:

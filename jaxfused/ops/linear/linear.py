@@ -14,7 +14,6 @@ from jaxfused.ops.linear import linear_fp8, linear_xla
 from jaxfused.ops.linear.input_gradient import (
     InputGradient,
     are_few,
-    are_weights_converted,
     input_gradient,
 )
 from jaxfused.ops.linear.linear_stages import ActivationGradient, Layer
@@ -34,7 +33,7 @@ from jaxfused.runtime.checks import (
 )
 from jaxfused.runtime.gate import LeftToXla, choose_without_stages, takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import is_modelled
+from jaxfused.runtime.roofline import is_modelled
 from jaxfused.runtime.runner import Results, Runner, Stage
 from jaxfused.runtime.shapes import why_symbolic
 
@@ -149,9 +148,7 @@ def _left_to_xla(
 def _stages(options: "_Options", x: Any, w: Any, residual: Any) -> Iterator[Stage]:
     """Yields the stages of a layer without bias and activation, wgrad last."""
     dy = jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[1]), x.dtype)
-    for again in (False, True)[: 1 + are_weights_converted(x, w)]:
-        forward = options.forward(save_preactivation=False, weights_read_again=again)
-        yield forward, (x, w, None, residual)
+    yield options.forward(save_preactivation=False), (x, w, None, residual)
     if are_few(x):
         yield InputGradient(options.precision), (dy, w)
     yield WeightGradients("linear", w.dtype, options.precision, 1, False, False), (x, dy)
@@ -208,7 +205,7 @@ class _Options:
     forward_in_xla: bool = False
     """True if XLA runs the forward unless another was measured to be faster."""
 
-    def forward(self, *, save_preactivation: bool, weights_read_again: bool = False) -> "Layer":
+    def forward(self, *, save_preactivation: bool) -> "Layer":
         """Returns the stage of the forward."""
         return Layer(
             "linear forward",
@@ -216,7 +213,6 @@ class _Options:
             self.out_dtype,
             save_preactivation,
             self.precision,
-            weights_read_again,
         )
 
 
@@ -234,10 +230,8 @@ def _linear(run: Runner, options: _Options, x, w, bias, residual):
     return y
 
 
-def _forward(
-    run: Runner, options: _Options, saves: bool, *operands: Any, weights_read_again: bool = False
-) -> Results:
-    layer = options.forward(save_preactivation=saves, weights_read_again=weights_read_again)
+def _forward(run: Runner, options: _Options, saves: bool, *operands: Any) -> Results:
+    layer = options.forward(save_preactivation=saves)
     left = run.left_to_xla(_WHY_BARE, [(layer, operands)]) if options.forward_in_xla else None
     if left is None:
         return run(layer, *operands)
@@ -248,8 +242,7 @@ def _forward(
 
 def _linear_fwd(run: Runner, options: _Options, x, w, bias, residual):
     saves = options.activation is not None
-    again = are_weights_converted(x, w)
-    y, preactivation = _forward(run, options, saves, x, w, bias, residual, weights_read_again=again)
+    y, preactivation = _forward(run, options, saves, x, w, bias, residual)
     y = named(y, "linear", "output")
     preactivation = named(preactivation, "linear", "preactivation")
     return y, _Residuals(x, w, bias, preactivation)

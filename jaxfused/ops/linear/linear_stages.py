@@ -1,7 +1,7 @@
 """The stages of linear, and the limits, configs and times of products that other operators share."""
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,17 +9,17 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.linear import linear_cuda, linear_xla
+from jaxfused.runtime import product_regimes
 from jaxfused.runtime.activation import ARITHMETIC
 from jaxfused.runtime.estimate import Estimate, Rule
-from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.product_stage import ProductStage
 from jaxfused.runtime.product_xla import sum_written_rows
+from jaxfused.runtime.roofline import Passes, is_modelled
 from jaxfused.runtime.runner import ROWS, Axes, Results, batched_rows
-from pallas_kernels.gemm import cost, xla_cost
 from pallas_kernels.gemm import linear as pallas_linear
 from pallas_kernels.gemm import matmul as pallas_matmul
+from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.fused_product import FusedProduct
-from pallas_kernels.gemm.matmul import predicted_time
 from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 
 
@@ -49,8 +49,6 @@ class Layer(ProductStage):
     out_dtype: Any
     save_preactivation: bool
     precision: Any
-    weights_read_again: bool = False
-    """True if a gradient of few rows reads the weights too, so that XLA converts them once for both."""
 
     def axes(self, *operands) -> Axes:
         del operands
@@ -87,7 +85,7 @@ class Layer(ProductStage):
         work = self.work(x, w, bias, residual)
         # cuBLASLt was measured only for products of at least one tile per SM.
         large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
-        in_one_product = (
+        in_cublaslt = (
             "cuda" in able
             and large
             and linear_cuda.in_one_product(
@@ -98,15 +96,8 @@ class Layer(ProductStage):
                 out_dtype=self.out_dtype,
             )
         )
-        return product_estimate(
-            device,
-            able,
-            x.dtype,
-            work,
-            self._passes(x, bias, residual),
-            cuda_in_one_product=in_one_product,
-            weights_read_again=self.weights_read_again,
-        )
+        passes = self._passes(x, bias, residual)
+        return product_estimate(device, x.dtype, work, passes, in_cublaslt=in_cublaslt)
 
     def product(self, x, w, bias, residual) -> FusedProduct:
         return pallas_linear.layer(x, w, bias, residual, **self._options)
@@ -124,7 +115,7 @@ class Layer(ProductStage):
         in_product = linear_xla.sums_in_product(x, bias, residual, self.out_dtype)
         is_plain = self.activation is None and not self.save_preactivation
         if is_plain and (in_product or (bias is None and residual is None)):
-            return Passes(bytes_in_product=0 if residual is None else residual.dtype.itemsize)
+            return Passes()
         only_relu = self.activation == "relu" and residual is None and not self.save_preactivation
         if only_relu and in_product:
             return Passes()  # XLA's product has an epilogue for relu.
@@ -170,24 +161,12 @@ class ActivationGradient:
         return {"cuda": reason, "xla": None}
 
     def estimate(self, device, able, dy, z) -> Estimate:
-        del able
+        del able, dy
         if not is_modelled(device):
             return None
-        moved = dy.dtype.itemsize + 2 * z.dtype.itemsize
-        # XLA evaluates the activation and its derivative.
-        evaluations = 0 if self.activation in CHEAP_ACTIVATIONS else 2
-        slow = self.activation == "gelu_erf"
-        xla = Passes(moved, evaluations, slow).time(z.size)
-        if self.has_bias:
-            xla += xla_cost.xla_row_sums(z.size, z.dtype.itemsize)
-        ours = cost.cuda_pass(
-            z.shape[0],
-            z.shape[1],
-            moved,
-            z.dtype.itemsize,
-            sums=self.has_bias,
-        )
-        return product_times({"xla": xla, "cuda": ours})
+        if z.shape[1] * z.dtype.itemsize % _ACCESS_BYTES or z.size < _LEAST_VALUES:
+            return Rule(("xla",), "rows are misaligned, or XLA starts sooner")
+        return Rule(("cuda",), "CUDA C evaluates and sums faster than XLA")
 
     def run(self, implementation, device, dy, z) -> Results:
         del device
@@ -203,6 +182,10 @@ class ActivationGradient:
 
     batched = batched_rows
     xla_takes_rows = True
+
+
+_ACCESS_BYTES, _LEAST_VALUES = 16, 2_000_000
+"""Bytes at which rows begin, and fewest values, for which the CUDA C kernel is faster than XLA."""
 
 
 def product_why_not(
@@ -243,51 +226,26 @@ CHEAP_ACTIVATIONS = (*ARITHMETIC, "quick_gelu", "silu", "sigmoid")
 
 def product_estimate(
     device: dispatch.Device,
-    able: Collection[str],
     dtype: Any,
-    work: cost.Work,
+    work: Work,
     passes: Passes,
     *,
-    terms: int = 1,
-    pallas_time: Callable[[], float] | None = None,
-    cuda_in_one_product: bool = False,
-    weights_read_again: bool = False,
+    in_cublaslt: bool = False,
 ) -> Estimate:
-    """Returns what is expected of a product with an epilogue: a stage's `estimate`.
+    """Returns the order of the implementations of a product with an epilogue: a stage's `estimate`.
 
     Args:
       device: the device that it would run on.
-      able: the implementations that can run.
       dtype: the product's dtype.
       work: the product and its epilogue.
       passes: XLA's passes after its product.
-      terms: number of products of this size that are added.
-      pallas_time: predicts the microseconds of the Pallas kernels, if they are not one product.
-      cuda_in_one_product: whether cuBLASLt takes the epilogue too.
-      weights_read_again: whether a gradient needs the weights in `dtype` anyway, so that XLA's product
-        does not pay for their conversion.
+      in_cublaslt: whether cuBLASLt takes the epilogue too.
     """
     if dtype == jnp.float32:
         return Rule(("xla",), "kernels are not timed in float32")
     if not is_modelled(device):
         large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
-        fuses = bool(passes.bytes_of_element)
-        if large and fuses:
+        if large and passes.bytes_of_element:
             return None
         return Rule(("xla",), "its product includes the epilogue, or has few tiles")
-    by_xla = replace(work, w_itemsize=0) if weights_read_again else work
-    xla = terms * xla_time(device, by_xla, Passes()) + passes.time(work.m * work.n)
-    # The CUDA pass after XLA's product is counted like XLA's passes.
-    times = {"xla": xla, "cuda": xla}
-    if cuda_in_one_product:
-        moved = replace(passes, bytes_of_element=work.read_bytes, evaluations=0)
-        saves = work.activations > 0 and work.written_bytes > work.itemsize
-        times["cuda"] = cost.cublaslt_product(
-            xla_time(device, work, moved), work.m * work.n, work.activations, saves=saves
-        )
-    if "pallas" in able and pallas_time is not None:
-        times["pallas"] = pallas_time()
-    elif "pallas" in able:
-        fused = replace(work, k=terms * work.k, terms=terms)
-        times["pallas"] = predicted_time(fused, device.multiprocessors)
-    return product_times(times)
+    return product_regimes.rule(work, passes.time(work.m * work.n), in_cublaslt=in_cublaslt)

@@ -20,7 +20,7 @@ from jaxfused.ops.linear.hidden_layer import (
     fp8_runner,
     zero_features,
 )
-from jaxfused.ops.linear.input_gradient import are_weights_converted, input_gradient
+from jaxfused.ops.linear.input_gradient import input_gradient
 from jaxfused.ops.linear.linear import (
     check_affine,
     resolve_out_dtype,
@@ -182,7 +182,6 @@ def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual):
             x,
             activation=options.activation,
             saves=options.saves_preactivations,
-            again=are_weights_converted(x, w1),
         )
         h, preactivation = run(layer, x, w1, b1, None)
         preactivation = named(preactivation, "mlp", "preactivation")

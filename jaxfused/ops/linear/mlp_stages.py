@@ -17,8 +17,8 @@ from jaxfused.ops.linear.linear_stages import (
     product_why_not,
 )
 from jaxfused.runtime.estimate import Estimate
-from jaxfused.runtime.product_choice import Passes
 from jaxfused.runtime.product_stage import ProductStage
+from jaxfused.runtime.roofline import Passes
 from jaxfused.runtime.runner import ROWS, Axes, Results, batched_rows
 from pallas_kernels.gemm import cost
 from pallas_kernels.gemm import mlp as pallas_mlp
@@ -47,9 +47,10 @@ class HiddenAndSlope(ProductStage):
         return why_not_of(device, self.precision, x, self.work(x, w1, b1), cuda_kernel=False)
 
     def estimate(self, device, able, x, w1, b1) -> Estimate:
+        del able
         work = self.work(x, w1, b1)
         passes = passes_of(work, self.activation, evaluations=1)
-        return product_estimate(device, able, x.dtype, work, passes)
+        return product_estimate(device, x.dtype, work, passes)
 
     def run(self, implementation, device, x, w1, b1, config=None) -> Results:
         if implementation == "pallas":
@@ -86,9 +87,10 @@ class HiddenGradientBySlope(ProductStage):
         return why_not_of(device, self.precision, dy, self.work(dy, w2, slope), cuda_kernel=False)
 
     def estimate(self, device, able, dy, w2, slope) -> Estimate:
+        del able
         work = self.work(dy, w2, slope)
         passes = passes_of(work, None, evaluations=int(self.sums_rows))
-        return product_estimate(device, able, dy.dtype, work, passes)
+        return product_estimate(device, dy.dtype, work, passes)
 
     def run(self, implementation, device, dy, w2, slope, config=None) -> Results:
         if implementation == "pallas":
@@ -134,10 +136,11 @@ class HiddenGradient(ProductStage):
         return why_not_of(device, self.precision, dy, self.work(dy, w2, z))
 
     def estimate(self, device, able, dy, w2, z) -> Estimate:
+        del able
         work = self.work(dy, w2, z)
         evaluations = work.activations + int(self.sums_rows)
         passes = passes_of(work, self.activation, evaluations=evaluations)
-        return product_estimate(device, able, dy.dtype, work, passes)
+        return product_estimate(device, dy.dtype, work, passes)
 
     def run(self, implementation, device, dy, w2, z, config=None) -> Results:
         if implementation == "pallas":

@@ -29,10 +29,8 @@ from jaxfused.runtime.checks import (
 )
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import Passes, xla_time
 from jaxfused.runtime.product_xla import side_by_side, unshared
 from jaxfused.runtime.runner import Runner
-from pallas_kernels.gemm import cost, xla_cost
 
 
 @python_numbers
@@ -393,7 +391,6 @@ def _parameter_gradients(run: Runner, options: Options, x, weights, biases, dys)
     dtype, has_biases = weights[0].dtype, biases[0] is not None
     dws: Sequence[Any]
     dbs: Sequence[Any] | None
-    shapes = options.shapes(weights)
     if sharding.is_in_one_piece(x, *(w for w in weights if w is not None)):
         # XLA's gradient of x (dgrad) reads the cotangents of q, k and v concatenated.
         for_x = run.choice(InputGradient(options), *dys, *weights).implementation == "xla"
@@ -409,7 +406,7 @@ def _parameter_gradients(run: Runner, options: Options, x, weights, biases, dys)
             dtype,
             options.precision,
             sums_rows=has_biases,
-            side_by_side=len(flat) > 1 and (for_x or _takes_one_product(run, x, shapes)),
+            side_by_side=len(flat) > 1 and for_x,
             piece=options.head_size,
             joined=joined and len(flat) > 1,
         )
@@ -429,22 +426,3 @@ def _parameter_gradients(run: Runner, options: Options, x, weights, biases, dys)
         return [*dweights, *absent], [None] * 3
     dbiases = [db.astype(b.dtype).reshape(b.shape) for db, b in zip(dbs, biases, strict=False)]
     return [*dweights, *absent], [*dbiases, *absent]
-
-
-def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) -> bool:
-    """Returns whether one product of concatenated cotangents is predicted to be XLA's fastest wgrad."""
-    rows, features = math.prod(x.shape[:-1]), x.shape[-1]
-    widths = [math.prod(w.shape[1:]) for w in weights]
-    itemsize = x.dtype.itemsize
-
-    def product_and_pads(columns: int, *padded: int) -> float:
-        """Returns the microseconds of a product with `columns` columns, and of padding its operands."""
-        work = cost.Work(features, columns, rows)
-        time = xla_time(run.device, work, Passes())
-        if xla_cost.xla_pads(work, run.device.multiprocessors):
-            time += sum(xla_cost.xla_pass(rows * width, 2 * itemsize) for width in padded)
-        return time
-
-    together = xla_cost.xla_pass(rows * sum(widths), 2 * itemsize)
-    three = sum(product_and_pads(width, features, width) for width in widths)
-    return together + product_and_pads(sum(widths), features) < three

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
@@ -11,19 +11,19 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.linear import linear_xla, qkv_projection_xla
 from jaxfused.ops.rope.rope import batch_tables, ungrouped
-from jaxfused.runtime import sharding
+from jaxfused.runtime import product_regimes, sharding
 from jaxfused.runtime.estimate import Estimate, Rule
-from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.product_xla import product, side_by_side
+from jaxfused.runtime.roofline import Passes, is_modelled
 from jaxfused.runtime.runner import Axes, Results
 from jaxfused.runtime.shapes import shapes_of
 from jaxfused.runtime.vmap import batch_all, is_batched
-from pallas_kernels.gemm import cost, xla_cost
 from pallas_kernels.gemm import matmul as pallas_matmul
 from pallas_kernels.gemm import qkv_projection as pallas_qkv_projection
-from pallas_kernels.gemm.matmul import predicted_time
+from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 from pallas_kernels.gemm.qkv_heads import Heads
+from pallas_kernels.gemm.small_m import MAX_ROWS
 
 # --- gradient -------------------------------------------------------------------------------------
 
@@ -151,31 +151,16 @@ class Forward:
 
     def estimate(self, device, able, x, *parameters) -> Estimate:
         heads = self.options.heads(*parameters)
-        work = cost.Work(math.prod(x.shape[:-1]), sum(heads.widths), x.shape[-1])
+        work = Work(math.prod(x.shape[:-1]), sum(heads.widths), x.shape[-1])
         if not _is_modelled(device, x):
             return _unmodelled(device, work)
         # XLA splits the product into three, normalises two of them, and rotates their heads.
-        moved = 2 * x.dtype.itemsize
-        rotated = moved * (_OF_NEIGHBOURS if heads.rotary_dim and heads.interleaved else 1.0)
-        passes = sum(
-            xla_cost.xla_pass(work.m * width, of_one)
-            for width, of_one in zip(heads.widths, (rotated, rotated, moved), strict=True)
-        )
-        passes *= 1 + int(heads.norm and heads.rotary_dim > 0)
-        w_itemsize = parameters[0].dtype.itemsize
-        if w_itemsize != x.dtype.itemsize:
-            converts = xla_cost.xla_pass(work.k * work.n, w_itemsize + x.dtype.itemsize)
-            passes += converts * (_OF_CONVERSION if work.m <= _FEW_FOR_XLA else 1.0)
-        times = {"xla": xla_time(device, work, Passes()) + passes}
-        if "pallas" in able:
-            times["pallas"] = pallas_qkv_projection.predicted_time(
-                work.m,
-                work.k,
-                heads,
-                w_itemsize=w_itemsize,
-                multiprocessors=device.multiprocessors,
-            )
-        return product_times(times)
+        moved = 2 * x.dtype.itemsize * (_OF_PAIRS if heads.rotary_dim and heads.interleaved else 1)
+        steps = 1 + int(heads.norm and heads.rotary_dim > 0)
+        passes = Passes(bytes_of_element=steps * moved, launches=3 * steps)
+        if work.m <= MAX_ROWS and parameters[0].dtype != x.dtype:
+            return Rule(("xla",), "its product converts the weights as it reads them")
+        return product_regimes.rule(work, passes.time(work.m * work.n), several=work.m <= MAX_ROWS)
 
     def run(self, implementation, device, x, *parameters, config=None) -> Results:
         *weights_and_biases, q_scale, k_scale, cos, sin = parameters
@@ -279,15 +264,14 @@ class InputGradient:
         work = _gradient_work(math.prod(x.shape[:-1]), x.shape[-1], weights)
         if not _is_modelled(device, x):
             return _unmodelled(device, work)
-        # XLA first concatenates the cotangents.
-        moved = 2 * x.dtype.itemsize
-        times = {
-            "xla": xla_time(device, work, Passes()) + xla_cost.xla_pass(work.m * work.k, moved)
-        }
-        if "pallas" in able:
-            copies = _weight_copies(weights, x.dtype)
-            times["pallas"] = copies + predicted_time(work, device.multiprocessors)
-        return product_times(times)
+        if work.m <= MAX_ROWS:
+            return Rule(("xla",), "its product splits the sums of few rows")
+        # XLA concatenates the cotangents, and the kernel's call copies each of the weights.
+        both_ways = 2 * x.dtype.itemsize
+        passes = Passes(bytes_of_element=both_ways)
+        copies = replace(passes, launches=len(weights))
+        spared = passes.time(work.m * work.k) - copies.time(work.n * work.k)
+        return product_regimes.rule(work, spared, several=True)
 
     def _x_and_weights(self, *operands) -> tuple[Any, Sequence[Any]]:
         """Returns the shapes and dtypes of x [..., D] and of the weights [D, n, heads, H]."""
@@ -344,29 +328,20 @@ def _why_not(device: dispatch.Device, x: Any, heads: Heads) -> dict[str, str | N
     }
 
 
-_OF_NEIGHBOURS = 2.4
-"""Ratio of XLA's times to rotate interleaved pairs, read one by one, and halves, on an H200."""
-_OF_CONVERSION, _FEW_FOR_XLA = 2 / 3, 1024
-"""Part of a conversion kernel's time that converting weights adds to XLA's product of up to 1,024 rows,
-which may fuse it. [512, 4096] to 8,192 columns take 77 us, with bfloat16 weights about 45."""
+_OF_PAIRS = 2
+"""Ratio of XLA's times to rotate interleaved pairs, read one by one, and halves."""
 
 
-def _weight_copies(weights, dtype) -> float:
-    """Returns the microseconds in which XLA copies each of the weights for a kernel."""
-    moved = 2 * jnp.dtype(dtype).itemsize
-    return sum(xla_cost.xla_pass(len(w) * math.prod(w.shape[1:]), moved) for w in weights)
-
-
-def _gradient_work(rows: int, features: int, weights: Sequence[Any]) -> cost.Work:
+def _gradient_work(rows: int, features: int, weights: Sequence[Any]) -> Work:
     columns = sum(math.prod(w.shape[1:]) for w in weights)
-    return cost.Work(rows, features, columns, k_last=True)
+    return Work(rows, features, columns, k_last=True)
 
 
 def _is_modelled(device: dispatch.Device, x: jax.Array) -> bool:
     return is_modelled(device) and x.dtype in (jnp.bfloat16, jnp.float16)
 
 
-def _unmodelled(device: dispatch.Device, work: cost.Work) -> Rule | None:
+def _unmodelled(device: dispatch.Device, work: Work) -> Rule | None:
     """Returns the rule that orders implementations where the cost model does not apply, else None."""
     large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
     return None if large else Rule(("xla",), "the product has fewer tiles than the GPU has SMs")

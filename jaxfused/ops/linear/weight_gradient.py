@@ -9,10 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch
-from jaxfused.runtime import sharding
+from jaxfused.runtime import product_regimes, sharding
 from jaxfused.runtime.estimate import Estimate
-from jaxfused.runtime.product_choice import UNMODELLED, is_modelled, product_times
 from jaxfused.runtime.product_xla import (
     side_by_side,
     sum_over_rows,
@@ -20,9 +18,10 @@ from jaxfused.runtime.product_xla import (
     unshared,
     weight_product,
 )
+from jaxfused.runtime.roofline import UNMODELLED, is_modelled
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner
-from pallas_kernels.gemm import cost, xla_cost
 from pallas_kernels.gemm import weight_gradient as pallas_weight_gradient
+from pallas_kernels.gemm.cost import WeightWork
 
 
 def weight_gradient(
@@ -199,8 +198,8 @@ class WeightGradients:
         sums = columns if self.sums_rows else ()
         return Axes((ROWS + "d", *(ROWS + "f",) * self.count), (*("d" + f for f in columns), *sums))
 
-    def work(self, x, *dys) -> cost.WeightWork:
-        return cost.WeightWork(
+    def work(self, x, *dys) -> WeightWork:
+        return WeightWork(
             x.shape[0],
             x.shape[1],
             tuple(dy.shape[1] for dy in dys),
@@ -221,33 +220,10 @@ class WeightGradients:
         return {"pallas": reason, "xla": None}
 
     def estimate(self, device, able, x, *dys) -> Estimate:
+        del able
         if not is_modelled(device):
             return UNMODELLED
-        times = {"xla": self._xla_time(device, x, *dys)}
-        if "pallas" in able:
-            times["pallas"] = self._pallas_time(device, x, *dys)
-        return product_times(times)
-
-    def _pallas_time(self, device: dispatch.Device, x, *dys) -> float:
-        """Returns the predicted microseconds of the kernel, and of concatenating its results."""
-        work = self.work(x, *dys)
-        config = pallas_weight_gradient.fitting(work, device.multiprocessors)[0]
-        time = pallas_weight_gradient.predicted_time(work, config, device.multiprocessors)
-        if self.joined and self.side_by_side:
-            copied = x.shape[1] * sum(dy.shape[1] for dy in dys)
-            time += xla_cost.xla_pass(copied, 2 * self.dtype.itemsize)
-        return time
-
-    def _xla_time(self, device: dispatch.Device, x, *dys) -> float:
-        """Returns the predicted microseconds of XLA's products and sums."""
-        work = self.work(x, *dys)
-        time = xla_cost.xla_weight_gradient(
-            work, device.multiprocessors, side_by_side=self.side_by_side
-        )
-        if self.sums_rows:
-            for dy in jax.eval_shape(self._summed_in_xla, dys):
-                time += xla_cost.xla_row_sums(dy.size, dy.dtype.itemsize)
-        return time
+        return product_regimes.of_weights(self.work(x, *dys), side_by_side=self.side_by_side)
 
     def configs(self, implementation, device, x, *dys) -> Sequence[Hashable]:
         if implementation != "pallas":

@@ -68,6 +68,7 @@ def linear_softmax_cross_entropy(
     reduction: Reduction = "mean",
     cotangent: jax.Array | float | Literal["any"] | None = None,
     chunk_size: int | None = None,
+    sum_dtype: Any = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     r"""`softmax_cross_entropy(x @ w + bias, labels)` that never holds the logits of all tokens.
@@ -92,6 +93,10 @@ def linear_softmax_cross_entropy(
         size of float32 sums of w's gradient: with one chunk there are no such sums. Where w's dtype
         serves for the sums, about a third of a device's tokens. XLA's program holds 64 MiB of float32
         logits by default.
+      sum_dtype: of the sums of w's gradient over chunks: float32, or w's dtype, in which the sums
+        take no memory next to the gradient, for one more rounding a chunk. By default it is w's dtype
+        where three chunks suffice and all tokens have the same cotangent, known beforehand, and no
+        `weights`: with others the sums of chunks may cancel, but not the errors of their rounding.
 
     The other arguments, the result and the errors are those of `softmax_cross_entropy`.
 
@@ -126,6 +131,7 @@ def linear_softmax_cross_entropy(
     check_options(op, options, weights, leading, reduction)
     check_class_weights(op, class_weights, features)
     check_classes(op, labels, features, ignore_index)
+    _check_sum_dtype(op, sum_dtype, w.dtype)
     expected = check_cotangent(op, cotangent, x.dtype, reduction, ())
     if chunk_size is not None:
         check_count(op, "chunk_size", chunk_size)
@@ -160,9 +166,10 @@ def linear_softmax_cross_entropy(
         return reduce_losses(losses, counts, weights, reduction)
 
     ahead = expected is not None and reduction != "none"
+    if sum_dtype is None and (weights is not None or not ahead):
+        sum_dtype = jnp.float32
     run = Runner(implementation, device)
-    # Of tokens with different cotangents the sums of chunks may cancel, but not their roundings' errors.
-    constants = _Constants(options, chunk_size, wide_sums=weights is not None or not ahead)
+    constants = _Constants(options, chunk_size, None if sum_dtype is None else jnp.dtype(sum_dtype))
     classes = classes_of(labels, features, options)
     if ahead:
         shares, total = shares_of(counts, weights, reduction)
@@ -170,6 +177,14 @@ def linear_softmax_cross_entropy(
         return _loss_ahead(run, constants, *_aligned(x, w, bias, classes, shares, *scalars))
     statistics = _statistics(run, constants, *_aligned(x, w, bias, classes)[:4])
     return reduce_losses(losses_of(statistics, counts, options), counts, weights, reduction)
+
+
+def _check_sum_dtype(op: str, sum_dtype: Any, w_dtype: Any) -> None:
+    if sum_dtype is not None and jnp.dtype(sum_dtype) not in (jnp.float32, w_dtype):
+        raise ValueError(
+            f"{op}: sum_dtype is {jnp.dtype(sum_dtype)}, but w's gradient is added up in float32 or"
+            f" in w's dtype; pass jnp.float32 or jnp.{w_dtype}."
+        )
 
 
 _IN_CHUNKS = "a kernel writes the loss and the gradient of a chunk of logits in one pass"
@@ -181,8 +196,8 @@ class _Constants:
 
     options: Options
     chunk_size: int | None
-    wide_sums: bool
-    """True if w's gradient is summed in float32; else in w's dtype where chunks are few."""
+    sum_dtype: Any
+    """Dtype of the sums of w's gradient; None for w's dtype if the chunks are few (`_NARROW_CHUNKS`)."""
 
 
 def _aligned(x, w, bias, classes, shares=None, *scalars):
@@ -608,8 +623,10 @@ class _Layer:
 
     def _is_narrow(self) -> bool:
         """Returns whether w's gradient is summed over chunks in its own 16-bit dtype."""
-        if self.constants.wide_sums or not self.w.dtype == self.dtype != jnp.float32:
+        if not self.w.dtype == self.dtype != jnp.float32:
             return False
+        if self.constants.sum_dtype is not None:
+            return self.constants.sum_dtype == self.dtype
         return self.rows <= _NARROW_CHUNKS * (self.constants.chunk_size or self._most_rows())
 
     def _most_rows(self) -> int:

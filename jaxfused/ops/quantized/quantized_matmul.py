@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,6 @@ from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
 from jaxfused.runtime.other_arrays import converted, is_of_qwix
-from jaxfused.runtime.product_choice import Passes, is_modelled, product_times, xla_time
 from jaxfused.runtime.quantized_array import (
     FORMATS,
     Layout,
@@ -29,9 +28,9 @@ from jaxfused.runtime.quantized_array import (
     assembled,
     of_each_column,
 )
+from jaxfused.runtime.roofline import is_modelled
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from pallas_kernels.gemm import quantized as pallas_quantized
-from pallas_kernels.gemm import xla_cost
 from pallas_kernels.gemm.quantized import Packed
 from pallas_kernels.gemm.small_m import MAX_ROWS, MAX_ROWS_QUANTIZED
 
@@ -420,6 +419,10 @@ def product_why_not(
 
 _WHOLE = "dkgh"
 """Letters of the summed axis D and its groups of scales, which devices may not split."""
+_PADDED_WEIGHTS = 1_000_000
+"""Fewest weights for a kernel where columns are padded, for which XLA copies operands and result."""
+_SMALLEST_RESULT = 2**17
+"""Fewest elements of the result of two quantised matrices for a kernel."""
 
 
 @dataclass(frozen=True)
@@ -456,9 +459,11 @@ class _Layer:
             return Rule(("xla",), "its faster product makes up for dequantising the weights first")
         if "pallas" in able and is_modelled(device):
             w = Packed(values, scale, zero_point)
-            return product_times(
-                pallas_quantized.times(x, w, (bias, residual), device.multiprocessors)
-            )
+            if w.n % w.grain and w.n * x.shape[1] < _PADDED_WEIGHTS:
+                return Rule(
+                    ("xla",), "padding its operands takes longer than dequantising the weights"
+                )
+            return Rule(("pallas", "xla"), "XLA dequantises the weights first")
         fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])
         return cuda_choice.rule("quantized_matmul", device, fast=fast)
 
@@ -553,19 +558,11 @@ class _LayerOfBoth(_Layer):
             return Rule(("xla",), "a kernel's tile has many more rows than x")
         if "pallas" not in able or not is_modelled(device):
             return None
-        w = Packed(values, scale, zero_point)
-        work = pallas_quantized.both_work(
-            x, w, *self._bytes(residual), int(self.options.activation is not None)
+        if x.shape[0] * values.shape[0] < _SMALLEST_RESULT:
+            return Rule(("xla",), "the result has few tiles")
+        return Rule(
+            ("pallas", "xla"), "8-bit products take half the time, with scales in the epilogue"
         )
-        ours = pallas_quantized.both_time(w, work, device.multiprocessors)
-        wide = replace(work, itemsize=2)
-        xla = xla_time(device, wide, Passes(bytes_of_element=4 + work.written_bytes))
-        if work.k % pallas_quantized.COPIED_BYTES:
-            # XLA pads both operands to 16-bit copies, and multiplies them half as fast
-            # (benchmarks/LAB.md).
-            pads = sum(xla_cost.xla_pass(operand.size, 1 + 2) for operand in (x, w.values))
-            xla = 2 * xla + pads
-        return product_times({"pallas": ours, "xla": xla})
 
     def _bytes(self, residual: Any) -> tuple[int, int]:
         """Returns the bytes per element that the epilogue reads, and those that it writes."""

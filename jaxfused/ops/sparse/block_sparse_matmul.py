@@ -1,7 +1,8 @@
 """block_sparse_matmul: validation, choice of implementation, gradient."""
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,14 +15,14 @@ from jaxfused.ops.sparse.block_sparse import BlockList, BlockSparse
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import as_arrays, check_floating, python_numbers
-from jaxfused.runtime.estimate import Estimate
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import UNMODELLED, is_modelled, product_times
 from jaxfused.runtime.promotion import common_dtype
+from jaxfused.runtime.roofline import UNMODELLED, is_modelled
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from jaxfused.runtime.vmap import OneByOne
-from pallas_kernels.gemm import block_sparse, block_sparse_weights, cost, xla_cost
+from pallas_kernels.gemm import block_sparse, block_sparse_weights
 
 
 @python_numbers
@@ -216,9 +217,10 @@ class BlockSparseProduct:
         return {"pallas": reason, "xla": None}
 
     def estimate(self, device, able, x, blocks, *lists) -> Estimate:
-        del lists
-        work = self.work(x, blocks)
-        return _estimate(device, able, work, x.dtype.itemsize, block_sparse.predicted_time)
+        del able, lists
+        numbers = math.prod(self.options.shape)
+        is_large = numbers >= _LARGE or x.shape[0] >= _MANY_ROWS
+        return _estimate(device, blocks.size / numbers, _MOST_KEPT if is_large else 0.0)
 
     def work(self, x, blocks) -> block_sparse.Shape:
         sizes = self.options.shape[::-1] if self.transposed else self.options.shape
@@ -289,9 +291,11 @@ class KeptBlocks(OneByOne):
         return {"pallas": reason, "xla": None}
 
     def estimate(self, device, able, x, dy, blocks, *lists) -> Estimate:
-        del lists
-        work = self.work(x, dy, blocks)
-        return _estimate(device, able, work, x.dtype.itemsize, block_sparse_weights.predicted_time)
+        del able, x, dy, lists
+        numbers = math.prod(self.options.shape)
+        # Blocks of 64 read each operand twice as often as those of 128.
+        most = _MOST_KEPT * blocks.shape[1] / max(block_sparse.BLOCKS)
+        return _estimate(device, blocks.size / numbers, most if numbers >= _LARGE else 0.0)
 
     def configs(self, implementation, device, x, dy, blocks, *lists) -> Sequence[Hashable]:
         del lists
@@ -334,31 +338,17 @@ class KeptBlocks(OneByOne):
         return [random(x), random(dy), *example_weight(random, blocks, lists)]
 
 
-def _estimate(
-    device: dispatch.Device,
-    able: Collection[str],
-    work: block_sparse.Shape,
-    itemsize: int,
-    kernel_time: Callable[[block_sparse.Shape, int], float],
-) -> Estimate:
-    """Returns the microseconds of XLA, which multiplies all blocks, and of the kernel if it can run."""
+def _estimate(device: dispatch.Device, kept: float, most: float) -> Estimate:
+    """Returns the order by the share of the matrix that is kept; XLA multiplies all of it."""
     if not is_modelled(device):
         return UNMODELLED
-    times = {"xla": dense_time(device, work, itemsize) + written_time(work)}
-    if "pallas" in able:
-        times["pallas"] = kernel_time(work, device.multiprocessors)
-    return product_times(times)
+    first = "pallas" if kept <= most else "xla"
+    return Rule((first,), f"{kept:.0%} are kept, and the kernel is faster up to {most:.0%}")
 
 
-def dense_time(device: dispatch.Device, work: block_sparse.Shape, itemsize: int) -> float:
-    """Microseconds of XLA's product with all blocks."""
-    return xla_cost.xla_product(work.rows, work.n, work.k, itemsize, device.multiprocessors)
-
-
-def written_time(work: block_sparse.Shape) -> float:
-    """Microseconds in which XLA writes the dense matrix from its blocks, or reads the blocks from it."""
-    # Bytes: the zeros, the blocks, and a copy that brings the blocks' rows into the matrix's rows.
-    return cost.memory_time(6 * work.k * work.n + 4 * work.kept * work.block**2)
+_MOST_KEPT, _LARGE, _MANY_ROWS = 0.5, 4_000_000, 4096
+"""Share of the numbers up to which a kernel is faster, in matrices of so many or with so many rows of x:
+it takes longer to start than a small product takes."""
 
 
 def example_weight(random: Any, blocks: Any, lists: Sequence[Any]) -> list[jax.Array]:

@@ -1,6 +1,5 @@
 """Products with a matrix that keeps two of each four numbers, by ffi/sparse/sparse24_matmul.cu."""
 
-import math
 from typing import Any
 
 import jax
@@ -8,9 +7,6 @@ import jax.numpy as jnp
 
 from jaxfused.runtime import cuda_library
 from pallas_kernels import hopper
-
-_ROWS, _FEATURES, _STEP = 256, 128, 64
-"""Sizes of a tile: rows of x, features, and columns of x that a pipeline stage holds."""
 
 
 def why_unsupported(
@@ -34,17 +30,6 @@ def why_unsupported(
             f" {depth} and {features}"
         )
     return cuda_library.why_unavailable()
-
-
-def predicted_time(rows: int, depth: int, features: int, multiprocessors: int) -> float:
-    """Returns the predicted microseconds, fitted on an H200 (benchmarks/LAB.md, 2026-11-28)."""
-    tiles = math.ceil(rows / _ROWS) * math.ceil(features / _FEATURES)
-    steps = math.ceil(depth / _STEP)
-    return _LAUNCH + math.ceil(tiles / multiprocessors) * (steps * _OF_STEP + _OF_TILE)
-
-
-_LAUNCH, _OF_STEP, _OF_TILE = 5.0, 0.56, 1.5
-"""Microseconds to launch the kernel, to compute a pipeline stage of a tile, and to store a tile."""
 
 
 def matmul(x: jax.Array, values: jax.Array, metadata: jax.Array) -> jax.Array:

@@ -14,14 +14,13 @@ from jaxfused.ops.sparse.sparse24 import Sparse24, taken, unpruned_gradient
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import as_arrays, check_floating, python_numbers
-from jaxfused.runtime.estimate import Estimate
+from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.gate import takes_reference
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import UNMODELLED, is_modelled, product_times
 from jaxfused.runtime.product_xla import product, weight_product
 from jaxfused.runtime.promotion import common_dtype
+from jaxfused.runtime.roofline import UNMODELLED, is_modelled
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
-from pallas_kernels.gemm import cost, xla_cost
 
 
 @python_numbers
@@ -204,20 +203,13 @@ class Sparse24Product:
         return {"cuda": reason, "xla": None}
 
     def estimate(self, device, able, x, values, metadata) -> Estimate:
-        del metadata
+        del able, metadata
         if not is_modelled(device):
             return UNMODELLED
-        (rows, depth), features = x.shape, values.shape[0]
-        dense = xla_cost.xla_product(
-            rows, features, depth, x.dtype.itemsize, device.multiprocessors
-        )
-        # XLA first writes the dense matrix.
-        times = {"xla": dense + cost.memory_time(2 * depth * features * x.dtype.itemsize)}
-        if "cuda" in able:
-            times["cuda"] = sparse24_cuda.predicted_time(
-                rows, depth, features, device.multiprocessors
-            )
-        return product_times(times)
+        numbers = x.shape[1] * values.shape[0]
+        if numbers >= _MANY_WEIGHTS or x.shape[0] * numbers >= _LARGE_PRODUCT:
+            return Rule(("cuda",), "XLA first writes the matrix with its zeros")
+        return Rule(("xla",), "the kernel takes longer to start than the product takes")
 
     def run(self, implementation, device, x, values, metadata) -> Results:
         del device
@@ -230,3 +222,8 @@ class Sparse24Product:
         """Returns random operands; the weight keeps the first two of each four numbers."""
         del device
         return [random(x), random(values), jnp.full(metadata.shape, 0x44444444, metadata.dtype)]
+
+
+_MANY_WEIGHTS, _LARGE_PRODUCT = 2**26, 16_000_000_000
+"""Numbers of the matrix, zeros included, and multiplications of the whole product, from which on the
+kernel is faster."""

@@ -8,16 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.lax import Precision
 
-from jaxfused import dispatch
 from jaxfused.ops.sparse import sparse_products_cuda, sparse_products_xla
 from jaxfused.ops.sparse.coordinates import Coordinates
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.kernel_gradient import kernel_gradient
-from jaxfused.runtime.product_choice import is_modelled, product_times
 from jaxfused.runtime.runner import Axes, Results, Runner
 from jaxfused.runtime.vmap import OneByOne, is_batched
-from pallas_kernels.gemm import cost, xla_cost
 
 
 @dataclass(frozen=True)
@@ -126,27 +123,15 @@ class SparseProduct:
         return {"cuda": reason, "xla": None}
 
     def estimate(self, device, able, data, rows, columns, b) -> Estimate:
-        del columns
-        if not is_modelled(device):
-            return Rule(("cuda", "xla"), "the dense product is timed on Hopper GPUs only")
-        sizes = self.options.rows, b.shape[1], b.shape[0]
-        sort = _SORT + rows.shape[0] * _SORTED
-        times = {"xla": dense_time(device, *sizes, b.dtype.itemsize)}
-        if b.dtype == jnp.float32 and self.options.precision == Precision.HIGHEST:
-            times["xla"] *= _WITHOUT_TF32
-        if not self.options.is_unique:
-            times["xla"] += sort
-        if "cuda" in able:
-            moved = rows.shape[0] * b.shape[1] * b.dtype.itemsize
-            times["cuda"] = (
-                _LAUNCH
-                + moved * _GATHERED_BYTE
-                + cost.memory_time(self.options.rows * b.shape[1] * b.dtype.itemsize)
-            )
-            if not self.options.in_order:
-                times["cuda"] += sort
-        del data
-        return product_times(times)
+        del device, able, data, columns
+        options, numbers = self.options, self.options.rows * b.shape[0]
+        sorts = not options.in_order and options.is_unique
+        if numbers < (_LEAST_UNSORTED if sorts else _LEAST_NUMBERS):
+            return Rule(("xla",), "a dense product of so small a matrix ends sooner")
+        exact = b.dtype == jnp.float32 and options.precision == Precision.HIGHEST
+        if rows.shape[0] * _DENSE >= numbers * (_WITHOUT_TF32 if exact else 1):
+            return Rule(("xla",), "a dense product is faster at so many entries")
+        return Rule(("cuda", "xla"), "the kernel reads the rows that its entries need")
 
     def run(self, implementation, device, data, rows, columns, b) -> Results:
         options = self.options
@@ -211,19 +196,10 @@ class SampledProduct(OneByOne):
         return (sparse_products_xla.sampled_product(places, x, y, out_dtype=x.dtype),)
 
 
-_LAUNCH = 6.0
-_GATHERED_BYTE = 1.0e-7
-"""Microseconds to launch a kernel, and per byte of b's rows that it reads from the L2 (H200,
-2026-11-28)."""
-_SORT, _SORTED = 30.0, 1.5e-4
-"""Microseconds in which XLA sorts entries: a constant, and for each entry. Estimated, not measured."""
-_WITHOUT_TF32 = 7.0
+_LEAST_NUMBERS, _LEAST_UNSORTED = 2**20, 2**24
+"""Numbers of the matrix, zeros included, from which on the kernel is faster; the second if entries must
+be sorted for the kernel alone."""
+_WITHOUT_TF32 = 7
 """Multiple of a float32 product's time where it may not round its operands to TF32."""
 _DENSE = 64
 """XLA multiplies by the dense matrix if at least one in this many of its numbers is an entry."""
-
-
-def dense_time(device: dispatch.Device, m: int, n: int, k: int, itemsize: int) -> float:
-    """Microseconds in which XLA writes the sparse matrix as a dense one and multiplies by it."""
-    product = xla_cost.xla_product(m, n, k, itemsize, device.multiprocessors)
-    return product * (itemsize / 2) + cost.memory_time(m * k * itemsize)

@@ -22,7 +22,7 @@ from jaxfused.ops.conv import (
     patch_expand,
 )
 from jaxfused.ops.conv.depthwise_conv_cuda import Strips, Tile, Window
-from jaxfused.runtime import cuda_library, product_choice
+from jaxfused.runtime import cuda_library
 from jaxfused.runtime.activation import activate
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
@@ -405,9 +405,7 @@ POINTWISE_CASES = (
 
 
 @pytest.mark.parametrize("case", POINTWISE_CASES, ids=str)
-def test_one_weight_a_window_makes_a_product(case, hopper, monkeypatch):
-    """Assumes a device whose products run in XLA: the test is about the path, not a kernel."""
-    monkeypatch.setattr(product_choice, "is_modelled", lambda device: False)
+def test_one_weight_a_window_makes_a_product(case, hopper):
     x, w, bias, residual = case.arguments(jnp.bfloat16)
 
     def ours(x, w, bias, residual, implementation=None):

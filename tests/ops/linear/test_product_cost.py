@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks.without_gpu.target import H200
-from jaxfused.runtime.product_choice import Passes, xla_time
 from pallas_kernels.gemm import cost, speeds, weight_gradient
 from pallas_kernels.gemm.cost import WeightWork, Work
 from pallas_kernels.gemm.matmul import fitting
@@ -32,21 +31,6 @@ def test_gradient_of_weights(rows, features, widths, sums, tile_n, parts, measur
         predicted -= added
     predicted -= sums * speeds.H200.weights_row_sums
     assert 0.75 < predicted / measured < 1.25
-
-
-@pytest.mark.parametrize(
-    "work,measured",
-    [
-        # Weights with 4,304 or 7,696 rows are padded, not with 8,192; two matrices are concatenated.
-        (Work(48, 5120, 4304), 43.3),
-        (Work(16, 16384, 7696), 217.3),
-        (Work(48, 4096, 8192), 20.1),
-        (Work(2, 2152, 5120, products=2, weights_apart=True), 33.3),
-        (Work(2, 2152, 5120, products=2), 12.6),
-    ],
-)
-def test_few_rows_in_xla(work, measured):
-    assert 0.8 < xla_time(H200, work, Passes()) / measured < 1.25
 
 
 def test_rows_that_begin_anywhere_in_a_line_take_longer():

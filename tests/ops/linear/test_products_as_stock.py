@@ -64,7 +64,7 @@ CASES = (
     qkv((3, 7), 60, (2, 2), 16, bias=True),
     qkv((2, 8), 96, (1, 4), 24),
     qkv((1, 40), 60, (3, 1), 64, "float32"),
-    linear((1, 100), 64, 64),
+    linear((1, 100), 60, 60),
     linear((2, 100), 64, 64, bias=False),
     linear((2, 100), 64, 64, "float32", bias=False),
     linear((1, 24), 128, 256, bias=False, residual=True),

@@ -289,10 +289,12 @@ def test_what_a_linear_loss_launches(loadable, monkeypatch, options, launched):
     ("options", "narrow"),
     [
         (dict(), True),
+        (dict(sum_dtype=jnp.float32), False),
         (dict(weights=jnp.ones(30)), False),
+        (dict(weights=jnp.ones(30), sum_dtype=jnp.bfloat16), True),
         (dict(cotangent="any"), False),
         (dict(chunk_size=7), False),
-        (dict(chunk_size=30), True),
+        (dict(chunk_size=30, sum_dtype=jnp.float32), True),
     ],
     ids=str,
 )

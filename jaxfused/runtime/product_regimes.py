@@ -1,0 +1,119 @@
+"""Regimes of a product with an epilogue: where a kernel is faster than XLA's product and its passes.
+
+A kernel multiplies no faster than XLA, and gains by the passes over the result that it spares. For few
+rows it gains by reading the weights once, in their dtype, with sums split over a cluster. The thresholds
+come from the recorded sweeps and from stages measured on an H200 (`python -m benchmarks.choice.replay`
+judges a change of them); `jaxfused.tune` measures what they leave open.
+"""
+
+from jaxfused.runtime.estimate import Rule
+from jaxfused.runtime.roofline import Passes, product
+from pallas_kernels.gemm.cost import WeightWork, Work
+from pallas_kernels.gemm.small_m import MAX_ROWS
+
+_SHARE, _LARGE = 0.08, 8_000_000
+"""Least share of XLA's passes in its product's time, for results of so many elements."""
+_SHARE_OF_SMALL, _SMALLEST, _LONGEST_SUM = 0.4, 500_000, 1536
+"""That share for smaller results, the smallest result of one product, and the longest sum (K) of a
+smaller one: few tiles leave SMs idle, which XLA's product avoids by splitting sums."""
+_SHARE_OF_SEVERAL = 0.2
+"""That share for smaller results for which XLA runs several products."""
+_RAGGED, _LINE = 3, 64
+"""Factor on the shares where rows of an operand do not begin at lines of so many numbers; XLA's copies
+of two matrices of weights pay for a part of it."""
+_LEAST_WEIGHTS, _MOST_CONVERTED, _MOST_WEIGHTS = 2, 64, 128
+"""Megabytes of weights from which few rows are a kernel's, and up to which they are if it converts the
+weights as it reads them, or not."""
+_SPLIT_SUM, _PARTS = 1024, 128
+"""Sums from which on XLA adds parts of few rows in a second kernel, and the numbers by which a sum must
+be divisible, as XLA pads the weights of others."""
+_MERGED_ROWS = 16
+"""Rows up to which a kernel of two products with misaligned or converted weights is faster."""
+_FEW_TILES, _SOME_TILES = 1_200_000, 4_000_000
+"""Elements of a weights' gradient up to which the kernel, which splits long sums in a cluster, is
+faster: always, and where XLA's passes take `_SHARE` of its product's time."""
+_FEW_OF_SEVERAL, _SPLIT_ROWS = 128, 8
+"""Rows up to which the kernel is faster at several wide gradients, and the divisor of the rows without
+which XLA pads both operands."""
+_SHORT_SUM, _NARROW = 256, 32
+"""Rows and columns up to which XLA is faster at one gradient without sums of rows or padding."""
+
+
+def rule(
+    work: Work, passes: float, *, in_cublaslt: bool = False, several: bool | None = None
+) -> Rule:
+    """Returns the order of the implementations of a product with an epilogue.
+
+    Args:
+      work: the product.
+      passes: microseconds of the passes that XLA runs beside its product.
+      in_cublaslt: whether cuBLASLt takes the epilogue too.
+      several: whether XLA runs several products, or copies several arrays for one.
+    """
+    several = work.products > 1 or work.terms > 1 if several is None else several
+    if work.m <= MAX_ROWS:
+        return _few_rows(work, several)
+    if not passes > 0:
+        return _xla("its product includes the epilogue")
+    share = passes / product(work.m, work.products * work.n, work.k, work.itemsize)
+    told = f"its passes take {share:.2f} of its product's time"
+    elements = work.products * work.m * work.n
+    is_large = elements >= _LARGE
+    least = _SHARE if is_large else _SHARE_OF_SEVERAL if several else _SHARE_OF_SMALL
+    ragged_columns = work.n % _LINE != 0 and not work.k_last
+    ragged = ragged_columns + (work.k // work.terms % _LINE != 0)
+    if in_cublaslt and ragged and share >= _SHARE:
+        return Rule(("cuda",), f"{told}, which cuBLASLt spares where rows are misaligned")
+    if ragged:
+        least *= _RAGGED**ragged / (2 if several else 1)
+    too_small = elements < _SMALLEST or (work.k > _LONGEST_SUM and not is_large)
+    too_long = work.m <= _SHORT_SUM and work.k > _SPLIT_SUM
+    if share >= least and not too_long and (several or not too_small):
+        # The CUDA C kernel is a pass after XLA's product, unless cuBLASLt takes the epilogue.
+        return Rule(("pallas", "cuda" if in_cublaslt else "xla"), f"{told}, which a kernel spares")
+    return _xla(told if is_large else f"{told}, and the result has few tiles")
+
+
+def _few_rows(work: Work, several: bool) -> Rule:
+    megabytes = work.products * work.k * work.n * work.b_bytes / 1e6
+    converts = work.b_bytes != work.itemsize
+    slow = converts or work.n % _LINE != 0
+    if work.products > 1 and slow and work.m > _MERGED_ROWS:
+        return _xla("its product reads both matrices of weights as fast")
+    if megabytes < _LEAST_WEIGHTS and work.k < _SPLIT_SUM and not several:
+        return _xla(f"its product of {megabytes:.1f} MB of weights ends sooner")
+    most = _MOST_CONVERTED if converts else _MOST_WEIGHTS
+    if megabytes > most and work.k % _PARTS == 0:
+        return _xla(f"its product reads {megabytes:.0f} MB of weights as fast")
+    return Rule(("pallas", "xla"), f"the small-M kernel reads {megabytes:.1f} MB of weights once")
+
+
+def of_weights(work: WeightWork, *, side_by_side: bool) -> Rule:
+    """Returns the order of the implementations of wgrad; XLA may run one product of concatenated dys."""
+    several, width = len(work.widths) - 1, sum(work.widths)
+    told = f"the gradient has {work.elements / 1e6:.2f} million elements"
+    if several and work.rows <= _FEW_OF_SEVERAL and work.out_bytes > work.itemsize:
+        return Rule(("pallas", "xla"), f"{told} of few rows, and XLA writes each apart")
+    if work.rows <= MAX_ROWS:
+        return _xla(f"{told} of few rows")
+    if side_by_side and several:
+        passes = Passes(bytes_of_element=2 * work.itemsize).time(work.rows * width)
+    else:
+        again = Passes(bytes_of_element=work.itemsize, launches=1)
+        passes = several * again.time(work.rows * work.features)
+    if work.sums:
+        passes += Passes(bytes_of_element=work.itemsize, launches=2).time(work.rows * width)
+    if work.rows % _SPLIT_ROWS:
+        padding = Passes(bytes_of_element=2 * work.itemsize, launches=2)
+        passes += padding.time(work.rows * (work.features + width))
+    share = passes / product(work.features, width, work.rows, work.itemsize)
+    narrow = min(work.features, *work.widths) <= _NARROW
+    if not passes and (narrow or work.rows <= _SHORT_SUM):
+        return _xla(f"{told}, of few rows or columns")
+    if work.elements <= _FEW_TILES or (work.elements <= _SOME_TILES and share >= _SHARE):
+        return Rule(("pallas", "xla"), f"{told}, and XLA splits its sums in more kernels")
+    return _xla(f"{told}, and its product is as fast")
+
+
+def _xla(why: str) -> Rule:
+    return Rule(("xla",), why)
