@@ -4,7 +4,8 @@ Data parallel: a training step under Auto axes, with parameters on every device 
 images for each. The share is the slowest single device's time over that of all together. A run of all
 devices at the same time, each with its own step and no sums, separates the cost of the host from that of
 the sums. Tensor parallel: forward and gradients of an mlp whose hidden features are split, and the time
-of one device that has them all.
+of one device that has them all. Context parallel: forward and gradients of attention over one long
+sequence, by each method of `context_parallel_attention`.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import jaxfused
 from benchmarks.report import results
 from benchmarks.run import timing
 from benchmarks.run.case import gradient_in_jax
-from benchmarks.whole import end_to_end, end_to_end_jax
+from benchmarks.whole import end_to_end, end_to_end_jax, parallel_context
 from examples.vit.model import MODELS
 
 NAME = "parallel"
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     variants = ("ours", "ours-copies", "stock")
     parser.add_argument("--variants", nargs="*", choices=variants, default=["ours", "stock"])
     parser.add_argument("--layers", nargs="*", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--no-context", action="store_true", help="leave out the long sequence")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY)
     options = parser.parse_args(arguments)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -60,6 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         "devices": jax.device_count(),
         "data": [],
         "tensor": [],
+        "context": [],
     }
     gpu = jax.devices()[0].device_kind
 
@@ -69,6 +72,8 @@ def main(arguments: Sequence[str]) -> int:
         print(_line(kind, row), flush=True)
 
     measure(options.models, options.variants, options.layers, save)
+    if not options.no_context:
+        parallel_context.measure(save)
     return 0
 
 

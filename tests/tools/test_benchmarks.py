@@ -33,7 +33,14 @@ from benchmarks.report import plot, report, results
 from benchmarks.run import ceilings, peers, runner, timing
 from benchmarks.run.case import BARE, BEST_PEER, BULK_COPY, TERAFLOPS, Bar
 from benchmarks.sweep import attention as sweep_attention
-from benchmarks.whole import end_to_end, end_to_end_jax, end_to_end_report, parallel, pipeline
+from benchmarks.whole import (
+    end_to_end,
+    end_to_end_jax,
+    end_to_end_report,
+    parallel,
+    parallel_context,
+    pipeline,
+)
 from examples.classify.convnext import ConvNeXtSize
 from examples.classify.resnet import ResNetSize
 from examples.vit.model import MODELS, ViTSize
@@ -762,6 +769,17 @@ def test_parallel_measures_steps_and_layers(monkeypatch):
     one, every = rows[0][1]["one"], rows[0][1]["all"]
     assert one["losses"][0] == every["losses"][0]
     assert all(parallel._line(kind, row).split()[:2] == [kind, row["model"]] for kind, row in rows)
+
+
+@pytest.mark.exhaustive
+def test_parallel_measures_a_long_sequence(monkeypatch):
+    monkeypatch.setattr(timing, "_ROUND_MILLISECONDS", 1.0)
+    for name, value in dict(LENGTH=32, HEADS=2, KEY_HEADS=1, SIZE=8, WINDOW=8, DOCUMENTS=3).items():
+        monkeypatch.setattr(parallel_context, name, value)
+    rows = []
+    parallel_context.measure(lambda kind, row: rows.append((kind, row)))
+    assert len(rows) == len(parallel_context.MASKS) * len(parallel_context.WAYS)
+    assert all(kind == "context" and "x " in parallel._line(kind, row) for kind, row in rows)
 
 
 def test_parallel_needs_two_gpus(capsys):
