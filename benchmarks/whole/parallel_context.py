@@ -1,4 +1,4 @@
-"""Attention of one sequence on several GPUs beside one of them: part of `python -m benchmarks parallel`."""
+"""Attention of one sequence on several GPUs beside one, a part of `python -m benchmarks parallel`."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
