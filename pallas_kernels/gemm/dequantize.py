@@ -1,10 +1,14 @@
-"""Conversion of integers of 8 and 4 bits to floats of 16 bits, in registers.
+"""Conversion of integers of 8 and 4 bits, and of codes, to floats of 16 bits, in registers.
 
 Subnormal floats, and the normal ones below twice the smallest normal, are equally far apart. There the
 bits of a float count steps of the smallest one, so that an unsigned integer of up to 8 bits is a float
 as it stands, after nothing but masks. One multiply-add brings it to (integer + shift) / `unit`, exactly.
+
+A byte of two codes is looked up in a table of pairs of numbers in shared memory. Each lane of a warp has
+a copy of the table, all of which lies in one bank, so that lanes never wait for each other.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,59 +41,114 @@ def unit(dtype: Any) -> float:
     return 1 / (float(jnp.finfo(dtype).smallest_subnormal) * factor)
 
 
-def from_bytes(stored: jax.Array, shifts: Sequence[jax.Array]) -> jax.Array:
-    """Returns (number + `ADDED_TO_BYTES`) / `unit` + shift for each number of int8 [N, K].
+LANES = 32
+TABLE_SHAPE = (256, LANES)
+"""Shape of the table of a codebook of 16 numbers: an entry for each byte of two codes and each lane."""
+CODE_BYTES = BLOCK // 2
+"""Bytes of codes in a block."""
+
+
+def table(codebook: tuple[float, ...], dtype: Any) -> np.ndarray:
+    """Returns the table of a codebook, int32: for each byte its two numbers in `dtype`, of 16 bits."""
+    bits = np.asarray(codebook, np.float32).astype(dtype).view(np.uint16).astype(np.uint32)
+    codes = np.arange(256)
+    pairs = (bits[codes & 15] | bits[codes >> 4] << 16).view(np.int32)
+    return np.broadcast_to(pairs[:, None], TABLE_SHAPE).copy()
+
+
+def from_codes(
+    stored: Any, entries: Any, scales: Sequence[jax.Array], half: int, dtype: Any
+) -> jax.Array:
+    """Returns number * scale for half of the codes of a block: 64 numbers for each row of `stored`.
+
+    Args:
+      stored: reference to the bytes [N, 64] of a block, swizzled; two codes each.
+      entries: reference to the `table` of the codebook for `dtype`.
+      scales: [N] each, in `dtype`, one for each of as many equal parts of the columns; or none.
+    """
+    wgmma = plgpu.Layout.WGMMA
+    shape = (stored.shape[0], BLOCK // 2)
+    transforms = (plgpu.TilingTransform((8, CODE_BYTES)), plgpu.SwizzleTransform(CODE_BYTES))
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(transforms), plgpu.RefType(), *[wgmma] * len(scales)),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=wgmma),
+    )
+    def convert(ctx, stored, entries, *scales):
+        del ctx
+        element_type = mgpu.utils.dtype_to_ir_type(dtype)
+        return _floats_of_codes(half, shape, element_type, stored, entries, scales)
+
+    columns = (shape[0], _TILE_COLUMNS)
+    return convert(stored, entries, *(jax.lax.broadcast_in_dim(s, columns, (0,)) for s in scales))
+
+
+def from_bytes(
+    stored: jax.Array, shifts: Sequence[jax.Array], scales: Sequence[jax.Array] = ()
+) -> jax.Array:
+    """Returns ((number + `ADDED_TO_BYTES`) / `unit` + shift) * scale for each number of int8 [N, K].
 
     Args:
       stored: in the layout of WGMMA, so that nothing is exchanged between threads.
       shifts: [N] each, in the dtype of the result, one for each of as many equal parts of the columns.
+      scales: like shifts; none for no factor.
     """
-    return _in_registers(_floats_of_bytes, stored, plgpu.Layout.WGMMA, shifts, stored.shape)
+    return _in_registers(_floats_of_bytes, stored, plgpu.Layout.WGMMA, shifts, scales, stored.shape)
 
 
-def from_words(words: jax.Array, shifts: Sequence[jax.Array]) -> jax.Array:
-    """Returns (number + `ADDED_TO_WORDS`) / `unit` + shift for each number [N, 128] of words [N, 16].
+def from_words(
+    words: jax.Array,
+    shifts: Sequence[jax.Array],
+    scales: Sequence[jax.Array] = (),
+    half: int | None = None,
+) -> jax.Array:
+    """Returns ((number + `ADDED_TO_WORDS`) / `unit` + shift) * scale for the numbers of words [N, 16].
 
     Nothing moves between threads: a thread's words become the registers of its own operand.
 
     Args:
-      shifts: like those of `from_bytes`.
+      shifts: like those of `from_bytes`, as are scales.
+      half: the half of the 128 numbers that is dequantised, or None for all of them.
     """
-    shape = (words.shape[0], BLOCK)
-    return _in_registers(_floats_of_words, words, plgpu.Layout.WGMMA_8BIT, shifts, shape)
+    places = range(4) if half is None else range(2 * half, 2 * half + 2)
+    function = functools.partial(_floats_of_words, places)
+    shape = (words.shape[0], len(places) * BLOCK // 4)
+    return _in_registers(function, words, plgpu.Layout.WGMMA_8BIT, shifts, scales, shape)
 
 
 def _in_registers(
-    function: Callable[[Any, Sequence[Any]], Any],
+    function: Callable[[Any, Sequence[Any], Sequence[Any]], Any],
     stored: jax.Array,
     layout: Any,
     shifts: Sequence[jax.Array],
+    scales: Sequence[jax.Array],
     shape: tuple[int, int],
 ) -> jax.Array:
-    wgmma = plgpu.Layout.WGMMA
+    wgmma, count = plgpu.Layout.WGMMA, len(shifts)
+    factors = [*shifts, *scales]
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, *[wgmma] * len(shifts)),
+        arg_types=(layout, *[wgmma] * len(factors)),
         return_type=plgpu.ShapeDtypeStruct(shape, shifts[0].dtype, layout=wgmma),
     )
-    def convert(ctx, stored, *shifts):
+    def convert(ctx, stored, *factors):
         del ctx
-        return function(stored, shifts)
+        return function(stored, factors[:count], factors[count:])
 
     columns = (shape[0], _TILE_COLUMNS)
-    return convert(stored, *(jax.lax.broadcast_in_dim(shift, columns, (0,)) for shift in shifts))
+    return convert(stored, *(jax.lax.broadcast_in_dim(f, columns, (0,)) for f in factors))
 
 
 _TILE_COLUMNS = 8
 """Columns that one register of each thread holds together, in the layout of WGMMA."""
 
 
-def _floats_of_bytes(stored: Any, shifts: Sequence[Any]) -> Any:
+def _floats_of_bytes(stored: Any, shifts: Sequence[Any], scales: Sequence[Any]) -> Any:
     """Emits the code of `from_bytes` when a kernel is lowered, and returns its registers."""
     i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
     # Flip the sign bits of two numbers of a word, which adds 128 to each.
     flipped = _word(ADDED_TO_BYTES * 0x00010001)
-    registers = _Registers(stored.shape, shifts)
+    registers = _Registers(stored.shape, shifts, scales)
     for place, pair in np.ndenumerate(stored.registers):
         both = arith.extui(i32, mgpu.utils.bitcast(pair, i16))
         apart = mgpu.utils.prmt(both, _word(0), _word(0x4140))
@@ -97,35 +156,74 @@ def _floats_of_bytes(stored: Any, shifts: Sequence[Any]) -> Any:
     return registers.array
 
 
-def _floats_of_words(words: Any, shifts: Sequence[Any]) -> Any:
+def _floats_of_words(
+    places: range, words: Any, shifts: Sequence[Any], scales: Sequence[Any]
+) -> Any:
     """Emits the code of `from_words` when a kernel is lowered, and returns its registers."""
-    registers = _Registers((words.shape[0], BLOCK), shifts)
+    shape = (words.shape[0], len(places) * BLOCK // 4)
+    registers = _Registers(shape, shifts, scales)
     # A register's indices: block of 64 rows, and which 8 of a warp's 16 rows.
     for (tile, _, _, _, half, *ones), register in np.ndenumerate(words.registers):
-        for word in range(4):
+        for index, word in enumerate(places):
             element = vector.extract(register, [], [word])
             for pair in range(4):
                 if pair == 2:
                     element = arith.shrui(element, _word(8))
                 # Every other pair lies four bits higher, where it is sixteen times as large.
                 weight = 16 if pair % 2 else 1
-                place = (tile, 4 * word + pair, 0, 0, half, *(0 for _ in ones))
+                place = (tile, 4 * index + pair, 0, 0, half, *(0 for _ in ones))
                 registers.put(place, arith.andi(element, _word(0x000F000F * weight)), weight)
+    return registers.array
+
+
+def _floats_of_codes(
+    half: int,
+    shape: tuple[int, int],
+    element_type: Any,
+    stored: Any,
+    entries: Any,
+    scales: Sequence[Any],
+) -> Any:
+    """Emits the code of `from_codes` when a kernel is lowered, and returns its registers.
+
+    Of every 16 codes along K, thread t of four reads the bytes t and t + 4 of 8. The 16 bytes in which
+    they lie are swizzled by a row's second and third bit.
+    """
+    i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
+    registers = _Registers(shape, (), scales)
+    codes, pairs = (mgpu.utils.memref_ptr(memory) for memory in (stored, entries))
+    element = mgpu.utils.getelementptr
+    thread = arith.remui(mgpu.utils.thread_idx(), _word(128))
+    lane = arith.remui(thread, _word(LANES))
+    group = arith.divui(lane, _word(4))
+    row = arith.addi(arith.muli(arith.divui(thread, _word(LANES)), _word(16)), group)
+    turn = arith.remui(arith.divui(group, _word(2)), _word(4))
+    start = arith.addi(arith.muli(row, _word(CODE_BYTES)), arith.remui(lane, _word(4)))
+    own = element(pairs, [lane], i32)
+    for chunk in range(2):
+        place = arith.xori(turn, _word(2 * half + chunk))
+        own_codes = element(codes, [arith.addi(start, arith.muli(place, _word(16)))], i8)
+        for tile, eight, part in np.ndindex(shape[0] // 64, 2, 4):
+            offset = (64 * tile + 8 * eight) * CODE_BYTES + 4 * part
+            byte = llvm.load(i8, element(own_codes, [offset], i8))
+            index = arith.muli(arith.extui(i32, byte), _word(LANES))
+            pair = llvm.load(i32, element(own, [index], i32))
+            registers.put_floats(
+                (tile, 4 * chunk + part, 0, 0, eight, 0, 0, 0, 0), pair, element_type
+            )
     return registers.array
 
 
 class _Registers:
     """Registers of the dequantised matrix, filled one by one."""
 
-    def __init__(self, shape: tuple[int, int], shifts: Sequence[Any]):
-        self._shifts = shifts
+    def __init__(self, shape: tuple[int, int], shifts: Sequence[Any], scales: Sequence[Any]):
+        self._shifts, self._scales = shifts, scales
         self._registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
 
     def put(self, place: tuple[int, ...], integers: Any, weight: int = 1) -> None:
         """Converts two unsigned integers, each `weight` times too large, in the halves of a word."""
-        tile, column, *rest = place
-        part = column * len(self._shifts) // self._registers.shape[1]
-        shift = self._shifts[part].registers[tile, 0, *rest]
+        shift = self._of_part(self._shifts, place)
         of = shift.type
         name = "bf16x2" if of.element_type == ir.BF16Type.get() else "f16x2"
         number = ir.FloatAttr.get(of.element_type, _FACTORS[name] / weight)
@@ -140,7 +238,25 @@ class _Registers:
             "=r,r,r,r",
             has_side_effects=False,
         )
+        self.put_floats(place, floats, of.element_type)
+
+    def put_floats(self, place: tuple[int, ...], floats: Any, element_type: Any) -> None:
+        """Stores a word of two floats, multiplied by their row's scale where there is one."""
+        of = ir.VectorType.get((2,), element_type)
+        if self._scales:
+            i32 = ir.IntegerType.get_signless(32)
+            scale = mgpu.utils.bitcast(self._of_part(self._scales, place), i32)
+            name = "bf16x2" if element_type == ir.BF16Type.get() else "f16x2"
+            floats = llvm.inline_asm(
+                i32, [floats, scale], f"mul.rn.{name} $0, $1, $2;", "=r,r,r", has_side_effects=False
+            )
         self._registers[place] = mgpu.utils.bitcast(floats, of)
+
+    def _of_part(self, numbers: Sequence[Any], place: tuple[int, ...]) -> Any:
+        """Returns the register of a row's number that belongs to the part of a place."""
+        tile, column, *rest = place
+        part = column * len(numbers) // self._registers.shape[1]
+        return numbers[part].registers[tile, 0, *rest]
 
     @property
     def array(self) -> Any:

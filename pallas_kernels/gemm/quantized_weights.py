@@ -1,12 +1,13 @@
 """Weights of 8 or 4 bits in a product: from global memory to operands in registers.
 
 The weights lie as [N, K], so that a thread loads adjacent numbers of a row, as many at a time as a
-register holds. In registers they are converted to x's dtype, which holds each of them exactly. A scale
-of a whole column is left to the epilogue. A small-M product multiplies a group's float32 sum along K by
-its scale, and so rounds no weight; tiles multiply the weights by it and round.
+register holds. In registers they are converted to x's dtype, which holds each of them exactly; entries
+of a codebook are rounded. A scale of a whole column is left to the epilogue. A small-M product
+multiplies a group's float32 sum along K by its scale, and so rounds no weight; tiles, and all products
+of codes, multiply the weights by it and round.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ DTYPES = (jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2)
 _X_COLUMNS = 64
 """Numbers of x in 128 bytes, which are swizzled as one unit."""
 _BLOCK_WORDS = BLOCK // 8
+PIECE = 64
+"""Weights along K of an operand that `QuantizedTile.pieces` yields."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,10 @@ class Format:
     group: int = 0
     """Weights along K that share a scale; 0 where the epilogue scales whole columns."""
     has_zero_point: bool = False
+    codebook: tuple[float, ...] | None = None
+    """Numbers that the weights are codes of, two in a byte [N, K / 2]; their dtype is uint4."""
+    scales_exponents: bool = False
+    """True if scales are powers of two, the bytes of E8M0: 127 stands for 1."""
 
     @property
     def in_words(self) -> bool:
@@ -43,12 +50,20 @@ class Format:
 
     @property
     def bits(self) -> int:
-        return bits_of(self.dtype)
+        return 4 if self.codebook is not None else bits_of(self.dtype)
 
     @property
     def arrays(self) -> int:
-        """Number of arrays that hold a product's weights."""
-        return 1 + int(self.group > 0) + int(self.has_zero_point)
+        """Number of arrays that hold a product's weights: the last one is the table of a codebook."""
+        of_groups = int(self.group > 0) + int(self.has_zero_point)
+        return 1 + of_groups + int(self.codebook is not None)
+
+    @property
+    def of_element(self) -> int:
+        """Weights in an element of the array that holds them."""
+        if self.in_words:
+            return 8
+        return 1 if self.codebook is None else 2
 
 
 def why_unsupported(*, dtype: Any, group: int, k: int, step: int) -> str | None:
@@ -57,16 +72,19 @@ def why_unsupported(*, dtype: Any, group: int, k: int, step: int) -> str | None:
     Args:
       group: weights along K that share a scale; 0 for one scale a column.
     """
-    if dtype not in DTYPES:
+    if dtype not in (*DTYPES, jnp.uint4):
         return f"it takes weights of int8, int4 and float8, and they are {jnp.dtype(dtype)}"
     row_bytes = 16
-    if dtype != jnp.int4 and k % row_bytes:
+    of_byte = 2 if dtype == jnp.uint4 else 1
+    if dtype != jnp.int4 and k % (of_byte * row_bytes):
         return (
             f"it copies rows of weights that are whole multiples of {row_bytes} bytes, and a row has"
-            f" {k} numbers of a byte"
+            f" {k} numbers, of which a byte holds {of_byte}"
         )
-    if group and group not in (32, 64) and group % step:
-        return f"it takes groups of 32, 64 and multiples of {step}, and they have {group}"
+    small = (16, 32, 64) if dtype == jnp.uint4 else (32, 64)
+    if group and group not in small and group % step:
+        names = ", ".join(map(str, small))
+        return f"it takes groups of {names} and multiples of {step}, and they have {group}"
     return None
 
 
@@ -84,7 +102,13 @@ class QuantizedTile:
 
     @property
     def copies(self) -> int:
-        return self.blocks + self.format.arrays - 1
+        tables = int(self.format.codebook is not None)
+        return self.blocks + self.format.arrays - 1 - tables
+
+    @property
+    def scales_weights(self) -> bool:
+        """True if weights are multiplied by scales before they are summed, also in small-M products."""
+        return self.format.codebook is not None
 
     @property
     def blocks(self) -> int:
@@ -113,7 +137,7 @@ class QuantizedTile:
     @property
     def x_columns(self) -> int:
         """Elements of x along K in one swizzled piece, as a WGMMA reads them."""
-        return min(_X_COLUMNS, self.group)
+        return _X_COLUMNS if self.scales_weights else min(_X_COLUMNS, self.group)
 
     def memory(self, stages: int) -> Mapping[str, Any]:
         f = self.format
@@ -122,18 +146,28 @@ class QuantizedTile:
             # A row of a block is 64 bytes: two rows cover all banks, and need no swizzle.
             shape = (stages * self.blocks, self.span, _BLOCK_WORDS)
             memory["values"] = plgpu.SMEM(shape, jnp.int32)
+        elif f.codebook is not None:
+            leading = (stages * self.blocks,)
+            memory["values"] = block(leading, self.span, dequantize.CODE_BYTES, jnp.uint8)
+            memory["table"] = plgpu.SMEM(dequantize.TABLE_SHAPE, jnp.int32)
         else:
             # A row of a block is 128 bytes, which are swizzled as one.
             memory["values"] = block((stages * self.blocks,), self.span, BLOCK, f.dtype)
-        if f.group:
+        # A copy must begin at a multiple of 128 bytes.
+        rows = self.scale_rows
+        while rows * self.span % 128:
+            rows += 1
+        if f.group and f.scales_exponents:
+            memory["scale"] = plgpu.SMEM((stages, rows, self.span), jnp.uint8)
+        elif f.group:
             memory["scale"] = plgpu.SMEM((stages, self.scale_rows, self.span), jnp.float32)
         if f.has_zero_point:
-            # A copy must begin at a multiple of 128 bytes.
-            rows = self.scale_rows
-            while rows * self.span % 128:
-                rows += 1
             memory["zero_point"] = plgpu.SMEM((stages, rows, self.span), jnp.int8)
         return memory
+
+    def copy_table(self, arrays: Sequence[Any], memory: Mapping[str, Any], landed: Any) -> None:
+        """Starts the copy of a codebook's table, which stays in shared memory."""
+        plgpu.copy_gmem_to_smem(arrays[-1], memory["table"], landed)
 
     def copy(
         self,
@@ -149,11 +183,10 @@ class QuantizedTile:
         columns = pl.ds(start, self.span)
         for index, place in enumerate(self._pieces_for_copies(memory["values"], slot)):
             width = place.shape[1]
-            scale = 8 if self.format.in_words else 1
-            first = lax.div(k_start, jnp.int32(scale)) + index * width
+            first = lax.div(k_start, jnp.int32(self.format.of_element)) + index * width
             plgpu.copy_gmem_to_smem(values.at[columns, pl.ds(first, width)], place, landed)
         names = [name for name in ("scale", "zero_point") if name in memory]
-        for name, array in zip(names, of_groups, strict=True):
+        for name, array in zip(names, of_groups[: len(names)], strict=True):
             first = lax.div(k_start, jnp.int32(self.format.group)) if self.format.group else 0
             place = memory[name].at[slot]
             if place.shape[0] > self.scale_rows:
@@ -169,7 +202,8 @@ class QuantizedTile:
 
     @property
     def _is_integer(self) -> bool:
-        return bool(jnp.issubdtype(self.format.dtype, jnp.integer))
+        of_codes = self.format.codebook is not None
+        return not of_codes and bool(jnp.issubdtype(self.format.dtype, jnp.integer))
 
     @property
     def unit(self) -> float:
@@ -195,6 +229,91 @@ class QuantizedTile:
                 w = w * self.unit
             yield w
 
+    def pieces(
+        self, memory: Mapping[str, Any], slot: Any, start: Any = 0, width: int = 0
+    ) -> Iterator[jax.Array]:
+        """Yields the dequantised weights [width, PIECE] of a step, for the columns from `start` on.
+
+        A scale of a whole column is left to the epilogue, and `unit` with it. Each piece is dequantised
+        when it is asked for, so that the one before it may be multiplied meanwhile.
+        """
+        width = width or self.span
+        for index in range(self.blocks):
+            load = self._loader(memory, slot, index, start, width)
+            shifts = self._shifts(memory, slot, index, start, width) if self._is_integer else []
+            scales = self._scales(memory, slot, index, start, width)
+            for piece in range(BLOCK // PIECE):
+                yield load(piece, _part_of(shifts, piece), _part_of(scales, piece))
+
+    def _scales(
+        self, memory: Mapping[str, Any], slot: Any, index: int, start: Any, width: int
+    ) -> list[jax.Array]:
+        """Returns the scales [width] of each group of a block times `unit`; none without groups."""
+        if not self.format.group:
+            return []
+        groups = BLOCK // self.group
+        return [
+            self._of_group(memory["scale"], slot, group, start, width) * self.unit
+            for group in range(index * groups, (index + 1) * groups)
+        ]
+
+    def _codes_loader(
+        self, memory: Mapping[str, Any], slot: Any, index: int, start: Any, width: int
+    ) -> Callable[[int, Sequence[jax.Array], Sequence[jax.Array]], jax.Array]:
+        """Returns what `_loader` returns for codes, which are read from shared memory by the piece."""
+        stored = memory["values"][0].at[slot * self.blocks + index]
+        if width < self.span:
+            stored = stored.at[pl.ds(start, width)]
+        narrows = self.x_dtype == jnp.bfloat16
+
+        def piece_of(piece: int, shifts: Sequence[Any], scales: Sequence[Any]) -> jax.Array:
+            del shifts
+            narrow = [s.astype(self.x_dtype) for s in scales if narrows]
+            w = dequantize.from_codes(stored, memory["table"], narrow, piece, self.x_dtype)
+            return w if narrows else self._scaled_parts(w, scales)
+
+        return piece_of
+
+    def _scaled_parts(self, w: jax.Array, scales: Sequence[jax.Array]) -> jax.Array:
+        """Returns equal parts of w's columns, each multiplied by a scale of its rows."""
+        if not scales:
+            return w
+        each = w.shape[1] // len(scales)
+        parts = [
+            self._scaled(w[:, i * each : (i + 1) * each], scale) for i, scale in enumerate(scales)
+        ]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+    def _loader(
+        self, memory: Mapping[str, Any], slot: Any, index: int, start: Any, width: int
+    ) -> Callable[[int, Sequence[jax.Array], Sequence[jax.Array]], jax.Array]:
+        """Loads a block, and returns a function from a piece, its shifts and scales to its weights."""
+        if self.format.codebook is not None:
+            return self._codes_loader(memory, slot, index, start, width)
+        stored = (memory["values"] if self.format.in_words else memory["values"][0]).at[
+            slot * self.blocks + index
+        ]
+        if width < self.span:
+            stored = stored.at[pl.ds(start, width)]
+        in_words = self.format.in_words
+        layout = plgpu.Layout.WGMMA_8BIT if in_words else plgpu.Layout.WGMMA
+        numbers = plgpu.load(stored, layout=layout)
+
+        def piece_of(piece: int, shifts: Sequence[Any], scales: Sequence[Any]) -> jax.Array:
+            # Scales of float16 are applied in float32: see `_scaled`.
+            narrow = [s.astype(jnp.bfloat16) for s in scales if self.x_dtype == jnp.bfloat16]
+            if in_words:
+                w = dequantize.from_words(numbers, shifts, narrow, piece)
+            else:
+                part = numbers[:, piece * PIECE : (piece + 1) * PIECE]
+                if self._is_integer:
+                    w = dequantize.from_bytes(part, shifts, narrow)
+                else:
+                    w, narrow = _from_float8(part, self.x_dtype), []
+            return w if narrow else self._scaled_parts(w, scales)
+
+        return piece_of
+
     def _scaled(self, w: jax.Array, scale: jax.Array) -> jax.Array:
         """Returns each row of w [width, group] times its scale, in x's dtype."""
         if self.x_dtype == jnp.float16:
@@ -208,7 +327,8 @@ class QuantizedTile:
         numbers = memory.at[slot, self._scale_row(group)]
         if width < self.span:
             numbers = numbers.at[pl.ds(start, width)]
-        return plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1))
+        loaded = plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1))
+        return _from_exponents(loaded) if loaded.dtype == jnp.uint8 else loaded
 
     def _floats(
         self, memory: Mapping[str, Any], slot: Any, start: int, width: int
@@ -224,7 +344,8 @@ class QuantizedTile:
             if width < self.span:
                 stored = stored.at[pl.ds(start, width)]
             if not self._is_integer:
-                wide = _from_float8(stored, self.x_dtype)
+                numbers = plgpu.load(stored, layout=plgpu.Layout.WGMMA)
+                wide = _from_float8(numbers, self.x_dtype)
             elif self.format.in_words:
                 words = plgpu.load(stored, layout=plgpu.Layout.WGMMA_8BIT)
                 wide = dequantize.from_words(words, self._shifts(memory, slot, index, start, width))
@@ -259,7 +380,22 @@ class QuantizedTile:
             yield lax.broadcast_in_dim(scale, (self.span, rows), (0,))
 
 
-def _from_float8(stored: Any, dtype: Any) -> jax.Array:
+def _part_of(numbers: Sequence[jax.Array], piece: int) -> Sequence[jax.Array]:
+    """Returns those of a block's numbers, one for each of its equal parts, that a piece has."""
+    if len(numbers) < 2:
+        return numbers
+    count = max(1, len(numbers) * PIECE // BLOCK)
+    return numbers[piece * count : (piece + 1) * count]
+
+
+def _from_exponents(stored: jax.Array) -> jax.Array:
+    """Returns the powers of two of E8M0 in float32, of which 0 is subnormal and 255 not a number."""
+    exponent = stored.astype(jnp.int32)
+    mantissa = jnp.where((exponent == 0) | (exponent == 255), jnp.int32(1 << 22), jnp.int32(0))
+    return lax.bitcast_convert_type((exponent << 23) | mantissa, jnp.float32)
+
+
+def _from_float8(numbers: jax.Array, dtype: Any) -> jax.Array:
     # The hardware converts float8 only to float16.
-    w = plgpu.load(stored, layout=plgpu.Layout.WGMMA).astype(jnp.float16)
+    w = numbers.astype(jnp.float16)
     return w if dtype == jnp.float16 else w.astype(jnp.float32).astype(dtype)

@@ -147,6 +147,12 @@ class FewRows:
         return pl.cdiv(self.chunks, self.config.parts)
 
     @property
+    def sums_by_groups(self) -> bool:
+        """True if each group's sum is multiplied by its scale, and not its weights."""
+        q = self.quantized
+        return q is not None and q.group > 0 and not self.quantized_tile.scales_weights
+
+    @property
     def step_k(self) -> int:
         """Elements along K in a step."""
         if isinstance(self.config, QuantizedConfig):
@@ -217,6 +223,8 @@ class FewRows:
             scratch["matrix_full"] = plgpu.Barrier(
                 num_arrivals=len(self.matrices), num_barriers=self.chunks_of_cta
             )
+        if self.quantized is not None and self.quantized.codebook is not None:
+            scratch["tables"] = plgpu.Barrier(num_arrivals=self.products)
         if c.parts > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("part",))
             scratch["summed"], scratch["read"] = barrier(), barrier()
@@ -328,6 +336,8 @@ class _Cta:
     vector_full: Any = None
     matrix_smem: Any = None
     matrix_full: Any = None
+    tables: Any = None
+    """Barrier: the tables of codebooks have arrived."""
     summed: Any = None
     """Cluster barrier that says that every CTA has stored its sums."""
     read: Any = None
@@ -358,7 +368,11 @@ class _Cta:
         for slot in range(c.stages):
             pl.when(first + slot < last)(functools.partial(self._copy_step, first + slot, slot))
         self._prefetch()
-        if self.product.quantized is not None and self.product.quantized.group:
+        if self.tables is not None:
+            for arrays, memory in zip(self.w_gmem, self.w_smem, strict=True):
+                self.product.quantized_tile.copy_table(arrays, memory, self.tables)
+            plgpu.barrier_wait(self.tables)
+        if self.product.sums_by_groups:
             values = self._accumulate_groups(first, last)
         else:
             accumulate = functools.partial(self._accumulate, first, last)
@@ -481,10 +495,12 @@ class _Cta:
         return lax.fori_loop(0, count, step, totals)
 
     def _multiply_step(self, accumulators: Sequence[Any], slot: Any, nothing: None) -> None:
-        """Adds the products of a step to the accumulators, if each column has one scale."""
+        """Adds the products of a step to the accumulators, whose sums need no scales of groups."""
         tile = self.product.quantized_tile
         for acc, w_smem in zip(accumulators, self.w_smem, strict=True):
-            for group, w in enumerate(tile.operands(w_smem, slot)):
+            of_codes = tile.scales_weights
+            operands = tile.pieces(w_smem, slot) if of_codes else tile.operands(w_smem, slot)
+            for group, w in enumerate(operands):
                 self._multiply_group(slot, group, w, acc)
         plgpu.wgmma_wait(0)
         return nothing

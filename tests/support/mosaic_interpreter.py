@@ -229,22 +229,38 @@ def _multiply(
 def upcast_integers(monkeypatch) -> None:
     """Restates in jax.numpy how kernels dequantise integer weights in registers, for one test."""
 
-    def floats(unsigned, shifts):
+    def floats(unsigned, shifts, scales):
+        def of_columns(numbers):
+            numbers = jnp.stack(numbers, axis=1).astype(jnp.float32)
+            return jnp.repeat(numbers, unsigned.shape[1] // numbers.shape[1], axis=1)
+
         dtype = shifts[0].dtype
-        shifts = jnp.stack(shifts, axis=1).astype(jnp.float32)
-        shifts = jnp.repeat(shifts, unsigned.shape[1] // shifts.shape[1], axis=1)
-        return (unsigned / dequantize.unit(dtype) + shifts).astype(dtype)
+        exact = (unsigned / dequantize.unit(dtype) + of_columns(shifts)).astype(dtype)
+        return (exact * of_columns(scales)).astype(dtype) if scales else exact
 
-    def from_bytes(stored, shifts):
-        return floats(stored.astype(jnp.int32) + dequantize.ADDED_TO_BYTES, shifts)
+    def from_bytes(stored, shifts, scales=()):
+        return floats(stored.astype(jnp.int32) + dequantize.ADDED_TO_BYTES, shifts, scales)
 
-    def from_words(words, shifts):
+    def from_words(words, shifts, scales=(), half=None):
         n, count = words.shape
         pairs = jnp.stack([(words >> (4 * pair)) & 0x000F000F for pair in range(4)])
         # Axes: run of a word, half of the run, row, thread, word of the thread, odd or even.
         both = jax.lax.bitcast_convert_type(pairs, jnp.int16).reshape(2, 2, n, count // 4, 4, 2)
-        return floats(both.transpose(2, 4, 0, 1, 3, 5).reshape(n, 8 * count), shifts)
+        unsigned = both.transpose(2, 4, 0, 1, 3, 5).reshape(n, 8 * count)
+        if half is not None:
+            unsigned = unsigned[:, half * 4 * count : (half + 1) * 4 * count]
+        return floats(unsigned, shifts, scales)
 
+    def from_codes(stored, entries, scales, half, dtype):
+        codes = stored[...][:, half * 32 : (half + 1) * 32].astype(jnp.int32)
+        pairs = jnp.take(entries[...][:, 0], codes)
+        numbers = jax.lax.bitcast_convert_type(pairs, dtype).reshape(codes.shape[0], -1)
+        if not scales:
+            return numbers
+        each = jnp.repeat(jnp.stack(scales, axis=1), numbers.shape[1] // len(scales), axis=1)
+        return numbers * each
+
+    monkeypatch.setattr(dequantize, "from_codes", from_codes)
     monkeypatch.setattr(dequantize, "from_bytes", from_bytes)
     monkeypatch.setattr(dequantize, "from_words", from_words)
 

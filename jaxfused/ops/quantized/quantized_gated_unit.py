@@ -80,6 +80,8 @@ def why_apart(gate: QuantizedArray, up: QuantizedArray) -> str | None:
     ):
         if of_gate != of_up:
             return f"the weights differ in their {name}"
+    if gate.codebook is not None or up.codebook is not None:
+        return "no kernel multiplies two weights of codes in one pass"
     return why_no_kernel_reads(gate) or why_no_kernel_reads(up)
 
 
@@ -133,7 +135,8 @@ class _Unit:
 
     def why_not(self, device, x, values, scale, zero_point, *others) -> Mapping[str, str | None]:
         del others
-        return product_why_not(device, x, Packed(values, scale, zero_point), out_dtype=x.dtype)
+        w = Packed(values, scale, zero_point)
+        return product_why_not(device, x, w, out_dtype=x.dtype, products=2)
 
     def estimate(self, device, able, x, values, *others) -> Estimate:
         del able, others

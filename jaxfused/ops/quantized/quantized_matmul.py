@@ -61,12 +61,13 @@ def quantized_matmul(
     The weights are frozen: gradients go to x (where it is float), bias and residual, and with
     `scale_gradient` to the scales of w, whose gradients are zero otherwise. They are of both modes and
     any order where no kernel runs. With implementation "pallas" nothing of the weights' size is made,
-    forward or backward.
+    forward or backward; for the gradient of x, codes and groups of 32 are dequantised once more.
 
-    The kernels read weights of layout "columns": with float x of at most 64 rows, and with quantised x
-    of more. `implementation="pallas"` takes them with float x of more rows too, where they need less
-    memory than XLA, which copies the weights in x's dtype, and more time. `implementation="cuda"` takes
-    any number of rows, on GPUs from Turing on.
+    The kernels read weights of layout "columns": integers, float8, and codes of 16 numbers, two in a
+    uint8, with scales in float32 or float8_e8m0fnu. They run with float x of 16 bits, and with quantised
+    x of more than 64 rows. Results or a residual in float32 are left to XLA from 129 rows on, which
+    copies the weights in x's dtype, unless `implementation="pallas"` is passed. `implementation="cuda"`
+    takes any number of rows, on GPUs from Turing on.
 
     Args:
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla"); or a
@@ -103,6 +104,7 @@ def quantized_matmul(
     check_activation(op, activation)
     if scale_gradient:
         _check_scale_has_gradient(op, w)
+    exponents = _exponents(w)
     w = _operand(op, "w", w, -2, "quantize(w)")
     if isinstance(x, QuantizedArray) or is_of_qwix(x):
         x = _operand(op, "x", x, -1, "quantize_rows(x)")
@@ -139,17 +141,22 @@ def quantized_matmul(
         w.layout,
         w.dtype,
         w.columns_alike,
+        w.codebook,
         x_dtype=None if isinstance(x, QuantizedArray) else x.dtype,
         residual_dtype=None if residual is None else residual.dtype,
         scale_gradient=scale_gradient,
     )
     rows = sharding.leading_axes(values.ndim - 1)
+    scale, zero_point = of_columns(w)
+    if exponents is not None and exponents.shape == w.scale.shape:
+        scale = of_each_column(exponents, w.shape[1])
     arrays = sharding.align(
         (
             values,
             _of_rows(x) if isinstance(x, QuantizedArray) else None,
             w.values,
-            *of_columns(w),
+            scale,
+            zero_point,
             bias,
             residual,
         ),
@@ -185,6 +192,8 @@ def _takes_reference(
 ) -> bool:
     """Returns whether plain jax.numpy runs a product of any shape; `array` is x as floats."""
     why_xla = why_no_kernel_reads(w)
+    if why_xla is None and isinstance(x, QuantizedArray) and w.codebook is not None:
+        why_xla = "its kernels multiply codes of a codebook by float x: pass x.dequantize()"
     if (
         why_xla is None
         and isinstance(x, QuantizedArray)
@@ -212,7 +221,7 @@ def why_no_kernel_reads(w: QuantizedArray) -> str | None:
     if w.offset is not None:
         return "its kernels read no offsets, which w has"
     if w.codebook is not None:
-        return f"its kernels read no codebooks, of which w.values has {w.dtype} codes"
+        return _why_no_kernel_reads_codes(w)
     if w.dtype not in FORMATS or w.values.dtype == jnp.int4:
         return f"its kernels read int4 in words, int8 and float8, and w.values is {w.values.dtype}"
     if w.zero_point is not None and (
@@ -222,6 +231,26 @@ def why_no_kernel_reads(w: QuantizedArray) -> str | None:
     if w.scale.dtype != jnp.float32:
         return f"its kernels read scales of float32, and w.scale is {w.scale.dtype}"
     return None
+
+
+def _why_no_kernel_reads_codes(w: QuantizedArray) -> str | None:
+    """Returns why no kernel reads these codes of a codebook, or None."""
+    if w.values.dtype != jnp.uint8 or w.dtype != "uint4":
+        return f"its kernels read codes of 4 bits, two in a uint8, and w has {w.dtype} codes"
+    if w.zero_point is not None:
+        return "its kernels read no zero points of codes"
+    if w.scale.dtype != jnp.float32:
+        return f"its kernels read scales of float32 and E8M0, and w.scale is {w.scale.dtype}"
+    return None
+
+
+def _exponents(w: Any) -> jax.Array | None:
+    """Returns the bytes of a codebook's E8M0 scales, which kernels read as they are, or None."""
+    if not isinstance(w, QuantizedArray) or w.codebook is None:
+        return None
+    if getattr(w.scale, "dtype", None) != jnp.float8_e8m0fnu:
+        return None
+    return jax.lax.bitcast_convert_type(jnp.asarray(w.scale), jnp.uint8)
 
 
 def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
@@ -293,6 +322,8 @@ class _Options:
     w_dtype: str
     columns_alike: int
     """Number of adjacent columns of w that share a scale."""
+    codebook: tuple[float, ...] | None
+    """The codebook that w's values are codes of."""
     x_dtype: Any
     """Dtype of x; None if x is quantised."""
     residual_dtype: Any
@@ -301,15 +332,21 @@ class _Options:
     @property
     def letters(self) -> str:
         """Letters of the stored values' axes; "k" counts words of several numbers."""
-        return "fk" if self.w_dtype == "int4" else "fd"
+        return "fk" if self.w_dtype in ("int4", "uint4") else "fd"
 
     def forward(self, *, save_preactivation: bool) -> "_Layer":
         """Returns the stage of the forward."""
         return (_Layer if self.x_dtype else _LayerOfBoth)(self, save_preactivation)
 
     def weights(self, values: jax.Array, scale: jax.Array, zero_point: Any) -> QuantizedArray:
-        """Returns the weights, assembled from their arrays."""
-        return assembled(values, scale, zero_point, -2, self.layout)
+        """Returns the weights, assembled from their arrays; bytes are the exponents of E8M0."""
+        if scale.dtype == jnp.uint8:
+            scale = jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu).astype(jnp.float32)
+        return assembled(values, scale, zero_point, -2, self.layout, codebook=self.codebook)
+
+    def packed(self, values: Any, scale: Any, zero_point: Any) -> Packed:
+        """Returns the weights in the form that kernels read, of their arrays."""
+        return Packed(values, scale, zero_point, self.codebook)
 
 
 class _Residuals(NamedTuple):
@@ -364,7 +401,7 @@ _quantized_matmul.defvjp(_quantized_matmul_fwd, _quantized_matmul_bwd)
 
 def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.Array) -> jax.Array:
     """Returns the gradient of x, given dz in x's dtype."""
-    weights = Packed(w.values, w.scale, w.zero_point)
+    weights = options.packed(w.values, w.scale, w.zero_point)
     reason = pallas_quantized.why_gradient_unsupported(
         compute_capability=run.device.compute_capability,
         dtype=dz.dtype,
@@ -399,7 +436,13 @@ def cuda_configs(
 
 
 def product_why_not(
-    device: dispatch.Device, x: Any, w: Packed, *, out_dtype: Any, residual: Any = None
+    device: dispatch.Device,
+    x: Any,
+    w: Packed,
+    *,
+    out_dtype: Any,
+    residual: Any = None,
+    products: int = 1,
 ) -> Mapping[str, str | None]:
     """Returns why each implementation cannot multiply float x [M, D] and quantised weights."""
     facts: dict[str, Any] = dict(
@@ -411,12 +454,16 @@ def product_why_not(
         w=w,
     )
     return {
-        "pallas": pallas_quantized.why_unsupported(**facts),
+        "pallas": pallas_quantized.why_unsupported(**facts, products=products),
         "xla": None,
         "cuda": quantized_matmul_cuda.why_unsupported(**facts),
     }
 
 
+_TILED_ROWS, _FEW_TILED_ROWS, _LONG_SUMS = 8192, 512, 2048
+"""Most rows of x for the kernel that dequantises tiles of the weights: with sums of at least
+`_LONG_SUMS` features, and with shorter ones, where its epilogue shows. The more rows there are, the
+smaller is the part of XLA's time in which it dequantises."""
 _WHOLE = "dkgh"
 """Letters of the summed axis D and its groups of scales, which devices may not split."""
 _PADDED_WEIGHTS = 1_000_000
@@ -448,18 +495,23 @@ class _Layer:
         self, device, x, x_scale, values, scale, zero_point, bias, residual
     ) -> Mapping[str, str | None]:
         del x_scale, bias
-        w = Packed(values, scale, zero_point)
+        w = self.options.packed(values, scale, zero_point)
         return product_why_not(device, x, w, out_dtype=self.options.out_dtype, residual=residual)
 
     def estimate(
         self, device, able, x, x_scale, values, scale, zero_point, bias, residual
     ) -> Estimate:
-        del x_scale
-        if x.shape[0] > MAX_ROWS_QUANTIZED:
+        del x_scale, bias
+        residual_dtype = None if residual is None else residual.dtype
+        rows, features = x.shape
+        tiles = _TILED_ROWS if features >= _LONG_SUMS else _FEW_TILED_ROWS
+        if not pallas_quantized.multiplies_tiles(1, (self.options.out_dtype, residual_dtype)):
+            tiles = MAX_ROWS_QUANTIZED
+        if rows > tiles:
             return Rule(("xla",), "its faster product makes up for dequantising the weights first")
         if "pallas" in able and is_modelled(device):
-            w = Packed(values, scale, zero_point)
-            if w.n % w.grain and w.n * x.shape[1] < _PADDED_WEIGHTS:
+            w = self.options.packed(values, scale, zero_point)
+            if w.n % w.grain and w.n * features < _PADDED_WEIGHTS:
                 return Rule(
                     ("xla",), "padding its operands takes longer than dequantising the weights"
                 )
@@ -471,7 +523,7 @@ class _Layer:
         self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
     ) -> Sequence[Hashable]:
         del x_scale, bias
-        w = Packed(values, scale, zero_point)
+        w = self.options.packed(values, scale, zero_point)
         if implementation == "cuda":
             return cuda_configs(device, x, w, products=1)
         if implementation != "pallas":
@@ -479,18 +531,26 @@ class _Layer:
         return pallas_quantized.candidates(
             x,
             w,
-            written=(self.options.out_dtype, *((x.dtype,) if self.save_preactivation else ())),
+            written=self._written(x.dtype),
             read=() if residual is None else (residual,),
             multiprocessors=device.multiprocessors,
         )
 
+    def _written(self, x_dtype: Any) -> tuple[Any, ...]:
+        """Returns the dtypes of the results."""
+        return (self.options.out_dtype, *((x_dtype,) if self.save_preactivation else ()))
+
     def run(self, implementation, device, x, x_scale, *others, config=None) -> Results:
         *weights, bias, residual = others
-        w, keywords = Packed(*weights), self._keywords
         if implementation == "xla":
             return quantized_matmul_xla.layer(
-                self._x(x, x_scale), self.options.weights(*w), bias, residual, **keywords
+                self._x(x, x_scale),
+                self.options.weights(*weights),
+                bias,
+                residual,
+                **self._keywords,
             )
+        w = self.options.packed(*weights)
         return self._in_kernel(implementation, device, x, x_scale, w, bias, residual, config)
 
     def _x(self, x, x_scale) -> jax.Array | QuantizedArray:

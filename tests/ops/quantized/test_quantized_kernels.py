@@ -14,12 +14,13 @@ from flax import nnx
 import jaxfused
 import jaxfused.nnx
 from benchmarks.without_gpu.target import H200
-from jaxfused import dispatch
+from jaxfused import QuantizedArray, dispatch
 from jaxfused.runtime.packing import pack_words
 from jaxfused.runtime.quantized_array import FORMATS, of_each_column
 from pallas_kernels.gemm import quantized
 from pallas_kernels.gemm.matmul_config import MatmulConfig
 from pallas_kernels.gemm.quantized import Packed
+from pallas_kernels.gemm.quantized_tiles import QuantizedTilesConfig
 from pallas_kernels.gemm.small_m import QuantizedConfig
 from pallas_kernels.rows import quantize as rows_kernel
 from pallas_kernels.rows import rounding
@@ -31,7 +32,7 @@ from tests.support.grids import parametrize
 from tests.support.lowering import kernels, lowered
 from tests.support.tolerances import assert_accurate
 
-C, T = QuantizedConfig, MatmulConfig
+C, T, Q = QuantizedConfig, MatmulConfig, QuantizedTilesConfig
 
 
 @pytest.fixture
@@ -40,6 +41,14 @@ def interpreted(interpreted_hopper, monkeypatch):
     mosaic_interpreter.complete(monkeypatch)
     mosaic_interpreter.upcast_integers(monkeypatch)
     return interpreted_hopper
+
+
+def packed(q):
+    """Returns the weights as kernels read them; the scales of E8M0 are bytes."""
+    scale = q.scale
+    if scale.dtype == jnp.float8_e8m0fnu:
+        scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
+    return Packed(q.values, scale, q.zero_point, q.codebook)
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class Case(Layer):
     def run(self, x, q, bias, residual):
         y, z = quantized.forward(
             x,
-            Packed(q.values, q.scale, q.zero_point),
+            packed(q),
             bias,
             residual,
             activation=self.activation,
@@ -92,6 +101,59 @@ FEW_ROWS = (
     Case.of(100, 384, 72, C(64, 2, 2), "int8", {"group_size": 128}),
     Case.of(3, 256, 67, C(64, 2, 2), "int8", {"symmetric": False}),
 )
+MANY_ROWS = (
+    Case.of(130, 400, 200, Q(64, 2, 2)),
+    Case.of(70, 256, 200, Q(32, 1, 2, 2), "int4", {"group_size": 32}),
+    Case.of(130, 512, 328, Q(128, 3, 2), "int4", {"group_size": 128}),
+    Case.of(
+        130,
+        256,
+        200,
+        Q(64, 2, 2),
+        "int4",
+        {"group_size": 64, "symmetric": False},
+        activation=None,
+    ),
+    Case.of(70, 384, 200, Q(96, 2, 2, 3), "float8_e4m3fn"),
+    Case.of(70, 384, 136, Q(96, 2, 2, 3), "float8_e5m2", {"group_size": 128}, "float16"),
+    Case.of(
+        70, 384, 136, Q(96, 2, 2, 3), "int8", {"group_size": 128, "symmetric": False}, "float16"
+    ),
+    Case.of(70, 256, 67, Q(96, 2, 2, 3), "int8", plain=True),
+)
+
+
+@dataclass(frozen=True)
+class Codes(Case):
+    """A product with weights that are codes of the codebook `dtype`."""
+
+    def operands(self, seed=0):
+        group = self.options.get("group_size", self.k)
+        rng, shape = np.random.default_rng(seed), (self.k // group, self.n)
+        values = put(rng.integers(0, 256, (self.n, self.k // 2)), jnp.uint8)
+        if self.options.get("exponents"):
+            exponents = put(rng.integers(118, 124, shape), jnp.uint8)
+            scale = jax.lax.bitcast_convert_type(exponents, jnp.float8_e8m0fnu)
+        else:
+            scale = put(rng.uniform(0.01, 0.05, shape), jnp.float32)
+        book = jaxfused.quantization.CODEBOOKS[self.dtype]
+        q = QuantizedArray(values, scale, None, -2, "columns", codebook=book)
+        x, residual = (
+            put(rng.normal(size=(self.m, columns)), self.x_dtype) for columns in (self.k, self.n)
+        )
+        return x, q, put(rng.normal(size=self.n), jnp.float32), residual
+
+
+CODES = (
+    Codes.of(3, 256, 72, C(64, 2, 2), "e2m1", {"group_size": 32, "exponents": True}),
+    Codes.of(9, 352, 72, C(64, 2, 2), "e2m1", {"group_size": 16}),
+    Codes.of(9, 512, 144, C(128, 1, 3), "nf4", {"group_size": 64}),
+    Codes.of(9, 512, 144, C(64, 1, 3), "nf4", {"group_size": 64}, "float16"),
+    Codes.of(9, 512, 144, C(64, 1, 3), "fp4", {"exponents": True}),
+    Codes.of(70, 352, 200, Q(96, 2, 2, 3), "e2m1", {"group_size": 32, "exponents": True}),
+    Codes.of(70, 512, 200, Q(64, 1, 3), "nf4", {"group_size": 128}),
+    Codes.of(70, 512, 200, Q(128, 3, 2), "nf4", {"group_size": 16}, "float16"),
+)
 TILES = (
     Case.of(130, 400, 200, T(128, 192, 3, epilogue_columns=32)),
     Case.of(200, 256, 264, T(64, 128, 3, False, epilogue_columns=32), "int4", {"group_size": 128}),
@@ -115,15 +177,50 @@ def test_few_rows_are_accurate_in_the_interpreter(case):
 
 
 @pytest.mark.usefixtures("interpreted")
-@parametrize("case", TILES, quick=(), ids=str)
+@parametrize("case", (*MANY_ROWS, *CODES, *TILES), quick=(1,), ids=str)
 def test_tiles_are_accurate_in_the_interpreter(case):
     case.check()
 
 
-@parametrize("case", (*FEW_ROWS, *TILES), quick=(5,), ids=str)
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        *MANY_ROWS,
+        *CODES,
+        Case.of(530, 1280, 392, Q(256, 2, 3, 4), "int4", {"group_size": 32}),
+        Case.of(300, 1024, 648, Q(128, 3, 3), "int8", {"group_size": 64}),
+        Codes.of(270, 1632, 200, Q(256, 2, 3, 3), "e2m1", {"group_size": 32, "exponents": True}),
+    ],
+    ids=str,
+)
+def test_tiles_and_codes_are_accurate_on_gpu(case):
+    case.check()
+    operands = case.operands()
+    first, again = (jax.jit(case.run)(*operands)["y"] for _ in range(2))
+    np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (first, again)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8, 128])
+@pytest.mark.parametrize("book", ["e2m1", "nf4"])
+def test_every_code_and_exponent_is_its_number_on_gpu(rows, book):
+    values = jnp.tile(jnp.arange(256, dtype=jnp.uint8), (64, 1))
+    bits = jnp.tile(jnp.arange(96, 160, dtype=jnp.uint8)[None], (16, 1))
+    exponents = jax.lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)
+    numbers = jaxfused.quantization.CODEBOOKS[book]
+    w = QuantizedArray(values, exponents, None, -2, "columns", codebook=numbers)
+    for start in range(0, 512, rows):
+        x = jnp.eye(rows, 512, start, dtype=jnp.bfloat16)
+        y = jaxfused.quantized_matmul(x, w, implementation="pallas")
+        right = w.dequantize(jnp.bfloat16)[start : start + rows]
+        np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (y, right)))
+
+
+@parametrize("case", (*FEW_ROWS, *MANY_ROWS, *CODES, *TILES), quick=(5, 21), ids=str)
 def test_kernels_lower_for_cuda(case):
     operands = jax.eval_shape(case.operands)
-    suffix = "" if isinstance(case.config, T) else "_few_rows"
+    suffix = {T: "", Q: "_tiles", C: "_few_rows"}[type(case.config)]
     assert kernels(case.run, *operands) == ["quantized_linear" + suffix]
 
 
@@ -461,13 +558,48 @@ def test_backward_of_many_rows_reads_the_quantized_weights(hopper):
     assert not shape.search(lowered(gradients, x, q, bias, residual))
 
 
+MXFP4 = {"group_size": 32, "exponents": True}
+
+
+@pytest.mark.usefixtures("interpreted")
+@parametrize("rows", [3, 70], quick=())
+def test_products_of_codes_and_their_gradients(rows):
+    x, q, bias, residual = Codes.of(rows, 256, 72, None, "e2m1", MXFP4).operands()
+
+    def run(x, q, bias, residual, implementation):
+        f = functools.partial(loss, implementation=implementation)
+        y, vjp = jax.vjp(lambda *floats: f(floats[0], q, *floats[1:]), x, bias, residual)
+        return y, *vjp(y)
+
+    actual, expected = (
+        jax.jit(run, static_argnums=4)(x, q, bias, residual, name) for name in ("pallas", "xla")
+    )
+    for a, b in zip(actual, expected, strict=True):
+        a, b = (np.asarray(array, np.float64) for array in (a, b))
+        np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
+
+
+def test_what_kernels_of_codes_and_of_many_rows_leave_to_xla(hopper):
+    def refused(case, words, **options):
+        x, q, *_ = jax.eval_shape(case.operands)
+        with pytest.raises(ValueError, match=f"'pallas' cannot run here: .*{words}"):
+            jax.eval_shape(functools.partial(jaxfused.quantized_matmul, **options), x, q)
+
+    named = dict(implementation="pallas")
+    refused(Codes.of(9, 240, 72, None, "nf4"), "a row has 240 numbers", **named)
+    refused(Codes.of(9, 256, 72, None, "nf4", {"group_size": 8}), "16, 32, 64 and", **named)
+    wide = dict(out_dtype=jnp.float32, **named)
+    refused(Codes.of(70, 256, 72, None, "nf4"), "with more than 64 rows", **wide)
+    refused(Case.of(70, 256, 72, None, "int4", {"group_size": 32}), "groups of 32", **wide)
+    x, q, *_ = jax.eval_shape(Codes.of(9, 256, 72, None, "e2m1", MXFP4).operands)
+    x8 = jax.eval_shape(jaxfused.quantize_rows, x)
+    with pytest.raises(ValueError, match=r"float x: pass x\.dequantize"):
+        jax.eval_shape(functools.partial(jaxfused.quantized_matmul, **named), x8, q)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (
-            {"m": 65, "options": {"group_size": 32}},
-            "groups of 32 with at most 64 rows, and there are 65",
-        ),
         ({"k": 64, "dtype": "int8"}, "sums of at least 128 numbers, and they have 64"),
         ({"k": 200, "dtype": "int8"}, "whole multiples of 16 bytes, and a row has 200"),
         (

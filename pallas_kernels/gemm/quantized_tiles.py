@@ -1,0 +1,497 @@
+"""A product of many rows with quantised weights for Hopper, dequantised on the way to a WGMMA.
+
+As in a small-M product, the operands are swapped: 64 columns of w, in registers, are the rows of a
+WGMMA, and the rows of x its columns. A tile has up to 256 rows of x, for which the warpgroup that
+multiplies a weight dequantises it once; dequantised weights are never written. Each of several consumer
+warpgroups has 64 columns, and dequantises the next piece of K while the tensor cores multiply the piece
+before it. A producer warpgroup copies x and the stored weights: into the stages of one ring, or, where a
+tile has so many rows that few such stages would fit, each into a ring of its own.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gemm import dequantize
+from pallas_kernels.gemm.dequantize import BLOCK
+from pallas_kernels.gemm.operands import OperandTile, allocated_bytes, block
+from pallas_kernels.gemm.quantized_weights import PIECE, Format, QuantizedTile
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES
+
+COLUMNS = 64
+"""Columns of w that a warpgroup multiplies: the rows of a WGMMA."""
+_PIECES = BLOCK // PIECE
+_STORED_ROWS = 32
+"""Rows of the result that a warpgroup stores at a time."""
+_STORE_SLOTS = 2
+_REGISTERS = {1: 232, 2: 232, 3: 152}
+"""Registers of a consumer's thread, by the number of consumer warpgroups."""
+
+
+@dataclass(frozen=True)
+class QuantizedTilesConfig:
+    """Tiles and pipeline of a product of many rows with quantised weights."""
+
+    rows: int = 256
+    """Rows of x in a tile."""
+    warpgroups: int = 2
+    """Consumer warpgroups, each with 64 columns of a tile."""
+    stages: int = 3
+    """Pipeline stages of the weights, each with 128 numbers of each column."""
+    x_stages: int = 0
+    """Pipeline stages of x, each with 64 numbers of each row; 0 if x shares those of the weights."""
+    band: int = 4
+    """Rows of tiles in a group of the raster order, which keeps shared operands in L2."""
+
+    def __post_init__(self) -> None:
+        if self.rows % _STORED_ROWS or not 0 < self.rows <= 256:
+            raise ValueError(
+                f"QuantizedTilesConfig: rows must be a multiple of {_STORED_ROWS} up to 256, got"
+                f" {self.rows}; pass such a number"
+            )
+        if self.warpgroups not in _REGISTERS or (self.warpgroups == 3 and self.rows > 128):
+            raise ValueError(
+                "QuantizedTilesConfig: warpgroups must be 1, 2, or with at most 128 rows 3, got"
+                f" {self.warpgroups} with {self.rows} rows; pass fewer"
+            )
+        if self.stages < 2 or self.x_stages == 1 or self.band < 1:
+            raise ValueError(
+                f"QuantizedTilesConfig: there must be at least 2 stages and a band of 1, got {self};"
+                " pass more"
+            )
+
+    @property
+    def columns(self) -> int:
+        return COLUMNS * self.warpgroups
+
+
+def candidates(
+    m: int, n: int, k: int, quantized: Format, outputs: int, matrices: int, multiprocessors: int
+) -> list[QuantizedTilesConfig]:
+    """Returns configs for [m, k] x [k, n], predicted fastest first.
+
+    Args:
+      outputs: number of matrices that the epilogue writes.
+      matrices: number of matrices that it reads.
+    """
+    chunks = _STORE_SLOTS * outputs + matrices
+    found = [
+        _filled(rows, warpgroups, quantized, chunks)
+        for warpgroups, most in ((2, 256), (3, 128), (1, 256))
+        for rows in range(64, most + 1, _STORED_ROWS)
+        if rows == 64 or rows < m + _STORED_ROWS
+    ]
+    found.sort(key=lambda config: microseconds(m, n, k, config, multiprocessors))
+    return found[:_CANDIDATES]
+
+
+_CANDIDATES = 8
+"""Configs that a tuner is offered."""
+
+
+def microseconds(
+    m: int, n: int, k: int, config: QuantizedTilesConfig, multiprocessors: int
+) -> float:
+    """Returns the predicted time of a product, within 12 % of 60 that were measured (H200, 2026-11-28).
+
+    CTAs compute their tiles in waves. The terms of a step of a tile are its products, the dequantisation
+    of its columns, and barriers. While a single warpgroup dequantises, nothing is multiplied at times.
+    """
+    waves = pl.cdiv(pl.cdiv(m, config.rows) * pl.cdiv(n, config.columns), multiprocessors)
+    step = 2.5e-7 * config.columns * config.rows + 8.6e-6 * config.columns + 8.5e-4
+    alone = 8e-4 if config.warpgroups == 1 else 0.0
+    return 2.0 + waves * k * (step + alone)
+
+
+_FEWEST_STAGES = 3
+_MOST_STAGES = 5
+"""Stages beyond these gain nothing."""
+
+
+def _filled(rows: int, warpgroups: int, quantized: Format, chunks: int) -> QuantizedTilesConfig:
+    """Returns the config with as many stages as fit beside the epilogue's chunks."""
+    table = math.prod(dequantize.TABLE_SHAPE) * 4 if quantized.codebook is not None else 0
+    groups = BLOCK // min(quantized.group or BLOCK, BLOCK)
+    of_weights = COLUMNS * warpgroups * (BLOCK * quantized.bits // 8 + 8 * groups)
+    of_epilogue = chunks * warpgroups * _STORED_ROWS * COLUMNS * 2 + 8192
+    left, of_x = SHARED_MEMORY_BYTES - table - of_epilogue, rows * PIECE * 2
+    stages = min(_MOST_STAGES, left // (of_weights + _PIECES * of_x))
+    if stages >= _FEWEST_STAGES:
+        return QuantizedTilesConfig(rows, warpgroups, stages)
+    x_stages = (left - _FEWEST_STAGES * of_weights) // of_x
+    return QuantizedTilesConfig(rows, warpgroups, _FEWEST_STAGES, min(_MOST_STAGES, x_stages))
+
+
+@dataclass(frozen=True)
+class QuantizedTiles:
+    """Static parameters of a launch."""
+
+    m: int
+    n: int
+    k: int
+    dtype: Any
+    config: QuantizedTilesConfig
+    quantized: Format
+    function: Callable[..., Mapping[str, Any]]
+    """The epilogue, which returns each output's tile by name."""
+    vectors: Mapping[str, jax.ShapeDtypeStruct]
+    matrices: Mapping[str, jax.ShapeDtypeStruct]
+    outputs: Mapping[str, Any]
+    """Dtypes of the outputs, of 16 bits."""
+    multiprocessors: int
+
+    @property
+    def x_tile(self) -> OperandTile:
+        return OperandTile(span=self.config.rows, k_last=True, whole_blocks=False, dtype=self.dtype)
+
+    @property
+    def w_tile(self) -> QuantizedTile:
+        return QuantizedTile(self.quantized, self.config.columns, self.dtype, BLOCK)
+
+    @property
+    def x_slots(self) -> int:
+        """Places for a piece of x in shared memory."""
+        return self.config.x_stages or _PIECES * self.config.stages
+
+    @property
+    def steps(self) -> int:
+        """Steps along K, each of which takes a stage of the weights and `_PIECES` of x."""
+        return pl.cdiv(self.k, BLOCK)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return pl.cdiv(self.m, self.config.rows), pl.cdiv(self.n, self.config.columns)
+
+    @property
+    def ctas(self) -> int:
+        down, across = self.grid
+        return min(self.multiprocessors, down * across)
+
+    def scratch(self) -> dict[str, Any]:
+        """Returns the shared memory of a CTA."""
+        c = self.config
+        scratch: dict[str, Any] = dict(
+            x_smem=self.x_tile.memory(self.x_slots),
+            w_smem=self.w_tile.memory(c.stages),
+            w_full=plgpu.Barrier(
+                num_arrivals=self.w_tile.copies + (0 if c.x_stages else _PIECES),
+                num_barriers=c.stages,
+            ),
+            w_free=plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
+            out_smem={
+                name: block((c.warpgroups, _STORE_SLOTS), _STORED_ROWS, COLUMNS, dtype)
+                for name, dtype in self.outputs.items()
+            },
+        )
+        if c.x_stages:
+            scratch["x_full"] = plgpu.Barrier(num_arrivals=1, num_barriers=c.x_stages)
+            scratch["x_free"] = plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.x_stages)
+        if self.quantized.codebook is not None:
+            scratch["table_full"] = plgpu.Barrier(num_arrivals=1)
+        if self.vectors:
+            scratch["vector_smem"] = {
+                name: plgpu.SMEM((c.warpgroups, COLUMNS), v.dtype)
+                for name, v in self.vectors.items()
+            }
+            scratch["vector_full"] = plgpu.Barrier(
+                num_arrivals=len(self.vectors), num_barriers=c.warpgroups
+            )
+        if self.matrices:
+            scratch["matrix_smem"] = {
+                name: block((c.warpgroups,), _STORED_ROWS, COLUMNS, x.dtype)
+                for name, x in self.matrices.items()
+            }
+            scratch["matrix_full"] = plgpu.Barrier(
+                num_arrivals=len(self.matrices), num_barriers=c.warpgroups
+            )
+        return scratch
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory per CTA."""
+        return allocated_bytes(self.scratch())
+
+    def launch(
+        self, x: jax.Array, w: Sequence[jax.Array], others: Sequence[jax.Array], *, name: str
+    ) -> dict[str, jax.Array]:
+        """Runs the kernel on x, the arrays of the weights, the vectors and the matrices."""
+        if self.shared_bytes > SHARED_MEMORY_BYTES:
+            raise ValueError(
+                f"QuantizedTilesConfig: a CTA has {SHARED_MEMORY_BYTES} bytes of shared memory, and"
+                f" {self.shared_bytes} are needed; pass fewer stages or rows ({self.config})"
+            )
+        warpgroups = self.config.warpgroups
+
+        def kernel(x_gmem, *refs, memory):
+            remaining = iter(refs)
+            w_gmem = [next(remaining) for _ in w]
+            vectors = {name: next(remaining) for name in self.vectors}
+            matrices = {name: next(remaining) for name in self.matrices}
+            outputs = {name: next(remaining) for name in self.outputs}
+            producer = _Producer(self, x_gmem, w_gmem, memory)
+            wg_idx = lax.axis_index("wg")
+            consumer = _Consumer(self, wg_idx, vectors, matrices, outputs, memory)
+            lax.cond(wg_idx == warpgroups, lambda: producer.run(), lambda: consumer.run())
+
+        results = plgpu.kernel(
+            kernel,
+            out_type=tuple(
+                jax.ShapeDtypeStruct((self.m, self.n), dtype) for dtype in self.outputs.values()
+            ),
+            scratch_types={"memory": self.scratch()},
+            grid=(self.ctas,),
+            grid_names=("cta",),
+            num_threads=warpgroups + 1,
+            thread_name="wg",
+            kernel_name=name,
+            # The epilogue has a barrier between a thread's stores and the copies of another.
+            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        )(x, *w, *others)
+        return dict(zip(self.outputs, results, strict=True))
+
+    # --- on the device ----------------------------------------------------------------------------
+
+    def tiles_of_cta(self) -> jax.Array:
+        """Returns the number of tiles that this CTA computes."""
+        down, across = self.grid
+        first = lax.axis_index("cta")
+        return lax.div(jnp.int32(down * across - 1) - first, jnp.int32(self.ctas)) + 1
+
+    def place(self, sequence_idx: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the first row and column of this CTA's tile `sequence_idx`."""
+        m_idx, n_idx = plgpu.planar_snake(
+            lax.axis_index("cta") + sequence_idx * self.ctas, self.grid, 0, self.config.band
+        )
+        return m_idx * self.config.rows, n_idx * self.config.columns
+
+
+def _next(slot: Any, stages: int) -> jax.Array:
+    return lax.select(slot == stages - 1, jnp.int32(0), slot + 1)
+
+
+def _before(slot: Any, stages: int) -> jax.Array:
+    return lax.select(slot == 0, jnp.int32(stages - 1), slot - 1)
+
+
+@dataclass(frozen=True)
+class _Producer:
+    """The warpgroup that copies operands into both rings, tile by tile and step by step."""
+
+    product: QuantizedTiles
+    x_gmem: Any
+    w_gmem: Sequence[Any]
+    memory: Mapping[str, Any]
+
+    def run(self) -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        zero, c = jnp.int32(0), self.product.config
+        if "table_full" in self.memory:
+            self.product.w_tile.copy_table(
+                self.w_gmem, self.memory["w_smem"], self.memory["table_full"]
+            )
+        tiles = self.product.tiles_of_cta()
+        w_slot, x_slot, _ = lax.fori_loop(0, tiles, self._fill_tile, (zero, zero, zero))
+        filled = tiles * self.product.steps
+        self._await_readers("w_free", w_slot, filled, c.stages)
+        if c.x_stages:
+            self._await_readers("x_free", x_slot, filled * _PIECES, c.x_stages)
+
+    def _await_readers(self, name: str, slot: Any, filled: Any, stages: int) -> None:
+        """Waits until all stages are free, as a warpgroup must wait for every phase of a barrier."""
+        for back in range(1, stages + 1):
+
+            @pl.when(filled >= back)
+            def _(back=back):
+                last = lax.rem(slot + (stages - back), jnp.int32(stages))
+                plgpu.barrier_wait(self.memory[name].at[last])
+
+    def _fill_tile(self, sequence_idx, carry):
+        m_start, n_start = self.product.place(sequence_idx)
+
+        def step(k_idx, carry):
+            return self._fill_step(m_start, n_start, k_idx, *carry)
+
+        return lax.fori_loop(0, self.product.steps, step, carry)
+
+    def _fill_step(self, m_start, n_start, k_idx, w_slot, x_slot, filled):
+        """Fills a stage of the weights and those of x that are multiplied by it."""
+        product, memory, c = self.product, self.memory, self.product.config
+
+        @pl.when(filled >= c.stages)
+        def _():
+            plgpu.barrier_wait(memory["w_free"].at[w_slot])
+
+        k_start, w_full = k_idx * BLOCK, memory["w_full"].at[w_slot]
+        product.w_tile.copy(self.w_gmem, memory["w_smem"], w_slot, n_start, k_start, w_full)
+        for piece in range(_PIECES):
+            if c.x_stages:
+
+                @pl.when(filled * _PIECES + piece >= c.x_stages)
+                def _(x_slot=x_slot):
+                    plgpu.barrier_wait(memory["x_free"].at[x_slot])
+
+            product.x_tile.copy(
+                lambda first, second: self.x_gmem.at[first, second],
+                memory["x_smem"],
+                x_slot,
+                m_start,
+                k_start + piece * PIECE,
+                memory["x_full"].at[x_slot] if c.x_stages else w_full,
+            )
+            x_slot = _next(x_slot, product.x_slots)
+        return _next(w_slot, c.stages), x_slot, filled + 1
+
+
+@dataclass(frozen=True)
+class _Consumer:
+    """A warpgroup that dequantises and multiplies 64 columns of each tile, and stores their results."""
+
+    product: QuantizedTiles
+    wg_idx: jax.Array
+    vectors: Mapping[str, Any]
+    matrices: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    memory: Mapping[str, Any]
+
+    def run(self) -> None:
+        plgpu.set_max_registers(_REGISTERS[self.product.config.warpgroups], action="increase")
+        if "table_full" in self.memory:
+            plgpu.barrier_wait(self.memory["table_full"])
+        zero = jnp.int32(0)
+        lax.fori_loop(0, self.product.tiles_of_cta(), self._compute_tile, (zero, zero))
+        plgpu.wait_smem_to_gmem(0)
+
+    def _compute_tile(self, sequence_idx, slots):
+        m_start, n_start = self.product.place(sequence_idx)
+        n_start += self.wg_idx * COLUMNS
+        self._prefetch(n_start)
+
+        def multiply(acc):
+            after = lax.fori_loop(0, self.product.steps, self._step_into(acc), slots)
+            plgpu.wgmma_wait(0)
+            return acc[...], after
+
+        sums, slots = pl.run_scoped(
+            multiply, plgpu.ACC((COLUMNS, self.product.config.rows), jnp.float32)
+        )
+        self._free(*slots)
+        if not self.product.quantized.group:
+            sums = sums * self.product.w_tile.unit
+        self._finish(sums, m_start, n_start)
+        return slots
+
+    def _step_into(self, acc: Any) -> Callable[[Any, Any], Any]:
+        """Returns the body of the loop over steps, which leaves the last piece's WGMMAs in flight."""
+        product, memory, c = self.product, self.memory, self.product.config
+
+        def step(k_idx, slots):
+            w_slot, x_slot = slots
+            plgpu.barrier_wait(memory["w_full"].at[w_slot])
+            pieces = product.w_tile.pieces(memory["w_smem"], w_slot, self.wg_idx * COLUMNS, COLUMNS)
+            for piece, w in enumerate(pieces):
+                if c.x_stages:
+                    plgpu.barrier_wait(memory["x_full"].at[x_slot])
+                [(_, x)] = product.x_tile.operands(memory["x_smem"], x_slot)
+                plgpu.wgmma(acc, w, x.transpose((1, 0)))
+                plgpu.wgmma_wait(1)
+                # The WGMMAs of the piece before this one have ended.
+                if piece and c.x_stages:
+                    self._free(w_slot, x_slot)
+                elif not piece:
+                    pl.when(k_idx > 0)(functools.partial(self._free, w_slot, x_slot))
+                x_slot = _next(x_slot, product.x_slots)
+            if c.x_stages:
+                plgpu.barrier_arrive(memory["w_free"].at[w_slot])
+            return _next(w_slot, c.stages), x_slot
+
+        return step
+
+    def _free(self, w_slot: Any, x_slot: Any) -> None:
+        """Hands the stage with the piece of x before the slot `x_slot` back to the producer."""
+        c = self.product.config
+        if c.x_stages:
+            plgpu.barrier_arrive(self.memory["x_free"].at[_before(x_slot, c.x_stages)])
+        else:
+            plgpu.barrier_arrive(self.memory["w_free"].at[_before(w_slot, c.stages)])
+
+    # --- the epilogue -----------------------------------------------------------------------------
+
+    def _prefetch(self, n_start: Any) -> None:
+        """Starts the copies of the vectors, which overlap the product."""
+        for name, ref in self.vectors.items():
+            plgpu.copy_gmem_to_smem(
+                ref.at[pl.ds(n_start, COLUMNS)],
+                self.memory["vector_smem"][name].at[self.wg_idx],
+                self.memory["vector_full"].at[self.wg_idx],
+            )
+
+    def _finish(self, sums: jax.Array, m_start: Any, n_start: Any) -> None:
+        """Stores the epilogue's results for sums [columns, rows], some rows at a time."""
+        vectors = {}
+        if self.vectors:
+            plgpu.barrier_wait(self.memory["vector_full"].at[self.wg_idx])
+            vectors = {
+                name: self._over_rows(self.memory["vector_smem"][name]) for name in self.vectors
+            }
+        chunks = self.product.config.rows // _STORED_ROWS
+        for chunk in range(chunks):
+            row = m_start + chunk * _STORED_ROWS
+            if self.matrices:
+                self._copy_matrices(row, n_start)
+            part = sums[:, chunk * _STORED_ROWS : (chunk + 1) * _STORED_ROWS]
+            results = self.product.function(part, **vectors, **self._load_matrices())
+            slot = chunk % _STORE_SLOTS
+            # The copy of the result before the last one has read this slot.
+            plgpu.wait_smem_to_gmem(_STORE_SLOTS - 1, wait_read_only=True)
+            for name, dtype in self.product.outputs.items():
+                turned = plgpu.layout_cast(
+                    results[name].astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED
+                )
+                memory, _ = self.memory["out_smem"][name]
+                memory.at[self.wg_idx, slot].transpose((1, 0))[...] = turned
+            plgpu.commit_smem()
+            for name, ref in self.outputs.items():
+                _, memory = self.memory["out_smem"][name]
+                plgpu.copy_smem_to_gmem(
+                    memory.at[self.wg_idx, slot],
+                    ref.at[pl.ds(row, _STORED_ROWS), pl.ds(n_start, COLUMNS)],
+                    commit_group=False,
+                )
+            plgpu.commit_smem_to_gmem_group()
+
+    def _over_rows(self, memory: Any) -> jax.Array:
+        vector = plgpu.load(memory.at[self.wg_idx], layout=plgpu.Layout.WGMMA.reduce(1))
+        shape = (COLUMNS, _STORED_ROWS)
+        return lax.broadcast_in_dim(vector.astype(jnp.float32), shape, (0,))
+
+    def _copy_matrices(self, row: Any, n_start: Any) -> None:
+        # All warps have read the chunk before this one.
+        plgpu.commit_smem()
+        for name, ref in self.matrices.items():
+            _, memory = self.memory["matrix_smem"][name]
+            plgpu.copy_gmem_to_smem(
+                ref.at[pl.ds(row, _STORED_ROWS), pl.ds(n_start, COLUMNS)],
+                memory.at[self.wg_idx],
+                self.memory["matrix_full"].at[self.wg_idx],
+            )
+
+    def _load_matrices(self) -> dict[str, jax.Array]:
+        if not self.matrices:
+            return {}
+        plgpu.barrier_wait(self.memory["matrix_full"].at[self.wg_idx])
+        loaded = {}
+        for name in self.matrices:
+            memory, _ = self.memory["matrix_smem"][name]
+            turned = plgpu.load(
+                memory.at[self.wg_idx].transpose((1, 0)), layout=plgpu.Layout.WGMMA_TRANSPOSED
+            )
+            loaded[name] = plgpu.layout_cast(turned, plgpu.Layout.WGMMA).astype(jnp.float32)
+        return loaded
