@@ -27,6 +27,7 @@ class kernel_gradient:
       nondiff_argnums: the static arguments.
       op: the operator's name, or None where a static argument has it as `op`.
       in_float8: whether the operator runs in float8, where XLA has no other derivatives either.
+      remedy: what a refusal recommends, or None for another implementation or precision.
       once: whether a second derivative is refused, because the gradient runs kernels too.
     """
 
@@ -37,11 +38,12 @@ class kernel_gradient:
         *,
         op: str | None = None,
         in_float8: bool = False,
+        remedy: str | None = None,
         once: bool = True,
     ) -> None:
         functools.update_wrapper(self, f)
         self.count, self.op, self.in_float8 = len(nondiff_argnums), op, in_float8
-        self.once = once
+        self.remedy, self.once = remedy, once
         self.function = jax.custom_vjp(f, nondiff_argnums=nondiff_argnums)
 
     def defvjp(
@@ -79,6 +81,8 @@ class kernel_gradient:
 
     def _refusal(self, static: Arrays, what: str) -> str:
         op = self.op or next(a.op for a in static if hasattr(a, "op"))
+        if self.remedy is not None:
+            return f"{op} has no {what}; {self.remedy}."
         if self.in_float8:
             return f"{op} in float8 has no {what}; pass another precision than 'fp8'."
         return f"{op} on a GPU has no {what}; pass implementation='xla'."

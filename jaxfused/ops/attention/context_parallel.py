@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxfused import dispatch
 from jaxfused.ops.attention.attention import dot_product_attention
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checks import as_arrays, python_numbers
+from jaxfused.runtime.kernel_gradient import kernel_gradient
 
 Layout = Literal["contiguous", "zigzag"]
 Method = Literal["all_gather", "all_to_all", "ring"]
@@ -96,13 +97,15 @@ def context_parallel_attention(
       ...     jaxfused.context_parallel_attention(q, k, v, axis_name="context", is_causal=True).shape[2:]
       (4, 8)
 
+    Forward-mode differentiation needs `method="all_to_all"` and `implementation="xla"`.
+
     Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023,
     https://arxiv.org/abs/2310.01889; Jacobs et al., "DeepSpeed Ulysses", 2023,
     https://arxiv.org/abs/2309.14509; the zigzag order: Brandon et al., "Striped Attention", 2023,
     https://arxiv.org/abs/2311.09431, and the public code that followed it.
     """
-    query, key, value, sinks = as_arrays(query, key, value, sinks)
-    _check(query, key, value)
+    query, key, value, segment_ids, sinks = as_arrays(query, key, value, segment_ids, sinks)
+    _check(query, key, value, segment_ids, layout, method)
     options = _Options(
         axis_name, layout, scale, is_causal, local_window_size, logits_soft_cap, implementation
     )
@@ -110,6 +113,13 @@ def context_parallel_attention(
     if _is_mapped(axis_name):
         return _on_a_device(options, method, operands)
     mesh, specs = _specs(options, spec, operands)
+    if mesh.explicit_axes:
+        operands = _Operands(
+            *(
+                a if s is None else jax.sharding.reshard(a, s)
+                for a, s in zip(operands, specs, strict=True)
+            )
+        )
     split = jax.shard_map(
         functools.partial(_on_a_device, options, method),
         mesh=mesh,
@@ -189,7 +199,12 @@ class _Operands(NamedTuple):
     sinks: Any
 
 
-def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+def _check(query, key, value, segment_ids, layout, method) -> None:
+    for name, given, known in (("layout", layout, Layout), ("method", method, Method)):
+        if given is not None and given not in get_args(known):
+            raise ValueError(
+                f"{_OP}: {name}={given!r} is not known; pass one of {get_args(known)}."
+            )
     for name, array in dict(query=query, key=key, value=value).items():
         if array.ndim != 4:
             raise ValueError(
@@ -200,6 +215,11 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
         raise ValueError(
             f"{_OP}: query has {query.shape[1]} tokens and key {key.shape[1]}, but both are of the same"
             " sequence; pass as many."
+        )
+    if segment_ids is not None and segment_ids.shape != query.shape[:2]:
+        raise ValueError(
+            f"{_OP}: segment_ids has shape {segment_ids.shape}, but query has {query.shape[:2]} of"
+            " sequences and tokens; pass one for each token."
         )
 
 
@@ -220,13 +240,20 @@ def _specs(options: _Options, spec: P | None, operands: _Operands) -> tuple[Any,
             f"{_OP}: axis_name is {name!r}, but the mesh here has the axes {mesh.axis_names}; call it"
             " within jax.set_mesh of a mesh with that axis, or within jax.shard_map over it."
         )
-    if mesh.explicit_axes:
-        spec = jax.typeof(operands.query).sharding.spec
-    split: list[Any] = [*(spec or P(None, name)), *(None,) * 4]
-    batch, tokens, heads = split[:3]
-    if tokens not in (name, (name,)):
+    tokens, size = operands.query.shape[1], mesh.shape[name]
+    if tokens % size:
         raise ValueError(
-            f"{_OP}: the query's tokens are split by {tokens!r}, and axis_name is {name!r}; split its"
+            f"{_OP}: query has {tokens} tokens, and {name!r} has {size} devices; pad the sequence to a"
+            " multiple of them."
+        )
+    if mesh.explicit_axes:
+        batch, split_tokens, heads, _ = jax.typeof(operands.query).sharding.spec
+        spec = P(batch, name if split_tokens is None else split_tokens, heads)
+    split: list[Any] = [*(spec or P(None, name)), *(None,) * 4]
+    batch, by, heads = split[:3]
+    if by not in (name, (name,)):
+        raise ValueError(
+            f"{_OP}: the query's tokens are split by {by!r}, and axis_name is {name!r}; split its"
             f" second axis by {name!r}, as P(batch, {name!r})."
         )
     whole = P(batch, name, heads)
@@ -296,7 +323,10 @@ def _all_gather(options: _Options, operands: _Operands) -> jax.Array:
     return jnp.concatenate(parts, axis=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+_REMEDY = "pass method='all_to_all' and implementation='xla'"
+
+
+@functools.partial(kernel_gradient, nondiff_argnums=(0,), op=_OP, remedy=_REMEDY)
 def _gathered(axis_name: str, array: jax.Array) -> jax.Array:
     """Returns the tokens of all devices; what they get as gradients is summed in float32."""
     return lax.all_gather(array, axis_name, axis=1, tiled=True)
@@ -334,7 +364,7 @@ def _all_to_all(options: _Options, operands: _Operands) -> jax.Array:
 # --- ring -----------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(kernel_gradient, nondiff_argnums=(0,), op=_OP, remedy=_REMEDY)
 def _ring(options: _Options, query, key, value, segments, sinks) -> jax.Array:
     return _ring_fwd(options, query, key, value, segments, sinks)[0]
 

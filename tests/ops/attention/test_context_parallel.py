@@ -100,10 +100,11 @@ def compare(options, method, layout, axis_type, spec, shape, names, with_more):
 @on_eight_devices
 @pytest.mark.parametrize("method", METHODS)
 @parametrize("layout", ["contiguous", "zigzag"], quick=(1,))
-@parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], quick=(0,))
-@parametrize("options", OPTIONS, quick=(1,))
-@parametrize("with_more", [False, True], quick=(1,))
-def test_numbers_are_those_of_one_device(options, method, layout, axis_type, with_more):
+@parametrize("options", range(len(OPTIONS) + 1), quick=(1,))
+def test_numbers_are_those_of_one_device(options, method, layout):
+    """Segment ids and sinks with some options; one case more has Explicit axes."""
+    axis_type = AxisType.Explicit if options == len(OPTIONS) else AxisType.Auto
+    options, with_more = OPTIONS[options % len(OPTIONS)], options % 2 == 1
     spec = P(None, "context")
     compare(options, method, layout, axis_type, spec, (4,), ("context",), with_more)
 
@@ -170,6 +171,8 @@ def test_one_device():
         (dict(axis_name="rows"), r"axis_name is 'rows', but the mesh here has the axes"),
         (dict(spec=P("context")), r"split its second axis by 'context'"),
         (dict(key=jnp.ones((B, 3, K, H))), r"query has 32 tokens and key 3"),
+        (dict(layout="ring"), r"layout='ring' is not known; pass one of"),
+        (dict(segment_ids=jnp.ones((B, 3), int)), r"segment_ids has shape \(2, 3\)"),
         (dict(value=jnp.ones((T, K, H))), r"value has shape .*pass one of 4 axes"),
     ],
 )
@@ -179,6 +182,37 @@ def test_messages(change, message):
     mesh = jax.make_mesh((1,), ("context",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         jaxfused.context_parallel_attention(**given)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_forward_mode_is_refused_with_the_remedy(method):
+    q, k, v, *_ = arrays()
+    f = functools.partial(
+        jaxfused.context_parallel_attention,
+        axis_name="context",
+        method=method,
+        implementation="xla",
+    )
+    with (
+        jax.set_mesh(jax.make_mesh((1,), ("context",), axis_types=(AxisType.Auto,))),
+        pytest.raises(TypeError, match=r"has no forward mode.*; pass method='all_to_all'"),
+    ):
+        jax.jvp(f, (q, k, v), (q, k, v))
+
+
+@on_eight_devices
+@pytest.mark.exhaustive
+def test_explicit_operands_that_are_not_split_are_split():
+    q, k, v, _, segments, _ = arrays()
+    f = functools.partial(jaxfused.context_parallel_attention, axis_name="context", is_causal=True)
+    expected = jaxfused.dot_product_attention(
+        q, k, v, is_causal=True, query_segment_ids=segments, key_value_segment_ids=segments
+    )
+    with jax.set_mesh(jax.make_mesh((8,), ("context",), axis_types=(AxisType.Explicit,))):
+        y = f(q, k, v, segment_ids=np.asarray(segments))
+        with pytest.raises(ValueError, match="30 tokens, and 'context' has 8 devices; pad"):
+            f(q[:, :30], k[:, :30], v[:, :30])
+    np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
 def test_zigzag_order():
