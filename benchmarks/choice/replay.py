@@ -70,7 +70,7 @@ def _key(entry: dict[str, Any]) -> Key:
 
 def _choices(keys: Sequence[Key]) -> Iterator[tuple[Key, list[Stage]]]:
     begin = said = time.monotonic()
-    with _h200():
+    with h200():
         for index, (line, direction) in enumerate(keys):
             try:
                 yield (line, direction), _stages(line, direction == WHOLE)
@@ -82,7 +82,7 @@ def _choices(keys: Sequence[Key]) -> Iterator[tuple[Key, list[Stage]]]:
 
 
 @contextlib.contextmanager
-def _h200() -> Iterator[None]:
+def h200() -> Iterator[None]:
     """Makes operators choose as on an H200 with the CUDA library; neither need be present."""
     with (
         dispatch.assume(H200),

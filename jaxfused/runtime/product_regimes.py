@@ -62,13 +62,17 @@ def rule(
     least = _SHARE if is_large else _SHARE_OF_SEVERAL if several else _SHARE_OF_SMALL
     ragged_columns = work.n % _LINE != 0 and not work.k_last
     ragged = ragged_columns + (work.k // work.terms % _LINE != 0)
-    if in_cublaslt and ragged and share >= _SHARE:
-        return Rule(("cuda",), f"{told}, which cuBLASLt spares where rows are misaligned")
     if ragged:
         least *= _RAGGED**ragged / (2 if several else 1)
     too_small = elements < _SMALLEST or (work.k > _LONGEST_SUM and not is_large)
     too_long = work.m <= _SHORT_SUM and work.k > _SPLIT_SUM
-    if share >= least and not too_long and (several or not too_small):
+    spares = share >= least and not too_long and (several or not too_small)
+    # cuBLASLt's gelu costs no more than its product, unless it writes the preactivation too.
+    gelu_alone = work.activations > 0 and work.written_bytes <= work.itemsize
+    fast_in_cublaslt = not spares or (gelu_alone and work.k >= _SPLIT_SUM)
+    if in_cublaslt and fast_in_cublaslt and share >= _SHARE:
+        return Rule(("cuda", "pallas"), f"{told}, which cuBLASLt spares")
+    if spares:
         # The CUDA C kernel is a pass after XLA's product, unless cuBLASLt takes the epilogue.
         return Rule(("pallas", "cuda" if in_cublaslt else "xla"), f"{told}, which a kernel spares")
     return _xla(told if is_large else f"{told}, and the result has few tiles")

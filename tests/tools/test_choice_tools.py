@@ -2,10 +2,12 @@
 
 import ast
 import itertools
+import json
 
 import pytest
 
-from benchmarks.choice import replay, size, tune_sweep
+from benchmarks.choice import measured, replay, size, tune_sweep
+from benchmarks.report import results
 from benchmarks.sweep import configs
 from tests.support.grids import parametrize
 
@@ -66,3 +68,12 @@ def test_the_table_is_measured_at_layers_of_models_before_draws():
         "linear",
         "conv",
     }
+
+
+def test_recorded_stages_are_found_again_and_judged():
+    file = results.DIRECTORY / "choice" / "nvidia-h200-models.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    attention = [r for r in records if r["stage"].startswith("dot_product_attention")][:2]
+    judged = list(measured._judged(attention))
+    assert [each.record for each in judged] == attention
+    assert all(each.chosen == "pallas" and each.now == each.then == 1.0 for each in judged)

@@ -31,11 +31,9 @@ _RING = {True: 30.0, False: 60.0}
 """Megabytes from which CUDA C's forward is faster than Pallas's, by whether one warp has a row."""
 _RING_WITH_MEAN, _NARROW_RING = 100.0, 512
 """Limits of `_RING` for a norm with a mean whose rows have one warp each: megabytes, and features."""
-_SHORT_BACKWARD, _SHORT_WIDE_BACKWARD, _SHORT_ROWS = 1.6, 7.0, 1024
+_SHORT_BACKWARD, _SHORT_WIDE_BACKWARD, _SHORT_ROWS = 2.2, 7.0, 1024
 """Limits of CUDA C's faster backward compared with Pallas: megabytes, megabytes of wide rows with a
 mean, and rows."""
-_CTA_ROWS = range(4, 9)
-"""Numbers of rows for which Pallas's backward runs in one CTA and has no partial sums to add."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +115,8 @@ def backward(norm: Norm, able: Collection[str]) -> Rule:
         return _xla(f"XLA's backward of rows of more than {_LONG_ROW} values is faster")
     wide = norm.subtract_mean and norm.features >= _WARP_FEATURES
     most = _SHORT_WIDE_BACKWARD if wide else _SHORT_BACKWARD
-    in_one_cta = norm.rows == 1 or norm.rows in _CTA_ROWS
-    few = norm.rows <= _SHORT_ROWS and norm.features <= _LONG_ROW // 2
-    if few and megabytes <= most and not in_one_cta:
+    few = 1 < norm.rows <= _SHORT_ROWS and norm.features <= _LONG_ROW // 2
+    if few and megabytes <= most:
         return Rule(("cuda",), f"CUDA C starts sooner, and {megabytes:.2f} MB are at most {most}")
     return _kernels(megabytes)
 
