@@ -1,7 +1,8 @@
 """Runner, which runs the kernels of every operator.
 
 An operator's custom_vjp calls a `Runner` with each of its stages (forward, backward, ...). The Runner
-does the following for all stages, from the outside in:
+does the following for all stages, from the outside in, and once for equal stages and shapes
+(`traced_once`):
 
 1. Shards: `sharding.per_shard` runs the kernel on the part of the operands that a device holds. The
    batch of a `jax.vmap` is an axis that may be split too.

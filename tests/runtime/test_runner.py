@@ -160,6 +160,45 @@ def _norm_traced_once(x):
     return jaxfused.layer_norm(x)
 
 
+def test_equal_calls_are_one_trace_and_each_is_recorded(h200, monkeypatch):
+    stages, forward = [], layer_norm._Forward.run
+    monkeypatch.setattr(
+        layer_norm._Forward, "run", lambda *args, **how: stages.append(1) or forward(*args, **how)
+    )
+    x = jax.ShapeDtypeStruct((4096, D), BF16)
+
+    def twice(x):
+        return jaxfused.layer_norm(jaxfused.layer_norm(x))
+
+    for batch in ((), (2,), ()):
+        program = jax.vmap(twice) if batch else twice
+        with dispatch.recorded() as choices:
+            jax.eval_shape(
+                lambda x, f=program: f(x), jax.ShapeDtypeStruct((*batch, *x.shape), BF16)
+            )
+        assert [c.stage for c in choices][-2:] == ["layer_norm forward"] * 2
+    assert len(stages) == 2
+
+
+def test_a_call_under_other_settings_is_traced_anew(h200):
+    x = jax.ShapeDtypeStruct((8, D), jnp.float32)
+    w = jax.ShapeDtypeStruct((D, F), jnp.float32)
+    layer = functools.partial(jaxfused.linear, activation="gelu_tanh")
+
+    def text():
+        return (
+            jax.jit(lambda x, w: layer(x, w))
+            .trace(x, w)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
+
+    before = text()
+    with jax.default_matmul_precision("highest"):
+        assert "HIGHEST" in text()
+    assert text() == before
+
+
 def test_jit_of_an_operator_traces_once():
     chex.clear_trace_counter()
     f = jax.jit(_norm_traced_once)
