@@ -145,6 +145,11 @@ def dot_product_attention(
     cap: Gemma Team, "Gemma 2", 2024, https://arxiv.org/abs/2408.00118; sinks: OpenAI, "gpt-oss-120b
     & gpt-oss-20b Model Card", 2025, https://arxiv.org/abs/2508.10925
     """
+    if isinstance(bias, AttentionMask):
+        raise ValueError(
+            f"dot_product_attention: bias is {bias!r}, but it is an array that is added to the logits;"
+            " pass mask=, which takes masks."
+        )
     query, key, value, bias, sinks = as_arrays(query, key, value, bias, sinks)
     has_batch = query.ndim != 3
     if not has_batch:

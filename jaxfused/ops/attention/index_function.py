@@ -34,6 +34,8 @@ class IndexFunction:
     """A traced function of (score, b, h, q, k), or of (b, h, q, k)."""
 
     program: ClosedJaxpr
+    function: Callable[..., Any] | None = field(default=None, repr=False)
+    """What was traced."""
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], dtype: Any) -> "IndexFunction":
@@ -73,9 +75,12 @@ class IndexFunction:
                 f"dot_product_attention: {name} returns {outs} for one element, but it returns a scalar"
                 f" of {jnp.dtype(wanted).name}; return one number computed from {takes}."
             )
-        return cls(program)
+        return cls(program, function)
 
     def __call__(self, *args: Any) -> Any:
+        if self.function is not None and sharding.varying(*args, *self.program.consts):
+            # JAX's functions take operands that vary unlike in a `jax.shard_map`, a program does not.
+            return self.function(*args)
         (result,) = jaxpr_as_fun(self.program)(*args)
         return result
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch
 from jaxfused.ops.sparse import block_sparse_xla
 from jaxfused.ops.sparse.block_sparse import BlockList, BlockSparse
+from jaxfused.ops.sparse.coordinates import check_dense
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
 from jaxfused.runtime.checks import as_arrays, check_floating, python_numbers
@@ -72,6 +73,7 @@ def block_sparse_matmul(
     https://cdn.openai.com/blocksparse/blocksparsepaper.pdf
     """
     op = "block_sparse_matmul"
+    check_dense(op, "x", x)
     [x] = as_arrays(x)
     if not isinstance(weight, BlockSparse):
         raise ValueError(

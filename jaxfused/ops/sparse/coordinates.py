@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.sparse import BCOO, BCSR
+from jax.experimental.sparse import BCOO, BCSR, JAXSparse
 
 from jaxfused.runtime.checks import as_int32
 
@@ -46,9 +46,23 @@ class Container:
         return BCOO((data, self.like.indices), **flags)
 
 
+def check_dense(op: str, name: str, matrix: Any) -> None:
+    """Checks that `matrix` is no sparse one."""
+    if isinstance(matrix, JAXSparse):
+        raise ValueError(
+            f"{op}: {name} is a {type(matrix).__name__}, but one factor of the product is sparse and the"
+            f" other dense; pass {name}.todense(), or multiply two sparse ones by JAX's operator @."
+        )
+
+
 def check_sparse(op: str, name: str, matrix: Any) -> None:
     """Checks that `matrix` is one sparse matrix of JAX's without batches or dense axes."""
     if not isinstance(matrix, SparseMatrix):
+        if isinstance(matrix, jax.core.Tracer):
+            raise ValueError(
+                f"{op}: {name} is a traced dense array; pass a BCOO or BCSR of jax.experimental.sparse,"
+                " outside of its `sparsify`, which shows dense arrays to functions."
+            )
         raise ValueError(
             f"{op}: {name} is a {type(matrix).__name__}; pass a BCOO or BCSR of jax.experimental.sparse,"
             f" as BCOO.fromdense({name})."

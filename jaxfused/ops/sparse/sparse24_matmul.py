@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch
 from jaxfused.ops.sparse import sparse24_cuda
+from jaxfused.ops.sparse.coordinates import check_dense
 from jaxfused.ops.sparse.sparse24 import Sparse24, taken, unpruned_gradient
 from jaxfused.runtime import sharding
 from jaxfused.runtime.checkpoint_names import named
@@ -68,6 +69,7 @@ def sparse24_matmul(
     https://arxiv.org/abs/2104.08378
     """
     op = "sparse24_matmul"
+    check_dense(op, "x", x)
     [x] = as_arrays(x)
     is_packed = isinstance(weight, Sparse24)
     if not is_packed:

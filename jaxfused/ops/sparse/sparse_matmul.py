@@ -11,6 +11,7 @@ from jaxfused.ops.sparse.coordinates import (
     Container,
     Coordinates,
     SparseMatrix,
+    check_dense,
     check_sparse,
     coordinates,
 )
@@ -77,6 +78,7 @@ def sparse_matmul(
     """
     op = "sparse_matmul"
     check_sparse(op, "a", a)
+    check_dense(op, "b", b)
     [b] = as_arrays(b)
     check_floating(op, dict(a=a.data, b=b))
     rows, depth = a.shape[::-1] if transpose_a else a.shape
@@ -164,6 +166,8 @@ def sampled_matmul(
     """
     op = "sampled_matmul"
     check_sparse(op, "pattern", pattern)
+    for name, factor in (("x", x), ("y", y)):
+        check_dense(op, name, factor)
     x, y = as_arrays(x, y)
     check_floating(op, dict(x=x, y=y))
     if x.ndim != 2 or x.shape[0] != pattern.shape[0]:

@@ -286,3 +286,24 @@ def test_kernels_take_what_is_added_and_masks():
         assert "attention_forward" in kernels(f, *args)
         with pytest.raises(ValueError, match="does more than add"):
             attend(*args, score_mod=lambda s, b, h, q, k: 2 * s, implementation="pallas")
+
+
+@pytest.mark.parametrize("kind", ["array", "number"])
+def test_in_a_shard_map_that_tracks_what_varies(kind):
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 2, 16)), jnp.float32)
+    w = jnp.array([0.5, 1.0])
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def score_mod(score, b, h, i, j):
+        return jnp.where(i >= j, score, -1.0) * w[h] if kind == "array" else 2.0 * score
+
+    def f(q):
+        return jaxfused.dot_product_attention(q, q, q, score_mod=score_mod)
+
+    def gradient(f):
+        return jax.jit(jax.value_and_grad(lambda q: jnp.sum(f(q) ** 2)))(q)
+
+    spec = jax.sharding.PartitionSpec("d")
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
+    for a, b in zip(gradient(sharded), gradient(f), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

@@ -165,6 +165,8 @@ def test_a_printed_mask_has_its_share_and_a_picture():
         (lambda: masks.NumpyMask(np.ones((2, 2))), "pass bool"),
         (lambda: masks.NeighborhoodMask((4, 4), 3, 2), "window of at most 2"),
         (lambda: masks.NeighborhoodMask((4, 4), (3, 3, 3)), "each of the 2 axes"),
+        (lambda: jax.jit(masks.NumpyMask)(np.ones((2, 2), bool)), "array is not known while"),
+        (lambda: masks.CausalMask((4, 4)).visited_share(0), "query_block is 0"),
         (lambda: masks.MultiHeadMask([]), "a mask of jaxfused.masks for each head"),
         (lambda: masks.CausalMask((4, 4)) & masks.CausalMask((4, 5)), "masks of one shape"),
     ],
@@ -172,6 +174,24 @@ def test_a_printed_mask_has_its_share_and_a_picture():
 def test_bad_masks(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_heads_are_indexed_like_queries():
+    heads = [masks.FullMask((4, 6)), masks.CausalMask((4, 6)), masks.LocalMask((4, 6), 1)]
+    mask, array = masks.MultiHeadMask(heads), np.stack([np.asarray(head) for head in heads])
+    for index in (0, -1, slice(1, 3), [0, 2], np.array([2, 1]), [], ..., (slice(None), 1, [0, 5])):
+        np.testing.assert_array_equal(mask[index], array[index])
+    with pytest.raises(IndexError, match="index 3 is out of bounds"):
+        mask[3]
+    with pytest.raises(IndexError, match="known then"):
+        jax.jit(lambda i: heads[0][i])(1)
+    assert masks.CausalMask((0, 0)).visited_share() == 0
+
+
+def test_a_mask_is_no_bias():
+    query, mask = jnp.ones((1, 4, 1, 8)), masks.CausalMask((4, 4))
+    with pytest.raises(ValueError, match=r"bias is CausalMask.*pass mask="):
+        jaxfused.dot_product_attention(query, query, query, mask)
 
 
 def test_masks_are_no_truth_values():

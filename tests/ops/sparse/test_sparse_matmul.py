@@ -318,6 +318,12 @@ A = BCOO.fromdense(jnp.ones((2, 3)))
             lambda: jaxfused.sampled_matmul(jnp.ones((3, 2)), jnp.ones((2, 3)), A),
             r"\(2, features\)",
         ),
+        (lambda: jaxfused.sparse_matmul(A, A.T), "b is a BCOO.*pass b.todense"),
+        (lambda: jaxfused.sampled_matmul(A, A.T, A), "x is a BCOO.*pass x.todense"),
+        (
+            lambda: sparse.sparsify(jaxfused.sparse_matmul)(A, jnp.ones((3, 1))),
+            "outside of its `sparsify`",
+        ),
         (lambda: jaxfused.sampled_matmul(jnp.ones((2, 2)), jnp.ones((3, 3)), A), r"shape \(2, 3\)"),
     ],
 )

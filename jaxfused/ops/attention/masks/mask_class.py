@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfused.runtime.checks import check_count
+
 Index = Any
 """Indices of queries or keys: integers of NumPy or JAX, of any shape."""
 
@@ -70,8 +72,11 @@ class AttentionMask:
         """Returns the share of blocks of queries and keys in which some query attends to some key."""
         from jaxfused.ops.attention.masks.blocks import prepare
 
+        for name, block in {"query_block": query_block, "key_block": key_block}.items():
+            check_count("visited_share", name, block)
         kinds = [prepare((mask,), query_block, key_block).kinds for mask in self.of_heads]
-        return float(np.mean(np.stack(kinds) >= 0))
+        visited = np.stack(kinds) >= 0
+        return float(np.mean(visited)) if visited.size else 0.0
 
     def __and__(self, other: "AttentionMask") -> "AttentionMask":
         return combined(LogicalAnd, self, other)
@@ -89,14 +94,12 @@ class AttentionMask:
         )
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Returns the elements of (queries, keys), each an integer or a slice."""
+        """Returns the elements of (queries, keys), each an integer, a slice or a list of integers."""
         index = index if isinstance(index, tuple) else (index,)
         if len(index) > len(self.shape):
             raise IndexError(f"{index} has more than the {len(self.shape)} axes of {self.shape}")
         index += (slice(None),) * (len(self.shape) - len(index))
-        query, key = (
-            np.arange(size)[i] for size, i in zip(self.shape[-2:], index[-2:], strict=True)
-        )
+        query, key = (_chosen(size, i) for size, i in zip(self.shape[-2:], index[-2:], strict=True))
         result = self._elements(np.atleast_1d(query), np.atleast_1d(key))
         return result.reshape(query.shape + key.shape)
 
@@ -260,11 +263,26 @@ class MultiHeadMask(AttentionMask):
         return MultiHeadMask([~mask for mask in self.masks])
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        index = index if isinstance(index, tuple) else (index,)
-        heads = self.masks[index[0]]
-        if isinstance(heads, AttentionMask):
-            return heads[index[1:]]
-        return np.stack([mask[index[1:]] for mask in heads])
+        """Returns the elements of (heads, queries, keys), indexed as those of a mask of one head."""
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        heads = _chosen(len(self.masks), first)
+        found = [self.masks[head][tuple(rest)] for head in heads.ravel()]
+        if not found:
+            return np.zeros((0, *self.masks[0][tuple(rest)].shape), bool)
+        return np.stack(found) if heads.ndim else found[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.stack([mask.__array__(dtype, copy) for mask in self.masks])
+
+
+def _chosen(size: int, index: Any) -> np.ndarray:
+    """Returns the numbers below `size` that an index chooses, one or a list."""
+    if isinstance(index, jax.core.Tracer):
+        raise IndexError(
+            "masks are indexed while a program is traced, by numbers that are known then; pass an int,"
+            " or index jnp.asarray(mask)."
+        )
+    chosen = np.arange(size)[index]
+    if chosen.ndim > 1:
+        raise IndexError(f"{index} adds axes; pass an int, a slice or a list of ints.")
+    return chosen

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxfused.ops.attention.masks.mask_class import (
@@ -324,6 +325,11 @@ class NumpyMask(AttentionMask):
     """Hash of the elements, by which masks are compared."""
 
     def __init__(self, array: Any) -> None:
+        if isinstance(array, jax.core.Tracer):
+            raise ValueError(
+                "NumpyMask: array is not known while the program is traced; pass it to attention as"
+                " mask=, which takes JAX's arrays, or make the mask outside of jax.jit."
+            )
         array = np.array(array)
         if array.ndim != 2 or array.dtype != np.bool_:
             raise ValueError(
