@@ -3,25 +3,35 @@
 Elementwise operations that read one array alone are a function of a number. It is evaluated in float64
 at a few points and compared with the activations of the operators. Constants of the program may be
 rounded to its dtype, as 0.044715 is in bfloat16: the values may be off by that much, and no more.
+
+Functions with corners, and those with a derivative of their own (`jax.custom_jvp`), are compared at more
+points, and their derivatives are compared too: at a corner they are a convention.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives
 
 from jaxfused.fusion import graph
 from jaxfused.fusion.algebra import between, passed_on, rounding
 from jaxfused.fusion.constants import elementwise, scalar
-from jaxfused.fusion.graph import Node, Value
+from jaxfused.fusion.graph import Graph, Node, Value
 from jaxfused.runtime.activation import FUNCTIONS
 
 POINTS = np.concatenate([np.linspace(-6.0, 6.0, 41), [-1e-3, 1e-3, 11.0, -11.0]])
 """Arguments at which an unknown function is compared with each activation."""
+_CORNERS = np.array([0.0, 3.0, -3.0, 6.0])
+"""Arguments at which the derivatives of activations jump."""
+_AFAR = np.concatenate(
+    [np.linspace(-30.0, 30.0, 241), np.outer([-1.0, 1.0], 10.0 ** np.arange(2, 31, 2)).reshape(-1)]
+)
+"""Arguments at which a function with corners is compared too: it may be clipped anywhere."""
 _LONGEST = 24
 
 
@@ -40,23 +50,26 @@ def activation_of(z: Value) -> Activated | None:
         # A cast after an activation belongs to it, but casts alone are no activation.
         if any(passed_on(node) is None for node in covered):
             name = _name(z, result, covered)
-            if name is not None:
+            if name is not None and _has_derivative(name, z, result, covered):
                 best = Activated(name, result, frozenset(covered))
     return best
 
 
 def why_no_activation(z: Value) -> str:
     """Returns why the operations after `z` are no known activation; "" if they resemble none."""
+    reason = ""
     for result, covered in _functions_of(z):
-        names = {node.name for node in covered}
-        if "max" in names and _values(z, result, covered) is not None:
-            return (
-                "jnp.maximum(x, 0) has the derivative 0.5 at 0, and the operator's relu has 0;"
-                " write jax.nn.relu"
+        if all(passed_on(node) is not None for node in covered):
+            continue
+        name = _name(z, result, covered)
+        if name is not None:
+            reason = (
+                f"it has the values of {name}, but another derivative at a corner;"
+                f" write jax.nn.{name.removesuffix('2')}"
             )
-        if names & {"tanh", "erf", "erfc", "logistic", "custom_jvp_call"}:
-            return "the activation is none of " + ", ".join(_MADE_OF)
-    return ""
+        elif not reason and _made_of(covered) & _TELLING:
+            reason = "the activation is none of " + ", ".join(_MADE_OF)
+    return reason
 
 
 def _functions_of(z: Value) -> Iterator[tuple[Value, set[Node]]]:
@@ -89,139 +102,223 @@ def _is_function(node: Node, made: set[Value]) -> bool:
     """Whether the operation is elementwise, with operands that are in `made` or single numbers."""
     if len(node.outs) != 1 or node.name == "stop_gradient":
         return False
-    if not node.out.is_floating and node.name not in ("gt", "ge", "lt", "le"):
+    if not node.out.is_floating and node.out.dtype != np.bool_:
         return False
-    if elementwise(node) is None and not is_relu(node):
+    if elementwise(node) is None and _body(node) is None:
         return False
     return all(value in made or scalar(value) is not None for value in node.ins) and all(
         value.shape == node.out.shape for value in node.ins if value in made
     )
 
 
-def is_relu(node: Node) -> bool:
-    """Returns whether the operation is `jax.nn.relu`, in its values and its derivative."""
-    if node.eqn.primitive is not primitives.custom_jvp_call_p or len(node.ins) != 1:
-        return False
-    inner = graph.build(node.params["call_jaxpr"])
-    names = [n.name for n in inner.nodes]
-    if names != ["max"] or len(inner.inputs) != 1 or inner.outputs != inner.nodes[0].outs:
-        return False
-    operands = inner.nodes[0].ins
-    if not any(v is inner.inputs[0] for v in operands) or not any(scalar(v) == 0 for v in operands):
-        return False
-    return _has_slope_of_relu(node)
+def _body(node: Node) -> Graph | None:
+    """Returns the operations of a `jax.custom_jvp` of one result, or None."""
+    if node.eqn.primitive is not primitives.custom_jvp_call_p or len(node.outs) != 1:
+        return None
+    if _body not in node.out.facts:
+        node.out.facts[_body] = graph.build(node.params["call_jaxpr"])
+    return node.out.facts[_body]
 
 
-def _has_slope_of_relu(node: Node) -> bool:
-    """Whether the derivative, which may be a custom_jvp of the user, is that of `jax.nn.relu`."""
-    x = node.ins[0].struct
-    derivative = jax.make_jaxpr(
-        lambda x, dx: jax.jvp(lambda x: graph.bind(node.eqn, [x])[0], (x,), (dx,))[1]
-    )(x, x)
-    program = graph.build(derivative)
-    (x_in, dx_in), (slope,) = program.inputs, program.outputs
-    points = np.array([-1.0, 0.0, 1.0])
-    nodes = between(slope, {x_in, dx_in})
-    values = _evaluated({x_in: points, dx_in: np.ones(3)}, slope, nodes)
-    return values is not None and np.broadcast_to(values, 3).tolist() == [0.0, 0.0, 1.0]
-
-
-def _values(z: Value, result: Value, covered: set[Node]) -> np.ndarray | None:
-    """Returns the function from `z` to `result` at POINTS, or None if it cannot be evaluated."""
-    return _evaluated({z: POINTS}, result, covered)
+def _made_of(nodes: Iterable[Node]) -> set[str]:
+    """Returns the names of the operations, and of those inside a custom_jvp."""
+    names = set()
+    for node in nodes:
+        names.add(node.name)
+        inner = _body(node)
+        if inner is not None:
+            names |= _made_of(inner.nodes)
+    return names
 
 
 def _evaluated(
-    arrays: dict[Value, np.ndarray], result: Value, nodes: set[Node]
+    arrays: dict[Value, np.ndarray], result: Value, nodes: Iterable[Node]
 ) -> np.ndarray | None:
+    """Returns `result`, computed by the operations from known arrays, or None if it cannot be."""
+    arrays = dict(arrays)
+
+    def known(value: Value) -> np.ndarray | None:
+        return arrays[value] if value in arrays else _number(value)
+
     for node in sorted(nodes, key=lambda node: node.order):
-        number = scalar(node.out) if len(node.outs) == 1 else None
-        if number is not None:
-            arrays[node.out] = np.asarray(number)
+        if len(node.outs) != 1 or known(node.out) is not None:
             continue
-        function: Callable[..., Any] | None = elementwise(node)
-        if node.eqn.primitive is primitives.custom_jvp_call_p and is_relu(node):
-            function = functools.partial(np.maximum, 0.0)
-        if function is None:
-            return None
-        ins = [arrays[v] if v in arrays else scalar(v) for v in node.ins]
+        ins = [known(value) for value in node.ins]
         if any(array is None for array in ins):
             return None
-        with np.errstate(all="ignore"):
-            arrays[node.out] = function(*ins)
-    return arrays.get(result)
+        inner, function = _body(node), elementwise(node)
+        if inner is not None:
+            given = dict(zip(inner.inputs, ins, strict=True))
+            made = _evaluated(given, inner.outputs[0], inner.nodes)
+        elif function is not None:
+            with np.errstate(all="ignore"):
+                made = function(*ins)
+        elif node.name == "broadcast_in_dim" and node.ins[0].ndim == 0:
+            made = ins[0]
+        else:
+            return None
+        if made is None:
+            return None
+        arrays[node.out] = made
+    return known(result)
+
+
+def _number(value: Value) -> np.ndarray | None:
+    number = scalar(value)
+    return None if number is None else np.asarray(number)
 
 
 def _name(z: Value, result: Value, covered: set[Node]) -> str | None:
-    if any(
-        node.name in ("max", "min", "select_n", "abs", "sign") and passed_on(node) is None
-        for node in covered
-    ):
-        # The derivative at a kink is a convention, and only that of `jax.nn.relu` is known to agree.
+    """Returns the activation that has a function's values, or None."""
+    made_of = _made_of(covered)
+    points = _points(covered, made_of)
+    values = _evaluated({z: points}, result, covered)
+    if values is None or values.shape != points.shape:
         return None
-    values = _values(z, result, covered)
-    if values is None:
-        return None
-    made_of = {node.name for node in covered}
     slack: np.ndarray | None = None
     for name, parts in _MADE_OF.items():
         if not made_of & parts:
             continue
-        off = np.abs(values - _activation_values(name))
-        if off.max() < _FAR:
-            slack = _slack(z, result, covered, values) if slack is None else slack
+        expected = _expected(name, points)
+        off = np.abs(values - expected)
+        if (off <= _FAR * np.maximum(np.abs(expected), 1.0)).all():
+            if slack is None:
+                slack = _slack(z, result, covered, points, values)
             if (off <= slack).all():
                 return name
     return None
 
 
+def _points(covered: set[Node], made_of: set[str]) -> np.ndarray:
+    """Returns the arguments at which a function is evaluated."""
+    if not made_of & _KINKS:
+        return POINTS
+    numbers = [scalar(value) for node in covered for value in node.ins]
+    near = [n for n in numbers if n is not None and math.isfinite(n)]
+    around = np.outer(near, (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)).reshape(-1)
+    return np.concatenate([POINTS, _CORNERS, _AFAR, around])
+
+
 _FAR = 0.1
 _ARITHMETIC = 1e-13
-"""Largest difference between two forms of one activation at POINTS, in float64."""
+"""Largest difference between two forms of one activation, in float64, relative above 1."""
 
 
-def _slack(z: Value, result: Value, covered: set[Node], values: np.ndarray) -> np.ndarray:
+def _slack(
+    z: Value, result: Value, covered: set[Node], points: np.ndarray, values: np.ndarray
+) -> np.ndarray:
     """Returns how far rounded constants may have moved a function at each point.
 
     Constants of few bits, such as 0.5, 1 and 3, are taken to be exact.
     """
-    slack = np.full(POINTS.shape, _ARITHMETIC)
-    for constant in {v for node in covered for v in node.ins if scalar(v) is not None}:
-        number = scalar(constant)
-        assert number is not None
-        is_exact = (math.frexp(number)[0] * 8).is_integer()
-        if not is_exact:
-            # A computed constant has been rounded more than once, hence 1.25 roundings.
-            moved = number * (1 + 1.25 * rounding(number, constant))
-            shifted = _evaluated({z: POINTS, constant: np.asarray(moved)}, result, covered)
-            assert shifted is not None
-            slack += np.abs(shifted - values)
+    slack = _ARITHMETIC * np.maximum(np.abs(values), 1.0)
+    for constant, number in _rounded_constants(covered).items():
+        # A computed constant has been rounded more than once, hence 1.25 roundings.
+        moved = number * (1 + 1.25 * rounding(number, constant))
+        shifted = _evaluated({z: points, constant: np.asarray(moved)}, result, covered)
+        assert shifted is not None
+        slack += np.abs(shifted - values)
     return slack
 
+
+def _rounded_constants(covered: set[Node]) -> dict[Value, float]:
+    """Returns the constants of more than a few bits, with their numbers."""
+    constants = {}
+    for value in (value for node in covered for value in node.ins):
+        number = scalar(value)
+        if number is not None and not (math.frexp(number)[0] * 8).is_integer():
+            constants[value] = number
+    return constants
+
+
+def _has_derivative(name: str, z: Value, result: Value, covered: set[Node]) -> bool:
+    """Whether a function that has an activation's values has its derivative too, at corners as well."""
+    made_of = _made_of(covered)
+    if not made_of & _KINKS:
+        return True
+    nodes = sorted(covered, key=lambda node: node.order)
+
+    def function(x: jax.Array) -> jax.Array:
+        known: dict[Value, jax.Array] = {z: x}
+        for node in nodes:
+            ins = [
+                known[v] if v in known else jnp.full(v.shape, scalar(v), v.dtype) for v in node.ins
+            ]
+            (known[node.out],) = graph.bind(node.eqn, ins)
+        return known[result]
+
+    points = _points(covered, made_of)
+    derivative = _derivative(function, z.struct, points)
+    expected = _expected_derivative(name, points)
+    off = 4 * sum(rounding(n, value) for value, n in _rounded_constants(covered).items())
+    return derivative is not None and bool(
+        (np.abs(derivative - expected) <= 1e-9 + off * np.abs(expected)).all()
+    )
+
+
+_KINKS = frozenset(
+    {"max", "min", "clamp", "select_n", "abs", "sign", "rem", "custom_jvp_call"}
+    | {"eq", "ne", "gt", "ge", "lt", "le", "and", "or", "not"}
+)
+"""Operations that have corners or jumps, or a derivative of their own."""
+_EXPONENTIAL = {"logistic", "exp", "tanh"}
+_CORNERED = {"custom_jvp_call", "select_n", "max", "clamp", "gt"}
 
 _MADE_OF: dict[str, set[str]] = {
     "gelu_tanh": {"tanh"},
     "gelu_erf": {"erf", "erfc"},
-    "quick_gelu": {"logistic", "exp"},
-    "silu": {"logistic", "exp"},
-    "sigmoid": {"logistic", "exp"},
-    "tanh": {"tanh"},
-    "relu": {"custom_jvp_call"},
-    "relu2": {"custom_jvp_call"},
+    "quick_gelu": _EXPONENTIAL,
+    "silu": _EXPONENTIAL,
+    "mish": _EXPONENTIAL,
+    "sigmoid": _EXPONENTIAL,
+    "tanh": _EXPONENTIAL,
+    "relu": _CORNERED,
+    "relu2": _CORNERED,
+    "relu6": _CORNERED,
+    "leaky_relu": _CORNERED,
+    "hard_sigmoid": _CORNERED,
+    "hard_swish": _CORNERED,
 }
 """Operations that name each activation: it contains at least one of them.
 
 By values alone, the two gelus could not be told apart if constants are rounded to 16 bits.
 """
+_TELLING = frozenset({"tanh", "erf", "erfc", "logistic"} | _CORNERED)
+"""Operations that an activation has, also one that no operator takes."""
+
+
+def _derivative(
+    function: Callable[[jax.Array], jax.Array], x: jax.ShapeDtypeStruct, points: np.ndarray
+) -> np.ndarray | None:
+    """Returns the derivative of an elementwise function of arrays like x, or None if it is unknown."""
+    program = graph.build(jax.make_jaxpr(lambda x, dx: jax.jvp(function, (x,), (dx,))[1])(x, x))
+    (x_in, dx_in), (slope,) = program.inputs, program.outputs
+    arrays = {x_in: points, dx_in: np.ones_like(points)}
+    values = _evaluated(arrays, slope, between(slope, {x_in, dx_in}))
+    return None if values is None else np.broadcast_to(values, points.shape)
+
+
+_ONE = jax.ShapeDtypeStruct((1,), "float64")
 
 
 @functools.cache
-def _activation_values(name: str) -> np.ndarray:
-    """Returns an activation at POINTS, with its constants in float64."""
+def _known(name: str) -> Graph:
+    """Returns the operations of an activation in float64."""
     with jax.core.ensure_compile_time_eval(), jax.enable_x64(True):
-        jaxpr = jax.make_jaxpr(FUNCTIONS[name])(jax.ShapeDtypeStruct((1,), "float64"))
-        program = graph.build(jaxpr)
-        (z,), (result,) = program.inputs, program.outputs
-        values = _values(z, result, set(program.nodes))
+        return graph.build(jax.make_jaxpr(FUNCTIONS[name])(_ONE))
+
+
+def _expected(name: str, points: np.ndarray) -> np.ndarray:
+    """Returns an activation at the points."""
+    program = _known(name)
+    values = _evaluated({program.inputs[0]: points}, program.outputs[0], program.nodes)
+    assert values is not None, name
+    return values
+
+
+def _expected_derivative(name: str, points: np.ndarray) -> np.ndarray:
+    """Returns the derivative of an activation at the points."""
+    with jax.core.ensure_compile_time_eval(), jax.enable_x64(True):
+        values = _derivative(FUNCTIONS[name], _ONE, points)
     assert values is not None, name
     return values

@@ -35,6 +35,8 @@ def _quotient(x, y):
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "abs": np.abs,
     "add": np.add,
+    "add_any": np.add,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "copy": lambda x: x,
     "copy_p": lambda x: x,
     "div": _quotient,
@@ -58,6 +60,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "ne": np.not_equal,
     "neg": np.negative,
     "not": np.logical_not,
+    "one_minus_square": lambda x: (1 - x) * (1 + x),
     "rem": np.fmod,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "select_n": lambda which, *cases: np.where(which, cases[1], cases[0]),

@@ -200,7 +200,7 @@ def _sums_before(root: Node) -> Iterator[Node]:
 
 # --- values computed from the moments -------------------------------------------------------------
 
-_ARRAY, _MEAN, _DEVIATION, _EARLIER = Value(None), Value(None), Value(None), Value(None)
+ARRAY, MEAN, DEVIATION, _EARLIER = Value(None), Value(None), Value(None), Value(None)
 """Placeholders for the array, its mean, their difference, and a value that is matched already."""
 
 
@@ -220,10 +220,10 @@ def normalised(moments: Moments, value: Value, layout: Layout) -> Affine | None:
 
     def stop(seen: View) -> View | None:
         if moments.frame.is_source(seen):
-            return View(_ARRAY, ())
+            return View(ARRAY, ())
         if moments.is_deviation(seen):
-            return View(_DEVIATION, ())
-        return View(_MEAN, ()) if moments.is_mean(seen) else None
+            return View(DEVIATION, ())
+        return View(MEAN, ()) if moments.is_mean(seen) else None
 
     parts = total(value, layout, look=look)
     if parts.constant != 0.0:
@@ -233,13 +233,13 @@ def normalised(moments: Moments, value: Value, layout: Layout) -> Affine | None:
     for term in parts.terms:
         powers = product(*term.view, stop=stop, look=look)
         powers.constant *= term.factor
-        if any(seen.base in (_ARRAY, _MEAN, _DEVIATION) for seen in powers.powers):
+        if is_of_array(powers):
             products.append(powers)
         elif term.factor == 1.0:
             summands.append(term.view)
         else:
             return None
-    times = _deviation_of(products)
+    times = deviation_of(products)
     if times is None or times.constant != 1.0:
         return None
     epsilon: float | None = None
@@ -256,21 +256,26 @@ def normalised(moments: Moments, value: Value, layout: Layout) -> Affine | None:
     return None if epsilon is None else Affine(tuple(factors), tuple(summands), epsilon)
 
 
-def _deviation_of(products: list[Product]) -> Product | None:
+def is_of_array(powers: Product) -> bool:
+    """Returns whether a product contains the array, its mean or their difference."""
+    return any(seen.base in (ARRAY, MEAN, DEVIATION) for seen in powers.powers)
+
+
+def deviation_of(products: list[Product]) -> Product | None:
     """Returns the factor of (x - mean), written as one term or as `a * x - a * mean`, or None."""
 
     def taken_out(powers: Product, base: Value) -> Product | None:
         rest = dict(powers.powers)
         power = rest.pop(View(base, ()), 0.0)
-        others = any(seen.base in (_ARRAY, _MEAN, _DEVIATION) for seen in rest)
-        return None if power != 1.0 or others else Product(powers.constant, rest)
+        factor = Product(powers.constant, rest)
+        return None if power != 1.0 or is_of_array(factor) else factor
 
     if len(products) == 1:
-        return taken_out(products[0], _DEVIATION)
+        return taken_out(products[0], DEVIATION)
     if len(products) != 2:
         return None
     for first, second in (products, products[::-1]):
-        array, mean = taken_out(first, _ARRAY), taken_out(second, _MEAN)
+        array, mean = taken_out(first, ARRAY), taken_out(second, MEAN)
         if array is not None and mean is not None and array.powers == mean.powers:
             return array if array.constant == -mean.constant else None
     return None
@@ -307,7 +312,7 @@ def scaled(
     return None if factors is None else Affine(tuple(factors), tuple(summands), None)
 
 
-_STEPS = frozenset({"mul", "div", "add", "sub", "integer_pow"}) | {
+_STEPS = frozenset({"mul", "div", "add", "sub", "neg", "integer_pow"}) | {
     "reshape",
     "broadcast_in_dim",
     "squeeze",

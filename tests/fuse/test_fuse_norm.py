@@ -47,6 +47,21 @@ def rounded_before_scale(x, scale, bias):
     return y.astype(x.dtype) * scale.astype(x.dtype) + bias.astype(x.dtype)
 
 
+def keras(x, scale, bias):
+    y = wide(x)
+    mean, variance = y.mean(-1, keepdims=True), y.var(-1, keepdims=True)
+    inverse = jax.lax.rsqrt(variance + 1e-3) * scale
+    return (y * inverse + (-mean * inverse + bias)).astype(x.dtype)
+
+
+def tensorflow(x, scale, bias):
+    y = wide(x)
+    mean = y.mean(-1, keepdims=True)
+    variance = jnp.square(y).mean(-1, keepdims=True) - jnp.square(mean)
+    inverse = scale / jnp.sqrt(variance + 1e-3)
+    return (y * inverse + (bias - mean * inverse)).astype(x.dtype)
+
+
 def without_parameters(x, scale, bias):
     y = wide(x)
     y = y - y.mean(-1, keepdims=True)
@@ -56,7 +71,15 @@ def without_parameters(x, scale, bias):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "norm",
-    [flax_fast_variance, by_deviations, by_jnp_var, rounded_before_scale, without_parameters],
+    [
+        flax_fast_variance,
+        by_deviations,
+        by_jnp_var,
+        rounded_before_scale,
+        keras,
+        tensorflow,
+        without_parameters,
+    ],
 )
 def test_layer_norm_in_its_spellings(norm, dtype):
     args = inputs(dtype)
@@ -64,6 +87,32 @@ def test_layer_norm_in_its_spellings(norm, dtype):
         assert_fuses(lambda x: norm(x, None, None), args[0], into={"layer_norm": 1})
     else:
         assert_fuses(norm, *args, into={"layer_norm": 1})
+
+
+def test_a_norm_of_keras_after_a_residual_sum_with_two_readers():
+    def f(x, residual, scale, bias):
+        y = keras(x + residual, scale, bias)
+        return 2 * y, y + 1, x + residual
+
+    x, scale, bias = inputs("float32")
+    assert_fuses(f, x, x[::-1], scale, bias, into={"layer_norm": 1})
+
+
+@pytest.mark.parametrize("sign, axis", [(1, -1), (-1, 1)])
+def test_two_terms_that_are_no_difference_from_the_mean(sign, axis):
+    def f(x, scale, bias):
+        inverse = jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-3) * scale
+        return x * inverse + (bias + sign * x.mean(axis, keepdims=True) * inverse)
+
+    assert_left_alone(f, *inputs("float32"))
+
+
+def test_the_difference_from_the_mean_over_another_axis_is_no_norm():
+    def f(x, scale, bias):
+        centred = x - x.mean(1, keepdims=True)
+        return centred * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-3) * scale + bias
+
+    assert_left_alone(f, *inputs("float32"))
 
 
 def times_rsqrt(x, scale):

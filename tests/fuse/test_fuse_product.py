@@ -43,6 +43,17 @@ ACTIVATIONS = {
     "x_over_1_plus_exp": lambda x: x / (1 + jnp.exp(-x)),
     "relu": jax.nn.relu,
     "relu2": lambda x: jax.nn.relu(x) ** 2,
+    "relu6": jax.nn.relu6,
+    "leaky_relu": jax.nn.leaky_relu,
+    "hard_sigmoid": jax.nn.hard_sigmoid,
+    "hard_swish": jax.nn.hard_swish,
+    "mish": jax.nn.mish,
+    "relu_by_where": lambda x: jnp.where(x > 0, x, 0),
+    "relu_by_mask": lambda x: x * (x > 0),
+    "relu6_by_clamp": lambda x: jax.lax.clamp(x.dtype.type(0), x, x.dtype.type(6)),
+    "hard_swish_by_relu6": lambda x: x * (jax.nn.relu6(x + 3) * (1 / 6)),
+    "mish_by_log1p": lambda x: x * jnp.tanh(jnp.log1p(jnp.exp(x))),
+    "silu_by_tanh": lambda x: 0.5 * x * (1 + jnp.tanh(0.5 * x)),
     "wide_gelu": lambda x: jax.nn.gelu(wide(x)).astype(x.dtype),
 }
 
@@ -221,8 +232,9 @@ def test_a_product_alone_is_left_alone():
         lambda x: 0.5 * x * (1 + jnp.tanh(0.8 * (x + 0.05 * x**3))),
         lambda x: jnp.tanh(1.1 * x),
         jax.nn.softplus,
-        jax.nn.relu6,
+        jax.nn.selu,
         jax.nn.elu,
+        jax.nn.hard_tanh,
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -271,13 +283,50 @@ def test_a_maximum_is_no_relu_where_it_bends():
     assert_left_alone(f, x_of("float32"), weights(16, 8), because="write jax.nn.relu")
 
 
+@pytest.mark.parametrize(
+    "activation, because",
+    [
+        (lambda x: jnp.clip(x, 0, 6), "write jax.nn.relu6"),
+        (lambda x: jnp.where(x >= 0, x, 0), "jax.nn.relu"),
+        (lambda x: jnp.where(x > 0, x, 0.01 * x), "jax.nn.leaky_relu"),
+        (lambda x: jnp.maximum(x, 0.01 * x), "jax.nn.leaky_relu"),
+        (lambda x: jax.nn.leaky_relu(x, 0.2), "none of"),
+        (lambda x: jnp.where(x > 1e-4, x, 0), "none of"),
+        (lambda x: jnp.where(x > -1e-6, x, 0), "none of"),
+    ],
+    ids=["clip", "from 0", "leak from 0", "leak by max", "leak", "above", "below"],
+)
+def test_an_activation_whose_corner_is_another_is_left_alone(activation, because):
+    def f(x, w):
+        return activation(x @ w)
+
+    assert_left_alone(f, x_of("float32"), weights(16, 8), because=because)
+
+
+@pytest.mark.parametrize("most", [20.0, 1e5])
+def test_a_relu_that_is_clipped_keeps_its_clip(most):
+    def f(x, w):
+        return jnp.minimum(jax.nn.relu(x @ w), most)
+
+    x = 1e6 * x_of("float32")
+    assert counts(f, x, weights(16, 8)) == {"linear": 1}
+    y = jaxfused.fuse(f)(x, weights(16, 8))
+    assert float(y.max()) == most
+
+
 def test_a_relu_of_the_users_own_gradient_is_a_wall():
     @jax.custom_jvp
     def relu(x):
         return jnp.maximum(x, 0)
 
-    relu.defjvp(lambda x, dx: (relu(*x), dx[0] * 0.5))
-    assert_left_alone(lambda x, w: relu(x @ w), x_of("float32"), weights(16, 8))
+    for slope in (0.0, 0.01, 0.5):
+        relu.defjvp(lambda x, dx, slope=slope: (relu(*x), jnp.where(x[0] > 0, 1, slope) * dx[0]))
+        if slope:
+            assert_left_alone(lambda x, w: relu(x @ w), x_of("float32"), weights(16, 8))
+        else:
+            assert_fuses(
+                lambda x, w: relu(x @ w), x_of("float32"), weights(16, 8), into={"linear": 1}
+            )
 
 
 def test_a_hidden_layer_that_is_used_elsewhere_is_no_mlp():

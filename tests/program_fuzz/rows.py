@@ -8,6 +8,13 @@ ACTIVATIONS = (
     "jax.nn.gelu({z}, approximate=False)",
     "jax.nn.silu({z})",
     "jnp.square(jax.nn.relu({z}))",
+    "jax.nn.relu6({z})",
+    "jax.nn.leaky_relu({z})",
+    "jax.nn.hard_swish({z})",
+    "{z} * jax.nn.relu6({z} + 3) / 6",
+    "jax.nn.hard_sigmoid({z})",
+    "jax.nn.mish({z})",
+    "jnp.where({z} > 0, {z}, 0)",
     "{z} * jax.nn.sigmoid(1.702 * {z})",
     "{z} / (1 + jnp.exp(-{z}))",
     "0.5 * {z} * (1 + jnp.tanh(np.sqrt(2 / np.pi).item() * ({z} + 0.044715 * {z}**3)))",
@@ -28,6 +35,12 @@ ODD_ACTIVATIONS = (
     "0.5 * {z} * (1 + jnp.tanh(0.8 * ({z} + 0.0447 * {z}**3)))",
     "jax.nn.gelu({z} * {n})",
     "jnp.maximum({z}, 0)",
+    "jnp.clip({z}, 0, 6)",
+    "jnp.minimum(jax.nn.relu({z}), {n})",
+    "jnp.where({z} > {n}, {z}, 0)",
+    "jax.nn.leaky_relu({z}, {n})",
+    "jax.nn.relu6({z} + {n}) / 6",
+    "{z} * jax.nn.relu6({z} + 3) * {n}",
     "jax.nn.relu({z} - {n})",
     "jax.nn.elu({z})",
     "jax.nn.softplus({z})",
@@ -134,6 +147,23 @@ def divided(w: Writer, array: str, variance: str, factor: str | None) -> str:
     )
 
 
+def in_two_terms(w: Writer, x: str, axis: int, variance: str, factor: str | None) -> str:
+    """Writes x * inverse + (bias - mean * inverse), as Keras does."""
+    shape, kept = w.shapes[x], w.shapes[variance]
+    inverse = w.perturbed(w.let(f"lax.rsqrt({variance} + 1e-3)", kept))
+    if factor is not None:
+        inverse = w.let(f"{inverse} * {factor}", ())
+        del w.shapes[inverse]  # It depends on the factor.
+    if w.odd():
+        middle = w.let(f"{x}.mean(1, keepdims=True)", (shape[0], 1, *shape[2:]))
+    else:
+        middle = w.perturbed(w.let(f"{x}.mean({axis}, keepdims=True)", kept))
+    bias = w.input(shape[-1])
+    number = f" * {w.number()}" if w.odd() else ""
+    shift = w.pick(f"({bias} - {middle} * {inverse}{number})", f"-{middle} * {inverse} + {bias}")
+    return w.let(w.pick(f"{x} * {inverse} + {shift}", f"{shift} + {x} * {inverse}"), shape)
+
+
 def norm(w: Writer, x: str) -> str:
     """Writes LayerNorm or RMSNorm, sometimes after a residual sum."""
     shape = w.shapes[x]
@@ -156,7 +186,10 @@ def norm(w: Writer, x: str) -> str:
             )
     if w.shapes[array] != shape:
         array = y
-    y = w.perturbed(divided(w, array, variance, factor))
+    if not is_rms and axis != -2 and w.draw.chance(0.25):
+        y = w.perturbed(in_two_terms(w, y, axis, variance, factor))
+    else:
+        y = w.perturbed(divided(w, array, variance, factor))
     if w.draw.chance(0.4):
         bias = w.input(shape[-1])
         y = w.perturbed(w.let(w.pick(f"{y} + {bias}", f"{bias} + {y}", f"{y} - {bias}"), shape))

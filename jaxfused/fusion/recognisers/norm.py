@@ -4,12 +4,13 @@ It starts at a root or a reciprocal root of `mean square + epsilon`, or of `vari
 follows its uses: u * rstd * scale + bias in any order of products and quotients.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from jaxfused.fusion import moments
 from jaxfused.fusion.algebra import (
     Mean,
     Product,
@@ -65,18 +66,33 @@ def _find_at(book: Book, root: Node) -> None:
     if isinstance(found, Mean):
         _miss_axes(book, root, found)
         return
+    best = _last_match(_made_of(root.out), found)
+    if not isinstance(best, _Match):
+        reason = best or "nothing is multiplied by it and by the normalised array"
+        # In x * inv + (bias - mean * inv), the root's uses meet again in the result.
+        for value in moments.made_of(root.out):
+            first = _match(value, found)
+            if isinstance(first, _Match):
+                longer = _last_match(_made_of(value), found)
+                best = longer if isinstance(longer, _Match) else first
+                break
+        else:
+            book.miss(found.operator, root, reason)
+            return
+    _add(book, root, found, best)
+
+
+def _last_match(values: Iterable[Value], found: Statistics) -> "_Match | str":
+    """Returns the last of the values that is a norm's result, or why none is."""
     best: _Match | None = None
-    reason = "nothing is multiplied by it and by the normalised array"
-    for value in _made_of(root.out):
+    reason = ""
+    for value in values:
         matched = _match(value, found)
         if isinstance(matched, _Match):
             best = matched
         elif matched:
             reason = matched
-    if best is None:
-        book.miss(found.operator, root, reason)
-        return
-    _add(book, root, found, best)
+    return best or reason
 
 
 # --- the root -------------------------------------------------------------------------------------
@@ -220,7 +236,7 @@ def _match(value: Value, found: Statistics) -> _Match | str:
     x = found.x
     if value.shape != x.shape:
         return ""
-    normalised: Product | None = None
+    products: list[Product] = []
     bias: list[Value] = []
     shifts: list[Value] = []
     parts = total(value)
@@ -229,10 +245,8 @@ def _match(value: Value, found: Statistics) -> _Match | str:
     for term in parts.terms:
         powers = product(*term.view, stop=lambda seen: _as_normalised(seen, found))
         powers.constant *= term.factor
-        if any(seen.base is _NORMALISED for seen in powers.powers):
-            if normalised is not None:
-                return "the normalised array is in two terms of a sum"
-            normalised = powers
+        if moments.is_of_array(powers):
+            products.append(powers)
             continue
         summand = vector(term.view, value.ndim)
         shift = per_image(term.view, value.ndim)
@@ -242,15 +256,15 @@ def _match(value: Value, found: Statistics) -> _Match | str:
             bias.append(summand)
         elif shift is not None:
             shifts.append(shift)
-    if normalised is None or len(bias) > 1 or len(shifts) > 1:
+    normalised = moments.deviation_of(products)
+    if normalised is None:
+        return "the normalised array is in two terms of a sum" if len(products) > 1 else ""
+    if len(bias) > 1 or len(shifts) > 1:
         return ""
     scale = []
     factors: list[Value] = []
     for seen, power in normalised.powers.items():
-        if seen.base is _NORMALISED:
-            if power != 1.0:
-                return ""
-        elif seen.base is found.argument.base and power == -0.5:
+        if seen.base is found.argument.base and power == -0.5:
             if not _over_rows(seen, value):
                 return ""
         else:
@@ -289,18 +303,18 @@ def _match(value: Value, found: Statistics) -> _Match | str:
     )
 
 
-_NORMALISED = Value(None)
-"""Placeholder for the array, or its difference from the mean, before it is multiplied by rstd."""
-
-
 def _as_normalised(seen: View, found: Statistics) -> View | None:
+    # `product` looks through views, such as one that drops an axis of length 1.
+    is_array = core(seen.base) is found.x or seen == view(found.x)
     if found.operator == "rms_norm":
-        # `product` looks through views, such as one that drops an axis of length 1.
-        is_normalised = core(seen.base) is found.x or seen == view(found.x)
-    else:
-        moment = _deviation(seen.base)
-        is_normalised = moment is not None and core(moment.argument) is found.x
-    return View(_NORMALISED, ()) if is_normalised else None
+        return View(moments.DEVIATION, ()) if is_array else None
+    if is_array:
+        return View(moments.ARRAY, ())
+    for of_what, moment in ((moments.DEVIATION, _deviation(seen.base)), (moments.MEAN, mean(seen))):
+        of_x = moment is not None and core(moment.argument) is found.x and moment.is_in_place
+        if moment is not None and of_x and moment.axes == (found.x.ndim - 1,):
+            return View(of_what, ())
+    return None
 
 
 def _over_rows(seen: View, value: Value) -> bool:
