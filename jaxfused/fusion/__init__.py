@@ -24,8 +24,9 @@ A recogniser starts at an operation that its operator cannot do without (the roo
 softmax of an attention), and asks for the algebra around it (`algebra`), however it is written: a
 product of powers, a sum of terms, a mean, seen through casts and broadcasts, and for images through
 reshapes and transpositions (`frame`, `moments`). Activations are recognised by their values, and by
-their derivatives if they have corners (`activation`). What it finds is a `site`: inputs, outputs and the operations between them, whose
-results nothing else may use. `evaluate` runs the program with its sites, and the rest unchanged.
+their derivatives if they have corners (`activation`). What it finds is a `site`: inputs, outputs and
+the operations between them, whose results nothing else may use. `evaluate` runs the program with its
+sites, and the rest unchanged.
 
 The rules are these:
 
