@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives
 
@@ -143,8 +142,8 @@ def _evaluated(
     for node in sorted(nodes, key=lambda node: node.order):
         if len(node.outs) != 1 or known(node.out) is not None:
             continue
-        ins = [known(value) for value in node.ins]
-        if any(array is None for array in ins):
+        ins = [array for array in map(known, node.ins) if array is not None]
+        if len(ins) != len(node.ins):
             return None
         inner, function = _body(node), elementwise(node)
         if inner is not None:
@@ -231,6 +230,13 @@ def _rounded_constants(covered: set[Node]) -> dict[Value, float]:
     return constants
 
 
+def _full(constant: Value) -> jax.Array:
+    """Returns the array of a constant that is one number."""
+    number, struct = scalar(constant), constant.struct
+    assert number is not None
+    return jax.lax.full(struct.shape, number, struct.dtype, sharding=struct.sharding)
+
+
 def _has_derivative(name: str, z: Value, result: Value, covered: set[Node]) -> bool:
     """Whether a function that has an activation's values has its derivative too, at corners as well."""
     made_of = _made_of(covered)
@@ -241,9 +247,7 @@ def _has_derivative(name: str, z: Value, result: Value, covered: set[Node]) -> b
     def function(x: jax.Array) -> jax.Array:
         known: dict[Value, jax.Array] = {z: x}
         for node in nodes:
-            ins = [
-                known[v] if v in known else jnp.full(v.shape, scalar(v), v.dtype) for v in node.ins
-            ]
+            ins = [known[v] if v in known else _full(v) for v in node.ins]
             (known[node.out],) = graph.bind(node.eqn, ins)
         return known[result]
 
