@@ -152,7 +152,7 @@ def _evaluated(
         elif function is not None:
             with np.errstate(all="ignore"):
                 made = function(*ins)
-        elif node.name == "broadcast_in_dim" and node.ins[0].ndim == 0:
+        elif node.name in _SAME or (node.name == "broadcast_in_dim" and node.ins[0].ndim == 0):
             made = ins[0]
         else:
             return None
@@ -160,6 +160,10 @@ def _evaluated(
             return None
         arrays[node.out] = made
     return known(result)
+
+
+_SAME = ("reshard", "pvary", "pcast")
+"""Operations of derivatives that keep all numbers, for types with shardings or a shard_map's axes."""
 
 
 def _number(value: Value) -> np.ndarray | None:
