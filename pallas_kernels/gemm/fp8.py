@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.activation import IN_KERNELS, Functions
-from pallas_kernels.activation import activation as activate
 from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.fused_product import FusedProduct
 from pallas_kernels.gemm.matmul import GRAIN, fits, fitting
@@ -152,6 +151,7 @@ def layer(
     bias: jax.Array | None,
     residual: jax.Array | None,
     options: LayerOptions,
+    functions: Functions = IN_KERNELS,
 ) -> FusedProduct:
     """Returns y = activation(z) + residual, z, maxima [P, M] of z = scales * x @ w^T + bias [M, N].
 
@@ -162,6 +162,7 @@ def layer(
       bias: [N].
       residual: [M, N].
       options: static options, such as which of the three are returned.
+      functions: the activations, as kernels or XLA compute them.
 
     The maxima are those of each row in each of P parts of the columns.
     """
@@ -169,19 +170,19 @@ def layer(
 
     def epilogue(z, *, bias=None, residual=None, **scales):
         z = _scaled(z, scales)
-        z = z if bias is None else z + bias
+        z = z if bias is None else z + _wide(bias)
         results = {"z": z}
         if out_dtype is not None:
             if options.activation is not None:
                 z = z.astype(narrow_dtype).astype(jnp.float32)
-            y = activate(options.activation, z, out_dtype)
-            results["y"] = y if residual is None else y + residual
+            y = functions.activation(options.activation, z, out_dtype)
+            results["y"] = y if residual is None else y + _wide(residual)
         return results
 
     outputs = {"y": out_dtype, "z": narrow_dtype if options.saves else None}
-    functions: dict[str | None, Callable[[jax.Array], jax.Array] | None]
-    functions = {None: None, "value": lambda z: z, "magnitude": jnp.abs}
-    function = functions[options.maximised]
+    kinds: dict[str | None, Callable[[jax.Array], jax.Array] | None]
+    kinds = {None: None, "value": lambda z: z, "magnitude": jnp.abs}
+    maximised = kinds[options.maximised]
     return FusedProduct(
         name="fp8_layer",
         a=x,
@@ -192,7 +193,7 @@ def layer(
         scalars=_by_name(scales),
         matrices={"residual": residual},
         outputs={name: dtype for name, dtype in outputs.items() if dtype is not None},
-        row_maxima={} if function is None else {"z": function},
+        row_maxima={} if maximised is None else {"z": maximised},
         activations=int(options.activation is not None),
     )
 

@@ -223,11 +223,13 @@ class _Layer(_Fp8Product):
         }
         return _product_why_not(device, x, w, others)
 
-    def product(self, x, w, scale, w_scale, bias, residual) -> FusedProduct:
-        return pallas_fp8.layer(x, w, (scale, w_scale), bias, residual, self.options)
+    def product(self, x, w, scale, w_scale, bias, residual, functions=IN_KERNELS) -> FusedProduct:
+        scales = (scale, w_scale)
+        return pallas_fp8.layer(x, w, scales, bias, residual, self.options, functions)
 
     def in_xla(self, x, w, scale, w_scale, bias, residual) -> Results:
-        return fp8_xla.layer(x, w, (scale, w_scale), bias, residual, self.options)
+        product = self.product(x, w, scale, w_scale, bias, residual, IN_XLA)
+        return self.in_order(fp8_xla.run(product))
 
     results = ("y", "z", "max_z")
     candidates = pallas_fp8.candidates

@@ -1,7 +1,5 @@
 """Products of float8 matrices with one scale each, in plain JAX: the kernels' reference."""
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -109,39 +107,14 @@ def run(product: FusedProduct) -> dict[str, jax.Array]:
     """Returns the results of `FusedProduct.run` for matrices a [M, K] and b [N, K]."""
     [b] = product.b
     total = sums("mk,nk->mn", product.a, b)
-    results = product.epilogue(total, **product.scalars, **present(product.matrices))
+    operands = present(product.vectors) | present(product.matrices)
+    results = product.epilogue(total, **product.scalars, **operands)
     found = {name: results[name].astype(dtype) for name, dtype in product.outputs.items()}
     maxima = {
         f"max_{name}": _row_maxima(maximised(found[name].astype(jnp.float32)))
         for name, maximised in product.row_maxima.items()
     }
     return found | maxima
-
-
-def layer(
-    x: jax.Array,
-    w: jax.Array,
-    scales: Sequence[jax.Array],
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    options: Any,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns (activation(z) + residual, z, row maxima) for z = scales * x @ w^T + bias.
-
-    The arguments are those of `pallas_kernels.gemm.fp8.layer`.
-    """
-    z = sums("mk,nk->mn", x, w) * functools.reduce(operator.mul, scales)
-    z = z if bias is None else z + bias.astype(jnp.float32)
-    narrow = z.astype(options.narrow_dtype)
-    wide = narrow.astype(jnp.float32)
-    y = maxima = None
-    if options.out_dtype is not None:
-        y = z if options.activation is None else activate(options.activation, wide)
-        y = y if residual is None else y + residual.astype(jnp.float32)
-        y = y.astype(options.out_dtype)
-    if options.maximised is not None:
-        maxima = _row_maxima(wide if options.maximised == "value" else jnp.abs(wide))
-    return y, narrow if options.saves else None, maxima
 
 
 def _row_maxima(values: jax.Array) -> jax.Array:

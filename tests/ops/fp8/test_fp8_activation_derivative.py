@@ -142,7 +142,7 @@ def test_scales_of_a_layer_in_the_interpreter(interpreted_hopper):
         for scales in (apart, together)
     )
     np.testing.assert_array_equal(ours, expected)
-    xla, *_ = fp8_xla.layer(x, w, apart, None, None, options)
+    xla = fp8_xla.run(pallas_fp8.layer(x, w, apart, None, None, options))["y"]
     np.testing.assert_allclose(np.float32(ours), np.float32(xla), rtol=1e-2, atol=1e-4)
 
 
