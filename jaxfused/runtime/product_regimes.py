@@ -6,9 +6,11 @@ come from the recorded sweeps and from stages measured on an H200 (`python -m be
 judges a change of them); `jaxfused.tune` measures what they leave open.
 """
 
-from jaxfused.runtime.estimate import Rule
-from jaxfused.runtime.roofline import Passes, product
+from jaxfused import dispatch
+from jaxfused.runtime.estimate import Estimate, Rule
+from jaxfused.runtime.roofline import Passes, is_modelled, product
 from pallas_kernels.gemm.cost import WeightWork, Work
+from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
 _SHARE, _LARGE = 0.08, 8_000_000
@@ -39,17 +41,29 @@ _SHORT_SUM, _NARROW = 256, 32
 """Rows and columns up to which XLA is faster at one gradient without sums of rows or padding."""
 
 
-def rule(
-    work: Work, passes: float, *, in_cublaslt: bool = False, several: bool | None = None
-) -> Rule:
+def estimate(
+    device: dispatch.Device,
+    work: Work,
+    passes: float,
+    *,
+    in_cublaslt: bool = False,
+    several: bool | None = None,
+) -> Estimate:
     """Returns the order of the implementations of a product with an epilogue.
 
     Args:
+      device: the device that it would run on.
       work: the product.
       passes: microseconds of the passes that XLA runs beside its product.
       in_cublaslt: whether cuBLASLt takes the epilogue too.
       several: whether XLA runs several products, or copies several arrays for one.
     """
+    if work.itemsize > 2:
+        return _xla("kernels are not timed in float32")
+    if not is_modelled(device):
+        # CUDA C applies the epilogue in one pass after XLA's product.
+        large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
+        return None if large and passes > 0 else _xla("it has few tiles, or nothing to fuse")
     several = work.products > 1 or work.terms > 1 if several is None else several
     if work.m <= MAX_ROWS:
         return _few_rows(work, several)

@@ -17,7 +17,7 @@ from jaxfused.runtime import product_regimes
 from jaxfused.runtime.activation import ARITHMETIC, SLOPE_OF_RESULT
 from jaxfused.runtime.estimate import Estimate
 from jaxfused.runtime.product_xla import product
-from jaxfused.runtime.roofline import UNMODELLED, Passes, is_modelled
+from jaxfused.runtime.roofline import Passes, is_modelled
 from jaxfused.runtime.runner import Axes, Results
 from jaxfused.runtime.shapes import why_symbolic
 from pallas_kernels.conv import conv as pallas_conv
@@ -102,9 +102,7 @@ class AsProduct:
     def estimate(self: Any, device, able: Collection[str], *operands) -> Estimate:
         if "pallas" not in able:
             return None
-        if not is_modelled(device):
-            return UNMODELLED
-        return product_regimes.rule(*self.product(device, *operands))
+        return product_regimes.estimate(device, *self.product(device, *operands))
 
 
 class Windowed(AsProduct):

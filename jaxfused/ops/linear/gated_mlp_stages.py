@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from jaxfused.ops.linear import mlp_cuda, mlp_xla
-from jaxfused.ops.linear.linear_stages import product_estimate
 from jaxfused.ops.linear.mlp_stages import passes_of, why_not_of
+from jaxfused.runtime import product_regimes
 from jaxfused.runtime.estimate import Estimate
 from jaxfused.runtime.product_stage import ProductStage
 from jaxfused.runtime.product_xla import side_by_side, sums_side_by_side
@@ -78,7 +78,7 @@ class GatedUnit(ProductStage):
         # XLA writes gate and up, and copies them again if they are halves of one array and saved.
         moved = 3 if w_up is not None or not self.saves_preactivations else 5
         passes = passes_of(work, self.activation, evaluations=1, matrices=moved)
-        return product_estimate(device, x.dtype, work, passes)
+        return product_regimes.estimate(device, work, passes.time(work.m * work.n))
 
     def run(self, implementation, device, x, w_gate, w_up, b_gate, b_up, config=None) -> Results:
         if implementation == "pallas":
@@ -152,7 +152,7 @@ class GatedHiddenGradient(ProductStage):
         if work.m > MAX_ROWS:
             # An epilogue of so many matrices takes the kernel nearly as long as XLA's pass takes.
             passes = Passes(bytes_of_element=work.itemsize, launches=0)
-        return product_estimate(device, dy.dtype, work, passes)
+        return product_regimes.estimate(device, work, passes.time(work.m * work.n))
 
     def run(self, implementation, device, dy, w_down, gate, up, config=None) -> Results:
         options = self._options | dict(precision=self.precision)
@@ -216,7 +216,7 @@ class GatedInputGradient(ProductStage):
             is_free = self.finds_joined or work.m <= work.n
             copied = 0 if is_free else 2 * work.k / work.n
             passes = Passes(bytes_of_element=copied * work.itemsize)
-        return product_estimate(device, dgate.dtype, work, passes)
+        return product_regimes.estimate(device, work, passes.time(work.m * work.n))
 
     def run(self, implementation, device, dgate, dup, w_gate, w_up, config=None) -> Results:
         if implementation == "pallas":

@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 
-from jaxfused.ops.linear.linear_stages import product_estimate, product_why_not
-from jaxfused.runtime import sharding
+from jaxfused.ops.linear.linear_stages import product_why_not
+from jaxfused.runtime import product_regimes, sharding
 from jaxfused.runtime.estimate import Estimate
 from jaxfused.runtime.product_stage import ProductStage
 from jaxfused.runtime.product_xla import product
-from jaxfused.runtime.roofline import Passes
 from jaxfused.runtime.runner import ROWS, Axes, Results, Runner, batched_rows
 from pallas_kernels.gemm import linear as pallas_linear
 from pallas_kernels.gemm import small_m
@@ -80,7 +79,7 @@ class InputGradient(ProductStage):
 
     def estimate(self, device, able, dy, w) -> Estimate:
         del able
-        return product_estimate(device, dy.dtype, self.work(dy, w), Passes())
+        return product_regimes.estimate(device, self.work(dy, w), 0.0)
 
     def run(self, implementation, device, dy, w, config=None) -> Results:
         if implementation == "pallas":

@@ -18,7 +18,6 @@ from jaxfused.runtime.roofline import Passes, is_modelled
 from jaxfused.runtime.runner import ROWS, Axes, Results, batched_rows
 from pallas_kernels.gemm import linear as pallas_linear
 from pallas_kernels.gemm import matmul as pallas_matmul
-from pallas_kernels.gemm.cost import Work
 from pallas_kernels.gemm.fused_product import FusedProduct
 from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 
@@ -96,8 +95,8 @@ class Layer(ProductStage):
                 out_dtype=self.out_dtype,
             )
         )
-        passes = self._passes(x, bias, residual)
-        return product_estimate(device, x.dtype, work, passes, in_cublaslt=in_cublaslt)
+        passes = self._passes(x, bias, residual).time(work.m * work.n)
+        return product_regimes.estimate(device, work, passes, in_cublaslt=in_cublaslt)
 
     def product(self, x, w, bias, residual) -> FusedProduct:
         return pallas_linear.layer(x, w, bias, residual, **self._options)
@@ -222,30 +221,3 @@ def product_why_not(
 
 CHEAP_ACTIVATIONS = (*ARITHMETIC, "quick_gelu", "silu", "sigmoid")
 """Activations that XLA evaluates faster than it reads their argument."""
-
-
-def product_estimate(
-    device: dispatch.Device,
-    dtype: Any,
-    work: Work,
-    passes: Passes,
-    *,
-    in_cublaslt: bool = False,
-) -> Estimate:
-    """Returns the order of the implementations of a product with an epilogue: a stage's `estimate`.
-
-    Args:
-      device: the device that it would run on.
-      dtype: the product's dtype.
-      work: the product and its epilogue.
-      passes: XLA's passes after its product.
-      in_cublaslt: whether cuBLASLt takes the epilogue too.
-    """
-    if dtype == jnp.float32:
-        return Rule(("xla",), "kernels are not timed in float32")
-    if not is_modelled(device):
-        large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
-        if large and passes.bytes_of_element:
-            return None
-        return Rule(("xla",), "its product includes the epilogue, or has few tiles")
-    return product_regimes.rule(work, passes.time(work.m * work.n), in_cublaslt=in_cublaslt)

@@ -13,9 +13,9 @@ from jaxfused import dispatch
 from jaxfused.ops.linear import mlp_cuda, mlp_xla
 from jaxfused.ops.linear.linear_stages import (
     CHEAP_ACTIVATIONS,
-    product_estimate,
     product_why_not,
 )
+from jaxfused.runtime import product_regimes
 from jaxfused.runtime.estimate import Estimate
 from jaxfused.runtime.product_stage import ProductStage
 from jaxfused.runtime.roofline import Passes
@@ -50,7 +50,7 @@ class HiddenAndSlope(ProductStage):
         del able
         work = self.work(x, w1, b1)
         passes = passes_of(work, self.activation, evaluations=1)
-        return product_estimate(device, x.dtype, work, passes)
+        return product_regimes.estimate(device, work, passes.time(work.m * work.n))
 
     def run(self, implementation, device, x, w1, b1, config=None) -> Results:
         if implementation == "pallas":
@@ -90,7 +90,7 @@ class HiddenGradientBySlope(ProductStage):
         del able
         work = self.work(dy, w2, slope)
         passes = passes_of(work, None, evaluations=int(self.sums_rows))
-        return product_estimate(device, dy.dtype, work, passes)
+        return product_regimes.estimate(device, work, passes.time(work.m * work.n))
 
     def run(self, implementation, device, dy, w2, slope, config=None) -> Results:
         if implementation == "pallas":
@@ -140,7 +140,7 @@ class HiddenGradient(ProductStage):
         work = self.work(dy, w2, z)
         evaluations = work.activations + int(self.sums_rows)
         passes = passes_of(work, self.activation, evaluations=evaluations)
-        return product_estimate(device, dy.dtype, work, passes)
+        return product_regimes.estimate(device, work, passes.time(work.m * work.n))
 
     def run(self, implementation, device, dy, w2, z, config=None) -> Results:
         if implementation == "pallas":

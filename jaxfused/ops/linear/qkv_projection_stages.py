@@ -14,14 +14,13 @@ from jaxfused.ops.rope.rope import batch_tables, ungrouped
 from jaxfused.runtime import product_regimes, sharding
 from jaxfused.runtime.estimate import Estimate, Rule
 from jaxfused.runtime.product_xla import product, side_by_side
-from jaxfused.runtime.roofline import Passes, is_modelled
+from jaxfused.runtime.roofline import Passes
 from jaxfused.runtime.runner import Axes, Results
 from jaxfused.runtime.shapes import shapes_of
 from jaxfused.runtime.vmap import batch_all, is_batched
 from pallas_kernels.gemm import matmul as pallas_matmul
 from pallas_kernels.gemm import qkv_projection as pallas_qkv_projection
 from pallas_kernels.gemm.cost import Work
-from pallas_kernels.gemm.matmul_config import ACCUMULATOR_ELEMENTS
 from pallas_kernels.gemm.qkv_heads import Heads
 from pallas_kernels.gemm.small_m import MAX_ROWS
 
@@ -151,16 +150,16 @@ class Forward:
 
     def estimate(self, device, able, x, *parameters) -> Estimate:
         heads = self.options.heads(*parameters)
-        work = Work(math.prod(x.shape[:-1]), sum(heads.widths), x.shape[-1])
-        if not _is_modelled(device, x):
-            return _unmodelled(device, work)
+        itemsize = x.dtype.itemsize
+        work = Work(math.prod(x.shape[:-1]), sum(heads.widths), x.shape[-1], itemsize=itemsize)
         # XLA splits the product into three, normalises two of them, and rotates their heads.
-        moved = 2 * x.dtype.itemsize * (_OF_PAIRS if heads.rotary_dim and heads.interleaved else 1)
+        moved = 2 * itemsize * (_OF_PAIRS if heads.rotary_dim and heads.interleaved else 1)
         steps = 1 + int(heads.norm and heads.rotary_dim > 0)
         passes = Passes(bytes_of_element=steps * moved, launches=3 * steps)
         if work.m <= MAX_ROWS and parameters[0].dtype != x.dtype:
             return Rule(("xla",), "its product converts the weights as it reads them")
-        return product_regimes.rule(work, passes.time(work.m * work.n), several=work.m <= MAX_ROWS)
+        few, spared = work.m <= MAX_ROWS, passes.time(work.m * work.n)
+        return product_regimes.estimate(device, work, spared, several=few)
 
     def run(self, implementation, device, x, *parameters, config=None) -> Results:
         *weights_and_biases, q_scale, k_scale, cos, sin = parameters
@@ -262,8 +261,6 @@ class InputGradient:
     def estimate(self, device, able, *operands) -> Estimate:
         x, weights = self._x_and_weights(*operands)
         work = _gradient_work(math.prod(x.shape[:-1]), x.shape[-1], weights)
-        if not _is_modelled(device, x):
-            return _unmodelled(device, work)
         if work.m <= MAX_ROWS:
             return Rule(("xla",), "its product splits the sums of few rows")
         # XLA concatenates the cotangents, and the kernel's call copies each of the weights.
@@ -271,7 +268,7 @@ class InputGradient:
         passes = Passes(bytes_of_element=both_ways)
         copies = replace(passes, launches=len(weights))
         spared = passes.time(work.m * work.k) - copies.time(work.n * work.k)
-        return product_regimes.rule(work, spared, several=True)
+        return product_regimes.estimate(device, work, spared, several=True)
 
     def _x_and_weights(self, *operands) -> tuple[Any, Sequence[Any]]:
         """Returns the shapes and dtypes of x [..., D] and of the weights [D, n, heads, H]."""
@@ -335,16 +332,6 @@ _OF_PAIRS = 2
 def _gradient_work(rows: int, features: int, weights: Sequence[Any]) -> Work:
     columns = sum(math.prod(w.shape[1:]) for w in weights)
     return Work(rows, features, columns, k_last=True)
-
-
-def _is_modelled(device: dispatch.Device, x: jax.Array) -> bool:
-    return is_modelled(device) and x.dtype in (jnp.bfloat16, jnp.float16)
-
-
-def _unmodelled(device: dispatch.Device, work: Work) -> Rule | None:
-    """Returns the rule that orders implementations where the cost model does not apply, else None."""
-    large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
-    return None if large else Rule(("xla",), "the product has fewer tiles than the GPU has SMs")
 
 
 def operand_axes(operands: Sequence[Any]) -> Sequence[str]:
