@@ -2,8 +2,8 @@
 
 A kernel multiplies no faster than XLA, and gains by the passes over the result that it spares. For few
 rows it gains by reading the weights once, in their dtype, with sums split over a cluster. The thresholds
-come from the recorded sweeps and from stages measured on an H200 (`python -m benchmarks.choice.replay`
-judges a change of them); `jaxfused.tune` measures what they leave open.
+come from the recorded sweeps and from stages measured on an H200, by which a change of them is judged
+(`python -m benchmarks.choice.measured`); `jaxfused.tune` measures what they leave open.
 """
 
 from jaxfused import dispatch
