@@ -158,6 +158,8 @@ class Forward:
         passes = Passes(bytes_of_element=steps * moved, launches=3 * steps)
         if work.m <= MAX_ROWS and parameters[0].dtype != x.dtype:
             return Rule(("xla",), "its product converts the weights as it reads them")
+        if work.m <= MAX_ROWS and heads.finishes and heads.unit > _WIDEST_UNIT:
+            return Rule(("xla",), f"a CTA of few rows has a whole head, of {heads.unit} columns")
         few, spared = work.m <= MAX_ROWS, passes.time(work.m * work.n)
         return product_regimes.estimate(device, work, spared, several=few)
 
@@ -325,6 +327,8 @@ def _why_not(device: dispatch.Device, x: Any, heads: Heads) -> dict[str, str | N
     }
 
 
+_WIDEST_UNIT = 128
+"""Largest head that a CTA of few rows normalises or rotates as fast as XLA does."""
 _OF_PAIRS = 2
 """Ratio of XLA's times to rotate interleaved pairs, read one by one, and halves."""
 
