@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxfused
@@ -327,6 +328,27 @@ def test_a_relu_of_the_users_own_gradient_is_a_wall():
             assert_fuses(
                 lambda x, w: relu(x @ w), x_of("float32"), weights(16, 8), into={"linear": 1}
             )
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.hard_swish, jax.nn.mish])
+def test_activations_under_meshes(activation):
+    def f(x, w):
+        return activation(x @ w)
+
+    x, w = x_of("float32", 4, 16), weights(16, 8)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    rows = jax.sharding.PartitionSpec("d")
+    with jax.set_mesh(mesh):
+        x, plain = jax.device_put(x, rows), f(x, w)
+        assert counts(f, x, w) == {"linear": 1}
+        functions = [jaxfused.fuse(f)]
+        for check in (False, True):
+            in_specs = (rows, jax.sharding.PartitionSpec())
+            functions.append(
+                jax.shard_map(jaxfused.fuse(f), in_specs=in_specs, out_specs=rows, check_vma=check)
+            )
+        for function in functions:
+            np.testing.assert_allclose(jax.jit(function)(x, w), plain, rtol=1e-5, atol=1e-6)
 
 
 def test_a_hidden_layer_that_is_used_elsewhere_is_no_mlp():
