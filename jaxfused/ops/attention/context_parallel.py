@@ -303,8 +303,23 @@ def _in_order(options: _Options, gathered: jax.Array) -> jax.Array:
     """Returns gathered tokens in the order of the sequence, their second axis."""
     if options.layout == "contiguous":
         return gathered
-    order = zigzag_order(gathered.shape[1], lax.axis_size(options.axis_name))
-    return jnp.take(gathered, np.argsort(order), axis=1)
+    # By slices, because the gradient of a gather by indices is a scatter.
+    batch, tokens, *rest = gathered.shape
+    size = lax.axis_size(options.axis_name)
+    parts = gathered.reshape(batch, size, 2, tokens // (2 * size), *rest)
+    halves = jnp.stack([parts[:, :, 0], parts[:, ::-1, 1]], axis=1)
+    return halves.reshape(gathered.shape)
+
+
+def _by_devices(options: _Options, in_order: jax.Array) -> jax.Array:
+    """Returns all tokens, the second axis, in the order of the devices that have them."""
+    if options.layout == "contiguous":
+        return in_order
+    batch, tokens, *rest = in_order.shape
+    size = lax.axis_size(options.axis_name)
+    halves = in_order.reshape(batch, 2, size, tokens // (2 * size), *rest)
+    parts = jnp.stack([halves[:, 0], halves[:, 1, ::-1]], axis=2)
+    return parts.reshape(in_order.shape)
 
 
 def _all_gather(options: _Options, operands: _Operands) -> jax.Array:
@@ -355,10 +370,7 @@ def _all_to_all(options: _Options, operands: _Operands) -> jax.Array:
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(name) * own, own)
     query, key, value = map(by_heads, (query, key, value))
     output = options.attend(query, key, value, None, segments, segments, sinks=sinks)
-    if options.layout == "zigzag":
-        order = zigzag_order(output.shape[1], lax.axis_size(name))
-        output = jnp.take(output, order, axis=1)
-    return lax.all_to_all(output, name, 1, 2, tiled=True)
+    return lax.all_to_all(_by_devices(options, output), name, 1, 2, tiled=True)
 
 
 # --- ring -----------------------------------------------------------------------------------------
