@@ -107,6 +107,15 @@ def test_two_terms_that_are_no_difference_from_the_mean(sign, axis):
     assert_left_alone(f, *inputs("float32"))
 
 
+def test_the_mean_square_of_another_row_is_no_norm():
+    def f(x, scale):
+        mean_square = jnp.mean(jnp.square(x), axis=-1)[:, None, :]
+        return x * jax.lax.rsqrt(jnp.broadcast_to(mean_square, x.shape) + 1e-5) * scale
+
+    x, scale, _ = inputs("float32", 3, 8, 8)
+    assert_left_alone(f, x, scale)
+
+
 def test_the_difference_from_the_mean_over_another_axis_is_no_norm():
     def f(x, scale, bias):
         centred = x - x.mean(1, keepdims=True)
@@ -140,6 +149,13 @@ def llama(x, scale):
     return y * scale.astype(x.dtype)
 
 
+def haiku(x, scale):
+    y = wide(x)
+    mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
+    mean_square = jnp.broadcast_to(mean_square, y.shape)
+    return (y * (scale * jax.lax.rsqrt(mean_square + 1e-5))).astype(x.dtype)
+
+
 def by_power(x, scale):
     y = wide(x)
     return (y * ((y**2).mean(-1, keepdims=True) + 1e-6) ** -0.5 * scale).astype(x.dtype)
@@ -159,7 +175,7 @@ def by_reciprocal(x, scale):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "norm", [times_rsqrt, over_root, gemma, llama, by_power, by_sum, by_reciprocal]
+    "norm", [times_rsqrt, over_root, gemma, llama, haiku, by_power, by_sum, by_reciprocal]
 )
 def test_rms_norm_in_its_spellings(norm, dtype):
     x, scale, _ = inputs(dtype)

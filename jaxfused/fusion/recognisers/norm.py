@@ -320,7 +320,11 @@ def _as_normalised(seen: View, found: Statistics) -> View | None:
 def _over_rows(seen: View, value: Value) -> bool:
     """Returns whether a view is one number for each row, broadcast along the last axis."""
     rows = [axis for axis, size in enumerate(value.shape[:-1]) if size != 1]
-    return [axis for axis in seen.axes if axis is not None] == rows
+    if [axis for axis in seen.axes if axis is not None] == rows:
+        return True
+    # Haiku's RMSNorm broadcasts the mean before it adds epsilon.
+    terms = total(*seen).terms
+    return len(terms) == 1 and [a for a in terms[0].view.axes if a is not None] == rows
 
 
 # --- the site -------------------------------------------------------------------------------------
