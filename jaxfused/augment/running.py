@@ -1,5 +1,6 @@
 """Runs the passes of a chain over a batch."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -336,7 +337,7 @@ class _State:
         masks, boxes = self.batch.masks, self.batch.boxes
         if masks is not None:
             _check_mask_fill(self.spec.mask_fill, masks.dtype)
-            planes = masks.reshape(*masks.shape[:3], -1)
+            planes = masks.reshape(*masks.shape[:3], math.prod(masks.shape[3:]))
             move = jax.vmap(lambda mask, map: moved_mask(mask, reading, map, self.spec.mask_fill))
             planes = move(planes, maps)
             masks = planes.reshape(*planes.shape[:3], *masks.shape[3:])

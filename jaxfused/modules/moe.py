@@ -56,6 +56,11 @@ def mixture(
     implementation: Implementation | None,
 ) -> tuple[jax.Array, Routing]:
     """Returns the weighted sum of each token's experts, without shared ones, and the routes."""
+    if not callable(router):
+        raise ValueError(
+            f"MoE: router is {router!r}, but it is called with logits; pass a function, such as"
+            " functools.partial(jaxfused.router, k=2)."
+        )
     routed = jnp.asarray(x)
     wide = accumulator_dtype(routed.dtype)
     # The router's product is in full float32, because a product of fewer digits may choose other

@@ -235,6 +235,8 @@ def test_bare_images_and_empty_batches():
     assert jax.eval_shape(chain, KEY, images()[0]).shape == (4, 4, 3)
     assert jax.eval_shape(chain, KEY, images(0)).shape == (0, 4, 4, 3)
     assert jax.jit(chain)(KEY, images(0)).shape == (0, 4, 4, 3)
+    none = augment.Batch(images(0), masks=np.zeros((0, 12, 13), np.uint8))
+    assert jax.eval_shape(chain, KEY, none).masks.shape == (0, 4, 4)
 
 
 def test_a_chain_prints_its_options_and_passes():

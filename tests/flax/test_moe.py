@@ -136,3 +136,9 @@ def test_messages(options, message):
     moe = jaxfused.linen.MoE(8, 2, router=QWEN2, **options)
     with pytest.raises(ValueError, match=f"jaxfused.linen.MoE: .*{message}"):
         jax.eval_shape(moe.init, jax.random.key(0), jnp.ones((2, 8)))
+
+
+def test_a_router_is_a_function():
+    module = jaxfused.nnx.MoE(D, F, E, router="softmax", rngs=flax.nnx.Rngs(0))
+    with pytest.raises(ValueError, match="router is 'softmax', but it is called with logits"):
+        module(jnp.ones((2, D)))

@@ -97,9 +97,9 @@ def expert_mlp(
         return jnp.zeros_like(x)
     rows = x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
     k = indices.shape[-1]
-    order = _order(indices.reshape(len(rows), k), w_up.shape[0], capacity)
+    order = _order(indices.reshape(rows.shape[0], k), w_up.shape[0], capacity)
     wide = accumulator_dtype(x.dtype)
-    shares = weights.reshape(len(rows), k).astype(wide)
+    shares = weights.reshape(rows.shape[0], k).astype(wide)
     product = functools.partial(
         ragged_dot,
         group_sizes=order.sizes,
@@ -175,7 +175,7 @@ def _order(indices: jax.Array, experts: int, capacity: int | None) -> _Order:
     if capacity is not None:
         ordered = chosen[choice]
         starts = jnp.cumsum(sizes) - sizes
-        rank = jnp.arange(len(chosen)) - starts[jnp.minimum(ordered, experts - 1)]
+        rank = jnp.arange(chosen.shape[0]) - starts[jnp.minimum(ordered, experts - 1)]
         last = jnp.argsort(jnp.where(rank < capacity, ordered, experts), stable=True)
         choice, sizes = choice[last], jnp.minimum(sizes, capacity)
     place = jnp.argsort(choice)
@@ -189,11 +189,11 @@ def _order(indices: jax.Array, experts: int, capacity: int | None) -> _Order:
 @functools.partial(stated_gradient, nondiff_argnums=(0,), linear=(1,))
 def _repeated(k: int, x: jax.Array, order: _Order) -> jax.Array:
     """Returns the row of each choice of x [T, D], in the order of the experts: [k T, D]."""
-    return x[order.choice % (len(order.choice) // k)]
+    return x[order.choice % x.shape[0]]
 
 
 def _repeated_bwd(k: int, order: _Order, dy: jax.Array):
-    by_choice = dy[order.place].reshape(k, len(dy) // k, dy.shape[1])
+    by_choice = dy[order.place].reshape(k, dy.shape[0] // k, dy.shape[1])
     return jnp.sum(by_choice.astype(accumulator_dtype(dy.dtype)), axis=0).astype(dy.dtype), None
 
 

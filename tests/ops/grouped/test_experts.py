@@ -252,3 +252,18 @@ def test_indices_of_one_byte_choose_among_more_experts_than_it_counts():
 def test_messages(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_any_number_of_tokens_is_exported():
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    w_up, w_down = jnp.ones((4, 8, 16)), jnp.ones((4, 16, 8))
+
+    def f(x):
+        return jaxfused.expert_mlp(x, *jaxfused.router(x[:, :4], k=2), None, w_up, w_down)
+
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(f(x) ** 2))(x)
+
+    exported = jax.export.export(jax.jit(gradient))(jax.ShapeDtypeStruct((tokens, 8), jnp.float32))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 8)), jnp.float32)
+    np.testing.assert_allclose(exported.call(x), gradient(x), rtol=1e-5)
